@@ -1,0 +1,125 @@
+"""The library ops: one `torch.ops.fp.*` per primitive, so that a trace shows each collective as one named node.
+
+An op moves values and knows no derivative; that is `primitives`' part. Its kernel asks the carrier bound to the axes;
+its fake kernel needs only the axis sizes. An op over axes of size one moves nothing. `src`, `dst` name the states of
+`types` (or "auto", resolved by the checker); they do not change the values, but they are what the transpose, the
+partitioner and the price list read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import shapes
+from .axes import axis_size, carrier_for
+from .carrier import Carrier
+
+__all__ = ["NAMES"]
+
+_library = torch.library.Library("fp", "DEF")
+
+
+def _define(schema: str, kernel: Callable[..., Tensor], fake: Callable[..., Tensor]) -> str:
+    name = schema.split("(")[0]
+    _library.define(schema)
+    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fp::{name}", fake, lib=_library)
+    return name
+
+
+def _carried(name: str) -> Callable[..., Tensor]:
+    """The kernel of an op `name(x, axes, *params)` that the carrier's method of that name performs."""
+
+    def kernel(x: Tensor, axes: Sequence[str], *params: Any) -> Tensor:
+        if axis_size(axes) == 1:
+            return _identity(name, x, params)
+        result = getattr(_carrier(name, axes), name)(x, tuple(axes), *_without_states(params))
+        return result.contiguous()
+
+    return kernel
+
+
+def _identity(name: str, x: Tensor, params: Sequence[Any]) -> Tensor:
+    """What a collective over one rank does: nothing, but for a permutation that sends nothing."""
+    if name == "ppermute" and not params[0]:
+        return torch.zeros_like(x, memory_format=torch.contiguous_format)
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _without_states(params: Sequence[Any]) -> list[Any]:
+    return [param for param in params if not isinstance(param, str)]
+
+
+def _carrier(name: str, axes: Sequence[str]) -> Carrier:
+    carrier = carrier_for(name, axes)
+    assert carrier is not None, f"{name} over {tuple(axes)} met real tensors, but these axes are bound for tracing only"
+    return carrier
+
+
+def _same_shape(x: Tensor, axes: Sequence[str], *params: Any) -> Tensor:
+    axis_size(axes)
+    return x.new_empty(x.shape)
+
+
+def _fake_psum_scatter(x: Tensor, axes: Sequence[str], dim: int, src: str) -> Tensor:
+    return x.new_empty(shapes.split("psum_scatter", x.shape, dim, axes))
+
+
+def _fake_all_gather(x: Tensor, axes: Sequence[str], dim: int, dst: str) -> Tensor:
+    return x.new_empty(shapes.concatenated("all_gather", x.shape, dim, axes))
+
+
+def _fake_pscatter(x: Tensor, axes: Sequence[str], dim: int) -> Tensor:
+    return x.new_empty(shapes.split("pscatter", x.shape, dim, axes))
+
+
+def _fake_all_to_all(x: Tensor, axes: Sequence[str], split_dim: int, concat_dim: int) -> Tensor:
+    shape = shapes.split("all_to_all", x.shape, split_dim, axes)
+    return x.new_empty(shapes.concatenated("all_to_all", shape, concat_dim, axes))
+
+
+def _pscatter(x: Tensor, axes: Sequence[str], dim: int) -> Tensor:
+    """A slice of what every rank holds already: no communication."""
+    chunk = shapes.split("pscatter", x.shape, dim, axes)[dim]
+    index = 0 if axis_size(axes) == 1 else _carrier("pscatter", axes).axis_index(tuple(axes))
+    return x.narrow(dim, index * chunk, chunk).clone(memory_format=torch.contiguous_format)
+
+
+def _pcast(x: Tensor, axes: Sequence[str], src: str, dst: str) -> Tensor:
+    """A copy: an op's result that shares memory with its operand would let an in-place op reach the operand."""
+    axis_size(axes)
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _axis_index(axes: Sequence[str]) -> Tensor:
+    return torch.tensor(0 if axis_size(axes) == 1 else _carrier("axis_index", axes).axis_index(tuple(axes)))
+
+
+def _fake_axis_index(axes: Sequence[str]) -> Tensor:
+    axis_size(axes)
+    return torch.empty((), dtype=torch.int64)
+
+
+NAMES = (
+    _define("psum(Tensor x, str[] axes, str src) -> Tensor", _carried("psum"), _same_shape),
+    _define(
+        "psum_scatter(Tensor x, str[] axes, int dim, str src) -> Tensor", _carried("psum_scatter"), _fake_psum_scatter
+    ),
+    _define("all_gather(Tensor x, str[] axes, int dim, str dst) -> Tensor", _carried("all_gather"), _fake_all_gather),
+    _define("pscatter(Tensor x, str[] axes, int dim) -> Tensor", _pscatter, _fake_pscatter),
+    _define(
+        "all_to_all(Tensor x, str[] axes, int split_dim, int concat_dim) -> Tensor",
+        _carried("all_to_all"),
+        _fake_all_to_all,
+    ),
+    _define("ppermute(Tensor x, str[] axes, int[] pairs) -> Tensor", _carried("ppermute"), _same_shape),
+    _define("pmax(Tensor x, str[] axes) -> Tensor", _carried("pmax"), _same_shape),
+    _define("pmin(Tensor x, str[] axes) -> Tensor", _carried("pmin"), _same_shape),
+    _define("pbroadcast(Tensor x, str[] axes, int source) -> Tensor", _carried("pbroadcast"), _same_shape),
+    _define("pcast(Tensor x, str[] axes, str src, str dst) -> Tensor", _pcast, _same_shape),
+    _define("axis_index(str[] axes) -> Tensor", _axis_index, _fake_axis_index),
+)

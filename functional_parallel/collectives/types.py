@@ -1,0 +1,281 @@
+"""The type of a value: per mesh axis, what the ranks along it hold; and what each primitive does to a type.
+
+=============  =====================================  ================  =====================
+state          the ranks along the axis hold          gradient's state  casts without sending
+=============  =====================================  ================  =====================
+Varying V      different values                       V                 → U
+Invariant I    the same value                         I                 → V, → R
+Unreduced U    partial sums                           R                 none
+Reduced R      the same, gradient wanted unreduced    U                 → V
+=============  =====================================  ================  =====================
+
+The states and the transitions between them are those of JAX's shard_map (jax-ml/jax, `jax/_src/lax/parallel.py`), but
+for `pbroadcast`, whose result is invariant here, as its value is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
+from typing import Any
+
+__all__ = ["CollectiveTypeError", "State", "Type", "dual", "result_type", "source_state"]
+
+
+class CollectiveTypeError(TypeError):
+    """A collective that does not fit what the ranks hold."""
+
+
+class State(str, Enum):
+    """What the ranks along one mesh axis hold.
+
+    >>> State.UNREDUCED.letter, State("varying").dual
+    ('U', <State.VARYING: 'varying'>)
+    """
+
+    VARYING = "varying"
+    INVARIANT = "invariant"
+    UNREDUCED = "unreduced"
+    REDUCED = "reduced"
+
+    @property
+    def letter(self) -> str:
+        return self.value[0].upper()
+
+    @property
+    def dual(self) -> State:
+        """The state of the gradient of a value in this state."""
+        return _DUAL.get(self, self)
+
+    def __str__(self) -> str:
+        return self.value
+
+
+_V, _I, _U, _R = State.VARYING, State.INVARIANT, State.UNREDUCED, State.REDUCED
+_DUAL = {_U: _R, _R: _U}
+_HOLDING = {
+    _V: "every rank may hold a different value",
+    _I: "every rank holds the same value already",
+    _U: "the ranks hold partial sums",
+    _R: "every rank holds the same value already",
+}
+
+
+class Type(Mapping[str, State]):
+    """The state of a value on every mesh axis; axes not mentioned are Invariant. Immutable.
+
+    >>> Type(data="varying", tensor=State.UNREDUCED)
+    {V:data, U:tensor}
+    >>> Type(data="varying")["tensor"]
+    <State.INVARIANT: 'invariant'>
+    >>> Type(data="invariant") == Type()
+    True
+    """
+
+    __slots__ = ("_states",)
+
+    def __init__(self, states: Mapping[str, State | str] | None = None, /, **more: State | str) -> None:
+        given = {**(states or {}), **more}
+        self._states = {axis: State(state) for axis, state in given.items() if State(state) is not _I}
+
+    def __getitem__(self, axis: str) -> State:
+        return self._states.get(axis, _I)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._states)
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __contains__(self, axis: object) -> bool:
+        return axis in self._states
+
+    def axes(self, state: State) -> frozenset[str]:
+        """The axes on which the value is in a state; for Invariant there is no such list."""
+        return frozenset(axis for axis, held in self._states.items() if held is state)
+
+    def having(self, axes: Iterable[str], state: State) -> Type:
+        """The same type, but for these axes.
+
+        >>> Type(data="varying").having(["data"], State.INVARIANT)
+        {}
+        """
+        return Type({**self._states, **dict.fromkeys(axes, state)})
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Type) and self._states == other._states
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._states.items()))
+
+    def __repr__(self) -> str:
+        named = ((state, [axis for axis in self._states if self._states[axis] is state]) for state in (_V, _U, _R))
+        return "{" + ", ".join(f"{state.letter}:{'+'.join(axes)}" for state, axes in named if axes) + "}"
+
+
+def dual(type_: Type) -> Type:
+    """The type of the gradient of a value of this type: Unreduced and Reduced change places.
+
+    >>> dual(Type(data="varying", tensor="unreduced"))
+    {V:data, R:tensor}
+    """
+    return Type({axis: state.dual for axis, state in type_.items()})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Type rules: {state accepted on a named axis: state of the result}
+# ---------------------------------------------------------------------------------------------------------------------
+
+_TO_INVARIANT = {_V: _I, _U: _I}
+_RULES: dict[str, dict[State, State]] = {
+    "psum": _TO_INVARIANT,
+    "psum_scatter": {_V: _V, _U: _V},
+    "pscatter": {_I: _V},
+    "all_to_all": {_V: _V},
+    "ppermute": {_V: _V},
+    "pmax": {_V: _I},
+    "pmin": {_V: _I},
+    "pbroadcast": {_V: _I},
+}
+_GATHERED = {_V, _I, _R}
+_CASTS = {(_I, _V), (_I, _R), (_R, _V), (_V, _U)}
+_NONLINEAR = {"pmax", "pmin"}
+
+_FIXES = {
+    ("psum", _I): "a psum would multiply it by the number of ranks. A doubled psum? Drop one; "
+    "if the product is meant, write x * fp.axis_size({axis!r})",
+    ("psum", _R): "a psum would multiply it by the number of ranks; drop it, or write x * fp.axis_size({axis!r})",
+    ("psum_scatter", _I): "to keep one slice per rank write fp.pscatter(x, {axis!r}, dim), which sends nothing",
+    ("psum_scatter", _R): "there is nothing to sum; use it as it is",
+    ("all_gather", _I): "there is nothing to gather; use it as it is, or write fp.pvary(x, {axis!r}) first "
+    "if a copy per rank is meant",
+    ("all_gather", _R): "there is nothing to gather; use it as it is",
+    ("all_gather", _U): "write fp.psum_scatter or fp.psum first",
+    (
+        "pscatter",
+        _V,
+    ): "a slice by rank of a value that differs by rank loses data; write fp.all_to_all, or gather first",
+    ("pscatter", _U): "write fp.psum_scatter(x, {axis!r}, dim), which sums and keeps one slice",
+    ("pscatter", _R): "cast it first: there is no slice of a Reduced value; start from the Invariant one",
+    ("pmax", _I): "drop it",
+    ("pmax", _R): "drop it",
+    ("pbroadcast", _I): "drop it",
+    ("pbroadcast", _R): "drop it",
+}
+_FIX_BY_STATE = {
+    _I: "write fp.pvary(x, {axis!r}) first if a copy per rank is meant",
+    _R: "write fp.pcast(x, {axis!r}, to='varying') first if a copy per rank is meant",
+    _U: "write fp.psum(x, {axis!r}) first: the sum must be complete here",
+    _V: "write fp.psum(x, {axis!r}) first",
+}
+
+
+def result_type(operation: str, operand: Type, axes: tuple[str, ...], **params: Any) -> Type:
+    """The type of a primitive's result.
+
+    >>> result_type("psum", Type(data="varying", tensor="varying"), ("tensor",))
+    {V:data}
+    >>> result_type("psum", Type(), ("data",))
+    Traceback (most recent call last):
+    functional_parallel.collectives.types.CollectiveTypeError: psum over axis 'data': the operand is Invariant there \
+(every rank holds the same value already); a psum would multiply it by the number of ranks. A doubled psum? Drop one; \
+if the product is meant, write x * fp.axis_size('data')
+
+    Args:
+        operation: the primitive's name, as in `torch.ops.fp`.
+        operand: the type of its tensor operand (`Type()` for `axis_index`).
+        axes: the mesh axes it names.
+        params: its other arguments; `src` and `dst` matter here.
+
+    Raises:
+        CollectiveTypeError: when the operand's state on one of the axes does not fit; the message says what does.
+    """
+    if operation == "axis_index":
+        return operand.having(axes, _V)
+    if operation in _NONLINEAR:
+        _refuse_unreduced(operation, operand)
+    source = source_state(operation, operand, axes, **params)
+    if operation == "pcast":
+        return operand.having(axes, State(params["dst"]))
+    if operation == "all_gather":
+        return operand.having(axes, _gathered(params.get("dst", "varying")))
+    return operand.having(axes, _RULES[operation][source])
+
+
+def source_state(operation: str, operand: Type, axes: tuple[str, ...], **params: Any) -> State:
+    """The one state that the operand has on all the axes: what `src="auto"` stands for.
+
+    >>> source_state("psum", Type(data="unreduced"), ("data",), src="auto")
+    <State.UNREDUCED: 'unreduced'>
+
+    Raises:
+        CollectiveTypeError: when the primitive does not take that state, or the axes differ in it.
+    """
+    for axis in axes:
+        _check_state(operation, axis, operand[axis], params)
+    states = {operand[axis] for axis in axes}
+    if len(states) > 1:
+        found = ", ".join(f"{axis}: {operand[axis].name.capitalize()}" for axis in axes)
+        raise CollectiveTypeError(
+            f"{operation} over axes {axes}: the operand is in different states on them ({found}); "
+            "write one call per state"
+        )
+    return states.pop()
+
+
+def _check_state(operation: str, axis: str, state: State, params: Mapping[str, Any]) -> None:
+    if operation == "pcast":
+        _check_cast(axis, state, params)
+        return
+    accepted = {_V} if operation == "all_gather" else set(_RULES[operation])
+    if state not in accepted:
+        key = ("pmax" if operation == "pmin" else operation, state)
+        raise _mismatch(operation, axis, state, _FIXES.get(key, _FIX_BY_STATE[state]))
+    declared = params.get("src", "auto")
+    if declared != "auto" and State(declared) is not state:
+        raise _mismatch(operation, axis, state, f"but the call declares it {declared}; leave src='auto'")
+
+
+def _check_cast(axis: str, state: State, params: Mapping[str, Any]) -> None:
+    declared, target = params.get("src", "auto"), State(params["dst"])
+    if declared != "auto" and State(declared) is not state:
+        raise _mismatch("pcast", axis, state, f"but the call declares it {declared}")
+    if state is target:
+        raise _mismatch("pcast", axis, state, f"a cast to {target} does nothing; drop it")
+    if (state, target) not in _CASTS:
+        raise _mismatch(f"pcast to {target}", axis, state, _CAST_FIXES.get((state, target), _FIX_BY_STATE[state]))
+
+
+_CAST_FIXES = {
+    (
+        _V,
+        _I,
+    ): "no cast makes different values equal; write fp.psum, fp.pmax or fp.all_gather(x, {axis!r}, to='invariant')",
+    (_V, _R): "no cast makes different values equal; write fp.all_gather(x, {axis!r}, to='reduced')",
+    (_I, _U): "as partial sums it would count once per rank; write "
+    "fp.pcast(fp.pvary(x, {axis!r}), {axis!r}, to='unreduced') if that is meant",
+    (_R, _I): "its gradient is still to be reduced; use the value that it was cast from",
+    (_R, _U): "as partial sums it would count once per rank",
+    (_U, _V): "partial sums must be summed; write fp.psum_scatter(x, {axis!r}, dim) or fp.psum(x, {axis!r})",
+    (_U, _I): "partial sums must be summed; write fp.psum(x, {axis!r})",
+    (_U, _R): "partial sums must be summed; write fp.psum(x, {axis!r})",
+}
+
+
+def _gathered(dst: str) -> State:
+    state = State(dst)
+    if state not in _GATHERED:
+        raise CollectiveTypeError(f"all_gather to {dst!r}: it gathers to 'varying', 'invariant' or 'reduced'")
+    return state
+
+
+def _refuse_unreduced(operation: str, operand: Type) -> None:
+    for axis in sorted(operand.axes(_U)):
+        raise _mismatch(operation, axis, _U, _FIX_BY_STATE[_U])
+
+
+def _mismatch(operation: str, axis: str, state: State, fix: str) -> CollectiveTypeError:
+    name = state.name.capitalize()
+    return CollectiveTypeError(
+        f"{operation} over axis {axis!r}: the operand is {name} there ({_HOLDING[state]}); {fix.format(axis=axis)}"
+    )
