@@ -1,0 +1,63 @@
+"""pcast: the same values under another type. It sends nothing, but its transpose may."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..types import State
+from .emit import emit, keep, named_vmap, register, transpose
+
+__all__ = ["Pcast"]
+
+# What a cast from one state to another transposes to: a primitive and its arguments after `axes`.
+_TRANSPOSES = {
+    ("invariant", "varying"): ("psum", "varying"),
+    ("invariant", "reduced"): ("psum", "unreduced"),
+    ("reduced", "varying"): ("pcast", "varying", "unreduced"),
+    ("varying", "unreduced"): ("pcast", "reduced", "varying"),
+}
+_SOURCE_OF_AUTO = {"varying": "invariant", "reduced": "invariant", "unreduced": "varying"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# pcast: I → V, I → R, R → V, V → U
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@register
+class Pcast(torch.autograd.Function):
+    """The same value, typed otherwise. A cast out of Invariant transposes to a psum, the others to a cast."""
+
+    operation = "pcast"
+
+    @staticmethod
+    def leaves(src: str, dst: str) -> State:
+        return State(dst)
+
+    @staticmethod
+    def forward(x: Any, lane: Any, axes: Any, src: str, dst: str) -> Any:
+        return torch.ops.fp.pcast(x, axes, src, dst)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        keep(ctx, inputs)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:
+        return emit("pcast", tangent, *ctx.params)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Any) -> Any:
+        _, src, dst = ctx.params
+        return transpose(ctx, *_with_cotangent(cotangent, _SOURCE_OF_AUTO[dst] if src == "auto" else src, dst))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+        return named_vmap(Pcast, info, in_dims, *inputs)
+
+
+def _with_cotangent(cotangent: Any, src: str, dst: str) -> tuple[Any, ...]:
+    operation, *params = _TRANSPOSES[src, dst]
+    return operation, cotangent, *params

@@ -1,0 +1,122 @@
+"""How every primitive is called, by users, by transposes and by whoever interprets a traced program again.
+
+`emit("psum", x, axes, "varying")` has the arguments of the library op `torch.ops.fp.psum`, but is differentiable: it
+applies the primitive's `torch.autograd.Function`. The raw op in a traced graph carries no derivative, so a graph that is
+interpreted under a transform must go through here.
+
+All Functions take `(x, lane, axes, *params)`. `lane` is None, or, when the axes are one vmap level, the index of that
+level's entries: an integer tensor mapped over exactly that level. Its `in_dims` entry is how a `vmap` rule knows the
+level that its axes mean, also when x itself is the same for all entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import group
+from ..axes import axis_size, carrier_for, restored, same_carrier, snapshot
+from ..types import CollectiveTypeError, State
+from ..vmap import Lane
+from . import separate
+
+__all__ = ["axis_index", "emit", "keep", "named_vmap", "register", "transpose"]
+
+_FUNCTIONS: dict[str, type[torch.autograd.Function]] = {}
+
+
+def register(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    """Make `emit` know a primitive's Function, by the name it carries."""
+    _FUNCTIONS[function.operation] = function  # type: ignore[attr-defined]
+    return function
+
+
+def emit(operation: str, x: Tensor, axes: Sequence[str], *params: Any) -> Tensor:
+    """Apply a primitive, differentiably.
+
+    Args:
+        operation: the name of an op in `torch.ops.fp`.
+        x: its operand.
+        axes: mesh axes, the first one major. Axes bound in different places are gone through one at a time.
+        params: the library op's other arguments, checked by the caller.
+
+    Raises:
+        UnboundAxisError: when an axis is not bound here.
+        CollectiveTypeError: when a vmap level shows that x varies where it must not.
+    """
+    axes = tuple(axes)
+    if not same_carrier(operation, axes):
+        return separate.apart(operation, emit, axis_index(axes), x, axes, params)
+    carrier = carrier_for(operation, axes)
+    lane = carrier.index if isinstance(carrier, Lane) else None
+    return _FUNCTIONS[operation].apply(x, lane, axes, *params)
+
+
+def axis_index(axes: Sequence[str]) -> Tensor:
+    """This rank's index along the axes, the first one major: an integer scalar, Varying."""
+    axes = tuple(axes)
+    if not same_carrier("axis_index", axes):
+        index = axis_index(axes[:1])
+        for axis in axes[1:]:
+            index = index * axis_size(axis) + axis_index((axis,))
+        return index
+    carrier = carrier_for("axis_index", axes)
+    return carrier.index if isinstance(carrier, Lane) else torch.ops.fp.axis_index(axes)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the Functions share
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def keep(ctx: Any, inputs: tuple[Any, ...]) -> None:
+    """Keep on `ctx` what every jvp and backward needs: the arguments, and the axes' meaning at the time of the call."""
+    ctx.params = inputs[2:]
+    ctx.environment = snapshot()
+
+
+def transpose(ctx: Any, operation: str, cotangent: Tensor, *params: Any) -> tuple[Tensor | None, ...]:
+    """What a backward returns whose transpose is another primitive over the same axes."""
+    with restored(ctx.environment):
+        result = emit(operation, cotangent, ctx.params[0], *params)
+    return result, None, *(None for _ in ctx.params)
+
+
+def named_vmap(
+    function: type[torch.autograd.Function], info: Any, in_dims: tuple[Any, ...], *inputs: Any
+) -> tuple[Tensor, int | None]:
+    """The vmap rule of every primitive.
+
+    Over an unrelated level the mapped dim rides along behind all others, so that dims keep their numbers and one
+    collective moves the whole batch. Over the level that the axes name, the entries are the ranks: the group's
+    semantics applies, and a result that all ranks share loses the dim, which is how vmap knows it is Invariant.
+    """
+    x, lane, axes, *params = inputs
+    if in_dims[1] is None:
+        result = function.apply(x.movedim(in_dims[0], -1), lane, axes, *params)
+        return result, result.ndim - 1
+    operation = function.operation  # type: ignore[attr-defined]
+    values = _values_of_ranks(operation, x, in_dims[0], info.batch_size, axes, params)
+    results = group.perform(operation, values, *params)
+    if function.leaves(*params) in (State.INVARIANT, State.REDUCED):  # type: ignore[attr-defined]
+        return results[0], None
+    return torch.stack(results), 0
+
+
+def _values_of_ranks(
+    operation: str, x: Tensor, dim: int | None, size: int, axes: Sequence[str], params: Sequence[Any]
+) -> list[Tensor]:
+    if dim is None:
+        return [x] * size
+    needs_one_value = operation == "pscatter" or (operation == "pcast" and params[0] != "varying")
+    if needs_one_value:
+        what = "pscatter" if operation == "pscatter" else f"pcast to {params[1]}"
+        raise CollectiveTypeError(
+            f"{what} over axis {axes[0]!r}: the operand varies along this vmap level, but must be the same on all its "
+            f"ranks. In a backward this is the gradient of an Invariant value that met a Varying one; write "
+            f"fp.pvary(x, {axes[0]!r}) on the Invariant value where they meet"
+        )
+    return list(x.unbind(dim))

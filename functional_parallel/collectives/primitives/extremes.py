@@ -1,0 +1,99 @@
+"""pmax and pmin: the elementwise largest and smallest of all ranks' values. They carry no derivative.
+
+A zero derivative would be wrong, and the right one depends on how ties between ranks are split; a sharded softmax, the
+usual place for a pmax, does not need it, since the maximum cancels.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+from ..types import State
+from .emit import keep, named_vmap, register
+
+__all__ = ["NotDifferentiableError", "Pmax", "Pmin"]
+
+
+class NotDifferentiableError(TypeError):
+    """A derivative was asked of a primitive that has none."""
+
+
+def _refuse(operation: str, axes: Any) -> NoReturn:
+    raise NotDifferentiableError(
+        f"{operation} over {axes}: it has no derivative; where the value acts as a constant (a softmax's maximum) "
+        f"write fp.{operation}(x.detach(), ...)"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# pmax: V → I
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@register
+class Pmax(torch.autograd.Function):
+    """The elementwise largest value."""
+
+    operation = "pmax"
+
+    @staticmethod
+    def leaves() -> State:
+        return State.INVARIANT
+
+    @staticmethod
+    def forward(x: Any, lane: Any, axes: Any) -> Any:
+        return torch.ops.fp.pmax(x, axes)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        keep(ctx, inputs)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:
+        _refuse("pmax", ctx.params[0])
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Any) -> Any:
+        _refuse("pmax", ctx.params[0])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+        return named_vmap(Pmax, info, in_dims, *inputs)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# pmin: V → I
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@register
+class Pmin(torch.autograd.Function):
+    """The elementwise smallest value."""
+
+    operation = "pmin"
+
+    @staticmethod
+    def leaves() -> State:
+        return State.INVARIANT
+
+    @staticmethod
+    def forward(x: Any, lane: Any, axes: Any) -> Any:
+        return torch.ops.fp.pmin(x, axes)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        keep(ctx, inputs)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:
+        _refuse("pmin", ctx.params[0])
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Any) -> Any:
+        _refuse("pmin", ctx.params[0])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+        return named_vmap(Pmin, info, in_dims, *inputs)

@@ -1,0 +1,92 @@
+"""all_gather and pscatter: from one chunk per rank to the whole, and back by a slice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..types import State
+from .emit import emit, keep, named_vmap, register, transpose
+
+__all__ = ["AllGather", "Pscatter"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# all_gather: V → V, V → I, V → R
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@register
+class AllGather(torch.autograd.Function):
+    """All ranks' chunks, concatenated. How the result is typed decides the transpose.
+
+    To Varying or Reduced each rank has a gradient of its own for the whole, and psum_scatter adds them up. To Invariant
+    all ranks agree on one gradient, and each takes its slice.
+    """
+
+    operation = "all_gather"
+
+    @staticmethod
+    def leaves(dim: int, dst: str) -> State:
+        return State(dst)
+
+    @staticmethod
+    def forward(x: Any, lane: Any, axes: Any, dim: int, dst: str) -> Any:
+        return torch.ops.fp.all_gather(x, axes, dim, dst)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        keep(ctx, inputs)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:
+        return emit("all_gather", tangent, *ctx.params)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Any) -> Any:
+        _, dim, dst = ctx.params
+        if dst == "invariant":
+            return transpose(ctx, "pscatter", cotangent, dim)
+        return transpose(ctx, "psum_scatter", cotangent, dim, "unreduced" if dst == "reduced" else "varying")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+        return named_vmap(AllGather, info, in_dims, *inputs)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# pscatter: I → V
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@register
+class Pscatter(torch.autograd.Function):
+    """A slice of what all ranks hold, without communication. Transposes to all_gather to Invariant."""
+
+    operation = "pscatter"
+
+    @staticmethod
+    def leaves(dim: int) -> State:
+        return State.VARYING
+
+    @staticmethod
+    def forward(x: Any, lane: Any, axes: Any, dim: int) -> Any:
+        return torch.ops.fp.pscatter(x, axes, dim)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        keep(ctx, inputs)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:
+        return emit("pscatter", tangent, *ctx.params)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Any) -> Any:
+        _, dim = ctx.params
+        return transpose(ctx, "all_gather", cotangent, dim, "invariant")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+        return named_vmap(Pscatter, info, in_dims, *inputs)

@@ -1,0 +1,72 @@
+"""A collective over several axes as collectives over one axis each.
+
+Needed where the axes are bound in different places: nested vmap levels, or a vmap level inside a mesh. The first axis
+is major: rank (i, j) of axes (a, b) has index i·|b| + j.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..axes import axis_size
+
+__all__ = ["apart"]
+
+Emit = Callable[..., Tensor]
+
+
+def apart(operation: str, emit: Emit, index: Tensor, x: Tensor, axes: tuple[str, ...], params: Sequence[Any]) -> Tensor:
+    """Perform a primitive over several axes, one at a time.
+
+    Args:
+        operation: the primitive's name.
+        emit: performs a primitive over one axis.
+        index: this rank's index along the axes.
+        x: the operand.
+        axes: the first one major.
+        params: the primitive's other arguments.
+    """
+    if operation == "all_to_all":
+        return _all_to_all(emit, x, axes, *params)
+    if operation == "ppermute":
+        return _ppermute(emit, index, x, axes, *params)
+    if operation == "pbroadcast":
+        return _pbroadcast(emit, x, axes, *params)
+    # Gathering puts the minor chunks side by side first; splitting cuts off the major ones first.
+    for axis in reversed(axes) if operation == "all_gather" else axes:
+        x = emit(operation, x, (axis,), *params)
+    return x
+
+
+def _all_to_all(emit: Emit, x: Tensor, axes: tuple[str, ...], split_dim: int, concat_dim: int) -> Tensor:
+    """Give each axis a dim of its own to exchange; the exchanged dims are then laid before the dim to concatenate."""
+    sizes = [axis_size(axis) for axis in axes]
+    x = x.unflatten(split_dim, (*sizes, -1))
+    dims = [split_dim + position for position in range(len(axes))]
+    for axis, dim in zip(axes, dims, strict=True):
+        x = emit("all_to_all", x, (axis,), dim, dim)
+    targets = [concat_dim + position for position in range(len(axes))]
+    return x.movedim(dims, targets).flatten(concat_dim, concat_dim + len(axes))
+
+
+def _ppermute(emit: Emit, index: Tensor, x: Tensor, axes: tuple[str, ...], pairs: Sequence[int]) -> Tensor:
+    """Gather everything and pick: a permutation of several axes need not be a product of permutations of each."""
+    everything = x.unsqueeze(0)
+    for axis in reversed(axes):
+        everything = emit("all_gather", everything, (axis,), 0, "varying")
+    senders = torch.full((axis_size(axes),), -1, device=x.device)
+    senders[list(pairs[1::2])] = torch.tensor(pairs[0::2], dtype=senders.dtype, device=x.device)
+    sender = senders.index_select(0, index.to(x.device).reshape(1))
+    value = everything.index_select(0, sender.clamp(min=0)).squeeze(0)
+    return torch.where(sender.squeeze(0) >= 0, value, torch.zeros_like(value))
+
+
+def _pbroadcast(emit: Emit, x: Tensor, axes: tuple[str, ...], source: int) -> Tensor:
+    for position, axis in enumerate(axes):
+        minor = axis_size(axes[position + 1 :]) if axes[position + 1 :] else 1
+        x = emit("pbroadcast", x, (axis,), source // minor % axis_size(axis))
+    return x

@@ -1,0 +1,135 @@
+"""A vmap whose mapped dimension is a mesh axis: every rank in one process, as one batch.
+
+The axis name is bound to a vmap level, and a collective over it becomes arithmetic along that level: psum a sum,
+all_gather a concatenation. It needs no processes and no tracing, and it composes with grad, jvp and other vmaps, which
+makes it the oracle that everything else is tested against.
+
+Types come for free. A value that is mapped at the level is Varying, one that is not is Invariant: `out_dims=None` is
+accepted for exactly the Invariant results, and a psum of a value that no level maps is the doubled psum that the types
+forbid. Casts are not inserted: where a gradient is taken *inside*, `vmap(grad(f))`, an Invariant parameter that meets
+Varying data needs `fp.pvary`, or its gradient stays one per rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from .axes import bind
+
+__all__ = ["Lane", "is_mapped", "vmap"]
+
+
+class Lane:
+    """The carrier of an axis that is a vmap level. The primitives' vmap rules do its work.
+
+    Args:
+        name: the axis.
+        index: each entry's index, an integer tensor mapped over the level and over nothing else.
+    """
+
+    def __init__(self, name: str, index: Tensor) -> None:
+        self.name = name
+        self.index = index
+
+    def __repr__(self) -> str:
+        return f"Lane({self.name!r})"
+
+
+def vmap(
+    fn: Callable[..., Any],
+    in_dims: Any = 0,
+    out_dims: Any = 0,
+    *,
+    axis_name: str | None = None,
+    axis_size: int | None = None,
+    randomness: str = "error",
+    chunk_size: int | None = None,
+) -> Callable[..., Any]:
+    """Map a function over a dim of its arguments, which collectives inside may name as a mesh axis.
+
+    >>> from functional_parallel.collectives import psum
+    >>> vmap(lambda x: x / psum(x, "i"), axis_name="i")(torch.tensor([1.0, 1.0, 2.0]))
+    tensor([0.2500, 0.2500, 0.5000])
+    >>> vmap(lambda x: psum(x, "i"), out_dims=None, axis_name="i")(torch.tensor([1.0, 1.0, 2.0]))
+    tensor(4.)
+
+    Args:
+        fn: any function; collectives in it may name `axis_name`. Nest vmaps for several axes.
+        in_dims: as in torch.func.vmap: an int, None, or a pytree of them for the positional arguments.
+        out_dims: as in torch.func.vmap; None says that the result is the same for all entries, and is checked.
+        axis_name: the mesh axis that the level is; None maps without naming.
+        axis_size: the number of entries, needed when no argument is mapped.
+        randomness: as in torch.func.vmap.
+        chunk_size: as in torch.func.vmap; only without `axis_name`, since all ranks of an axis must meet.
+
+    Raises:
+        ValueError: when the mapped dims differ in size, or `axis_size` is needed, or contradicts them.
+    """
+    if axis_name is None and axis_size is None:
+        return torch.func.vmap(fn, in_dims, out_dims, randomness=randomness, chunk_size=chunk_size)
+    if chunk_size is not None:
+        raise ValueError(f"vmap over {axis_name!r} in chunks: all ranks of an axis must meet; leave chunk_size out")
+
+    @wraps(fn)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        dims = _dims_of_arguments(in_dims, args)
+        size = _checked_size(axis_name, axis_size, args, dims)
+
+        def with_lane(index: Tensor, *inner: Any) -> Any:
+            with bind({} if axis_name is None else {axis_name: size}, Lane(axis_name or "", index)):
+                return fn(*inner, **kwargs)
+
+        run = torch.func.vmap(with_lane, (0, *dims), out_dims, randomness=randomness)
+        return run(torch.arange(size), *args)
+
+    return mapped
+
+
+def is_mapped(x: Tensor, lane: Lane) -> bool:
+    """Whether a value differs between the entries of a level, as far as vmap knows."""
+    functorch = torch._C._functorch
+    level = functorch.maybe_get_level(lane.index)
+    while functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_batchedtensor(x) and functorch.maybe_get_level(x) == level:
+            return True
+        x = functorch.get_unwrapped(x)
+    return False
+
+
+def _dims_of_arguments(in_dims: Any, args: Sequence[Any]) -> tuple[Any, ...]:
+    if in_dims is None or isinstance(in_dims, int):
+        return (in_dims,) * len(args)
+    if len(in_dims) != len(args):
+        raise ValueError(f"vmap: in_dims {in_dims} names {len(in_dims)} arguments, but there are {len(args)}")
+    return tuple(in_dims)
+
+
+def _checked_size(axis_name: str | None, given: int | None, args: Sequence[Any], dims: Sequence[Any]) -> int:
+    sizes = [size for arg, dim in zip(args, dims, strict=True) for size in _mapped_sizes(arg, dim)]
+    if given is not None:
+        sizes.append(given)
+    if not sizes:
+        raise ValueError(f"vmap over {axis_name!r}: no argument is mapped, so its size is not known; give axis_size=")
+    if any(size != sizes[0] for size in sizes):
+        raise ValueError(f"vmap over {axis_name!r}: the mapped dims (and axis_size) must agree, but are {sizes}")
+    return sizes[0]
+
+
+def _mapped_sizes(arg: Any, dim: Any) -> list[int]:
+    if dim is None:
+        return []
+    leaves, structure = optree.tree_flatten(arg)
+    dims = [dim] * len(leaves) if isinstance(dim, int) else _broadcast(dim, arg)
+    return [leaf.shape[d] for leaf, d in zip(leaves, dims, strict=True) if d is not None and isinstance(leaf, Tensor)]
+
+
+def _broadcast(dims: Any, arg: Any) -> list[Any]:
+    return optree.tree_leaves(
+        optree.tree_broadcast_prefix(dims, arg, is_leaf=lambda dim: dim is None, none_is_leaf=True), none_is_leaf=True
+    )
