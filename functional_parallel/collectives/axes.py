@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .carrier import Carrier
+    from .vmap import Lane
 
 __all__ = [
     "Axes",
@@ -31,6 +32,7 @@ __all__ = [
     "bind",
     "carrier_for",
     "current_axes",
+    "hidden_axes",
     "hide",
     "mesh_axis_size",
     "normalize_axes",
@@ -52,7 +54,7 @@ class Binding:
     """What one axis name means: its size, its carrier (None while tracing), and whether it is hidden."""
 
     size: int
-    carrier: Carrier | None
+    carrier: Carrier | Lane | None
     hidden: bool = False
 
 
@@ -95,7 +97,7 @@ def normalize_axes(axes: Axes) -> tuple[str, ...]:
 
 
 @contextmanager
-def bind(sizes: Mapping[str, int], carrier: Carrier | None) -> Iterator[None]:
+def bind(sizes: Mapping[str, int], carrier: Carrier | Lane | None) -> Iterator[None]:
     """Give axis names a meaning inside a `with` block, shadowing outer ones of the same name.
 
     >>> with bind({"data": 4}, None):
@@ -136,7 +138,7 @@ def staging() -> Iterator[None]:
 
     A tracer that sets torch.func's levels aside enters this, so that no axis means a level that is not there.
 
-    >>> with bind({"data": 4}, object()), staging():
+    >>> with bind({"data": 4}, None), staging():
     ...     carrier_for("psum", ("data",)) is None
     True
     """
@@ -175,6 +177,16 @@ def current_axes() -> dict[str, int]:
     return {name: binding.size for name, binding in _environment.get().items() if not binding.hidden}
 
 
+def hidden_axes() -> tuple[str, ...]:
+    """The axes that surrounding transforms have yet to partition, in the order they were bound.
+
+    >>> with bind({"data": 4, "tensor": 2}, None), hide("data"):
+    ...     hidden_axes()
+    ('data',)
+    """
+    return tuple(name for name, binding in _environment.get().items() if binding.hidden)
+
+
 def axis_size(axes: Axes) -> int:
     """The number of ranks along an axis, or the product over several; a Python number, without communication.
 
@@ -202,7 +214,7 @@ def mesh_axis_size(name: str) -> int:
     return binding.size if binding is not None else _visible("mesh_axis_size", name).size
 
 
-def carrier_for(operation: str, axes: Iterable[str]) -> Carrier | None:
+def carrier_for(operation: str, axes: Iterable[str]) -> Carrier | Lane | None:
     """The one carrier that all these axes share; None while tracing.
 
     Args:

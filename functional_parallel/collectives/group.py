@@ -79,9 +79,7 @@ def all_to_all(values: Values, split_dim: int, concat_dim: int) -> list[Tensor]:
 def ppermute(values: Values, pairs: Sequence[int]) -> list[Tensor]:
     """The value of the rank that sends here, or zeros. Pairs are source, target, source, target, ..."""
     senders = dict(zip(pairs[1::2], pairs[0::2], strict=True))
-    return [
-        values[senders[rank]] if rank in senders else torch.zeros_like(value) for rank, value in enumerate(values)
-    ]
+    return [values[senders[rank]] if rank in senders else torch.zeros_like(value) for rank, value in enumerate(values)]
 
 
 def pmax(values: Values) -> list[Tensor]:

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import shapes
 from .axes import axis_size, carrier_for
 from .carrier import Carrier
+from .vmap import Lane
 
 __all__ = ["NAMES"]
 
@@ -28,7 +30,38 @@ def _define(schema: str, kernel: Callable[..., Tensor], fake: Callable[..., Tens
     _library.define(schema)
     _library.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fp::{name}", fake, lib=_library)
+    if name != "axis_index":
+        _library.impl(name, _underivable(name), "Autograd", with_keyset=True)
+        _library.impl(name, _unbatchable(name), "FuncTorchBatched")
     return name
+
+
+def _underivable(name: str) -> Callable[..., Tensor]:
+    """Refuse to differentiate the raw op: torch would let the derivative be zero without a word."""
+    op = getattr(torch.ops.fp, name).default
+
+    def kernel(keyset: Any, x: Tensor, *params: Any) -> Tensor:
+        if (x.requires_grad and torch.is_grad_enabled()) or forward_ad.unpack_dual(x).tangent is not None:
+            raise TypeError(
+                f"torch.ops.fp.{name} is a node of a traced program and has no derivative; call fp.{name}, "
+                f"or to interpret a traced graph, collectives.emit({name!r}, ...)"
+            )
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keyset & torch._C._after_autograd_keyset, x, *params)
+
+    return kernel
+
+
+def _unbatchable(name: str) -> Callable[..., Tensor]:
+    """Refuse to map the raw op: torch's fallback would run one collective per entry, in an order of its own."""
+
+    def kernel(*_: Any) -> Tensor:
+        raise TypeError(
+            f"torch.ops.fp.{name} is a node of a traced program and has no vmap rule; call fp.{name}, "
+            f"or to interpret a traced graph, collectives.emit({name!r}, ...)"
+        )
+
+    return kernel
 
 
 def _carried(name: str) -> Callable[..., Tensor]:
@@ -57,6 +90,7 @@ def _without_states(params: Sequence[Any]) -> list[Any]:
 def _carrier(name: str, axes: Sequence[str]) -> Carrier:
     carrier = carrier_for(name, axes)
     assert carrier is not None, f"{name} over {tuple(axes)} met real tensors, but these axes are bound for tracing only"
+    assert not isinstance(carrier, Lane), f"{name} over {tuple(axes)} must reach the vmap level that they name"
     return carrier
 
 

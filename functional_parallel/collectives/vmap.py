@@ -124,7 +124,7 @@ def _checked_size(axis_name: str | None, given: int | None, args: Sequence[Any],
 def _mapped_sizes(arg: Any, dim: Any) -> list[int]:
     if dim is None:
         return []
-    leaves, structure = optree.tree_flatten(arg)
+    leaves = optree.tree_leaves(arg)
     dims = [dim] * len(leaves) if isinstance(dim, int) else _broadcast(dim, arg)
     return [leaf.shape[d] for leaf, d in zip(leaves, dims, strict=True) if d is not None and isinstance(leaf, Tensor)]
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..types import State
-from .emit import emit, keep, named_vmap, register, transpose
+from .emit import emit, keep, named_vmap, register, source_of_cast, transpose
 
 __all__ = ["Pcast"]
 
@@ -18,7 +18,6 @@ _TRANSPOSES = {
     ("reduced", "varying"): ("pcast", "varying", "unreduced"),
     ("varying", "unreduced"): ("pcast", "reduced", "varying"),
 }
-_SOURCE_OF_AUTO = {"varying": "invariant", "reduced": "invariant", "unreduced": "varying"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -51,13 +50,9 @@ class Pcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, cotangent: Any) -> Any:
         _, src, dst = ctx.params
-        return transpose(ctx, *_with_cotangent(cotangent, _SOURCE_OF_AUTO[dst] if src == "auto" else src, dst))
+        operation, *params = _TRANSPOSES[source_of_cast(src, dst), dst]
+        return transpose(ctx, operation, cotangent, *params)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
         return named_vmap(Pcast, info, in_dims, *inputs)
-
-
-def _with_cotangent(cotangent: Any, src: str, dst: str) -> tuple[Any, ...]:
-    operation, *params = _TRANSPOSES[src, dst]
-    return operation, cotangent, *params

@@ -1,8 +1,8 @@
 """How every primitive is called, by users, by transposes and by whoever interprets a traced program again.
 
 `emit("psum", x, axes, "varying")` has the arguments of the library op `torch.ops.fp.psum`, but is differentiable: it
-applies the primitive's `torch.autograd.Function`. The raw op in a traced graph carries no derivative, so a graph that is
-interpreted under a transform must go through here.
+applies the primitive's `torch.autograd.Function`. The raw op in a traced graph carries no derivative, so a graph
+that is interpreted under a transform must go through here.
 
 All Functions take `(x, lane, axes, *params)`. `lane` is None, or, when the axes are one vmap level, the index of that
 level's entries: an integer tensor mapped over exactly that level. Its `in_dims` entry is how a `vmap` rule knows the
@@ -23,7 +23,7 @@ from ..types import CollectiveTypeError, State
 from ..vmap import Lane
 from . import separate
 
-__all__ = ["axis_index", "emit", "keep", "named_vmap", "register", "transpose"]
+__all__ = ["axis_index", "emit", "keep", "named_vmap", "register", "source_of_cast", "transpose"]
 
 _FUNCTIONS: dict[str, type[torch.autograd.Function]] = {}
 
@@ -109,14 +109,30 @@ def named_vmap(
 def _values_of_ranks(
     operation: str, x: Tensor, dim: int | None, size: int, axes: Sequence[str], params: Sequence[Any]
 ) -> list[Tensor]:
-    if dim is None:
-        return [x] * size
-    needs_one_value = operation == "pscatter" or (operation == "pcast" and params[0] != "varying")
-    if needs_one_value:
-        what = "pscatter" if operation == "pscatter" else f"pcast to {params[1]}"
+    if dim is not None:
+        _refuse_varying(operation, axes[0], params)
+        return list(x.unbind(dim))
+    if "unreduced" in params and operation != "pcast":
         raise CollectiveTypeError(
-            f"{what} over axis {axes[0]!r}: the operand varies along this vmap level, but must be the same on all its "
-            f"ranks. In a backward this is the gradient of an Invariant value that met a Varying one; write "
-            f"fp.pvary(x, {axes[0]!r}) on the Invariant value where they meet"
+            f"{operation} over axis {axes[0]!r} of partial sums that are the same on all ranks of this vmap level. In "
+            f"a backward this is a Reduced value that was cast as if it were Invariant; say what it is: "
+            f"fp.pcast(x, {axes[0]!r}, to='varying', src='reduced')"
         )
-    return list(x.unbind(dim))
+    return [x] * size
+
+
+def _refuse_varying(operation: str, axis: str, params: Sequence[Any]) -> None:
+    """Gradients of Invariant values arrive here too, which is where a forgotten pvary shows."""
+    casts_an_invariant = operation == "pcast" and source_of_cast(*params) == "invariant"
+    if operation == "pscatter" or casts_an_invariant:
+        what = f"pcast to {params[1]}" if casts_an_invariant else "pscatter"
+        raise CollectiveTypeError(
+            f"{what} over axis {axis!r}: the operand varies along this vmap level, but must be the same on all its "
+            f"ranks. In a backward this is the gradient of an Invariant value that met a Varying one; write "
+            f"fp.pvary(x, {axis!r}) on the Invariant value where they meet"
+        )
+
+
+def source_of_cast(src: str, dst: str) -> str:
+    """The state a cast starts from: as declared, or for "auto" the usual one."""
+    return ("varying" if dst == "unreduced" else "invariant") if src == "auto" else src

@@ -1,0 +1,324 @@
+"""The collectives that a user writes, in the functional vocabulary.
+
+Every function takes a pytree of tensors and an axis: a name, or a tuple of names of which the first is major. In the
+specifications below, x_i is the value of rank i and n the number of ranks along the axis; V, I, U and R are the states
+of `types`. Dims may be negative, and are dims of one rank's value.
+
+The examples run on `vmap(f, axis_name="i")`, where row i of the argument is x_i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from . import shapes
+from .axes import Axes, axis_size
+from .leaves import NUMBERS, checked_emit, over_leaves, split_dim_of
+
+__all__ = [
+    "all_gather",
+    "all_to_all",
+    "pbroadcast",
+    "pmax",
+    "pmean",
+    "pmin",
+    "ppermute",
+    "pscatter",
+    "psum",
+    "psum_scatter",
+]
+
+Tree = TypeVar("Tree")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reductions
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def psum(x: Tree, axis: Axes) -> Tree:
+    """The sum over the ranks, on every rank: Σ_i x_i.
+
+    Type V → I, U → I. Transposes to `pvary` (of a U: to a cast to Reduced). A Python number c gives n·c without
+    communication; booleans are counted, as in torch.sum. An Invariant operand is an error: write `x * axis_size(axis)`.
+
+    >>> from functional_parallel.collectives import vmap
+    >>> vmap(lambda x: psum(x, "i"), out_dims=None, axis_name="i")(torch.tensor([[1, 2], [3, 4]]))
+    tensor([4, 6])
+
+    Args:
+        x: pytree of tensors or numbers.
+        axis: mesh axis or axes to sum over.
+
+    Returns:
+        A pytree of the same shapes.
+
+    Raises:
+        UnboundAxisError: when the axis is not bound here.
+        CollectiveTypeError: when x is known to be the same on all ranks.
+    """
+
+    def leaf(value: Any, axes: tuple[str, ...]) -> Any:
+        if isinstance(value, NUMBERS):
+            return value * axis_size(axes)
+        return checked_emit("psum", value.to(torch.int64) if value.dtype == torch.bool else value, axes, src="auto")
+
+    return over_leaves("psum", leaf, x, axis, numbers=True)
+
+
+def pmean(x: Tree, axis: Axes) -> Tree:
+    """The mean over the ranks, on every rank: Σ_i x_i / n.
+
+    Type V → I, U → I. Transposes to `pvary` divided by n. It is the mean of the whole only where shards are equal;
+    otherwise write `psum(total) / psum(count)`.
+
+    >>> from functional_parallel.collectives import vmap
+    >>> vmap(lambda x: pmean(x, "i"), out_dims=None, axis_name="i")(torch.tensor([1.0, 2.0, 6.0]))
+    tensor(3.)
+
+    Args:
+        x: pytree of tensors or numbers.
+        axis: mesh axis or axes to average over.
+
+    Returns:
+        A pytree of the same shapes.
+    """
+
+    def leaf(value: Any, axes: tuple[str, ...]) -> Any:
+        return psum(value, axes) / axis_size(axes)
+
+    return over_leaves("pmean", leaf, x, axis, numbers=True)
+
+
+def pmax(x: Tree, axis: Axes) -> Tree:
+    """The elementwise largest value of all ranks, on every rank.
+
+    Type V → I. It has no derivative: under a transform that takes one, write `pmax(x.detach(), axis)`.
+
+    >>> from functional_parallel.collectives import vmap
+    >>> vmap(lambda x: pmax(x, "i"), out_dims=None, axis_name="i")(torch.tensor([[1, 4], [3, 2]]))
+    tensor([3, 4])
+
+    Args:
+        x: pytree of tensors or numbers.
+        axis: mesh axis or axes.
+
+    Returns:
+        A pytree of the same shapes.
+    """
+    return _extreme("pmax", x, axis)
+
+
+def pmin(x: Tree, axis: Axes) -> Tree:
+    """The elementwise smallest value of all ranks, on every rank.
+
+    Type V → I. It has no derivative: under a transform that takes one, write `pmin(x.detach(), axis)`.
+
+    >>> from functional_parallel.collectives import vmap
+    >>> vmap(lambda x: pmin(x, "i"), out_dims=None, axis_name="i")(torch.tensor([[1, 4], [3, 2]]))
+    tensor([1, 2])
+
+    Args:
+        x: pytree of tensors or numbers.
+        axis: mesh axis or axes.
+
+    Returns:
+        A pytree of the same shapes.
+    """
+    return _extreme("pmin", x, axis)
+
+
+def psum_scatter(x: Tree, axis: Axes, dim: int = 0) -> Tree:
+    """The sum over the ranks, of which rank i keeps chunk i: (Σ_j x_j)[i].
+
+    Type V → V, U → V. Transposes to `all_gather` (of a U: to Reduced). It is `psum` followed by `pscatter` at half the
+    traffic.
+
+    >>> from functional_parallel.collectives import vmap
+    >>> vmap(lambda x: psum_scatter(x, "i"), axis_name="i")(torch.tensor([[1, 2], [3, 4]]))
+    tensor([[4],
+            [6]])
+
+    Args:
+        x: pytree of tensors.
+        axis: mesh axis or axes.
+        dim: the dim to split; its size must divide by n.
+
+    Returns:
+        A pytree whose shapes have `dim` divided by n.
+
+    Raises:
+        CollectiveShapeError: when there is no such dim, or n does not divide it.
+    """
+
+    def leaf(value: Tensor, axes: tuple[str, ...]) -> Tensor:
+        at = split_dim_of("psum_scatter", value, dim, axes)
+        return checked_emit("psum_scatter", value, axes, dim=at, src="auto")
+
+    return over_leaves("psum_scatter", leaf, x, axis)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gathering and slicing
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def all_gather(x: Tree, axis: Axes, dim: int = 0, to: str = "varying") -> Tree:
+    """All ranks' values, concatenated along a dim, on every rank: [x_0, …, x_(n-1)].
+
+    Type V → V, I or R, as `to` says. To Varying or Reduced it transposes to `psum_scatter`: each rank has a gradient of
+    its own for the whole, and they are added up. To Invariant it transposes to `pscatter`: all agree on one gradient.
+
+    >>> from functional_parallel.collectives import vmap
+    >>> vmap(lambda x: all_gather(x, "i", to="invariant"), out_dims=None, axis_name="i")(torch.tensor([[1, 2], [3, 4]]))
+    tensor([1, 2, 3, 4])
+
+    Args:
+        x: pytree of tensors.
+        axis: mesh axis or axes.
+        dim: the dim along which to concatenate.
+        to: "varying", "invariant" or "reduced".
+
+    Returns:
+        A pytree whose shapes have `dim` multiplied by n.
+
+    Raises:
+        CollectiveShapeError: when there is no such dim.
+    """
+
+    def leaf(value: Tensor, axes: tuple[str, ...]) -> Tensor:
+        at = shapes.canonical_dim("all_gather", value.shape, dim)
+        return checked_emit("all_gather", value, axes, dim=at, dst=to)
+
+    return over_leaves("all_gather", leaf, x, axis)
+
+
+def pscatter(x: Tree, axis: Axes, dim: int = 0) -> Tree:
+    """Of a value that all ranks hold, rank i keeps chunk i: x[i]. Nothing is sent.
+
+    Type I → V. Transposes to `all_gather(to="invariant")`.
+
+    >>> from functional_parallel.collectives import vmap
+    >>> vmap(lambda x: pscatter(x, "i"), in_dims=None, axis_name="i", axis_size=2)(torch.tensor([1, 2, 3, 4]))
+    tensor([[1, 2],
+            [3, 4]])
+
+    Args:
+        x: pytree of tensors, the same on all ranks.
+        axis: mesh axis or axes.
+        dim: the dim to split; its size must divide by n.
+
+    Returns:
+        A pytree whose shapes have `dim` divided by n.
+
+    Raises:
+        CollectiveShapeError: when there is no such dim, or n does not divide it.
+    """
+
+    def leaf(value: Tensor, axes: tuple[str, ...]) -> Tensor:
+        return checked_emit("pscatter", value, axes, dim=split_dim_of("pscatter", value, dim, axes))
+
+    return over_leaves("pscatter", leaf, x, axis)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Moving
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def all_to_all(x: Tree, axis: Axes, split_dim: int, concat_dim: int) -> Tree:
+    """Rank i gets chunk i of every rank's value, concatenated: [x_0[i], …, x_(n-1)[i]].
+
+    Type V → V. Transposes to itself with the dims swapped. It turns a value sharded at `concat_dim` into one sharded at
+    `split_dim`.
+
+    >>> from functional_parallel.collectives import vmap
+    >>> vmap(lambda x: all_to_all(x, "i", 0, 0), axis_name="i")(torch.tensor([[1, 2], [3, 4]]))
+    tensor([[1, 3],
+            [2, 4]])
+
+    Args:
+        x: pytree of tensors.
+        axis: mesh axis or axes.
+        split_dim: the dim to split; its size must divide by n.
+        concat_dim: the dim along which to concatenate.
+
+    Returns:
+        A pytree whose shapes have `split_dim` divided and `concat_dim` multiplied by n.
+
+    Raises:
+        CollectiveShapeError: when there is no such dim, or n does not divide it.
+    """
+
+    def leaf(value: Tensor, axes: tuple[str, ...]) -> Tensor:
+        split = split_dim_of("all_to_all", value, split_dim, axes)
+        concat = shapes.canonical_dim("all_to_all", value.shape, concat_dim)
+        return checked_emit("all_to_all", value, axes, split_dim=split, concat_dim=concat)
+
+    return over_leaves("all_to_all", leaf, x, axis)
+
+
+def ppermute(x: Tree, axis: Axes, pairs: Iterable[tuple[int, int]]) -> Tree:
+    """Each source's value on its target, zeros on ranks that are nobody's target.
+
+    Type V → V. Transposes to the inverse pairs.
+
+    >>> from functional_parallel.collectives import vmap
+    >>> vmap(lambda x: ppermute(x, "i", [(0, 1), (1, 2)]), axis_name="i")(torch.tensor([1, 2, 3]))
+    tensor([0, 1, 2])
+
+    Args:
+        x: pytree of tensors.
+        axis: mesh axis or axes.
+        pairs: (source, target) ranks; no source and no target twice.
+
+    Returns:
+        A pytree of the same shapes.
+
+    Raises:
+        CollectiveShapeError: when a rank does not exist, sends twice or receives twice.
+    """
+    pairs = list(pairs)
+
+    def leaf(value: Tensor, axes: tuple[str, ...]) -> Tensor:
+        return checked_emit("ppermute", value, axes, pairs=shapes.checked_pairs("ppermute", pairs, axes))
+
+    return over_leaves("ppermute", leaf, x, axis)
+
+
+def pbroadcast(x: Tree, axis: Axes, source: int = 0) -> Tree:
+    """The value of one rank, on every rank: x_source.
+
+    Type V → I. Its transpose keeps the gradient on the source, and is zero elsewhere.
+
+    >>> from functional_parallel.collectives import vmap
+    >>> vmap(lambda x: pbroadcast(x, "i", source=2), out_dims=None, axis_name="i")(torch.tensor([1, 2, 3]))
+    tensor(3)
+
+    Args:
+        x: pytree of tensors.
+        axis: mesh axis or axes.
+        source: the rank whose value it is.
+
+    Returns:
+        A pytree of the same shapes.
+
+    Raises:
+        CollectiveShapeError: when there is no such rank.
+    """
+
+    def leaf(value: Tensor, axes: tuple[str, ...]) -> Tensor:
+        return checked_emit("pbroadcast", value, axes, source=shapes.checked_rank("pbroadcast", "source", source, axes))
+
+    return over_leaves("pbroadcast", leaf, x, axis)
+
+
+def _extreme(operation: str, tree: Any, axis: Axes) -> Any:
+    def leaf(value: Any, axes: tuple[str, ...]) -> Any:
+        return value if isinstance(value, NUMBERS) else checked_emit(operation, value, axes)
+
+    return over_leaves(operation, leaf, tree, axis, numbers=True)

@@ -1,0 +1,94 @@
+"""Casts between the states of a value, and the rank's own index: what a user writes that sends nothing."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch  # noqa: F401 - the examples use it
+from torch import Tensor
+
+from . import primitives
+from .axes import Axes, normalize_axes
+from .leaves import NUMBERS, checked_emit, over_leaves
+from .types import State
+
+__all__ = ["axis_index", "pcast", "pvary"]
+
+Tree = TypeVar("Tree")
+
+
+def pcast(x: Tree, axis: Axes, to: str, src: str = "auto") -> Tree:
+    """The same value, typed otherwise; nothing is sent.
+
+    ========  ==========================================  ==========================
+    type      meaning                                     transpose
+    ========  ==========================================  ==========================
+    I → V     from here on the ranks may differ           psum
+    I → R     the gradient shall stay partial sums        psum, of partial sums
+    R → V     from here on the ranks may differ           V → U
+    V → U     the values are the parts of a sum           R → V
+    ========  ==========================================  ==========================
+
+    >>> from functional_parallel.collectives import vmap
+    >>> gradient = torch.func.grad(lambda w, x: pcast(w, "i", to="varying") * x)
+    >>> w, xs = torch.tensor(1.0), torch.tensor([1.0, 2.0, 3.0])
+    >>> vmap(gradient, in_dims=(None, 0), out_dims=None, axis_name="i")(w, xs)
+    tensor(6.)
+
+    Args:
+        x: pytree of tensors; numbers are Invariant and pass unchanged.
+        axis: mesh axis or axes.
+        to: "varying", "reduced" or "unreduced".
+        src: what x is. The checker of a compiled program finds that out; where a function runs eagerly, "auto" stands
+            for Invariant (for `to="unreduced"`, Varying), and a cast out of Reduced must say so.
+
+    Returns:
+        A pytree of the same values.
+
+    Raises:
+        CollectiveTypeError: when x is known not to be what the cast starts from.
+    """
+
+    def leaf(value: Any, axes: tuple[str, ...]) -> Any:
+        if isinstance(value, NUMBERS):
+            return value
+        return checked_emit("pcast", value, axes, src=src, dst=State(to).value)
+
+    return over_leaves("pcast", leaf, x, axis, numbers=True)
+
+
+def pvary(x: Tree, axis: Axes) -> Tree:
+    """Cast an Invariant value to Varying; nothing is sent, and its gradient is summed over the ranks.
+
+    Type I → V. Transposes to `psum`. On a parameter that meets sharded data this is data parallelism.
+
+    >>> from functional_parallel.collectives import vmap
+    >>> vmap(lambda x: pvary(x, "i"), in_dims=None, axis_name="i", axis_size=3)(torch.tensor(7))
+    tensor([7, 7, 7])
+
+    Args:
+        x: pytree of tensors, the same on all ranks.
+        axis: mesh axis or axes.
+
+    Returns:
+        A pytree of the same values.
+    """
+    return pcast(x, axis, "varying")
+
+
+def axis_index(axis: Axes) -> Tensor:
+    """This rank's index along an axis, or along several of which the first is major.
+
+    Type V, an integer scalar. It has no derivative.
+
+    >>> from functional_parallel.collectives import vmap
+    >>> vmap(lambda x: axis_index("i") * x, axis_name="i")(torch.tensor([5, 5, 5]))
+    tensor([ 0,  5, 10])
+
+    Args:
+        axis: mesh axis or axes.
+
+    Returns:
+        An int64 scalar.
+    """
+    return primitives.axis_index(normalize_axes(axis))

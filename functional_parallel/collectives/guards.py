@@ -1,0 +1,146 @@
+"""Refusing what would be silently wrong: torch.distributed's own collectives, and modules that communicate in hooks.
+
+Under torch.func an in-place `dist.all_reduce` differentiates as if it were the identity, a functional collective has a
+zero tangent and a meaningless vmap, and a DDP module returns gradients that were never synchronised (torch 2.13). None
+of them raises. So wherever this library transforms or traces a function, they are refused, and the message says what to
+write.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from .. import _torch
+
+__all__ = ["ForeignCollectiveError", "check_callable", "check_op", "guard"]
+
+_NAMESPACES = {"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "_dtensor"}
+
+# First match wins: the op's name without underscores contains the key.
+_FIXES = {
+    "reducescatter": "fp.psum_scatter(x, axis, dim)",
+    "allreduce": "fp.psum(x, axis)",
+    "allgather": "fp.all_gather(x, axis, dim)",
+    "alltoall": "fp.all_to_all(x, axis, split_dim, concat_dim)",
+    "broadcast": "fp.broadcast(x, axis, source)",
+    "scatter": "fp.scatter(x, axis, source, dim)",
+    "gather": "fp.gather(x, axis, root, dim)",
+    "reduce": "fp.reduce(x, axis, root)",
+    "send": "fp.send(x, axis, source, target)",
+    "recv": "fp.recv(fp.send(x, axis, source, target))",
+    "permute": "fp.ppermute(x, axis, pairs)",
+    "barrier": "nothing: a program's collectives keep the ranks in step",
+    "wait": "nothing: collectives here return finished values",
+}
+
+_PARALLEL_MODULES = {
+    "DistributedDataParallel": "fp.data_parallel",
+    "DataParallel": "fp.data_parallel",
+    "FullyShardedDataParallel": "fp.zero(3, axis)",
+    "FSDPModule": "fp.zero(3, axis)",
+}
+
+
+class ForeignCollectiveError(TypeError):
+    """A collective of torch.distributed, or a module that hides some, under a transform that cannot see through it."""
+
+
+def check_op(op: Any) -> None:
+    """Refuse an op of torch.distributed.
+
+    >>> import torch
+    >>> check_op(torch.ops.aten.add.Tensor)
+
+    Args:
+        op: an `OpOverload`, as a dispatch mode gets it.
+
+    Raises:
+        ForeignCollectiveError: naming the function to call instead.
+    """
+    namespace = getattr(op, "namespace", None)
+    if namespace not in _NAMESPACES:
+        return
+    name = op._schema.name.split("::")[-1].replace("_", "")
+    fix = next((fix for key, fix in _FIXES.items() if key in name), "a collective of this library")
+    raise ForeignCollectiveError(
+        f"{op} is a collective of torch.distributed, which gives wrong derivatives under function transforms without "
+        f"saying so; write {fix} instead"
+    )
+
+
+def check_callable(fn: Callable[..., Any]) -> None:
+    """Refuse a function that holds a DDP or FSDP module: itself, bound, partially applied, or in its closure.
+
+    >>> check_callable(nn.Linear(2, 2))
+
+    Args:
+        fn: a function or module that is about to be transformed.
+
+    Raises:
+        ForeignCollectiveError: naming the module's class and the transform to use instead.
+    """
+    for module in _held_modules(fn, set()):
+        for part in module.modules():
+            _check_module(part)
+
+
+def guard() -> _Guard:
+    """A context manager in which collectives of torch.distributed are refused.
+
+    >>> import torch
+    >>> with guard():
+    ...     torch.ones(2) + 1
+    tensor([2., 2.])
+    """
+    return _Guard()
+
+
+class _Guard(_torch.TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        check_op(func)
+        return func(*args, **(kwargs or {}))
+
+
+def _check_module(module: nn.Module) -> None:
+    # By name, because importing torch.distributed.fsdp is slow and not every build of torch has it.
+    for base in type(module).__mro__:
+        if base.__name__ in _PARALLEL_MODULES and base.__module__.startswith("torch."):
+            raise ForeignCollectiveError(
+                f"the function holds a {base.__name__} module, whose communication happens in hooks that function "
+                f"transforms never run: gradients would stay local. Pass the module inside it to fp.functional and "
+                f"use {_PARALLEL_MODULES[base.__name__]}"
+            )
+
+
+def _held_modules(fn: Any, seen: set[int]) -> Iterator[nn.Module]:
+    if id(fn) in seen:
+        return
+    seen.add(id(fn))
+    if isinstance(fn, nn.Module):
+        yield fn
+    elif isinstance(fn, functools.partial):
+        for held in (fn.func, *fn.args, *fn.keywords.values()):
+            yield from _held_modules(held, seen)
+    else:
+        yield from _held_modules_of_function(fn, seen)
+
+
+def _held_modules_of_function(fn: Any, seen: set[int]) -> Iterator[nn.Module]:
+    owner = getattr(fn, "__self__", None)
+    if isinstance(owner, nn.Module):
+        yield owner
+    for cell in getattr(fn, "__closure__", None) or ():
+        try:
+            held = cell.cell_contents
+        except ValueError:  # a name that the enclosing function has not assigned yet
+            continue
+        if callable(held):
+            yield from _held_modules(held, seen)
+    code, names = getattr(fn, "__code__", None), getattr(fn, "__globals__", {})
+    for name in code.co_names if code is not None else ():
+        if isinstance(names.get(name), nn.Module):
+            yield from _held_modules(names[name], seen)

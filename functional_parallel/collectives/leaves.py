@@ -1,0 +1,55 @@
+"""What all public collectives share: going over a pytree, and checking what is known before a primitive is applied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+from torch import Tensor
+
+from . import primitives, shapes
+from .axes import Axes, carrier_for, normalize_axes
+from .types import State, Type, result_type
+from .vmap import Lane, is_mapped
+
+__all__ = ["NUMBERS", "checked_emit", "over_leaves", "split_dim_of"]
+
+NUMBERS = (bool, int, float, complex)
+
+
+def over_leaves(operation: str, leaf: Callable[..., Any], tree: Any, axis: Axes, numbers: bool = False) -> Any:
+    axes = normalize_axes(axis)
+    for name in axes:
+        carrier_for(operation, (name,))
+
+    def visit(value: Any) -> Any:
+        if isinstance(value, Tensor) or (numbers and isinstance(value, NUMBERS)):
+            return leaf(value, axes)
+        raise TypeError(
+            f"{operation} over {axes}: a leaf is {value!r} of type {type(value).__name__}, but must be a tensor; "
+            "wrap it in torch.tensor, or keep it out of the pytree"
+        )
+
+    return optree.tree_map(visit, tree)
+
+
+def checked_emit(operation: str, x: Tensor, axes: tuple[str, ...], **params: Any) -> Tensor:
+    for axis in axes:
+        carrier = carrier_for(operation, (axis,))
+        if isinstance(carrier, Lane):
+            result_type(operation, Type({axis: _known_state(x, carrier, params)}), (axis,), **params)
+    return primitives.emit(operation, x, axes, *params.values())
+
+
+def _known_state(x: Tensor, lane: Lane, params: dict[str, Any]) -> State:
+    """What a vmap level knows of a value: whether it varies. Reduced and Unreduced are taken at the caller's word."""
+    if is_mapped(x, lane):
+        return State.VARYING
+    return State.REDUCED if params.get("src") == "reduced" else State.INVARIANT
+
+
+def split_dim_of(operation: str, x: Tensor, dim: int, axes: tuple[str, ...]) -> int:
+    dim = shapes.canonical_dim(operation, x.shape, dim)
+    shapes.split(operation, x.shape, dim, axes)
+    return dim

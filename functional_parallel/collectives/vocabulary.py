@@ -1,0 +1,190 @@
+"""The collectives under the names that users of torch.distributed know, as functions of values.
+
+`broadcast`, `scatter`, `gather` and `reduce` have a root, as there; but one program runs on all ranks, so every rank
+calls them and every rank gets a result, which is zeros where torch.distributed would give nothing. All of them are
+written with the primitives, so they have types and transposes like everything else.
+
+`send` and `recv` are a matched pair in one program, not two calls on two ranks: a message that nobody receives, or the
+reverse, cannot be written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from . import shapes
+from .api import all_gather, all_to_all, pbroadcast, ppermute, psum
+from .axes import Axes, axis_size
+from .casts import axis_index, pvary
+from .leaves import over_leaves, split_dim_of
+
+__all__ = ["Sent", "broadcast", "gather", "recv", "reduce", "scatter", "send"]
+
+Tree = TypeVar("Tree")
+
+
+def broadcast(x: Tree, axis: Axes, source: int = 0) -> Tree:
+    """The value of one rank, on every rank: another name of `pbroadcast`.
+
+    Type V → I. Its transpose keeps the gradient on the source, and is zero elsewhere.
+
+    >>> from functional_parallel.collectives import vmap
+    >>> vmap(lambda x: broadcast(x, "i", source=1), out_dims=None, axis_name="i")(torch.tensor([1, 2, 3]))
+    tensor(2)
+
+    Args:
+        x: pytree of tensors.
+        axis: mesh axis or axes.
+        source: the rank whose value it is.
+
+    Returns:
+        A pytree of the same shapes.
+    """
+    return pbroadcast(x, axis, source)
+
+
+def scatter(x: Tree, axis: Axes, source: int = 0, dim: int = 0) -> Tree:
+    """The value of one rank, of which rank i gets chunk i: x_source[i].
+
+    Type V → V. Transposes to `gather` to the source. To split a value that all ranks hold, `pscatter` sends nothing.
+
+    >>> from functional_parallel.collectives import vmap
+    >>> vmap(lambda x: scatter(x, "i", source=1), axis_name="i")(torch.tensor([[1, 2], [3, 4]]))
+    tensor([[3],
+            [4]])
+
+    Args:
+        x: pytree of tensors.
+        axis: mesh axis or axes.
+        source: the rank whose value is split.
+        dim: the dim to split; its size must divide by the number of ranks.
+
+    Returns:
+        A pytree whose shapes have `dim` divided by the number of ranks.
+    """
+
+    def leaf(value: Tensor, axes: tuple[str, ...]) -> Tensor:
+        at = split_dim_of("scatter", value, dim, axes)
+        shapes.checked_rank("scatter", "source", source, axes)
+        chunk = value.shape[at] // axis_size(axes)
+        return all_to_all(value, axes, at, at).narrow(at, source * chunk, chunk)
+
+    return over_leaves("scatter", leaf, x, axis)
+
+
+def gather(x: Tree, axis: Axes, root: int = 0, dim: int = 0) -> Tree:
+    """All ranks' values, concatenated along a dim, on the root; zeros elsewhere.
+
+    Type V → V. Transposes to `scatter` from the root.
+
+    >>> from functional_parallel.collectives import vmap
+    >>> vmap(lambda x: gather(x, "i", root=1), axis_name="i")(torch.tensor([[1], [2]]))
+    tensor([[0, 0],
+            [1, 2]])
+
+    Args:
+        x: pytree of tensors.
+        axis: mesh axis or axes.
+        root: the rank that gets the whole.
+        dim: the dim along which to concatenate.
+
+    Returns:
+        A pytree whose shapes have `dim` multiplied by the number of ranks.
+    """
+    return _only_on("gather", root, axis, all_gather(x, axis, dim))
+
+
+def reduce(x: Tree, axis: Axes, root: int = 0) -> Tree:
+    """The sum over the ranks, on the root; zeros elsewhere.
+
+    Type V → V. Transposes to a broadcast from the root.
+
+    >>> from functional_parallel.collectives import vmap
+    >>> vmap(lambda x: reduce(x, "i", root=2), axis_name="i")(torch.tensor([1, 2, 3]))
+    tensor([0, 0, 6])
+
+    Args:
+        x: pytree of tensors.
+        axis: mesh axis or axes.
+        root: the rank that gets the sum.
+
+    Returns:
+        A pytree of the same shapes.
+    """
+    return _only_on("reduce", root, axis, pvary(psum(x, axis), axis))
+
+
+@dataclass(frozen=True)
+class Sent(Generic[Tree]):
+    """A value under way from one rank to another; `recv` takes it out.
+
+    Attributes:
+        value: what the target receives, zeros on all other ranks.
+        source: the rank that sent it.
+        target: the rank that receives it.
+    """
+
+    value: Tree
+    source: int
+    target: int
+
+
+def send(x: Tree, axis: Axes, source: int, target: int) -> Sent[Tree]:
+    """Send the value of one rank to another. All ranks call it, and `recv` gives the value on the target.
+
+    Type V → V. Transposes to a send from the target back to the source.
+
+    >>> from functional_parallel.collectives import vmap
+    >>> vmap(lambda x: recv(send(x, "i", source=0, target=2)), axis_name="i")(torch.tensor([5, 6, 7]))
+    tensor([0, 0, 5])
+
+    Args:
+        x: pytree of tensors.
+        axis: mesh axis or axes.
+        source: the rank whose value is sent.
+        target: the rank that receives it.
+
+    Returns:
+        The value under way.
+
+    Raises:
+        CollectiveShapeError: when there is no such rank.
+    """
+    return Sent(ppermute(x, axis, [(source, target)]), source, target)
+
+
+def recv(sent: Sent[Tree]) -> Tree:
+    """The value that was sent, on its target; zeros elsewhere.
+
+    >>> from functional_parallel.collectives import vmap
+    >>> vmap(lambda x: recv(send(x, "i", source=1, target=0)), axis_name="i")(torch.tensor([5, 6]))
+    tensor([6, 0])
+
+    Args:
+        sent: what `send` returned.
+
+    Returns:
+        A pytree of the shapes that were sent.
+
+    Raises:
+        TypeError: when given anything else.
+    """
+    if not isinstance(sent, Sent):
+        raise TypeError(
+            f"recv takes what fp.send returned, not {type(sent).__name__}: one program runs on all ranks, so write "
+            "fp.recv(fp.send(x, axis, source, target))"
+        )
+    return sent.value
+
+
+def _only_on(operation: str, root: int, axis: Axes, tree: Tree) -> Tree:
+    def leaf(value: Tensor, axes: tuple[str, ...]) -> Tensor:
+        shapes.checked_rank(operation, "root", root, axes)
+        is_root = (axis_index(axes) == root).to(value.device)
+        return torch.where(is_root, value, torch.zeros_like(value))
+
+    return over_leaves(operation, leaf, tree, axis)

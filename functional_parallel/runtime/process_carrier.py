@@ -1,0 +1,257 @@
+"""Collectives between real processes, over torch.distributed with nccl, gloo or mpi.
+
+One process group per set of ranks that differ only along some axes. Making a group is itself a collective of the whole
+world, so all groups are made when the carrier is, in one order on all ranks; making them on first use would hang as soon
+as two ranks first use them in different order.
+
+What moves bytes without adding them goes as raw bytes, so that every dtype travels on every backend. A reduce-scatter is
+an exchange of chunks and a sum in rank order, except on nccl, whose own is faster: the same traffic, the same sums as
+`collectives.group`, and no backend's gaps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import chain, combinations
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sharding_specs import Mesh
+
+from ..collectives import group
+from ..collectives.axes import bind
+
+__all__ = ["CollectiveError", "ProcessCarrier"]
+
+_MOST_AXES_TOGETHER = 3
+
+
+class CollectiveError(RuntimeError):
+    """A collective that failed or timed out, with who was doing what."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The ranks that one collective goes over.
+
+    Attributes:
+        handle: torch's process group; None for a group of one.
+        ranks: global ranks in the order of the axes, the first axis major.
+        seats: for each of them, its position in torch's group, which is sorted by global rank.
+    """
+
+    handle: Any
+    ranks: tuple[int, ...]
+    seats: tuple[int, ...]
+
+    def in_order(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """From torch's order to the order of the axes."""
+        return [parts[seat] for seat in self.seats]
+
+    def by_seat(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """From the order of the axes to torch's order."""
+        placed = dict(zip(self.seats, parts, strict=True))
+        return [placed[seat] for seat in range(len(parts))]
+
+
+class ProcessCarrier:
+    """Carries the collectives of a mesh between processes of an initialised torch.distributed.
+
+    Args:
+        mesh: as many ranks as there are processes.
+        reduction: "fast" is the backend's own sum; "ordered" adds in rank order, bit-equal to the simulated ranks.
+        reduce_dtype: sums of floating types narrower than this one are accumulated in it.
+        timeout: after how long a group's collective fails; None is torch's default.
+
+    Raises:
+        ValueError: when the number of processes is not the mesh's, or `reduction` is neither.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        *,
+        reduction: str = "fast",
+        reduce_dtype: torch.dtype | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        if dist.get_world_size() != mesh.size:
+            raise ValueError(
+                f"{mesh} has {mesh.size} ranks, but {dist.get_world_size()} processes are running; "
+                f"start {mesh.size}, or change the mesh"
+            )
+        if reduction not in ("fast", "ordered"):
+            raise ValueError(f"reduction={reduction!r}: write 'fast' or 'ordered'")
+        self.mesh = mesh
+        self.rank = dist.get_rank()
+        self.reduction = reduction
+        self.reduce_dtype = reduce_dtype
+        self._handles = _make_groups(mesh, timeout)
+        self._groups: dict[tuple[str, ...], _Group] = {}
+
+    @contextmanager
+    def bound(self) -> Iterator[None]:
+        """Let collectives inside a `with` block name the axes of the mesh."""
+        with bind(self.mesh.shape, self):
+            yield
+
+    # --- the primitives ---
+
+    def psum(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
+        accumulated = self._accumulation_dtype(x)
+        if self.reduction == "ordered":
+            return group.psum(self._gathered("psum", x, axes), accumulated)[0]
+        return self._all_reduced("psum", x.to(accumulated or x.dtype), axes, dist.ReduceOp.SUM).to(x.dtype)
+
+    def psum_scatter(self, x: Tensor, axes: tuple[str, ...], dim: int) -> Tensor:
+        accumulated = self._accumulation_dtype(x)
+        if self.reduction == "fast" and self._backend(axes) == "nccl":
+            return self._reduce_scattered(x.to(accumulated or x.dtype), axes, dim).to(x.dtype)
+        chunks = x.chunk(len(self._group(axes).ranks), dim)
+        return group.psum(self._exchanged("psum_scatter", x, chunks, axes), accumulated)[0]
+
+    def all_gather(self, x: Tensor, axes: tuple[str, ...], dim: int) -> Tensor:
+        return torch.cat(self._gathered("all_gather", x, axes), dim)
+
+    def all_to_all(self, x: Tensor, axes: tuple[str, ...], split_dim: int, concat_dim: int) -> Tensor:
+        chunks = x.chunk(len(self._group(axes).ranks), split_dim)
+        return torch.cat(self._exchanged("all_to_all", x, chunks, axes), concat_dim)
+
+    def ppermute(self, x: Tensor, axes: tuple[str, ...], pairs: Sequence[int]) -> Tensor:
+        """An exchange in which each rank sends to one rank, or none: all take part, so no order can deadlock."""
+        me = self.axis_index(axes)
+        targets = dict(zip(pairs[::2], pairs[1::2], strict=True))
+        sources = {target: source for source, target in targets.items()}
+        to_send = [x if targets.get(me) == rank else x.new_empty(0) for rank in range(len(self._group(axes).ranks))]
+        expected = [x.numel() if sources.get(me) == rank else 0 for rank in range(len(to_send))]
+        received = self._exchanged_unevenly("ppermute", x, to_send, expected, axes)
+        return received[sources[me]].reshape(x.shape) if me in sources else torch.zeros_like(x)
+
+    def pmax(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
+        return group.pmax(self._gathered("pmax", x, axes))[0]
+
+    def pmin(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
+        return group.pmin(self._gathered("pmin", x, axes))[0]
+
+    def pbroadcast(self, x: Tensor, axes: tuple[str, ...], source: int) -> Tensor:
+        members = self._group(axes)
+        buffer = _as_bytes(x).clone()
+        with self._named("pbroadcast", x, axes):
+            dist.broadcast(buffer, members.ranks[source], members.handle)
+        return _from_bytes(buffer, x).reshape(x.shape)
+
+    def axis_index(self, axes: tuple[str, ...]) -> int:
+        return self.mesh.axis_index(self.rank, axes)
+
+    # --- on process groups ---
+
+    def _all_reduced(self, operation: str, x: Tensor, axes: tuple[str, ...], how: Any) -> Tensor:
+        result = x.clone(memory_format=torch.contiguous_format)
+        buffer = torch.view_as_real(result) if result.is_complex() else result
+        with self._named(operation, x, axes):
+            dist.all_reduce(buffer, how, self._group(axes).handle)
+        return result
+
+    def _reduce_scattered(self, x: Tensor, axes: tuple[str, ...], dim: int) -> Tensor:
+        members = self._group(axes)
+        chunks = torch.stack(members.by_seat(x.chunk(len(members.ranks), dim)))
+        result = torch.empty_like(chunks[0])
+        with self._named("psum_scatter", x, axes):
+            dist.reduce_scatter_tensor(result, chunks, group=members.handle)
+        return result
+
+    def _gathered(self, operation: str, x: Tensor, axes: tuple[str, ...]) -> list[Tensor]:
+        """All ranks' values, in the order of the axes."""
+        members = self._group(axes)
+        mine = _as_bytes(x)
+        parts = list(mine.new_empty(len(members.ranks), mine.numel()).unbind())
+        with self._named(operation, x, axes):
+            dist.all_gather(parts, mine, members.handle)
+        return [_from_bytes(part, x).reshape(x.shape) for part in members.in_order(parts)]
+
+    def _exchanged(self, operation: str, x: Tensor, chunks: Sequence[Tensor], axes: tuple[str, ...]) -> list[Tensor]:
+        """Chunk i goes to rank i; the chunks that arrive, in the order of the axes."""
+        sizes = [chunk.numel() for chunk in chunks]
+        received = self._exchanged_unevenly(operation, x, chunks, sizes, axes)
+        return [part.reshape(chunk.shape) for part, chunk in zip(received, chunks, strict=True)]
+
+    def _exchanged_unevenly(
+        self, operation: str, x: Tensor, chunks: Sequence[Tensor], expected: Sequence[int], axes: tuple[str, ...]
+    ) -> list[Tensor]:
+        members = self._group(axes)
+        sent = [_as_bytes(chunk) for chunk in members.by_seat(chunks)]
+        sizes = [0] * len(expected)
+        for seat, elements in zip(members.seats, expected, strict=True):
+            sizes[seat] = elements * x.element_size()
+        received = sent[0].new_empty(sum(sizes))
+        with self._named(operation, x, axes):
+            dist.all_to_all_single(received, torch.cat(sent), sizes, [part.numel() for part in sent], members.handle)
+        return [_from_bytes(part, x) for part in members.in_order(received.split(sizes))]
+
+    @contextmanager
+    def _named(self, operation: str, x: Tensor, axes: tuple[str, ...]) -> Iterator[None]:
+        """Run torch's collective without autograd, and say who was doing what if it fails."""
+        start = time.monotonic()
+        try:
+            with torch.no_grad():
+                yield
+        except (RuntimeError, ValueError) as error:
+            coordinates = ", ".join(f"{axis}={index}" for axis, index in self.mesh.coordinates(self.rank).items())
+            raise CollectiveError(
+                f"rank {self.rank} ({coordinates}): {operation} over {axes} of {str(x.dtype).removeprefix('torch.')}"
+                f"{list(x.shape)} failed after {time.monotonic() - start:.1f} s. A timeout means that another rank of "
+                f"{list(self._group(axes).ranks)} never came to it. torch says: {error}"
+            ) from error
+
+    # --- looking up ---
+
+    def _group(self, axes: tuple[str, ...]) -> _Group:
+        if axes not in self._groups:
+            self._groups[axes] = self._find_group(axes)
+        return self._groups[axes]
+
+    def _find_group(self, axes: tuple[str, ...]) -> _Group:
+        ranks = next(tuple(ranks) for ranks in self.mesh.groups(axes) if self.rank in ranks)
+        if frozenset(ranks) not in self._handles:
+            raise ValueError(
+                f"a collective over {axes}: process groups are made for at most {_MOST_AXES_TOGETHER} axes together, "
+                "or all of them; write one collective per axis"
+            )
+        seats = tuple(sorted(ranks).index(rank) for rank in ranks)
+        return _Group(self._handles[frozenset(ranks)], ranks, seats)
+
+    def _backend(self, axes: tuple[str, ...]) -> str:
+        return str(dist.get_backend(self._group(axes).handle))
+
+    def _accumulation_dtype(self, x: Tensor) -> torch.dtype | None:
+        wanted = self.reduce_dtype
+        if wanted is None or not x.is_floating_point() or x.dtype.itemsize >= wanted.itemsize:
+            return None
+        return wanted
+
+
+def _make_groups(mesh: Mesh, timeout: timedelta | None) -> dict[frozenset[int], Any]:
+    """This rank's process groups, by their ranks; every rank makes every group, in the same order."""
+    names = [name for name in mesh.axis_names if mesh.axis_size(name) > 1]
+    few = chain.from_iterable(combinations(names, count) for count in range(1, _MOST_AXES_TOGETHER + 1))
+    handles: dict[frozenset[int], Any] = {}
+    for axes in dict.fromkeys([*few, tuple(names)]):
+        for ranks in mesh.groups(axes) if axes else ():
+            if frozenset(ranks) not in handles:
+                handles[frozenset(ranks)] = dist.new_group(sorted(ranks), timeout=timeout)
+    return handles
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    return x.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _from_bytes(buffer: Tensor, like: Tensor) -> Tensor:
+    return buffer.contiguous().view(like.dtype)
