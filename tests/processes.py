@@ -1,0 +1,99 @@
+"""Run one function on several real processes, and get every rank's result back.
+
+Starting processes costs seconds (each imports torch), so a test file starts them once and does many checks inside. A
+rank that raises ends the run at once with its traceback; a run that hangs ends at the timeout.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import queue
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+__all__ = ["RankError", "run_on_processes"]
+
+
+class RankError(AssertionError):
+    """What a rank raised, as text, since its process is gone."""
+
+
+def run_on_processes(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+    """Run `fn(rank, *args)` on `world_size` gloo processes.
+
+    Args:
+        fn: a function at the top level of its module, so that it can be pickled.
+        world_size: the number of processes.
+        args: passed on; must be picklable.
+        timeout: seconds for everything together.
+
+    Returns:
+        The results, in rank order.
+
+    Raises:
+        RankError: with the traceback of the first rank that failed, or the ranks that were not done in time.
+    """
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    port = _free_port()
+    workers = [
+        context.Process(target=_worker, args=(fn, rank, world_size, port, args, results, timeout), daemon=True)
+        for rank in range(world_size)
+    ]
+    for worker in workers:
+        worker.start()
+    try:
+        return _collect(results, world_size, time.monotonic() + timeout)
+    finally:
+        for worker in workers:
+            worker.join(timeout=1.0)
+            if worker.is_alive():
+                worker.kill()
+                worker.join()
+
+
+def _collect(results: Any, world_size: int, deadline: float) -> list[Any]:
+    done: dict[int, Any] = {}
+    while len(done) < world_size:
+        try:
+            rank, failed, payload = results.get(timeout=max(0.1, deadline - time.monotonic()))
+        except queue.Empty:
+            missing = sorted(set(range(world_size)) - set(done))
+            raise RankError(f"ranks {missing} of {world_size} were not done in time") from None
+        if failed:
+            raise RankError(f"rank {rank} of {world_size} raised:\n{payload}")
+        done[rank] = torch.load(io.BytesIO(payload), weights_only=False)
+    return [done[rank] for rank in range(world_size)]
+
+
+def _worker(
+    fn: Callable[..., Any], rank: int, world_size: int, port: int, args: Any, results: Any, timeout: float
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+        payload = io.BytesIO()
+        torch.save(fn(rank, *args), payload)  # as bytes: shared-memory tensors would die with this process
+        dist.destroy_process_group()
+        results.put((rank, False, payload.getvalue()))
+    except BaseException:
+        results.put((rank, True, traceback.format_exc()))
+    results.close()
+    results.join_thread()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
