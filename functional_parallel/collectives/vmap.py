@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .axes import bind
+from .types import CollectiveTypeError
 
 __all__ = ["Lane", "is_mapped", "vmap"]
 
@@ -70,6 +71,7 @@ def vmap(
 
     Raises:
         ValueError: when the mapped dims differ in size, or `axis_size` is needed, or contradicts them.
+        CollectiveTypeError: when a result varies along the axis, but out_dims=None says that it does not.
     """
     if axis_name is None and axis_size is None:
         return torch.func.vmap(fn, in_dims, out_dims, randomness=randomness, chunk_size=chunk_size)
@@ -80,15 +82,50 @@ def vmap(
     def mapped(*args: Any, **kwargs: Any) -> Any:
         dims = _dims_of_arguments(in_dims, args)
         size = _checked_size(axis_name, axis_size, args, dims)
+        results = _Results(axis_name, out_dims)
 
-        def with_lane(index: Tensor, *inner: Any) -> Any:
-            with bind({} if axis_name is None else {axis_name: size}, Lane(axis_name or "", index)):
-                return fn(*inner, **kwargs)
+        def with_lane(index: Tensor, *inner: Any) -> list[Tensor]:
+            lane = Lane(axis_name or "", index)
+            with bind({} if axis_name is None else {axis_name: size}, lane):
+                return results.keep(fn(*inner, **kwargs), lane)
 
-        run = torch.func.vmap(with_lane, (0, *dims), out_dims, randomness=randomness)
-        return run(torch.arange(size), *args)
+        stacked = torch.func.vmap(with_lane, (0, *dims), randomness=randomness)(torch.arange(size), *args)
+        return results.join(stacked)
 
     return mapped
+
+
+class _Results:
+    """Takes the results that all entries share past torch's vmap, and puts them back beside the mapped ones.
+
+    torch refuses out_dims=None for any result that some outer level maps, though it is the same along this one.
+    """
+
+    def __init__(self, axis_name: str | None, out_dims: Any) -> None:
+        self.axis_name = axis_name
+        self.out_dims = out_dims
+
+    def keep(self, outputs: Any, lane: Lane) -> list[Tensor]:
+        self.leaves, self.structure = optree.tree_flatten(outputs, none_is_leaf=True)
+        self.dims = _broadcast(self.out_dims, outputs)
+        paths = optree.treespec_paths(self.structure)
+        for leaf, dim, path in zip(self.leaves, self.dims, paths, strict=True):
+            if dim is None and isinstance(leaf, Tensor) and is_mapped(leaf, lane):
+                where = "/".join(map(str, path)) or "the result"
+                raise CollectiveTypeError(
+                    f"vmap over axis {self.axis_name!r}: {where} is Varying, but out_dims=None says that it is the "
+                    "same for all entries; reduce it (fp.psum, fp.pmean), or give it an out_dim"
+                )
+        # The index is returned too, so that torch's vmap has a result when all of ours are shared.
+        return [lane.index, *(leaf for leaf, dim in zip(self.leaves, self.dims, strict=True) if dim is not None)]
+
+    def join(self, stacked: list[Tensor]) -> Any:
+        mapped = iter(stacked[1:])
+        leaves = [
+            leaf if dim is None else next(mapped).movedim(0, dim)
+            for leaf, dim in zip(self.leaves, self.dims, strict=True)
+        ]
+        return optree.tree_unflatten(self.structure, leaves)
 
 
 def is_mapped(x: Tensor, lane: Lane) -> bool:
@@ -124,12 +161,10 @@ def _checked_size(axis_name: str | None, given: int | None, args: Sequence[Any],
 def _mapped_sizes(arg: Any, dim: Any) -> list[int]:
     if dim is None:
         return []
-    leaves = optree.tree_leaves(arg)
-    dims = [dim] * len(leaves) if isinstance(dim, int) else _broadcast(dim, arg)
-    return [leaf.shape[d] for leaf, d in zip(leaves, dims, strict=True) if d is not None and isinstance(leaf, Tensor)]
+    leaves = zip(optree.tree_leaves(arg, none_is_leaf=True), _broadcast(dim, arg), strict=True)
+    return [leaf.shape[at] for leaf, at in leaves if at is not None and isinstance(leaf, Tensor)]
 
 
-def _broadcast(dims: Any, arg: Any) -> list[Any]:
-    return optree.tree_leaves(
-        optree.tree_broadcast_prefix(dims, arg, is_leaf=lambda dim: dim is None, none_is_leaf=True), none_is_leaf=True
-    )
+def _broadcast(dims: Any, tree: Any) -> list[Any]:
+    """One dim per leaf of the tree, from a tree of dims that may stop earlier."""
+    return optree.tree_leaves(optree.tree_broadcast_prefix(dims, tree, none_is_leaf=True), none_is_leaf=True)

@@ -1,12 +1,12 @@
 """Collectives between real processes, over torch.distributed with nccl, gloo or mpi.
 
 One process group per set of ranks that differ only along some axes. Making a group is itself a collective of the whole
-world, so all groups are made when the carrier is, in one order on all ranks; making them on first use would hang as soon
-as two ranks first use them in different order.
+world, so all groups are made when the carrier is, in one order on all ranks; made on first use, they would hang as soon
+as two ranks first used them in different order.
 
-What moves bytes without adding them goes as raw bytes, so that every dtype travels on every backend. A reduce-scatter is
-an exchange of chunks and a sum in rank order, except on nccl, whose own is faster: the same traffic, the same sums as
-`collectives.group`, and no backend's gaps.
+What moves bytes without adding them goes as raw bytes, so that every dtype travels on every backend. A reduce-scatter
+is an exchange of chunks and a sum in rank order, except on nccl, whose own is faster: the same traffic, the same sums
+as in `collectives.group`, and no backend's gaps.
 """
 
 from __future__ import annotations
@@ -31,6 +31,11 @@ from ..collectives.axes import bind
 __all__ = ["CollectiveError", "ProcessCarrier"]
 
 _MOST_AXES_TOGETHER = 3
+_REDUCED_BY_ALL = {torch.float32, torch.float64, torch.int32, torch.int64, torch.int8, torch.uint8}
+_REDUCED_BY = {
+    "gloo": _REDUCED_BY_ALL | {torch.float16, torch.bfloat16},
+    "nccl": _REDUCED_BY_ALL | {torch.float16, torch.bfloat16},
+}
 
 
 class CollectiveError(RuntimeError):
@@ -106,9 +111,10 @@ class ProcessCarrier:
 
     def psum(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
         accumulated = self._accumulation_dtype(x)
-        if self.reduction == "ordered":
-            return group.psum(self._gathered("psum", x, axes), accumulated)[0]
-        return self._all_reduced("psum", x.to(accumulated or x.dtype), axes, dist.ReduceOp.SUM).to(x.dtype)
+        widened = x.to(accumulated or x.dtype)
+        if self._reduces_itself(widened, axes):
+            return self._all_reduced("psum", widened, axes, dist.ReduceOp.SUM).to(x.dtype)
+        return group.psum(self._gathered("psum", x, axes), accumulated)[0]
 
     def psum_scatter(self, x: Tensor, axes: tuple[str, ...], dim: int) -> Tensor:
         accumulated = self._accumulation_dtype(x)
@@ -135,9 +141,13 @@ class ProcessCarrier:
         return received[sources[me]].reshape(x.shape) if me in sources else torch.zeros_like(x)
 
     def pmax(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
+        if self._reduces_itself(x, axes):
+            return self._all_reduced("pmax", x, axes, dist.ReduceOp.MAX)
         return group.pmax(self._gathered("pmax", x, axes))[0]
 
     def pmin(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
+        if self._reduces_itself(x, axes):
+            return self._all_reduced("pmin", x, axes, dist.ReduceOp.MIN)
         return group.pmin(self._gathered("pmin", x, axes))[0]
 
     def pbroadcast(self, x: Tensor, axes: tuple[str, ...], source: int) -> Tensor:
@@ -154,9 +164,8 @@ class ProcessCarrier:
 
     def _all_reduced(self, operation: str, x: Tensor, axes: tuple[str, ...], how: Any) -> Tensor:
         result = x.clone(memory_format=torch.contiguous_format)
-        buffer = torch.view_as_real(result) if result.is_complex() else result
         with self._named(operation, x, axes):
-            dist.all_reduce(buffer, how, self._group(axes).handle)
+            dist.all_reduce(result, how, self._group(axes).handle)
         return result
 
     def _reduce_scattered(self, x: Tensor, axes: tuple[str, ...], dim: int) -> Tensor:
@@ -171,9 +180,13 @@ class ProcessCarrier:
         """All ranks' values, in the order of the axes."""
         members = self._group(axes)
         mine = _as_bytes(x)
-        parts = list(mine.new_empty(len(members.ranks), mine.numel()).unbind())
+        buffer = mine.new_empty(len(members.ranks) * mine.numel())
+        parts = buffer.split(mine.numel()) if mine.numel() else [mine] * len(members.ranks)
         with self._named(operation, x, axes):
-            dist.all_gather(parts, mine, members.handle)
+            if self._backend(axes) == "nccl":
+                dist.all_gather_into_tensor(buffer, mine, members.handle)
+            else:
+                dist.all_gather(list(parts), mine, members.handle)
         return [_from_bytes(part, x).reshape(x.shape) for part in members.in_order(parts)]
 
     def _exchanged(self, operation: str, x: Tensor, chunks: Sequence[Tensor], axes: tuple[str, ...]) -> list[Tensor]:
@@ -229,6 +242,10 @@ class ProcessCarrier:
 
     def _backend(self, axes: tuple[str, ...]) -> str:
         return str(dist.get_backend(self._group(axes).handle))
+
+    def _reduces_itself(self, x: Tensor, axes: tuple[str, ...]) -> bool:
+        """Whether the backend's own reduction may be used: it knows few dtypes, and adds in an order of its own."""
+        return self.reduction == "fast" and x.dtype in _REDUCED_BY.get(self._backend(axes), _REDUCED_BY_ALL)
 
     def _accumulation_dtype(self, x: Tensor) -> torch.dtype | None:
         wanted = self.reduce_dtype

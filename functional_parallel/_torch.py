@@ -1,0 +1,85 @@
+"""Every private torch API that the library touches, in one place.
+
+Each name is here because torch offers no public one; `tests/test_private_torch.py` fails loudly when torch moves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import UnsupportedFakeTensorException as UnsupportedFakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+try:
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    DATA_DEPENDENT_ERRORS: tuple[type[Exception], ...] = (DataDependentOutputException, DynamicOutputShapeException)
+except ImportError:  # pragma: no cover - an older or newer spelling
+    DATA_DEPENDENT_ERRORS = ()
+
+__all__ = [
+    "DATA_DEPENDENT_ERRORS",
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "UnsupportedFakeTensor",
+    "apart_from_transforms",
+    "backward_node_number",
+    "differentiating_level",
+    "functional_variant",
+    "is_functorch_wrapped",
+    "needs_higher_derivatives",
+    "next_node_number",
+]
+
+
+@contextmanager
+def apart_from_transforms() -> Iterator[None]:
+    """Set aside active dispatch modes and torch.func levels: what runs inside sees plain tensors."""
+    with temporarily_clear_interpreter_stack(), _disable_current_modes():
+        yield
+
+
+def backward_node_number() -> int | None:
+    """The number of the autograd node whose backward is running now, which its forward got from `next_node_number`."""
+    if torch._C._current_graph_task_id() == -1:
+        return None
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()  # type: ignore[attr-defined]
+
+
+def next_node_number() -> int:
+    """The number that the next autograd node of this thread will carry."""
+    return torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
+
+
+def differentiating_level() -> int:
+    """How many torch.func levels that differentiate (grad, vjp, jvp) are active here."""
+    stack = torch._C._functorch.get_interpreter_stack()
+    differentiating = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
+    return 0 if stack is None else sum(level.key() in differentiating for level in stack)
+
+
+def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
+    """Whether the tensor belongs to a torch.func level (a gradient-tracking or batched wrapper)."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def functional_variant(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """The out-of-place twin of an in-place op (`aten.add_.Tensor` → `aten.add.Tensor`), or None."""
+    name = op._schema.name.split("::")[1]
+    packet = getattr(torch.ops.aten, name[:-1], None) if name.endswith("_") else None
+    overload = op._overloadname
+    return getattr(packet, overload, None) if packet is not None else None
+
+
+def needs_higher_derivatives() -> bool:
+    """Whether a forward-mode or a second derivative is being taken here, which fused kernels do not have."""
+    stack = torch._C._functorch.get_interpreter_stack() or []
+    keys = [level.key() for level in stack]
+    kinds = torch._C._functorch.TransformType
+    return kinds.Jvp in keys or keys.count(kinds.Grad) > 1

@@ -1,0 +1,279 @@
+"""From a local function to a program that runs: shard, trace at local shapes, type, check the results, hand to a runtime."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+from sharding_specs import Mesh, P, broadcast_specs, local_shape, tree_paths, validate
+
+from .collectives import guards
+from .collectives.axes import bind
+from .collectives.types import CollectiveTypeError, State, Type
+from .local_function import LocalFunction, PyTree, SpecTree
+from .program import Program
+from .runtime import default_runtime
+from .tracing import Aval, simplify, trace
+from .varying import Typing, type_of
+
+__all__ = ["Compiled", "LayoutError", "OutSpecError", "compile", "shard_map", "stage"]
+
+
+class LayoutError(ValueError):
+    """A function whose arguments' layout nobody declared, or declared twice."""
+
+
+class OutSpecError(CollectiveTypeError):
+    """Results that do not lie as their specs say; lists every one."""
+
+
+def compile(
+    f: Callable[..., PyTree], mesh: Mesh, *, in_specs: Any = None, out_specs: Any = None, name: str | None = None
+) -> Compiled:
+    """Compile a function on shards into a program for a mesh; whole tensors in, whole tensors out.
+
+    >>> import torch, functional_parallel as fp
+    >>> from sharding_specs import Mesh, P
+    >>> step = fp.compile(lambda x: fp.psum(x.sum(), "data"), Mesh(data=2), in_specs=P("data"), out_specs=P())
+    >>> step(torch.arange(4.0))
+    tensor(6.)
+
+    Args:
+        f: a local function, as transforms return it, or a bare function on shards with `in_specs` and `out_specs`.
+        mesh: its axes are what f's collectives name.
+        in_specs: for a bare function, a spec or pytree prefix of specs per argument (one that is no tuple serves a
+            function of one argument).
+        out_specs: likewise, for the results.
+        name: for messages; the function's own by default.
+
+    Returns:
+        The compiled function. It traces once per signature of its arguments; `.program` is the last program used.
+
+    Raises:
+        LayoutError: when a bare function has no specs, or a local one is given some.
+        OutSpecError: when called, if a result does not lie as its spec says.
+        TypingError: when called, if the program treats a value as something it is not.
+    """
+    guards.check_callable(f)
+    if isinstance(f, LocalFunction):
+        if in_specs is not None or out_specs is not None:
+            raise LayoutError(f"{f!r} carries its layout; leave in_specs and out_specs out")
+    elif in_specs is None or out_specs is None:
+        raise LayoutError(
+            f"{_name(f)} does not carry a layout: pass in_specs= and out_specs=, or compile what a transform returned. "
+            "torch.func's transforms drop the layout; fp.grad, fp.grad_and_value and fp.hessian keep it"
+        )
+    return Compiled(f, mesh, in_specs, out_specs, name or _name(f))
+
+
+def shard_map(
+    f: Callable[..., PyTree] | Mesh | None = None,
+    mesh: Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> Any:
+    """The local view: a body on shards that writes its collectives by hand, types checked.
+
+    >>> import torch, functional_parallel as fp
+    >>> from sharding_specs import Mesh, P
+    >>> @fp.shard_map(Mesh(data=2, tensor=2), in_specs=(P("data", "tensor"), P("tensor")), out_specs=P("data"))
+    ... def f(x, w):
+    ...     return fp.psum(x @ w, "tensor")
+    >>> f(torch.ones(2, 4), torch.ones(4, 3))
+    tensor([[4., 4., 4.],
+            [4., 4., 4.]])
+
+    Args:
+        f: the body; or leave it out and use the result as a decorator.
+        mesh: the mesh.
+        in_specs: a spec, or pytree prefix of specs, per argument.
+        out_specs: specs of the results.
+
+    Returns:
+        A function of whole tensors; torch.func's transforms apply to it.
+
+    Raises:
+        LayoutError: when specs or mesh are missing.
+        OutSpecError, TypingError: when called, naming every result and line at fault.
+    """
+    if isinstance(f, Mesh):
+        f, mesh = None, f
+    if mesh is None or in_specs is None or out_specs is None:
+        raise LayoutError("shard_map needs mesh, in_specs and out_specs")
+    if f is None:
+        return functools.partial(shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    return compile(f, mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+class Compiled:
+    """A compiled function: calls run, and it shows what it runs.
+
+    Attributes:
+        mesh: the mesh it was compiled for.
+        program: the `Program` used last; None before the first call.
+    """
+
+    def __init__(self, f: Callable[..., PyTree], mesh: Mesh, in_specs: Any, out_specs: Any, name: str) -> None:
+        self.f, self.mesh, self.name = f, mesh, name
+        self.program: Program | None = None
+        self._in_specs, self._out_specs = in_specs, out_specs
+        self._staged: dict[Any, Staged] = {}
+
+    def __call__(self, *args: PyTree) -> PyTree:
+        staged, tensors = self._stage(args)
+        return staged.unflatten(default_runtime(self.mesh).run_whole(staged.program, tensors))
+
+    def lower(self, *args: PyTree) -> Program:
+        """The program for these arguments, tensors of any device (meta included); nothing runs."""
+        return self._stage(args)[0].program
+
+    def explain(self, *args: PyTree, **options: Any) -> Any:
+        """Every collective of the program: kind, axis, count, bytes, source line.
+
+        Args:
+            args: arguments to trace for; none for the program used last.
+            options: as for `Program.explain`.
+        """
+        program = self.lower(*args) if args else self.program
+        if program is None:
+            raise LayoutError(f"{self.name} has not run yet: call it, or give explain() its arguments")
+        return program.explain(**options)
+
+    def __repr__(self) -> str:
+        return f"compile({self.f!r}, {self.mesh!r})" if isinstance(self.f, LocalFunction) else f"compile({self.name})"
+
+    def _stage(self, args: tuple[PyTree, ...]) -> tuple[Staged, list[torch.Tensor]]:
+        leaves, tree = optree.tree_flatten(args)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        key = (tree, tuple(_signature(leaf) for leaf in leaves))
+        staged = self._staged.get(key)
+        if staged is None:
+            staged = self._staged[key] = stage(self.f, self.mesh, args, self._in_specs, self._out_specs, self.name)
+        self.program = staged.program
+        return staged, tensors
+
+
+@dataclass
+class Staged:
+    """A program with what is needed to give its flat results their tree back."""
+
+    program: Program
+    out_tree: Any
+    outputs: list[Any]
+
+    def unflatten(self, tensors: Sequence[torch.Tensor]) -> PyTree:
+        remaining = iter(tensors)
+        return optree.tree_unflatten(self.out_tree, [next(remaining) if x is _TENSOR else x for x in self.outputs])
+
+
+_TENSOR = object()
+
+
+def stage(
+    f: Callable[..., PyTree], mesh: Mesh, args: tuple[PyTree, ...], in_specs: Any, out_specs: Any, name: str
+) -> Staged:
+    """Trace a function on shards, type its values, and check how its results lie."""
+    with bind(mesh.shape, None):
+        specs = f.layout.arguments(args) if isinstance(f, LocalFunction) else _per_argument(in_specs, args)
+        full = tuple(broadcast_specs(spec, arg) for spec, arg in zip(specs, args, strict=True))
+        validate(args, full, mesh)
+        leaves, tree = optree.tree_flatten(args)
+        flat_specs = optree.tree_leaves(full, is_leaf=_is_spec)
+        chosen = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        found: dict[str, Any] = {}
+
+        def flat(*values: torch.Tensor) -> list[Any]:
+            filled = list(leaves)
+            for index, value in zip(chosen, values, strict=True):
+                filled[index] = value
+            result = f(*optree.tree_unflatten(tree, filled))
+            outputs, found["tree"] = optree.tree_flatten(result)
+            declared = f.results if isinstance(f, LocalFunction) else broadcast_specs(out_specs, result)
+            found["specs"] = optree.tree_leaves(declared, is_leaf=_is_spec)
+            found["paths"] = tree_paths(result)
+            found["outputs"] = [_TENSOR if isinstance(output, torch.Tensor) else output for output in outputs]
+            return [output for output in outputs if isinstance(output, torch.Tensor)]
+
+        specs_of_inputs = [flat_specs[index] for index in chosen]
+        avals = [_local_aval(leaves[index], flat_specs[index], mesh) for index in chosen]
+        types = [_type(spec, mesh) for spec in specs_of_inputs]
+        traced = simplify(trace(flat, avals, types=types, on_node=Typing(mesh.shape)), drop_detach=True)
+    kept = [index for index, output in enumerate(found["outputs"]) if output is _TENSOR]
+    specs_of_outputs = [found["specs"][index] for index in kept]
+    paths = tree_paths(args)
+    program = Program(
+        traced,
+        mesh,
+        in_specs=specs_of_inputs,
+        out_specs=specs_of_outputs,
+        in_paths=[paths[index] for index in chosen],
+        out_paths=[found["paths"][index] for index in kept],
+        name=name,
+    )
+    _check_results(program)
+    return Staged(program, found["tree"], found["outputs"])
+
+
+# -----------------------------------------------------------------------------
+# Specs and types
+# -----------------------------------------------------------------------------
+
+
+def _type(spec: P, mesh: Mesh) -> Type:
+    states = dict.fromkeys(spec.axes, State.VARYING)
+    states.update(dict.fromkeys(spec.unreduced, State.UNREDUCED))
+    states.update(dict.fromkeys(spec.reduced, State.REDUCED))
+    return Type({axis: state for axis, state in states.items() if mesh.shape[axis] > 1})
+
+
+def _check_results(program: Program) -> None:
+    """Each result's type must be what its spec says: no less, or ranks disagree; no more, or copies are taken for shards."""
+    wrong = []
+    for output, spec, path in zip(program.traced.outputs, program.out_specs, program.out_paths, strict=True):
+        held, wanted = type_of(output), _type(spec, program.mesh)
+        for axis in sorted({*held, *wanted}):
+            if held[axis] is not wanted[axis] and program.mesh.shape[axis] > 1:
+                wrong.append(f"  {path or 'the result'}: {_mismatch(axis, held[axis], wanted[axis], spec)}")
+    if wrong:
+        raise OutSpecError(f"{program.name}: results do not lie as out_specs say:\n" + "\n".join(wrong))
+
+
+def _mismatch(axis: str, held: State, wanted: State, spec: P) -> str:
+    fixes = {
+        (State.VARYING, State.INVARIANT): f"differs by rank along {axis!r}, but {spec} says that all ranks hold the same; "
+        f"a missing psum? write fp.psum(x, {axis!r}) or mention {axis!r} in the spec",
+        (State.INVARIANT, State.VARYING): f"is the same on all ranks along {axis!r}, but {spec} says that it is sharded; "
+        f"leave {axis!r} out of the spec, or write fp.pscatter(x, {axis!r}) or fp.pvary(x, {axis!r})",
+        (State.UNREDUCED, State.INVARIANT): f"holds partial sums along {axis!r}, but {spec} does not say so; "
+        f"write fp.psum(x, {axis!r}) or P(…, unreduced={{{axis!r}}})",
+    }
+    return fixes.get((held, wanted), f"is {held} along {axis!r}, but {spec} says {wanted}")
+
+
+def _per_argument(specs: Any, args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
+    given = specs if isinstance(specs, tuple) else (specs,)
+    if len(given) != len(args):
+        raise LayoutError(f"in_specs has {len(given)} entries for {len(args)} arguments; give one per argument")
+    return given
+
+
+def _local_aval(leaf: torch.Tensor, spec: P, mesh: Mesh) -> Aval:
+    return Aval(tuple(local_shape(tuple(leaf.shape), spec, mesh)), leaf.dtype, leaf.device)
+
+
+def _signature(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return (tuple(leaf.shape), leaf.dtype, leaf.device)
+    return (type(leaf).__name__, repr(leaf))
+
+
+def _name(f: Any) -> str:
+    return getattr(f, "name", None) or getattr(f, "__name__", None) or type(f).__name__
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, P)

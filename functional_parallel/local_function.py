@@ -1,0 +1,73 @@
+"""A function on one rank's shards that knows how its arguments and results lie.
+
+torch.func copies a function's attributes onto what it wraps, so a layout kept in an attribute would survive `hessian(f)`
+with a stale meaning. This class has slots and no `__dict__`: there is nothing to copy, and the layout is bound to the
+object itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sharding_specs import Mesh, P
+
+from .collectives.axes import current_axes, hidden_axes, mesh_axis_size
+
+__all__ = ["Layout", "LocalFunction", "PyTree", "SpecTree", "axis_mesh", "whole_arguments"]
+
+PyTree = Any
+SpecTree = Any
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the arguments and results of a local function lie.
+
+    `arguments(args)` is a tuple of full spec trees, one per argument, made from the arguments' paths and shapes alone
+    (whole or local shapes give the same). `axes` are the mesh axes that the function is local to, innermost transform
+    first; `describe` says in words what each transform did.
+    """
+
+    arguments: Callable[[tuple[PyTree, ...]], tuple[SpecTree, ...]]
+    axes: tuple[str, ...] = ()
+    describe: tuple[str, ...] = ()
+    strict: bool = False
+
+
+class LocalFunction:
+    """What a transform returns: a pure function on shards, with its layout.
+
+    Call it inside `fp.compile`, on real ranks, or under `fp.vmap(axis_name=…)`; torch.func's transforms apply to it.
+    """
+
+    __slots__ = ("__weakref__", "_call", "layout", "name", "results")
+
+    def __init__(self, call: Callable[..., PyTree], layout: Layout, name: str) -> None:
+        self._call = call
+        self.layout = layout
+        self.name = name
+        self.results: SpecTree = None
+
+    def __call__(self, *args: PyTree) -> PyTree:
+        value, self.results = self._call(*args)
+        return value
+
+    @property
+    def specs(self) -> Layout:
+        """How the arguments and results lie."""
+        return self.layout
+
+    def __repr__(self) -> str:
+        return f"{' → '.join((self.name, *self.layout.describe))}"
+
+
+def whole_arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
+    """The layout of a plain function: everything whole."""
+    return tuple(P() for _ in args)
+
+
+def axis_mesh() -> Mesh:
+    """A mesh of all axes bound here, hidden ones included."""
+    return Mesh({name: mesh_axis_size(name) for name in (*hidden_axes(), *current_axes())})

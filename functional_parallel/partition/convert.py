@@ -1,0 +1,93 @@
+"""Moving one value from the place where it lies to the place where an op needs it.
+
+| from → to | collective | its transpose |
+|---|---|---|
+| whole → whole, where the op is rank-dependent | `pvary` | psum |
+| whole → whole, gradient unreduced | `pcast` to Reduced | psum |
+| whole, gradient unreduced → the same, where the op is rank-dependent | `pcast` | `pcast` |
+| whole → sharded | `pscatter`, a slice | all_gather |
+| sharded → whole | `all_gather` | psum_scatter, or a slice if every use is whole |
+| sharded → sharded otherwise | `all_to_all` | all_to_all |
+| partial sums → whole | `psum` | pvary |
+| partial sums → sharded | `psum_scatter` | all_gather |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..collectives import axis_index, emit
+from .placement import PARTIAL, REDUCED, WHOLE, Partial, Place, Reduced, Shard, Whole
+
+__all__ = ["VARYING", "Form", "convert"]
+
+VARYING = "whole, on every rank of its own"
+Form = Place | str
+
+
+def convert(x: torch.Tensor, held: Place, form: Form, axis: str, size: int) -> torch.Tensor:
+    """Bring a rank's part of a value into another form.
+
+    Args:
+        x: the rank's part.
+        held: how the value lies.
+        form: how it shall lie, or VARYING: whole, but taken as a value of this rank's own, whose gradient is summed.
+        axis: the mesh axis.
+        size: its number of ranks.
+    """
+    if held == form:
+        return x
+    if form == VARYING:
+        if isinstance(held, Shard):
+            return _gather(x, held, axis, "varying")
+        if isinstance(held, Reduced):
+            return emit("pcast", x, (axis,), "reduced", "varying")
+        return emit("pcast", convert(x, held, WHOLE, axis, size), (axis,), "invariant", "varying")
+    if form == REDUCED:
+        if isinstance(held, Shard):
+            return _gather(x, held, axis, "reduced")
+        return emit("pcast", convert(x, held, WHOLE, axis, size), (axis,), "invariant", "reduced")
+    assert not isinstance(form, str) and form != PARTIAL, f"nothing is turned into {form}"
+    if isinstance(held, Partial):
+        if isinstance(form, Whole):
+            return emit("psum", x, (axis,), "varying")
+        return _scatter("psum_scatter", x, form, axis, "varying")
+    if isinstance(held, Whole):
+        return _scatter("pscatter", x, form, axis)
+    if isinstance(held, Reduced):
+        return _own_part(emit("pcast", x, (axis,), "reduced", "varying"), form, axis, size)
+    if isinstance(form, Shard):
+        return _reshard(x, held, form, axis, size)
+    return _gather(x, held, axis, "invariant")
+
+
+def _own_part(x: torch.Tensor, form: Place, axis: str, size: int) -> torch.Tensor:
+    """This rank's slice of a value of its own, by index."""
+    assert isinstance(form, Shard), f"a value whose gradient is unreduced cannot become {form}"
+    split = x.unflatten(form.dim, (form.outer, size, -1))
+    index = axis_index(axis).reshape(1)
+    return split.index_select(form.dim + 1, index).flatten(form.dim, form.dim + 2)
+
+
+def _reshard(x: torch.Tensor, held: Shard, form: Shard, axis: str, size: int) -> torch.Tensor:
+    if held.outer == form.outer == 1 and held.dim != form.dim and x.shape[form.dim] % size == 0:
+        return emit("all_to_all", x, (axis,), form.dim, held.dim)
+    return _scatter("pscatter", _gather(x, held, axis, "invariant"), form, axis)
+
+
+def _gather(x: torch.Tensor, held: Shard, axis: str, dst: str) -> torch.Tensor:
+    dim = held.dim
+    if held.outer == 1:
+        return emit("all_gather", x, (axis,), dim, dst)
+    gathered = emit("all_gather", x.unflatten(dim, (held.outer, -1)), (axis,), dim + 1, dst)
+    return gathered.flatten(dim, dim + 1)
+
+
+def _scatter(operation: str, x: torch.Tensor, form: Shard, axis: str, *params: Any) -> torch.Tensor:
+    dim = form.dim
+    if form.outer == 1:
+        return emit(operation, x, (axis,), dim, *params)
+    part = emit(operation, x.unflatten(dim, (form.outer, -1)), (axis,), dim + 1, *params)
+    return part.flatten(dim, dim + 1)

@@ -1,0 +1,134 @@
+"""Sharding rules as text, in the notation that einops users read.
+
+`"i k+, k+ j -> i j"` says: operands left of the arrow, results right of it; one name per factor; a factor that an
+operand is sharded on stays sharded wherever the name appears. Marks say what happens where it does not:
+
+| mark | on | meaning |
+|---|---|---|
+| `k+` | a factor | sharding it leaves partial sums in the results that lack it |
+| `k>`, `k<` | a factor | sharding it leaves partial maxima (minima), resolved at once by pmax (pmin) |
+| `k?` | a factor | an index selects along it: ranks look up their own part and zero the rest, leaving partial sums |
+| `k!` | a factor | the op's own lowering combines the ranks; results that lack it are whole |
+| `k^` | a factor | must be whole on every rank |
+| `~` | an operand | the op is linear in this operand alone: it may carry partial sums if no other operand does |
+| `&` | an operand | the op is linear in these operands together: they carry partial sums all or none |
+
+Compound factors are parenthesised, `"(b s) h -> b s h"`; `...` stands for any leading dims, broadcast as torch does; `1`
+is a dim of size one, and `()` a scalar.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from einops.parsing import ParsedExpression
+
+__all__ = ["Pattern", "RuleError", "RuleText", "parse_rule"]
+
+_MARKS = "+^<>?!"
+
+
+class RuleError(ValueError):
+    """A rule's text that does not parse, or does not fit the op it is applied to."""
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """One operand or result: per dim its factor names, outermost first; `...` is the single name ELLIPSIS."""
+
+    dims: tuple[tuple[str, ...], ...]
+    linear: str = ""  # "", "~" or "&"
+
+    @property
+    def ellipsis(self) -> int | None:
+        return next((index for index, dim in enumerate(self.dims) if dim == ("...",)), None)
+
+    def fit(self, shape: tuple[int, ...], where: str) -> tuple[tuple[str, ...], ...]:
+        """The factors of each dim of a tensor of this shape; a size-one dim under an ellipsis has none.
+
+        The ellipsis' dims are named from the right, `.0` the last, so that broadcasting aligns them.
+        """
+        position = self.ellipsis
+        extra = len(shape) - len(self.dims) + (position is not None)
+        if extra < 0 or (position is None and extra):
+            raise RuleError(f"{where}: the rule has {len(self.dims)} dims for a tensor of shape {tuple(shape)}")
+        if position is None:
+            return self.dims
+        sizes = shape[position : position + extra]
+        filled = tuple((f".{extra - 1 - i}",) if size != 1 else () for i, size in enumerate(sizes))
+        return self.dims[:position] + filled + self.dims[position + 1 :]
+
+
+@dataclass(frozen=True)
+class RuleText:
+    """A parsed rule: patterns of operands and results, and the mark of each factor.
+
+    >>> rule = parse_rule("i k+, k+ j -> i j")
+    >>> rule.marks
+    {'k': '+'}
+    >>> [pattern.dims for pattern in rule.operands]
+    [(('i',), ('k',)), (('k',), ('j',))]
+    """
+
+    text: str
+    operands: tuple[Pattern, ...]
+    results: tuple[Pattern, ...]
+    marks: dict[str, str]
+
+
+@lru_cache(maxsize=8192)
+def parse_rule(text: str) -> RuleText:
+    """Read a rule's text.
+
+    Args:
+        text: operand patterns, `->`, result patterns; separated by commas.
+
+    Raises:
+        RuleError: when the text is not a rule, saying where.
+    """
+    left, arrow, right = text.partition("->")
+    if not arrow:
+        raise RuleError(f"a rule reads 'operands -> results', this one has no arrow: {text!r}")
+    marks: dict[str, str] = {}
+    operands = tuple(_pattern(part, marks, text) for part in _split(left))
+    results = tuple(_pattern(part, marks, text) for part in _split(right))
+    known = {name for pattern in operands for dim in pattern.dims for name in dim}
+    for pattern in results:
+        unknown = [name for dim in pattern.dims for name in dim if name not in known and not name.startswith("new")]
+        if unknown:
+            raise RuleError(f"{text!r}: a result names {', '.join(unknown)}, which no operand has (new dims are named new…)")
+    return RuleText(text, operands, results, marks)
+
+
+def _split(side: str) -> list[str]:
+    return [part.strip() for part in side.split(",")] if side.strip() else []
+
+
+def _pattern(part: str, marks: dict[str, str], text: str) -> Pattern:
+    linear = part[0] if part[:1] in ("~", "&") else ""
+    body = _take_marks(part[len(linear) :], marks, text)
+    if body in ("( )", ""):
+        return Pattern((), linear)
+    try:
+        parsed = ParsedExpression(body, allow_underscore=True)
+    except Exception as error:
+        raise RuleError(f"{text!r}: {part!r} is not an einops pattern: {error}") from error
+    dims = tuple(("...",) if _is_ellipsis(axis) else tuple(map(str, axis)) for axis in parsed.composition)
+    return Pattern(dims, linear)
+
+
+def _is_ellipsis(axis: object) -> bool:
+    return axis == "…"
+
+
+def _take_marks(body: str, marks: dict[str, str], text: str) -> str:
+    """Remove the factors' marks from a pattern, noting each in `marks`."""
+    words = body.replace("(", " ( ").replace(")", " ) ").split()
+    for index, word in enumerate(words):
+        if word[-1] in _MARKS:
+            name, mark = word[:-1], word[-1]
+            if marks.setdefault(name, mark) != mark:
+                raise RuleError(f"{text!r}: factor {name} is marked both {marks[name]} and {mark}")
+            words[index] = name
+    return " ".join(words)

@@ -1,0 +1,258 @@
+"""The transform: a function that is global with respect to one mesh axis becomes one that is local to it.
+
+The function's forward is traced at global shapes, with the axis out of its sight, and then run on a rank's shards with
+the collectives written in. What runs is differentiable, so gradients, and their collectives, follow from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+from sharding_specs import P, Placement, broadcast_specs
+
+from ..collectives.axes import axis_size, current_axes, hidden_axes, hide, mesh_axis_size
+from ..local_function import Layout, LocalFunction, PyTree, SpecTree, axis_mesh, whole_arguments
+from ..tracing import Aval, Traced, trace
+from .convert import convert
+from .placement import REDUCED, WHOLE, Place, Shard
+from .prepare import prepare
+from .run import PartitionError, run_partitioned
+
+__all__ = ["partition"]
+
+Specs = Callable[[tuple[PyTree, ...]], tuple[SpecTree, ...]]
+
+
+def partition(
+    f: Callable[..., PyTree],
+    axis: str,
+    in_specs: tuple[SpecTree, ...] | Specs,
+    out_specs: SpecTree | None = None,
+    *,
+    parameters: int | None = 0,
+    gathered: Sequence[int] = (),
+    strict: bool = False,
+    describe: str = "",
+) -> LocalFunction:
+    """Make a function that is global with respect to one mesh axis local to it.
+
+    >>> import torch, functional_parallel as fp
+    >>> from sharding_specs import Mesh, P
+    >>> f = fp.partition(lambda w, x: (x @ w).sum(), "data", (P(), P("data")))
+    >>> step = fp.compile(f, Mesh(data=2))
+    >>> step(torch.ones(3, 2), torch.ones(4, 3))
+    tensor(24.)
+    >>> step.program.counts()
+    {('psum', ('data',)): 1}
+
+    Args:
+        f: a pure function, or one that is already local to other axes.
+        axis: the mesh axis.
+        in_specs: per argument a spec, or a pytree prefix of specs; of each, what it says of this axis counts. Or a
+            function from the arguments to that tuple.
+        out_specs: how the results shall lie along the axis; without it sharded results stay sharded and partial sums
+            are completed.
+        parameters: the argument whose leaves keep their place when operands of an op disagree; None for no such.
+        gathered: arguments that only lie sharded: they are gathered at entry (whole, their gradients unreduced) and take
+            no part in propagation. The transpose of that gather is ZeRO's reduce-scatter.
+        strict: refuse ops that have no sharding rule, instead of computing them whole and saying so.
+        describe: what this transform does, in words.
+
+    Returns:
+        The local function; its layout names this axis beside those it had.
+
+    Raises:
+        PartitionError: when called, if a dim does not divide or (strict) an op has no rule.
+        SpecError: when called, if the specs do not fit the arguments.
+    """
+    inner = f.layout if isinstance(f, LocalFunction) else Layout(whole_arguments)
+    specs = in_specs if callable(in_specs) else (lambda args: _as_tuple(in_specs, args))
+
+    def arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
+        own = _full_specs(specs(args), args)
+        before = _full_specs(inner.arguments(args), args)
+        return tuple(_merge_trees(a, b, axis, inner.axes) for a, b in zip(before, own, strict=True))
+
+    layout = Layout(arguments, (*inner.axes, axis), (*inner.describe, describe or f"partition({axis!r})"), strict)
+    local = _Partition(f, axis, specs, out_specs, parameters, tuple(gathered), strict, inner)
+    return LocalFunction(local, layout, getattr(f, "name", None) or getattr(f, "__name__", "function"))
+
+
+@dataclass
+class _Entry:
+    traced: Traced
+    out_tree: Any
+    out_inner: list[P]
+
+
+class _Partition:
+    """One partitioned function with its traces, one per signature."""
+
+    def __init__(
+        self,
+        f: Callable[..., PyTree],
+        axis: str,
+        specs: Specs,
+        out_specs: SpecTree | None,
+        parameters: int | None,
+        gathered: tuple[int, ...],
+        strict: bool,
+        inner: Layout,
+    ) -> None:
+        self.f, self.axis, self.specs, self.out_specs = f, axis, specs, out_specs
+        self.parameters, self.gathered, self.strict, self.inner = parameters, gathered, strict, inner
+        self.entries: dict[Any, _Entry] = {}
+
+    def __call__(self, *args: PyTree) -> tuple[PyTree, SpecTree]:
+        size = axis_size(self.axis)
+        specs = self._leaf_specs(args)
+        leaves, tree = optree.tree_flatten(args)
+        places = [_place(spec, self.axis, self.inner.axes) for spec in specs]
+        leaves, places = self._gather(args, leaves, places, size)
+        tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        entry = self._entry(leaves, tree, tensors, places, size)
+        flat_places = [places[index] for index in tensors] + [WHOLE] * len(entry.traced.captured)
+        static = self._argument_flags(args, (self.parameters,))
+        outputs, out_places = run_partitioned(
+            entry.traced,
+            [leaves[index] for index in tensors] + entry.traced.captured,
+            flat_places,
+            axis=self.axis,
+            size=size,
+            is_parameter=[static[index] for index in tensors] + [False] * len(entry.traced.captured),
+            out_places=self._out_places(entry),
+            strict=self.strict,
+        )
+        specs_out = [_with_place(s, p, self.axis) for s, p in zip(entry.out_inner, out_places, strict=True)]
+        return optree.tree_unflatten(entry.out_tree, outputs), optree.tree_unflatten(entry.out_tree, specs_out)
+
+    def _leaf_specs(self, args: tuple[PyTree, ...]) -> list[P]:
+        return optree.tree_leaves(_full_specs(self.specs(args), args), is_leaf=_is_spec)
+
+    def _argument_flags(self, args: tuple[PyTree, ...], numbers: Sequence[int | None]) -> list[bool]:
+        return [number in numbers for number, arg in enumerate(args) for _ in optree.tree_leaves(arg)]
+
+    def _gather(
+        self, args: tuple[PyTree, ...], leaves: list[Any], places: list[Place], size: int
+    ) -> tuple[list[Any], list[Place]]:
+        flags = self._argument_flags(args, self.gathered)
+        whole = [flag and isinstance(place, Shard) for flag, place in zip(flags, places, strict=True)]
+        gathered = [
+            convert(leaf, place, REDUCED, self.axis, size) if flag else leaf
+            for flag, leaf, place in zip(whole, leaves, places, strict=True)
+        ]
+        return gathered, [REDUCED if flag else place for flag, place in zip(whole, places, strict=True)]
+
+    def _out_places(self, entry: _Entry) -> list[Place | None] | None:
+        if self.out_specs is None:
+            return None
+        outputs = optree.tree_unflatten(entry.out_tree, entry.traced.outputs)
+        specs = optree.tree_leaves(broadcast_specs(self.out_specs, outputs), is_leaf=_is_spec)
+        return [_place(spec, self.axis, self.inner.axes) for spec in specs]
+
+    # --- tracing ---
+
+    def _entry(
+        self, leaves: list[Any], tree: Any, tensors: list[int], places: list[Place], size: int
+    ) -> _Entry:
+        avals = [_global_aval(leaves[index], places[index], size) for index in tensors]
+        static = tuple(repr(leaf) for index, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
+        key = (tree, tuple(avals), static, tuple(current_axes().items()), hidden_axes(), size)
+        entry = self.entries.get(key)
+        if entry is None:
+            entry = self._trace(leaves, tree, tensors, avals)
+            if not entry.traced.captured:
+                self.entries[key] = entry
+        return entry
+
+    def _trace(self, leaves: list[Any], tree: Any, tensors: list[int], avals: list[Aval]) -> _Entry:
+        found: dict[str, Any] = {}
+
+        def flat(*values: torch.Tensor) -> Sequence[Any]:
+            filled = list(leaves)
+            for index, value in zip(tensors, values, strict=True):
+                filled[index] = value
+            result = self.f(*optree.tree_unflatten(tree, filled))
+            outputs, found["tree"] = optree.tree_flatten(result)
+            specs = self.f.results if isinstance(self.f, LocalFunction) else None
+            found["specs"] = optree.tree_leaves(specs, is_leaf=_is_spec) if specs is not None else [P()] * len(outputs)
+            return outputs
+
+        with hide(self.axis):
+            traced = prepare(trace(flat, avals, forward_only=True))
+        return _Entry(traced, found["tree"], found["specs"])
+
+
+# -----------------------------------------------------------------------------
+# Specs and places
+# -----------------------------------------------------------------------------
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, P)
+
+
+def _as_tuple(specs: Any, args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
+    given = specs if isinstance(specs, tuple) else (specs,)
+    if len(given) != len(args):
+        raise PartitionError(f"in_specs has {len(given)} entries for {len(args)} arguments; give one per argument")
+    return given
+
+
+def _full_specs(specs: tuple[SpecTree, ...], args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
+    return tuple(broadcast_specs(spec, arg) for spec, arg in zip(specs, args, strict=True))
+
+
+def _place(spec: P, axis: str, inner: Sequence[str]) -> Place:
+    """Where a spec puts a value on one axis, in a view that is local to the inner axes already."""
+    if axis not in spec.axes:
+        return WHOLE
+    by_axis: dict[str, Placement] = {placement.axis: placement for placement in spec.placements(axis_mesh())}
+    mine = by_axis[axis]
+    outer = mine.outer
+    for other in inner:
+        theirs = by_axis.get(other)
+        if theirs is not None and theirs.dim == mine.dim and theirs.outer < mine.outer:
+            outer //= mesh_axis_size(other)
+    return Shard(mine.dim, outer)
+
+
+def _global_aval(leaf: torch.Tensor, place: Place, size: int) -> Aval:
+    shape = list(leaf.shape)
+    if isinstance(place, Shard):
+        shape[place.dim] *= size
+    return Aval(tuple(shape), leaf.dtype, leaf.device)
+
+
+def _with_place(spec: P, place: Place, axis: str) -> P:
+    """The spec of a value that inner transforms left as `spec` and this one leaves in `place`."""
+    if not isinstance(place, Shard):
+        return spec
+    mesh = axis_mesh()
+    held = spec.placements(mesh)
+    outer, reached = place.outer, 1
+    for other in sorted((p for p in held if p.dim == place.dim), key=lambda p: p.outer):
+        if other.outer // reached <= place.outer:  # outside this split: its ranks are a factor ahead of it
+            size = mesh.axis_size(other.axis)
+            outer, reached = outer * size, reached * size
+    return P.from_placements([*held, Placement(axis, place.dim, outer)], mesh)
+
+
+def _merge_trees(before: SpecTree, own: SpecTree, axis: str, inner: Sequence[str]) -> SpecTree:
+    """A spec tree declared for several axes is kept; else the axis is added to what inner transforms declared."""
+
+    def merge(a: P, b: P) -> P:
+        if axis not in b.axes:
+            return a
+        keep = {name for name in (*inner, axis)}
+        if a.axes <= b.axes:
+            return b.only(keep)
+        return _with_place(a, _place(b.only({axis}), axis, ()), axis)
+
+    return optree.tree_map(merge, before, own, is_leaf=_is_spec)
+
+

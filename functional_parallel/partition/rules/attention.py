@@ -1,0 +1,139 @@
+"""Scaled dot-product attention as one op of a traced forward, whatever kernel a device would pick for it.
+
+Traced, it is `torch.ops.fp.attention`; run, it is torch's own `scaled_dot_product_attention`, or its definition when a
+second or a forward derivative is asked, which the fused kernels do not have.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from ... import _torch
+from ... import collectives as fp
+from ..decide import Decision
+from ..placement import WHOLE, Shard
+from ...emit import differentiable
+from ...tracing.intercept import intercept
+from ..step import Step
+from .broadcast import tensor_operands
+from .registry import Rule, rule
+
+__all__ = ["attention", "record_attention"]
+
+_library = torch.library.Library("fp", "FRAGMENT")
+_library.define(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float? scale) -> Tensor",
+)
+
+
+def attention(q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float | None) -> torch.Tensor:
+    """Softmax(q kᵀ · scale + mask) v, with k and v shared by groups of heads where they have fewer.
+
+    Args:
+        q: shape (…, heads, queries, dim).
+        k: shape (…, groups, keys, dim), groups dividing heads.
+        v: shape (…, groups, keys, values).
+        mask: boolean (True = attend) or added to the scores, broadcast to (…, heads, queries, keys); or None.
+        is_causal: each query attends to keys no later than itself.
+        scale: factor on the scores, 1/√dim if None.
+    """
+    if k.ndim > 2 and k.shape[-3] != q.shape[-3]:
+        repeats = q.shape[-3] // k.shape[-3]
+        k, v = k.repeat_interleave(repeats, -3), v.repeat_interleave(repeats, -3)
+    if _torch.needs_higher_derivatives():
+        return _definition(q, k, v, mask, is_causal, scale)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale)
+
+
+def _definition(q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float | None) -> torch.Tensor:
+    scores = q @ k.transpose(-2, -1) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        hidden = torch.full((), -math.inf, dtype=scores.dtype, device=scores.device)
+        scores = torch.where(mask, scores, hidden) if mask.dtype == torch.bool else scores + mask
+    return scores.softmax(-1) @ v
+
+
+@intercept(torch.nn.functional.scaled_dot_product_attention)
+def record_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """`F.scaled_dot_product_attention`, recorded as one op."""
+    if dropout_p:
+        raise ValueError(
+            f"scaled_dot_product_attention(dropout_p={dropout_p}) draws its own random numbers, which differ on every "
+            "mesh; apply fp.random.dropout to the attention's result, or write the attention out"
+        )
+    return torch.ops.fp.attention(q, k, v, attn_mask, is_causal, scale)
+
+
+def _fake(q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float | None) -> torch.Tensor:
+    return q.new_empty((*q.shape[:-1], v.shape[-1]))
+
+
+_library.impl("attention", attention, "CompositeExplicitAutograd")
+torch.library.register_fake("fp::attention", _fake, lib=_library)
+differentiable(torch.ops.fp.attention.default, attention)
+
+
+# -----------------------------------------------------------------------------
+# The rule
+# -----------------------------------------------------------------------------
+
+
+def _text(node: fx.Node) -> str:
+    """`"b (g r) s^ d^, b g t^ d^, b g t^ e^ -> b (g r) s e"`: a group of key heads and its query heads stay together."""
+    q, k = (operand.meta["val"] for operand in tensor_operands(node)[:2])
+    batch = [f"b{dim}" for dim in range(q.ndim - 3)]
+    grouped = q.ndim > 2 and q.shape[-3] != k.shape[-3]
+    heads = [] if q.ndim < 3 else ["(g r)"] if grouped else ["g"]
+    groups = [] if q.ndim < 3 else ["g"]
+    text = f"{_row(batch, heads, 's^ d^')}, {_row(batch, groups, 't^ d^')}, {_row(batch, groups, 't^ e^')}"
+    mask = node.args[3]
+    if isinstance(mask, fx.Node):
+        names = [*batch, *heads, "s^", "t^"]
+        shape = mask.meta["val"].shape
+        text += ", " + " ".join("1" if size == 1 else name for size, name in zip(shape, names[-len(shape) :], strict=True))
+    return f"{text} -> {_row(batch, heads, 's e')}"
+
+
+def _row(batch: list[str], heads: list[str], rest: str) -> str:
+    return " ".join([*batch, *heads, rest])
+
+
+def _decide(step: Step) -> Decision | None:
+    """More ranks than groups: query heads stay split, and each rank picks the key heads that its own need."""
+    q, k = step.operands[0], step.operands[1]
+    heads_dim = q.aval.ndim - 3
+    split = isinstance(q.place, Shard) and q.place == Shard(heads_dim)
+    if not split or k.place != WHOLE or k.aval.shape[-3] % step.size == 0:
+        return None
+    return Decision((q.place, *[WHOLE] * (len(step.operands) - 1)), (q.place,), None)
+
+
+def _local(step: Step, q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float | None) -> torch.Tensor:
+    place = step.decision.operands[0]
+    duplicated = step.choice is None and isinstance(place, Shard) and q.shape[-3] != step.operands[0].aval.shape[-3]
+    if duplicated:
+        heads, groups = step.operands[0].aval.shape[-3], k.shape[-3]
+        mine = fp.axis_index(step.axis) * q.shape[-3] + torch.arange(q.shape[-3], device=q.device)
+        group = mine // (heads // groups)
+        k, v = (x.index_select(x.ndim - 3, group) for x in (k, v))
+        if mask is not None and mask.ndim > 2 and mask.shape[-3] != 1:
+            mask = mask.index_select(mask.ndim - 3, mine)
+    return step.emit(torch.ops.fp.attention.default, (q, k, v, mask, is_causal, scale), {})
+
+
+rule([torch.ops.fp.attention.default], Rule(_text, _local, _decide))

@@ -1,0 +1,50 @@
+"""Ops that make tensors: without tensor operands they are whole; `*_like` ask only for a shape and never communicate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..decide import Decision
+from ..placement import WHOLE, Partial
+from ..step import Step
+from .registry import Rule, rule
+
+aten = torch.ops.aten
+
+
+def _decide_whole(step: Step) -> Decision:
+    return Decision((), (WHOLE,) * len(step.results))
+
+
+def _decide_like(step: Step) -> Decision:
+    """As the operand lies; partial sums count as whole, since only their shape is asked for."""
+    place = step.operands[0].place
+    return Decision((place,), (WHOLE if isinstance(place, Partial) else place,))
+
+
+def _decide_new(step: Step) -> Decision:
+    """`x.new_zeros(shape)`: only dtype and device are asked for."""
+    return Decision((step.operands[0].place,), (WHOLE,))
+
+
+def _fill_text(node: Any) -> str:
+    return "..., ... -> ..." if isinstance(node.args[1], torch.fx.Node) else "... -> ..."
+
+
+rule(
+    [aten.zeros.default, aten.ones.default, aten.full.default, aten.empty.memory_format, aten.scalar_tensor.default],
+    Rule(decide=_decide_whole),
+)
+rule([aten.arange.default, aten.arange.start, aten.arange.start_step, aten.eye.default], Rule(decide=_decide_whole))
+rule([aten.linspace.default, aten.tril_indices.default, aten.triu_indices.default], Rule(decide=_decide_whole))
+rule(
+    [aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default],
+    Rule(decide=_decide_like),
+)
+rule(
+    [aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default],
+    Rule(decide=_decide_new),
+)
+rule([aten.fill.Scalar, aten.fill.Tensor], Rule(_fill_text))

@@ -1,0 +1,160 @@
+"""Ops that select by index along a dim: where that dim is sharded, ranks look up their part and leave partial sums."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ... import collectives as fp
+from ..step import Step
+from .broadcast import dim_names, tensor_operands
+from .registry import Rule, rule
+
+aten = torch.ops.aten
+
+
+def local_index(index: torch.Tensor, length: int, axis: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Global positions along a sharded dim → positions in this rank's part, and which of them lie there.
+
+    Args:
+        index: positions in the whole dim.
+        length: the rank's part of the dim.
+        axis: the mesh axis that shards it.
+    """
+    local = index - fp.axis_index(axis) * length
+    inside = (local >= 0) & (local < length)
+    return local.clamp(0, length - 1), inside
+
+
+# -----------------------------------------------------------------------------
+# Embedding
+# -----------------------------------------------------------------------------
+
+
+def _local_embedding(
+    step: Step, table: torch.Tensor, index: torch.Tensor, padding: int = -1, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    if not step.splits("v"):
+        return step.run(table, index, padding, *args, **kwargs)
+    local, inside = local_index(index, table.shape[0], step.axis)
+    rows = aten.embedding.default(table, local)
+    if padding >= 0:  # the padding row is looked up but never trained
+        rows = torch.where((index == padding).unsqueeze(-1), rows.detach(), rows)
+    return torch.where(inside.unsqueeze(-1), rows, torch.zeros((), dtype=rows.dtype, device=rows.device))
+
+
+rule([aten.embedding.default], Rule("~v? d, ... -> ... d", _local_embedding))
+
+
+# -----------------------------------------------------------------------------
+# gather and index_select
+# -----------------------------------------------------------------------------
+
+
+def _index_dim(node: fx.Node) -> int:
+    ndim = len(node.args[0].meta["val"].shape)  # type: ignore[union-attr]
+    return node.args[1] % max(ndim, 1)  # type: ignore[operator]
+
+
+def _gather_text(node: fx.Node) -> str:
+    """Other dims pair up where their sizes agree; `gather` allows a shorter index, which needs them whole."""
+    x, index = node.args[0].meta["val"].shape, node.args[2].meta["val"].shape  # type: ignore[union-attr]
+    dim = _index_dim(node)
+    left, right = [], []
+    for d in range(len(x)):
+        if d == dim:
+            left.append("picked?")
+            right.append("slots")
+        elif x[d] == index[d]:
+            left.append(f"d{d}")
+            right.append(f"d{d}")
+        else:
+            left.append(f"d{d}^")
+            right.append(f"shorter{d}^")
+    result = " ".join(name.rstrip("^") for name in right)
+    return f"~{' '.join(left)}, {' '.join(right)} -> {result}"
+
+
+def _local_gather(step: Step, x: torch.Tensor, dim: int, index: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    if not step.splits("picked"):
+        return step.run(x, dim, index, **kwargs)
+    local, inside = local_index(index, x.shape[dim], step.axis)
+    return torch.where(inside, x.gather(dim, local), torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def _index_select_text(node: fx.Node) -> str:
+    names = dim_names(len(node.args[0].meta["val"].shape))  # type: ignore[union-attr]
+    dim = _index_dim(node)
+    left = " ".join("picked?" if d == dim else name for d, name in enumerate(names))
+    return f"~{left}, slots -> {' '.join('slots' if d == dim else name for d, name in enumerate(names))}"
+
+
+def _local_index_select(step: Step, x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    if not step.splits("picked"):
+        return step.run(x, dim, index)
+    local, inside = local_index(index, x.shape[dim], step.axis)
+    rows = x.index_select(dim, local)
+    shape = [-1 if d == dim % x.ndim else 1 for d in range(x.ndim)]
+    return torch.where(inside.reshape(shape), rows, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+rule([aten.gather.default], Rule(_gather_text, _local_gather))
+rule([aten.index_select.default], Rule(_index_select_text, _local_index_select))
+
+
+# -----------------------------------------------------------------------------
+# Advanced indexing, scatters
+# -----------------------------------------------------------------------------
+
+
+def _index_text(node: fx.Node) -> str:
+    """`x[:, i, j]`: indexed dims whole, the others pass; the indices' own dims pass where all indices have them."""
+    x = node.args[0].meta["val"].shape  # type: ignore[union-attr]
+    indices = list(node.args[1])  # type: ignore[arg-type]
+    indices += [None] * (len(x) - len(indices))
+    tensors = [index.meta["val"] for index in indices if isinstance(index, fx.Node)]
+    where = [dim for dim, index in enumerate(indices) if index is not None]
+    ndim = max(aval.ndim for aval in tensors)
+    boolean = any(aval.dtype == torch.bool for aval in tensors)
+    shared = [f"i{k}" for k in range(ndim)]
+    if boolean or len({aval.shape for aval in tensors}) > 1:
+        return all_whole_text(node)
+    together = where == list(range(where[0], where[-1] + 1))
+    left = " ".join(f"d{dim}^" if dim in where else f"d{dim}" for dim in range(len(x)))
+    kept = [f"d{dim}" for dim in range(len(x)) if dim not in where]
+    ahead = sum(dim < where[0] for dim in range(len(x)) if dim not in where) if together else 0
+    right = [*kept[:ahead], *shared, *kept[ahead:]]
+    operands = ", ".join([f"~{left}", *[" ".join(shared) or "()"] * len(tensors)])
+    return f"{operands} -> {' '.join(right) or '()'}"
+
+
+def all_whole_text(node: fx.Node) -> str:
+    left = []
+    for position, operand in enumerate(tensor_operands(node)):
+        left.append(" ".join(f"o{position}x{dim}^" for dim in range(operand.meta["val"].ndim)) or "()")
+    value = node.meta["val"]
+    results = value if isinstance(value, tuple) else (value,)
+    right = [" ".join(f"new{k}x{dim}" for dim in range(aval.ndim)) or "()" for k, aval in enumerate(results)]
+    return f"{', '.join(left)} -> {', '.join(right)}"
+
+
+def _scatter_text(node: fx.Node) -> str:
+    """`scatter(x, dim, index, source)`: the indexed dim whole, others pair up where every operand has their size."""
+    shapes = [operand.meta["val"].shape for operand in tensor_operands(node)]
+    dim = _index_dim(node)
+    patterns = []
+    for position, _ in enumerate(shapes):
+        names = []
+        for d in range(len(shapes[0])):
+            same = len({shape[d] for shape in shapes}) == 1
+            names.append(f"d{d}" if d != dim and same else f"o{position}x{d}^")
+        patterns.append(" ".join(names))
+    result = " ".join("new" + str(d) if "^" in name else name for d, name in enumerate(patterns[0].split()))
+    return f"{', '.join(patterns)} -> {result}"
+
+
+rule([aten.index.Tensor], Rule(_index_text))
+rule([aten.index_put.default], Rule(all_whole_text))
+rule([aten.scatter.value, aten.scatter.src, aten.scatter_add.default], Rule(_scatter_text))

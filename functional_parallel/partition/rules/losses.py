@@ -1,0 +1,130 @@
+"""Softmax and cross entropy: with the classes sharded, no rank ever holds the whole logits.
+
+For tokens t and classes c the loss is log Σ_c exp z[t, c] − z[t, target]. Ranks reduce three tensors of one number per
+token: the maximum, the sum of exponentials, and the target's logit. (Megatron-LM does the same; arXiv 1909.08053 §3.)
+Counting, class weights and ignored targets are global, whatever is sharded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ... import collectives as fp
+from ...tracing import Traced
+from ..step import Step
+from .lookups import local_index
+from .reductions import logsumexp_over_ranks
+from .registry import Rule, rule
+
+aten = torch.ops.aten
+
+_MEAN, _SUM = 1, 2  # torch's codes for reduction=
+
+
+def cross_entropy(
+    logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int, ignore: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`nll_loss(log_softmax(logits))` and the total weight, as one op of a traced graph."""
+    return aten.nll_loss_forward.default(logits.log_softmax(-1), target, weight, reduction, ignore)
+
+
+def fuse_cross_entropy(traced: Traced) -> None:
+    """Name each `nll_loss(log_softmax(z))` of a graph as one `cross_entropy(z)`."""
+    for node in traced.nodes:
+        if node.target is not aten.nll_loss_forward.default:
+            continue
+        source = node.args[0]
+        if isinstance(source, fx.Node) and source.target is aten._log_softmax.default and not source.args[2]:
+            if source.args[1] in (-1, source.meta["val"].ndim - 1):
+                node.target = cross_entropy
+                node.args = (source.args[0], *node.args[1:])
+
+
+# -----------------------------------------------------------------------------
+# Softmax
+# -----------------------------------------------------------------------------
+
+
+def _softmax_text(node: fx.Node) -> str:
+    ndim = len(node.args[0].meta["val"].shape)  # type: ignore[union-attr]
+    dim = node.args[1] % max(ndim, 1)  # type: ignore[operator]
+    names = " ".join("classes" if d == dim else f"d{d}" for d in range(ndim)) or "()"
+    return f"{names} -> {names}"
+
+
+def _local_softmax(step: Step, x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+    if not step.splits("classes"):
+        return step.run(x, dim, half_to_float)
+    exps = (x - fp.pmax(x.detach().amax(dim, keepdim=True), step.axis)).exp()
+    return exps / fp.pvary(fp.psum(exps.sum(dim, keepdim=True), step.axis), step.axis)
+
+
+def _local_log_softmax(step: Step, x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+    if not step.splits("classes"):
+        return step.run(x, dim, half_to_float)
+    return x - fp.pvary(logsumexp_over_ranks(x, [dim], True, step.axis), step.axis)
+
+
+rule([aten._softmax.default], Rule(_softmax_text, _local_softmax, casts=True))
+rule([aten._log_softmax.default], Rule(_softmax_text, _local_log_softmax, casts=True))
+
+
+# -----------------------------------------------------------------------------
+# Negative log likelihood and cross entropy
+# -----------------------------------------------------------------------------
+
+
+def _likelihood_text(node: fx.Node) -> str:
+    """Batched `(n, c)` or one sample `(c)`; with reduction the batch leaves partial sums of loss and weight."""
+    batched = len(node.args[0].meta["val"].shape) == 2  # type: ignore[union-attr]
+    weighted = isinstance(node.args[2], fx.Node)
+    weight = ", w^" if weighted else ""
+    if not batched:
+        return f"c!, (){weight} -> (), ()"
+    if node.args[3] in (_MEAN, _SUM):
+        return f"n+ c!, n+{weight} -> (), ()"
+    return f"n c!, n{weight} -> n, ()"
+
+
+def _local_likelihood(step: Step, scores: torch.Tensor, target: torch.Tensor, weight: Any, *rest: Any) -> Any:
+    """Loss and total weight from per-token terms, each of them whole or partial as the decision says."""
+    reduction, ignore = rest
+    axis = step.axis
+    if step.choice is None:
+        return step.run(scores, target, weight, *rest)
+    if step.splits("n") and weight is not None:
+        weight = fp.pvary(weight, axis)
+    losses = _token_losses(step, scores, target)
+    kept = target != ignore
+    counts = kept.to(losses.dtype)
+    if weight is not None:
+        counts = counts * weight[torch.where(kept, target, 0)]
+    losses = torch.where(kept, losses, torch.zeros((), dtype=losses.dtype, device=losses.device)) * counts
+    if reduction not in (_MEAN, _SUM):
+        return losses, losses.new_zeros(())
+    total = counts.sum()
+    if reduction == _SUM:
+        return losses.sum(), total
+    whole = fp.pvary(fp.psum(total, axis), axis) if step.splits("n") else total
+    return losses.sum() / whole, total
+
+
+def _token_losses(step: Step, scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """−log p(target) per token; whole on every rank when the classes are sharded."""
+    is_logits = step.node.target is cross_entropy
+    if not step.splits("c"):
+        scores = scores.log_softmax(-1) if is_logits else scores
+        classes = scores.shape[-1]
+        return -scores.gather(-1, target.clamp(0, classes - 1).unsqueeze(-1)).squeeze(-1)
+    local, inside = local_index(target, scores.shape[-1], step.axis)
+    picked = scores.gather(-1, local.unsqueeze(-1)).squeeze(-1)
+    picked = torch.where(inside, picked, torch.zeros((), dtype=scores.dtype, device=scores.device))
+    score = fp.psum(picked, step.axis)
+    return logsumexp_over_ranks(scores, [-1], False, step.axis) - score if is_logits else -score
+
+
+_LIKELIHOOD = Rule(_likelihood_text, _local_likelihood, casts=True)
+rule([aten.nll_loss_forward.default, cross_entropy], _LIKELIHOOD)

@@ -1,0 +1,44 @@
+"""Elementwise ops: any op that torch tags pointwise has the nonlinear rule; here are the linear ones.
+
+A sum with a Python number is not linear (each rank would add it), so a linear mark counts only between tensors.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from .broadcast import linear_text, pointwise_text, tensor_operands
+from .registry import Rule, rule
+
+aten = torch.ops.aten
+
+
+def _sum_text(node: fx.Node) -> str:
+    return linear_text("&&")(node) if len(tensor_operands(node)) == 2 else pointwise_text(node)
+
+
+def _quotient_text(node: fx.Node) -> str:
+    """Linear in the numerator, unless it is rounded."""
+    rounded = node.kwargs.get("rounding_mode") is not None
+    numerator_is_tensor = isinstance(node.args[0], fx.Node)
+    return pointwise_text(node) if rounded or not numerator_is_tensor else linear_text("~.")(node)
+
+
+def _cast_text(node: fx.Node) -> str:
+    """Rounding partial sums to a narrower type loses what their sum would keep, so a downcast is not linear."""
+    source = node.args[0].meta["val"].dtype  # type: ignore[union-attr]
+    target = node.meta["val"].dtype
+    widens = target.is_floating_point and target.itemsize >= source.itemsize
+    return "~... -> ..." if widens or target == source else "... -> ..."
+
+
+rule([aten.add.Tensor, aten.sub.Tensor], Rule(_sum_text))
+rule([aten.mul.Tensor], Rule(linear_text("~~")))
+rule([aten.mul.Scalar, aten.neg.default, aten.clone.default, aten.detach.default], Rule("~... -> ..."))
+rule([aten.contiguous.default, aten.alias.default, aten.lift_fresh.default], Rule("~... -> ..."))
+rule([aten.div.Tensor, aten.div.Tensor_mode], Rule(_quotient_text))
+rule([aten.div.Scalar], Rule("~... -> ..."))
+rule([aten._to_copy.default], Rule(_cast_text))
+rule([aten.where.self], Rule("..., &..., &... -> ..."))
+rule([aten.copy.default], Rule("..., ... -> ..."))

@@ -1,0 +1,127 @@
+"""Reductions over a sharded dim: sums stay partial, extrema are combined at once, the rest combine themselves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from ... import collectives as fp
+from ..step import Step
+from .registry import Rule, rule
+
+aten = torch.ops.aten
+
+
+def reduced_dims(node: fx.Node) -> list[int]:
+    """The dims an op sums over, from its second argument; all of them when it names none."""
+    ndim = len(node.args[0].meta["val"].shape)  # type: ignore[union-attr]
+    given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    if isinstance(given, int):
+        given = [given]
+    return sorted(dim % ndim for dim in given) if given else list(range(ndim))  # type: ignore[union-attr,operator]
+
+
+def _reduction_text(mark: str, linear: str = "", results: int = 1) -> Callable[[fx.Node], str]:
+    def text(node: fx.Node) -> str:
+        ndim = len(node.args[0].meta["val"].shape)  # type: ignore[union-attr]
+        dims = reduced_dims(node)
+        value = node.meta["val"]
+        keepdim = len((value[0] if isinstance(value, tuple) else value).shape) == ndim
+        left = [f"d{dim}{mark}" if dim in dims else f"d{dim}" for dim in range(ndim)]
+        right = ["1" if dim in dims else f"d{dim}" for dim in range(ndim) if keepdim or dim not in dims]
+        return f"{linear}{' '.join(left) or '()'} -> {', '.join([' '.join(right) or '()'] * results)}"
+
+    return text
+
+
+def _local_mean(step: Step, x: torch.Tensor, dims: Any = None, keepdim: bool = False, **kwargs: Any) -> torch.Tensor:
+    """A sum over the shard, divided by the whole count."""
+    wanted = reduced_dims(step.node)
+    count = math.prod(step.operands[0].aval.shape[dim] for dim in wanted)
+    if not wanted:
+        return step.run(x, *([dims, keepdim] if dims is not None else []), **kwargs)
+    return x.sum(wanted, keepdim=keepdim, **kwargs) / count
+
+
+def _local_variance(step: Step, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Var, std and var_mean of the whole, from two sums over ranks when a reduced dim is sharded."""
+    if not _reduces_ranks(step):
+        return step.run(x, *args, **kwargs)
+    dims, keepdim = reduced_dims(step.node), bool(step.node.kwargs.get("keepdim", False))
+    correction = step.node.kwargs.get("correction", 1)
+    count = math.prod(step.operands[0].aval.shape[dim] for dim in dims)
+    mean = fp.psum(x.sum(dims, keepdim=True), step.axis) / count
+    centred = x - fp.pvary(mean, step.axis)
+    total = fp.psum((centred * centred).sum(dims, keepdim=keepdim), step.axis)
+    variance = total / max(count - (1 if correction is None else correction), 0)  # type: ignore[type-var,operator]
+    if step.node.target is aten.var_mean.correction:
+        return variance, mean if keepdim else mean.reshape(variance.shape)
+    return variance.sqrt() if step.node.target is aten.std.correction else variance
+
+
+def _reduces_ranks(step: Step) -> bool:
+    place = step.decision.operands[0]
+    return getattr(place, "dim", None) in reduced_dims(step.node)
+
+
+def _local_logsumexp(step: Step, x: torch.Tensor, dims: Any, keepdim: bool = False) -> torch.Tensor:
+    if not _reduces_ranks(step):
+        return step.run(x, dims, keepdim)
+    return logsumexp_over_ranks(x, reduced_dims(step.node), keepdim, step.axis)
+
+
+def logsumexp_over_ranks(x: torch.Tensor, dims: list[int], keepdim: bool, axis: str) -> torch.Tensor:
+    """log Σ exp over dims of which one is sharded: one pmax, without a gradient, and one psum."""
+    top = fp.pmax(x.detach().amax(dims, keepdim=True), axis)
+    total = fp.psum((x - top).exp().sum(dims, keepdim=keepdim), axis)
+    return total.log() + (top if keepdim else top.reshape(total.shape))
+
+
+def _norm_text(node: fx.Node) -> str:
+    """`linalg_vector_norm(x, ord, dim)` names its dims third; a norm is not a sum, so they must be whole."""
+    ndim = len(node.args[0].meta["val"].shape)  # type: ignore[union-attr]
+    given = node.args[2] if len(node.args) > 2 else None
+    dims = [dim % ndim for dim in given] if given else range(ndim)  # type: ignore[union-attr,operator]
+    left = [f"d{dim}^" if dim in dims else f"d{dim}" for dim in range(ndim)]
+    keepdim = len(node.meta["val"].shape) == ndim
+    right = ["1" if dim in dims else f"d{dim}" for dim in range(ndim) if keepdim or dim not in dims]
+    return f"{' '.join(left) or '()'} -> {' '.join(right) or '()'}"
+
+
+rule([aten.sum.dim_IntList, aten.sum.default], Rule(_reduction_text("+", "~")))
+rule([aten.mean.dim, aten.mean.default], Rule(_reduction_text("+", "~"), _local_mean))
+rule([aten.amax.default, aten.max.default], Rule(_reduction_text(">")))
+rule([aten.amin.default, aten.min.default], Rule(_reduction_text("<")))
+rule([aten.max.dim, aten.min.dim], Rule(_reduction_text("^", results=2)))
+rule([aten.argmax.default, aten.argmin.default, aten.prod.default, aten.prod.dim_int], Rule(_reduction_text("^")))
+rule([aten.any.default, aten.any.dim, aten.all.default, aten.all.dim], Rule(_reduction_text("^")))
+rule([aten.linalg_vector_norm.default], Rule(_norm_text))
+rule([aten.var.correction, aten.std.correction], Rule(_reduction_text("!"), _local_variance, casts=True))
+rule([aten.var_mean.correction], Rule(_reduction_text("!", results=2), _local_variance, casts=True))
+rule([aten.logsumexp.default], Rule(_reduction_text("!"), _local_logsumexp, casts=True))
+
+
+# -----------------------------------------------------------------------------
+# Along one dim, same shape out: cumulative sums, sorts
+# -----------------------------------------------------------------------------
+
+
+def _along_text(linear: str = "", results: int = 1, position: int = 1) -> Callable[[fx.Node], str]:
+    def text(node: fx.Node) -> str:
+        ndim = len(node.args[0].meta["val"].shape)  # type: ignore[union-attr]
+        given = node.args[position] if len(node.args) > position else node.kwargs.get("dim", -1)
+        dim = given % max(ndim, 1)  # type: ignore[operator]
+        left = [f"d{index}^" if index == dim else f"d{index}" for index in range(ndim)]
+        right = ["new" if index == dim else f"d{index}" for index in range(ndim)]
+        return f"{linear}{' '.join(left)} -> {', '.join([' '.join(right)] * results)}"
+
+    return text
+
+
+rule([aten.cumsum.default], Rule(_along_text("~")))
+rule([aten.sort.default], Rule(_along_text(results=2)))
+rule([aten.topk.default], Rule(_along_text(results=2, position=2)))

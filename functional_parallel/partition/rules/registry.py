@@ -1,0 +1,87 @@
+"""Where rules are kept, and what one consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from ..notation import parse_rule
+from .broadcast import pointwise_text
+
+if TYPE_CHECKING:
+    from ..decide import Decision
+    from ..step import Step
+
+__all__ = ["Rule", "lookup", "register_rule", "rule"]
+
+Text = str | Callable[[fx.Node], str]
+Local = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one op is partitioned.
+
+    `text` is the rule in the notation of `partition.notation`, or a function that writes it for a node. `decide` is
+    asked first, for ops that no text describes (views); it may answer None. `local(step, *args, **kwargs)` computes a
+    rank's part when that is not just the op itself on the rank's operands. With `casts`, `local` gets whole operands as
+    they are, invariant, and casts those itself that meet rank-dependent values. `moves_only` says of an op without text
+    that it computes nothing, so partial sums pass through it.
+    """
+
+    text: Text | None = None
+    local: Local | None = None
+    decide: Callable[[Step], Decision | None] | None = None
+    casts: bool = False
+    moves_only: bool = False
+
+    def text_for(self, node: fx.Node) -> str:
+        assert self.text is not None
+        return self.text if isinstance(self.text, str) else self.text(node)
+
+
+_rules: dict[Any, Rule] = {}
+
+
+def register_rule(op: Any, text: Text, local: Local | None = None) -> None:
+    """Say how an op is partitioned, in one line.
+
+    Args:
+        op: an op, `torch.ops.mylib.scale_rows.default`, or a packet, `torch.ops.mylib.scale_rows`, for all its overloads.
+        text: the rule, `"~r c, r -> r c"`, see `docs/rules.md`; or a function from the traced node to such a text.
+        local: computes a rank's part, `local(step, *args, **kwargs)`; the op itself when left out.
+
+    Raises:
+        RuleError: when the text does not parse.
+
+    >>> import torch, functional_parallel as fp
+    >>> lib = torch.library.Library("doctest_rules", "DEF")
+    >>> lib.define("double(Tensor x) -> Tensor")
+    >>> fp.register_rule(torch.ops.doctest_rules.double, "~... -> ...")
+    """
+    if isinstance(text, str):
+        parse_rule(text)
+    overloads = [getattr(op, name) for name in op.overloads()] if isinstance(op, torch._ops.OpOverloadPacket) else [op]
+    for overload in overloads:
+        _rules[overload] = Rule(text, local)
+
+
+def rule(ops: Iterable[Any], entry: Rule) -> None:
+    """Enter one rule for several ops."""
+    for op in ops:
+        _rules[op] = entry
+
+
+def lookup(op: Any) -> Rule | None:
+    """The rule of an op: its own, else the one every elementwise op shares, else None."""
+    entry = _rules.get(op)
+    if entry is None and isinstance(op, torch._ops.OpOverload) and torch.Tag.pointwise in op.tags:
+        return _POINTWISE
+    return entry
+
+
+_POINTWISE = Rule(pointwise_text)

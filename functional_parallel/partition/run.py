@@ -1,0 +1,227 @@
+"""Running a traced global function on one rank's shards: per op, decide, convert, compute.
+
+Values may belong to any torch.func level, so derivatives of what runs here are derivatives of the partitioned function,
+collectives included.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from .. import collectives as fp
+from ..emit import emit_node, explicit_casts
+from ..source import inherit
+from ..tracing import Aval, Traced, source_of
+from ..tracing.graph import walk_args
+from .convert import VARYING, Form, convert
+from .decide import Decision, Operand, decide
+from .notation import parse_rule
+from .placement import PARTIAL, REDUCED, WHOLE, Place, Reduced, Shard, Whole
+from .rules import Rule, lookup
+from .rules.broadcast import tensor_operands
+from .step import Step
+
+__all__ = ["PartitionError", "PartitionWarning", "run_partitioned"]
+
+
+class PartitionError(ValueError):
+    """A function that cannot be partitioned as the specs ask."""
+
+
+class PartitionWarning(UserWarning):
+    """An op computed whole on every rank because nothing says how to split it."""
+
+
+@dataclass
+class _Value:
+    """One value of the global function: its place, this rank's part, and the forms it was converted to."""
+
+    place: Place
+    part: Any
+    is_parameter: bool = False
+    forms: dict[Form, Any] = field(default_factory=dict)
+
+
+def run_partitioned(
+    traced: Traced,
+    parts: Sequence[torch.Tensor],
+    places: Sequence[Place],
+    *,
+    axis: str,
+    size: int,
+    is_parameter: Sequence[bool],
+    out_places: Sequence[Place | None] | None = None,
+    strict: bool = False,
+) -> tuple[list[Any], list[Place]]:
+    """Compute a rank's part of a traced function.
+
+    Args:
+        traced: the function at global shapes, prepared.
+        parts: this rank's part of each input, then of each captured tensor.
+        places: how each lies along the axis.
+        axis, size: the mesh axis and its number of ranks.
+        is_parameter: which inputs keep their place when operands of an op disagree.
+        out_places: how the results shall lie; None leaves a result sharded, and completes partial sums.
+        strict: refuse ops without a rule instead of computing them whole.
+
+    Returns:
+        This rank's part of each output, and its place.
+    """
+    run = _Run(axis, size, strict)
+    inputs = [*traced.inputs, *traced.captured_inputs]
+    for node, part, place, static in zip(inputs, parts, places, is_parameter, strict=True):
+        run.values[node] = _Value(place, part, static)
+    with explicit_casts():
+        for node in traced.graph.nodes:
+            if node.op == "get_attr":
+                run.values[node] = _Value(WHOLE, traced.constants[node.target])
+            elif node.op == "call_function":
+                with inherit(source_of(node)):
+                    run.compute(node)
+        return run.results(traced.outputs, out_places)
+
+
+class _Run:
+    def __init__(self, axis: str, size: int, strict: bool) -> None:
+        self.axis, self.size, self.strict = axis, size, strict
+        self.values: dict[fx.Node, Any] = {}
+
+    # --- one op ---
+
+    def compute(self, node: fx.Node) -> None:
+        if node.target is operator.getitem:
+            self.values[node] = self.values[node.args[0]][node.args[1]]  # type: ignore[index]
+            return
+        operands = tensor_operands(node)
+        step = Step(node, self.axis, self.size, [self._operand(n) for n in operands], _results(node), emit_node)
+        rule = self._rule(step)
+        step.decision = _decision(rule, step)
+        reduced = not step.decision.varying and any(isinstance(operand.place, Reduced) for operand in step.operands)
+        whole = REDUCED if reduced else VARYING if step.decision.varying and not rule.casts else WHOLE
+        args, kwargs = self._arguments(node, operands, step.decision, whole)
+        if reduced:
+            step.decision = replace(step.decision, results=(REDUCED,) * len(step.decision.results))
+        outputs = rule.local(step, *args, **kwargs) if rule.local else step.run(*args, **kwargs)
+        self._store(node, step, outputs)
+
+    def _operand(self, node: fx.Node) -> Operand:
+        value = self.values[node]
+        return Operand(node.meta["val"], value.place, value.is_parameter)
+
+    def _rule(self, step: Step) -> Rule:
+        rule = lookup(step.node.target)
+        if rule is not None:
+            return rule
+        message = (
+            f"no sharding rule for {step.where}: it is computed whole on every rank of axis {self.axis!r}. "
+            f"Give it one with fp.register_rule({step.node.target}, '… -> …')"
+        )
+        if any(not isinstance(operand.place, (Whole, Reduced)) for operand in step.operands):
+            if self.strict:
+                raise PartitionError(message)
+            warnings.warn(message, PartitionWarning, stacklevel=2)
+        return _REPLICATED
+
+    def _arguments(self, node: fx.Node, operands: list[fx.Node], decision: Decision, whole: Form) -> tuple[Any, Any]:
+        """The node's arguments with each tensor converted to what the decision requires.
+
+        `whole` is the form that whole operands take beside the others.
+        """
+        remaining = iter(zip(operands, decision.operands, strict=True))
+
+        def visit(leaf: Any) -> Any:
+            if not isinstance(leaf, fx.Node):
+                return leaf
+            operand, required = next(remaining)
+            return self._in_form(operand, whole if isinstance(required, (Whole, Reduced)) else required)
+
+        return walk_args((node.args, node.kwargs), visit)
+
+    def _in_form(self, node: fx.Node, form: Form) -> Any:
+        value = self.values[node]
+        if form == value.place:
+            return value.part
+        held_whole = isinstance(value.place, (Whole, Reduced))
+        if held_whole and (form == WHOLE or not (isinstance(form, Shard) or _may_have_gradient(node.meta["val"]))):
+            return value.part
+        if form not in value.forms:
+            value.forms[form] = self._converted(value, form)
+        return value.forms[form]
+
+    def _converted(self, value: _Value, form: Form) -> Any:
+        if form == VARYING and value.place == PARTIAL:  # one psum, however many ops take it whole
+            whole = value.forms.get(WHOLE)
+            if whole is None:
+                whole = value.forms[WHOLE] = convert(value.part, PARTIAL, WHOLE, self.axis, self.size)
+            return convert(whole, WHOLE, VARYING, self.axis, self.size)
+        return convert(value.part, value.place, form, self.axis, self.size)
+
+    def _store(self, node: fx.Node, step: Step, outputs: Any) -> None:
+        static = bool(step.operands) and all(operand.is_parameter for operand in step.operands)
+        parts = outputs if isinstance(outputs, (tuple, list)) else [outputs]
+        if step.decision.extremum:
+            parts = [_over_ranks(step.decision.extremum, part, self.axis) for part in parts]
+        if node.meta["no_grad"]:
+            parts = [part.detach() for part in parts]
+        values = [_Value(place, part, static) for place, part in zip(step.decision.results, parts, strict=False)]
+        self.values[node] = values if isinstance(node.meta["val"], tuple) else values[0]
+
+    # --- the end ---
+
+    def results(self, outputs: list[Any], wanted: Sequence[Place | None] | None) -> tuple[list[Any], list[Place]]:
+        parts, places = [], []
+        for index, output in enumerate(outputs):
+            if not isinstance(output, fx.Node):
+                parts.append(output)
+                places.append(WHOLE)
+                continue
+            held = self.values[output].place
+            place = wanted[index] if wanted is not None else None
+            place = place if place is not None else (WHOLE if held == PARTIAL else held)
+            parts.append(self._in_form(output, place))
+            places.append(place)
+        return parts, places
+
+
+def _results(node: fx.Node) -> list[Aval]:
+    value = node.meta["val"]
+    return list(value) if isinstance(value, tuple) else [value]
+
+
+def _decision(rule: Rule, step: Step) -> Decision:
+    decision = rule.decide(step) if rule.decide is not None else None
+    if decision is None:
+        text = parse_rule(rule.text_for(step.node))
+        decision = decide(text, step.operands, step.results, step.size, step.where)
+    return decision
+
+
+def _whole(step: Step) -> Decision:
+    return Decision((WHOLE,) * len(step.operands), (WHOLE,) * len(step.results))
+
+
+_REPLICATED = Rule(decide=_whole)
+
+
+def _may_have_gradient(aval: Aval) -> bool:
+    return aval.dtype.is_floating_point or aval.dtype.is_complex
+
+
+def _over_ranks(extremum: str, part: torch.Tensor, axis: str) -> torch.Tensor:
+    """The maximum (minimum) over ranks, its gradient shared evenly by the ranks that hold it."""
+    combine = fp.pmax if extremum == "pmax" else fp.pmin
+    best = combine(part.detach(), axis)
+    if not _may_have_gradient(Aval(tuple(part.shape), part.dtype)):
+        return best
+    holds = (part == best).to(part.dtype)
+    share = holds / fp.pvary(fp.psum(holds, axis), axis)
+    return best + fp.psum((part - best) * share, axis)
+
+

@@ -1,0 +1,85 @@
+"""Where an op came from: the user's file and line, found in the Python stack while a function is traced.
+
+A traced graph keeps no stack of its own, and one graph is interpreted again by every outer transform, so the frame is
+taken once, at the innermost trace, and carried from then on (`inherit`).
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+
+import einops
+import optree
+import torch
+
+__all__ = ["Source", "current_source", "inherit"]
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_SKIPPED = tuple(
+    os.path.dirname(os.path.abspath(path)) + os.sep
+    for path in (torch.__file__, einops.__file__, optree.__file__, os.path.join(_HERE, "source.py"))
+)
+_STDLIB = os.path.dirname(os.path.abspath(linecache.__file__)) + os.sep
+
+
+@dataclass(frozen=True)
+class Source:
+    """One line of user code.
+
+    >>> Source("model.py", 12, "block", "h = x @ w")
+    Source(model.py:12 in block: h = x @ w)
+    """
+
+    file: str
+    line: int
+    function: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.line}"
+
+    def __repr__(self) -> str:
+        return f"Source({self} in {self.function}: {self.text})"
+
+
+_inherited: list[Source | None] = []
+
+
+@contextmanager
+def inherit(source: Source | None) -> Iterator[None]:
+    """Say that ops recorded inside come from this line, whatever the stack says."""
+    _inherited.append(source)
+    try:
+        yield
+    finally:
+        _inherited.pop()
+
+
+def current_source() -> Source | None:
+    """The line of user code that is running now, or the inherited one."""
+    if _inherited and _inherited[-1] is not None:
+        return _inherited[-1]
+    frame = sys._getframe(1)
+    while frame is not None:
+        if not _is_library(frame.f_code.co_filename):
+            return _source(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+@lru_cache(maxsize=4096)
+def _is_library(filename: str) -> bool:
+    path = os.path.abspath(filename)
+    in_stdlib = path.startswith(_STDLIB) and "site-packages" not in path
+    return filename.startswith("<frozen") or in_stdlib or path.startswith(_SKIPPED)
+
+
+@lru_cache(maxsize=65536)
+def _source(file: str, line: int, function: str) -> Source:
+    return Source(file, line, function, linecache.getline(file, line).strip())

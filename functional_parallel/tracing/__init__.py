@@ -1,0 +1,18 @@
+"""Function → FX graph: own recording of aten ops and collectives on fake tensors."""
+
+from .graph import Aval, Traced, aval_of, is_collective, source_of
+from .record import CustomFunctionError, MutationError, TracingError, trace
+from .simplify import simplify
+
+__all__ = [
+    "Aval",
+    "CustomFunctionError",
+    "MutationError",
+    "Traced",
+    "TracingError",
+    "aval_of",
+    "is_collective",
+    "simplify",
+    "source_of",
+    "trace",
+]

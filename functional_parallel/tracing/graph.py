@@ -1,0 +1,101 @@
+"""What a trace yields: a flat FX graph of aten ops and named collectives, with shapes and source lines beside it.
+
+Every node carries in `node.meta`: `val` (an `Aval`, or a tuple of them), `source` (a `Source` or None), `backward`
+(whether autograd emitted it) and `no_grad` (whether the user switched gradients off around it).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..source import Source
+
+__all__ = ["Aval", "Traced", "aval_of", "is_collective", "source_of", "walk_args"]
+
+
+@dataclass(frozen=True)
+class Aval:
+    """A tensor without its values: shape, dtype, device.
+
+    >>> Aval((2, 3), torch.float32).nbytes
+    24
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device = torch.device("cpu")
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.").replace("float", "f").replace("bf16", "bf16").replace("int", "i")
+        return f"{name}[{', '.join(map(str, self.shape))}]"
+
+
+def aval_of(value: torch.Tensor) -> Aval:
+    return Aval(tuple(int(size) for size in value.shape), value.dtype, value.device)
+
+
+@dataclass
+class Traced:
+    """A traced function: flat tensors in, flat values out.
+
+    `inputs` are the placeholders in argument order; `captured` are tensors of an enclosing trace that the function
+    closed over, with the placeholders that stand for them in `captured_inputs`; `constants` are real tensors met on the
+    way, by the name of their `get_attr` node. `outputs` hold nodes, or Python values returned as they are.
+    """
+
+    graph: fx.Graph
+    inputs: list[fx.Node] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    captured: list[torch.Tensor] = field(default_factory=list)
+    captured_inputs: list[fx.Node] = field(default_factory=list)
+
+    @property
+    def nodes(self) -> Iterator[fx.Node]:
+        """The ops in order, without placeholders, constants and the output."""
+        return (node for node in self.graph.nodes if node.op == "call_function")
+
+    def seal(self) -> None:
+        """Set the graph's output node from `outputs` and drop what no output needs."""
+        for node in list(self.graph.nodes):
+            if node.op == "output":
+                self.graph.erase_node(node)
+        self.graph.output(tuple(self.outputs))
+        for node in reversed(list(self.graph.nodes)):
+            if node.op in ("call_function", "get_attr") and not node.users:
+                self.graph.erase_node(node)
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether the node is one of the library's typed primitives, casts included."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "fp"
+
+
+def source_of(node: fx.Node) -> Source | None:
+    return node.meta.get("source")
+
+
+def walk_args(args: Any, visit: Callable[[Any], Any]) -> Any:
+    """Rebuild an argument structure (tuples, lists, dicts, slices) with `visit` applied to every leaf."""
+    return fx.node.map_aggregate(args, visit)
+
+
+getitem = operator.getitem

@@ -1,0 +1,313 @@
+"""Recording a function on fake tensors, op by op, below autograd and below torch.func.
+
+torch's make_fx does nearly this, but leaves source lines out, is slower, and cannot be asked what type a value has while
+the function still runs. Recording is one dispatch mode: it sees each aten op after autograd, vmap and composite ops have
+done their work, runs it on fake tensors, and writes one node.
+
+Traps it guards against: in-place ops (recorded as their functional twins), tensors of an enclosing trace (captured as
+extra inputs), a user's `autograd.Function` (its backward would be lost), values read back into Python, and in-place
+torch.distributed calls (refused, see `collectives.guards`).
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+
+from .. import _torch
+from ..collectives import guards
+from ..collectives.axes import staging
+from ..source import current_source
+from .graph import Aval, Traced, aval_of, walk_args
+from .intercept import ForwardFunctions
+
+__all__ = ["CustomFunctionError", "MutationError", "Recorder", "TracingError", "recorder", "trace"]
+
+aten = torch.ops.aten
+
+
+class TracingError(ValueError):
+    """The function cannot be traced: it needs values, or does what a pure function must not."""
+
+
+class MutationError(TracingError):
+    """An in-place op whose effect another view would have to see."""
+
+
+class CustomFunctionError(TracingError):
+    """A user's autograd.Function inside a function whose backward is derived from its traced forward."""
+
+
+def trace(
+    fn: Callable[..., Sequence[Any]],
+    inputs: Sequence[Aval],
+    *,
+    types: Sequence[Any] | None = None,
+    forward_only: bool = False,
+    on_node: Callable[[fx.Node], None] | None = None,
+) -> Traced:
+    """Record `fn(*tensors) -> flat sequence of outputs` on fake tensors of the given shapes.
+
+    Args:
+        fn: takes one tensor per input; returns a flat sequence of tensors and Python values.
+        inputs: shape, dtype and device of each argument.
+        types: what `node.meta["type"]` of each input shall be, for an `on_node` that infers types.
+        forward_only: the graph will be differentiated later, so whatever hides a derivative from it is refused.
+        on_node: called with every op node as soon as it is recorded.
+
+    Returns:
+        The graph, without the nodes that no output needs.
+
+    Raises:
+        TracingError: when the function reads values, or mutates what it must not.
+    """
+    outer = recorder()
+    mode = outer.fake_mode if outer is not None else _torch.FakeTensorMode(allow_non_fake_inputs=True)
+    with _torch.apart_from_transforms(), staging(), torch.enable_grad():
+        with mode:
+            arguments = [torch.empty(a.shape, dtype=a.dtype, device=a.device) for a in inputs]
+        recording = Recorder(mode, forward_only, on_node)
+        recording.start(arguments, types)
+        with ExitStack() as stack, _active(recording):
+            if forward_only:
+                stack.enter_context(ForwardFunctions())
+            stack.enter_context(mode)
+            stack.enter_context(recording)
+            outputs = _call(fn, arguments)
+        return recording.finish(outputs)
+
+
+def _call(fn: Callable[..., Sequence[Any]], arguments: list[torch.Tensor]) -> Sequence[Any]:
+    try:
+        return fn(*arguments)
+    except _torch.DATA_DEPENDENT_ERRORS as error:
+        raise TracingError(
+            f"{current_source() or 'the function'}: {getattr(error, 'func', 'an op')} needs the values of a tensor "
+            "(`.item()`, `if tensor:`, a boolean index), which a traced function does not have; "
+            "write it with torch.where or fixed shapes"
+        ) from error
+
+
+_recorders: list[Recorder] = []
+
+
+def recorder() -> Recorder | None:
+    """The innermost active recording, or None."""
+    return _recorders[-1] if _recorders else None
+
+
+@contextmanager
+def _active(recording: Recorder) -> Iterator[None]:
+    _recorders.append(recording)
+    try:
+        yield
+    finally:
+        _recorders.pop()
+
+
+class Recorder(_torch.TorchDispatchMode):
+    """The dispatch mode that writes the graph."""
+
+    def __init__(
+        self, fake_mode: _torch.FakeTensorMode, forward_only: bool, on_node: Callable[[fx.Node], None] | None
+    ) -> None:
+        super().__init__()
+        self.fake_mode = fake_mode
+        self.forward_only = forward_only
+        self.on_node = on_node
+        self.traced = Traced(fx.Graph())
+        self._nodes: dict[int, fx.Node] = {}
+        self._references: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._storages: dict[int, weakref.WeakSet[Any]] = {}
+        self._outer = recorder()
+        self._forwards: dict[int, fx.Node] = {}  # by number of the autograd node
+        self._numbered = _torch.next_node_number()
+
+    # --- values ---
+
+    def start(self, arguments: list[torch.Tensor], types: Sequence[Any] | None) -> None:
+        for index, tensor in enumerate(arguments):
+            node = self.traced.graph.placeholder(f"x{index}")
+            node.meta.update(val=aval_of(tensor), source=None, backward=False, no_grad=False)
+            if types is not None:
+                node.meta["type"] = types[index]
+            self.traced.inputs.append(node)
+            self.bind(tensor, node)
+
+    def bind(self, tensor: torch.Tensor, node: fx.Node) -> None:
+        """Say that this tensor object is the value of that node."""
+        key = id(tensor)
+        self._nodes[key] = node
+        if key not in self._references:
+            self._references[key] = weakref.ref(tensor, lambda _, key=key: self._forget(key))
+
+    def _forget(self, key: int) -> None:
+        self._nodes.pop(key, None)
+        self._references.pop(key, None)
+
+    def node_of(self, tensor: torch.Tensor) -> fx.Node:
+        """The node that computes this tensor; a constant or captured one gets a node now."""
+        node = self._nodes.get(id(tensor))
+        if node is not None:
+            return node
+        node = self._capture(tensor) if isinstance(tensor, _torch.FakeTensor) else self._constant(tensor)
+        node.meta.update(val=aval_of(tensor), source=None, backward=False, no_grad=False)
+        self.bind(tensor, node)
+        return node
+
+    def _constant(self, tensor: torch.Tensor) -> fx.Node:
+        if _torch.is_functorch_wrapped(tensor):
+            raise TracingError(
+                "the function closes over a tensor that an enclosing torch.func transform is differentiating or "
+                f"mapping (shape {tuple(tensor.shape)}); pass it as an argument"
+            )
+        name = f"constant{len(self.traced.constants)}"
+        self.traced.constants[name] = tensor.detach()
+        return self._at_front(lambda: self.traced.graph.create_node("get_attr", name))
+
+    def _capture(self, tensor: torch.Tensor) -> fx.Node:
+        name = f"captured{len(self.traced.captured)}"
+        node = self._at_front(lambda: self.traced.graph.placeholder(name))
+        self.traced.captured.append(tensor)
+        self.traced.captured_inputs.append(node)
+        if self._outer is not None:
+            node.meta["type"] = self._outer.node_of(tensor).meta.get("type")
+        return node
+
+    def _at_front(self, create: Callable[[], fx.Node]) -> fx.Node:
+        with self.traced.graph.inserting_before(next(iter(self.traced.graph.nodes), None)):
+            return create()
+
+    # --- ops ---
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        guards.check_op(func)
+        if func is aten.lift_fresh.default and not isinstance(args[0], _torch.FakeTensor):
+            return self._lift(func, args[0])
+        if func._schema.is_mutable:
+            return self._mutate(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if _has_tensor(result):
+            self._write(func, args, kwargs, result)
+        return result
+
+    def _lift(self, func: Any, value: torch.Tensor) -> torch.Tensor:
+        lifted = func(value)
+        node = self._constant(value.clone())
+        node.meta.update(val=aval_of(value), source=current_source(), backward=False, no_grad=False)
+        self.bind(lifted, node)
+        return lifted
+
+    def _write(self, func: Any, args: Any, kwargs: Any, result: Any) -> fx.Node:
+        node_args, node_kwargs = walk_args((tuple(args), dict(kwargs)), self._as_node)
+        node = self.traced.graph.call_function(func, node_args, node_kwargs)
+        number = _torch.backward_node_number()
+        backward = number is not None
+        forward = self._forwards.get(number) if number is not None else None
+        source = (forward.meta["source"] if forward is not None else None) if backward else current_source()
+        node.meta.update(source=source, backward=backward, no_grad=self._gradients_are_off(func, backward))
+        if forward is not None:
+            node.meta["forward"] = forward
+        self._number(node)
+        self._bind_result(node, result)
+        return node
+
+    def _as_node(self, value: Any) -> Any:
+        return self.node_of(value) if isinstance(value, torch.Tensor) else value
+
+    def _number(self, node: fx.Node) -> None:
+        """Remember which autograd nodes this op made, so that their backward ops find its source line."""
+        now = _torch.next_node_number()
+        for number in range(self._numbered, now):
+            self._forwards[number] = node
+        self._numbered = now
+
+    def _bind_result(self, node: fx.Node, result: Any) -> None:
+        if isinstance(result, torch.Tensor):
+            node.meta["val"] = aval_of(result)
+            self._announce(node)
+            self.bind(result, node)
+            return
+        node.meta["val"] = tuple(aval_of(part) if isinstance(part, torch.Tensor) else None for part in result)
+        self._announce(node)
+        for index, part in enumerate(result):
+            if isinstance(part, torch.Tensor):
+                item = self.traced.graph.call_function(operator.getitem, (node, index))
+                item.meta.update(node.meta, val=aval_of(part))
+                self._announce(item)
+                self.bind(part, item)
+
+    def _announce(self, node: fx.Node) -> None:
+        if self.on_node is not None:
+            self.on_node(node)
+
+    def _gradients_are_off(self, func: Any, backward: bool) -> bool:
+        if backward or torch.is_grad_enabled() or not self.forward_only:
+            return False
+        function = _enclosing_autograd_function()
+        if function is None:
+            return True
+        if not function.__module__.startswith(__package__.split(".")[0]):
+            raise CustomFunctionError(
+                f"{current_source()}: the autograd.Function {function.__name__} would lose its backward here, because "
+                "derivatives are taken from the traced forward; write it with ordinary differentiable ops"
+            )
+        return False
+
+    # --- mutation ---
+
+    def _mutate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """Record an in-place op as its functional twin and let its target name the new value."""
+        target = args[0] if args else None
+        twin = _torch.functional_variant(func)
+        if twin is None or not isinstance(target, torch.Tensor):
+            raise MutationError(f"{current_source()}: {func} changes a tensor in place and has no functional twin")
+        self._refuse_unseen_aliases(func, target)
+        result = twin(*args, **kwargs)
+        node = self._write(twin, args, kwargs, result)
+        if result.dtype != target.dtype:
+            cast = {"dtype": target.dtype}
+            node = self._write(aten._to_copy.default, (result,), cast, aten._to_copy.default(result, **cast))
+        self.bind(target, node)
+        return target
+
+    def _refuse_unseen_aliases(self, func: Any, target: torch.Tensor) -> None:
+        storage = target.untyped_storage()._cdata
+        for key, reference in self._references.items():
+            other = reference()
+            if other is None or other is target or key not in self._nodes:
+                continue
+            if isinstance(other, _torch.FakeTensor) and other.untyped_storage()._cdata == storage:
+                raise MutationError(
+                    f"{current_source()}: {func} changes in place a tensor of shape {tuple(target.shape)} of which "
+                    f"another view of shape {tuple(other.shape)} is still alive; use the out-of-place op"
+                )
+
+    def finish(self, outputs: Sequence[Any]) -> Traced:
+        self.traced.outputs = [self._as_node(value) for value in outputs]
+        self.traced.seal()
+        return self.traced
+
+
+def _has_tensor(result: Any) -> bool:
+    if isinstance(result, torch.Tensor):
+        return True
+    return isinstance(result, (tuple, list)) and any(isinstance(part, torch.Tensor) for part in result)
+
+
+def _enclosing_autograd_function() -> type | None:
+    """The autograd.Function whose forward is running, found by torch's own `apply` frame on the stack."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "apply" and frame.f_code.co_filename.endswith("torch/autograd/function.py"):
+            return frame.f_locals.get("cls")
+        frame = frame.f_back  # type: ignore[assignment]
+    return None

@@ -1,0 +1,89 @@
+"""Rewrites that every traced graph goes through: one value computed once, and no op that does nothing.
+
+Common subexpressions matter beyond speed: a matrix product on a 3-D activation emits a view of its own each time, and
+three views of one activation would later cost three psums where one does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import fx
+
+from .graph import Traced
+
+__all__ = ["simplify"]
+
+aten = torch.ops.aten
+
+_SAME_SHAPE_IS_IDENTITY = {
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.expand.default,
+    aten.slice.Tensor,
+    aten.alias.default,
+    aten.lift_fresh.default,
+}
+
+
+def simplify(traced: Traced, *, drop_detach: bool = False) -> Traced:
+    """Merge equal nodes and remove identities, in place.
+
+    Args:
+        traced: the graph; its outputs follow the rewrites.
+        drop_detach: whether `detach` is an identity too, true once no derivative will be taken of the graph.
+
+    Returns:
+        The same object, sealed again.
+    """
+    seen: dict[Hashable, fx.Node] = {}
+    for node in list(traced.nodes):
+        original = _identity_of(node, drop_detach)
+        if original is None:
+            key = _key(node)
+            original = seen.setdefault(key, node) if key is not None else node
+        if original is not node:
+            node.replace_all_uses_with(original)
+            traced.outputs = [original if output is node else output for output in traced.outputs]
+            traced.graph.erase_node(node)
+    traced.seal()
+    return traced
+
+
+def _identity_of(node: fx.Node, drop_detach: bool) -> fx.Node | None:
+    if node.target is aten.detach.default:
+        return node.args[0] if drop_detach else None  # type: ignore[return-value]
+    if node.target in _SAME_SHAPE_IS_IDENTITY and not node.meta["no_grad"]:
+        source = node.args[0]
+        if isinstance(source, fx.Node) and source.meta["val"] == node.meta["val"]:
+            return source
+    return None
+
+
+def _key(node: fx.Node) -> Hashable | None:
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
+        return None
+    try:
+        key = (target, _freeze(node.args), _freeze(node.kwargs), node.meta["no_grad"])
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _freeze(value: Any) -> Hashable:
+    if isinstance(value, (tuple, list)):
+        return (type(value).__name__, *map(_freeze, value))
+    if isinstance(value, dict):
+        return tuple((name, _freeze(part)) for name, part in sorted(value.items()))
+    if isinstance(value, slice):
+        return ("slice", _freeze(value.start), _freeze(value.stop), _freeze(value.step))
+    if isinstance(value, float):
+        return ("float", value.hex())
+    if isinstance(value, fx.Node):
+        return value
+    return (type(value).__name__, value)

@@ -1,0 +1,186 @@
+"""Data parallelism, tensor parallelism and ZeRO: one transform, `partition`, with different specs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import optree
+import torch
+from sharding_specs import Mesh, P, apply_rules, as_spec, broadcast_specs, local_shape
+
+from ..local_function import LocalFunction, PyTree, SpecTree, axis_mesh, whole_arguments
+from ..partition import partition
+from .transform import Order, Transform
+
+__all__ = ["data_parallel", "tensor_parallel", "zero"]
+
+Rules = Any  # pattern → spec, a list of such pairs, or a tree of specs
+
+
+def tensor_parallel(axis: str, specs: Rules, *, batch: SpecTree = None, strict: bool = False) -> Transform:
+    """Split a model's parameters over an axis; activations follow.
+
+    >>> import torch, functional_parallel as fp
+    >>> from sharding_specs import Mesh, P
+    >>> def loss(params, x):
+    ...     return ((x @ params["w1"]).relu() @ params["w2"]).sum()
+    >>> plan = fp.tensor_parallel("tensor", {"w1": P(None, "tensor"), "w2": P("tensor", None)})
+    >>> step = fp.compile(plan(loss), Mesh(tensor=2))
+    >>> step({"w1": torch.ones(2, 4), "w2": torch.ones(4, 2)}, torch.ones(3, 2))
+    tensor(48.)
+
+    Args:
+        axis: the mesh axis.
+        specs: how the parameters, the first argument, lie: rules from path patterns to specs, or a tree of specs. Only
+            what they say of this axis counts.
+        batch: how the other arguments lie along this axis; whole without it.
+        strict: refuse ops that have no sharding rule.
+
+    Returns:
+        The transform. Its collectives follow from the specs: a row split ends in one psum forward, a column split in one
+        psum backward (Megatron-LM, arXiv 1909.08053 §3).
+    """
+    find = _parameter_specs(specs)
+
+    def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
+        return (_only(find(args[0]), axis), *_rest(args, batch))
+
+    name = f"tensor_parallel({axis!r})"
+    return Transform(name, axis, Order.TENSOR, lambda f: partition(f, axis, in_specs, strict=strict, describe=name))
+
+
+def data_parallel(axis: str, *, batch: SpecTree = None, strict: bool = False) -> Transform:
+    """Split the batch over an axis and sum the gradients: `zero(0, axis)`.
+
+    >>> import torch, functional_parallel as fp
+    >>> from sharding_specs import Mesh
+    >>> step = fp.compile(fp.grad_and_value(fp.data_parallel("data")(lambda w, x: (x @ w).mean())), Mesh(data=2))
+    >>> step(torch.ones(2), torch.ones(4, 2))
+    (tensor([1., 1.]), tensor(2.))
+
+    Args:
+        axis: the mesh axis.
+        batch: how the arguments after the parameters lie; by default dim 0 of every tensor that has one is sharded.
+        strict: refuse ops that have no sharding rule.
+    """
+    return _zero(0, axis, None, batch, strict, f"data_parallel({axis!r})")
+
+
+def zero(stage: int, axis: str, specs: Rules = None, *, batch: SpecTree = None, strict: bool = False) -> Transform:
+    """Split the batch over an axis, and with it what training keeps: ZeRO (arXiv 1910.02054).
+
+    | stage | sharded at rest | gradients |
+    |---|---|---|
+    | 0 | nothing | psum |
+    | 1, 2 | optimizer state | psum_scatter, then the new parameters are gathered |
+    | 3 | parameters and optimizer state | psum_scatter, the transpose of the gather before use |
+
+    >>> import torch, functional_parallel as fp
+    >>> from sharding_specs import Mesh
+    >>> step = fp.compile(fp.grad(fp.zero(3, "data")(lambda w, x: (x @ w).sum())), Mesh(data=2))
+    >>> step(torch.ones(2), torch.ones(4, 2)), step.program.counts()
+    (tensor([4., 4.]), {('all_gather', ('data',)): 1, ('psum_scatter', ('data',)): 1})
+
+    Args:
+        stage: 0, 1, 2 or 3.
+        axis: the mesh axis.
+        specs: at stage 3, which dim of a parameter lies along the axis; by default the longest that divides and no other
+            axis takes. Parameters without such a dim stay whole.
+        batch: as for `data_parallel`.
+        strict: refuse ops that have no sharding rule.
+
+    Raises:
+        ValueError: when there is no such stage.
+    """
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"zero(stage={stage!r}): the stages are 0 (data parallel), 1, 2 and 3")
+    return _zero(stage, axis, specs, batch, strict, f"zero({stage}, {axis!r})")
+
+
+def _zero(stage: int, axis: str, specs: Rules, batch: SpecTree, strict: bool, name: str) -> Transform:
+    def apply(f: Callable[..., Any]) -> LocalFunction:
+        inner = f.layout.arguments if isinstance(f, LocalFunction) else whole_arguments
+        at_rest = _AtRest(axis, inner) if specs is None else lambda args: _only(_parameter_specs(specs)(args[0]), axis)
+
+        def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
+            return (at_rest(args) if stage == 3 else P(), *_rest(args, batch, P(axis)))
+
+        return partition(f, axis, in_specs, gathered=(0,) if stage == 3 else (), strict=strict, describe=name)
+
+    return Transform(name, axis, Order.DATA, apply, (("stage", stage), ("at_rest", specs)))
+
+
+class _AtRest:
+    """Chooses, once per parameter tree, the dim of each parameter that lies along an axis.
+
+    The choice is made from whole shapes, when the function is compiled; the function itself sees its shards, whose
+    shapes are recognised.
+    """
+
+    def __init__(self, axis: str, inner: Callable[[tuple[PyTree, ...]], tuple[SpecTree, ...]]) -> None:
+        self.axis, self.inner = axis, inner
+        self.chosen: dict[Any, SpecTree] = {}
+
+    def __call__(self, args: tuple[PyTree, ...]) -> SpecTree:
+        leaves, tree = optree.tree_flatten(args[0])
+        shapes = tuple(tuple(getattr(leaf, "shape", ())) for leaf in leaves)
+        found = self.chosen.get((tree, shapes))
+        return self._choose(args, leaves, tree, shapes) if found is None else found
+
+    def _choose(self, args: tuple[PyTree, ...], leaves: list[Any], tree: Any, shapes: tuple[Any, ...]) -> SpecTree:
+        taken = optree.tree_leaves(broadcast_specs(self.inner(args)[0], args[0]), is_leaf=_is_spec)
+        mesh = axis_mesh()
+        chosen = [_longest_dim(leaf, spec, self.axis, mesh) for leaf, spec in zip(leaves, taken, strict=True)]
+        specs = optree.tree_unflatten(tree, chosen)
+        places = [P.from_placements([*a.placements(mesh), *b.placements(mesh)], mesh) for a, b in zip(taken, chosen, strict=True)]
+        local = tuple(local_shape(shape, spec, mesh) for shape, spec in zip(shapes, places, strict=True))
+        self.chosen[tree, shapes] = self.chosen[tree, local] = specs
+        return specs
+
+
+# -----------------------------------------------------------------------------
+# Specs of arguments
+# -----------------------------------------------------------------------------
+
+
+def _parameter_specs(specs: Rules) -> Callable[[PyTree], SpecTree]:
+    """Rules or a tree of specs → specs of a parameter tree."""
+    if isinstance(specs, (P, str)):
+        return lambda tree: broadcast_specs(as_spec(specs), tree)
+    if isinstance(specs, Mapping) and all(isinstance(spec, (P, str)) for spec in specs.values()):
+        return lambda tree: apply_rules(specs, tree)  # a flat dict of specs reads the same either way
+    if isinstance(specs, (list, tuple)) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in specs):
+        return lambda tree: apply_rules(specs, tree)
+    return lambda tree: broadcast_specs(specs, tree)
+
+
+def _only(specs: SpecTree, axis: str) -> SpecTree:
+    return optree.tree_map(lambda spec: spec.only({axis}), specs, is_leaf=_is_spec)
+
+
+def _rest(args: tuple[PyTree, ...], batch: SpecTree, default: P | None = None) -> list[SpecTree]:
+    """Specs of the arguments after the parameters."""
+    if batch is not None:
+        return [batch] * (len(args) - 1) if not isinstance(batch, tuple) else list(batch)
+    return [optree.tree_map(lambda leaf: _with_batch(leaf, default), arg) for arg in args[1:]]
+
+
+def _with_batch(leaf: Any, spec: P | None) -> P:
+    return spec if spec is not None and isinstance(leaf, torch.Tensor) and leaf.ndim else P()
+
+
+def _longest_dim(leaf: Any, taken: P, axis: str, mesh: Mesh) -> P:
+    """The longest dim that divides and that no other axis takes, as a spec of this axis alone."""
+    if not isinstance(leaf, torch.Tensor):
+        return P()
+    used = {placement.dim for placement in taken.placements(mesh)}
+    size = mesh.axis_size(axis)
+    free = [dim for dim in range(leaf.ndim) if dim not in used and leaf.shape[dim] and leaf.shape[dim] % size == 0]
+    if not free:
+        return P()
+    return P(*[None] * max(free, key=lambda dim: (leaf.shape[dim], -dim)), axis)
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, P)

@@ -1,0 +1,113 @@
+"""What a transform is, and how transforms chain.
+
+A transform is a value: a function → a local function, with a name, and a place in the legal order. `chain(a, b)(f)` is
+`b(a(f))`: the first is innermost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from ..local_function import LocalFunction
+
+__all__ = ["Order", "OrderError", "Plan", "Transform", "chain"]
+
+
+class OrderError(ValueError):
+    """Transforms chained in an order that would not mean what it says."""
+
+
+class Order(IntEnum):
+    """Where in a chain a transform may stand, innermost first."""
+
+    PRECISION = 0
+    TENSOR = 1
+    DATA = 2
+    ACCUMULATE = 3
+    PIPELINE = 4
+
+    @property
+    def words(self) -> str:
+        return {0: "precision and remat", 1: "tensor and sequence", 2: "zero / data", 3: "accumulate", 4: "pipeline"}[self]
+
+
+@dataclass(frozen=True)
+class Transform:
+    """One transform: `name` for messages and `explain`, the mesh `axis` it takes, its place in the order, what it does.
+
+    `options` are what later stages may want to know of it (the ZeRO stage, say).
+    """
+
+    name: str
+    axis: str
+    order: Order
+    apply: Callable[[Callable[..., Any]], LocalFunction]
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def __call__(self, f: Callable[..., Any]) -> LocalFunction:
+        return self.apply(f)
+
+    @property
+    def transforms(self) -> tuple[Transform, ...]:
+        return (self,)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A chain of transforms, itself a transform."""
+
+    transforms: tuple[Transform, ...]
+
+    def __call__(self, f: Callable[..., Any]) -> Any:
+        for transform in self.transforms:
+            f = transform(f)
+        return f
+
+    def __repr__(self) -> str:
+        return f"chain({', '.join(map(repr, self.transforms))})"
+
+
+def chain(*transforms: Transform | Plan) -> Plan:
+    """Compose transforms, the first innermost: `chain(a, b)(f)` is `b(a(f))`.
+
+    >>> import functional_parallel as fp
+    >>> fp.chain(fp.tensor_parallel("tensor", {}), fp.data_parallel("data"))
+    chain(tensor_parallel('tensor'), data_parallel('data'))
+
+    Args:
+        transforms: transforms or chains of them, in the order precision and remat, tensor and sequence, zero / data,
+            accumulate, pipeline.
+
+    Raises:
+        OrderError: when the order is another one, naming the right one; or when two of them take the same axis.
+    """
+    flat = tuple(single for transform in transforms for single in transform.transforms)
+    _check_order(flat)
+    _check_axes(flat)
+    return Plan(flat)
+
+
+def _check_order(transforms: tuple[Transform, ...]) -> None:
+    for before, after in zip(transforms, transforms[1:], strict=False):
+        if before.order > after.order:
+            right = ", ".join(map(repr, sorted(transforms, key=lambda transform: transform.order)))
+            raise OrderError(
+                f"{after!r} ({after.order.words}) stands outside {before!r} ({before.order.words}), but belongs inside "
+                f"it; write chain({right})"
+            )
+
+
+def _check_axes(transforms: tuple[Transform, ...]) -> None:
+    taken: dict[str, Transform] = {}
+    for transform in transforms:
+        other = taken.setdefault(transform.axis, transform)
+        if other is not transform:
+            raise OrderError(
+                f"{other!r} and {transform!r} both take the axis {transform.axis!r}; each axis is taken by one transform"
+            )

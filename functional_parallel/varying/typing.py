@@ -1,0 +1,147 @@
+"""Types of the nodes of a traced local program, one node at a time, as they are recorded.
+
+An ordinary op needs no rule of its own: its result is the union of its operands' states, where an Invariant operand that
+meets a Varying one counts as cast (`pvary`). Only what may take partial sums is declared, by the marks `~` and `&` of the
+op's sharding rule; any other op on an Unreduced value is an error.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..collectives.types import CollectiveTypeError, State, Type, result_type
+from ..emit import casts_are_explicit
+from ..partition.notation import parse_rule
+from ..partition.rules import lookup
+from ..partition.rules.broadcast import tensor_operands
+from ..tracing import source_of
+
+__all__ = ["Typing", "TypingError", "casts_of", "type_of"]
+
+_V, _I, _U, _R = State.VARYING, State.INVARIANT, State.UNREDUCED, State.REDUCED
+
+#: library ops whose results follow the ordinary rule
+_COMPUTE = {"attention", "constrain", "random"}
+
+
+class TypingError(CollectiveTypeError):
+    """A program that treats a value as something it is not; the message names the source line."""
+
+
+class Typing:
+    """Infers `node.meta["type"]` for every node of a graph, in order.
+
+    Args:
+        axes: sizes of the mesh axes.
+    """
+
+    def __init__(self, axes: dict[str, int]) -> None:
+        self.axes = axes
+
+    def __call__(self, node: fx.Node) -> None:
+        node.meta["type"] = self._infer(node)
+
+    def _infer(self, node: fx.Node) -> Type:
+        if node.target is operator.getitem:
+            return type_of(node.args[0])
+        if _is_primitive(node):
+            return self._primitive(node)
+        types = [type_of(operand) for operand in tensor_operands(node)]
+        self._refuse_missed_casts(node)
+        mixed = False
+        states = {}
+        for axis in {axis for type_ in types for axis in type_}:
+            held = [type_[axis] for type_ in types]
+            states[axis] = self._union(node, axis, held)
+            mixed |= any(state is not states[axis] for state in held)
+        node.meta["implicit_cast"] = mixed and not casts_are_explicit()
+        return Type(states)
+
+    def _primitive(self, node: fx.Node) -> Type:
+        name = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
+        schema = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+        params = dict(zip(schema, node.args, strict=False))
+        params.update(node.kwargs)
+        operand = type_of(params.pop("x")) if "x" in params else Type()
+        axes = tuple(params.pop("axes"))
+        try:
+            return result_type(name, operand, axes, **params)
+        except CollectiveTypeError as error:
+            raise TypingError(f"{_where(node)}: {error}") from None
+
+    def _union(self, node: fx.Node, axis: str, held: Sequence[State]) -> State:
+        if _U in held:
+            return self._with_partial_sums(node, axis, held)
+        return _V if _V in held else _R if _R in held else _I
+
+    def _with_partial_sums(self, node: fx.Node, axis: str, held: Sequence[State]) -> State:
+        marks = _linear_marks(node)
+        partial = [index for index, state in enumerate(held) if state is _U]
+        together = [index for index, mark in enumerate(marks) if mark == "&"]
+        if _V in held:
+            raise TypingError(
+                f"{_where(node)}: partial sums (Unreduced over {axis!r}) meet a value that varies by rank; "
+                f"write fp.psum(x, {axis!r}) on the partial sums first"
+            )
+        if together and partial == together:
+            return _U
+        if len(partial) == 1 and marks[partial[0]] == "~":
+            return _U
+        raise TypingError(
+            f"{_where(node)}: {node.target} is not linear in a value that is Unreduced over {axis!r} (the ranks hold "
+            f"partial sums), so the sum of its results would not be its result of the sum; write fp.psum(x, {axis!r}) first"
+        )
+
+    def _refuse_missed_casts(self, node: fx.Node) -> None:
+        forward = node.meta.get("forward")
+        if forward is None or not forward.meta.get("implicit_cast"):
+            return
+        raise TypingError(
+            f"{_where(forward)}: a torch.func derivative was taken inside this body of an op where a value that is the "
+            "same on all ranks meets one that varies; its gradient would lack the sum over ranks. Use fp.grad "
+            "(fp.grad_and_value, fp.vjp) instead of torch.func's, or write fp.pvary on the invariant value"
+        )
+
+
+def type_of(node: Any) -> Type:
+    return node.meta.get("type", Type())
+
+
+def casts_of(node: fx.Node) -> list[tuple[int, str, State, State]]:
+    """The casts an ordinary op implies: (operand, axis, from, to), where an operand's state is not the op's."""
+    result = type_of(node)
+    casts = []
+    for index, operand in enumerate(tensor_operands(node)):
+        held = type_of(operand)
+        for axis in result:
+            target = _R if result[axis] is _U and held[axis] is _I else result[axis]
+            if held[axis] is not target and target is not _U:
+                casts.append((index, axis, held[axis], target))
+    return casts
+
+
+def _is_primitive(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "fp":
+        return False
+    return target._schema.name.split("::")[1] not in _COMPUTE
+
+
+def _linear_marks(node: fx.Node) -> list[str]:
+    count = len(tensor_operands(node))
+    rule = lookup(node.target)
+    if rule is None:
+        return [""] * count
+    if rule.text is None:
+        return ["~" if rule.moves_only else ""] * count
+    return [pattern.linear for pattern in parse_rule(rule.text_for(node)).operands]
+
+
+def _where(node: fx.Node) -> str:
+    source = source_of(node)
+    return f"{source}: `{source.text}`" if source is not None else str(node.target)
