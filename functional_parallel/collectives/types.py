@@ -156,7 +156,7 @@ _FIXES = {
         _V,
     ): "a slice by rank of a value that differs by rank loses data; write fp.all_to_all, or gather first",
     ("pscatter", _U): "write fp.psum_scatter(x, {axis!r}, dim), which sums and keeps one slice",
-    ("pscatter", _R): "cast it first: there is no slice of a Reduced value; start from the Invariant one",
+    ("pscatter", _R): "write fp.pscatter of the Invariant value that it was cast from",
     ("pmax", _I): "drop it",
     ("pmax", _R): "drop it",
     ("pbroadcast", _I): "drop it",

@@ -80,17 +80,18 @@ def vmap(
 
     @wraps(fn)
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        dims = _dims_of_arguments(in_dims, args)
-        size = _checked_size(axis_name, axis_size, args, dims)
+        leaves, structure = _flatten(args)
+        dims = _dims_of_leaves(in_dims, args)
+        size = _checked_size(axis_name, axis_size, leaves, dims)
         results = _Results(axis_name, out_dims)
 
         def with_lane(index: Tensor, *inner: Any) -> list[Tensor]:
             lane = Lane(axis_name or "", index)
             with bind({} if axis_name is None else {axis_name: size}, lane):
-                return results.keep(fn(*inner, **kwargs), lane)
+                return results.keep(fn(*optree.tree_unflatten(structure, inner), **kwargs), lane)
 
-        stacked = torch.func.vmap(with_lane, (0, *dims), randomness=randomness)(torch.arange(size), *args)
-        return results.join(stacked)
+        stacked = torch.func.vmap(with_lane, (0, *dims), randomness=randomness)
+        return results.join(stacked(torch.arange(size, device=_device_of(leaves)), *leaves))
 
     return mapped
 
@@ -139,16 +140,26 @@ def is_mapped(x: Tensor, lane: Lane) -> bool:
     return False
 
 
-def _dims_of_arguments(in_dims: Any, args: Sequence[Any]) -> tuple[Any, ...]:
-    if in_dims is None or isinstance(in_dims, int):
-        return (in_dims,) * len(args)
-    if len(in_dims) != len(args):
+def _flatten(args: Any) -> tuple[list[Any], Any]:
+    return optree.tree_flatten(args)
+
+
+def _device_of(leaves: Sequence[Any]) -> torch.device | None:
+    return next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), None)
+
+
+def _dims_of_leaves(in_dims: Any, args: Any) -> list[int | None]:
+    """The mapped dim of every leaf of the arguments; what is no tensor has none."""
+    if isinstance(in_dims, list):
+        in_dims = tuple(in_dims)
+    if isinstance(in_dims, tuple) and len(in_dims) != len(args):
         raise ValueError(f"vmap: in_dims {in_dims} names {len(in_dims)} arguments, but there are {len(args)}")
-    return tuple(in_dims)
+    leaves = zip(optree.tree_leaves(args, none_is_leaf=True), _broadcast(in_dims, args), strict=True)
+    return [dim if isinstance(leaf, Tensor) else None for leaf, dim in leaves if leaf is not None]
 
 
-def _checked_size(axis_name: str | None, given: int | None, args: Sequence[Any], dims: Sequence[Any]) -> int:
-    sizes = [size for arg, dim in zip(args, dims, strict=True) for size in _mapped_sizes(arg, dim)]
+def _checked_size(axis_name: str | None, given: int | None, leaves: Sequence[Any], dims: Sequence[int | None]) -> int:
+    sizes = [leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True) if dim is not None]
     if given is not None:
         sizes.append(given)
     if not sizes:
@@ -156,13 +167,6 @@ def _checked_size(axis_name: str | None, given: int | None, args: Sequence[Any],
     if any(size != sizes[0] for size in sizes):
         raise ValueError(f"vmap over {axis_name!r}: the mapped dims (and axis_size) must agree, but are {sizes}")
     return sizes[0]
-
-
-def _mapped_sizes(arg: Any, dim: Any) -> list[int]:
-    if dim is None:
-        return []
-    leaves = zip(optree.tree_leaves(arg, none_is_leaf=True), _broadcast(dim, arg), strict=True)
-    return [leaf.shape[at] for leaf, at in leaves if at is not None and isinstance(leaf, Tensor)]
 
 
 def _broadcast(dims: Any, tree: Any) -> list[Any]:

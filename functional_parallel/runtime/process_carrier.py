@@ -17,16 +17,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain, combinations
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sharding_specs import Mesh
-
 from ..collectives import group
 from ..collectives.axes import bind
+
+if TYPE_CHECKING:
+    from sharding_specs import Mesh
 
 __all__ = ["CollectiveError", "ProcessCarrier"]
 
