@@ -1,18 +1,16 @@
 """Real processes hold what the group's meaning says, forward and backward, and fail loudly.
 
-Starting processes is slow, so each test starts them once and collects many results.
+Starting processes is slow: they are started once per mesh, and each check reads the results it is about.
 """
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from functional_parallel import collectives as fp
@@ -21,63 +19,187 @@ from functional_parallel.runtime.process_carrier import CollectiveError, Process
 from sharding_specs import Mesh
 from tests.processes import RankError, run_on_processes
 
-from .cases import CASES, I, R, V, integers
+from .cases import CASES, Case, I, R, integers
 
-MESHES = {2: {"a": 2}, 4: {"a": 2, "b": 2}}
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
+SQUARE = {"a": 2, "b": 2}
+AXES = [("a",), ("b",), ("a", "b"), ("b", "a")]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int16, torch.complex64, torch.bool]
 SHAPE = (4, 8)
-
-
-def axes_of(shape: dict[str, int]) -> list[tuple[str, ...]]:
-    return [("a",)] if len(shape) == 1 else [("a",), ("b",), ("a", "b"), ("b", "a")]
 
 
 def value_of(rank: int, seed: int = 0) -> Tensor:
     return integers(*SHAPE, seed=100 * seed + rank)
 
 
-def operand(case: Any, rank: int, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
-    """An Invariant operand is the same for all ranks of a group: the one of the group's first rank."""
-    first = next(ranks for ranks in mesh.groups(axes) if rank in ranks)[0]
-    return value_of(first if case.takes in (I, R) else rank)
+def operand(case: Case, ranks: list[int], rank: int) -> Tensor:
+    """An Invariant operand is the same for all ranks of a group: that of its first."""
+    return value_of(ranks[0] if case.takes in (I, R) else rank)
+
+
+def group_of(rank: int, axes: tuple[str, ...]) -> list[int]:
+    return next(ranks for ranks in Mesh(**SQUARE).groups(axes) if rank in ranks)
+
+
+def loss(x: Tensor) -> Tensor:
+    """A cubic loss through most primitives, over both axes."""
+    x = fp.all_gather(fp.psum_scatter(x * x, "a", 1), "b", 0)
+    x = fp.all_to_all(fp.ppermute(x, ("b", "a"), [(0, 1), (1, 3), (3, 0)]), "b", 0, 1)
+    return fp.psum((x * fp.pvary(fp.psum(x, "a"), "a")).sum() * (fp.axis_index("b") + 1), ("a", "b"))
+
+
+def derivatives(x: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    gradient = torch.func.grad(loss)
+    second = torch.func.grad(lambda at: fp.psum((gradient(at) * v).sum(), ("a", "b")))(x)
+    tangent = torch.func.jvp(gradient, (x,), (v,))[1]
+    samples = torch.func.vmap(gradient)(torch.stack([x, v]))
+    return gradient(x), second, tangent, samples
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What runs on each rank
+# What the ranks run
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def every_collective(rank: int, shape: dict[str, int], reduction: str) -> dict[str, Any]:
-    mesh = Mesh(**shape)
-    carrier = ProcessCarrier(mesh, reduction=reduction)
+def on_four_ranks(rank: int) -> dict[Any, Any]:
+    carriers = {reduction: ProcessCarrier(Mesh(**SQUARE), reduction=reduction) for reduction in ("fast", "ordered")}
     results: dict[Any, Any] = {}
-    with carrier.bound():
-        for case, axes in product(CASES, axes_of(shape)):
-            x = operand(case, rank, mesh, axes)
-            results[str(case), axes] = case.apply(x, axes)
-        for dtype, axes in product(DTYPES, axes_of(shape)):
-            x = value_of(rank).to(dtype)
-            results[dtype, axes] = fp.psum(x, axes), fp.all_gather(x, axes), fp.all_to_all(x, axes, 0, 1)
-            if not dtype.is_complex:
-                results[dtype, axes] += fp.pmax(x, axes), fp.pmin(x, axes)
+    for (reduction, carrier), axes in product(carriers.items(), AXES):
+        with carrier.bound():
+            for case in CASES:
+                results[reduction, axes, str(case)] = case.apply(operand(case, group_of(rank, axes), rank), axes)
+            for dtype in DTYPES:
+                results[reduction, axes, dtype] = collectives_of(value_of(rank).to(dtype), axes)
+            results[reduction, axes, "floats"] = fp.psum(value_of(rank) / 7, axes)
+    with carriers["fast"].bound():
+        results["derivatives"] = derivatives(value_of(rank), value_of(rank, seed=1))
+        leaf = value_of(rank).requires_grad_()
+        result = loss(leaf)
+    results["backward after the binding"] = torch.autograd.grad(result, leaf)[0]
     return results
 
 
-def derivatives(rank: int, shape: dict[str, int]) -> tuple[Tensor, ...]:
-    """Of one loss that goes through most primitives: gradient, its own gradient, tangent, per-sample gradients."""
-    with ProcessCarrier(Mesh(**shape)).bound():
-        x, v = value_of(rank), value_of(rank, seed=1)
-        gradient = torch.func.grad(loss)
-        second = torch.func.grad(lambda at: fp.psum((gradient(at) * v).sum(), ("a", "b")))(x)
-        tangent = torch.func.jvp(gradient, (x,), (v,))[1]
-        samples = torch.func.vmap(gradient)(torch.stack([x, v]))
-        leaf = x.clone().requires_grad_()
-        plain = torch.autograd.grad(loss(leaf), leaf)[0]
-    after = torch.autograd.grad(outside := second_use(shape, leaf), leaf)[0]
-    return gradient(x) if False else plain, second, tangent, samples, after, outside.detach()
+def collectives_of(x: Tensor, axes: tuple[str, ...]) -> list[Tensor]:
+    results = [fp.psum(x, axes), fp.all_gather(x, axes), fp.psum_scatter(counted(x), axes)]
+    return results if x.is_complex() else [*results, fp.pmax(x, axes), fp.pmin(x, axes)]
 
 
-def no_second_carrier() -> None: ...
+def counted(x: Tensor) -> Tensor:
+    return x.to(torch.int64) if x.dtype == torch.bool else x
+
+
+def on_two_ranks(rank: int) -> dict[str, Any]:
+    mesh = Mesh(a=2)
+    x = torch.full((1000,), 1 / 3, dtype=torch.bfloat16)
+    results: dict[str, Any] = {}
+    with ProcessCarrier(mesh, reduce_dtype=torch.float32).bound():
+        results["wide"] = fp.psum(x if rank else x * 1000, "a")
+        results["empty"] = fp.all_gather(torch.ones(0, 3), "a"), fp.psum(torch.ones(0), "a")
+        ignored = torch.func.grad(lambda y: y.sum() + (0 if rank else 1) * fp.all_gather(y, "a").sum())
+        results["ignored"] = ignored(torch.ones(2))
+    with ProcessCarrier(mesh, timeout=timedelta(seconds=1)).bound():
+        results["alone"] = error_of_a_gradient(rank)
+    return results
+
+
+def error_of_a_gradient(rank: int) -> str:
+    """Rank 1 drops what it gathered, so autograd never calls its backward, and rank 0 waits for it in vain."""
+
+    def loss_of_rank(x: Tensor) -> Tensor:
+        gathered = fp.all_gather(x, "a")
+        return gathered.sum() if rank == 0 else x.sum()
+
+    try:
+        torch.func.grad(loss_of_rank)(torch.ones(2, 3))
+    except CollectiveError as error:
+        return str(error)
+    return "no error"
+
+
+def on_the_wrong_number(rank: int) -> None:
+    ProcessCarrier(Mesh(a=3))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# What must hold
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def four() -> list[dict[Any, Any]]:
+    return run_on_processes(on_four_ranks, 4)
+
+
+@pytest.fixture(scope="module")
+def two() -> list[dict[str, Any]]:
+    return run_on_processes(on_two_ranks, 2)
+
+
+@pytest.mark.parametrize("reduction, axes", list(product(["fast", "ordered"], AXES)), ids=str)
+def test_every_collective(four: list[dict[Any, Any]], reduction: str, axes: tuple[str, ...]) -> None:
+    for case, ranks in product(CASES, Mesh(**SQUARE).groups(axes)):
+        expected = case.reference([operand(case, ranks, rank) for rank in ranks])
+        for rank, value in zip(ranks, expected, strict=True):
+            assert torch.equal(four[rank][reduction, axes, str(case)], value), f"{case} over {axes} on rank {rank}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype(four: list[dict[Any, Any]], dtype: torch.dtype) -> None:
+    for reduction, axes in product(["fast", "ordered"], AXES):
+        for ranks in Mesh(**SQUARE).groups(axes):
+            values = [value_of(rank).to(dtype) for rank in ranks]
+            summed = [counted(value) for value in values]
+            expected = [group.psum(summed), group.all_gather(values, 0), group.psum_scatter(summed, 0)]
+            if not dtype.is_complex:
+                expected += [group.pmax(values), group.pmin(values)]
+            for position, rank in enumerate(ranks):
+                for ours, theirs in zip(four[rank][reduction, axes, dtype], expected, strict=True):
+                    assert torch.equal(ours, theirs[position]) and ours.dtype == theirs[position].dtype
+
+
+def test_ordered_sums_add_in_rank_order_to_the_bit(four: list[dict[Any, Any]]) -> None:
+    for axes in AXES:
+        for ranks in Mesh(**SQUARE).groups(axes):
+            expected = group.psum([value_of(rank) / 7 for rank in ranks])[0]
+            assert all(torch.equal(four[rank]["ordered", axes, "floats"], expected) for rank in ranks)
+            fast = [four[rank]["fast", axes, "floats"] for rank in ranks]
+            torch.testing.assert_close(fast[0], expected)
+            assert all(torch.equal(fast[0], other) for other in fast), "an Invariant value is the same to the bit"
+
+
+def test_derivatives_equal_the_oracles(four: list[dict[Any, Any]]) -> None:
+    x, v = (torch.stack([value_of(rank, seed) for rank in range(4)]).unflatten(0, (2, 2)) for seed in (0, 1))
+    oracle = fp.vmap(fp.vmap(derivatives, axis_name="b"), axis_name="a")(x, v)
+    for rank, result in enumerate(four):
+        for ours, truth in zip(result["derivatives"], oracle, strict=True):
+            assert torch.equal(ours, truth.flatten(0, 1)[rank])
+        assert torch.equal(result["backward after the binding"], oracle[0].flatten(0, 1)[rank])
+
+
+def test_low_precision_sums_accumulate_in_the_wide_dtype(two: list[dict[str, Any]]) -> None:
+    third = torch.full((1000,), 1 / 3, dtype=torch.bfloat16)
+    expected = ((third * 1000).float() + third.float()).to(torch.bfloat16)
+    assert all(torch.equal(result["wide"], expected) for result in two)
+
+
+def test_empty_tensors_travel(two: list[dict[str, Any]]) -> None:
+    for result in two:
+        gathered, summed = result["empty"]
+        assert gathered.shape == (0, 3) and summed.shape == (0,)
+
+
+def test_a_zero_cotangent_still_takes_part(two: list[dict[str, Any]]) -> None:
+    """Rank 1's loss multiplies the gathered value by zero; its backward joins the reduce-scatter all the same."""
+    assert [result["ignored"].tolist() for result in two] == [[2.0, 2.0], [2.0, 2.0]]
+
+
+def test_a_rank_left_alone_says_so(two: list[dict[str, Any]]) -> None:
+    message = two[0]["alone"]
+    for part in ("rank 0 (a=0): psum_scatter over ('a',) of float32[4, 3] failed", "of [0, 1] never came to it"):
+        assert part in message
+
+
+def test_the_mesh_must_fit_the_processes() -> None:
+    with pytest.raises(RankError, match="has 3 ranks, but 1 processes are running; start 3, or change the mesh"):
+        run_on_processes(on_the_wrong_number, 1)
