@@ -27,6 +27,7 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "UnsupportedFakeTensor",
+    "apart_from_modes",
     "apart_from_transforms",
     "backward_node_number",
     "differentiating_level",
@@ -42,6 +43,9 @@ def apart_from_transforms() -> Iterator[None]:
     """Set aside active dispatch modes and torch.func levels: what runs inside sees plain tensors."""
     with temporarily_clear_interpreter_stack(), _disable_current_modes():
         yield
+
+
+apart_from_modes = _disable_current_modes  # set aside active dispatch modes only
 
 
 def backward_node_number() -> int | None:

@@ -8,7 +8,7 @@ object itself.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sharding_specs import Mesh, P
@@ -27,13 +27,15 @@ class Layout:
 
     `arguments(args)` is a tuple of full spec trees, one per argument, made from the arguments' paths and shapes alone
     (whole or local shapes give the same). `axes` are the mesh axes that the function is local to, innermost transform
-    first; `describe` says in words what each transform did.
+    first; `describe` says in words what each transform did. `update_axis` names an axis over which the optimizer's work
+    and state are split though the parameters are not (ZeRO-1 and 2), and `update_specs(args)` how.
     """
 
     arguments: Callable[[tuple[PyTree, ...]], tuple[SpecTree, ...]]
     axes: tuple[str, ...] = ()
     describe: tuple[str, ...] = ()
-    strict: bool = False
+    update_axis: str | None = None
+    update_specs: Callable[[tuple[PyTree, ...]], SpecTree] | None = None
 
 
 class LocalFunction:
@@ -58,6 +60,10 @@ class LocalFunction:
     def specs(self) -> Layout:
         """How the arguments and results lie."""
         return self.layout
+
+    def updating(self, axis: str, specs: Callable[[tuple[PyTree, ...]], SpecTree]) -> LocalFunction:
+        """The same function, its optimizer's work split over an axis."""
+        return LocalFunction(self._call, replace(self.layout, update_axis=axis, update_specs=specs), self.name)
 
     def __repr__(self) -> str:
         return f"{' → '.join((self.name, *self.layout.describe))}"

@@ -15,7 +15,7 @@ from ..tracing import Aval
 from .notation import RuleError, RuleText
 from .placement import PARTIAL, WHOLE, Partial, Place, Shard
 
-__all__ = ["Choice", "Decision", "Operand", "decide"]
+__all__ = ["Choice", "Decision", "Operand", "decide", "factor_sizes", "find_factor", "placed"]
 
 Factors = tuple[tuple[str, ...], ...]
 
@@ -60,15 +60,15 @@ def decide(rule: RuleText, operands: Sequence[Operand], results: Sequence[Aval],
     if len(rule.operands) != len(operands):
         raise RuleError(f"{where}: the rule {rule.text!r} names {len(rule.operands)} operands of {len(operands)}")
     fits = [pattern.fit(op.aval.shape, where) for pattern, op in zip(rule.operands, operands, strict=True)]
-    sizes = _factor_sizes(fits, operands, where)
+    sizes = factor_sizes(fits, operands, where)
     choice = _choose(rule, fits, operands, sizes, size)
     if choice is None:
         return _without_choice(rule, operands, len(results))
-    required = tuple(_placed(fit, choice, sizes) or WHOLE for fit in fits)
+    required = tuple(placed(fit, choice, sizes) or WHOLE for fit in fits)
     mark = rule.marks.get(choice.factor, "")
     places = []
     for pattern, aval in zip(rule.results, results, strict=False):
-        place = _placed(pattern.fit(aval.shape, where), choice, sizes)
+        place = placed(pattern.fit(aval.shape, where), choice, sizes)
         if place is None and not mark:
             raise RuleError(f"{where}: {rule.text!r} drops factor {choice.factor}, which needs a mark (+, >, ^, …)")
         places.append(place or (PARTIAL if mark in "+?" else WHOLE))
@@ -80,7 +80,7 @@ def _choose(
 ) -> Choice | None:
     best: tuple[tuple[bool, int], Choice] | None = None
     for fit, operand in zip(fits, operands, strict=True):
-        choice = _factor_of(fit, operand.place, sizes, size)
+        choice = find_factor(fit, operand.place, sizes, size)
         if choice is None or rule.marks.get(choice.factor) == "^":
             continue
         weight = (operand.is_parameter, operand.aval.nbytes)
@@ -89,7 +89,7 @@ def _choose(
     return best[1] if best else None
 
 
-def _factor_of(fit: Factors, place: Place, sizes: dict[str, int], size: int) -> Choice | None:
+def find_factor(fit: Factors, place: Place, sizes: dict[str, int], size: int) -> Choice | None:
     """The factor that a sharded operand is split on, or None if the split cuts across factors."""
     if not isinstance(place, Shard):
         return None
@@ -103,7 +103,7 @@ def _factor_of(fit: Factors, place: Place, sizes: dict[str, int], size: int) -> 
     return None
 
 
-def _placed(fit: Factors, choice: Choice, sizes: dict[str, int]) -> Shard | None:
+def placed(fit: Factors, choice: Choice, sizes: dict[str, int]) -> Shard | None:
     """Where a tensor with these factors is sharded when the op is split by the choice."""
     for dim, factors in enumerate(fit):
         if choice.factor in factors:
@@ -127,7 +127,7 @@ def _without_choice(rule: RuleText, operands: Sequence[Operand], results: int) -
     return Decision(required, (PARTIAL if any(keep) else WHOLE,) * results)
 
 
-def _factor_sizes(fits: list[Factors], operands: Sequence[Operand], where: str) -> dict[str, int]:
+def factor_sizes(fits: list[Factors], operands: Sequence[Operand], where: str) -> dict[str, int]:
     dims = [(f, s) for fit, op in zip(fits, operands, strict=True) for f, s in zip(fit, op.aval.shape, strict=True)]
     sizes = {factors[0]: extent for factors, extent in dims if len(factors) == 1}
     for factors, extent in dims:

@@ -77,7 +77,8 @@ def partition(
         before = _full_specs(inner.arguments(args), args)
         return tuple(_merge_trees(a, b, axis, inner.axes) for a, b in zip(before, own, strict=True))
 
-    layout = Layout(arguments, (*inner.axes, axis), (*inner.describe, describe or f"partition({axis!r})"), strict)
+    described = (*inner.describe, describe or f"partition({axis!r})")
+    layout = Layout(arguments, (*inner.axes, axis), described, inner.update_axis, inner.update_specs)
     local = _Partition(f, axis, specs, out_specs, parameters, tuple(gathered), strict, inner)
     return LocalFunction(local, layout, getattr(f, "name", None) or getattr(f, "__name__", "function"))
 
@@ -209,6 +210,8 @@ def _full_specs(specs: tuple[SpecTree, ...], args: tuple[PyTree, ...]) -> tuple[
 
 def _place(spec: P, axis: str, inner: Sequence[str]) -> Place:
     """Where a spec puts a value on one axis, in a view that is local to the inner axes already."""
+    if axis in spec.reduced:
+        return REDUCED
     if axis not in spec.axes:
         return WHOLE
     by_axis: dict[str, Placement] = {placement.axis: placement for placement in spec.placements(axis_mesh())}
@@ -246,6 +249,8 @@ def _merge_trees(before: SpecTree, own: SpecTree, axis: str, inner: Sequence[str
     """A spec tree declared for several axes is kept; else the axis is added to what inner transforms declared."""
 
     def merge(a: P, b: P) -> P:
+        if axis in b.reduced:
+            return P.from_placements(a.placements(axis_mesh()), axis_mesh(), reduced=a.reduced | {axis})
         if axis not in b.axes:
             return a
         keep = {name for name in (*inner, axis)}

@@ -28,6 +28,8 @@ def prepare(traced: Traced) -> Traced:
             _split_product(traced, node)
         elif node.target is aten.convolution.default and node.args[2] is not None:
             _split_convolution(traced, node)
+        elif node.target is aten.cat.default:
+            _drop_empty(node)
     simplify(traced)
     fuse_cross_entropy(traced)
     traced.seal()
@@ -55,6 +57,13 @@ def _split_convolution(traced: Traced, node: fx.Node) -> None:
         column = _call(traced, node, aten.view.default, (bias, sizes), Aval(tuple(sizes), aval.dtype, aval.device))
         total = _call(traced, node, aten.add.Tensor, (product, column))
     _replace(traced, node, total)
+
+
+def _drop_empty(node: fx.Node) -> None:
+    """`cat` skips tensors of shape (0,) whatever the others' dims are."""
+    parts = [part for part in node.args[0] if part.meta["val"].shape != (0,)]  # type: ignore[union-attr]
+    if parts and len(parts) < len(node.args[0]):  # type: ignore[arg-type]
+        node.args = (parts, *node.args[1:])
 
 
 def _scaled(traced: Traced, node: fx.Node, value: Any, factor: Any) -> Any:

@@ -26,6 +26,7 @@ from .notation import parse_rule
 from .placement import PARTIAL, REDUCED, WHOLE, Place, Reduced, Shard, Whole
 from .rules import Rule, lookup
 from .rules.broadcast import tensor_operands
+from .slicing import split_backwards
 from .step import Step
 
 __all__ = ["PartitionError", "PartitionWarning", "run_partitioned"]
@@ -99,20 +100,19 @@ class _Run:
         if node.target is operator.getitem:
             self.values[node] = self.values[node.args[0]][node.args[1]]  # type: ignore[index]
             return
-        operands = tensor_operands(node)
-        step = Step(node, self.axis, self.size, [self._operand(n) for n in operands], _results(node), emit_node)
+        step = self._step(node)
         rule = self._rule(step)
         step.decision = _decision(rule, step)
         reduced = not step.decision.varying and any(isinstance(operand.place, Reduced) for operand in step.operands)
         whole = REDUCED if reduced else VARYING if step.decision.varying and not rule.casts else WHOLE
-        args, kwargs = self._arguments(node, operands, step.decision, whole)
+        args, kwargs = self._arguments(node, tensor_operands(node), step.decision, whole)
         if reduced:
             step.decision = replace(step.decision, results=(REDUCED,) * len(step.decision.results))
         outputs = rule.local(step, *args, **kwargs) if rule.local else step.run(*args, **kwargs)
         self._store(node, step, outputs)
 
     def _operand(self, node: fx.Node) -> Operand:
-        value = self.values[node]
+        value: _Value = self.values[node]
         return Operand(node.meta["val"], value.place, value.is_parameter)
 
     def _rule(self, step: Step) -> Rule:
@@ -152,7 +152,10 @@ class _Run:
         if held_whole and (form == WHOLE or not (isinstance(form, Shard) or _may_have_gradient(node.meta["val"]))):
             return value.part
         if form not in value.forms:
-            value.forms[form] = self._converted(value, form)
+            if isinstance(form, Shard) and value.place == WHOLE:
+                value.forms[form] = self._sliced(node, value, form)
+            else:
+                value.forms[form] = self._converted(value, form)
         return value.forms[form]
 
     def _converted(self, value: _Value, form: Form) -> Any:
@@ -162,6 +165,25 @@ class _Run:
                 whole = value.forms[WHOLE] = convert(value.part, PARTIAL, WHOLE, self.axis, self.size)
             return convert(whole, WHOLE, VARYING, self.axis, self.size)
         return convert(value.part, value.place, form, self.axis, self.size)
+
+    def _sliced(self, node: fx.Node, value: _Value, form: Shard) -> Any:
+        """A slice of a whole value, computed from slices of what it was computed from.
+
+        Slicing the value itself would gather its gradient; a broadcast parameter, say, wants only its own summed. The
+        whole value is dead code then, if nothing else uses it.
+        """
+        source = split_backwards(self._step(node), form) if node.op == "call_function" else None
+        if source is None:
+            return self._converted(value, form)
+        step, rule = source
+        args, kwargs = self._arguments(node, tensor_operands(node), step.decision, VARYING)
+        with inherit(source_of(node)):
+            part = rule.local(step, *args, **kwargs) if rule.local else step.run(*args, **kwargs)
+        return part.detach() if node.meta["no_grad"] else part
+
+    def _step(self, node: fx.Node) -> Step:
+        operands = [self._operand(operand) for operand in tensor_operands(node)]
+        return Step(node, self.axis, self.size, operands, _results(node), emit_node)
 
     def _store(self, node: fx.Node, step: Step, outputs: Any) -> None:
         static = bool(step.operands) and all(operand.is_parameter for operand in step.operands)
@@ -185,7 +207,8 @@ class _Run:
             held = self.values[output].place
             place = wanted[index] if wanted is not None else None
             place = place if place is not None else (WHOLE if held == PARTIAL else held)
-            parts.append(self._in_form(output, place))
+            with inherit(source_of(output)):
+                parts.append(self._in_form(output, place))
             places.append(place)
         return parts, places
 

@@ -169,7 +169,8 @@ class Recorder(_torch.TorchDispatchMode):
                 f"mapping (shape {tuple(tensor.shape)}); pass it as an argument"
             )
         name = f"constant{len(self.traced.constants)}"
-        self.traced.constants[name] = tensor.detach()
+        with _torch.apart_from_modes():  # the fake mode would make it a fake
+            self.traced.constants[name] = tensor.detach()
         return self._at_front(lambda: self.traced.graph.create_node("get_attr", name))
 
     def _capture(self, tensor: torch.Tensor) -> fx.Node:
@@ -201,7 +202,8 @@ class Recorder(_torch.TorchDispatchMode):
 
     def _lift(self, func: Any, value: torch.Tensor) -> torch.Tensor:
         lifted = func(value)
-        node = self._constant(value.clone())
+        with _torch.apart_from_modes():
+            node = self._constant(value.clone())
         node.meta.update(val=aval_of(value), source=current_source(), backward=False, no_grad=False)
         self.bind(lifted, node)
         return lifted
@@ -270,6 +272,12 @@ class Recorder(_torch.TorchDispatchMode):
         twin = _torch.functional_variant(func)
         if twin is None or not isinstance(target, torch.Tensor):
             raise MutationError(f"{current_source()}: {func} changes a tensor in place and has no functional twin")
+        if not isinstance(target, _torch.FakeTensor) or id(target) not in self._nodes:
+            raise MutationError(
+                f"{current_source()}: {func} changes in place a tensor of shape {tuple(target.shape)} that the function "
+                "closes over, and the change would be lost; pass it in and return it (for a module's buffers: "
+                "fp.functional(module, buffers=True))"
+            )
         self._refuse_unseen_aliases(func, target)
         result = twin(*args, **kwargs)
         node = self._write(twin, args, kwargs, result)

@@ -104,11 +104,13 @@ def _zero(stage: int, axis: str, specs: Rules, batch: SpecTree, strict: bool, na
         at_rest = _AtRest(axis, inner) if specs is None else lambda args: _only(_parameter_specs(specs)(args[0]), axis)
 
         def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
-            return (at_rest(args) if stage == 3 else P(), *_rest(args, batch, P(axis)))
+            parameters = at_rest(args) if stage == 3 else P() if stage == 0 else P(reduced={axis})
+            return (parameters, *_rest(args, batch, P(axis)))
 
-        return partition(f, axis, in_specs, gathered=(0,) if stage == 3 else (), strict=strict, describe=name)
+        local = partition(f, axis, in_specs, gathered=(0,) if stage == 3 else (), strict=strict, describe=name)
+        return local if stage in (0, 3) else local.updating(axis, at_rest)
 
-    return Transform(name, axis, Order.DATA, apply, (("stage", stage), ("at_rest", specs)))
+    return Transform(name, axis, Order.DATA, apply)
 
 
 class _AtRest:

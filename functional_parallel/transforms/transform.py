@@ -36,16 +36,12 @@ class Order(IntEnum):
 
 @dataclass(frozen=True)
 class Transform:
-    """One transform: `name` for messages and `explain`, the mesh `axis` it takes, its place in the order, what it does.
-
-    `options` are what later stages may want to know of it (the ZeRO stage, say).
-    """
+    """One transform: `name` for messages and `explain`, the mesh `axis` it takes, its place in the order, what it does."""
 
     name: str
     axis: str
     order: Order
     apply: Callable[[Callable[..., Any]], LocalFunction]
-    options: tuple[tuple[str, Any], ...] = ()
 
     def __call__(self, f: Callable[..., Any]) -> LocalFunction:
         return self.apply(f)

@@ -1,16 +1,19 @@
 """The table of sharding rules: one entry per aten op, text first, code only where text cannot say it."""
 
-from . import attention, collective, contractions, factories, lookups, norms, pointwise, reductions, shapes, vision
+from . import attention, batch_norm, collective, contractions, draws, factories, lookups, losses, norms, pointwise, reductions, shapes, vision
 from .registry import Rule, lookup, register_rule
 
 __all__ = [
     "Rule",
     "attention",
+    "batch_norm",
     "collective",
     "contractions",
+    "draws",
     "factories",
     "lookup",
     "lookups",
+    "losses",
     "norms",
     "pointwise",
     "reductions",

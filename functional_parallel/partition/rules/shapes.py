@@ -63,8 +63,10 @@ def _local_view(step: Step, x: torch.Tensor, shape: Sequence[int], **_: Any) -> 
     return x.reshape(step.local_result_shape())
 
 
+VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten._reshape_alias.default)
+
 rule(
-    [aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten._reshape_alias.default],
+    VIEWS,
     Rule(decide=_decide_view, local=_local_view, moves_only=True),
 )
 

@@ -1,0 +1,63 @@
+"""An `nn.Module` as a pure function over its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .collectives import guards
+
+__all__ = ["functional"]
+
+
+def functional(module: nn.Module, *, buffers: bool = False) -> Any:
+    """Turn a module into a pure function and its parameters.
+
+    >>> import torch, functional_parallel as fp
+    >>> fn, params = fp.functional(torch.nn.Linear(2, 1))
+    >>> sorted(params), fn(params, torch.ones(3, 2)).shape
+    (['bias', 'weight'], torch.Size([3, 1]))
+
+    Args:
+        module: any module; Hugging Face models too. It is not changed, and its mode (train or eval) counts as it is when
+            the function is called.
+        buffers: pass buffers in and out as state, which batch norm's running statistics need in training.
+
+    Returns:
+        `(fn, params)` with `fn(params, *args, **kwargs)`; with `buffers`, `(fn, params, state)` with
+        `fn(params, state, *args, **kwargs)` returning `(result, new_state)`. Parameters are keyed by dotted path; a tied
+        weight is one leaf.
+
+    Raises:
+        ForeignCollectiveError: for a DDP or FSDP module, whose hidden hooks torch.func does not see.
+    """
+    guards.check_callable(module)
+    params = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    state = {name: buffer.detach() for name, buffer in module.named_buffers()}
+    if not buffers:
+        return _without_state(module, state), params
+    return _with_state(module), params, state
+
+
+def _without_state(module: nn.Module, state: dict[str, torch.Tensor]) -> Callable[..., Any]:
+    def fn(params: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        return torch.func.functional_call(module, {**params, **state}, args, kwargs)
+
+    return _named(fn, module)
+
+
+def _with_state(module: nn.Module) -> Callable[..., Any]:
+    def fn(params: dict[str, torch.Tensor], state: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        own = {name: buffer.clone() for name, buffer in state.items()}
+        result = torch.func.functional_call(module, {**params, **own}, args, kwargs)
+        return result, own
+
+    return _named(fn, module)
+
+
+def _named(fn: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    fn.__name__ = type(module).__name__
+    return fn

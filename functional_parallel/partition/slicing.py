@@ -1,0 +1,50 @@
+"""Which slices of an op's operands give a slice of its result: a rule, read from right to left."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .decide import Decision, factor_sizes, find_factor, placed
+from .notation import parse_rule
+from .placement import WHOLE, Shard
+from .rules import Rule, lookup
+from .rules.shapes import VIEWS, reshaped_place
+from .step import Step
+
+__all__ = ["split_backwards"]
+
+
+def split_backwards(step: Step, form: Shard) -> tuple[Step, Rule] | None:
+    """The step that computes one rank's slice of a result from slices of whole operands, or None if no rule says how."""
+    rule = lookup(step.node.target)
+    if rule is None or len(step.results) != 1 or any(operand.place != WHOLE for operand in step.operands):
+        return None
+    if step.node.target in VIEWS:
+        decision = _through_view(step, form)
+    else:
+        decision = _through_text(step, rule, form) if rule.text is not None and not rule.casts else None
+    return None if decision is None else (replace(step, decision=decision), rule)
+
+
+def _through_view(step: Step, form: Shard) -> Decision | None:
+    before, after = step.operands[0].aval.shape, step.results[0].shape
+    place = reshaped_place(after, before, form, step.size)
+    if not isinstance(place, Shard) or reshaped_place(before, after, place, step.size) != form:
+        return None
+    return Decision((place,), (form,))
+
+
+def _through_text(step: Step, rule: Rule, form: Shard) -> Decision | None:
+    text = parse_rule(rule.text_for(step.node))
+    fits = [pattern.fit(op.aval.shape, step.where) for pattern, op in zip(text.operands, step.operands, strict=True)]
+    result = text.results[0].fit(step.results[0].shape, step.where)
+    sizes = factor_sizes(fits, step.operands, step.where)
+    sizes.update({names[0]: n for names, n in zip(result, step.results[0].shape, strict=True) if len(names) == 1})
+    choice = find_factor(result, form, sizes, step.size)
+    if choice is None or text.marks.get(choice.factor):
+        return None
+    known = any(choice.factor in names for fit in fits for names in fit)
+    if not known and not step.node.target._schema.name.endswith("::expand"):  # type: ignore[union-attr]
+        return None
+    required = tuple(placed(fit, choice, sizes) or WHOLE for fit in fits)
+    return Decision(required, (form,), choice)

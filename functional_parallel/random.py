@@ -1,0 +1,222 @@
+"""Random numbers keyed by seed, site, step and global position, so that every mesh draws the same ones.
+
+A draw is a pure function: it hashes (key, position of the element in the whole tensor). Sharding a value then only changes
+which positions a rank asks for. While a forward is traced a draw is one op, `torch.ops.fp.uniform`, whose blocks the
+partitioner fills in; run, it is integer arithmetic (the finaliser of SplitMix64, Steele, Lea & Flood, OOPSLA 2014).
+
+Models draw from the ambient key (`with fp.random.using(key)`, which `train_step(seed=…)` enters anew each step), each call
+being a site of its own, counted in the order of the trace; or from a key passed by hand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from . import collectives as fp
+from .collectives.axes import axis_size
+from .emit import differentiable
+from .tracing.intercept import intercept
+
+__all__ = ["RandomKeyError", "dropout", "fold_in", "key", "normal", "uniform", "using"]
+
+
+class RandomKeyError(RuntimeError):
+    """A draw with no key to draw from."""
+
+
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+
+
+def key(seed: int) -> torch.Tensor:
+    """A key made from a seed: an int64 scalar.
+
+    >>> import functional_parallel as fp
+    >>> fp.random.key(3).shape
+    torch.Size([])
+    """
+    return _mix(torch.tensor(seed, dtype=torch.int64))
+
+
+def fold_in(key: torch.Tensor, number: int | torch.Tensor) -> torch.Tensor:
+    """A new key made from a key and a number (a step, a site, a layer).
+
+    >>> import functional_parallel as fp
+    >>> bool(fp.random.fold_in(fp.random.key(0), 1) == fp.random.fold_in(fp.random.key(0), 2))
+    False
+    """
+    return _mix(key + _mix(torch.as_tensor(number, dtype=torch.int64, device=key.device)))
+
+
+def uniform(key: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Numbers in [0, 1) of the shape and dtype of `like`.
+
+    >>> import torch, functional_parallel as fp
+    >>> x = fp.random.uniform(fp.random.key(0), torch.empty(1000))
+    >>> bool((x >= 0).all() and (x < 1).all() and (x.mean() - 0.5).abs() < 0.05)
+    True
+
+    Args:
+        key: an int64 scalar, from `key` or `fold_in`.
+        like: gives shape, dtype and device; sharded as it is, the numbers are those of the whole tensor.
+    """
+    return torch.ops.fp.uniform(like.detach(), key, list(like.shape), [], [], [])
+
+
+def normal(key: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Standard normal numbers of the shape and dtype of `like` (Box and Muller's transform of two uniforms).
+
+    >>> import torch, functional_parallel as fp
+    >>> x = fp.random.normal(fp.random.key(0), torch.empty(10_000))
+    >>> bool(x.mean().abs() < 0.05 and (x.std() - 1).abs() < 0.05)
+    True
+    """
+    radius = torch.sqrt(-2 * torch.log1p(-uniform(fold_in(key, 1), like)))
+    return radius * torch.cos(2 * math.pi * uniform(fold_in(key, 2), like))
+
+
+def dropout(x: torch.Tensor, p: float = 0.5, *, key: torch.Tensor | None = None) -> torch.Tensor:
+    """Zero each element with probability p and scale the rest by 1 / (1 − p), alike on every mesh.
+
+    >>> import torch, functional_parallel as fp
+    >>> y = fp.random.dropout(torch.ones(1000), 0.25, key=fp.random.key(0))
+    >>> sorted(set(y.tolist())) == [0.0, y.max().item()], bool((y.mean() - 1).abs() < 0.1)
+    (True, True)
+
+    Args:
+        x: any floating tensor.
+        p: probability of zero, in [0, 1].
+        key: without it the ambient key, with a site of its own.
+
+    Raises:
+        RandomKeyError: when there is neither.
+        ValueError: when p is no probability.
+    """
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout probability must lie in [0, 1], not {p}")
+    if p == 0:
+        return x
+    if p == 1:
+        return x * 0
+    like = x.detach().float() if x.dtype.itemsize < 4 else x  # enough digits to hit p
+    kept = uniform(_next_site("dropout") if key is None else key, like) >= p
+    return x * (kept.to(x.dtype) / (1 - p))
+
+
+# -----------------------------------------------------------------------------
+# The ambient key
+# -----------------------------------------------------------------------------
+
+_ambient: list[list[Any]] = []  # [key, sites drawn so far]
+
+
+@contextmanager
+def using(key: torch.Tensor) -> Iterator[None]:
+    """Draw from this key inside a `with` block; the first draw is site 0, the next site 1.
+
+    >>> import torch, functional_parallel as fp
+    >>> with fp.random.using(fp.random.key(0)):
+    ...     a, b = (fp.random.dropout(torch.ones(8)) for _ in range(2))
+    >>> bool((a == b).all())
+    False
+    """
+    _ambient.append([key, 0])
+    try:
+        yield
+    finally:
+        _ambient.pop()
+
+
+def _next_site(what: str) -> torch.Tensor:
+    if not _ambient:
+        raise RandomKeyError(
+            f"{what} draws random numbers, but no key is given: pass key=fp.random.key(seed), wrap the call in "
+            "`with fp.random.using(key):`, use train_step(seed=…), or set the model to eval mode"
+        )
+    entry = _ambient[-1]
+    entry[1] += 1
+    return fold_in(entry[0], entry[1] - 1)
+
+
+@intercept(torch.nn.functional.dropout)
+def _traced_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    return dropout(input, p) if training else input
+
+
+# -----------------------------------------------------------------------------
+# The op
+# -----------------------------------------------------------------------------
+
+_library = torch.library.Library("fp", "FRAGMENT")
+_library.define(
+    "uniform(Tensor like, Tensor key, int[] shape, str[] axes, int[] dims, int[] outers) -> Tensor",
+)
+
+
+def _uniform(
+    like: torch.Tensor,
+    key: torch.Tensor,
+    shape: Sequence[int],
+    axes: Sequence[str],
+    dims: Sequence[int],
+    outers: Sequence[int],
+) -> torch.Tensor:
+    """The numbers at this rank's positions of a tensor of the given whole shape.
+
+    `axes`, `dims`, `outers` list the splits, innermost transform first; each views its dim as (outer, ranks, rest).
+    """
+    position = torch.zeros((), dtype=torch.int64, device=like.device)
+    stride = 1
+    for dim in range(len(shape) - 1, -1, -1):
+        index = _global_index(dim, like.shape[dim], axes, dims, outers, like.device)
+        position = position + (index * stride).reshape([-1 if d == dim else 1 for d in range(len(shape))])
+        stride *= shape[dim]
+    bits = _mix(_mix(position * _GOLDEN + key))
+    digits = 53 if like.dtype == torch.float64 else 24 if like.dtype == torch.float32 else 8
+    whole = (bits >> (64 - digits)) & ((1 << digits) - 1)
+    return (whole.to(torch.float64) * 2.0**-digits).to(like.dtype).expand(like.shape)
+
+
+def _global_index(
+    dim: int, length: int, axes: Sequence[str], dims: Sequence[int], outers: Sequence[int], device: Any
+) -> torch.Tensor:
+    index = torch.arange(length, device=device)
+    for axis, where, outer in reversed(list(zip(axes, dims, outers, strict=True))):
+        if where != dim:
+            continue
+        inner, size = length // outer, axis_size(axis)
+        index = (index // inner * size + fp.axis_index(axis)) * inner + index % inner
+        length *= size
+    return index
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's finaliser on int64, whose multiplication wraps around."""
+    x = (x ^ _shifted(x, 30)) * _MIX_1
+    x = (x ^ _shifted(x, 27)) * _MIX_2
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """A logical shift to the right; torch's is arithmetic."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _fake(like: torch.Tensor, key: Any, shape: Any, axes: Any, dims: Any, outers: Any) -> torch.Tensor:
+    return torch.empty_like(like, memory_format=torch.contiguous_format)
+
+
+def _kernel(*args: Any) -> torch.Tensor:
+    return _uniform(*args).contiguous()
+
+
+_library.impl("uniform", _kernel, "CompositeExplicitAutograd")
+torch.library.register_fake("fp::uniform", _fake, lib=_library)
+OP = torch.ops.fp.uniform.default
+differentiable(OP, _uniform)

@@ -1,0 +1,344 @@
+"""A training step with everything sharded as the plan says: gradient, clipping, optimizer, one program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from sharding_specs import Mesh, P, broadcast_specs
+
+from . import random
+from .collectives import all_gather, pcast, pscatter, psum, psum_scatter
+from .collectives.axes import bind
+from .compile import Staged, stage
+from .derivatives import grad_and_value
+from .local_function import Layout, LocalFunction, PyTree, SpecTree
+from .optim import Optimizer
+from .runtime import default_runtime
+
+__all__ = ["Metrics", "TrainState", "TrainStep", "train_step"]
+
+
+class Metrics(NamedTuple):
+    """What a step reports: scalars, whole on every rank."""
+
+    loss: torch.Tensor
+    grad_norm: torch.Tensor
+    aux: PyTree = None
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Parameters and optimizer state as the runtime holds them, sharded; immutable."""
+
+    step: int
+    handles: tuple[Any, ...]
+
+
+def train_step(
+    loss: Callable[..., Any],
+    optimizer: Optimizer,
+    mesh: Mesh,
+    plan: Callable[..., Any] | None = None,
+    *,
+    clip: float | None = None,
+    seed: int | None = None,
+    has_aux: bool = False,
+    batch: str = "global",
+) -> TrainStep:
+    """Build a training step: gradient, clipping, optimizer, all sharded as the plan says.
+
+    >>> import torch, functional_parallel as fp
+    >>> from sharding_specs import Mesh
+    >>> train = fp.train_step(lambda w, x: ((x @ w - 1) ** 2).mean(), fp.optim.sgd(0.1), Mesh(data=2), fp.zero(3, "data"))
+    >>> state = train.init(torch.zeros(2))
+    >>> for _ in range(50):
+    ...     state, metrics = train(state, torch.eye(2))
+    >>> train.params(state).round(decimals=1)
+    tensor([1., 1.])
+
+    Args:
+        loss: `loss(params, *batch) -> scalar`, the mean over the global batch; or `(scalar, aux)` with `has_aux`.
+        optimizer: from `fp.optim`, or any pair of the same form whose update is elementwise.
+        mesh: the mesh.
+        plan: a transform or a chain; without it nothing is split.
+        clip: bound on the gradient's global norm.
+        seed: makes a key for `fp.random` and dropout, another one each step.
+        has_aux: whether the loss returns `(scalar, aux)`.
+        batch: "global" (every rank is given the whole batch and takes its part) or "own" (each process is given its own
+            part, as a sharded loader makes it).
+
+    Returns:
+        The step: `state = train.init(params)`, `state, metrics = train(state, *batch)`, `train.params(state)`.
+    """
+    if batch not in ("global", "own"):
+        raise ValueError(f"train_step(batch={batch!r}): it is 'global' or 'own'")
+    f = plan(loss) if plan is not None else loss
+    return TrainStep(f, optimizer, mesh, clip, seed, has_aux, batch == "own")
+
+
+class TrainStep:
+    """A compiled training step; see `train_step`."""
+
+    def __init__(
+        self,
+        f: Callable[..., Any],
+        optimizer: Optimizer,
+        mesh: Mesh,
+        clip: float | None,
+        seed: int | None,
+        has_aux: bool,
+        own_batch: bool,
+    ) -> None:
+        self.f = f if isinstance(f, LocalFunction) else _replicated(f)
+        self.optimizer, self.mesh, self.clip, self.seed = optimizer, mesh, clip, seed
+        self.has_aux, self.own_batch = has_aux, own_batch
+        self.program: Any = None
+        self._staged: dict[Any, Staged] = {}
+        self._trees: dict[str, Any] = {}
+
+    # --- state ---
+
+    def init(self, params: PyTree) -> TrainState:
+        """Shard parameters and make the optimizer's state.
+
+        Args:
+            params: whole parameters, the same on every rank; or a function without arguments that makes them.
+        """
+        params = params() if callable(params) else params
+        return self.load(params, self.optimizer.init(params), 0)
+
+    def load(self, params: PyTree, optimizer_state: PyTree, step: int) -> TrainState:
+        """A state from whole parameters and a whole optimizer state, as `whole` returned them."""
+        with bind(self.mesh.shape, None):
+            specs = broadcast_specs(self.f.layout.arguments((params,))[0], params)
+            kept = optree.tree_map(_at_rest, specs, is_leaf=_is_spec)
+            state_specs = _state_specs(optimizer_state, params, self._update_specs(params, kept))
+        self._trees = {
+            "params": optree.tree_structure(params),
+            "state": optree.tree_structure(optimizer_state),
+            "specs": optree.tree_leaves((kept, state_specs), is_leaf=_is_spec),
+        }
+        runtime = default_runtime(self.mesh)
+        leaves = optree.tree_leaves((params, optimizer_state))
+        return TrainState(step, tuple(map(runtime.shard, leaves, self._trees["specs"])))
+
+    def params(self, state: TrainState) -> PyTree:
+        """The parameters of a state, whole."""
+        return self.whole(state)[0]
+
+    def whole(self, state: TrainState) -> tuple[PyTree, PyTree]:
+        """Parameters and optimizer state, whole: what a checkpoint saves."""
+        runtime = default_runtime(self.mesh)
+        leaves = list(map(runtime.whole, state.handles, self._trees["specs"]))
+        count = self._trees["params"].num_leaves
+        return self._trees["params"].unflatten(leaves[:count]), self._trees["state"].unflatten(leaves[count:])
+
+    # --- stepping ---
+
+    def __call__(self, state: TrainState, *batch: PyTree) -> tuple[TrainState, Metrics]:
+        """One step.
+
+        Args:
+            state: from `init` or the step before.
+            batch: what the loss takes after the parameters.
+
+        Returns:
+            The new state, and the metrics.
+        """
+        runtime = default_runtime(self.mesh)
+        staged = self._stage(state, batch)
+        count = len(state.handles)
+        tensors = [leaf for leaf in optree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+        if self.seed is not None:
+            tensors.append(random.fold_in(random.key(self.seed), state.step))
+        specs = staged.program.in_specs[count:]
+        own = [self.own_batch and bool(spec.axes) for spec in specs]
+        extra = [runtime.own(x, spec) if o else runtime.shard(x, spec) for x, spec, o in zip(tensors, specs, own, strict=True)]
+        results = runtime.run(staged.program, [*state.handles, *extra])
+        whole = [runtime.whole(x, spec) for x, spec in zip(results[count:], staged.program.out_specs[count:], strict=True)]
+        _, metrics = staged.unflatten([*results[:count], *whole])
+        return TrainState(state.step + 1, tuple(results[:count])), metrics
+
+    def explain(self, **options: Any) -> Any:
+        """Every collective of the step: kind, axis, count, bytes, source line."""
+        if self.program is None:
+            raise ValueError("train_step has not run yet: take one step, or call train.lower(state, batch), first")
+        return self.program.explain(**options)
+
+    def lower(self, state: TrainState, *batch: PyTree) -> Any:
+        """The program of a step for these arguments; nothing runs."""
+        return self._stage(state, batch).program
+
+    # --- the program ---
+
+    def _stage(self, state: TrainState, batch: tuple[PyTree, ...]) -> Staged:
+        leaves, tree = optree.tree_flatten(batch)
+        key = (tree, tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves))
+        if key not in self._staged:
+            self._staged[key] = self._trace(state, batch)
+        self.program = self._staged[key].program
+        return self._staged[key]
+
+    def _trace(self, state: TrainState, batch: tuple[PyTree, ...]) -> Staged:
+        runtime = default_runtime(self.mesh)
+        shapes = [runtime.like(h, spec) for h, spec in zip(state.handles, self._trees["specs"], strict=True)]
+        count = self._trees["params"].num_leaves
+        params = self._trees["params"].unflatten(shapes[:count])
+        optimizer_state = self._trees["state"].unflatten(shapes[count:])
+        if self.own_batch:
+            batch = self._global_shapes(params, batch)
+        key = torch.zeros((), dtype=torch.int64) if self.seed is not None else None
+        args = ((params, optimizer_state), batch, key)
+        return stage(self._local_step(params, batch), self.mesh, args, None, None, "train_step")
+
+    def _global_shapes(self, params: PyTree, batch: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
+        with bind(self.mesh.shape, None):
+            specs = broadcast_specs(self.f.layout.arguments((params, *batch))[1:], batch)
+
+        def whole(leaf: Any, spec: P) -> Any:
+            shape = list(leaf.shape)
+            for placement in spec.placements(self.mesh):
+                shape[placement.dim] *= self.mesh.axis_size(placement.axis)
+            return leaf.new_empty(shape, device="meta")
+
+        return optree.tree_map(whole, batch, specs)
+
+    def _update_specs(self, params: PyTree, kept: SpecTree) -> SpecTree:
+        """How the optimizer sees a parameter: as it lies, or (ZeRO-1, 2) split further over one axis."""
+        layout = self.f.layout
+        if layout.update_axis is None:
+            return kept
+        assert layout.update_specs is not None
+        return optree.tree_map(
+            lambda a, b: P.from_placements([*a.placements(self.mesh), *b.placements(self.mesh)], self.mesh),
+            kept,
+            broadcast_specs(layout.update_specs((params,)), params),
+            is_leaf=_is_spec,
+        )
+
+    def _local_step(self, params: PyTree, batch: tuple[PyTree, ...]) -> LocalFunction:
+        """The step on one rank's shards."""
+        with bind(self.mesh.shape, None):
+            declared = self.f.layout.arguments((params, *batch))
+            compute = broadcast_specs(declared[0], params)
+            kept = optree.tree_map(_at_rest, compute, is_leaf=_is_spec)
+            update = self._update_specs(params, kept)
+            batch_specs = broadcast_specs(tuple(declared[1:]), batch)
+        gradient = grad_and_value(self.f, has_aux=self.has_aux)
+
+        def call(held: tuple[PyTree, PyTree], batch: tuple[PyTree, ...], key: Any) -> Any:
+            params, optimizer_state = held
+            inputs = optree.tree_map(_into_compute, params, compute)
+            with random.using(random.fold_in(key, 0)) if key is not None else _nothing():
+                gradients, value = gradient(inputs, *batch)
+            value, aux = value if self.has_aux else (value, None)
+            gradients = optree.tree_map(_into_update, gradients, update, kept, compute)
+            norm = _global_norm(gradients, update)
+            if self.clip is not None:
+                factor = torch.clamp(self.clip / (norm + 1e-6), max=1.0)
+                gradients = optree.tree_map(lambda g, spec: g * _vary(factor, spec), gradients, update)
+            own = optree.tree_map(_slice, params, update, kept)
+            new, optimizer_state = self.optimizer.update(gradients, optimizer_state, own)
+            new = optree.tree_map(_back, new, update, kept)
+            specs = ((kept, _state_specs(optimizer_state, params, update)), Metrics(P(), P(), _aux_specs(aux, self.f)))
+            return ((new, optimizer_state), Metrics(value, norm, aux)), specs
+
+        def arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
+            return ((kept, _state_specs(args[0][1], args[0][0], update)), batch_specs, P())
+
+        return LocalFunction(call, Layout(arguments, self.f.layout.axes, self.f.layout.describe), "train_step")
+
+
+# -----------------------------------------------------------------------------
+# Between how a parameter lies, how it is computed with, and how it is updated
+# -----------------------------------------------------------------------------
+
+
+def _at_rest(spec: P) -> P:
+    return spec.without(spec.reduced)
+
+
+def _into_compute(param: torch.Tensor, spec: P) -> torch.Tensor:
+    """Reduced where the plan wants gradients as partial sums."""
+    return pcast(param, tuple(spec.reduced), to="reduced") if spec.reduced else param
+
+
+def _new_splits(update: P, kept: P) -> list[tuple[str, int]]:
+    """The axes, with their dims, on which the update is split and the parameter is not."""
+    dims = {axis: dim for dim, axes in enumerate(update.dim_axes()) for axis in axes}
+    return [(axis, dims[axis]) for axis in sorted(update.axes - kept.axes)]
+
+
+def _into_update(gradient: torch.Tensor, update: P, kept: P, compute: P) -> torch.Tensor:
+    """Sum partial gradients, keeping a slice where the update is split."""
+    for axis, dim in _new_splits(update, kept):
+        gradient = psum_scatter(gradient, axis, dim)
+    rest = tuple(sorted(compute.reduced - update.axes))
+    return psum(gradient, rest) if rest else gradient
+
+
+def _slice(param: torch.Tensor, update: P, kept: P) -> torch.Tensor:
+    for axis, dim in _new_splits(update, kept):
+        param = pscatter(param, axis, dim)
+    return param
+
+
+def _back(param: torch.Tensor, update: P, kept: P) -> torch.Tensor:
+    for axis, dim in reversed(_new_splits(update, kept)):
+        param = all_gather(param, axis, dim, to="invariant")
+    return param
+
+
+def _vary(x: torch.Tensor, spec: P) -> torch.Tensor:
+    return x
+
+
+def _global_norm(gradients: PyTree, specs: SpecTree) -> torch.Tensor:
+    """The norm of all gradients together, each element counted once: one psum per set of axes."""
+    squares: dict[tuple[str, ...], torch.Tensor] = {}
+    leaves = optree.tree_leaves(specs, is_leaf=_is_spec)
+    for gradient, spec in zip(optree.tree_leaves(gradients), leaves, strict=True):
+        axes = tuple(sorted(spec.axes))
+        square = (gradient * gradient).sum()
+        squares[axes] = squares[axes] + square if axes in squares else square
+    sums = [psum(square, axes) if axes else square for axes, square in sorted(squares.items())]
+    return torch.stack([total.double() if total.dtype == torch.float64 else total.float() for total in sums]).sum().sqrt()
+
+
+# -----------------------------------------------------------------------------
+# Specs
+# -----------------------------------------------------------------------------
+
+
+def _state_specs(state: PyTree, params: PyTree, specs: SpecTree) -> SpecTree:
+    """Specs of an optimizer state: those of the parameters for every subtree shaped like them, whole for the rest."""
+    structure = optree.tree_structure(params)
+
+    def is_like_params(x: Any) -> bool:
+        return structure.num_leaves > 0 and optree.tree_structure(x) == structure and not _is_scalar_leaf(x)
+
+    return optree.tree_map(lambda x: specs if is_like_params(x) else P(), state, is_leaf=is_like_params)
+
+
+def _is_scalar_leaf(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.ndim == 0
+
+
+def _aux_specs(aux: PyTree, f: LocalFunction) -> SpecTree:
+    return None if aux is None else f.results[1]
+
+
+def _replicated(f: Callable[..., Any]) -> LocalFunction:
+    def call(*args: PyTree) -> Any:
+        value = f(*args)
+        return value, optree.tree_map(lambda _: P(), value)
+
+    return LocalFunction(call, Layout(lambda args: tuple(P() for _ in args)), getattr(f, "__name__", "loss"))
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, P)

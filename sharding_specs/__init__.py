@@ -1,0 +1,37 @@
+"""What lies where: meshes, sharding specs, rules that find specs by path, and layouts. Nothing here computes."""
+
+from .annotate import annotate, split
+from .layout import local_shape, padded_shape, reshard, shard, shard_leaf, unshard, unshard_leaf
+from .memory import MemoryRow, bytes_per_rank, memory_table
+from .mesh import Mesh, MeshError
+from .rules import RuleMatch, apply_rules, match_rules
+from .spec import P, Placement, SpecError, as_spec
+from .trees import broadcast_specs, tree_paths
+from .validate import validate
+
+__all__ = [
+    "MemoryRow",
+    "Mesh",
+    "MeshError",
+    "P",
+    "Placement",
+    "RuleMatch",
+    "SpecError",
+    "annotate",
+    "apply_rules",
+    "as_spec",
+    "broadcast_specs",
+    "bytes_per_rank",
+    "local_shape",
+    "match_rules",
+    "memory_table",
+    "padded_shape",
+    "reshard",
+    "shard",
+    "shard_leaf",
+    "split",
+    "tree_paths",
+    "unshard",
+    "unshard_leaf",
+    "validate",
+]

@@ -1,0 +1,73 @@
+"""A spec written where a parameter is created, and taken off again before anything computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+
+from .spec import P, SpecError, as_spec
+
+__all__ = ["Annotated", "annotate", "split"]
+
+
+
+class Annotated:
+    """A value with its spec: a leaf of a pytree until `split` takes them apart."""
+
+    __slots__ = ("spec", "value")
+
+    def __init__(self, value: Any, spec: P) -> None:
+        self.value, self.spec = value, spec
+
+    def __repr__(self) -> str:
+        return f"Annotated(shape={tuple(getattr(self.value, 'shape', ()))}, {self.spec!r})"
+
+
+def annotate(value: Any, spec: P | str) -> Any:
+    """Put a spec beside a parameter where it is created; `split` takes it off.
+
+    >>> import torch
+    >>> params, specs = split({"wte": annotate(torch.zeros(8, 4), "vocab/tensor embed"), "scale": torch.ones(4)})
+    >>> params["wte"].shape, specs
+    (torch.Size([8, 4]), {'wte': P('tensor'), 'scale': P()})
+
+    Args:
+        value: a tensor.
+        spec: a spec or its string form.
+
+    Raises:
+        SpecError: when a string form names more or fewer dims than the tensor has.
+    """
+    parsed = as_spec(spec)
+    ndim = getattr(value, "ndim", None)
+    if isinstance(spec, str) and ndim is not None and "..." not in spec and _dims_named(spec) != ndim:
+        raise SpecError(f"annotate: {spec!r} names {_dims_named(spec)} dims, the tensor has shape {tuple(value.shape)}")
+    return Annotated(value, parsed)
+
+
+def split(tree: Any) -> tuple[Any, Any]:
+    """Parameters and specs, apart, from a tree of annotated values; what carries no spec is whole.
+
+    Args:
+        tree: any pytree.
+
+    Returns:
+        `(params, specs)`, two trees of the same structure.
+    """
+    values = optree.tree_map(lambda leaf: leaf.value if isinstance(leaf, Annotated) else leaf, tree)
+    specs = optree.tree_map(lambda leaf: leaf.spec if isinstance(leaf, Annotated) else P(), tree)
+    return values, specs
+
+
+def _dims_named(text: str) -> int:
+    """The number of dims in a spec string: top-level words, a parenthesised one counting once."""
+    depth, count, inside = 0, 0, False
+    for letter in text:
+        if letter.isspace() and depth == 0:
+            inside = False
+            continue
+        if not inside:
+            count, inside = count + 1, True
+        depth += (letter == "(") - (letter == ")")
+    return count

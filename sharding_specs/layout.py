@@ -1,0 +1,212 @@
+"""Cutting whole tensors into ranks' shards and putting them together again; slices and views, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import optree
+import torch
+
+from .mesh import Mesh
+from .spec import P, SpecError
+from .trees import broadcast_specs, tree_paths
+
+__all__ = ["local_shape", "padded_shape", "reshard", "shard", "shard_leaf", "unshard", "unshard_leaf"]
+
+
+def local_shape(shape: Sequence[int], spec: P, mesh: Mesh) -> tuple[int, ...]:
+    """The shape of one rank's shard.
+
+    >>> local_shape((8, 6), P(("data", "tensor"), None), Mesh(data=2, tensor=2))
+    (2, 6)
+
+    Raises:
+        SpecError: when a dim does not divide.
+    """
+    sizes = list(shape)
+    for axis, dim, outer in spec.placements(mesh):
+        if dim >= len(sizes):
+            raise SpecError(f"{spec} has more dims than shape {tuple(shape)}")
+        if sizes[dim] % mesh.axis_size(axis) or shape[dim] % outer:
+            raise SpecError(
+                f"dim {dim} of shape {tuple(shape)} does not divide by {spec} on {mesh!r}; "
+                f"make it a multiple of {outer * mesh.axis_size(axis)}, or shard it at rest with pad=True"
+            )
+        sizes[dim] //= mesh.axis_size(axis)
+    return tuple(sizes)
+
+
+def padded_shape(shape: Sequence[int], spec: P, mesh: Mesh) -> tuple[int, ...]:
+    """The shape with every sharded dim rounded up to what its axes divide.
+
+    >>> padded_shape((5, 3), P("data"), Mesh(data=4))
+    (8, 3)
+
+    Args:
+        shape: the whole shape.
+        spec: must not shard inner factors of a dim that needs padding.
+        mesh: the mesh.
+    """
+    sizes = list(shape)
+    for dim, factors in enumerate(spec.dims):
+        blocks = 1
+        for factor in factors:
+            blocks *= mesh.axis_size(factor) if isinstance(factor, str) else factor
+        if sizes[dim] % blocks and any(isinstance(factor, int) for factor in factors):
+            raise SpecError(f"dim {dim} of shape {tuple(shape)} cannot be padded: {spec} shards an inner factor of it")
+        sizes[dim] = -(-sizes[dim] // blocks) * blocks
+    return tuple(sizes)
+
+
+# -----------------------------------------------------------------------------
+# Trees
+# -----------------------------------------------------------------------------
+
+
+def shard(tree: Any, specs: Any, mesh: Mesh, rank: int, *, pad: bool = False) -> Any:
+    """One rank's part of a tree of whole tensors; views where nothing is padded.
+
+    >>> shard({"w": torch.arange(4)}, {"w": P("data")}, Mesh(data=2), rank=1)
+    {'w': tensor([2, 3])}
+
+    Args:
+        tree: any pytree; leaves that are no tensors are returned as they are.
+        specs: a pytree prefix of specs.
+        mesh: the mesh.
+        rank: whose part.
+        pad: fill uneven dims with zeros at the end.
+
+    Raises:
+        SpecError: when a dim does not divide (without `pad`).
+    """
+    full = broadcast_specs(specs, tree)
+
+    def one(leaf: Any, spec: P) -> Any:
+        return shard_leaf(leaf, spec, mesh, rank, pad=pad) if isinstance(leaf, torch.Tensor) else leaf
+
+    return optree.tree_map(one, tree, full)
+
+
+def unshard(trees: Sequence[Any], specs: Any, mesh: Mesh, *, shapes: Any = None, check: bool = False) -> Any:
+    """Whole tensors from every rank's part.
+
+    >>> unshard([{"w": torch.tensor([0, 1])}, {"w": torch.tensor([2, 3])}], P("data"), Mesh(data=2))
+    {'w': tensor([0, 1, 2, 3])}
+
+    Args:
+        trees: one tree per rank, in rank order.
+        specs: a pytree prefix of specs.
+        mesh: the mesh.
+        shapes: a tree of whole shapes (or tensors that have them), to cut padding off.
+        check: verify that replicas are equal, bit for bit.
+
+    Raises:
+        SpecError: with `check`, listing every leaf of which replicas differ, and the ranks.
+    """
+    full = optree.tree_leaves(broadcast_specs(specs, trees[0]))
+    columns = [optree.tree_leaves(tree) for tree in trees]
+    paths, structure = tree_paths(trees[0]), optree.tree_structure(trees[0])
+    is_shape = lambda x: isinstance(x, (torch.Size, torch.Tensor)) or _is_shape(x)  # noqa: E731
+    wanted = optree.tree_leaves(shapes, is_leaf=is_shape) if shapes is not None else [None] * len(paths)
+    results, differing = [], []
+    for index, (path, spec) in enumerate(zip(paths, full, strict=True)):
+        parts = [column[index] for column in columns]
+        if not isinstance(parts[0], torch.Tensor):
+            results.append(parts[0])
+            continue
+        if check:
+            differing += _differing(path, parts, spec, mesh)
+        whole = unshard_leaf(parts, spec, mesh)
+        results.append(whole if wanted[index] is None else _cut(whole, wanted[index]))
+    if differing:
+        raise SpecError("replicas differ:\n" + "\n".join(differing))
+    return optree.tree_unflatten(structure, results)
+
+
+def reshard(
+    trees: Sequence[Any], from_specs: Any, from_mesh: Mesh, to_specs: Any, to_mesh: Mesh, *, shapes: Any = None
+) -> list[Any]:
+    """Every rank's part under one layout → every rank's part under another, also of another mesh.
+
+    >>> parts = [torch.tensor([0, 1]), torch.tensor([2, 3])]
+    >>> reshard(parts, P("data"), Mesh(data=2), P("data"), Mesh(data=4))
+    [tensor([0]), tensor([1]), tensor([2]), tensor([3])]
+    """
+    whole = unshard(trees, from_specs, from_mesh, shapes=shapes)
+    return [shard(whole, to_specs, to_mesh, rank, pad=shapes is not None) for rank in to_mesh.ranks]
+
+
+# -----------------------------------------------------------------------------
+# Leaves
+# -----------------------------------------------------------------------------
+
+
+def shard_leaf(x: torch.Tensor, spec: P, mesh: Mesh, rank: int, *, pad: bool = False) -> torch.Tensor:
+    """One rank's part of a whole tensor. Partial sums: the first rank of a group holds it all, the others zeros."""
+    if pad:
+        x = _padded(x, padded_shape(x.shape, spec, mesh))
+    local_shape(x.shape, spec, mesh)
+    coordinates = mesh.coordinates(rank)
+    for axis, dim, outer in sorted(spec.placements(mesh), key=lambda placement: -placement.outer):
+        size = mesh.axis_size(axis)
+        if outer == 1:
+            length = x.shape[dim] // size
+            x = x.narrow(dim, coordinates[axis] * length, length)
+        else:
+            x = x.unflatten(dim, (outer, size, -1)).select(dim + 1, coordinates[axis]).flatten(dim, dim + 1)
+    if any(coordinates[axis] for axis in spec.unreduced):
+        return torch.zeros_like(x)
+    return x
+
+
+def unshard_leaf(parts: Sequence[torch.Tensor], spec: P, mesh: Mesh) -> torch.Tensor:
+    """The whole tensor from every rank's part; partial sums are summed in rank order."""
+    values = dict(enumerate(parts))
+    for axis in sorted(spec.unreduced):
+        for group in mesh.groups(axis):
+            total = values[group[0]]
+            for rank in group[1:]:
+                total = total + values[rank]
+            values.update(dict.fromkeys(group, total))
+    for axis, dim, outer in sorted(spec.placements(mesh), key=lambda placement: placement.outer):
+        joined = {}
+        for group in mesh.groups(axis):
+            if group[0] in values:
+                joined[group[0]] = _joined([values[rank] for rank in group], dim, outer)
+        values = {rank: joined[mesh.rank({**mesh.coordinates(rank), axis: 0})] for rank in joined}
+    return values[0]
+
+
+def _joined(parts: list[torch.Tensor], dim: int, outer: int) -> torch.Tensor:
+    if outer == 1:
+        return torch.cat(parts, dim)
+    return torch.stack([part.unflatten(dim, (outer, -1)) for part in parts], dim + 1).flatten(dim, dim + 2)
+
+
+def _padded(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    if tuple(x.shape) == tuple(shape):
+        return x
+    whole = x.new_zeros(shape)
+    whole[tuple(slice(0, size) for size in x.shape)] = x
+    return whole
+
+
+def _cut(x: torch.Tensor, shape: Any) -> torch.Tensor:
+    sizes = shape.shape if isinstance(shape, torch.Tensor) else shape
+    return x[tuple(slice(0, size) for size in sizes)]
+
+
+def _is_shape(x: Any) -> bool:
+    return isinstance(x, tuple) and all(isinstance(size, int) for size in x)
+
+
+def _differing(path: str, parts: list[torch.Tensor], spec: P, mesh: Mesh) -> list[str]:
+    split = spec.axes | spec.unreduced
+    copies = [name for name in mesh.axis_names if name not in split]
+    lines = []
+    for group in mesh.groups(copies) if copies else []:
+        other = [rank for rank in group if not torch.equal(parts[rank], parts[group[0]])]
+        if other:
+            lines.append(f"  {path or 'the value'}: rank {group[0]} and ranks {other} hold different values; {spec} on {mesh!r}")
+    return lines

@@ -1,0 +1,57 @@
+"""Bytes per rank, from shapes and specs alone."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import optree
+
+from .layout import local_shape, padded_shape
+from .mesh import Mesh
+from .trees import broadcast_specs, tree_paths
+
+__all__ = ["MemoryRow", "bytes_per_rank", "memory_table"]
+
+
+class MemoryRow(NamedTuple):
+    """One leaf: its path, whole shape, spec, and the bytes that each rank holds of it."""
+
+    path: str
+    shape: tuple[int, ...]
+    spec: Any
+    bytes: int
+
+
+def memory_table(tree: Any, specs: Any, mesh: Mesh) -> list[MemoryRow]:
+    """What a rank holds of every leaf; uneven dims count as padded.
+
+    >>> import torch
+    >>> from sharding_specs import P
+    >>> memory_table({"w": torch.empty(8, 4, device="meta")}, P("data"), Mesh(data=4))
+    [MemoryRow(path='w', shape=(8, 4), spec=P('data'), bytes=32)]
+
+    Args:
+        tree: tensors, on any device, meta included.
+        specs: a pytree prefix of specs.
+        mesh: the mesh.
+    """
+    full = optree.tree_leaves(broadcast_specs(specs, tree))
+    rows = []
+    for path, leaf, spec in zip(tree_paths(tree), optree.tree_leaves(tree), full, strict=True):
+        shape = local_shape(padded_shape(leaf.shape, spec, mesh), spec, mesh)
+        count = 1
+        for size in shape:
+            count *= size
+        rows.append(MemoryRow(path, tuple(leaf.shape), spec, count * leaf.dtype.itemsize))
+    return rows
+
+
+def bytes_per_rank(tree: Any, specs: Any, mesh: Mesh) -> int:
+    """The bytes that each rank holds of a tree.
+
+    >>> import torch
+    >>> from sharding_specs import P
+    >>> bytes_per_rank([torch.empty(8, 4)], P("data"), Mesh(data=4))
+    32
+    """
+    return sum(row.bytes for row in memory_table(tree, specs, mesh))

@@ -1,0 +1,195 @@
+"""A mesh: ranks arranged along named axes, the first axis outermost."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+
+__all__ = ["Mesh", "MeshError"]
+
+Axes = str | Iterable[str]
+
+
+class MeshError(ValueError):
+    """A mesh that cannot be, or a question about an axis or rank that it does not have."""
+
+
+class Mesh:
+    """Ranks arranged along named axes. Rank 0 is the first coordinate of every axis; the last axis varies fastest.
+
+    >>> mesh = Mesh(data=2, tensor=2)
+    >>> mesh, mesh.size, mesh.coordinates(2)
+    (Mesh(data=2, tensor=2), 4, {'data': 1, 'tensor': 0})
+    >>> mesh.groups("data")
+    [[0, 2], [1, 3]]
+
+    Args:
+        axes: a mapping from axis name to number of ranks, outermost first.
+        more: the same as keywords. One size may be -1: the rest of the world size, see `resolve`.
+
+    Raises:
+        MeshError: for a size that is no positive number, or a second -1.
+    """
+
+    __slots__ = ("_shape",)
+
+    def __init__(self, axes: Mapping[str, int] | None = None, /, **more: int) -> None:
+        self._shape = {**(axes or {}), **more}
+        for name, size in self._shape.items():
+            if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
+                raise MeshError(f"mesh axis {name!r} has size {size!r}; give a positive number, or -1 for the rest")
+        if list(self._shape.values()).count(-1) > 1:
+            raise MeshError(f"only one axis can take the rest of the ranks, but {self!r} has several -1")
+
+    @classmethod
+    def parse(cls, text: str) -> Mesh:
+        """Read a mesh from text.
+
+        >>> Mesh.parse("data=2,tensor=2")
+        Mesh(data=2, tensor=2)
+
+        Args:
+            text: `axis=size` pairs separated by commas; empty for one rank.
+
+        Raises:
+            MeshError: naming the part that does not read.
+        """
+        axes: dict[str, int] = {}
+        for part in filter(None, (part.strip() for part in text.split(","))):
+            name, equals, size = (piece.strip() for piece in part.partition("="))
+            if not equals or not name.isidentifier() or not size.lstrip("-").isdigit():
+                raise MeshError(f"cannot read {part!r} in mesh {text!r}; write axis=size pairs, 'data=2,tensor=2'")
+            if name in axes:
+                raise MeshError(f"axis {name!r} appears twice in mesh {text!r}")
+            axes[name] = int(size)
+        return cls(axes)
+
+    def resolve(self, world_size: int) -> Mesh:
+        """The mesh with -1 replaced by what a world size leaves for it.
+
+        >>> Mesh(data=-1, tensor=2).resolve(8)
+        Mesh(data=4, tensor=2)
+
+        Raises:
+            MeshError: when the other axes do not divide the world size, or the sizes do not multiply to it.
+        """
+        known = math.prod(size for size in self._shape.values() if size != -1)
+        if -1 in self._shape.values():
+            if world_size % known:
+                raise MeshError(f"{self!r} on {world_size} ranks: the other axes take {known}, which does not divide it")
+            return Mesh({name: world_size // known if size == -1 else size for name, size in self._shape.items()})
+        if known != world_size:
+            raise MeshError(f"{self!r} has {known} ranks, but there are {world_size}; change a size, or give one as -1")
+        return self
+
+    # --- shape ---
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Axis sizes by name, outermost first."""
+        if -1 in self._shape.values():
+            raise MeshError(f"{self!r} is not resolved; call .resolve(world_size) first")
+        return dict(self._shape)
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """Axis names, outermost first."""
+        return tuple(self._shape)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return math.prod(self.shape.values())
+
+    @property
+    def ranks(self) -> range:
+        """All ranks in order."""
+        return range(self.size)
+
+    def axis_size(self, axes: Axes) -> int:
+        """The number of ranks along an axis, or the product over several.
+
+        >>> Mesh(data=2, tensor=4).axis_size(("data", "tensor"))
+        8
+        """
+        return math.prod(self.shape[name] for name in self._named(axes))
+
+    # --- coordinates ---
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """A rank's index along each axis.
+
+        Raises:
+            MeshError: when there is no such rank.
+        """
+        if rank not in self.ranks:
+            raise MeshError(f"rank {rank} is not on {self!r}, which has ranks 0 to {self.size - 1}")
+        found: dict[str, int] = {}
+        for name in reversed(self.axis_names):
+            rank, found[name] = divmod(rank, self._shape[name])
+        return {name: found[name] for name in self.axis_names}
+
+    def rank(self, coordinates: Mapping[str, int]) -> int:
+        """The rank at these coordinates; axes left out count as 0.
+
+        >>> Mesh(data=2, tensor=2).rank({"data": 1, "tensor": 1})
+        3
+        """
+        self._named(coordinates)
+        rank = 0
+        for name, size in self.shape.items():
+            index = coordinates.get(name, 0)
+            if not 0 <= index < size:
+                raise MeshError(f"coordinate {name}={index} lies outside {self!r}")
+            rank = rank * size + index
+        return rank
+
+    def axis_index(self, rank: int, axes: Axes) -> int:
+        """A rank's index along an axis; along several, the first named major.
+
+        >>> Mesh(data=2, tensor=2).axis_index(2, ("tensor", "data"))
+        1
+        """
+        coordinates = self.coordinates(rank)
+        index = 0
+        for name in self._named(axes):
+            index = index * self._shape[name] + coordinates[name]
+        return index
+
+    def groups(self, axes: Axes) -> list[list[int]]:
+        """The ranks that differ only along some axes, one list per group, in the order of their index along them.
+
+        >>> Mesh(data=2, tensor=2).groups(("data", "tensor"))
+        [[0, 1, 2, 3]]
+        """
+        named = self._named(axes)
+        others = [name for name in self.axis_names if name not in named]
+        groups = []
+        for fixed in itertools.product(*(range(self.shape[name]) for name in others)):
+            along = itertools.product(*(range(self.shape[name]) for name in named))
+            base = dict(zip(others, fixed, strict=True))
+            groups.append([self.rank({**base, **dict(zip(named, index, strict=True))}) for index in along])
+        return groups
+
+    def _named(self, axes: Axes) -> tuple[str, ...]:
+        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        for name in names:
+            if name not in self._shape:
+                known = ", ".join(self.axis_names) or "none"
+                raise MeshError(f"{self!r} has no axis {name!r}; its axes are: {known}")
+        return names
+
+    # --- as a value ---
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mesh) and list(self._shape.items()) == list(other._shape.items())
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._shape.items()))
+
+    def __repr__(self) -> str:
+        return f"Mesh({', '.join(f'{name}={size}' for name, size in self._shape.items())})"
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self._shape.items()) or "one rank"

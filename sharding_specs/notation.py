@@ -1,0 +1,97 @@
+"""The string form of a spec: an einops pattern in which a factor may carry `/axis`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from einops.parsing import ParsedExpression
+
+__all__ = ["parse_dims"]
+
+_SHARDED = re.compile(r"([A-Za-z0-9_]+)/(\(([^()]*)\)|[A-Za-z_][A-Za-z0-9_]*)")
+
+
+def parse_dims(text: str, sizes: Mapping[str, int]) -> list[tuple[str | int, ...]]:
+    """Per dim of a spec string, its sharded factors and the sizes of what stands outside them.
+
+    >>> parse_dims("embed (3 heads/tensor dim)", {})
+    [(), (3, 'tensor')]
+
+    Args:
+        text: the spec string.
+        sizes: sizes of named factors.
+
+    Raises:
+        ValueError: when it is no pattern, or a factor outside a sharded one has no known size.
+    """
+    axes: dict[str, tuple[str, ...]] = {}
+
+    def take(match: re.Match[str]) -> str:
+        name, target, several = match.group(1), match.group(2), match.group(3)
+        named = tuple(part.strip() for part in several.split(",")) if several is not None else (target,)
+        if not all(axis.isidentifier() for axis in named):
+            raise ValueError(f"spec {text!r}: {match.group(0)!r} does not read; write name/axis or name/(axis,axis)")
+        axes[name] = named
+        return name
+
+    plain = _SHARDED.sub(take, text)
+    if "/" in plain:
+        raise ValueError(f"spec {text!r}: a '/' must stand between a dim's name and a mesh axis, 'vocab/tensor'")
+    try:
+        parsed = ParsedExpression(plain, allow_underscore=True, allow_duplicates=False)
+    except Exception as error:
+        raise ValueError(f"spec {text!r} is not an einops pattern: {error}") from None
+    return [_factors(list(dim), axes, sizes, text) for dim in _without_leading_ellipsis(parsed.composition, axes, text)]
+
+
+def _without_leading_ellipsis(composition: list[object], axes: Mapping[str, object], text: str) -> list[list[str]]:
+    dims: list[list[str]] = []
+    for position, dim in enumerate(composition):
+        if not isinstance(dim, str):
+            dims.append([_name(factor) for factor in dim])  # type: ignore[attr-defined]
+            continue
+        rest = [_name(name) for later in composition[position + 1 :] for name in later]  # type: ignore[attr-defined]
+        if any(name in axes for name in rest):
+            raise ValueError(f"spec {text!r}: dims after '...' cannot be sharded, their position is unknown; name every dim")
+        break
+    return dims
+
+
+def _name(factor: object) -> str:
+    """A factor's name, or its number: einops wraps numbers."""
+    return str(getattr(factor, "value", factor))
+
+
+def _factors(
+    names: list[str], axes: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int], text: str
+) -> tuple[str | int, ...]:
+    """The factors of a dim up to its last sharded one."""
+    last = max((index for index, name in enumerate(names) if name in axes), default=-1)
+    found: list[str | int] = []
+    for index, name in enumerate(names[: last + 1]):
+        if name in axes:
+            found.extend(axes[name])
+            if index < last:
+                found.append(_rest_of(name, axes[name], sizes, text))
+        else:
+            found.append(_size(name, sizes, text))
+    return tuple(found)
+
+
+def _size(name: str, sizes: Mapping[str, int], text: str) -> int:
+    if name.isdigit():
+        return int(name)
+    if name not in sizes:
+        raise ValueError(
+            f"spec {text!r}: the factor {name!r} stands outside a sharded one, so its size counts; "
+            f"write the number in its place, or P.parse(text, {name}=…)"
+        )
+    return sizes[name]
+
+
+def _rest_of(name: str, axes: tuple[str, ...], sizes: Mapping[str, int], text: str) -> int:
+    raise ValueError(
+        f"spec {text!r}: {name!r} is sharded by {', '.join(axes)} and so is a factor inside it in the same dim; "
+        "give both axes to one factor, 'name/(outer,inner)'"
+    )

@@ -1,0 +1,151 @@
+"""Specs found by path: patterns → specs, the first match wins; and ready rules for models that users know.
+
+A pattern is a glob over a leaf's path. `/` and `.` are the same separator, so dotted names of modules and pytree paths
+read alike; `*` crosses separators; a leading `*/` also matches at the top level.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from fnmatch import translate
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import optree
+
+from .spec import P, SpecError, as_spec
+from .trees import tree_paths
+
+__all__ = ["RuleMatch", "apply_rules", "bert", "gpt2", "llama", "match_rules", "vit"]
+
+Rules = Mapping[str, P | str | None] | Iterable[tuple[str, P | str | None]]
+
+
+class RuleMatch(NamedTuple):
+    """The specs found, the leaves that no pattern matched, and the patterns that matched no leaf."""
+
+    specs: Any
+    unmatched: list[str]
+    unused: list[str]
+
+
+def match_rules(rules: Rules, tree: Any, *, default: P | None = None) -> RuleMatch:
+    """Find a spec for every leaf of a tree by its path.
+
+    >>> match_rules({"*/w1": P(None, "tensor"), "head": P()}, {"layers": [{"w1": 0, "b1": 0}]})
+    RuleMatch(specs={'layers': [{'w1': P(None, 'tensor'), 'b1': P()}]}, unmatched=['layers/0/b1'], unused=['head'])
+
+    Args:
+        rules: patterns → specs (or their string forms), in order; the first that matches a leaf wins.
+        tree: any pytree.
+        default: for leaves that nothing matches; whole by default.
+    """
+    pairs = [(pattern, as_spec(spec)) for pattern, spec in (rules.items() if isinstance(rules, Mapping) else rules)]
+    used, unmatched, specs = set(), [], []
+    for path in tree_paths(tree):
+        found = next(((pattern, spec) for pattern, spec in pairs if _matches(pattern, path)), None)
+        if found is None:
+            unmatched.append(path)
+            specs.append(default if default is not None else P())
+        else:
+            used.add(found[0])
+            specs.append(found[1])
+    unused = [pattern for pattern, _ in pairs if pattern not in used]
+    return RuleMatch(optree.tree_unflatten(optree.tree_structure(tree), specs), unmatched, unused)
+
+
+def apply_rules(rules: Rules, tree: Any, *, strict: bool = False, default: P | None = None) -> Any:
+    """The specs of `match_rules` alone.
+
+    >>> apply_rules([("*/w", "embed heads/tensor"), ("*", None)], {"a": {"w": 0, "b": 0}}, strict=True)
+    {'a': {'w': P(None, 'tensor'), 'b': P()}}
+
+    Args:
+        rules, tree, default: as for `match_rules`.
+        strict: refuse leaves that no pattern matches, and patterns that match no leaf.
+
+    Raises:
+        SpecError: in strict mode, listing all of them.
+    """
+    match = match_rules(rules, tree, default=default)
+    if strict and (match.unmatched or match.unused):
+        lines = [f"  no pattern matches {path}" for path in match.unmatched]
+        lines += [f"  pattern {pattern!r} matches no leaf (an earlier pattern may take its leaves)" for pattern in match.unused]
+        raise SpecError("rules do not fit the tree:\n" + "\n".join(lines) + "\nend the rules with ('*', P()) to keep the rest whole")
+    return match.specs
+
+
+@lru_cache(maxsize=4096)
+def _expression(pattern: str) -> re.Pattern[str]:
+    pattern = pattern.replace(".", "/")
+    alternatives = [translate(pattern)]
+    if pattern.startswith("*/"):
+        alternatives.append(translate(pattern[2:]))
+    return re.compile("|".join(alternatives))
+
+
+def _matches(pattern: str, path: str) -> bool:
+    return _expression(pattern).match(path.replace(".", "/")) is not None
+
+
+# -----------------------------------------------------------------------------
+# Ready rules: Megatron's column and row splits for Hugging Face's parameter names
+# -----------------------------------------------------------------------------
+
+
+def gpt2(axis: str = "tensor") -> dict[str, P]:
+    """GPT-2: fused query-key-value split by heads, MLP by columns then rows, vocabulary split.
+
+    >>> gpt2()["*/c_attn/weight"]
+    P(None, (3, 'tensor'))
+    """
+    return {
+        "*/wte/weight": P(axis),
+        "lm_head/weight": P(axis),
+        "*/c_attn/weight": P.parse(f"embed (3 heads/{axis} dim)"),
+        "*/c_attn/bias": P.parse(f"(3 heads/{axis} dim)"),
+        "*/attn/c_proj/weight": P(axis),
+        "*/c_fc/weight": P(None, axis),
+        "*/c_fc/bias": P(axis),
+        "*/mlp/c_proj/weight": P(axis),
+        "*": P(),
+    }
+
+
+def llama(axis: str = "tensor") -> dict[str, P]:
+    """Llama: query, key, value, gate and up by columns, output and down by rows, vocabulary split.
+
+    >>> llama()["*/o_proj/weight"]
+    P(None, 'tensor')
+    """
+    columns = {f"*/{name}_proj/weight": P(axis) for name in ("q", "k", "v", "gate", "up")}
+    biases = {f"*/{name}_proj/bias": P(axis) for name in ("q", "k", "v")}
+    rows = {f"*/{name}_proj/weight": P(None, axis) for name in ("o", "down")}
+    return {**columns, **biases, **rows, "*/embed_tokens/weight": P(axis), "lm_head/weight": P(axis), "*": P()}
+
+
+def bert(axis: str = "tensor") -> dict[str, P]:
+    """BERT: query, key, value and intermediate by columns, outputs by rows, vocabulary split.
+
+    >>> bert()["*/attention/output/dense/weight"]
+    P(None, 'tensor')
+    """
+    rules = {f"*/self/{name}/{kind}": P(axis) for name in ("query", "key", "value") for kind in ("weight", "bias")}
+    rules |= {f"*/intermediate/dense/{kind}": P(axis) for kind in ("weight", "bias")}
+    rules |= {"*/attention/output/dense/weight": P(None, axis), "*/output/dense/weight": P(None, axis)}
+    rules |= {"*/word_embeddings/weight": P(axis), "*/decoder/weight": P(axis), "*/predictions/*bias": P(axis)}
+    return {"*/transform/*": P(), **rules, "*": P()}
+
+
+def vit(axis: str = "tensor") -> dict[str, P]:
+    """ViT: query, key, value and the MLP's first layer by columns, outputs and its second by rows.
+
+    >>> vit()["*/fc2/weight"]
+    P(None, 'tensor')
+    """
+    first = ("q_proj", "k_proj", "v_proj", "query", "key", "value", "fc1", "intermediate/dense")
+    second = ("o_proj", "fc2", "attention/output/dense", "output/dense")
+    rules = {f"*/{name}/{kind}": P(axis) for name in first for kind in ("weight", "bias")}
+    rules |= {f"*/{name}/weight": P(None, axis) for name in second}
+    return {**rules, "*": P()}
