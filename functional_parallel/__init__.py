@@ -1,0 +1,99 @@
+"""Distributed training in PyTorch as function transforms.
+
+A model is a pure function; a sharding spec is data; every form of parallelism is a function transform; the result is a
+program whose every collective is visible.
+"""
+
+from . import optim, random, testing
+from .collectives import (
+    CollectiveTypeError,
+    UnboundAxisError,
+    all_gather,
+    all_to_all,
+    axis_index,
+    axis_size,
+    broadcast,
+    gather,
+    pbroadcast,
+    pcast,
+    pmax,
+    pmean,
+    pmin,
+    ppermute,
+    pscatter,
+    psum,
+    psum_scatter,
+    pvary,
+    recv,
+    reduce,
+    scatter,
+    send,
+)
+from .compile import Compiled, LayoutError, OutSpecError, compile, shard_map
+from .constrain import constrain
+from .derivatives import grad, grad_and_value, hessian, jvp, vmap
+from .functional import functional
+from .partition import PartitionError, PartitionWarning, partition
+from .partition.rules import register_rule
+from .program import Program
+from .runtime import CollectiveError, is_main_rank
+from .train import Metrics, TrainState, train_step
+from .transforms import OrderError, chain, data_parallel, from_specs, tensor_parallel, zero
+from .varying import TypingError
+
+__all__ = [
+    "CollectiveError",
+    "CollectiveTypeError",
+    "Compiled",
+    "LayoutError",
+    "Metrics",
+    "OrderError",
+    "OutSpecError",
+    "PartitionError",
+    "PartitionWarning",
+    "Program",
+    "TrainState",
+    "TypingError",
+    "UnboundAxisError",
+    "all_gather",
+    "all_to_all",
+    "axis_index",
+    "axis_size",
+    "broadcast",
+    "chain",
+    "compile",
+    "constrain",
+    "data_parallel",
+    "from_specs",
+    "functional",
+    "gather",
+    "grad",
+    "grad_and_value",
+    "hessian",
+    "is_main_rank",
+    "jvp",
+    "optim",
+    "partition",
+    "pbroadcast",
+    "pcast",
+    "pmax",
+    "pmean",
+    "pmin",
+    "ppermute",
+    "pscatter",
+    "psum",
+    "psum_scatter",
+    "pvary",
+    "random",
+    "recv",
+    "reduce",
+    "register_rule",
+    "scatter",
+    "send",
+    "shard_map",
+    "tensor_parallel",
+    "testing",
+    "train_step",
+    "vmap",
+    "zero",
+]

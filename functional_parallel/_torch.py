@@ -31,7 +31,10 @@ __all__ = [
     "apart_from_transforms",
     "backward_node_number",
     "differentiating_level",
+    "direct_call",
     "functional_variant",
+    "fused_adamw_",
+    "has_fused_adamw",
     "is_functorch_wrapped",
     "needs_higher_derivatives",
     "next_node_number",
@@ -87,3 +90,34 @@ def needs_higher_derivatives() -> bool:
     keys = [level.key() for level in stack]
     kinds = torch._C._functorch.TransformType
     return kinds.Jvp in keys or keys.count(kinds.Grad) > 1
+
+
+def direct_call(op: object) -> object:
+    """What an op's Python object calls into, without the Python frame around it."""
+    return getattr(op, "_op", op) if isinstance(op, torch._ops.OpOverload) else op
+
+
+def has_fused_adamw(parameter: torch.Tensor) -> bool:
+    """Whether torch's fused AdamW kernel serves this parameter."""
+    return (
+        hasattr(torch, "_fused_adamw_")
+        and parameter.device.type in ("cpu", "cuda")
+        and parameter.dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    )
+
+
+def fused_adamw_(
+    p: torch.Tensor,
+    g: torch.Tensor,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    step: torch.Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+) -> None:
+    """torch's fused AdamW on one parameter, in place; `step` counts this update."""
+    options = {"beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "eps": eps}
+    torch._fused_adamw_([p], [g], [m], [v], [], [step], lr=lr, amsgrad=False, maximize=False, **options)

@@ -20,7 +20,7 @@ from .runtime import default_runtime
 from .tracing import Aval, simplify, trace
 from .varying import Typing, type_of
 
-__all__ = ["Compiled", "LayoutError", "OutSpecError", "compile", "shard_map", "stage"]
+__all__ = ["UNCHECKED", "Compiled", "LayoutError", "OutSpecError", "compile", "shard_map", "stage"]
 
 
 class LayoutError(ValueError):
@@ -171,6 +171,7 @@ class Staged:
 
 
 _TENSOR = object()
+UNCHECKED = object()  # for out_specs: take the results rank by rank, whatever their types
 
 
 def stage(
@@ -192,8 +193,8 @@ def stage(
                 filled[index] = value
             result = f(*optree.tree_unflatten(tree, filled))
             outputs, found["tree"] = optree.tree_flatten(result)
-            declared = f.results if isinstance(f, LocalFunction) else broadcast_specs(out_specs, result)
-            found["specs"] = optree.tree_leaves(declared, is_leaf=_is_spec)
+            declared = f.results if isinstance(f, LocalFunction) else None if out_specs is UNCHECKED else out_specs
+            found["specs"] = optree.tree_leaves(broadcast_specs(declared, result), is_leaf=_is_spec)
             found["paths"] = tree_paths(result)
             found["outputs"] = [_TENSOR if isinstance(output, torch.Tensor) else output for output in outputs]
             return [output for output in outputs if isinstance(output, torch.Tensor)]
@@ -201,7 +202,7 @@ def stage(
         specs_of_inputs = [flat_specs[index] for index in chosen]
         avals = [_local_aval(leaves[index], flat_specs[index], mesh) for index in chosen]
         types = [_type(spec, mesh) for spec in specs_of_inputs]
-        traced = simplify(trace(flat, avals, types=types, on_node=Typing(mesh.shape)), drop_detach=True)
+        traced = simplify(trace(flat, avals, types=types, on_node=Typing(mesh.shape)))
     kept = [index for index, output in enumerate(found["outputs"]) if output is _TENSOR]
     specs_of_outputs = [found["specs"][index] for index in kept]
     paths = tree_paths(args)
@@ -214,7 +215,8 @@ def stage(
         out_paths=[found["paths"][index] for index in kept],
         name=name,
     )
-    _check_results(program)
+    if out_specs is not UNCHECKED:
+        _check_results(program)
     return Staged(program, found["tree"], found["outputs"])
 
 

@@ -15,7 +15,7 @@ from sharding_specs import Mesh, P
 
 from .collectives.axes import current_axes, hidden_axes, mesh_axis_size
 
-__all__ = ["Layout", "LocalFunction", "PyTree", "SpecTree", "axis_mesh", "whole_arguments"]
+__all__ = ["Layout", "LocalFunction", "PyTree", "SpecTree", "axis_mesh", "unsharded", "whole_arguments"]
 
 PyTree = Any
 SpecTree = Any
@@ -72,6 +72,15 @@ class LocalFunction:
 def whole_arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
     """The layout of a plain function: everything whole."""
     return tuple(P() for _ in args)
+
+
+def unsharded(f: Callable[..., PyTree]) -> LocalFunction:
+    """A plain function as a local one: every rank does all of it."""
+
+    def call(*args: PyTree) -> tuple[PyTree, SpecTree]:
+        return f(*args), P()
+
+    return LocalFunction(call, Layout(whole_arguments), getattr(f, "__name__", type(f).__name__))
 
 
 def axis_mesh() -> Mesh:

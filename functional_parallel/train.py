@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from .collectives import all_gather, pcast, pscatter, psum, psum_scatter
 from .collectives.axes import bind
 from .compile import Staged, stage
 from .derivatives import grad_and_value
-from .local_function import Layout, LocalFunction, PyTree, SpecTree
+from .local_function import Layout, LocalFunction, PyTree, SpecTree, unsharded
 from .optim import Optimizer
 from .runtime import default_runtime
 
@@ -93,7 +94,7 @@ class TrainStep:
         has_aux: bool,
         own_batch: bool,
     ) -> None:
-        self.f = f if isinstance(f, LocalFunction) else _replicated(f)
+        self.f = f if isinstance(f, LocalFunction) else unsharded(f)
         self.optimizer, self.mesh, self.clip, self.seed = optimizer, mesh, clip, seed
         self.has_aux, self.own_batch = has_aux, own_batch
         self.program: Any = None
@@ -233,14 +234,14 @@ class TrainStep:
         def call(held: tuple[PyTree, PyTree], batch: tuple[PyTree, ...], key: Any) -> Any:
             params, optimizer_state = held
             inputs = optree.tree_map(_into_compute, params, compute)
-            with random.using(random.fold_in(key, 0)) if key is not None else _nothing():
+            with random.using(key) if key is not None else nullcontext():
                 gradients, value = gradient(inputs, *batch)
             value, aux = value if self.has_aux else (value, None)
             gradients = optree.tree_map(_into_update, gradients, update, kept, compute)
             norm = _global_norm(gradients, update)
             if self.clip is not None:
                 factor = torch.clamp(self.clip / (norm + 1e-6), max=1.0)
-                gradients = optree.tree_map(lambda g, spec: g * _vary(factor, spec), gradients, update)
+                gradients = optree.tree_map(lambda g: g * factor.to(g.dtype), gradients)
             own = optree.tree_map(_slice, params, update, kept)
             new, optimizer_state = self.optimizer.update(gradients, optimizer_state, own)
             new = optree.tree_map(_back, new, update, kept)
@@ -293,10 +294,6 @@ def _back(param: torch.Tensor, update: P, kept: P) -> torch.Tensor:
     return param
 
 
-def _vary(x: torch.Tensor, spec: P) -> torch.Tensor:
-    return x
-
-
 def _global_norm(gradients: PyTree, specs: SpecTree) -> torch.Tensor:
     """The norm of all gradients together, each element counted once: one psum per set of axes."""
     squares: dict[tuple[str, ...], torch.Tensor] = {}
@@ -306,7 +303,10 @@ def _global_norm(gradients: PyTree, specs: SpecTree) -> torch.Tensor:
         square = (gradient * gradient).sum()
         squares[axes] = squares[axes] + square if axes in squares else square
     sums = [psum(square, axes) if axes else square for axes, square in sorted(squares.items())]
-    return torch.stack([total.double() if total.dtype == torch.float64 else total.float() for total in sums]).sum().sqrt()
+    total = sums[0].float() if sums[0].dtype.itemsize < 4 else sums[0]
+    for square in sums[1:]:
+        total = total + square.to(total.dtype)
+    return total.sqrt()
 
 
 # -----------------------------------------------------------------------------
@@ -330,14 +330,6 @@ def _is_scalar_leaf(x: Any) -> bool:
 
 def _aux_specs(aux: PyTree, f: LocalFunction) -> SpecTree:
     return None if aux is None else f.results[1]
-
-
-def _replicated(f: Callable[..., Any]) -> LocalFunction:
-    def call(*args: PyTree) -> Any:
-        value = f(*args)
-        return value, optree.tree_map(lambda _: P(), value)
-
-    return LocalFunction(call, Layout(lambda args: tuple(P() for _ in args)), getattr(f, "__name__", "loss"))
 
 
 def _is_spec(x: Any) -> bool:

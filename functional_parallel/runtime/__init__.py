@@ -1,0 +1,16 @@
+"""Where programs run: all ranks simulated in this process, or one rank here and its peers in other processes."""
+
+from .default import default_runtime, is_main_rank
+from .process_carrier import CollectiveError
+from .processes import DifferentInputsError, DifferentProgramsError, ProcessRuntime
+from .simulated import SimulatedRuntime
+
+__all__ = [
+    "CollectiveError",
+    "DifferentInputsError",
+    "DifferentProgramsError",
+    "ProcessRuntime",
+    "SimulatedRuntime",
+    "default_runtime",
+    "is_main_rank",
+]

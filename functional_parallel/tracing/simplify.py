@@ -29,19 +29,18 @@ _SAME_SHAPE_IS_IDENTITY = {
 }
 
 
-def simplify(traced: Traced, *, drop_detach: bool = False) -> Traced:
+def simplify(traced: Traced) -> Traced:
     """Merge equal nodes and remove identities, in place.
 
     Args:
         traced: the graph; its outputs follow the rewrites.
-        drop_detach: whether `detach` is an identity too, true once no derivative will be taken of the graph.
 
     Returns:
         The same object, sealed again.
     """
     seen: dict[Hashable, fx.Node] = {}
     for node in list(traced.nodes):
-        original = _identity_of(node, drop_detach)
+        original = _identity_of(node)
         if original is None:
             key = _key(node)
             original = seen.setdefault(key, node) if key is not None else node
@@ -53,9 +52,7 @@ def simplify(traced: Traced, *, drop_detach: bool = False) -> Traced:
     return traced
 
 
-def _identity_of(node: fx.Node, drop_detach: bool) -> fx.Node | None:
-    if node.target is aten.detach.default:
-        return node.args[0] if drop_detach else None  # type: ignore[return-value]
+def _identity_of(node: fx.Node) -> fx.Node | None:
     if node.target in _SAME_SHAPE_IS_IDENTITY and not node.meta["no_grad"]:
         source = node.args[0]
         if isinstance(source, fx.Node) and source.meta["val"] == node.meta["val"]:

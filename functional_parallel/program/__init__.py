@@ -1,0 +1,7 @@
+"""A program: a flat graph of aten ops and named collectives, with the mesh it is for; typed, printable, countable."""
+
+from .collectives import COMMUNICATING, Collective, collectives_of
+from .explain import Explanation
+from .program import Program
+
+__all__ = ["COMMUNICATING", "Collective", "Explanation", "Program", "collectives_of"]

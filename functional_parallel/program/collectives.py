@@ -1,0 +1,86 @@
+"""The collectives of a program, one by one, with what each sends.
+
+Bytes are those that one rank sends in a ring, from S, the bytes of the whole logical value over the group of n ranks:
+
+| kind | bytes sent per rank |
+|---|---|
+| all_gather, psum_scatter, all_to_all | (n−1)/n · S |
+| psum, pmax, pmin | 2 (n−1)/n · S |
+| pbroadcast | S, by the source and those that pass it on |
+| ppermute | the operand, by each rank that sends |
+| pcast, pscatter, axis_index | none |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sharding_specs import Mesh
+from torch import fx
+
+from ..source import Source
+from ..tracing import Aval, Traced
+
+__all__ = ["COMMUNICATING", "PRIMITIVES", "Collective", "collectives_of", "primitive_name"]
+
+COMMUNICATING = ("psum", "psum_scatter", "all_gather", "all_to_all", "ppermute", "pmax", "pmin", "pbroadcast")
+PRIMITIVES = (*COMMUNICATING, "pscatter", "pcast", "axis_index")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a program; `bytes` is what one rank sends for it."""
+
+    kind: str
+    axes: tuple[str, ...]
+    operand: Aval
+    result: Aval
+    bytes: int
+    source: Source | None
+    backward: bool
+    node: fx.Node
+
+    @property
+    def phase(self) -> str:
+        return "backward" if self.backward else "forward"
+
+
+def primitive_name(node: fx.Node) -> str | None:
+    """`"psum"` for a node that calls `torch.ops.fp.psum`; None for an op that is no primitive."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "fp":
+        return None
+    name = target._schema.name.split("::")[1]
+    return name if name in PRIMITIVES else None
+
+
+def collectives_of(traced: Traced, mesh: Mesh) -> Iterator[Collective]:
+    """The collectives that send something, in order. Axes of one rank send nothing and are left out."""
+    for node in traced.nodes:
+        name = primitive_name(node)
+        if name not in COMMUNICATING:
+            continue
+        x, named, *params = node.args
+        axes = tuple(axis for axis in named if mesh.axis_size(axis) > 1)  # type: ignore[union-attr]
+        if not axes:
+            continue
+        operand, result = x.meta["val"], node.meta["val"]  # type: ignore[union-attr]
+        size = math.prod(mesh.axis_size(axis) for axis in axes)
+        sent = _bytes(name, operand, result, size, params)
+        yield Collective(name, axes, operand, result, sent, node.meta["source"], node.meta["backward"], node)
+
+
+def _bytes(kind: str, operand: Aval, result: Aval, size: int, params: list[Any]) -> int:
+    if kind == "all_gather":
+        return result.nbytes * (size - 1) // size
+    if kind in ("psum_scatter", "all_to_all"):
+        return operand.nbytes * (size - 1) // size
+    if kind == "ppermute":
+        return operand.nbytes if any(s != t for s, t in zip(params[0][::2], params[0][1::2], strict=True)) else 0
+    if kind == "pbroadcast":
+        return operand.nbytes
+    return 2 * operand.nbytes * (size - 1) // size

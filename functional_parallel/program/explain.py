@@ -1,0 +1,146 @@
+"""The table that says what a program communicates: kind, axis, count, bytes, source line."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from .collectives import Collective
+
+__all__ = ["Explanation", "Row", "explain"]
+
+_HEADERS = ("collective", "axis", "count", "operand", "bytes sent", "phase", "source")
+
+
+@dataclass(frozen=True)
+class Row:
+    """Collectives of one kind from one place: how many, of what, and the bytes a rank sends for all of them."""
+
+    kind: str
+    axes: tuple[str, ...]
+    count: int
+    operand: str
+    bytes: int
+    phase: str
+    source: str
+    text: str
+
+    def cells(self) -> tuple[str, ...]:
+        where = f"{self.source}  {self.text}".rstrip()
+        axes = ", ".join(self.axes)
+        return (self.kind, axes, str(self.count), self.operand, readable_bytes(self.bytes), self.phase, where)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` returns: prints as a table; `.rows`, `.to_dict()` and `.json()` for programs."""
+
+    name: str
+    mesh: str
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that one rank sends, all together."""
+        return sum(row.bytes for row in self.rows)
+
+    def totals(self) -> dict[tuple[str, tuple[str, ...]], tuple[int, int]]:
+        """Count and bytes per kind and axes."""
+        sums: dict[tuple[str, tuple[str, ...]], tuple[int, int]] = {}
+        for row in self.rows:
+            count, size = sums.get((row.kind, row.axes), (0, 0))
+            sums[row.kind, row.axes] = (count + row.count, size + row.bytes)
+        return sums
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data."""
+        rows = [{**vars(row), "axes": list(row.axes)} for row in self.rows]
+        totals = [
+            {"kind": kind, "axes": list(axes), "count": count, "bytes": size}
+            for (kind, axes), (count, size) in self.totals().items()
+        ]
+        return {"name": self.name, "mesh": self.mesh, "rows": rows, "totals": totals, "bytes": self.bytes}
+
+    def json(self, **options: Any) -> str:
+        """The same as JSON."""
+        return json.dumps(self.to_dict(), **options)
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return f"{self.name} on {self.mesh}: no communication"
+        lines = [_HEADERS, *(row.cells() for row in self.rows)]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADERS))]
+        body = [_aligned(line, widths) for line in lines]
+        rule = "─" * min(max(map(len, body)), 120)
+        totals = [
+            f"  {kind} over {', '.join(axes)}: {count} × = {readable_bytes(size)}"
+            for (kind, axes), (count, size) in self.totals().items()
+        ]
+        footer = [f"total {readable_bytes(self.bytes)} sent per rank (ring algorithms, see docs/collectives.md)"]
+        notes = [f"note: {note}" for note in self.notes]
+        title = f"{self.name} on {self.mesh}"
+        return "\n".join([title, rule, body[0], rule, *body[1:], rule, *totals, *footer, *notes])
+
+    __repr__ = __str__
+
+
+def explain(
+    name: str, mesh: str, found: Iterable[Collective], *, group: str = "line", notes: Iterable[str] = ()
+) -> Explanation:
+    """Group collectives into rows.
+
+    Args:
+        name, mesh: for the title.
+        found: the program's collectives.
+        group: "line" (one row per source line) or "axis" (one row per kind, axis and phase).
+        notes: lines to print below.
+
+    Raises:
+        ValueError: for another grouping.
+    """
+    if group not in ("line", "axis"):
+        raise ValueError(f"explain(group={group!r}): it is 'line' or 'axis'")
+    groups: dict[Any, list[Collective]] = defaultdict(list)
+    for one in found:
+        place = (str(one.operand), one.source) if group == "line" else ()
+        groups[one.kind, one.axes, one.phase, place].append(one)
+    return Explanation(name, mesh, tuple(_row(members, group) for members in groups.values()), tuple(notes))
+
+
+def _row(members: list[Collective], group: str) -> Row:
+    first = members[0]
+    operands = {str(member.operand) for member in members}
+    operand = str(first.operand) if len(operands) == 1 else "various"
+    source = first.source if group == "line" else None
+    text = "" if source is None else _shortened(source.text)
+    size = sum(member.bytes for member in members)
+    where = str(source) if source is not None else ""
+    return Row(first.kind, first.axes, len(members), operand, size, first.phase, where, text)
+
+
+def readable_bytes(count: int) -> str:
+    """Bytes as a person reads them.
+
+    >>> readable_bytes(1536), readable_bytes(7)
+    ('1.5 KiB', '7 B')
+    """
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def _shortened(text: str, limit: int = 48) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _aligned(cells: tuple[str, ...], widths: list[int]) -> str:
+    numeric = (2, 4)
+    padded = [cell.rjust(width) if column in numeric else cell.ljust(width) for column, (cell, width) in enumerate(zip(cells, widths, strict=True))]
+    return "  ".join(padded).rstrip()

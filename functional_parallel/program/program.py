@@ -1,0 +1,91 @@
+"""The program itself: the graph with its mesh, its specs, and what can be asked of it before it runs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from sharding_specs import Mesh, P
+
+from ..tracing import Traced
+from .collectives import Collective, collectives_of
+from .explain import Explanation, explain
+from .text import canonical_lines, program_text
+
+__all__ = ["Program"]
+
+
+@dataclass(eq=False)
+class Program:
+    """What one rank runs: the same on all, at local shapes.
+
+    >>> import torch, functional_parallel as fp
+    >>> from sharding_specs import Mesh
+    >>> step = fp.compile(fp.data_parallel("data")(lambda w, x: (x @ w).sum()), Mesh(data=2))
+    >>> program = step.lower(torch.ones(3), torch.ones(4, 3))
+    >>> program.counts()
+    {('psum', ('data',)): 1}
+    >>> print(str(program).splitlines()[-1])
+    return 'result' = h3
+
+    Attributes:
+        traced: the graph.
+        mesh: the mesh it is for.
+        in_specs, out_specs: how each input and result lies.
+        in_paths, out_paths: their pytree paths.
+        name: for messages.
+        notes: lines that `explain` prints below its table.
+    """
+
+    traced: Traced
+    mesh: Mesh
+    in_specs: list[P]
+    out_specs: list[P]
+    in_paths: list[str]
+    out_paths: list[str]
+    name: str
+    notes: tuple[str, ...] = ()
+    cache: dict[str, Any] = field(default_factory=dict, repr=False)  # what runtimes prepare, once
+
+    def collectives(self) -> list[Collective]:
+        """The collectives that send something, in order."""
+        return list(collectives_of(self.traced, self.mesh))
+
+    def counts(self) -> dict[tuple[str, tuple[str, ...]], int]:
+        """How many collectives of each kind, per axes."""
+        return dict(Counter((one.kind, one.axes) for one in self.collectives()))
+
+    def bytes_sent(self) -> dict[tuple[str, tuple[str, ...]], int]:
+        """Bytes that one rank sends, per kind and axes."""
+        sums: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        for one in self.collectives():
+            sums[one.kind, one.axes] += one.bytes
+        return dict(sums)
+
+    def explain(self, *, group: str = "line") -> Explanation:
+        """A table of every collective: kind, axis, count, bytes, source line.
+
+        Args:
+            group: "line" for a row per source line, "axis" for one per kind, axis and phase.
+        """
+        return explain(self.name, repr(self.mesh), self.collectives(), group=group, notes=self.notes)
+
+    def lines(self) -> list[str]:
+        """The program's text without source lines: equal for two programs exactly when they do the same."""
+        head = [f"mesh {self.mesh!r}", f"in {self.in_specs}", f"out {self.out_specs}"]
+        return head + canonical_lines(self.traced, self._in_names(), self._out_names())
+
+    def fingerprint(self) -> str:
+        """A hash of everything that ranks must agree on."""
+        return hashlib.sha256("\n".join(self.lines()).encode()).hexdigest()
+
+    def __str__(self) -> str:
+        return f"{self.name} on {self.mesh!r}\n" + program_text(self.traced, self._in_names(), self._out_names())
+
+    def _in_names(self) -> list[str]:
+        return [path or f"argument {index}" for index, path in enumerate(self.in_paths)]
+
+    def _out_names(self) -> list[str]:
+        return [path or "result" for path in self.out_paths]

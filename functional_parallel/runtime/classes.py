@@ -1,0 +1,83 @@
+"""Which ranks of a mesh hold different values of what: the classes that simulation computes once each.
+
+A value that does not vary along an axis is the same on all its ranks, so it is computed once for them. A class is the
+coordinates of a rank on the axes along which the value varies.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from sharding_specs import Mesh, P
+from torch import fx
+
+from ..program.collectives import primitive_name
+from ..tracing.graph import walk_args
+
+__all__ = ["Classes", "operands_of", "varied_axes"]
+
+Axes = frozenset[str]
+
+_EQUALISING = ("psum", "pmax", "pmin", "pbroadcast", "all_gather")
+_SPREADING = ("psum_scatter", "pscatter", "all_to_all", "ppermute")
+
+
+class Classes:
+    """Numbers the classes of a mesh for every set of axes."""
+
+    def __init__(self, mesh: Mesh, deduplicate: bool = True) -> None:
+        self.mesh = mesh
+        self.all_axes: Axes = frozenset(name for name in mesh.axis_names if mesh.axis_size(name) > 1)
+        self.deduplicate = deduplicate
+        self._representatives: dict[Axes, list[int]] = {}
+
+    def of_spec(self, spec: P) -> Axes:
+        """The axes along which a value with this spec varies."""
+        return self.all_axes & (spec.axes | spec.unreduced) if self.deduplicate else self.all_axes
+
+    def representatives(self, axes: Axes) -> list[int]:
+        """One rank per class, in order."""
+        if axes not in self._representatives:
+            names = [name for name in self.mesh.axis_names if name in axes]
+            sizes = (range(self.mesh.axis_size(name)) for name in names)
+            found = [self.mesh.rank(dict(zip(names, index, strict=True))) for index in itertools.product(*sizes)]
+            self._representatives[axes] = found
+        return self._representatives[axes]
+
+    def index(self, rank: int, axes: Axes) -> int:
+        """The class that a rank belongs to."""
+        coordinates = self.mesh.coordinates(rank)
+        number = 0
+        for name in self.mesh.axis_names:
+            if name in axes:
+                number = number * self.mesh.axis_size(name) + coordinates[name]
+        return number
+
+    def of_node(self, node: fx.Node, operands: Iterable[Axes]) -> Axes:
+        """The axes along which a node's result varies, from those of its operands."""
+        if not self.deduplicate:
+            return self.all_axes
+        return varied_axes(node, operands) & self.all_axes
+
+
+def varied_axes(node: fx.Node, operands: Iterable[Axes]) -> Axes:
+    """The rule: collectives that end in one value for all remove their axes, those that end in different ones add them."""
+    union: Axes = frozenset().union(*operands)
+    name = primitive_name(node)
+    if name == "axis_index":
+        return frozenset(node.args[0])  # type: ignore[arg-type]
+    if name in _EQUALISING:
+        return union - frozenset(node.args[1])  # type: ignore[arg-type]
+    if name in _SPREADING:
+        return union | frozenset(node.args[1])  # type: ignore[arg-type]
+    return union
+
+
+def operands_of(node: fx.Node) -> list[fx.Node]:
+    """A node's operands in order of first appearance, each once."""
+    found: dict[fx.Node, None] = {}
+    walk_args((node.args, node.kwargs), lambda a: found.setdefault(a) if isinstance(a, fx.Node) else None)
+    return list(found)
+
+

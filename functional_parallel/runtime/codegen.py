@@ -1,0 +1,124 @@
+"""A program as one flat Python function: a line per op, values dropped after their last use, casts as aliases.
+
+The writer is shared by both runtimes; they differ in what a line computes. For one rank a value is a tensor. For simulated
+ranks it is a list with a tensor per class, and a line loops over the classes of its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from .. import _torch
+from ..program.collectives import primitive_name
+from ..tracing import Traced
+from .classes import operands_of
+
+__all__ = ["Writer", "is_alias"]
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Writer:
+    """Writes the function.
+
+    `line(node, writer)` returns the right-hand side for one op; it may put objects into `constants` and name them.
+    """
+
+    traced: Traced
+    line: Callable[[fx.Node, Writer], str]
+    differentiable: bool = False
+    names: dict[fx.Node, str] = field(default_factory=dict)
+    constants: dict[str, Any] = field(default_factory=dict)
+
+    def function(self, wrap_constant: Callable[[torch.Tensor], Any] = lambda x: x) -> Callable[..., Any]:
+        """Compile the whole program to `run(inputs) -> outputs`, lists in and out."""
+        lines = [f"{self._name(node)} = inputs[{index}]" for index, node in enumerate(self.traced.inputs)]
+        lines.append("inputs.clear()")
+        drops = self._last_uses()
+        for node in self.traced.graph.nodes:
+            if node.op == "get_attr":
+                self.names[node] = self.constant(wrap_constant(self.traced.constants[node.target]))
+            elif node.op == "call_function":
+                if is_alias(node, self.differentiable):
+                    lines.append(f"{self._name(node)} = {self.names[node.args[0]]}")
+                else:
+                    right = self.line(node, self)
+                    lines.append(f"{self._name(node)} = {right}")
+            dead = [self.names[value] for value in drops.get(node, ()) if value.op != "get_attr"]
+            if dead:
+                lines.append(f"del {', '.join(dead)}")
+        outputs = ", ".join(self.names[out] if isinstance(out, fx.Node) else repr(out) for out in self.traced.outputs)
+        source = "def run(inputs):\n    " + "\n    ".join([*lines, f"return [{outputs}]"])
+        scope = dict(self.constants)
+        exec(compile(source, "<program>", "exec"), scope)
+        return scope["run"]
+
+    def constant(self, value: Any) -> str:
+        """A name for an object that the function refers to."""
+        name = f"k{len(self.constants)}"
+        self.constants[name] = value
+        return name
+
+    def op(self, target: Any) -> str:
+        """A name for what an op is called by."""
+        return self.constant(_torch.direct_call(target) if not self.differentiable else target)
+
+    def argument(self, value: Any, node_text: Callable[[fx.Node], str]) -> str:
+        """An argument as source text; what has no literal form becomes a constant."""
+        if isinstance(value, fx.Node):
+            return node_text(value)
+        if isinstance(value, (list, tuple)):
+            inner = ", ".join(self.argument(part, node_text) for part in value)
+            return f"[{inner}]" if isinstance(value, list) or len(value) != 1 else f"[{inner}]"
+        if value is None or isinstance(value, (bool, int, str)):
+            return repr(value)
+        return self.constant(value)
+
+    def call(self, node: fx.Node, node_text: Callable[[fx.Node], str]) -> str:
+        """`op(args)` for an ordinary op."""
+        parts = [self.argument(arg, node_text) for arg in node.args]
+        parts += [f"{key}={self.argument(value, node_text)}" for key, value in node.kwargs.items()]
+        return f"{self.op(node.target)}({', '.join(parts)})"
+
+    def _name(self, node: fx.Node) -> str:
+        return self.names.setdefault(node, f"v{len(self.names)}")
+
+    def _last_uses(self) -> dict[fx.Node, list[fx.Node]]:
+        """Per node, the values that nothing after it uses."""
+        kept = {output for output in self.traced.outputs if isinstance(output, fx.Node)}
+        last: dict[fx.Node, fx.Node] = {}
+        for node in self.traced.graph.nodes:
+            if node.op == "call_function":
+                for operand in operands_of(node):
+                    last[operand] = node
+        drops: dict[fx.Node, list[fx.Node]] = {}
+        for value, node in last.items():
+            if value not in kept:
+                drops.setdefault(node, []).append(value)
+        return drops
+
+
+def is_alias(node: fx.Node, differentiable: bool) -> bool:
+    """Whether the op's result is its operand: casts, and detach when nothing differentiates."""
+    name = primitive_name(node)
+    return name == "pcast" or (node.target is aten.detach.default and not differentiable)
+
+
+def holds_levels(tensors: Sequence[Any]) -> bool:
+    """Whether some tensor takes part in a derivative or a vmap."""
+    return any(
+        isinstance(x, torch.Tensor) and (_torch.is_functorch_wrapped(x) or x.requires_grad) for x in tensors
+    )
+
+
+def first_args(node: fx.Node) -> Any:
+    """A collective's operand and axes."""
+    return node.args[0], tuple(node.args[1])  # type: ignore[arg-type]
+
+

@@ -1,0 +1,216 @@
+"""One rank of a mesh in this process, its peers in others, over torch.distributed.
+
+Before a program runs first, all ranks compare its fingerprint, so that ranks with different programs find out in seconds
+instead of hanging in mismatched collectives.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sharding_specs import Mesh, P, shard_leaf
+from torch import fx
+
+from ..collectives import emit
+from ..emit import interpret
+from ..partition.convert import convert
+from ..partition.placement import WHOLE, Shard
+from ..program import Program
+from ..program.collectives import primitive_name
+from ..program.text import first_difference
+from .codegen import Writer, holds_levels
+from .process_carrier import CollectiveError, ProcessCarrier
+
+__all__ = ["DifferentInputsError", "DifferentProgramsError", "ProcessRuntime"]
+
+
+class DifferentProgramsError(RuntimeError):
+    """Ranks that are about to run different programs; names the ranks and the first line that differs."""
+
+
+class DifferentInputsError(ValueError):
+    """Ranks that were given different whole tensors; names the inputs."""
+
+
+class ProcessRuntime:
+    """Runs programs on real ranks. A handle is this rank's tensor.
+
+    Args:
+        mesh: as many ranks as processes. The process group is made from the launcher's environment if nobody made it.
+        timeout: seconds after which a collective that some rank does not come to fails.
+        reduction: "fast" (the backend's own sums) or "ordered" (in rank order, bit-equal to simulated ranks).
+
+    Raises:
+        ValueError: when the number of processes is not the mesh's.
+    """
+
+    def __init__(self, mesh: Mesh, *, timeout: float = 600.0, reduction: str = "fast") -> None:
+        _initialise(timeout)
+        self.mesh = mesh
+        self.carrier = ProcessCarrier(mesh, reduction=reduction, timeout=timedelta(seconds=timeout))
+        self.rank = self.carrier.rank
+        self.device = torch.device("cuda", torch.cuda.current_device()) if _uses_nccl() else torch.device("cpu")
+
+    # --- handles ---
+
+    def shard(self, x: torch.Tensor, spec: P) -> torch.Tensor:
+        """This rank's part of a whole tensor."""
+        part = shard_leaf(x, spec, self.mesh, self.rank)
+        return part.to(self.device) if holds_levels([x]) else part.to(self.device).clone(memory_format=torch.contiguous_format)
+
+    def own(self, x: torch.Tensor, spec: P) -> torch.Tensor:
+        """A part that this rank was given as its own, as sharded by the first axis that splits it."""
+        return x.to(self.device)
+
+    def whole(self, handle: torch.Tensor, spec: P) -> torch.Tensor:
+        """The whole tensor, on every rank."""
+        with self.carrier.bound():
+            if spec.unreduced:
+                handle = emit("psum", handle, tuple(sorted(spec.unreduced)), "unreduced")
+            for axis, dim, outer in sorted(spec.placements(self.mesh), key=lambda placement: placement.outer):
+                if self.mesh.axis_size(axis) > 1:
+                    handle = convert(handle, Shard(dim, outer), WHOLE, axis, self.mesh.axis_size(axis))
+        return handle
+
+    def like(self, handle: torch.Tensor, spec: P) -> torch.Tensor:
+        """A tensor of the whole shape, without data."""
+        shape = list(handle.shape)
+        for axis, dim, _ in spec.placements(self.mesh):
+            shape[dim] *= self.mesh.axis_size(axis)
+        return torch.empty(shape, dtype=handle.dtype, device="meta")
+
+    # --- running ---
+
+    def run(self, program: Program, handles: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run a program on this rank's parts."""
+        self._agree_on(program)
+        with self.carrier.bound():
+            if holds_levels(handles):
+                return interpret(program.traced, list(handles))
+            if "process" not in program.cache:
+                program.cache["process"] = _OneRank(program, self.carrier).function()
+            with torch.no_grad():
+                return program.cache["process"](list(handles))
+
+    def run_whole(self, program: Program, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run a program on whole tensors, the same on every rank, and return whole results."""
+        self._agree_on(program)
+        self._agree_on_inputs(program, tensors)
+        with self.carrier.bound():
+            parts = [self._entered(x, spec) for x, spec in zip(tensors, program.in_specs, strict=True)]
+            results = self.run(program, parts)
+        return [self.whole(x, spec) for x, spec in zip(results, program.out_specs, strict=True)]
+
+    def _entered(self, x: torch.Tensor, spec: P) -> torch.Tensor:
+        """This rank's part, taken so that a derivative of it is a derivative of the whole."""
+        if not holds_levels([x]):
+            return self.shard(x, spec)
+        for axis, dim, outer in sorted(spec.placements(self.mesh), key=lambda placement: -placement.outer):
+            if self.mesh.axis_size(axis) > 1:
+                x = convert(x, WHOLE, Shard(dim, outer), axis, self.mesh.axis_size(axis))
+        return x
+
+    # --- agreement ---
+
+    def _agree_on(self, program: Program) -> None:
+        if program.cache.get("agreed"):
+            return
+        mine = program.fingerprint()
+        all_prints = self._exchange(mine)
+        if len(set(all_prints)) > 1:
+            self._refuse(program, all_prints)
+        program.cache["agreed"] = True
+
+    def _refuse(self, program: Program, prints: list[str]) -> None:
+        texts = self._exchange(program.lines())
+        other = next(rank for rank, value in enumerate(prints) if value != prints[self.rank])
+        same = [rank for rank, value in enumerate(prints) if value == prints[self.rank]]
+        raise DifferentProgramsError(
+            f"rank {self.rank}: the ranks are about to run different programs. Ranks {same} have this one "
+            f"({program.name}); it first differs from that of rank {other} in\n"
+            f"{first_difference(texts[self.rank], texts[other])}\n"
+            "Every rank must trace the same function with the same shapes: look for code that depends on the rank."
+        )
+
+    def _agree_on_inputs(self, program: Program, tensors: Sequence[torch.Tensor]) -> None:
+        if holds_levels(tensors) or self.mesh.size == 1:
+            return
+        all_sums = self._exchange([_checksum(x) for x in tensors])
+        wrong = [i for i in range(len(tensors)) if len({sums[i] for sums in all_sums}) > 1]
+        if wrong:
+            names = ", ".join(program.in_paths[index] or f"argument {index}" for index in wrong[:8])
+            raise DifferentInputsError(
+                f"{program.name} takes whole tensors, the same on every rank, but ranks passed different ones as {names}. "
+                "Seed alike, or use train_step(batch='own') for parts that each rank loads itself"
+            )
+
+    def _exchange(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.mesh.size
+        try:
+            dist.all_gather_object(values, value)
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"rank {self.rank}: another rank never came to compare programs, or died. torch says: {error}"
+            ) from error
+        return values
+
+
+class _OneRank:
+    """The flat function of one program on one rank."""
+
+    def __init__(self, program: Program, carrier: Any) -> None:
+        self.program, self.carrier = program, carrier
+        self.writer = Writer(program.traced, self.line)
+
+    def function(self) -> Callable[..., Any]:
+        return self.writer.function()
+
+    def line(self, node: fx.Node, writer: Writer) -> str:
+        name = primitive_name(node)
+        text = writer.names.__getitem__
+        if name is not None:
+            operand = "" if name == "axis_index" else text(node.args[0])  # type: ignore[index]
+            return f"{writer.constant(self._collective(node, name))}({operand})"
+        if node.target is operator.getitem:
+            return f"{text(node.args[0])}[{node.args[1]}]"  # type: ignore[index]
+        return writer.call(node, text)
+
+    def _collective(self, node: fx.Node, name: str) -> Callable[..., torch.Tensor]:
+        target = node.target
+        arguments = node.args if name == "axis_index" else node.args[1:]
+        source = node.meta["source"]
+
+        def call(*operand: torch.Tensor) -> torch.Tensor:
+            try:
+                return target(*operand, *arguments)  # type: ignore[operator]
+            except CollectiveError as error:
+                where = f"{source}: `{source.text}`" if source is not None else self.program.name
+                raise CollectiveError(f"{where}: {error}") from error
+
+        return call
+
+
+def _checksum(x: torch.Tensor) -> tuple[int, ...]:
+    """Differs with overwhelming likelihood for tensors that differ: a sum of the bytes and one weighted by position."""
+    data = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).to(torch.int64)
+    weights = torch.arange(1, data.numel() + 1) % 65521
+    return (*x.shape, int(data.sum()), int((data * weights).sum()))
+
+
+def _initialise(timeout: float) -> None:
+    if dist.is_initialized():
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+
+
+def _uses_nccl() -> bool:
+    return str(dist.get_backend()) == "nccl"

@@ -1,0 +1,165 @@
+"""Every rank of a mesh in one process, in lockstep: op by op, all ranks.
+
+Collectives are those of `collectives.group`, sums in rank order, in ordinary differentiable torch ops: derivatives taken
+from outside go through, and are a proof of the transposes that does not use them.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from sharding_specs import Mesh, P, shard_leaf, unshard_leaf
+from torch import fx
+
+from ..collectives import group
+from ..program import Program
+from ..program.collectives import primitive_name
+from .classes import Classes, operands_of
+from .codegen import Writer, holds_levels
+
+__all__ = ["Handle", "SimulatedRuntime"]
+
+Handle = list[torch.Tensor]
+
+
+class SimulatedRuntime:
+    """Runs programs on simulated ranks. A handle is a list of tensors, one per class of ranks.
+
+    >>> import torch
+    >>> from sharding_specs import Mesh, P
+    >>> runtime = SimulatedRuntime(Mesh(data=2, tensor=2))
+    >>> [part.tolist() for part in runtime.shard(torch.arange(4), P("data"))]
+    [[0, 1], [2, 3]]
+
+    Args:
+        mesh: the mesh.
+        deduplicate: compute what is the same on several ranks once; else on every rank.
+    """
+
+    def __init__(self, mesh: Mesh, *, deduplicate: bool = True) -> None:
+        self.mesh = mesh
+        self.classes = Classes(mesh, deduplicate)
+
+    def shard(self, x: torch.Tensor, spec: P) -> Handle:
+        """The ranks' parts of a whole tensor."""
+        ranks = self.classes.representatives(self.classes.of_spec(spec))
+        return [shard_leaf(x, spec, self.mesh, rank) for rank in ranks]
+
+    def own(self, x: torch.Tensor, spec: P) -> Handle:
+        """A part given as a rank's own; with all ranks in one process there is no such thing."""
+        raise ValueError(
+            "train_step(batch='own') is for real processes, each with a part of its own; simulated ranks are given the "
+            "whole batch: leave batch= out"
+        )
+
+    def whole(self, handle: Handle, spec: P) -> torch.Tensor:
+        """The whole tensor from the ranks' parts."""
+        axes = self.classes.of_spec(spec)
+        return unshard_leaf([handle[self.classes.index(rank, axes)] for rank in self.mesh.ranks], spec, self.mesh)
+
+    def like(self, handle: Handle, spec: P) -> torch.Tensor:
+        """A tensor of the whole shape, without data."""
+        return self.whole([part.detach().to("meta") for part in handle], spec)
+
+    def run(self, program: Program, handles: Sequence[Handle]) -> list[Handle]:
+        """Run a program on sharded inputs."""
+        differentiable = any(holds_levels(handle) for handle in handles)
+        key = f"simulated {self.classes.deduplicate} {differentiable}"
+        if key not in program.cache:
+            program.cache[key] = _Lockstep(program, self.classes, differentiable).function()
+        if differentiable:
+            return program.cache[key](list(handles))
+        with torch.no_grad():
+            return program.cache[key](list(handles))
+
+    def run_whole(self, program: Program, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run a program on whole inputs, and make its results whole."""
+        handles = [self.shard(x, spec) for x, spec in zip(tensors, program.in_specs, strict=True)]
+        results = self.run(program, handles)
+        return [self.whole(handle, spec) for handle, spec in zip(results, program.out_specs, strict=True)]
+
+
+class _Lockstep:
+    """The flat function of one program over all classes of ranks."""
+
+    def __init__(self, program: Program, classes: Classes, differentiable: bool) -> None:
+        self.program, self.classes, self.mesh = program, classes, classes.mesh
+        self.axes: dict[fx.Node, frozenset[str]] = {}
+        self.writer = Writer(program.traced, self.line, differentiable)
+        for node, spec in zip(program.traced.inputs, program.in_specs, strict=True):
+            self.axes[node] = classes.of_spec(spec)
+        for node in program.traced.graph.nodes:
+            if node.op == "get_attr":
+                self.axes[node] = frozenset()
+            elif node.op == "call_function":
+                self.axes[node] = classes.of_node(node, (self.axes[operand] for operand in operands_of(node)))
+
+    def function(self) -> Callable[..., Any]:
+        run = self.writer.function(wrap_constant=lambda x: [x])
+        wanted = [self.classes.of_spec(spec) for spec in self.program.out_specs]
+        held = [self.axes[out] for out in self.program.traced.outputs]
+        if wanted == held:
+            return run
+        picks = [self._picks(a, b) for a, b in zip(wanted, held, strict=True)]
+        return lambda inputs: [[x[i] for i in pick] for x, pick in zip(run(inputs), picks, strict=True)]
+
+    def line(self, node: fx.Node, writer: Writer) -> str:
+        name = primitive_name(node)
+        if name == "axis_index":
+            return writer.constant([torch.tensor(self.mesh.axis_index(r, tuple(node.args[0]))) for r in self._ranks(node)])  # type: ignore[arg-type]
+        if name is not None:
+            return self._collective(node, name, writer)
+        operands = operands_of(node)
+        ranks = self._ranks(node)
+        if len(ranks) == 1:
+            return f"[{self._call(node, writer, lambda n: f'{writer.names[n]}[0]')}]"
+        aligned = [operand for operand in operands if self.axes[operand] == self.axes[node]]
+        if len(aligned) == len(operands) == 1:
+            text = self._call(node, writer, lambda n: "a")
+            return f"[{text} for a in {writer.names[operands[0]]}]"
+        picks = [self._picks(self.axes[node], self.axes[operand]) for operand in operands]
+        table = writer.constant(list(zip(*picks, strict=True)))
+        letters = {operand: f"{writer.names[operand]}[i{index}]" for index, operand in enumerate(operands)}
+        indices = ", ".join(f"i{index}" for index in range(len(operands)))
+        return f"[{self._call(node, writer, letters.__getitem__)} for {indices}{',' if len(operands) == 1 else ''} in {table}]"
+
+    def _call(self, node: fx.Node, writer: Writer, text: Callable[[fx.Node], str]) -> str:
+        if node.target is operator.getitem:
+            return f"{text(node.args[0])}[{node.args[1]}]"  # type: ignore[arg-type]
+        return writer.call(node, text)
+
+    def _ranks(self, node: fx.Node) -> list[int]:
+        return self.classes.representatives(self.axes[node])
+
+    def _picks(self, wanted: frozenset[str], held: frozenset[str]) -> list[int]:
+        """For each class of one set of axes, the class of another that its ranks belong to."""
+        return [self.classes.index(rank, held) for rank in self.classes.representatives(wanted)]
+
+    def _collective(self, node: fx.Node, name: str, writer: Writer) -> str:
+        operand, axes, *params = node.args
+        axes = tuple(axes)  # type: ignore[arg-type]
+        if self.mesh.axis_size(axes) == 1:
+            return f"list({writer.names[operand]})"  # type: ignore[index]
+        groups = self.mesh.groups(axes)
+        jobs: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+        for position, rank in enumerate(self._ranks(node)):
+            members = next(members for members in groups if rank in members)
+            inputs = tuple(self.classes.index(member, self.axes[operand]) for member in members)  # type: ignore[index]
+            jobs.setdefault(inputs, []).append((members.index(rank), position))
+        perform = functools.partial(_perform, name, tuple(params), list(jobs.items()), len(self._ranks(node)))
+        return f"{writer.constant(perform)}({writer.names[operand]})"  # type: ignore[index]
+
+
+def _perform(
+    name: str, params: tuple[Any, ...], jobs: list[tuple[tuple[int, ...], list[tuple[int, int]]]], count: int, x: Handle
+) -> Handle:
+    results: list[Any] = [None] * count
+    for inputs, outputs in jobs:
+        values = group.perform(name, [x[index] for index in inputs], *params)
+        for member, position in outputs:
+            results[position] = values[member]
+    return results

@@ -1,0 +1,55 @@
+"""Comparing pytrees leaf by leaf, with a message that says where and by how much."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import torch
+from sharding_specs import tree_paths
+
+__all__ = ["NotEquivalentError", "compare"]
+
+_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+class NotEquivalentError(AssertionError):
+    """Two results that should be equal and are not; names the first leaf that differs."""
+
+
+def compare(got: Any, want: Any, what: str, *, exact: bool = False, rtol: float | None = None) -> None:
+    """Raise unless two trees are equal.
+
+    Args:
+        got, want: pytrees of the same structure.
+        what: what they are, for the message.
+        exact: whether every bit counts.
+        rtol: largest |got − want| allowed, relative to the largest |want| of the leaf; by dtype without it.
+
+    Raises:
+        NotEquivalentError: naming the first leaf that differs, both values there, and the size of the difference.
+    """
+    if optree.tree_structure(got) != optree.tree_structure(want):
+        raise NotEquivalentError(f"{what}: structures differ: {tree_paths(got)} and {tree_paths(want)}")
+    for path, a, b in zip(tree_paths(want), optree.tree_leaves(got), optree.tree_leaves(want), strict=True):
+        problem = _difference(a, b, exact, rtol) if isinstance(b, torch.Tensor) else None if a == b else f"{a!r}, not {b!r}"
+        if problem:
+            raise NotEquivalentError(f"{what}{f', leaf {path}' if path else ''}: {problem}")
+
+
+def _difference(got: torch.Tensor, want: torch.Tensor, exact: bool, rtol: float | None) -> str | None:
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return f"{got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}"
+    if torch.equal(got, want) or not want.numel():
+        return None
+    difference = (got.double() - want.double()).abs()
+    scale = want.double().abs().max().item()
+    allowed = 0.0 if exact else (_TOLERANCE.get(want.dtype, 0.0) if rtol is None else rtol) * scale
+    if difference.max().item() <= allowed:
+        return None
+    index = int(difference.argmax())
+    where = tuple(int(i) for i in torch.unravel_index(torch.tensor(index), want.shape))
+    return (
+        f"at {where}: {got.reshape(-1)[index].item()!r}, not {want.reshape(-1)[index].item()!r}; largest difference "
+        f"{difference.max().item():.3g}, allowed {allowed:.3g} (largest value {scale:.3g})"
+    )

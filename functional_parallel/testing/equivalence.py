@@ -1,0 +1,54 @@
+"""A plan changes where a function is computed, never what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sharding_specs import Mesh
+
+from ..compile import Compiled, compile
+from ..derivatives import grad_and_value
+from .compare import NotEquivalentError, compare
+
+__all__ = ["NotEquivalentError", "assert_equivalent"]
+
+
+def assert_equivalent(
+    loss: Callable[..., Any],
+    plan: Callable[..., Any],
+    mesh: Mesh,
+    params: Any,
+    *batch: Any,
+    exact: bool = False,
+    rtol: float | None = None,
+) -> Compiled:
+    """Check that value and gradients under a plan are those of the plain function.
+
+    >>> import torch, functional_parallel as fp
+    >>> from sharding_specs import Mesh
+    >>> step = fp.testing.assert_equivalent(
+    ...     lambda w, x: (x @ w).relu().sum(), fp.data_parallel("data"), Mesh(data=2), torch.ones(3), torch.ones(4, 3), exact=True)
+    >>> step.program.counts()
+    {('psum', ('data',)): 2}
+
+    Args:
+        loss: a scalar function of parameters and batch.
+        plan: a transform or a chain.
+        mesh: the mesh.
+        params, batch: whole arguments.
+        exact: whether every bit counts; true for functions closed on the integers, given integers in float64.
+        rtol: largest difference allowed, relative to a leaf's largest value; by dtype without it.
+
+    Returns:
+        The compiled gradient, to look at its program.
+
+    Raises:
+        NotEquivalentError: naming the first leaf that differs.
+    """
+    want_grads, want = grad_and_value(loss)(params, *batch)
+    step = compile(grad_and_value(plan(loss)), mesh)
+    grads, value = step(params, *batch)
+    compare(value, want, f"value under {plan!r} on {mesh!r}", exact=exact, rtol=rtol)
+    compare(grads, want_grads, f"gradient under {plan!r} on {mesh!r}", exact=exact, rtol=rtol)
+    return step

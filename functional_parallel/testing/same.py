@@ -1,0 +1,76 @@
+"""Two local programs are the same: in types, values and gradients, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+from sharding_specs import Mesh
+
+from ..compile import UNCHECKED, stage
+from ..derivatives import grad
+from ..runtime.simulated import SimulatedRuntime
+from ..varying import type_of
+from .compare import NotEquivalentError, compare
+
+__all__ = ["assert_same"]
+
+
+def assert_same(
+    f: Callable[..., Any], g: Callable[..., Any], mesh: Mesh, in_specs: tuple[Any, ...], args: tuple[Any, ...], *, exact: bool = True
+) -> None:
+    """Check that two bodies on shards agree: the types of their results, the values on every rank, and the gradients.
+
+    >>> import torch, functional_parallel as fp
+    >>> from sharding_specs import Mesh, P
+    >>> fp.testing.assert_same(
+    ...     lambda x: fp.all_gather(fp.psum_scatter(x, "i"), "i", to="invariant"),
+    ...     lambda x: fp.psum(x, "i"),
+    ...     Mesh(i=2), (P("i"),), (torch.arange(8.0),))
+
+    Args:
+        f, g: functions on shards that write their collectives by hand.
+        mesh: the mesh.
+        in_specs: a spec, or pytree prefix of specs, per argument.
+        args: whole arguments; gradients are taken by their floating leaves.
+        exact: whether every bit counts.
+
+    Raises:
+        NotEquivalentError: saying what differs, and on which rank.
+    """
+    values = [_on_every_rank(h, mesh, in_specs, args) for h in (f, g)]
+    if values[0][1] != values[1][1]:
+        raise NotEquivalentError(f"types of the results differ: {values[0][1]} and {values[1][1]}")
+    gradients = [_on_every_rank(_gradient(h, len(args)), mesh, in_specs, args) for h in (f, g)]
+    for rank in mesh.ranks:
+        compare(values[0][0][rank], values[1][0][rank], f"results on rank {rank}", exact=exact)
+        compare(gradients[0][0][rank], gradients[1][0][rank], f"gradients on rank {rank}", exact=exact)
+
+
+def _on_every_rank(f: Callable[..., Any], mesh: Mesh, in_specs: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
+    staged = stage(f, mesh, args, in_specs, UNCHECKED, getattr(f, "__name__", "f"))
+    runtime = SimulatedRuntime(mesh, deduplicate=False)
+    tensors = [leaf for leaf in optree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+    program = staged.program
+    handles = [runtime.shard(x, spec) for x, spec in zip(tensors, program.in_specs, strict=True)]
+    results = runtime.run(program, handles)
+    by_rank = [[handle[rank] for handle in results] for rank in mesh.ranks]
+    return by_rank, [type_of(output) for output in program.traced.outputs]
+
+
+def _gradient(f: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """Gradients of a sum of the results with small integer weights, which tells results and elements apart."""
+
+    def weighted(*args: Any) -> torch.Tensor:
+        leaves = [leaf for leaf in optree.tree_leaves(f(*args)) if isinstance(leaf, torch.Tensor)]
+        total = None
+        for number, leaf in enumerate(leaf for leaf in leaves if leaf.is_floating_point()):
+            weights = (torch.arange(leaf.numel(), dtype=leaf.dtype, device=leaf.device) % 5 + number + 1).reshape(leaf.shape)
+            term = (leaf * weights).sum()
+            total = term if total is None else total + term
+        assert total is not None, "a gradient needs a floating result"
+        return total
+
+    return grad(weighted, argnums=tuple(range(count)))

@@ -1,0 +1,55 @@
+"""The whole chain of transforms that one spec tree implies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+from sharding_specs import Mesh, P, SpecError, as_spec
+
+from .parallel import data_parallel, tensor_parallel, zero
+from .transform import Plan, chain
+
+__all__ = ["from_specs"]
+
+
+def from_specs(specs: Any, mesh: Mesh, *, data: str = "data", batch: Any = None, strict: bool = False) -> Plan:
+    """The transforms that a spec tree implies on a mesh.
+
+    The data axis, if the mesh has it, splits the batch; where specs name it they say how parameters lie at rest (ZeRO-3).
+    Every other axis that specs name splits the computation over parameters (tensor parallelism).
+
+    >>> from sharding_specs import Mesh, P
+    >>> from_specs({"w1": P(None, "tensor"), "w2": P("tensor", "data")}, Mesh(data=2, tensor=2))
+    chain(tensor_parallel('tensor'), zero(3, 'data'))
+
+    Args:
+        specs: rules from path patterns to specs, or a tree of specs.
+        mesh: the mesh.
+        data: the name of the axis that splits the batch.
+        batch: how the arguments after the parameters lie, as for `data_parallel`.
+        strict: refuse ops that have no sharding rule.
+
+    Raises:
+        SpecError: when specs name an axis that the mesh does not have.
+    """
+    named = _axes(specs)
+    missing = sorted(named - set(mesh.axis_names))
+    if missing:
+        raise SpecError(f"the specs name {', '.join(missing)}, which {mesh!r} does not have")
+    chosen = [tensor_parallel(axis, specs, strict=strict) for axis in reversed(mesh.axis_names) if axis in named - {data}]
+    if data in mesh.axis_names:
+        at_rest = data in named
+        chosen.append(zero(3, data, specs, batch=batch, strict=strict) if at_rest else data_parallel(data, batch=batch, strict=strict))
+    return chain(*chosen)
+
+
+def _axes(specs: Any) -> set[str]:
+    leaves = optree.tree_leaves(specs, is_leaf=lambda x: x is None or isinstance(x, (P, str)))
+    found = [as_spec(leaf) for leaf in leaves if not _is_pattern(leaf, specs)]
+    return {axis for spec in found for axis in spec.axes}
+
+
+def _is_pattern(leaf: Any, specs: Any) -> bool:
+    """In a list of (pattern, spec) pairs, the patterns are leaves too."""
+    return isinstance(specs, (list, tuple)) and isinstance(leaf, str) and any(pair[0] == leaf for pair in specs)
