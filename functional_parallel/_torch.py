@@ -35,6 +35,7 @@ __all__ = [
     "functional_variant",
     "fused_adamw_",
     "has_fused_adamw",
+    "innermost",
     "is_functorch_wrapped",
     "needs_higher_derivatives",
     "next_node_number",
@@ -74,6 +75,13 @@ def differentiating_level() -> int:
 def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
     """Whether the tensor belongs to a torch.func level (a gradient-tracking or batched wrapper)."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def innermost(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor inside all torch.func wrappers."""
+    while is_functorch_wrapped(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def functional_variant(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:

@@ -17,7 +17,7 @@ from .collectives.types import CollectiveTypeError, State, Type
 from .local_function import LocalFunction, PyTree, SpecTree
 from .program import Program
 from .runtime import default_runtime
-from .tracing import Aval, simplify, trace
+from .tracing import Aval, forget_values, simplify, trace
 from .varying import Typing, type_of
 
 __all__ = ["UNCHECKED", "Compiled", "LayoutError", "OutSpecError", "compile", "shard_map", "stage"]
@@ -202,7 +202,7 @@ def stage(
         specs_of_inputs = [flat_specs[index] for index in chosen]
         avals = [_local_aval(leaves[index], flat_specs[index], mesh) for index in chosen]
         types = [_type(spec, mesh) for spec in specs_of_inputs]
-        traced = simplify(trace(flat, avals, types=types, on_node=Typing(mesh.shape)))
+        traced = simplify(forget_values(trace(flat, avals, types=types, on_node=Typing(mesh.shape))))
     kept = [index for index, output in enumerate(found["outputs"]) if output is _TENSOR]
     specs_of_outputs = [found["specs"][index] for index in kept]
     paths = tree_paths(args)

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import optree
 import torch
 from sharding_specs import P, broadcast_specs
 
+from . import _torch
+from .collectives import pvary
 from .collectives.axes import current_axes
 from .collectives.vmap import vmap as _vmap
 from .local_function import LocalFunction, PyTree, unsharded
@@ -186,8 +189,12 @@ def vmap(
     mapped = torch.func.vmap(local, in_dims, out_dims, **options)
 
     def call(*args: PyTree) -> tuple[Any, Any]:
-        value = mapped(*args)
+        value = mapped(*(_varied(arg) if dim is None else arg for arg, dim in zip(args, dims(args), strict=True)))
         return value, _with_mapped(broadcast_specs(local.results, value), out_dims, spmd_axis)
+
+    def _varied(arg: PyTree) -> PyTree:
+        """Each rank maps over samples of its own, so what they share is its own too: no sum over ranks in gradients."""
+        return optree.tree_map(lambda leaf: pvary(leaf, spmd_axis) if _is_floating(leaf) else leaf, arg)
 
     layout = replace(
         local.layout,
@@ -218,48 +225,50 @@ def _with_mapped(specs: Any, dim: int | None, axis: str) -> Any:
 def _gradient_call(f: Callable[..., Any], argnums: Argnums, has_aux: bool) -> Callable[..., Any]:
     def call(*args: PyTree) -> Any:
         numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-        leaves, tree = optree.tree_flatten(tuple(args[number] for number in numbers))
-        moving = [index for index, leaf in enumerate(leaves) if _is_floating(leaf)]
+        leaves, tree = optree.tree_flatten(args)
+        owners = [number for number, arg in enumerate(args) for _ in optree.tree_leaves(arg)]
+        moving = [i for i, leaf in enumerate(leaves) if owners[i] in numbers and _is_floating(leaf)]
         found: dict[str, Any] = {}
 
-        def flat(values: list[torch.Tensor]) -> tuple[torch.Tensor, list[Any]]:
-            rest = list(args)
-            for number, argument in zip(numbers, _filled(leaves, moving, values, tree), strict=True):
-                rest[number] = argument
-            result = f(*rest)
+        def flat(chosen: list[int], values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[Any]]:
+            result = f(*_filled(leaves, chosen, values, tree))
             value, aux = result if has_aux else (result, None)
             _check_scalar(value, f)
             flat_aux, found["tree"] = optree.tree_flatten(aux)
             return value, flat_aux
 
-        inputs = [leaves[index] for index in moving]
         active = recorder()
         in_body = active is not None and isinstance(active.on_node, Typing) and not isinstance(f, LocalFunction)
-        body = _typed(flat, inputs, active) if active is not None and in_body else flat
+        body = _typed(flat, leaves, moving, active) if active is not None and in_body else partial(flat, moving)
+        inputs = [leaves[index] for index in moving]
         gradients, (value, aux) = torch.func.grad_and_value(body, has_aux=True)(inputs)
-        whole: list[Any] = [None] * len(leaves)
-        for index, gradient in zip(moving, gradients, strict=True):
-            whole[index] = gradient
-        trees = tree.unflatten(whole)
+        by_leaf = dict(zip(moving, gradients, strict=True))
+        trees = tree.unflatten([by_leaf.get(index) for index in range(len(leaves))])
         result = (value, optree.tree_unflatten(found["tree"], aux)) if has_aux else value
-        return (trees[0] if isinstance(argnums, int) else trees), result
+        return (trees[argnums] if isinstance(argnums, int) else tuple(trees[number] for number in numbers)), result
 
     return call
 
 
 def _typed(
-    flat: Callable[[list[torch.Tensor]], tuple[torch.Tensor, list[Any]]], values: list[torch.Tensor], active: Recorder
+    flat: Callable[[list[int], Sequence[torch.Tensor]], tuple[torch.Tensor, list[Any]]],
+    leaves: list[Any],
+    moving: list[int],
+    active: Recorder,
 ) -> Callable[[list[torch.Tensor]], tuple[torch.Tensor, list[Any]]]:
     """The same function, to be run from its typed trace with every implied cast written in."""
+    tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     traced = trace(
-        lambda *inputs: _joined(*flat(list(inputs))),
-        [aval_of(value) for value in values],
-        types=[active.node_of(value).meta["type"] for value in values],
+        lambda *inputs: _joined(*flat(tensors, inputs)),
+        [aval_of(leaves[index]) for index in tensors],
+        types=[active.node_of(_torch.innermost(leaves[index])).meta["type"] for index in tensors],
         on_node=Typing(current_axes()),
     )
 
     def run(inputs: list[torch.Tensor]) -> tuple[torch.Tensor, list[Any]]:
-        outputs = run_typed(traced, [*inputs, *traced.captured])
+        given = dict(zip(moving, inputs, strict=True))
+        values = [given.get(index, leaves[index]) for index in tensors]
+        outputs = run_typed(traced, [*values, *traced.captured])
         return outputs[0], outputs[1:]
 
     return run

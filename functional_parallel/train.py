@@ -204,7 +204,7 @@ class TrainStep:
             shape = list(leaf.shape)
             for placement in spec.placements(self.mesh):
                 shape[placement.dim] *= self.mesh.axis_size(placement.axis)
-            return leaf.new_empty(shape, device="meta")
+            return leaf.new_empty(()).expand(shape)
 
         return optree.tree_map(whole, batch, specs)
 

@@ -44,7 +44,8 @@ def program_text(traced: Traced, in_names: list[str], out_names: list[str], *, s
             tail = f"  # {source}{' backward' if node.meta['backward'] else ''}" if sources and source else ""
             lines.append(f"{names[node]}{_aval(node)} = {_call(node, names)}{tail}")
     for output, name in zip(traced.outputs, out_names, strict=True):
-        lines.append(f"return {name!r} = {names[output] if isinstance(output, fx.Node) else output!r}")
+        value = names[output] if isinstance(output, fx.Node) else repr(output)
+        lines.append(f"return {name!r} = {value}")
     return "\n".join(lines)
 
 

@@ -79,11 +79,11 @@ class ProcessRuntime:
         return handle
 
     def like(self, handle: torch.Tensor, spec: P) -> torch.Tensor:
-        """A tensor of the whole shape, without data."""
+        """A tensor of the whole shape, without memory for it."""
         shape = list(handle.shape)
         for axis, dim, _ in spec.placements(self.mesh):
             shape[dim] *= self.mesh.axis_size(axis)
-        return torch.empty(shape, dtype=handle.dtype, device="meta")
+        return handle.new_empty(()).expand(shape)
 
     # --- running ---
 

@@ -62,8 +62,11 @@ class SimulatedRuntime:
         return unshard_leaf([handle[self.classes.index(rank, axes)] for rank in self.mesh.ranks], spec, self.mesh)
 
     def like(self, handle: Handle, spec: P) -> torch.Tensor:
-        """A tensor of the whole shape, without data."""
-        return self.whole([part.detach().to("meta") for part in handle], spec)
+        """A tensor of the whole shape, without memory for it."""
+        shape = list(handle[0].shape)
+        for axis, dim, _ in spec.placements(self.mesh):
+            shape[dim] *= self.mesh.axis_size(axis)
+        return handle[0].new_empty(()).expand(shape)
 
     def run(self, program: Program, handles: Sequence[Handle]) -> list[Handle]:
         """Run a program on sharded inputs."""
@@ -117,6 +120,8 @@ class _Lockstep:
         ranks = self._ranks(node)
         if len(ranks) == 1:
             return f"[{self._call(node, writer, lambda n: f'{writer.names[n]}[0]')}]"
+        if not operands:
+            return f"[{self._call(node, writer, str)} for _ in range({len(ranks)})]"
         aligned = [operand for operand in operands if self.axes[operand] == self.axes[node]]
         if len(aligned) == len(operands) == 1:
             text = self._call(node, writer, lambda n: "a")

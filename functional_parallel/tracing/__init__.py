@@ -2,7 +2,7 @@
 
 from .graph import Aval, Traced, aval_of, is_collective, source_of
 from .record import CustomFunctionError, MutationError, TracingError, trace
-from .simplify import simplify
+from .simplify import forget_values, simplify
 
 __all__ = [
     "Aval",
@@ -12,6 +12,7 @@ __all__ = [
     "TracingError",
     "aval_of",
     "is_collective",
+    "forget_values",
     "simplify",
     "source_of",
     "trace",

@@ -14,7 +14,7 @@ from torch import fx
 
 from .graph import Traced
 
-__all__ = ["simplify"]
+__all__ = ["forget_values", "simplify"]
 
 aten = torch.ops.aten
 
@@ -48,6 +48,24 @@ def simplify(traced: Traced) -> Traced:
             node.replace_all_uses_with(original)
             traced.outputs = [original if output is node else output for output in traced.outputs]
             traced.graph.erase_node(node)
+    traced.seal()
+    return traced
+
+
+_FILLED_LIKE: dict[Any, Any] = {aten.ones_like.default: 1, aten.zeros_like.default: 0}
+
+
+def forget_values(traced: Traced) -> Traced:
+    """Write `ones_like(x)` and `zeros_like(x)` without x, whose value they do not need, in place.
+
+    A gradient begins with ones like the loss; without this the loss, and its psum, would be computed for their shape.
+    """
+    for node in traced.nodes:
+        if node.target in _FILLED_LIKE:
+            aval = node.meta["val"]
+            node.args = (list(aval.shape), _FILLED_LIKE[node.target])
+            node.kwargs = {"dtype": aval.dtype, "device": aval.device}
+            node.target = aten.full.default
     traced.seal()
     return traced
 

@@ -60,7 +60,7 @@ def register_rule(op: Any, text: Text, local: Local | None = None) -> None:
 
     >>> import torch, functional_parallel as fp
     >>> lib = torch.library.Library("doctest_rules", "DEF")
-    >>> lib.define("double(Tensor x) -> Tensor")
+    >>> _ = lib.define("double(Tensor x) -> Tensor")
     >>> fp.register_rule(torch.ops.doctest_rules.double, "~... -> ...")
     """
     if isinstance(text, str):
