@@ -1,0 +1,112 @@
+"""A byte-level GPT as a pure function, its sharding written where each parameter is created.
+
+Shapes, one letter a dim: b batch, t time, e embed, h heads, d dim of a head, f hidden units of the MLP, v vocabulary.
+A dim written `h/tensor` is split over the mesh axis `tensor`: heads, hidden units and vocabulary here, as in Megatron-LM.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import einsum, rearrange
+
+import functional_parallel as fp
+from sharding_specs import annotate
+
+
+@dataclass(frozen=True)
+class Config:
+    layers: int = 4
+    embed: int = 128
+    heads: int = 4
+    time: int = 128
+    vocab: int = 256
+    sequence_parallel: bool = False
+
+
+def init(config: Config, seed: int = 0) -> Any:
+    """Parameters with their specs beside them; `sharding_specs.split` takes them apart."""
+    generator = torch.Generator().manual_seed(seed)
+    e, h, d, f, v = config.embed, config.heads, config.embed // config.heads, 4 * config.embed, config.vocab
+
+    def normal(*shape: int, scale: float = 0.02) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * scale
+
+    def block() -> dict[str, Any]:
+        out = 0.02 / math.sqrt(2 * config.layers)  # the residual stream keeps its size with depth
+        return {
+            "norm1": annotate(torch.ones(e), "e"),
+            "q": annotate(normal(e, h, d), "e h/tensor d"),
+            "k": annotate(normal(e, h, d), "e h/tensor d"),
+            "v": annotate(normal(e, h, d), "e h/tensor d"),
+            "o": annotate(normal(h, d, e, scale=out), "h/tensor d e"),
+            "norm2": annotate(torch.ones(e), "e"),
+            "up": annotate(normal(e, f), "e f/tensor"),
+            "down": annotate(normal(f, e, scale=out), "f/tensor e"),
+        }
+
+    return {
+        "tokens": annotate(normal(v, e), "v/tensor e"),
+        "blocks": [block() for _ in range(config.layers)],
+        "norm": annotate(torch.ones(e), "e"),
+        "head": annotate(normal(e, v), "e v/tensor"),
+    }
+
+
+def logits(params: Any, tokens: torch.Tensor, config: Config) -> torch.Tensor:
+    """Scores of the next byte: (b, t) → (b, t, v)."""
+    x = F.embedding(tokens, params["tokens"])
+    for block in params["blocks"]:
+        x = residual(x, attention(block, norm(x, block["norm1"])), config)
+        x = residual(x, mlp(block, norm(x, block["norm2"])), config)
+    return einsum(norm(x, params["norm"]), params["head"], "b t e, e v -> b t v")
+
+
+def attention(block: Any, x: torch.Tensor) -> torch.Tensor:
+    q, k, v = (einsum(x, block[name], "b t e, e h d -> b h t d") for name in ("q", "k", "v"))
+    mixed = F.scaled_dot_product_attention(rotary(q), rotary(k), v, is_causal=True)
+    return einsum(mixed, block["o"], "b h t d, h d e -> b t e")
+
+
+def rotary(x: torch.Tensor) -> torch.Tensor:
+    """Rotate pairs of dims by angles that grow with time, so that scores depend on distance: (b, h, t, d)."""
+    time, half = x.shape[-2], x.shape[-1] // 2
+    rates = 10_000.0 ** -(torch.arange(half, dtype=x.dtype, device=x.device) / half)
+    angles = torch.arange(time, dtype=x.dtype, device=x.device)[:, None] * rates
+    a, b = rearrange(x, "b h t (two d) -> two b h t d", two=2)
+    return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], dim=-1)
+
+
+def mlp(block: Any, x: torch.Tensor) -> torch.Tensor:
+    hidden = F.gelu(einsum(x, block["up"], "b t e, e f -> b t f"))
+    return einsum(hidden, block["down"], "b t f, f e -> b t e")
+
+
+def norm(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return F.layer_norm(x, (x.shape[-1],), scale)
+
+
+def residual(x: torch.Tensor, change: torch.Tensor, config: Config) -> torch.Tensor:
+    """One residual edge; sequence parallelism is one constraint on it."""
+    return fp.constrain(x + change, "b t/tensor e") if config.sequence_parallel else x + change
+
+
+def loss(params: Any, tokens: torch.Tensor, config: Config) -> torch.Tensor:
+    """Mean cross entropy of each byte given those before it, in nats: tokens (b, t + 1)."""
+    scores = logits(params, tokens[:, :-1], config)
+    return F.cross_entropy(rearrange(scores, "b t v -> (b t) v"), rearrange(tokens[:, 1:], "b t -> (b t)"))
+
+
+def sample(params: Any, prompt: torch.Tensor, length: int, config: Config, temperature: float = 0.8) -> torch.Tensor:
+    """Continue a prompt (t,) by `length` bytes, drawn with a fixed seed."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = prompt
+    for _ in range(length):
+        scores = logits(params, tokens[None, -config.time :], config)[0, -1]
+        choice = torch.multinomial((scores / temperature).softmax(-1), 1, generator=generator)
+        tokens = torch.cat([tokens, choice])
+    return tokens

@@ -1,0 +1,156 @@
+"""Train a byte-level GPT on real text, over any mesh.
+
+    python examples/train_gpt.py --mesh data=2,tensor=2          # 4 simulated ranks in this process
+    torchrun --nproc-per-node 4 examples/train_gpt.py --mesh data=2,tensor=2
+
+Both print the same losses, and so does `--mesh data=1`. `--zero 3` keeps parameters and optimizer state sharded over the
+data axis; `--sequence-parallel` shards the residual stream over time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import corpus
+import gpt
+import optree
+import reporting
+import torch
+
+import functional_parallel as fp
+from sharding_specs import Mesh, split
+
+
+def main() -> None:
+    args = arguments()
+    config = gpt.Config(args.layers, args.embed, args.heads, args.time, sequence_parallel=args.sequence_parallel)
+    mesh = Mesh.parse(args.mesh)
+    train_text, held_out = corpus.load(args.data)
+
+    params, specs = split(gpt.init(config, args.seed))
+    specs = optree.tree_map(lambda spec: spec.only(mesh.axis_names), specs)  # axes that this mesh does not have
+    train = fp.train_step(
+        partial(gpt.loss, config=config),
+        fp.optim.adamw(partial(learning_rate, args=args), betas=(0.9, 0.95), weight_decay=0.1),
+        mesh,
+        plan(specs, mesh, args.zero),
+        clip=1.0,
+    )
+    state, losses = start(train, params, args.resume)
+    say = print if fp.is_main_rank() else (lambda *_: None)
+    say(f"{count(params):,} parameters on {mesh!r}, {len(train_text):,} bytes of text, {len(held_out):,} held out\n")
+
+    train.lower(state, corpus.batch(train_text, args.batch, args.time, 0, args.seed))
+    say(train.explain(group=args.explain), "\n")
+
+    progress = reporting.progress(args.steps, state.step)
+    began, first = time.perf_counter(), state.step
+    while state.step < args.steps:
+        tokens = corpus.batch(train_text, args.batch, args.time, state.step, args.seed)
+        state, metrics = train(state, tokens)
+        losses.append(float(metrics.loss))
+        rate = (state.step - first) * args.batch * args.time / (time.perf_counter() - began)
+        progress.update(loss=losses[-1], tokens_per_s=rate)
+    progress.close()
+    elapsed = time.perf_counter() - began
+
+    final, optimizer_state = train.whole(state)  # a collective under torchrun: every rank takes part
+    if not fp.is_main_rank():
+        return
+    score = evaluate(final, held_out, config, args)
+    if args.save:
+        save(Path(args.save), final, optimizer_state, state.step, losses, vars(args))
+    reporting.plot(losses, score, Path(args.plot))
+    text = gpt.sample(final, torch.tensor(list(b"def ")), args.sample, config)
+    print(f"\nsample: {bytes(text.tolist()).decode(errors='replace')}")
+    print(f"\n{state.step - first} steps in {elapsed:.0f} s, last loss {losses[-1] if losses else math.nan:.4f}")
+    print(f"held-out loss: {score:.3f} nats per byte")
+
+
+def plan(specs: Any, mesh: Mesh, stage: int) -> Any:
+    """Tensor parallelism as the specs say, inside data parallelism or ZeRO; whichever axes the mesh has."""
+    chosen = []
+    if "tensor" in mesh.axis_names:
+        chosen.append(fp.tensor_parallel("tensor", specs))
+    if "data" in mesh.axis_names:
+        chosen.append(fp.zero(stage, "data"))
+    return fp.chain(*chosen)
+
+
+def learning_rate(step: torch.Tensor, args: argparse.Namespace) -> torch.Tensor:
+    """Linear warm-up over 20 steps, then a cosine down to a tenth."""
+    warm = torch.clamp((step + 1) / 20, max=1.0)
+    return args.lr * warm * (0.55 + 0.45 * torch.cos(math.pi * torch.clamp(step / args.steps, max=1.0)))
+
+
+def evaluate(params: Any, held_out: torch.Tensor, config: gpt.Config, args: argparse.Namespace) -> float:
+    """Mean loss on windows of files that were not trained on."""
+    with torch.no_grad():
+        batches = [corpus.batch(held_out, args.batch, args.time, step, seed=1) for step in range(args.evaluations)]
+        return float(torch.stack([gpt.loss(params, tokens, config) for tokens in batches]).mean())
+
+
+# -----------------------------------------------------------------------------
+# Saving and resuming: whole tensors in safetensors, the rest in JSON
+# -----------------------------------------------------------------------------
+
+
+def save(folder: Path, params: Any, optimizer_state: Any, step: int, losses: list[float], settings: dict[str, Any]) -> None:
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    leaves = optree.tree_leaves((params, optimizer_state))
+    save_file({f"{i:04d}": leaf.contiguous() for i, leaf in enumerate(leaves)}, str(folder / "state.safetensors"))
+    (folder / "run.json").write_text(json.dumps({"step": step, "losses": losses, "settings": settings}, indent=1))
+    print(f"saved step {step} to {folder}")
+
+
+def start(train: Any, params: Any, folder: str | None) -> tuple[Any, list[float]]:
+    """A fresh state, or the saved one: the same tensors whatever mesh wrote them."""
+    state = train.init(params)
+    if folder is None:
+        return state, []
+    from safetensors.torch import load_file
+
+    run = json.loads((Path(folder) / "run.json").read_text())
+    stored = load_file(str(Path(folder) / "state.safetensors"))
+    tree = optree.tree_structure(train.whole(state))
+    params, optimizer_state = tree.unflatten([stored[name] for name in sorted(stored)])
+    return train.load(params, optimizer_state, run["step"]), run["losses"]
+
+
+def count(params: Any) -> int:
+    return sum(leaf.numel() for leaf in optree.tree_leaves(params))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mesh", default="data=2,tensor=2", help="axes and sizes; 'data=1' for one rank")
+    parser.add_argument("--zero", type=int, default=0, help="ZeRO stage over the data axis, 0 to 3")
+    parser.add_argument("--sequence-parallel", action="store_true", help="shard the residual stream over time")
+    parser.add_argument("--data", help="a text file or a folder of them; the standard library's source by default")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--batch", type=int, default=16, help="sequences per step, over all ranks")
+    parser.add_argument("--time", type=int, default=128, help="bytes per sequence")
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--embed", type=int, default=128)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sample", type=int, default=200, help="bytes of text to sample at the end")
+    parser.add_argument("--evaluations", type=int, default=10, help="batches of held-out text to measure on")
+    parser.add_argument("--explain", choices=("axis", "line"), default="axis", help="how to group the table of collectives")
+    parser.add_argument("--plot", default="runs/loss.png", help="where the loss plot goes")
+    parser.add_argument("--save", metavar="DIR", help="write parameters, optimizer state and settings at the end")
+    parser.add_argument("--resume", metavar="DIR", help="go on from what --save wrote, on this mesh or another")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
