@@ -15,7 +15,7 @@ from .collectives import guards
 from .collectives.axes import bind
 from .collectives.types import CollectiveTypeError, State, Type
 from .local_function import LocalFunction, PyTree, SpecTree
-from .program import Program
+from .program import Program, drop_trivial
 from .runtime import default_runtime
 from .tracing import Aval, forget_values, simplify, trace
 from .varying import Typing, type_of
@@ -201,8 +201,10 @@ def stage(
 
         specs_of_inputs = [flat_specs[index] for index in chosen]
         avals = [_local_aval(leaves[index], flat_specs[index], mesh) for index in chosen]
-        types = [_type(spec, mesh) for spec in specs_of_inputs]
-        traced = simplify(forget_values(trace(flat, avals, types=types, on_node=Typing(mesh.shape))))
+        types = [_type(spec) for spec in specs_of_inputs]
+        traced = trace(flat, avals, types=types, on_node=Typing(mesh.shape))
+        held = [type_of(output) for output in traced.outputs]
+        traced = simplify(drop_trivial(forget_values(traced), mesh))
     kept = [index for index, output in enumerate(found["outputs"]) if output is _TENSOR]
     specs_of_outputs = [found["specs"][index] for index in kept]
     paths = tree_paths(args)
@@ -216,7 +218,7 @@ def stage(
         name=name,
     )
     if out_specs is not UNCHECKED:
-        _check_results(program)
+        _check_results(program, held)
     return Staged(program, found["tree"], found["outputs"])
 
 
@@ -225,20 +227,20 @@ def stage(
 # -----------------------------------------------------------------------------
 
 
-def _type(spec: P, mesh: Mesh) -> Type:
+def _type(spec: P) -> Type:
     states = dict.fromkeys(spec.axes, State.VARYING)
     states.update(dict.fromkeys(spec.unreduced, State.UNREDUCED))
     states.update(dict.fromkeys(spec.reduced, State.REDUCED))
-    return Type({axis: state for axis, state in states.items() if mesh.shape[axis] > 1})
+    return Type(states)
 
 
-def _check_results(program: Program) -> None:
+def _check_results(program: Program, types: list[Type]) -> None:
     """Each result's type must be what its spec says: no less, or ranks disagree; no more, or copies are taken for shards."""
     wrong = []
-    for output, spec, path in zip(program.traced.outputs, program.out_specs, program.out_paths, strict=True):
-        held, wanted = type_of(output), _type(spec, program.mesh)
+    for held, spec, path in zip(types, program.out_specs, program.out_paths, strict=True):
+        wanted = _type(spec)
         for axis in sorted({*held, *wanted}):
-            if held[axis] is not wanted[axis] and program.mesh.shape[axis] > 1:
+            if held[axis] is not wanted[axis]:
                 wrong.append(f"  {path or 'the result'}: {_mismatch(axis, held[axis], wanted[axis], spec)}")
     if wrong:
         raise OutSpecError(f"{program.name}: results do not lie as out_specs say:\n" + "\n".join(wrong))

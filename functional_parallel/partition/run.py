@@ -17,7 +17,7 @@ from torch import fx
 
 from .. import collectives as fp
 from ..emit import emit_node, explicit_casts
-from ..source import inherit
+from ..source import current_source, inherit
 from ..tracing import Aval, Traced, source_of
 from ..tracing.graph import walk_args
 from .convert import VARYING, Form, convert
@@ -154,8 +154,9 @@ class _Run:
         if form not in value.forms:
             if isinstance(form, Shard) and value.place == WHOLE:
                 value.forms[form] = self._sliced(node, value, form)
-            else:
-                value.forms[form] = self._converted(value, form)
+            else:  # partial sums are completed on behalf of the op that left them
+                with inherit(source_of(node) if value.place == PARTIAL else current_source()):
+                    value.forms[form] = self._converted(value, form)
         return value.forms[form]
 
     def _converted(self, value: _Value, form: Form) -> Any:

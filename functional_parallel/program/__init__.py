@@ -3,5 +3,6 @@
 from .collectives import COMMUNICATING, Collective, collectives_of
 from .explain import Explanation
 from .program import Program
+from .trivial import drop_trivial
 
-__all__ = ["COMMUNICATING", "Collective", "Explanation", "Program", "collectives_of"]
+__all__ = ["COMMUNICATING", "Collective", "Explanation", "Program", "collectives_of", "drop_trivial"]

@@ -28,7 +28,7 @@ class Program:
     >>> program.counts()
     {('psum', ('data',)): 1}
     >>> print(str(program).splitlines()[-1])
-    return 'result' = h4
+    return 'result' = h3
 
     Attributes:
         traced: the graph.

@@ -78,13 +78,15 @@ rule([aten._log_softmax.default], Rule(_softmax_text, _local_log_softmax, casts=
 
 
 def _likelihood_text(node: fx.Node) -> str:
-    """Batched `(n, c)` or one sample `(c)`; with reduction the batch leaves partial sums of loss and weight."""
+    """Batched `(n, c)` or one sample `(c)`; a summed loss stays partial, a mean is a quotient of two whole sums."""
     batched = len(node.args[0].meta["val"].shape) == 2  # type: ignore[union-attr]
     weighted = isinstance(node.args[2], fx.Node)
     weight = ", w^" if weighted else ""
     if not batched:
         return f"c!, (){weight} -> (), ()"
-    if node.args[3] in (_MEAN, _SUM):
+    if node.args[3] == _MEAN:
+        return f"n! c!, n!{weight} -> (), ()"
+    if node.args[3] == _SUM:
         return f"n+ c!, n+{weight} -> (), ()"
     return f"n c!, n{weight} -> n, ()"
 
@@ -108,8 +110,10 @@ def _local_likelihood(step: Step, scores: torch.Tensor, target: torch.Tensor, we
     total = counts.sum()
     if reduction == _SUM:
         return losses.sum(), total
-    whole = fp.pvary(fp.psum(total, axis), axis) if step.splits("n") else total
-    return losses.sum() / whole, total
+    if not step.splits("n"):
+        return losses.sum() / total, total
+    loss, total = fp.psum(torch.stack([losses.sum(), total]), axis).unbind()  # both sums in one collective
+    return loss / total, total
 
 
 def _token_losses(step: Step, scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -5,9 +5,15 @@ A sum with a Python number is not linear (each rank would add it), so a linear m
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
+from ... import collectives as fp
+from ..decide import Decision
+from ..placement import PARTIAL, WHOLE
+from ..step import Step
 from .broadcast import linear_text, pointwise_text, tensor_operands
 from .registry import Rule, rule
 
@@ -33,11 +39,25 @@ def _cast_text(node: fx.Node) -> str:
     return "~... -> ..." if widens or target == source else "... -> ..."
 
 
+def _decide_quotient(step: Step) -> Decision | None:
+    """A quotient of two sums (a mean over what a mask keeps) completes both in one collective."""
+    both = len(step.operands) == 2 and all(operand.place == PARTIAL for operand in step.operands)
+    alike = both and step.operands[0].aval == step.operands[1].aval and not step.node.kwargs.get("rounding_mode")
+    return Decision((PARTIAL, PARTIAL), (WHOLE,)) if alike else None
+
+
+def _local_quotient(step: Step, a: Any, b: Any, **kwargs: Any) -> Any:
+    if step.decision.operands != (PARTIAL, PARTIAL):
+        return step.run(a, b, **kwargs)
+    a, b = fp.psum(torch.stack([a, b]), step.axis).unbind()
+    return step.run(a, b, **kwargs)
+
+
 rule([aten.add.Tensor, aten.sub.Tensor], Rule(_sum_text))
 rule([aten.mul.Tensor], Rule(linear_text("~~")))
 rule([aten.mul.Scalar, aten.neg.default, aten.clone.default, aten.detach.default], Rule("~... -> ..."))
 rule([aten.contiguous.default, aten.alias.default, aten.lift_fresh.default], Rule("~... -> ..."))
-rule([aten.div.Tensor, aten.div.Tensor_mode], Rule(_quotient_text))
+rule([aten.div.Tensor, aten.div.Tensor_mode], Rule(_quotient_text, _local_quotient, _decide_quotient))
 rule([aten.div.Scalar], Rule("~... -> ..."))
 rule([aten._to_copy.default], Rule(_cast_text))
 rule([aten.where.self], Rule("..., &..., &... -> ..."))

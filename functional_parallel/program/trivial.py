@@ -1,0 +1,28 @@
+"""Axes of one rank cost nothing: their collectives are taken out of a program."""
+
+from __future__ import annotations
+
+from sharding_specs import Mesh
+from torch import fx
+
+from ..tracing import Traced
+from .collectives import primitive_name
+
+__all__ = ["drop_trivial"]
+
+_MEAN_SOMETHING_ALONE = ("axis_index", "ppermute")  # an index is still 0; a permutation that sends nothing gives zeros
+
+
+def drop_trivial(traced: Traced, mesh: Mesh) -> Traced:
+    """Remove every collective and cast over axes of one rank, in place; its result is its operand."""
+    for node in list(traced.nodes):
+        name = primitive_name(node)
+        if name is None or name in _MEAN_SOMETHING_ALONE or mesh.axis_size(node.args[1]) > 1:  # type: ignore[arg-type]
+            continue
+        operand = node.args[0]
+        assert isinstance(operand, fx.Node)
+        node.replace_all_uses_with(operand)
+        traced.outputs = [operand if output is node else output for output in traced.outputs]
+        traced.graph.erase_node(node)
+    traced.seal()
+    return traced
