@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import optree
 import torch
 
 from .. import _torch
-from .optimizer import Optimizer, Schedule, learning_rate, map_leaves
+from .optimizer import Optimizer, Schedule, learning_rate, map_leaves, zeros_like
 
 __all__ = ["AdamWState", "adamw"]
 
@@ -40,8 +39,7 @@ def adamw(
     """
 
     def init(params: Any) -> AdamWState:
-        zeros = optree.tree_map(torch.zeros_like, params)
-        return AdamWState(torch.zeros(()), zeros, optree.tree_map(torch.zeros_like, params))
+        return AdamWState(torch.zeros(()), zeros_like(params), zeros_like(params))
 
     def update(grads: Any, state: AdamWState, params: Any) -> tuple[Any, AdamWState]:
         rate, step = learning_rate(lr, state.step), state.step + 1

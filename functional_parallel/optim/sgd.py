@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import optree
 import torch
 
-from .optimizer import Optimizer, Schedule, learning_rate, map_leaves
+from .optimizer import Optimizer, Schedule, learning_rate, map_leaves, zeros_like
 
 __all__ = ["SGDState", "sgd"]
 
@@ -41,7 +40,7 @@ def sgd(lr: Schedule, *, momentum: float = 0.0, nesterov: bool = False, weight_d
         raise ValueError("sgd(nesterov=True) needs momentum > 0")
 
     def init(params: Any) -> SGDState:
-        velocity = optree.tree_map(torch.zeros_like, params) if momentum else None
+        velocity = zeros_like(params) if momentum else None
         return SGDState(torch.zeros(()), velocity)
 
     def update(grads: Any, state: SGDState, params: Any) -> tuple[Any, SGDState]:

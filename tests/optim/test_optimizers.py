@@ -1,0 +1,133 @@
+"""Our optimizers are torch's, as pure functions: the same numbers over many steps, and nothing changed in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+
+import functional_parallel as fp
+from functional_parallel import _torch
+from functional_parallel.optim.adamw import _formula, _kernel
+
+STEPS = 10
+
+TABLE: dict[str, tuple[fp.optim.Optimizer, Callable[[Any], torch.optim.Optimizer]]] = {
+    "sgd": (fp.optim.sgd(0.1), lambda ps: torch.optim.SGD(ps, 0.1)),
+    "momentum": (fp.optim.sgd(0.1, momentum=0.9), lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9)),
+    "nesterov with decay": (
+        fp.optim.sgd(0.05, momentum=0.8, nesterov=True, weight_decay=0.1),
+        lambda ps: torch.optim.SGD(ps, 0.05, momentum=0.8, nesterov=True, weight_decay=0.1),
+    ),
+    "decay alone": (fp.optim.sgd(0.1, weight_decay=0.2), lambda ps: torch.optim.SGD(ps, 0.1, weight_decay=0.2)),
+    "adamw": (fp.optim.adamw(0.01), lambda ps: torch.optim.AdamW(ps, 0.01)),
+    "adamw, all options": (
+        fp.optim.adamw(0.02, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.3),
+        lambda ps: torch.optim.AdamW(ps, 0.02, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.3),
+    ),
+}
+
+
+def parameters(dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {"a": torch.randn(3, 5, dtype=dtype), "layers": [torch.randn(7, dtype=dtype), torch.randn((), dtype=dtype)]}
+
+
+def gradient(params: Any, step: int) -> Any:
+    """Something that depends on the parameters, so that an error grows from step to step."""
+    return optree.tree_map(lambda p: torch.sin(3 * p + step) + 0.1 * p, params)
+
+
+def run(optimizer: fp.optim.Optimizer, params: Any, steps: int = STEPS) -> tuple[Any, Any]:
+    state = optimizer.init(params)
+    for step in range(steps):
+        params, state = optimizer.update(gradient(params, step), state, params)
+    return params, state
+
+
+def run_torch(make: Callable[[Any], torch.optim.Optimizer], params: Any, steps: int = STEPS) -> Any:
+    params = optree.tree_map(torch.clone, params)
+    leaves = optree.tree_leaves(params)
+    optimizer = make(leaves)
+    for step in range(steps):
+        for leaf, grad in zip(leaves, optree.tree_leaves(gradient(params, step)), strict=True):
+            leaf.grad = grad
+        optimizer.step()
+    return params
+
+
+def assert_close(ours: Any, theirs: Any, tolerance: float = 1e-12) -> None:
+    for a, b in zip(optree.tree_leaves(ours), optree.tree_leaves(theirs), strict=True):
+        assert a.dtype == b.dtype
+        assert (a - b).abs().max() <= tolerance * b.abs().max()
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_ten_steps_equal_torchs(name: str) -> None:
+    ours, theirs = TABLE[name]
+    assert_close(run(ours, parameters())[0], run_torch(theirs, parameters()))
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_nothing_is_changed_in_place(name: str) -> None:
+    optimizer, params = TABLE[name][0], parameters()
+    _, state = run(optimizer, params, 1)
+    grads = gradient(params, 1)
+    before = optree.tree_map(torch.clone, (params, state, grads))
+    optimizer.update(grads, state, params)
+    assert all(map(torch.equal, optree.tree_leaves(before), optree.tree_leaves((params, state, grads))))
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_an_update_of_parts_is_the_parts_of_the_update(name: str) -> None:
+    """What sharding rests on: a shard's update needs nothing but the shard."""
+    optimizer, whole = TABLE[name][0], torch.randn(8, dtype=torch.float64)
+    parts = [run(optimizer, {"w": part})[0]["w"] for part in whole.chunk(2)]
+    assert_close(torch.cat(parts), run(optimizer, {"w": whole})[0]["w"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_fused_kernel_is_the_formula(dtype: torch.dtype) -> None:
+    p, g, m, v = (torch.randn(4099, dtype=dtype) for _ in range(4))  # 4099: a tail that the vector loop leaves over
+    assert _torch.has_fused_adamw(p), "this machine's torch has the kernel, so it is the one that runs"
+    args = (p, g, m, v * v, torch.tensor(3.0), torch.tensor(0.01, dtype=torch.float64), 0.9, 0.95, 1e-8, 0.1)
+    tolerance = 8 * torch.finfo(dtype).eps
+    assert_close(_kernel(*args), _formula(*args), tolerance)
+
+
+def test_the_rate_may_be_a_function_of_the_steps_done() -> None:
+    """A linear warm-up: what `LambdaLR` gives torch's SGD."""
+    ours, _ = run(fp.optim.sgd(lambda step: 0.1 * torch.clamp((step + 1) / 4, max=1.0), momentum=0.9), parameters())
+    theirs = optree.tree_map(torch.clone, parameters())
+    leaves = optree.tree_leaves(theirs)
+    optimizer = torch.optim.SGD(leaves, 0.1, momentum=0.9)
+    for step in range(STEPS):
+        optimizer.param_groups[0]["lr"] = 0.1 * min(1.0, (step + 1) / 4)
+        for leaf, grad in zip(leaves, optree.tree_leaves(gradient(theirs, step)), strict=True):
+            leaf.grad = grad
+        optimizer.step()
+    assert_close(ours, theirs)
+
+
+def test_a_schedule_sees_zero_first_and_counts_up() -> None:
+    seen: list[float] = []
+
+    def rate(step: Tensor) -> float:
+        seen.append(float(step))
+        return 0.1
+
+    run(fp.optim.adamw(rate), parameters(), 3)
+    assert seen == [0.0, 1.0, 2.0]
+
+
+def test_leaves_that_are_no_floating_tensors_stay() -> None:
+    params = {"w": torch.ones(2), "count": torch.tensor(3), "name": "layer"}
+    grads = {"w": torch.ones(2), "count": torch.zeros(()), "name": None}
+    for optimizer in (fp.optim.sgd(0.5), fp.optim.sgd(0.5, momentum=0.9)):
+        state = optimizer.init(params)
+        new, _ = optimizer.update(grads, state, params)
+        assert new["w"].tolist() == [0.5, 0.5] and new["count"] is params["count"] and new["name"] == "layer"

@@ -1,0 +1,193 @@
+"""Draws are pure functions of a key and a position in the whole tensor: good numbers, and the same on every mesh."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import functional_parallel as fp
+from functional_parallel.random import RandomKeyError
+from sharding_specs import Mesh, P
+
+KEY = fp.random.key(7)
+MESHES = [Mesh(data=2), Mesh(data=4), Mesh(data=2, tensor=2), Mesh(data=2, seq=2, tensor=2)]
+DRAWS = {"uniform": fp.random.uniform, "normal": fp.random.normal}
+
+
+# -----------------------------------------------------------------------------
+# The numbers
+# -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_uniform_numbers_are_uniform(dtype: torch.dtype) -> None:
+    count = 100_000
+    x = fp.random.uniform(KEY, torch.empty(count, dtype=dtype))
+    assert x.dtype == dtype and bool((x >= 0).all()) and bool((x < 1).all())
+    x = x.double()
+    step = 2.0**-8 if dtype == torch.bfloat16 else 0.0  # a bfloat16 holds 256 such numbers, each the floor of what it stands for
+    assert abs(x.mean() + step / 2 - 0.5) < 5 * math.sqrt(1 / 12 / count)
+    assert abs(x.var() - 1 / 12) < 5 * math.sqrt(1 / 180 / count)
+    histogram = torch.histc(x, 16, 0, 1)
+    assert ((histogram - count / 16) ** 2 / (count / 16)).sum() < 45, "chi squared of 15 degrees: 45 has p < 1e-4"
+
+
+def test_normal_numbers_have_the_moments_of_a_normal() -> None:
+    count = 100_000
+    x = fp.random.normal(KEY, torch.empty(count, dtype=torch.float64))
+    for power, moment, variance in [(1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)]:
+        assert abs((x**power).mean() - moment) < 5 * math.sqrt(variance / count), f"moment {power}"
+    assert abs((x[1:] * x[:-1]).mean()) < 5 / math.sqrt(count), "neighbours are uncorrelated"
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_dropout_keeps_the_mean_and_drops_a_share_of_p(p: float) -> None:
+    count = 100_000
+    y = fp.random.dropout(torch.ones(count, dtype=torch.float64), p, key=KEY)
+    share = (y == 0).double().mean()
+    assert abs(share - p) < 5 * math.sqrt(p * (1 - p) / count)
+    assert torch.equal(y[y != 0], torch.full_like(y[y != 0], 1 / (1 - p)))
+
+
+def test_dropout_of_a_bfloat16_hits_small_probabilities() -> None:
+    """256 levels of a bfloat16 could not tell 0.001 from 0.004."""
+    y = fp.random.dropout(torch.ones(200_000, dtype=torch.bfloat16), 0.001, key=KEY)
+    assert y.dtype == torch.bfloat16
+    assert abs((y == 0).double().mean() - 0.001) < 5 * math.sqrt(0.001 / 200_000)
+
+
+def test_the_ends_of_dropout() -> None:
+    x = torch.randn(8)
+    assert fp.random.dropout(x, 0.0) is x and not fp.random.dropout(x, 1.0).any()
+    with pytest.raises(ValueError, match=r"dropout probability must lie in \[0, 1\], not 1.5"):
+        fp.random.dropout(x, 1.5, key=KEY)
+
+
+# -----------------------------------------------------------------------------
+# Keys and sites
+# -----------------------------------------------------------------------------
+
+
+def test_keys_differ_by_seed_and_by_every_number_folded_in() -> None:
+    keys = {int(fp.random.key(seed)) for seed in range(1000)}
+    keys |= {int(fp.random.fold_in(KEY, number)) for number in range(1000)}
+    keys |= {int(fp.random.fold_in(fp.random.fold_in(KEY, a), b)) for a in range(30) for b in range(30)}
+    assert len(keys) == 2900, "folding in is not commutative, and no two of these collide"
+
+
+def test_streams_of_different_keys_are_uncorrelated() -> None:
+    count = 20_000
+    streams = [fp.random.normal(fp.random.fold_in(KEY, i), torch.empty(count, dtype=torch.float64)) for i in range(4)]
+    products = torch.stack(streams) @ torch.stack(streams).T / count
+    assert (products - torch.eye(4, dtype=torch.float64)).abs().max() < 5 * math.sqrt(2 / count)
+
+
+def test_the_ambient_key_gives_each_site_its_own_numbers_and_starts_anew() -> None:
+    x = torch.ones(256)
+
+    def two_sites() -> tuple[Tensor, Tensor]:
+        with fp.random.using(KEY):
+            return fp.random.dropout(x), fp.random.dropout(x)
+
+    first, second = two_sites()
+    assert not torch.equal(first, second)
+    assert all(map(torch.equal, two_sites(), (first, second)))
+    with fp.random.using(fp.random.fold_in(KEY, 1)):
+        assert not torch.equal(fp.random.dropout(x), first)
+
+
+def test_inner_keys_do_not_disturb_the_sites_of_the_outer_one() -> None:
+    x = torch.ones(256)
+    with fp.random.using(KEY):
+        fp.random.dropout(x)
+        with fp.random.using(fp.random.key(1)):
+            fp.random.dropout(x)
+        second = fp.random.dropout(x)
+    with fp.random.using(KEY):
+        assert torch.equal([fp.random.dropout(x), fp.random.dropout(x)][1], second)
+
+
+def test_without_a_key_the_error_names_four_ways_out() -> None:
+    with pytest.raises(RandomKeyError) as raised:
+        fp.random.dropout(torch.ones(3))
+    for way in ("fp.random.key(seed)", "fp.random.using(key)", "train_step(seed=…)", "eval mode"):
+        assert way in str(raised.value)
+
+
+# -----------------------------------------------------------------------------
+# On meshes
+# -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("draw", DRAWS)
+def test_every_mesh_draws_the_numbers_of_one_device(draw: str, mesh: Mesh) -> None:
+    def f(w: Tensor, x: Tensor) -> Tensor:
+        return x * w + DRAWS[draw](KEY, x)
+
+    x = torch.zeros(8, 6, dtype=torch.float64)
+    mapped = fp.compile(fp.data_parallel("data")(f), mesh)
+    assert torch.equal(mapped(torch.ones((), dtype=torch.float64), x), DRAWS[draw](KEY, x))
+
+
+@settings(max_examples=30, deadline=None)
+@given(rows=st.integers(1, 3), columns=st.integers(1, 3), data=st.sampled_from([1, 2, 3]), tensor=st.sampled_from([1, 2]))
+def test_dropout_of_an_activation_split_both_ways(rows: int, columns: int, data: int, tensor: int) -> None:
+    """The batch over data, the features over tensor: each rank asks for its block's positions."""
+
+    def f(w: Tensor, x: Tensor) -> Tensor:
+        return (fp.random.dropout(x @ w, 0.4, key=KEY) ** 2).sum()
+
+    generator = torch.Generator().manual_seed(rows + 10 * columns)
+    w = torch.randint(-3, 4, (2, columns * tensor), generator=generator).double()
+    x = torch.randint(-3, 4, (rows * data, 2), generator=generator).double()
+    plan = fp.chain(fp.tensor_parallel("tensor", P(None, "tensor")), fp.data_parallel("data"))
+    fp.testing.assert_equivalent(f, plan, Mesh(data=data, tensor=tensor), w, x, rtol=1e-13)
+
+
+def test_fused_dims_draw_by_their_place_in_the_whole() -> None:
+    """A dim of 3 blocks whose inner factor is sharded: a rank's elements lie in three runs of the whole."""
+
+    def f(w: Tensor) -> Tensor:
+        return (fp.random.dropout(w * 1, 0.5, key=KEY) * torch.arange(12, dtype=torch.float64)).sum()
+
+    plan = fp.tensor_parallel("tensor", P((3, "tensor")))
+    fp.testing.assert_equivalent(f, plan, Mesh(tensor=2), torch.ones(12, dtype=torch.float64), exact=True)
+
+
+# -----------------------------------------------------------------------------
+# Under torch.func
+# -----------------------------------------------------------------------------
+
+
+def test_a_gradient_sees_the_same_mask() -> None:
+    x = torch.randn(64, dtype=torch.float64)
+    mask = fp.random.dropout(torch.ones_like(x), 0.3, key=KEY)
+    drop = lambda x: fp.random.dropout(x, 0.3, key=KEY)  # noqa: E731
+    assert torch.equal(torch.func.grad(lambda x: drop(x).sum())(x), mask)
+    assert torch.equal(torch.func.jvp(drop, (x,), (torch.ones_like(x),))[1], mask)
+    assert torch.equal(torch.func.hessian(lambda x: (drop(x) ** 2).sum())(x), torch.diag(2 * mask * mask))
+
+
+def test_vmap_over_keys_draws_what_each_key_draws() -> None:
+    keys = torch.stack([fp.random.key(seed) for seed in range(3)])
+    x = torch.ones(5, 4)
+    mapped = torch.func.vmap(lambda key: fp.random.uniform(key, x))(keys)
+    assert all(torch.equal(mapped[i], fp.random.uniform(key, x)) for i, key in enumerate(keys))
+
+
+def test_per_sample_gradients_with_a_key_per_sample() -> None:
+    keys = torch.stack([fp.random.fold_in(KEY, i) for i in range(4)])
+    w, x = torch.randn(6, dtype=torch.float64), torch.randn(4, 6, dtype=torch.float64)
+
+    def loss(w: Tensor, x: Tensor, key: Tensor) -> Tensor:
+        return (fp.random.dropout(w * x, 0.5, key=key) ** 2).sum()
+
+    mapped = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(w, x, keys)
+    for i in range(4):
+        assert torch.equal(mapped[i], torch.func.grad(loss)(w, x[i], keys[i]))
