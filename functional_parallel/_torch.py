@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -39,6 +40,7 @@ __all__ = [
     "is_functorch_wrapped",
     "needs_higher_derivatives",
     "next_node_number",
+    "stride_free",
 ]
 
 
@@ -98,6 +100,14 @@ def needs_higher_derivatives() -> bool:
     keys = [level.key() for level in stack]
     kinds = torch._C._functorch.TransformType
     return kinds.Jvp in keys or keys.count(kinds.Grad) > 1
+
+
+_VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
+
+
+def stride_free(op: Any) -> Any:
+    """The op to run for a traced one: a view traced on contiguous fakes may meet a tensor that lies otherwise."""
+    return torch.ops.aten.reshape.default if op in _VIEWS else op
 
 
 def direct_call(op: object) -> object:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from . import _torch
 from .collectives import emit
 from .source import inherit
 from .tracing import Traced, source_of
@@ -39,7 +40,7 @@ def emit_node(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             return target(*args)
         x, axes, *params = args
         return emit(target._schema.name.split("::")[1], x, axes, *params)
-    return target(*args, **kwargs)
+    return _torch.stride_free(target)(*args, **kwargs)
 
 
 _explicit: list[bool] = [False]

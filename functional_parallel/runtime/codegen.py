@@ -1,7 +1,7 @@
 """A program as one flat Python function: a line per op, values dropped after their last use, casts as aliases.
 
-The writer is shared by both runtimes; they differ in what a line computes. For one rank a value is a tensor. For simulated
-ranks it is a list with a tensor per class, and a line loops over the classes of its result.
+The writer is shared by both runtimes; they differ in what a line computes. For one rank a value is a tensor. For
+simulated ranks it is a list with a tensor per class, and a line loops over the classes of its result.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class Writer:
 
     def op(self, target: Any) -> str:
         """A name for what an op is called by."""
+        target = _torch.stride_free(target)
         return self.constant(_torch.direct_call(target) if not self.differentiable else target)
 
     def argument(self, value: Any, node_text: Callable[[fx.Node], str]) -> str:
@@ -75,7 +76,7 @@ class Writer:
             return node_text(value)
         if isinstance(value, (list, tuple)):
             inner = ", ".join(self.argument(part, node_text) for part in value)
-            return f"[{inner}]" if isinstance(value, list) or len(value) != 1 else f"[{inner}]"
+            return f"[{inner}]"
         if value is None or isinstance(value, (bool, int, str)):
             return repr(value)
         return self.constant(value)
@@ -112,13 +113,9 @@ def is_alias(node: fx.Node, differentiable: bool) -> bool:
 
 def holds_levels(tensors: Sequence[Any]) -> bool:
     """Whether some tensor takes part in a derivative or a vmap."""
-    return any(
-        isinstance(x, torch.Tensor) and (_torch.is_functorch_wrapped(x) or x.requires_grad) for x in tensors
-    )
+    return any(isinstance(x, torch.Tensor) and (_torch.is_functorch_wrapped(x) or x.requires_grad) for x in tensors)
 
 
 def first_args(node: fx.Node) -> Any:
     """A collective's operand and axes."""
     return node.args[0], tuple(node.args[1])  # type: ignore[arg-type]
-
-

@@ -30,7 +30,9 @@ def test_uniform_numbers_are_uniform(dtype: torch.dtype) -> None:
     x = fp.random.uniform(KEY, torch.empty(count, dtype=dtype))
     assert x.dtype == dtype and bool((x >= 0).all()) and bool((x < 1).all())
     x = x.double()
-    step = 2.0**-8 if dtype == torch.bfloat16 else 0.0  # a bfloat16 holds 256 such numbers, each the floor of what it stands for
+    step = (
+        2.0**-8 if dtype == torch.bfloat16 else 0.0
+    )  # a bfloat16 holds 256 such numbers, each the floor of what it stands for
     assert abs(x.mean() + step / 2 - 0.5) < 5 * math.sqrt(1 / 12 / count)
     assert abs(x.var() - 1 / 12) < 5 * math.sqrt(1 / 180 / count)
     histogram = torch.histc(x, 16, 0, 1)
@@ -136,7 +138,9 @@ def test_every_mesh_draws_the_numbers_of_one_device(draw: str, mesh: Mesh) -> No
 
 
 @settings(max_examples=30, deadline=None)
-@given(rows=st.integers(1, 3), columns=st.integers(1, 3), data=st.sampled_from([1, 2, 3]), tensor=st.sampled_from([1, 2]))
+@given(
+    rows=st.integers(1, 3), columns=st.integers(1, 3), data=st.sampled_from([1, 2, 3]), tensor=st.sampled_from([1, 2])
+)
 def test_dropout_of_an_activation_split_both_ways(rows: int, columns: int, data: int, tensor: int) -> None:
     """The batch over data, the features over tensor: each rank asks for its block's positions."""
 
