@@ -75,7 +75,9 @@ def main() -> None:
     compare("hessian", fp.hessian(by_scale(scaled(loss))), torch.func.hessian(scaled(loss)), scales, params, x)
 
 
-def compare(name: str, sharded: Callable[..., Any], plain: Callable[..., Any], *args: Any, in_specs: Any = None) -> None:
+def compare(
+    name: str, sharded: Callable[..., Any], plain: Callable[..., Any], *args: Any, in_specs: Any = None
+) -> None:
     """Run both, print what the sharded one communicates and by how much they differ; refuse more than rounding."""
     out_specs = None if in_specs is None else P()
     step = fp.compile(sharded, MESH, in_specs=in_specs, out_specs=out_specs)
@@ -84,7 +86,9 @@ def compare(name: str, sharded: Callable[..., Any], plain: Callable[..., Any], *
     if error > 1e-12:
         raise SystemExit(f"{name}: differs from the plain function by {error:.1e}")
     if fp.is_main_rank():
-        sent = ", ".join(f"{count} {kind} over {'+'.join(axes)}" for (kind, axes), count in step.program.counts().items())
+        sent = ", ".join(
+            f"{count} {kind} over {'+'.join(axes)}" for (kind, axes), count in step.program.counts().items()
+        )
         print(f"{name:<22} relative error {error:.0e}   {sent or 'nothing sent'}")
 
 

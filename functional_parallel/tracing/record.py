@@ -32,6 +32,12 @@ __all__ = ["CustomFunctionError", "MutationError", "Recorder", "TracingError", "
 
 aten = torch.ops.aten
 
+_SCATTERS = {  # the op that writes a part back where a view took it from
+    aten.diagonal.default: aten.diagonal_scatter.default,
+    aten.select.int: aten.select_scatter.default,
+    aten.slice.Tensor: aten.slice_scatter.default,
+}
+
 
 class TracingError(ValueError):
     """The function cannot be traced: it needs values, or does what a pure function must not."""
@@ -278,26 +284,46 @@ class Recorder(_torch.TorchDispatchMode):
                 "closes over, and the change would be lost; pass it in and return it (for a module's buffers: "
                 "fp.functional(module, buffers=True))"
             )
-        self._refuse_unseen_aliases(func, target)
+        view = self._nodes[id(target)]
+        bases = self._aliases_to_write_through(func, target)
         result = twin(*args, **kwargs)
         node = self._write(twin, args, kwargs, result)
         if result.dtype != target.dtype:
             cast = {"dtype": target.dtype}
-            node = self._write(aten._to_copy.default, (result,), cast, aten._to_copy.default(result, **cast))
+            result = aten._to_copy.default(result, **cast)
+            node = self._write(aten._to_copy.default, (result,), cast, result)
         self.bind(target, node)
+        if bases:
+            self._write_through(view, result, bases)
         return target
 
-    def _refuse_unseen_aliases(self, func: Any, target: torch.Tensor) -> None:
+    def _write_through(self, view: fx.Node, part: torch.Tensor, bases: list[torch.Tensor]) -> None:
+        """Let the tensors that a changed view was taken of name their value with the new part in it."""
+        scatter, where = _SCATTERS[view.target], view.args[1:]
+        whole = scatter(bases[0], part, *where, **view.kwargs)
+        node = self._write(scatter, (bases[0], part, *where), view.kwargs, whole)
+        for base in bases:
+            self.bind(base, node)
+
+    def _aliases_to_write_through(self, func: Any, target: torch.Tensor) -> list[torch.Tensor]:
+        """The living tensors that share the target's memory: what it is a view of, directly, or an error."""
+        view = self._nodes[id(target)]
         storage = target.untyped_storage()._cdata
-        for key, reference in self._references.items():
-            other = reference()
-            if other is None or other is target or key not in self._nodes:
-                continue
-            if isinstance(other, _torch.FakeTensor) and other.untyped_storage()._cdata == storage:
+        living = [reference() for key, reference in self._references.items() if key in self._nodes]
+        sharing = [
+            other
+            for other in living
+            if isinstance(other, _torch.FakeTensor)
+            and other is not target
+            and other.untyped_storage()._cdata == storage
+        ]
+        for other in sharing:
+            if view.target not in _SCATTERS or self._nodes[id(other)] is not view.args[0]:
                 raise MutationError(
                     f"{current_source()}: {func} changes in place a tensor of shape {tuple(target.shape)} of which "
                     f"another view of shape {tuple(other.shape)} is still alive; use the out-of-place op"
                 )
+        return sharing
 
     def finish(self, outputs: Sequence[Any]) -> Traced:
         self.traced.outputs = [self._as_node(value) for value in outputs]

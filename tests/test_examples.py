@@ -1,0 +1,49 @@
+"""The examples run as users run them, and say what the README says they do."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(script: str, *options: str, cwd: Path | None = None) -> str:
+    """The output of an example, run with plain python from anywhere, warnings being errors."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ignored = "ignore:`torch.jit.script` is deprecated:DeprecationWarning"  # raised inside torch.func.jvp
+    command = [sys.executable, "-W", "error", "-W", ignored, str(ROOT / "examples" / script), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, cwd=cwd, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_annotate_mlp() -> None:
+    assert len((ROOT / "examples" / "annotate_mlp.py").read_text().splitlines()) < 40
+    text = run("annotate_mlp.py")
+    assert re.search(r"psum over tensor: 1 ×", text), "one psum for the row-split matrix"
+    assert re.search(r"psum_scatter over data: 2 ×", text), "ZeRO-3: one per parameter"
+    assert float(re.findall(r"differ by (\S+)", text)[0]) < 1e-6
+
+
+def test_compose_transforms() -> None:
+    """It stops with an error where a derivative differs, so all four lines mean all four agree."""
+    lines = run("compose_transforms.py").splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["grad", "per-sample gradients", "jvp", "hessian"]
+    assert all("psum over data" not in line for line in lines if line.startswith("per-sample")), "samples do not meet"
+
+
+def test_train_gpt_on_any_mesh(tmp_path: Path) -> None:
+    """A few steps on a small model: the same losses on one rank and on four, a plot, a sample, a summary."""
+    size = ["--steps", "3", "--layers", "1", "--embed", "16", "--heads", "2", "--time", "32", "--batch", "4"]
+    short = [*size, "--sample", "8", "--evaluations", "1"]
+    last = {}
+    for mesh in ("data=1", "data=2,tensor=2"):
+        text = run("train_gpt.py", "--mesh", mesh, *short, cwd=tmp_path)
+        assert "held-out loss" in text and "sample: def " in text
+        last[mesh] = float(re.findall(r"last loss (\S+)", text)[0])
+    assert abs(last["data=1"] - last["data=2,tensor=2"]) < 1e-4
+    assert (tmp_path / "runs" / "loss.png").exists()
