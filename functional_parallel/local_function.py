@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import optree
 from sharding_specs import Mesh, P
 
 from .collectives.axes import current_axes, hidden_axes, mesh_axis_size
@@ -78,7 +79,8 @@ def unsharded(f: Callable[..., PyTree]) -> LocalFunction:
     """A plain function as a local one: every rank does all of it."""
 
     def call(*args: PyTree) -> tuple[PyTree, SpecTree]:
-        return f(*args), P()
+        result = f(*args)
+        return result, optree.tree_map(lambda _: P(), result)
 
     return LocalFunction(call, Layout(whole_arguments), getattr(f, "__name__", type(f).__name__))
 

@@ -41,7 +41,7 @@ def key(seed: int) -> torch.Tensor:
     >>> fp.random.key(3).shape
     torch.Size([])
     """
-    return _mix(torch.tensor(seed, dtype=torch.int64))
+    return _mix(torch.tensor(seed, dtype=torch.int64) + _GOLDEN)
 
 
 def fold_in(key: torch.Tensor, number: int | torch.Tensor) -> torch.Tensor:
@@ -51,7 +51,8 @@ def fold_in(key: torch.Tensor, number: int | torch.Tensor) -> torch.Tensor:
     >>> bool(fp.random.fold_in(fp.random.key(0), 1) == fp.random.fold_in(fp.random.key(0), 2))
     False
     """
-    return _mix(key + _mix(torch.as_tensor(number, dtype=torch.int64, device=key.device)))
+    number = torch.as_tensor(number, dtype=torch.int64, device=key.device)
+    return _mix(key * _GOLDEN + _mix(number + _GOLDEN))  # not symmetric: step 1 of seed 0 is not step 0 of seed 1
 
 
 def uniform(key: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -144,7 +145,7 @@ def _next_site(what: str) -> torch.Tensor:
     return fold_in(entry[0], entry[1] - 1)
 
 
-@intercept(torch.nn.functional.dropout)
+@intercept(torch.nn.functional.dropout, always=True)
 def _traced_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
     return dropout(input, p) if training else input
 

@@ -125,7 +125,10 @@ class TrainStep:
         }
         runtime = default_runtime(self.mesh)
         leaves = optree.tree_leaves((params, optimizer_state))
-        return TrainState(step, tuple(map(runtime.shard, leaves, self._trees["specs"])))
+        return TrainState(
+            step,
+            tuple(_held(leaf, runtime.shard, spec) for leaf, spec in zip(leaves, self._trees["specs"], strict=True)),
+        )
 
     def params(self, state: TrainState) -> PyTree:
         """The parameters of a state, whole."""
@@ -134,7 +137,10 @@ class TrainStep:
     def whole(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """Parameters and optimizer state, whole: what a checkpoint saves."""
         runtime = default_runtime(self.mesh)
-        leaves = list(map(runtime.whole, state.handles, self._trees["specs"]))
+        leaves = [
+            _shown(handle, runtime.whole, spec)
+            for handle, spec in zip(state.handles, self._trees["specs"], strict=True)
+        ]
         count = self._trees["params"].num_leaves
         return self._trees["params"].unflatten(leaves[:count]), self._trees["state"].unflatten(leaves[count:])
 
@@ -152,17 +158,25 @@ class TrainStep:
         """
         runtime = default_runtime(self.mesh)
         staged = self._stage(state, batch)
-        count = len(state.handles)
+        handles = [handle for handle in state.handles if not isinstance(handle, _Constant)]
+        count = len(handles)
         tensors = [leaf for leaf in optree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
         if self.seed is not None:
             tensors.append(random.fold_in(random.key(self.seed), state.step))
         specs = staged.program.in_specs[count:]
         own = [self.own_batch and bool(spec.axes) for spec in specs]
-        extra = [runtime.own(x, spec) if o else runtime.shard(x, spec) for x, spec, o in zip(tensors, specs, own, strict=True)]
-        results = runtime.run(staged.program, [*state.handles, *extra])
-        whole = [runtime.whole(x, spec) for x, spec in zip(results[count:], staged.program.out_specs[count:], strict=True)]
+        extra = [
+            runtime.own(x, spec) if o else runtime.shard(x, spec)
+            for x, spec, o in zip(tensors, specs, own, strict=True)
+        ]
+        results = runtime.run(staged.program, [*handles, *extra])
+        whole = [
+            runtime.whole(x, spec) for x, spec in zip(results[count:], staged.program.out_specs[count:], strict=True)
+        ]
         _, metrics = staged.unflatten([*results[:count], *whole])
-        return TrainState(state.step + 1, tuple(results[:count])), metrics
+        new = iter(results)
+        kept = tuple(handle if isinstance(handle, _Constant) else next(new) for handle in state.handles)
+        return TrainState(state.step + 1, kept), metrics
 
     def explain(self, **options: Any) -> Any:
         """Every collective of the step: kind, axis, count, bytes, source line."""
@@ -186,7 +200,7 @@ class TrainStep:
 
     def _trace(self, state: TrainState, batch: tuple[PyTree, ...]) -> Staged:
         runtime = default_runtime(self.mesh)
-        shapes = [runtime.like(h, spec) for h, spec in zip(state.handles, self._trees["specs"], strict=True)]
+        shapes = [_shown(h, runtime.like, spec) for h, spec in zip(state.handles, self._trees["specs"], strict=True)]
         count = self._trees["params"].num_leaves
         params = self._trees["params"].unflatten(shapes[:count])
         optimizer_state = self._trees["state"].unflatten(shapes[count:])
@@ -201,6 +215,8 @@ class TrainStep:
             specs = broadcast_specs(self.f.layout.arguments((params, *batch))[1:], batch)
 
         def whole(leaf: Any, spec: P) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
             shape = list(leaf.shape)
             for placement in spec.placements(self.mesh):
                 shape[placement.dim] *= self.mesh.axis_size(placement.axis)
@@ -237,7 +253,7 @@ class TrainStep:
             with random.using(key) if key is not None else nullcontext():
                 gradients, value = gradient(inputs, *batch)
             value, aux = value if self.has_aux else (value, None)
-            gradients = optree.tree_map(_into_update, gradients, update, kept, compute)
+            gradients = optree.tree_map(_into_update, gradients, update, kept, compute, none_is_leaf=True)
             norm = _global_norm(gradients, update)
             if self.clip is not None:
                 factor = torch.clamp(self.clip / (norm + 1e-6), max=1.0)
@@ -255,6 +271,26 @@ class TrainStep:
 
 
 # -----------------------------------------------------------------------------
+# Leaves of a state
+# -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Constant:
+    """A leaf of the parameters that is no tensor, in the place of a handle."""
+
+    value: Any
+
+
+def _held(leaf: Any, shard: Callable[..., Any], spec: P) -> Any:
+    return shard(leaf, spec) if isinstance(leaf, torch.Tensor) else _Constant(leaf)
+
+
+def _shown(handle: Any, show: Callable[..., Any], spec: P) -> Any:
+    return handle.value if isinstance(handle, _Constant) else show(handle, spec)
+
+
+# -----------------------------------------------------------------------------
 # Between how a parameter lies, how it is computed with, and how it is updated
 # -----------------------------------------------------------------------------
 
@@ -265,7 +301,8 @@ def _at_rest(spec: P) -> P:
 
 def _into_compute(param: torch.Tensor, spec: P) -> torch.Tensor:
     """Reduced where the plan wants gradients as partial sums."""
-    return pcast(param, tuple(spec.reduced), to="reduced") if spec.reduced else param
+    moved = spec.reduced and isinstance(param, torch.Tensor)
+    return pcast(param, tuple(sorted(spec.reduced)), to="reduced") if moved else param
 
 
 def _new_splits(update: P, kept: P) -> list[tuple[str, int]]:
@@ -274,8 +311,10 @@ def _new_splits(update: P, kept: P) -> list[tuple[str, int]]:
     return [(axis, dims[axis]) for axis in sorted(update.axes - kept.axes)]
 
 
-def _into_update(gradient: torch.Tensor, update: P, kept: P, compute: P) -> torch.Tensor:
-    """Sum partial gradients, keeping a slice where the update is split."""
+def _into_update(gradient: torch.Tensor | None, update: P, kept: P, compute: P) -> torch.Tensor | None:
+    """Sum partial gradients, keeping a slice where the update is split. Leaves that are not floating have none."""
+    if gradient is None:
+        return None
     for axis, dim in _new_splits(update, kept):
         gradient = psum_scatter(gradient, axis, dim)
     rest = tuple(sorted(compute.reduced - update.axes))
@@ -298,7 +337,9 @@ def _global_norm(gradients: PyTree, specs: SpecTree) -> torch.Tensor:
     """The norm of all gradients together, each element counted once: one psum per set of axes."""
     squares: dict[tuple[str, ...], torch.Tensor] = {}
     leaves = optree.tree_leaves(specs, is_leaf=_is_spec)
-    for gradient, spec in zip(optree.tree_leaves(gradients), leaves, strict=True):
+    for gradient, spec in zip(optree.tree_leaves(gradients, none_is_leaf=True), leaves, strict=True):
+        if gradient is None:
+            continue
         axes = tuple(sorted(spec.axes))
         square = (gradient * gradient).sum()
         squares[axes] = squares[axes] + square if axes in squares else square

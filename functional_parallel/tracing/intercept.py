@@ -1,4 +1,4 @@
-"""Torch functions that a forward trace records as something else: attention as one op, dropout as a keyed draw.
+"""Torch functions that a trace records as something else: attention as one op, dropout as a keyed draw.
 
 The replacement must be written where the function still has its name, above the dispatcher, which by then has picked a
 kernel for one device. Modules enter theirs with `intercept`.
@@ -13,26 +13,31 @@ from torch.overrides import TorchFunctionMode
 
 from .. import _torch
 
-__all__ = ["ForwardFunctions", "intercept"]
+__all__ = ["Interception", "intercept"]
 
-_replacements: dict[Any, Callable[..., Any]] = {}
+_in_forwards: dict[Any, Callable[..., Any]] = {}
+_always: dict[Any, Callable[..., Any]] = {}
 
 
-def intercept(function: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a replacement for a torch function in forward traces."""
+def intercept(function: Any, *, always: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a replacement for a torch function in forward traces; `always`: in every trace, under derivatives too."""
 
     def register(replacement: Callable[..., Any]) -> Callable[..., Any]:
-        _replacements[function] = replacement
+        (_always if always else _in_forwards)[function] = replacement
         return replacement
 
     return register
 
 
-class ForwardFunctions(TorchFunctionMode):
-    """Active while a forward is traced; inside a torch.func derivative the function itself runs."""
+class Interception(TorchFunctionMode):
+    """Active during a trace. What is replaced in forwards alone runs as it is inside a torch.func derivative."""
+
+    def __init__(self, forward_only: bool) -> None:
+        super().__init__()
+        self.forward_only = forward_only
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        replacement = _replacements.get(func)
-        if replacement is not None and not _torch.differentiating_level():
-            return replacement(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        replacement = _always.get(func)
+        if replacement is None and self.forward_only and func in _in_forwards and not _torch.differentiating_level():
+            replacement = _in_forwards[func]
+        return (replacement or func)(*args, **(kwargs or {}))

@@ -26,7 +26,7 @@ from ..collectives import guards
 from ..collectives.axes import staging
 from ..source import current_source
 from .graph import Aval, Traced, aval_of, walk_args
-from .intercept import ForwardFunctions
+from .intercept import Interception
 
 __all__ = ["CustomFunctionError", "MutationError", "Recorder", "TracingError", "recorder", "trace"]
 
@@ -82,8 +82,7 @@ def trace(
         recording = Recorder(mode, forward_only, on_node)
         recording.start(arguments, types)
         with ExitStack() as stack, _active(recording):
-            if forward_only:
-                stack.enter_context(ForwardFunctions())
+            stack.enter_context(Interception(forward_only))
             stack.enter_context(mode)
             stack.enter_context(recording)
             outputs = _call(fn, arguments)
@@ -197,6 +196,7 @@ class Recorder(_torch.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         guards.check_op(func)
+        _refuse_foreign_draws(func, args, kwargs)
         if func is aten.lift_fresh.default and not isinstance(args[0], _torch.FakeTensor):
             return self._lift(func, args[0])
         if func._schema.is_mutable:
@@ -329,6 +329,19 @@ class Recorder(_torch.TorchDispatchMode):
         self.traced.outputs = [self._as_node(value) for value in outputs]
         self.traced.seal()
         return self.traced
+
+
+def _refuse_foreign_draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Draws from torch's generators: every rank has its own, so values that should be alike would not be."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False), **kwargs)
+    if "dropout_p" in {argument.name for argument in func._schema.arguments} and not given.get("dropout_p"):
+        return
+    raise TracingError(
+        f"{current_source()}: {func} draws from torch's own generator, of which every rank has another one; draw with "
+        "fp.random.uniform, fp.random.normal or fp.random.dropout, or pass the numbers in as an argument"
+    )
 
 
 def _has_tensor(result: Any) -> bool:
