@@ -113,16 +113,18 @@ def placed(fit: Factors, choice: Choice, sizes: dict[str, int]) -> Shard | None:
 
 
 def _without_choice(rule: RuleText, operands: Sequence[Operand], results: int) -> Decision:
-    """No factor to split on: partial sums either pass (where the op is linear in them) or are resolved."""
+    """No factor to split on: partial sums either pass (where the op is linear in them) or are resolved.
+
+    In a product of two partial sums both are resolved: one has to be, and the product of the other with it would need a
+    psum of its own; in a square that is one psum instead of two.
+    """
     partial = [isinstance(op.place, Partial) for op in operands]
     keep = [False] * len(operands)
     together = [index for index, pattern in enumerate(rule.operands) if pattern.linear == "&"]
     if together and all(partial[index] for index in together):
         keep = [index in together for index in range(len(operands))]
     elif not together:
-        alone = [i for i, pattern in enumerate(rule.operands) if pattern.linear == "~" and partial[i]]
-        if alone:
-            keep[max(alone, key=lambda index: operands[index].aval.nbytes)] = True
+        keep = [pattern.linear == "~" and partial[i] and sum(partial) == 1 for i, pattern in enumerate(rule.operands)]
     required = tuple(PARTIAL if kept else WHOLE for kept in keep)
     return Decision(required, (PARTIAL if any(keep) else WHOLE,) * results)
 

@@ -113,7 +113,8 @@ class _Run:
 
     def _operand(self, node: fx.Node) -> Operand:
         value: _Value = self.values[node]
-        return Operand(node.meta["val"], value.place, value.is_parameter)
+        completed = value.place == PARTIAL and WHOLE in value.forms  # the sum is there: to go on with parts would cost another
+        return Operand(node.meta["val"], WHOLE if completed else value.place, value.is_parameter)
 
     def _rule(self, step: Step) -> Rule:
         rule = lookup(step.node.target)
