@@ -11,28 +11,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import fx
 
 from . import _torch
 from .collectives import emit
-from .source import inherit
-from .tracing import Traced, source_of
-from .tracing.graph import walk_args
+from .tracing.stand_ins import differentiable, stand_in
 
-__all__ = ["casts_are_explicit", "differentiable", "emit_node", "explicit_casts", "interpret"]
+__all__ = ["casts_are_explicit", "differentiable", "emit_node", "explicit_casts"]
 
 ops = torch.ops.fp
-_DIFFERENTIABLE: dict[Any, Any] = {}
-
-
-def differentiable(op: Any, function: Any) -> None:
-    """Say which function stands for a library op when a graph is run again."""
-    _DIFFERENTIABLE[op] = function
 
 
 def emit_node(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one op of a graph on actual values."""
-    function = _DIFFERENTIABLE.get(target)
+    function = stand_in(target)
     if function is not None:
         return function(*args, **kwargs)
     if isinstance(target, torch._ops.OpOverload) and target.namespace == "fp":
@@ -58,23 +49,3 @@ def explicit_casts() -> Iterator[None]:
 
 def casts_are_explicit() -> bool:
     return _explicit[-1]
-
-
-def interpret(traced: Traced, inputs: list[Any]) -> list[Any]:
-    """Run a graph on actual values, op by op, differentiably.
-
-    Args:
-        traced: the graph.
-        inputs: a value for each of its inputs; captured tensors are the graph's own.
-    """
-    values: dict[fx.Node, Any] = dict(zip(traced.inputs, inputs, strict=True))
-    values.update(zip(traced.captured_inputs, traced.captured, strict=True))
-    for node in traced.graph.nodes:
-        if node.op == "get_attr":
-            values[node] = traced.constants[node.target]
-        elif node.op == "call_function":
-            args, kwargs = walk_args((node.args, node.kwargs), lambda a: values[a] if isinstance(a, fx.Node) else a)
-            with inherit(source_of(node)):
-                result = emit_node(node.target, args, kwargs)
-            values[node] = result.detach() if node.meta["no_grad"] and isinstance(result, torch.Tensor) else result
-    return [values[output] if isinstance(output, fx.Node) else output for output in traced.outputs]

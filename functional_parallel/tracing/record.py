@@ -27,6 +27,7 @@ from ..collectives.axes import staging
 from ..source import current_source
 from .graph import Aval, Traced, aval_of, walk_args
 from .intercept import Interception
+from .stand_ins import stand_in
 
 __all__ = ["CustomFunctionError", "MutationError", "Recorder", "TracingError", "recorder", "trace"]
 
@@ -258,7 +259,7 @@ class Recorder(_torch.TorchDispatchMode):
             self.on_node(node)
 
     def _gradients_are_off(self, func: Any, backward: bool) -> bool:
-        if backward or torch.is_grad_enabled() or not self.forward_only:
+        if backward or torch.is_grad_enabled() or not self.forward_only or stand_in(func) is not None:
             return False
         function = _enclosing_autograd_function()
         if function is None:
@@ -266,7 +267,8 @@ class Recorder(_torch.TorchDispatchMode):
         if not function.__module__.startswith(__package__.split(".")[0]):
             raise CustomFunctionError(
                 f"{current_source()}: the autograd.Function {function.__name__} would lose its backward here, because "
-                "derivatives are taken from the traced forward; write it with ordinary differentiable ops"
+                "derivatives are taken from the traced forward; write it with ordinary differentiable ops, or make what "
+                "it does one library op with a rule: fp.register_rule(op, text, function=…), see docs/rules.md"
             )
         return False
 

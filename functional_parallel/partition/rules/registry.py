@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from ...tracing.stand_ins import differentiable
 from ..notation import parse_rule
 from .broadcast import pointwise_text
 
@@ -47,13 +48,17 @@ class Rule:
 _rules: dict[Any, Rule] = {}
 
 
-def register_rule(op: Any, text: Text, local: Local | None = None) -> None:
+def register_rule(
+    op: Any, text: Text, local: Local | None = None, *, function: Callable[..., Any] | None = None
+) -> None:
     """Say how an op is partitioned, in one line.
 
     Args:
         op: an op, `torch.ops.mylib.scale_rows.default`, or a packet, `torch.ops.mylib.scale_rows`, for all its overloads.
         text: the rule, `"~r c, r -> r c"`, see `docs/rules.md`; or a function from the traced node to such a text.
         local: computes a rank's part, `local(step, *args, **kwargs)`; the op itself when left out.
+        function: the differentiable function that stands for the op, for a library op of your own: `Scale.apply` of an
+            autograd.Function whose forward is the op alone.
 
     Raises:
         RuleError: when the text does not parse.
@@ -68,6 +73,8 @@ def register_rule(op: Any, text: Text, local: Local | None = None) -> None:
     overloads = [getattr(op, name) for name in op.overloads()] if isinstance(op, torch._ops.OpOverloadPacket) else [op]
     for overload in overloads:
         _rules[overload] = Rule(text, local)
+        if function is not None:
+            differentiable(overload, function)
 
 
 def rule(ops: Iterable[Any], entry: Rule) -> None:
