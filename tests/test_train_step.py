@@ -207,7 +207,7 @@ def test_a_smaller_last_batch_is_traced_once_more() -> None:
     state, big, small = train.init(parameters()), batches()[0], batches(rows=2)[0]
     programs = []
     for batch in (big, small, big, small):
-        state, metrics = train(state, *batch)
+        state, _ = train(state, *batch)
         programs.append(train.program)
     assert programs[0] is programs[2] and programs[1] is programs[3] and programs[0] is not programs[1]
 

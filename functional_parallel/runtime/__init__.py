@@ -1,6 +1,6 @@
 """Where programs run: all ranks simulated in this process, or one rank here and its peers in other processes."""
 
-from .default import default_runtime, is_main_rank
+from .default import default_runtime, is_main_rank, use_runtime
 from .process_carrier import CollectiveError
 from .processes import DifferentInputsError, DifferentProgramsError, ProcessRuntime
 from .simulated import SimulatedRuntime
@@ -13,4 +13,5 @@ __all__ = [
     "SimulatedRuntime",
     "default_runtime",
     "is_main_rank",
+    "use_runtime",
 ]

@@ -18,12 +18,12 @@ from sharding_specs import Mesh, P, shard_leaf
 from torch import fx
 
 from ..collectives import emit
-from ..emit import interpret
 from ..partition.convert import convert
 from ..partition.placement import WHOLE, Shard
 from ..program import Program
 from ..program.collectives import primitive_name
 from ..program.text import first_difference
+from ..varying import run_typed
 from .codegen import Writer, holds_levels
 from .process_carrier import CollectiveError, ProcessCarrier
 
@@ -62,7 +62,11 @@ class ProcessRuntime:
     def shard(self, x: torch.Tensor, spec: P) -> torch.Tensor:
         """This rank's part of a whole tensor."""
         part = shard_leaf(x, spec, self.mesh, self.rank)
-        return part.to(self.device) if holds_levels([x]) else part.to(self.device).clone(memory_format=torch.contiguous_format)
+        return (
+            part.to(self.device)
+            if holds_levels([x])
+            else part.to(self.device).clone(memory_format=torch.contiguous_format)
+        )
 
     def own(self, x: torch.Tensor, spec: P) -> torch.Tensor:
         """A part that this rank was given as its own, as sharded by the first axis that splits it."""
@@ -92,7 +96,7 @@ class ProcessRuntime:
         self._agree_on(program)
         with self.carrier.bound():
             if holds_levels(handles):
-                return interpret(program.traced, list(handles))
+                return run_typed(program.traced, handles)
             if "process" not in program.cache:
                 program.cache["process"] = _OneRank(program, self.carrier).function()
             with torch.no_grad():
