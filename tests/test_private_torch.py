@@ -1,0 +1,164 @@
+"""Each private torch API in `functional_parallel/_torch.py` does what the library relies on.
+
+When a test here fails after an upgrade of torch, that one file is the place to look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from functional_parallel import _torch
+
+aten = torch.ops.aten
+
+
+class Count(_torch.TorchDispatchMode):
+    """Counts the ops it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[object] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_every_name_is_tested_here() -> None:
+    text = Path(__file__).read_text()
+    assert [name for name in _torch.__all__ if f"_torch.{name}" not in text] == []
+
+
+def test_a_dispatch_mode_sees_ops_below_autograd() -> None:
+    with Count() as mode:
+        torch.nn.functional.linear(torch.ones(2, 3, requires_grad=True), torch.ones(4, 3))
+    assert aten.mm.default in mode.seen and aten.linear.default not in mode.seen
+
+
+def test_modes_can_be_set_aside() -> None:
+    with Count() as mode:
+        with _torch.apart_from_modes():
+            torch.ones(2) + 1
+        assert mode.seen == []
+        assert _get_current_dispatch_mode_stack() == [mode]
+
+
+def test_transforms_can_be_set_aside() -> None:
+    """Inside, plain tensors are plain even while an enclosing grad is active."""
+    found = []
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        assert _torch.differentiating_level() == 1
+        with _torch.apart_from_transforms():
+            found.append((_torch.differentiating_level(), _torch.is_functorch_wrapped(torch.ones(2) * 2)))
+        assert _torch.differentiating_level() == 1
+        return (x * x).sum()
+
+    assert torch.equal(torch.func.grad(f)(torch.ones(2)), torch.full((2,), 2.0))
+    assert found == [(0, False)]
+
+
+def test_fake_tensors_compute_shapes_and_refuse_values() -> None:
+    with _torch.FakeTensorMode():
+        x = torch.empty(2, 3)
+    assert isinstance(x, _torch.FakeTensor) and (x @ x.t()).shape == (2, 2)
+    assert _torch.DATA_DEPENDENT_ERRORS
+    with pytest.raises(_torch.DATA_DEPENDENT_ERRORS):
+        x.sum().item()
+    with pytest.raises(_torch.DATA_DEPENDENT_ERRORS):
+        x.nonzero()
+    assert issubclass(_torch.UnsupportedFakeTensor, Exception)
+
+
+def test_a_backward_node_carries_the_number_that_its_forward_got() -> None:
+    running: list[int | None] = []
+
+    class Note(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[no-untyped-def]
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, cotangent):  # type: ignore[no-untyped-def]
+            running.append(_torch.backward_node_number())
+            return cotangent
+
+    x = torch.ones(2, requires_grad=True)
+    first = _torch.next_node_number()
+    y = Note.apply(x)
+    assert _torch.next_node_number() > first
+    second = _torch.next_node_number()
+    (y * 2).sum().backward()
+    assert running[0] is not None and first <= running[0] < second
+    assert _torch.backward_node_number() is None
+
+
+def test_levels_of_torch_func_are_counted() -> None:
+    seen: list[tuple[int, bool]] = []
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        seen.append((_torch.differentiating_level(), _torch.needs_higher_derivatives()))
+        return (x * x).sum()
+
+    x = torch.ones(2)
+    f(x)
+    torch.func.vmap(f)(torch.ones(3, 2))
+    torch.func.grad(f)(x)
+    torch.func.vmap(torch.func.grad(f))(torch.ones(3, 2))
+    torch.func.grad(lambda x: torch.func.grad(f)(x).sum())(x)
+    torch.func.jvp(f, (x,), (x,))
+    torch.func.hessian(f)(x)
+    assert seen == [(0, False), (0, False), (1, False), (1, False), (2, True), (1, True), (2, True)]
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, lambda f: torch.func.grad(torch.func.grad(f))])
+def test_wrappers_are_recognised_and_taken_off(transform: Callable[..., Callable[..., torch.Tensor]]) -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        assert _torch.is_functorch_wrapped(x)
+        plain = _torch.innermost(x)
+        assert not _torch.is_functorch_wrapped(plain) and plain.data_ptr() == data.data_ptr()
+        return x * x
+
+    data = torch.ones(()) if transform is not torch.func.vmap else torch.ones(3)
+    transform(f)(data)
+    assert not _torch.is_functorch_wrapped(data) and _torch.innermost(data) is data
+
+
+def test_in_place_ops_have_functional_twins() -> None:
+    assert _torch.functional_variant(aten.add_.Tensor) is aten.add.Tensor
+    assert _torch.functional_variant(aten.copy_.default) is aten.copy.default
+    assert _torch.functional_variant(aten.fill_.Scalar) is aten.fill.Scalar
+    assert _torch.functional_variant(aten.index_put_.default) is aten.index_put.default
+    assert _torch.functional_variant(aten.add.Tensor) is None
+
+
+def test_an_op_is_called_without_its_python_frame() -> None:
+    direct = _torch.direct_call(aten.mm.default)
+    assert direct is not aten.mm.default
+    assert torch.equal(direct(torch.eye(2), torch.eye(2)), torch.eye(2))
+    assert _torch.direct_call(len) is len
+
+
+def test_stride_free_ops_take_any_layout() -> None:
+    transposed = torch.arange(6.0).reshape(2, 3).t()
+    assert torch.equal(_torch.stride_free(aten.view.default)(transposed, [6]), transposed.reshape(6))
+    assert _torch.stride_free(aten.mm.default) is aten.mm.default
+
+
+def test_the_fused_adamw_is_adamw() -> None:
+    torch.manual_seed(0)
+    p, g = torch.randn(7, dtype=torch.float64), torch.randn(7, dtype=torch.float64)
+    assert _torch.has_fused_adamw(p) and not _torch.has_fused_adamw(torch.ones(2, dtype=torch.complex64))
+    theirs = p.clone().requires_grad_()
+    optimizer = torch.optim.AdamW([theirs], lr=0.1, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3, foreach=False)
+    m, v = torch.zeros_like(p), torch.zeros_like(p)
+    for step in (1, 2, 3):
+        theirs.grad = g * step
+        optimizer.step()
+        _torch.fused_adamw_(p, g * step, m, v, torch.tensor(float(step)), 0.1, 0.8, 0.9, 0.3, 1e-6)
+    torch.testing.assert_close(p, theirs.detach(), rtol=1e-12, atol=0)
