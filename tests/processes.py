@@ -27,7 +27,9 @@ class RankError(AssertionError):
     """What a rank raised, as text, since its process is gone."""
 
 
-def run_on_processes(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_on_processes(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, deaths: bool = False
+) -> list[Any]:
     """Run `fn(rank, *args)` on `world_size` gloo processes.
 
     Args:
@@ -35,12 +37,14 @@ def run_on_processes(fn: Callable[..., Any], world_size: int, *args: Any, timeou
         world_size: the number of processes.
         args: passed on; must be picklable.
         timeout: seconds for everything together.
+        deaths: whether a rank may die without a result; its result is its exit code.
 
     Returns:
         The results, in rank order.
 
     Raises:
-        RankError: with the traceback of the first rank that failed, or the ranks that were not done in time.
+        RankError: with the traceback of the first rank that failed, the first that died, or the ranks that were not done
+            in time.
     """
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
@@ -52,7 +56,7 @@ def run_on_processes(fn: Callable[..., Any], world_size: int, *args: Any, timeou
     for worker in workers:
         worker.start()
     try:
-        return _collect(results, world_size, time.monotonic() + timeout)
+        return _collect(results, workers, time.monotonic() + timeout, deaths)
     finally:
         for worker in workers:
             worker.join(timeout=1.0)
@@ -61,18 +65,30 @@ def run_on_processes(fn: Callable[..., Any], world_size: int, *args: Any, timeou
                 worker.join()
 
 
-def _collect(results: Any, world_size: int, deadline: float) -> list[Any]:
+def _collect(results: Any, workers: list[Any], deadline: float, deaths: bool) -> list[Any]:
     done: dict[int, Any] = {}
-    while len(done) < world_size:
+    while len(done) < len(workers):
+        died = {rank: worker.exitcode for rank, worker in enumerate(workers) if worker.exitcode}
         try:
-            rank, failed, payload = results.get(timeout=max(0.1, deadline - time.monotonic()))
+            rank, failed, payload = results.get(timeout=0.1)
         except queue.Empty:
-            missing = sorted(set(range(world_size)) - set(done))
-            raise RankError(f"ranks {missing} of {world_size} were not done in time") from None
+            done.update(_dead(died, done, deaths))
+            if time.monotonic() > deadline:
+                missing = sorted(set(range(len(workers))) - set(done))
+                raise RankError(f"ranks {missing} of {len(workers)} were not done in time") from None
+            continue
         if failed:
-            raise RankError(f"rank {rank} of {world_size} raised:\n{payload}")
+            raise RankError(f"rank {rank} of {len(workers)} raised:\n{payload}")
         done[rank] = torch.load(io.BytesIO(payload), weights_only=False)
-    return [done[rank] for rank in range(world_size)]
+    return [done[rank] for rank in range(len(workers))]
+
+
+def _dead(died: dict[int, int], done: dict[int, Any], allowed: bool) -> dict[int, int]:
+    """Ranks that ended without a result: nothing arrived after they were seen dead."""
+    silent = {rank: code for rank, code in died.items() if rank not in done}
+    if silent and not allowed:
+        raise RankError(f"ranks died without a word: {silent} (rank: exit code)")
+    return silent
 
 
 def _worker(

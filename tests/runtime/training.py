@@ -1,0 +1,37 @@
+"""A training script as users write it: plain `python` simulates the ranks, `torchrun` gives each a process.
+
+It prints the loss of every step to all its digits, once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import functional_parallel as fp
+from sharding_specs import Mesh, P
+
+
+def loss(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+    hidden = fp.random.dropout(torch.tanh(x @ params["w1"]), 0.2)
+    return ((hidden @ params["w2"] - y) ** 2).mean()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    plan = fp.chain(
+        fp.tensor_parallel("tensor", {"w1": P(None, "tensor"), "w2": P("tensor", None)}),
+        fp.zero(3, "data"),
+    )
+    train = fp.train_step(loss, fp.optim.adamw(0.05), Mesh(data=2, tensor=2), plan, clip=1.0, seed=0)
+    state = train.init({"w1": draw(4, 8), "w2": draw(8, 2)})
+    for _ in range(5):
+        state, metrics = train(state, draw(8, 4), draw(8, 2))
+        if fp.is_main_rank():
+            print(f"loss {metrics.loss.item():.17g}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
