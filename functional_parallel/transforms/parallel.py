@@ -13,7 +13,7 @@ from ..local_function import LocalFunction, PyTree, SpecTree, axis_mesh, whole_a
 from ..partition import partition
 from .transform import Order, Transform
 
-__all__ = ["data_parallel", "tensor_parallel", "zero"]
+__all__ = ["data_parallel", "parameter_specs", "tensor_parallel", "zero"]
 
 Rules = Any  # pattern → spec, a list of such pairs, or a tree of specs
 
@@ -41,7 +41,7 @@ def tensor_parallel(axis: str, specs: Rules, *, batch: SpecTree = None, strict: 
         The transform. Its collectives follow from the specs: a row split ends in one psum forward, a column split in one
         psum backward (Megatron-LM, arXiv 1909.08053 §3).
     """
-    find = _parameter_specs(specs)
+    find = parameter_specs(specs)
 
     def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
         return (_only(find(args[0]), axis), *_rest(args, batch))
@@ -101,7 +101,7 @@ def zero(stage: int, axis: str, specs: Rules = None, *, batch: SpecTree = None, 
 def _zero(stage: int, axis: str, specs: Rules, batch: SpecTree, strict: bool, name: str) -> Transform:
     def apply(f: Callable[..., Any]) -> LocalFunction:
         inner = f.layout.arguments if isinstance(f, LocalFunction) else whole_arguments
-        at_rest = _AtRest(axis, inner) if specs is None else lambda args: _only(_parameter_specs(specs)(args[0]), axis)
+        at_rest = _AtRest(axis, inner) if specs is None else lambda args: _only(parameter_specs(specs)(args[0]), axis)
 
         def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
             parameters = at_rest(args) if stage == 3 else P() if stage == 0 else P(reduced={axis})
@@ -146,7 +146,7 @@ class _AtRest:
 # -----------------------------------------------------------------------------
 
 
-def _parameter_specs(specs: Rules) -> Callable[[PyTree], SpecTree]:
+def parameter_specs(specs: Rules) -> Callable[[PyTree], SpecTree]:
     """Rules or a tree of specs → specs of a parameter tree."""
     if isinstance(specs, (P, str)):
         return lambda tree: broadcast_specs(as_spec(specs), tree)

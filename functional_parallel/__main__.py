@@ -1,0 +1,7 @@
+"""`python -m functional_parallel`."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

@@ -1,0 +1,175 @@
+"""The command line: what this machine has, what a program sends, what a rank holds.
+
+`explain` and `memory` take `module:function`, where the function gets a mesh. It returns what is to be looked at:
+
+    def step(mesh):   # for explain: a compiled function or a training step, and its arguments
+        return fp.compile(fp.grad_and_value(plan(loss)), mesh), (params, batch)
+
+    def model(mesh):  # for memory: parameters, tensors of any device, and their specs
+        return params, {"*/w1": P(None, "tensor")}
+
+Nothing is computed, so parameters on the meta device will do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sharding_specs import Mesh, MeshError, SpecError, memory_table, validate
+
+from .program.explain import readable_bytes
+from .train import TrainStep
+from .transforms.parallel import parameter_specs
+
+__all__ = ["main"]
+
+_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: the words after the program's name; those of this process without it.
+
+    Returns:
+        The exit status: 0, or 2 for arguments that name nothing.
+    """
+    parser = _parser()
+    chosen = parser.parse_args(arguments)
+    try:
+        print(chosen.run(chosen))
+    except (UsageError, MeshError, SpecError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+class UsageError(ValueError):
+    """Arguments that do not name what a command needs."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("functional_parallel", description="Look at programs and at this machine.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    commands.add_parser("doctor", help="what this machine has").set_defaults(run=_doctor)
+
+    explain = commands.add_parser("explain", help="every collective of a program: kind, axis, count, bytes, line")
+    explain.add_argument(
+        "--group", choices=("line", "axis"), default="line", help="one row per source line, or per axis"
+    )
+    explain.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    explain.add_argument("--program", action="store_true", help="print the program's text instead of a table")
+    explain.set_defaults(run=_explain)
+
+    memory = commands.add_parser("memory", help="the bytes that each rank holds of a model's parameters")
+    memory.set_defaults(run=_memory)
+
+    for command in (explain, memory):
+        command.add_argument("target", metavar="module:function", help="called with the mesh, see below")
+        command.add_argument("--mesh", required=True, help="axes and sizes: data=2,tensor=4")
+        command.epilog, command.formatter_class = __doc__.split("\n\n", 1)[1], argparse.RawDescriptionHelpFormatter
+    return parser
+
+
+# -----------------------------------------------------------------------------
+# doctor
+# -----------------------------------------------------------------------------
+
+
+def _doctor(_: argparse.Namespace) -> str:
+    rows = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
+        "devices": _devices(),
+        "backends": _backends(),
+        "launcher": _launcher(),
+        "extras": _extras(),
+    }
+    width = max(map(len, rows))
+    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows.items())
+
+
+def _devices() -> str:
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return ", ".join(["cpu", *(f"cuda:{index} ({name})" for index, name in enumerate(names))])
+
+
+def _backends() -> str:
+    if not dist.is_available():
+        return "none: this torch is built without torch.distributed; ranks are simulated"
+    found = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+    return ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in found.items())
+
+
+def _launcher() -> str:
+    given = {name: os.environ[name] for name in _LAUNCHER if name in os.environ}
+    if "RANK" not in given:
+        return "none: ranks are simulated in one process (start with torchrun for real ones)"
+    return " ".join(f"{name}={value}" for name, value in given.items())
+
+
+def _extras() -> str:
+    names = ("tqdm", "matplotlib", "safetensors", "hypothesis")
+    return ", ".join(f"{name} {'yes' if importlib.util.find_spec(name) else 'no'}" for name in names)
+
+
+# -----------------------------------------------------------------------------
+# explain and memory
+# -----------------------------------------------------------------------------
+
+
+def _explain(chosen: argparse.Namespace) -> str:
+    compiled, args = _result(chosen, "a compiled function or training step, and the tuple of its arguments")
+    if isinstance(compiled, TrainStep):
+        state, *batch = args
+        program = compiled.lower(state, *batch)
+    else:
+        program = compiled.lower(*args)
+    if chosen.program:
+        return str(program)
+    table = program.explain(group=chosen.group)
+    return table.json(indent=1) if chosen.json else str(table)
+
+
+def _memory(chosen: argparse.Namespace) -> str:
+    params, rules = _result(chosen, "parameters, and their specs or path rules")
+    mesh = Mesh.parse(chosen.mesh)
+    specs = parameter_specs(rules)(params)
+    validate(params, specs, mesh)
+    rows = sorted(memory_table(params, specs, mesh), key=lambda row: -row.bytes)
+    cells = [(row.path, str(list(row.shape)), repr(row.spec), readable_bytes(row.bytes)) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    total = readable_bytes(sum(row.bytes for row in rows))
+    return "\n".join([*lines, f"total {total} per rank on {mesh!r}"])
+
+
+def _result(chosen: argparse.Namespace, wanted: str) -> tuple[Any, Any]:
+    result = _function(chosen.target)(Mesh.parse(chosen.mesh))
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise UsageError(f"{chosen.target} returned {type(result).__name__}; it shall return {wanted}")
+    return result
+
+
+def _function(target: str) -> Callable[[Mesh], Any]:
+    module, colon, name = target.partition(":")
+    if not colon:
+        raise UsageError(f"{target!r} reads module:function, for example examples.model:step")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise UsageError(f"{target!r} is not to be found: {error}") from error

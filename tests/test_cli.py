@@ -1,0 +1,78 @@
+"""The command line says what is so, and what to do when its arguments name nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from functional_parallel.cli import main
+
+ROOT = Path(__file__).parent.parent
+MESH = ("--mesh", "data=2,tensor=2")
+
+
+def output(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(words) == 0
+    return capsys.readouterr().out
+
+
+def test_it_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "functional_parallel", "doctor"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    assert f"torch     {torch.__version__}" in done.stdout
+
+
+def test_doctor_names_backends_and_launcher(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    text = output(capsys, "doctor")
+    assert "gloo yes" in text and "ranks are simulated" in text
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert "RANK=3 WORLD_SIZE=8" in output(capsys, "doctor")
+
+
+def test_explain_a_compiled_function(capsys: pytest.CaptureFixture[str]) -> None:
+    """On meta tensors: nothing can have been computed."""
+    found = json.loads(output(capsys, "explain", "tests.cli_targets:gradient", *MESH, "--json"))
+    totals = {(total["kind"], *total["axes"]): total["count"] for total in found["totals"]}
+    assert totals == {("psum", "data"): 3, ("psum", "tensor"): 1}
+    assert all("cli_targets.py" in row["source"] for row in found["rows"])
+
+
+def test_explain_a_training_step(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "psum over data" in output(capsys, "explain", "tests.cli_targets:training", *MESH, "--group", "axis")
+
+
+def test_explain_prints_the_program(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "psum(" in output(capsys, "explain", "tests.cli_targets:gradient", *MESH, "--program")
+
+
+def test_memory_counts_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two 4 × 8 matrices of float32, each split in two."""
+    lines = output(capsys, "memory", "tests.cli_targets:model", *MESH).splitlines()
+    assert lines[0] == "w1  [4, 8]  P(None, 'tensor')  64 B"
+    assert lines[-1] == "total 128 B per rank on Mesh(data=2, tensor=2)"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("explain", "tests.cli_targets", *MESH), "reads module:function"),
+        (("explain", "tests.nowhere:step", *MESH), "not to be found"),
+        (("explain", "tests.cli_targets:nothing", *MESH), "not to be found"),
+        (("explain", "tests.cli_targets:wrong", *MESH), "shall return a compiled function"),
+        (("memory", "tests.cli_targets:model", "--mesh", "data=2"), "has no axis 'tensor'"),
+        (("memory", "tests.cli_targets:model", "--mesh", "data=two"), "data=two"),
+    ],
+)
+def test_arguments_that_name_nothing(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str) -> None:
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
