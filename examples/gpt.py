@@ -1,7 +1,8 @@
 """A byte-level GPT as a pure function, its sharding written where each parameter is created.
 
 Shapes, one letter a dim: b batch, t time, e embed, h heads, d dim of a head, f hidden units of the MLP, v vocabulary.
-A dim written `h/tensor` is split over the mesh axis `tensor`: heads, hidden units and vocabulary here, as in Megatron-LM.
+A dim written `h/tensor` is split over the mesh axis `tensor`: heads, hidden units and vocabulary here, as in
+Megatron-LM.
 """
 
 from __future__ import annotations

@@ -52,7 +52,10 @@ class _Lines:
             return
         per_step = (time.perf_counter() - self.began) / (self.done - self.first)
         left = (self.total - self.done) * per_step
-        print(f"step {self.done}/{self.total}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s  {left:.0f} s left", flush=True)
+        print(
+            f"step {self.done}/{self.total}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s  {left:.0f} s left",
+            flush=True,
+        )
 
     def close(self) -> None:
         pass

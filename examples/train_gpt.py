@@ -3,8 +3,8 @@
     python examples/train_gpt.py --mesh data=2,tensor=2          # 4 simulated ranks in this process
     torchrun --nproc-per-node 4 examples/train_gpt.py --mesh data=2,tensor=2
 
-Both print the same losses, and so does `--mesh data=1`. `--zero 3` keeps parameters and optimizer state sharded over the
-data axis; `--sequence-parallel` shards the residual stream over time.
+Both print the same losses, and so does `--mesh data=1`. `--zero 3` keeps parameters and optimizer state sharded over
+the data axis; `--sequence-parallel` shards the residual stream over time.
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ def evaluate(params: Any, held_out: torch.Tensor, config: gpt.Config, args: argp
 # -----------------------------------------------------------------------------
 
 
-def save(folder: Path, params: Any, optimizer_state: Any, step: int, losses: list[float], settings: dict[str, Any]) -> None:
+def save(
+    folder: Path, params: Any, optimizer_state: Any, step: int, losses: list[float], settings: dict[str, Any]
+) -> None:
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -145,7 +147,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sample", type=int, default=200, help="bytes of text to sample at the end")
     parser.add_argument("--evaluations", type=int, default=10, help="batches of held-out text to measure on")
-    parser.add_argument("--explain", choices=("axis", "line"), default="axis", help="how to group the table of collectives")
+    parser.add_argument(
+        "--explain", choices=("axis", "line"), default="axis", help="how to group the table of collectives"
+    )
     parser.add_argument("--plot", default="runs/loss.png", help="where the loss plot goes")
     parser.add_argument("--save", metavar="DIR", help="write parameters, optimizer state and settings at the end")
     parser.add_argument("--resume", metavar="DIR", help="go on from what --save wrote, on this mesh or another")

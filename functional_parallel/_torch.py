@@ -59,12 +59,12 @@ def backward_node_number() -> int | None:
     if torch._C._current_graph_task_id() == -1:
         return None
     node = torch._C._current_autograd_node()
-    return None if node is None else node._sequence_nr()  # type: ignore[attr-defined]
+    return None if node is None else node._sequence_nr()
 
 
 def next_node_number() -> int:
     """The number that the next autograd node of this thread will carry."""
-    return torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
+    return torch._C._autograd._get_sequence_nr()
 
 
 def differentiating_level() -> int:
@@ -137,5 +137,5 @@ def fused_adamw_(
     eps: float,
 ) -> None:
     """torch's fused AdamW on one parameter, in place; `step` counts this update."""
-    options = {"beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "eps": eps}
+    options: dict[str, Any] = {"beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "eps": eps}
     torch._fused_adamw_([p], [g], [m], [v], [], [step], lr=lr, amsgrad=False, maximize=False, **options)

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
 from sharding_specs import Mesh, MeshError, SpecError, memory_table, validate
 
 from .program.explain import readable_bytes
@@ -91,7 +92,8 @@ def _doctor(_: argparse.Namespace) -> str:
     rows = {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "platform": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cores": f"{os.cpu_count()}, of which torch uses {torch.get_num_threads()}",
         "devices": _devices(),
         "backends": _backends(),
         "launcher": _launcher(),

@@ -1,4 +1,4 @@
-"""From a local function to a program that runs: shard, trace at local shapes, type, check the results, hand to a runtime."""
+"""From a local function to a program that runs: trace at local shapes, type, check the results, hand to a runtime."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import optree
 import torch
+
 from sharding_specs import Mesh, P, broadcast_specs, local_shape, tree_paths, validate
 
 from .collectives import guards
@@ -228,14 +229,14 @@ def stage(
 
 
 def _type(spec: P) -> Type:
-    states = dict.fromkeys(spec.axes, State.VARYING)
-    states.update(dict.fromkeys(spec.unreduced, State.UNREDUCED))
-    states.update(dict.fromkeys(spec.reduced, State.REDUCED))
+    states = dict.fromkeys(sorted(spec.axes), State.VARYING)
+    states.update(dict.fromkeys(sorted(spec.unreduced), State.UNREDUCED))
+    states.update(dict.fromkeys(sorted(spec.reduced), State.REDUCED))
     return Type(states)
 
 
 def _check_results(program: Program, types: list[Type]) -> None:
-    """Each result's type must be what its spec says: no less, or ranks disagree; no more, or copies are taken for shards."""
+    """A result's type is what its spec says: no less, or ranks disagree; no more, or copies are taken for shards."""
     wrong = []
     for held, spec, path in zip(types, program.out_specs, program.out_paths, strict=True):
         wanted = _type(spec)
@@ -248,14 +249,20 @@ def _check_results(program: Program, types: list[Type]) -> None:
 
 def _mismatch(axis: str, held: State, wanted: State, spec: P) -> str:
     fixes = {
-        (State.VARYING, State.INVARIANT): f"differs by rank along {axis!r}, but {spec} says that all ranks hold the same; "
+        (
+            State.VARYING,
+            State.INVARIANT,
+        ): f"differs by rank along {axis!r}, but {spec!r} says that all ranks hold the same; "
         f"a missing psum? write fp.psum(x, {axis!r}) or mention {axis!r} in the spec",
-        (State.INVARIANT, State.VARYING): f"is the same on all ranks along {axis!r}, but {spec} says that it is sharded; "
+        (
+            State.INVARIANT,
+            State.VARYING,
+        ): f"is the same on all ranks along {axis!r}, but {spec!r} says that it is sharded; "
         f"leave {axis!r} out of the spec, or write fp.pscatter(x, {axis!r}) or fp.pvary(x, {axis!r})",
-        (State.UNREDUCED, State.INVARIANT): f"holds partial sums along {axis!r}, but {spec} does not say so; "
+        (State.UNREDUCED, State.INVARIANT): f"holds partial sums along {axis!r}, but {spec!r} does not say so; "
         f"write fp.psum(x, {axis!r}) or P(…, unreduced={{{axis!r}}})",
     }
-    return fixes.get((held, wanted), f"is {held} along {axis!r}, but {spec} says {wanted}")
+    return fixes.get((held, wanted), f"is {held} along {axis!r}, but {spec!r} says {wanted}")
 
 
 def _per_argument(specs: Any, args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:

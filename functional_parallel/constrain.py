@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from sharding_specs import Mesh, P, as_spec
+
+from sharding_specs import Mesh, P, SpecError, as_spec
 
 from .collectives.axes import hidden_axes, mesh_axis_size
 from .emit import differentiable
+from .source import current_source
 
 __all__ = ["OP", "constrain"]
 
@@ -38,11 +40,22 @@ def constrain(x: torch.Tensor, spec: P | str) -> torch.Tensor:
     pending = {axis: mesh_axis_size(axis) for axis in hidden_axes() if axis in spec.axes}
     if not pending:
         return x
-    sizes = {axis: mesh_axis_size(axis) for axis in spec.axes if axis in hidden_axes()}
-    placements = spec.only(pending).placements(Mesh(sizes))
-    return _Constrain.apply(
-        x, [p.axis for p in placements], [p.dim for p in placements], [p.outer for p in placements]
+    placements = spec.only(pending).placements(Mesh(pending))
+    for axis, dim, outer in placements:
+        _check_fit(x, spec, axis, dim, outer * pending[axis])
+    return _Constrain.apply(x, [p.axis for p in placements], [p.dim for p in placements], [p.outer for p in placements])
+
+
+def _check_fit(x: torch.Tensor, spec: P, axis: str, dim: int, blocks: int) -> None:
+    if dim < x.ndim and x.shape[dim] % blocks == 0:
+        return
+    problem = (
+        f"there is no dim {dim}"
+        if dim >= x.ndim
+        else f"dim {dim} of size {x.shape[dim]} does not divide into {blocks} blocks along {axis!r}; pad it to "
+        f"{-(-x.shape[dim] // blocks) * blocks}, or constrain another dim"
     )
+    raise SpecError(f"{current_source()}: constrain a value of shape {tuple(x.shape)} to {spec!r}: {problem}")
 
 
 def constrain_rest(x: Any, axes: Sequence[str], dims: Sequence[int], outers: Sequence[int]) -> Any:
@@ -92,9 +105,6 @@ def _kernel(x: torch.Tensor, axes: Sequence[str], dims: Sequence[int], outers: S
 
 
 def _fake(x: torch.Tensor, axes: Sequence[str], dims: Sequence[int], outers: Sequence[int]) -> torch.Tensor:
-    for dim in dims:
-        if dim >= x.ndim:
-            raise ValueError(f"constrain: the spec has more dims than the value, which has shape {tuple(x.shape)}")
     return torch.empty_like(x)
 
 

@@ -1,9 +1,9 @@
 """torch.func's transforms, with the layout carried and every pytree flattened by optree.
 
-`fp.grad(f)` is `torch.func.grad(f)` in three settings: of a local function it returns a local function, whose layout says
-how the gradients lie; inside a `shard_map` body it first traces and types what it differentiates, so that an Invariant
-value that meets a Varying one is cast where AD can see it; of any other function it only adds that leaves which are not
-floating are passed by instead of refused.
+`fp.grad(f)` is `torch.func.grad(f)` in three settings: of a local function it returns a local function, whose layout
+says how the gradients lie; inside a `shard_map` body it first traces and types what it differentiates, so that an
+Invariant value that meets a Varying one is cast where AD can see it; of any other function it only adds that leaves
+which are not floating are passed by instead of refused.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import optree
 import torch
+
 from sharding_specs import P, broadcast_specs
 
 from . import _torch
@@ -131,7 +132,7 @@ def jvp(f: Callable[..., Any], primals: tuple[PyTree, ...], tangents: tuple[PyTr
         outputs, found["tree"] = optree.tree_flatten(f(*_filled(leaves, moving, values, tree)))
         return tuple(outputs)
 
-    values, derivatives = torch.func.jvp(
+    values, derivatives = torch.func.jvp(  # type: ignore[misc]  # three values with has_aux alone
         flat, tuple(leaves[index] for index in moving), tuple(directions[index] for index in moving)
     )
     return optree.tree_unflatten(found["tree"], values), optree.tree_unflatten(found["tree"], derivatives)
@@ -232,6 +233,8 @@ def _gradient_call(f: Callable[..., Any], argnums: Argnums, has_aux: bool) -> Ca
 
         def flat(chosen: list[int], values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[Any]]:
             result = f(*_filled(leaves, chosen, values, tree))
+            if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+                raise ValueError(f"has_aux=True: {_name(f)} must return (value, aux), not {type(result).__name__}")
             value, aux = result if has_aux else (result, None)
             _check_scalar(value, f)
             flat_aux, found["tree"] = optree.tree_flatten(aux)
@@ -319,10 +322,14 @@ def _is_floating(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
+def _name(f: Any) -> str:
+    return getattr(f, "__name__", repr(f))
+
+
 def _check_scalar(value: Any, f: Any) -> None:
     if not isinstance(value, torch.Tensor) or value.ndim:
         found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise ValueError(
-            f"a gradient is taken of a scalar, but {getattr(f, '__name__', f)} returned {found}; "
+            f"a gradient is taken of a scalar, but {_name(f)} returned {found}; "
             "sum or average it, or use has_aux=True for (value, aux)"
         )

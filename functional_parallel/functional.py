@@ -22,14 +22,14 @@ def functional(module: nn.Module, *, buffers: bool = False) -> Any:
     (['bias', 'weight'], torch.Size([3, 1]))
 
     Args:
-        module: any module; Hugging Face models too. It is not changed, and its mode (train or eval) counts as it is when
-            the function is called.
+        module: any module; Hugging Face models too. It is not changed, and its mode (train or eval) counts as it is
+            when the function is called.
         buffers: pass buffers in and out as state, which batch norm's running statistics need in training.
 
     Returns:
         `(fn, params)` with `fn(params, *args, **kwargs)`; with `buffers`, `(fn, params, state)` with
-        `fn(params, state, *args, **kwargs)` returning `(result, new_state)`. Parameters are keyed by dotted path; a tied
-        weight is one leaf.
+        `fn(params, state, *args, **kwargs)` returning `(result, new_state)`. Parameters are keyed by dotted path; a
+        tied weight is one leaf.
 
     Raises:
         ForeignCollectiveError: for a DDP or FSDP module, whose hidden hooks torch.func does not see.

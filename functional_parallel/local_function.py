@@ -1,8 +1,8 @@
 """A function on one rank's shards that knows how its arguments and results lie.
 
-torch.func copies a function's attributes onto what it wraps, so a layout kept in an attribute would survive `hessian(f)`
-with a stale meaning. This class has slots and no `__dict__`: there is nothing to copy, and the layout is bound to the
-object itself.
+torch.func copies a function's attributes onto what it wraps, so a layout kept in an attribute would survive
+`hessian(f)` with a stale meaning. This class has slots and no `__dict__`: there is nothing to copy, and the layout is
+bound to the object itself.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import optree
+
 from sharding_specs import Mesh, P
 
 from .collectives.axes import current_axes, hidden_axes, mesh_axis_size

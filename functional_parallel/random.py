@@ -1,11 +1,12 @@
 """Random numbers keyed by seed, site, step and global position, so that every mesh draws the same ones.
 
-A draw is a pure function: it hashes (key, position of the element in the whole tensor). Sharding a value then only changes
-which positions a rank asks for. While a forward is traced a draw is one op, `torch.ops.fp.uniform`, whose blocks the
-partitioner fills in; run, it is integer arithmetic (the finaliser of SplitMix64, Steele, Lea & Flood, OOPSLA 2014).
+A draw is a pure function: it hashes (key, position of the element in the whole tensor). Sharding a value then only
+changes which positions a rank asks for. While a forward is traced a draw is one op, `torch.ops.fp.uniform`, whose
+blocks the partitioner fills in; run, it is integer arithmetic (the finaliser of SplitMix64, Steele, Lea & Flood, OOPSLA
+2014).
 
-Models draw from the ambient key (`with fp.random.using(key)`, which `train_step(seed=…)` enters anew each step), each call
-being a site of its own, counted in the order of the trace; or from a key passed by hand.
+Models draw from the ambient key (`with fp.random.using(key)`, which `train_step(seed=…)` enters anew each step), each
+call being a site of its own, counted in the order of the trace; or from a key passed by hand.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import optree
 import torch
+
 from sharding_specs import Mesh, P, broadcast_specs
 
 from . import random
@@ -26,8 +27,8 @@ __all__ = ["Metrics", "TrainState", "TrainStep", "train_step"]
 class Metrics(NamedTuple):
     """What a step reports: scalars, whole on every rank."""
 
-    loss: torch.Tensor
-    grad_norm: torch.Tensor
+    loss: Any
+    grad_norm: Any
     aux: PyTree = None
 
 
@@ -54,7 +55,9 @@ def train_step(
 
     >>> import torch, functional_parallel as fp
     >>> from sharding_specs import Mesh
-    >>> train = fp.train_step(lambda w, x: ((x @ w - 1) ** 2).mean(), fp.optim.sgd(0.1), Mesh(data=2), fp.zero(3, "data"))
+    >>> def loss(w, x):
+    ...     return ((x @ w - 1) ** 2).mean()
+    >>> train = fp.train_step(loss, fp.optim.sgd(0.1), Mesh(data=2), fp.zero(3, "data"))
     >>> state = train.init(torch.zeros(2))
     >>> for _ in range(50):
     ...     state, metrics = train(state, torch.eye(2))
@@ -77,6 +80,13 @@ def train_step(
     """
     if batch not in ("global", "own"):
         raise ValueError(f"train_step(batch={batch!r}): it is 'global' or 'own'")
+    if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
+        raise TypeError(
+            "train_step takes an optimizer from fp.optim, a pair of functions (init, update), "
+            f"not {type(optimizer).__name__}"
+        )
+    if plan is not None and not callable(plan):
+        raise TypeError(f"train_step takes a plan, a transform or fp.chain of them, not {plan!r}")
     f = plan(loss) if plan is not None else loss
     return TrainStep(f, optimizer, mesh, clip, seed, has_aux, batch == "own")
 
@@ -156,6 +166,7 @@ class TrainStep:
         Returns:
             The new state, and the metrics.
         """
+        self._check_state(state)
         runtime = default_runtime(self.mesh)
         staged = self._stage(state, batch)
         handles = [handle for handle in state.handles if not isinstance(handle, _Constant)]
@@ -177,6 +188,10 @@ class TrainStep:
         new = iter(results)
         kept = tuple(handle if isinstance(handle, _Constant) else next(new) for handle in state.handles)
         return TrainState(state.step + 1, kept), metrics
+
+    def _check_state(self, state: TrainState) -> None:
+        if len(state.handles) != len(self._trees.get("specs", ())):
+            raise ValueError("this state was not made by this train_step: begin with train.init(params), or train.load")
 
     def explain(self, **options: Any) -> Any:
         """Every collective of the step: kind, axis, count, bytes, source line."""
@@ -343,6 +358,8 @@ def _global_norm(gradients: PyTree, specs: SpecTree) -> torch.Tensor:
         axes = tuple(sorted(spec.axes))
         square = (gradient * gradient).sum()
         squares[axes] = squares[axes] + square if axes in squares else square
+    if not squares:
+        raise ValueError("no parameter is a floating tensor, so there is nothing to train")
     sums = [psum(square, axes) if axes else square for axes, square in sorted(squares.items())]
     total = sums[0].float() if sums[0].dtype.itemsize < 4 else sums[0]
     for square in sums[1:]:

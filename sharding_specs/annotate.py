@@ -11,7 +11,6 @@ from .spec import P, SpecError, as_spec
 __all__ = ["Annotated", "annotate", "split"]
 
 
-
 class Annotated:
     """A value with its spec: a leaf of a pytree until `split` takes them apart."""
 

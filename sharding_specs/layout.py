@@ -11,6 +11,7 @@ import torch
 from .mesh import Mesh
 from .spec import P, SpecError
 from .trees import broadcast_specs, tree_paths
+from .validate import misfits, validate
 
 __all__ = ["local_shape", "padded_shape", "reshard", "shard", "shard_leaf", "unshard", "unshard_leaf"]
 
@@ -22,17 +23,11 @@ def local_shape(shape: Sequence[int], spec: P, mesh: Mesh) -> tuple[int, ...]:
     (2, 6)
 
     Raises:
-        SpecError: when a dim does not divide.
+        SpecError: when a dim does not divide, the spec has more dims, or the mesh has no such axis.
     """
+    _check(shape, spec, mesh)
     sizes = list(shape)
-    for axis, dim, outer in spec.placements(mesh):
-        if dim >= len(sizes):
-            raise SpecError(f"{spec} has more dims than shape {tuple(shape)}")
-        if sizes[dim] % mesh.axis_size(axis) or shape[dim] % outer:
-            raise SpecError(
-                f"dim {dim} of shape {tuple(shape)} does not divide by {spec} on {mesh!r}; "
-                f"make it a multiple of {outer * mesh.axis_size(axis)}, or shard it at rest with pad=True"
-            )
+    for axis, dim, _ in spec.placements(mesh):
         sizes[dim] //= mesh.axis_size(axis)
     return tuple(sizes)
 
@@ -47,16 +42,22 @@ def padded_shape(shape: Sequence[int], spec: P, mesh: Mesh) -> tuple[int, ...]:
         shape: the whole shape.
         spec: must not shard inner factors of a dim that needs padding.
         mesh: the mesh.
+
+    Raises:
+        SpecError: when the spec shards an inner factor of a dim that does not divide.
     """
+    _check(shape, spec, mesh, pad=True)
     sizes = list(shape)
-    for dim, factors in enumerate(spec.dims):
-        blocks = 1
-        for factor in factors:
-            blocks *= mesh.axis_size(factor) if isinstance(factor, str) else factor
-        if sizes[dim] % blocks and any(isinstance(factor, int) for factor in factors):
-            raise SpecError(f"dim {dim} of shape {tuple(shape)} cannot be padded: {spec} shards an inner factor of it")
-        sizes[dim] = -(-sizes[dim] // blocks) * blocks
+    for dim, axes in enumerate(spec.dim_axes()):
+        blocks = mesh.axis_size(axes)
+        if not any(isinstance(factor, int) for factor in spec.dims[dim]):
+            sizes[dim] = -(-sizes[dim] // blocks) * blocks
     return tuple(sizes)
+
+
+def _check(shape: Sequence[int], spec: P, mesh: Mesh, *, pad: bool = False) -> None:
+    if problems := misfits(shape, spec, mesh, pad=pad):
+        raise SpecError(f"shape {tuple(shape)} does not lie as {spec!r} on {mesh!r}: " + "; ".join(problems))
 
 
 # -----------------------------------------------------------------------------
@@ -78,9 +79,11 @@ def shard(tree: Any, specs: Any, mesh: Mesh, rank: int, *, pad: bool = False) ->
         pad: fill uneven dims with zeros at the end.
 
     Raises:
-        SpecError: when a dim does not divide (without `pad`).
+        SpecError: when a dim does not divide (without `pad`); lists every leaf that does not fit.
     """
     full = broadcast_specs(specs, tree)
+    fitting = optree.tree_map(lambda leaf, spec: spec if isinstance(leaf, torch.Tensor) else P(), tree, full)
+    validate(tree, fitting, mesh, pad=pad)
 
     def one(leaf: Any, spec: P) -> Any:
         return shard_leaf(leaf, spec, mesh, rank, pad=pad) if isinstance(leaf, torch.Tensor) else leaf
@@ -102,8 +105,11 @@ def unshard(trees: Sequence[Any], specs: Any, mesh: Mesh, *, shapes: Any = None,
         check: verify that replicas are equal, bit for bit.
 
     Raises:
-        SpecError: with `check`, listing every leaf of which replicas differ, and the ranks.
+        SpecError: when there is not one tree per rank; with `check`, listing every leaf of which replicas differ, and
+            the ranks.
     """
+    if len(trees) != mesh.size:
+        raise SpecError(f"unshard takes one tree per rank: {mesh!r} has {mesh.size} ranks, got {len(trees)} trees")
     full = optree.tree_leaves(broadcast_specs(specs, trees[0]))
     columns = [optree.tree_leaves(tree) for tree in trees]
     paths, structure = tree_paths(trees[0]), optree.tree_structure(trees[0])
@@ -132,6 +138,15 @@ def reshard(
     >>> parts = [torch.tensor([0, 1]), torch.tensor([2, 3])]
     >>> reshard(parts, P("data"), Mesh(data=2), P("data"), Mesh(data=4))
     [tensor([0]), tensor([1]), tensor([2]), tensor([3])]
+
+    Args:
+        trees: one tree per rank of `from_mesh`, in rank order.
+        from_specs, from_mesh: how they lie.
+        to_specs, to_mesh: how they shall lie.
+        shapes: a tree of whole shapes, when dims are padded: old padding is cut off, new padding filled with zeros.
+
+    Returns:
+        One tree per rank of `to_mesh`.
     """
     whole = unshard(trees, from_specs, from_mesh, shapes=shapes)
     return [shard(whole, to_specs, to_mesh, rank, pad=shapes is not None) for rank in to_mesh.ranks]
@@ -155,7 +170,7 @@ def shard_leaf(x: torch.Tensor, spec: P, mesh: Mesh, rank: int, *, pad: bool = F
             x = x.narrow(dim, coordinates[axis] * length, length)
         else:
             x = x.unflatten(dim, (outer, size, -1)).select(dim + 1, coordinates[axis]).flatten(dim, dim + 1)
-    if any(coordinates[axis] for axis in spec.unreduced):
+    if any(coordinates[axis] for axis in spec.unreduced):  # partial sums: one rank holds the value
         return torch.zeros_like(x)
     return x
 
@@ -206,7 +221,15 @@ def _differing(path: str, parts: list[torch.Tensor], spec: P, mesh: Mesh) -> lis
     copies = [name for name in mesh.axis_names if name not in split]
     lines = []
     for group in mesh.groups(copies) if copies else []:
-        other = [rank for rank in group if not torch.equal(parts[rank], parts[group[0]])]
+        other = [rank for rank in group if not _same_bits(parts[rank], parts[group[0]])]
         if other:
-            lines.append(f"  {path or 'the value'}: rank {group[0]} and ranks {other} hold different values; {spec} on {mesh!r}")
+            where = f"  {path or 'the value'}: {spec!r} on {mesh!r}"
+            lines.append(f"{where}: ranks {other} hold other values than rank {group[0]}")
     return lines
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equality of bits: a NaN equals itself, and 0.0 differs from -0.0."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(*(x.detach().contiguous().flatten().view(torch.uint8) for x in (a, b)))

@@ -29,7 +29,7 @@ class Mesh:
         more: the same as keywords. One size may be -1: the rest of the world size, see `resolve`.
 
     Raises:
-        MeshError: for a size that is no positive number, or a second -1.
+        MeshError: for a name that is no identifier, a size that is no positive number, or a second -1.
     """
 
     __slots__ = ("_shape",)
@@ -37,6 +37,8 @@ class Mesh:
     def __init__(self, axes: Mapping[str, int] | None = None, /, **more: int) -> None:
         self._shape = {**(axes or {}), **more}
         for name, size in self._shape.items():
+            if not isinstance(name, str) or not name.isidentifier():
+                raise MeshError(f"{name!r} cannot name a mesh axis; take an identifier, 'data'")
             if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
                 raise MeshError(f"mesh axis {name!r} has size {size!r}; give a positive number, or -1 for the rest")
         if list(self._shape.values()).count(-1) > 1:
@@ -77,7 +79,9 @@ class Mesh:
         known = math.prod(size for size in self._shape.values() if size != -1)
         if -1 in self._shape.values():
             if world_size % known:
-                raise MeshError(f"{self!r} on {world_size} ranks: the other axes take {known}, which does not divide it")
+                raise MeshError(
+                    f"{self!r} on {world_size} ranks: the other axes take {known}, which does not divide that"
+                )
             return Mesh({name: world_size // known if size == -1 else size for name, size in self._shape.items()})
         if known != world_size:
             raise MeshError(f"{self!r} has {known} ranks, but there are {world_size}; change a size, or give one as -1")
@@ -178,6 +182,8 @@ class Mesh:
             if name not in self._shape:
                 known = ", ".join(self.axis_names) or "none"
                 raise MeshError(f"{self!r} has no axis {name!r}; its axes are: {known}")
+            if names.count(name) > 1:
+                raise MeshError(f"axis {name!r} is named twice in {names!r}; name each axis once")
         return names
 
     # --- as a value ---

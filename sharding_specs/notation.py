@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from einops.parsing import ParsedExpression
 
@@ -45,20 +46,20 @@ def parse_dims(text: str, sizes: Mapping[str, int]) -> list[tuple[str | int, ...
     return [_factors(list(dim), axes, sizes, text) for dim in _without_leading_ellipsis(parsed.composition, axes, text)]
 
 
-def _without_leading_ellipsis(composition: list[object], axes: Mapping[str, object], text: str) -> list[list[str]]:
+def _without_leading_ellipsis(composition: Sequence[Any], axes: Mapping[str, object], text: str) -> list[list[str]]:
     dims: list[list[str]] = []
     for position, dim in enumerate(composition):
         if not isinstance(dim, str):
-            dims.append([_name(factor) for factor in dim])  # type: ignore[attr-defined]
+            dims.append([_name(factor) for factor in dim])
             continue
-        rest = [_name(name) for later in composition[position + 1 :] for name in later]  # type: ignore[attr-defined]
+        rest = [_name(name) for later in composition[position + 1 :] for name in later]
         if any(name in axes for name in rest):
-            raise ValueError(f"spec {text!r}: dims after '...' cannot be sharded, their position is unknown; name every dim")
+            raise ValueError(f"spec {text!r}: dims after '...' have no known position, so name every dim to shard one")
         break
     return dims
 
 
-def _name(factor: object) -> str:
+def _name(factor: Any) -> str:
     """A factor's name, or its number: einops wraps numbers."""
     return str(getattr(factor, "value", factor))
 

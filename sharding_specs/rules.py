@@ -71,8 +71,12 @@ def apply_rules(rules: Rules, tree: Any, *, strict: bool = False, default: P | N
     match = match_rules(rules, tree, default=default)
     if strict and (match.unmatched or match.unused):
         lines = [f"  no pattern matches {path}" for path in match.unmatched]
-        lines += [f"  pattern {pattern!r} matches no leaf (an earlier pattern may take its leaves)" for pattern in match.unused]
-        raise SpecError("rules do not fit the tree:\n" + "\n".join(lines) + "\nend the rules with ('*', P()) to keep the rest whole")
+        lines += [
+            f"  pattern {pattern!r} finds no leaf (an earlier one may take its leaves)" for pattern in match.unused
+        ]
+        if match.unmatched:
+            lines.append("end the rules with ('*', P()) to keep the rest whole")
+        raise SpecError("rules do not fit the tree:\n" + "\n".join(lines))
     return match.specs
 
 
@@ -119,10 +123,10 @@ def llama(axis: str = "tensor") -> dict[str, P]:
     >>> llama()["*/o_proj/weight"]
     P(None, 'tensor')
     """
-    columns = {f"*/{name}_proj/weight": P(axis) for name in ("q", "k", "v", "gate", "up")}
-    biases = {f"*/{name}_proj/bias": P(axis) for name in ("q", "k", "v")}
+    first = ("q", "k", "v", "gate", "up")
+    columns = {f"*/{name}_proj/{kind}": P(axis) for name in first for kind in ("weight", "bias")}
     rows = {f"*/{name}_proj/weight": P(None, axis) for name in ("o", "down")}
-    return {**columns, **biases, **rows, "*/embed_tokens/weight": P(axis), "lm_head/weight": P(axis), "*": P()}
+    return {**columns, **rows, "*/embed_tokens/weight": P(axis), "lm_head/weight": P(axis), "*": P()}
 
 
 def bert(axis: str = "tensor") -> dict[str, P]:

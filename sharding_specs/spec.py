@@ -1,12 +1,13 @@
 """A sharding spec: how one tensor lies on a mesh, as data.
 
-Per dim it lists factors, outermost first. A factor is a number (that many blocks, unsharded) or a mesh axis (as many blocks
-as the axis has ranks, one per rank). `P("data", None)` shards dim 0; `P(("data", "tensor"))` splits one dim by two axes,
-the first major; `P(None, (3, "tensor"))` splits an inner factor, as a fused query-key-value dim of three parts needs.
+Per dim it lists factors, outermost first. A factor is a number (that many blocks, unsharded) or a mesh axis (as many
+blocks as the axis has ranks, one per rank). `P("data", None)` shards dim 0; `P(("data", "tensor"))` splits one dim by
+two axes, the first major; `P(None, (3, "tensor"))` splits an inner factor, as a fused query-key-value dim needs.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ class SpecError(ValueError):
 
 
 class Placement(NamedTuple):
-    """One axis's part of a spec: the dim is viewed as (outer, ranks of the axis, rest); a rank has its index of the middle."""
+    """One axis's part of a spec: the dim is viewed as (outer, ranks of the axis, rest), cut in the middle."""
 
     axis: str
     dim: int
@@ -68,8 +69,8 @@ class P:
         P(None, ('data', 'tensor'))
 
         Args:
-            text: dims separated by spaces, each `name` or `name/axis` or `name/(axis,axis)`, compound dims in parentheses;
-                `...` may stand for leading dims only if nothing after it is sharded. Names only document.
+            text: dims separated by spaces, each `name` or `name/axis` or `name/(axis,axis)`, compound dims in
+                parentheses; after `...` nothing may be sharded. Names only document.
             sizes: sizes of named factors that stand outside a sharded one.
 
         Raises:
@@ -96,7 +97,7 @@ class P:
         for axis, dim, outer in found:
             gap, rest = divmod(outer, reached.get(dim, 1))
             if rest:
-                raise SpecError(f"axis {axis!r} is split inside {outer} blocks of dim {dim}, which cut across other axes")
+                raise SpecError(f"axis {axis!r} splits {outer} blocks of dim {dim}, which cut across other axes")
             if gap > 1:
                 dims[dim].append(gap)
             dims[dim].append(axis)
@@ -168,19 +169,14 @@ class P:
 
     def __repr__(self) -> str:
         parts = [repr(dim[0]) if len(dim) == 1 else repr(dim) if dim else "None" for dim in self._dims]
-        parts += [f"{name}={set(axes)}" for name in ("unreduced", "reduced") if (axes := sorted(getattr(self, name)))]
+        for name in ("unreduced", "reduced"):
+            if axes := sorted(getattr(self, name)):  # sorted: a set prints in an order of its own in every process
+                parts.append(f"{name}={{{', '.join(map(repr, axes))}}}")
         return f"P({', '.join(parts)})"
 
     def __str__(self) -> str:
-        """The string form, read again by `P.parse`."""
-        names = []
-        for index, dim in enumerate(self._dims):
-            axes = [factor for factor in dim if isinstance(factor, str)]
-            if all(isinstance(factor, str) for factor in dim):
-                names.append(_suffixed(f"d{index}", axes))
-            else:
-                names.append(f"({' '.join(_factor_text(f, index, k) for k, f in enumerate(dim))} d{index})")
-        return " ".join(names)
+        """The string form of the dims; `P.parse` reads it again, unless a number stands between axes of one dim."""
+        return " ".join(_dim_text(f"d{index}", dim) for index, dim in enumerate(self._dims))
 
 
 def as_spec(spec: P | str | None) -> P:
@@ -201,7 +197,7 @@ def as_spec(spec: P | str | None) -> P:
 def _factors(dim: Any) -> tuple[Factor, ...]:
     if dim is None:
         return ()
-    factors = (dim,) if isinstance(dim, (str, int)) else tuple(dim)
+    factors = tuple(dim) if isinstance(dim, (tuple, list)) else (dim,)
     for factor in factors:
         if not isinstance(factor, (str, int)) or isinstance(factor, bool) or (isinstance(factor, int) and factor < 1):
             raise SpecError(f"a dim is None, an axis name, or a tuple of axis names and numbers; not {dim!r}")
@@ -218,9 +214,15 @@ def _trimmed(dims: tuple[tuple[Factor, ...], ...]) -> tuple[tuple[Factor, ...], 
     return dims[:length]
 
 
-def _suffixed(name: str, axes: list[str]) -> str:
-    return name if not axes else f"{name}/{axes[0]}" if len(axes) == 1 else f"{name}/({','.join(axes)})"
+def _dim_text(name: str, factors: tuple[Factor, ...]) -> str:
+    if all(isinstance(factor, str) for factor in factors):
+        return _suffixed(name, factors)
+    texts: list[str] = []
+    for sharded, group in itertools.groupby(factors, key=lambda factor: isinstance(factor, str)):
+        part = tuple(group)
+        texts += [_suffixed(f"{name}x{len(texts)}", part)] if sharded else map(str, part)
+    return f"({' '.join(texts)} {name})"
 
 
-def _factor_text(factor: Factor, dim: int, position: int) -> str:
-    return str(factor) if isinstance(factor, int) else f"f{dim}x{position}/{factor}"
+def _suffixed(name: str, axes: tuple[Factor, ...]) -> str:
+    return name if not axes else f"{name}/{axes[0]}" if len(axes) == 1 else f"{name}/({','.join(map(str, axes))})"

@@ -45,7 +45,7 @@ def broadcast_specs(specs: Any, tree: Any) -> Any:
         tree: any optree pytree.
 
     Raises:
-        SpecError: when the specs are not a prefix of the tree, naming the first path that differs.
+        SpecError: when the specs are not a prefix of the tree, naming where they differ.
     """
     if is_spec(specs):
         spec = as_spec(specs)
@@ -54,8 +54,15 @@ def broadcast_specs(specs: Any, tree: Any) -> Any:
     try:
         subtrees = structure.flatten_up_to(tree)
     except ValueError as error:
+        differences = [
+            f"  {_on_one_line(found('the spec tree'))}" for found in optree.prefix_errors(specs, tree, is_leaf=is_spec)
+        ]
         raise SpecError(
-            f"the spec tree does not match the tree it is for: {error}. Specs are for {tree_paths(specs)[:8]}, "
-            f"the tree has {tree_paths(tree)[:8]}"
+            "the spec tree is no prefix of the tree it is for:\n" + "\n".join(differences or [str(error)])
         ) from None
-    return structure.unflatten([broadcast_specs(spec, sub) for spec, sub in zip(leaves, subtrees, strict=True)])
+    found = [as_spec(leaf) for leaf in leaves]  # refuses what is no spec
+    return structure.unflatten([broadcast_specs(spec, sub) for spec, sub in zip(found, subtrees, strict=True)])
+
+
+def _on_one_line(error: ValueError) -> str:
+    return " ".join(str(error).removeprefix("pytree structure error: ").split())

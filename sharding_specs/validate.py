@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import optree
@@ -10,24 +11,25 @@ from .mesh import Mesh
 from .spec import P, SpecError
 from .trees import broadcast_specs, tree_paths
 
-__all__ = ["validate"]
+__all__ = ["misfits", "validate"]
 
 
-def validate(tree: Any, specs: Any, mesh: Mesh) -> None:
+def validate(tree: Any, specs: Any, mesh: Mesh, *, pad: bool = False) -> None:
     """Check a spec tree against a tree of tensors (or of anything with a shape).
 
     >>> import torch
     >>> validate({"w": torch.ones(5, 4)}, {"w": P("data", "model")}, Mesh(data=2))
     Traceback (most recent call last):
     sharding_specs.spec.SpecError: specs do not fit on Mesh(data=2):
-      w: shape (5, 4), P('data', 'model'): dim 0 of size 5 does not divide by 'data' of 2 ranks; pad it to 6, pick another \
-dim, or leave it whole
+      w: shape (5, 4), P('data', 'model'): dim 0 of size 5 does not divide by 'data' of 2 ranks; make it 6, shard \
+another dim, leave it whole, or pad it at rest (pad=True)
       w: shape (5, 4), P('data', 'model'): the mesh has no axis 'model' (its axes: data)
 
     Args:
         tree: any pytree of tensors.
         specs: a pytree prefix of specs.
         mesh: the mesh.
+        pad: for tensors at rest, whose uneven dims are padded.
 
     Raises:
         SpecError: listing every offending leaf with path, shape, spec, axis and sizes.
@@ -36,31 +38,43 @@ dim, or leave it whole
     problems = []
     for path, leaf, spec in zip(tree_paths(tree), optree.tree_leaves(tree), full, strict=True):
         shape = tuple(getattr(leaf, "shape", ()))
-        problems += [f"  {path or 'the value'}: shape {shape}, {spec!r}: {text}" for text in _problems(shape, spec, mesh)]
+        where = f"  {path or 'the value'}: shape {shape}, {spec!r}"
+        problems += [f"{where}: {text}" for text in misfits(shape, spec, mesh, pad=pad)]
     if problems:
         raise SpecError(f"specs do not fit on {mesh!r}:\n" + "\n".join(problems))
 
 
-def _problems(shape: tuple[int, ...], spec: P, mesh: Mesh) -> list[str]:
-    unknown = sorted((spec.axes | spec.unreduced | spec.reduced) - set(mesh.axis_names))
+def misfits(shape: Sequence[int], spec: P, mesh: Mesh, *, pad: bool = False) -> list[str]:
+    """Why a tensor of this shape cannot lie so, one sentence per reason; with `pad`, at rest.
+
+    >>> misfits((5,), P("data", "model"), Mesh(data=2))[0]
+    'the spec has 2 dims, the tensor has 1; drop the last entries'
+    """
     found = []
     if len(spec.dims) > len(shape):
         found.append(f"the spec has {len(spec.dims)} dims, the tensor has {len(shape)}; drop the last entries")
-    for dim, factors in enumerate(spec.dims[: len(shape)]):
-        blocks = 1
-        for factor in factors:
-            if factor in unknown:
-                continue
-            size = mesh.axis_size(factor) if isinstance(factor, str) else factor
-            blocks *= size
-            if shape[dim] % blocks:
-                what = f"{factor!r} of {size} ranks" if isinstance(factor, str) else f"the factor {factor}"
-                more = f" (with the factors outside it, {blocks} blocks)" if blocks != size else ""
-                up = -(-shape[dim] // blocks) * blocks
-                found.append(
-                    f"dim {dim} of size {shape[dim]} does not divide by {what}{more}; "
-                    f"pad it to {up}, pick another dim, or leave it whole"
-                )
-                break
+    for dim, (size, factors) in enumerate(zip(shape, spec.dims, strict=False)):
+        found += _uneven(dim, size, factors, mesh, pad)
     known = ", ".join(mesh.axis_names) or "none"
+    unknown = sorted((spec.axes | spec.unreduced | spec.reduced) - set(mesh.axis_names))
     return found + [f"the mesh has no axis {axis!r} (its axes: {known})" for axis in unknown]
+
+
+def _uneven(dim: int, size: int, factors: Sequence[str | int], mesh: Mesh, pad: bool) -> list[str]:
+    """The first factor of a dim that does not divide what the factors outside it leave."""
+    inner = any(isinstance(factor, int) for factor in factors)
+    if pad and not inner:
+        return []
+    blocks = 1
+    for factor in factors:
+        if isinstance(factor, str) and factor not in mesh.axis_names:
+            continue
+        count = mesh.axis_size(factor) if isinstance(factor, str) else factor
+        blocks *= count
+        if size % blocks:
+            what = f"{factor!r} of {count} ranks" if isinstance(factor, str) else f"the factor {factor}"
+            more = f" (with the factors outside it, {blocks} blocks)" if blocks != count else ""
+            rest = ", or leave it whole" if inner else ", leave it whole, or pad it at rest (pad=True)"
+            way_out = f"make it {-(-size // blocks) * blocks}, shard another dim{rest}"
+            return [f"dim {dim} of size {size} does not divide by {what}{more}; {way_out}"]
+    return []

@@ -43,8 +43,7 @@ def run_on_processes(
         The results, in rank order.
 
     Raises:
-        RankError: with the traceback of the first rank that failed, the first that died, or the ranks that were not done
-            in time.
+        RankError: with what the first rank that failed raised, or who died, or who was not done in time.
     """
     context = multiprocessing.get_context("spawn")
     results = context.Queue()

@@ -1,4 +1,4 @@
-"""In-place ops in traced functions: recorded where their effect is fully known, refused where another view would miss it."""
+"""In-place ops in traced functions: recorded where their effect is known, refused where another view would miss it."""
 
 from __future__ import annotations
 
@@ -64,6 +64,15 @@ def test_gradient_through_a_view_that_was_written_to() -> None:
 
     x = torch.tensor([5.0, 6.0])
     assert torch.equal(compiled(fp.grad(f))(x), torch.func.grad(f)(x))
+
+
+@pytest.mark.parametrize(
+    "f", [lambda x: (x @ torch.ones(2, 3, dtype=x.dtype)).relu(), lambda x: (x * 2).unsqueeze_(0) + x]
+)
+def test_reshaping_in_place_reshapes(f: Callable[..., torch.Tensor]) -> None:
+    """torch's product of a vector and a matrix squeezes its result in place."""
+    x = torch.tensor([5.0, 6.0])
+    assert torch.equal(compiled(f)(x), f(x))
 
 
 @pytest.mark.parametrize("f", [view_changed_twice, base_changed_under_a_view, view_of_a_view])

@@ -64,7 +64,9 @@ def test_importing_loads_nothing_optional() -> None:
         f"import sys, torch, optree, einops; before = set(sys.modules); import functional_parallel, sharding_specs; "
         f"print([name for name in {optional} if name in set(sys.modules) - before])"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 

@@ -22,8 +22,11 @@ from typing import Any
 __all__ = ["CollectiveTypeError", "State", "Type", "dual", "result_type", "source_state"]
 
 
-class CollectiveTypeError(TypeError):
-    """A collective that does not fit what the ranks hold."""
+class CollectiveTypeError(ValueError):
+    """A collective that does not fit what the ranks hold.
+
+    No TypeError: Python's operators take one raised inside `x * y` for "try the other operand", and lose its message.
+    """
 
 
 class State(str, Enum):

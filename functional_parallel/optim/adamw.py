@@ -74,7 +74,9 @@ def _kernel(p: Any, g: Any, m: Any, v: Any, step: Any, lr: Any, beta1: Any, beta
     return p, m, v
 
 
-def _formula(p: Any, g: Any, m: Any, v: Any, step: Any, lr: Any, beta1: Any, beta2: Any, eps: Any, decay: Any) -> Triple:
+def _formula(
+    p: Any, g: Any, m: Any, v: Any, step: Any, lr: Any, beta1: Any, beta2: Any, eps: Any, decay: Any
+) -> Triple:
     lr, step = lr.to(p.dtype), step.to(p.dtype)
     m = m + (1 - beta1) * (g - m)
     v = beta2 * v + (1 - beta2) * g * g

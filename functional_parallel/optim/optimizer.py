@@ -17,7 +17,8 @@ Schedule = float | Callable[[torch.Tensor], Any]
 class Optimizer(NamedTuple):
     """A pair of pure functions.
 
-    Every state has subtrees of the parameters' own structure (the moments), which lie as the parameters do, and scalars.
+    Every state has subtrees of the parameters' own structure (the moments), which lie as the parameters do, and
+    scalars.
 
     Attributes:
         init: params → state.

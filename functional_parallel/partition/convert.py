@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..collectives import axis_index, emit
-from .placement import PARTIAL, REDUCED, WHOLE, Partial, Place, Reduced, Shard, Whole
+from .placement import REDUCED, WHOLE, Partial, Place, Reduced, Shard, Whole
 
 __all__ = ["VARYING", "Form", "convert"]
 
@@ -49,23 +49,23 @@ def convert(x: torch.Tensor, held: Place, form: Form, axis: str, size: int) -> t
         if isinstance(held, Shard):
             return _gather(x, held, axis, "reduced")
         return emit("pcast", convert(x, held, WHOLE, axis, size), (axis,), "invariant", "reduced")
-    assert not isinstance(form, str) and form != PARTIAL, f"nothing is turned into {form}"
-    if isinstance(held, Partial):
-        if isinstance(form, Whole):
+    if isinstance(form, Whole):
+        if isinstance(held, Partial):
             return emit("psum", x, (axis,), "varying")
+        assert isinstance(held, Shard), f"{held} becomes whole in the backward only"
+        return _gather(x, held, axis, "invariant")
+    assert isinstance(form, Shard), f"nothing is turned into {form}"
+    if isinstance(held, Partial):
         return _scatter("psum_scatter", x, form, axis, "varying")
     if isinstance(held, Whole):
         return _scatter("pscatter", x, form, axis)
     if isinstance(held, Reduced):
         return _own_part(emit("pcast", x, (axis,), "reduced", "varying"), form, axis, size)
-    if isinstance(form, Shard):
-        return _reshard(x, held, form, axis, size)
-    return _gather(x, held, axis, "invariant")
+    return _reshard(x, held, form, axis, size)
 
 
-def _own_part(x: torch.Tensor, form: Place, axis: str, size: int) -> torch.Tensor:
+def _own_part(x: torch.Tensor, form: Shard, axis: str, size: int) -> torch.Tensor:
     """This rank's slice of a value of its own, by index."""
-    assert isinstance(form, Shard), f"a value whose gradient is unreduced cannot become {form}"
     split = x.unflatten(form.dim, (form.outer, size, -1))
     index = axis_index(axis).reshape(1)
     return split.index_select(form.dim + 1, index).flatten(form.dim, form.dim + 2)

@@ -1,8 +1,8 @@
 """Which factor an op is sharded on, what each operand must look like for it, and how the results lie.
 
-One decision per op, taken in graph order from its operands' places alone. The order of preference when operands disagree:
-a factor that a parameter is sharded on (parameters stay where the spec put them, activations move), then the operand with
-the most bytes.
+One decision per op, taken in graph order from its operands' places alone. The order of preference when operands
+disagree: a factor that a parameter is sharded on (parameters stay where the spec put them, activations move), then the
+operand with the most bytes.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ operand is sharded on stays sharded wherever the name appears. Marks say what ha
 | `~` | an operand | the op is linear in this operand alone: it may carry partial sums if no other operand does |
 | `&` | an operand | the op is linear in these operands together: they carry partial sums all or none |
 
-Compound factors are parenthesised, `"(b s) h -> b s h"`; `...` stands for any leading dims, broadcast as torch does; `1`
-is a dim of size one, and `()` a scalar.
+Compound factors are parenthesised, `"(b s) h -> b s h"`; `...` stands for any leading dims, broadcast as torch does;
+`1` is a dim of size one, and `()` a scalar.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ def parse_rule(text: str) -> RuleText:
     for pattern in results:
         unknown = [name for dim in pattern.dims for name in dim if name not in known and not name.startswith("new")]
         if unknown:
-            raise RuleError(f"{text!r}: a result names {', '.join(unknown)}, which no operand has (new dims are named new…)")
+            raise RuleError(
+                f"{text!r}: a result names {', '.join(unknown)}, which no operand has (new dims are named new…)"
+            )
     return RuleText(text, operands, results, marks)
 
 

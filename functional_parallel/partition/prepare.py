@@ -40,7 +40,7 @@ def _split_product(traced: Traced, node: fx.Node) -> None:
     """`addmm(bias, a, b)` → `mm(a, b) * alpha + bias * beta`."""
     bias, a, b = node.args
     with traced.graph.inserting_before(node):
-        product = _call(traced, node, _PRODUCTS[node.target], (a, b))  # type: ignore[index]
+        product = _call(traced, node, _PRODUCTS[node.target], (a, b))
         product = _scaled(traced, node, product, node.kwargs.get("alpha", 1))
         total = _call(traced, node, aten.add.Tensor, (product, _scaled(traced, node, bias, node.kwargs.get("beta", 1))))
     _replace(traced, node, total)
@@ -61,8 +61,8 @@ def _split_convolution(traced: Traced, node: fx.Node) -> None:
 
 def _drop_empty(node: fx.Node) -> None:
     """`cat` skips tensors of shape (0,) whatever the others' dims are."""
-    parts = [part for part in node.args[0] if part.meta["val"].shape != (0,)]  # type: ignore[union-attr]
-    if parts and len(parts) < len(node.args[0]):  # type: ignore[arg-type]
+    parts = [part for part in node.args[0] if part.meta["val"].shape != (0,)]
+    if parts and len(parts) < len(node.args[0]):
         node.args = (parts, *node.args[1:])
 
 

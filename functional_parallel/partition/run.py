@@ -17,7 +17,7 @@ from torch import fx
 
 from .. import collectives as fp
 from ..emit import emit_node, explicit_casts
-from ..source import current_source, inherit
+from ..source import Source, current_source, inherit
 from ..tracing import Aval, Traced, source_of
 from ..tracing.graph import walk_args
 from .convert import VARYING, Form, convert
@@ -89,6 +89,17 @@ def run_partitioned(
         return run.results(traced.outputs, out_places)
 
 
+def _warn_once(message: str, source: Source | None) -> None:
+    """Warn at the user's line, so that Python's filters count its repetitions as theirs."""
+    if source is None:
+        warnings.warn(message, PartitionWarning, stacklevel=2)
+    else:
+        warnings.warn_explicit(message, PartitionWarning, source.file, source.line, registry=_warned)
+
+
+_warned: dict[Any, Any] = {}
+
+
 class _Run:
     def __init__(self, axis: str, size: int, strict: bool) -> None:
         self.axis, self.size, self.strict = axis, size, strict
@@ -98,7 +109,7 @@ class _Run:
 
     def compute(self, node: fx.Node) -> None:
         if node.target is operator.getitem:
-            self.values[node] = self.values[node.args[0]][node.args[1]]  # type: ignore[index]
+            self.values[node] = self.values[node.args[0]][node.args[1]]
             return
         step = self._step(node)
         rule = self._rule(step)
@@ -113,7 +124,9 @@ class _Run:
 
     def _operand(self, node: fx.Node) -> Operand:
         value: _Value = self.values[node]
-        completed = value.place == PARTIAL and WHOLE in value.forms  # the sum is there: to go on with parts would cost another
+        completed = (
+            value.place == PARTIAL and WHOLE in value.forms
+        )  # the sum is there: to go on with parts would cost another
         return Operand(node.meta["val"], WHOLE if completed else value.place, value.is_parameter)
 
     def _rule(self, step: Step) -> Rule:
@@ -127,7 +140,7 @@ class _Run:
         if any(not isinstance(operand.place, (Whole, Reduced)) for operand in step.operands):
             if self.strict:
                 raise PartitionError(message)
-            warnings.warn(message, PartitionWarning, stacklevel=2)
+            _warn_once(message, source_of(step.node))
         return _REPLICATED
 
     def _arguments(self, node: fx.Node, operands: list[fx.Node], decision: Decision, whole: Form) -> tuple[Any, Any]:
@@ -200,7 +213,8 @@ class _Run:
     # --- the end ---
 
     def results(self, outputs: list[Any], wanted: Sequence[Place | None] | None) -> tuple[list[Any], list[Place]]:
-        parts, places = [], []
+        parts: list[Any] = []
+        places: list[Place] = []
         for index, output in enumerate(outputs):
             if not isinstance(output, fx.Node):
                 parts.append(output)
@@ -248,5 +262,3 @@ def _over_ranks(extremum: str, part: torch.Tensor, axis: str) -> torch.Tensor:
     holds = (part == best).to(part.dtype)
     share = holds / fp.pvary(fp.psum(holds, axis), axis)
     return best + fp.psum((part - best) * share, axis)
-
-

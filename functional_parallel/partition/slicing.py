@@ -15,7 +15,7 @@ __all__ = ["split_backwards"]
 
 
 def split_backwards(step: Step, form: Shard) -> tuple[Step, Rule] | None:
-    """The step that computes one rank's slice of a result from slices of whole operands, or None if no rule says how."""
+    """A step that computes one rank's slice of a result from slices of whole operands, or None if no rule says how."""
     rule = lookup(step.node.target)
     if rule is None or len(step.results) != 1 or any(operand.place != WHOLE for operand in step.operands):
         return None
@@ -44,7 +44,7 @@ def _through_text(step: Step, rule: Rule, form: Shard) -> Decision | None:
     if choice is None or text.marks.get(choice.factor):
         return None
     known = any(choice.factor in names for fit in fits for names in fit)
-    if not known and not step.node.target._schema.name.endswith("::expand"):  # type: ignore[union-attr]
+    if not known and not step.node.target._schema.name.endswith("::expand"):
         return None
     required = tuple(placed(fit, choice, sizes) or WHOLE for fit in fits)
     return Decision(required, (form,), choice)

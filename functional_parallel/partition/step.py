@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import fx
 
 from ..tracing import Aval, source_of
 from .decide import Choice, Decision, Operand
-from .placement import WHOLE, Place, Shard, local_shape
+from .placement import Place, Shard, local_shape
 
 __all__ = ["Step"]
 
@@ -51,7 +51,6 @@ class Step:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The op itself, on a rank's operands."""
         return self.emit(self.node.target, args, kwargs)
-
 
     def part(self, tensor: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
         """A rank's slice of a small whole tensor along an unsplit dim."""

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from sharding_specs import Mesh
 from torch import fx
+
+from sharding_specs import Mesh
 
 from ..source import Source
 from ..tracing import Aval, Traced
@@ -58,19 +59,25 @@ def primitive_name(node: fx.Node) -> str | None:
     return name if name in PRIMITIVES else None
 
 
-def collectives_of(traced: Traced, mesh: Mesh) -> Iterator[Collective]:
-    """The collectives that send something, in order. Axes of one rank send nothing and are left out."""
+def collectives_of(traced: Traced, mesh: Mesh, *, casts: bool = False) -> Iterator[Collective]:
+    """The collectives that send something, in order. Axes of one rank send nothing and are left out.
+
+    Args:
+        traced: the graph.
+        mesh: the sizes of the axes.
+        casts: whether to include the primitives that never send: casts, slices and indices.
+    """
     for node in traced.nodes:
         name = primitive_name(node)
-        if name not in COMMUNICATING:
+        if name is None or not (casts or name in COMMUNICATING):
             continue
-        x, named, *params = node.args
-        axes = tuple(axis for axis in named if mesh.axis_size(axis) > 1)  # type: ignore[union-attr]
+        x, named, *params = (node, *node.args) if name == "axis_index" else node.args
+        axes = tuple(axis for axis in named if mesh.axis_size(axis) > 1)
         if not axes:
             continue
-        operand, result = x.meta["val"], node.meta["val"]  # type: ignore[union-attr]
+        operand, result = x.meta["val"], node.meta["val"]
         size = math.prod(mesh.axis_size(axis) for axis in axes)
-        sent = _bytes(name, operand, result, size, params)
+        sent = _bytes(name, operand, result, size, params) if name in COMMUNICATING else 0
         yield Collective(name, axes, operand, result, sent, node.meta["source"], node.meta["backward"], node)
 
 

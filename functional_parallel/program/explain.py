@@ -13,6 +13,10 @@ from .collectives import Collective
 __all__ = ["Explanation", "Row", "explain"]
 
 _HEADERS = ("collective", "axis", "count", "operand", "bytes sent", "phase", "source")
+_CONVENTION = (
+    "bytes: what one rank of n sends in a ring for S bytes: psum, pmax, pmin 2(n-1)/n S; all_gather, psum_scatter,\n"
+    "all_to_all (n-1)/n S; pbroadcast, ppermute S"
+)
 
 
 @dataclass(frozen=True)
@@ -70,20 +74,20 @@ class Explanation:
         return json.dumps(self.to_dict(), **options)
 
     def __str__(self) -> str:
-        if not self.rows:
-            return f"{self.name} on {self.mesh}: no communication"
-        lines = [_HEADERS, *(row.cells() for row in self.rows)]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADERS))]
-        body = [_aligned(line, widths) for line in lines]
-        rule = "─" * min(max(map(len, body)), 120)
-        totals = [
-            f"  {kind} over {', '.join(axes)}: {count} × = {readable_bytes(size)}"
-            for (kind, axes), (count, size) in self.totals().items()
-        ]
-        footer = [f"total {readable_bytes(self.bytes)} sent per rank (ring algorithms, see docs/collectives.md)"]
-        notes = [f"note: {note}" for note in self.notes]
         title = f"{self.name} on {self.mesh}"
-        return "\n".join([title, rule, body[0], rule, *body[1:], rule, *totals, *footer, *notes])
+        notes = [f"note: {note}" for note in self.notes]
+        if not self.rows:
+            return "\n".join([f"{title}: no communication", *notes])
+        head, *body = _table([_HEADERS, *(row.cells() for row in self.rows)], right=(2, 4))
+        rule = "─" * min(max(map(len, (head, *body))), 120)
+        return "\n".join([title, rule, head, rule, *body, rule, *self._footer(), _CONVENTION, *notes])
+
+    def _footer(self) -> list[str]:
+        """Totals per kind and axes, and of all, in columns."""
+        totals = self.totals().items()
+        lines = [(kind, ", ".join(axes), f"{count} ×", readable_bytes(size)) for (kind, axes), (count, size) in totals]
+        count = sum(row.count for row in self.rows)
+        return _table([*lines, ("total", "", f"{count} ×", readable_bytes(self.bytes))], right=(2, 3))
 
     __repr__ = __str__
 
@@ -140,7 +144,13 @@ def _shortened(text: str, limit: int = 48) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def _aligned(cells: tuple[str, ...], widths: list[int]) -> str:
-    numeric = (2, 4)
-    padded = [cell.rjust(width) if column in numeric else cell.ljust(width) for column, (cell, width) in enumerate(zip(cells, widths, strict=True))]
-    return "  ".join(padded).rstrip()
+def _table(lines: list[tuple[str, ...]], right: tuple[int, ...]) -> list[str]:
+    """Lines of cells in columns, those in `right` flush right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ).rstrip()
+        for cells in lines
+    ]

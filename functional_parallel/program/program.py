@@ -49,9 +49,9 @@ class Program:
     notes: tuple[str, ...] = ()
     cache: dict[str, Any] = field(default_factory=dict, repr=False)  # what runtimes prepare, once
 
-    def collectives(self) -> list[Collective]:
-        """The collectives that send something, in order."""
-        return list(collectives_of(self.traced, self.mesh))
+    def collectives(self, *, casts: bool = False) -> list[Collective]:
+        """The collectives that send something, in order; with `casts`, also the primitives that send nothing."""
+        return list(collectives_of(self.traced, self.mesh, casts=casts))
 
     def counts(self) -> dict[tuple[str, tuple[str, ...]], int]:
         """How many collectives of each kind, per axes."""
@@ -64,28 +64,34 @@ class Program:
             sums[one.kind, one.axes] += one.bytes
         return dict(sums)
 
-    def explain(self, *, group: str = "line") -> Explanation:
+    def explain(self, *, group: str = "line", casts: bool = False) -> Explanation:
         """A table of every collective: kind, axis, count, bytes, source line.
 
         Args:
             group: "line" for a row per source line, "axis" for one per kind, axis and phase.
+            casts: whether to list what communicates nothing too: casts, slices and indices.
         """
-        return explain(self.name, repr(self.mesh), self.collectives(), group=group, notes=self.notes)
+        return explain(self.name, repr(self.mesh), self.collectives(casts=casts), group=group, notes=self.notes)
 
     def lines(self) -> list[str]:
         """The program's text without source lines: equal for two programs exactly when they do the same."""
-        head = [f"mesh {self.mesh!r}", f"in {self.in_specs}", f"out {self.out_specs}"]
-        return head + canonical_lines(self.traced, self._in_names(), self._out_names())
+        return [f"mesh {self.mesh!r}", *canonical_lines(self.traced, self.mesh, self._in_names(), self._out_names())]
 
     def fingerprint(self) -> str:
         """A hash of everything that ranks must agree on."""
         return hashlib.sha256("\n".join(self.lines()).encode()).hexdigest()
 
     def __str__(self) -> str:
-        return f"{self.name} on {self.mesh!r}\n" + program_text(self.traced, self._in_names(), self._out_names())
+        text = program_text(self.traced, self.mesh, self._in_names(), self._out_names())
+        return f"{self.name} on {self.mesh!r}\n{text}"
 
     def _in_names(self) -> list[str]:
-        return [path or f"argument {index}" for index, path in enumerate(self.in_paths)]
+        paths = [path or f"argument {index}" for index, path in enumerate(self.in_paths)]
+        return [_lying(path, spec) for path, spec in zip(paths, self.in_specs, strict=True)]
 
     def _out_names(self) -> list[str]:
-        return [path or "result" for path in self.out_paths]
+        return [_lying(path or "result", spec) for path, spec in zip(self.out_paths, self.out_specs, strict=True)]
+
+
+def _lying(path: str, spec: P) -> str:
+    return repr(path) if spec == P() else f"{path!r} as {spec!r}"

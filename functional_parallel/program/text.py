@@ -8,11 +8,17 @@ from typing import Any
 import torch
 from torch import fx
 
+from sharding_specs import Mesh
+
+from ..collectives.types import Type
 from ..tracing import Aval, Traced
 from ..tracing.graph import walk_args
+from .checksum import checksum
 from .collectives import primitive_name
 
 __all__ = ["canonical_lines", "first_difference", "program_text"]
+
+_COLUMN = 88
 
 
 class _Name(str):
@@ -24,34 +30,36 @@ class _Name(str):
         return str(self)
 
 
-def program_text(traced: Traced, in_names: list[str], out_names: list[str], *, sources: bool = True) -> str:
+def program_text(traced: Traced, mesh: Mesh, in_names: list[str], out_names: list[str], *, sources: bool = True) -> str:
     """The program, readable.
 
     Args:
         traced: its graph.
+        mesh: types name its axes in its order.
         in_names, out_names: what to call inputs and results.
         sources: whether lines end in the source line.
     """
     names = _names(traced)
-    lines = [
-        f"{names[node]}{_aval(node)} = input {name!r}" for node, name in zip(traced.inputs, in_names, strict=True)
-    ]
+    lines: list[tuple[str, str]] = []
+
+    def add(node: fx.Node, right: str, comment: str = "") -> None:
+        lines.append((f"{names[node]}: {_type(node, mesh)} = {right}", comment))
+
+    for node, name in zip(traced.inputs, in_names, strict=True):
+        add(node, f"input {name}")
     for node in traced.graph.nodes:
         if node.op == "get_attr":
-            lines.append(f"{names[node]}{_aval(node)} = constant")
+            add(node, f"constant {checksum(traced.constants[node.target])}")
         elif node.op == "call_function":
-            source = node.meta.get("source")
-            tail = f"  # {source}{' backward' if node.meta['backward'] else ''}" if sources and source else ""
-            lines.append(f"{names[node]}{_aval(node)} = {_call(node, names)}{tail}")
+            add(node, _call(node, names), _comment(node))
     for output, name in zip(traced.outputs, out_names, strict=True):
-        value = names[output] if isinstance(output, fx.Node) else repr(output)
-        lines.append(f"return {name!r} = {value}")
-    return "\n".join(lines)
+        lines.append((f"return {name} = {names[output] if isinstance(output, fx.Node) else repr(output)}", ""))
+    return "\n".join(_beside(lines) if sources else [line for line, _ in lines])
 
 
-def canonical_lines(traced: Traced, in_names: list[str], out_names: list[str]) -> list[str]:
+def canonical_lines(traced: Traced, mesh: Mesh, in_names: list[str], out_names: list[str]) -> list[str]:
     """The same without source lines: equal for two programs exactly when they do the same."""
-    return program_text(traced, in_names, out_names, sources=False).splitlines()
+    return program_text(traced, mesh, in_names, out_names, sources=False).splitlines()
 
 
 def first_difference(mine: list[str], other: list[str]) -> str:
@@ -81,11 +89,24 @@ def _names(traced: Traced) -> dict[fx.Node, str]:
     return names
 
 
-def _aval(node: fx.Node) -> str:
-    value = node.meta["val"]
-    type_ = node.meta.get("type")
+def _type(node: fx.Node, mesh: Mesh) -> str:
+    value, type_ = node.meta["val"], node.meta.get("type")
     text = str(value) if isinstance(value, Aval) else "(" + ", ".join(map(str, value)) + ")"
-    return f": {text}{type_ if type_ else ''}"
+    if not type_:
+        return text
+    axes = sorted(type_, key=lambda axis: mesh.axis_names.index(axis) if axis in mesh.axis_names else mesh.size)
+    return f"{text}{Type({axis: type_[axis] for axis in axes})}"
+
+
+def _comment(node: fx.Node) -> str:
+    source = node.meta.get("source")
+    return f"# {source}{' backward' if node.meta['backward'] else ''}" if source else ""
+
+
+def _beside(lines: list[tuple[str, str]]) -> list[str]:
+    """The comments in one column, but for lines too long for it."""
+    column = max((len(line) for line, comment in lines if comment and len(line) <= _COLUMN), default=0)
+    return [f"{line:<{column}}  {comment}".rstrip() for line, comment in lines]
 
 
 def _call(node: fx.Node, names: dict[fx.Node, str]) -> str:
@@ -95,6 +116,8 @@ def _call(node: fx.Node, names: dict[fx.Node, str]) -> str:
 
 
 def _argument(value: Any) -> str:
+    if isinstance(value, torch.device):
+        return value.type  # every rank has an index of its own
     if isinstance(value, (list, tuple)):
         inner = ", ".join(map(_argument, value))
         return f"[{inner}]"

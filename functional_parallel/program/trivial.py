@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from sharding_specs import Mesh
 from torch import fx
+
+from sharding_specs import Mesh
 
 from ..tracing import Traced
 from .collectives import primitive_name
@@ -17,7 +18,7 @@ def drop_trivial(traced: Traced, mesh: Mesh) -> Traced:
     """Remove every collective and cast over axes of one rank, in place; its result is its operand."""
     for node in list(traced.nodes):
         name = primitive_name(node)
-        if name is None or name in _MEAN_SOMETHING_ALONE or mesh.axis_size(node.args[1]) > 1:  # type: ignore[arg-type]
+        if name is None or name in _MEAN_SOMETHING_ALONE or mesh.axis_size(node.args[1]) > 1:
             continue
         operand = node.args[0]
         assert isinstance(operand, fx.Node)

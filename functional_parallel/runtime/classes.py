@@ -9,8 +9,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from sharding_specs import Mesh, P
 from torch import fx
+
+from sharding_specs import Mesh, P
 
 from ..program.collectives import primitive_name
 from ..tracing.graph import walk_args
@@ -62,15 +63,15 @@ class Classes:
 
 
 def varied_axes(node: fx.Node, operands: Iterable[Axes]) -> Axes:
-    """The rule: collectives that end in one value for all remove their axes, those that end in different ones add them."""
+    """The rule: collectives that end in one value for all remove their axes, those that end in many add them."""
     union: Axes = frozenset().union(*operands)
     name = primitive_name(node)
     if name == "axis_index":
-        return frozenset(node.args[0])  # type: ignore[arg-type]
+        return frozenset(node.args[0])
     if name in _EQUALISING:
-        return union - frozenset(node.args[1])  # type: ignore[arg-type]
+        return union - frozenset(node.args[1])
     if name in _SPREADING:
-        return union | frozenset(node.args[1])  # type: ignore[arg-type]
+        return union | frozenset(node.args[1])
     return union
 
 
@@ -79,5 +80,3 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
     found: dict[fx.Node, None] = {}
     walk_args((node.args, node.kwargs), lambda a: found.setdefault(a) if isinstance(a, fx.Node) else None)
     return list(found)
-
-

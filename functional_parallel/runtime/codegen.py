@@ -118,4 +118,4 @@ def holds_levels(tensors: Sequence[Any]) -> bool:
 
 def first_args(node: fx.Node) -> Any:
     """A collective's operand and axes."""
-    return node.args[0], tuple(node.args[1])  # type: ignore[arg-type]
+    return node.args[0], tuple(node.args[1])

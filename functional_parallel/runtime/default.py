@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import torch.distributed as dist
+
 from sharding_specs import Mesh
 
 from .processes import ProcessRuntime

@@ -1,7 +1,7 @@
 """One rank of a mesh in this process, its peers in others, over torch.distributed.
 
-Before a program runs first, all ranks compare its fingerprint, so that ranks with different programs find out in seconds
-instead of hanging in mismatched collectives.
+Before a program runs first, all ranks compare its fingerprint, so that ranks with different programs find out in
+seconds instead of hanging in mismatched collectives.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sharding_specs import Mesh, P, shard_leaf
 from torch import fx
+
+from sharding_specs import Mesh, P, shard_leaf
 
 from ..collectives import emit
 from ..partition.convert import convert
 from ..partition.placement import WHOLE, Shard
 from ..program import Program
+from ..program.checksum import checksum
 from ..program.collectives import primitive_name
 from ..program.text import first_difference
 from ..varying import run_typed
@@ -145,12 +147,12 @@ class ProcessRuntime:
     def _agree_on_inputs(self, program: Program, tensors: Sequence[torch.Tensor]) -> None:
         if holds_levels(tensors) or self.mesh.size == 1:
             return
-        all_sums = self._exchange([_checksum(x) for x in tensors])
+        all_sums = self._exchange([checksum(x) for x in tensors])
         wrong = [i for i in range(len(tensors)) if len({sums[i] for sums in all_sums}) > 1]
         if wrong:
             names = ", ".join(program.in_paths[index] or f"argument {index}" for index in wrong[:8])
             raise DifferentInputsError(
-                f"{program.name} takes whole tensors, the same on every rank, but ranks passed different ones as {names}. "
+                f"{program.name} takes whole tensors, the same on every rank, but ranks passed different {names}. "
                 "Seed alike, or use train_step(batch='own') for parts that each rank loads itself"
             )
 
@@ -179,10 +181,10 @@ class _OneRank:
         name = primitive_name(node)
         text = writer.names.__getitem__
         if name is not None:
-            operand = "" if name == "axis_index" else text(node.args[0])  # type: ignore[index]
+            operand = "" if name == "axis_index" else text(node.args[0])
             return f"{writer.constant(self._collective(node, name))}({operand})"
         if node.target is operator.getitem:
-            return f"{text(node.args[0])}[{node.args[1]}]"  # type: ignore[index]
+            return f"{text(node.args[0])}[{node.args[1]}]"
         return writer.call(node, text)
 
     def _collective(self, node: fx.Node, name: str) -> Callable[..., torch.Tensor]:
@@ -192,19 +194,12 @@ class _OneRank:
 
         def call(*operand: torch.Tensor) -> torch.Tensor:
             try:
-                return target(*operand, *arguments)  # type: ignore[operator]
+                return target(*operand, *arguments)
             except CollectiveError as error:
                 where = f"{source}: `{source.text}`" if source is not None else self.program.name
                 raise CollectiveError(f"{where}: {error}") from error
 
         return call
-
-
-def _checksum(x: torch.Tensor) -> tuple[int, ...]:
-    """Differs with overwhelming likelihood for tensors that differ: a sum of the bytes and one weighted by position."""
-    data = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).to(torch.int64)
-    weights = torch.arange(1, data.numel() + 1) % 65521
-    return (*x.shape, int(data.sum()), int((data * weights).sum()))
 
 
 def _initialise(timeout: float) -> None:

@@ -1,7 +1,7 @@
 """Every rank of a mesh in one process, in lockstep: op by op, all ranks.
 
-Collectives are those of `collectives.group`, sums in rank order, in ordinary differentiable torch ops: derivatives taken
-from outside go through, and are a proof of the transposes that does not use them.
+Collectives are those of `collectives.group`, sums in rank order, in ordinary differentiable torch ops: derivatives
+taken from outside go through, and are a proof of the transposes that does not use them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from sharding_specs import Mesh, P, shard_leaf, unshard_leaf
 from torch import fx
+
+from sharding_specs import Mesh, P, shard_leaf, unshard_leaf
 
 from ..collectives import group
 from ..program import Program
@@ -113,7 +114,9 @@ class _Lockstep:
     def line(self, node: fx.Node, writer: Writer) -> str:
         name = primitive_name(node)
         if name == "axis_index":
-            return writer.constant([torch.tensor(self.mesh.axis_index(r, tuple(node.args[0]))) for r in self._ranks(node)])  # type: ignore[arg-type]
+            return writer.constant(
+                [torch.tensor(self.mesh.axis_index(r, tuple(node.args[0]))) for r in self._ranks(node)]
+            )
         if name is not None:
             return self._collective(node, name, writer)
         operands = operands_of(node)
@@ -130,11 +133,12 @@ class _Lockstep:
         table = writer.constant(list(zip(*picks, strict=True)))
         letters = {operand: f"{writer.names[operand]}[i{index}]" for index, operand in enumerate(operands)}
         indices = ", ".join(f"i{index}" for index in range(len(operands)))
-        return f"[{self._call(node, writer, letters.__getitem__)} for {indices}{',' if len(operands) == 1 else ''} in {table}]"
+        comma = "," if len(operands) == 1 else ""
+        return f"[{self._call(node, writer, letters.__getitem__)} for {indices}{comma} in {table}]"
 
     def _call(self, node: fx.Node, writer: Writer, text: Callable[[fx.Node], str]) -> str:
         if node.target is operator.getitem:
-            return f"{text(node.args[0])}[{node.args[1]}]"  # type: ignore[arg-type]
+            return f"{text(node.args[0])}[{node.args[1]}]"
         return writer.call(node, text)
 
     def _ranks(self, node: fx.Node) -> list[int]:
@@ -146,17 +150,17 @@ class _Lockstep:
 
     def _collective(self, node: fx.Node, name: str, writer: Writer) -> str:
         operand, axes, *params = node.args
-        axes = tuple(axes)  # type: ignore[arg-type]
+        axes = tuple(axes)
         if self.mesh.axis_size(axes) == 1:
-            return f"list({writer.names[operand]})"  # type: ignore[index]
+            return f"list({writer.names[operand]})"
         groups = self.mesh.groups(axes)
         jobs: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         for position, rank in enumerate(self._ranks(node)):
             members = next(members for members in groups if rank in members)
-            inputs = tuple(self.classes.index(member, self.axes[operand]) for member in members)  # type: ignore[index]
+            inputs = tuple(self.classes.index(member, self.axes[operand]) for member in members)
             jobs.setdefault(inputs, []).append((members.index(rank), position))
         perform = functools.partial(_perform, name, tuple(params), list(jobs.items()), len(self._ranks(node)))
-        return f"{writer.constant(perform)}({writer.names[operand]})"  # type: ignore[index]
+        return f"{writer.constant(perform)}({writer.names[operand]})"
 
 
 def _perform(

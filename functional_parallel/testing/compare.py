@@ -6,6 +6,7 @@ from typing import Any
 
 import optree
 import torch
+
 from sharding_specs import tree_paths
 
 __all__ = ["NotEquivalentError", "compare"]
@@ -32,7 +33,9 @@ def compare(got: Any, want: Any, what: str, *, exact: bool = False, rtol: float 
     if optree.tree_structure(got) != optree.tree_structure(want):
         raise NotEquivalentError(f"{what}: structures differ: {tree_paths(got)} and {tree_paths(want)}")
     for path, a, b in zip(tree_paths(want), optree.tree_leaves(got), optree.tree_leaves(want), strict=True):
-        problem = _difference(a, b, exact, rtol) if isinstance(b, torch.Tensor) else None if a == b else f"{a!r}, not {b!r}"
+        problem = (
+            _difference(a, b, exact, rtol) if isinstance(b, torch.Tensor) else None if a == b else f"{a!r}, not {b!r}"
+        )
         if problem:
             raise NotEquivalentError(f"{what}{f', leaf {path}' if path else ''}: {problem}")
 

@@ -28,7 +28,8 @@ def assert_equivalent(
     >>> import torch, functional_parallel as fp
     >>> from sharding_specs import Mesh
     >>> step = fp.testing.assert_equivalent(
-    ...     lambda w, x: (x @ w).relu().sum(), fp.data_parallel("data"), Mesh(data=2), torch.ones(3), torch.ones(4, 3), exact=True)
+    ...     lambda w, x: (x @ w).relu().sum(), fp.data_parallel("data"), Mesh(data=2), torch.ones(3), torch.ones(4, 3),
+    exact=True)
     >>> step.program.counts()
     {('psum', ('data',)): 2}
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import optree
 import torch
+
 from sharding_specs import Mesh
 
 from ..compile import UNCHECKED, stage
@@ -19,7 +20,13 @@ __all__ = ["assert_same"]
 
 
 def assert_same(
-    f: Callable[..., Any], g: Callable[..., Any], mesh: Mesh, in_specs: tuple[Any, ...], args: tuple[Any, ...], *, exact: bool = True
+    f: Callable[..., Any],
+    g: Callable[..., Any],
+    mesh: Mesh,
+    in_specs: tuple[Any, ...],
+    args: tuple[Any, ...],
+    *,
+    exact: bool = True,
 ) -> None:
     """Check that two bodies on shards agree: the types of their results, the values on every rank, and the gradients.
 
@@ -67,7 +74,9 @@ def _gradient(f: Callable[..., Any], count: int) -> Callable[..., Any]:
         leaves = [leaf for leaf in optree.tree_leaves(f(*args)) if isinstance(leaf, torch.Tensor)]
         total = None
         for number, leaf in enumerate(leaf for leaf in leaves if leaf.is_floating_point()):
-            weights = (torch.arange(leaf.numel(), dtype=leaf.dtype, device=leaf.device) % 5 + number + 1).reshape(leaf.shape)
+            weights = (torch.arange(leaf.numel(), dtype=leaf.dtype, device=leaf.device) % 5 + number + 1).reshape(
+                leaf.shape
+            )
             term = (leaf * weights).sum()
             total = term if total is None else total + term
         assert total is not None, "a gradient needs a floating result"

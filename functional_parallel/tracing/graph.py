@@ -18,6 +18,8 @@ from ..source import Source
 
 __all__ = ["Aval", "Traced", "aval_of", "is_collective", "source_of", "walk_args"]
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class Aval:
@@ -29,7 +31,7 @@ class Aval:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    device: torch.device = torch.device("cpu")
+    device: torch.device = _CPU
 
     @property
     def ndim(self) -> int:

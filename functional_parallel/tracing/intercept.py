@@ -20,7 +20,7 @@ _always: dict[Any, Callable[..., Any]] = {}
 
 
 def intercept(function: Any, *, always: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a replacement for a torch function in forward traces; `always`: in every trace, under derivatives too."""
+    """Register a replacement for a torch function in forward traces; `always`: under derivatives too."""
 
     def register(replacement: Callable[..., Any]) -> Callable[..., Any]:
         (_always if always else _in_forwards)[function] = replacement

@@ -1,8 +1,8 @@
 """Recording a function on fake tensors, op by op, below autograd and below torch.func.
 
-torch's make_fx does nearly this, but leaves source lines out, is slower, and cannot be asked what type a value has while
-the function still runs. Recording is one dispatch mode: it sees each aten op after autograd, vmap and composite ops have
-done their work, runs it on fake tensors, and writes one node.
+torch's make_fx does nearly this, but leaves source lines out, is slower, and cannot be asked what type a value has
+while the function still runs. Recording is one dispatch mode: it sees each aten op after autograd, vmap and composite
+ops have done their work, runs it on fake tensors, and writes one node.
 
 Traps it guards against: in-place ops (recorded as their functional twins), tensors of an enclosing trace (captured as
 extra inputs), a user's `autograd.Function` (its backward would be lost), values read back into Python, and in-place
@@ -152,7 +152,7 @@ class Recorder(_torch.TorchDispatchMode):
         key = id(tensor)
         self._nodes[key] = node
         if key not in self._references:
-            self._references[key] = weakref.ref(tensor, lambda _, key=key: self._forget(key))
+            self._references[key] = weakref.ref(tensor, lambda _: self._forget(key))
 
     def _forget(self, key: int) -> None:
         self._nodes.pop(key, None)
@@ -267,7 +267,7 @@ class Recorder(_torch.TorchDispatchMode):
         if not function.__module__.startswith(__package__.split(".")[0]):
             raise CustomFunctionError(
                 f"{current_source()}: the autograd.Function {function.__name__} would lose its backward here, because "
-                "derivatives are taken from the traced forward; write it with ordinary differentiable ops, or make what "
+                "derivatives are taken from the traced forward; write it with differentiable ops, or make what "
                 "it does one library op with a rule: fp.register_rule(op, text, function=…), see docs/rules.md"
             )
         return False
@@ -282,14 +282,17 @@ class Recorder(_torch.TorchDispatchMode):
             raise MutationError(f"{current_source()}: {func} changes a tensor in place and has no functional twin")
         if not isinstance(target, _torch.FakeTensor) or id(target) not in self._nodes:
             raise MutationError(
-                f"{current_source()}: {func} changes in place a tensor of shape {tuple(target.shape)} that the function "
-                "closes over, and the change would be lost; pass it in and return it (for a module's buffers: "
+                f"{current_source()}: {func} changes in place a tensor of shape {tuple(target.shape)} that the "
+                "function closes over, and the change would be lost; pass it in and return it (for a module's buffers: "
                 "fp.functional(module, buffers=True))"
             )
+        reshapes = torch.Tag.inplace_view in func.tags  # squeeze_ and its like change no value, and no other view
         view = self._nodes[id(target)]
-        bases = self._aliases_to_write_through(func, target)
+        bases = [] if reshapes else self._aliases_to_write_through(func, target)
         result = twin(*args, **kwargs)
         node = self._write(twin, args, kwargs, result)
+        if reshapes:
+            func(*args, **kwargs)
         if result.dtype != target.dtype:
             cast = {"dtype": target.dtype}
             result = aten._to_copy.default(result, **cast)
@@ -312,7 +315,7 @@ class Recorder(_torch.TorchDispatchMode):
         view = self._nodes[id(target)]
         storage = target.untyped_storage()._cdata
         living = [reference() for key, reference in self._references.items() if key in self._nodes]
-        sharing = [
+        sharing: list[torch.Tensor] = [
             other
             for other in living
             if isinstance(other, _torch.FakeTensor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import optree
+
 from sharding_specs import Mesh, P, SpecError, as_spec
 
 from .parallel import data_parallel, tensor_parallel, zero
@@ -16,8 +17,8 @@ __all__ = ["from_specs"]
 def from_specs(specs: Any, mesh: Mesh, *, data: str = "data", batch: Any = None, strict: bool = False) -> Plan:
     """The transforms that a spec tree implies on a mesh.
 
-    The data axis, if the mesh has it, splits the batch; where specs name it they say how parameters lie at rest (ZeRO-3).
-    Every other axis that specs name splits the computation over parameters (tensor parallelism).
+    The data axis, if the mesh has it, splits the batch; where specs name it they say how parameters lie at rest
+    (ZeRO-3). Every other axis that specs name splits the computation over parameters (tensor parallelism).
 
     >>> from sharding_specs import Mesh, P
     >>> from_specs({"w1": P(None, "tensor"), "w2": P("tensor", "data")}, Mesh(data=2, tensor=2))
@@ -37,10 +38,16 @@ def from_specs(specs: Any, mesh: Mesh, *, data: str = "data", batch: Any = None,
     missing = sorted(named - set(mesh.axis_names))
     if missing:
         raise SpecError(f"the specs name {', '.join(missing)}, which {mesh!r} does not have")
-    chosen = [tensor_parallel(axis, specs, strict=strict) for axis in reversed(mesh.axis_names) if axis in named - {data}]
+    chosen = [
+        tensor_parallel(axis, specs, strict=strict) for axis in reversed(mesh.axis_names) if axis in named - {data}
+    ]
     if data in mesh.axis_names:
         at_rest = data in named
-        chosen.append(zero(3, data, specs, batch=batch, strict=strict) if at_rest else data_parallel(data, batch=batch, strict=strict))
+        chosen.append(
+            zero(3, data, specs, batch=batch, strict=strict)
+            if at_rest
+            else data_parallel(data, batch=batch, strict=strict)
+        )
     return chain(*chosen)
 
 

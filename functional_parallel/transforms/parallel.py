@@ -7,8 +7,10 @@ from typing import Any
 
 import optree
 import torch
-from sharding_specs import Mesh, P, apply_rules, as_spec, broadcast_specs, local_shape
 
+from sharding_specs import Mesh, P, SpecError, apply_rules, as_spec, broadcast_specs, local_shape, tree_paths
+
+from ..collectives.axes import current_axes, hidden_axes
 from ..local_function import LocalFunction, PyTree, SpecTree, axis_mesh, whole_arguments
 from ..partition import partition
 from .transform import Order, Transform
@@ -38,8 +40,8 @@ def tensor_parallel(axis: str, specs: Rules, *, batch: SpecTree = None, strict: 
         strict: refuse ops that have no sharding rule.
 
     Returns:
-        The transform. Its collectives follow from the specs: a row split ends in one psum forward, a column split in one
-        psum backward (Megatron-LM, arXiv 1909.08053 §3).
+        The transform. Its collectives follow from the specs: a row split ends in one psum forward, a column split in
+        one psum backward (Megatron-LM, arXiv 1909.08053 §3).
     """
     find = parameter_specs(specs)
 
@@ -85,8 +87,8 @@ def zero(stage: int, axis: str, specs: Rules = None, *, batch: SpecTree = None, 
     Args:
         stage: 0, 1, 2 or 3.
         axis: the mesh axis.
-        specs: at stage 3, which dim of a parameter lies along the axis; by default the longest that divides and no other
-            axis takes. Parameters without such a dim stay whole.
+        specs: at stage 3, which dim of a parameter lies along the axis; by default the longest that divides and no
+            other axis takes. Parameters without such a dim stay whole.
         batch: as for `data_parallel`.
         strict: refuse ops that have no sharding rule.
 
@@ -135,7 +137,10 @@ class _AtRest:
         mesh = axis_mesh()
         chosen = [_longest_dim(leaf, spec, self.axis, mesh) for leaf, spec in zip(leaves, taken, strict=True)]
         specs = optree.tree_unflatten(tree, chosen)
-        places = [P.from_placements([*a.placements(mesh), *b.placements(mesh)], mesh) for a, b in zip(taken, chosen, strict=True)]
+        places = [
+            P.from_placements([*a.placements(mesh), *b.placements(mesh)], mesh)
+            for a, b in zip(taken, chosen, strict=True)
+        ]
         local = tuple(local_shape(shape, spec, mesh) for shape, spec in zip(shapes, places, strict=True))
         self.chosen[tree, shapes] = self.chosen[tree, local] = specs
         return specs
@@ -158,6 +163,17 @@ def parameter_specs(specs: Rules) -> Callable[[PyTree], SpecTree]:
 
 
 def _only(specs: SpecTree, axis: str) -> SpecTree:
+    """What specs say of one axis. They may name others, of this mesh; a name that it has not is a slip of the pen."""
+    known = {*hidden_axes(), *current_axes()}
+    unknown = [
+        f"  {path}: {spec!r}"
+        for path, spec in zip(tree_paths(specs), optree.tree_leaves(specs, is_leaf=_is_spec), strict=True)
+        if not spec.axes <= known
+    ]
+    if unknown:
+        raise SpecError(
+            f"specs name axes that the mesh has not (its axes: {', '.join(sorted(known))}):\n" + "\n".join(unknown)
+        )
     return optree.tree_map(lambda spec: spec.only({axis}), specs, is_leaf=_is_spec)
 
 

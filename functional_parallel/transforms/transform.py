@@ -6,6 +6,7 @@ A transform is a value: a function → a local function, with a name, and a plac
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -31,12 +32,14 @@ class Order(IntEnum):
 
     @property
     def words(self) -> str:
-        return {0: "precision and remat", 1: "tensor and sequence", 2: "zero / data", 3: "accumulate", 4: "pipeline"}[self]
+        return {0: "precision and remat", 1: "tensor and sequence", 2: "zero / data", 3: "accumulate", 4: "pipeline"}[
+            self
+        ]
 
 
 @dataclass(frozen=True)
 class Transform:
-    """One transform: `name` for messages and `explain`, the mesh `axis` it takes, its place in the order, what it does."""
+    """One transform: `name` in messages, the mesh `axis` it takes, its place in the order, and what it does."""
 
     name: str
     axis: str
@@ -81,8 +84,15 @@ def chain(*transforms: Transform | Plan) -> Plan:
             accumulate, pipeline.
 
     Raises:
+        TypeError: when something is no transform.
         OrderError: when the order is another one, naming the right one; or when two of them take the same axis.
     """
+    for transform in transforms:
+        if not isinstance(transform, (Transform, Plan)):
+            raise TypeError(
+                f"chain takes transforms, such as fp.tensor_parallel(…) or fp.zero(3, 'data'), not {transform!r}; "
+                "apply other functions, grad and vmap among them, to plan(loss)"
+            )
     flat = tuple(single for transform in transforms for single in transform.transforms)
     _check_order(flat)
     _check_axes(flat)
@@ -90,7 +100,7 @@ def chain(*transforms: Transform | Plan) -> Plan:
 
 
 def _check_order(transforms: tuple[Transform, ...]) -> None:
-    for before, after in zip(transforms, transforms[1:], strict=False):
+    for before, after in itertools.pairwise(transforms):
         if before.order > after.order:
             right = ", ".join(map(repr, sorted(transforms, key=lambda transform: transform.order)))
             raise OrderError(
@@ -105,5 +115,5 @@ def _check_axes(transforms: tuple[Transform, ...]) -> None:
         other = taken.setdefault(transform.axis, transform)
         if other is not transform:
             raise OrderError(
-                f"{other!r} and {transform!r} both take the axis {transform.axis!r}; each axis is taken by one transform"
+                f"{other!r} and {transform!r} both take the axis {transform.axis!r}; each axis goes to one transform"
             )

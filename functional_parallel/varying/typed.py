@@ -61,7 +61,8 @@ class _Run:
         return result.detach() if node.meta["no_grad"] and isinstance(result, torch.Tensor) else result
 
     def _cast(self, node: fx.Node, casts: list[tuple[str, State, State]]) -> Any:
-        value, done = self.values[node], ()
+        value = self.values[node]
+        done: tuple[tuple[str, State, State], ...] = ()
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return value
         for cast in casts:
@@ -74,9 +75,11 @@ class _Run:
 
 
 def _names_axes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "fp" and "axes" in {
-        argument.name for argument in node.target._schema.arguments
-    }
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and node.target.namespace == "fp"
+        and "axes" in {argument.name for argument in node.target._schema.arguments}
+    )
 
 
 def _resolved(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -84,6 +87,6 @@ def _resolved(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if "auto" not in [arg for arg in args if isinstance(arg, str)]:
         return args
     held = type_of(node.args[0])
-    states = {held[axis] for axis in node.args[1]}  # type: ignore[union-attr]
+    states = {held[axis] for axis in node.args[1]}
     state = next(iter(states)).value if len(states) == 1 else "varying"
     return tuple(state if isinstance(arg, str) and arg == "auto" else arg for arg in args)

@@ -1,8 +1,8 @@
 """Types of the nodes of a traced local program, one node at a time, as they are recorded.
 
-An ordinary op needs no rule of its own: its result is the union of its operands' states, where an Invariant operand that
-meets a Varying one counts as cast (`pvary`). Only what may take partial sums is declared, by the marks `~` and `&` of the
-op's sharding rule; any other op on an Unreduced value is an error.
+An ordinary op needs no rule of its own: its result is the union of its operands' states, where an Invariant operand
+that meets a Varying one counts as cast (`pvary`). Only what may take partial sums is declared, by the marks `~` and `&`
+of the op's sharding rule; any other op on an Unreduced value is an error.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Typing:
         self._refuse_missed_casts(node)
         mixed = False
         states = {}
-        for axis in {axis for type_ in types for axis in type_}:
+        for axis in (axis for axis in self.axes if any(axis in type_ for type_ in types)):
             held = [type_[axis] for type_ in types]
             states[axis] = self._union(node, axis, held)
             mixed |= any(state is not states[axis] for state in held)
@@ -63,8 +63,8 @@ class Typing:
         return Type(states)
 
     def _primitive(self, node: fx.Node) -> Type:
-        name = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
-        schema = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+        name = node.target._schema.name.split("::")[1]
+        schema = [argument.name for argument in node.target._schema.arguments]
         params = dict(zip(schema, node.args, strict=False))
         params.update(node.kwargs)
         operand = type_of(params.pop("x")) if "x" in params else Type()
@@ -94,7 +94,7 @@ class Typing:
             return _U
         raise TypingError(
             f"{_where(node)}: {node.target} is not linear in a value that is Unreduced over {axis!r} (the ranks hold "
-            f"partial sums), so the sum of its results would not be its result of the sum; write fp.psum(x, {axis!r}) first"
+            f"partial sums), so the sum of its results is not its result of the sum; write fp.psum(x, {axis!r}) first"
         )
 
     def _refuse_missed_casts(self, node: fx.Node) -> None:

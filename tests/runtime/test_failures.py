@@ -1,4 +1,4 @@
-"""Ranks that do not agree, and ranks that die: an error on every rank that is left, in seconds, saying who and where."""
+"""Ranks that disagree, and ranks that die: an error on every rank that is left, in seconds, naming who and where."""
 
 from __future__ import annotations
 

@@ -1,6 +1,20 @@
 """The table of sharding rules: one entry per aten op, text first, code only where text cannot say it."""
 
-from . import attention, batch_norm, collective, contractions, draws, factories, lookups, losses, norms, pointwise, reductions, shapes, vision
+from . import (
+    attention,
+    batch_norm,
+    collective,
+    contractions,
+    draws,
+    factories,
+    lookups,
+    losses,
+    norms,
+    pointwise,
+    reductions,
+    shapes,
+    vision,
+)
 from .registry import Rule, lookup, register_rule
 
 __all__ = [

@@ -14,10 +14,10 @@ from torch import fx
 
 from ... import _torch
 from ... import collectives as fp
-from ..decide import Decision
-from ..placement import WHOLE, Shard
 from ...emit import differentiable
 from ...tracing.intercept import intercept
+from ..decide import Decision
+from ..placement import WHOLE, Shard
 from ..step import Step
 from .broadcast import tensor_operands
 from .registry import Rule, rule
@@ -94,7 +94,7 @@ differentiable(torch.ops.fp.attention.default, attention)
 
 
 def _text(node: fx.Node) -> str:
-    """`"b (g r) s^ d^, b g t^ d^, b g t^ e^ -> b (g r) s e"`: a group of key heads and its query heads stay together."""
+    """`"b (g r) s^ d^, b g t^ d^, b g t^ e^ -> b (g r) s e"`: a key head and its query heads stay together."""
     q, k = (operand.meta["val"] for operand in tensor_operands(node)[:2])
     batch = [f"b{dim}" for dim in range(q.ndim - 3)]
     grouped = q.ndim > 2 and q.shape[-3] != k.shape[-3]
@@ -105,7 +105,9 @@ def _text(node: fx.Node) -> str:
     if isinstance(mask, fx.Node):
         names = [*batch, *heads, "s^", "t^"]
         shape = mask.meta["val"].shape
-        text += ", " + " ".join("1" if size == 1 else name for size, name in zip(shape, names[-len(shape) :], strict=True))
+        text += ", " + " ".join(
+            "1" if size == 1 else name for size, name in zip(shape, names[-len(shape) :], strict=True)
+        )
     return f"{text} -> {_row(batch, heads, 's e')}"
 
 

@@ -1,7 +1,7 @@
 """The library's own ops, met when an outer axis is partitioned: another axis's collectives, casts, constraints.
 
-A collective over `tensor` acts on each element or along one dim; where that dim is also sharded on the axis at hand, the
-other axis's ranks become a factor inside or outside the split.
+A collective over `tensor` acts on each element or along one dim; where that dim is also sharded on the axis at hand,
+the other axis's ranks become a factor inside or outside the split.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CONSTRAIN = _constrain.OP
 
 def _other_size(step: Step) -> int:
     size = 1
-    for name in step.node.args[1]:  # type: ignore[union-attr]
+    for name in step.node.args[1]:
         size *= mesh_axis_size(str(name))
     return size
 
@@ -45,7 +45,7 @@ def _decide_scatter(step: Step) -> Decision:
 
 
 def _exchange_text(node: fx.Node) -> str:
-    ndim = len(node.args[0].meta["val"].shape)  # type: ignore[union-attr]
+    ndim = len(node.args[0].meta["val"].shape)
     dims = node.args[2:4]
     left = " ".join(f"d{dim}^" if dim in dims else f"d{dim}" for dim in range(ndim))
     right = " ".join(f"new{dim}" if dim in dims else f"d{dim}" for dim in range(ndim))
@@ -81,11 +81,10 @@ def _decide_constraint(step: Step) -> Decision:
 def constrained_place(node: fx.Node, axis: str) -> Place | None:
     """The place that a `constrain` node asks for on one axis, or None."""
     axes, dims, outers = node.args[1:4]
-    for name, dim, outer in zip(axes, dims, outers, strict=True):  # type: ignore[arg-type]
+    for name, dim, outer in zip(axes, dims, outers, strict=True):
         if name == axis:
             return Shard(dim, outer) if dim >= 0 else WHOLE
     return None
 
 
 rule([_CONSTRAIN], Rule(decide=_decide_constraint))
-

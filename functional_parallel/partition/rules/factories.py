@@ -1,4 +1,4 @@
-"""Ops that make tensors: without tensor operands they are whole; `*_like` ask only for a shape and never communicate."""
+"""Ops that make tensors: without tensor operands they are whole; `*_like` ask for a shape and never communicate."""
 
 from __future__ import annotations
 

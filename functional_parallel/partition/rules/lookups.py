@@ -54,13 +54,13 @@ rule([aten.embedding.default], Rule("~v? d, ... -> ... d", _local_embedding))
 
 
 def _index_dim(node: fx.Node) -> int:
-    ndim = len(node.args[0].meta["val"].shape)  # type: ignore[union-attr]
-    return node.args[1] % max(ndim, 1)  # type: ignore[operator]
+    ndim = len(node.args[0].meta["val"].shape)
+    return node.args[1] % max(ndim, 1)
 
 
 def _gather_text(node: fx.Node) -> str:
     """Other dims pair up where their sizes agree; `gather` allows a shorter index, which needs them whole."""
-    x, index = node.args[0].meta["val"].shape, node.args[2].meta["val"].shape  # type: ignore[union-attr]
+    x, index = node.args[0].meta["val"].shape, node.args[2].meta["val"].shape
     dim = _index_dim(node)
     left, right = [], []
     for d in range(len(x)):
@@ -85,7 +85,7 @@ def _local_gather(step: Step, x: torch.Tensor, dim: int, index: torch.Tensor, **
 
 
 def _index_select_text(node: fx.Node) -> str:
-    names = dim_names(len(node.args[0].meta["val"].shape))  # type: ignore[union-attr]
+    names = dim_names(len(node.args[0].meta["val"].shape))
     dim = _index_dim(node)
     left = " ".join("picked?" if d == dim else name for d, name in enumerate(names))
     return f"~{left}, slots -> {' '.join('slots' if d == dim else name for d, name in enumerate(names))}"
@@ -111,8 +111,8 @@ rule([aten.index_select.default], Rule(_index_select_text, _local_index_select))
 
 def _index_text(node: fx.Node) -> str:
     """`x[:, i, j]`: indexed dims whole, the others pass; the indices' own dims pass where all indices have them."""
-    x = node.args[0].meta["val"].shape  # type: ignore[union-attr]
-    indices = list(node.args[1])  # type: ignore[arg-type]
+    x = node.args[0].meta["val"].shape
+    indices = list(node.args[1])
     indices += [None] * (len(x) - len(indices))
     tensors = [index.meta["val"] for index in indices if isinstance(index, fx.Node)]
     where = [dim for dim, index in enumerate(indices) if index is not None]

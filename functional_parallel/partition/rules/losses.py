@@ -37,10 +37,11 @@ def fuse_cross_entropy(traced: Traced) -> None:
         if node.target is not aten.nll_loss_forward.default:
             continue
         source = node.args[0]
-        if isinstance(source, fx.Node) and source.target is aten._log_softmax.default and not source.args[2]:
-            if source.args[1] in (-1, source.meta["val"].ndim - 1):
-                node.target = cross_entropy
-                node.args = (source.args[0], *node.args[1:])
+        if not isinstance(source, fx.Node) or source.target is not aten._log_softmax.default or source.args[2]:
+            continue
+        if source.args[1] in (-1, source.meta["val"].ndim - 1):
+            node.target = cross_entropy
+            node.args = (source.args[0], *node.args[1:])
 
 
 # -----------------------------------------------------------------------------
@@ -49,8 +50,8 @@ def fuse_cross_entropy(traced: Traced) -> None:
 
 
 def _softmax_text(node: fx.Node) -> str:
-    ndim = len(node.args[0].meta["val"].shape)  # type: ignore[union-attr]
-    dim = node.args[1] % max(ndim, 1)  # type: ignore[operator]
+    ndim = len(node.args[0].meta["val"].shape)
+    dim = node.args[1] % max(ndim, 1)
     names = " ".join("classes" if d == dim else f"d{d}" for d in range(ndim)) or "()"
     return f"{names} -> {names}"
 
@@ -79,7 +80,7 @@ rule([aten._log_softmax.default], Rule(_softmax_text, _local_log_softmax, casts=
 
 def _likelihood_text(node: fx.Node) -> str:
     """Batched `(n, c)` or one sample `(c)`; a summed loss stays partial, a mean is a quotient of two whole sums."""
-    batched = len(node.args[0].meta["val"].shape) == 2  # type: ignore[union-attr]
+    batched = len(node.args[0].meta["val"].shape) == 2
     weighted = isinstance(node.args[2], fx.Node)
     weight = ", w^" if weighted else ""
     if not batched:

@@ -18,16 +18,16 @@ aten = torch.ops.aten
 
 def reduced_dims(node: fx.Node) -> list[int]:
     """The dims an op sums over, from its second argument; all of them when it names none."""
-    ndim = len(node.args[0].meta["val"].shape)  # type: ignore[union-attr]
+    ndim = len(node.args[0].meta["val"].shape)
     given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     if isinstance(given, int):
         given = [given]
-    return sorted(dim % ndim for dim in given) if given else list(range(ndim))  # type: ignore[union-attr,operator]
+    return sorted(dim % ndim for dim in given) if given else list(range(ndim))
 
 
 def _reduction_text(mark: str, linear: str = "", results: int = 1) -> Callable[[fx.Node], str]:
     def text(node: fx.Node) -> str:
-        ndim = len(node.args[0].meta["val"].shape)  # type: ignore[union-attr]
+        ndim = len(node.args[0].meta["val"].shape)
         dims = reduced_dims(node)
         value = node.meta["val"]
         keepdim = len((value[0] if isinstance(value, tuple) else value).shape) == ndim
@@ -57,7 +57,7 @@ def _local_variance(step: Step, x: torch.Tensor, *args: Any, **kwargs: Any) -> A
     mean = fp.psum(x.sum(dims, keepdim=True), step.axis) / count
     centred = x - fp.pvary(mean, step.axis)
     total = fp.psum((centred * centred).sum(dims, keepdim=keepdim), step.axis)
-    variance = total / max(count - (1 if correction is None else correction), 0)  # type: ignore[type-var,operator]
+    variance = total / max(count - (1 if correction is None else correction), 0)
     if step.node.target is aten.var_mean.correction:
         return variance, mean if keepdim else mean.reshape(variance.shape)
     return variance.sqrt() if step.node.target is aten.std.correction else variance
@@ -83,9 +83,9 @@ def logsumexp_over_ranks(x: torch.Tensor, dims: list[int], keepdim: bool, axis: 
 
 def _norm_text(node: fx.Node) -> str:
     """`linalg_vector_norm(x, ord, dim)` names its dims third; a norm is not a sum, so they must be whole."""
-    ndim = len(node.args[0].meta["val"].shape)  # type: ignore[union-attr]
+    ndim = len(node.args[0].meta["val"].shape)
     given = node.args[2] if len(node.args) > 2 else None
-    dims = [dim % ndim for dim in given] if given else range(ndim)  # type: ignore[union-attr,operator]
+    dims = [dim % ndim for dim in given] if given else range(ndim)
     left = [f"d{dim}^" if dim in dims else f"d{dim}" for dim in range(ndim)]
     keepdim = len(node.meta["val"].shape) == ndim
     right = ["1" if dim in dims else f"d{dim}" for dim in range(ndim) if keepdim or dim not in dims]
@@ -112,9 +112,9 @@ rule([aten.logsumexp.default], Rule(_reduction_text("!"), _local_logsumexp, cast
 
 def _along_text(linear: str = "", results: int = 1, position: int = 1) -> Callable[[fx.Node], str]:
     def text(node: fx.Node) -> str:
-        ndim = len(node.args[0].meta["val"].shape)  # type: ignore[union-attr]
+        ndim = len(node.args[0].meta["val"].shape)
         given = node.args[position] if len(node.args) > position else node.kwargs.get("dim", -1)
-        dim = given % max(ndim, 1)  # type: ignore[operator]
+        dim = given % max(ndim, 1)
         left = [f"d{index}^" if index == dim else f"d{index}" for index in range(ndim)]
         right = ["new" if index == dim else f"d{index}" for index in range(ndim)]
         return f"{linear}{' '.join(left)} -> {', '.join([' '.join(right)] * results)}"

@@ -54,7 +54,8 @@ def register_rule(
     """Say how an op is partitioned, in one line.
 
     Args:
-        op: an op, `torch.ops.mylib.scale_rows.default`, or a packet, `torch.ops.mylib.scale_rows`, for all its overloads.
+        op: an op, `torch.ops.mylib.scale_rows.default`, or a packet, `torch.ops.mylib.scale_rows`, for all its
+        overloads.
         text: the rule, `"~r c, r -> r c"`, see `docs/rules.md`; or a function from the traced node to such a text.
         local: computes a rank's part, `local(step, *args, **kwargs)`; the op itself when left out.
         function: the differentiable function that stands for the op, for a library op of your own: `Scale.apply` of an

@@ -1,4 +1,4 @@
-"""Ops that only move dims about: text where dims keep their identity, arithmetic for views, which merge and split them."""
+"""Ops that only move dims about: text where dims keep their identity, arithmetic for views, which do not."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _transpose_text(node: fx.Node) -> str:
     names = dim_names(_ndim(node))
     if not names:
         return "~() -> ()"
-    first, second = (index % len(names) for index in node.args[1:3])  # type: ignore[operator]
+    first, second = (index % len(names) for index in node.args[1:3])
     order = list(range(len(names)))
     order[first], order[second] = order[second], order[first]
     return _reordered(names, order)
@@ -97,12 +97,12 @@ def _t_text(node: fx.Node) -> str:
 
 def _permute_text(node: fx.Node) -> str:
     names = dim_names(_ndim(node))
-    return _reordered(names, [index % len(names) for index in node.args[1]])  # type: ignore[union-attr,operator]
+    return _reordered(names, [index % len(names) for index in node.args[1]])
 
 
 def _unsqueeze_text(node: fx.Node) -> str:
     names = dim_names(_ndim(node))
-    where = node.args[1] % (len(names) + 1)  # type: ignore[operator]
+    where = node.args[1] % (len(names) + 1)
     return f"~{' '.join(names) or '()'} -> {' '.join([*names[:where], '1', *names[where:]])}"
 
 
@@ -110,7 +110,7 @@ def _squeeze_text(node: fx.Node) -> str:
     shape = _shape(node.args[0])
     dims = node.args[1] if len(node.args) > 1 else range(len(shape))
     dims = [dims] if isinstance(dims, int) else dims
-    dropped = {dim % len(shape) for dim in dims if shape[dim] == 1}  # type: ignore[union-attr]
+    dropped = {dim % len(shape) for dim in dims if shape[dim] == 1}
     left = ["1" if dim in dropped else f"d{dim}" for dim in range(len(shape))]
     right = [name for dim, name in enumerate(left) if dim not in dropped]
     return f"~{' '.join(left) or '()'} -> {' '.join(right) or '()'}"
@@ -155,7 +155,7 @@ def _whole_along(*dims: int, ndim: int, results: int = 1, marks: str = "~", oper
 
 def _dim(node: fx.Node, position: int, default: int = 0) -> int:
     dim = node.args[position] if len(node.args) > position else node.kwargs.get("dim", default)
-    return dim % max(_ndim(node), 1)  # type: ignore[operator]
+    return dim % max(_ndim(node), 1)
 
 
 def _slice_text(node: fx.Node) -> str:
@@ -192,8 +192,8 @@ def _bounds(node: fx.Node) -> tuple[int, int, int]:
     extent = _shape(node.args[0])[_dim(node, 1)]
     given = [*node.args[2:], *[None] * 3][:3]
     stride = given[2] or 1
-    start, end, _ = slice(given[0], given[1], stride).indices(extent)  # type: ignore[arg-type]
-    return start, max(start, end), stride  # type: ignore[return-value]
+    start, end, _ = slice(given[0], given[1], stride).indices(extent)
+    return start, max(start, end), stride
 
 
 def _decide_split(step: Step) -> Decision | None:
@@ -230,7 +230,7 @@ def _removed_dim_text(position: int, results: bool) -> Any:
 def _cat_text(node: fx.Node) -> str:
     parts = tensor_operands(node)
     ndim = len(_shape(node))
-    dim = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % ndim  # type: ignore[operator]
+    dim = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % ndim
     left = []
     for index in range(len(parts)):
         left.append("&" + " ".join(f"c{index}^" if d == dim else f"d{d}" for d in range(ndim)))
@@ -240,7 +240,7 @@ def _cat_text(node: fx.Node) -> str:
 def _stack_text(node: fx.Node) -> str:
     parts = tensor_operands(node)
     ndim = len(_shape(node))
-    dim = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % ndim  # type: ignore[operator]
+    dim = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % ndim
     names = dim_names(ndim - 1)
     left = ", ".join(["&" + (" ".join(names) or "()")] * len(parts))
     return f"{left} -> {' '.join([*names[:dim], 'new', *names[dim:]])}"
@@ -252,7 +252,9 @@ def _dims_text(marks: str = "~") -> Any:
     def text(node: fx.Node) -> str:
         ndim = _ndim(node)
         given = node.args[2] if node.target is aten.roll.default and len(node.args) > 2 else node.args[1]
-        dims = [dim % ndim for dim in given] if node.target is not aten.roll.default or len(node.args) > 2 else range(ndim)
+        dims = (
+            [dim % ndim for dim in given] if node.target is not aten.roll.default or len(node.args) > 2 else range(ndim)
+        )
         return _whole_along(*dims, ndim=ndim, marks=marks)
 
     return text
@@ -260,7 +262,7 @@ def _dims_text(marks: str = "~") -> Any:
 
 def _pad_text(node: fx.Node) -> str:
     ndim, pads = _ndim(node), node.args[1]
-    padded = [ndim - 1 - index // 2 for index, amount in enumerate(pads) if amount]  # type: ignore[arg-type]
+    padded = [ndim - 1 - index // 2 for index, amount in enumerate(pads) if amount]
     value = node.args[2] if len(node.args) > 2 else node.kwargs.get("value", 0)
     return _whole_along(*padded, ndim=ndim, marks="~" if not value else "")
 
@@ -271,7 +273,7 @@ def _last_two_text(node: fx.Node) -> str:
 
 
 def _repeat_text(node: fx.Node) -> str:
-    ndim, counts = _ndim(node), list(node.args[1])  # type: ignore[arg-type]
+    ndim, counts = _ndim(node), list(node.args[1])
     extra = len(counts) - ndim
     left = [f"d{dim}" if counts[extra + dim] == 1 else f"d{dim}^" for dim in range(ndim)]
     right = [f"new{dim}" for dim in range(extra)]
@@ -281,7 +283,7 @@ def _repeat_text(node: fx.Node) -> str:
 
 def _scatter_slice_text(node: fx.Node) -> str:
     """`slice_scatter(x, part, dim)`: both lie alike, whole along the dim."""
-    dim = (node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)) % _ndim(node)  # type: ignore[operator]
+    dim = (node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)) % _ndim(node)
     names = [f"d{index}" for index in range(_ndim(node))]
     left = " ".join(f"{name}^" if index == dim else name for index, name in enumerate(names))
     part = " ".join("part^" if index == dim else name for index, name in enumerate(names))
@@ -299,4 +301,3 @@ rule([aten.flip.default, aten.roll.default], Rule(_dims_text()))
 rule([aten.tril.default, aten.triu.default], Rule(_last_two_text))
 rule([aten.repeat.default], Rule(_repeat_text))
 rule([aten.slice_scatter.default], Rule(_scatter_slice_text))
-

@@ -13,8 +13,8 @@ aten = torch.ops.aten
 
 
 def _convolution_text(node: fx.Node) -> str:
-    """`convolution(x, w, None, stride, padding, dilation, transposed, output_padding, groups)`; biases are split off."""
-    ndim = len(node.args[0].meta["val"].shape)  # type: ignore[union-attr]
+    """`convolution(x, w, None, stride, padding, dilation, transposed, output_padding, groups)`; biases come after."""
+    ndim = len(node.args[0].meta["val"].shape)
     transposed, groups = node.args[6], node.args[8]
     space = " ".join(f"s{dim}^" for dim in range(ndim - 2))
     kernel = " ".join(f"k{dim}^" for dim in range(ndim - 2))
@@ -27,7 +27,7 @@ def _convolution_text(node: fx.Node) -> str:
 
 def _pooling_text(spatial: int, results: int = 1, linear: str = "") -> Callable[[fx.Node], str]:
     def text(node: fx.Node) -> str:
-        ndim = len(node.args[0].meta["val"].shape)  # type: ignore[union-attr]
+        ndim = len(node.args[0].meta["val"].shape)
         batch = " ".join(f"b{dim}" for dim in range(ndim - spatial))
         space = " ".join(f"s{dim}^" for dim in range(spatial))
         out = f"{batch} {' '.join(f'new{dim}' for dim in range(spatial))}"

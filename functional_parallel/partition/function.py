@@ -12,6 +12,7 @@ from typing import Any
 
 import optree
 import torch
+
 from sharding_specs import P, Placement, broadcast_specs
 
 from ..collectives.axes import axis_size, current_axes, hidden_axes, hide, mesh_axis_size
@@ -57,8 +58,8 @@ def partition(
         out_specs: how the results shall lie along the axis; without it sharded results stay sharded and partial sums
             are completed.
         parameters: the argument whose leaves keep their place when operands of an op disagree; None for no such.
-        gathered: arguments that only lie sharded: they are gathered at entry (whole, their gradients unreduced) and take
-            no part in propagation. The transpose of that gather is ZeRO's reduce-scatter.
+        gathered: arguments that only lie sharded: they are gathered at entry (whole, their gradients unreduced) and
+            take no part in propagation. The transpose of that gather is ZeRO's reduce-scatter.
         strict: refuse ops that have no sharding rule, instead of computing them whole and saying so.
         describe: what this transform does, in words.
 
@@ -70,6 +71,8 @@ def partition(
         SpecError: when called, if the specs do not fit the arguments.
     """
     inner = f.layout if isinstance(f, LocalFunction) else Layout(whole_arguments)
+    if axis in inner.axes:
+        raise PartitionError(f"{f!r} is local to {axis!r} already; each axis is taken by one transform")
     specs = in_specs if callable(in_specs) else (lambda args: _as_tuple(in_specs, args))
 
     def arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
@@ -80,7 +83,8 @@ def partition(
     described = (*inner.describe, describe or f"partition({axis!r})")
     layout = Layout(arguments, (*inner.axes, axis), described, inner.update_axis, inner.update_specs)
     local = _Partition(f, axis, specs, out_specs, parameters, tuple(gathered), strict, inner)
-    return LocalFunction(local, layout, getattr(f, "name", None) or getattr(f, "__name__", "function"))
+    name: str = getattr(f, "name", "") or getattr(f, "__name__", "function")
+    return LocalFunction(local, layout, name)
 
 
 @dataclass
@@ -157,9 +161,7 @@ class _Partition:
 
     # --- tracing ---
 
-    def _entry(
-        self, leaves: list[Any], tree: Any, tensors: list[int], places: list[Place], size: int
-    ) -> _Entry:
+    def _entry(self, leaves: list[Any], tree: Any, tensors: list[int], places: list[Place], size: int) -> _Entry:
         avals = [_global_aval(leaves[index], places[index], size) for index in tensors]
         static = tuple(repr(leaf) for index, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
         key = (tree, tuple(avals), static, tuple(current_axes().items()), hidden_axes(), size)
@@ -259,5 +261,3 @@ def _merge_trees(before: SpecTree, own: SpecTree, axis: str, inner: Sequence[str
         return _with_place(a, _place(b.only({axis}), axis, ()), axis)
 
     return optree.tree_map(merge, before, own, is_leaf=_is_spec)
-
-
