@@ -8,25 +8,60 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-__all__ = ["Optimizer", "Schedule", "learning_rate", "map_leaves", "zeros_like"]
+__all__ = ["Optimizer", "Schedule", "clip_value", "learning_rate", "map_leaves", "zeros_like"]
 
 PyTree = Any
 Schedule = float | Callable[[torch.Tensor], Any]
 
 
 class Optimizer(NamedTuple):
-    """A pair of pure functions.
+    """A pair of pure functions, elementwise unless `specs` is there.
 
-    Every state has subtrees of the parameters' own structure (the moments), which lie as the parameters do, and
-    scalars.
+    Every state has subtrees of the parameters' own structure (the moments), which lie as the parameters do, and scalars.
+    A state with other shapes (Adafactor's row and column means) says itself how it lies, by `specs`; its `update` then
+    takes the specs of the parameters as a fourth argument, which tell it over which axes a sum over a dim must go.
 
     Attributes:
         init: params → state.
         update: (gradients, state, params) → (new params, new state). Elementwise, so it may be given shards.
+        specs: (params, their specs) → specs of the state; None for a state that lies as the parameters do.
     """
 
     init: Callable[[PyTree], Any]
-    update: Callable[[PyTree, Any, PyTree], tuple[PyTree, Any]]
+    update: Callable[..., tuple[PyTree, Any]]
+    specs: Callable[[PyTree, PyTree], Any] | None = None
+
+
+def clip_value(optimizer: Optimizer, bound: float) -> Optimizer:
+    """The optimizer, given gradients whose every element is first brought into [-bound, bound].
+
+    It needs no sum over ranks, so it is right under every sharding; `train_step(clip=…)` bounds the global norm instead,
+    before this.
+
+    >>> import torch, functional_parallel as fp
+    >>> optimizer = fp.optim.clip_value(fp.optim.sgd(1.0), 0.5)
+    >>> params = {"w": torch.tensor([1.0, 1.0])}
+    >>> optimizer.update({"w": torch.tensor([3.0, 0.25])}, optimizer.init(params), params)[0]
+    {'w': tensor([0.5000, 0.7500])}
+
+    Args:
+        optimizer: the optimizer.
+        bound: the largest absolute value that passes unchanged.
+
+    Returns:
+        An optimizer with the same state.
+
+    Raises:
+        ValueError: when the bound is not positive.
+    """
+    if not bound > 0:
+        raise ValueError(f"clip_value(bound={bound!r}): the bound must be positive")
+
+    def update(grads: PyTree, state: Any, params: PyTree, *specs: PyTree) -> tuple[PyTree, Any]:
+        (clipped,) = map_leaves(lambda _, grad: (grad.clamp(-bound, bound),), params, grads)
+        return optimizer.update(clipped, state, params, *specs)
+
+    return Optimizer(optimizer.init, update, optimizer.specs)
 
 
 def learning_rate(lr: Schedule, step: torch.Tensor) -> torch.Tensor:
@@ -45,15 +80,27 @@ def zeros_like(params: PyTree) -> PyTree:
     return optree.tree_map(lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, torch.Tensor) else leaf, params)
 
 
-def map_leaves(update: Callable[..., tuple[torch.Tensor, ...]], params: PyTree, *trees: PyTree) -> tuple[PyTree, ...]:
+def map_leaves(
+    update: Callable[..., tuple[torch.Tensor, ...]], params: PyTree, *trees: PyTree, constants: PyTree = None
+) -> tuple[PyTree, ...]:
     """Apply an update to every floating parameter with its gradient and state; returns one tree per result.
 
     Leaves that are not floating tensors stay as they are.
+
+    Args:
+        update: (parameter, gradient, state…[, constant]) → (new parameter, new state…).
+        params: the parameters.
+        trees: the gradients, then the trees of the state.
+        constants: what the update takes after the state and does not return, one per parameter.
     """
     leaves, tree = optree.tree_flatten(params)
     columns = [tree.flatten_up_to(other) for other in trees]
+    last = [(value,) for value in tree.flatten_up_to(constants)] if constants is not None else [()] * len(leaves)
     rows = []
-    for leaf, *others in zip(leaves, *columns, strict=True):
-        floating = isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and others[0] is not None
-        rows.append(update(leaf, *others) if floating else (leaf, *others[1:]))
+    for constant, leaf, *others in zip(last, leaves, *columns, strict=True):
+        rows.append(update(leaf, *others, *constant) if is_trained(leaf, others[0]) else (leaf, *others[1:]))
     return tuple(tree.unflatten(column) for column in zip(*rows, strict=True))
+
+
+def is_trained(leaf: Any, gradient: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and gradient is not None
