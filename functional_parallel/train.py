@@ -66,7 +66,7 @@ def train_step(
 
     Args:
         loss: `loss(params, *batch) -> scalar`, the mean over the global batch; or `(scalar, aux)` with `has_aux`.
-        optimizer: from `fp.optim`, or any pair of the same form whose update is elementwise.
+        optimizer: from `fp.optim`, or another `fp.optim.Optimizer`, elementwise or with `specs`.
         mesh: the mesh.
         plan: a transform or a chain; without it nothing is split.
         clip: bound on the gradient's global norm.
@@ -107,6 +107,7 @@ class TrainStep:
         self.f = f if isinstance(f, LocalFunction) else unsharded(f)
         self.optimizer, self.mesh, self.clip, self.seed = optimizer, mesh, clip, seed
         self.has_aux, self.own_batch = has_aux, own_batch
+        self._places = getattr(optimizer, "specs", None)  # a user's own pair need not have it
         self.program: Any = None
         self._staged: dict[Any, Staged] = {}
         self._trees: dict[str, Any] = {}
@@ -127,7 +128,7 @@ class TrainStep:
         with bind(self.mesh.shape, None):
             specs = broadcast_specs(self.f.layout.arguments((params,))[0], params)
             kept = optree.tree_map(_at_rest, specs, is_leaf=_is_spec)
-            state_specs = _state_specs(optimizer_state, params, self._update_specs(params, kept))
+            state_specs = self._state_specs(optimizer_state, params, self._update_specs(params, kept))
         self._trees = {
             "params": optree.tree_structure(params),
             "state": optree.tree_structure(optimizer_state),
@@ -252,6 +253,12 @@ class TrainStep:
             is_leaf=_is_spec,
         )
 
+    def _state_specs(self, state: PyTree, params: PyTree, update: SpecTree) -> SpecTree:
+        """How the optimizer's state lies: as the optimizer says, or else as the parameters do."""
+        if self._places is not None:
+            return self._places(params, update)
+        return _like_params(state, params, update)
+
     def _local_step(self, params: PyTree, batch: tuple[PyTree, ...]) -> LocalFunction:
         """The step on one rank's shards."""
         with bind(self.mesh.shape, None):
@@ -274,13 +281,15 @@ class TrainStep:
                 factor = torch.clamp(self.clip / (norm + 1e-6), max=1.0)
                 gradients = optree.tree_map(lambda g: g * factor.to(g.dtype), gradients)
             own = optree.tree_map(_slice, params, update, kept)
-            new, optimizer_state = self.optimizer.update(gradients, optimizer_state, own)
+            places = () if self._places is None else (update,)
+            new, optimizer_state = self.optimizer.update(gradients, optimizer_state, own, *places)
             new = optree.tree_map(_back, new, update, kept)
-            specs = ((kept, _state_specs(optimizer_state, params, update)), Metrics(P(), P(), _aux_specs(aux, self.f)))
+            state_specs = self._state_specs(optimizer_state, params, update)
+            specs = ((kept, state_specs), Metrics(P(), P(), _aux_specs(aux, self.f)))
             return ((new, optimizer_state), Metrics(value, norm, aux)), specs
 
         def arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
-            return ((kept, _state_specs(args[0][1], args[0][0], update)), batch_specs, P())
+            return ((kept, self._state_specs(args[0][1], args[0][0], update)), batch_specs, P())
 
         return LocalFunction(call, Layout(arguments, self.f.layout.axes, self.f.layout.describe), "train_step")
 
@@ -372,14 +381,14 @@ def _global_norm(gradients: PyTree, specs: SpecTree) -> torch.Tensor:
 # -----------------------------------------------------------------------------
 
 
-def _state_specs(state: PyTree, params: PyTree, specs: SpecTree) -> SpecTree:
+def _like_params(state: PyTree, params: PyTree, specs: SpecTree) -> SpecTree:
     """Specs of an optimizer state: those of the parameters for every subtree shaped like them, whole for the rest."""
     structure = optree.tree_structure(params)
 
-    def is_like_params(x: Any) -> bool:
+    def is_like_them(x: Any) -> bool:
         return structure.num_leaves > 0 and optree.tree_structure(x) == structure and not _is_scalar_leaf(x)
 
-    return optree.tree_map(lambda x: specs if is_like_params(x) else P(), state, is_leaf=is_like_params)
+    return optree.tree_map(lambda x: specs if is_like_them(x) else P(), state, is_leaf=is_like_them)
 
 
 def _is_scalar_leaf(x: Any) -> bool:

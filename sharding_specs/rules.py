@@ -17,7 +17,7 @@ import optree
 from .spec import P, SpecError, as_spec
 from .trees import tree_paths
 
-__all__ = ["RuleMatch", "apply_rules", "bert", "gpt2", "llama", "match_rules", "vit"]
+__all__ = ["RuleMatch", "apply_rules", "bert", "gpt2", "llama", "match_rules", "matches", "vit"]
 
 Rules = Mapping[str, P | str | None] | Iterable[tuple[str, P | str | None]]
 
@@ -44,7 +44,7 @@ def match_rules(rules: Rules, tree: Any, *, default: P | None = None) -> RuleMat
     pairs = [(pattern, as_spec(spec)) for pattern, spec in (rules.items() if isinstance(rules, Mapping) else rules)]
     used, unmatched, specs = set(), [], []
     for path in tree_paths(tree):
-        found = next(((pattern, spec) for pattern, spec in pairs if _matches(pattern, path)), None)
+        found = next(((pattern, spec) for pattern, spec in pairs if matches(pattern, path)), None)
         if found is None:
             unmatched.append(path)
             specs.append(default if default is not None else P())
@@ -89,7 +89,12 @@ def _expression(pattern: str) -> re.Pattern[str]:
     return re.compile("|".join(alternatives))
 
 
-def _matches(pattern: str, path: str) -> bool:
+def matches(pattern: str, path: str) -> bool:
+    """Whether a pattern finds a leaf, by the leaf's path.
+
+    >>> matches("*/bias", "layers.0.bias"), matches("*/bias", "bias"), matches("bias", "layers/0/bias")
+    (True, True, False)
+    """
     return _expression(pattern).match(path.replace(".", "/")) is not None
 
 

@@ -1,7 +1,26 @@
-"""Optimizers as pairs of pure functions, elementwise, so that they run unchanged on shards."""
+"""Optimizers as pairs of pure functions that run unchanged on shards, and learning-rate schedules."""
 
+from . import schedules
+from .adafactor import AdafactorState, Factored, adafactor
+from .adam import adam
 from .adamw import AdamWState, adamw
-from .optimizer import Optimizer, Schedule
+from .lion import LionState, lion
+from .optimizer import Optimizer, Schedule, clip_value
 from .sgd import SGDState, sgd
 
-__all__ = ["AdamWState", "Optimizer", "SGDState", "Schedule", "adamw", "sgd"]
+__all__ = [
+    "AdafactorState",
+    "AdamWState",
+    "Factored",
+    "LionState",
+    "Optimizer",
+    "SGDState",
+    "Schedule",
+    "adafactor",
+    "adam",
+    "adamw",
+    "clip_value",
+    "lion",
+    "schedules",
+    "sgd",
+]

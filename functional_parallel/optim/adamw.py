@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _torch
+from .decay import Decay, decay_rates
 from .optimizer import Optimizer, Schedule, learning_rate, map_leaves, zeros_like
 
 __all__ = ["AdamWState", "adamw"]
@@ -21,7 +22,12 @@ class AdamWState(NamedTuple):
 
 
 def adamw(
-    lr: Schedule, *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01
+    lr: Schedule,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    decay: Decay = None,
 ) -> Optimizer:
     """m ← β₁ m + (1−β₁) g;  v ← β₂ v + (1−β₂) g²;  p ← p (1 − lr λ) − lr m̂ / (√v̂ + ε).
 
@@ -36,18 +42,23 @@ def adamw(
         betas: β₁ and β₂.
         eps: ε, outside the root.
         weight_decay: λ, decoupled from the gradient.
+        decay: which parameters decay: path pattern → whether, or a predicate of path and leaf; all by default.
     """
 
     def init(params: Any) -> AdamWState:
+        decay_rates(weight_decay, decay, params)  # a pattern that matches nothing is refused here
         return AdamWState(torch.zeros(()), zeros_like(params), zeros_like(params))
 
     def update(grads: Any, state: AdamWState, params: Any) -> tuple[Any, AdamWState]:
         rate, step = learning_rate(lr, state.step), state.step + 1
 
-        def one(p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return torch.ops.fp.adamw(p, g, m, v, step, rate, *betas, eps, weight_decay)
+        def one(
+            p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, rate_of_decay: float
+        ) -> tuple[torch.Tensor, ...]:
+            return torch.ops.fp.adamw(p, g, m, v, step, rate, *betas, eps, rate_of_decay)
 
-        new, mean, square = map_leaves(one, params, grads, state.mean, state.square)
+        rates = decay_rates(weight_decay, decay, params)
+        new, mean, square = map_leaves(one, params, grads, state.mean, state.square, constants=rates)
         return new, AdamWState(step, mean, square)
 
     return Optimizer(init, update)

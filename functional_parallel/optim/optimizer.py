@@ -17,8 +17,8 @@ Schedule = float | Callable[[torch.Tensor], Any]
 class Optimizer(NamedTuple):
     """A pair of pure functions, elementwise unless `specs` is there.
 
-    Every state has subtrees of the parameters' own structure (the moments), which lie as the parameters do, and scalars.
-    A state with other shapes (Adafactor's row and column means) says itself how it lies, by `specs`; its `update` then
+    A state has subtrees of the parameters' own structure (the moments), which lie as the parameters do, and scalars.
+    One with other shapes (Adafactor's row and column means) says itself how it lies, by `specs`; its `update` then
     takes the specs of the parameters as a fourth argument, which tell it over which axes a sum over a dim must go.
 
     Attributes:
@@ -35,8 +35,8 @@ class Optimizer(NamedTuple):
 def clip_value(optimizer: Optimizer, bound: float) -> Optimizer:
     """The optimizer, given gradients whose every element is first brought into [-bound, bound].
 
-    It needs no sum over ranks, so it is right under every sharding; `train_step(clip=…)` bounds the global norm instead,
-    before this.
+    It needs no sum over ranks, so it is right under every sharding; `train_step(clip=…)` bounds the global norm
+    instead, before this.
 
     >>> import torch, functional_parallel as fp
     >>> optimizer = fp.optim.clip_value(fp.optim.sgd(1.0), 0.5)

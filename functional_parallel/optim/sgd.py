@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .decay import Decay, decay_rates
 from .optimizer import Optimizer, Schedule, learning_rate, map_leaves, zeros_like
 
 __all__ = ["SGDState", "sgd"]
@@ -18,8 +19,16 @@ class SGDState(NamedTuple):
     velocity: Any  # like params; None without momentum
 
 
-def sgd(lr: Schedule, *, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0) -> Optimizer:
-    """v ← μ v + g + λ p;  p ← p − lr · v (or, Nesterov, p − lr · (g + λ p + μ v)).
+def sgd(
+    lr: Schedule,
+    *,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    decay: Decay = None,
+) -> Optimizer:
+    """v ← μ v + (1−τ)(g + λ p);  p ← p − lr · v (or, Nesterov, p − lr · (g + λ p + μ v)).
 
     >>> import torch
     >>> optimizer = sgd(0.5)
@@ -30,36 +39,43 @@ def sgd(lr: Schedule, *, momentum: float = 0.0, nesterov: bool = False, weight_d
     Args:
         lr: learning rate, or a function from the number of updates done to it.
         momentum: μ.
+        dampening: τ, from the second update on.
         nesterov: look ahead by the momentum.
         weight_decay: λ, added to the gradient.
+        decay: which parameters decay: path pattern → whether, or a predicate of path and leaf; all by default.
 
     Raises:
-        ValueError: Nesterov without momentum.
+        ValueError: Nesterov without momentum, or with dampening.
     """
-    if nesterov and momentum <= 0:
-        raise ValueError("sgd(nesterov=True) needs momentum > 0")
+    if nesterov and (momentum <= 0 or dampening):
+        raise ValueError("sgd(nesterov=True) needs momentum > 0 and dampening = 0")
 
     def init(params: Any) -> SGDState:
+        decay_rates(weight_decay, decay, params)  # a pattern that matches nothing is refused here
         velocity = zeros_like(params) if momentum else None
         return SGDState(torch.zeros(()), velocity)
 
     def update(grads: Any, state: SGDState, params: Any) -> tuple[Any, SGDState]:
-        rate = learning_rate(lr, state.step)
+        rate, rates = learning_rate(lr, state.step), decay_rates(weight_decay, decay, params)
 
-        def plain(p: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return (p - rate.to(p.dtype) * _decayed(g, p),)
+        def plain(p: torch.Tensor, g: torch.Tensor, rate_of_decay: float) -> tuple[torch.Tensor, ...]:
+            return (p - rate.to(p.dtype) * decayed(g, p, rate_of_decay),)
 
-        def with_momentum(p: torch.Tensor, g: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            g = _decayed(g, p)
-            v = torch.where(state.step == 0, g, momentum * v + g)
+        def with_momentum(
+            p: torch.Tensor, g: torch.Tensor, v: torch.Tensor, rate_of_decay: float
+        ) -> tuple[torch.Tensor, ...]:
+            g = decayed(g, p, rate_of_decay)
+            v = torch.where(state.step == 0, g, momentum * v + (1 - dampening) * g if dampening else momentum * v + g)
             return p - rate.to(p.dtype) * (g + momentum * v if nesterov else v), v
 
-        def _decayed(g: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-            return g + weight_decay * p if weight_decay else g
-
         if not momentum:
-            return map_leaves(plain, params, grads)[0], SGDState(state.step + 1, None)
-        new, velocity = map_leaves(with_momentum, params, grads, state.velocity)
+            return map_leaves(plain, params, grads, constants=rates)[0], SGDState(state.step + 1, None)
+        new, velocity = map_leaves(with_momentum, params, grads, state.velocity, constants=rates)
         return new, SGDState(state.step + 1, velocity)
 
     return Optimizer(init, update)
+
+
+def decayed(gradient: torch.Tensor, parameter: torch.Tensor, rate: float) -> torch.Tensor:
+    """A gradient with the parameter's own pull to zero in it: L2 regularisation."""
+    return gradient + rate * parameter if rate else gradient

@@ -1,0 +1,162 @@
+"""Adafactor (Shazeer & Stern, arXiv 1804.04235), as `torch.optim.Adafactor` defines it, right on shards too.
+
+Its second moment of a matrix is the product of a mean per row and a mean per column, so it is not elementwise: a mean
+along a dim that is split goes over the axes that split it. Where those are it learns from the specs of the parameters.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import optree
+import torch
+
+from sharding_specs import P, broadcast_specs
+
+from ..collectives import axis_size, psum
+from ..collectives.axes import current_axes
+from .decay import Decay, decay_rates
+from .optimizer import Optimizer, Schedule, learning_rate, map_leaves
+
+__all__ = ["AdafactorState", "Factored", "adafactor"]
+
+
+class Factored(NamedTuple):
+    """The second moment of a parameter of two dims or more: n + m numbers in place of n · m."""
+
+    row: Any  # (..., n, 1) mean of squares along the last dim
+    column: Any  # (..., 1, m) mean of squares along the last but one
+
+
+class AdafactorState(NamedTuple):
+    """State of `adafactor`."""
+
+    step: Any  # () number of updates done
+    square: Any  # per parameter: Factored, or like the parameter where it has less than two dims
+
+
+def adafactor(
+    lr: Schedule = 1e-2,
+    *,
+    beta2_decay: float = -0.8,
+    eps: tuple[float | None, float] = (None, 1e-3),
+    d: float = 1.0,
+    weight_decay: float = 0.0,
+    decay: Decay = None,
+) -> Optimizer:
+    """v ← v + t^γ (g² − v), kept as row and column means;  u = g / √v̂;  p ← p − α u / max(1, RMS(u) / d).
+
+    The step is relative: α = max(ε₂, RMS(p)) · min(lr, 1/√t).
+
+    >>> import torch
+    >>> optimizer = adafactor(0.5)
+    >>> params = {"w": torch.ones(2, 3)}
+    >>> state = optimizer.init(params)
+    >>> state.square["w"].row.shape, state.square["w"].column.shape
+    (torch.Size([2, 1]), torch.Size([1, 3]))
+    >>> optimizer.update({"w": torch.ones(2, 3)}, state, params)[0]["w"][0]
+    tensor([0.5000, 0.5000, 0.5000])
+
+    Args:
+        lr: upper bound ρ of the relative step, or a function from the number of updates done to it.
+        beta2_decay: γ.
+        eps: ε₁, a floor under √v̂ (the dtype's own eps by default), and ε₂, a floor under RMS(p).
+        d: the largest RMS that an update has.
+        weight_decay: λ, decoupled from the gradient.
+        decay: which parameters decay: path pattern → whether, or a predicate of path and leaf; all by default.
+
+    Returns:
+        An optimizer whose update takes the specs of the parameters as fourth argument; `train_step` gives it them.
+    """
+
+    def init(params: Any) -> AdafactorState:
+        decay_rates(weight_decay, decay, params)  # a pattern that matches nothing is refused here
+        return AdafactorState(torch.zeros(()), optree.tree_map(_start, params))
+
+    def update(grads: Any, state: AdafactorState, params: Any, specs: Any = None) -> tuple[Any, AdafactorState]:
+        step, bound = state.step.double() + 1, learning_rate(lr, state.step)
+        rates, places = decay_rates(weight_decay, decay, params), broadcast_specs(_known(specs), params)
+
+        def one(p: torch.Tensor, g: torch.Tensor, square: Any, constant: tuple[float, P]) -> tuple[Any, Any]:
+            rate_of_decay, spec = constant
+            square, v = _second_moment(square, g, (step**beta2_decay).to(g.dtype), spec, _floor(p, eps[0]))
+            u = g * v.clamp(min=_floor(p, eps[0]) ** 2).rsqrt()
+            alpha = _root_mean_square(p, spec).clamp(min=eps[1]) * torch.minimum(bound, step.rsqrt())
+            alpha = alpha / (_root_mean_square(u, spec) / d).clamp(min=1.0)
+            return p * (1 - bound * rate_of_decay).to(p.dtype) - alpha.to(p.dtype) * u, square
+
+        constants = optree.tree_map(lambda rate, spec: (rate, spec), rates, places)
+        new, square = map_leaves(one, params, grads, state.square, constants=constants)
+        return new, AdafactorState(state.step + 1, square)
+
+    return Optimizer(init, update, lambda params, specs: AdafactorState(P(), optree.tree_map(_placed, params, specs)))
+
+
+def _known(specs: Any) -> Any:
+    if specs is None and current_axes():
+        raise ValueError(
+            f"adafactor was given shards (inside a mapped function, over {', '.join(current_axes())}) without specs; "
+            "its row and column means need to know which axes split which dim. Write optimizer.update(grads, state, "
+            "params, specs) with the specs of the parameters, P() if they are whole, or use an elementwise optimizer: "
+            "adamw, lion"
+        )
+    return P() if specs is None else specs
+
+
+# -----------------------------------------------------------------------------
+# The state of one parameter
+# -----------------------------------------------------------------------------
+
+
+def _is_factored(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.ndim >= 2
+
+
+def _start(leaf: Any) -> Any:
+    if _is_factored(leaf):
+        return Factored(torch.zeros_like(leaf[..., :1]), torch.zeros_like(leaf[..., :1, :]))
+    return torch.zeros_like(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _placed(leaf: Any, spec: P) -> Any:
+    if not _is_factored(leaf):
+        return spec
+    return Factored(_whole_along(spec, leaf.ndim - 1), _whole_along(spec, leaf.ndim - 2))
+
+
+def _whole_along(spec: P, dim: int) -> P:
+    return P(*[() if index == dim else factors for index, factors in enumerate(spec.dims)])
+
+
+# -----------------------------------------------------------------------------
+# Means over what other ranks hold
+# -----------------------------------------------------------------------------
+
+
+def _second_moment(square: Any, g: torch.Tensor, weight: torch.Tensor, spec: P, floor: float) -> tuple[Any, Any]:
+    """The new state, and the second moment that it stands for."""
+    squares = g * g
+    if not isinstance(square, Factored):
+        square = square + weight * (squares - square)
+        return square, square
+    row = square.row + weight * (_mean(squares, -1, spec) - square.row)
+    column = square.column + weight * (_mean(squares, -2, spec) - square.column)
+    return Factored(row, column), row * column / _mean(row, -2, spec).clamp(min=floor)
+
+
+def _mean(x: torch.Tensor, dim: int, spec: P) -> torch.Tensor:
+    per_dim = spec.dim_axes()
+    axes = per_dim[x.ndim + dim] if x.ndim + dim < len(per_dim) else ()
+    total = x.sum(dim, keepdim=True)
+    return psum(total, axes) / (x.shape[dim] * axis_size(axes)) if axes else total / x.shape[dim]
+
+
+def _root_mean_square(x: torch.Tensor, spec: P) -> torch.Tensor:
+    axes = tuple(sorted(spec.axes))
+    wide = x if x.dtype.itemsize >= 4 else x.float()
+    total = (wide * wide).sum()
+    return ((psum(total, axes) / axis_size(axes) if axes else total) / x.numel()).sqrt()
+
+
+def _floor(leaf: torch.Tensor, eps: float | None) -> float:
+    return torch.finfo(leaf.dtype).eps if eps is None else eps

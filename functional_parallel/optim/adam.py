@@ -1,0 +1,53 @@
+"""Adam (Kingma & Ba, arXiv 1412.6980), as `torch.optim.Adam` defines it, with torch's fused kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .adamw import AdamWState, adamw
+from .decay import Decay, decay_rates
+from .optimizer import Optimizer, Schedule, map_leaves
+from .sgd import decayed
+
+__all__ = ["adam"]
+
+
+def adam(
+    lr: Schedule,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decay: Decay = None,
+) -> Optimizer:
+    """g ← g + λ p;  m ← β₁ m + (1−β₁) g;  v ← β₂ v + (1−β₂) g²;  p ← p − lr m̂ / (√v̂ + ε).
+
+    >>> import torch
+    >>> optimizer = adam(0.1)
+    >>> params = {"w": torch.tensor([1.0])}
+    >>> optimizer.update({"w": torch.tensor([2.0])}, optimizer.init(params), params)[0]
+    {'w': tensor([0.9000])}
+
+    Args:
+        lr: learning rate, or a function from the number of updates done to it.
+        betas: β₁ and β₂.
+        eps: ε, outside the root.
+        weight_decay: λ, added to the gradient, and so divided by √v̂ with it; `adamw` keeps the two apart.
+        decay: which parameters decay: path pattern → whether, or a predicate of path and leaf; all by default.
+    """
+    plain = adamw(lr, betas=betas, eps=eps, weight_decay=0.0)
+
+    def init(params: Any) -> AdamWState:
+        decay_rates(weight_decay, decay, params)  # a pattern that matches nothing is refused here
+        return plain.init(params)
+
+    def update(grads: Any, state: AdamWState, params: Any) -> tuple[Any, AdamWState]:
+        def one(p: torch.Tensor, g: torch.Tensor, rate: float) -> tuple[torch.Tensor]:
+            return (decayed(g, p, rate),)
+
+        (grads,) = map_leaves(one, params, grads, constants=decay_rates(weight_decay, decay, params))
+        return plain.update(grads, state, params)
+
+    return Optimizer(init, update)

@@ -1,0 +1,51 @@
+"""Which parameters decay: rules from path patterns to yes, no or a factor, or a predicate of path and leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import optree
+import torch
+
+from sharding_specs import tree_paths
+from sharding_specs.rules import matches
+
+__all__ = ["Decay", "decay_rates"]
+
+Decay = Mapping[str, float] | Callable[[str, torch.Tensor], float] | None
+
+
+def decay_rates(weight_decay: float, decay: Decay, params: Any) -> Any:
+    """The weight decay of every parameter, as a tree of numbers.
+
+    >>> decay_rates(0.5, {"*/b": False}, {"layer": {"b": 0, "w": 0}})
+    {'layer': {'b': 0.0, 'w': 0.5}}
+
+    Args:
+        weight_decay: λ.
+        decay: path pattern → whether (or by what factor) its leaves decay, the first that matches wins and a leaf that
+            none matches decays; or a function of path and leaf; or None: all decay.
+        params: the parameters, or shards of them.
+
+    Raises:
+        ValueError: when a pattern matches no parameter.
+    """
+    paths, leaves = tree_paths(params), optree.tree_leaves(params)
+    if isinstance(decay, Mapping):
+        _refuse_unused(decay, paths)
+        factors = [next((f for pattern, f in decay.items() if matches(pattern, path)), 1.0) for path in paths]
+    elif decay is not None:
+        factors = [decay(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
+    else:
+        factors = [1.0] * len(paths)
+    return optree.tree_unflatten(optree.tree_structure(params), [weight_decay * float(f) for f in factors])
+
+
+def _refuse_unused(decay: Mapping[str, float], paths: list[str]) -> None:
+    unused = [pattern for pattern in decay if not any(matches(pattern, path) for path in paths)]
+    if unused:
+        raise ValueError(
+            f"decay: no parameter matches {', '.join(map(repr, unused))}, so nothing would be spared by it; "
+            f"correct the pattern or leave it out. The parameters are: {', '.join(paths)}"
+        )

@@ -1,0 +1,57 @@
+"""Lion, the sign of an interpolated momentum (Chen et al., arXiv 2302.06675, algorithm 2)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from .decay import Decay, decay_rates
+from .optimizer import Optimizer, Schedule, learning_rate, map_leaves, zeros_like
+
+__all__ = ["LionState", "lion"]
+
+
+class LionState(NamedTuple):
+    """State of `lion`: half of Adam's."""
+
+    step: torch.Tensor  # () number of updates done
+    mean: Any  # like params: moving average of gradients
+
+
+def lion(
+    lr: Schedule, *, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0, decay: Decay = None
+) -> Optimizer:
+    """p ← p (1 − lr λ) − lr · sign(β₁ m + (1−β₁) g);  m ← β₂ m + (1−β₂) g.
+
+    >>> import torch
+    >>> optimizer = lion(0.25)
+    >>> params = {"w": torch.tensor([1.0, 1.0])}
+    >>> optimizer.update({"w": torch.tensor([3.0, -0.1])}, optimizer.init(params), params)[0]
+    {'w': tensor([0.7500, 1.2500])}
+
+    Args:
+        lr: learning rate, or a function from the number of updates done to it; a third to a tenth of AdamW's serves.
+        betas: β₁ for the step, β₂ for the average.
+        weight_decay: λ, decoupled from the gradient.
+        decay: which parameters decay: path pattern → whether, or a predicate of path and leaf; all by default.
+    """
+    beta1, beta2 = betas
+
+    def init(params: Any) -> LionState:
+        decay_rates(weight_decay, decay, params)  # a pattern that matches nothing is refused here
+        return LionState(torch.zeros(()), zeros_like(params))
+
+    def update(grads: Any, state: LionState, params: Any) -> tuple[Any, LionState]:
+        rate = learning_rate(lr, state.step)
+
+        def one(p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, rate_of_decay: float) -> tuple[torch.Tensor, ...]:
+            lr_p = rate.to(p.dtype)
+            direction = torch.sign(beta1 * m + (1 - beta1) * g)
+            return p * (1 - lr_p * rate_of_decay) - lr_p * direction, beta2 * m + (1 - beta2) * g
+
+        rates = decay_rates(weight_decay, decay, params)
+        new, mean = map_leaves(one, params, grads, state.mean, constants=rates)
+        return new, LionState(state.step + 1, mean)
+
+    return Optimizer(init, update)

@@ -1,0 +1,315 @@
+"""Learning-rate schedules: pure functions from the number of updates done (0 for the first) to a rate.
+
+Any function will do; these are the common ones. They are torch ops, so they are staged with the step, and a skipped
+step, which counts no update, leaves them where they were.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = [
+    "constant",
+    "cosine",
+    "exponential",
+    "join",
+    "linear",
+    "one_cycle",
+    "range_test",
+    "warmup",
+    "warmup_cosine_lr",
+    "warmup_decay_lr",
+    "warmup_lr",
+]
+
+Rate = Callable[[Any], torch.Tensor]
+
+
+def constant(rate: float) -> Rate:
+    """The same rate at every step.
+
+    >>> constant(0.1)(7)
+    tensor(0.1000, dtype=torch.float64)
+
+    Args:
+        rate: the rate.
+    """
+    return lambda step: torch.full_like(as_step(step), rate)
+
+
+def linear(start: float, end: float, steps: int) -> Rate:
+    """From one rate to another in equal steps, then constant: a warm-up, or a decay to 0.
+
+    >>> [linear(1.0, 0.0, 4)(step).item() for step in range(6)]
+    [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+
+    Args:
+        start: the first step's rate.
+        end: the rate from step `steps` on.
+        steps: how many steps lie between; `torch.optim.lr_scheduler.LinearLR` calls it total_iters.
+    """
+    _check_steps("linear", steps)
+    return lambda step: start + (end - start) * _progress(step, steps)
+
+
+def cosine(rate: float, steps: int, *, warmup: int = 0, end: float = 0.0) -> Rate:
+    """Half a cosine from a rate down to another (Loshchilov & Hutter, arXiv 1608.03983 §3), after a linear warm-up.
+
+    >>> [round(cosine(1.0, 6, warmup=2)(step).item(), 3) for step in range(7)]
+    [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
+
+    Args:
+        rate: the highest rate.
+        steps: all steps, the warm-up's included; the rate stays at `end` afterwards.
+        warmup: steps of the warm-up; the rate of its first is rate / warmup, of its last the full rate.
+        end: the last rate.
+    """
+    _check_steps("cosine", steps - warmup)
+
+    def fall(step: Any) -> torch.Tensor:
+        return end + (rate - end) * (1 + torch.cos(math.pi * _progress(step, steps - warmup))) / 2
+
+    return _warmed(fall, warmup)
+
+
+def exponential(rate: float, factor: float, *, every: int = 1, stairs: bool = False) -> Rate:
+    """A rate multiplied by a factor every so many steps, gradually or in stairs.
+
+    >>> [exponential(1.0, 0.5, every=2, stairs=True)(step).item() for step in range(5)]
+    [1.0, 1.0, 0.5, 0.5, 0.25]
+
+    Args:
+        rate: the first step's rate.
+        factor: what it is multiplied by.
+        every: after how many steps.
+        stairs: whether it stays constant between; then it is `torch.optim.lr_scheduler.StepLR`.
+    """
+    _check_steps("exponential", every)
+
+    def at(step: Any) -> torch.Tensor:
+        times = as_step(step) / every
+        return rate * torch.pow(torch.full_like(times, factor), times.floor() if stairs else times)
+
+    return at
+
+
+def warmup(steps: int, schedule: float | Rate) -> Rate:
+    """A linear warm-up, then another schedule from its beginning.
+
+    >>> [warmup(4, 1.0)(step).item() for step in range(6)]
+    [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+    Args:
+        steps: steps of the warm-up; the rate grows to the schedule's first in as many equal steps.
+        schedule: what follows, a rate or a schedule.
+    """
+    return _warmed(schedule if callable(schedule) else constant(schedule), steps)
+
+
+def join(*parts: tuple[int, Rate], last: Rate) -> Rate:
+    """Schedules one after another, each counting its own steps from 0.
+
+    >>> [join((2, constant(1.0)), last=linear(0.5, 0.0, 2))(step).item() for step in range(5)]
+    [1.0, 1.0, 0.5, 0.25, 0.0]
+
+    Args:
+        parts: how many steps, and the schedule of these.
+        last: the schedule of all later steps.
+    """
+
+    def at(step: Any) -> torch.Tensor:
+        step, begin = as_step(step), 0
+        pieces: list[tuple[int, torch.Tensor]] = []
+        for steps, schedule in parts:
+            begin += steps
+            pieces.append((begin, schedule(step - (begin - steps))))
+        rate = last(step - begin)
+        for until, piece in reversed(pieces):
+            rate = torch.where(step < until, piece, rate)
+        return rate
+
+    return at
+
+
+# -----------------------------------------------------------------------------
+# Parts
+# -----------------------------------------------------------------------------
+
+
+def as_step(step: Any) -> torch.Tensor:
+    return torch.as_tensor(step, dtype=torch.float64)
+
+
+def _progress(step: Any, steps: int) -> torch.Tensor:
+    """The share done, from 0 to 1."""
+    return (as_step(step) / steps).clamp(0.0, 1.0)
+
+
+def _warmed(schedule: Rate, steps: int) -> Rate:
+    if steps == 0:
+        return schedule
+    first = schedule(0)
+    return join((steps, lambda step: first * (as_step(step) + 1) / steps), last=schedule)
+
+
+def _check_steps(name: str, steps: int) -> None:
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"schedules.{name}: it takes a number of steps of at least 1, not {steps!r}")
+
+
+# -----------------------------------------------------------------------------
+# DeepSpeed's, by its names
+# -----------------------------------------------------------------------------
+
+
+def warmup_lr(high: float, steps: int, *, low: float = 0.0, shape: str = "log", compat: bool = False) -> Rate:
+    """DeepSpeed's WarmupLR: from a low rate to a high one, then constant.
+
+    >>> [round(warmup_lr(1.0, 5, shape="linear")(step).item(), 3) for step in range(7)]
+    [0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.0]
+
+    Args:
+        high: warmup_max_lr.
+        steps: warmup_num_steps; at least 2 are taken, as DeepSpeed does.
+        low: warmup_min_lr.
+        shape: "log": ln(t + 1) / ln(steps) of the way at step t; "linear": t / steps.
+        compat: DeepSpeed's own count, which gives the first rate to the first two updates.
+    """
+    gain = _warmup(steps, shape)
+    return _counted(lambda t: low + (high - low) * gain(t), low, compat)
+
+
+def warmup_decay_lr(
+    high: float, steps: int, total: int, *, low: float = 0.0, shape: str = "log", compat: bool = False
+) -> Rate:
+    """DeepSpeed's WarmupDecayLR: `warmup_lr`, then a linear fall to the low rate at step `total`.
+
+    >>> [round(warmup_decay_lr(1.0, 2, 4, shape="linear")(step).item(), 3) for step in range(6)]
+    [0.0, 0.5, 1.0, 0.5, 0.0, 0.0]
+
+    Args:
+        high, steps, low, shape, compat: as for `warmup_lr`.
+        total: total_num_steps.
+    """
+    gain, steps = _warmup(steps, shape), max(2, steps)
+
+    def at(t: torch.Tensor) -> torch.Tensor:
+        fall = ((total - t) / max(1, total - steps)).clamp(min=0.0)
+        return low + (high - low) * torch.where(t < steps, gain(t), fall)
+
+    return _counted(at, low, compat)
+
+
+def warmup_cosine_lr(
+    rate: float,
+    steps: int,
+    total: int,
+    *,
+    low: float = 0.0,
+    end: float = 1e-4,
+    shape: str = "log",
+    compat: bool = False,
+) -> Rate:
+    """DeepSpeed's WarmupCosineLR: a warm-up, then half a cosine; both ends are shares of the rate.
+
+    >>> [round(warmup_cosine_lr(1.0, 2, 4, end=0.0, shape="linear")(step).item(), 3) for step in range(6)]
+    [0.0, 0.5, 0.5, 0.0, 0.0, 0.0]
+
+    Args:
+        rate: the optimizer's rate.
+        steps, shape: as for `warmup_lr`.
+        total: total_num_steps.
+        low: warmup_min_ratio.
+        end: cos_min_ratio.
+        compat: DeepSpeed's own count, whose first update has the rate 0.
+    """
+    gain, steps = _warmup(steps, shape), max(2, steps)
+
+    def at(t: torch.Tensor) -> torch.Tensor:
+        share = ((t - steps + 1) / max(1, total - steps)).clamp(max=1.0)
+        fall = end + (1 - end) * (1 + torch.cos(math.pi * share)) / 2
+        return rate * torch.where(t < steps, low + (1 - low) * gain(t), fall)
+
+    return _counted(at, 0.0, compat)
+
+
+def one_cycle(
+    low: float,
+    high: float,
+    first: int,
+    second: int | None = None,
+    *,
+    decay: float = 0.0,
+    decay_every: int = 0,
+) -> Rate:
+    """DeepSpeed's OneCycle (Smith, arXiv 1803.09820): up, down, then a slow hyperbolic decay.
+
+    >>> [round(one_cycle(0.0, 1.0, 2, 4)(step).item(), 2) for step in range(8)]
+    [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+
+    Args:
+        low: cycle_min_lr.
+        high: cycle_max_lr.
+        first: cycle_first_step_size, steps up.
+        second: cycle_second_step_size, steps down; as many as up by default.
+        decay: decay_lr_rate r: k steps after the cycle the rate is low / (1 + r k / decay_every).
+        decay_every: decay_step_size; 0: no decay.
+    """
+    second = first if second is None else second
+    _check_steps("one_cycle", min(first, second))
+
+    def at(step: Any) -> torch.Tensor:
+        t = as_step(step)
+        height = torch.where(t < first, t / first, (1 - (t - first) / second).clamp(min=0.0))
+        after = (t - (first + second)).clamp(min=0.0) / decay_every if decay_every else torch.zeros_like(t)
+        return (low + (high - low) * height) / (1 + decay * after)
+
+    return at
+
+
+def range_test(low: float, size: int, *, rate: float = 1.0, stairs: bool = False) -> Rate:
+    """DeepSpeed's LRRangeTest: a rate that grows until the loss diverges, to find the bounds of a cycle.
+
+    >>> [round(range_test(0.1, 2)(step).item(), 3) for step in range(4)]
+    [0.1, 0.15, 0.2, 0.25]
+
+    Args:
+        low: lr_range_test_min_lr.
+        size: lr_range_test_step_size.
+        rate: lr_range_test_step_rate: after `size` steps the learning rate is low · (1 + rate).
+        stairs: lr_range_test_staircase.
+    """
+    _check_steps("range_test", size)
+
+    def at(step: Any) -> torch.Tensor:
+        share = as_step(step) / size
+        return low * (1 + rate * (share.floor() if stairs else share))
+
+    return at
+
+
+def _warmup(steps: int, shape: str) -> Rate:
+    """γ, from 0 to 1."""
+    _check_steps("warmup_lr", steps)
+    if shape not in ("log", "linear"):
+        raise ValueError(f"schedules: a warm-up is of shape 'log' or 'linear', not {shape!r}")
+    steps = max(2, steps)
+    if shape == "linear":
+        return lambda t: (t / steps).clamp(0.0, 1.0)
+    return lambda t: (torch.log1p(t.clamp(min=0.0)) / math.log(steps)).clamp(max=1.0)
+
+
+def _counted(at: Rate, before: float, compat: bool) -> Rate:
+    """DeepSpeed's schedulers count from -1, and only after an update; that first count has a rate of its own."""
+    if not compat:
+        return lambda step: at(as_step(step))
+
+    def late(step: Any) -> torch.Tensor:
+        t = as_step(step) - 1
+        return torch.where(t < 0, torch.full_like(t, before), at(t))
+
+    return late
