@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from .collectives.axes import bind
 from .collectives.types import CollectiveTypeError, State, Type
 from .local_function import LocalFunction, PyTree, SpecTree
 from .program import Program, drop_trivial
+from .program.passes import Marked, run_passes
 from .runtime import default_runtime
 from .tracing import Aval, forget_values, simplify, trace
 from .varying import Typing, type_of
@@ -33,7 +34,13 @@ class OutSpecError(CollectiveTypeError):
 
 
 def compile(
-    f: Callable[..., PyTree], mesh: Mesh, *, in_specs: Any = None, out_specs: Any = None, name: str | None = None
+    f: Callable[..., PyTree],
+    mesh: Mesh,
+    *,
+    in_specs: Any = None,
+    out_specs: Any = None,
+    name: str | None = None,
+    without: Collection[str] = (),
 ) -> Compiled:
     """Compile a function on shards into a program for a mesh; whole tensors in, whole tensors out.
 
@@ -50,6 +57,7 @@ def compile(
             function of one argument).
         out_specs: likewise, for the results.
         name: for messages; the function's own by default.
+        without: names of rewrites to switch off; `program.passes` lists those that ran.
 
     Returns:
         The compiled function. It traces once per signature of its arguments; `.program` is the last program used.
@@ -68,7 +76,7 @@ def compile(
             f"{_name(f)} does not carry a layout: pass in_specs= and out_specs=, or compile what a transform returned. "
             "torch.func's transforms drop the layout; fp.grad, fp.grad_and_value and fp.hessian keep it"
         )
-    return Compiled(f, mesh, in_specs, out_specs, name or _name(f))
+    return Compiled(f, mesh, in_specs, out_specs, name or _name(f), frozenset(without))
 
 
 def shard_map(
@@ -118,8 +126,16 @@ class Compiled:
         program: the `Program` used last; None before the first call.
     """
 
-    def __init__(self, f: Callable[..., PyTree], mesh: Mesh, in_specs: Any, out_specs: Any, name: str) -> None:
-        self.f, self.mesh, self.name = f, mesh, name
+    def __init__(
+        self,
+        f: Callable[..., PyTree],
+        mesh: Mesh,
+        in_specs: Any,
+        out_specs: Any,
+        name: str,
+        without: Collection[str] = (),
+    ) -> None:
+        self.f, self.mesh, self.name, self.without = f, mesh, name, without
         self.program: Program | None = None
         self._in_specs, self._out_specs = in_specs, out_specs
         self._staged: dict[Any, Staged] = {}
@@ -153,7 +169,9 @@ class Compiled:
         key = (tree, tuple(_signature(leaf) for leaf in leaves))
         staged = self._staged.get(key)
         if staged is None:
-            staged = self._staged[key] = stage(self.f, self.mesh, args, self._in_specs, self._out_specs, self.name)
+            staged = self._staged[key] = stage(
+                self.f, self.mesh, args, self._in_specs, self._out_specs, name=self.name, without=self.without
+            )
         self.program = staged.program
         return staged, tensors
 
@@ -176,9 +194,23 @@ UNCHECKED = object()  # for out_specs: take the results rank by rank, whatever t
 
 
 def stage(
-    f: Callable[..., PyTree], mesh: Mesh, args: tuple[PyTree, ...], in_specs: Any, out_specs: Any, name: str
+    f: Callable[..., PyTree],
+    mesh: Mesh,
+    args: tuple[PyTree, ...],
+    in_specs: Any = None,
+    out_specs: Any = None,
+    *,
+    name: str,
+    parameters: str = "0",
+    without: Collection[str] = (),
 ) -> Staged:
-    """Trace a function on shards, type its values, and check how its results lie."""
+    """Trace a function on shards, type its values, check how its results lie, and run the passes that it asks for.
+
+    Args:
+        f, mesh, args, in_specs, out_specs, name: as for `compile`.
+        parameters: the path of the argument that holds the model's parameters.
+        without: names of passes to leave out.
+    """
     with bind(mesh.shape, None):
         specs = f.layout.arguments(args) if isinstance(f, LocalFunction) else _per_argument(in_specs, args)
         full = tuple(broadcast_specs(spec, arg) for spec, arg in zip(specs, args, strict=True))
@@ -209,6 +241,10 @@ def stage(
     kept = [index for index, output in enumerate(found["outputs"]) if output is _TENSOR]
     specs_of_outputs = [found["specs"][index] for index in kept]
     paths = tree_paths(args)
+    for node, index in zip(traced.inputs, chosen, strict=True):
+        node.meta.update(path=paths[index], parameter=f"{paths[index]}/".startswith(f"{parameters}/"))
+    passes = f.layout.passes if isinstance(f, LocalFunction) else ()
+    ran = run_passes((Marked(), *passes), traced, mesh, without)
     program = Program(
         traced,
         mesh,
@@ -217,6 +253,7 @@ def stage(
         in_paths=[paths[index] for index in chosen],
         out_paths=[found["paths"][index] for index in kept],
         name=name,
+        passes=ran,
     )
     if out_specs is not UNCHECKED:
         _check_results(program, held)

@@ -29,13 +29,15 @@ class Layout:
 
     `arguments(args)` is a tuple of full spec trees, one per argument, made from the arguments' paths and shapes alone
     (whole or local shapes give the same). `axes` are the mesh axes that the function is local to, innermost transform
-    first; `describe` says in words what each transform did. `update_axis` names an axis over which the optimizer's work
+    first; `describe` says in words what each transform did; `passes` are the rewrites that they ask of the compiled
+    program. `update_axis` names an axis over which the optimizer's work
     and state are split though the parameters are not (ZeRO-1 and 2), and `update_specs(args)` how.
     """
 
     arguments: Callable[[tuple[PyTree, ...]], tuple[SpecTree, ...]]
     axes: tuple[str, ...] = ()
     describe: tuple[str, ...] = ()
+    passes: tuple[Any, ...] = ()
     update_axis: str | None = None
     update_specs: Callable[[tuple[PyTree, ...]], SpecTree] | None = None
 
@@ -62,6 +64,10 @@ class LocalFunction:
     def specs(self) -> Layout:
         """How the arguments and results lie."""
         return self.layout
+
+    def asking(self, *passes: Any) -> LocalFunction:
+        """The same function, of whose program these rewrites are asked."""
+        return LocalFunction(self._call, replace(self.layout, passes=(*self.layout.passes, *passes)), self.name)
 
     def updating(self, axis: str, specs: Callable[[tuple[PyTree, ...]], SpecTree]) -> LocalFunction:
         """The same function, its optimizer's work split over an axis."""

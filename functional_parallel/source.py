@@ -6,19 +6,20 @@ taken once, at the innermost trace, and carried from then on (`inherit`).
 
 from __future__ import annotations
 
+import itertools
 import linecache
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import einops
 import optree
 import torch
 
-__all__ = ["Source", "current_source", "inherit"]
+__all__ = ["Source", "current_source", "inherit", "region"]
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _SKIPPED = tuple(
@@ -30,7 +31,7 @@ _STDLIB = os.path.dirname(os.path.abspath(linecache.__file__)) + os.sep
 
 @dataclass(frozen=True)
 class Source:
-    """One line of user code.
+    """One line of user code; `region` names the call of an `fp.recompute` function that it is part of.
 
     >>> Source("model.py", 12, "block", "h = x @ w")
     Source(model.py:12 in block: h = x @ w)
@@ -40,6 +41,7 @@ class Source:
     line: int
     function: str
     text: str
+    region: str | None = None
 
     def __str__(self) -> str:
         return f"{os.path.basename(self.file)}:{self.line}"
@@ -49,6 +51,8 @@ class Source:
 
 
 _inherited: list[Source | None] = []
+_regions: list[str] = []
+_region_numbers = itertools.count()
 
 
 @contextmanager
@@ -61,6 +65,16 @@ def inherit(source: Source | None) -> Iterator[None]:
         _inherited.pop()
 
 
+@contextmanager
+def region(name: str) -> Iterator[None]:
+    """Say that ops recorded inside belong together, in one region of that name."""
+    _regions.append(f"{name} {next(_region_numbers)}")
+    try:
+        yield
+    finally:
+        _regions.pop()
+
+
 def current_source() -> Source | None:
     """The line of user code that is running now, or the inherited one."""
     if _inherited and _inherited[-1] is not None:
@@ -68,7 +82,8 @@ def current_source() -> Source | None:
     frame = sys._getframe(1)
     while frame is not None:
         if not _is_library(frame.f_code.co_filename):
-            return _source(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+            found = _source(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+            return replace(found, region=_regions[-1]) if _regions else found
         frame = frame.f_back  # type: ignore[assignment]
     return None
 

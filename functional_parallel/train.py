@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import optree
@@ -17,7 +17,7 @@ from .collectives import all_gather, pcast, pscatter, psum, psum_scatter
 from .collectives.axes import bind
 from .compile import Staged, stage
 from .derivatives import grad_and_value
-from .local_function import Layout, LocalFunction, PyTree, SpecTree, unsharded
+from .local_function import LocalFunction, PyTree, SpecTree, unsharded
 from .optim import Optimizer
 from .runtime import default_runtime
 
@@ -224,7 +224,7 @@ class TrainStep:
             batch = self._global_shapes(params, batch)
         key = torch.zeros((), dtype=torch.int64) if self.seed is not None else None
         args = ((params, optimizer_state), batch, key)
-        return stage(self._local_step(params, batch), self.mesh, args, None, None, "train_step")
+        return stage(self._local_step(params, batch), self.mesh, args, name="train_step", parameters="0/0")
 
     def _global_shapes(self, params: PyTree, batch: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
         with bind(self.mesh.shape, None):
@@ -291,7 +291,8 @@ class TrainStep:
         def arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
             return ((kept, self._state_specs(args[0][1], args[0][0], update)), batch_specs, P())
 
-        return LocalFunction(call, Layout(arguments, self.f.layout.axes, self.f.layout.describe), "train_step")
+        layout = replace(self.f.layout, arguments=arguments, update_axis=None, update_specs=None)
+        return LocalFunction(call, layout, "train_step")
 
 
 # -----------------------------------------------------------------------------

@@ -7,7 +7,7 @@ the collectives written in. What runs is differentiable, so gradients, and their
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import optree
@@ -81,7 +81,7 @@ def partition(
         return tuple(_merge_trees(a, b, axis, inner.axes) for a, b in zip(before, own, strict=True))
 
     described = (*inner.describe, describe or f"partition({axis!r})")
-    layout = Layout(arguments, (*inner.axes, axis), described, inner.update_axis, inner.update_specs)
+    layout = replace(inner, arguments=arguments, axes=(*inner.axes, axis), describe=described)
     local = _Partition(f, axis, specs, out_specs, parameters, tuple(gathered), strict, inner)
     name: str = getattr(f, "name", "") or getattr(f, "__name__", "function")
     return LocalFunction(local, layout, name)

@@ -36,6 +36,7 @@ class Program:
         in_specs, out_specs: how each input and result lies.
         in_paths, out_paths: their pytree paths.
         name: for messages.
+        passes: the names of the rewrites that ran, in order.
         notes: lines that `explain` prints below its table.
     """
 
@@ -46,6 +47,7 @@ class Program:
     in_paths: list[str]
     out_paths: list[str]
     name: str
+    passes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     cache: dict[str, Any] = field(default_factory=dict, repr=False)  # what runtimes prepare, once
 

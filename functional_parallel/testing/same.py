@@ -57,7 +57,7 @@ def assert_same(
 
 
 def _on_every_rank(f: Callable[..., Any], mesh: Mesh, in_specs: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
-    staged = stage(f, mesh, args, in_specs, UNCHECKED, getattr(f, "__name__", "f"))
+    staged = stage(f, mesh, args, in_specs, UNCHECKED, name=getattr(f, "__name__", "f"))
     runtime = SimulatedRuntime(mesh, deduplicate=False)
     tensors = [leaf for leaf in optree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
     program = staged.program

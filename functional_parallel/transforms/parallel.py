@@ -13,6 +13,7 @@ from sharding_specs import Mesh, P, SpecError, apply_rules, as_spec, broadcast_s
 from ..collectives.axes import current_axes, hidden_axes
 from ..local_function import LocalFunction, PyTree, SpecTree, axis_mesh, whole_arguments
 from ..partition import partition
+from ..program.passes import Gathers
 from .transform import Order, Transform
 
 __all__ = ["data_parallel", "parameter_specs", "tensor_parallel", "zero"]
@@ -69,7 +70,16 @@ def data_parallel(axis: str, *, batch: SpecTree = None, strict: bool = False) ->
     return _zero(0, axis, None, batch, strict, f"data_parallel({axis!r})")
 
 
-def zero(stage: int, axis: str, specs: Rules = None, *, batch: SpecTree = None, strict: bool = False) -> Transform:
+def zero(
+    stage: int,
+    axis: str,
+    specs: Rules = None,
+    *,
+    batch: SpecTree = None,
+    keep_gathered: bool = False,
+    prefetch: int = 1,
+    strict: bool = False,
+) -> Transform:
     """Split the batch over an axis, and with it what training keeps: ZeRO (arXiv 1910.02054).
 
     | stage | sharded at rest | gradients |
@@ -77,6 +87,8 @@ def zero(stage: int, axis: str, specs: Rules = None, *, batch: SpecTree = None, 
     | 0 | nothing | psum |
     | 1, 2 | optimizer state | psum_scatter, then the new parameters are gathered |
     | 3 | parameters and optimizer state | psum_scatter, the transpose of the gather before use |
+
+    At stage 3 a layer's parameters are gathered just before use, dropped after it, and gathered again in the backward.
 
     >>> import torch, functional_parallel as fp
     >>> from sharding_specs import Mesh
@@ -90,6 +102,8 @@ def zero(stage: int, axis: str, specs: Rules = None, *, batch: SpecTree = None, 
         specs: at stage 3, which dim of a parameter lies along the axis; by default the longest that divides and no
             other axis takes. Parameters without such a dim stay whole.
         batch: as for `data_parallel`.
+        keep_gathered: at stage 3, keep what the forward gathered for the backward: less sent, more held.
+        prefetch: at stage 3, how many layers ahead of its use a layer is gathered.
         strict: refuse ops that have no sharding rule.
 
     Raises:
@@ -97,10 +111,13 @@ def zero(stage: int, axis: str, specs: Rules = None, *, batch: SpecTree = None, 
     """
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"zero(stage={stage!r}): the stages are 0 (data parallel), 1, 2 and 3")
-    return _zero(stage, axis, specs, batch, strict, f"zero({stage}, {axis!r})")
+    passes = (Gathers(axis, keep_gathered, prefetch),) if stage == 3 else ()
+    return _zero(stage, axis, specs, batch, strict, f"zero({stage}, {axis!r})", passes)
 
 
-def _zero(stage: int, axis: str, specs: Rules, batch: SpecTree, strict: bool, name: str) -> Transform:
+def _zero(
+    stage: int, axis: str, specs: Rules, batch: SpecTree, strict: bool, name: str, passes: tuple[Gathers, ...] = ()
+) -> Transform:
     def apply(f: Callable[..., Any]) -> LocalFunction:
         inner = f.layout.arguments if isinstance(f, LocalFunction) else whole_arguments
         at_rest = _AtRest(axis, inner) if specs is None else lambda args: _only(parameter_specs(specs)(args[0]), axis)
@@ -110,7 +127,7 @@ def _zero(stage: int, axis: str, specs: Rules, batch: SpecTree, strict: bool, na
             return (parameters, *_rest(args, batch, P(axis)))
 
         local = partition(f, axis, in_specs, gathered=(0,) if stage == 3 else (), strict=strict, describe=name)
-        return local if stage in (0, 3) else local.updating(axis, at_rest)
+        return local.asking(*passes) if stage in (0, 3) else local.updating(axis, at_rest)
 
     return Transform(name, axis, Order.DATA, apply)
 

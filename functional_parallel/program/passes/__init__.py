@@ -1,0 +1,11 @@
+"""Rewrites of a program that a plan asks for: what is recomputed, when parameters are gathered, how sums are batched.
+
+A pass is a value with a `name`, a place in the `order`, and `run(traced, mesh)`, which rewrites the graph in place and
+leaves its meaning as it was. Transforms put passes into a function's layout; `fp.compile` runs them.
+"""
+
+from .base import ProgramPass, run_passes
+from .gathers import Gathers
+from .remat import Marked, Remat
+
+__all__ = ["Gathers", "Marked", "ProgramPass", "Remat", "run_passes"]

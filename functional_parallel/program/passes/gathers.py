@@ -1,0 +1,136 @@
+"""When parameters that lie sharded are gathered: just before use, again for the backward, some layers ahead.
+
+ZeRO-3 (arXiv 1910.02054 §5.3) and FSDP (arXiv 2304.11277 §4) release a layer's parameters after the forward has used
+them. Here that is no state to manage: the backward uses copies of the gathers, so no value lives from one to the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from sharding_specs import Mesh
+
+from ...tracing import Traced
+from ..collectives import primitive_name
+from .groups import layer_of_path
+from .recompute import forward_nodes, operands, recompute
+
+__all__ = ["Gathers"]
+
+aten = torch.ops.aten
+
+_RESHAPED = {
+    aten.view.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.expand.default,
+    aten._to_copy.default,
+    aten.alias.default,
+    aten.detach.default,
+}
+
+
+@dataclass(frozen=True)
+class Gathers:
+    """Place the gathers of parameters over one axis.
+
+    Attributes:
+        axis: the mesh axis over which they lie sharded.
+        keep: whether what the forward gathered is kept for the backward (FSDP's reshard_after_forward=False).
+        prefetch: how many layers ahead of its first use a layer is gathered.
+    """
+
+    axis: str
+    keep: bool = False
+    prefetch: int = 1
+    name: str = "gathers"
+    order: int = 1
+
+    def run(self, traced: Traced, mesh: Mesh) -> None:
+        gathered = self._gathered(traced)
+        if not self.keep:
+            recompute(traced, gathered)
+        self._place(traced)
+
+    def _gathered(self, traced: Traced) -> set[fx.Node]:
+        """The gathers in the forward, what they are made of, and views and casts of their results."""
+        stored = set(traced.inputs)  # and what is made of parameters without communication
+        found: set[fx.Node] = set()
+        for node in forward_nodes(traced):
+            needs = operands(node)
+            if self._is_gather(node) and needs[0] in stored:
+                found.add(node)
+            elif node.target in _RESHAPED or primitive_name(node) == "pcast":
+                if needs[0] in found:
+                    found.add(node)
+                elif needs[0] in stored:
+                    stored.add(node)
+        return found
+
+    def _is_gather(self, node: fx.Node) -> bool:
+        return primitive_name(node) == "all_gather" and self.axis in node.args[1]
+
+    def _place(self, traced: Traced) -> None:
+        """Move each layer's gathers to the first use of the layer that is `prefetch` layers before it."""
+        position = {node: index for index, node in enumerate(traced.graph.nodes)}
+        uses = sorted((self._first_use(g, position), g) for g in traced.nodes if self._is_parameter_gather(g, position))
+        ordered = list(position)
+        groups = [
+            [(ordered[use], gather) for use, gather in group]
+            for _, group in itertools.groupby(uses, key=lambda pair: _layer(pair[1]))
+        ]
+        for index, group in enumerate(groups):
+            ahead = groups[max(index - self.prefetch, 0)] if self.prefetch else group
+            for use, gather in group:
+                anchor = ahead[0][0] if self.prefetch else use
+                for node in self._with_views(gather, position):
+                    anchor.prepend(node)
+
+    def _is_parameter_gather(self, node: fx.Node, position: dict[fx.Node, int]) -> bool:
+        return self._is_gather(node) and _stored_input(node) is not None
+
+    def _first_use(self, gather: fx.Node, position: dict[fx.Node, int]) -> int:
+        """The position of the first op that computes with a gathered parameter."""
+        uses = [
+            self._first_use(user, position) if user.target in _RESHAPED or _is_cast(user) else position[user]
+            for user in gather.users
+            if user.op == "call_function"
+        ]
+        return min(uses, default=len(position) - 1)
+
+    def _with_views(self, gather: fx.Node, position: dict[fx.Node, int]) -> list[fx.Node]:
+        """A gather with what is made for it alone before it, and views and casts of its result, in order."""
+        before = [gather]
+        while before[0].args[0].op == "call_function" and len(before[0].args[0].users) == 1:
+            before.insert(0, before[0].args[0])
+        after, pending = [], [gather]
+        while pending:
+            views = [user for user in pending.pop().users if user.target in _RESHAPED or _is_cast(user)]
+            after += views
+            pending += views
+        return before + sorted(after, key=position.__getitem__)
+
+
+def _is_cast(node: fx.Node) -> bool:
+    return primitive_name(node) == "pcast"
+
+
+def _stored_input(gather: fx.Node) -> fx.Node | None:
+    """The parameter that a gather gathers, through casts of it."""
+    node = gather.args[0]
+    while node.op == "call_function" and (node.target in _RESHAPED or _is_cast(node)):
+        node = node.args[0]
+    return node if node.op == "placeholder" and node.meta.get("parameter") else None
+
+
+def _layer(gather: fx.Node) -> str:
+    node = _stored_input(gather)
+    assert node is not None
+    return layer_of_path(node.meta["path"])
