@@ -33,10 +33,12 @@ from .compile import Compiled, LayoutError, OutSpecError, compile, shard_map
 from .constrain import constrain
 from .derivatives import grad, grad_and_value, hessian, jvp, vmap
 from .functional import functional
+from .loss_scaling import LossScale, LossScaleError
 from .partition import PartitionError, PartitionWarning, partition
 from .partition.rules import register_rule
 from .program import Program
 from .runtime import CollectiveError, is_main_rank
+from .sampler import Sampler
 from .train import Metrics, TrainState, train_step
 from .transforms import OrderError, chain, data_parallel, from_specs, tensor_parallel, zero
 from .varying import TypingError
@@ -46,12 +48,15 @@ __all__ = [
     "CollectiveTypeError",
     "Compiled",
     "LayoutError",
+    "LossScale",
+    "LossScaleError",
     "Metrics",
     "OrderError",
     "OutSpecError",
     "PartitionError",
     "PartitionWarning",
     "Program",
+    "Sampler",
     "TrainState",
     "TypingError",
     "UnboundAxisError",
