@@ -22,13 +22,16 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import optree
 import torch
 import torch.distributed as dist
 
 from sharding_specs import Mesh, MeshError, SpecError, memory_table, validate
 
+from .estimate import CONVENTIONS, estimate
 from .program.explain import readable_bytes
 from .train import TrainStep
+from .transforms import chain, tensor_parallel, zero
 from .transforms.parallel import parameter_specs
 
 __all__ = ["main"]
@@ -73,7 +76,16 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--program", action="store_true", help="print the program's text instead of a table")
     explain.set_defaults(run=_explain)
 
-    memory = commands.add_parser("memory", help="the bytes that each rank holds of a model's parameters")
+    memory = commands.add_parser(
+        "memory", help="the bytes that each rank holds of a model's parameters, or to train it"
+    )
+    memory.add_argument(
+        "--zero", type=int, choices=range(4), help="also count gradients and optimizer at this stage of ZeRO"
+    )
+    memory.add_argument("--axis", default="data", help="the mesh axis of --zero")
+    memory.add_argument(
+        "--convention", choices=sorted(CONVENTIONS), default="zero", help="bytes per parameter that --zero counts"
+    )
     memory.set_defaults(run=_memory)
 
     for command in (explain, memory):
@@ -155,7 +167,20 @@ def _memory(chosen: argparse.Namespace) -> str:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in cells]
     total = readable_bytes(sum(row.bytes for row in rows))
-    return "\n".join([*lines, f"total {total} per rank on {mesh!r}"])
+    lines.append(f"total {total} per rank on {mesh!r}")
+    if chosen.zero is not None:
+        lines += ["", _to_train(chosen, params, specs, mesh)]
+    return "\n".join(lines)
+
+
+def _to_train(chosen: argparse.Namespace, params: Any, specs: Any, mesh: Mesh) -> str:
+    mesh.axis_size(chosen.axis)  # refuses an axis that is not there
+    used = {axis for spec in optree.tree_leaves(specs) for axis in spec.axes}
+    others = [tensor_parallel(axis, specs) for axis in reversed(mesh.axis_names) if axis in used - {chosen.axis}]
+    at_rest = specs if chosen.zero == 3 and chosen.axis in used else None
+    plan = chain(*others, zero(chosen.zero, chosen.axis, at_rest))
+    found = estimate(params, mesh, plan, convention=chosen.convention)
+    return f"{plan!r}, {sum(CONVENTIONS[chosen.convention])} bytes per parameter:\n{found}"
 
 
 def _result(chosen: argparse.Namespace, wanted: str) -> tuple[Any, Any]:

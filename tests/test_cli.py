@@ -62,6 +62,16 @@ def test_memory_counts_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[-1] == "total 128 B per rank on Mesh(data=2, tensor=2)"
 
 
+def test_memory_counts_what_training_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    """64 parameters, split over tensor; gradients and optimizer of ZeRO-2 over data too: 32·2 + 16·2 + 16·12 bytes."""
+    lines = output(capsys, "memory", "tests.cli_targets:model", *MESH, "--zero", "2").splitlines()
+    assert lines[-5] == "chain(tensor_parallel('tensor'), zero(2, 'data')), 16 bytes per parameter:"
+    assert [line.split()[1] for line in lines[-4:]] == ["64", "32", "192", "288"]
+    lines = output(capsys, "memory", "tests.cli_targets:model", *MESH, "--zero", "3", "--axis", "tensor").splitlines()
+    assert lines[-5] == "chain(zero(3, 'tensor')), 16 bytes per parameter:"
+    assert lines[-1] == "total       512 B"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -71,6 +81,7 @@ def test_memory_counts_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
         (("explain", "tests.cli_targets:wrong", *MESH), "shall return a compiled function"),
         (("memory", "tests.cli_targets:model", "--mesh", "data=2"), "has no axis 'tensor'"),
         (("memory", "tests.cli_targets:model", "--mesh", "data=two"), "data=two"),
+        (("memory", "tests.cli_targets:model", *MESH, "--zero", "1", "--axis", "batch"), "has no axis 'batch'"),
     ],
 )
 def test_arguments_that_name_nothing(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str) -> None:

@@ -1,0 +1,20 @@
+"""Examples in the docstrings of the parts that stand beside the compiler run and print what they say."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+
+from functional_parallel import optim
+
+MODULES = [module.name for module in pkgutil.walk_packages(optim.__path__, optim.__name__ + ".")]
+MODULES += [f"functional_parallel.{name}" for name in ("estimate", "loss_scaling", "sampler")]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(name))
+    assert result.failed == 0
