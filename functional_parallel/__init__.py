@@ -32,6 +32,7 @@ from .collectives import (
 from .compile import Compiled, LayoutError, OutSpecError, compile, shard_map
 from .constrain import constrain
 from .derivatives import grad, grad_and_value, hessian, jvp, vmap
+from .estimate import activation_bytes, estimate
 from .functional import functional
 from .loss_scaling import LossScale, LossScaleError
 from .partition import PartitionError, PartitionWarning, partition
@@ -40,7 +41,17 @@ from .program import Program
 from .runtime import CollectiveError, is_main_rank
 from .sampler import Sampler
 from .train import Metrics, TrainState, train_step
-from .transforms import OrderError, chain, data_parallel, from_specs, tensor_parallel, zero
+from .transforms import (
+    OrderError,
+    accumulate,
+    chain,
+    data_parallel,
+    from_specs,
+    recompute,
+    remat,
+    tensor_parallel,
+    zero,
+)
 from .varying import TypingError
 
 __all__ = [
@@ -60,6 +71,8 @@ __all__ = [
     "TrainState",
     "TypingError",
     "UnboundAxisError",
+    "accumulate",
+    "activation_bytes",
     "all_gather",
     "all_to_all",
     "axis_index",
@@ -69,6 +82,7 @@ __all__ = [
     "compile",
     "constrain",
     "data_parallel",
+    "estimate",
     "from_specs",
     "functional",
     "gather",
@@ -90,9 +104,11 @@ __all__ = [
     "psum_scatter",
     "pvary",
     "random",
+    "recompute",
     "recv",
     "reduce",
     "register_rule",
+    "remat",
     "scatter",
     "send",
     "shard_map",

@@ -15,9 +15,10 @@ from sharding_specs import Mesh, P, broadcast_specs, local_shape, tree_paths, va
 from .collectives import guards
 from .collectives.axes import bind
 from .collectives.types import CollectiveTypeError, State, Type
-from .local_function import LocalFunction, PyTree, SpecTree
+from .local_function import Layout, LocalFunction, PyTree, SpecTree, whole_arguments
 from .program import Program, drop_trivial
 from .program.passes import Marked, run_passes
+from .program.unroll import unroll
 from .runtime import default_runtime
 from .tracing import Aval, forget_values, simplify, trace
 from .varying import Typing, type_of
@@ -211,10 +212,12 @@ def stage(
         parameters: the path of the argument that holds the model's parameters.
         without: names of passes to leave out.
     """
-    with bind(mesh.shape, None):
-        specs = f.layout.arguments(args) if isinstance(f, LocalFunction) else _per_argument(in_specs, args)
+    layout = f.layout if isinstance(f, LocalFunction) else Layout(whole_arguments)
+    wide = layout.mesh(mesh)
+    with bind(wide.shape, None):
+        specs = layout.arguments(args) if isinstance(f, LocalFunction) else _per_argument(in_specs, args)
         full = tuple(broadcast_specs(spec, arg) for spec, arg in zip(specs, args, strict=True))
-        validate(args, full, mesh)
+        validate(args, full, wide)
         leaves, tree = optree.tree_flatten(args)
         flat_specs = optree.tree_leaves(full, is_leaf=_is_spec)
         chosen = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -232,32 +235,39 @@ def stage(
             found["outputs"] = [_TENSOR if isinstance(output, torch.Tensor) else output for output in outputs]
             return [output for output in outputs if isinstance(output, torch.Tensor)]
 
-        specs_of_inputs = [flat_specs[index] for index in chosen]
-        avals = [_local_aval(leaves[index], flat_specs[index], mesh) for index in chosen]
-        types = [_type(spec) for spec in specs_of_inputs]
-        traced = trace(flat, avals, types=types, on_node=Typing(mesh.shape))
+        avals = [_local_aval(leaves[index], flat_specs[index], wide) for index in chosen]
+        types = [_type(flat_specs[index]) for index in chosen]
+        traced = trace(flat, avals, types=types, on_node=Typing(wide.shape))
         held = [type_of(output) for output in traced.outputs]
-        traced = simplify(drop_trivial(forget_values(traced), mesh))
+        traced = simplify(drop_trivial(forget_values(traced), wide))
     kept = [index for index, output in enumerate(found["outputs"]) if output is _TENSOR]
-    specs_of_outputs = [found["specs"][index] for index in kept]
     paths = tree_paths(args)
     for node, index in zip(traced.inputs, chosen, strict=True):
         node.meta.update(path=paths[index], parameter=f"{paths[index]}/".startswith(f"{parameters}/"))
-    passes = f.layout.passes if isinstance(f, LocalFunction) else ()
-    ran = run_passes((Marked(), *passes), traced, mesh, without)
     program = Program(
         traced,
         mesh,
-        in_specs=specs_of_inputs,
-        out_specs=specs_of_outputs,
+        in_specs=[flat_specs[index] for index in chosen],
+        out_specs=[found["specs"][index] for index in kept],
         in_paths=[paths[index] for index in chosen],
         out_paths=[found["paths"][index] for index in kept],
         name=name,
-        passes=ran,
     )
     if out_specs is not UNCHECKED:
         _check_results(program, held)
+    _rewrite(program, layout, without)
     return Staged(program, found["tree"], found["outputs"])
+
+
+def _rewrite(program: Program, layout: Layout, without: Collection[str]) -> None:
+    """Take the virtual axes out of a program, and run the passes that its transforms ask for."""
+    for axis, size in layout.virtual:
+        if size > 1:
+            anew = {node for each in layout.passes for node in each.per_microbatch(program.traced)}
+            program.traced = unroll(program.traced, axis, size, program.in_specs, program.out_specs, anew)
+        program.in_specs = [spec.without({axis}) for spec in program.in_specs]
+        program.out_specs = [spec.without({axis}) for spec in program.out_specs]
+    program.passes = run_passes((Marked(), *layout.passes), program.traced, program.mesh, without)
 
 
 # -----------------------------------------------------------------------------

@@ -29,17 +29,27 @@ class Layout:
 
     `arguments(args)` is a tuple of full spec trees, one per argument, made from the arguments' paths and shapes alone
     (whole or local shapes give the same). `axes` are the mesh axes that the function is local to, innermost transform
-    first; `describe` says in words what each transform did; `passes` are the rewrites that they ask of the compiled
-    program. `update_axis` names an axis over which the optimizer's work
-    and state are split though the parameters are not (ZeRO-1 and 2), and `update_specs(args)` how.
+    first; `describe` says in words what each transform did. `passes` are the rewrites that transforms ask of the
+    compiled program; `virtual` are axes that no mesh has, with their sizes: microbatches. `update_axis` names an axis
+    over which the optimizer's work and state are split though the parameters are not (ZeRO-1 and 2), and
+    `update_specs(args)` how; `whole_gradients` says that gradients count as held whole until then (ZeRO-1).
     """
 
     arguments: Callable[[tuple[PyTree, ...]], tuple[SpecTree, ...]]
     axes: tuple[str, ...] = ()
     describe: tuple[str, ...] = ()
     passes: tuple[Any, ...] = ()
+    virtual: tuple[tuple[str, int], ...] = ()
     update_axis: str | None = None
     update_specs: Callable[[tuple[PyTree, ...]], SpecTree] | None = None
+    whole_gradients: bool = False
+
+    def mesh(self, mesh: Mesh) -> Mesh:
+        """A mesh together with the virtual axes."""
+        clash = [name for name, _ in self.virtual if name in mesh.axis_names]
+        if clash:
+            raise ValueError(f"{mesh!r} has an axis {clash[0]!r}, the name of the axis of microbatches; rename it")
+        return Mesh({**mesh.shape, **dict(self.virtual)})
 
 
 class LocalFunction:
@@ -67,11 +77,19 @@ class LocalFunction:
 
     def asking(self, *passes: Any) -> LocalFunction:
         """The same function, of whose program these rewrites are asked."""
-        return LocalFunction(self._call, replace(self.layout, passes=(*self.layout.passes, *passes)), self.name)
+        return self.with_layout(replace(self.layout, passes=(*self.layout.passes, *passes)))
 
-    def updating(self, axis: str, specs: Callable[[tuple[PyTree, ...]], SpecTree]) -> LocalFunction:
+    def updating(
+        self, axis: str, specs: Callable[[tuple[PyTree, ...]], SpecTree], *, whole_gradients: bool = False
+    ) -> LocalFunction:
         """The same function, its optimizer's work split over an axis."""
-        return LocalFunction(self._call, replace(self.layout, update_axis=axis, update_specs=specs), self.name)
+        return self.with_layout(
+            replace(self.layout, update_axis=axis, update_specs=specs, whole_gradients=whole_gradients)
+        )
+
+    def with_layout(self, layout: Layout) -> LocalFunction:
+        """The same function under another layout."""
+        return LocalFunction(self._call, layout, self.name)
 
     def __repr__(self) -> str:
         return f"{' → '.join((self.name, *self.layout.describe))}"

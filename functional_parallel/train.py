@@ -106,6 +106,7 @@ class TrainStep:
     ) -> None:
         self.f = f if isinstance(f, LocalFunction) else unsharded(f)
         self.optimizer, self.mesh, self.clip, self.seed = optimizer, mesh, clip, seed
+        self.wide_mesh = self.f.layout.mesh(mesh)  # with microbatches as an axis
         self.has_aux, self.own_batch = has_aux, own_batch
         self._places = getattr(optimizer, "specs", None)  # a user's own pair need not have it
         self.program: Any = None
@@ -125,10 +126,7 @@ class TrainStep:
 
     def load(self, params: PyTree, optimizer_state: PyTree, step: int) -> TrainState:
         """A state from whole parameters and a whole optimizer state, as `whole` returned them."""
-        with bind(self.mesh.shape, None):
-            specs = broadcast_specs(self.f.layout.arguments((params,))[0], params)
-            kept = optree.tree_map(_at_rest, specs, is_leaf=_is_spec)
-            state_specs = self._state_specs(optimizer_state, params, self._update_specs(params, kept))
+        kept, _, state_specs = self.placement(params, optimizer_state)
         self._trees = {
             "params": optree.tree_structure(params),
             "state": optree.tree_structure(optimizer_state),
@@ -140,6 +138,14 @@ class TrainStep:
             step,
             tuple(_held(leaf, runtime.shard, spec) for leaf, spec in zip(leaves, self._trees["specs"], strict=True)),
         )
+
+    def placement(self, params: PyTree, optimizer_state: PyTree) -> tuple[SpecTree, SpecTree, SpecTree]:
+        """How parameters lie between steps, how the optimizer sees them, and how its state lies."""
+        with bind(self.wide_mesh.shape, None):
+            specs = broadcast_specs(self.f.layout.arguments((params,))[0], params)
+            kept = optree.tree_map(_at_rest, specs, is_leaf=_is_spec)
+            update = self._update_specs(params, kept)
+            return kept, update, self._state_specs(optimizer_state, params, update)
 
     def params(self, state: TrainState) -> PyTree:
         """The parameters of a state, whole."""
@@ -227,14 +233,14 @@ class TrainStep:
         return stage(self._local_step(params, batch), self.mesh, args, name="train_step", parameters="0/0")
 
     def _global_shapes(self, params: PyTree, batch: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
-        with bind(self.mesh.shape, None):
+        with bind(self.wide_mesh.shape, None):
             specs = broadcast_specs(self.f.layout.arguments((params, *batch))[1:], batch)
 
         def whole(leaf: Any, spec: P) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             shape = list(leaf.shape)
-            for placement in spec.placements(self.mesh):
+            for placement in spec.only(self.mesh.axis_names).placements(self.mesh):
                 shape[placement.dim] *= self.mesh.axis_size(placement.axis)
             return leaf.new_empty(()).expand(shape)
 
@@ -261,7 +267,7 @@ class TrainStep:
 
     def _local_step(self, params: PyTree, batch: tuple[PyTree, ...]) -> LocalFunction:
         """The step on one rank's shards."""
-        with bind(self.mesh.shape, None):
+        with bind(self.wide_mesh.shape, None):
             declared = self.f.layout.arguments((params, *batch))
             compute = broadcast_specs(declared[0], params)
             kept = optree.tree_map(_at_rest, compute, is_leaf=_is_spec)

@@ -5,6 +5,7 @@
 | whole → whole, where the op is rank-dependent | `pvary` | psum |
 | whole → whole, gradient unreduced | `pcast` to Reduced | psum |
 | whole, gradient unreduced → the same, where the op is rank-dependent | `pcast` | `pcast` |
+| the same → whole | `pbroadcast` from one rank | the gradient on that rank, zeros on the others |
 | whole → sharded | `pscatter`, a slice | all_gather |
 | sharded → whole | `all_gather` | psum_scatter, or a slice if every use is whole |
 | sharded → sharded otherwise | `all_to_all` | all_to_all |
@@ -52,7 +53,9 @@ def convert(x: torch.Tensor, held: Place, form: Form, axis: str, size: int) -> t
     if isinstance(form, Whole):
         if isinstance(held, Partial):
             return emit("psum", x, (axis,), "varying")
-        assert isinstance(held, Shard), f"{held} becomes whole in the backward only"
+        if isinstance(held, Reduced):
+            return emit("pbroadcast", emit("pcast", x, (axis,), "reduced", "varying"), (axis,), 0)
+        assert isinstance(held, Shard)
         return _gather(x, held, axis, "invariant")
     assert isinstance(form, Shard), f"nothing is turned into {form}"
     if isinstance(held, Partial):

@@ -59,7 +59,8 @@ def decide(rule: RuleText, operands: Sequence[Operand], results: Sequence[Aval],
     """Apply a text rule to operands that lie in given places, on an axis of `size` ranks."""
     if len(rule.operands) != len(operands):
         raise RuleError(f"{where}: the rule {rule.text!r} names {len(rule.operands)} operands of {len(operands)}")
-    fits = [pattern.fit(op.aval.shape, where) for pattern, op in zip(rule.operands, operands, strict=True)]
+    ones = size == 1 and len({operand.aval.shape for operand in operands}) == 1
+    fits = [pattern.fit(op.aval.shape, where, ones=ones) for pattern, op in zip(rule.operands, operands, strict=True)]
     sizes = factor_sizes(fits, operands, where)
     choice = _choose(rule, fits, operands, sizes, size)
     if choice is None:
@@ -68,7 +69,7 @@ def decide(rule: RuleText, operands: Sequence[Operand], results: Sequence[Aval],
     mark = rule.marks.get(choice.factor, "")
     places = []
     for pattern, aval in zip(rule.results, results, strict=False):
-        place = placed(pattern.fit(aval.shape, where), choice, sizes)
+        place = placed(pattern.fit(aval.shape, where, ones=ones), choice, sizes)
         if place is None and not mark:
             raise RuleError(f"{where}: {rule.text!r} drops factor {choice.factor}, which needs a mark (+, >, ^, …)")
         places.append(place or (PARTIAL if mark in "+?" else WHOLE))

@@ -44,10 +44,11 @@ class Pattern:
     def ellipsis(self) -> int | None:
         return next((index for index, dim in enumerate(self.dims) if dim == ("...",)), None)
 
-    def fit(self, shape: tuple[int, ...], where: str) -> tuple[tuple[str, ...], ...]:
+    def fit(self, shape: tuple[int, ...], where: str, *, ones: bool = False) -> tuple[tuple[str, ...], ...]:
         """The factors of each dim of a tensor of this shape; a size-one dim under an ellipsis has none.
 
-        The ellipsis' dims are named from the right, `.0` the last, so that broadcasting aligns them.
+        The ellipsis' dims are named from the right, `.0` the last, so that broadcasting aligns them. With `ones`, where
+        nothing is broadcast, dims of size one are named too: an axis of one rank may split them.
         """
         position = self.ellipsis
         extra = len(shape) - len(self.dims) + (position is not None)
@@ -56,7 +57,7 @@ class Pattern:
         if position is None:
             return self.dims
         sizes = shape[position : position + extra]
-        filled = tuple((f".{extra - 1 - i}",) if size != 1 else () for i, size in enumerate(sizes))
+        filled = tuple((f".{extra - 1 - i}",) if ones or size != 1 else () for i, size in enumerate(sizes))
         return self.dims[:position] + filled + self.dims[position + 1 :]
 
 

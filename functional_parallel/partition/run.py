@@ -222,11 +222,17 @@ class _Run:
                 continue
             held = self.values[output].place
             place = wanted[index] if wanted is not None else None
-            place = place if place is not None else (WHOLE if held == PARTIAL else held)
+            place = place if place is not None else (WHOLE if held in (PARTIAL, REDUCED) else held)
             with inherit(source_of(output)):
-                parts.append(self._in_form(output, place))
+                parts.append(self._result(output, place))
             places.append(place)
         return parts, places
+
+    def _result(self, output: fx.Node, place: Place) -> Any:
+        value = self.values[output]
+        if value.place == REDUCED and place == WHOLE and _may_have_gradient(output.meta["val"]):
+            return convert(value.part, REDUCED, WHOLE, self.axis, self.size)
+        return self._in_form(output, place)
 
 
 def _results(node: fx.Node) -> list[Aval]:

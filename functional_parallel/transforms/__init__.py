@@ -1,7 +1,9 @@
 """Parallelism as function transforms: each takes a function and one mesh axis, and returns a function on shards."""
 
+from .accumulate import accumulate
 from .from_specs import from_specs
 from .parallel import data_parallel, tensor_parallel, zero
+from .remat import recompute, remat
 from .transform import Order, OrderError, Plan, Transform, chain
 
 __all__ = [
@@ -9,9 +11,12 @@ __all__ = [
     "OrderError",
     "Plan",
     "Transform",
+    "accumulate",
     "chain",
     "data_parallel",
     "from_specs",
+    "recompute",
+    "remat",
     "tensor_parallel",
     "zero",
 ]

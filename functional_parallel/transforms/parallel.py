@@ -16,7 +16,7 @@ from ..partition import partition
 from ..program.passes import Gathers
 from .transform import Order, Transform
 
-__all__ = ["data_parallel", "parameter_specs", "tensor_parallel", "zero"]
+__all__ = ["data_parallel", "parameter_specs", "rest_specs", "tensor_parallel", "zero"]
 
 Rules = Any  # pattern → spec, a list of such pairs, or a tree of specs
 
@@ -47,7 +47,7 @@ def tensor_parallel(axis: str, specs: Rules, *, batch: SpecTree = None, strict: 
     find = parameter_specs(specs)
 
     def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
-        return (_only(find(args[0]), axis), *_rest(args, batch))
+        return (_only(find(args[0]), axis), *rest_specs(args, batch))
 
     name = f"tensor_parallel({axis!r})"
     return Transform(name, axis, Order.TENSOR, lambda f: partition(f, axis, in_specs, strict=strict, describe=name))
@@ -124,10 +124,12 @@ def _zero(
 
         def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
             parameters = at_rest(args) if stage == 3 else P() if stage == 0 else P(reduced={axis})
-            return (parameters, *_rest(args, batch, P(axis)))
+            return (parameters, *rest_specs(args, batch, P(axis)))
 
         local = partition(f, axis, in_specs, gathered=(0,) if stage == 3 else (), strict=strict, describe=name)
-        return local.asking(*passes) if stage in (0, 3) else local.updating(axis, at_rest)
+        if stage in (0, 3):
+            return local.asking(*passes)
+        return local.updating(axis, at_rest, whole_gradients=stage == 1)
 
     return Transform(name, axis, Order.DATA, apply)
 
@@ -194,7 +196,7 @@ def _only(specs: SpecTree, axis: str) -> SpecTree:
     return optree.tree_map(lambda spec: spec.only({axis}), specs, is_leaf=_is_spec)
 
 
-def _rest(args: tuple[PyTree, ...], batch: SpecTree, default: P | None = None) -> list[SpecTree]:
+def rest_specs(args: tuple[PyTree, ...], batch: SpecTree, default: P | None = None) -> list[SpecTree]:
     """Specs of the arguments after the parameters."""
     if batch is not None:
         return [batch] * (len(args) - 1) if not isinstance(batch, tuple) else list(batch)

@@ -39,10 +39,10 @@ class Order(IntEnum):
 
 @dataclass(frozen=True)
 class Transform:
-    """One transform: `name` in messages, the mesh `axis` it takes, its place in the order, and what it does."""
+    """One transform: `name` in messages, the axis it takes if any, its place in the order, what it does."""
 
     name: str
-    axis: str
+    axis: str | None
     order: Order
     apply: Callable[[Callable[..., Any]], LocalFunction]
 
@@ -112,6 +112,8 @@ def _check_order(transforms: tuple[Transform, ...]) -> None:
 def _check_axes(transforms: tuple[Transform, ...]) -> None:
     taken: dict[str, Transform] = {}
     for transform in transforms:
+        if transform.axis is None:
+            continue
         other = taken.setdefault(transform.axis, transform)
         if other is not transform:
             raise OrderError(

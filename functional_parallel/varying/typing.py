@@ -90,8 +90,8 @@ class Typing:
             )
         if together and partial == together:
             return _U
-        if len(partial) == 1 and marks[partial[0]] == "~":
-            return _U
+        if len(partial) == 1 and (marks[partial[0]] == "~" or node.meta["backward"]):
+            return _U  # a backward op is linear in its gradient, and no other partial sum gets that far
         raise TypingError(
             f"{_where(node)}: {node.target} is not linear in a value that is Unreduced over {axis!r} (the ranks hold "
             f"partial sums), so the sum of its results is not its result of the sum; write fp.psum(x, {axis!r}) first"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Protocol
 
+from torch import fx
+
 from sharding_specs import Mesh
 
 from ...tracing import Traced
@@ -21,6 +23,10 @@ class ProgramPass(Protocol):
     @property
     def order(self) -> int:
         """Passes run by ascending order: 0 recomputes, 1 places gathers, 2 merges collectives."""
+        ...
+
+    def per_microbatch(self, traced: Traced) -> Collection[fx.Node]:
+        """Values that are the same for every microbatch, but shall be computed for each anew."""
         ...
 
     def run(self, traced: Traced, mesh: Mesh) -> None: ...

@@ -53,6 +53,9 @@ class Gathers:
     name: str = "gathers"
     order: int = 1
 
+    def per_microbatch(self, traced: Traced) -> set[fx.Node]:
+        return set() if self.keep else self._gathered(traced)
+
     def run(self, traced: Traced, mesh: Mesh) -> None:
         gathered = self._gathered(traced)
         if not self.keep:

@@ -33,6 +33,9 @@ class Remat:
     name: str = "remat"
     order: int = 0
 
+    def per_microbatch(self, traced: Traced) -> set[fx.Node]:
+        return set()
+
     def run(self, traced: Traced, mesh: Mesh) -> None:
         forward = forward_nodes(traced)
         if callable(self.policy):
@@ -64,6 +67,9 @@ class Marked:
     name: str = "recompute"
     order: int = 0
 
+    def per_microbatch(self, traced: Traced) -> set[fx.Node]:
+        return set()
+
     def run(self, traced: Traced, mesh: Mesh) -> None:
         forward = forward_nodes(traced)
         regions = {node: node.meta["source"].region if node.meta["source"] else None for node in forward}
@@ -75,18 +81,23 @@ def _inside(forward: list[fx.Node], segments: dict[fx.Node, Hashable]) -> set[fx
     """The values of segments that no other part of the forward takes, or that follow from those without parameters."""
     members = set(forward)
     dropped: set[fx.Node] = set()
+    weights = _made_of_parameters(forward)
     for node in forward:
         segment = segments[node]
         if segment is None:
             continue
         leaves = any(user in members and segments[user] != segment for user in node.users)
-        if not leaves or _follows_from_kept(node, segment, segments, dropped):
+        if not leaves or _follows_from_kept(node, segment, segments, dropped, weights):
             dropped.add(node)
     return dropped
 
 
 def _follows_from_kept(
-    node: fx.Node, segment: Hashable, segments: dict[fx.Node, Hashable], dropped: set[fx.Node]
+    node: fx.Node,
+    segment: Hashable,
+    segments: dict[fx.Node, Hashable],
+    dropped: set[fx.Node],
+    weights: set[fx.Node],
 ) -> bool:
     """Whether a value takes no parameter to compute from kept values of its own segment.
 
@@ -98,13 +109,24 @@ def _follows_from_kept(
         if value in seen:
             continue
         seen.add(value)
-        if value.op == "placeholder" and value.meta.get("parameter"):
+        if value in weights:
             return False
         if value in dropped:
             pending += operands(value)
         else:
             own = own or segments.get(value) == segment
     return own
+
+
+def _made_of_parameters(forward: list[fx.Node]) -> set[fx.Node]:
+    """Parameters, and what is made of nothing else: casts, gathers, views of them."""
+    found: set[fx.Node] = set()
+    for node in forward:
+        needs = operands(node)
+        found.update(need for need in needs if need.op == "placeholder" and need.meta.get("parameter"))
+        if needs and all(need in found for need in needs):
+            found.add(node)
+    return found
 
 
 def _attention_cores(forward: list[fx.Node]) -> set[fx.Node]:

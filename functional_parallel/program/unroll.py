@@ -1,0 +1,277 @@
+"""Microbatches: a virtual mesh axis, whose ranks one rank plays one after another.
+
+A function partitioned over the axis `microbatch` says, with the types and collectives of any other axis, what each
+microbatch computes alone and what is summed over all. Here that axis is taken out of the program again: the ops of each
+microbatch follow one another, a sum over the axis becomes a running sum, and what does not depend on the microbatch is
+computed once.
+
+A value that needs a sum over all microbatches, as the count of a loss's targets, must wait for all of them. So ops are
+put into rounds: every microbatch passes through one round before any enters the next. Each op runs in the last round
+possible, so the forward stands beside its backward, and only what the sums need runs before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import fx
+
+from sharding_specs import P
+
+from ..collectives.types import Type
+from ..tracing import Aval, Traced
+from ..tracing.graph import walk_args
+from .collectives import primitive_name
+
+__all__ = ["UnrollError", "unroll"]
+
+aten = torch.ops.aten
+
+_COMBINE = {"psum": aten.add.Tensor, "pmax": aten.maximum.default, "pmin": aten.minimum.default}
+_NOTHING = ("pvary", "pcast")
+
+
+class UnrollError(ValueError):
+    """A program that asks of microbatches what only ranks that run side by side can do."""
+
+
+def unroll(
+    traced: Traced,
+    axis: str,
+    size: int,
+    in_specs: list[P],
+    out_specs: list[P],
+    replicated: Collection[fx.Node] = (),
+) -> Traced:
+    """Take a virtual axis out of a program.
+
+    Args:
+        traced: the graph at the shapes of one microbatch, with types.
+        axis, size: the virtual axis and the number of microbatches.
+        in_specs, out_specs: how inputs and results lie, the virtual axis included.
+        replicated: values that do not depend on the microbatch but shall be computed for each anew, so that they need
+            not be kept from one to the next: gathered parameters.
+
+    Returns:
+        A graph without the axis, whose inputs and results hold all microbatches.
+
+    Raises:
+        UnrollError: when an op moves values between microbatches otherwise than by sums, extrema and gathers.
+    """
+    return _Unroll(traced, axis, size, in_specs, out_specs, set(replicated)).result
+
+
+class _Unroll:
+    def __init__(
+        self, traced: Traced, axis: str, size: int, in_specs: list[P], out_specs: list[P], replicated: set[fx.Node]
+    ) -> None:
+        self.old, self.axis, self.size, self.replicated = traced, axis, size, replicated
+        self.graph = fx.Graph()
+        self.once: dict[fx.Node, fx.Node] = {}
+        self.own: list[dict[fx.Node, fx.Node]] = [{} for _ in range(size)]
+        self.result = Traced(self.graph, constants=dict(traced.constants))
+        self.varying = self._varying(in_specs)
+        self._inputs(in_specs)
+        self._rounds()
+        self.result.outputs = [
+            self._output(output, spec) for output, spec in zip(traced.outputs, out_specs, strict=True)
+        ]
+        self.result.seal()
+        for node in self.graph.nodes:
+            if "type" in node.meta:
+                node.meta["type"] = Type({name: state for name, state in node.meta["type"].items() if name != axis})
+
+    # --- what depends on the microbatch, and when it runs ---
+
+    def _varying(self, in_specs: list[P]) -> set[fx.Node]:
+        found = {node for node, spec in zip(self.old.inputs, in_specs, strict=True) if self.axis in spec.axes}
+        for node in self.old.nodes:
+            if self._is_barrier(node) and primitive_name(node) != "psum_scatter":
+                continue
+            if self._names_axis(node) or any(operand in found for operand in _operands(node)):
+                found.add(node)
+        return found
+
+    def _names_axis(self, node: fx.Node) -> bool:
+        name = primitive_name(node)
+        if name is None:
+            return False
+        axes = node.args[0] if name == "axis_index" else node.args[1]
+        if self.axis in axes and len(axes) > 1:
+            raise UnrollError(f"{node.meta['source']}: {name} over {tuple(axes)} at once; name {self.axis!r} apart")
+        return self.axis in axes
+
+    def _is_barrier(self, node: fx.Node) -> bool:
+        """Whether the op needs all microbatches."""
+        name = primitive_name(node)
+        return name not in (None, "axis_index", "pscatter", *_NOTHING) and self._names_axis(node)
+
+    def _last_rounds(self) -> dict[fx.Node, int]:
+        """Per op the last round it can run in; a barrier's result is there after its round."""
+        first: dict[fx.Node, int] = {}
+        for node in self.old.nodes:
+            first[node] = max((self._after(operand, first) for operand in _operands(node)), default=0)
+        last = max((first[node] for node in first if node in self.varying or self._is_barrier(node)), default=0)
+        found: dict[fx.Node, int] = {}
+        for node in reversed(list(self.old.nodes)):
+            users = [found[user] for user in node.users if user in found]
+            wanted = min(users, default=last + 1)
+            found[node] = min(wanted - 1, last) if self._is_barrier(node) else wanted
+            if node in self.varying:
+                found[node] = min(found[node], last)
+        return found
+
+    def _after(self, node: fx.Node, first: dict[fx.Node, int]) -> int:
+        return first.get(node, 0) + (1 if node in first and self._is_barrier(node) else 0)
+
+    # --- writing the new graph ---
+
+    def _inputs(self, in_specs: list[P]) -> None:
+        for node, spec in zip(self.old.inputs, in_specs, strict=True):
+            new = self.graph.placeholder(node.name)
+            new.meta = dict(node.meta)
+            self.result.inputs.append(new)
+            if node not in self.varying:
+                self.once[node] = new
+                continue
+            dim = self._dim_of(spec, str(node.meta.get("path", node.name)))
+            aval = node.meta["val"]
+            new.meta["val"] = _resized(aval, dim, self.size)
+            for number in range(self.size):
+                bounds = (dim, number * aval.shape[dim], (number + 1) * aval.shape[dim])
+                self.own[number][node] = self._write(aten.slice.Tensor, (new, *bounds), node.meta)
+        for node in self.old.graph.nodes:
+            if node.op == "get_attr":
+                new = self.once[node] = self.graph.get_attr(node.target)
+                new.meta = dict(node.meta)
+
+    def _dim_of(self, spec: P, where: str) -> int:
+        for dim, factors in enumerate(spec.dims):
+            if self.axis in factors:
+                if any(isinstance(factor, int) for factor in factors[: factors.index(self.axis)]):
+                    raise UnrollError(f"{where}: {spec!r} splits an inner factor of dim {dim} into microbatches")
+                return dim
+        raise UnrollError(f"{where}: {spec!r} does not say which dim holds the microbatches")
+
+    def _rounds(self) -> None:
+        rounds = self._last_rounds()
+        by_round: dict[int, list[fx.Node]] = {}
+        for node in self.old.nodes:
+            by_round.setdefault(rounds[node], []).append(node)
+        for number in sorted(by_round):
+            for node in by_round[number]:
+                if node not in self.varying and not self._is_barrier(node):
+                    self._copy_once(node)
+            members = [node for node in by_round[number] if node in self.varying or self._is_barrier(node)]
+            for microbatch in range(self.size):
+                for node in members:
+                    self._copy_own(node, microbatch)
+            for node in members:
+                if self._is_barrier(node):
+                    self._close(node)
+
+    def _copy_once(self, node: fx.Node) -> fx.Node:
+        if node not in self.once:
+            for operand in _operands(node):
+                if operand not in self.once:
+                    self._copy_once(operand)
+            self.once[node] = self._copy(node, self.once)
+        return self.once[node]
+
+    def _copy_own(self, node: fx.Node, microbatch: int) -> None:
+        own = self.own[microbatch]
+        for operand in _operands(node):
+            self._provide(operand, microbatch)
+        name = primitive_name(node)
+        if self._is_barrier(node):
+            self._accumulate(node, microbatch)
+        elif name == "axis_index" and self._names_axis(node):
+            own[node] = self._constant(torch.tensor(microbatch), node)
+        elif name in _NOTHING and self._names_axis(node):
+            own[node] = own[node.args[0]]
+        elif name == "pscatter" and self._names_axis(node):
+            own[node] = self._part(own[node.args[0]], node, microbatch)
+        else:
+            own[node] = self._copy(node, own)
+
+    def _provide(self, value: fx.Node, microbatch: int) -> None:
+        """Have a value at hand for one microbatch."""
+        own = self.own[microbatch]
+        if value in own:
+            return
+        if value in self.replicated:
+            for operand in _operands(value):
+                self._provide(operand, microbatch)
+            own[value] = self._copy(value, own)
+        else:
+            own[value] = self._copy_once(value) if value.op == "call_function" else self.once[value]
+
+    def _accumulate(self, node: fx.Node, microbatch: int) -> None:
+        name, value = primitive_name(node), self.own[microbatch][node.args[0]]
+        if name in ("psum_scatter", "psum"):
+            combine = aten.add.Tensor
+        elif name in _COMBINE:
+            combine = _COMBINE[name]
+        elif name == "all_gather":
+            return
+        else:
+            raise UnrollError(
+                f"{node.meta['source']}: {name} over {self.axis!r} moves values between microbatches, which run one "
+                "after another; split the batch over an axis of the mesh instead"
+            )
+        meta = {**node.meta, "val": value.meta["val"]}
+        self.once[node] = value if microbatch == 0 else self._write(combine, (self.once[node], value), meta)
+
+    def _close(self, node: fx.Node) -> None:
+        """What each microbatch gets of a barrier's result, once all have passed."""
+        name = primitive_name(node)
+        if name == "all_gather":
+            parts = [own[node.args[0]] for own in self.own]
+            self.once[node] = self._write(aten.cat.default, (parts, node.args[2]), node.meta)
+        elif name == "psum_scatter":
+            for microbatch, own in enumerate(self.own):
+                own[node] = self._part(self.once[node], node, microbatch)
+
+    def _part(self, value: fx.Node, node: fx.Node, microbatch: int) -> fx.Node:
+        dim, length = node.args[2], node.meta["val"].shape[node.args[2]]
+        return self._write(aten.slice.Tensor, (value, dim, microbatch * length, (microbatch + 1) * length), node.meta)
+
+    def _constant(self, value: torch.Tensor, node: fx.Node) -> fx.Node:
+        name = f"microbatch_{int(value)}"
+        self.result.constants[name] = value
+        new = self.graph.get_attr(name)
+        new.meta = dict(node.meta)
+        return new
+
+    def _copy(self, node: fx.Node, values: dict[fx.Node, fx.Node]) -> fx.Node:
+        new = self.graph.node_copy(node, lambda a: values[a] if a in values else self.once[a])
+        new.meta = dict(node.meta)
+        return new
+
+    def _write(self, target: Any, args: tuple[Any, ...], meta: dict[str, Any]) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        node.meta = {"backward": False, "no_grad": False, "source": None, **meta}
+        return node
+
+    def _output(self, output: Any, spec: P) -> Any:
+        if not isinstance(output, fx.Node):
+            return output
+        if self.axis not in spec.axes:
+            return self._copy_once(output) if output.op == "call_function" else self.once[output]
+        dim = self._dim_of(spec, "a result")
+        meta = {**output.meta, "val": _resized(output.meta["val"], dim, self.size)}
+        return self._write(aten.cat.default, ([own[output] for own in self.own], dim), meta)
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    found: dict[fx.Node, None] = {}
+    walk_args((node.args, node.kwargs), lambda a: found.setdefault(a) if isinstance(a, fx.Node) else None)
+    return list(found)
+
+
+def _resized(aval: Aval, dim: int, factor: int) -> Aval:
+    shape = list(aval.shape)
+    shape[dim] *= factor
+    return Aval(tuple(shape), aval.dtype, aval.device)

@@ -1,0 +1,56 @@
+"""Gradient accumulation: microbatches as a virtual mesh axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from sharding_specs import P
+
+from ..local_function import LocalFunction, PyTree, SpecTree
+from ..partition import partition
+from .parallel import rest_specs
+from .transform import Order, Transform
+
+__all__ = ["MICROBATCH", "accumulate"]
+
+MICROBATCH = "microbatch"
+
+
+def accumulate(microbatches: int, *, batch: SpecTree = None) -> Transform:
+    """Compute a batch in microbatches, one after another, and sum their gradients: less memory, the same result.
+
+    The microbatches are a mesh axis that no mesh has: the function is partitioned over it as over any other, so losses
+    with masks, sums or weights are those of the whole batch, where a mean of the microbatches' means would not be. The
+    gradients of all microbatches are summed on each rank, and over the ranks once per step.
+
+    >>> import torch, functional_parallel as fp
+    >>> from sharding_specs import Mesh
+    >>> plan = fp.chain(fp.data_parallel("data"), fp.accumulate(4))
+    >>> step = fp.compile(fp.grad_and_value(plan(lambda w, x: ((x @ w) ** 2).mean())), Mesh(data=2))
+    >>> step(torch.ones(2), torch.ones(16, 2))
+    (tensor([4., 4.]), tensor(4.))
+    >>> step.program.counts()[("psum", ("data",))] - 4        # the loss is summed per microbatch, the gradient once
+    1
+
+    Args:
+        microbatches: how many; each rank's part of the batch is cut into that many equal pieces.
+        batch: how the arguments after the parameters are cut, as specs over the axis "microbatch"; by default dim 0 of
+            every tensor that has one.
+
+    Raises:
+        ValueError: when there is not at least one microbatch; when called, if they do not divide the batch.
+    """
+    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
+        raise ValueError(f"accumulate({microbatches!r}): give the number of microbatches, 1 or more")
+
+    def apply(f: Callable[..., Any]) -> LocalFunction:
+        def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
+            return (P(), *rest_specs(args, batch, P(MICROBATCH)))
+
+        local = partition(f, MICROBATCH, in_specs, describe=f"accumulate({microbatches})")
+        layout = replace(local.layout, virtual=((MICROBATCH, microbatches), *local.layout.virtual))
+        return local.with_layout(layout)
+
+    return Transform(f"accumulate({microbatches})", MICROBATCH, Order.ACCUMULATE, apply)

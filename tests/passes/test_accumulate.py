@@ -1,0 +1,121 @@
+"""Microbatches: the whole batch's loss and gradient, exactly, with one reduction per step."""
+
+from __future__ import annotations
+
+import optree
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import functional_parallel as fp
+from sharding_specs import Mesh, SpecError
+
+from .networks import SPLIT, batch, integer_loss, loss, noisy_loss, parameters
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    stage=st.integers(0, 3),
+    data=st.sampled_from([1, 2, 4]),
+    tensor=st.sampled_from([1, 2]),
+    microbatches=st.integers(1, 4),
+    per_microbatch=st.integers(1, 3),
+)
+def test_integer_sums_are_exact(stage: int, data: int, tensor: int, microbatches: int, per_microbatch: int) -> None:
+    params = parameters(2, integers=True)
+    plan = fp.chain(fp.tensor_parallel("tensor", SPLIT), fp.zero(stage, "data"), fp.accumulate(microbatches))
+    inputs = batch(data * microbatches * per_microbatch, integers=True)
+    fp.testing.assert_equivalent(integer_loss, plan, Mesh(data=data, tensor=tensor), params, *inputs, exact=True)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("microbatches", [2, 8])
+def test_a_mean_over_targets_that_count_is_the_whole_batchs(microbatches: int, keep: bool) -> None:
+    """A mean of the microbatches' means weighs targets by how many are ignored beside them."""
+    plan = fp.chain(fp.zero(3, "data", keep_gathered=keep), fp.accumulate(microbatches))
+    fp.testing.assert_equivalent(loss, plan, Mesh(data=2), parameters(2), *batch(32))
+
+
+def test_the_loss_of_a_mean_of_means_differs() -> None:
+    """So the test before this one can fail."""
+    params, (x, y) = parameters(2), batch(32)
+    parts = [loss(params, a, b) for a, b in zip(x.chunk(4), y.chunk(4), strict=True)]
+    assert (sum(parts) / 4 - loss(params, x, y)).abs() > 1e-6
+
+
+def test_gradients_are_summed_over_ranks_once() -> None:
+    plan = fp.chain(fp.data_parallel("data"), fp.accumulate(4))
+    step = fp.compile(fp.grad(plan(integer_loss)), Mesh(data=2))
+    params = parameters(3)
+    step(params, *batch(16))
+    assert step.program.counts() == {("psum", ("data",)): len(optree.tree_leaves(params))}
+
+
+@pytest.mark.parametrize(("keep", "gathers"), [(True, 1), (False, 2 * 4)])
+def test_zero_3_gathers_per_microbatch_unless_kept(keep: bool, gathers: int) -> None:
+    plan = fp.chain(fp.zero(3, "data", keep_gathered=keep), fp.accumulate(4))
+    params = parameters(3)
+    counts = fp.compile(fp.grad(plan(loss)), Mesh(data=2)).lower(params, *batch(16)).counts()
+    leaves = len(optree.tree_leaves(params))
+    first_layer_needs_no_input_gradient = 0 if keep else 4
+    assert counts[("all_gather", ("data",))] == gathers * leaves - first_layer_needs_no_input_gradient
+    assert counts[("psum_scatter", ("data",))] == leaves
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_training_with_dropout_equals_training_at_once(stage: int) -> None:
+    """Draws are keyed by position in the whole batch, so microbatches change none."""
+    params, inputs = parameters(2), batch(16)
+    plans = [(None, Mesh()), (fp.chain(fp.remat(), fp.zero(stage, "data"), fp.accumulate(2)), Mesh(data=2))]
+    found = []
+    for plan, mesh in plans:
+        train = fp.train_step(noisy_loss, fp.optim.adamw(1e-2), mesh, plan, clip=1.0, seed=3)
+        state = train.init(params)
+        for _ in range(4):
+            state, metrics = train(state, *inputs)
+        found.append(optree.tree_leaves((train.params(state), metrics.loss)))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
+def test_the_bits_are_those_of_adding_microbatches_in_order() -> None:
+    """A sum over microbatches has a fixed order, the first one first."""
+    params, (x, y) = parameters(2), batch(12)
+    plan = fp.accumulate(3)
+    gradients = fp.compile(fp.grad(plan(lambda p, x, y: integer_loss(p, x, y) * 0.37)), Mesh())(params, x, y)
+    parts = [torch.func.grad(lambda p, x=x, y=y: integer_loss(p, x, y) * 0.37)(params) for x, y in _cut(x, y, 3)]
+    summed = optree.tree_map(lambda a, b, c: a + b + c, *parts)
+    assert all(
+        torch.equal(a, b) for a, b in zip(optree.tree_leaves(gradients), optree.tree_leaves(summed), strict=True)
+    )
+
+
+def _cut(x: torch.Tensor, y: torch.Tensor, parts: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return list(zip(x.chunk(parts), y.chunk(parts), strict=True))
+
+
+def test_outputs_per_sample_come_back_whole() -> None:
+    plan = fp.chain(fp.data_parallel("data"), fp.accumulate(2))
+    step = fp.compile(plan(lambda w, x: x @ w), Mesh(data=2))
+    w, x = torch.arange(6.0).reshape(2, 3), torch.arange(16.0).reshape(8, 2)
+    assert torch.equal(step(w, x), x @ w)
+
+
+@pytest.mark.parametrize("microbatches", [0, -1, True, 2.0])
+def test_a_number_of_microbatches_is_positive(microbatches: object) -> None:
+    with pytest.raises(ValueError, match=r"accumulate\(.*\): give the number of microbatches"):
+        fp.accumulate(microbatches)  # type: ignore[arg-type]
+
+
+def test_microbatches_must_divide_the_batch() -> None:
+    plan = fp.chain(fp.data_parallel("data"), fp.accumulate(3))
+    step = fp.compile(fp.grad(plan(loss)), Mesh(data=2))
+    with pytest.raises(SpecError, match=r"1: shape \(16, 8\).*dim 0 of size 16 does not divide by 'microbatch' of 3"):
+        step(parameters(1), *batch(16))
+
+
+def test_an_axis_may_not_share_the_name() -> None:
+    step = fp.compile(fp.grad(fp.accumulate(2)(loss)), Mesh(microbatch=2))
+    with pytest.raises(ValueError, match="'microbatch', the name of the axis of microbatches; rename it"):
+        step(parameters(1), *batch(16))

@@ -1,0 +1,171 @@
+"""Rematerialisation and regathering: the same values, other lifetimes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import functional_parallel as fp
+from sharding_specs import Mesh
+
+from .networks import SPLIT, batch, integer_loss, loss, noisy_loss, parameters
+
+LAYERS = 4
+
+
+def program(plan: Any, f: Any = loss, mesh: Mesh | None = None, params: Any = None, **options: Any) -> Any:
+    step = fp.compile(fp.grad_and_value(plan(f)), mesh or Mesh(), **options)
+    return step.lower(parameters(LAYERS) if params is None else params, *batch(16))
+
+
+def products(found: Any) -> int:
+    return sum(node.target is torch.ops.aten.mm.default for node in found.traced.nodes)
+
+
+def kept(found: Any) -> int:
+    """Bytes of forward activations that the backward uses: every op's result that a backward op takes."""
+    total = 0
+    for node in found.traced.nodes:
+        if not node.meta["backward"] and any(user.op != "output" and user.meta["backward"] for user in node.users):
+            total += node.meta["val"].nbytes
+    return total
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    policy=st.sampled_from(["layers", "attention", "nothing"]),
+    every=st.integers(1, 3),
+    stage=st.integers(0, 3),
+    keep=st.booleans(),
+    prefetch=st.integers(0, 3),
+    microbatches=st.sampled_from([1, 2]),
+)
+def test_gradients_are_the_same_to_the_bit(
+    policy: str, every: int, stage: int, keep: bool, prefetch: int, microbatches: int
+) -> None:
+    plan = fp.chain(
+        fp.remat(policy, every=every),
+        fp.tensor_parallel("tensor", SPLIT),
+        fp.zero(stage, "data", keep_gathered=keep, prefetch=prefetch),
+        fp.accumulate(microbatches),
+    )
+    mesh, params = Mesh(data=2, tensor=2), parameters(3, integers=True)
+    fp.testing.assert_equivalent(integer_loss, plan, mesh, params, *batch(8, integers=True), exact=True)
+
+
+def test_each_policy_computes_again_what_it_says() -> None:
+    """Forward: two products a layer and the head. A layer's first product is needed again, its second is not."""
+    plain = products(program(fp.remat(where="none")))
+    assert products(program(fp.remat())) == plain + LAYERS
+    assert products(program(fp.remat(every=2))) == plain + LAYERS + LAYERS // 2  # and what one hands the other
+    assert products(program(fp.remat(where="layers/0"))) == plain + 1
+    assert products(program(fp.remat("nothing"))) == plain + 2 * LAYERS + 1
+
+
+def test_fewer_bytes_are_kept() -> None:
+    sizes = [kept(program(fp.remat(**options))) for options in ({"where": "none"}, {}, {"every": 2})]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[2] < sizes[1] < sizes[0]
+
+
+def test_dropout_repeats_itself() -> None:
+    params, inputs = parameters(2), batch(8)
+    found = []
+    for plan in (fp.remat(), fp.remat(where="none")):
+        train = fp.train_step(noisy_loss, fp.optim.sgd(0.1), Mesh(), plan, seed=1)
+        found.append(train.params(train(train.init(params), *inputs)[0])["layers"][0]["a"])
+    assert torch.equal(*found)
+
+
+def test_a_marked_function() -> None:
+    @fp.recompute
+    def block(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(torch.tanh(x @ w) @ w)
+
+    def f(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return block(w, block(w, x)).sum()
+
+    w, x = parameters(1, 4)["layers"][0]["a"][:, :4].contiguous(), batch(4, 4)[0]
+    marked, plain = fp.compile(fp.grad_and_value(fp.data_parallel("data")(f)), Mesh(data=2)), torch.func.grad(f)(w, x)
+    torch.testing.assert_close(marked(w, x)[0], plain, rtol=1e-12, atol=1e-14)
+    unmarked = fp.compile(fp.grad_and_value(fp.data_parallel("data")(f)), Mesh(data=2), without=("recompute",))
+    assert products(marked.program) == products(unmarked.lower(w, x)) + 2
+    assert torch.equal(f(w, x), f.__wrapped__(w, x) if hasattr(f, "__wrapped__") else f(w, x))
+
+
+def test_attention_alone() -> None:
+    def attend(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for layer in params["layers"]:
+            h = (x @ layer["a"]).reshape(4, 3, 16)
+            scores = torch.softmax(h @ h.transpose(1, 2) / 4, -1)
+            x = x + (scores @ h).reshape(12, 16) @ layer["b"]
+        return x.sum()
+
+    params = {"layers": [{"a": torch.randn(8, 16).double(), "b": torch.randn(16, 8).double()} for _ in range(2)]}
+    found = fp.compile(fp.grad(fp.remat("attention")(attend)), Mesh())
+    x, y = torch.randn(12, 8).double(), torch.zeros(12)
+    torch.testing.assert_close(
+        found(params, x, y)["layers"][0]["a"], torch.func.grad(attend)(params, x, y)["layers"][0]["a"]
+    )
+    again = [node for node in found.program.traced.nodes if node.meta.get("recomputed")]
+    assert sum(node.target is torch.ops.aten._softmax.default for node in again) == 2
+    assert sum(node.target is torch.ops.aten.mm.default for node in again) == 0
+
+
+def test_a_policy_of_ones_own() -> None:
+    def keep(node: torch.fx.Node) -> bool:
+        return node.target is torch.ops.aten.mm.default
+
+    again = [n for n in program(fp.remat(keep)).traced.nodes if n.meta.get("recomputed")]
+    assert again
+    assert all(node.target is not torch.ops.aten.mm.default for node in again)
+
+
+def test_at_most_two_layers_are_gathered_at_prefetch_1() -> None:
+    found = program(fp.zero(3, "data", prefetch=1), mesh=Mesh(data=4))
+    gathered: dict[Any, str] = {}
+    nodes = list(found.traced.graph.nodes)
+    position = {node: index for index, node in enumerate(nodes)}
+    alive: list[set[str]] = [set() for _ in nodes]
+    for node in nodes:
+        if "all_gather" in str(node.target):
+            layer = node.args[0].meta["path"].rsplit("/", 1)[0]
+            gathered[node] = layer
+            last = max(position[user] for user in _users_through_views(node))
+            for index in range(position[node], last + 1):
+                alive[index].add(layer)
+    layers = [{name for name in names if "layers" in name} for names in alive]
+    assert max(map(len, layers)) == 2
+    assert len(gathered) == 2 * (2 * LAYERS + 1) - 1
+
+
+def _users_through_views(node: torch.fx.Node) -> list[torch.fx.Node]:
+    found = []
+    for user in node.users:
+        found.append(user)
+        if user.target in (torch.ops.aten.t.default,) or "pcast" in str(user.target):
+            found += _users_through_views(user)
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bytes_sent_per_step(stage: int) -> None:
+    """2Ψ(n−1)/n for DDP and stages 1 and 2, 3Ψ(n−1)/n for stage 3 (arXiv 1910.02054 §7), the loss's scalars apart."""
+    ranks, params = 4, parameters(LAYERS)
+    size = sum(leaf.nbytes for layer in params["layers"] for leaf in layer.values()) + params["head"].nbytes
+    train = fp.train_step(loss, fp.optim.sgd(0.1), Mesh(data=ranks), fp.zero(stage, "data"))
+    found = train.lower(train.init(params), *batch(16))
+    sent = sum(one.bytes for one in found.collectives() if one.operand.numel > 4)
+    first_layer = params["layers"][0]["a"].nbytes  # its input needs no gradient, so the backward needs it not
+    factor = {0: 2, 1: 2, 2: 2, 3: 3}[stage]
+    assert sent == (factor * size - (first_layer if stage == 3 else 0)) * (ranks - 1) // ranks
+
+
+@pytest.mark.parametrize("wrong", [{"policy": "all"}, {"every": 0}])
+def test_unknown_policies(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"remat\(.*(the policies are 'layers'|at least one layer)"):
+        fp.remat(**wrong)
