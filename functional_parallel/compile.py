@@ -17,7 +17,7 @@ from .collectives.axes import bind
 from .collectives.types import CollectiveTypeError, State, Type
 from .local_function import Layout, LocalFunction, PyTree, SpecTree, whole_arguments
 from .program import Program, drop_trivial
-from .program.passes import Marked, run_passes
+from .program.passes import Buckets, Marked, Reductions, run_passes
 from .program.unroll import unroll
 from .runtime import default_runtime
 from .tracing import Aval, forget_values, simplify, trace
@@ -41,6 +41,7 @@ def compile(
     in_specs: Any = None,
     out_specs: Any = None,
     name: str | None = None,
+    bucket: int | None = None,
     without: Collection[str] = (),
 ) -> Compiled:
     """Compile a function on shards into a program for a mesh; whole tensors in, whole tensors out.
@@ -58,6 +59,8 @@ def compile(
             function of one argument).
         out_specs: likewise, for the results.
         name: for messages; the function's own by default.
+        bucket: bytes of gradients, or of a layer's gathered parameters, that travel in one collective; None for one
+            collective each.
         without: names of rewrites to switch off; `program.passes` lists those that ran.
 
     Returns:
@@ -77,7 +80,7 @@ def compile(
             f"{_name(f)} does not carry a layout: pass in_specs= and out_specs=, or compile what a transform returned. "
             "torch.func's transforms drop the layout; fp.grad, fp.grad_and_value and fp.hessian keep it"
         )
-    return Compiled(f, mesh, in_specs, out_specs, name or _name(f), frozenset(without))
+    return Compiled(f, mesh, in_specs, out_specs, name or _name(f), bucket, frozenset(without))
 
 
 def shard_map(
@@ -134,9 +137,10 @@ class Compiled:
         in_specs: Any,
         out_specs: Any,
         name: str,
+        bucket: int | None = None,
         without: Collection[str] = (),
     ) -> None:
-        self.f, self.mesh, self.name, self.without = f, mesh, name, without
+        self.f, self.mesh, self.name, self.bucket, self.without = f, mesh, name, bucket, without
         self.program: Program | None = None
         self._in_specs, self._out_specs = in_specs, out_specs
         self._staged: dict[Any, Staged] = {}
@@ -171,7 +175,14 @@ class Compiled:
         staged = self._staged.get(key)
         if staged is None:
             staged = self._staged[key] = stage(
-                self.f, self.mesh, args, self._in_specs, self._out_specs, name=self.name, without=self.without
+                self.f,
+                self.mesh,
+                args,
+                self._in_specs,
+                self._out_specs,
+                name=self.name,
+                bucket=self.bucket,
+                without=self.without,
             )
         self.program = staged.program
         return staged, tensors
@@ -203,14 +214,14 @@ def stage(
     *,
     name: str,
     parameters: str = "0",
+    bucket: int | None = None,
     without: Collection[str] = (),
 ) -> Staged:
     """Trace a function on shards, type its values, check how its results lie, and run the passes that it asks for.
 
     Args:
-        f, mesh, args, in_specs, out_specs, name: as for `compile`.
+        f, mesh, args, in_specs, out_specs, name, bucket, without: as for `compile`.
         parameters: the path of the argument that holds the model's parameters.
-        without: names of passes to leave out.
     """
     layout = f.layout if isinstance(f, LocalFunction) else Layout(whole_arguments)
     wide = layout.mesh(mesh)
@@ -255,11 +266,11 @@ def stage(
     )
     if out_specs is not UNCHECKED:
         _check_results(program, held)
-    _rewrite(program, layout, without)
+    _rewrite(program, layout, bucket, without)
     return Staged(program, found["tree"], found["outputs"])
 
 
-def _rewrite(program: Program, layout: Layout, without: Collection[str]) -> None:
+def _rewrite(program: Program, layout: Layout, bucket: int | None, without: Collection[str]) -> None:
     """Take the virtual axes out of a program, and run the passes that its transforms ask for."""
     for axis, size in layout.virtual:
         if size > 1:
@@ -267,7 +278,8 @@ def _rewrite(program: Program, layout: Layout, without: Collection[str]) -> None
             program.traced = unroll(program.traced, axis, size, program.in_specs, program.out_specs, anew)
         program.in_specs = [spec.without({axis}) for spec in program.in_specs]
         program.out_specs = [spec.without({axis}) for spec in program.out_specs]
-    program.passes = run_passes((Marked(), *layout.passes), program.traced, program.mesh, without)
+    passes = [Marked(), Reductions(), *layout.passes, *([Buckets(bucket)] if bucket else [])]
+    program.passes = run_passes(passes, program.traced, program.mesh, without)
 
 
 # -----------------------------------------------------------------------------

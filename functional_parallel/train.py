@@ -50,6 +50,7 @@ def train_step(
     seed: int | None = None,
     has_aux: bool = False,
     batch: str = "global",
+    bucket: int | None = 25 << 20,
 ) -> TrainStep:
     """Build a training step: gradient, clipping, optimizer, all sharded as the plan says.
 
@@ -74,6 +75,8 @@ def train_step(
         has_aux: whether the loss returns `(scalar, aux)`.
         batch: "global" (every rank is given the whole batch and takes its part) or "own" (each process is given its own
             part, as a sharded loader makes it).
+        bucket: bytes of gradients, or of a layer's gathered parameters, that travel in one collective; None for one
+            collective each.
 
     Returns:
         The step: `state = train.init(params)`, `state, metrics = train(state, *batch)`, `train.params(state)`.
@@ -88,7 +91,7 @@ def train_step(
     if plan is not None and not callable(plan):
         raise TypeError(f"train_step takes a plan, a transform or fp.chain of them, not {plan!r}")
     f = plan(loss) if plan is not None else loss
-    return TrainStep(f, optimizer, mesh, clip, seed, has_aux, batch == "own")
+    return TrainStep(f, optimizer, mesh, clip, seed, has_aux, batch == "own", bucket)
 
 
 class TrainStep:
@@ -103,11 +106,12 @@ class TrainStep:
         seed: int | None,
         has_aux: bool,
         own_batch: bool,
+        bucket: int | None,
     ) -> None:
         self.f = f if isinstance(f, LocalFunction) else unsharded(f)
         self.optimizer, self.mesh, self.clip, self.seed = optimizer, mesh, clip, seed
         self.wide_mesh = self.f.layout.mesh(mesh)  # with microbatches as an axis
-        self.has_aux, self.own_batch = has_aux, own_batch
+        self.has_aux, self.own_batch, self.bucket = has_aux, own_batch, bucket
         self._places = getattr(optimizer, "specs", None)  # a user's own pair need not have it
         self.program: Any = None
         self._staged: dict[Any, Staged] = {}
@@ -230,7 +234,9 @@ class TrainStep:
             batch = self._global_shapes(params, batch)
         key = torch.zeros((), dtype=torch.int64) if self.seed is not None else None
         args = ((params, optimizer_state), batch, key)
-        return stage(self._local_step(params, batch), self.mesh, args, name="train_step", parameters="0/0")
+        return stage(
+            self._local_step(params, batch), self.mesh, args, name="train_step", parameters="0/0", bucket=self.bucket
+        )
 
     def _global_shapes(self, params: PyTree, batch: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
         with bind(self.wide_mesh.shape, None):

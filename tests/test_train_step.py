@@ -213,7 +213,7 @@ def test_a_smaller_last_batch_is_traced_once_more() -> None:
 
 
 def test_explain_counts_the_collectives_of_zero_3() -> None:
-    train = fp.train_step(loss, fp.optim.sgd(0.1), Mesh(data=2), fp.zero(3, "data"), clip=1.0)
+    train = fp.train_step(loss, fp.optim.sgd(0.1), Mesh(data=2), fp.zero(3, "data"), clip=1.0, bucket=None)
     with pytest.raises(ValueError, match=r"has not run yet: take one step, or call train.lower\(state, batch\)"):
         train.explain()
     program = train.lower(train.init(parameters()), *batches()[0])

@@ -5,7 +5,9 @@ leaves its meaning as it was. Transforms put passes into a function's layout; `f
 """
 
 from .base import ProgramPass, run_passes
+from .buckets import Buckets
 from .gathers import Gathers
+from .reductions import Reductions
 from .remat import Marked, Remat
 
-__all__ = ["Gathers", "Marked", "ProgramPass", "Remat", "run_passes"]
+__all__ = ["Buckets", "Gathers", "Marked", "ProgramPass", "Reductions", "Remat", "run_passes"]

@@ -1,0 +1,55 @@
+"""Several tensors in one: what a bucket of collectives sends.
+
+A packed tensor is flat and made of `parts` equal runs, one per rank of a scatter or gather (one for a sum). Each run
+holds, of every tensor in turn, the part that belongs to that rank. So one collective along dim 0 does for all tensors
+what a collective each would have done along their own dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["PACK", "UNPACK"]
+
+_library = torch.library.Library("fp", "FRAGMENT")
+_library.define("pack(Tensor[] tensors, int parts, int[] dims) -> Tensor")
+_library.define("unpack(Tensor packed, int parts, int offset, int[] shape, int dim) -> Tensor")
+
+
+def _pack(tensors: Sequence[torch.Tensor], parts: int, dims: Sequence[int]) -> torch.Tensor:
+    runs = [x.unflatten(d, (parts, -1)).movedim(d, 0).reshape(parts, -1) for x, d in zip(tensors, dims, strict=True)]
+    return torch.cat(runs, 1).reshape(-1)
+
+
+def _pack_whole(tensors: Sequence[torch.Tensor], parts: int, dims: Sequence[int]) -> torch.Tensor:
+    if parts == 1:
+        return torch.cat([x.reshape(-1) for x in tensors])
+    return _pack(tensors, parts, dims)
+
+
+def _unpack(packed: torch.Tensor, parts: int, offset: int, shape: Sequence[int], dim: int) -> torch.Tensor:
+    """The tensor whose part in each run starts at `offset` and has this shape; parts are joined along `dim`."""
+    length = torch.Size(shape).numel()
+    runs = packed.view(parts, -1)[:, offset : offset + length]
+    joined = runs.reshape(parts, *shape).movedim(0, dim).flatten(dim, dim + 1)
+    return joined.clone() if joined.data_ptr() == packed.data_ptr() else joined.contiguous()
+
+
+def _fake_pack(tensors: Sequence[torch.Tensor], parts: int, dims: Sequence[int]) -> torch.Tensor:
+    return tensors[0].new_empty(sum(x.numel() for x in tensors))
+
+
+def _fake_unpack(packed: torch.Tensor, parts: int, offset: int, shape: Sequence[int], dim: int) -> torch.Tensor:
+    whole = list(shape)
+    whole[dim] *= parts
+    return packed.new_empty(whole)
+
+
+_library.impl("pack", _pack_whole, "CompositeExplicitAutograd")
+_library.impl("unpack", _unpack, "CompositeExplicitAutograd")
+torch.library.register_fake("fp::pack", _fake_pack, lib=_library)
+torch.library.register_fake("fp::unpack", _fake_unpack, lib=_library)
+PACK = torch.ops.fp.pack.default
+UNPACK = torch.ops.fp.unpack.default

@@ -1,0 +1,170 @@
+"""Many small collectives become few large ones: gradients and parameters travel in buckets.
+
+A collective costs a latency besides its bytes. Buckets are filled in the order in which their contents become ready
+and sent when they are full or when something needs their contents (PyTorch DDP's buckets, arXiv 2006.15704 §3.2.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from sharding_specs import Mesh
+
+from ...collectives.types import Type
+from ...tracing import Aval, Traced
+from ..collectives import primitive_name
+from ..packing import PACK, UNPACK
+from .recompute import operands
+
+__all__ = ["Buckets"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Merge reductions of gradients, and gathers of parameters, that wait for nothing in between.
+
+    Attributes:
+        size: bytes at which a bucket is sent.
+    """
+
+    size: int = 25 << 20
+    name: str = "buckets"
+    order: int = 3
+
+    def per_microbatch(self, traced: Traced) -> set[fx.Node]:
+        return set()
+
+    def run(self, traced: Traced, mesh: Mesh) -> None:
+        open_: dict[Hashable, _Bucket] = {}
+        for node in list(traced.nodes):
+            if _is_alias_of_waiting(node, open_):
+                continue
+            for key, bucket in list(open_.items()):
+                if any(operand in bucket.waiting for operand in operands(node)):
+                    open_.pop(key).send(traced, mesh, before=node)
+            key = _key(node)
+            if key is None:
+                continue
+            bucket = open_.setdefault(key, _Bucket())
+            bucket.add(node)
+            if bucket.bytes >= self.size:
+                open_.pop(key).send(traced, mesh, before=node.next)
+        last = next(node for node in reversed(list(traced.graph.nodes)) if node.op == "output")
+        for bucket in open_.values():
+            bucket.send(traced, mesh, before=last)
+
+
+def _key(node: fx.Node) -> Hashable | None:
+    """What collectives must share to travel together; None for one that travels alone."""
+    name = primitive_name(node)
+    gradient = name in ("psum", "psum_scatter") and node.args[0].meta["backward"]
+    parameter = name == "all_gather" and (_comes_from_parameter(node) or _is_only_returned(node))
+    if not (gradient or parameter):
+        return None
+    aval = node.args[0].meta["val"]
+    states = tuple(arg for arg in node.args[2:] if isinstance(arg, str))
+    return (name, tuple(node.args[1]), states, aval.dtype, aval.device)
+
+
+def _comes_from_parameter(gather: fx.Node) -> bool:
+    node = gather.args[0]
+    while node.op == "call_function" and len(operands(node)) == 1:
+        node = operands(node)[0]
+    return node.op == "placeholder"
+
+
+def _is_only_returned(gather: fx.Node) -> bool:
+    """A parameter that an optimizer has brought up to date in parts."""
+    return all(user.op == "output" for user in gather.users)
+
+
+def _is_alias_of_waiting(node: fx.Node, open_: dict[Hashable, _Bucket]) -> bool:
+    """Casts of what waits in a bucket wait with it."""
+    if primitive_name(node) != "pcast":
+        return False
+    for bucket in open_.values():
+        if node.args[0] in bucket.waiting:
+            bucket.waiting.add(node)
+            bucket.casts.append(node)
+            return True
+    return False
+
+
+@dataclass
+class _Bucket:
+    members: list[fx.Node] = field(default_factory=list)
+    casts: list[fx.Node] = field(default_factory=list)
+    waiting: set[fx.Node] = field(default_factory=set)
+    bytes: int = 0
+
+    def add(self, node: fx.Node) -> None:
+        self.members.append(node)
+        self.waiting.add(node)
+        self.bytes += node.args[0].meta["val"].nbytes
+
+    def send(self, traced: Traced, mesh: Mesh, before: fx.Node) -> None:
+        """Replace the members by one collective, and their results by parts of its result."""
+        if len(self.members) < 2:
+            return
+        kind, axes = primitive_name(self.members[0]), tuple(self.members[0].args[1])
+        ranks = mesh.axis_size(axes)
+        with traced.graph.inserting_before(before):
+            sent = self._collective(traced, str(kind), axes, ranks)
+            offset = 0
+            for member in self.members:
+                shape = _part_shape(member, str(kind))
+                part = self._part(traced, member, sent, str(kind), ranks, offset, shape)
+                member.replace_all_uses_with(part)
+                traced.outputs = [part if output is member else output for output in traced.outputs]
+                traced.graph.erase_node(member)
+                offset += torch.Size(shape).numel()
+        for cast in reversed(self.casts):
+            part.append(cast)
+
+    def _collective(self, traced: Traced, kind: str, axes: tuple[str, ...], ranks: int) -> fx.Node:
+        first = self.members[0]
+        parts = ranks if kind == "psum_scatter" else 1
+        values = [member.args[0] for member in self.members]
+        aval = values[0].meta["val"]
+        total = sum(value.meta["val"].numel for value in values)
+        dims = [member.args[2] if kind == "psum_scatter" else 0 for member in self.members]
+        packed = _write(traced, PACK, (values, parts, dims), values[0], (total,), aval)
+        states = [arg for arg in first.args[2:] if isinstance(arg, str)]
+        size = {"psum": total, "psum_scatter": total // ranks, "all_gather": total * ranks}[kind]
+        where = [] if kind == "psum" else [0]
+        return _write(traced, first.target, (packed, list(axes), *where, *states), first, (size,), aval)
+
+    def _part(
+        self, traced: Traced, member: fx.Node, sent: fx.Node, kind: str, ranks: int, offset: int, shape: list[int]
+    ) -> fx.Node:
+        aval, length = member.meta["val"], torch.Size(shape).numel()
+        if kind == "all_gather":
+            return _write(traced, UNPACK, (sent, ranks, offset, shape, member.args[2]), member, aval.shape, aval)
+        piece = _write(traced, aten.slice.Tensor, (sent, 0, offset, offset + length), member, (length,), aval)
+        return _write(traced, aten.view.default, (piece, list(aval.shape)), member, aval.shape, aval)
+
+
+def _part_shape(member: fx.Node, kind: str) -> list[int]:
+    """The shape of what one run of the packed result holds of a member."""
+    return list((member.args[0] if kind == "all_gather" else member).meta["val"].shape)
+
+
+def _write(
+    traced: Traced, target: Any, args: tuple[Any, ...], like: fx.Node, shape: tuple[int, ...], aval: Aval
+) -> fx.Node:
+    node = traced.graph.call_function(target, args)
+    node.meta = {
+        "val": Aval(tuple(shape), aval.dtype, aval.device),
+        "type": like.meta.get("type", Type()),
+        "source": like.meta["source"],
+        "backward": like.meta["backward"],
+        "no_grad": False,
+    }
+    return node
