@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from sharding_specs import Mesh, broadcast_specs, local_shape, padded_shape
+from sharding_specs import Mesh, broadcast_specs, local_shape
 
 from .optim import Optimizer, sgd
 from .program.explain import readable_bytes
@@ -123,7 +123,7 @@ def _bytes(tree: Any, specs: Any, mesh: Mesh, each: int | None = None, *, others
     for leaf, spec in zip(leaves, places, strict=True):
         if isinstance(leaf, torch.Tensor) and (others or _is_trained(leaf)):
             size = each if each is not None and _is_trained(leaf) else leaf.dtype.itemsize
-            total += size * math.prod(local_shape(padded_shape(leaf.shape, spec, mesh), spec, mesh))
+            total += size * math.prod(local_shape(leaf.shape, spec.fitted(leaf.shape, mesh), mesh))
     return total
 
 

@@ -33,6 +33,8 @@ class Layout:
     compiled program; `virtual` are axes that no mesh has, with their sizes: microbatches. `update_axis` names an axis
     over which the optimizer's work and state are split though the parameters are not (ZeRO-1 and 2), and
     `update_specs(args)` how; `whole_gradients` says that gradients count as held whole until then (ZeRO-1).
+    `norm_specs(args)` says in which further parts the squares of gradients are summed, so that every ZeRO stage adds up
+    the same numbers in the same order.
     """
 
     arguments: Callable[[tuple[PyTree, ...]], tuple[SpecTree, ...]]
@@ -42,6 +44,7 @@ class Layout:
     virtual: tuple[tuple[str, int], ...] = ()
     update_axis: str | None = None
     update_specs: Callable[[tuple[PyTree, ...]], SpecTree] | None = None
+    norm_specs: Callable[[tuple[PyTree, ...]], SpecTree] | None = None
     whole_gradients: bool = False
 
     def mesh(self, mesh: Mesh) -> Mesh:

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from sharding_specs import Mesh, P, broadcast_specs
+from sharding_specs import Mesh, P, broadcast_specs, whole_shape
 
 from . import random
-from .collectives import all_gather, pcast, pscatter, psum, psum_scatter
+from .collectives import all_gather, axis_size, pcast, pscatter, psum, psum_scatter
 from .collectives.axes import bind
 from .compile import Staged, stage
 from .derivatives import grad_and_value
@@ -51,6 +51,7 @@ def train_step(
     has_aux: bool = False,
     batch: str = "global",
     bucket: int | None = 25 << 20,
+    reduction: str = "fast",
 ) -> TrainStep:
     """Build a training step: gradient, clipping, optimizer, all sharded as the plan says.
 
@@ -77,6 +78,8 @@ def train_step(
             part, as a sharded loader makes it).
         bucket: bytes of gradients, or of a layer's gathered parameters, that travel in one collective; None for one
             collective each.
+        reduction: on real processes, "fast" for the backend's own sums, "ordered" for sums in rank order: the bits of
+            simulated ranks, and of every ZeRO stage.
 
     Returns:
         The step: `state = train.init(params)`, `state, metrics = train(state, *batch)`, `train.params(state)`.
@@ -91,7 +94,7 @@ def train_step(
     if plan is not None and not callable(plan):
         raise TypeError(f"train_step takes a plan, a transform or fp.chain of them, not {plan!r}")
     f = plan(loss) if plan is not None else loss
-    return TrainStep(f, optimizer, mesh, clip, seed, has_aux, batch == "own", bucket)
+    return TrainStep(f, optimizer, mesh, clip, seed, has_aux, batch == "own", bucket, reduction)
 
 
 class TrainStep:
@@ -107,11 +110,12 @@ class TrainStep:
         has_aux: bool,
         own_batch: bool,
         bucket: int | None,
+        reduction: str,
     ) -> None:
         self.f = f if isinstance(f, LocalFunction) else unsharded(f)
         self.optimizer, self.mesh, self.clip, self.seed = optimizer, mesh, clip, seed
         self.wide_mesh = self.f.layout.mesh(mesh)  # with microbatches as an axis
-        self.has_aux, self.own_batch, self.bucket = has_aux, own_batch, bucket
+        self.has_aux, self.own_batch, self.bucket, self.reduction = has_aux, own_batch, bucket, reduction
         self._places = getattr(optimizer, "specs", None)  # a user's own pair need not have it
         self.program: Any = None
         self._staged: dict[Any, Staged] = {}
@@ -136,7 +140,7 @@ class TrainStep:
             "state": optree.tree_structure(optimizer_state),
             "specs": optree.tree_leaves((kept, state_specs), is_leaf=_is_spec),
         }
-        runtime = default_runtime(self.mesh)
+        runtime = default_runtime(self.mesh, self.reduction)
         leaves = optree.tree_leaves((params, optimizer_state))
         return TrainState(
             step,
@@ -157,7 +161,7 @@ class TrainStep:
 
     def whole(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """Parameters and optimizer state, whole: what a checkpoint saves."""
-        runtime = default_runtime(self.mesh)
+        runtime = default_runtime(self.mesh, self.reduction)
         leaves = [
             _shown(handle, runtime.whole, spec)
             for handle, spec in zip(state.handles, self._trees["specs"], strict=True)
@@ -178,7 +182,7 @@ class TrainStep:
             The new state, and the metrics.
         """
         self._check_state(state)
-        runtime = default_runtime(self.mesh)
+        runtime = default_runtime(self.mesh, self.reduction)
         staged = self._stage(state, batch)
         handles = [handle for handle in state.handles if not isinstance(handle, _Constant)]
         count = len(handles)
@@ -225,7 +229,7 @@ class TrainStep:
         return self._staged[key]
 
     def _trace(self, state: TrainState, batch: tuple[PyTree, ...]) -> Staged:
-        runtime = default_runtime(self.mesh)
+        runtime = default_runtime(self.mesh, self.reduction)
         shapes = [_shown(h, runtime.like, spec) for h, spec in zip(state.handles, self._trees["specs"], strict=True)]
         count = self._trees["params"].num_leaves
         params = self._trees["params"].unflatten(shapes[:count])
@@ -245,10 +249,7 @@ class TrainStep:
         def whole(leaf: Any, spec: P) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            shape = list(leaf.shape)
-            for placement in spec.only(self.mesh.axis_names).placements(self.mesh):
-                shape[placement.dim] *= self.mesh.axis_size(placement.axis)
-            return leaf.new_empty(()).expand(shape)
+            return leaf.new_empty(()).expand(whole_shape(leaf.shape, spec.only(self.mesh.axis_names), self.mesh))
 
         return optree.tree_map(whole, batch, specs)
 
@@ -259,11 +260,20 @@ class TrainStep:
             return kept
         assert layout.update_specs is not None
         return optree.tree_map(
-            lambda a, b: P.from_placements([*a.placements(self.mesh), *b.placements(self.mesh)], self.mesh),
-            kept,
-            broadcast_specs(layout.update_specs((params,)), params),
-            is_leaf=_is_spec,
+            self._joined, kept, broadcast_specs(layout.update_specs((params,)), params), is_leaf=_is_spec
         )
+
+    def _joined(self, a: P, b: P) -> P:
+        places = [*a.placements(self.mesh), *b.placements(self.mesh)]
+        return P.from_placements(places, self.mesh, padded={**a.padded, **b.padded})
+
+    def _norm_specs(self, params: PyTree, update: SpecTree) -> SpecTree:
+        """In which parts the squares of gradients are summed: the same at every ZeRO stage, so that bits agree."""
+        blocks = self.f.layout.norm_specs
+        if blocks is None:
+            return update
+        with bind(self.wide_mesh.shape, None):
+            return optree.tree_map(self._joined, update, broadcast_specs(blocks((params,)), params), is_leaf=_is_spec)
 
     def _state_specs(self, state: PyTree, params: PyTree, update: SpecTree) -> SpecTree:
         """How the optimizer's state lies: as the optimizer says, or else as the parameters do."""
@@ -288,7 +298,8 @@ class TrainStep:
                 gradients, value = gradient(inputs, *batch)
             value, aux = value if self.has_aux else (value, None)
             gradients = optree.tree_map(_into_update, gradients, update, kept, compute, none_is_leaf=True)
-            norm = _global_norm(gradients, update)
+            counted = update if self.clip is None else self._norm_specs(params, update)
+            norm = _global_norm(optree.tree_map(_slice, gradients, counted, update, none_is_leaf=True), counted)
             if self.clip is not None:
                 factor = torch.clamp(self.clip / (norm + 1e-6), max=1.0)
                 gradients = optree.tree_map(lambda g: g * factor.to(g.dtype), gradients)
@@ -353,21 +364,32 @@ def _into_update(gradient: torch.Tensor | None, update: P, kept: P, compute: P) 
     if gradient is None:
         return None
     for axis, dim in _new_splits(update, kept):
-        gradient = psum_scatter(gradient, axis, dim)
+        gradient = psum_scatter(_filled(gradient, axis, dim, update), axis, dim)
     rest = tuple(sorted(compute.reduced - update.axes))
     return psum(gradient, rest) if rest else gradient
 
 
-def _slice(param: torch.Tensor, update: P, kept: P) -> torch.Tensor:
+def _slice(param: Any, update: P, kept: P) -> Any:
+    if not isinstance(param, torch.Tensor):
+        return param
     for axis, dim in _new_splits(update, kept):
-        param = pscatter(param, axis, dim)
+        param = pscatter(_filled(param, axis, dim, update), axis, dim)
     return param
 
 
 def _back(param: torch.Tensor, update: P, kept: P) -> torch.Tensor:
     for axis, dim in reversed(_new_splits(update, kept)):
         param = all_gather(param, axis, dim, to="invariant")
+        param = param.narrow(dim, 0, update.padded[dim]) if dim in update.padded else param
     return param
+
+
+def _filled(x: torch.Tensor, axis: str, dim: int, update: P) -> torch.Tensor:
+    """A value with the zeros at the end of a dim that let the axis divide it."""
+    if dim not in update.padded:
+        return x
+    missing = -x.shape[dim] % axis_size(axis)
+    return torch.nn.functional.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, missing])
 
 
 def _global_norm(gradients: PyTree, specs: SpecTree) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """What lies where: meshes, sharding specs, rules that find specs by path, and layouts. Nothing here computes."""
 
 from .annotate import annotate, split
-from .layout import local_shape, padded_shape, reshard, shard, shard_leaf, unshard, unshard_leaf
+from .layout import local_shape, padded_shape, reshard, shard, shard_leaf, unshard, unshard_leaf, whole_shape
 from .memory import MemoryRow, bytes_per_rank, memory_table
 from .mesh import Mesh, MeshError
 from .rules import RuleMatch, apply_rules, match_rules
@@ -34,4 +34,5 @@ __all__ = [
     "unshard",
     "unshard_leaf",
     "validate",
+    "whole_shape",
 ]

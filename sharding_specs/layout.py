@@ -13,7 +13,7 @@ from .spec import P, SpecError
 from .trees import broadcast_specs, tree_paths
 from .validate import misfits, validate
 
-__all__ = ["local_shape", "padded_shape", "reshard", "shard", "shard_leaf", "unshard", "unshard_leaf"]
+__all__ = ["local_shape", "padded_shape", "reshard", "shard", "shard_leaf", "unshard", "unshard_leaf", "whole_shape"]
 
 
 def local_shape(shape: Sequence[int], spec: P, mesh: Mesh) -> tuple[int, ...]:
@@ -26,9 +26,23 @@ def local_shape(shape: Sequence[int], spec: P, mesh: Mesh) -> tuple[int, ...]:
         SpecError: when a dim does not divide, the spec has more dims, or the mesh has no such axis.
     """
     _check(shape, spec, mesh)
-    sizes = list(shape)
+    sizes = list(padded_shape(shape, spec, mesh) if spec.padded else shape)
     for axis, dim, _ in spec.placements(mesh):
         sizes[dim] //= mesh.axis_size(axis)
+    return tuple(sizes)
+
+
+def whole_shape(local: Sequence[int], spec: P, mesh: Mesh) -> tuple[int, ...]:
+    """The whole shape of which a rank's part has shape `local`; the inverse of `local_shape`.
+
+    >>> whole_shape((3, 2), P("data", padded={0: 5}), Mesh(data=2))
+    (5, 2)
+    """
+    sizes = list(local)
+    for axis, dim, _ in spec.placements(mesh):
+        sizes[dim] *= mesh.axis_size(axis)
+    for dim, size in spec.padded.items():
+        sizes[dim] = size
     return tuple(sizes)
 
 
@@ -159,9 +173,9 @@ def reshard(
 
 def shard_leaf(x: torch.Tensor, spec: P, mesh: Mesh, rank: int, *, pad: bool = False) -> torch.Tensor:
     """One rank's part of a whole tensor. Partial sums: the first rank of a group holds it all, the others zeros."""
-    if pad:
+    _check(x.shape, spec, mesh, pad=pad)
+    if pad or spec.padded:
         x = _padded(x, padded_shape(x.shape, spec, mesh))
-    local_shape(x.shape, spec, mesh)
     coordinates = mesh.coordinates(rank)
     for axis, dim, outer in sorted(spec.placements(mesh), key=lambda placement: -placement.outer):
         size = mesh.axis_size(axis)
@@ -190,7 +204,10 @@ def unshard_leaf(parts: Sequence[torch.Tensor], spec: P, mesh: Mesh) -> torch.Te
             if group[0] in values:
                 joined[group[0]] = _joined([values[rank] for rank in group], dim, outer)
         values = {rank: joined[mesh.rank({**mesh.coordinates(rank), axis: 0})] for rank in joined}
-    return values[0]
+    whole = values[0]
+    for dim, size in spec.padded.items():
+        whole = whole.narrow(dim, 0, size)
+    return whole
 
 
 def _joined(parts: list[torch.Tensor], dim: int, outer: int) -> torch.Tensor:

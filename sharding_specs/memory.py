@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import optree
 
-from .layout import local_shape, padded_shape
+from .layout import local_shape
 from .mesh import Mesh
 from .trees import broadcast_specs, tree_paths
 
@@ -38,7 +38,7 @@ def memory_table(tree: Any, specs: Any, mesh: Mesh) -> list[MemoryRow]:
     full = optree.tree_leaves(broadcast_specs(specs, tree))
     rows = []
     for path, leaf, spec in zip(tree_paths(tree), optree.tree_leaves(tree), full, strict=True):
-        shape = local_shape(padded_shape(leaf.shape, spec, mesh), spec, mesh)
+        shape = local_shape(leaf.shape, spec.fitted(leaf.shape, mesh), mesh)
         count = 1
         for size in shape:
             count *= size

@@ -8,7 +8,7 @@ two axes, the first major; `P(None, (3, "tensor"))` splits an inner factor, as a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .mesh import Mesh
@@ -45,21 +45,33 @@ class P:
         dims: per dim None, an axis, or a tuple of axes and numbers, the first major. Dims not mentioned are unsharded.
         unreduced: axes along which ranks hold partial sums.
         reduced: axes along which ranks hold the same value and its gradient is wanted as partial sums.
+        padded: sharded dims that their axes need not divide, with their length: ranks hold them filled up with zeros.
+            For what lies at rest, `P("data", padded={0: 5})`.
 
     Raises:
-        SpecError: when an axis is used twice.
+        SpecError: when an axis is used twice, or a padded dim is not sharded.
     """
 
-    __slots__ = ("_dims", "reduced", "unreduced")
+    __slots__ = ("_dims", "padded", "reduced", "unreduced")
 
-    def __init__(self, *dims: Any, unreduced: Iterable[str] = (), reduced: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        *dims: Any,
+        unreduced: Iterable[str] = (),
+        reduced: Iterable[str] = (),
+        padded: Mapping[int, int] | None = None,
+    ) -> None:
         self._dims = _trimmed(tuple(_factors(dim) for dim in dims))
         self.unreduced = frozenset((unreduced,) if isinstance(unreduced, str) else unreduced)
         self.reduced = frozenset((reduced,) if isinstance(reduced, str) else reduced)
+        self.padded = dict(sorted((padded or {}).items()))
         used = [*self._axes(), *self.unreduced, *self.reduced]
         twice = sorted({axis for axis in used if used.count(axis) > 1})
         if twice:
             raise SpecError(f"{self!r} uses the axis {twice[0]!r} twice; an axis splits at most one dim")
+        for dim in self.padded:
+            if dim >= len(self._dims) or not self._dims[dim] or any(isinstance(f, int) for f in self._dims[dim]):
+                raise SpecError(f"{self!r} pads dim {dim}, which no axis splits, or only an inner factor of it")
 
     @classmethod
     def parse(cls, text: str, **sizes: int) -> P:
@@ -83,7 +95,12 @@ class P:
 
     @classmethod
     def from_placements(
-        cls, placements: Iterable[Placement], mesh: Mesh, unreduced: Iterable[str] = (), reduced: Iterable[str] = ()
+        cls,
+        placements: Iterable[Placement],
+        mesh: Mesh,
+        unreduced: Iterable[str] = (),
+        reduced: Iterable[str] = (),
+        padded: Mapping[int, int] | None = None,
     ) -> P:
         """The spec whose placements on a mesh are these.
 
@@ -102,7 +119,7 @@ class P:
                 dims[dim].append(gap)
             dims[dim].append(axis)
             reached[dim] = outer * mesh.axis_size(axis)
-        return cls(*map(tuple, dims), unreduced=unreduced, reduced=reduced)
+        return cls(*map(tuple, dims), unreduced=unreduced, reduced=reduced, padded=padded)
 
     # --- reading ---
 
@@ -146,7 +163,21 @@ class P:
         """What the spec says of some axes alone. Axes on the same dim that are dropped leave no trace."""
         keep = set(axes)
         dims = [tuple(f for f in dim if isinstance(f, int) or f in keep) for dim in self._dims]
-        return P(*dims, unreduced=self.unreduced & keep, reduced=self.reduced & keep)
+        padded = {dim: size for dim, size in self.padded.items() if any(isinstance(f, str) for f in dims[dim])}
+        return P(*dims, unreduced=self.unreduced & keep, reduced=self.reduced & keep, padded=padded)
+
+    def fitted(self, shape: Sequence[int], mesh: Mesh) -> P:
+        """The spec with every dim padded that its axes do not divide.
+
+        >>> P("data").fitted((5, 3), Mesh(data=2))
+        P('data', padded={0: 5})
+        """
+        uneven = {
+            dim: shape[dim]
+            for dim, axes in enumerate(self.dim_axes())
+            if dim < len(shape) and shape[dim] % mesh.axis_size(axes) and len(axes) == len(self._dims[dim])
+        }
+        return P(*self._dims, unreduced=self.unreduced, reduced=self.reduced, padded=uneven)
 
     def without(self, axes: Iterable[str]) -> P:
         """The spec without some axes."""
@@ -154,7 +185,7 @@ class P:
 
     def dual(self) -> P:
         """How the gradient of such a value lies: Unreduced and Reduced change places."""
-        return P(*self._dims, unreduced=self.reduced, reduced=self.unreduced)
+        return P(*self._dims, unreduced=self.reduced, reduced=self.unreduced, padded=self.padded)
 
     # --- as a value ---
 
@@ -165,13 +196,15 @@ class P:
         return hash(self._key())
 
     def _key(self) -> tuple[Any, ...]:
-        return (self._dims, self.unreduced, self.reduced)
+        return (self._dims, self.unreduced, self.reduced, tuple(self.padded.items()))
 
     def __repr__(self) -> str:
         parts = [repr(dim[0]) if len(dim) == 1 else repr(dim) if dim else "None" for dim in self._dims]
         for name in ("unreduced", "reduced"):
             if axes := sorted(getattr(self, name)):  # sorted: a set prints in an order of its own in every process
                 parts.append(f"{name}={{{', '.join(map(repr, axes))}}}")
+        if self.padded:
+            parts.append(f"padded={self.padded}")
         return f"P({', '.join(parts)})"
 
     def __str__(self) -> str:

@@ -54,7 +54,11 @@ def misfits(shape: Sequence[int], spec: P, mesh: Mesh, *, pad: bool = False) -> 
     if len(spec.dims) > len(shape):
         found.append(f"the spec has {len(spec.dims)} dims, the tensor has {len(shape)}; drop the last entries")
     for dim, (size, factors) in enumerate(zip(shape, spec.dims, strict=False)):
-        found += _uneven(dim, size, factors, mesh, pad)
+        if dim in spec.padded:
+            if size != spec.padded[dim]:
+                found.append(f"dim {dim} has size {size}, the spec pads one of size {spec.padded[dim]}")
+        else:
+            found += _uneven(dim, size, factors, mesh, pad)
     known = ", ".join(mesh.axis_names) or "none"
     unknown = sorted((spec.axes | spec.unreduced | spec.reduced) - set(mesh.axis_names))
     return found + [f"the mesh has no axis {axis!r} (its axes: {known})" for axis in unknown]

@@ -6,6 +6,7 @@ along a dim that is split goes over the axes that split it. Where those are it l
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import optree
@@ -125,7 +126,8 @@ def _placed(leaf: Any, spec: P) -> Any:
 
 
 def _whole_along(spec: P, dim: int) -> P:
-    return P(*[() if index == dim else factors for index, factors in enumerate(spec.dims)])
+    dims = [() if index == dim else factors for index, factors in enumerate(spec.dims)]
+    return P(*dims, padded={index: size for index, size in spec.padded.items() if index != dim})
 
 
 # -----------------------------------------------------------------------------
@@ -148,14 +150,20 @@ def _mean(x: torch.Tensor, dim: int, spec: P) -> torch.Tensor:
     per_dim = spec.dim_axes()
     axes = per_dim[x.ndim + dim] if x.ndim + dim < len(per_dim) else ()
     total = x.sum(dim, keepdim=True)
-    return psum(total, axes) / (x.shape[dim] * axis_size(axes)) if axes else total / x.shape[dim]
+    length = spec.padded.get(x.ndim + dim, x.shape[dim] * axis_size(axes) if axes else x.shape[dim])
+    return (psum(total, axes) if axes else total) / length
 
 
 def _root_mean_square(x: torch.Tensor, spec: P) -> torch.Tensor:
     axes = tuple(sorted(spec.axes))
     wide = x if x.dtype.itemsize >= 4 else x.float()
     total = (wide * wide).sum()
-    return ((psum(total, axes) / axis_size(axes) if axes else total) / x.numel()).sqrt()
+    per_dim = [*spec.dim_axes(), *[()] * x.ndim]
+    count = math.prod(
+        spec.padded.get(dim, size * (axis_size(per_dim[dim]) if per_dim[dim] else 1))
+        for dim, size in enumerate(x.shape)
+    )
+    return ((psum(total, axes) if axes else total) / count).sqrt()
 
 
 def _floor(leaf: torch.Tensor, eps: float | None) -> float:

@@ -80,9 +80,24 @@ Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def _kernel(p: Any, g: Any, m: Any, v: Any, step: Any, lr: Any, beta1: Any, beta2: Any, eps: Any, decay: Any) -> Triple:
     if not _torch.has_fused_adamw(p):
         return _formula(p, g, m, v, step, lr, beta1, beta2, eps, decay)
-    p, m, v = (x.clone(memory_format=torch.contiguous_format) for x in (p, m, v))
-    _torch.fused_adamw_(p, g.contiguous(), m, v, step.to(p.device, torch.float32), float(lr), beta1, beta2, decay, eps)
-    return p, m, v
+    shape = p.shape
+    p, m, v, g = (_in_vectors(x) for x in (p, m, v, g))
+    _torch.fused_adamw_(p, g, m, v, step.to(p.device, torch.float32), float(lr), beta1, beta2, decay, eps)
+    return tuple(x[: shape.numel()].view(shape) for x in (p, m, v))  # type: ignore[return-value]
+
+
+_VECTOR = 64  # elements; the kernel works on cache lines of so many, of the narrowest dtype
+
+
+def _in_vectors(x: torch.Tensor) -> torch.Tensor:
+    """A flat copy, filled up: the kernel rounds what is left beside whole vectors otherwise than what is in them.
+
+    So an element's update depends on nothing but its values, and is the same in a parameter and in a part of it.
+    """
+    count = x.numel()
+    flat = x.new_zeros(-(-count // _VECTOR) * _VECTOR)
+    flat[:count] = x.reshape(-1)
+    return flat
 
 
 def _formula(

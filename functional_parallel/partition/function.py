@@ -6,14 +6,14 @@ the collectives written in. What runs is differentiable, so gradients, and their
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import optree
 import torch
 
-from sharding_specs import P, Placement, broadcast_specs
+from sharding_specs import P, Placement, broadcast_specs, tree_paths
 
 from ..collectives.axes import axis_size, current_axes, hidden_axes, hide, mesh_axis_size
 from ..local_function import Layout, LocalFunction, PyTree, SpecTree, axis_mesh, whole_arguments
@@ -117,7 +117,7 @@ class _Partition:
         specs = self._leaf_specs(args)
         leaves, tree = optree.tree_flatten(args)
         places = [_place(spec, self.axis, self.inner.axes) for spec in specs]
-        leaves, places = self._gather(args, leaves, places, size)
+        leaves, places = self._gather(args, leaves, places, specs, size)
         tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         entry = self._entry(leaves, tree, tensors, places, size)
         flat_places = [places[index] for index in tensors] + [WHOLE] * len(entry.traced.captured)
@@ -142,15 +142,21 @@ class _Partition:
         return [number in numbers for number, arg in enumerate(args) for _ in optree.tree_leaves(arg)]
 
     def _gather(
-        self, args: tuple[PyTree, ...], leaves: list[Any], places: list[Place], size: int
+        self, args: tuple[PyTree, ...], leaves: list[Any], places: list[Place], specs: list[P], size: int
     ) -> tuple[list[Any], list[Place]]:
         flags = self._argument_flags(args, self.gathered)
         whole = [flag and isinstance(place, Shard) for flag, place in zip(flags, places, strict=True)]
+        self._check_padding(args, whole, specs)
         gathered = [
-            convert(leaf, place, REDUCED, self.axis, size) if flag else leaf
-            for flag, leaf, place in zip(whole, leaves, places, strict=True)
+            _trimmed(convert(leaf, place, REDUCED, self.axis, size), spec) if flag else leaf
+            for flag, leaf, place, spec in zip(whole, leaves, places, specs, strict=True)
         ]
         return gathered, [REDUCED if flag else place for flag, place in zip(whole, places, strict=True)]
+
+    def _check_padding(self, args: tuple[PyTree, ...], whole: list[bool], specs: list[P]) -> None:
+        for path, flag, spec in zip(tree_paths(args), whole, specs, strict=True):
+            if self.axis in spec.axes and spec.only({self.axis}).padded and not flag:
+                raise PartitionError(f"{path}: {spec!r} is padded, which only what lies at rest can be; make it even")
 
     def _out_places(self, entry: _Entry) -> list[Place | None] | None:
         if self.out_specs is None:
@@ -210,6 +216,13 @@ def _full_specs(specs: tuple[SpecTree, ...], args: tuple[PyTree, ...]) -> tuple[
     return tuple(broadcast_specs(spec, arg) for spec, arg in zip(specs, args, strict=True))
 
 
+def _trimmed(x: torch.Tensor, spec: P) -> torch.Tensor:
+    """A gathered value without the zeros that filled it up."""
+    for dim, size in spec.padded.items():
+        x = x.narrow(dim, 0, size) if x.shape[dim] != size else x
+    return x
+
+
 def _place(spec: P, axis: str, inner: Sequence[str]) -> Place:
     """Where a spec puts a value on one axis, in a view that is local to the inner axes already."""
     if axis in spec.reduced:
@@ -233,7 +246,7 @@ def _global_aval(leaf: torch.Tensor, place: Place, size: int) -> Aval:
     return Aval(tuple(shape), leaf.dtype, leaf.device)
 
 
-def _with_place(spec: P, place: Place, axis: str) -> P:
+def _with_place(spec: P, place: Place, axis: str, padded: Mapping[int, int] | None = None) -> P:
     """The spec of a value that inner transforms left as `spec` and this one leaves in `place`."""
     if not isinstance(place, Shard):
         return spec
@@ -244,7 +257,7 @@ def _with_place(spec: P, place: Place, axis: str) -> P:
         if other.outer // reached <= place.outer:  # outside this split: its ranks are a factor ahead of it
             size = mesh.axis_size(other.axis)
             outer, reached = outer * size, reached * size
-    return P.from_placements([*held, Placement(axis, place.dim, outer)], mesh)
+    return P.from_placements([*held, Placement(axis, place.dim, outer)], mesh, padded={**spec.padded, **(padded or {})})
 
 
 def _merge_trees(before: SpecTree, own: SpecTree, axis: str, inner: Sequence[str]) -> SpecTree:
@@ -252,12 +265,13 @@ def _merge_trees(before: SpecTree, own: SpecTree, axis: str, inner: Sequence[str
 
     def merge(a: P, b: P) -> P:
         if axis in b.reduced:
-            return P.from_placements(a.placements(axis_mesh()), axis_mesh(), reduced=a.reduced | {axis})
+            return P(*a.dims, unreduced=a.unreduced, reduced=a.reduced | {axis}, padded=a.padded)
         if axis not in b.axes:
             return a
         keep = {name for name in (*inner, axis)}
         if a.axes <= b.axes:
             return b.only(keep)
-        return _with_place(a, _place(b.only({axis}), axis, ()), axis)
+        mine = b.only({axis})
+        return _with_place(a, _place(mine, axis, ()), axis, mine.padded)
 
     return optree.tree_map(merge, before, own, is_leaf=_is_spec)

@@ -14,10 +14,11 @@ from .simulated import SimulatedRuntime
 
 __all__ = ["default_runtime", "is_main_rank", "use_runtime"]
 
-_runtimes: dict[Mesh, Any] = {}
+_chosen: dict[Mesh, Any] = {}
+_made: dict[tuple[Mesh, str], Any] = {}
 
 
-def default_runtime(mesh: Mesh) -> Any:
+def default_runtime(mesh: Mesh, reduction: str = "fast") -> Any:
     """The runtime of a mesh: one rank per process under torchrun (or with torch.distributed running), else simulated.
 
     >>> from sharding_specs import Mesh
@@ -26,10 +27,14 @@ def default_runtime(mesh: Mesh) -> Any:
 
     Args:
         mesh: its size must be the number of processes, if there are several.
+        reduction: "fast", the backend's own sums, or "ordered", sums in rank order, as simulated ranks always add.
     """
-    if mesh not in _runtimes:
-        _runtimes[mesh] = ProcessRuntime(mesh) if _is_launched() else SimulatedRuntime(mesh)
-    return _runtimes[mesh]
+    if mesh in _chosen:
+        return _chosen[mesh]
+    if (mesh, reduction) not in _made:
+        launched = _is_launched()
+        _made[mesh, reduction] = ProcessRuntime(mesh, reduction=reduction) if launched else SimulatedRuntime(mesh)
+    return _made[mesh, reduction]
 
 
 def use_runtime(runtime: Any) -> None:
@@ -39,7 +44,7 @@ def use_runtime(runtime: Any) -> None:
     >>> from functional_parallel.runtime import SimulatedRuntime
     >>> use_runtime(SimulatedRuntime(Mesh(data=2), deduplicate=False))
     """
-    _runtimes[runtime.mesh] = runtime
+    _chosen[runtime.mesh] = runtime
 
 
 def is_main_rank() -> bool:

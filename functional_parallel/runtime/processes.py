@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from sharding_specs import Mesh, P, shard_leaf
+from sharding_specs import Mesh, P, shard_leaf, whole_shape
 
 from ..collectives import emit
 from ..partition.convert import convert
@@ -82,14 +82,13 @@ class ProcessRuntime:
             for axis, dim, outer in sorted(spec.placements(self.mesh), key=lambda placement: placement.outer):
                 if self.mesh.axis_size(axis) > 1:
                     handle = convert(handle, Shard(dim, outer), WHOLE, axis, self.mesh.axis_size(axis))
+        for dim, size in spec.padded.items():
+            handle = handle.narrow(dim, 0, size)
         return handle
 
     def like(self, handle: torch.Tensor, spec: P) -> torch.Tensor:
         """A tensor of the whole shape, without memory for it."""
-        shape = list(handle.shape)
-        for axis, dim, _ in spec.placements(self.mesh):
-            shape[dim] *= self.mesh.axis_size(axis)
-        return handle.new_empty(()).expand(shape)
+        return handle.new_empty(()).expand(whole_shape(handle.shape, spec, self.mesh))
 
     # --- running ---
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from sharding_specs import Mesh, P, shard_leaf, unshard_leaf
+from sharding_specs import Mesh, P, shard_leaf, unshard_leaf, whole_shape
 
 from ..collectives import group
 from ..program import Program
@@ -64,10 +64,7 @@ class SimulatedRuntime:
 
     def like(self, handle: Handle, spec: P) -> torch.Tensor:
         """A tensor of the whole shape, without memory for it."""
-        shape = list(handle[0].shape)
-        for axis, dim, _ in spec.placements(self.mesh):
-            shape[dim] *= self.mesh.axis_size(axis)
-        return handle[0].new_empty(()).expand(shape)
+        return handle[0].new_empty(()).expand(whole_shape(handle[0].shape, spec, self.mesh))
 
     def run(self, program: Program, handles: Sequence[Handle]) -> list[Handle]:
         """Run a program on sharded inputs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import optree
@@ -76,6 +77,7 @@ def zero(
     specs: Rules = None,
     *,
     batch: SpecTree = None,
+    whole_below: int = 0,
     keep_gathered: bool = False,
     prefetch: int = 1,
     strict: bool = False,
@@ -99,8 +101,9 @@ def zero(
     Args:
         stage: 0, 1, 2 or 3.
         axis: the mesh axis.
-        specs: at stage 3, which dim of a parameter lies along the axis; by default the longest that divides and no
-            other axis takes. Parameters without such a dim stay whole.
+        specs: which dim of a parameter, or of its optimizer state, lies along the axis; by default the longest that no
+            other axis takes, an even one if there is one. A dim that does not divide is padded with zeros at rest.
+        whole_below: parameters of fewer elements stay whole.
         batch: as for `data_parallel`.
         keep_gathered: at stage 3, keep what the forward gathered for the backward: less sent, more held.
         prefetch: at stage 3, how many layers ahead of its use a layer is gathered.
@@ -112,21 +115,31 @@ def zero(
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"zero(stage={stage!r}): the stages are 0 (data parallel), 1, 2 and 3")
     passes = (Gathers(axis, keep_gathered, prefetch),) if stage == 3 else ()
-    return _zero(stage, axis, specs, batch, strict, f"zero({stage}, {axis!r})", passes)
+    return _zero(stage, axis, specs, batch, strict, f"zero({stage}, {axis!r})", passes, whole_below)
 
 
 def _zero(
-    stage: int, axis: str, specs: Rules, batch: SpecTree, strict: bool, name: str, passes: tuple[Gathers, ...] = ()
+    stage: int,
+    axis: str,
+    specs: Rules,
+    batch: SpecTree,
+    strict: bool,
+    name: str,
+    passes: tuple[Gathers, ...] = (),
+    whole_below: int = 0,
 ) -> Transform:
     def apply(f: Callable[..., Any]) -> LocalFunction:
         inner = f.layout.arguments if isinstance(f, LocalFunction) else whole_arguments
-        at_rest = _AtRest(axis, inner) if specs is None else lambda args: _only(parameter_specs(specs)(args[0]), axis)
+        given = None if specs is None else parameter_specs(specs)
+        at_rest = _AtRest(axis, inner, given, whole_below)
 
         def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
             parameters = at_rest(args) if stage == 3 else P() if stage == 0 else P(reduced={axis})
             return (parameters, *rest_specs(args, batch, P(axis)))
 
         local = partition(f, axis, in_specs, gathered=(0,) if stage == 3 else (), strict=strict, describe=name)
+        if local.layout.norm_specs is None:  # the innermost data axis says in which parts a norm is summed
+            local = local.with_layout(replace(local.layout, norm_specs=at_rest if stage == 0 else _nothing))
         if stage in (0, 3):
             return local.asking(*passes)
         return local.updating(axis, at_rest, whole_gradients=stage == 1)
@@ -134,15 +147,25 @@ def _zero(
     return Transform(name, axis, Order.DATA, apply)
 
 
+def _nothing(args: tuple[PyTree, ...]) -> SpecTree:
+    return P()
+
+
 class _AtRest:
-    """Chooses, once per parameter tree, the dim of each parameter that lies along an axis.
+    """Chooses, once per parameter tree, the dim of each parameter that lies along an axis, if nobody gave it.
 
     The choice is made from whole shapes, when the function is compiled; the function itself sees its shards, whose
     shapes are recognised.
     """
 
-    def __init__(self, axis: str, inner: Callable[[tuple[PyTree, ...]], tuple[SpecTree, ...]]) -> None:
-        self.axis, self.inner = axis, inner
+    def __init__(
+        self,
+        axis: str,
+        inner: Callable[[tuple[PyTree, ...]], tuple[SpecTree, ...]],
+        given: Callable[[PyTree], SpecTree] | None,
+        whole_below: int,
+    ) -> None:
+        self.axis, self.inner, self.given, self.whole_below = axis, inner, given, whole_below
         self.chosen: dict[Any, SpecTree] = {}
 
     def __call__(self, args: tuple[PyTree, ...]) -> SpecTree:
@@ -154,15 +177,41 @@ class _AtRest:
     def _choose(self, args: tuple[PyTree, ...], leaves: list[Any], tree: Any, shapes: tuple[Any, ...]) -> SpecTree:
         taken = optree.tree_leaves(broadcast_specs(self.inner(args)[0], args[0]), is_leaf=_is_spec)
         mesh = axis_mesh()
-        chosen = [_longest_dim(leaf, spec, self.axis, mesh) for leaf, spec in zip(leaves, taken, strict=True)]
+        if self.given is not None:
+            chosen = optree.tree_leaves(_only(self.given(args[0]), self.axis), is_leaf=_is_spec)
+            chosen = [_fitted(leaf, spec, mesh) for leaf, spec in zip(leaves, chosen, strict=True)]
+        else:
+            chosen = [self._longest_dim(leaf, spec, mesh) for leaf, spec in zip(leaves, taken, strict=True)]
         specs = optree.tree_unflatten(tree, chosen)
-        places = [
-            P.from_placements([*a.placements(mesh), *b.placements(mesh)], mesh)
-            for a, b in zip(taken, chosen, strict=True)
-        ]
+        places = [_together(a, b, self.axis, mesh) for a, b in zip(taken, chosen, strict=True)]
         local = tuple(local_shape(shape, spec, mesh) for shape, spec in zip(shapes, places, strict=True))
         self.chosen[tree, shapes] = self.chosen[tree, local] = specs
         return specs
+
+    def _longest_dim(self, leaf: Any, taken: P, mesh: Mesh) -> P:
+        """The longest dim that no other axis takes, an even one if there is one, as a spec of this axis alone."""
+        if not isinstance(leaf, torch.Tensor) or not leaf.ndim or leaf.numel() < self.whole_below:
+            return P()
+        used = {placement.dim for placement in taken.placements(mesh)}
+        size = mesh.axis_size(self.axis)
+        free = [dim for dim in range(leaf.ndim) if dim not in used and leaf.shape[dim]]
+        if not free:
+            return P()
+        best = max(free, key=lambda dim: (leaf.shape[dim] % size == 0, leaf.shape[dim], -dim))
+        return P(*[None] * best, self.axis).fitted(leaf.shape, mesh)
+
+
+def _fitted(leaf: Any, spec: P, mesh: Mesh) -> P:
+    return spec.fitted(leaf.shape, mesh) if isinstance(leaf, torch.Tensor) and len(spec.dims) <= leaf.ndim else spec
+
+
+def _together(inner: P, own: P, axis: str, mesh: Mesh) -> P:
+    """What two transforms say of one parameter: `own` names all axes, or one that is cut inside what `inner` says."""
+    if axis not in own.axes:
+        return inner
+    blocks = {placement.dim: placement.outer * mesh.axis_size(placement.axis) for placement in inner.placements(mesh)}
+    mine = [placement._replace(outer=blocks.get(placement.dim, 1)) for placement in own.placements(mesh)]
+    return P.from_placements([*inner.placements(mesh), *mine], mesh, padded={**inner.padded, **own.padded})
 
 
 # -----------------------------------------------------------------------------
@@ -205,18 +254,6 @@ def rest_specs(args: tuple[PyTree, ...], batch: SpecTree, default: P | None = No
 
 def _with_batch(leaf: Any, spec: P | None) -> P:
     return spec if spec is not None and isinstance(leaf, torch.Tensor) and leaf.ndim else P()
-
-
-def _longest_dim(leaf: Any, taken: P, axis: str, mesh: Mesh) -> P:
-    """The longest dim that divides and that no other axis takes, as a spec of this axis alone."""
-    if not isinstance(leaf, torch.Tensor):
-        return P()
-    used = {placement.dim for placement in taken.placements(mesh)}
-    size = mesh.axis_size(axis)
-    free = [dim for dim in range(leaf.ndim) if dim not in used and leaf.shape[dim] and leaf.shape[dim] % size == 0]
-    if not free:
-        return P()
-    return P(*[None] * max(free, key=lambda dim: (leaf.shape[dim], -dim)), axis)
 
 
 def _is_spec(x: Any) -> bool:

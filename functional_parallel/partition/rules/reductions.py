@@ -81,6 +81,24 @@ def logsumexp_over_ranks(x: torch.Tensor, dims: list[int], keepdim: bool, axis: 
     return total.log() + (top if keepdim else top.reshape(total.shape))
 
 
+def _local_extremum(step: Step, x: torch.Tensor, dims: Any = (), keepdim: bool = False) -> torch.Tensor:
+    """The extremum of the whole; as in torch, elements that tie for it share its gradient evenly, on all ranks."""
+    if not _reduces_ranks(step):
+        return step.run(*([x, dims, keepdim] if len(step.node.args) > 1 else [x]))
+    largest = step.node.target in (aten.amax.default, aten.max.default)
+    wanted = reduced_dims(step.node)
+    own = x.detach().amax(wanted, keepdim=True) if largest else x.detach().amin(wanted, keepdim=True)
+    best = (fp.pmax if largest else fp.pmin)(own, step.axis)
+    whole = best if keepdim else best.squeeze(wanted)
+    if not x.is_floating_point() or step.node.meta["no_grad"]:
+        return whole
+    best = fp.pvary(best, step.axis)
+    ties = x == best
+    count = fp.psum(ties.to(x.dtype).sum(wanted, keepdim=keepdim), step.axis)
+    excess = torch.where(ties, x - x.detach(), 0)
+    return whole + fp.psum(excess.sum(wanted, keepdim=keepdim), step.axis) / count
+
+
 def _norm_text(node: fx.Node) -> str:
     """`linalg_vector_norm(x, ord, dim)` names its dims third; a norm is not a sum, so they must be whole."""
     ndim = len(node.args[0].meta["val"].shape)
@@ -94,8 +112,10 @@ def _norm_text(node: fx.Node) -> str:
 
 rule([aten.sum.dim_IntList, aten.sum.default], Rule(_reduction_text("+", "~")))
 rule([aten.mean.dim, aten.mean.default], Rule(_reduction_text("+", "~"), _local_mean))
-rule([aten.amax.default, aten.max.default], Rule(_reduction_text(">")))
-rule([aten.amin.default, aten.min.default], Rule(_reduction_text("<")))
+rule(
+    [aten.amax.default, aten.max.default, aten.amin.default, aten.min.default],
+    Rule(_reduction_text("!"), _local_extremum, casts=True),
+)
 rule([aten.max.dim, aten.min.dim], Rule(_reduction_text("^", results=2)))
 rule([aten.argmax.default, aten.argmin.default, aten.prod.default, aten.prod.dim_int], Rule(_reduction_text("^")))
 rule([aten.any.default, aten.any.dim, aten.all.default, aten.all.dim], Rule(_reduction_text("^")))

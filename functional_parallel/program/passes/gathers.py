@@ -25,6 +25,7 @@ aten = torch.ops.aten
 
 _RESHAPED = {
     aten.view.default,
+    aten.slice.Tensor,
     aten.t.default,
     aten.transpose.int,
     aten.permute.default,

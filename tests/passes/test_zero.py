@@ -1,0 +1,116 @@
+"""ZeRO's stages: what differs is where things lie, never what is computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import functional_parallel as fp
+from sharding_specs import Mesh, P
+
+SIZES = st.lists(st.integers(1, 9), min_size=3, max_size=3)
+
+
+def network(sizes: list[int], dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    """A layer of any size, a bias, a scalar."""
+    generator = torch.Generator().manual_seed(sum(sizes))
+    inner, hidden, outer = sizes
+    shapes = {"a": (inner, hidden), "b": (hidden,), "c": (hidden, outer), "s": ()}
+    return {name: torch.randn(shape, generator=generator, dtype=dtype) for name, shape in shapes.items()}
+
+
+def loss(params: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    found = torch.tanh(x @ params["a"] + params["b"]) @ params["c"] * params["s"]
+    return ((found - y) ** 2).mean()
+
+
+def data(sizes: list[int], count: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(count, size, generator=generator, dtype=dtype) for size in (sizes[0], sizes[2]))  # type: ignore[return-value]
+
+
+def trained(plan: Any, mesh: Mesh, sizes: list[int], steps: int, dtype: torch.dtype = torch.float64) -> list[Any]:
+    """Everything a run leaves behind: parameters, optimizer state, losses."""
+    train = fp.train_step(loss, fp.optim.adamw(1e-2), mesh, plan, clip=0.5)
+    state, losses = train.init(network(sizes, dtype)), []
+    for _ in range(steps):
+        state, metrics = train(state, *data(sizes, 8, dtype))
+        losses.append(metrics.loss)
+    return optree.tree_leaves((train.whole(state), losses))
+
+
+@settings(max_examples=20, deadline=None)
+@given(sizes=SIZES, stage=st.integers(0, 3), ranks=st.sampled_from([2, 4, 8]), whole_below=st.sampled_from([0, 10]))
+def test_shapes_of_any_size(sizes: list[int], stage: int, ranks: int, whole_below: int) -> None:
+    """Dims that the ranks do not divide are padded at rest, which no result shows."""
+    plan = fp.zero(stage, "data", whole_below=whole_below)
+    fp.testing.assert_equivalent(loss, plan, Mesh(data=ranks), network(sizes), *data(sizes, 8))
+    for a, b in zip(trained(plan, Mesh(data=ranks), sizes, 2), trained(None, Mesh(), sizes, 2), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("sizes", [[8, 16, 4], [7, 33, 5], [17, 129, 3]])
+def test_all_stages_give_the_same_bits(sizes: list[int], ranks: int, dtype: torch.dtype) -> None:
+    """Law 3: one reduction tree, in rank order; 20 steps of AdamW, odd sizes included."""
+    mesh = Mesh(data=ranks)
+    reference = trained(fp.data_parallel("data"), mesh, sizes, 20, dtype)
+    for stage in (1, 2, 3):
+        found = trained(fp.zero(stage, "data"), mesh, sizes, 20, dtype)
+        differing = [index for index, (a, b) in enumerate(zip(reference, found, strict=True)) if not torch.equal(a, b)]
+        assert not differing, f"stage {stage}"
+
+
+def test_shard_over_one_axis_and_replicate_over_another() -> None:
+    """HSDP in two words; the same bits as its own two-level sum with nothing sharded."""
+    mesh = Mesh(replica=2, shard=2)
+    hybrid = fp.chain(fp.zero(3, "shard"), fp.data_parallel("replica"))
+    plain = fp.chain(fp.data_parallel("shard"), fp.data_parallel("replica"))
+    for a, b in zip(trained(hybrid, mesh, [7, 9, 5], 20), trained(plain, mesh, [7, 9, 5], 20), strict=True):
+        assert torch.equal(a, b)
+    train = fp.train_step(loss, fp.optim.sgd(0.1), mesh, hybrid)
+    program = train.lower(train.init(network([7, 9, 5])), *data([7, 9, 5], 8))
+    assert {axes for (kind, axes) in program.counts() if kind in ("all_gather", "psum_scatter")} == {("shard",)}
+
+
+def test_a_rank_holds_its_part_filled_up() -> None:
+    train = fp.train_step(loss, fp.optim.sgd(0.1, momentum=0.9), Mesh(data=4), fp.zero(3, "data", whole_below=6))
+    state = train.init(network([7, 9, 5]))
+    program = train.lower(state, *data([7, 9, 5], 8))
+    assert [handle[0].shape for handle in state.handles[:4]] == [(7, 3), (3,), (3, 5), ()]
+    assert program.in_specs[:4] == [
+        P(None, "data", padded={1: 9}),
+        P("data", padded={0: 9}),
+        P("data", padded={0: 9}),
+        P(),
+    ]
+    assert train.params(state)["a"].shape == (7, 9)
+
+
+def test_specs_say_which_dim() -> None:
+    plan = fp.zero(3, "data", {"a": P("data"), "*": P()})
+    step = fp.testing.assert_equivalent(loss, plan, Mesh(data=2), network([7, 9, 5]), *data([7, 9, 5], 8))
+    assert step.program.in_specs[0] == P("data", padded={0: 7})
+    assert step.program.counts()[("psum_scatter", ("data",))] == 1
+
+
+def test_padding_is_for_what_lies_at_rest() -> None:
+    plan = fp.tensor_parallel("tensor", {"c": P("tensor", padded={0: 9}), "*": P()})
+    with pytest.raises(fp.PartitionError, match=r"0/c: P\('tensor', padded=\{0: 9\}\) is padded, which only what lies"):
+        fp.compile(plan(loss), Mesh(tensor=2))(network([7, 9, 5]), *data([7, 9, 5], 8))
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda: fp.zero(4, "data"), r"zero\(stage=4\): the stages are 0 \(data parallel\), 1, 2 and 3"),
+    (lambda: fp.chain(fp.zero(1, "data"), fp.zero(3, "data")), r"both take the axis 'data'"),
+    (lambda: fp.compile(fp.zero(3, "dta")(loss), Mesh(data=2))(network([2, 2, 2]), *data([2, 2, 2], 4)), "'dta'"),
+])  # fmt: skip
+def test_bad_input(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
