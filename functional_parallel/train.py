@@ -272,8 +272,7 @@ class TrainStep:
         blocks = self.f.layout.norm_specs
         if blocks is None:
             return update
-        with bind(self.wide_mesh.shape, None):
-            return optree.tree_map(self._joined, update, broadcast_specs(blocks((params,)), params), is_leaf=_is_spec)
+        return optree.tree_map(self._joined, update, broadcast_specs(blocks((params,)), params), is_leaf=_is_spec)
 
     def _state_specs(self, state: PyTree, params: PyTree, update: SpecTree) -> SpecTree:
         """How the optimizer's state lies: as the optimizer says, or else as the parameters do."""
@@ -288,6 +287,7 @@ class TrainStep:
             compute = broadcast_specs(declared[0], params)
             kept = optree.tree_map(_at_rest, compute, is_leaf=_is_spec)
             update = self._update_specs(params, kept)
+            counted = update if self.clip is None else self._norm_specs(params, update)
             batch_specs = broadcast_specs(tuple(declared[1:]), batch)
         gradient = grad_and_value(self.f, has_aux=self.has_aux)
 
@@ -298,7 +298,6 @@ class TrainStep:
                 gradients, value = gradient(inputs, *batch)
             value, aux = value if self.has_aux else (value, None)
             gradients = optree.tree_map(_into_update, gradients, update, kept, compute, none_is_leaf=True)
-            counted = update if self.clip is None else self._norm_specs(params, update)
             norm = _global_norm(optree.tree_map(_slice, gradients, counted, update, none_is_leaf=True), counted)
             if self.clip is not None:
                 factor = torch.clamp(self.clip / (norm + 1e-6), max=1.0)
