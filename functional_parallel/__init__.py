@@ -4,7 +4,7 @@ A model is a pure function; a sharding spec is data; every form of parallelism i
 program whose every collective is visible.
 """
 
-from . import optim, random, testing
+from . import optim, random, schedules, testing
 from .collectives import (
     CollectiveTypeError,
     UnboundAxisError,
@@ -110,6 +110,7 @@ __all__ = [
     "register_rule",
     "remat",
     "scatter",
+    "schedules",
     "send",
     "shard_map",
     "tensor_parallel",

@@ -8,9 +8,13 @@ import pkgutil
 
 import pytest
 
-from functional_parallel import optim
+from functional_parallel import optim, schedules
 
-MODULES = [module.name for module in pkgutil.walk_packages(optim.__path__, optim.__name__ + ".")]
+MODULES = [
+    module.name
+    for package in (optim, schedules)
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
+]
 MODULES += [f"functional_parallel.{name}" for name in ("estimate", "loss_scaling", "sampler")]
 
 

@@ -1,0 +1,63 @@
+"""Pipeline schedules as data: made by a rule, proved by a checker, priced by a simulator, drawn, and searched.
+
+Nothing here imports torch: a schedule is lists of numbers.
+"""
+
+from .actions import Action, Schedule, ScheduleError, Versions, rows
+from .asynchronous import pipedream, two_bw
+from .automatic import zb_auto
+from .check import check, kept_versions, peaks
+from .dualpipe import dualpipe, dualpipe_v
+from .gpipe import gpipe
+from .interleaved import breadth_first, interleaved
+from .messages import Receive, Send, check_messages, messages
+from .one_f_one_b import eager_one_f_one_b, one_f_one_b
+from .registry import FAMILIES, Family, get, stages_for
+from .sequential import naive
+from .simulate import Costs, Event, Timeline, simulate
+from .timeline import chrome_trace, plot, summary, timeline_text
+from .torch_csv import from_csv, to_csv
+from .zero_bubble import zb_h1, zb_h2, zb_v
+
+__all__ = [
+    "FAMILIES",
+    "Action",
+    "Costs",
+    "Event",
+    "Family",
+    "Receive",
+    "Schedule",
+    "ScheduleError",
+    "Send",
+    "Timeline",
+    "Versions",
+    "breadth_first",
+    "check",
+    "check_messages",
+    "chrome_trace",
+    "dualpipe",
+    "dualpipe_v",
+    "eager_one_f_one_b",
+    "from_csv",
+    "get",
+    "gpipe",
+    "interleaved",
+    "kept_versions",
+    "messages",
+    "naive",
+    "one_f_one_b",
+    "peaks",
+    "pipedream",
+    "plot",
+    "rows",
+    "simulate",
+    "stages_for",
+    "summary",
+    "timeline_text",
+    "to_csv",
+    "two_bw",
+    "zb_auto",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
+]

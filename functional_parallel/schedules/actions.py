@@ -1,0 +1,248 @@
+"""A pipeline schedule as data: for each rank the list of actions it runs, and the rank of each stage.
+
+A stage of the model runs three kinds of work on a microbatch: its forward (F), the gradient of its input (I) and the
+gradient of its weights (W); B is I and W in one. Which of them a rank runs when is all that distinguishes GPipe from
+zero-bubble or DualPipe, so a schedule holds that and nothing else. It says nothing of time, tensors or messages: those
+follow from the order (`messages`), or from costs (`simulate`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+__all__ = ["KINDS", "Action", "Schedule", "ScheduleError", "Versions", "rows"]
+
+KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+
+
+_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)(?:OVERLAP_F_B)?")
+
+
+class Action(NamedTuple):
+    """One piece of work: `Action("F", 2, 0)` is the forward of stage 2 on microbatch 0, written 2F0."""
+
+    kind: str
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot run, or that no rule makes for the numbers given."""
+
+
+@dataclass(frozen=True)
+class Versions:
+    """The weights that an asynchronous schedule uses: version 0 is the first, and version k lies k updates later.
+
+    Args:
+        reads: for each forward and backward, the version of its stage's weights that it uses.
+        writes: for each backward after which its stage is updated, the version made.
+    """
+
+    reads: Mapping[Action, int]
+    writes: Mapping[Action, int]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The actions of each rank in order, and where each stage lives.
+
+    >>> from functional_parallel.schedules import Schedule
+    >>> print(Schedule.of(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"], microbatches=2, name="mine"))
+    mine: 2 stages on 2 ranks, 2 microbatches
+    rank 0  0F0  0F1  0B0  0B1
+    rank 1  1F0  1B0  1F1  1B1
+
+    Args:
+        actions: for each rank, what it runs, in order.
+        rank_of_stage: for each stage, the rank that runs it.
+        microbatches: how many microbatches a step has, over all chains.
+        chains: how many copies of the model run at once. A chain is a run of consecutive stages, as many in each;
+            microbatches are dealt out to the chains in equal parts, and each chain counts its own from 0.
+        pairs: actions that may run at once with the next one of their rank; running them in turn is as right.
+        versions: for an asynchronous schedule, the weights that each action uses.
+        name: what to call it.
+    """
+
+    actions: tuple[tuple[Action, ...], ...]
+    rank_of_stage: tuple[int, ...]
+    microbatches: int
+    chains: int = 1
+    pairs: frozenset[Action] = frozenset()
+    versions: Versions | None = None
+    name: str = field(default="schedule", compare=False)
+
+    @staticmethod
+    def of(
+        ranks: Iterable[str | Iterable[Action]], microbatches: int, *, chains: int = 1, name: str = "schedule"
+    ) -> Schedule:
+        """A schedule from each rank's actions, as text or as a list; each stage lives where its actions are.
+
+        >>> from functional_parallel.schedules import Schedule
+        >>> Schedule.of(["0F0 1F0 1B0 0B0"], microbatches=1).rank_of_stage
+        (0, 0)
+
+        Args:
+            ranks: for each rank its actions, in order: "0F0 (0F1;1B0)" or a list of `Action`.
+            microbatches: how many microbatches a step has, over all chains.
+            chains: how many copies of the model run at once.
+            name: what to call it.
+
+        Returns:
+            The schedule, which `check` has not seen yet.
+
+        Raises:
+            ScheduleError: where a text is no action, or a stage's actions lie on two ranks.
+        """
+        actions, pairs = parse_ranks(ranks)
+        return Schedule(actions, placement(actions), microbatches, chains, pairs, name=name)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks run it."""
+        return len(self.actions)
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are, over all chains."""
+        return len(self.rank_of_stage)
+
+    @property
+    def depth(self) -> int:
+        """How many stages a microbatch passes: those of one chain."""
+        return self.stages // self.chains
+
+    @property
+    def microbatches_of_chain(self) -> int:
+        """How many microbatches each chain runs."""
+        return self.microbatches // self.chains
+
+    @property
+    def splits(self) -> bool:
+        """Whether an action computes the gradient of inputs or of weights alone."""
+        return any(action.kind in "IW" for action in self)
+
+    def __iter__(self) -> Iterator[Action]:
+        return (action for row in self.actions for action in row)
+
+    def before(self, stage: int) -> int | None:
+        """The stage whose output is this one's input, or None for the first of a chain."""
+        return stage - 1 if stage % self.depth else None
+
+    def after(self, stage: int) -> int | None:
+        """The stage whose input is this one's output, or None for the last of a chain."""
+        return stage + 1 if (stage + 1) % self.depth else None
+
+    def __repr__(self) -> str:
+        return f"Schedule({self.title()})"
+
+    def __str__(self) -> str:
+        return f"{self.title()}\n{table(self)}"
+
+    def title(self) -> str:
+        """The name and sizes, in a line."""
+        chains = f" in {self.chains} chains" if self.chains > 1 else ""
+        sizes = (count(self.stages, "stage"), count(self.ranks, "rank"), count(self.microbatches, "microbatch", "es"))
+        return "{}: {}{} on {}, {}".format(self.name, sizes[0], chains, *sizes[1:])
+
+
+def count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{'' if number == 1 else plural}"
+
+
+def placement(actions: Sequence[Sequence[Action]]) -> tuple[int, ...]:
+    """The rank of each stage, read off the actions."""
+    found: dict[int, int] = {}
+    for rank, row in enumerate(actions):
+        for action in row:
+            if found.setdefault(action.stage, rank) != rank:
+                raise ScheduleError(
+                    f"rank {rank} runs {action}, but stage {action.stage} lives on rank {found[action.stage]}, which "
+                    "runs it before: give all actions of a stage to one rank"
+                )
+    missing = sorted(set(range(max(found, default=-1) + 1)) - set(found))
+    if missing:
+        raise ScheduleError(f"stages 0 to {max(found)} are numbered, but no rank runs stage {missing[0]}")
+    return tuple(found[stage] for stage in range(len(found)))
+
+
+# -----------------------------------------------------------------------------
+# As text
+# -----------------------------------------------------------------------------
+
+
+def rows(schedule: Schedule) -> list[list[str]]:
+    """For each rank its actions as text, overlapped ones as a pair.
+
+    >>> from functional_parallel import schedules
+    >>> schedules.rows(schedules.gpipe(2, 1))
+    [['0F0', '0B0'], ['1F0', '1B0']]
+
+    Args:
+        schedule: any schedule.
+
+    Returns:
+        A list per rank, of "0F3" or "(0F3;3B1)".
+    """
+    return [_cells(row, schedule.pairs) for row in schedule.actions]
+
+
+def _cells(row: Sequence[Action], pairs: frozenset[Action]) -> list[str]:
+    cells, first = [], None
+    for action in row:
+        if first is not None:
+            cells.append(f"({first};{action})")
+            first = None
+        elif action in pairs:
+            first = action
+        else:
+            cells.append(str(action))
+    return cells
+
+
+def table(schedule: Schedule) -> str:
+    """A line per rank, actions in columns."""
+    cells = rows(schedule)
+    width = max((len(cell) for row in cells for cell in row), default=0)
+    digits = len(str(len(cells) - 1))
+    return "\n".join(
+        f"rank {rank:{digits}}  {'  '.join(cell.ljust(width) for cell in row)}".rstrip()
+        for rank, row in enumerate(cells)
+    )
+
+
+def parse_ranks(
+    ranks: Iterable[str | Iterable[Action]],
+) -> tuple[tuple[tuple[Action, ...], ...], frozenset[Action]]:
+    """Each rank's actions from text or lists, and the first of each pair."""
+    actions, pairs = [], []
+    for rank, row in enumerate(ranks):
+        if not isinstance(row, str):
+            actions.append(tuple(Action(*action) for action in row))
+            continue
+        found: list[Action] = []
+        for cell in row.split():
+            pair = _PAIR.fullmatch(cell)
+            if pair:
+                pairs.append(_parse(pair[1], rank))
+            found += [_parse(part, rank) for part in (pair.groups() if pair else (cell,))]
+        actions.append(tuple(found))
+    return tuple(actions), frozenset(pairs)
+
+
+def _parse(text: str, rank: int) -> Action:
+    match = _ACTION.fullmatch(text)
+    if not match:
+        raise ScheduleError(
+            f"rank {rank} has {text!r}, which is no action: write stage, kind and microbatch as in 2F0, the kind "
+            "one of F (forward), B (backward), I (input gradient), W (weight gradient), and an overlapped pair as "
+            "(0F3;3B1)"
+        )
+    return Action(match[2], int(match[1]), int(match[3]))

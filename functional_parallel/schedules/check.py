@@ -1,0 +1,224 @@
+"""Whether a schedule can run: complete, in order, and never stuck. Errors name rank, action and what it waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .actions import KINDS, Action, Schedule, ScheduleError, count
+from .dependencies import gradients_of_input, replay, waits_for
+
+__all__ = ["check", "kept_versions", "peaks"]
+
+
+def check(schedule: Schedule) -> Schedule:
+    """Prove a schedule complete, ordered and free of deadlock.
+
+    >>> from functional_parallel import schedules
+    >>> broken = schedules.Schedule.of(["0F0 0B0", "1B0 1F0"], microbatches=1)
+    >>> schedules.check(broken)
+    Traceback (most recent call last):
+        ...
+    functional_parallel.schedules.actions.ScheduleError: schedule: rank 1 is stuck at 1B0, its action 0, which waits \
+for 1F0, action 1 of the same rank: put 1F0 first
+
+    Completeness: every stage runs F once on every microbatch of its chain, and either B once or I and W once each.
+    Order: on its rank and across ranks, an action comes after what it uses; this is shown by running it on paper, rank
+    by rank, so no cycle of ranks can wait for each other as long as messages are told apart (`messages`).
+
+    Args:
+        schedule: any schedule, a user's own too.
+
+    Returns:
+        The same schedule.
+
+    Raises:
+        ScheduleError: names rank, action and what is wrong with it.
+    """
+    _check_sizes(schedule)
+    _check_actions(schedule)
+    _check_complete(schedule)
+    _check_pairs(schedule)
+    _check_order(schedule)
+    if schedule.versions is not None:
+        _check_versions(schedule, schedule.versions.reads, schedule.versions.writes)
+    return schedule
+
+
+def peaks(schedule: Schedule) -> tuple[int, ...]:
+    """For each rank, how many forwards' activations it holds at most: from F to B, or to W where they are apart.
+
+    >>> from functional_parallel import schedules
+    >>> schedules.peaks(schedules.one_f_one_b(4, 8))
+    (4, 3, 2, 1)
+
+    Args:
+        schedule: any schedule.
+
+    Returns:
+        A number per rank; a rank with several stages counts each stage's.
+    """
+    found = []
+    for row in schedule.actions:
+        live = peak = 0
+        for action in row:
+            live += {"F": 1, "I": 0}.get(action.kind, -1)
+            peak = max(peak, live)
+        found.append(peak)
+    return tuple(found)
+
+
+def kept_versions(schedule: Schedule) -> tuple[int, ...]:
+    """For each rank of an asynchronous schedule, how many versions of its stages' weights it keeps at most.
+
+    >>> from functional_parallel import schedules
+    >>> schedules.kept_versions(schedules.pipedream(4, 16)), schedules.kept_versions(schedules.two_bw(4, 16))
+    ((4, 3, 2, 1), (2, 2, 2, 2))
+
+    Args:
+        schedule: any schedule; a synchronous one has one version.
+
+    Returns:
+        A number per rank, over its stages the largest: the newest version, and those still to be read.
+    """
+    if schedule.versions is None:
+        return (1,) * schedule.ranks
+    return tuple(
+        max(_versions_of_stage(row, schedule, stage) for stage in {action.stage for action in row})
+        for row in schedule.actions
+    )
+
+
+def _versions_of_stage(row: tuple[Action, ...], schedule: Schedule, stage: int) -> int:
+    assert schedule.versions is not None
+    reads, writes = schedule.versions.reads, schedule.versions.writes
+    mine = [action for action in row if action.stage == stage]
+    peak, newest = 1, 0
+    for position, action in enumerate(mine):
+        # An update comes after its action's read; while it is applied its own old version need not survive.
+        later = {reads[other] for other in mine[position:] if other in reads}
+        peak = max(peak, len({version for version in later if version <= newest} | {newest}))
+        newest = writes.get(action, newest)
+    return peak
+
+
+# -----------------------------------------------------------------------------
+# The rules, one by one
+# -----------------------------------------------------------------------------
+
+
+def _check_sizes(schedule: Schedule) -> None:
+    name = schedule.name
+    if not schedule.stages or schedule.stages % schedule.chains:
+        raise ScheduleError(f"{name}: {count(schedule.stages, 'stage')} cannot form {schedule.chains} equal chains")
+    if schedule.microbatches < 1 or schedule.microbatches % schedule.chains:
+        raise ScheduleError(
+            f"{name}: {count(schedule.microbatches, 'microbatch', 'es')} cannot be dealt out to "
+            f"{count(schedule.chains, 'chain')} in equal parts of at least 1"
+        )
+    for stage, rank in enumerate(schedule.rank_of_stage):
+        if not 0 <= rank < schedule.ranks:
+            raise ScheduleError(f"{name}: stage {stage} lives on rank {rank}; the ranks are 0 to {schedule.ranks - 1}")
+
+
+def _check_actions(schedule: Schedule) -> None:
+    for rank, row in enumerate(schedule.actions):
+        seen: set[Action] = set()
+        for position, action in enumerate(row):
+            fault = _fault(schedule, rank, action)
+            if action in seen:
+                fault = f"which it has run before, as its action {row.index(action)}: run it once"
+            if fault:
+                raise ScheduleError(f"{schedule.name}: rank {rank} has {action} as its action {position}, {fault}")
+            seen.add(action)
+
+
+def _fault(schedule: Schedule, rank: int, action: Action) -> str | None:
+    if action.kind not in KINDS:
+        return f"but {action.kind!r} is no kind of action: there are {', '.join(KINDS)}"
+    if not 0 <= action.stage < schedule.stages:
+        return f"but the stages are 0 to {schedule.stages - 1}"
+    if schedule.rank_of_stage[action.stage] != rank:
+        return f"but stage {action.stage} lives on rank {schedule.rank_of_stage[action.stage]}: move it there"
+    if not 0 <= action.microbatch < schedule.microbatches_of_chain:
+        return f"but the microbatches are 0 to {schedule.microbatches_of_chain - 1}"
+    return None
+
+
+def _check_complete(schedule: Schedule) -> None:
+    every = set(schedule)
+    for stage, rank in enumerate(schedule.rank_of_stage):
+        for m in range(schedule.microbatches_of_chain):
+            kinds = "".join(kind for kind in KINDS if Action(kind, stage, m) in every)
+            if kinds in ("FB", "FIW"):
+                continue
+            where = f"{schedule.name}: rank {rank} runs " + (" and ".join(f"{stage}{k}{m}" for k in kinds) or "nothing")
+            raise ScheduleError(
+                f"{where} for stage {stage} and microbatch {m}; it has to run {stage}F{m}, and either {stage}B{m} or "
+                f"both {stage}I{m} and {stage}W{m}"
+            )
+
+
+def _check_pairs(schedule: Schedule) -> None:
+    for rank, row in enumerate(schedule.actions):
+        for position, action in enumerate(row):
+            if action not in schedule.pairs:
+                continue
+            other = row[position + 1] if position + 1 < len(row) else None
+            if action.kind != "F" or other is None or other.kind not in "BI" or other.stage == action.stage:
+                raise ScheduleError(
+                    f"{schedule.name}: rank {rank} overlaps {action} with {other}; only a forward and the backward "
+                    "of another stage right after it may overlap"
+                )
+
+
+def _check_order(schedule: Schedule) -> None:
+    positions = [0] * schedule.ranks
+    done = set()
+    for rank, action in replay(schedule):
+        positions[rank] += 1
+        done.add(action)
+    stuck = [rank for rank, row in enumerate(schedule.actions) if positions[rank] < len(row)]
+    if not stuck:
+        return
+    kinds = gradients_of_input(schedule)
+    waits = []
+    for rank in stuck:
+        action = schedule.actions[rank][positions[rank]]
+        missing = next(earlier for earlier in waits_for(schedule, kinds, action) if earlier not in done)
+        waits.append((rank, action, missing, schedule.rank_of_stage[missing.stage]))
+    for rank, action, missing, owner in waits:
+        if owner == rank:
+            raise ScheduleError(
+                f"{schedule.name}: rank {rank} is stuck at {action}, its action {positions[rank]}, which waits for "
+                f"{missing}, action {schedule.actions[rank].index(missing)} of the same rank: put {missing} first"
+            )
+    told = "; ".join(
+        f"rank {rank} is stuck at {action}, its action {positions[rank]}, which waits for {missing}, action "
+        f"{schedule.actions[owner].index(missing)} of rank {owner}"
+        for rank, action, missing, owner in waits
+    )
+    raise ScheduleError(f"{schedule.name}: these ranks wait for each other: {told}. Move one awaited action up")
+
+
+def _check_versions(schedule: Schedule, reads: Mapping[Action, int], writes: Mapping[Action, int]) -> None:
+    for rank, row in enumerate(schedule.actions):
+        newest = dict.fromkeys(range(schedule.stages), 0)
+        for action in row:
+            version = reads.get(action)
+            if action.kind != "W" and (version is None or not 0 <= version <= newest[action.stage]):
+                raise ScheduleError(
+                    f"{schedule.name}: rank {rank} reads version {version} of stage {action.stage} in {action}, when "
+                    f"the newest is {newest[action.stage]}"
+                )
+            forward = Action("F", *action[1:])
+            if reads.get(forward) != reads.get(action, reads.get(forward)):
+                raise ScheduleError(
+                    f"{schedule.name}: rank {rank} reads version {version} in {action} but {reads[forward]} in "
+                    f"{forward}: a backward needs the weights of its forward"
+                )
+            if action in writes and writes[action] != newest[action.stage] + 1:
+                raise ScheduleError(
+                    f"{schedule.name}: rank {rank} makes version {writes[action]} of stage {action.stage} after "
+                    f"{action}, when the newest is {newest[action.stage]}"
+                )
+            newest[action.stage] = writes.get(action, newest[action.stage])

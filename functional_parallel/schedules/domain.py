@@ -1,0 +1,42 @@
+"""The numbers a schedule is made for: outside them an error names the rule and the nearest numbers inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .actions import ScheduleError
+
+__all__ = ["ranks_of", "require"]
+
+
+def require(name: str, rule: str, argument: str, value: int, legal: Callable[[int], bool], others: str = "") -> None:
+    """Refuse a value of an argument.
+
+    Args:
+        name: the schedule.
+        rule: what the schedule takes, in words.
+        argument: the argument's name.
+        value: what was given.
+        legal: whether a value is one that the schedule takes.
+        others: the arguments that the rule depends on, as text.
+
+    Raises:
+        ScheduleError: names the rule, the value and the nearest legal ones.
+    """
+    if isinstance(value, int) and value >= 1 and legal(value):
+        return
+    start = int(value) if value >= 1 else 0
+    below = next((number for number in range(start - 1, 0, -1) if legal(number)), None)
+    above = next((number for number in range(start + 1, 4 * start + 1000) if legal(number)), None)
+    nearest = " and ".join(str(number) for number in (below, above) if number is not None)
+    given = f"{argument}={value}" + (f" with {others}" if others else "")
+    raise ScheduleError(f"{name} takes {rule}; got {given}, and the nearest that it takes: {argument}={nearest}")
+
+
+def ranks_of(name: str, stages: int, microbatches: int, chunks: int = 1) -> int:
+    """The number of ranks that hold `chunks` stages each, when there is any."""
+    require(name, "at least 1 stage per rank", "chunks", chunks, lambda _: True)
+    rule = "a number of stages that is a multiple of the chunks per rank" if chunks > 1 else "at least 1 stage"
+    require(name, rule, "stages", stages, lambda number: number % chunks == 0, f"chunks={chunks}" if chunks > 1 else "")
+    require(name, "at least 1 microbatch", "microbatches", microbatches, lambda _: True)
+    return stages // chunks

@@ -1,0 +1,125 @@
+"""DualPipe: microbatches enter at both ends, so a rank always has a forward and a backward to run at once.
+
+DualPipe keeps two copies of the model, one running down the ranks and one up; DualPipeV folds one model in two instead.
+Both are one rule of eight steps. Its pairs of forward and backward may overlap, one computing while the other
+communicates.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from .actions import Action, Schedule
+from .domain import ranks_of, require
+from .zero_bubble import folded_placement
+
+__all__ = ["dualpipe", "dualpipe_v"]
+
+
+def dualpipe(stages: int, microbatches: int) -> Schedule:
+    """Two copies of the model in opposite directions, half of the microbatches through each.
+
+    >>> from functional_parallel import schedules
+    >>> print(schedules.dualpipe(2, 4))
+    dualpipe: 4 stages in 2 chains on 2 ranks, 4 microbatches
+    rank 0  0F0        3F0        0F1        3B0        (3F1;0B0)  3B1        0I1        0W1
+    rank 1  2F0        1F0        2F1        1B0        (1F1;2B0)  1B1        2I1        2W1
+
+    Source: DeepSeek-AI 2024, DeepSeek-V3 technical report, section 3.2.1.
+
+    Args:
+        stages: how many stages the model has, one of each copy per rank: even.
+        microbatches: how many microbatches a step has, both directions together: even, at least twice the stages.
+
+    Returns:
+        The schedule of two chains: stages 0 to P − 1 down the ranks, stages P to 2P − 1 up. The gradients of the two
+        copies are to be summed.
+    """
+    require("dualpipe", "an even number of stages", "stages", stages, lambda number: number % 2 == 0)
+    ranks = ranks_of("dualpipe", stages, microbatches)
+    rule = "an even number of microbatches, at least twice the stages"
+    require("dualpipe", rule, "microbatches", microbatches, lambda n: n % 2 == 0 and n >= 2 * ranks, f"stages={stages}")
+    rows, pairs = [], []
+    for r in range(ranks):
+        down, up = r, 2 * ranks - 1 - r
+        near, far = (down, up) if r < ranks // 2 else (up, down)
+        row = _EightSteps(near, far)
+        row.run(min(r, ranks - 1 - r), ranks // 2, microbatches // 2)
+        rows.append(tuple(row.actions))
+        pairs += row.pairs
+    return Schedule(tuple(rows), folded_placement(ranks), microbatches, 2, frozenset(pairs), name="dualpipe")
+
+
+def dualpipe_v(stages: int, microbatches: int) -> Schedule:
+    """DualPipe of one model folded in two: rank r of P holds stages r and 2P − 1 − r.
+
+    >>> from functional_parallel import schedules
+    >>> print(schedules.dualpipe_v(2, 2))
+    dualpipev: 2 stages on 1 rank, 2 microbatches
+    rank 0  0F0        1F0        0F1        1B0        (1F1;0B0)  1B1        0I1        0W1
+
+    Source: DeepSeek-AI 2025, DualPipe, the published code; the fold is that of Qi et al. 2024.
+
+    Args:
+        stages: how many stages, two per rank.
+        microbatches: how many microbatches a step has: at least as many as stages.
+
+    Returns:
+        The schedule.
+    """
+    ranks = ranks_of("dualpipev", stages, microbatches, 2)
+    rule = "at least as many microbatches as stages"
+    require("dualpipev", rule, "microbatches", microbatches, lambda number: number >= stages, f"stages={stages}")
+    rows, pairs = [], []
+    for r in range(ranks):
+        row = _EightSteps(r, 2 * ranks - 1 - r)
+        row.run(r, ranks, microbatches)
+        rows.append(tuple(row.actions))
+        pairs += row.pairs
+    return Schedule(tuple(rows), folded_placement(ranks), microbatches, 1, frozenset(pairs), name="dualpipev")
+
+
+class _EightSteps:
+    """One rank's actions: direction 0 is the one whose microbatches reach this rank first."""
+
+    def __init__(self, *stages: int) -> None:
+        self.stages = stages
+        self.actions: list[Action] = []
+        self.pairs: list[Action] = []
+        self.next = {(kind, half): 0 for kind in "FB" for half in (0, 1)}
+        self.waiting: deque[tuple[int, int]] = deque()  # stage and microbatch of weight gradients put off
+
+    def run(self, r: int, half: int, microbatches: int) -> None:
+        self.play("F0", 2 * (half - r - 1))
+        self.play("F0 F1", r + 1)
+        self.play("I1 W F1", half - r - 1)
+        # At the fold a forward's output is the other direction's input, so the first pair there cannot overlap.
+        self.play("F0 B1 F1&B0" if r == half - 1 else "F0&B1 F1&B0")
+        self.play("F0&B1 F1&B0", microbatches - 2 * half + r)
+        self.play("B1 F1&B0", half - r - 1)
+        # The later half of the backwards that are left put their weight gradients off.
+        self.play("B1 B0", (r + 1) // 2)
+        self.play("I1 I0" if r % 2 else "B1 I0")
+        self.play("I1 I0", r - (r + 1) // 2)
+        self.play("W I0", half - r - 1)
+        self.play("W", r + 1)
+
+    def play(self, words: str, times: int = 1) -> None:
+        for word in times * words.split():
+            first, _, second = word.partition("&")
+            self.act(first)
+            if second:
+                self.pairs.append(self.actions[-1])
+                self.act(second)
+
+    def act(self, word: str) -> None:
+        if word == "W":
+            self.actions.append(Action("W", *self.waiting.popleft()))
+            return
+        kind, half = word[0], int(word[1])
+        counter = ("F" if kind == "F" else "B", half)
+        action = Action(kind, self.stages[half], self.next[counter])
+        self.next[counter] += 1
+        self.actions.append(action)
+        if kind == "I":
+            self.waiting.append(action[1:])

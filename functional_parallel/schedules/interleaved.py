@@ -1,0 +1,81 @@
+"""Several stages per rank, dealt out in turn: stage s lives on rank s mod P, so the bubble shrinks by their number."""
+
+from __future__ import annotations
+
+from .actions import Action, Schedule
+from .domain import ranks_of, require
+from .one_f_one_b import alternate
+
+__all__ = ["breadth_first", "interleaved"]
+
+
+def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
+    """1F1B over `chunks` stages per rank, in groups of microbatches that pass one stage of the rank after another.
+
+    >>> from functional_parallel import schedules
+    >>> print(schedules.interleaved(4, 2, chunks=2))
+    interleaved: 4 stages on 2 ranks, 2 microbatches
+    rank 0  0F0  0F1  2F0  2F1  2B0  2B1  0B0  0B1
+    rank 1  1F0  1F1  3F0  3B0  3F1  3B1  1B0  1B1
+
+    Source: Narayanan et al. 2021, Efficient large-scale language model training on GPU clusters using Megatron-LM,
+    section 2.2. A group has as many microbatches as there are ranks, and one more where they do not divide evenly.
+
+    Args:
+        stages: how many stages, `chunks` per rank.
+        microbatches: how many microbatches a step has; groups of at least P on P ranks must be of one size.
+        chunks: how many stages each rank holds.
+
+    Returns:
+        The schedule.
+    """
+    ranks = ranks_of("interleaved", stages, microbatches, chunks)
+    require(
+        "interleaved",
+        "microbatches that split evenly into as many groups as the ranks go into them",
+        "microbatches",
+        microbatches,
+        lambda number: number % max(1, number // ranks) == 0,
+        f"{ranks} ranks",
+    )
+    group = microbatches // max(1, microbatches // ranks)
+    order = [
+        (chunk, m)
+        for start in range(0, microbatches, group)
+        for chunk in range(chunks)
+        for m in range(start, start + group)
+    ]
+    rows = []
+    for r in range(ranks):
+        forwards = [Action("F", chunk * ranks + r, m) for chunk, m in order]
+        backwards = [Action("B", (chunks - 1 - chunk) * ranks + r, m) for chunk, m in order]
+        ahead = 2 * (ranks - 1 - r) + (chunks - 1) * group if chunks > 1 else ranks - 1 - r
+        rows.append(alternate(forwards, backwards, min(ahead, len(order))))
+    return Schedule(tuple(rows), tuple(s % ranks for s in range(stages)), microbatches, name="interleaved")
+
+
+def breadth_first(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
+    """All microbatches pass a rank's first stage, then its second, and so on; then back.
+
+    >>> from functional_parallel import schedules
+    >>> print(schedules.breadth_first(4, 2, chunks=2))
+    bfs: 4 stages on 2 ranks, 2 microbatches
+    rank 0  0F0  0F1  2F0  2F1  2B1  2B0  0B1  0B0
+    rank 1  1F0  1F1  3F0  3F1  3B1  3B0  1B1  1B0
+
+    Source: Lamy-Poirier 2023, Breadth-first pipeline parallelism.
+
+    Args:
+        stages: how many stages, `chunks` per rank.
+        microbatches: how many microbatches a step has.
+        chunks: how many stages each rank holds.
+
+    Returns:
+        The schedule; a rank holds the activations of all microbatches, and needs each stage's weights twice only.
+    """
+    ranks = ranks_of("bfs", stages, microbatches, chunks)
+    rows = []
+    for r in range(ranks):
+        forwards = [Action("F", s, m) for s in range(r, stages, ranks) for m in range(microbatches)]
+        rows.append((*forwards, *(Action("B", s, m) for _, s, m in reversed(forwards))))
+    return Schedule(tuple(rows), tuple(s % ranks for s in range(stages)), microbatches, name="bfs")

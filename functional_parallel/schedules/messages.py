@@ -1,0 +1,152 @@
+"""What the ranks send each other, in an order that needs no tags and cannot hang.
+
+Between two ranks messages without tags arrive in the order they were sent, so for each ordered pair of ranks the order
+of sends must be the order of receives. Placing each receive right before its use does not give that: a folded schedule
+may use later what was sent first, and gets wrong numbers without an error. Here one walk over all ranks places a send
+after its action and, at that moment, the receive at the end of the other rank's list. Both orders then are the walk's,
+and since the walk itself is an order in which everything can run, even sends that wait for their receive cannot hang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from .actions import Action, Schedule, ScheduleError
+from .dependencies import gradients_of_input, replay, waits_for
+
+__all__ = ["Receive", "Send", "check_messages", "messages"]
+
+
+class Send(NamedTuple):
+    """Send what an action made to the rank of the neighbouring stage."""
+
+    action: Action
+    rank: int
+
+    def __str__(self) -> str:
+        return f"send {self.action} to {self.rank}"
+
+
+class Receive(NamedTuple):
+    """Receive what an action on another rank made."""
+
+    action: Action
+    rank: int
+
+    def __str__(self) -> str:
+        return f"receive {self.action} from {self.rank}"
+
+
+Step = Action | Send | Receive
+
+
+def messages(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
+    """Each rank's actions with the sends and receives between them.
+
+    >>> from functional_parallel import schedules
+    >>> for row in schedules.messages(schedules.gpipe(2, 1)):
+    ...     print(", ".join(map(str, row)))
+    0F0, send 0F0 to 1, receive 1B0 from 1, 0B0
+    receive 0F0 from 0, 1F0, 1B0, send 1B0 to 0
+
+    Args:
+        schedule: a schedule that `check` passes. Stages of one rank pass values without a message.
+
+    Returns:
+        A tuple per rank of `Action`, `Send` and `Receive`, in the order to issue them: sends in the background, or
+        waiting for their receive.
+
+    Raises:
+        ScheduleError: when the ranks wait for each other.
+    """
+    steps: list[list[Step]] = [[] for _ in schedule.actions]
+    ran = 0
+    for rank, action in replay(schedule):
+        steps[rank].append(action)
+        ran += 1
+        other = _receiver(schedule, action)
+        if other is not None and other != rank:
+            steps[rank].append(Send(action, other))
+            steps[other].append(Receive(action, rank))
+    if ran < sum(map(len, schedule.actions)):
+        raise ScheduleError(f"{schedule.name}: its ranks wait for each other; `check` names the actions")
+    return tuple(map(tuple, steps))
+
+
+def _receiver(schedule: Schedule, action: Action) -> int | None:
+    if action.kind == "W":
+        return None
+    stage = schedule.after(action.stage) if action.kind == "F" else schedule.before(action.stage)
+    return None if stage is None else schedule.rank_of_stage[stage]
+
+
+def check_messages(schedule: Schedule, steps: Sequence[Sequence[Step]], tagged: bool = False) -> None:
+    """Prove an order of sends and receives right, even for sends that wait until they are received.
+
+    Args:
+        schedule: the schedule that the steps belong to.
+        steps: for each rank, its actions, sends and receives: `messages(schedule)`, or one's own.
+        tagged: whether messages carry tags, so that they may be received in another order than sent. Sends then do
+            not wait.
+
+    Raises:
+        ScheduleError: names the ranks, and the message or action that is wrong.
+    """
+    _check_same_order(schedule, steps, tagged)
+    _run(schedule, steps, gradients_of_input(schedule), waiting=not tagged)
+
+
+def _check_same_order(schedule: Schedule, steps: Sequence[Sequence[Step]], tagged: bool) -> None:
+    for sender in range(len(steps)):
+        for receiver in range(len(steps)):
+            sent = [step.action for step in steps[sender] if isinstance(step, Send) and step.rank == receiver]
+            got = [step.action for step in steps[receiver] if isinstance(step, Receive) and step.rank == sender]
+            if sorted(sent) != sorted(got):
+                odd = sorted(set(sent) ^ set(got))
+                detail = f"of which {odd[0]} is on one side only" if odd else "some of them twice"
+                raise ScheduleError(
+                    f"{schedule.name}: rank {sender} sends {len(sent)} messages to rank {receiver}, which receives "
+                    f"{len(got)}, {detail}"
+                )
+            if sent != got and not tagged:
+                first = next(number for number, pair in enumerate(zip(sent, got, strict=True)) if pair[0] != pair[1])
+                raise ScheduleError(
+                    f"{schedule.name}: message {first} from rank {sender} to rank {receiver} is {sent[first]}, but the "
+                    f"receiver takes it for {got[first]}: tag the messages, or receive in the order of `messages`"
+                )
+
+
+def _run(
+    schedule: Schedule, steps: Sequence[Sequence[Step]], kinds: Mapping[tuple[int, int], str], waiting: bool
+) -> None:
+    positions = [0] * len(steps)
+    have: list[set[Action]] = [set() for _ in steps]  # what each rank made or received
+    sent: set[Action] = set()
+
+    def head(rank: int) -> Step | None:
+        return steps[rank][positions[rank]] if positions[rank] < len(steps[rank]) else None
+
+    def ready(rank: int, step: Step) -> bool:
+        if isinstance(step, Action):
+            return all(earlier in have[rank] for earlier in waits_for(schedule, kinds, step))
+        if isinstance(step, Receive):
+            return step.action in sent
+        return step.action in have[rank] and (not waiting or head(step.rank) == Receive(step.action, rank))
+
+    moved = True
+    while moved:
+        moved = False
+        for rank in range(len(steps)):
+            while (step := head(rank)) is not None and ready(rank, step):
+                (sent if isinstance(step, Send) else have[rank]).add(
+                    step.action if not isinstance(step, Action) else step
+                )
+                positions[rank] += 1
+                moved = True
+                if isinstance(step, Send) and waiting:  # the receive that it met is over too
+                    have[step.rank].add(step.action)
+                    positions[step.rank] += 1
+    stuck = [f"rank {rank} at {step}" for rank in range(len(steps)) if (step := head(rank)) is not None]
+    if stuck:
+        raise ScheduleError(f"{schedule.name}: nothing can go on: {'; '.join(stuck)}")

@@ -1,0 +1,69 @@
+"""1F1B: once a rank has filled the pipeline below it, it alternates one forward and one backward."""
+
+from __future__ import annotations
+
+from .actions import Action, Schedule
+from .domain import ranks_of
+
+__all__ = ["alternate", "eager_one_f_one_b", "one_f_one_b"]
+
+
+def one_f_one_b(stages: int, microbatches: int) -> Schedule:
+    """A rank runs as many forwards ahead as there are ranks after it, then a forward and a backward in turn.
+
+    >>> from functional_parallel import schedules
+    >>> print(schedules.one_f_one_b(2, 3))
+    1f1b: 2 stages on 2 ranks, 3 microbatches
+    rank 0  0F0  0F1  0B0  0F2  0B1  0B2
+    rank 1  1F0  1B0  1F1  1B1  1F2  1B2
+
+    Source: Narayanan et al. 2021, Memory-efficient pipeline-parallel DNN training, section 3.2 (PipeDream-Flush); Fan
+    et al. 2021, DAPPLE.
+
+    Args:
+        stages: how many stages, one per rank.
+        microbatches: how many microbatches a step has.
+
+    Returns:
+        The schedule; rank r of P holds the activations of P − r microbatches at most.
+    """
+    return _warmed("1f1b", stages, microbatches, ahead=1)
+
+
+def eager_one_f_one_b(stages: int, microbatches: int) -> Schedule:
+    """1F1B with twice as many forwards ahead: transfers have time to arrive, for twice the activations.
+
+    >>> from functional_parallel import schedules
+    >>> print(schedules.eager_one_f_one_b(2, 3))
+    eager-1f1b: 2 stages on 2 ranks, 3 microbatches
+    rank 0  0F0  0F1  0F2  0B0  0B1  0B2
+    rank 1  1F0  1B0  1F1  1B1  1F2  1B2
+
+    Args:
+        stages: how many stages, one per rank.
+        microbatches: how many microbatches a step has.
+
+    Returns:
+        The schedule; rank r of P holds the activations of 2(P − r) − 1 microbatches at most.
+    """
+    return _warmed("eager-1f1b", stages, microbatches, ahead=2)
+
+
+def _warmed(name: str, stages: int, microbatches: int, ahead: int) -> Schedule:
+    ranks = ranks_of(name, stages, microbatches)
+    rows = (
+        alternate(
+            [Action("F", r, m) for m in range(microbatches)],
+            [Action("B", r, m) for m in range(microbatches)],
+            min(ahead * (ranks - 1 - r), microbatches),
+        )
+        for r in range(ranks)
+    )
+    return Schedule(tuple(rows), tuple(range(ranks)), microbatches, name=name)
+
+
+def alternate(forwards: list[Action], backwards: list[Action], ahead: int) -> tuple[Action, ...]:
+    """So many forwards ahead, then one forward and one backward in turn, then the backwards that are left."""
+    steady = zip(forwards[ahead:], backwards, strict=False)
+    rest = backwards[len(forwards) - ahead :]
+    return (*forwards[:ahead], *(action for pair in steady for action in pair), *rest)

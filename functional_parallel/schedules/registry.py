@@ -1,0 +1,128 @@
+"""All schedules by name, each with the numbers it is made for, what it costs, and who published it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from .actions import Schedule, ScheduleError
+from .asynchronous import pipedream, two_bw
+from .automatic import zb_auto
+from .dualpipe import dualpipe, dualpipe_v
+from .gpipe import gpipe
+from .interleaved import breadth_first, interleaved
+from .one_f_one_b import eager_one_f_one_b, one_f_one_b
+from .sequential import naive
+from .zero_bubble import zb_h1, zb_h2, zb_v
+
+__all__ = ["FAMILIES", "Family", "get", "stages_for"]
+
+
+class Family(NamedTuple):
+    """A rule that makes schedules.
+
+    Args:
+        schedule: the function of stages and microbatches.
+        domain: the numbers it takes; P ranks, M microbatches, V chunks per rank.
+        bubble: the time a rank waits, where F, I and W are the times of a stage's actions and B = I + W.
+        peak: how many forwards' activations rank r holds at most.
+        paper: where it was published.
+        chunks: how many stages a rank holds, or None where `chunks` says so.
+    """
+
+    schedule: Callable[..., Schedule]
+    domain: str
+    bubble: str
+    peak: str
+    paper: str
+    chunks: int | None = 1
+
+
+_PIPEDREAM = "Narayanan et al. 2019, PipeDream"
+_FLUSH = "Narayanan et al. 2021, Memory-efficient pipeline-parallel DNN training"
+_ZERO = "Qi et al. 2024, Zero bubble pipeline parallelism"
+_DUAL = "DeepSeek-AI 2024, DeepSeek-V3 technical report"
+
+FAMILIES = {
+    "naive": Family(naive, "any", "M(P − 1)(F + B)", "1", "layer-wise model parallelism"),
+    "gpipe": Family(gpipe, "any", "(P − 1)(F + B)", "M", "Huang et al. 2019, GPipe"),
+    "1f1b": Family(one_f_one_b, "any", "(P − 1)(F + B)", "min(P − r, M)", _FLUSH),
+    "eager-1f1b": Family(eager_one_f_one_b, "any", "(P − 1)(F + B)", "min(2(P − r) − 1, M)", "a variant of 1F1B"),
+    "interleaved": Family(
+        interleaved,
+        "P·V stages; M divisible by max(1, ⌊M/P⌋)",
+        "(P − 1)(F + B)",
+        "min(2(P − 1 − r) + (V − 1)P + 1, MV) when P divides M",
+        "Narayanan et al. 2021, Megatron-LM",
+        None,
+    ),
+    "bfs": Family(
+        breadth_first,
+        "P·V stages",
+        "(P − 1)(F + B)",
+        "MV",
+        "Lamy-Poirier 2023, Breadth-first pipeline parallelism",
+        None,
+    ),
+    "zb-h1": Family(zb_h1, "any", "(P − 1)(F + I − W) if W ≤ I", "min(P, M)", _ZERO),
+    "zb-h2": Family(zb_h2, "any", "(P − 1)F; span (P − 1)(F + I − 2W)", "min(2P − 1, M)", _ZERO),
+    "zb-v": Family(zb_v, "2P stages", "(P − 1)I; span 2(P − 1)(I − W)", "min(2P, 2M) if M ≥ 2P − 1", _ZERO, 2),
+    "zb-auto": Family(zb_auto, "any; at most `limit` live", "by search", "≤ limit", _ZERO),
+    "dualpipe": Family(dualpipe, "P even; M even, M ≥ 2P", "(P/2 − 1)(F&B + F − 2W) if F, I ≥ W", "P + 1", _DUAL),
+    "dualpipev": Family(
+        dualpipe_v,
+        "2P stages; M ≥ 2P",
+        "(P − 1)(F&B + F − 2W) if F, I ≥ W",
+        "2P + 1",
+        f"{_DUAL}; its published code",
+        2,
+    ),
+    "pipedream": Family(pipedream, "any", "0 while it streams", "min(P − r, M)", _PIPEDREAM),
+    "2bw": Family(two_bw, "batches of at least P; M whole batches", "0 while it streams", "min(P − r, M)", _FLUSH),
+}
+_ALIASES = {"looped-bfs": "bfs", "dualpipe-v": "dualpipev", "pipedream-2bw": "2bw", "pipedream-flush": "1f1b"}
+
+
+def get(name: str) -> Callable[..., Schedule]:
+    """The function that makes schedules of a name.
+
+    >>> from functional_parallel import schedules
+    >>> schedules.get("zb-h1")(stages=4, microbatches=8)
+    Schedule(zb-h1: 4 stages on 4 ranks, 8 microbatches)
+
+    Args:
+        name: a name in `FAMILIES`.
+
+    Returns:
+        A function of `stages` and `microbatches`, some with more arguments, all by keyword too.
+
+    Raises:
+        ScheduleError: for another name; lists the names.
+    """
+    return family(name).schedule
+
+
+def family(name: str) -> Family:
+    found = FAMILIES.get(_ALIASES.get(name, name))
+    if found is None:
+        raise ScheduleError(f"there is no schedule {name!r}; there are {', '.join(FAMILIES)}")
+    return found
+
+
+def stages_for(name: str, ranks: int, chunks: int = 2) -> int:
+    """How many stages a schedule on so many ranks has.
+
+    >>> from functional_parallel import schedules
+    >>> [schedules.stages_for(name, ranks=4, chunks=3) for name in ("1f1b", "interleaved", "zb-v")]
+    [4, 12, 8]
+
+    Args:
+        name: a name in `FAMILIES`.
+        ranks: how many ranks.
+        chunks: how many stages a rank holds, where the schedule leaves that open.
+
+    Returns:
+        The number of stages to cut the model into.
+    """
+    own = family(name).chunks
+    return ranks * (chunks if own is None else own)

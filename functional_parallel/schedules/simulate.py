@@ -1,0 +1,230 @@
+"""A schedule priced: when each action runs, given what actions and transfers cost.
+
+Each rank runs its actions in order, each as soon as the rank is free and what it uses has arrived. Sends run in the
+background; the messages from one rank to another go one after another. There are two measures of waiting, and both are
+kept: the bubble counts all time of the step in which a rank does nothing, the span bubble only that between a rank's
+first action and its last. Zero-bubble schedules are zero in the second.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .actions import Action, Schedule, ScheduleError
+from .dependencies import gradients_of_input, waits_for
+
+__all__ = ["Costs", "Event", "Timeline", "simulate"]
+
+PerStage = float | Sequence[float]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What things cost. A number stands for every stage; a sequence gives each stage its own.
+
+    Args:
+        forward, input_gradient, weight_gradient: time of F, I and W; B takes that of I and W together.
+        latency: time from the end of an action to the arrival of its result on another rank.
+        message, bandwidth: size of what a stage hands on, and size per time of the way between two ranks.
+        overlap: how a pair runs: None one after the other, else as one action that takes the time of both less this
+            share of the shorter: 0 saves nothing, 1 hides the shorter.
+        activation: what a forward's activations take until they are released.
+        kept_by_weight_gradient: the share of them that an I leaves for its W.
+        jitter: the largest relative change of a time, drawn per action with `seed`.
+    """
+
+    forward: PerStage = 1.0
+    input_gradient: PerStage = 1.0
+    weight_gradient: PerStage = 1.0
+    latency: float = 0.0
+    message: PerStage = 0.0
+    bandwidth: float = 1.0
+    overlap: float | None = None
+    activation: PerStage = 1.0
+    kept_by_weight_gradient: float = 1.0
+    jitter: float = 0.0
+    seed: int = 0
+
+    def time(self, action: Action) -> float:
+        """The time of an action without jitter."""
+        stage = action.stage
+        if action.kind == "B":
+            return at(self.input_gradient, stage) + at(self.weight_gradient, stage)
+        return at({"F": self.forward, "I": self.input_gradient, "W": self.weight_gradient}[action.kind], stage)
+
+
+def at(values: PerStage, stage: int) -> float:
+    return values if isinstance(values, (int, float)) else values[stage]
+
+
+class Event(NamedTuple):
+    """When a rank ran an action."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A schedule in time: what `simulate` returns.
+
+    Args:
+        schedule: what ran.
+        events: when each action ran, rank by rank, in order.
+        peaks: the largest sum of activations that each rank held.
+    """
+
+    schedule: Schedule
+    events: tuple[tuple[Event, ...], ...]
+    peaks: tuple[float, ...]
+
+    @property
+    def makespan(self) -> float:
+        """The time from the first action's start to the last one's end."""
+        ends = [event.end for row in self.events for event in row]
+        return max(ends) - min(event.start for row in self.events for event in row)
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """The time that each rank works; overlapped actions count once."""
+        return tuple(_covered(row) for row in self.events)
+
+    @property
+    def bubble(self) -> float:
+        """The time that a rank does nothing: the largest over ranks."""
+        return self.makespan - min(self.busy)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The share of all ranks' time in which they do nothing."""
+        return 1 - sum(self.busy) / (self.makespan * self.schedule.ranks)
+
+    @property
+    def span_bubble(self) -> float:
+        """The time that a rank does nothing between its first action and its last: the largest over ranks."""
+        spans = [row[-1].end - row[0].start if row else 0.0 for row in self.events]
+        return max(span - busy for span, busy in zip(spans, self.busy, strict=True))
+
+
+def _covered(row: Sequence[Event]) -> float:
+    covered, until = 0.0, float("-inf")
+    for _, _, start, end in row:
+        covered += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return covered
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+    """When each action of a schedule runs.
+
+    >>> from functional_parallel import schedules
+    >>> timeline = schedules.simulate(schedules.one_f_one_b(4, 8))
+    >>> timeline.makespan, timeline.bubble, round(timeline.bubble_fraction, 4), timeline.peaks
+    (33.0, 9.0, 0.2727, (4.0, 3.0, 2.0, 1.0))
+
+    Args:
+        schedule: any schedule that `check` passes.
+        costs: what actions and transfers cost; all actions 1 and transfers nothing without it.
+
+    Returns:
+        The timeline.
+
+    Raises:
+        ScheduleError: when the ranks wait for each other, or a cost is given for another number of stages.
+    """
+    costs = costs or Costs()
+    _check_costs(schedule, costs)
+    times = _times(schedule, costs)
+    kinds = gradients_of_input(schedule)
+    arrivals = _Arrivals(schedule, costs)
+    events: list[list[Event]] = [[] for _ in schedule.actions]
+    groups = [list(_groups(row, schedule, costs)) for row in schedule.actions]
+    positions, free = [0] * schedule.ranks, [0.0] * schedule.ranks
+    moved = True
+    while moved:
+        moved = False
+        for rank in range(schedule.ranks):
+            while positions[rank] < len(groups[rank]):
+                group = groups[rank][positions[rank]]
+                needed = [earlier for action in group for earlier in waits_for(schedule, kinds, action)]
+                if not all(earlier in arrivals.ends for earlier in needed):
+                    break
+                start = max([free[rank], *(arrivals.at(earlier, rank) for earlier in needed)])
+                free[rank] = start + _duration([times[action] for action in group], costs)
+                for action in group:
+                    events[rank].append(Event(rank, action, start, free[rank]))
+                    arrivals.add(action, free[rank])
+                positions[rank] += 1
+                moved = True
+    if any(position < len(group) for position, group in zip(positions, groups, strict=True)):
+        raise ScheduleError(f"{schedule.name}: its ranks wait for each other; `check` names the actions")
+    return Timeline(schedule, tuple(map(tuple, events)), tuple(_peak(row, costs) for row in schedule.actions))
+
+
+def _check_costs(schedule: Schedule, costs: Costs) -> None:
+    for name in ("forward", "input_gradient", "weight_gradient", "message", "activation"):
+        values = getattr(costs, name)
+        if not isinstance(values, (int, float)) and len(values) != schedule.stages:
+            raise ScheduleError(
+                f"`{name}` gives {len(values)} stages a cost, but {schedule.name} has {schedule.stages} stages; give "
+                "as many, or one number for all"
+            )
+
+
+def _times(schedule: Schedule, costs: Costs) -> dict[Action, float]:
+    draw = random.Random(costs.seed)
+    return {action: costs.time(action) * (1 + costs.jitter * draw.uniform(-1, 1)) for action in schedule}
+
+
+def _groups(row: Sequence[Action], schedule: Schedule, costs: Costs) -> Iterator[tuple[Action, ...]]:
+    """The actions of a rank, those that overlap together."""
+    remaining = iter(row)
+    for action in remaining:
+        paired = costs.overlap is not None and action in schedule.pairs
+        yield (action, next(remaining)) if paired else (action,)
+
+
+def _duration(times: Sequence[float], costs: Costs) -> float:
+    saved = (costs.overlap or 0.0) * min(times) if len(times) > 1 else 0.0
+    return sum(times) - saved
+
+
+class _Arrivals:
+    """When each action's result is there, on its own rank and on the one it is sent to."""
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        self.schedule, self.costs = schedule, costs
+        self.ends: dict[Action, float] = {}
+        self.arrived: dict[Action, float] = {}
+        self.busy_until: dict[tuple[int, int], float] = {}
+
+    def add(self, action: Action, end: float) -> None:
+        self.ends[action] = end
+        schedule = self.schedule
+        to = schedule.after(action.stage) if action.kind == "F" else schedule.before(action.stage)
+        if action.kind == "W" or to is None:
+            return
+        way = (schedule.rank_of_stage[action.stage], schedule.rank_of_stage[to])
+        # What crosses between two stages has one size both ways: a gradient is as large as its value.
+        size = at(self.costs.message, min(action.stage, to))
+        sent = max(end, self.busy_until.get(way, end)) + size / self.costs.bandwidth
+        self.busy_until[way] = sent
+        self.arrived[action] = end if way[0] == way[1] else sent + self.costs.latency
+
+    def at(self, action: Action, rank: int) -> float:
+        own = self.schedule.rank_of_stage[action.stage] == rank
+        return self.ends[action] if own else self.arrived[action]
+
+
+def _peak(row: Sequence[Action], costs: Costs) -> float:
+    live = peak = 0.0
+    kept = costs.kept_by_weight_gradient
+    for action in row:
+        live += {"F": 1.0, "B": -1.0, "I": kept - 1, "W": -kept}[action.kind] * at(costs.activation, action.stage)
+        peak = max(peak, live)
+    return peak

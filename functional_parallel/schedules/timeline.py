@@ -1,0 +1,168 @@
+"""A timeline to look at: as text, as a Chrome trace, and as a picture."""
+
+from __future__ import annotations
+
+import json
+import math
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from .actions import Action
+from .simulate import Event, Timeline
+
+__all__ = ["chrome_trace", "plot", "summary", "timeline_text"]
+
+_COLORS = {"F": "#4c78a8", "B": "#59a14f", "I": "#76b7b2", "W": "#edc948"}
+
+
+def timeline_text(timeline: Timeline, unit: float | None = None) -> str:
+    """A row per rank and a column per unit of time: an action where it starts, dashes while it runs, dots for waiting.
+
+    >>> from functional_parallel import schedules
+    >>> print(schedules.timeline_text(schedules.simulate(schedules.gpipe(2, 2))))
+    rank 0  F0  F1  .   .   .   B0  --  B1  --
+    rank 1  .   F0  F1  B0  --  B1  --  .   .
+
+    Args:
+        timeline: of `simulate`.
+        unit: the time of a column; the longest that shows every action exactly without it, or 1/200 of the makespan
+            where that would be less.
+
+    Returns:
+        The text. Actions carry their stage only where a rank has several.
+    """
+    first = min(event.start for row in timeline.events for event in row)
+    unit = unit or _unit(timeline, first)
+    named = timeline.schedule.stages > timeline.schedule.ranks
+    columns = round(timeline.makespan / unit)
+    lines, digits = [], len(str(timeline.schedule.ranks - 1))
+    labels = {event: _label(event.action, named) for row in timeline.events for event in row}
+    width = max(map(len, labels.values()))
+    for rank, row in enumerate(timeline.events):
+        cells = ["."] * columns
+        for event in row:
+            start, end = (round((time - first) / unit) for time in (event.start, event.end))
+            cells[start:end] = [labels[event], *["-" * width] * (end - start - 1)][: end - start]
+        lines.append(f"rank {rank:{digits}}  {'  '.join(cell.ljust(width) for cell in cells)}".rstrip())
+    return "\n".join(lines)
+
+
+def _unit(timeline: Timeline, first: float) -> float:
+    times = [Fraction(time - first) for row in timeline.events for event in row for time in event[2:]]
+    scale = math.lcm(*(time.denominator for time in times))
+    common = Fraction(math.gcd(*(int(time * scale) for time in times)), scale)
+    return max(float(common), timeline.makespan / 200)
+
+
+def _label(action: Action, named: bool) -> str:
+    return str(action) if named else f"{action.kind}{action.microbatch}"
+
+
+def summary(timeline: Timeline) -> str:
+    """Makespan, bubbles and peaks, a line each.
+
+    >>> from functional_parallel import schedules
+    >>> print(schedules.summary(schedules.simulate(schedules.gpipe(2, 2))))
+    makespan     9
+    bubble       3, 33.3 % of all ranks' time
+    span bubble  3
+    peak         2 2
+
+    Args:
+        timeline: of `simulate`.
+
+    Returns:
+        The text; the peak is in activations of one microbatch and stage, or in what `Costs.activation` says.
+    """
+    return "\n".join(
+        (
+            f"makespan     {timeline.makespan:g}",
+            f"bubble       {timeline.bubble:g}, {timeline.bubble_fraction:.1%} of all ranks' time".replace("%", " %"),
+            f"span bubble  {timeline.span_bubble:g}",
+            f"peak         {' '.join(f'{peak:g}' for peak in timeline.peaks)}",
+        )
+    )
+
+
+def chrome_trace(timeline: Timeline, microseconds: float = 1.0) -> str:
+    """The timeline as JSON for chrome://tracing or Perfetto: a process per rank, a thread per stage.
+
+    >>> import json
+    >>> from functional_parallel import schedules
+    >>> trace = json.loads(schedules.chrome_trace(schedules.simulate(schedules.gpipe(2, 1))))
+    >>> [event["name"] for event in trace["traceEvents"] if event["ph"] == "X"]
+    ['0F0', '0B0', '1F0', '1B0']
+
+    Args:
+        timeline: of `simulate`.
+        microseconds: how many a unit of time is.
+
+    Returns:
+        The text of the file.
+    """
+    names: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+        for rank in range(timeline.schedule.ranks)
+    ]
+    return json.dumps(
+        {"traceEvents": names + [_traced(event, microseconds) for row in timeline.events for event in row]}
+    )
+
+
+def _traced(event: Event, microseconds: float) -> dict[str, Any]:
+    rank, action, start, end = event
+    return {
+        "ph": "X",
+        "name": str(action),
+        "cat": action.kind,
+        "pid": rank,
+        "tid": action.stage,
+        "ts": start * microseconds,
+        "dur": (end - start) * microseconds,
+        "args": {"kind": action.kind, "stage": action.stage, "microbatch": action.microbatch},
+    }
+
+
+def plot(timeline: Timeline, path: str | Path) -> None:
+    """Draw the timeline with matplotlib, which must be there.
+
+    Args:
+        timeline: of `simulate`.
+        path: where the picture goes; its ending says the format.
+
+    Raises:
+        ImportError: where matplotlib is missing.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    schedule, events = timeline.schedule, [event for row in timeline.events for event in row]
+    figure = Figure(figsize=(14, 1.2 + 0.5 * schedule.ranks), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    together = {(event.rank, event.start) for event in events if event.action in schedule.pairs} & {
+        (event.rank, event.start) for event in events if event.action.kind in "BI"
+    }
+    for rank, action, start, end in events:
+        # Two actions that run at once share the height of the row.
+        half = (rank, start) in together
+        low, height = (rank - 0.42 + 0.42 * (half and action.kind != "F"), 0.42 if half else 0.84)
+        shade = 1 - 0.5 * (action.stage // schedule.ranks) / max(1, schedule.stages / schedule.ranks - 1)
+        axes.broken_barh(
+            [(start, end - start)], (low, height), facecolors=_COLORS[action.kind], alpha=shade, edgecolor="w"
+        )
+        axes.text((start + end) / 2, low + height / 2, str(action.microbatch), ha="center", va="center", fontsize=6)
+    axes.set(ylim=(schedule.ranks - 0.5, -0.5), xlabel="time", yticks=range(schedule.ranks))
+    axes.set_yticklabels([f"rank {rank}" for rank in range(schedule.ranks)])
+    axes.set_title(f"{schedule.title()}: bubble {timeline.bubble_fraction:.1%}", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    kinds = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+    shown = [
+        Patch(color=_COLORS[kind], label=text)
+        for kind, text in kinds.items()
+        if any(e.action.kind == kind for e in events)
+    ]
+    axes.legend(handles=shown, loc="upper left", bbox_to_anchor=(1, 1), fontsize=7, frameon=False)
+    figure.savefig(path)

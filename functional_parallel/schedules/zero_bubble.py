@@ -1,0 +1,130 @@
+"""Zero bubble: the gradient of weights is apart from that of inputs, and fills the time a rank would wait.
+
+Nobody waits for a weight gradient, so it may run at any time after its input gradient. H1 spends no more memory than
+the first rank of 1F1B, H2 about twice as much and then never waits between its first action and its last, and V folds
+the pipeline, so that the first and the last stage share a rank and all ranks hold as much as 1F1B's first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .actions import Action, Schedule
+from .domain import ranks_of
+
+__all__ = ["zb_h1", "zb_h2", "zb_v"]
+
+
+def zb_h1(stages: int, microbatches: int) -> Schedule:
+    """1F1B whose weight gradients wait: r of them at most on rank r.
+
+    >>> from functional_parallel import schedules
+    >>> print(schedules.zb_h1(2, 3))
+    zb-h1: 2 stages on 2 ranks, 3 microbatches
+    rank 0  0F0  0F1  0I0  0W0  0F2  0I1  0W1  0I2  0W2
+    rank 1  1F0  1I0  1F1  1I1  1W0  1F2  1I2  1W1  1W2
+
+    Source: Qi et al. 2024, Zero bubble pipeline parallelism, section 2.1.
+
+    Args:
+        stages: how many stages, one per rank.
+        microbatches: how many microbatches a step has.
+
+    Returns:
+        The schedule; every rank holds the activations of P microbatches at most.
+    """
+    ranks = ranks_of("zb-h1", stages, microbatches)
+    rows = (_delayed(r, microbatches, ahead=ranks - 1 - r, behind=r, forward_first=True) for r in range(ranks))
+    return Schedule(tuple(map(tuple, rows)), tuple(range(ranks)), microbatches, name="zb-h1")
+
+
+def zb_h2(stages: int, microbatches: int) -> Schedule:
+    """Twice the forwards ahead, so that with equal costs no rank waits between its first action and its last.
+
+    >>> from functional_parallel import schedules
+    >>> print(schedules.zb_h2(2, 3))
+    zb-h2: 2 stages on 2 ranks, 3 microbatches
+    rank 0  0F0  0F1  0F2  0I0  0W0  0I1  0W1  0I2  0W2
+    rank 1  1F0  1I0  1F1  1I1  1F2  1I2  1W0  1W1  1W2
+
+    Source: Qi et al. 2024, Zero bubble pipeline parallelism, section 2.2.
+
+    Args:
+        stages: how many stages, one per rank.
+        microbatches: how many microbatches a step has.
+
+    Returns:
+        The schedule; every rank holds the activations of 2P − 1 microbatches at most.
+    """
+    ranks = ranks_of("zb-h2", stages, microbatches)
+    rows = (_delayed(r, microbatches, 2 * (ranks - r) - 1, behind=2 * r, forward_first=False) for r in range(ranks))
+    return Schedule(tuple(map(tuple, rows)), tuple(range(ranks)), microbatches, name="zb-h2")
+
+
+def _delayed(r: int, microbatches: int, ahead: int, behind: int, forward_first: bool) -> Iterator[Action]:
+    """Forwards ahead, then a forward and an input gradient in turn; W of a microbatch `behind` later than its I."""
+    forwards = iter(range(microbatches))
+    weights = iter(range(microbatches))
+    for _, m in zip(range(ahead), forwards, strict=False):
+        yield Action("F", r, m)
+    for i in range(microbatches):
+        if forward_first:
+            yield from (Action("F", r, m) for _, m in zip(range(1), forwards, strict=False))
+        yield Action("I", r, i)
+        if i >= behind:
+            yield Action("W", r, next(weights))
+        if not forward_first:
+            yield from (Action("F", r, m) for _, m in zip(range(1), forwards, strict=False))
+    yield from (Action("W", r, m) for m in weights)
+
+
+def zb_v(stages: int, microbatches: int) -> Schedule:
+    """Two stages per rank, folded: rank r of P holds stages r and 2P − 1 − r.
+
+    >>> from functional_parallel import schedules
+    >>> print(schedules.zb_v(2, 2))
+    zb-v: 2 stages on 1 rank, 2 microbatches
+    rank 0  0F0  1F0  1I0  1W0  0F1  0I0  0W0  1F1  1I1  1W1  0I1  0W1
+
+    Source: Qi et al. 2024, Zero bubble pipeline parallelism, section 6.
+
+    Args:
+        stages: how many stages, two per rank.
+        microbatches: how many microbatches a step has; from 2P − 1 on, no rank waits in between when costs are equal.
+
+    Returns:
+        The schedule; every rank holds the activations of 2P stages' microbatches at most, as 1F1B's first rank does.
+    """
+    ranks = ranks_of("zb-v", stages, microbatches, 2)
+    rows = (_folded(r, ranks, max(2 * ranks - 1, microbatches)) for r in range(ranks))
+    kept = (tuple(action for action in row if action.microbatch < microbatches) for row in rows)
+    return Schedule(tuple(kept), folded_placement(ranks), microbatches, name="zb-v")
+
+
+def folded_placement(ranks: int) -> tuple[int, ...]:
+    """There and back: stage r and stage 2P − 1 − r live on rank r."""
+    return (*range(ranks), *reversed(range(ranks)))
+
+
+def _folded(r: int, ranks: int, microbatches: int) -> Iterator[Action]:
+    numbers = {(kind, half): iter(range(microbatches)) for kind in "FIW" for half in (0, 1)}
+    done = dict.fromkeys(numbers, 0)
+
+    def take(words: str, times: int = 1) -> Iterator[Action]:
+        for _ in range(times):
+            for word in words.split():
+                kind, half = word[0], int(word[1])
+                done[kind, half] += 1
+                yield Action(kind, 2 * ranks - 1 - r if half else r, next(numbers[kind, half]))
+
+    yield from take("F0", 2 * (ranks - r) - 1)
+    yield from take("F1 F0", r)
+    yield from take("F1 I1 W1", ranks - r)
+    while done["F", 1] < done["F", 0] or done["F", 0] < microbatches:
+        if done["F", 0] < microbatches:
+            yield from take("F0")
+        yield from take("I0 W0 F1 I1 W1")
+    yield from take("I0 I1", r)
+    yield from take("I0 W0", ranks - r)
+    yield from take("W1", microbatches - done["W", 1])
+    yield from take("W0", microbatches - done["W", 0])
