@@ -21,6 +21,7 @@ from sharding_specs import P, broadcast_specs
 from . import _torch
 from .collectives import pvary
 from .collectives.axes import current_axes
+from .collectives.types import dual
 from .collectives.vmap import vmap as _vmap
 from .local_function import LocalFunction, PyTree, unsharded
 from .tracing.graph import aval_of
@@ -245,12 +246,22 @@ def _gradient_call(f: Callable[..., Any], argnums: Argnums, has_aux: bool) -> Ca
         body = _typed(flat, leaves, moving, active) if active is not None and in_body else partial(flat, moving)
         inputs = [leaves[index] for index in moving]
         gradients, (value, aux) = torch.func.grad_and_value(body, has_aux=True)(inputs)
+        if active is not None and isinstance(active.on_node, Typing):
+            _type_zeros(active, inputs, gradients)
         by_leaf = dict(zip(moving, gradients, strict=True))
         trees = tree.unflatten([by_leaf.get(index) for index in range(len(leaves))])
         result = (value, optree.tree_unflatten(found["tree"], aux)) if has_aux else value
         return (trees[argnums] if isinstance(argnums, int) else tuple(trees[number] for number in numbers)), result
 
     return call
+
+
+def _type_zeros(active: Recorder, inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    """torch makes the gradient of what was not used as zeros like it: their type is a gradient's, not the value's."""
+    for x, gradient in zip(inputs, gradients, strict=True):
+        node, source = active.node_of(_torch.innermost(gradient)), active.node_of(_torch.innermost(x))
+        if node.target is torch.ops.aten.zeros_like.default and node.args[0] is source:
+            node.meta["type"] = dual(source.meta["type"])
 
 
 def _typed(

@@ -1,6 +1,16 @@
 """What users test with: equivalence of a plan with the plain function, equality of two local programs, strategies."""
 
+import importlib
+from typing import Any
+
 from .equivalence import NotEquivalentError, assert_equivalent
 from .same import assert_same
 
-__all__ = ["NotEquivalentError", "assert_equivalent", "assert_same"]
+__all__ = ["NotEquivalentError", "assert_equivalent", "assert_same", "strategies"]
+
+
+def __getattr__(name: str) -> Any:
+    """`strategies` is loaded when asked for: it alone needs hypothesis."""
+    if name == "strategies":
+        return importlib.import_module(".strategies", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,9 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from functional_parallel.testing.strategies import cases, fitting_shapes, meshes, numbered, specs
 from sharding_specs import Mesh, P, SpecError, local_shape, padded_shape, reshard, shard, unshard, validate
-
-from .strategies import cases, fitting_shape, meshes, numbered, specs
 
 GRID = Mesh(data=2, tensor=2)
 
@@ -182,7 +181,7 @@ def test_validate_accepts_what_shard_accepts(data: st.DataObject) -> None:
 def test_every_fitting_shape_is_legal(data: st.DataObject) -> None:
     mesh = data.draw(meshes())
     spec = data.draw(specs(mesh, 2))
-    validate(numbered(fitting_shape(data.draw, spec, mesh, 2)), spec, mesh)
+    validate(numbered(data.draw(fitting_shapes(spec, mesh, 2, least=0))), spec, mesh)
 
 
 def test_an_inner_factor_is_not_padded() -> None:

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from functional_parallel.testing.strategies import meshes
 from sharding_specs import Mesh, MeshError
-
-from .strategies import meshes
 
 
 @given(meshes())

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from functional_parallel.testing.strategies import meshes, specs
 from sharding_specs import Mesh, P, Placement, SpecError, as_spec
-
-from .strategies import meshes, specs
 
 MESH = Mesh(data=2, tensor=4)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 
+from functional_parallel.testing.strategies import cases
 from sharding_specs import (
     Mesh,
     P,
@@ -22,8 +23,6 @@ from sharding_specs import (
     tree_paths,
     validate,
 )
-
-from .strategies import cases
 
 
 def test_a_prefix_of_specs_covers_subtrees() -> None:

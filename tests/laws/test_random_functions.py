@@ -1,0 +1,99 @@
+"""Laws 1 and 2: a partitioned function equals the function it came from, to the bit, with its derivatives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import functional_parallel as fp
+from functional_parallel.runtime import SimulatedRuntime
+from sharding_specs import Mesh, P
+
+from .random_functions import Program, arguments, layouts, programs
+
+RANKS = st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (2, 4), (4, 2)])
+SEEDS = st.integers(0, 1000)
+
+
+def plan_for(data: st.DataObject, mesh: Mesh) -> fp.transforms.Plan:
+    """Tensors split any legal way over one axis, the batch or the parameters' storage over the other."""
+    specs, batch = data.draw(layouts(mesh))
+    tensor = fp.tensor_parallel("tensor", specs, batch=batch if mesh.axis_size("data") == 1 else None)
+    stage = data.draw(st.integers(0, 3))
+    return fp.chain(tensor, fp.zero(stage, "data", batch=P() if mesh.axis_size("data") == 1 else None))
+
+
+@settings(max_examples=150, deadline=None)
+@given(f=programs(), ranks=RANKS, seed=SEEDS, data=st.data())
+def test_values_and_gradients(f: Program, ranks: tuple[int, int], seed: int, data: st.DataObject) -> None:
+    mesh = Mesh(data=ranks[0], tensor=ranks[1])
+    params, x = arguments(seed)
+    fp.testing.assert_equivalent(f, plan_for(data, mesh), mesh, params, x, exact=True)
+
+
+@settings(max_examples=30, deadline=None)
+@given(f=programs(3), ranks=RANKS, seed=SEEDS, data=st.data())
+def test_second_derivatives(f: Program, ranks: tuple[int, int], seed: int, data: st.DataObject) -> None:
+    """A Hessian-vector product, forward over reverse."""
+    mesh = Mesh(data=ranks[0], tensor=ranks[1])
+    (params, x), (direction, _) = arguments(seed), arguments(seed + 1)
+    specs, _ = data.draw(layouts(mesh))
+    local = fp.tensor_parallel("tensor", specs)(f)
+
+    def product(gradient):  # type: ignore[no-untyped-def]
+        return lambda p, v, x: fp.jvp(lambda q: gradient(q, x), (p,), (v,))[1]
+
+    step = fp.compile(product(fp.grad(local)), mesh, in_specs=(specs, specs, P()), out_specs=specs)
+    want = product(fp.grad(f))(params, direction, x)
+    found = step(params, direction, x)
+    assert all(torch.equal(found[name], want[name]) for name in params)
+
+
+@settings(max_examples=30, deadline=None)
+@given(f=programs(3), ranks=RANKS, seed=SEEDS, data=st.data())
+def test_torch_func_applies_to_the_compiled_function(
+    f: Program, ranks: tuple[int, int], seed: int, data: st.DataObject
+) -> None:
+    """Simulated ranks run ordinary torch ops, so derivatives taken from outside prove the transposes a second time."""
+    mesh = Mesh(data=ranks[0], tensor=ranks[1])
+    params, x = arguments(seed)
+    step = fp.compile(plan_for(data, mesh)(f), mesh)
+    found = torch.func.grad(lambda p: step(p, x))(params)
+    want = torch.func.grad(lambda p: f(p, x))(params)
+    assert all(torch.equal(found[name], want[name]) for name in params)
+
+
+@settings(max_examples=30, deadline=None)
+@given(f=programs(3), ranks=RANKS, seed=SEEDS, data=st.data())
+def test_computing_what_is_the_same_once_changes_nothing(
+    f: Program, ranks: tuple[int, int], seed: int, data: st.DataObject
+) -> None:
+    """Law 7: values that are the same on several ranks agree on all of them, bit for bit."""
+    mesh = Mesh(data=ranks[0], tensor=ranks[1])
+    params, x = arguments(seed)
+    program = fp.compile(fp.grad_and_value(plan_for(data, mesh)(f)), mesh).lower(params, x)
+    tensors = [params[name] for name in sorted(params)] + [x]
+    once = SimulatedRuntime(mesh).run_whole(program, tensors)
+    runtime = SimulatedRuntime(mesh, deduplicate=False)
+    handles = [runtime.shard(tensor, spec) for tensor, spec in zip(tensors, program.in_specs, strict=True)]
+    for result, spec, whole in zip(runtime.run(program, handles), program.out_specs, once, strict=True):
+        assert torch.equal(runtime.whole(result, spec), whole)
+        for group in mesh.groups([axis for axis in mesh.axis_names if axis not in spec.axes | spec.unreduced]):
+            assert all(torch.equal(result[group[0]], result[rank]) for rank in group)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("keepdim", [True, False])
+def test_ties_share_a_maximums_gradient(sign: int, keepdim: bool) -> None:
+    """All tied elements share alike, on whichever rank they lie: 3 here, 1 there is a quarter each."""
+    x = torch.tensor([[5.0, 5.0, 5.0, 5.0, 1.0, 0.0, 2.0, 3.0]], dtype=torch.float64) * sign
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return (torch.amax if sign > 0 else torch.amin)(x, 1, keepdim=keepdim).sum() * 8
+
+    found = fp.compile(fp.grad(fp.tensor_parallel("i", P(None, "i"))(f)), Mesh(i=2))(x)
+    assert torch.equal(found, torch.func.grad(f)(x))
+    step = fp.compile(fp.tensor_parallel("i", P(None, "i"))(lambda x: x.max()), Mesh(i=4))
+    assert step(x) == x.max()
