@@ -1,0 +1,99 @@
+"""The identities between collectives, as users write them: in types, values and gradients, on every rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import functional_parallel as fp
+from sharding_specs import Mesh, P
+
+RANKS = st.integers(2, 5)
+
+
+def values(ranks: int, rows: int = 1) -> torch.Tensor:
+    """For each rank `rows · ranks` rows of two numbers."""
+    count = ranks * ranks * rows
+    return torch.arange(2.0 * count, dtype=torch.float64).reshape(count, 2) % 7
+
+
+def same(f, g, ranks: int) -> None:  # type: ignore[no-untyped-def]
+    fp.testing.assert_same(f, g, Mesh(i=ranks), (P("i"),), (values(ranks),))
+
+
+@settings(max_examples=8, deadline=None)
+@given(ranks=RANKS)
+def test_all_reduce_is_reduce_then_broadcast(ranks: int) -> None:
+    same(lambda x: fp.psum(x, "i"), lambda x: fp.broadcast(fp.reduce(x, "i", 1), "i", 1), ranks)
+
+
+@settings(max_examples=8, deadline=None)
+@given(ranks=RANKS)
+def test_all_reduce_is_reduce_scatter_then_all_gather(ranks: int) -> None:
+    same(lambda x: fp.psum(x, "i"), lambda x: fp.all_gather(fp.psum_scatter(x, "i"), "i", to="invariant"), ranks)
+
+
+@settings(max_examples=8, deadline=None)
+@given(ranks=RANKS)
+def test_all_gather_is_gather_then_broadcast(ranks: int) -> None:
+    same(lambda x: fp.all_gather(x, "i", to="invariant"), lambda x: fp.broadcast(fp.gather(x, "i", 0), "i", 0), ranks)
+
+
+@settings(max_examples=8, deadline=None)
+@given(ranks=RANKS, root=st.integers(0, 1))
+def test_scatter_of_gather_is_the_identity(ranks: int, root: int) -> None:
+    same(lambda x: fp.scatter(fp.gather(x, "i", root), "i", root), lambda x: x * 1, ranks)
+
+
+@settings(max_examples=8, deadline=None)
+@given(ranks=RANKS)
+def test_all_to_all_twice_is_the_identity(ranks: int) -> None:
+    same(lambda x: fp.all_to_all(fp.all_to_all(x, "i", 0, 1), "i", 1, 0), lambda x: x * 1, ranks)
+
+
+@settings(max_examples=8, deadline=None)
+@given(ranks=RANKS)
+def test_a_ring_walked_round_is_the_identity(ranks: int) -> None:
+    def around(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(ranks):
+            x = fp.ppermute(x, "i", [(r, (r + 1) % ranks) for r in range(ranks)])
+        return x
+
+    same(around, lambda x: x * 1, ranks)
+
+
+@settings(max_examples=8, deadline=None)
+@given(ranks=RANKS)
+def test_a_ring_of_sums_is_all_reduce(ranks: int) -> None:
+    """The textbook's all-reduce, naive form: pass on, add up."""
+
+    def ring(x: torch.Tensor) -> torch.Tensor:
+        total = passed = x
+        for _ in range(ranks - 1):
+            passed = fp.ppermute(passed, "i", [(r, (r + 1) % ranks) for r in range(ranks)])
+            total = total + passed
+        return total
+
+    same(ring, lambda x: fp.pvary(fp.psum(x, "i"), "i"), ranks)
+
+
+@settings(max_examples=8, deadline=None)
+@given(ranks=RANKS)
+def test_a_postponed_sum_is_the_sum(ranks: int) -> None:
+    """Unreduced now, summed later: linear ops may stand between."""
+    same(
+        lambda x: fp.psum(fp.pcast(x, "i", to="unreduced") * 3, "i"),
+        lambda x: fp.psum(x * 3, "i"),
+        ranks,
+    )
+
+
+def test_what_differs_is_said() -> None:
+    with pytest.raises(fp.testing.NotEquivalentError, match="types of the results differ"):
+        same(lambda x: fp.psum(x, "i"), lambda x: x, 2)
+    with pytest.raises(fp.testing.NotEquivalentError, match="results on rank 0"):
+        same(lambda x: fp.psum(x, "i"), lambda x: fp.psum(x, "i") * 2, 2)
+    with pytest.raises(fp.testing.NotEquivalentError, match="gradients on rank 0"):
+        same(lambda x: x * x, lambda x: x.detach() * x.detach() + 0 * x, 2)

@@ -1,0 +1,171 @@
+"""The systematic suite of shard_map: function × mesh × shapes × legal specs against a loop over ranks, and every
+single-edit mutation of a legal out spec refused."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import functional_parallel as fp
+from functional_parallel.collectives import group
+from sharding_specs import Mesh, P, shard_leaf, unshard_leaf
+
+MESHES = [Mesh(i=2), Mesh(i=4), Mesh(i=2, j=2), Mesh(j=3, i=2), Mesh(i=2, j=2, k=2)]
+SPECS = [P(), P("i"), P(None, "i"), P("j"), P("i", "j"), P(("i", "j")), P(("j", "i")), P(None, ("i", "j")), P("j", "i")]
+
+
+@dataclass(frozen=True)
+class Body:
+    """A body on shards, and the same for all ranks at once: lists of parts in, lists of parts out, by rank."""
+
+    name: str
+    run: Callable[[torch.Tensor], torch.Tensor]
+    loop: Callable[[Mesh, list[torch.Tensor]], list[torch.Tensor]]
+    out: Callable[[P], P | None]  # the legal out spec for an in spec; None where the body does not type
+
+
+def over(axis: str, perform: Callable[..., list[torch.Tensor]]) -> Callable[..., list[torch.Tensor]]:
+    def loop(mesh: Mesh, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        results: list[Any] = list(parts)
+        for members in mesh.groups(axis):
+            for rank, value in zip(members, perform([parts[m] for m in members]), strict=True):
+                results[rank] = value
+        return results
+
+    return loop
+
+
+def each(f: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., list[torch.Tensor]]:
+    return lambda mesh, parts: [f(part) for part in parts]
+
+
+def if_varying(axis: str, out: Callable[[P], P]) -> Callable[[P], P | None]:
+    return lambda spec: out(spec) if axis in spec.axes else None
+
+
+def gathered(spec: P) -> P:
+    """all_gather over i along dim 0 of what i splits on dim 0, as its innermost axis."""
+    return spec.without({"i"})
+
+
+BODIES = [
+    Body("square", lambda x: x * x, each(lambda x: x * x), lambda spec: spec),
+    Body("psum", lambda x: fp.psum(x, "i"), over("i", group.psum), if_varying("i", lambda spec: spec.without({"i"}))),
+    Body(
+        "psum of a sum",
+        lambda x: fp.psum(x.sum(), "i"),
+        lambda mesh, parts: over("i", group.psum)(mesh, [part.sum() for part in parts]),
+        lambda spec: P() if spec.axes == {"i"} else None,
+    ),
+    Body("pmax", lambda x: fp.pmax(x, "i"), over("i", group.pmax), if_varying("i", lambda spec: spec.without({"i"}))),
+    Body(
+        "all_gather",
+        lambda x: fp.all_gather(x, "i", 1, to="invariant"),
+        over("i", lambda parts: group.all_gather(parts, 1)),
+        lambda spec: gathered(spec) if spec.dim_axes()[1:] == (("i",),) else None,
+    ),
+    Body(
+        "psum_scatter",
+        lambda x: fp.psum_scatter(x, "i", 1),
+        over("i", lambda parts: group.psum_scatter(parts, 1)),
+        if_varying("i", lambda spec: _scattered(spec.without({"i"}))),
+    ),
+    Body(
+        "pvary", lambda x: fp.pvary(x, "i"), each(lambda x: x), lambda spec: None if "i" in spec.axes else _added(spec)
+    ),
+    Body(
+        "pscatter",
+        lambda x: fp.pscatter(x, "i", 0),
+        over("i", lambda parts: [part.chunk(len(parts))[n] for n, part in enumerate(parts)]),
+        lambda spec: P("i") if spec == P() else P(("j", "i")) if spec == P("j") else None,
+    ),
+    Body(
+        "ring",
+        lambda x: fp.ppermute(x, "i", [(r, (r + 1) % fp.axis_size("i")) for r in range(fp.axis_size("i"))]),
+        over("i", lambda parts: [parts[n - 1] for n in range(len(parts))]),
+        if_varying("i", lambda spec: spec),
+    ),
+    Body(
+        "own number",
+        lambda x: x * fp.axis_index("i"),
+        lambda mesh, parts: [part * mesh.axis_index(rank, "i") for rank, part in enumerate(parts)],
+        if_varying("i", lambda spec: spec),
+    ),
+]
+
+
+def _scattered(spec: P) -> P:
+    """i as the innermost axis of dim 1."""
+    first, second = [*spec.dims, (), ()][:2]
+    return P(first, (*second, "i"))
+
+
+def _added(spec: P) -> P:
+    """Copies along i, stacked outermost on dim 0."""
+    first = spec.dims[0] if spec.dims else ()
+    return P(("i", *first), *spec.dims[1:])
+
+
+def legal() -> Iterator[tuple[Body, Mesh, P, P]]:
+    for body, mesh, spec in itertools.product(BODIES, MESHES, SPECS):
+        out = body.out(spec) if spec.axes <= set(mesh.axis_names) else None
+        if out is not None and out.axes <= set(mesh.axis_names):
+            yield body, mesh, spec, out
+
+
+CASES = list(legal())
+
+
+def whole(mesh: Mesh) -> torch.Tensor:
+    size = 2 * mesh.size * mesh.size
+    return (torch.arange(size * size, dtype=torch.float64).reshape(size, size) % 23) - 11
+
+
+def test_there_are_cases_of_every_body() -> None:
+    assert len(CASES) > 100
+    assert {body.name for body, *_ in CASES} == {body.name for body in BODIES}
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.name)
+def test_a_body_is_what_a_loop_over_ranks_says(body: Body) -> None:
+    for _, mesh, spec, out in (case for case in CASES if case[0] is body):
+        x = whole(mesh)
+        parts = [shard_leaf(x, spec, mesh, rank) for rank in mesh.ranks]
+        want = unshard_leaf(body.loop(mesh, parts), out, mesh)
+        found = fp.shard_map(body.run, mesh, (spec,), out)(x)
+        assert torch.equal(found, want), f"{spec} on {mesh}"
+
+
+def mutations(spec: P, mesh: Mesh) -> Iterator[P]:
+    """Every spec one edit away: an axis dropped, added, replaced, moved to the unreduced or the reduced ones."""
+    free = [axis for axis in mesh.axis_names if axis not in spec.axes]
+    for axis in spec.axes:
+        yield spec.without({axis})
+        yield P(*spec.without({axis}).dims, unreduced={axis})
+        yield P(*spec.without({axis}).dims, reduced={axis})
+        for other in free:
+            yield P(*(tuple(other if f == axis else f for f in dim) for dim in spec.dims))
+    for axis in free:
+        yield P(*spec.dims, unreduced={axis})
+        yield P(*spec.dims, reduced={axis})
+        for dim in range(2):
+            dims = [*map(list, spec.dims), [], []][:2]
+            dims[dim].append(axis)
+            yield P(*map(tuple, dims))
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.name)
+def test_every_mutation_of_an_out_spec_is_refused(body: Body) -> None:
+    """Law 7: a legal spec mutated into a wrong one never passes."""
+    refused = 0
+    for _, mesh, spec, out in (case for case in CASES if case[0] is body):
+        for wrong in set(mutations(out, mesh)):
+            with pytest.raises(fp.OutSpecError, match="results do not lie as out_specs say"):
+                fp.shard_map(body.run, mesh, (spec,), wrong)(whole(mesh))
+            refused += 1
+    assert refused
