@@ -1,4 +1,4 @@
-"""The command line: what this machine has, what a program sends, what a rank holds.
+"""The command line: what this machine has, what a program sends, what a rank holds, when a pipeline works.
 
 `explain` and `memory` take `module:function`, where the function gets a mesh. It returns what is to be looked at:
 
@@ -30,6 +30,7 @@ from sharding_specs import Mesh, MeshError, SpecError, memory_table, validate
 
 from .estimate import CONVENTIONS, estimate
 from .program.explain import readable_bytes
+from .schedules import ScheduleError, command
 from .train import TrainStep
 from .transforms import chain, tensor_parallel, zero
 from .transforms.parallel import parameter_specs
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     try:
         print(chosen.run(chosen))
-    except (UsageError, MeshError, SpecError) as error:
+    except (UsageError, MeshError, SpecError, ScheduleError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     return 0
@@ -88,10 +89,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     memory.set_defaults(run=_memory)
 
-    for command in (explain, memory):
-        command.add_argument("target", metavar="module:function", help="called with the mesh, see below")
-        command.add_argument("--mesh", required=True, help="axes and sizes: data=2,tensor=4")
-        command.epilog, command.formatter_class = __doc__.split("\n\n", 1)[1], argparse.RawDescriptionHelpFormatter
+    schedule = commands.add_parser("schedule", help="a pipeline schedule: its timeline, bubble and peak memory")
+    command.add_options(schedule)
+    schedule.set_defaults(run=command.run)
+
+    for looks in (explain, memory):
+        looks.add_argument("target", metavar="module:function", help="called with the mesh, see below")
+        looks.add_argument("--mesh", required=True, help="axes and sizes: data=2,tensor=4")
+        looks.epilog, looks.formatter_class = __doc__.split("\n\n", 1)[1], argparse.RawDescriptionHelpFormatter
     return parser
 
 

@@ -13,6 +13,7 @@ from .interleaved import breadth_first, interleaved
 from .messages import Receive, Send, check_messages, messages
 from .one_f_one_b import eager_one_f_one_b, one_f_one_b
 from .registry import FAMILIES, Family, get, stages_for
+from .search import Layer, Machine, Plan, balanced_cut, search
 from .sequential import naive
 from .simulate import Costs, Event, Timeline, simulate
 from .timeline import chrome_trace, plot, summary, timeline_text
@@ -25,12 +26,16 @@ __all__ = [
     "Costs",
     "Event",
     "Family",
+    "Layer",
+    "Machine",
+    "Plan",
     "Receive",
     "Schedule",
     "ScheduleError",
     "Send",
     "Timeline",
     "Versions",
+    "balanced_cut",
     "breadth_first",
     "check",
     "check_messages",
@@ -50,6 +55,7 @@ __all__ = [
     "pipedream",
     "plot",
     "rows",
+    "search",
     "simulate",
     "stages_for",
     "summary",

@@ -52,7 +52,7 @@ FAMILIES = {
         interleaved,
         "P·V stages; M divisible by max(1, ⌊M/P⌋)",
         "(P − 1)(F + B)",
-        "min(2(P − 1 − r) + (V − 1)P + 1, MV) when P divides M",
+        "min(2(P − 1 − r) + (V − 1)P + 1, MV) if P divides M and V > 1",
         "Narayanan et al. 2021, Megatron-LM",
         None,
     ),

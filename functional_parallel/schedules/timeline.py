@@ -13,6 +13,7 @@ from .simulate import Event, Timeline
 
 __all__ = ["chrome_trace", "plot", "summary", "timeline_text"]
 
+_TIME = {False: "time", True: "time (paler: the later stages of a rank)"}
 _COLORS = {"F": "#4c78a8", "B": "#59a14f", "I": "#76b7b2", "W": "#edc948"}
 
 
@@ -139,6 +140,7 @@ def plot(timeline: Timeline, path: str | Path) -> None:
     from matplotlib.patches import Patch
 
     schedule, events = timeline.schedule, [event for row in timeline.events for event in row]
+    named = schedule.stages > schedule.ranks
     figure = Figure(figsize=(14, 1.2 + 0.5 * schedule.ranks), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -154,7 +156,7 @@ def plot(timeline: Timeline, path: str | Path) -> None:
             [(start, end - start)], (low, height), facecolors=_COLORS[action.kind], alpha=shade, edgecolor="w"
         )
         axes.text((start + end) / 2, low + height / 2, str(action.microbatch), ha="center", va="center", fontsize=6)
-    axes.set(ylim=(schedule.ranks - 0.5, -0.5), xlabel="time", yticks=range(schedule.ranks))
+    axes.set(ylim=(schedule.ranks - 0.5, -0.5), xlabel=_TIME[named], yticks=range(schedule.ranks))
     axes.set_yticklabels([f"rank {rank}" for rank in range(schedule.ranks)])
     axes.set_title(f"{schedule.title()}: bubble {timeline.bubble_fraction:.1%}", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)

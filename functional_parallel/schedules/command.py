@@ -1,0 +1,69 @@
+"""The command that prints, draws and exports a schedule."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from .actions import Schedule, ScheduleError, rows
+from .check import check
+from .registry import FAMILIES, family, get, stages_for
+from .simulate import Costs, Timeline, simulate
+from .timeline import chrome_trace, plot, summary, timeline_text
+from .torch_csv import to_csv
+
+__all__ = ["add_options", "run"]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("positional", nargs="?", metavar="name", help=f"one of {', '.join(FAMILIES)}")
+    parser.add_argument("--name", help="the same as the name")
+    size = parser.add_mutually_exclusive_group(required=True)
+    size.add_argument("--stages", type=int, help="stages of the model")
+    size.add_argument("--ranks", type=int, help="ranks, each with as many stages as the schedule gives it")
+    parser.add_argument("--microbatches", type=int, required=True, help="microbatches of a step")
+    parser.add_argument("--chunks", type=int, default=2, help="stages per rank, for interleaved and bfs")
+    for option, kind in (("forward", "F"), ("input-grad", "I"), ("weight-grad", "W")):
+        parser.add_argument(f"--{option}", type=float, default=1.0, help=f"time of {kind}")
+    parser.add_argument("--latency", type=float, default=0.0, help="time of a message")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print an object with actions, times and peaks")
+    form.add_argument("--csv", action="store_true", help="print the actions as PyTorch's pipelining reads them")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a picture; needs matplotlib")
+
+
+def run(chosen: argparse.Namespace) -> str:
+    """The text to print, after writing the files asked for."""
+    schedule = check(_schedule(chosen))
+    timeline = simulate(schedule, Costs(chosen.forward, chosen.input_grad, chosen.weight_grad, chosen.latency))
+    if chosen.trace:
+        chosen.trace.write_text(chrome_trace(timeline))
+    if chosen.plot:
+        plot(timeline, chosen.plot)
+    if chosen.csv:
+        return to_csv(schedule).rstrip()
+    if chosen.json:
+        return json.dumps(_numbers(timeline))
+    return f"{schedule.title()}\n\n{timeline_text(timeline)}\n\n{summary(timeline)}"
+
+
+def _schedule(chosen: argparse.Namespace) -> Schedule:
+    name = chosen.name or chosen.positional
+    if name is None:
+        raise ScheduleError(f"no schedule is named; there are {', '.join(FAMILIES)}")
+    options = {"chunks": chosen.chunks} if family(name).chunks is None else {}
+    stages = stages_for(name, chosen.ranks, chosen.chunks) if chosen.stages is None else chosen.stages
+    return get(name)(stages=stages, microbatches=chosen.microbatches, **options)
+
+
+def _numbers(timeline: Timeline) -> dict[str, object]:
+    return {
+        "ranks": rows(timeline.schedule),
+        "makespan": timeline.makespan,
+        "bubble": timeline.bubble,
+        "span_bubble": timeline.span_bubble,
+        "peak": timeline.peaks,
+    }

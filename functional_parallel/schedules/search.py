@@ -1,0 +1,245 @@
+"""Which depth, microbatch and schedule to train with: simulate every choice that fits in memory, take the fastest.
+
+Deeper pipelines leave less to reduce over replicas and more bubble; smaller microbatches leave less bubble and cost
+more overhead. No formula weighs these for a given model and machine, but a simulation takes milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from .actions import Schedule, ScheduleError
+from .registry import FAMILIES, get, stages_for
+from .simulate import Costs, Timeline, simulate
+
+__all__ = ["Layer", "Machine", "Plan", "balanced_cut", "search"]
+
+SYNCHRONOUS = tuple(name for name in FAMILIES if name not in ("pipedream", "2bw", "zb-auto"))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a layer of the model costs; times and activations are of one sample.
+
+    Args:
+        forward, input_gradient, weight_gradient: its times.
+        activation: bytes that its forward keeps for its backward.
+        output: bytes that it hands to the next layer.
+        gradient: bytes of its weights' gradient, which replicas sum.
+        state: bytes of its weights, their gradients and the optimizer's state.
+    """
+
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+    activation: float = 0.0
+    output: float = 0.0
+    gradient: float = 0.0
+    state: float = 0.0
+
+    @property
+    def time(self) -> float:
+        """All its work on one sample."""
+        return self.forward + self.input_gradient + self.weight_gradient
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the layers run on, in the units of their times and bytes.
+
+    Args:
+        ranks: how many there are.
+        memory: bytes per rank.
+        latency, bandwidth: of a message between two stages.
+        reduce_bandwidth: bytes per time that a rank sends while replicas sum gradients.
+        overhead: time that an action takes however small its microbatch.
+    """
+
+    ranks: int
+    memory: float = float("inf")
+    latency: float = 0.0
+    bandwidth: float = float("inf")
+    reduce_bandwidth: float = float("inf")
+    overhead: float = 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A way to train, and what it was found to cost.
+
+    Args:
+        name: the schedule.
+        depth: ranks of a pipeline.
+        replicas: pipelines side by side, each with its part of the batch.
+        microbatch: samples in a microbatch.
+        cuts: the layers of each stage, as (first, one past the last).
+        time: of a step, with the sum of gradients.
+        memory: bytes that the fullest rank holds.
+        timeline: the simulated step of one pipeline.
+    """
+
+    name: str
+    depth: int
+    replicas: int
+    microbatch: int
+    cuts: tuple[tuple[int, int], ...] = field(repr=False)
+    time: float
+    memory: float
+    timeline: Timeline = field(repr=False, compare=False)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule to run."""
+        return self.timeline.schedule
+
+
+def search(
+    layers: Sequence[Layer], machine: Machine, batch: int, names: Sequence[str] = SYNCHRONOUS, chunks: int = 2
+) -> list[Plan]:
+    """All plans that fit, the fastest first.
+
+    >>> from functional_parallel.schedules import Layer, Machine, search
+    >>> layers = [Layer(1.0, 1.0, 1.0, activation=1.0, gradient=50.0, state=100.0)] * 8
+    >>> search(layers, Machine(ranks=4, memory=350, reduce_bandwidth=10), batch=16, names=["gpipe", "1f1b", "zb-h1"])[0]
+    Plan(name='zb-h1', depth=4, replicas=1, microbatch=1, time=102.0, memory=208.0)
+
+    Tried are all depths that divide the ranks, all microbatches that divide a replica's part of the batch, and all
+    schedules named, each with the layers cut into consecutive stages so that the slowest is fastest.
+    Source: Athlur et al. 2022, Varuna: scalable, low-cost training of massive deep learning models, which takes the
+    largest microbatch that fits; here all are tried.
+
+    Args:
+        layers: what each layer costs, in order.
+        machine: what it runs on.
+        batch: samples in a step, over all replicas.
+        names: the schedules to try.
+        chunks: stages per rank, for schedules that leave that open.
+
+    Returns:
+        The plans by time, then by memory.
+
+    Raises:
+        ScheduleError: when nothing fits; names what comes closest.
+    """
+    plans = [_plan(*choice) for choice in _choices(layers, machine, batch, names, chunks)]
+    fitting = [plan for plan in plans if plan.memory <= machine.memory]
+    if fitting:
+        return sorted(fitting, key=lambda plan: (plan.time, plan.memory))
+    if not plans:
+        raise ScheduleError(
+            f"none of {', '.join(names)} can run {len(layers)} layers on {machine.ranks} ranks with a batch of "
+            f"{batch}: a pipeline's depth must divide the ranks, its replicas the batch, and each stage needs a layer"
+        )
+    least = min(plans, key=lambda plan: plan.memory)
+    raise ScheduleError(
+        f"no plan fits in {machine.memory:g} bytes per rank; the smallest takes {least.memory:g}: {least!r}. Use more "
+        "ranks, recompute activations, or shard the optimizer's state over replicas"
+    )
+
+
+_Choice = tuple[Sequence[Layer], Machine, str, Schedule, int, int]
+
+
+def _choices(
+    layers: Sequence[Layer], machine: Machine, batch: int, names: Sequence[str], chunks: int
+) -> Iterator[_Choice]:
+    for depth in _divisors(machine.ranks):
+        replicas = machine.ranks // depth
+        if batch % replicas:
+            continue
+        for microbatch in _divisors(batch // replicas):
+            for name in names:
+                options = {"chunks": chunks} if FAMILIES[name].chunks is None else {}
+                stages = stages_for(name, depth, chunks)
+                if stages > len(layers):
+                    continue
+                try:
+                    schedule = get(name)(stages, batch // replicas // microbatch, **options)
+                except ScheduleError:  # the schedule is not for these numbers
+                    continue
+                yield layers, machine, name, schedule, replicas, microbatch
+
+
+def _divisors(number: int) -> list[int]:
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
+def _plan(
+    layers: Sequence[Layer], machine: Machine, name: str, schedule: Schedule, replicas: int, microbatch: int
+) -> Plan:
+    cuts = balanced_cut([layer.time for layer in layers], schedule.depth)
+    stages = [layers[first:end] for first, end in cuts] * schedule.chains
+
+    def total(cost: str) -> list[float]:
+        return [sum(getattr(layer, cost) for layer in stage) for stage in stages]
+
+    def times(kind: str) -> list[float]:
+        return [microbatch * time + machine.overhead for time in total(kind)]
+
+    timeline = simulate(
+        schedule,
+        Costs(
+            times("forward"),
+            times("input_gradient"),
+            times("weight_gradient"),
+            latency=machine.latency,
+            message=[microbatch * stage[-1].output for stage in stages],
+            bandwidth=machine.bandwidth,
+            activation=[microbatch * size for size in total("activation")],
+        ),
+    )
+    held, reduced = (_per_rank(schedule, total(cost)) for cost in ("state", "gradient"))
+    copies = replicas * schedule.chains
+    ends = [
+        row[-1].end + 2 * (copies - 1) / copies * size / machine.reduce_bandwidth
+        for row, size in zip(timeline.events, reduced, strict=True)
+    ]
+    memory = max(state + peak for state, peak in zip(held, timeline.peaks, strict=True))
+    return Plan(name, schedule.ranks, replicas, microbatch, cuts, max(ends), memory, timeline)
+
+
+def _per_rank(schedule: Schedule, sizes: Sequence[float]) -> list[float]:
+    pairs = list(zip(schedule.rank_of_stage, sizes, strict=True))
+    return [sum(size for owner, size in pairs if owner == rank) for rank in range(schedule.ranks)]
+
+
+def balanced_cut(times: Sequence[float], parts: int) -> tuple[tuple[int, int], ...]:
+    """Cut a list into consecutive parts, none empty, so that the largest sum is least.
+
+    >>> from functional_parallel.schedules import balanced_cut
+    >>> balanced_cut([1, 1, 1, 3, 2], 3)
+    ((0, 3), (3, 4), (4, 5))
+
+    Args:
+        times: what each element costs.
+        parts: how many parts, at most as many as elements.
+
+    Returns:
+        For each part the first element and one past the last.
+
+    Raises:
+        ScheduleError: for more parts than elements.
+    """
+    if not 1 <= parts <= len(times):
+        raise ScheduleError(f"{len(times)} layers cannot be cut into {parts} stages of at least one layer")
+    sums = [0.0]
+    for time in times:
+        sums.append(sums[-1] + time)
+    # best[end]: the least largest sum of the elements before `end` in the parts so far, and where the last one starts.
+    best = [(total, 0) for total in sums]
+    starts = []
+    for part in range(2, parts + 1):
+        best = [
+            min(
+                ((max(best[start][0], sums[end] - sums[start]), start) for start in range(part - 1, end)),
+                default=(0, 0),
+            )
+            for end in range(len(sums))
+        ]
+        starts.append([start for _, start in best])
+    cuts, end = [], len(times)
+    for row in reversed(starts):
+        cuts.append((row[end], end))
+        end = row[end]
+    return ((0, end), *reversed(cuts))
