@@ -2,8 +2,8 @@
 
     python benchmarks/staged_step.py --pairs 40
 
-Both compute gradients and value of `examples/gpt.py` with the same kernels on one thread; no optimizer. Ours is called
-as a user calls it: `fp.compile(fp.grad_and_value(plan(loss)), mesh)(params, tokens)`. `--profile` times each kind of op.
+Both compute gradients and value of `examples/gpt.py` with the same kernels on one thread; no optimizer. Ours is
+called as a user calls it: `fp.compile(fp.grad_and_value(plan(loss)), mesh)(params, tokens)`. `--profile` times ops.
 """
 
 from __future__ import annotations

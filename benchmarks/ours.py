@@ -1,0 +1,80 @@
+"""Ours: the peers' module through `fp.functional`, and a plan per kind of parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from model import ADAMW, GPT, cross_entropy
+
+import functional_parallel as fp
+from sharding_specs import Mesh, P
+
+MEGATRON = {
+    "tokens.weight": P("tensor", None),
+    "*/attention.[qkv].weight": P("tensor", None),
+    "*/attention.o.weight": P(None, "tensor"),
+    "*/up.weight": P("tensor", None),
+    "*/down.weight": P(None, "tensor"),
+    "head.weight": P("tensor", None),
+}
+
+
+class Ours:
+    """A training step under a plan; the same face as a peer."""
+
+    def __init__(self, module: GPT, axis: str, plan: Any) -> None:
+        model, self.params = fp.functional(module)
+        self.loss = partial(_loss, model)
+        self.plan, self.mesh = plan, Mesh(**{axis: dist.get_world_size()})
+        optimizer = fp.optim.adamw(**ADAMW)
+        self.train = fp.train_step(self.loss, optimizer, self.mesh, plan)
+        self.state = self.train.init(self.params)
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.state, metrics = self.train(self.state, tokens)
+        return metrics.loss
+
+    def gradients(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Whole gradients at the first step."""
+        gradients, _ = fp.compile(fp.grad_and_value(self.plan(self.loss)), self.mesh)(self.params, tokens)
+        return gradients
+
+    def whole(self, loss: torch.Tensor) -> float:
+        return float(loss)
+
+
+def _loss(model: Callable[..., torch.Tensor], params: Any, tokens: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(model(params, tokens[:, :-1]), tokens)
+
+
+def data_parallel(module: GPT) -> Ours:
+    return Ours(module, "data", fp.data_parallel("data"))
+
+
+def zero(module: GPT, stage: int, keep_gathered: bool = False) -> Ours:
+    return Ours(module, "data", fp.zero(stage, "data", keep_gathered=keep_gathered))
+
+
+def tensor_parallel(module: GPT) -> Ours:
+    return Ours(module, "tensor", fp.tensor_parallel("tensor", MEGATRON))
+
+
+def sequence_parallel(module: GPT) -> Ours:
+    """As above; the stream between a block's halves is sharded over time, by a constraint on each residual edge."""
+    for block in module.blocks:
+        block.edge = partial(fp.constrain, spec=P(None, "tensor", None))
+    return tensor_parallel(module)
+
+
+OURS: dict[str, Callable[[GPT], Ours]] = {  # by the peer that it runs against
+    "DDP": data_parallel,
+    "FSDP2, resharding": partial(zero, stage=3),
+    "FSDP2, keeping": partial(zero, stage=3, keep_gathered=True),
+    "ZeroRedundancyOptimizer": partial(zero, stage=1),
+    "DTensor TP": tensor_parallel,
+    "DTensor SP": sequence_parallel,
+}

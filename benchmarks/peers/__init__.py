@@ -1,0 +1,19 @@
+"""The peers, one file each, written as their documentation tells users to: `PEERS` maps names to how they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from . import data_parallel, fsdp2, tensor_parallel, zero1
+from .base import Peer
+
+__all__ = ["PEERS", "Peer"]
+
+PEERS: dict[str, Callable[..., Peer]] = {
+    "DDP": data_parallel.make,
+    "FSDP2, resharding": fsdp2.make,
+    "FSDP2, keeping": fsdp2.make_keeping,
+    "ZeroRedundancyOptimizer": zero1.make,
+    "DTensor TP": tensor_parallel.make,
+    "DTensor SP": tensor_parallel.make_sequence,
+}

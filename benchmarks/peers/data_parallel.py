@@ -1,0 +1,16 @@
+"""DistributedDataParallel."""
+
+from __future__ import annotations
+
+import torch
+from model import ADAMW
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .base import Peer, part_of_batch, plain_gradient
+
+
+def make(module: nn.Module) -> Peer:
+    wrapped = DistributedDataParallel(module)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), fused=True, **ADAMW)
+    return Peer(wrapped, optimizer, part_of_batch, plain_gradient, splits_batch=True)

@@ -1,0 +1,118 @@
+"""One rank of one comparison; `compare.py` starts it."""
+
+from __future__ import annotations
+
+import cProfile
+import json
+import pstats
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import report
+import torch
+import torch.distributed as dist
+from model import ADAMW, SIZES, Config, batch, cross_entropy, make
+from ours import OURS
+from peers import PEERS
+
+CHECKED_STEPS = 5
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    config = SIZES[settings["size"]]
+    ours, peer = OURS[settings["name"]](make(config)), PEERS[settings["name"]](make(config))
+    worst = difference(ours.gradients(batch(config, 0)), peer.gradients(batch(config, 0)))
+    losses = [(ours.whole(ours.step(tokens)), peer.whole(peer.step(tokens))) for tokens in data(config)]
+    times = interleaved([ours.step, peer.step, alone(config)], config, settings["rounds"])
+    if settings["profile"]:
+        profile(ours.step, config, settings["profile"])
+    if dist.get_rank() == 0:
+        Path(settings["out"]).write_text(json.dumps(row(settings, times, losses, worst)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def data(config: Config) -> list[torch.Tensor]:
+    return [batch(config, step) for step in range(CHECKED_STEPS)]
+
+
+def difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    """The largest difference of a gradient, as a share of that gradient's largest element."""
+    assert ours.keys() == theirs.keys(), sorted(ours.keys() ^ theirs.keys())
+    return max(float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max()) for name in ours)
+
+
+def alone(config: Config) -> Callable[[torch.Tensor], object]:
+    """A plain step on the whole batch, on rank 0 while the others wait."""
+    module = make(config)
+    optimizer = torch.optim.AdamW(module.parameters(), fused=True, **ADAMW)
+
+    def step(tokens: torch.Tensor) -> None:
+        if dist.get_rank() == 0:
+            cross_entropy(module(tokens[:, :-1]), tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return step
+
+
+def interleaved(steps: list[Callable[[torch.Tensor], object]], config: Config, rounds: int) -> list[list[float]]:
+    """Seconds of each kind of step, in turn, the order turning round; of all ranks the slowest."""
+    times = torch.zeros(len(steps), rounds, dtype=torch.float64)
+    for index in range(-2, rounds):
+        tokens = batch(config, CHECKED_STEPS + index)
+        order = range(len(steps)) if index % 2 else reversed(range(len(steps)))
+        for which in order:
+            dist.barrier()
+            began = time.perf_counter()
+            steps[which](tokens)
+            times[which, max(index, 0)] = time.perf_counter() - began
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    return times.tolist()
+
+
+def row(
+    settings: dict[str, Any], times: list[list[float]], losses: list[tuple[float, float]], worst: float
+) -> dict[str, Any]:
+    ours, peer, single = (statistics.median(series) for series in times)
+    ranks = dist.get_world_size()
+    return {
+        "name": settings["name"],
+        "config": settings["size"],
+        "ranks": ranks,
+        "ours_s": ours,
+        "peer_s": peer,
+        "ratio": ours / peer,
+        "quartiles": report.spread([a / b for a, b in zip(times[0], times[1], strict=True)]),
+        "single_s": single,
+        "ideal_ratio": ours * ranks / single,
+        "peer_ideal_ratio": peer * ranks / single,
+        "gradients_differ_by": worst,
+        "losses_equal": worst <= 1e-4 and all(abs(a - b) <= 1e-5 * abs(b) for a, b in losses),
+    }
+
+
+def profile(step: Callable[[torch.Tensor], object], config: Config, lines: int) -> None:
+    """Our step on rank 0: Python's view, then the kernels'."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as kernels:
+        for index in range(5):
+            step(batch(config, index))
+    profiler = cProfile.Profile()
+    profiler.enable()
+    for index in range(5):
+        step(batch(config, index))
+    profiler.disable()
+    if dist.get_rank() == 0:
+        pstats.Stats(profiler, stream=sys.stderr).sort_stats("tottime").print_stats(lines)
+        print(kernels.key_averages().table(sort_by="self_cpu_time_total", row_limit=lines), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
