@@ -18,6 +18,7 @@ from .sequential import naive
 from .simulate import Costs, Event, Timeline, simulate
 from .timeline import chrome_trace, plot, summary, timeline_text
 from .torch_csv import from_csv, to_csv
+from .v_shape import v_half, v_min
 from .zero_bubble import zb_h1, zb_h2, zb_v
 
 __all__ = [
@@ -62,6 +63,8 @@ __all__ = [
     "timeline_text",
     "to_csv",
     "two_bw",
+    "v_half",
+    "v_min",
     "zb_auto",
     "zb_h1",
     "zb_h2",

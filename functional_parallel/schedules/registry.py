@@ -13,6 +13,7 @@ from .gpipe import gpipe
 from .interleaved import breadth_first, interleaved
 from .one_f_one_b import eager_one_f_one_b, one_f_one_b
 from .sequential import naive
+from .v_shape import v_half, v_min
 from .zero_bubble import zb_h1, zb_h2, zb_v
 
 __all__ = ["FAMILIES", "Family", "get", "stages_for"]
@@ -41,6 +42,7 @@ class Family(NamedTuple):
 _PIPEDREAM = "Narayanan et al. 2019, PipeDream"
 _FLUSH = "Narayanan et al. 2021, Memory-efficient pipeline-parallel DNN training"
 _ZERO = "Qi et al. 2024, Zero bubble pipeline parallelism"
+_MEMORY = "Qi et al. 2024, Pipeline parallelism with controllable memory"
 _DUAL = "DeepSeek-AI 2024, DeepSeek-V3 technical report"
 
 FAMILIES = {
@@ -72,6 +74,22 @@ FAMILIES = {
         "(P − 1)max(I, 2(I − W)); span 2(P − 1)(I − W), if I ≥ F ≥ W",
         "min(2P, 2M) if M ≥ 2P − 1",
         _ZERO,
+        2,
+    ),
+    "v-half": Family(
+        v_half,
+        "2P stages",
+        "3P − 7 for even P ≥ 4, 3P − 4 for odd P ≥ 3, if F = I = W = 1 and M ≥ 2P",
+        "2(⌊P/2⌋ + 1)",
+        _MEMORY,
+        2,
+    ),
+    "v-min": Family(
+        v_min,
+        "2P stages",
+        "4P − 7 for P divisible by 3, else 4P − 5, if F = I = W = 1 and M ≥ 2P",
+        "2⌈(P + 2)/3⌉",
+        _MEMORY,
         2,
     ),
     "zb-auto": Family(zb_auto, "any; at most `limit` live", "by search", "≤ limit", _ZERO),

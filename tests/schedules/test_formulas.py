@@ -83,6 +83,19 @@ def test_dualpipe(half: int, more: int, costs: tuple[int, int, int]) -> None:
     assert folded.bubble == (ranks - 1) * (pair + forward - 2 * weights)
 
 
+@pytest.mark.parametrize("ranks", range(2, 10))
+def test_controllable_memory(ranks: int) -> None:
+    """The bubble does not depend on the microbatches from twice the ranks on; the peaks are closed forms."""
+    half = 2 * (ranks // 2 + 1)
+    least = 2 * -(-(ranks + 2) // 3)
+    for microbatches in (2 * ranks, 3 * ranks):
+        found = {name: timeline(name, ranks, microbatches, (1, 1, 1)) for name in ("v-half", "v-min")}
+        assert (max(found["v-half"].peaks), max(found["v-min"].peaks)) == (half, least)
+        assert found["v-min"].bubble == 4 * ranks - (7 if ranks % 3 == 0 else 5)
+        if ranks > 2:
+            assert found["v-half"].bubble == 3 * ranks - (4 if ranks % 2 else 7)
+
+
 @given(RANKS, st.integers(1, 16))
 def test_peaks(ranks: int, microbatches: int) -> None:
     def peak(name: str) -> list[int]:
