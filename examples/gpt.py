@@ -60,7 +60,7 @@ def init(config: Config, seed: int = 0) -> Any:
 
 def logits(params: Any, tokens: torch.Tensor, config: Config) -> torch.Tensor:
     """Scores of the next byte: (b, t) → (b, t, v)."""
-    x = F.embedding(tokens, params["tokens"])
+    x = sequence_split(F.embedding(tokens, params["tokens"]), config)
     for block in params["blocks"]:
         x = residual(x, attention(block, norm(x, block["norm1"])), config)
         x = residual(x, mlp(block, norm(x, block["norm2"])), config)
@@ -92,8 +92,12 @@ def norm(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def residual(x: torch.Tensor, change: torch.Tensor, config: Config) -> torch.Tensor:
-    """One residual edge; sequence parallelism is one constraint on it."""
-    return fp.constrain(x + change, "b t/tensor e") if config.sequence_parallel else x + change
+    return sequence_split(x + change, config)
+
+
+def sequence_split(x: torch.Tensor, config: Config) -> torch.Tensor:
+    """Sequence parallelism is this constraint on every residual edge."""
+    return fp.constrain(x, "b t/tensor e") if config.sequence_parallel else x
 
 
 def loss(params: Any, tokens: torch.Tensor, config: Config) -> torch.Tensor:

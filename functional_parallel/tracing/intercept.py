@@ -20,7 +20,10 @@ _always: dict[Any, Callable[..., Any]] = {}
 
 
 def intercept(function: Any, *, always: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a replacement for a torch function in forward traces; `always`: under derivatives too."""
+    """Register a replacement for a torch function in forward traces; `always`: under derivatives too.
+
+    One that is always asked may return NotImplemented, to leave a call to the others.
+    """
 
     def register(replacement: Callable[..., Any]) -> Callable[..., Any]:
         (_always if always else _in_forwards)[function] = replacement
@@ -37,7 +40,11 @@ class Interception(TorchFunctionMode):
         self.forward_only = forward_only
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        replacement = _always.get(func)
-        if replacement is None and self.forward_only and func in _in_forwards and not _torch.differentiating_level():
-            replacement = _in_forwards[func]
-        return (replacement or func)(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func in _always:
+            result = _always[func](*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if self.forward_only and func in _in_forwards and not _torch.differentiating_level():
+            return _in_forwards[func](*args, **kwargs)
+        return func(*args, **kwargs)

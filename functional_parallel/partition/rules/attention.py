@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ... import _torch
+from ... import _torch, random
 from ... import collectives as fp
 from ...emit import differentiable
 from ...tracing.intercept import intercept
@@ -41,22 +41,27 @@ def attention(q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float |
         is_causal: each query attends to keys no later than itself.
         scale: factor on the scores, 1/√dim if None.
     """
-    if k.ndim > 2 and k.shape[-3] != q.shape[-3]:
-        repeats = q.shape[-3] // k.shape[-3]
-        k, v = k.repeat_interleave(repeats, -3), v.repeat_interleave(repeats, -3)
+    k, v = _for_every_head(q, k, v)
     if _torch.needs_higher_derivatives():
-        return _definition(q, k, v, mask, is_causal, scale)
+        return _probabilities(q, k, mask, is_causal, scale) @ v
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale)
 
 
-def _definition(q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float | None) -> torch.Tensor:
+def _for_every_head(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+    if k.ndim <= 2 or k.shape[-3] == q.shape[-3]:
+        return k, v
+    repeats = q.shape[-3] // k.shape[-3]
+    return k.repeat_interleave(repeats, -3), v.repeat_interleave(repeats, -3)
+
+
+def _probabilities(q: Any, k: Any, mask: Any, is_causal: bool, scale: float | None) -> torch.Tensor:
     scores = q @ k.transpose(-2, -1) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if is_causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None:
         hidden = torch.full((), -math.inf, dtype=scores.dtype, device=scores.device)
         scores = torch.where(mask, scores, hidden) if mask.dtype == torch.bool else scores + mask
-    return scores.softmax(-1) @ v
+    return scores.softmax(-1)
 
 
 @intercept(torch.nn.functional.scaled_dot_product_attention)
@@ -71,12 +76,25 @@ def record_attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """`F.scaled_dot_product_attention`, recorded as one op."""
-    if dropout_p:
-        raise ValueError(
-            f"scaled_dot_product_attention(dropout_p={dropout_p}) draws its own random numbers, which differ on every "
-            "mesh; apply fp.random.dropout to the attention's result, or write the attention out"
-        )
     return torch.ops.fp.attention(q, k, v, attn_mask, is_causal, scale)
+
+
+@intercept(torch.nn.functional.scaled_dot_product_attention, always=True)
+def _with_dropout(
+    q: Any,
+    k: Any,
+    v: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """The kernels drop probabilities by draws of their own, so with dropout the definition is computed, keyed."""
+    if not dropout_p:
+        return NotImplemented
+    k, v = _for_every_head(q, k, v)
+    return random.dropout(_probabilities(q, k, attn_mask, is_causal, scale), dropout_p) @ v
 
 
 def _fake(q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float | None) -> torch.Tensor:

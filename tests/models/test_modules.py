@@ -1,0 +1,118 @@
+"""nn.Modules as functions: fused QKV, batch norm's running statistics, tied weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from einops import rearrange
+from torch import nn
+
+import functional_parallel as fp
+from sharding_specs import Mesh, P
+
+HEADS, DIM = 4, 4
+WIDTH = HEADS * DIM
+
+
+class Attention(nn.Module):
+    """GPT-2's: one matrix makes queries, keys and values; heads are an inner factor of its columns."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.fused = fused
+        self.c_attn = nn.Parameter(torch.randn(WIDTH, 3 * WIDTH, dtype=torch.float64) / 4)
+        self.bias = nn.Parameter(torch.randn(3 * WIDTH, dtype=torch.float64))
+        self.c_proj = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = rearrange(x @ self.c_attn + self.bias, "b t (three h d) -> three b h t d", three=3, h=HEADS)
+        if self.fused:
+            mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            scores = q @ k.transpose(-2, -1) / DIM**0.5
+            future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+            mixed = torch.softmax(scores.masked_fill(future, float("-inf")), -1) @ v
+        return rearrange(mixed, "b h t d -> b t (h d)") @ self.c_proj
+
+
+RULES = {"c_attn": "embed (3 heads/tensor dim)", "bias": "(3 heads/tensor dim)", "c_proj": "(heads/tensor dim) embed"}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("mesh", [Mesh(tensor=2), Mesh(tensor=4), Mesh(data=2, tensor=2)], ids=str)
+def test_a_fused_query_key_value_matrix(mesh: Mesh, fused: bool) -> None:
+    """A spec may split an inner factor of a dim; one psum forward and one backward, and nothing is gathered."""
+    torch.manual_seed(0)
+    fn, params = fp.functional(Attention(fused))
+
+    def loss(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return fn(params, x * 1.5).square().mean()
+
+    data = [fp.zero(3, "data")] if "data" in mesh.axis_names else []
+    plan = fp.chain(fp.tensor_parallel("tensor", RULES, strict=True), *data)
+    x = torch.randn(4, 6, WIDTH, dtype=torch.float64)
+    step = fp.testing.assert_equivalent(loss, plan, mesh, params, x, rtol=1e-12)
+    assert {key: n for key, n in step.program.counts().items() if key[1] == ("tensor",)} == {("psum", ("tensor",)): 1}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
+
+
+@pytest.mark.parametrize("mesh", [Mesh(data=2), Mesh(data=4)], ids=str)
+def test_running_statistics_are_the_whole_batchs(mesh: Mesh) -> None:
+    """Buffers go in and out as state; under a sharded batch they are what one device would have."""
+    torch.manual_seed(0)
+    module = Net().double().train()
+    fn, params, state = fp.functional(module, buffers=True)
+
+    def loss(params: Any, x: torch.Tensor, y: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+        logits, new = fn(params, state, x)
+        return nn.functional.cross_entropy(logits, y), new
+
+    x, y = torch.randn(8, 2, 5, 5, dtype=torch.float64), torch.arange(8) % 3
+    plan = fp.data_parallel("data", batch=(P("data"), P("data"), P()))
+    step = fp.compile(fp.grad_and_value(plan(loss), has_aux=True), mesh)
+    grads, (value, new) = step(params, x, y, state)
+    want_grads, (want, want_new) = fp.grad_and_value(loss, has_aux=True)(params, x, y, state)
+    torch.testing.assert_close((grads, value, new), (want_grads, want, want_new), rtol=1e-12, atol=1e-13)
+    module(x)
+    torch.testing.assert_close(new["norm.running_var"], module.norm.running_var, rtol=1e-12, atol=1e-13)
+    assert int(new["norm.num_batches_tracked"]) == 1
+
+
+def test_statistics_that_would_be_lost_are_refused() -> None:
+    fn, params = fp.functional(Net().train())
+    with pytest.raises(ValueError, match=r"for a module's buffers: fp.functional\(module, buffers=True\)"):
+        fp.compile(fp.data_parallel("data")(lambda p, x: fn(p, x).sum()), Mesh(data=2))(params, torch.randn(4, 2, 5, 5))
+
+
+def test_a_tied_weight_is_one_leaf_whose_gradients_are_summed() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(8, 4, dtype=torch.float64)
+            self.head = nn.Linear(4, 8, bias=False, dtype=torch.float64)
+            self.head.weight = self.embed.weight
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.head(self.embed(tokens))
+
+    fn, params = fp.functional(Tied())
+    assert list(params) == ["embed.weight"]
+
+    def loss(params: Any, tokens: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(fn(params, tokens), tokens)
+
+    plan = fp.chain(fp.tensor_parallel("tensor", {"embed.weight": P("tensor")}), fp.zero(3, "data"))
+    step = fp.testing.assert_equivalent(loss, plan, Mesh(data=2, tensor=2), params, torch.arange(8), rtol=1e-12)
+    assert step.program.counts()[("psum_scatter", ("data",))] == 1

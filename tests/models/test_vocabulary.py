@@ -1,0 +1,109 @@
+"""A vocabulary split over ranks: embedding and cross entropy, without a gather of the logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import functional_parallel as fp
+from sharding_specs import Mesh, P
+
+WIDTH, VOCABULARY = 6, 16
+
+Loss = Any
+
+
+def parameters() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"table": (VOCABULARY, WIDTH), "head": (WIDTH, VOCABULARY)}
+    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+
+
+SPECS = {"table": P("tensor"), "head": P(None, "tensor")}
+
+
+def targets(seed: int, ignored: float, ignore_index: int, count: int = 8) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    found = torch.randint(0, VOCABULARY, (count,), generator=generator)
+    found[torch.rand(count, generator=generator) < ignored] = ignore_index
+    found[seed % count] = 3
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    ranks=st.sampled_from([(1, 2), (2, 2), (2, 1), (1, 4), (4, 2)]),
+    reduction=st.sampled_from(["mean", "sum", "none"]),
+    smoothing=st.sampled_from([0.0, 0.1]),
+    weighted=st.booleans(),
+    ignore_index=st.sampled_from([-100, 3, -1]),
+    ignored=st.sampled_from([0.0, 0.5]),
+    seed=st.integers(0, 99),
+)
+def test_cross_entropy(
+    ranks: tuple[int, int],
+    reduction: str,
+    smoothing: float,
+    weighted: bool,
+    ignore_index: int,
+    ignored: float,
+    seed: int,
+) -> None:
+    """Every option of torch's; how many targets count differs by data rank."""
+    mesh = Mesh(data=ranks[0], tensor=ranks[1])
+    weight = torch.arange(1.0, VOCABULARY + 1, dtype=torch.float64) / 8 if weighted else None
+    options: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing, "ignore_index": ignore_index}
+
+    def loss(params: dict[str, torch.Tensor], tokens: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        logits = torch.nn.functional.embedding(tokens, params["table"]) @ params["head"]
+        found = torch.nn.functional.cross_entropy(logits, y, weight=weight, **options)
+        return (found * torch.arange(1.0, 1 + found.numel())).sum() if found.ndim else found
+
+    y = targets(seed, ignored, ignore_index)
+    if not (y != ignore_index).any():
+        y[0] = 5
+    tokens = torch.arange(8) * 7 % VOCABULARY
+    plan = fp.chain(fp.tensor_parallel("tensor", SPECS), fp.data_parallel("data"))
+    step = fp.testing.assert_equivalent(loss, plan, mesh, parameters(), tokens, y, rtol=1e-12)
+    for one in step.program.collectives():
+        logits = one.operand.ndim == 2 and one.operand.shape[-1] in (VOCABULARY, VOCABULARY // ranks[1])
+        assert one.axes != ("tensor",) or not logits
+
+
+def test_what_it_sends() -> None:
+    """A maximum and two sums of one number per target."""
+
+    def loss(params: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(x @ params["head"], y)
+
+    step = fp.compile(fp.tensor_parallel("tensor", {"head": SPECS["head"], "*": P()})(loss), Mesh(tensor=2))
+    step(parameters(), torch.randn(8, WIDTH, dtype=torch.float64), targets(0, 0.3, -100))
+    found = sorted((one.kind, one.operand.numel) for one in step.program.collectives())
+    assert found == [("pmax", 8), ("psum", 8), ("psum", 8)]
+
+
+def test_an_embedding_sends_its_result() -> None:
+    """Each rank looks up what it holds; the sum is a reduce-scatter if the result shall be split."""
+    params, tokens = parameters(), torch.arange(8) * 3 % VOCABULARY
+    for constraint, kind in (("rows embed", "psum"), ("rows/tensor embed", "psum_scatter")):
+
+        def look_up(params: Any, tokens: torch.Tensor, constraint: str = constraint) -> torch.Tensor:
+            return fp.constrain(torch.nn.functional.embedding(tokens, params["table"]), constraint)
+
+        step = fp.compile(fp.tensor_parallel("tensor", SPECS)(look_up), Mesh(tensor=2))
+        assert torch.equal(step(params, tokens), params["table"][tokens])
+        assert step.program.counts() == {(kind, ("tensor",)): 1}
+
+
+@pytest.mark.parametrize("padding", [None, 2])
+def test_padding_tokens_get_no_gradient(padding: int | None) -> None:
+    def loss(params: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.embedding(tokens, params["table"], padding_idx=padding).square().sum()
+
+    tokens = torch.tensor([0, 2, 5, 2, 9, 15, 2, 1])
+    plan = fp.chain(fp.tensor_parallel("tensor", SPECS), fp.data_parallel("data"))
+    fp.testing.assert_equivalent(loss, plan, Mesh(data=2, tensor=2), parameters(), tokens, rtol=1e-12)
