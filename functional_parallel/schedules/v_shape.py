@@ -2,9 +2,9 @@
 
 Rank r of P holds stages r and 2P − 1 − r, so a microbatch visits it four times: forward through its near and its far
 stage, then back through the far and the near. A pattern says at which unit of time those four begin, and every six
-units the next microbatch follows; weight gradients take the two units in between. How far apart the visits are is how long
-activations live: that is the memory. At the ends of a step, where the pattern has holes, actions move up as far as
-what they use and that memory permit.
+units the next microbatch follows; weight gradients take the two units in between. How far apart the visits are is how
+long activations live: that is the memory. At the ends of a step, where the pattern has holes, actions move up as far
+as what they use and that memory permit.
 """
 
 from __future__ import annotations
