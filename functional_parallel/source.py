@@ -19,7 +19,7 @@ import einops
 import optree
 import torch
 
-__all__ = ["Source", "current_source", "inherit", "region"]
+__all__ = ["Source", "current_source", "inherit", "raising_source", "region"]
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _SKIPPED = tuple(
@@ -86,6 +86,18 @@ def current_source() -> Source | None:
             return replace(found, region=_regions[-1]) if _regions else found
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def raising_source(error: BaseException) -> Source | None:
+    """The innermost line of user code that an exception passed through."""
+    found = None
+    step = error.__traceback__
+    while step is not None:
+        code = step.tb_frame.f_code
+        if not _is_library(code.co_filename):
+            found = _source(code.co_filename, step.tb_lineno, code.co_name)
+        step = step.tb_next
+    return found or current_source()
 
 
 @lru_cache(maxsize=4096)

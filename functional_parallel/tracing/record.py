@@ -24,7 +24,7 @@ from torch import fx
 from .. import _torch
 from ..collectives import guards
 from ..collectives.axes import staging
-from ..source import current_source
+from ..source import current_source, raising_source
 from .graph import Aval, Traced, aval_of, walk_args
 from .intercept import Interception
 from .stand_ins import stand_in
@@ -95,7 +95,7 @@ def _call(fn: Callable[..., Sequence[Any]], arguments: list[torch.Tensor]) -> Se
         return fn(*arguments)
     except _torch.DATA_DEPENDENT_ERRORS as error:
         raise TracingError(
-            f"{current_source() or 'the function'}: {getattr(error, 'func', 'an op')} needs the values of a tensor "
+            f"{raising_source(error) or 'the function'}: {getattr(error, 'func', 'an op')} needs the values of a tensor "
             "(`.item()`, `if tensor:`, a boolean index), which a traced function does not have; "
             "write it with torch.where or fixed shapes"
         ) from error

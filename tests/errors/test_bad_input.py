@@ -1,0 +1,304 @@
+"""Bad input gets an error that says what, where, the numbers, and how to fix it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import functional_parallel as fp
+from sharding_specs import Mesh, MeshError, P, SpecError, apply_rules, shard
+
+MESH = Mesh(data=2, tensor=2)
+HERE = Path(__file__).name
+
+Params = dict[str, torch.Tensor]
+
+
+def loss(params: Params, x: torch.Tensor) -> torch.Tensor:
+    return ((x @ params["w1"]).relu() @ params["w2"]).sum()
+
+
+def params() -> Params:
+    return {"w1": torch.ones(4, 6), "w2": torch.ones(6, 4)}
+
+
+def under(specs: Any, mesh: Mesh = MESH, f: Any = loss) -> Callable[[], Any]:
+    return lambda: fp.compile(fp.tensor_parallel("tensor", specs)(f), mesh)(params(), torch.ones(8, 4))
+
+
+def body(f: Callable[..., Any], out: P) -> Callable[[], Any]:
+    return lambda: fp.shard_map(f, Mesh(tensor=2), (P("tensor"),), out)(torch.ones(4))
+
+
+def line_of(f: Callable[..., Any], text: str) -> str:
+    """`file:line` of the line of f that holds a text."""
+    lines, start = inspect.getsourcelines(f)
+    return f"{HERE}:{start + next(index for index, line in enumerate(lines) if text in line)}"
+
+
+def message(call: Callable[[], Any], kind: type[Exception]) -> str:
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
+
+
+# -----------------------------------------------------------------------------
+# Specs and rules
+# -----------------------------------------------------------------------------
+
+
+def test_an_axis_that_the_mesh_has_not() -> None:
+    said = message(under({"w1": P(None, "tenser"), "*": P()}), SpecError)
+    assert "'tenser'" in said and "data, tensor" in said and "w1" in said
+
+
+def test_a_spec_with_more_dims_than_the_tensor() -> None:
+    said = message(under({"w1": P(None, None, "tensor"), "*": P()}), SpecError)
+    assert "w1" in said and "(4, 6)" in said and "the spec has 3 dims, the tensor has 2; drop the last entries" in said
+
+
+def test_a_dim_that_does_not_divide() -> None:
+    said = message(under({"w1": P(None, "tensor"), "w2": P("tensor")}, Mesh(tensor=4)), SpecError)
+    assert "0/w1: shape (4, 6), P(None, 'tensor'): dim 1 of size 6 does not divide by 'tensor' of 4 ranks" in said
+    assert "0/w2: shape (6, 4)" in said, "every offending leaf is listed"
+    assert "make it 8" in said
+
+
+def test_an_axis_used_twice() -> None:
+    assert "uses the axis 'tensor' twice; an axis splits at most one dim" in message(
+        lambda: P("tensor", "tensor"), SpecError
+    )
+
+
+def test_rules_that_fit_nothing() -> None:
+    said = message(lambda: apply_rules({"w1": P("tensor"), "w3": P()}, params(), strict=True), SpecError)
+    assert "no pattern matches w2" in said and "pattern 'w3' finds no leaf" in said
+    assert "end the rules with ('*', P())" in said
+
+
+def test_a_spec_tree_of_another_shape() -> None:
+    said = message(lambda: shard(params(), {"w1": P(), "w9": P()}, MESH, 0), SpecError)
+    assert "w9" in said and "w2" in said
+
+
+def test_a_mesh_that_does_not_read() -> None:
+    assert "two axes" not in message(lambda: Mesh.parse("data=two"), MeshError)
+    assert "data" in message(lambda: Mesh.parse("data=two"), MeshError)
+    assert "size 0" in message(lambda: Mesh(data=0), MeshError)
+
+
+def test_constrain_to_what_does_not_divide() -> None:
+    def f(params: Params, x: torch.Tensor) -> torch.Tensor:
+        return fp.constrain(x @ params["w1"][:, :5], P(None, "tensor")).sum()
+
+    said = message(under({"*": P()}, f=f), SpecError)
+    assert "dim 1 of size 5 does not divide into 2 blocks along 'tensor'; pad it to 6" in said
+    assert line_of(f, "fp.constrain") in said
+
+
+# -----------------------------------------------------------------------------
+# Local bodies
+# -----------------------------------------------------------------------------
+
+
+def test_a_missing_psum() -> None:
+    said = message(body(lambda x: x.sum(), P()), fp.OutSpecError)
+    assert "differs by rank along 'tensor'" in said and "a missing psum? write fp.psum(x, 'tensor')" in said
+
+
+def test_a_doubled_psum() -> None:
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        total = fp.psum(x, "tensor")
+        return fp.psum(total, "tensor")
+
+    said = message(body(twice, P()), fp.TypingError)
+    assert "the operand is Invariant there" in said and line_of(twice, "fp.psum(total") in said
+
+
+def test_a_wrong_out_spec() -> None:
+    said = message(body(lambda x: fp.psum(x, "tensor"), P("tensor")), fp.OutSpecError)
+    assert "is the same on all ranks along 'tensor', but P('tensor') says that it is sharded" in said
+
+
+def test_a_nonlinear_op_on_partial_sums() -> None:
+    def squared(x: torch.Tensor) -> torch.Tensor:
+        partial = fp.pcast(x, "tensor", to="unreduced")
+        return fp.psum(partial.exp(), "tensor")
+
+    said = message(body(squared, P()), fp.TypingError)
+    assert "is not linear" in said and "write fp.psum(x, 'tensor') first" in said
+    assert line_of(squared, "partial.exp()") in said
+
+
+def test_a_collective_outside_a_mesh() -> None:
+    said = message(lambda: fp.psum(torch.ones(2), "data"), fp.UnboundAxisError)
+    assert "no such axis is bound here" in said and "fp.shard_map, fp.compile or fp.vmap(axis_name='data')" in said
+
+
+def test_a_collective_over_an_axis_that_a_transform_takes_care_of() -> None:
+    def f(params: Params, x: torch.Tensor) -> torch.Tensor:
+        return fp.psum(loss(params, x), "tensor")
+
+    assert "this axis is hidden here" in message(under({"*": P()}, f=f), fp.UnboundAxisError)
+
+
+def test_torch_funcs_grad_inside_a_body() -> None:
+    """True 11, and torch.func's gradient would be [1, 10], without a word."""
+
+    def call(w: torch.Tensor, x: torch.Tensor, grad: Any) -> torch.Tensor:
+        return grad(lambda w: fp.psum((w * x).sum(), "tensor"))(w)
+
+    arguments = (torch.tensor(1.0), torch.tensor([1.0, 10.0]))
+    ours = fp.shard_map(lambda w, x: call(w, x, fp.grad), Mesh(tensor=2), (P(), P("tensor")), P())
+    assert ours(*arguments) == 11
+    theirs = fp.shard_map(lambda w, x: call(w, x, torch.func.grad), Mesh(tensor=2), (P(), P("tensor")), P())
+    assert "Use fp.grad" in message(lambda: theirs(*arguments), fp.TypingError)
+
+
+# -----------------------------------------------------------------------------
+# Functions that cannot be traced or partitioned
+# -----------------------------------------------------------------------------
+
+
+def test_a_value_read_back_into_python() -> None:
+    def f(params: Params, x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 0:
+            return loss(params, x)
+        return loss(params, -x)
+
+    said = message(under({"*": P()}, f=f), ValueError)
+    assert line_of(f, "if x.sum() > 0") in said
+
+
+def test_torchs_own_random_numbers() -> None:
+    def f(params: Params, x: torch.Tensor) -> torch.Tensor:
+        return loss(params, x + torch.rand_like(x))
+
+    said = message(under({"*": P()}, f=f), ValueError)
+    assert (
+        "draws from torch's own generator" in said and "fp.random.uniform" in said and line_of(f, "rand_like") in said
+    )
+
+
+def test_dropout_without_a_key() -> None:
+    def f(params: Params, x: torch.Tensor) -> torch.Tensor:
+        return loss(params, torch.nn.functional.dropout(x, 0.5))
+
+    said = message(under({"*": P()}, f=f), fp.random.RandomKeyError)
+    assert "no key is given" in said and "train_step(seed=…)" in said
+
+
+def test_a_users_autograd_function() -> None:
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * 2
+
+    def f(params: Params, x: torch.Tensor) -> torch.Tensor:
+        return loss(params, Twice.apply(x))
+
+    said = message(under({"*": P()}, f=f), ValueError)
+    assert "Twice" in said or "autograd.Function" in said
+
+
+def test_changing_what_was_closed_over() -> None:
+    seen = torch.zeros(4, 6)
+
+    def f(params: Params, x: torch.Tensor) -> torch.Tensor:
+        seen.add_(params["w1"])
+        return loss(params, x)
+
+    said = message(under({"*": P()}, f=f), ValueError)
+    assert "the change would be lost; pass it in and return it" in said and line_of(f, "seen.add_") in said
+
+
+def test_an_op_without_a_rule() -> None:
+    def f(params: Params, x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.det(params["w1"][:, :4]) + loss(params, x)
+
+    specs = {"w1": P("tensor"), "w2": P()}
+    with pytest.warns(fp.PartitionWarning, match=r"linalg"):
+        fp.compile(fp.tensor_parallel("tensor", specs)(f), MESH)(params(), torch.ones(8, 4))
+    strict = fp.tensor_parallel("tensor", specs, strict=True)
+    said = message(lambda: fp.compile(strict(f), MESH)(params(), torch.ones(8, 4)), fp.PartitionError)
+    assert "linalg" in said and line_of(f, "linalg.det") in said
+
+
+# -----------------------------------------------------------------------------
+# Plans and steps
+# -----------------------------------------------------------------------------
+
+
+def test_a_wrong_order() -> None:
+    said = message(lambda: fp.chain(fp.zero(3, "data"), fp.tensor_parallel("tensor", {})), fp.OrderError)
+    assert "write chain(tensor_parallel('tensor'), zero(3, 'data'))" in said
+
+
+def test_two_transforms_on_one_axis() -> None:
+    said = message(lambda: fp.chain(fp.data_parallel("data"), fp.zero(1, "data")), fp.OrderError)
+    assert "both take the axis 'data'" in said
+
+
+def test_what_is_no_transform() -> None:
+    assert "chain takes transforms" in message(lambda: fp.chain(torch.relu), TypeError)  # type: ignore[arg-type]
+
+
+def test_a_bare_function() -> None:
+    assert "pass in_specs= and out_specs=" in message(lambda: fp.compile(loss, MESH), fp.LayoutError)
+
+
+def test_a_layout_given_twice() -> None:
+    local = fp.data_parallel("data")(loss)
+    said = message(lambda: fp.compile(local, MESH, in_specs=P(), out_specs=P()), fp.LayoutError)
+    assert "carries its layout; leave in_specs and out_specs out" in said
+
+
+def test_a_layout_lost_to_torch_func() -> None:
+    local = fp.data_parallel("data")(loss)
+    said = message(lambda: fp.compile(torch.func.grad(local), MESH), fp.LayoutError)
+    assert "torch.func's transforms drop the layout" in said
+
+
+def test_a_loss_that_is_no_scalar() -> None:
+    step = fp.compile(fp.grad(fp.data_parallel("data")(lambda w, x: x @ w)), MESH)
+    said = message(lambda: step(torch.ones(4), torch.ones(8, 4)), ValueError)
+    assert "a gradient is taken of a scalar" in said and "sum or average it" in said
+
+
+def test_a_batch_that_does_not_divide() -> None:
+    step = fp.compile(fp.data_parallel("data")(loss), Mesh(data=3))
+    said = message(lambda: step(params(), torch.ones(8, 4)), SpecError)
+    assert "1: shape (8, 4), P('data'): dim 0 of size 8 does not divide by 'data' of 3 ranks" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"batch": "bogus"}, "it is 'global' or 'own'"), ({"plan": "zero"}, "train_step takes a plan")],
+)
+def test_a_training_steps_arguments(options: dict[str, Any], said: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=said):
+        fp.train_step(loss, fp.optim.sgd(0.1), MESH, **options)
+
+
+def test_torchs_optimizer() -> None:
+    weights = [torch.nn.Parameter(torch.ones(2))]
+    with pytest.raises(TypeError, match=r"takes an optimizer from fp.optim"):
+        fp.train_step(loss, torch.optim.SGD(weights), MESH)  # type: ignore[arg-type]
+
+
+def test_wrapped_modules() -> None:
+    class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
+        def __init__(self) -> None:
+            torch.nn.Module.__init__(self)
+
+    with pytest.raises(Exception, match="DistributedDataParallel"):
+        fp.functional(DistributedDataParallel())
