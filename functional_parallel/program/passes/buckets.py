@@ -25,6 +25,15 @@ __all__ = ["Buckets"]
 
 aten = torch.ops.aten
 
+_VIEWS = {
+    aten.permute.default,
+    aten.squeeze.dim,
+    aten.t.default,
+    aten.transpose.int,
+    aten.unsqueeze.default,
+    aten.view.default,
+}
+
 
 @dataclass(frozen=True)
 class Buckets:
@@ -86,13 +95,18 @@ def _is_only_returned(gather: fx.Node) -> bool:
 
 
 def _is_alias_of_waiting(node: fx.Node, open_: dict[Hashable, _Bucket]) -> bool:
-    """Casts of what waits in a bucket wait with it."""
-    if primitive_name(node) != "pcast":
+    """Casts of what waits in a bucket wait with it, and views of gradients: a linear layer's backward turns each round.
+
+    A view of a gathered parameter is where its layer begins, and there its bucket ends.
+    """
+    is_cast = primitive_name(node) == "pcast"
+    if not is_cast and node.target not in _VIEWS:
         return False
     for bucket in open_.values():
-        if node.args[0] in bucket.waiting:
+        gathers = primitive_name(bucket.members[0]) == "all_gather"
+        if node.args[0] in bucket.waiting and (is_cast or not gathers):
             bucket.waiting.add(node)
-            bucket.casts.append(node)
+            bucket.aliases.append(node)
             return True
     return False
 
@@ -100,7 +114,7 @@ def _is_alias_of_waiting(node: fx.Node, open_: dict[Hashable, _Bucket]) -> bool:
 @dataclass
 class _Bucket:
     members: list[fx.Node] = field(default_factory=list)
-    casts: list[fx.Node] = field(default_factory=list)
+    aliases: list[fx.Node] = field(default_factory=list)
     waiting: set[fx.Node] = field(default_factory=set)
     bytes: int = 0
 
@@ -125,8 +139,8 @@ class _Bucket:
                 traced.outputs = [part if output is member else output for output in traced.outputs]
                 traced.graph.erase_node(member)
                 offset += torch.Size(shape).numel()
-        for cast in reversed(self.casts):
-            part.append(cast)
+        for alias in reversed(self.aliases):
+            part.append(alias)
 
     def _collective(self, traced: Traced, kind: str, axes: tuple[str, ...], ranks: int) -> fx.Node:
         first = self.members[0]
