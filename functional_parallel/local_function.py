@@ -34,7 +34,7 @@ class Layout:
     over which the optimizer's work and state are split though the parameters are not (ZeRO-1 and 2), and
     `update_specs(args)` how; `whole_gradients` says that gradients count as held whole until then (ZeRO-1).
     `norm_specs(args)` says in which further parts the squares of gradients are summed, so that every ZeRO stage adds up
-    the same numbers in the same order.
+    the same numbers in the same order. `loss_scale` holds the rules of a loss scale, for `train_step`.
     """
 
     arguments: Callable[[tuple[PyTree, ...]], tuple[SpecTree, ...]]
@@ -46,6 +46,7 @@ class Layout:
     update_specs: Callable[[tuple[PyTree, ...]], SpecTree] | None = None
     norm_specs: Callable[[tuple[PyTree, ...]], SpecTree] | None = None
     whole_gradients: bool = False
+    loss_scale: Any = None
 
     def mesh(self, mesh: Mesh) -> Mesh:
         """A mesh together with the virtual axes."""

@@ -13,23 +13,38 @@ import torch
 from sharding_specs import Mesh, P, broadcast_specs, whole_shape
 
 from . import random
-from .collectives import all_gather, axis_size, pcast, pscatter, psum, psum_scatter
 from .collectives.axes import bind
 from .compile import Staged, stage
 from .derivatives import grad_and_value
 from .local_function import LocalFunction, PyTree, SpecTree, unsharded
+from .loss_scaling import LossScale
 from .optim import Optimizer
 from .runtime import default_runtime
+from .updating import (
+    at_rest,
+    global_norm,
+    into_compute,
+    into_update,
+    joined_again,
+    like_params,
+    split_further,
+)
 
 __all__ = ["Metrics", "TrainState", "TrainStep", "train_step"]
 
 
 class Metrics(NamedTuple):
-    """What a step reports: scalars, whole on every rank."""
+    """What a step reports: scalars, whole on every rank.
+
+    With a loss scale, `skipped` says whether gradients overflowed, so that nothing was updated, and `loss_scale` what
+    the step's loss was multiplied by; `loss` and `grad_norm` are without it.
+    """
 
     loss: Any
     grad_norm: Any
     aux: PyTree = None
+    skipped: Any = None
+    loss_scale: Any = None
 
 
 @dataclass(frozen=True)
@@ -117,6 +132,7 @@ class TrainStep:
         self.wide_mesh = self.f.layout.mesh(mesh)  # with microbatches as an axis
         self.has_aux, self.own_batch, self.bucket, self.reduction = has_aux, own_batch, bucket, reduction
         self._places = getattr(optimizer, "specs", None)  # a user's own pair need not have it
+        self.scaling: LossScale | None = self.f.layout.loss_scale
         self.program: Any = None
         self._staged: dict[Any, Staged] = {}
         self._trees: dict[str, Any] = {}
@@ -130,7 +146,8 @@ class TrainStep:
             params: whole parameters, the same on every rank; or a function without arguments that makes them.
         """
         params = params() if callable(params) else params
-        return self.load(params, self.optimizer.init(params), 0)
+        state = self.optimizer.init(params)
+        return self.load(params, state if self.scaling is None else (state, self.scaling.init()), 0)
 
     def load(self, params: PyTree, optimizer_state: PyTree, step: int) -> TrainState:
         """A state from whole parameters and a whole optimizer state, as `whole` returned them."""
@@ -151,7 +168,7 @@ class TrainStep:
         """How parameters lie between steps, how the optimizer sees them, and how its state lies."""
         with bind(self.wide_mesh.shape, None):
             specs = broadcast_specs(self.f.layout.arguments((params,))[0], params)
-            kept = optree.tree_map(_at_rest, specs, is_leaf=_is_spec)
+            kept = optree.tree_map(at_rest, specs, is_leaf=_is_spec)
             update = self._update_specs(params, kept)
             return kept, update, self._state_specs(optimizer_state, params, update)
 
@@ -276,45 +293,70 @@ class TrainStep:
 
     def _state_specs(self, state: PyTree, params: PyTree, update: SpecTree) -> SpecTree:
         """How the optimizer's state lies: as the optimizer says, or else as the parameters do."""
+        if self.scaling is not None:
+            return (self._optimizer_specs(state[0], params, update), P())
+        return self._optimizer_specs(state, params, update)
+
+    def _optimizer_specs(self, state: PyTree, params: PyTree, update: SpecTree) -> SpecTree:
         if self._places is not None:
             return self._places(params, update)
-        return _like_params(state, params, update)
+        return like_params(state, params, update)
 
     def _local_step(self, params: PyTree, batch: tuple[PyTree, ...]) -> LocalFunction:
         """The step on one rank's shards."""
         with bind(self.wide_mesh.shape, None):
             declared = self.f.layout.arguments((params, *batch))
             compute = broadcast_specs(declared[0], params)
-            kept = optree.tree_map(_at_rest, compute, is_leaf=_is_spec)
+            kept = optree.tree_map(at_rest, compute, is_leaf=_is_spec)
             update = self._update_specs(params, kept)
             counted = update if self.clip is None else self._norm_specs(params, update)
             batch_specs = broadcast_specs(tuple(declared[1:]), batch)
-        gradient = grad_and_value(self.f, has_aux=self.has_aux)
 
         def call(held: tuple[PyTree, PyTree], batch: tuple[PyTree, ...], key: Any) -> Any:
-            params, optimizer_state = held
-            inputs = optree.tree_map(_into_compute, params, compute)
+            params, whole_state = held
+            state, scaler = whole_state if self.scaling is not None else (whole_state, None)
+            inputs = optree.tree_map(into_compute, params, compute)
             with random.using(key) if key is not None else nullcontext():
-                gradients, value = gradient(inputs, *batch)
-            value, aux = value if self.has_aux else (value, None)
-            gradients = optree.tree_map(_into_update, gradients, update, kept, compute, none_is_leaf=True)
-            norm = _global_norm(optree.tree_map(_slice, gradients, counted, update, none_is_leaf=True), counted)
+                gradients, value, aux = self._gradients(inputs, batch, scaler)
+            gradients = optree.tree_map(into_update, gradients, update, kept, compute, none_is_leaf=True)
+            gradients = optree.tree_map(lambda g: _unscaled(g, scaler), gradients)
+            norm = global_norm(optree.tree_map(split_further, gradients, counted, update, none_is_leaf=True), counted)
             if self.clip is not None:
                 factor = torch.clamp(self.clip / (norm + 1e-6), max=1.0)
                 gradients = optree.tree_map(lambda g: g * factor.to(g.dtype), gradients)
-            own = optree.tree_map(_slice, params, update, kept)
+            own = optree.tree_map(split_further, params, update, kept)
             places = () if self._places is None else (update,)
-            new, optimizer_state = self.optimizer.update(gradients, optimizer_state, own, *places)
-            new = optree.tree_map(_back, new, update, kept)
-            state_specs = self._state_specs(optimizer_state, params, update)
-            specs = ((kept, state_specs), Metrics(P(), P(), _aux_specs(aux, self.f)))
-            return ((new, optimizer_state), Metrics(value, norm, aux)), specs
+            new, new_state = self.optimizer.update(gradients, state, own, *places)
+            overflow = None
+            if scaler is not None:
+                overflow = ~torch.isfinite(norm)  # summed over all ranks, so all of them agree
+                new, new_state = (_unless(overflow, *pair) for pair in ((new, own), (new_state, state)))
+                new_state = (new_state, self.scaling.update(scaler, overflow))  # type: ignore[union-attr]
+            new = optree.tree_map(joined_again, new, update, kept)
+            metrics = Metrics(_unscaled(value, scaler), norm, aux, overflow, None if scaler is None else scaler.scale)
+            specs = Metrics(P(), P(), _aux_specs(aux, self.f), *((None, None) if scaler is None else (P(), P())))
+            return ((new, new_state), metrics), ((kept, self._state_specs(new_state, params, update)), specs)
 
         def arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
             return ((kept, self._state_specs(args[0][1], args[0][0], update)), batch_specs, P())
 
         layout = replace(self.f.layout, arguments=arguments, update_axis=None, update_specs=None)
         return LocalFunction(call, layout, "train_step")
+
+    def _gradients(self, params: PyTree, batch: tuple[PyTree, ...], scaler: Any) -> tuple[PyTree, Any, PyTree]:
+        """Gradients and value of the loss, both times the loss scale if there is one; and what comes beside it."""
+
+        def scaled(*args: PyTree) -> tuple[Any, SpecTree]:
+            result = self.f(*args)
+            if scaler is not None:
+                value, *rest = result if self.has_aux else (result,)
+                value = value.float() * scaler.scale.float()
+                result = (value, *rest) if self.has_aux else value
+            return result, self.f.results
+
+        local = LocalFunction(scaled, self.f.layout, self.f.name)
+        gradients, value = grad_and_value(local, has_aux=self.has_aux)(params, *batch)
+        return (gradients, *value) if self.has_aux else (gradients, value, None)
 
 
 # -----------------------------------------------------------------------------
@@ -338,95 +380,17 @@ def _shown(handle: Any, show: Callable[..., Any], spec: P) -> Any:
 
 
 # -----------------------------------------------------------------------------
-# Between how a parameter lies, how it is computed with, and how it is updated
-# -----------------------------------------------------------------------------
-
-
-def _at_rest(spec: P) -> P:
-    return spec.without(spec.reduced)
-
-
-def _into_compute(param: torch.Tensor, spec: P) -> torch.Tensor:
-    """Reduced where the plan wants gradients as partial sums."""
-    moved = spec.reduced and isinstance(param, torch.Tensor)
-    return pcast(param, tuple(sorted(spec.reduced)), to="reduced") if moved else param
-
-
-def _new_splits(update: P, kept: P) -> list[tuple[str, int]]:
-    """The axes, with their dims, on which the update is split and the parameter is not."""
-    dims = {axis: dim for dim, axes in enumerate(update.dim_axes()) for axis in axes}
-    return [(axis, dims[axis]) for axis in sorted(update.axes - kept.axes)]
-
-
-def _into_update(gradient: torch.Tensor | None, update: P, kept: P, compute: P) -> torch.Tensor | None:
-    """Sum partial gradients, keeping a slice where the update is split. Leaves that are not floating have none."""
-    if gradient is None:
-        return None
-    for axis, dim in _new_splits(update, kept):
-        gradient = psum_scatter(_filled(gradient, axis, dim, update), axis, dim)
-    rest = tuple(sorted(compute.reduced - update.axes))
-    return psum(gradient, rest) if rest else gradient
-
-
-def _slice(param: Any, update: P, kept: P) -> Any:
-    if not isinstance(param, torch.Tensor):
-        return param
-    for axis, dim in _new_splits(update, kept):
-        param = pscatter(_filled(param, axis, dim, update), axis, dim)
-    return param
-
-
-def _back(param: torch.Tensor, update: P, kept: P) -> torch.Tensor:
-    for axis, dim in reversed(_new_splits(update, kept)):
-        param = all_gather(param, axis, dim, to="invariant")
-        param = param.narrow(dim, 0, update.padded[dim]) if dim in update.padded else param
-    return param
-
-
-def _filled(x: torch.Tensor, axis: str, dim: int, update: P) -> torch.Tensor:
-    """A value with the zeros at the end of a dim that let the axis divide it."""
-    if dim not in update.padded:
-        return x
-    missing = -x.shape[dim] % axis_size(axis)
-    return torch.nn.functional.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, missing])
-
-
-def _global_norm(gradients: PyTree, specs: SpecTree) -> torch.Tensor:
-    """The norm of all gradients together, each element counted once: one psum per set of axes."""
-    squares: dict[tuple[str, ...], torch.Tensor] = {}
-    leaves = optree.tree_leaves(specs, is_leaf=_is_spec)
-    for gradient, spec in zip(optree.tree_leaves(gradients, none_is_leaf=True), leaves, strict=True):
-        if gradient is None:
-            continue
-        axes = tuple(sorted(spec.axes))
-        square = (gradient * gradient).sum()
-        squares[axes] = squares[axes] + square if axes in squares else square
-    if not squares:
-        raise ValueError("no parameter is a floating tensor, so there is nothing to train")
-    sums = [psum(square, axes) if axes else square for axes, square in sorted(squares.items())]
-    total = sums[0].float() if sums[0].dtype.itemsize < 4 else sums[0]
-    for square in sums[1:]:
-        total = total + square.to(total.dtype)
-    return total.sqrt()
-
-
-# -----------------------------------------------------------------------------
 # Specs
 # -----------------------------------------------------------------------------
 
 
-def _like_params(state: PyTree, params: PyTree, specs: SpecTree) -> SpecTree:
-    """Specs of an optimizer state: those of the parameters for every subtree shaped like them, whole for the rest."""
-    structure = optree.tree_structure(params)
-
-    def is_like_them(x: Any) -> bool:
-        return structure.num_leaves > 0 and optree.tree_structure(x) == structure and not _is_scalar_leaf(x)
-
-    return optree.tree_map(lambda x: specs if is_like_them(x) else P(), state, is_leaf=is_like_them)
+def _unscaled(x: Any, scaler: Any) -> Any:
+    """Without the loss scale that the forward used."""
+    return x if scaler is None or x is None else x / scaler.scale.to(x.dtype)
 
 
-def _is_scalar_leaf(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.ndim == 0
+def _unless(overflow: torch.Tensor, new: PyTree, old: PyTree) -> PyTree:
+    return optree.tree_map(lambda a, b: torch.where(overflow, b, a) if isinstance(a, torch.Tensor) else a, new, old)
 
 
 def _aux_specs(aux: PyTree, f: LocalFunction) -> SpecTree:
