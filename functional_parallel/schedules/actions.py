@@ -124,11 +124,6 @@ class Schedule:
         """How many microbatches each chain runs."""
         return self.microbatches // self.chains
 
-    @property
-    def splits(self) -> bool:
-        """Whether an action computes the gradient of inputs or of weights alone."""
-        return any(action.kind in "IW" for action in self)
-
     def __iter__(self) -> Iterator[Action]:
         return (action for row in self.actions for action in row)
 
