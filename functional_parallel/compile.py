@@ -272,14 +272,16 @@ def stage(
 
 def _rewrite(program: Program, layout: Layout, bucket: int | None, without: Collection[str]) -> None:
     """Take the virtual axes out of a program, and run the passes that its transforms ask for."""
+    early = run_passes([each for each in layout.passes if each.order < 0], program.traced, program.mesh, without)
     for axis, size in layout.virtual:
         if size > 1:
             anew = {node for each in layout.passes for node in each.per_microbatch(program.traced)}
             program.traced = unroll(program.traced, axis, size, program.in_specs, program.out_specs, anew)
         program.in_specs = [spec.without({axis}) for spec in program.in_specs]
         program.out_specs = [spec.without({axis}) for spec in program.out_specs]
-    passes = [Marked(), Reductions(), *layout.passes, *([Buckets(bucket)] if bucket else [])]
-    program.passes = run_passes(passes, program.traced, program.mesh, without)
+    late = [each for each in layout.passes if each.order >= 0]
+    passes = [Marked(), Reductions(), *late, *([Buckets(bucket)] if bucket else [])]
+    program.passes = early + run_passes(passes, program.traced, program.mesh, without)
 
 
 # -----------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from sharding_specs import P
 
 from ..local_function import LocalFunction, PyTree, SpecTree
 from ..partition import partition
+from ..program.passes import ReduceEach
 from .parallel import rest_specs
 from .transform import Order, Transform
 
@@ -18,7 +19,7 @@ __all__ = ["MICROBATCH", "accumulate"]
 MICROBATCH = "microbatch"
 
 
-def accumulate(microbatches: int, *, batch: SpecTree = None) -> Transform:
+def accumulate(microbatches: int, *, batch: SpecTree = None, reduce: str = "once") -> Transform:
     """Compute a batch in microbatches, one after another, and sum their gradients: less memory, the same result.
 
     The microbatches are a mesh axis that no mesh has: the function is partitioned over it as over any other, so losses
@@ -38,10 +39,14 @@ def accumulate(microbatches: int, *, batch: SpecTree = None) -> Transform:
         microbatches: how many; each rank's part of the batch is cut into that many equal pieces.
         batch: how the arguments after the parameters are cut, as specs over the axis "microbatch"; by default dim 0 of
             every tensor that has one.
+        reduce: "once", gradients are summed over ranks after the last microbatch, or "each", after every one (ZeRO-2 as
+            published): more is sent, and a rank holds its part of the sum alone.
 
     Raises:
         ValueError: when there is not at least one microbatch; when called, if they do not divide the batch.
     """
+    if reduce not in ("once", "each"):
+        raise ValueError(f"accumulate(reduce={reduce!r}): it is 'once' or 'each'")
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
         raise ValueError(f"accumulate({microbatches!r}): give the number of microbatches, 1 or more")
 
@@ -51,6 +56,7 @@ def accumulate(microbatches: int, *, batch: SpecTree = None) -> Transform:
 
         local = partition(f, MICROBATCH, in_specs, describe=f"accumulate({microbatches})")
         layout = replace(local.layout, virtual=((MICROBATCH, microbatches), *local.layout.virtual))
-        return local.with_layout(layout)
+        local = local.with_layout(layout)
+        return local.asking(ReduceEach(MICROBATCH)) if reduce == "each" else local
 
     return Transform(f"accumulate({microbatches})", MICROBATCH, Order.ACCUMULATE, apply)

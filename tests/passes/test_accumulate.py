@@ -119,3 +119,26 @@ def test_an_axis_may_not_share_the_name() -> None:
     step = fp.compile(fp.grad(fp.accumulate(2)(loss)), Mesh(microbatch=2))
     with pytest.raises(ValueError, match="'microbatch', the name of the axis of microbatches; rename it"):
         step(parameters(1), *batch(16))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_reducing_after_each_microbatch(stage: int) -> None:
+    """The same sums, n times the reductions; the loss's psum counts once per microbatch either way."""
+    params, inputs, found = parameters(2), batch(16), {}
+    for reduce in ("once", "each"):
+        plan = fp.chain(fp.zero(stage, "data"), fp.accumulate(4, reduce=reduce))
+        train = fp.train_step(integer_loss, fp.optim.sgd(0.25), Mesh(data=2), plan, bucket=None)
+        state, metrics = train(train.init(parameters(2, integers=True)), *batch(16, integers=True))
+        counts = train.program.counts()
+        found[reduce] = (counts, optree.tree_leaves((train.params(state), metrics.loss)))
+    assert all(torch.equal(a, b) for a, b in zip(found["once"][1], found["each"][1], strict=True))
+    leaves = len(optree.tree_leaves(params))
+    kind = "psum" if stage == 0 else "psum_scatter"
+    sums = {reduce: found[reduce][0][(kind, ("data",))] for reduce in found}
+    assert sums["each"] - sums["once"] == 3 * leaves
+    assert inputs[0].shape[0] == 16
+
+
+def test_reduce_is_once_or_each() -> None:
+    with pytest.raises(ValueError, match=r"accumulate\(reduce='often'\): it is 'once' or 'each'"):
+        fp.accumulate(2, reduce="often")
