@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 4 examples/train_gpt.py --mesh data=2,tensor=2
 
 Both print the same losses, and so does `--mesh data=1`. `--zero 3` keeps parameters and optimizer state sharded over
-the data axis; `--sequence-parallel` shards the residual stream over time.
+the data axis; `--precision`, `--remat` and `--accumulate` need less memory too; `--sequence-parallel` shards the residual
+stream over time.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def main() -> None:
         partial(gpt.loss, config=config),
         fp.optim.adamw(partial(learning_rate, args=args), betas=(0.9, 0.95), weight_decay=0.1),
         mesh,
-        plan(specs, mesh, args.zero),
+        plan(specs, mesh, args),
         clip=1.0,
     )
     state, losses = start(train, params, args.resume)
@@ -73,13 +74,19 @@ def main() -> None:
     print(f"held-out loss: {score:.3f} nats per byte")
 
 
-def plan(specs: Any, mesh: Mesh, stage: int) -> Any:
+def plan(specs: Any, mesh: Mesh, args: argparse.Namespace) -> Any:
     """Tensor parallelism as the specs say, inside data parallelism or ZeRO; whichever axes the mesh has."""
-    chosen = []
+    chosen: list[Any] = []
+    if args.precision != "fp32":
+        chosen.append(fp.mixed_precision(args.precision))
+    if args.remat:
+        chosen.append(fp.remat("layers", every=args.remat))
     if "tensor" in mesh.axis_names:
         chosen.append(fp.tensor_parallel("tensor", specs))
     if "data" in mesh.axis_names:
-        chosen.append(fp.zero(stage, "data"))
+        chosen.append(fp.zero(args.zero, "data"))
+    if args.accumulate > 1:
+        chosen.append(fp.accumulate(args.accumulate))
     return fp.chain(*chosen)
 
 
@@ -135,6 +142,11 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mesh", default="data=2,tensor=2", help="axes and sizes; 'data=1' for one rank")
     parser.add_argument("--zero", type=int, default=0, help="ZeRO stage over the data axis, 0 to 3")
+    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="type to compute in")
+    parser.add_argument(
+        "--remat", type=int, default=0, metavar="K", help="keep every K-th layer's result, recompute the rest"
+    )
+    parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="microbatches per step")
     parser.add_argument("--sequence-parallel", action="store_true", help="shard the residual stream over time")
     parser.add_argument("--data", help="a text file or a folder of them; the standard library's source by default")
     parser.add_argument("--steps", type=int, default=400)

@@ -294,7 +294,7 @@ class TrainStep:
     def _state_specs(self, state: PyTree, params: PyTree, update: SpecTree) -> SpecTree:
         """How the optimizer's state lies: as the optimizer says, or else as the parameters do."""
         if self.scaling is not None:
-            return (self._optimizer_specs(state[0], params, update), P())
+            return (self._optimizer_specs(state[0], params, update), broadcast_specs(P(), state[1]))
         return self._optimizer_specs(state, params, update)
 
     def _optimizer_specs(self, state: PyTree, params: PyTree, update: SpecTree) -> SpecTree:

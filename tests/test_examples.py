@@ -47,3 +47,15 @@ def test_train_gpt_on_any_mesh(tmp_path: Path) -> None:
         last[mesh] = float(re.findall(r"last loss (\S+)", text)[0])
     assert abs(last["data=1"] - last["data=2,tensor=2"]) < 1e-4
     assert (tmp_path / "runs" / "loss.png").exists()
+
+
+def test_zero_stages(tmp_path: Path) -> None:
+    """Stage by stage less is kept; 2Ψ(n−1)/n is sent, and 3Ψ(n−1)/n at stage 3; the loss is the same."""
+    text = run("zero_stages.py", "--plot", str(tmp_path / "zero.png"))
+    assert text.count("a third of it") == 11
+    rows = [line.split() for line in text.splitlines() if re.match(r" +[0-3]  ", line)]
+    together, sent, losses = ([float(row[column]) for row in rows] for column in (4, 5, 6))
+    assert together == sorted(together, reverse=True) == [2048.0, 1280.0, 896.0, 512.0]
+    assert sent[:3] == [768.0] * 3 and 1080 < sent[3] <= 1152  # the first layer is not needed again
+    assert len(set(losses)) == 1
+    assert (tmp_path / "zero.png").exists()
