@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 4 examples/train_gpt.py --mesh data=2,tensor=2
 
 Both print the same losses, and so does `--mesh data=1`. `--zero 3` keeps parameters and optimizer state sharded over
-the data axis; `--precision`, `--remat` and `--accumulate` need less memory too; `--sequence-parallel` shards the residual
-stream over time.
+the data axis; `--precision`, `--remat` and `--accumulate` need less memory too; `--sequence-parallel` shards the
+residual stream over time.
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ from .functional import functional
 from .loss_scaling import LossScale, LossScaleError
 from .partition import PartitionError, PartitionWarning, partition
 from .partition.rules import register_rule
+from .precision import mixed_precision
 from .program import Program
 from .runtime import CollectiveError, is_main_rank
 from .sampler import Sampler
@@ -91,6 +92,7 @@ __all__ = [
     "hessian",
     "is_main_rank",
     "jvp",
+    "mixed_precision",
     "optim",
     "partition",
     "pbroadcast",

@@ -33,6 +33,8 @@ _STDLIB = os.path.dirname(os.path.abspath(linecache.__file__)) + os.sep
 class Source:
     """One line of user code; `region` names the call of an `fp.recompute` function that it is part of.
 
+    `casts_parameters` marks the casts with which `fp.mixed_precision` begins, and so their transposes.
+
     >>> Source("model.py", 12, "block", "h = x @ w")
     Source(model.py:12 in block: h = x @ w)
     """
@@ -42,6 +44,7 @@ class Source:
     function: str
     text: str
     region: str | None = None
+    casts_parameters: bool = False
 
     def __str__(self) -> str:
         return f"{os.path.basename(self.file)}:{self.line}"

@@ -1,7 +1,7 @@
 """Where programs run: all ranks simulated in this process, or one rank here and its peers in other processes."""
 
 from .default import default_runtime, is_main_rank, use_runtime
-from .process_carrier import CollectiveError
+from .pending import CollectiveError
 from .processes import DifferentInputsError, DifferentProgramsError, ProcessRuntime
 from .simulated import SimulatedRuntime
 

@@ -27,12 +27,16 @@ aten = torch.ops.aten
 class Writer:
     """Writes the function.
 
-    `line(node, writer)` returns the right-hand side for one op; it may put objects into `constants` and name them.
+    `line(node, writer)` returns the right-hand side for one op; it may put objects into `constants` and name them. An
+    op that it also puts into `pending` yields something whose `wait()` is the value, called before the first use.
+    `order` is the order in which ops are written, the graph's by default.
     """
 
     traced: Traced
     line: Callable[[fx.Node, Writer], str]
     differentiable: bool = False
+    order: Sequence[fx.Node] | None = None
+    pending: set[fx.Node] = field(default_factory=set)
     names: dict[fx.Node, str] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
 
@@ -40,19 +44,20 @@ class Writer:
         """Compile the whole program to `run(inputs) -> outputs`, lists in and out."""
         lines = [f"{self._name(node)} = inputs[{index}]" for index, node in enumerate(self.traced.inputs)]
         lines.append("inputs.clear()")
-        drops = self._last_uses()
         for node in self.traced.graph.nodes:
             if node.op == "get_attr":
                 self.names[node] = self.constant(wrap_constant(self.traced.constants[node.target]))
-            elif node.op == "call_function":
-                if is_alias(node, self.differentiable):
-                    lines.append(f"{self._name(node)} = {self.names[node.args[0]]}")
-                else:
-                    right = self.line(node, self)
-                    lines.append(f"{self._name(node)} = {right}")
+        order = list(self.traced.nodes) if self.order is None else self.order
+        drops = self._last_uses(order)
+        for node in order:
+            lines += self._waits(operands_of(node))
+            alias = is_alias(node, self.differentiable)
+            right = self.names[node.args[0]] if alias else self.line(node, self)
+            lines.append(f"{self._name(node)} = {right}")
             dead = [self.names[value] for value in drops.get(node, ()) if value.op != "get_attr"]
             if dead:
                 lines.append(f"del {', '.join(dead)}")
+        lines += self._waits([out for out in self.traced.outputs if isinstance(out, fx.Node)])
         outputs = ", ".join(self.names[out] if isinstance(out, fx.Node) else repr(out) for out in self.traced.outputs)
         source = "def run(inputs):\n    " + "\n    ".join([*lines, f"return [{outputs}]"])
         scope = dict(self.constants)
@@ -90,14 +95,19 @@ class Writer:
     def _name(self, node: fx.Node) -> str:
         return self.names.setdefault(node, f"v{len(self.names)}")
 
-    def _last_uses(self) -> dict[fx.Node, list[fx.Node]]:
+    def _waits(self, values: Sequence[fx.Node]) -> list[str]:
+        """Lines that wait for those of the values that are still on their way."""
+        late = [value for value in dict.fromkeys(values) if value in self.pending]
+        self.pending.difference_update(late)
+        return [f"{self.names[value]} = {self.names[value]}.wait()" for value in late]
+
+    def _last_uses(self, order: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
         """Per node, the values that nothing after it uses."""
         kept = {output for output in self.traced.outputs if isinstance(output, fx.Node)}
         last: dict[fx.Node, fx.Node] = {}
-        for node in self.traced.graph.nodes:
-            if node.op == "call_function":
-                for operand in operands_of(node):
-                    last[operand] = node
+        for node in order:
+            for operand in operands_of(node):
+                last[operand] = node
         drops: dict[fx.Node, list[fx.Node]] = {}
         for value, node in last.items():
             if value not in kept:

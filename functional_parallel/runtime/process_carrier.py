@@ -11,8 +11,7 @@ as in `collectives.group`, and no backend's gaps.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,11 +24,13 @@ from torch import Tensor
 
 from ..collectives import group
 from ..collectives.axes import bind
+from .pending import CollectiveError, Pending
+from .zero_copy import joined, whole_of
 
 if TYPE_CHECKING:
     from sharding_specs import Mesh
 
-__all__ = ["CollectiveError", "ProcessCarrier"]
+__all__ = ["ProcessCarrier"]
 
 _MOST_AXES_TOGETHER = 3
 _REDUCED_BY_ALL = {torch.float32, torch.float64, torch.int32, torch.int64, torch.int8, torch.uint8}
@@ -37,10 +38,6 @@ _REDUCED_BY = {
     "gloo": _REDUCED_BY_ALL | {torch.float16, torch.bfloat16},
     "nccl": _REDUCED_BY_ALL | {torch.float16, torch.bfloat16},
 }
-
-
-class CollectiveError(RuntimeError):
-    """A collective that failed or timed out, with who was doing what."""
 
 
 @dataclass(frozen=True)
@@ -110,26 +107,68 @@ class ProcessCarrier:
 
     # --- the primitives ---
 
+    def start(
+        self, name: str, x: Tensor, *, axes: tuple[str, ...], params: Sequence[Any], overwrite: bool, where: str
+    ) -> Pending:
+        """Start a primitive, to be waited for later.
+
+        Args:
+            name: psum, psum_scatter, all_gather or all_to_all.
+            x: its operand, not to be changed before the result is there.
+            axes: the axes it goes over.
+            params: what its method takes after `axes`.
+            overwrite: the result of a psum may take the operand's memory.
+            where: the line that it came from, for messages.
+        """
+        try:
+            pending = self._started(name, x, axes, params, overwrite)
+        except CollectiveError as error:
+            raise CollectiveError(f"{where}: {error}") from error
+        pending.where = where
+        return pending
+
+    def _started(self, name: str, x: Tensor, axes: tuple[str, ...], params: Sequence[Any], overwrite: bool) -> Pending:
+        if name == "psum":
+            return self._start_psum(x, axes, overwrite)
+        if name == "psum_scatter":
+            return self._start_psum_scatter(x, axes, *params)
+        if name == "all_gather":
+            return self._start_all_gather(x, axes, *params)
+        return self._start_all_to_all(x, axes, *params)
+
     def psum(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
+        return self._start_psum(x, axes, False).wait()
+
+    def psum_scatter(self, x: Tensor, axes: tuple[str, ...], dim: int) -> Tensor:
+        return self._start_psum_scatter(x, axes, dim).wait()
+
+    def all_gather(self, x: Tensor, axes: tuple[str, ...], dim: int) -> Tensor:
+        return self._start_all_gather(x, axes, dim).wait()
+
+    def all_to_all(self, x: Tensor, axes: tuple[str, ...], split_dim: int, concat_dim: int) -> Tensor:
+        return self._start_all_to_all(x, axes, split_dim, concat_dim).wait()
+
+    def _start_psum(self, x: Tensor, axes: tuple[str, ...], overwrite: bool) -> Pending:
         accumulated = self._accumulation_dtype(x)
         widened = x.to(accumulated or x.dtype)
         if self._reduces_itself(widened, axes):
-            return self._all_reduced("psum", widened, axes, dist.ReduceOp.SUM).to(x.dtype)
-        return group.psum(self._gathered("psum", x, axes), accumulated)[0]
+            own = overwrite or widened is not x
+            return self._start_reduced("psum", widened, axes, dist.ReduceOp.SUM, own, x.dtype)
+        return self._start_gathered("psum", x, axes, lambda parts: group.psum(parts, accumulated)[0])
 
-    def psum_scatter(self, x: Tensor, axes: tuple[str, ...], dim: int) -> Tensor:
+    def _start_psum_scatter(self, x: Tensor, axes: tuple[str, ...], dim: int) -> Pending:
         accumulated = self._accumulation_dtype(x)
         if self.reduction == "fast" and self._backend(axes) == "nccl":
-            return self._reduce_scattered(x.to(accumulated or x.dtype), axes, dim).to(x.dtype)
+            return self._start_reduce_scattered(x.to(accumulated or x.dtype), axes, dim, x.dtype)
         chunks = x.chunk(len(self._group(axes).ranks), dim)
-        return group.psum(self._exchanged("psum_scatter", x, chunks, axes), accumulated)[0]
+        return self._start_exchanged("psum_scatter", x, chunks, axes, lambda parts: group.psum(parts, accumulated)[0])
 
-    def all_gather(self, x: Tensor, axes: tuple[str, ...], dim: int) -> Tensor:
-        return torch.cat(self._gathered("all_gather", x, axes), dim)
+    def _start_all_gather(self, x: Tensor, axes: tuple[str, ...], dim: int) -> Pending:
+        return self._start_gathered("all_gather", x, axes, lambda parts: joined(parts, dim))
 
-    def all_to_all(self, x: Tensor, axes: tuple[str, ...], split_dim: int, concat_dim: int) -> Tensor:
+    def _start_all_to_all(self, x: Tensor, axes: tuple[str, ...], split_dim: int, concat_dim: int) -> Pending:
         chunks = x.chunk(len(self._group(axes).ranks), split_dim)
-        return torch.cat(self._exchanged("all_to_all", x, chunks, axes), concat_dim)
+        return self._start_exchanged("all_to_all", x, chunks, axes, lambda parts: joined(parts, concat_dim))
 
     def ppermute(self, x: Tensor, axes: tuple[str, ...], pairs: Sequence[int]) -> Tensor:
         """An exchange in which each rank sends to one rank, or none: all take part, so no order can deadlock."""
@@ -138,91 +177,128 @@ class ProcessCarrier:
         sources = {target: source for source, target in targets.items()}
         to_send = [x if targets.get(me) == rank else x.new_empty(0) for rank in range(len(self._group(axes).ranks))]
         expected = [x.numel() if sources.get(me) == rank else 0 for rank in range(len(to_send))]
-        received = self._exchanged_unevenly("ppermute", x, to_send, expected, axes)
-        return received[sources[me]].reshape(x.shape) if me in sources else torch.zeros_like(x)
+
+        def finish(received: list[Tensor]) -> Tensor:
+            return received[sources[me]].reshape(x.shape) if me in sources else torch.zeros_like(x)
+
+        return self._start_exchanged_unevenly("ppermute", x, to_send, expected, axes, finish).wait()
 
     def pmax(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
         if self._reduces_itself(x, axes):
-            return self._all_reduced("pmax", x, axes, dist.ReduceOp.MAX)
-        return group.pmax(self._gathered("pmax", x, axes))[0]
+            return self._start_reduced("pmax", x, axes, dist.ReduceOp.MAX, False, x.dtype).wait()
+        return self._start_gathered("pmax", x, axes, lambda parts: group.pmax(parts)[0]).wait()
 
     def pmin(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
         if self._reduces_itself(x, axes):
-            return self._all_reduced("pmin", x, axes, dist.ReduceOp.MIN)
-        return group.pmin(self._gathered("pmin", x, axes))[0]
+            return self._start_reduced("pmin", x, axes, dist.ReduceOp.MIN, False, x.dtype).wait()
+        return self._start_gathered("pmin", x, axes, lambda parts: group.pmin(parts)[0]).wait()
 
     def pbroadcast(self, x: Tensor, axes: tuple[str, ...], source: int) -> Tensor:
         members = self._group(axes)
         buffer = _as_bytes(x).clone()
-        with self._named("pbroadcast", x, axes):
-            dist.broadcast(buffer, members.ranks[source], members.handle)
-        return _from_bytes(buffer, x).reshape(x.shape)
+        return Pending(
+            lambda: dist.broadcast(buffer, members.ranks[source], members.handle, async_op=True),
+            lambda: _from_bytes(buffer, x).reshape(x.shape),
+            self._describe("pbroadcast", x, axes),
+        ).wait()
 
     def axis_index(self, axes: tuple[str, ...]) -> int:
         return self.mesh.axis_index(self.rank, axes)
 
     # --- on process groups ---
 
-    def _all_reduced(self, operation: str, x: Tensor, axes: tuple[str, ...], how: Any) -> Tensor:
-        result = x.clone(memory_format=torch.contiguous_format)
-        with self._named(operation, x, axes):
-            dist.all_reduce(result, how, self._group(axes).handle)
-        return result
+    def _start_reduced(
+        self, operation: str, x: Tensor, axes: tuple[str, ...], how: Any, overwrite: bool, dtype: torch.dtype
+    ) -> Pending:
+        in_place = overwrite and x.is_contiguous()
+        result = x.detach() if in_place else x.detach().clone(memory_format=torch.contiguous_format)
+        handle = self._group(axes).handle
+        return Pending(
+            lambda: dist.all_reduce(result, how, handle, async_op=True),
+            lambda: result.to(dtype),
+            self._describe(operation, x, axes),
+        )
 
-    def _reduce_scattered(self, x: Tensor, axes: tuple[str, ...], dim: int) -> Tensor:
+    def _start_reduce_scattered(self, x: Tensor, axes: tuple[str, ...], dim: int, dtype: torch.dtype) -> Pending:
         members = self._group(axes)
-        chunks = torch.stack(members.by_seat(x.chunk(len(members.ranks), dim)))
+        chunks = torch.stack(members.by_seat(x.detach().chunk(len(members.ranks), dim)))
         result = torch.empty_like(chunks[0])
-        with self._named("psum_scatter", x, axes):
-            dist.reduce_scatter_tensor(result, chunks, group=members.handle)
-        return result
+        return Pending(
+            lambda: dist.reduce_scatter_tensor(result, chunks, group=members.handle, async_op=True),
+            lambda: result.to(dtype),
+            self._describe("psum_scatter", x, axes),
+        )
 
-    def _gathered(self, operation: str, x: Tensor, axes: tuple[str, ...]) -> list[Tensor]:
-        """All ranks' values, in the order of the axes."""
+    def _start_gathered(
+        self, operation: str, x: Tensor, axes: tuple[str, ...], finish: Callable[[list[Tensor]], Tensor]
+    ) -> Pending:
+        """All ranks' values, in the order of the axes, go to `finish`."""
         members = self._group(axes)
         mine = _as_bytes(x)
         buffer = mine.new_empty(len(members.ranks) * mine.numel())
-        parts = buffer.split(mine.numel()) if mine.numel() else [mine] * len(members.ranks)
-        with self._named(operation, x, axes):
+        parts = list(buffer.split(mine.numel()) if mine.numel() else [mine] * len(members.ranks))
+
+        def start() -> Any:
             if self._backend(axes) == "nccl":
-                dist.all_gather_into_tensor(buffer, mine, members.handle)
-            else:
-                dist.all_gather(list(parts), mine, members.handle)
-        return [_from_bytes(part, x).reshape(x.shape) for part in members.in_order(parts)]
+                return dist.all_gather_into_tensor(buffer, mine, members.handle, async_op=True)
+            return dist.all_gather(parts, mine, members.handle, async_op=True)
 
-    def _exchanged(self, operation: str, x: Tensor, chunks: Sequence[Tensor], axes: tuple[str, ...]) -> list[Tensor]:
-        """Chunk i goes to rank i; the chunks that arrive, in the order of the axes."""
+        def end() -> Tensor:
+            return finish([_from_bytes(part, x).reshape(x.shape) for part in members.in_order(parts)])
+
+        return Pending(start, end, self._describe(operation, x, axes))
+
+    def _start_exchanged(
+        self,
+        operation: str,
+        x: Tensor,
+        chunks: Sequence[Tensor],
+        axes: tuple[str, ...],
+        finish: Callable[[list[Tensor]], Tensor],
+    ) -> Pending:
+        """Chunk i goes to rank i; the chunks that arrive, in the order of the axes, go to `finish`."""
         sizes = [chunk.numel() for chunk in chunks]
-        received = self._exchanged_unevenly(operation, x, chunks, sizes, axes)
-        return [part.reshape(chunk.shape) for part, chunk in zip(received, chunks, strict=True)]
 
-    def _exchanged_unevenly(
-        self, operation: str, x: Tensor, chunks: Sequence[Tensor], expected: Sequence[int], axes: tuple[str, ...]
-    ) -> list[Tensor]:
+        def end(received: list[Tensor]) -> Tensor:
+            return finish([part.reshape(chunk.shape) for part, chunk in zip(received, chunks, strict=True)])
+
+        return self._start_exchanged_unevenly(operation, x, chunks, sizes, axes, end)
+
+    def _start_exchanged_unevenly(
+        self,
+        operation: str,
+        x: Tensor,
+        chunks: Sequence[Tensor],
+        expected: Sequence[int],
+        axes: tuple[str, ...],
+        finish: Callable[[list[Tensor]], Tensor],
+    ) -> Pending:
         members = self._group(axes)
-        sent = [_as_bytes(chunk) for chunk in members.by_seat(chunks)]
+        to_send = [_as_bytes(chunk) for chunk in members.by_seat(chunks)]
+        lengths = [part.numel() for part in to_send]
+        sent = whole_of(to_send)
         sizes = [0] * len(expected)
         for seat, elements in zip(members.seats, expected, strict=True):
             sizes[seat] = elements * x.element_size()
-        received = sent[0].new_empty(sum(sizes))
-        with self._named(operation, x, axes):
-            dist.all_to_all_single(received, torch.cat(sent), sizes, [part.numel() for part in sent], members.handle)
-        return [_from_bytes(part, x) for part in members.in_order(received.split(sizes))]
+        received = sent.new_empty(sum(sizes))
+        return Pending(
+            lambda: dist.all_to_all_single(received, sent, sizes, lengths, members.handle, async_op=True),
+            lambda: finish([_from_bytes(part, x) for part in members.in_order(received.split(sizes))]),
+            self._describe(operation, x, axes),
+        )
 
-    @contextmanager
-    def _named(self, operation: str, x: Tensor, axes: tuple[str, ...]) -> Iterator[None]:
-        """Run torch's collective without autograd, and say who was doing what if it fails."""
-        start = time.monotonic()
-        try:
-            with torch.no_grad():
-                yield
-        except (RuntimeError, ValueError) as error:
+    def _describe(self, operation: str, x: Tensor, axes: tuple[str, ...]) -> Callable[[float], str]:
+        shape, dtype = list(x.shape), str(x.dtype).removeprefix("torch.")
+
+        def describe(seconds: float) -> str:
             coordinates = ", ".join(f"{axis}={index}" for axis, index in self.mesh.coordinates(self.rank).items())
-            raise CollectiveError(
-                f"rank {self.rank} ({coordinates}): {operation} over {axes} of {str(x.dtype).removeprefix('torch.')}"
-                f"{list(x.shape)} failed after {time.monotonic() - start:.1f} s. A timeout means that another rank of "
-                f"{list(self._group(axes).ranks)} never came to it. torch says: {error}"
-            ) from error
+            return (
+                f"rank {self.rank} ({coordinates}): {operation} over {axes} of {dtype}{shape} failed after "
+                f"{seconds:.1f} s. A timeout means that another rank of {list(self._group(axes).ranks)} never came to "
+                "it."
+            )
+
+        return describe
 
     # --- looking up ---
 

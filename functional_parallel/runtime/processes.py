@@ -6,6 +6,7 @@ seconds instead of hanging in mismatched collectives.
 
 from __future__ import annotations
 
+import functools
 import operator
 import os
 from collections.abc import Callable, Sequence
@@ -27,7 +28,9 @@ from ..program.collectives import primitive_name
 from ..program.text import first_difference
 from ..varying import run_typed
 from .codegen import Writer, holds_levels
-from .process_carrier import CollectiveError, ProcessCarrier
+from .overlap import STARTED, is_only_use_of_own_memory, overlapped
+from .pending import CollectiveError, Pending
+from .process_carrier import ProcessCarrier
 
 __all__ = ["DifferentInputsError", "DifferentProgramsError", "ProcessRuntime"]
 
@@ -167,11 +170,11 @@ class ProcessRuntime:
 
 
 class _OneRank:
-    """The flat function of one program on one rank."""
+    """The flat function of one program on one rank: collectives start early and are waited for late."""
 
-    def __init__(self, program: Program, carrier: Any) -> None:
+    def __init__(self, program: Program, carrier: ProcessCarrier) -> None:
         self.program, self.carrier = program, carrier
-        self.writer = Writer(program.traced, self.line)
+        self.writer = Writer(program.traced, self.line, order=overlapped(program.traced))
 
     def function(self) -> Callable[..., Any]:
         return self.writer.function()
@@ -179,6 +182,9 @@ class _OneRank:
     def line(self, node: fx.Node, writer: Writer) -> str:
         name = primitive_name(node)
         text = writer.names.__getitem__
+        if name is not None and name in STARTED and self.program.mesh.axis_size(tuple(node.args[1])) > 1:
+            writer.pending.add(node)
+            return f"{writer.constant(self._start(node, name))}({text(node.args[0])})"
         if name is not None:
             operand = "" if name == "axis_index" else text(node.args[0])
             return f"{writer.constant(self._collective(node, name))}({operand})"
@@ -186,16 +192,31 @@ class _OneRank:
             return f"{text(node.args[0])}[{node.args[1]}]"
         return writer.call(node, text)
 
+    def _start(self, node: fx.Node, name: str) -> Callable[[torch.Tensor], Pending]:
+        axes = tuple(node.args[1])
+        params = [param for param in node.args[2:] if not isinstance(param, str)]
+        return functools.partial(
+            self.carrier.start,
+            name,
+            axes=axes,
+            params=params,
+            overwrite=is_only_use_of_own_memory(node.args[0]),
+            where=self._where(node),
+        )
+
+    def _where(self, node: fx.Node) -> str:
+        source = node.meta["source"]
+        return f"{source}: `{source.text}`" if source is not None else self.program.name
+
     def _collective(self, node: fx.Node, name: str) -> Callable[..., torch.Tensor]:
         target = node.target
         arguments = node.args if name == "axis_index" else node.args[1:]
-        source = node.meta["source"]
+        where = self._where(node)
 
         def call(*operand: torch.Tensor) -> torch.Tensor:
             try:
                 return target(*operand, *arguments)
             except CollectiveError as error:
-                where = f"{source}: `{source.text}`" if source is not None else self.program.name
                 raise CollectiveError(f"{where}: {error}") from error
 
         return call

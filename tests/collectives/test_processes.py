@@ -15,7 +15,8 @@ from torch import Tensor
 
 from functional_parallel import collectives as fp
 from functional_parallel.collectives import group
-from functional_parallel.runtime.process_carrier import CollectiveError, ProcessCarrier
+from functional_parallel.runtime import CollectiveError
+from functional_parallel.runtime.process_carrier import ProcessCarrier
 from sharding_specs import Mesh
 from tests.processes import RankError, run_on_processes
 

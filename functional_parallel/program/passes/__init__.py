@@ -6,8 +6,22 @@ leaves its meaning as it was. Transforms put passes into a function's layout; `f
 
 from .base import ProgramPass, run_passes
 from .buckets import Buckets
+from .casts import NarrowGathers
 from .gathers import Gathers
+from .microbatches import ReduceEach
+from .reduce_types import ReduceIn
 from .reductions import Reductions
 from .remat import Marked, Remat
 
-__all__ = ["Buckets", "Gathers", "Marked", "ProgramPass", "Reductions", "Remat", "run_passes"]
+__all__ = [
+    "Buckets",
+    "Gathers",
+    "Marked",
+    "NarrowGathers",
+    "ProgramPass",
+    "ReduceEach",
+    "ReduceIn",
+    "Reductions",
+    "Remat",
+    "run_passes",
+]

@@ -22,7 +22,7 @@ class ProgramPass(Protocol):
 
     @property
     def order(self) -> int:
-        """Passes run by ascending order: 0 recomputes, 1 places gathers, 2 merges collectives."""
+        """Passes run by ascending order: -1 chooses types, 0 recomputes, 1 places gathers, 2 merges collectives."""
         ...
 
     def per_microbatch(self, traced: Traced) -> Collection[fx.Node]:

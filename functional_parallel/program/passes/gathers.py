@@ -70,7 +70,7 @@ class Gathers:
         for node in forward_nodes(traced):
             needs = operands(node)
             if self._is_gather(node) and needs[0] in stored:
-                found.add(node)
+                found.update([node, *_made_of(node)])
             elif node.target in _RESHAPED or primitive_name(node) == "pcast":
                 if needs[0] in found:
                     found.add(node)
@@ -124,6 +124,16 @@ class Gathers:
 
 def _is_cast(node: fx.Node) -> bool:
     return primitive_name(node) == "pcast"
+
+
+def _made_of(gather: fx.Node) -> list[fx.Node]:
+    """The casts and views of a parameter that stand before its gather: made again with it, they may move with it."""
+    found: list[fx.Node] = []
+    node = gather.args[0]
+    while node.op == "call_function":
+        found.append(node)
+        node = node.args[0]
+    return found
 
 
 def _stored_input(gather: fx.Node) -> fx.Node | None:

@@ -1,0 +1,100 @@
+"""The type in which each torch function computes, decided where it still has its name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+from torch.overrides import TorchFunctionMode
+
+from .tables import ISLANDS, LOSSES, PRODUCTS, SAME_TYPE, functions_named
+
+__all__ = ["Computing", "cast", "is_floating"]
+
+_products = functools.cache(lambda: functions_named(PRODUCTS))
+_islands = functools.cache(lambda: functions_named(ISLANDS))
+_losses = functools.cache(lambda: functions_named(LOSSES))
+_same_type = functools.cache(lambda: functions_named(SAME_TYPE))
+_with_statistics = functools.cache(lambda: functions_named(["batch_norm", "instance_norm"]))
+
+
+class Computing(TorchFunctionMode):
+    """Active while a function runs: products in `dtype`, islands and losses in float32.
+
+    What is computed from `kept` tensors alone counts as kept, and products of kept tensors are computed in float32.
+    """
+
+    def __init__(self, dtype: torch.dtype, kept: list[torch.Tensor], islands: frozenset[Any]) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.kept = {id(tensor): tensor for tensor in kept}  # holding them keeps their ids theirs
+        self.islands = _islands() | islands
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        floating = [leaf for leaf in optree.tree_leaves((args, kwargs)) if is_floating(leaf)]
+        if not floating:
+            return func(*args, **kwargs)
+        result = self._compute(func, args, kwargs, floating)
+        if self.kept and all(id(leaf) in self.kept for leaf in floating):
+            self.kept.update((id(leaf), leaf) for leaf in optree.tree_leaves(result) if is_floating(leaf))
+        return result
+
+    def _compute(self, func: Any, args: Any, kwargs: Any, floating: list[torch.Tensor]) -> Any:
+        if func in _losses():
+            return func(*_map(wide, args), **_map(wide, kwargs))
+        if func in self.islands:
+            return self._island(func, args, kwargs, floating[0].dtype)
+        if func in _products():
+            kept = any(id(leaf) in self.kept for leaf in floating)
+            into = wide if kept else functools.partial(cast, dtype=self.dtype)
+            return func(*_map(into, args), **_map(into, kwargs))
+        if func in _same_type():
+            widest = max((leaf.dtype for leaf in floating), key=lambda dtype: dtype.itemsize)
+            into = functools.partial(cast, dtype=widest)
+            return func(*_map(into, args), **_map(into, kwargs))
+        return func(*args, **kwargs)
+
+    def _island(self, func: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> Any:
+        widened = _map(wide, args), _map(wide, kwargs)
+        result = func(*widened[0], **widened[1])
+        if func in _with_statistics():
+            _write_back((args, kwargs), widened)
+        if kwargs.get("dtype") is not None:  # the caller has named the result's type
+            return result
+        return _map(functools.partial(_narrowed, dtype=dtype), result)
+
+
+def wide(leaf: Any) -> Any:
+    """A floating tensor in float32 at least."""
+    return leaf.float() if is_floating(leaf) and leaf.dtype.itemsize < 4 else leaf
+
+
+def cast(leaf: Any, dtype: torch.dtype) -> Any:
+    """A floating tensor in a type; other leaves as they are."""
+    return leaf.to(dtype) if is_floating(leaf) and leaf.dtype != dtype else leaf
+
+
+def is_floating(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+
+
+def _narrowed(leaf: Any, dtype: torch.dtype) -> Any:
+    """A scalar stays wide: it is a loss, or on its way to one."""
+    return cast(leaf, dtype) if is_floating(leaf) and leaf.ndim else leaf
+
+
+def _map(function: Callable[[Any], Any], tree: Any) -> Any:
+    return optree.tree_map(function, tree, none_is_leaf=True)
+
+
+def _write_back(given: Any, widened: Any) -> None:
+    """Running statistics, updated in place in their wide copies."""
+    arguments = [dict(enumerate(args)) | kwargs for args, kwargs in (given, widened)]
+    for name in (1, 2, "running_mean", "running_var"):
+        before, after = (each.get(name) for each in arguments)
+        if before is not None and after is not before:
+            before.copy_(after)

@@ -1,0 +1,172 @@
+"""Which torch functions compute in which type: data, by name.
+
+A name stands for the function of that name in torch, torch.nn.functional, torch.special and torch.linalg, and for the
+method of a tensor. The lists follow the reasons of Micikevicius et al. (arXiv 1710.03740 §3.3): products are what
+narrow types are fast at, and they accumulate wide in hardware; what sums many terms or leaves a narrow type's range is
+computed wide; pointwise functions, bound by memory, compute in the type of what they are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+__all__ = ["ISLANDS", "LOSSES", "PRODUCTS", "SAME_TYPE", "STATISTICS", "functions_named"]
+
+# In the narrow type.
+PRODUCTS = [
+    "linear",
+    "bilinear",
+    "matmul",
+    "__matmul__",
+    "__rmatmul__",
+    "mm",
+    "bmm",
+    "mv",
+    "dot",
+    "vdot",
+    "inner",
+    "tensordot",
+    "einsum",
+    "multi_dot",
+    "chain_matmul",
+    "addmm",
+    "addmv",
+    "addbmm",
+    "baddbmm",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
+    "scaled_dot_product_attention",
+    "multi_head_attention_forward",
+]
+
+# In float32, the result in the type of the operand.
+ISLANDS = [
+    "softmax",
+    "log_softmax",
+    "softmin",
+    "gumbel_softmax",
+    "logsumexp",
+    "logcumsumexp",
+    "logaddexp",
+    "layer_norm",
+    "rms_norm",
+    "group_norm",
+    "batch_norm",
+    "instance_norm",
+    "local_response_norm",
+    "normalize",
+    "norm",
+    "vector_norm",
+    "matrix_norm",
+    "renorm",
+    "dist",
+    "cdist",
+    "pairwise_distance",
+    "cosine_similarity",
+    "exp",
+    "exp2",
+    "expm1",
+    "log",
+    "log2",
+    "log10",
+    "log1p",
+    "pow",
+    "float_power",
+    "square",
+    "rsqrt",
+    "sqrt",
+    "reciprocal",
+    "__pow__",
+    "__rpow__",
+    "__rtruediv__",
+    "sinh",
+    "cosh",
+    "tan",
+    "asin",
+    "acos",
+    "erfinv",
+    "softplus",
+    "sum",
+    "nansum",
+    "mean",
+    "nanmean",
+    "prod",
+    "cumsum",
+    "cumprod",
+    "trace",
+    "var",
+    "std",
+    "var_mean",
+    "std_mean",
+]
+
+# In float32, and so the result.
+LOSSES = [
+    "cross_entropy",
+    "nll_loss",
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "kl_div",
+    "ctc_loss",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+    "poisson_nll_loss",
+    "gaussian_nll_loss",
+    "cosine_embedding_loss",
+    "hinge_embedding_loss",
+    "margin_ranking_loss",
+    "soft_margin_loss",
+    "multi_margin_loss",
+    "multilabel_margin_loss",
+    "multilabel_soft_margin_loss",
+    "triplet_margin_loss",
+    "triplet_margin_with_distance_loss",
+]
+
+# In the widest type among the operands: torch refuses these when types differ.
+SAME_TYPE = [
+    "index_put",
+    "index_add",
+    "index_copy",
+    "scatter",
+    "scatter_add",
+    "scatter_reduce",
+    "masked_scatter",
+    "lerp",
+    "addcmul",
+    "addcdiv",
+    "grid_sample",
+    "cross",
+]
+
+# Parameters that are no parameters but running statistics: they are updated, a little at a time.
+STATISTICS = ("*running_mean", "*running_var")
+
+_HOMES = (torch, torch.nn.functional, torch.special, torch.linalg, torch.Tensor)
+
+
+def functions_named(names: Iterable[str | Callable[..., Any]]) -> frozenset[Any]:
+    """The functions and methods of these names; functions stand for themselves.
+
+    Raises:
+        ValueError: for a name that no torch function has.
+    """
+    found: set[Any] = set()
+    for name in names:
+        if callable(name):
+            found.add(name)
+            continue
+        homes = [home for home in _HOMES if hasattr(home, name)]
+        if not homes:
+            raise ValueError(f"there is no torch function or method {name!r}; give its name, or the function itself")
+        found.update(getattr(home, name) for home in homes)
+    return frozenset(found)
