@@ -1,0 +1,35 @@
+"""Joining tensors without moving them where they lie one behind the other already, as parts of one buffer do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["joined", "whole_of"]
+
+
+def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """`torch.cat(parts, dim)`, without a copy where the parts follow each other in memory."""
+    first = parts[0]
+    outer = first.shape[:dim].numel()
+    if outer != 1 or not _follow_each_other(parts):
+        return torch.cat(tuple(parts), dim)
+    shape = list(first.shape)
+    shape[dim] = sum(part.shape[dim] for part in parts)
+    return first.as_strided((torch.Size(shape).numel(),), (1,)).view(shape)
+
+
+def whole_of(parts: Sequence[Tensor]) -> Tensor:
+    """Flat parts as one flat tensor, without a copy where they follow each other in memory."""
+    return joined(parts, 0)
+
+
+def _follow_each_other(parts: Sequence[Tensor]) -> bool:
+    storage, end = parts[0].untyped_storage().data_ptr(), parts[0].storage_offset()
+    for part in parts:
+        if part.untyped_storage().data_ptr() != storage or part.storage_offset() != end or not part.is_contiguous():
+            return False
+        end += part.numel()
+    return True
