@@ -20,6 +20,7 @@ from .local_function import LocalFunction, PyTree, SpecTree, unsharded
 from .loss_scaling import LossScale
 from .optim import Optimizer
 from .runtime import default_runtime
+from .scaled import ScaledState, scaled_loss, scaled_specs, unless, unscaled, with_scale
 from .updating import (
     at_rest,
     global_norm,
@@ -146,11 +147,11 @@ class TrainStep:
             params: whole parameters, the same on every rank; or a function without arguments that makes them.
         """
         params = params() if callable(params) else params
-        state = self.optimizer.init(params)
-        return self.load(params, state if self.scaling is None else (state, self.scaling.init()), 0)
+        return self.load(params, self.optimizer.init(params), 0)
 
     def load(self, params: PyTree, optimizer_state: PyTree, step: int) -> TrainState:
         """A state from whole parameters and a whole optimizer state, as `whole` returned them."""
+        optimizer_state = with_scale(optimizer_state, self.scaling)
         kept, _, state_specs = self.placement(params, optimizer_state)
         self._trees = {
             "params": optree.tree_structure(params),
@@ -293,14 +294,9 @@ class TrainStep:
 
     def _state_specs(self, state: PyTree, params: PyTree, update: SpecTree) -> SpecTree:
         """How the optimizer's state lies: as the optimizer says, or else as the parameters do."""
-        if self.scaling is not None:
-            return (self._optimizer_specs(state[0], params, update), broadcast_specs(P(), state[1]))
-        return self._optimizer_specs(state, params, update)
-
-    def _optimizer_specs(self, state: PyTree, params: PyTree, update: SpecTree) -> SpecTree:
-        if self._places is not None:
-            return self._places(params, update)
-        return like_params(state, params, update)
+        own = state.optimizer if isinstance(state, ScaledState) else state
+        specs = like_params(own, params, update) if self._places is None else self._places(params, update)
+        return scaled_specs(specs, state)
 
     def _local_step(self, params: PyTree, batch: tuple[PyTree, ...]) -> LocalFunction:
         """The step on one rank's shards."""
@@ -313,29 +309,31 @@ class TrainStep:
             batch_specs = broadcast_specs(tuple(declared[1:]), batch)
 
         def call(held: tuple[PyTree, PyTree], batch: tuple[PyTree, ...], key: Any) -> Any:
-            params, whole_state = held
-            state, scaler = whole_state if self.scaling is not None else (whole_state, None)
+            params, state = held
+            scale = state.loss_scale if isinstance(state, ScaledState) else None
             inputs = optree.tree_map(into_compute, params, compute)
             with random.using(key) if key is not None else nullcontext():
-                gradients, value, aux = self._gradients(inputs, batch, scaler)
+                gradients, value, aux = self._gradients(inputs, batch, scale)
             gradients = optree.tree_map(into_update, gradients, update, kept, compute, none_is_leaf=True)
-            gradients = optree.tree_map(lambda g: _unscaled(g, scaler), gradients)
+            gradients = gradients if scale is None else unscaled(gradients, scale.scale)
             norm = global_norm(optree.tree_map(split_further, gradients, counted, update, none_is_leaf=True), counted)
             if self.clip is not None:
                 factor = torch.clamp(self.clip / (norm + 1e-6), max=1.0)
                 gradients = optree.tree_map(lambda g: g * factor.to(g.dtype), gradients)
             own = optree.tree_map(split_further, params, update, kept)
             places = () if self._places is None else (update,)
-            new, new_state = self.optimizer.update(gradients, state, own, *places)
-            overflow = None
-            if scaler is not None:
-                overflow = ~torch.isfinite(norm)  # summed over all ranks, so all of them agree
-                new, new_state = (_unless(overflow, *pair) for pair in ((new, own), (new_state, state)))
-                new_state = (new_state, self.scaling.update(scaler, overflow))  # type: ignore[union-attr]
+            before = state if scale is None else state.optimizer
+            new, after = self.optimizer.update(gradients, before, own, *places)
+            metrics = Metrics(value, norm, aux)
+            if self.scaling is not None and scale is not None:
+                overflow = ~torch.isfinite(norm)  # a sum over all ranks, so all of them agree
+                new, after = unless(overflow, new, own), unless(overflow, after, before)
+                after = ScaledState(after, self.scaling.update(scale, overflow))
+                metrics = metrics._replace(skipped=overflow, loss_scale=scale.scale)
             new = optree.tree_map(joined_again, new, update, kept)
-            metrics = Metrics(_unscaled(value, scaler), norm, aux, overflow, None if scaler is None else scaler.scale)
-            specs = Metrics(P(), P(), _aux_specs(aux, self.f), *((None, None) if scaler is None else (P(), P())))
-            return ((new, new_state), metrics), ((kept, self._state_specs(new_state, params, update)), specs)
+            reported = None if scale is None else P()
+            specs = Metrics(P(), P(), _aux_specs(aux, self.f), reported, reported)
+            return ((new, after), metrics), ((kept, self._state_specs(after, params, update)), specs)
 
         def arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
             return ((kept, self._state_specs(args[0][1], args[0][0], update)), batch_specs, P())
@@ -343,19 +341,13 @@ class TrainStep:
         layout = replace(self.f.layout, arguments=arguments, update_axis=None, update_specs=None)
         return LocalFunction(call, layout, "train_step")
 
-    def _gradients(self, params: PyTree, batch: tuple[PyTree, ...], scaler: Any) -> tuple[PyTree, Any, PyTree]:
-        """Gradients and value of the loss, both times the loss scale if there is one; and what comes beside it."""
-
-        def scaled(*args: PyTree) -> tuple[Any, SpecTree]:
-            result = self.f(*args)
-            if scaler is not None:
-                value, *rest = result if self.has_aux else (result,)
-                value = value.float() * scaler.scale.float()
-                result = (value, *rest) if self.has_aux else value
-            return result, self.f.results
-
-        local = LocalFunction(scaled, self.f.layout, self.f.name)
-        gradients, value = grad_and_value(local, has_aux=self.has_aux)(params, *batch)
+    def _gradients(self, params: PyTree, batch: tuple[PyTree, ...], scale: Any) -> tuple[PyTree, Any, PyTree]:
+        """Gradients of the loss, times the loss scale if there is one; its value; and what comes beside it."""
+        if scale is None:
+            gradients, value = grad_and_value(self.f, has_aux=self.has_aux)(params, *batch)
+        else:
+            f = scaled_loss(self.f, scale.scale, self.has_aux)
+            gradients, (_, value) = grad_and_value(f, has_aux=True)(params, *batch)
         return (gradients, *value) if self.has_aux else (gradients, value, None)
 
 
@@ -382,15 +374,6 @@ def _shown(handle: Any, show: Callable[..., Any], spec: P) -> Any:
 # -----------------------------------------------------------------------------
 # Specs
 # -----------------------------------------------------------------------------
-
-
-def _unscaled(x: Any, scaler: Any) -> Any:
-    """Without the loss scale that the forward used."""
-    return x if scaler is None or x is None else x / scaler.scale.to(x.dtype)
-
-
-def _unless(overflow: torch.Tensor, new: PyTree, old: PyTree) -> PyTree:
-    return optree.tree_map(lambda a, b: torch.where(overflow, b, a) if isinstance(a, torch.Tensor) else a, new, old)
 
 
 def _aux_specs(aux: PyTree, f: LocalFunction) -> SpecTree:
