@@ -81,7 +81,8 @@ def _kernel(p: Any, g: Any, m: Any, v: Any, step: Any, lr: Any, beta1: Any, beta
     if not _torch.has_fused_adamw(p):
         return _formula(p, g, m, v, step, lr, beta1, beta2, eps, decay)
     shape = p.shape
-    p, m, v, g = (_in_vectors(x) for x in (p, m, v, g))
+    p, m, v = (_in_vectors(x, copy=True) for x in (p, m, v))
+    g = _in_vectors(g, copy=False)
     _torch.fused_adamw_(p, g, m, v, step.to(p.device, torch.float32), float(lr), beta1, beta2, decay, eps)
     return tuple(x[: shape.numel()].view(shape) for x in (p, m, v))  # type: ignore[return-value]
 
@@ -89,12 +90,14 @@ def _kernel(p: Any, g: Any, m: Any, v: Any, step: Any, lr: Any, beta1: Any, beta
 _VECTOR = 64  # elements; the kernel works on cache lines of so many, of the narrowest dtype
 
 
-def _in_vectors(x: torch.Tensor) -> torch.Tensor:
-    """A flat copy, filled up: the kernel rounds what is left beside whole vectors otherwise than what is in them.
+def _in_vectors(x: torch.Tensor, copy: bool) -> torch.Tensor:
+    """Flat and filled up: the kernel rounds what is left beside whole vectors otherwise than what is in them.
 
     So an element's update depends on nothing but its values, and is the same in a parameter and in a part of it.
     """
     count = x.numel()
+    if count % _VECTOR == 0:
+        return (x.clone(memory_format=torch.contiguous_format) if copy else x).reshape(-1)
     flat = x.new_zeros(-(-count // _VECTOR) * _VECTOR)
     flat[:count] = x.reshape(-1)
     return flat
