@@ -5,11 +5,12 @@ Each name is here because torch offers no public one; `tests/test_private_torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import UnsupportedFakeTensorException as UnsupportedFakeTensor
@@ -31,6 +32,7 @@ __all__ = [
     "apart_from_modes",
     "apart_from_transforms",
     "backward_node_number",
+    "checkpointing",
     "differentiating_level",
     "direct_call",
     "functional_variant",
@@ -139,3 +141,30 @@ def fused_adamw_(
     """torch's fused AdamW on one parameter, in place; `step` counts this update."""
     options: dict[str, Any] = {"beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "eps": eps}
     torch._fused_adamw_([p], [g], [m], [v], [], [step], lr=lr, amsgrad=False, maximize=False, **options)
+
+
+@contextmanager
+def checkpointing(region: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:
+    """Let `torch.utils.checkpoint.checkpoint` call its function plainly, inside `region(name)`.
+
+    Its own ways, an autograd.Function and hooks on saved tensors, do not go through torch.func. Models hold references
+    to `checkpoint`, so the two names that it looks up when called are what is replaced.
+    """
+    module = torch.utils.checkpoint
+    saved = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
+
+    class Plainly:
+        @staticmethod
+        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+            with region("checkpoint"):
+                return function(*args)
+
+    def plainly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+        with region("checkpoint"):
+            yield
+
+    module.CheckpointFunction, module._checkpoint_without_reentrant_generator = Plainly, plainly  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        module.CheckpointFunction, module._checkpoint_without_reentrant_generator = saved  # type: ignore[misc]

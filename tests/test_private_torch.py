@@ -5,11 +5,13 @@ When a test here fails after an upgrade of torch, that one file is the place to 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from functional_parallel import _torch
@@ -162,3 +164,24 @@ def test_the_fused_adamw_is_adamw() -> None:
         optimizer.step()
         _torch.fused_adamw_(p, g * step, m, v, torch.tensor(float(step)), 0.1, 0.8, 0.9, 0.3, 1e-6)
     torch.testing.assert_close(p, theirs.detach(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_looks_up_the_two_names_that_are_replaced(reentrant: bool) -> None:
+    """Models hold references to torch.utils.checkpoint.checkpoint, so it must find these when it is called."""
+    regions: list[str] = []
+
+    @contextmanager
+    def region(name: str) -> Iterator[None]:
+        regions.append(name)
+        yield
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=reentrant)
+
+    with _torch.checkpointing(region):
+        assert torch.equal(torch.func.grad(lambda x: call(x).sum())(torch.ones(2)), torch.ones(2).cos())
+    assert regions == ["checkpoint"]
+    x = torch.ones(2, requires_grad=True)
+    call(x).sum().backward()
+    assert x.grad is not None and regions == ["checkpoint"]

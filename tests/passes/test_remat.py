@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -169,3 +170,49 @@ def test_bytes_sent_per_step(stage: int) -> None:
 def test_unknown_policies(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"remat\(.*(the policies are 'layers'|at least one layer)"):
         fp.remat(**wrong)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_model_that_checkpoints_itself(reentrant: bool) -> None:
+    """torch.utils.checkpoint in model code means what fp.recompute does, under any plan."""
+
+    def block(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(torch.tanh(x @ w) @ w)
+
+    def f(params: Any, x: torch.Tensor, checkpointed: bool = True) -> torch.Tensor:
+        for w in params["layers"]:
+            x = torch.utils.checkpoint.checkpoint(block, x, w, use_reentrant=reentrant) if checkpointed else block(x, w)
+        return x.sum()
+
+    params, x = {"layers": [torch.randn(4, 4).double() / 2 for _ in range(3)]}, batch(4, 4)[0]
+    step = fp.compile(fp.grad_and_value(fp.zero(3, "data")(f)), Mesh(data=2))
+    grads, _ = step(params, x)
+    want = fp.grad(lambda p, x: f(p, x, checkpointed=False))(params, x)
+    torch.testing.assert_close(grads, want, rtol=1e-12, atol=1e-14)
+    plain = fp.compile(fp.grad_and_value(fp.zero(3, "data")(f)), Mesh(data=2), without=("recompute",))
+    assert products(step.program) > products(plain.lower(params, x))
+
+
+def test_hugging_faces_gradient_checkpointing() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=32, n_embd=16, n_layer=3, n_head=2, n_positions=16)
+    model = transformers.GPT2LMHeadModel(config).train()
+    model.config.use_cache = False
+    tokens = torch.randint(0, 32, (2, 8))
+    found = []
+    for checkpointed in (False, True):
+        if checkpointed:
+            model.gradient_checkpointing_enable()
+        fn, params = fp.functional(model)
+        train = fp.train_step(
+            lambda p, t, fn=fn: fn(p, input_ids=t, labels=t).loss,
+            fp.optim.sgd(0.1),
+            Mesh(data=2),
+            fp.zero(3, "data"),
+            seed=1,
+        )
+        state, metrics = train(train.init(params), tokens)
+        found.append((metrics.loss, kept(train.program), train.params(state)["transformer.wpe.weight"]))
+    assert torch.equal(found[0][0], found[1][0])
+    torch.testing.assert_close(found[0][2], found[1][2])
+    assert found[1][1] < 0.6 * found[0][1]
