@@ -32,11 +32,8 @@ def _quotient_text(node: fx.Node) -> str:
 
 
 def _cast_text(node: fx.Node) -> str:
-    """Rounding partial sums to a narrower type loses what their sum would keep, so a downcast is not linear."""
-    source = node.args[0].meta["val"].dtype
-    target = node.meta["val"].dtype
-    widens = target.is_floating_point and target.itemsize >= source.itemsize
-    return "~... -> ..." if widens or target == source else "... -> ..."
+    """Partial sums are completed before a cast: narrower they would round, and wider be more to send."""
+    return "~... -> ..." if node.args[0].meta["val"].dtype == node.meta["val"].dtype else "... -> ..."
 
 
 def _decide_quotient(step: Step) -> Decision | None:
