@@ -96,7 +96,7 @@ def _call(fn: Callable[..., Sequence[Any]], arguments: list[torch.Tensor]) -> Se
         return fn(*arguments)
     except _torch.DATA_DEPENDENT_ERRORS as error:
         raise TracingError(
-            f"{raising_source(error) or 'the function'}: {getattr(error, 'func', 'an op')} needs the values of a tensor "
+            f"{raising_source(error) or 'the function'}: {getattr(error, 'func', 'an op')} needs a tensor's values "
             "(`.item()`, `if tensor:`, a boolean index), which a traced function does not have; "
             "write it with torch.where or fixed shapes"
         ) from error
