@@ -19,6 +19,7 @@ from ...collectives.types import Type
 from ...tracing import Aval, Traced
 from ..collectives import primitive_name
 from ..packing import PACK, UNPACK
+from .gathers import layer_of_gather
 from .recompute import operands
 
 __all__ = ["Buckets"]
@@ -55,10 +56,12 @@ class Buckets:
         for node in list(traced.nodes):
             if _is_alias_of_waiting(node, open_):
                 continue
-            for key, bucket in list(open_.items()):
-                if any(operand in bucket.waiting for operand in operands(node)):
-                    open_.pop(key).send(traced, mesh, before=node)
             key = _key(node)
+            computes = key is None and not _looks(node)
+            for other, bucket in list(open_.items()):
+                asked = any(operand in bucket.waiting for operand in operands(node))
+                if asked or (computes and bucket.is_of_a_layer):
+                    open_.pop(other).send(traced, mesh, before=node)
             if key is None:
                 continue
             bucket = open_.setdefault(key, _Bucket())
@@ -79,7 +82,12 @@ def _key(node: fx.Node) -> Hashable | None:
         return None
     aval = node.args[0].meta["val"]
     states = tuple(arg for arg in node.args[2:] if isinstance(arg, str))
-    return (name, tuple(node.args[1]), states, aval.dtype, aval.device)
+    layer = layer_of_gather(node) if parameter and not _is_only_returned(node) else None
+    return (name, tuple(node.args[1]), states, aval.dtype, aval.device, layer)
+
+
+def _looks(node: fx.Node) -> bool:
+    return primitive_name(node) == "pcast" or node.target in _VIEWS
 
 
 def _comes_from_parameter(gather: fx.Node) -> bool:
@@ -95,16 +103,11 @@ def _is_only_returned(gather: fx.Node) -> bool:
 
 
 def _is_alias_of_waiting(node: fx.Node, open_: dict[Hashable, _Bucket]) -> bool:
-    """Casts of what waits in a bucket wait with it, and views of gradients: a linear layer's backward turns each round.
-
-    A view of a gathered parameter is where its layer begins, and there its bucket ends.
-    """
-    is_cast = primitive_name(node) == "pcast"
-    if not is_cast and node.target not in _VIEWS:
+    """Casts and views of what waits in a bucket wait with it: linear layers turn parameters and gradients round."""
+    if not _looks(node):
         return False
     for bucket in open_.values():
-        gathers = primitive_name(bucket.members[0]) == "all_gather"
-        if node.args[0] in bucket.waiting and (is_cast or not gathers):
+        if node.args[0] in bucket.waiting:
             bucket.waiting.add(node)
             bucket.aliases.append(node)
             return True
@@ -117,6 +120,12 @@ class _Bucket:
     aliases: list[fx.Node] = field(default_factory=list)
     waiting: set[fx.Node] = field(default_factory=set)
     bytes: int = 0
+
+    @property
+    def is_of_a_layer(self) -> bool:
+        """Whether it gathers parameters for a layer: they stand ahead of their use, and are sent where they stand."""
+        first = self.members[0]
+        return primitive_name(first) == "all_gather" and not _is_only_returned(first)
 
     def add(self, node: fx.Node) -> None:
         self.members.append(node)

@@ -16,10 +16,10 @@ from sharding_specs import Mesh
 
 from ...tracing import Traced
 from ..collectives import primitive_name
-from .groups import layer_of_path
+from .groups import is_numbered, layer_of_path
 from .recompute import forward_nodes, operands, recompute
 
-__all__ = ["Gathers"]
+__all__ = ["Gathers", "layer_of_gather"]
 
 aten = torch.ops.aten
 
@@ -88,17 +88,20 @@ class Gathers:
         ordered = list(position)
         groups = [
             [(ordered[use], gather) for use, gather in group]
-            for _, group in itertools.groupby(uses, key=lambda pair: _layer(pair[1]))
+            for _, group in itertools.groupby(uses, key=lambda pair: layer_of_gather(pair[1]))
         ]
         for index, group in enumerate(groups):
             ahead = groups[max(index - self.prefetch, 0)] if self.prefetch else group
-            for use, gather in group:
-                anchor = ahead[0][0] if self.prefetch else use
-                for node in self._with_views(gather, position):
-                    anchor.prepend(node)
+            moved = [(use, *self._with_views(gather, position)) for use, gather in group]
+            for use, made, _ in moved:
+                for node in made:
+                    (ahead[0][0] if self.prefetch else use).prepend(node)
+            for use, _, views in moved:  # after all gathers of the layer, so that these can travel together
+                for node in views:
+                    (ahead[0][0] if self.prefetch else use).prepend(node)
 
     def _is_parameter_gather(self, node: fx.Node, position: dict[fx.Node, int]) -> bool:
-        return self._is_gather(node) and _stored_input(node) is not None
+        return self._is_gather(node) and stored_input(node) is not None
 
     def _first_use(self, gather: fx.Node, position: dict[fx.Node, int]) -> int:
         """The position of the first op that computes with a gathered parameter."""
@@ -109,8 +112,8 @@ class Gathers:
         ]
         return min(uses, default=len(position) - 1)
 
-    def _with_views(self, gather: fx.Node, position: dict[fx.Node, int]) -> list[fx.Node]:
-        """A gather with what is made for it alone before it, and views and casts of its result, in order."""
+    def _with_views(self, gather: fx.Node, position: dict[fx.Node, int]) -> tuple[list[fx.Node], list[fx.Node]]:
+        """A gather with what is made for it alone before it; views and casts of its result; both in order."""
         before = [gather]
         while before[0].args[0].op == "call_function" and len(before[0].args[0].users) == 1:
             before.insert(0, before[0].args[0])
@@ -119,7 +122,7 @@ class Gathers:
             views = [user for user in pending.pop().users if user.target in _RESHAPED or _is_cast(user)]
             after += views
             pending += views
-        return before + sorted(after, key=position.__getitem__)
+        return before, sorted(after, key=position.__getitem__)
 
 
 def _is_cast(node: fx.Node) -> bool:
@@ -136,15 +139,16 @@ def _made_of(gather: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _stored_input(gather: fx.Node) -> fx.Node | None:
-    """The parameter that a gather gathers, through casts of it."""
+def stored_input(gather: fx.Node) -> fx.Node | None:
+    """The parameter that a gather gathers, through casts and views of it."""
     node = gather.args[0]
     while node.op == "call_function" and (node.target in _RESHAPED or _is_cast(node)):
         node = node.args[0]
     return node if node.op == "placeholder" and node.meta.get("parameter") else None
 
 
-def _layer(gather: fx.Node) -> str:
-    node = _stored_input(gather)
-    assert node is not None
-    return layer_of_path(node.meta["path"])
+def layer_of_gather(gather: fx.Node) -> str:
+    """The layer whose parameter a gather gathers; what is in no stack of layers counts as one layer, unnamed."""
+    node = stored_input(gather)
+    layer = "" if node is None else layer_of_path(node.meta["path"])
+    return layer if is_numbered(layer) else ""

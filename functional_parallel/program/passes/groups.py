@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -10,22 +11,28 @@ from torch import fx
 from ...tracing import Traced
 from .recompute import operands
 
-__all__ = ["Layers", "layer_of_path"]
+__all__ = ["Layers", "is_numbered", "layer_of_path"]
+
+_NUMBERED = re.compile(r"(.+)[/.]\d+")
 
 
 def layer_of_path(path: str) -> str:
     """The part of a parameter's path that names its layer: up to the first number after a name.
 
-    >>> layer_of_path("0/layers/3/attention/w"), layer_of_path("0/embedding")
-    ('0/layers/3', '0/embedding')
+    >>> layer_of_path("0/layers/3/attention/w"), layer_of_path("0/layers.3.attention.w"), layer_of_path("0/embedding")
+    ('0/layers/3', '0/layers.3', '0/embedding')
     """
-    parts = path.split("/")
     named = False
-    for index, part in enumerate(parts):
-        if part.isdigit() and named:
-            return "/".join(parts[: index + 1])
-        named = named or not part.isdigit()
+    for part in re.finditer(r"[^/.]+", path):  # a module's parameters have dotted paths
+        if part[0].isdigit() and named:
+            return path[: part.end()]
+        named = named or not part[0].isdigit()
     return path
+
+
+def is_numbered(layer: str) -> bool:
+    """Whether a layer is one of a stack, by its path."""
+    return _NUMBERED.fullmatch(layer) is not None
 
 
 @dataclass
@@ -55,8 +62,9 @@ class Layers:
 
     def is_numbered(self, index: int) -> bool:
         """Whether this is one of a stack of layers."""
-        return index >= 0 and self.names[index].rsplit("/", 1)[-1].isdigit() and "/" in self.names[index]
+        return index >= 0 and is_numbered(self.names[index])
 
     def stem(self, index: int) -> str:
         """The path of the stack that a numbered layer is part of."""
-        return self.names[index].rsplit("/", 1)[0]
+        match = _NUMBERED.fullmatch(self.names[index])
+        return match[1] if match is not None else self.names[index]
