@@ -80,11 +80,13 @@ Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def _kernel(p: Any, g: Any, m: Any, v: Any, step: Any, lr: Any, beta1: Any, beta2: Any, eps: Any, decay: Any) -> Triple:
     if not _torch.has_fused_adamw(p):
         return _formula(p, g, m, v, step, lr, beta1, beta2, eps, decay)
-    shape = p.shape
+    shape, count = p.shape, p.numel()
     p, m, v = (_in_vectors(x, copy=True) for x in (p, m, v))
     g = _in_vectors(g, copy=False)
     _torch.fused_adamw_(p, g, m, v, step.to(p.device, torch.float32), float(lr), beta1, beta2, decay, eps)
-    return tuple(x[: shape.numel()].view(shape) for x in (p, m, v))  # type: ignore[return-value]
+    if p.numel() == count:
+        return p.view(shape), m.view(shape), v.view(shape)
+    return p[:count].view(shape), m[:count].view(shape), v[:count].view(shape)
 
 
 _VECTOR = 64  # elements; the kernel works on cache lines of so many, of the narrowest dtype
