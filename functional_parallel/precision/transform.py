@@ -75,8 +75,8 @@ def mixed_precision(
 
         def call(first: PyTree, *batch: PyTree) -> Any:
             leaves, kept = _cast_parameters(first, dtype, (*keep, *STATISTICS))
-            batch = optree.tree_map(lambda leaf: cast(leaf, dtype), batch)
-            with Computing(dtype, kept, further):
+            batch, statistics = _cast(batch, dtype, STATISTICS)
+            with Computing(dtype, [*kept, *statistics], further):
                 result = inner(leaves, *batch)
             return optree.tree_map(lambda leaf: _result(leaf, dtype), result), inner.results
 
@@ -88,15 +88,19 @@ def mixed_precision(
 
 def _cast_parameters(params: PyTree, dtype: torch.dtype, keep: Sequence[str]) -> tuple[PyTree, list[torch.Tensor]]:
     """The parameters in the narrow type, and those that were not cast."""
-    leaves, tree = optree.tree_flatten(params)
-    kept = [
-        is_floating(leaf) and any(fnmatch.fnmatchcase(path, pattern) for pattern in keep)
-        for path, leaf in zip(tree_paths(params), leaves, strict=True)
-    ]
     source = current_source() or Source("", 0, "", "")
     with inherit(replace(source, casts_parameters=True)):  # by which passes know the gradients of parameters
-        moved = [leaf if stays else cast(leaf, dtype) for leaf, stays in zip(leaves, kept, strict=True)]
-    return tree.unflatten(moved), [leaf for leaf, stays in zip(leaves, kept, strict=True) if stays]
+        return _cast(params, dtype, keep)
+
+
+def _cast(tree: PyTree, dtype: torch.dtype, keep: Sequence[str]) -> tuple[PyTree, list[torch.Tensor]]:
+    leaves, structure = optree.tree_flatten(tree)
+    kept = [
+        is_floating(leaf) and any(fnmatch.fnmatchcase(path, pattern) for pattern in keep)
+        for path, leaf in zip(tree_paths(tree), leaves, strict=True)
+    ]
+    moved = [leaf if stays else cast(leaf, dtype) for leaf, stays in zip(leaves, kept, strict=True)]
+    return structure.unflatten(moved), [leaf for leaf, stays in zip(leaves, kept, strict=True) if stays]
 
 
 def _result(leaf: Any, dtype: torch.dtype) -> Any:

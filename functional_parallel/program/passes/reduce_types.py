@@ -60,6 +60,7 @@ class ReduceIn:
             if self.dtype.itemsize < 4:
                 for start in starts:
                     self._narrow_sums_after(traced, start)
+                    self._narrow_sums_before(traced, start)
 
     def _narrow_sums_after(self, traced: Traced, start: fx.Node) -> None:
         pending = [start]
@@ -69,6 +70,14 @@ class ReduceIn:
                     pending.append(self._narrow(traced, user))
                 elif _is_linear(user) or _is_sum_of_two(user):
                     pending.append(user)
+
+    def _narrow_sums_before(self, traced: Traced, start: fx.Node) -> None:
+        """The sum of a gradient that an island left wide, and that is rounded after it."""
+        rounding = start.args[0]
+        if rounding.target is aten._to_copy.default and rounding.args[0].meta["val"].dtype == start.meta["val"].dtype:
+            for node in _chain(rounding):
+                if primitive_name(node) in _SUMS:
+                    self._narrow(traced, node)
 
     def _narrow(self, traced: Traced, total: fx.Node) -> fx.Node:
         """Send a sum's operand narrow, and widen its result."""

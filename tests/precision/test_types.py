@@ -1,0 +1,276 @@
+"""Which types a mixed-precision program computes and communicates in, and that its values are those asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import functional_parallel as fp
+from sharding_specs import Mesh, P
+
+from . import networks
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+PARAMS, SPECS = networks.model()
+TOKENS = networks.tokens(0)
+
+
+def tensor_and(outer: Any) -> tuple[Any, ...]:
+    return (fp.tensor_parallel("tensor", SPECS), outer)
+
+
+PLANS = {
+    "data": (fp.data_parallel("data"),),
+    "zero1": (fp.zero(1, "data"),),
+    "zero3": (fp.zero(3, "data"),),
+    "zero3, accumulate": (fp.zero(3, "data"), fp.accumulate(2)),
+    "tensor": (fp.tensor_parallel("tensor", SPECS),),
+    "tensor, zero3": tensor_and(fp.zero(3, "data")),
+    "tensor, data, accumulate": (*tensor_and(fp.data_parallel("data")), fp.accumulate(2)),
+}
+MESH = Mesh(data=2, tensor=2)
+
+
+# -----------------------------------------------------------------------------
+# Values
+# -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_a_plan_gives_what_one_rank_computes_in_the_same_precision(name: str, kind: str) -> None:
+    one = fp.grad_and_value(fp.mixed_precision(kind)(networks.loss))(PARAMS, TOKENS)
+    plan = fp.chain(fp.mixed_precision(kind), *PLANS[name])
+    if "zero1" in name:  # its gradients are partial sums until the update
+        train = fp.train_step(networks.loss, fp.optim.sgd(1.0), MESH, plan)
+        state, metrics = train(train.init(PARAMS), TOKENS)
+        several = (optree.tree_map(torch.sub, PARAMS, train.params(state)), metrics.loss)
+    else:
+        several = fp.compile(fp.grad_and_value(plan(networks.loss)), MESH)(PARAMS, TOKENS)
+    bound = 0.05 if kind == "bf16" else 0.01
+    for path, a, b in zip(optree.tree_paths(one), optree.tree_leaves(one), optree.tree_leaves(several), strict=True):
+        assert a.dtype == b.dtype == FP32
+        assert (a - b).norm() <= bound * a.norm(), (path, (a - b).norm() / a.norm())
+
+
+@pytest.mark.parametrize("reduce", ["fp32", "bf16"])
+@pytest.mark.parametrize("outer", [(fp.zero(0, "data"),), (fp.zero(3, "data"),)])
+def test_small_integers_are_exact(outer: tuple[Any, ...], reduce: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randint(-1, 2, shape, generator=generator).float()  # noqa: E731
+    params, x = {"a": draw(4, 8), "b": draw(8, 3)}, draw(4, 4)
+
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return ((x @ params["a"]).relu() @ params["b"]).sum()
+
+    specs = {"a": P(None, "tensor"), "b": P("tensor", None)}
+    plan = fp.chain(fp.mixed_precision("bf16", reduce=reduce), fp.tensor_parallel("tensor", specs), *outer)
+    found = fp.compile(fp.grad_and_value(plan(loss)), MESH)(params, x)
+    exact = fp.grad_and_value(loss)(params, x)
+    assert all(map(torch.equal, optree.tree_leaves(found), optree.tree_leaves(exact)))
+
+
+@pytest.mark.parametrize("outer", [(fp.zero(0, "data"),), (fp.zero(3, "data"),), (fp.accumulate(2),)])
+def test_gradients_are_summed_in_float32(outer: tuple[Any, ...]) -> None:
+    """256 + 1 is no bfloat16."""
+    f = fp.chain(fp.mixed_precision("bf16"), *outer)(lambda w, x: (x @ w).sum())
+    gradient = fp.compile(fp.grad(f), Mesh(data=2))(torch.zeros(2), torch.tensor([[256.0, 0.0], [1.0, 0.0]]))
+    assert gradient.tolist() == [257.0, 0.0]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_are_summed_over_ranks_in_the_type_asked_for(stage: int) -> None:
+    plan = fp.chain(fp.mixed_precision("bf16", reduce="bf16"), fp.zero(stage, "data"), fp.accumulate(2))
+    step = fp.compile(fp.grad(plan(lambda w, x: (x @ w).sum())), Mesh(data=2))
+    rows = torch.tensor([256.0, 1.0, 1.0, 256.0])  # of each rank two: 257, rounded once to 256
+    gradient = step(torch.zeros(2), torch.stack([rows, 0 * rows], dim=1))
+    assert gradient.tolist() == [512.0, 0.0]
+
+
+def test_a_tied_weight_is_summed_in_float32() -> None:
+    f = fp.chain(fp.mixed_precision("bf16"), fp.data_parallel("data"))(lambda w, x, y: (x @ w).sum() + (y @ w).sum())
+    x, y = torch.tensor([[256.0], [0.0]]), torch.tensor([[0.0], [1.0]])
+    assert fp.compile(fp.grad(f), Mesh(data=2))(torch.zeros(1), x, y).item() == 257.0
+
+
+@pytest.mark.parametrize("name", ["zero3", "zero3, accumulate", "tensor, zero3"])
+def test_gathering_narrow_changes_no_bit(name: str) -> None:
+    f = fp.chain(fp.mixed_precision("bf16"), *PLANS[name])(networks.loss)
+    narrow, wide = (fp.compile(fp.grad_and_value(f), MESH, without=without) for without in ((), ("casts",)))
+    results = [optree.tree_leaves(step(PARAMS, TOKENS)) for step in (narrow, wide)]
+    assert all(map(torch.equal, *results))
+    assert "casts" in narrow.program.passes
+    sent = [
+        sum(each.bytes for each in step.program.collectives() if each.kind == "all_gather") for step in (narrow, wide)
+    ]
+    assert 2 * sent[0] == sent[1] > 0
+
+
+def test_vmap_and_hessian_compose() -> None:
+    f = fp.mixed_precision("bf16")(lambda w, x: F.softmax(x @ w, -1).square().sum())
+    w, x = torch.tensor([[1.0, 2.0], [0.5, -1.0]]), torch.tensor([[1.0, 0.0], [0.0, 2.0]])
+    wide = lambda w, x: F.softmax(x @ w, -1).square().sum()  # noqa: E731
+    per_sample = fp.vmap(fp.grad(f), (None, 0))(w, x)
+    torch.testing.assert_close(per_sample, fp.vmap(fp.grad(wide), (None, 0))(w, x), rtol=0.03, atol=0.01)
+    torch.testing.assert_close(fp.hessian(f)(w, x), fp.hessian(wide)(w, x), rtol=0.05, atol=0.02)
+
+
+# -----------------------------------------------------------------------------
+# Types of what travels
+# -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+@pytest.mark.parametrize("reduce", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("params", [None, "fp32"])
+def test_every_collective_has_the_type_asked_for(kind: str, reduce: str, params: str | None) -> None:
+    types = {"bf16": BF16, "fp16": FP16, "fp32": FP32}
+    plan = fp.chain(fp.mixed_precision(kind, reduce=reduce, params=params), *PLANS["tensor, zero3"])
+    step = networks.lowered(plan(networks.loss), MESH, PARAMS, TOKENS)
+    gathered, compute, reduced = types[params or kind], types[kind], types[reduce]
+    assert {dtype for name, _, dtype in networks.collectives(step) if name == "all_gather"} == {gathered}
+    assert {dtype for name, _, dtype in networks.collectives(step) if name == "psum_scatter"} == {reduced}
+    psums = [each for each in step.program.collectives() if each.kind == "psum" and each.axes == ("tensor",)]
+    activations = [each for each in psums if each.operand.ndim == 3]
+    assert len(activations) >= 8
+    assert {each.operand.dtype for each in activations} == {compute}
+
+
+@pytest.mark.parametrize(("reduce", "dtype"), [("fp32", FP32), ("bf16", BF16)])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_stage_reduces_gradients_in_the_type_asked_for(stage: int, reduce: str, dtype: torch.dtype) -> None:
+    plan = fp.chain(fp.mixed_precision("bf16", reduce=reduce), fp.zero(stage, "data"))
+    train = fp.train_step(networks.loss, fp.optim.adamw(1e-3), Mesh(data=2), plan, clip=1.0)
+    train.lower(train.init(PARAMS), TOKENS)
+    summed = [each for each in train.program.collectives() if each.kind in ("psum", "psum_scatter")]
+    assert {each.operand.dtype for each in summed if each.operand.numel > 4} == {dtype}
+    updated = [each for each in train.program.collectives() if each.kind == "all_gather"]
+    assert {each.operand.dtype for each in updated} == ({FP32} if stage in (1, 2) else {BF16} if stage == 3 else set())
+
+
+# -----------------------------------------------------------------------------
+# Types of what computes
+# -----------------------------------------------------------------------------
+
+
+def test_products_are_narrow_and_islands_wide() -> None:
+    for kind, narrow in (("bf16", BF16), ("fp16", FP16)):
+        plan = fp.chain(fp.mixed_precision(kind), *PLANS["tensor, zero3"])
+        program = networks.lowered(plan(networks.loss), MESH, PARAMS, TOKENS).program
+        assert networks.types_of(program, "mm", "bmm") == {narrow}
+        islands = ("native_layer_norm", "native_layer_norm_backward", "_log_softmax", "exp", "log", "mean", "pow")
+        assert networks.types_of(program, *islands) == {FP32}
+        assert networks.types_of(program, "gelu") == {narrow}
+
+
+def seen(transform: Any, f: Any, *args: Any) -> list[torch.dtype]:
+    """The types of the tensors that f returns, before they are widened at the end."""
+    found: list[torch.dtype] = []
+
+    def watched(*args: Any) -> Tensor:
+        results = f(*args)
+        found.extend(result.dtype for result in results)
+        return results[0]
+
+    transform(watched)(*args)
+    return found
+
+
+X = torch.ones(2, 4)
+
+
+@pytest.mark.parametrize(
+    ("f", "dtype"),
+    [
+        (lambda w, x: x @ w, BF16),
+        (lambda w, x: torch.matmul(x.float(), w), BF16),
+        (lambda w, x: torch.einsum("ij, jk -> ik", x, w), BF16),
+        (lambda w, x: F.linear(x, w.T, w[0]), BF16),
+        (lambda w, x: F.conv1d(x[None], w[:2, :2, None].float()), BF16),
+        (lambda w, x: F.scaled_dot_product_attention(x[None], w[None].float(), w[None]), BF16),
+        (lambda w, x: x.softmax(-1), BF16),
+        (lambda w, x: F.softmax(x, -1, dtype=torch.float32), FP32),
+        (lambda w, x: F.layer_norm(x, (4,), w[0]), BF16),
+        (lambda w, x: torch.var(x, 0), BF16),
+        (lambda w, x: x**2, BF16),
+        (lambda w, x: x.float().exp(), FP32),
+        (lambda w, x: x.sum(), FP32),
+        (lambda w, x: F.mse_loss(x, 0 * x, reduction="none"), FP32),
+        (lambda w, x: F.binary_cross_entropy(x.sigmoid(), 0 * x), FP32),
+        (lambda w, x: F.cross_entropy(x, torch.tensor([0, 1])), FP32),
+        (lambda w, x: x.float() + w[:2], FP32),
+        (lambda w, x: torch.lerp(x, x.float(), 0.5), FP32),
+        (lambda w, x: x.index_add(0, torch.tensor([0]), w[:1].float()), FP32),
+        (lambda w, x: torch.relu(x), BF16),
+    ],
+)
+def test_the_type_of_each_kind_of_function(f: Any, dtype: torch.dtype) -> None:
+    assert seen(fp.mixed_precision("bf16"), lambda w, x: (f(w, x),), torch.ones(4, 4), X) == [dtype]
+
+
+def test_islands_compute_in_float32() -> None:
+    """One part in 512 is lost in bfloat16: the variance of numbers about 256 would be zero."""
+    x = 256 + torch.tensor([[0.0, 2.0, 4.0, 6.0]])
+    found = fp.mixed_precision("bf16")(lambda w, x: F.layer_norm(x, (4,)))(X, x)
+    torch.testing.assert_close(found, F.layer_norm(x, (4,)), rtol=0.01, atol=0)
+
+
+def test_kept_parameters_stay_and_so_do_products_with_them() -> None:
+    params = {"router": torch.ones(4, 4), "w": torch.ones(4, 4)}
+    types = lambda p, x: (x @ p["router"].T, x @ p["w"].T, p["router"] * 2)  # noqa: E731
+    assert seen(fp.mixed_precision("bf16", keep=["rout*"]), types, params, X) == [FP32, BF16, FP32]
+    assert seen(fp.mixed_precision("bf16"), types, params, X) == [BF16, BF16, BF16]
+
+
+def test_users_add_islands_by_name_or_function() -> None:
+    f = lambda w, x: torch.tanh(x * 1.01).sum()  # noqa: E731
+    types = [
+        networks.types_of(
+            networks.lowered(fp.mixed_precision("bf16", islands=islands)(f), Mesh(), X, X).program, "tanh"
+        )
+        for islands in ((), ["tanh"], [torch.tanh])
+    ]
+    assert types == [{BF16}, {FP32}, {FP32}]
+
+
+def test_running_statistics_are_not_rounded() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    fn, params, buffers = fp.functional(module, buffers=True)
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    _, updated = fp.mixed_precision("bf16")(fn)(params, buffers, x)
+    _, wide = fn(params, buffers, x)
+    for name in ("1.running_mean", "1.running_var"):
+        assert updated[name].dtype == FP32
+        assert not torch.equal(updated[name], updated[name].bfloat16().float())
+        torch.testing.assert_close(updated[name], wide[name], rtol=0.01, atol=0.01)
+
+
+# -----------------------------------------------------------------------------
+# Bad input
+# -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"compute": "fp8"}, r"compute='fp8'\) is not supported; it is 'bf16' or 'fp16'"),
+        ({"compute": "bf16", "reduce": "int8"}, r"reduce='int8'\) is not supported; it is 'fp32' or 'bf16' or 'fp16'"),
+        ({"compute": "bf16", "params": "fp16"}, r"params='fp16'\) is not supported; it is 'bf16' or 'fp32'"),
+        ({"compute": "bf16", "islands": ["tahn"]}, r"no torch function or method 'tahn'"),
+        ({"compute": "fp16", "loss_scale": -1.0}, r"loss_scale=-1.0\): it is fp.LossScale"),
+        ({"compute": "fp16", "loss_scale": "dynamic"}, r"or 'auto'"),
+    ],
+)
+def test_bad_input_says_what_is_supported(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fp.mixed_precision(**arguments)
+
+
+def test_precision_stands_innermost() -> None:
+    with pytest.raises(fp.OrderError, match=r"write chain\(mixed_precision\('bf16'\), zero\(3, 'data'\)\)"):
+        fp.chain(fp.zero(3, "data"), fp.mixed_precision("bf16"))
