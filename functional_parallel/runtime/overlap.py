@@ -41,7 +41,7 @@ def overlapped(traced: Traced) -> list[fx.Node]:
             waiting.clear()
         elif not _only_looks(node):
             waiting.append(node)
-    for each in [*waiting, *(out for out in traced.outputs if isinstance(out, fx.Node))]:
+    for each in [*waiting, *_computed(out for out in traced.outputs if isinstance(out, fx.Node))]:
         _write(each, order)
     return list(order)
 
