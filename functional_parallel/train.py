@@ -17,7 +17,7 @@ from .collectives.axes import bind
 from .compile import Staged, stage
 from .derivatives import grad_and_value
 from .local_function import LocalFunction, PyTree, SpecTree, unsharded
-from .loss_scaling import LossScale
+from .loss_scaling import LossScale, LossScaleState
 from .optim import Optimizer
 from .runtime import default_runtime
 from .scaled import ScaledState, scaled_loss, scaled_specs, unless, unscaled, with_scale
@@ -186,6 +186,17 @@ class TrainStep:
         ]
         count = self._trees["params"].num_leaves
         return self._trees["params"].unflatten(leaves[:count]), self._trees["state"].unflatten(leaves[count:])
+
+    def check(self, state: TrainState) -> None:
+        """Stop a run whose gradients overflow at the lowest loss scale; a loop asks now and then.
+
+        Raises:
+            LossScaleError: when a step up to this state did.
+        """
+        if self.scaling is not None:
+            runtime = default_runtime(self.mesh, self.reduction)
+            scale = [runtime.whole(handle, P()) for handle in state.handles[-len(LossScaleState._fields) :]]
+            self.scaling.check(LossScaleState(*scale))
 
     # --- stepping ---
 

@@ -87,10 +87,14 @@ def test_the_scale_follows_the_rules_in_training(pattern: str, scales: list[int]
 
 def test_an_overflow_at_the_minimum_is_told() -> None:
     rules = fp.LossScale(initial=2.0, hysteresis=1)
-    state = trained(0, [bad(0), bad(0), bad(0)], rules)[1].loss_scale
-    assert state.scale.item() == 1.0
+    train = fp.train_step(loss, fp.optim.sgd(0.1), MESH, plan(3, rules))
+    state = train.init(PARAMS)
+    for _ in range(2):
+        train.check(state)
+        state, metrics = train(state, bad(0))
+    assert metrics.loss_scale.item() == 1.0
     with pytest.raises(fp.LossScaleError, match="overflow at the lowest loss scale, 1"):
-        rules.check(state)
+        train.check(state)
 
 
 # -----------------------------------------------------------------------------

@@ -29,6 +29,7 @@ PLANS = {
     "zero1": (fp.zero(1, "data"),),
     "zero3": (fp.zero(3, "data"),),
     "zero3, accumulate": (fp.zero(3, "data"), fp.accumulate(2)),
+    "zero2, each": (fp.zero(2, "data"), fp.accumulate(2, reduce="each")),
     "tensor": (fp.tensor_parallel("tensor", SPECS),),
     "tensor, zero3": tensor_and(fp.zero(3, "data")),
     "tensor, data, accumulate": (*tensor_and(fp.data_parallel("data")), fp.accumulate(2)),
@@ -46,7 +47,7 @@ MESH = Mesh(data=2, tensor=2)
 def test_a_plan_gives_what_one_rank_computes_in_the_same_precision(name: str, kind: str) -> None:
     one = fp.grad_and_value(fp.mixed_precision(kind)(networks.loss))(PARAMS, TOKENS)
     plan = fp.chain(fp.mixed_precision(kind), *PLANS[name])
-    if "zero1" in name:  # its gradients are partial sums until the update
+    if "zero1" in name or "zero2" in name:  # their gradients are partial sums until the update
         train = fp.train_step(networks.loss, fp.optim.sgd(1.0), MESH, plan)
         state, metrics = train(train.init(PARAMS), TOKENS)
         several = (optree.tree_map(torch.sub, PARAMS, train.params(state)), metrics.loss)
@@ -90,6 +91,15 @@ def test_gradients_are_summed_over_ranks_in_the_type_asked_for(stage: int) -> No
     rows = torch.tensor([256.0, 1.0, 1.0, 256.0])  # of each rank two: 257, rounded once to 256
     gradient = step(torch.zeros(2), torch.stack([rows, 0 * rows], dim=1))
     assert gradient.tolist() == [512.0, 0.0]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_reducing_each_microbatch_sums_in_float32_too(stage: int) -> None:
+    plan = fp.chain(fp.mixed_precision("bf16"), fp.zero(stage, "data"), fp.accumulate(2, reduce="each"))
+    train = fp.train_step(lambda w, x: (x @ w).sum(), fp.optim.sgd(1.0), Mesh(data=2), plan)
+    rows = torch.tensor([256.0, 1.0, 1.0, 1.0])
+    state, _ = train(train.init(torch.zeros(2)), torch.stack([rows, 0 * rows], dim=1))
+    assert train.params(state).tolist() == [-259.0, 0.0]
 
 
 def test_a_tied_weight_is_summed_in_float32() -> None:
