@@ -1,0 +1,77 @@
+"""Law 3 on real processes: summed in rank order, every ZeRO stage gives the bits of simulated ranks."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+import torch
+
+import functional_parallel as fp
+from sharding_specs import Mesh, split
+
+from ..processes import run_on_processes
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples"))
+import gpt
+
+CONFIG = gpt.Config(2, 20, 2, 8)  # a width that four ranks do not divide into vectors
+STEPS, BATCH = 20, 8
+
+PLANS = {
+    "data parallel": fp.data_parallel("data"),
+    "zero 1": fp.zero(1, "data"),
+    "zero 2": fp.zero(2, "data"),
+    "zero 3": fp.zero(3, "data"),
+}
+HYBRID = {
+    "plain": fp.chain(fp.data_parallel("shard"), fp.data_parallel("replica")),
+    "hybrid": fp.chain(fp.zero(3, "shard"), fp.data_parallel("replica")),
+}
+
+
+def train(plan: Any, mesh: Mesh, reduction: str) -> list[torch.Tensor]:
+    """Twenty steps of AdamW: parameters, optimizer state and losses."""
+    params, _ = split(gpt.init(CONFIG, 0))
+    step = fp.train_step(
+        partial(gpt.loss, config=CONFIG), fp.optim.adamw(1e-2), mesh, plan, clip=1.0, reduction=reduction
+    )
+    tokens = torch.randint(0, 256, (2, BATCH, 9), generator=torch.Generator().manual_seed(0))
+    state, losses = step.init(params), []
+    for number in range(STEPS):
+        state, metrics = step(state, tokens[number % 2])
+        losses.append(metrics.loss)
+    return optree.tree_leaves((step.whole(state), losses))
+
+
+def all_plans(rank: int, size: int, reduction: str) -> dict[str, list[torch.Tensor]]:
+    found = {name: train(plan, Mesh(data=size), reduction) for name, plan in PLANS.items()}
+    if size == 4:
+        mesh = Mesh(replica=2, shard=2)
+        found |= {name: train(plan, mesh, reduction) for name, plan in HYBRID.items()}
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_stage_gives_the_same_bits(size: int) -> None:
+    simulated = all_plans(0, size, "ordered")
+    real = run_on_processes(all_plans, size, size, "ordered", timeout=300)
+    for rank, found in enumerate(real):
+        for name, result in found.items():
+            reference = simulated["plain" if name in HYBRID else "data parallel"]
+            differing = [
+                index for index, pair in enumerate(zip(result, reference, strict=True)) if not torch.equal(*pair)
+            ]
+            assert not differing, f"{name} on rank {rank} of {size}"
+    assert simulated["data parallel"][-1] < simulated["data parallel"][-STEPS] - 0.5, "the loss fell"
+
+
+def test_the_backends_own_sums_are_within_rounding() -> None:
+    simulated = all_plans(0, 2, "fast")
+    for found in run_on_processes(all_plans, 2, 2, "fast", timeout=300):
+        for result in found.values():
+            torch.testing.assert_close(result, simulated["data parallel"], rtol=1e-3, atol=1e-4)
