@@ -81,7 +81,9 @@ def launched(name: str, size: str, args: argparse.Namespace) -> list[dict[str, A
         if any([rank.wait() for rank in ranks]):
             print(f"{name} on {size} failed", file=sys.stderr)
             return []
-        return [json.loads(out.read_text())]
+        row = json.loads(out.read_text())
+        print(*cells(row), sep=" | ", file=sys.stderr, flush=True)
+        return [row]
 
 
 def cells(row: dict[str, Any]) -> tuple[object, ...]:

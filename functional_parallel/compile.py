@@ -20,7 +20,7 @@ from .program import Program, drop_trivial
 from .program.passes import Buckets, Marked, Reductions, run_passes
 from .program.unroll import unroll
 from .runtime import default_runtime
-from .tracing import Aval, forget_values, simplify, trace
+from .tracing import Aval, forget_values, fuse_views, simplify, trace
 from .varying import Typing, type_of
 
 __all__ = ["UNCHECKED", "Compiled", "LayoutError", "OutSpecError", "compile", "shard_map", "stage"]
@@ -282,6 +282,7 @@ def _rewrite(program: Program, layout: Layout, bucket: int | None, without: Coll
     late = [each for each in layout.passes if each.order >= 0]
     passes = [Marked(), Reductions(), *late, *([Buckets(bucket)] if bucket else [])]
     program.passes = early + run_passes(passes, program.traced, program.mesh, without)
+    fuse_views(program.traced)
 
 
 # -----------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from .graph import Aval, Traced, aval_of, is_collective, source_of
 from .record import CustomFunctionError, MutationError, TracingError, trace
 from .simplify import forget_values, simplify
+from .views import fuse_views
 
 __all__ = [
     "Aval",
@@ -12,6 +13,7 @@ __all__ = [
     "TracingError",
     "aval_of",
     "forget_values",
+    "fuse_views",
     "is_collective",
     "simplify",
     "source_of",
