@@ -8,14 +8,15 @@ import optree
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import functional_parallel as fp
 from sharding_specs import Mesh
 
 from . import networks
 
-CONFIG = LlamaConfig(
+transformers = pytest.importorskip("transformers")
+
+CONFIG = transformers.LlamaConfig(
     hidden_size=32,
     intermediate_size=64,
     num_hidden_layers=2,
@@ -28,7 +29,7 @@ CONFIG = LlamaConfig(
 @pytest.mark.parametrize(("kind", "dtype", "bound"), [("bf16", torch.bfloat16, 0.02), ("fp16", torch.float16, 0.01)])
 def test_a_llama_computes_its_products_narrow(kind: str, dtype: torch.dtype, bound: float) -> None:
     torch.manual_seed(0)
-    fn, params = fp.functional(LlamaForCausalLM(CONFIG).eval())
+    fn, params = fp.functional(transformers.LlamaForCausalLM(CONFIG).eval())
     tokens = torch.randint(0, 64, (4, 16))
 
     def loss(params: Any, tokens: Tensor) -> Tensor:
