@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from sharding_specs import Mesh, P, broadcast_specs, whole_shape
+from sharding_specs import Mesh, P, broadcast_specs, tree_paths, whole_shape
 
 from . import random
 from .collectives.axes import bind
@@ -144,7 +144,8 @@ class TrainStep:
         """Shard parameters and make the optimizer's state.
 
         Args:
-            params: whole parameters, the same on every rank; or a function without arguments that makes them.
+            params: whole parameters, the same on every rank (which is checked); or a function without arguments that
+                makes them.
         """
         params = params() if callable(params) else params
         return self.load(params, self.optimizer.init(params), 0)
@@ -159,6 +160,7 @@ class TrainStep:
             "specs": optree.tree_leaves((kept, state_specs), is_leaf=_is_spec),
         }
         runtime = default_runtime(self.mesh, self.reduction)
+        _check_same(runtime, "train_step.init", params)
         leaves = optree.tree_leaves((params, optimizer_state))
         return TrainState(
             step,
@@ -213,6 +215,9 @@ class TrainStep:
         self._check_state(state)
         runtime = default_runtime(self.mesh, self.reduction)
         staged = self._stage(state, batch)
+        if not self.own_batch and staged.program.cache.setdefault("first batch", True):
+            _check_same(runtime, "train_step", batch)  # a loader that was seeded by rank shows at its first batch
+            staged.program.cache["first batch"] = False
         handles = [handle for handle in state.handles if not isinstance(handle, _Constant)]
         count = len(handles)
         tensors = [leaf for leaf in optree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
@@ -385,6 +390,13 @@ def _shown(handle: Any, show: Callable[..., Any], spec: P) -> Any:
 # -----------------------------------------------------------------------------
 # Specs
 # -----------------------------------------------------------------------------
+
+
+def _check_same(runtime: Any, name: str, tree: PyTree) -> None:
+    """Nothing would be further from data parallelism than ranks that begin with parameters of their own."""
+    leaves = [(path, leaf) for path, leaf in zip(tree_paths(tree), optree.tree_leaves(tree), strict=True)]
+    tensors = [(path or "parameters", leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
+    runtime.check_same(name, [path for path, _ in tensors], [leaf for _, leaf in tensors])
 
 
 def _aux_specs(aux: PyTree, f: LocalFunction) -> SpecTree:

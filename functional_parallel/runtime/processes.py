@@ -147,14 +147,24 @@ class ProcessRuntime:
         )
 
     def _agree_on_inputs(self, program: Program, tensors: Sequence[torch.Tensor]) -> None:
-        if holds_levels(tensors) or self.mesh.size == 1:
+        if not holds_levels(tensors):
+            paths = [path or f"argument {index}" for index, path in enumerate(program.in_paths)]
+            self.check_same(program.name, paths, tensors)
+
+    def check_same(self, name: str, paths: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+        """Make sure that every rank was given the same whole tensors, by their checksums.
+
+        Raises:
+            DifferentInputsError: on every rank, naming those that differ.
+        """
+        if self.mesh.size == 1:
             return
         all_sums = self._exchange([checksum(x) for x in tensors])
         wrong = [i for i in range(len(tensors)) if len({sums[i] for sums in all_sums}) > 1]
         if wrong:
-            names = ", ".join(program.in_paths[index] or f"argument {index}" for index in wrong[:8])
             raise DifferentInputsError(
-                f"{program.name} takes whole tensors, the same on every rank, but ranks passed different {names}. "
+                f"{name} takes whole tensors, the same on every rank, but ranks passed different "
+                f"{', '.join(paths[index] for index in wrong[:8])}. "
                 "Seed alike, or use train_step(batch='own') for parts that each rank loads itself"
             )
 

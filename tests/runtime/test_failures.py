@@ -34,10 +34,13 @@ TIMEOUT = 4.0
 
 def on_disagreeing_ranks(rank: int) -> dict[str, Any]:
     use_runtime(ProcessRuntime(MESH, timeout=20))
+    train = fp.train_step(lambda p, x: (x @ p["w"]).sum(), fp.optim.sgd(0.1), MESH, fp.data_parallel("data"))
     return {
         "programs": error_and_time(lambda: product_of(rank == 2)(X)),
         "shapes": error_and_time(lambda: product_of(False)(X if rank else X[:, :2])),
         "inputs": error_and_time(lambda: loss_step()({"layers": [X, X + (rank == 1)]}, X)),
+        "parameters": error_and_time(lambda: train.init({"w": X + (rank == 1)})),
+        "batch": error_and_time(lambda: train(train.init({"w": X}), X + (rank == 3))),
         "agreeing": product_of(False)(X),
     }
 
@@ -145,6 +148,21 @@ def test_different_inputs_are_refused_by_path(disagreeing: list[dict[str, Any]])
         kind, message, seconds = result["inputs"]
         assert kind == "DifferentInputsError" and seconds < 10
         assert "ranks passed different 0/layers/1." in message
+        assert "Seed alike, or use train_step(batch='own')" in message
+
+
+def test_parameters_and_batches_of_training_are_compared(disagreeing: list[dict[str, Any]]) -> None:
+    for result in disagreeing:
+        kind, message, _ = result["parameters"]
+        assert (
+            kind == "DifferentInputsError"
+            and "train_step.init takes whole tensors" in message
+            and "different w" in message
+        )
+        kind, message, _ = result["batch"]
+        assert (
+            kind == "DifferentInputsError" and "train_step takes whole tensors" in message and "different 0" in message
+        )
         assert "Seed alike, or use train_step(batch='own')" in message
 
 
