@@ -5,7 +5,8 @@
 
 Ranks are gloo processes with one thread each, started here. Of every pair, first all gradients of the first step are
 compared, then the losses of a few steps, then steps are timed: ours, the peer's and one plain step on a single rank in
-turn, each between barriers, the slowest rank counting. `ideal` is that single step over the number of ranks.
+turn, each between barriers, the slowest rank counting. `ideal` is that single step over the number of ranks. `work` is
+the processor time of all ranks together: without the waiting, and the same on a busy machine.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ HEAD = (
     "peer, ms",
     "ours ÷ peer",
     "quartiles",
+    "work ÷ work",
     "ours ÷ ideal",
     "peer ÷ ideal",
     "equal",
@@ -92,6 +94,7 @@ def cells(row: dict[str, Any]) -> tuple[object, ...]:
     ratios = (
         f"{row['ratio']:.2f}",
         f"{low:.2f} – {high:.2f}",
+        f"{row['work_ratio']:.2f}",
         f"{row['ideal_ratio']:.2f}",
         f"{row['peer_ideal_ratio']:.2f}",
     )

@@ -30,11 +30,11 @@ def main() -> None:
     ours, peer = OURS[settings["name"]](make(config)), PEERS[settings["name"]](make(config))
     worst = difference(ours.gradients(batch(config, 0)), peer.gradients(batch(config, 0)))
     losses = [(ours.whole(ours.step(tokens)), peer.whole(peer.step(tokens))) for tokens in data(config)]
-    times = interleaved([ours.step, peer.step, alone(config)], config, settings["rounds"])
+    times, work = interleaved([ours.step, peer.step, alone(config)], config, settings["rounds"])
     if settings["profile"]:
         profile(ours.step, config, settings["profile"])
     if dist.get_rank() == 0:
-        Path(settings["out"]).write_text(json.dumps(row(settings, times, losses, worst)))
+        Path(settings["out"]).write_text(json.dumps(row(settings, times, work, losses, worst)))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -63,25 +63,34 @@ def alone(config: Config) -> Callable[[torch.Tensor], object]:
     return step
 
 
-def interleaved(steps: list[Callable[[torch.Tensor], object]], config: Config, rounds: int) -> list[list[float]]:
-    """Seconds of each kind of step, in turn, the order turning round; of all ranks the slowest."""
-    times = torch.zeros(len(steps), rounds, dtype=torch.float64)
+def interleaved(
+    steps: list[Callable[[torch.Tensor], object]], config: Config, rounds: int
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Of each kind of step, in turn, the order turning round: seconds of the slowest rank; processor seconds of all."""
+    times, work = (torch.zeros(len(steps), rounds, dtype=torch.float64) for _ in range(2))
     for index in range(-2, rounds):
         tokens = batch(config, CHECKED_STEPS + index)
         order = range(len(steps)) if index % 2 else reversed(range(len(steps)))
         for which in order:
             dist.barrier()
-            began = time.perf_counter()
+            began, worked = time.perf_counter(), time.process_time()
             steps[which](tokens)
             times[which, max(index, 0)] = time.perf_counter() - began
+            work[which, max(index, 0)] = time.process_time() - worked
     dist.all_reduce(times, dist.ReduceOp.MAX)
-    return times.tolist()
+    dist.all_reduce(work)
+    return times.tolist(), work.tolist()
 
 
 def row(
-    settings: dict[str, Any], times: list[list[float]], losses: list[tuple[float, float]], worst: float
+    settings: dict[str, Any],
+    times: list[list[float]],
+    work: list[list[float]],
+    losses: list[tuple[float, float]],
+    worst: float,
 ) -> dict[str, Any]:
     ours, peer, single = (statistics.median(series) for series in times)
+    our_work, peer_work, _ = (statistics.median(series) for series in work)
     ranks = dist.get_world_size()
     return {
         "name": settings["name"],
@@ -91,6 +100,7 @@ def row(
         "peer_s": peer,
         "ratio": ours / peer,
         "quartiles": report.spread([a / b for a, b in zip(times[0], times[1], strict=True)]),
+        "work_ratio": our_work / peer_work,
         "single_s": single,
         "ideal_ratio": ours * ranks / single,
         "peer_ideal_ratio": peer * ranks / single,

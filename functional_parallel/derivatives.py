@@ -239,7 +239,8 @@ def _gradient_call(f: Callable[..., Any], argnums: Argnums, has_aux: bool) -> Ca
             value, aux = result if has_aux else (result, None)
             _check_scalar(value, f)
             flat_aux, found["tree"] = optree.tree_flatten(aux)
-            return value, flat_aux
+            found["aux"] = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in flat_aux]
+            return value, [leaf for leaf in flat_aux if isinstance(leaf, torch.Tensor)]
 
         active = recorder()
         in_body = active is not None and isinstance(active.on_node, Typing) and not isinstance(f, LocalFunction)
@@ -250,7 +251,9 @@ def _gradient_call(f: Callable[..., Any], argnums: Argnums, has_aux: bool) -> Ca
             _type_zeros(active, inputs, gradients)
         by_leaf = dict(zip(moving, gradients, strict=True))
         trees = tree.unflatten([by_leaf.get(index) for index in range(len(leaves))])
-        result = (value, optree.tree_unflatten(found["tree"], aux)) if has_aux else value
+        tensors = iter(aux)
+        flat_aux = [next(tensors) if leaf is None else leaf for leaf in found["aux"]]  # torch.func takes tensors alone
+        result = (value, optree.tree_unflatten(found["tree"], flat_aux)) if has_aux else value
         return (trees[argnums] if isinstance(argnums, int) else tuple(trees[number] for number in numbers)), result
 
     return call

@@ -28,7 +28,7 @@ class RankError(AssertionError):
 
 
 def run_on_processes(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, deaths: bool = False
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 150.0, deaths: bool = False
 ) -> list[Any]:
     """Run `fn(rank, *args)` on `world_size` gloo processes.
 

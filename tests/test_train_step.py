@@ -230,7 +230,7 @@ def test_explain_counts_the_collectives_of_zero_3() -> None:
 def test_auxiliary_results_come_back_whole(plan: str) -> None:
     def with_aux(params: Any, x: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         hits = x.sum(1) > labels
-        return loss(params, x, labels), {"hits": hits.sum(), "rows": x * 2}
+        return loss(params, x, labels), {"hits": hits.sum(), "rows": x * 2, "name": "rows", "count": 3}
 
     transform, mesh = PLANS[plan]
     train = fp.train_step(with_aux, fp.optim.sgd(0.1), mesh, transform, has_aux=True)

@@ -120,13 +120,13 @@ def on_a_mesh_whose_rank_never_compares(rank: int) -> tuple[str, str, float]:
 
 @pytest.fixture(scope="module")
 def disagreeing() -> list[dict[str, Any]]:
-    return run_on_processes(on_disagreeing_ranks, 4, timeout=60)
+    return run_on_processes(on_disagreeing_ranks, 4, timeout=150)
 
 
 def test_different_programs_are_refused_on_every_rank(disagreeing: list[dict[str, Any]]) -> None:
     for rank, result in enumerate(disagreeing):
         kind, message, seconds = result["programs"]
-        assert kind == "DifferentProgramsError" and seconds < 10
+        assert kind == "DifferentProgramsError" and seconds < 30
         same, other = ([2], 0) if rank == 2 else ([0, 1, 3], 2)
         assert (
             f"rank {rank}: the ranks are about to run different programs. Ranks {same} have this one (product)"
@@ -146,7 +146,7 @@ def test_different_shapes_are_different_programs(disagreeing: list[dict[str, Any
 def test_different_inputs_are_refused_by_path(disagreeing: list[dict[str, Any]]) -> None:
     for result in disagreeing:
         kind, message, seconds = result["inputs"]
-        assert kind == "DifferentInputsError" and seconds < 10
+        assert kind == "DifferentInputsError" and seconds < 30
         assert "ranks passed different 0/layers/1." in message
         assert "Seed alike, or use train_step(batch='own')" in message
 
@@ -175,11 +175,11 @@ def test_ranks_go_on_after_a_refusal(disagreeing: list[dict[str, Any]]) -> None:
 def test_a_rank_that_dies_mid_step() -> None:
     """Its partner along data is told at once or at the timeout; ranks that need nothing of it finish."""
     start = time.monotonic()
-    results = run_on_processes(on_a_mesh_that_loses_a_rank, 4, timeout=60, deaths=True)
-    assert time.monotonic() - start < 30
+    results = run_on_processes(on_a_mesh_that_loses_a_rank, 4, timeout=150, deaths=True)
+    assert time.monotonic() - start < 90, "starting four processes included"
     assert results[DYING] == 17
     kind, message, seconds = results[1]  # (data=0, tensor=1), whose partner along data is rank 3
-    assert kind == "CollectiveError" and seconds < 2 * TIMEOUT + 2
+    assert kind == "CollectiveError" and seconds < 25
     assert "rank 1 (data=0, tensor=1): psum over ('data',) of float64[2, 2] failed after" in message
     assert "another rank of [1, 3] never came to it" in message
     with open(__file__) as file:
@@ -188,7 +188,7 @@ def test_a_rank_that_dies_mid_step() -> None:
 
 
 def test_a_rank_that_dies_before_the_first_step() -> None:
-    results = run_on_processes(on_a_mesh_whose_rank_never_compares, 4, timeout=30, deaths=True)
+    results = run_on_processes(on_a_mesh_whose_rank_never_compares, 4, timeout=150, deaths=True)
     for rank, (kind, message, seconds) in enumerate(results[:DYING]):
         assert kind == "CollectiveError" and seconds < 20
         assert f"rank {rank}: another rank never came to compare programs, or died" in message
