@@ -48,7 +48,7 @@ def main() -> None:
     say(f"{count(params):,} parameters on {mesh!r}, {len(train_text):,} bytes of text, {len(held_out):,} held out\n")
 
     train.lower(state, corpus.batch(train_text, args.batch, args.time, 0, args.seed))
-    say(train.explain(group=args.explain), "\n")
+    say(train.program.memory() if args.explain == "memory" else train.explain(group=args.explain), "\n")
 
     progress = reporting.progress(args.steps, state.step)
     began, first = time.perf_counter(), state.step
@@ -160,7 +160,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sample", type=int, default=200, help="bytes of text to sample at the end")
     parser.add_argument("--evaluations", type=int, default=10, help="batches of held-out text to measure on")
     parser.add_argument(
-        "--explain", choices=("axis", "line"), default="axis", help="how to group the table of collectives"
+        "--explain", choices=("axis", "line", "memory"), default="axis", help="group collectives, or show the memory"
     )
     parser.add_argument("--plot", default="runs/loss.png", help="where the loss plot goes")
     parser.add_argument("--save", metavar="DIR", help="write parameters, optimizer state and settings at the end")

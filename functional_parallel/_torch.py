@@ -14,6 +14,7 @@ import torch.utils.checkpoint
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import UnsupportedFakeTensorException as UnsupportedFakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 try:
@@ -27,6 +28,7 @@ __all__ = [
     "DATA_DEPENDENT_ERRORS",
     "FakeTensor",
     "FakeTensorMode",
+    "StorageWeakRef",
     "TorchDispatchMode",
     "UnsupportedFakeTensor",
     "apart_from_modes",

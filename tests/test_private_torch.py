@@ -185,3 +185,12 @@ def test_checkpoint_looks_up_the_two_names_that_are_replaced(reentrant: bool) ->
     x = torch.ones(2, requires_grad=True)
     call(x).sum().backward()
     assert x.grad is not None and regions == ["checkpoint"]
+
+
+def test_a_weak_reference_to_a_storage_tells_when_it_is_gone() -> None:
+    x = torch.ones(4)
+    view, reference = x[1:], _torch.StorageWeakRef(x.untyped_storage())
+    del x
+    assert not reference.expired(), "the view holds it"
+    del view
+    assert reference.expired()

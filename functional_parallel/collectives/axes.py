@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .vmap import Lane
 
 __all__ = [
+    "MICROBATCH",
     "Axes",
     "Binding",
     "Environment",
@@ -41,6 +42,8 @@ __all__ = [
     "snapshot",
     "staging",
 ]
+
+MICROBATCH = "microbatch"  # the axis whose ranks one rank plays one after another
 
 Axes = str | Iterable[str]
 

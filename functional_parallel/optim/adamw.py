@@ -86,7 +86,7 @@ def _kernel(p: Any, g: Any, m: Any, v: Any, step: Any, lr: Any, beta1: Any, beta
     _torch.fused_adamw_(p, g, m, v, step.to(p.device, torch.float32), float(lr), beta1, beta2, decay, eps)
     if p.numel() == count:
         return p.view(shape), m.view(shape), v.view(shape)
-    return p[:count].view(shape), m[:count].view(shape), v[:count].view(shape)
+    return tuple(x[:count].clone().view(shape) for x in (p, m, v))  # type: ignore[return-value]
 
 
 _VECTOR = 64  # elements; the kernel works on cache lines of so many, of the narrowest dtype

@@ -12,6 +12,7 @@ from sharding_specs import Mesh, P
 from ..tracing import Traced
 from .collectives import Collective, collectives_of
 from .explain import Explanation, explain
+from .memory import Memory, memory_of
 from .text import canonical_lines, program_text
 
 __all__ = ["Program"]
@@ -74,6 +75,18 @@ class Program:
             casts: whether to list what communicates nothing too: casts, slices and indices.
         """
         return explain(self.name, repr(self.mesh), self.collectives(casts=casts), group=group, notes=self.notes)
+
+    def memory(self) -> Memory:
+        """Bytes of live tensors on one rank, op by op, exactly: the peak, the curve, what is alive at the peak.
+
+        >>> import torch, functional_parallel as fp
+        >>> from sharding_specs import Mesh
+        >>> step = fp.compile(fp.data_parallel("data")(lambda w, x: (x @ w).relu().sum()), Mesh(data=2))
+        >>> memory = step.lower(torch.ones(4, 4), torch.ones(8, 4)).memory()
+        >>> memory.peak                       # w and half of x, their product, and relu's result: 4 · 16 · 4 bytes
+        256
+        """
+        return memory_of(self.name, self.traced)
 
     def lines(self) -> list[str]:
         """The program's text without source lines: equal for two programs exactly when they do the same."""

@@ -8,15 +8,14 @@ from typing import Any
 
 from sharding_specs import P
 
+from ..collectives.axes import MICROBATCH
 from ..local_function import LocalFunction, PyTree, SpecTree
 from ..partition import partition
 from ..program.passes import ReduceEach
 from .parallel import rest_specs
 from .transform import Order, Transform
 
-__all__ = ["MICROBATCH", "accumulate"]
-
-MICROBATCH = "microbatch"
+__all__ = ["accumulate"]
 
 
 def accumulate(microbatches: int, *, batch: SpecTree = None, reduce: str = "once") -> Transform:

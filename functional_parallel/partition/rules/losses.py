@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from ... import collectives as fp
+from ...collectives.axes import MICROBATCH, hidden_axes
 from ...tracing import Traced
 from ..step import Step
 from .lookups import local_index
@@ -113,6 +114,9 @@ def _local_likelihood(step: Step, scores: torch.Tensor, target: torch.Tensor, we
         return losses.sum(), total
     if not step.splits("n"):
         return losses.sum() / total, total
+    if MICROBATCH in (axis, *hidden_axes()):  # the count must not wait for what the forward computes
+        total = fp.psum(total, axis)
+        return fp.psum(losses.sum(), axis) / total, total
     loss, total = fp.psum(torch.stack([losses.sum(), total]), axis).unbind()  # both sums in one collective
     return loss / total, total
 

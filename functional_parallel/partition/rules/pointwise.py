@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from ... import collectives as fp
+from ...collectives.axes import MICROBATCH, hidden_axes
 from ..decide import Decision
 from ..placement import PARTIAL, WHOLE
 from ..step import Step
@@ -37,7 +38,12 @@ def _cast_text(node: fx.Node) -> str:
 
 
 def _decide_quotient(step: Step) -> Decision | None:
-    """A quotient of two sums (a mean over what a mask keeps) completes both in one collective."""
+    """A quotient of two sums (a mean over what a mask keeps) completes both in one collective.
+
+    Not with microbatches: the count must not wait for what the forward computes.
+    """
+    if MICROBATCH in (step.axis, *hidden_axes()):
+        return None
     both = len(step.operands) == 2 and all(operand.place == PARTIAL for operand in step.operands)
     alike = both and step.operands[0].aval == step.operands[1].aval and not step.node.kwargs.get("rounding_mode")
     return Decision((PARTIAL, PARTIAL), (WHOLE,)) if alike else None

@@ -1,0 +1,218 @@
+"""What a program keeps alive, op by op, before it runs.
+
+A program is a flat list of ops, its values are dropped after their last use, and views share the storage of what they
+view: so the bytes of live tensors follow exactly. What kernels take for themselves, and what an allocator adds by
+rounding, is not counted. Inputs stay alive throughout, since the caller holds them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..tracing import Traced
+from .collectives import primitive_name
+from .explain import readable_bytes
+from .passes.recompute import operands
+
+__all__ = ["Memory", "memory_of"]
+
+aten = torch.ops.aten
+
+_SHARES_STORAGE = {aten._unsafe_view.default, aten.lift_fresh.default}  # though their schemas do not say so
+_KINDS = ("parameters", "other inputs", "gathered", "residuals", "gradients", "temporaries")
+
+Storage = tuple[fx.Node, int]  # the op that makes it, and which of its results
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of live tensors on one rank over a program; print it for a table.
+
+    Attributes:
+        name: the program.
+        curve: per op, the bytes alive while it runs: its operands, its results, and all that later ops need.
+        ops: per op, its name and source line.
+        alive: at the peak, the bytes of each kind.
+        largest: at the peak, the largest values: bytes, what it is, source line.
+    """
+
+    name: str
+    curve: tuple[int, ...]
+    ops: tuple[str, ...]
+    alive: dict[str, int]
+    largest: tuple[tuple[int, str, str], ...]
+
+    @property
+    def peak(self) -> int:
+        """The most bytes alive at once."""
+        return max(self.curve, default=0)
+
+    @property
+    def at(self) -> int:
+        """The number of the op at which the peak is reached first."""
+        return self.curve.index(self.peak) if self.curve else 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "name": self.name,
+            "peak": self.peak,
+            "at": self.at,
+            "alive": dict(self.alive),
+            "curve": list(self.curve),
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}: at most {readable_bytes(self.peak)} of tensors on a rank, at {self.ops[self.at]}"]
+        lines += [f"  {kind:12}  {readable_bytes(size):>10}" for kind, size in self.alive.items() if size]
+        lines += ["the largest of them"]
+        lines += [f"  {readable_bytes(size):>10}  {what:24}  {where}" for size, what, where in self.largest]
+        return "\n".join(lines)
+
+    def plot(self, path: str | Path) -> None:
+        """Draw the curve. Needs matplotlib."""
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+
+        figure, axes = pyplot.subplots(figsize=(8, 3.5), layout="constrained")
+        axes.fill_between(range(len(self.curve)), [size / 2**20 for size in self.curve], step="mid", alpha=0.6)
+        axes.axhline(self.peak / 2**20, color="tab:red", linewidth=0.8, label=f"peak {readable_bytes(self.peak)}")
+        axes.set(xlabel="op", ylabel="MiB of live tensors on a rank", title=self.name, ylim=(0, None))
+        axes.legend()
+        figure.savefig(path, dpi=120)
+        pyplot.close(figure)
+
+
+def memory_of(name: str, traced: Traced) -> Memory:
+    """The curve of a graph; see `Program.memory`."""
+    return _Ledger(name, traced).memory()
+
+
+class _Ledger:
+    def __init__(self, name: str, traced: Traced) -> None:
+        self.name, self.traced = name, traced
+        self.nodes = list(traced.nodes)
+        self.sizes: dict[Storage, int] = {}
+        self.storages: dict[fx.Node, list[Storage]] = {}
+        for node in traced.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self._own(node)
+            elif node.op == "call_function":
+                self._place(node)
+
+    def memory(self) -> Memory:
+        born = {storage: index for index, node in enumerate(self.nodes) for storage in self._made_by(node)}
+        dies = self._last_uses()
+        held = sum(size for storage, size in self.sizes.items() if storage not in born)
+        changes = [0] * (len(self.nodes) + 1)
+        for storage, index in born.items():
+            changes[index] += self.sizes[storage]
+            changes[dies.get(storage, index) + 1] -= self.sizes[storage]
+        curve, alive = [], held
+        for index in range(len(self.nodes)):
+            alive += changes[index]
+            curve.append(alive)
+        at = curve.index(max(curve)) if curve else 0
+        living = [s for s in self.sizes if s not in born or born[s] <= at <= dies.get(s, born[s])]
+        kinds: Counter[str] = Counter()
+        for storage in living:
+            kinds[self._kind(storage)] += self.sizes[storage]
+        largest = sorted(living, key=lambda storage: -self.sizes[storage])[:8]
+        return Memory(
+            self.name,
+            tuple(curve),
+            tuple(f"{_short(node)} ({node.meta['source'] or 'no line'})" for node in self.nodes),
+            {kind: kinds[kind] for kind in _KINDS},
+            tuple(
+                (self.sizes[s], f"{self._kind(s)}: {_short(s[0])}", str(s[0].meta.get("source") or "")) for s in largest
+            ),
+        )
+
+    # --- storages ---
+
+    def _own(self, node: fx.Node) -> None:
+        values = node.meta["val"] if isinstance(node.meta["val"], tuple) else (node.meta["val"],)
+        self.storages[node] = [(node, index) for index in range(len(values))]
+        for storage, value in zip(self.storages[node], values, strict=True):
+            self.sizes[storage] = value.nbytes if value is not None else 0  # a gradient that nobody asked for
+
+    def _place(self, node: fx.Node) -> None:
+        if node.target is operator.getitem:
+            source = self.storages[node.args[0]]
+            self.storages[node] = [source[node.args[1]] if len(source) > 1 else source[0]]
+            return
+        base = _viewed(node)
+        if base is None:
+            self._own(node)
+        else:
+            self.storages[node] = self.storages[base][:1]
+
+    def _made_by(self, node: fx.Node) -> list[Storage]:
+        return [storage for storage in self.storages[node] if storage[0] is node]
+
+    def _last_uses(self) -> dict[Storage, int]:
+        """Per storage the last op that takes it, or a view of it; results live to the end."""
+        found: dict[Storage, int] = {}
+        for index, node in enumerate(self.nodes):
+            for value in (node, *operands(node)):
+                for storage in self.storages[value]:
+                    found[storage] = index
+        for output in self.traced.outputs:
+            if isinstance(output, fx.Node):
+                found.update(dict.fromkeys(self.storages[output], len(self.nodes) - 1))
+        return found
+
+    # --- what they are ---
+
+    def _kind(self, storage: Storage) -> str:
+        node = storage[0]
+        if node.op == "placeholder":
+            return "parameters" if node.meta.get("parameter") else "other inputs"
+        if primitive_name(node) == "all_gather":
+            return "gathered"
+        users = [user for user in node.users if user.op == "call_function"]
+        if not node.meta["backward"]:
+            later = any(
+                user.meta["backward"] for value in _with_views(node) for user in value.users if user.op != "output"
+            )
+            return "residuals" if later else "temporaries"
+        summed = any(
+            primitive_name(user) in ("psum", "psum_scatter") for value in _with_views(node) for user in value.users
+        )
+        leaves = any(not user.meta["backward"] for user in users) or any(user.op == "output" for user in node.users)
+        return "gradients" if summed or leaves or primitive_name(node) in ("psum", "psum_scatter") else "temporaries"
+
+
+def _viewed(node: fx.Node) -> fx.Node | None:
+    """The operand whose storage the op's result shares, if it does."""
+    if primitive_name(node) == "pcast" or node.target in _SHARES_STORAGE:
+        return node.args[0]
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not any(result.alias_info is not None for result in schema.returns):
+        return None
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and not argument.alias_info.is_write:
+            return node.args[position] if position < len(node.args) else None
+    return None
+
+
+def _with_views(node: fx.Node) -> list[fx.Node]:
+    found = [node]
+    for each in found:
+        found += [user for user in each.users if user.op == "call_function" and _viewed(user) is each]
+    return found
+
+
+def _short(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        return str(node.meta.get("path", node.name))
+    return node.target._schema.name.split("::")[1] if hasattr(node.target, "_schema") else str(node.name)

@@ -1,0 +1,67 @@
+"""Measuring live tensors while a program runs, by other means than those that predict them.
+
+A dispatch mode sees every op's results and keeps a weak reference to each storage; what is still there after an op is
+alive. It knows nothing of graphs, uses or views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import optree
+import torch
+
+from .. import _torch
+
+__all__ = ["StorageTracker", "tracked"]
+
+
+class StorageTracker(_torch.TorchDispatchMode):
+    """Counts the bytes of live storages after every op.
+
+    Attributes:
+        peak: the most bytes alive at once, so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._living: dict[int, tuple[Any, int]] = {}
+
+    def hold(self, tree: Any) -> None:
+        """Count what is there already."""
+        self._see(tree)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._see(result)
+        return result
+
+    def _see(self, tree: Any) -> None:
+        for leaf in optree.tree_leaves(tree):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                self._living[storage._cdata] = (_torch.StorageWeakRef(storage), storage.nbytes())
+        self._living = {key: entry for key, entry in self._living.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._living.values()))
+
+
+@contextmanager
+def tracked(held: Any = ()) -> Iterator[StorageTracker]:
+    """Measure what runs inside a `with` block.
+
+    >>> x = torch.ones(256)                  # 1 KiB
+    >>> with tracked(x) as tracker:
+    ...     y = (x + 1).relu()               # at most x, the sum and the result
+    >>> tracker.peak
+    3072
+
+    Args:
+        held: tensors that exist before, to count with the others.
+    """
+    tracker = StorageTracker()
+    tracker.hold(held)
+    with tracker:
+        yield tracker
