@@ -17,9 +17,9 @@ import torch
 from torch import fx
 
 from ..tracing import Traced
+from ..tracing.graph import operands_of
 from .collectives import primitive_name
 from .explain import readable_bytes
-from .passes.recompute import operands
 
 __all__ = ["Memory", "memory_of"]
 
@@ -163,7 +163,7 @@ class _Ledger:
         """Per storage the last op that takes it, or a view of it; results live to the end."""
         found: dict[Storage, int] = {}
         for index, node in enumerate(self.nodes):
-            for value in (node, *operands(node)):
+            for value in (node, *operands_of(node)):
                 for storage in self.storages[value]:
                     found[storage] = index
         for output in self.traced.outputs:

@@ -22,7 +22,7 @@ from sharding_specs import P
 
 from ..collectives.types import Type
 from ..tracing import Aval, Traced
-from ..tracing.graph import walk_args
+from ..tracing.graph import operands_of
 from .collectives import primitive_name
 
 __all__ = ["UnrollError", "unroll"]
@@ -90,7 +90,7 @@ class _Unroll:
         for node in self.old.nodes:
             if self._is_barrier(node) and primitive_name(node) != "psum_scatter":
                 continue
-            if self._names_axis(node) or any(operand in found for operand in _operands(node)):
+            if self._names_axis(node) or any(operand in found for operand in operands_of(node)):
                 found.add(node)
         return found
 
@@ -112,7 +112,7 @@ class _Unroll:
         """Per op the last round it can run in; a barrier's result is there after its round."""
         first: dict[fx.Node, int] = {}
         for node in self.old.nodes:
-            first[node] = max((self._after(operand, first) for operand in _operands(node)), default=0)
+            first[node] = max((self._after(operand, first) for operand in operands_of(node)), default=0)
         last = max((first[node] for node in first if node in self.varying or self._is_barrier(node)), default=0)
         found: dict[fx.Node, int] = {}
         for node in reversed(list(self.old.nodes)):
@@ -174,7 +174,7 @@ class _Unroll:
 
     def _copy_once(self, node: fx.Node) -> fx.Node:
         if node not in self.once:
-            for operand in _operands(node):
+            for operand in operands_of(node):
                 if operand not in self.once:
                     self._copy_once(operand)
             self.once[node] = self._copy(node, self.once)
@@ -182,7 +182,7 @@ class _Unroll:
 
     def _copy_own(self, node: fx.Node, microbatch: int) -> None:
         own = self.own[microbatch]
-        for operand in _operands(node):
+        for operand in operands_of(node):
             self._provide(operand, microbatch)
         name = primitive_name(node)
         if self._is_barrier(node):
@@ -202,7 +202,7 @@ class _Unroll:
         if value in own:
             return
         if value in self.replicated:
-            for operand in _operands(value):
+            for operand in operands_of(value):
                 self._provide(operand, microbatch)
             own[value] = self._copy(value, own)
         else:
@@ -263,12 +263,6 @@ class _Unroll:
         dim = self._dim_of(spec, "a result")
         meta = {**output.meta, "val": _resized(output.meta["val"], dim, self.size)}
         return self._write(aten.cat.default, ([own[output] for own in self.own], dim), meta)
-
-
-def _operands(node: fx.Node) -> list[fx.Node]:
-    found: dict[fx.Node, None] = {}
-    walk_args((node.args, node.kwargs), lambda a: found.setdefault(a) if isinstance(a, fx.Node) else None)
-    return list(found)
 
 
 def _resized(aval: Aval, dim: int, factor: int) -> Aval:

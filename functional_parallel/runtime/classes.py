@@ -14,9 +14,8 @@ from torch import fx
 from sharding_specs import Mesh, P
 
 from ..program.collectives import primitive_name
-from ..tracing.graph import walk_args
 
-__all__ = ["Classes", "operands_of", "varied_axes"]
+__all__ = ["Classes", "varied_axes"]
 
 Axes = frozenset[str]
 
@@ -73,10 +72,3 @@ def varied_axes(node: fx.Node, operands: Iterable[Axes]) -> Axes:
     if name in _SPREADING:
         return union | frozenset(node.args[1])
     return union
-
-
-def operands_of(node: fx.Node) -> list[fx.Node]:
-    """A node's operands in order of first appearance, each once."""
-    found: dict[fx.Node, None] = {}
-    walk_args((node.args, node.kwargs), lambda a: found.setdefault(a) if isinstance(a, fx.Node) else None)
-    return list(found)

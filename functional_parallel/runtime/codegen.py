@@ -16,7 +16,7 @@ from torch import fx
 from .. import _torch
 from ..program.collectives import primitive_name
 from ..tracing import Traced
-from .classes import operands_of
+from ..tracing.graph import operands_of
 
 __all__ = ["Writer", "is_alias"]
 

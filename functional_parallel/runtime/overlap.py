@@ -18,7 +18,7 @@ from torch import fx
 from ..program.collectives import primitive_name
 from ..program.packing import UNPACK
 from ..tracing import Traced
-from .classes import operands_of
+from ..tracing.graph import operands_of
 
 __all__ = ["STARTED", "is_only_use_of_own_memory", "overlapped"]
 

@@ -19,7 +19,8 @@ from sharding_specs import Mesh, P, shard_leaf, unshard_leaf, whole_shape
 from ..collectives import group
 from ..program import Program
 from ..program.collectives import primitive_name
-from .classes import Classes, operands_of
+from ..tracing.graph import operands_of
+from .classes import Classes
 from .codegen import Writer, holds_levels
 
 __all__ = ["Handle", "SimulatedRuntime"]

@@ -16,7 +16,7 @@ from torch import fx
 
 from ..source import Source
 
-__all__ = ["Aval", "Traced", "aval_of", "is_collective", "source_of", "walk_args"]
+__all__ = ["Aval", "Traced", "aval_of", "is_collective", "operands_of", "source_of", "walk_args"]
 
 _CPU = torch.device("cpu")
 
@@ -93,6 +93,13 @@ def is_collective(node: fx.Node) -> bool:
 
 def source_of(node: fx.Node) -> Source | None:
     return node.meta.get("source")
+
+
+def operands_of(node: fx.Node) -> list[fx.Node]:
+    """The values an op takes, each once."""
+    found: dict[fx.Node, None] = {}
+    walk_args((node.args, node.kwargs), lambda a: found.setdefault(a) if isinstance(a, fx.Node) else None)
+    return list(found)
 
 
 def walk_args(args: Any, visit: Callable[[Any], Any]) -> Any:

@@ -17,10 +17,10 @@ from sharding_specs import Mesh
 
 from ...collectives.types import Type
 from ...tracing import Aval, Traced
+from ...tracing.graph import operands_of
 from ..collectives import primitive_name
 from ..packing import PACK, UNPACK
 from .gathers import layer_of_gather
-from .recompute import operands
 
 __all__ = ["Buckets"]
 
@@ -59,7 +59,7 @@ class Buckets:
             key = _key(node)
             computes = key is None and not _looks(node)
             for other, bucket in list(open_.items()):
-                asked = any(operand in bucket.waiting for operand in operands(node))
+                asked = any(operand in bucket.waiting for operand in operands_of(node))
                 if asked or (computes and bucket.is_of_a_layer):
                     open_.pop(other).send(traced, mesh, before=node)
             if key is None:
@@ -92,8 +92,8 @@ def _looks(node: fx.Node) -> bool:
 
 def _comes_from_parameter(gather: fx.Node) -> bool:
     node = gather.args[0]
-    while node.op == "call_function" and len(operands(node)) == 1:
-        node = operands(node)[0]
+    while node.op == "call_function" and len(operands_of(node)) == 1:
+        node = operands_of(node)[0]
     return node.op == "placeholder"
 
 

@@ -15,9 +15,10 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ...tracing import Traced
+from ...tracing.graph import operands_of
 from ..collectives import primitive_name
 from .groups import is_numbered, layer_of_path
-from .recompute import forward_nodes, operands, recompute
+from .recompute import forward_nodes, recompute
 
 __all__ = ["Gathers", "layer_of_gather"]
 
@@ -68,7 +69,7 @@ class Gathers:
         stored = set(traced.inputs)  # and what is made of parameters without communication
         found: set[fx.Node] = set()
         for node in forward_nodes(traced):
-            needs = operands(node)
+            needs = operands_of(node)
             if self._is_gather(node) and needs[0] in stored:
                 found.update([node, *_made_of(node)])
             elif node.target in _RESHAPED or primitive_name(node) == "pcast":

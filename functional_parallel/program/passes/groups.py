@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from ...tracing import Traced
-from .recompute import operands
+from ...tracing.graph import operands_of
 
 __all__ = ["Layers", "is_numbered", "layer_of_path"]
 
@@ -55,7 +55,7 @@ class Layers:
         for node in forward:
             met = [
                 order.setdefault(names[operand], len(order)) if operand in names else of.get(operand, -1)
-                for operand in operands(node)
+                for operand in operands_of(node)
             ]
             of[node] = max(met, default=-1)
         return cls(list(order), of)

@@ -7,16 +7,9 @@ from collections.abc import Collection
 from torch import fx
 
 from ...tracing import Traced
-from ...tracing.graph import walk_args
+from ...tracing.graph import operands_of
 
-__all__ = ["forward_nodes", "operands", "recompute"]
-
-
-def operands(node: fx.Node) -> list[fx.Node]:
-    """The values an op takes, each once."""
-    found: dict[fx.Node, None] = {}
-    walk_args((node.args, node.kwargs), lambda a: found.setdefault(a) if isinstance(a, fx.Node) else None)
-    return list(found)
+__all__ = ["forward_nodes", "recompute"]
 
 
 def forward_nodes(traced: Traced) -> list[fx.Node]:
@@ -24,7 +17,7 @@ def forward_nodes(traced: Traced) -> list[fx.Node]:
     later: set[fx.Node] = set()
     found = []
     for node in traced.nodes:
-        if node.meta["backward"] or any(operand in later for operand in operands(node)):
+        if node.meta["backward"] or any(operand in later for operand in operands_of(node)):
             later.add(node)
         else:
             found.append(node)
@@ -48,7 +41,7 @@ def recompute(traced: Traced, dropped: Collection[fx.Node]) -> None:
             with traced.graph.inserting_before(node):
                 copy = copies[needed] = traced.graph.node_copy(needed, lambda a: copies.get(a, a))
             copy.meta = {**needed.meta, "backward": True, "recomputed": True}
-        for operand in operands(node):
+        for operand in operands_of(node):
             if operand in copies:
                 node.replace_input_with(operand, copies[operand])
 
@@ -56,10 +49,10 @@ def recompute(traced: Traced, dropped: Collection[fx.Node]) -> None:
 def _missing(node: fx.Node, dropped: set[fx.Node], copies: dict[fx.Node, fx.Node]) -> set[fx.Node]:
     """The dropped values that an op needs, directly or through one another, and that have no copy yet."""
     missing: set[fx.Node] = set()
-    pending = operands(node)
+    pending = operands_of(node)
     while pending:
         value = pending.pop()
         if value in dropped and value not in copies and value not in missing:
             missing.add(value)
-            pending += operands(value)
+            pending += operands_of(value)
     return missing

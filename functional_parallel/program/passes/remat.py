@@ -13,8 +13,9 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ...tracing import Traced
+from ...tracing.graph import operands_of
 from .groups import Layers
-from .recompute import forward_nodes, operands, recompute
+from .recompute import forward_nodes, recompute
 
 __all__ = ["Marked", "Remat"]
 
@@ -103,7 +104,7 @@ def _follows_from_kept(
 
     A norm's statistics follow from the layer's result before them, though the norm's weight is the next layer's.
     """
-    pending, seen, own = operands(node), set(), False
+    pending, seen, own = operands_of(node), set(), False
     while pending:
         value = pending.pop()
         if value in seen:
@@ -112,7 +113,7 @@ def _follows_from_kept(
         if value in weights:
             return False
         if value in dropped:
-            pending += operands(value)
+            pending += operands_of(value)
         else:
             own = own or segments.get(value) == segment
     return own
@@ -122,7 +123,7 @@ def _made_of_parameters(forward: list[fx.Node]) -> set[fx.Node]:
     """Parameters, and what is made of nothing else: casts, gathers, views of them."""
     found: set[fx.Node] = set()
     for node in forward:
-        needs = operands(node)
+        needs = operands_of(node)
         found.update(need for need in needs if need.op == "placeholder" and need.meta.get("parameter"))
         if needs and all(need in found for need in needs):
             found.add(node)
@@ -142,7 +143,7 @@ def _attention_cores(forward: list[fx.Node]) -> set[fx.Node]:
             if node in members and node not in cores:
                 cores.add(node)
                 if node.target not in _PRODUCTS:
-                    before += operands(node)
+                    before += operands_of(node)
         while after:
             node = after.pop()
             if node.target not in _PRODUCTS and node not in cores:
