@@ -5,9 +5,7 @@ microbatch computes alone and what is summed over all. Here that axis is taken o
 microbatch follow one another, a sum over the axis becomes a running sum, and what does not depend on the microbatch is
 computed once.
 
-A value that needs a sum over all microbatches, as the count of a loss's targets, must wait for all of them. So ops are
-put into rounds: every microbatch passes through one round before any enters the next. Each op runs in the last round
-possible, so the forward stands beside its backward, and only what the sums need runs before.
+In which order ops run, and which of them once, `rounds` says.
 """
 
 from __future__ import annotations
@@ -24,17 +22,13 @@ from ..collectives.types import Type
 from ..tracing import Aval, Traced
 from ..tracing.graph import operands_of
 from .collectives import primitive_name
+from .rounds import CASTS, Rounds, UnrollError, names_axis
 
 __all__ = ["UnrollError", "unroll"]
 
 aten = torch.ops.aten
 
 _COMBINE = {"psum": aten.add.Tensor, "pmax": aten.maximum.default, "pmin": aten.minimum.default}
-_NOTHING = ("pvary", "pcast")
-
-
-class UnrollError(ValueError):
-    """A program that asks of microbatches what only ranks that run side by side can do."""
 
 
 def unroll(
@@ -72,7 +66,8 @@ class _Unroll:
         self.once: dict[fx.Node, fx.Node] = {}
         self.own: list[dict[fx.Node, fx.Node]] = [{} for _ in range(size)]
         self.result = Traced(self.graph, constants=dict(traced.constants))
-        self.varying = self._varying(in_specs)
+        self.microbatches = Rounds(traced, axis, in_specs)
+        self.varying, self._is_barrier = self.microbatches.varying, self.microbatches.is_barrier
         self._inputs(in_specs)
         self._rounds()
         self.result.outputs = [
@@ -82,49 +77,6 @@ class _Unroll:
         for node in self.graph.nodes:
             if "type" in node.meta:
                 node.meta["type"] = Type({name: state for name, state in node.meta["type"].items() if name != axis})
-
-    # --- what depends on the microbatch, and when it runs ---
-
-    def _varying(self, in_specs: list[P]) -> set[fx.Node]:
-        found = {node for node, spec in zip(self.old.inputs, in_specs, strict=True) if self.axis in spec.axes}
-        for node in self.old.nodes:
-            if self._is_barrier(node) and primitive_name(node) != "psum_scatter":
-                continue
-            if self._names_axis(node) or any(operand in found for operand in operands_of(node)):
-                found.add(node)
-        return found
-
-    def _names_axis(self, node: fx.Node) -> bool:
-        name = primitive_name(node)
-        if name is None:
-            return False
-        axes = node.args[0] if name == "axis_index" else node.args[1]
-        if self.axis in axes and len(axes) > 1:
-            raise UnrollError(f"{node.meta['source']}: {name} over {tuple(axes)} at once; name {self.axis!r} apart")
-        return self.axis in axes
-
-    def _is_barrier(self, node: fx.Node) -> bool:
-        """Whether the op needs all microbatches."""
-        name = primitive_name(node)
-        return name not in (None, "axis_index", "pscatter", *_NOTHING) and self._names_axis(node)
-
-    def _last_rounds(self) -> dict[fx.Node, int]:
-        """Per op the last round it can run in; a barrier's result is there after its round."""
-        first: dict[fx.Node, int] = {}
-        for node in self.old.nodes:
-            first[node] = max((self._after(operand, first) for operand in operands_of(node)), default=0)
-        last = max((first[node] for node in first if node in self.varying or self._is_barrier(node)), default=0)
-        found: dict[fx.Node, int] = {}
-        for node in reversed(list(self.old.nodes)):
-            users = [found[user] for user in node.users if user in found]
-            wanted = min(users, default=last + 1)
-            found[node] = min(wanted - 1, last) if self._is_barrier(node) else wanted
-            if node in self.varying:
-                found[node] = min(found[node], last)
-        return found
-
-    def _after(self, node: fx.Node, first: dict[fx.Node, int]) -> int:
-        return first.get(node, 0) + (1 if node in first and self._is_barrier(node) else 0)
 
     # --- writing the new graph ---
 
@@ -156,7 +108,7 @@ class _Unroll:
         raise UnrollError(f"{where}: {spec!r} does not say which dim holds the microbatches")
 
     def _rounds(self) -> None:
-        rounds = self._last_rounds()
+        rounds = self.microbatches.of
         by_round: dict[int, list[fx.Node]] = {}
         for node in self.old.nodes:
             by_round.setdefault(rounds[node], []).append(node)
@@ -187,11 +139,11 @@ class _Unroll:
         name = primitive_name(node)
         if self._is_barrier(node):
             self._accumulate(node, microbatch)
-        elif name == "axis_index" and self._names_axis(node):
+        elif name == "axis_index" and names_axis(node, self.axis):
             own[node] = self._constant(torch.tensor(microbatch), node)
-        elif name in _NOTHING and self._names_axis(node):
+        elif name in CASTS and names_axis(node, self.axis):
             own[node] = own[node.args[0]]
-        elif name == "pscatter" and self._names_axis(node):
+        elif name == "pscatter" and names_axis(node, self.axis):
             own[node] = self._part(own[node.args[0]], node, microbatch)
         else:
             own[node] = self._copy(node, own)
