@@ -34,7 +34,8 @@ class Layout:
     over which the optimizer's work and state are split though the parameters are not (ZeRO-1 and 2), and
     `update_specs(args)` how; `whole_gradients` says that gradients count as held whole until then (ZeRO-1).
     `norm_specs(args)` says in which further parts the squares of gradients are summed, so that every ZeRO stage adds up
-    the same numbers in the same order. `loss_scale` holds the rules of a loss scale, for `train_step`.
+    the same numbers in the same order. `loss_scale` holds the rules of a loss scale, for `train_step`; `pipeline` says
+    how the compiled program is cut into stages.
     """
 
     arguments: Callable[[tuple[PyTree, ...]], tuple[SpecTree, ...]]
@@ -47,6 +48,7 @@ class Layout:
     norm_specs: Callable[[tuple[PyTree, ...]], SpecTree] | None = None
     whole_gradients: bool = False
     loss_scale: Any = None
+    pipeline: Any = None
 
     def mesh(self, mesh: Mesh) -> Mesh:
         """A mesh together with the virtual axes."""
@@ -90,6 +92,10 @@ class LocalFunction:
         return self.with_layout(
             replace(self.layout, update_axis=axis, update_specs=specs, whole_gradients=whole_gradients)
         )
+
+    def without_schedule(self) -> LocalFunction:
+        """The same function for what a pipeline's schedule is not made for: every rank runs all stages."""
+        return self if self.layout.pipeline is None else self.with_layout(replace(self.layout, pipeline=None))
 
     def with_layout(self, layout: Layout) -> LocalFunction:
         """The same function under another layout."""

@@ -14,12 +14,11 @@ from sharding_specs import Mesh, P, broadcast_specs, tree_paths, whole_shape
 
 from . import random
 from .collectives.axes import bind
-from .compile import Staged, stage
+from .compile import Staged, runtime_of, stage
 from .derivatives import grad_and_value
 from .local_function import LocalFunction, PyTree, SpecTree, unsharded
 from .loss_scaling import LossScale, LossScaleState
 from .optim import Optimizer
-from .runtime import default_runtime
 from .scaled import ScaledState, scaled_loss, scaled_specs, unless, unscaled, with_scale
 from .updating import (
     at_rest,
@@ -159,7 +158,7 @@ class TrainStep:
             "state": optree.tree_structure(optimizer_state),
             "specs": optree.tree_leaves((kept, state_specs), is_leaf=_is_spec),
         }
-        runtime = default_runtime(self.mesh, self.reduction)
+        runtime = runtime_of(self.mesh, self.f, self.reduction)
         _check_same(runtime, "train_step.init", params)
         leaves = optree.tree_leaves((params, optimizer_state))
         return TrainState(
@@ -181,7 +180,7 @@ class TrainStep:
 
     def whole(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """Parameters and optimizer state, whole: what a checkpoint saves."""
-        runtime = default_runtime(self.mesh, self.reduction)
+        runtime = runtime_of(self.mesh, self.f, self.reduction)
         leaves = [
             _shown(handle, runtime.whole, spec)
             for handle, spec in zip(state.handles, self._trees["specs"], strict=True)
@@ -196,7 +195,7 @@ class TrainStep:
             LossScaleError: when a step up to this state did.
         """
         if self.scaling is not None:
-            runtime = default_runtime(self.mesh, self.reduction)
+            runtime = runtime_of(self.mesh, self.f, self.reduction)
             scale = [runtime.whole(handle, P()) for handle in state.handles[-len(LossScaleState._fields) :]]
             self.scaling.check(LossScaleState(*scale))
 
@@ -213,7 +212,7 @@ class TrainStep:
             The new state, and the metrics.
         """
         self._check_state(state)
-        runtime = default_runtime(self.mesh, self.reduction)
+        runtime = runtime_of(self.mesh, self.f, self.reduction)
         staged = self._stage(state, batch)
         if not self.own_batch and staged.program.cache.setdefault("first batch", True):
             _check_same(runtime, "train_step", batch)  # a loader that was seeded by rank shows at its first batch
@@ -263,7 +262,7 @@ class TrainStep:
         return self._staged[key]
 
     def _trace(self, state: TrainState, batch: tuple[PyTree, ...]) -> Staged:
-        runtime = default_runtime(self.mesh, self.reduction)
+        runtime = runtime_of(self.mesh, self.f, self.reduction)
         shapes = [_shown(h, runtime.like, spec) for h, spec in zip(state.handles, self._trees["specs"], strict=True)]
         count = self._trees["params"].num_leaves
         params = self._trees["params"].unflatten(shapes[:count])

@@ -24,11 +24,16 @@ from ..tracing.graph import operands_of
 from .collectives import primitive_name
 from .rounds import CASTS, Rounds, UnrollError, names_axis
 
-__all__ = ["UnrollError", "unroll"]
+__all__ = ["UnrollError", "combined_by", "microbatch_dim", "resized", "unroll"]
 
 aten = torch.ops.aten
 
-_COMBINE = {"psum": aten.add.Tensor, "pmax": aten.maximum.default, "pmin": aten.minimum.default}
+_COMBINE = {
+    "psum": aten.add.Tensor,
+    "psum_scatter": aten.add.Tensor,
+    "pmax": aten.maximum.default,
+    "pmin": aten.minimum.default,
+}
 
 
 def unroll(
@@ -88,9 +93,9 @@ class _Unroll:
             if node not in self.varying:
                 self.once[node] = new
                 continue
-            dim = self._dim_of(spec, str(node.meta.get("path", node.name)))
+            dim = microbatch_dim(spec, self.axis, str(node.meta.get("path", node.name)))
             aval = node.meta["val"]
-            new.meta["val"] = _resized(aval, dim, self.size)
+            new.meta["val"] = resized(aval, dim, self.size)
             for number in range(self.size):
                 bounds = (dim, number * aval.shape[dim], (number + 1) * aval.shape[dim])
                 self.own[number][node] = self._write(aten.slice.Tensor, (new, *bounds), node.meta)
@@ -98,14 +103,6 @@ class _Unroll:
             if node.op == "get_attr":
                 new = self.once[node] = self.graph.get_attr(node.target)
                 new.meta = dict(node.meta)
-
-    def _dim_of(self, spec: P, where: str) -> int:
-        for dim, factors in enumerate(spec.dims):
-            if self.axis in factors:
-                if any(isinstance(factor, int) for factor in factors[: factors.index(self.axis)]):
-                    raise UnrollError(f"{where}: {spec!r} splits an inner factor of dim {dim} into microbatches")
-                return dim
-        raise UnrollError(f"{where}: {spec!r} does not say which dim holds the microbatches")
 
     def _rounds(self) -> None:
         rounds = self.microbatches.of
@@ -161,18 +158,10 @@ class _Unroll:
             own[value] = self._copy_once(value) if value.op == "call_function" else self.once[value]
 
     def _accumulate(self, node: fx.Node, microbatch: int) -> None:
-        name, value = primitive_name(node), self.own[microbatch][node.args[0]]
-        if name in ("psum_scatter", "psum"):
-            combine = aten.add.Tensor
-        elif name in _COMBINE:
-            combine = _COMBINE[name]
-        elif name == "all_gather":
+        combine = combined_by(node, self.axis)
+        if combine is None:
             return
-        else:
-            raise UnrollError(
-                f"{node.meta['source']}: {name} over {self.axis!r} moves values between microbatches, which run one "
-                "after another; split the batch over an axis of the mesh instead"
-            )
+        value = self.own[microbatch][node.args[0]]
         meta = {**node.meta, "val": value.meta["val"]}
         self.once[node] = value if microbatch == 0 else self._write(combine, (self.once[node], value), meta)
 
@@ -212,12 +201,35 @@ class _Unroll:
             return output
         if self.axis not in spec.axes:
             return self._copy_once(output) if output.op == "call_function" else self.once[output]
-        dim = self._dim_of(spec, "a result")
-        meta = {**output.meta, "val": _resized(output.meta["val"], dim, self.size)}
+        dim = microbatch_dim(spec, self.axis, "a result")
+        meta = {**output.meta, "val": resized(output.meta["val"], dim, self.size)}
         return self._write(aten.cat.default, ([own[output] for own in self.own], dim), meta)
 
 
-def _resized(aval: Aval, dim: int, factor: int) -> Aval:
+def microbatch_dim(spec: P, axis: str, where: str) -> int:
+    """The dim of an input or a result that holds the microbatches."""
+    for dim, factors in enumerate(spec.dims):
+        if axis in factors:
+            if any(isinstance(factor, int) for factor in factors[: factors.index(axis)]):
+                raise UnrollError(f"{where}: {spec!r} splits an inner factor of dim {dim} into microbatches")
+            return dim
+    raise UnrollError(f"{where}: {spec!r} does not say which dim holds the microbatches")
+
+
+def combined_by(node: fx.Node, axis: str) -> Any:
+    """The op that joins two microbatches' operands of a barrier; None where they are laid side by side."""
+    name = primitive_name(node)
+    if name == "all_gather":
+        return None
+    if name not in _COMBINE:
+        raise UnrollError(
+            f"{node.meta['source']}: {name} over {axis!r} moves values between microbatches, which run one "
+            "after another; split the batch over an axis of the mesh instead"
+        )
+    return _COMBINE[name]
+
+
+def resized(aval: Aval, dim: int, factor: int) -> Aval:
     shape = list(aval.shape)
     shape[dim] *= factor
     return Aval(tuple(shape), aval.dtype, aval.device)

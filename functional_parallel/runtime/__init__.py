@@ -2,6 +2,7 @@
 
 from .default import default_runtime, is_main_rank, use_runtime
 from .pending import CollectiveError
+from .pipelined import PipelineRuntime
 from .processes import DifferentInputsError, DifferentProgramsError, ProcessRuntime
 from .simulated import SimulatedRuntime
 
@@ -9,6 +10,7 @@ __all__ = [
     "CollectiveError",
     "DifferentInputsError",
     "DifferentProgramsError",
+    "PipelineRuntime",
     "ProcessRuntime",
     "SimulatedRuntime",
     "default_runtime",
