@@ -251,7 +251,7 @@ def stage(
         types = [_type(flat_specs[index]) for index in chosen]
         traced = trace(flat, avals, types=types, on_node=Typing(wide.shape))
         held = [type_of(output) for output in traced.outputs]
-        traced = simplify(drop_trivial(forget_values(traced), wide))
+        traced = simplify(drop_trivial(forget_values(traced), wide, kept=_pipelined_axes(layout)))
     kept = [index for index, output in enumerate(found["outputs"]) if output is _TENSOR]
     paths = tree_paths(args)
     for node, index in zip(traced.inputs, chosen, strict=True):
@@ -288,6 +288,11 @@ def _rewrite(
     program.passes = early + run_passes(passes, program.traced, program.mesh, without)
     fuse_views(program.traced)
     return program
+
+
+def _pipelined_axes(layout: Layout) -> tuple[str, ...]:
+    """Axes whose sums say where a pipeline ends, even over one microbatch."""
+    return () if layout.pipeline is None else (layout.pipeline.virtual,)
 
 
 def _pipelined(

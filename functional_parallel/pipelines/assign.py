@@ -36,6 +36,7 @@ def assign(traced: Traced, roles: Roles, cut: Mapping[fx.Node, int], last: int) 
             _keep_what_crosses(node, stage)
         else:
             stage[node] = _of_backward(node, roles, stage, last)
+            _keep_what_crosses(node, stage)
     return stage
 
 
@@ -59,7 +60,7 @@ def _forward(node: fx.Node) -> fx.Node | None:
 
 
 def _keep_what_crosses(node: fx.Node, stage: dict[fx.Node, int]) -> None:
-    """What a stage computes again begins with what it was sent, which it keeps."""
+    """A stage computes again what is its own; what it was sent for the forward, it keeps."""
     for operand in operands_of(node):
         forward = _forward(operand)
         if operand.meta.get("recomputed") and operand in stage and stage[operand] != stage[node] and forward in stage:

@@ -81,7 +81,7 @@ class Extractor:
                 and the output is that with the value added.
         """
         wanted, known = list(outputs), set(given)
-        members = self.closure([*nodes, *(o for o in wanted if self.inline(o))], known)
+        members = self.closure([*nodes, *(o for o in wanted if o not in known and self.inline(o))], known)
         order = sorted(members, key=self.position.__getitem__)
         outside = {o for node in order for o in operands_of(node) if o not in members and o.op != "get_attr"}
         outside.update(o for o in wanted if o not in members)

@@ -21,19 +21,19 @@ from .roles import PipelineError, Role, Roles, is_view
 __all__ = ["Stage", "StageBuilder", "Work"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Work:
     """One kind of a stage's work on a microbatch.
 
     Attributes:
-        first: computes `first.outputs`, among them what `totals` add up.
+        first: the program; the last of its outputs are what `totals` add up.
         following: the same, and takes what has been added up so far, and adds to it.
-        totals: per sum over microbatches the value that goes into it.
+        totals: the sums over microbatches that the last outputs go into, in order, each with a program that only adds.
     """
 
     first: Part
     following: Part
-    totals: tuple[tuple[fx.Node, fx.Node], ...]
+    totals: dict[fx.Node, Part]
 
 
 @dataclass
@@ -225,7 +225,10 @@ class StageBuilder:
         first = self.extractor.part(nodes, [*order, *values], name, given)
         added = [(total, combined_by(total, self.roles.axis)) for total, _ in sums]
         following = self.extractor.part(nodes, [*order, *values], name, given, added)
-        return Work(first, following, tuple(sums))
+        adding = {
+            t: self.extractor.part((), [v], f"{name}, a sum", [v], [a]) for (t, v), a in zip(sums, added, strict=True)
+        }
+        return Work(first, following, adding)
 
     def _crossing(self, index: int, neighbour: int, up: bool) -> tuple[fx.Node, ...]:
         """What this stage hands to a neighbour: its own values and others', for that one and those behind it."""

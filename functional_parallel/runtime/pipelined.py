@@ -112,7 +112,10 @@ class PipelineRuntime:
         """Run a pipeline on sharded inputs."""
         if self.carrier is not None:
             self.base.agree_on(program)
-        workers = {rank: Worker(program, rank, self.base, self._inputs(program, placed, rank)) for rank in self.ranks}
+        ordered = self.carrier is None or self.carrier.reduction == "ordered"
+        workers = {
+            rank: Worker(program, rank, self.base, self._inputs(program, placed, rank), ordered) for rank in self.ranks
+        }
         for worker in workers.values():
             worker.begin()
         if self.carrier is None:

@@ -20,15 +20,21 @@ class Worker:
         rank: the rank of its axis.
         runtime: runs single programs.
         inputs: the step's inputs that this rank holds.
+        ordered: whether microbatches are added up in their order, not in that of the schedule.
 
     Attributes:
         held: per stage and microbatch, the values that are kept: residuals, and what came from other stages.
         outgoing: per action, what is yet to be sent.
         expected: per action, the message under way that brings what it made.
         late: values of the epilogue.
+        turn: per sum and chain, the microbatch to be added next.
+        early: per sum and chain, what was there before its turn.
     """
 
-    def __init__(self, program: PipelineProgram, rank: int, runtime: Any, inputs: dict[fx.Node, Any]) -> None:
+    def __init__(
+        self, program: PipelineProgram, rank: int, runtime: Any, inputs: dict[fx.Node, Any], ordered: bool
+    ) -> None:
+        self.ordered = ordered
         self.program, self.rank, self.runtime, self.inputs = program, rank, runtime, inputs
         self.once: dict[fx.Node, Any] = {}
         self.of_microbatch: dict[tuple[fx.Node, int], Any] = {}
@@ -38,6 +44,8 @@ class Worker:
         self.outgoing: dict[Action, list[Any]] = {}
         self.expected: dict[Action, Any] = {}
         self.late: dict[fx.Node, Any] = {}
+        self.turn: dict[tuple[fx.Node, int], int] = {}
+        self.early: dict[tuple[fx.Node, int], dict[int, Any]] = {}
 
     # --- before, and after ---
 
@@ -90,17 +98,36 @@ class Worker:
 
     def _run(self, work: Work, action: Action, microbatch: int, held: dict[fx.Node, Any]) -> None:
         chain = action.stage // self.program.schedule.depth
-        begun = bool(work.totals) and (work.totals[0][0], chain) in self.totals
-        part = work.following if begun else work.first
-        inputs = [self._value(node, microbatch, chain, held) for node in part.inputs]
-        made = self.runtime.run(part.program, inputs)
-        ordinary = len(made) - len(work.totals)
+        sums = [(total, chain) for total in work.totals]
+        in_turn = not self.ordered or all(self.turn.get(key, 0) == action.microbatch for key in sums)
+        adds = in_turn and bool(sums) and all(key in self.totals for key in sums)
+        part = work.following if adds else work.first
+        made = self.runtime.run(part.program, [self._value(node, microbatch, chain, held) for node in part.inputs])
+        ordinary = len(made) - len(sums)
         for node, value in zip(part.outputs[:ordinary], made[:ordinary], strict=True):
             held[node] = value
             if node in self.program.collected:
                 self.collected[node, microbatch] = value
-        for (total, _), value in zip(work.totals, made[ordinary:], strict=True):
-            self.totals[total, chain] = value
+        for key, value in zip(sums, made[ordinary:], strict=True):
+            if adds:
+                self.totals[key] = value
+                self.turn[key] = action.microbatch + 1
+            else:
+                self.early.setdefault(key, {})[action.microbatch] = value
+            self._catch_up(work, key)
+
+    def _catch_up(self, work: Work, key: tuple[fx.Node, int]) -> None:
+        """Add what was there before its turn, as far as it is its turn now."""
+        early = self.early.get(key, {})
+        while early and (not self.ordered or self.turn.get(key, 0) in early):
+            microbatch = self.turn.get(key, 0) if self.ordered else next(iter(early))
+            value, part = early.pop(microbatch), work.totals[key[0]]
+            if key in self.totals:
+                given = {part.outputs[0]: value}
+                inputs = [given[node] if node in given else self.totals[key] for node in part.inputs]
+                (value,) = self.runtime.run(part.program, inputs)
+            self.totals[key] = value
+            self.turn[key] = microbatch + 1
 
     def _value(self, node: fx.Node, microbatch: int, chain: int, held: dict[fx.Node, Any]) -> Any:
         if node in held:
