@@ -17,10 +17,12 @@ from sharding_specs import Mesh, P
 
 from .collectives.axes import current_axes, hidden_axes, mesh_axis_size
 
-__all__ = ["Layout", "LocalFunction", "PyTree", "SpecTree", "axis_mesh", "unsharded", "whole_arguments"]
+__all__ = ["TAKEN", "Layout", "LocalFunction", "PyTree", "SpecTree", "axis_mesh", "unsharded", "whole_arguments"]
 
 PyTree = Any
 SpecTree = Any
+
+TAKEN = "taken_dim"  # an attribute of a tensor that stands for a stack of layers: the dim that no transform may choose
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Layout:
     `update_specs(args)` how; `whole_gradients` says that gradients count as held whole until then (ZeRO-1).
     `norm_specs(args)` says in which further parts the squares of gradients are summed, so that every ZeRO stage adds up
     the same numbers in the same order. `loss_scale` holds the rules of a loss scale, for `train_step`; `pipeline` says
-    how the compiled program is cut into stages.
+    how the compiled program is cut into stages, and `stacks` which parameters are stacks of layers.
     """
 
     arguments: Callable[[tuple[PyTree, ...]], tuple[SpecTree, ...]]
@@ -49,6 +51,7 @@ class Layout:
     whole_gradients: bool = False
     loss_scale: Any = None
     pipeline: Any = None
+    stacks: Any = None
 
     def mesh(self, mesh: Mesh) -> Mesh:
         """A mesh together with the virtual axes."""

@@ -146,11 +146,22 @@ class TrainStep:
             params: whole parameters, the same on every rank (which is checked); or a function without arguments that
                 makes them.
         """
-        params = params() if callable(params) else params
-        return self.load(params, self.optimizer.init(params), 0)
+        params = self._unstacked(params() if callable(params) else params)
+        return self._load(params, self.optimizer.init(params), 0)
 
     def load(self, params: PyTree, optimizer_state: PyTree, step: int) -> TrainState:
         """A state from whole parameters and a whole optimizer state, as `whole` returned them."""
+        stacks = self.f.layout.stacks
+        if stacks is not None:
+            optimizer_state = stacks.unstack_like(optimizer_state, params)
+        return self._load(self._unstacked(params), optimizer_state, step)
+
+    def _unstacked(self, params: PyTree) -> PyTree:
+        """Parameters as a pipeline holds them: layers that were stacked, one by one."""
+        stacks = self.f.layout.stacks
+        return params if stacks is None else stacks.unstack(params)
+
+    def _load(self, params: PyTree, optimizer_state: PyTree, step: int) -> TrainState:
         optimizer_state = with_scale(optimizer_state, self.scaling)
         kept, _, state_specs = self.placement(params, optimizer_state)
         self._trees = {
@@ -186,7 +197,9 @@ class TrainStep:
             for handle, spec in zip(state.handles, self._trees["specs"], strict=True)
         ]
         count = self._trees["params"].num_leaves
-        return self._trees["params"].unflatten(leaves[:count]), self._trees["state"].unflatten(leaves[count:])
+        whole = (self._trees["params"].unflatten(leaves[:count]), self._trees["state"].unflatten(leaves[count:]))
+        stacks = self.f.layout.stacks
+        return whole if stacks is None else stacks.restack_all(whole)
 
     def check(self, state: TrainState) -> None:
         """Stop a run whose gradients overflow at the lowest loss scale; a loop asks now and then.
