@@ -74,6 +74,7 @@ def compile(
     """
     guards.check_callable(f)
     if isinstance(f, LocalFunction):
+        _check_synchronous(f, mesh)
         if in_specs is not None or out_specs is not None:
             raise LayoutError(f"{f!r} carries its layout; leave in_specs and out_specs out")
     elif in_specs is None or out_specs is None:
@@ -286,7 +287,7 @@ def _rewrite(
     early = run_passes([each for each in layout.passes if each.order < 0], program.traced, program.mesh, without)
     if layout.pipeline is not None:
         return _pipelined(program, layout, bucket, without, early)
-    for axis, size in layout.virtual:
+    for axis, size in layout.virtual_sizes(program.mesh).items():
         if size > 1:
             anew = {node for each in layout.passes for node in each.per_microbatch(program.traced)}
             program.traced = unroll(program.traced, axis, size, program.in_specs, program.out_specs, anew)
@@ -299,6 +300,15 @@ def _rewrite(
     return program
 
 
+def _check_synchronous(f: LocalFunction, mesh: Mesh) -> None:
+    plan = f.layout.pipeline
+    if plan is not None and plan.on(mesh).versions is not None:
+        raise PipelineError(
+            f"{plan.on(mesh).name} updates weights while microbatches are under way, which "
+            "a gradient cannot: run it with fp.train_step, or take a synchronous schedule"
+        )
+
+
 def _pipelined_axes(layout: Layout) -> tuple[str, ...]:
     """Axes whose sums say where a pipeline ends, even over one microbatch."""
     return () if layout.pipeline is None else (layout.pipeline.virtual,)
@@ -309,11 +319,6 @@ def _pipelined(
 ) -> PipelineProgram:
     """Cut a program into a pipeline: first what is recomputed and gathered when, last how sums are batched."""
     plan = layout.pipeline
-    if plan.axis not in program.mesh.axis_names:
-        raise PipelineError(
-            f"{program.mesh!r} has no axis {plan.axis!r} for the pipeline; its axes are "
-            f"{', '.join(program.mesh.axis_names)}"
-        )
     fold_layers(program.traced)
     simplify(program.traced)
     late = [Marked(), *(each for each in layout.passes if each.order >= 0)]
@@ -324,7 +329,7 @@ def _pipelined(
         part.passes = run_passes([Buckets(bucket)] if bucket else [], part.traced, part.mesh, without)
         fuse_views(part.traced)
 
-    return build(program, plan, dict(layout.virtual)[plan.virtual], inlined, finish)
+    return build(program, plan, layout.virtual_sizes(program.mesh)[plan.virtual], inlined, finish)
 
 
 def runtime_of(mesh: Mesh, f: Any, reduction: str = "fast") -> Any:

@@ -32,7 +32,8 @@ class Layout:
     `arguments(args)` is a tuple of full spec trees, one per argument, made from the arguments' paths and shapes alone
     (whole or local shapes give the same). `axes` are the mesh axes that the function is local to, innermost transform
     first; `describe` says in words what each transform did. `passes` are the rewrites that transforms ask of the
-    compiled program; `virtual` are axes that no mesh has, with their sizes: microbatches. `update_axis` names an axis
+    compiled program; `virtual` are axes that no mesh has, microbatches, with their sizes or
+    functions that make them from the mesh. `update_axis` names an axis
     over which the optimizer's work and state are split though the parameters are not (ZeRO-1 and 2), and
     `update_specs(args)` how; `whole_gradients` says that gradients count as held whole until then (ZeRO-1).
     `norm_specs(args)` says in which further parts the squares of gradients are summed, so that every ZeRO stage adds up
@@ -44,7 +45,7 @@ class Layout:
     axes: tuple[str, ...] = ()
     describe: tuple[str, ...] = ()
     passes: tuple[Any, ...] = ()
-    virtual: tuple[tuple[str, int], ...] = ()
+    virtual: tuple[tuple[str, int | Callable[[Mesh], int]], ...] = ()
     update_axis: str | None = None
     update_specs: Callable[[tuple[PyTree, ...]], SpecTree] | None = None
     norm_specs: Callable[[tuple[PyTree, ...]], SpecTree] | None = None
@@ -58,7 +59,11 @@ class Layout:
         clash = [name for name, _ in self.virtual if name in mesh.axis_names]
         if clash:
             raise ValueError(f"{mesh!r} has an axis {clash[0]!r}, the name of the axis of microbatches; rename it")
-        return Mesh({**mesh.shape, **dict(self.virtual)})
+        return Mesh({**mesh.shape, **self.virtual_sizes(mesh)})
+
+    def virtual_sizes(self, mesh: Mesh) -> dict[str, int]:
+        """The sizes of the virtual axes beside a mesh."""
+        return {name: size(mesh) if callable(size) else size for name, size in self.virtual}
 
 
 class LocalFunction:

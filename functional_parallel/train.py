@@ -13,12 +13,13 @@ import torch
 from sharding_specs import Mesh, P, broadcast_specs, tree_paths, whole_shape
 
 from . import random
-from .collectives.axes import bind
+from .collectives.axes import MICROBATCH, bind
 from .compile import Staged, runtime_of, stage
 from .derivatives import grad_and_value
 from .local_function import LocalFunction, PyTree, SpecTree, unsharded
 from .loss_scaling import LossScale, LossScaleState
 from .optim import Optimizer
+from .pipelines import updates_of
 from .scaled import ScaledState, scaled_loss, scaled_specs, unless, unscaled, with_scale
 from .updating import (
     at_rest,
@@ -35,6 +36,8 @@ __all__ = ["Metrics", "TrainState", "TrainStep", "train_step"]
 
 class Metrics(NamedTuple):
     """What a step reports: scalars, whole on every rank.
+
+    An asynchronous pipeline has no gradient norm to report, and its loss is the mean over the step's updates.
 
     With a loss scale, `skipped` says whether gradients overflowed, so that nothing was updated, and `loss_scale` what
     the step's loss was multiplied by; `loss` and `grad_norm` are without it.
@@ -282,6 +285,7 @@ class TrainStep:
         optimizer_state = self._trees["state"].unflatten(shapes[count:])
         if self.own_batch:
             batch = self._global_shapes(params, batch)
+        batch = self._of_one_update(params, batch)
         key = torch.zeros((), dtype=torch.int64) if self.seed is not None else None
         args = ((params, optimizer_state), batch, key)
         return stage(
@@ -298,6 +302,32 @@ class TrainStep:
             return leaf.new_empty(()).expand(whole_shape(leaf.shape, spec.only(self.mesh.axis_names), self.mesh))
 
         return optree.tree_map(whole, batch, specs)
+
+    @property
+    def _is_asynchronous(self) -> bool:
+        """Whether weights change while microbatches are under way."""
+        plan = self.f.layout.pipeline
+        return plan is not None and plan.on(self.mesh).versions is not None
+
+    def _of_one_update(self, params: PyTree, batch: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
+        """Tensors of the shape of what one update sees."""
+        if not self._is_asynchronous:
+            return batch
+        updates = updates_of(self.f.layout.pipeline.on(self.mesh))
+        with bind(self.wide_mesh.shape, None):
+            specs = broadcast_specs(self.f.layout.arguments((params, *batch))[1:], batch)
+
+        def part(leaf: Any, spec: P) -> Any:
+            dims = [dim for dim, axes in enumerate(spec.dim_axes()) if MICROBATCH in axes]
+            if not isinstance(leaf, torch.Tensor) or not dims:
+                return leaf
+            if leaf.shape[dims[0]] % updates:
+                raise ValueError(
+                    f"a batch of {leaf.shape[dims[0]]} samples cannot be cut for the {updates} updates of this pipeline"
+                )
+            return leaf.narrow(dims[0], 0, leaf.shape[dims[0]] // updates)
+
+        return optree.tree_map(part, batch, specs)
 
     def _update_specs(self, params: PyTree, kept: SpecTree) -> SpecTree:
         """How the optimizer sees a parameter: as it lies, or (ZeRO-1, 2) split further over one axis."""
@@ -344,8 +374,9 @@ class TrainStep:
                 gradients, value, aux = self._gradients(inputs, batch, scale)
             gradients = optree.tree_map(into_update, gradients, update, kept, compute, none_is_leaf=True)
             gradients = gradients if scale is None else unscaled(gradients, scale.scale)
-            norm = global_norm(optree.tree_map(split_further, gradients, counted, update, none_is_leaf=True), counted)
+            norm = None if self._is_asynchronous else self._norm(gradients, counted, update)
             if self.clip is not None:
+                norm = self._norm(gradients, counted, update) if norm is None else norm
                 factor = torch.clamp(self.clip / (norm + 1e-6), max=1.0)
                 gradients = optree.tree_map(lambda g: g * factor.to(g.dtype), gradients)
             own = optree.tree_map(split_further, params, update, kept)
@@ -354,13 +385,14 @@ class TrainStep:
             new, after = self.optimizer.update(gradients, before, own, *places)
             metrics = Metrics(value, norm, aux)
             if self.scaling is not None and scale is not None:
+                norm = self._norm(gradients, counted, update) if norm is None else norm
                 overflow = ~torch.isfinite(norm)  # a sum over all ranks, so all of them agree
                 new, after = unless(overflow, new, own), unless(overflow, after, before)
                 after = ScaledState(after, self.scaling.update(scale, overflow))
                 metrics = metrics._replace(skipped=overflow, loss_scale=scale.scale)
             new = optree.tree_map(joined_again, new, update, kept)
             reported = None if scale is None else P()
-            specs = Metrics(P(), P(), _aux_specs(aux, self.f), reported, reported)
+            specs = Metrics(P(), None if norm is None else P(), _aux_specs(aux, self.f), reported, reported)
             return ((new, after), metrics), ((kept, self._state_specs(after, params, update)), specs)
 
         def arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
@@ -368,6 +400,9 @@ class TrainStep:
 
         layout = replace(self.f.layout, arguments=arguments, update_axis=None, update_specs=None)
         return LocalFunction(call, layout, "train_step")
+
+    def _norm(self, gradients: PyTree, counted: SpecTree, update: SpecTree) -> torch.Tensor:
+        return global_norm(optree.tree_map(split_further, gradients, counted, update, none_is_leaf=True), counted)
 
     def _gradients(self, params: PyTree, batch: tuple[PyTree, ...], scale: Any) -> tuple[PyTree, Any, PyTree]:
         """Gradients of the loss, times the loss scale if there is one; its value; and what comes beside it."""

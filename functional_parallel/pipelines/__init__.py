@@ -4,7 +4,7 @@ from .build import PipelinePlan, build
 from .cut import BALANCES, Cut
 from .epilogue import Epilogue, Exchange, Given
 from .extract import Part
-from .program import PipelineProgram
+from .program import PipelineProgram, updates_of
 from .roles import PipelineError
 from .stacks import Stacks, unstacked
 from .stages import Stage, Work
@@ -24,4 +24,5 @@ __all__ = [
     "Work",
     "build",
     "unstacked",
+    "updates_of",
 ]

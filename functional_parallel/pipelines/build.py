@@ -7,19 +7,22 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from sharding_specs import Mesh
+
 from ..program import Program
 from ..program.collectives import primitive_name
 from ..program.rounds import CASTS, names_axis
+from ..program.unroll import microbatch_dim
 from ..schedules import Schedule
 from ..tracing import Traced
-from ..tracing.graph import operands_of
+from ..tracing.graph import operands_of, source_of
 from .assign import assign
 from .cut import Cut, cut_of
 from .epilogue import EpilogueBuilder
 from .extract import Extractor
-from .program import PipelineProgram, parts_of_rank
+from .program import PipelineProgram, parts_of_rank, updates_of
 from .prologue import Prologue, Wanted
-from .roles import Roles
+from .roles import PipelineError, Roles
 from .stages import StageBuilder
 
 __all__ = ["PipelinePlan", "build"]
@@ -40,6 +43,19 @@ class PipelinePlan:
     virtual: str
     schedule: Callable[[int], Schedule]
     cut: Cut
+
+    def on(self, mesh: Mesh) -> Schedule:
+        """The schedule on a mesh."""
+        if self.axis not in mesh.axis_names:
+            raise PipelineError(
+                f"{mesh!r} has no axis {self.axis!r} for the pipeline; its axes are {', '.join(mesh.axis_names)}"
+            )
+        return self.schedule(mesh.axis_size(self.axis))
+
+    def summed_together(self, mesh: Mesh) -> int:
+        """How many microbatches one update sums."""
+        schedule = self.on(mesh)
+        return schedule.microbatches // updates_of(schedule)
 
 
 def build(
@@ -77,17 +93,13 @@ class _Build:
         self.traced = program.traced
         _drop_casts(self.traced, plan.virtual)
         self.roles = Roles(self.traced, plan.virtual, program.in_specs, inlined)
-        self.schedule = self._schedule()
+        self.schedule = plan.on(program.mesh)
         cut = cut_of(self.traced, self.roles, plan.cut, self.schedule.depth, program.mesh)
         stage = assign(self.traced, self.roles, cut, self.schedule.depth - 1)
         self.extractor = Extractor(self.traced, program.mesh, program.in_specs, self.roles.is_inline, plan.virtual)
         self.builder = StageBuilder(self.roles, stage, self.extractor, self.schedule.depth, program.name)
         if not self.builder.has_backward:
             self.schedule = _forward_only(self.schedule)
-
-    def _schedule(self) -> Schedule:
-        ranks = self.program.mesh.axis_size(self.plan.axis)
-        return self.plan.schedule(ranks)
 
     def result(self) -> PipelineProgram:
         stages = self.builder.build()
@@ -119,6 +131,11 @@ class _Build:
             epilogue,
             list(self.traced.inputs),
             frozenset(self.builder.collected),
+            {
+                node: microbatch_dim(spec, self.plan.virtual, str(node.meta.get("path")))
+                for node, spec in zip(self.traced.inputs, self.program.in_specs, strict=True)
+                if node in self.roles.varying
+            },
             self.program.mesh,
             [spec.without(hidden) for spec in self.program.in_specs],
             [spec.without(hidden) for spec in self.program.out_specs],
@@ -127,6 +144,8 @@ class _Build:
             self.program.name,
             self.program.passes,
         )
+        if self.schedule.versions is not None:
+            _check_stream(result)
         self._finish(result)
         return result
 
@@ -192,6 +211,18 @@ def _drop_casts(traced: Traced, axis: str) -> None:
             node.meta["merged"] = node.args[0]
             traced.graph.erase_node(node)
     traced.seal()
+
+
+def _check_stream(program: PipelineProgram) -> None:
+    """An asynchronous stage updates its weights by itself."""
+    crossing = next((exchange.node for level in program.epilogue.exchanges for exchange in level), None)
+    if crossing is not None or len(program.epilogue.parts) > 1:
+        where = "" if crossing is None else f"{source_of(crossing)}: "
+        raise PipelineError(
+            f"{where}{program.schedule.name} updates the weights of each stage by themselves, but this update needs "
+            "values of several stages: a global gradient norm (clip, a loss scale), or a weight that two stages share; "
+            "leave those out, or take a synchronous schedule"
+        )
 
 
 def _forward_only(schedule: Schedule) -> Schedule:

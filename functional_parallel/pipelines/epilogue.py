@@ -27,7 +27,7 @@ __all__ = ["Epilogue", "Exchange", "Given"]
 
 aten = torch.ops.aten
 
-_SMALL = 64  # elements: what every rank may as well compute
+_SMALL = 64  # elements: what costs a message and no more
 
 Ranks = frozenset[int]
 
@@ -60,7 +60,8 @@ class Epilogue:
         given: per value that it begins with, what that is.
         parts: per level, per rank, the program.
         exchanges: per level, what is sent after it.
-        outputs: the step's results; a Python value stands for itself.
+        outputs: the step's results.
+        replaces: for a result that takes the place of an input, as a new parameter does, that input of the step.
         input_holders, output_holders: per input and per result of the step, the ranks that hold it; of an input that is
             no parameter, those that the epilogue needs it on.
     """
@@ -69,6 +70,7 @@ class Epilogue:
     parts: tuple[dict[int, Part], ...]
     exchanges: tuple[tuple[Exchange, ...], ...]
     outputs: tuple[fx.Node, ...]
+    replaces: dict[fx.Node, fx.Node]
     input_holders: tuple[Ranks, ...]
     output_holders: tuple[Ranks, ...]
 
@@ -117,9 +119,9 @@ class EpilogueBuilder:
         self._seal()
         self.extractor = Extractor(self.new, extractor.mesh, self.specs, lambda _: False, roles.axis)
         self.links = self._links(inputs, in_paths, out_paths)
-        self._place()
-        self._levels()
         self.inputs = inputs
+        self._place_until_it_holds()
+        self._levels()
 
     # --- the graph ---
 
@@ -197,6 +199,16 @@ class EpilogueBuilder:
 
     # --- where every value is made ---
 
+    def _place_until_it_holds(self) -> None:
+        """A result that takes an input's place must end up wherever the next step will want that input."""
+        self.needed: dict[int, Ranks] = {}
+        while True:
+            self._place()
+            needed = {index: self.at[node] | self._users_of(node) for index, node in self.links.items()}
+            if all(ranks <= self.needed.get(index, frozenset()) for index, ranks in needed.items()):
+                return
+            self.needed = {index: ranks | self.needed.get(index, frozenset()) for index, ranks in needed.items()}
+
     def _place(self) -> None:
         self.available: dict[fx.Node, Ranks | None] = {node: self._first_ranks(node) for node in self.new.inputs}
         for node in self.new.nodes:
@@ -228,19 +240,24 @@ class EpilogueBuilder:
         return None
 
     def _meeting(self, node: fx.Node) -> Ranks | None:
-        """The ranks on which an op can run; None for any."""
-        known = [ranks for ranks in (self.available.get(o) for o in operands_of(node)) if ranks is not None]
-        if not known:
+        """The ranks on which an op can run; None for any. What is small, and no parameter, may be sent elsewhere."""
+        known = {o: ranks for o in operands_of(node) if (ranks := self.available.get(o)) is not None}
+        fixed = [ranks for operand, ranks in known.items() if not self._may_move(operand)]
+        chosen = fixed or list(known.values())
+        if not chosen:
             return None
-        common = frozenset.intersection(*known)
-        if common:
-            return common
-        return None if _is_small(node.meta["val"]) else frozenset.union(*known)
+        common = frozenset.intersection(*chosen)
+        return common or (frozenset.union(*fixed) if fixed else None)
+
+    def _may_move(self, node: fx.Node) -> bool:
+        given = self.given.get(node)
+        return _is_small(node.meta["val"]) and not (given is not None and given.node.meta.get("parameter"))
 
     def _wanted_of_output(self, index: int, output: fx.Node) -> Ranks:
         possible = self.available.get(output)
         if index in self.links:
-            return self.available[self.links[index]] or possible or self.ranks
+            kept = self.available[self.links[index]] or possible or self.ranks
+            return kept | self.needed.get(index, frozenset())
         return frozenset({min(possible or self.ranks)})
 
     # --- when ---
@@ -271,6 +288,7 @@ class EpilogueBuilder:
             parts,
             tuple(tuple(each) for each in exchanges),
             outputs,
+            {outputs[index]: self.given[node].node for index, node in self.links.items()},
             tuple(self.at[node] | self._users_of(node) for node in self.inputs),
             tuple(self.at[node] | self.wanted[node] for node in outputs),
         )

@@ -45,6 +45,7 @@ class PipelineProgram:
     epilogue: Epilogue
     inputs: list[fx.Node]
     collected: frozenset[fx.Node]  # values of single microbatches that are results
+    cut_dims: dict[fx.Node, int]  # of inputs that are cut into microbatches, the dim
     mesh: Mesh
     in_specs: list[P]
     out_specs: list[P]
@@ -55,6 +56,11 @@ class PipelineProgram:
     notes: tuple[str, ...] = ()
     cache: dict[str, Any] = field(default_factory=dict, repr=False)
 
+    @property
+    def updates(self) -> int:
+        """How often a stage's weights change in a step: once, but for asynchronous schedules."""
+        return updates_of(self.schedule)
+
     def stage_of(self, action: Action) -> Stage:
         """The stage of the model that an action runs; chains run copies of it."""
         return self.stages[action.stage % self.schedule.depth]
@@ -62,6 +68,27 @@ class PipelineProgram:
     def microbatch_of(self, action: Action) -> int:
         """The number of an action's microbatch in the batch; chains take theirs one after another."""
         return action.stage // self.schedule.depth * self.schedule.microbatches_of_chain + action.microbatch
+
+    def neighbour(self, action: Action) -> int | None:
+        """The stage that takes what an action makes."""
+        if action.kind == "W":
+            return None
+        return self.schedule.after(action.stage) if action.kind == "F" else self.schedule.before(action.stage)
+
+    def message(self, action: Action) -> tuple[fx.Node, ...]:
+        """What that stage is sent."""
+        stage = self.stage_of(action)
+        return stage.sends_forward if action.kind == "F" else stage.sends_backward
+
+    def awaited(self, action: Action) -> list[Action]:
+        """The actions of neighbouring stages that an action may wait for."""
+        if action.kind == "F":
+            before = self.schedule.before(action.stage)
+            return [] if before is None else [Action("F", before, action.microbatch)]
+        after = self.schedule.after(action.stage)
+        if action.kind == "W" or after is None:
+            return []
+        return [Action(kind, after, action.microbatch) for kind in "BI"]
 
     def programs(self) -> Iterator[tuple[Program, int]]:
         """Every program with how often it runs in a step, over all ranks of the pipeline."""
@@ -82,12 +109,9 @@ class PipelineProgram:
     def _sends(self) -> Iterator[Collective]:
         ranks = self.schedule.rank_of_stage
         for action in self.schedule:
-            forward = action.kind == "F"
-            other = self.schedule.after(action.stage) if forward else self.schedule.before(action.stage)
-            if action.kind == "W" or other is None or ranks[other] == ranks[action.stage]:
-                continue
-            stage = self.stage_of(action)
-            yield from (self._send(node) for node in (stage.sends_forward if forward else stage.sends_backward))
+            other = self.neighbour(action)
+            if other is not None and ranks[other] != ranks[action.stage]:
+                yield from map(self._send, self.message(action))
         for level in self.epilogue.exchanges:
             yield from (self._send(exchange.node) for exchange in level)
 
@@ -128,6 +152,13 @@ class PipelineProgram:
     def __str__(self) -> str:
         texts = [f"{program}\n({count} times a step)" for program, count in self.programs()]
         return "\n\n".join([f"{self.name} on {self.mesh!r}", str(self.schedule), *texts])
+
+
+def updates_of(schedule: Schedule) -> int:
+    """How many updates a stage makes in a run of a schedule."""
+    if schedule.versions is None:
+        return 1
+    return sum(action.stage == 0 for action in schedule.versions.writes)
 
 
 def parts_of_rank(stages: list[Stage], schedule: Schedule, rank: int) -> Iterator[Part]:

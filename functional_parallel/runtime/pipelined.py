@@ -7,7 +7,7 @@ and messages are sends and receives that do not wait.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from ..schedules.dependencies import replay
 from ..schedules.messages import Receive, Send, messages
 from ..tracing import Aval
 from .mail import Mail
+from .stream import Stream
 from .worker import Worker
 
 __all__ = ["PipelineRuntime", "Placed"]
@@ -112,58 +113,69 @@ class PipelineRuntime:
         """Run a pipeline on sharded inputs."""
         if self.carrier is not None:
             self.base.agree_on(program)
+        inputs = {rank: self._inputs(program, placed, rank) for rank in self.ranks}
+        if program.schedule.versions is not None:
+            return self._stream(program, inputs)
         ordered = self.carrier is None or self.carrier.reduction == "ordered"
-        workers = {
-            rank: Worker(program, rank, self.base, self._inputs(program, placed, rank), ordered) for rank in self.ranks
-        }
+        workers = {rank: Worker(program, rank, self.base, inputs[rank], ordered) for rank in self.ranks}
+        self._pass_through(program, workers)
+        self._end(program, workers)
+        return self._results(program, workers)
+
+    def _pass_through(self, program: PipelineProgram, workers: Mapping[int, Worker | Stream]) -> None:
+        """Run the schedule."""
         for worker in workers.values():
             worker.begin()
         if self.carrier is None:
             self._in_lockstep(program, workers)
         else:
             self._as_one_rank(program, workers[self.ranks[0]])
-        return self._results(program, workers)
 
     def _inputs(self, program: PipelineProgram, placed: Sequence[Placed], rank: int) -> dict[fx.Node, Any]:
         return {node: each.parts[rank] for node, each in zip(program.inputs, placed, strict=True) if rank in each.parts}
 
-    def _in_lockstep(self, program: PipelineProgram, workers: dict[int, Worker]) -> None:
+    def _in_lockstep(self, program: PipelineProgram, workers: Mapping[int, Worker | Stream]) -> None:
         schedule = program.schedule
         for rank, action in replay(schedule):
             sent = workers[rank].act(action)
-            target = workers[rank].target(action)
+            target = program.neighbour(action)
             if target is not None:
                 workers[schedule.rank_of_stage[target]].receive(action, target, sent)
-        for level, exchanges in enumerate(program.epilogue.exchanges):
-            for worker in workers.values():
-                worker.end(level)
-            for node, source, target in exchanges:
-                workers[target].late[node] = workers[source].late_value(node)
 
-    def _as_one_rank(self, program: PipelineProgram, worker: Worker) -> None:
+    def _as_one_rank(self, program: PipelineProgram, worker: Worker | Stream) -> None:
         steps = program.cache.setdefault("messages", messages(program.schedule))[worker.rank]
-        mail = Mail(self.carrier, self.axis, worker.rank, self.base.device)
+        mail = self._mail(worker.rank)
         for step in steps:
             if isinstance(step, Send):
                 mail.send(step, worker.outgoing.pop(step.action))
             elif isinstance(step, Receive):
-                nodes = worker.message(step.action)
-                mail.expect(step, [node.meta["val"] for node in nodes])
+                mail.expect(step, [node.meta["val"] for node in program.message(step.action)])
                 worker.expected[step.action] = step
             else:
                 self._act(program, worker, mail, step)
         mail.finish()
-        for level, exchanges in enumerate(program.epilogue.exchanges):
-            worker.end(level)
-            self._exchange(worker, mail, exchanges)
 
-    def _act(self, program: PipelineProgram, worker: Worker, mail: Mail, action: Action) -> None:
-        for awaited in worker.awaited(action):
+    def _mail(self, rank: int) -> Mail:
+        return Mail(self.carrier, self.axis, rank, self.base.device)
+
+    def _end(self, program: PipelineProgram, workers: dict[int, Worker]) -> None:
+        """Run what comes after the pipeline."""
+        for level, exchanges in enumerate(program.epilogue.exchanges):
+            for worker in workers.values():
+                worker.end(level)
+            if self.carrier is not None:
+                self._exchange(workers[self.ranks[0]], self._mail(self.ranks[0]), exchanges)
+                continue
+            for node, source, target in exchanges:
+                workers[target].late[node] = workers[source].late_value(node)
+
+    def _act(self, program: PipelineProgram, worker: Worker | Stream, mail: Mail, action: Action) -> None:
+        for awaited in program.awaited(action):
             step = worker.expected.pop(awaited, None)
             if step is not None:
                 worker.receive(awaited, action.stage, mail.take(step))
         sent = worker.act(action)
-        target = worker.target(action)
+        target = program.neighbour(action)
         if target is None:
             return
         if program.schedule.rank_of_stage[target] == worker.rank:
@@ -189,3 +201,39 @@ class PipelineRuntime:
             parts = {rank: worker.late_value(node) for rank, worker in workers.items() if rank in holders}
             found.append(Placed(parts, holders, node.meta["val"]))
         return found
+
+    # --- asynchronous ---
+
+    def _stream(self, program: PipelineProgram, inputs: dict[int, dict[fx.Node, Any]]) -> list[Placed]:
+        workers = {
+            rank: Stream(program, rank, self.base, held, self._slices(program, held)) for rank, held in inputs.items()
+        }
+        self._pass_through(program, workers)
+        program.cache["most versions"] = {rank: worker.most_versions for rank, worker in workers.items()}
+        found = []
+        for node, holders in zip(program.epilogue.outputs, program.epilogue.output_holders, strict=True):
+            parts = {r: self._last_or_mean(program, node, w) for r, w in workers.items() if r in holders}
+            found.append(Placed(parts, holders, node.meta["val"]))
+        return found
+
+    def _slices(self, program: PipelineProgram, inputs: dict[fx.Node, Any]) -> list[dict[fx.Node, Any]]:
+        """The batch, cut into what each update sums."""
+        found: list[dict[fx.Node, Any]] = [{} for _ in range(program.updates)]
+        for node, dim in program.cut_dims.items():
+            for part, whole in zip(found, self._chunks(inputs[node], program.updates, dim), strict=False):
+                part[node] = whole
+        return found
+
+    def _chunks(self, handle: Any, count: int, dim: int) -> list[Any]:
+        if isinstance(handle, torch.Tensor):
+            return [part.contiguous() for part in handle.chunk(count, dim)]
+        return [list(part) for part in zip(*(self._chunks(x, count, dim) for x in handle), strict=True)]
+
+    def _last_or_mean(self, program: PipelineProgram, node: fx.Node, worker: Stream) -> Any:
+        """What replaces an input, after the last update; of everything else, the mean over updates."""
+        if node in program.epilogue.replaces:
+            return worker.results[-1][node]
+        values = [made[node] for made in worker.results]
+        if isinstance(values[0], torch.Tensor):
+            return torch.stack(values).mean(0)
+        return [torch.stack(parts).mean(0) for parts in zip(*values, strict=True)]

@@ -140,30 +140,7 @@ class Worker:
 
     # --- messages ---
 
-    def target(self, action: Action) -> int | None:
-        """The stage that takes what an action makes."""
-        if action.kind == "W":
-            return None
-        schedule = self.program.schedule
-        return schedule.after(action.stage) if action.kind == "F" else schedule.before(action.stage)
-
-    def message(self, action: Action) -> tuple[fx.Node, ...]:
-        """What travels after an action."""
-        stage = self.program.stage_of(action)
-        return stage.sends_forward if action.kind == "F" else stage.sends_backward
-
     def receive(self, action: Action, stage: int, values: list[Any]) -> None:
         """Take what an action of a neighbouring stage made."""
         held = self.held.setdefault((stage, action.microbatch), {})
-        held.update(zip(self.message(action), values, strict=True))
-
-    def awaited(self, action: Action) -> list[Action]:
-        """The actions of neighbouring stages that an action may wait for."""
-        schedule = self.program.schedule
-        if action.kind == "F":
-            before = schedule.before(action.stage)
-            return [] if before is None else [Action("F", before, action.microbatch)]
-        after = schedule.after(action.stage)
-        if action.kind == "W" or after is None:
-            return []
-        return [Action(kind, after, action.microbatch) for kind in "BI"]
+        held.update(zip(self.program.message(action), values, strict=True))

@@ -90,11 +90,16 @@ def pipeline(
         def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
             return (P(), *rest_specs(args, batch, P(MICROBATCH)))
 
+        if isinstance(f, LocalFunction) and f.layout.virtual:
+            raise PipelineError(
+                f"{name} sums the gradients of its microbatches itself: leave fp.accumulate out, and give the pipeline "
+                "as many times more microbatches"
+            )
         inner = f
         if stacks is not None:
             inner = unstacked(f if isinstance(f, LocalFunction) else unsharded(f), stacks)
         local = partition(inner, MICROBATCH, in_specs, describe=name)
-        virtual = ((MICROBATCH, microbatches), *local.layout.virtual)
+        virtual = ((MICROBATCH, plan.summed_together), *local.layout.virtual)
         return local.with_layout(replace(local.layout, virtual=virtual, pipeline=plan))
 
     return Transform(name, axis, Order.PIPELINE, apply)
@@ -105,18 +110,19 @@ class _Maker:
 
     def __init__(self, schedule: Any, microbatches: int, chunks: int, axis: str) -> None:
         self.schedule, self.microbatches, self.chunks, self.axis = schedule, microbatches, chunks, axis
+        self._found: dict[int, Schedule] = {}
 
     def __call__(self, ranks: int) -> Schedule:
+        if ranks not in self._found:
+            self._found[ranks] = self._checked(ranks)
+        return self._found[ranks]
+
+    def _checked(self, ranks: int) -> Schedule:
         made = self.schedule if isinstance(self.schedule, Schedule) else self._made(ranks)
         if made.ranks != ranks or made.microbatches != self.microbatches:
             raise PipelineError(
                 f"{made.name} is for {made.ranks} ranks and {made.microbatches} microbatches, but the axis "
                 f"{self.axis!r} has {ranks} ranks and pipeline(microbatches={self.microbatches})"
-            )
-        if made.versions is not None:
-            raise PipelineError(
-                f"{made.name} updates weights while microbatches are under way, which a gradient cannot: only "
-                "fp.train_step runs it"
             )
         return check(made)
 

@@ -1,0 +1,384 @@
+"""Where a model is cut, and what may cross: anything that a function computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import functional_parallel as fp
+from functional_parallel.pipelines import PipelineError
+from sharding_specs import Mesh, P
+
+D = torch.float64
+
+
+def assert_same(loss: Any, params: Any, *batch: Any, ranks: int = 2, **options: Any) -> Any:
+    """Value and gradients of the pipelined loss are the loss's own."""
+    plan = fp.pipeline("pipe", **{"microbatches": 4, "schedule": "1f1b", **options})
+    step = fp.compile(fp.grad_and_value(plan(loss)), Mesh(pipe=ranks))
+    got, wanted = step(params, *batch), fp.grad_and_value(loss)(params, *batch)
+    for path, a, b in zip(optree.tree_paths(got), optree.tree_leaves(got), optree.tree_leaves(wanted), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, msg=lambda text, path=path: f"{path}: {text}")
+    return step.program
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=D) / 2
+
+
+# -----------------------------------------------------------------------------
+# What crosses
+# -----------------------------------------------------------------------------
+
+
+def test_several_tensors_skip_connections_and_values_of_every_type() -> None:
+    def loss(p: Any, x: Tensor, kinds: Tensor) -> Tensor:
+        table = {"h": x @ p["a"], "count": kinds * 2, "name": "three", "nothing": None, "keep": kinds > 0}
+        early = table["h"]
+        table = fp.stage_boundary(table)
+        assert table["name"] == "three"
+        assert table["nothing"] is None
+        h = torch.where(table["keep"][:, None], torch.tanh(table["h"] @ p["b"]), table["h"])
+        h, count = fp.stage_boundary((h, table["count"]))
+        h = torch.tanh(h @ p["c"]) * count[:, None]
+        h = fp.stage_boundary(h)
+        return ((h @ p["d"] + early) ** 2).mean()  # over three stages
+
+    params = {name: normal(3, 3) for name in "abcd"}
+    program = assert_same(loss, params, normal(8, 3), torch.randint(-1, 3, (8,)), ranks=4)
+    assert len(program.stages[0].sends_forward) == 1  # kinds are cut from the batch on every rank, and not sent
+    assert len(program.stages[2].sends_forward) == 2  # the last layer's input, and the first stage's
+
+
+def test_encoder_and_decoder() -> None:
+    """As in T5: the decoder attends to the encoder's result on every stage; one embedding for both and for the head."""
+
+    def attend(p: Any, x: Tensor, memory: Tensor, causal: bool) -> Tensor:
+        q, k, v = x @ p["q"], memory @ p["k"], memory @ p["v"]
+        return x + F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], is_causal=causal)[:, 0] @ p["o"]
+
+    def loss(p: Any, source: Tensor, target: Tensor) -> Tensor:
+        h = F.embedding(source, p["shared"])
+        for block in p["encoder"]:
+            h = attend(block, h, h, causal=False)
+            h = h + torch.relu(h @ block["up"]) @ block["down"]
+        memory = F.layer_norm(h, (4,))
+        h = F.embedding(target[:, :-1], p["shared"])
+        for block in p["decoder"]:
+            h = attend(block["own"], h, h, causal=True)
+            h = attend(block["cross"], h, memory, causal=False)
+        logits = F.layer_norm(h, (4,)) @ p["shared"].T
+        return F.cross_entropy(logits.flatten(0, 1), target[:, 1:].flatten(), ignore_index=0)
+
+    def attention() -> Any:
+        return {name: normal(4, 4) for name in "qkvo"}
+
+    params = {
+        "shared": normal(9, 4),
+        "encoder": [{**attention(), "up": normal(4, 8), "down": normal(8, 4)} for _ in range(4)],
+        "decoder": [{"own": attention(), "cross": attention()} for _ in range(4)],
+    }
+    batch = torch.randint(0, 9, (8, 5)), torch.randint(0, 9, (8, 6))
+    program = assert_same(loss, params, *batch, ranks=4)
+    assert all(stage.sends_forward for stage in program.stages[:-1])
+    assert_same(loss, params, *batch, ranks=2, schedule="zb-v")
+
+
+def test_u_net() -> None:
+    """Skips from each level down to the same level up, across the middle stages."""
+
+    def loss(p: Any, image: Tensor) -> Tensor:
+        h, kept = image, []
+        for weight in p["down"]:
+            h = torch.relu(F.conv2d(h, weight, padding=1))
+            kept.append(h)
+            h = F.avg_pool2d(h, 2)
+        h = torch.relu(F.conv2d(h, p["middle"], padding=1))
+        for weight in p["up"]:
+            h = h.repeat_interleave(2, -1).repeat_interleave(2, -2)
+            h = torch.relu(F.conv2d(torch.cat([h, kept.pop()], 1), weight, padding=1))
+        return ((h.mean(1) - image.mean(1)) ** 2).mean()
+
+    params = {
+        "down": [normal(4, 1, 3, 3), normal(4, 4, 3, 3)],
+        "middle": normal(4, 4, 3, 3),
+        "up": [normal(4, 8, 3, 3), normal(4, 8, 3, 3)],
+    }
+    assert_same(loss, params, normal(8, 1, 8, 8), ranks=4)
+
+
+def test_no_batch_dim_first() -> None:
+    def loss(p: Any, x: Tensor) -> Tensor:
+        for weight in p:
+            x = torch.tanh(torch.einsum("t b e, e f -> t b f", x, weight))
+        return x.mean()
+
+    assert_same(loss, [normal(3, 3) for _ in range(4)], normal(5, 8, 3), batch=P(None, "microbatch"))
+
+
+# -----------------------------------------------------------------------------
+# Where
+# -----------------------------------------------------------------------------
+
+
+def chain_of(count: int) -> Any:
+    def loss(p: Any, x: Tensor) -> Tensor:
+        for weight in p:
+            x = torch.tanh(x @ weight)
+        return x.mean()
+
+    return loss
+
+
+def layers_of_ranks(train: Any, state: Any) -> list[list[str]]:
+    """Per rank the parameters that it holds."""
+    held: list[list[str]] = [[] for _ in range(train.mesh.axis_size("pipe"))]
+    for path, handle in zip(train.program.in_paths, state.handles, strict=False):
+        for rank in handle.holders if path.startswith("0/0/") else ():
+            held[rank].append(path.removeprefix("0/0/"))
+    return held
+
+
+def test_the_automatic_cut_is_in_balance() -> None:
+    params = [normal(2, 2)] * 4 + [normal(2, 64), normal(64, 64), normal(64, 2)] + [normal(2, 2)] * 3
+    plan = fp.pipeline("pipe", microbatches=2)
+    train = fp.train_step(chain_of(10), fp.optim.sgd(0.1), Mesh(pipe=3), plan)
+    state, _ = train(train.init(params), normal(8, 2))
+    largest = [rank for rank, held in enumerate(layers_of_ranks(train, state)) if "5" in held]
+    assert len(layers_of_ranks(train, state)[largest[0]]) < 4
+
+
+def test_parameters_and_state_live_where_they_are_used() -> None:
+    def loss(p: Any, tokens: Tensor) -> Tensor:
+        h = p["table"][tokens]
+        for weight in p["layers"]:
+            h = torch.tanh(h @ weight)
+        return (h @ p["table"].T).logsumexp(-1).mean()
+
+    params = {"table": normal(7, 4), "layers": [normal(4, 4) for _ in range(4)]}
+    train = fp.train_step(loss, fp.optim.adamw(0.1), Mesh(pipe=4), fp.pipeline("pipe", microbatches=4), clip=1.0)
+    state, _ = train(train.init(params), torch.randint(0, 7, (8,)))
+    held = layers_of_ranks(train, state)
+    assert [path for path in held[0] if path == "table"] == [path for path in held[3] if path == "table"] == ["table"]
+    assert "table" not in held[1] + held[2]
+    assert sorted(path for each in held for path in each if path != "table") == [f"layers/{i}" for i in range(4)]
+    for path, handle in zip(train.program.in_paths, state.handles, strict=False):
+        if path.startswith(("0/1/1/", "0/1/2/")):  # the moments
+            assert handle.holders == frozenset(r for r, each in enumerate(held) if path[6:] in each), path
+            assert set(handle.parts) == set(handle.holders)
+
+
+def test_stacked_layers() -> None:
+    def loss(p: Any, x: Tensor) -> Tensor:
+        h = x @ p["in"]
+        for weight, bias in zip(p["w"], p["b"], strict=True):
+            h = h + torch.tanh(h @ weight + bias)
+        return (h**2).mean()
+
+    params = {"in": normal(2, 4), "w": normal(4, 4, 4), "b": normal(4, 4)}
+    specs = {"w": P("pipe", None, "tensor"), "b": P("pipe", "tensor"), "in": P(None, "tensor")}
+    x = normal(8, 2)
+    wanted = fp.grad_and_value(loss)(params, x)
+    plans = {
+        "pipe": (fp.pipeline("pipe", specs, microbatches=4), Mesh(pipe=2)),
+        "interleaved": (fp.pipeline("pipe", specs, microbatches=4, schedule="interleaved"), Mesh(pipe=2)),
+        "all": (
+            fp.chain(
+                fp.tensor_parallel("tensor", specs), fp.zero(3, "data"), fp.pipeline("pipe", specs, microbatches=2)
+            ),
+            Mesh(pipe=2, data=2, tensor=2),
+        ),
+        "from specs": (fp.from_specs(specs, Mesh(pipe=4, tensor=2), microbatches=4), Mesh(pipe=4, tensor=2)),
+    }
+    for name, (plan, mesh) in plans.items():
+        got = fp.compile(fp.grad_and_value(plan(loss)), mesh)(params, x)
+        for a, b in zip(optree.tree_leaves(got), optree.tree_leaves(wanted), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, msg=name)
+        train = fp.train_step(loss, fp.optim.adamw(0.1), mesh, plan, clip=1.0)
+        state, _ = train(train.init(params), x)
+        whole = train.whole(state)
+        assert optree.tree_structure(whole[0]) == optree.tree_structure(params)
+        again = train.whole(train.load(*whole, 1))
+        assert optree.tree_all(optree.tree_map(torch.equal, whole, again))
+        assert all(len(h.holders) == 1 for h in state.handles[: 2 * 4]), name  # every layer on one rank
+
+
+# -----------------------------------------------------------------------------
+# Other transforms inside
+# -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [fp.remat(), fp.remat("nothing"), fp.remat("layers", every=3), fp.mixed_precision("bf16"), fp.zero(2, "data")],
+    ids=str,
+)
+def test_composes(inner: Any) -> None:
+    def loss(p: Any, x: Tensor) -> Tensor:
+        for layer in p["layers"]:
+            x = x + torch.tanh(x @ layer["a"]) @ layer["b"]
+        return (x**2).mean()
+
+    params = {"layers": [{"a": torch.randn(4, 8), "b": torch.randn(8, 4)} for _ in range(4)]}
+    x = torch.randn(16, 4)
+    results = []
+    for plan, mesh in [
+        (fp.chain(inner, fp.pipeline("pipe", microbatches=4, schedule="zb-h1")), Mesh(pipe=2, data=2)),
+        (fp.chain(inner, fp.accumulate(4)), Mesh(pipe=2, data=2)),
+    ]:
+        train = fp.train_step(loss, fp.optim.adamw(0.1), mesh, plan, clip=1.0)
+        state = train.init(params)
+        for _ in range(2):
+            state, metrics = train(state, x)
+        results.append((train.params(state), metrics.loss, metrics.grad_norm))
+    for a, b in zip(*map(optree.tree_leaves, results), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_dropout_is_the_same_in_a_pipeline() -> None:
+    def loss(p: Any, x: Tensor) -> Tensor:
+        for weight in p:
+            x = F.dropout(torch.tanh(x @ weight), 0.3)
+        return x.mean()
+
+    params, x = [normal(4, 4) for _ in range(4)], normal(8, 4)
+    losses = []
+    for plan, mesh in [(fp.pipeline("pipe", microbatches=4), Mesh(pipe=2)), (fp.accumulate(2), Mesh()), (None, Mesh())]:
+        train = fp.train_step(loss, fp.optim.sgd(0.1), mesh, plan, seed=0)
+        state = train.init(params)
+        for _ in range(3):
+            state, metrics = train(state, x)
+        losses.append(metrics.loss)
+    for other in losses[1:]:
+        torch.testing.assert_close(losses[0], other, rtol=1e-12, atol=1e-12)
+
+
+def test_loss_scale_skips_a_step_on_all_ranks() -> None:
+    def loss(p: Any, x: Tensor) -> Tensor:
+        for weight in p:
+            x = torch.tanh(x @ weight)
+        return x.float().mean()
+
+    params, x = [torch.randn(4, 4) for _ in range(4)], torch.randn(8, 4)
+    plan = fp.chain(fp.mixed_precision("fp16"), fp.pipeline("pipe", microbatches=4))
+    train = fp.train_step(loss, fp.optim.sgd(0.1), Mesh(pipe=2), plan)
+    state = train.init(params)
+    state, metrics = train(state, x)
+    assert not metrics.skipped
+    before = train.params(state)
+    state, metrics = train(state, torch.full_like(x, float("inf")))
+    assert metrics.skipped
+    for a, b in zip(before, train.params(state), strict=True):
+        assert torch.equal(a, b)
+
+
+# -----------------------------------------------------------------------------
+# Bad input
+# -----------------------------------------------------------------------------
+
+
+def run(loss: Any, params: Any, x: Tensor, ranks: int = 2, **options: Any) -> Any:
+    plan = fp.pipeline("pipe", **{"microbatches": 4, **options})
+    return fp.compile(fp.grad_and_value(plan(loss)), Mesh(pipe=ranks))(params, x)
+
+
+def marked(*places: int) -> Any:
+    def loss(p: Any, x: Tensor) -> Tensor:
+        for number, weight in enumerate(p):
+            x = torch.tanh(x @ weight)
+            for _ in range(places.count(number)):
+                x = fp.stage_boundary(x)
+        return x.mean()
+
+    return loss
+
+
+FOUR, X = [torch.eye(2, dtype=D)] * 4, torch.ones(8, 2, dtype=D)
+
+
+def recomputed(p: Any, x: Tensor) -> Tensor:
+    @fp.recompute
+    def block(x: Tensor) -> Tensor:
+        return torch.tanh(fp.stage_boundary(torch.tanh(x @ p[0])) @ p[1])
+
+    return block(x).mean()
+
+
+def normalised(p: Any, x: Tensor) -> Tensor:
+    for weight in p:
+        x = F.batch_norm(x @ weight, None, None, training=True)
+    return (x**3).mean()
+
+
+BAD = {
+    "fewer layers than stages": (
+        lambda: run(chain_of(1), FOUR[:1], X, ranks=8),
+        "can be cut into . stages at most, and the schedule has 8",
+    ),
+    "stacked layers that the stages do not divide": (
+        lambda: run(
+            lambda p, x: (x @ p["w"][0] @ p["w"][1]).sum(),
+            {"w": torch.ones(2, 2, 2, dtype=D)},
+            X,
+            4,
+            specs={"w": P("pipe")},
+        ),
+        r"4 stages do not divide the stacked layers of w \(2 layers\)",
+    ),
+    "a stack used as a whole": (
+        lambda: run(
+            lambda p, x: (x * p["w"].sum(0)).sum(), {"w": torch.ones(2, 2, dtype=D)}, X, specs={"w": P("pipe")}
+        ),
+        r"test_cuts\.py.*uses a stack of layers as a whole",
+    ),
+    "the axis on another dim": (
+        lambda: run(lambda p, x: p["w"].sum(), {"w": torch.ones(2, 2, dtype=D)}, X, specs={"w": P(None, "pipe")}),
+        "cuts the first dim of a stack",
+    ),
+    "more microbatches than samples": (lambda: run(chain_of(4), FOUR, X, microbatches=16), "16"),
+    "too many marks": (lambda: run(marked(0, 1), FOUR, X), "make 3 stages, but the schedule has 2: mark 1"),
+    "a stage that uses nothing": (lambda: run(marked(1, 1), FOUR, X, ranks=3), "stage 1 of 3 uses no parameter"),
+    "a mark in a block that is computed again": (lambda: run(recomputed, FOUR, X), r"test_cuts\.py.*fp\.recompute"),
+    "a batch norm over all microbatches": (lambda: run(normalised, FOUR, X), "needs all microbatches"),
+    "no such axis": (
+        lambda: fp.compile(fp.grad(fp.pipeline("stages", microbatches=2)(chain_of(4))), Mesh(pipe=2))(FOUR, X),
+        "has no axis 'stages'",
+    ),
+    "no such schedule": (lambda: fp.pipeline("pipe", schedule="fastest", microbatches=2), "there is no schedule"),
+    "no microbatch": (lambda: fp.pipeline("pipe", microbatches=0), "1 or more"),
+    "no such balance": (lambda: fp.pipeline("pipe", microbatches=2, balance="luck"), "'work' or 'memory'"),
+    "outside a schedule's domain": (
+        lambda: run(chain_of(4), FOUR, X, schedule="dualpipe", microbatches=2),
+        "dualpipe takes",
+    ),
+    "a schedule for other numbers": (
+        lambda: run(chain_of(4), FOUR, X, schedule=fp.schedules.gpipe(2, 8)),
+        "2 ranks and 8 microbatches",
+    ),
+    "an illegal schedule": (
+        lambda: run(
+            chain_of(4),
+            FOUR,
+            X,
+            microbatches=1,
+            schedule=fp.schedules.Schedule.of(["0F0 0B0", "1B0 1F0"], microbatches=1),
+        ),
+        "rank 1 is stuck at 1B0",
+    ),
+    "accumulation inside": (
+        lambda: fp.chain(fp.accumulate(2), fp.pipeline("pipe", microbatches=2))(chain_of(4)),
+        r"leave fp\.accumulate out",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case: str) -> None:
+    call, message = BAD[case]
+    with pytest.raises((ValueError, PipelineError), match=message):
+        call()
