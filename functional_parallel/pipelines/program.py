@@ -15,11 +15,12 @@ from sharding_specs import Mesh, P
 from ..program import Program
 from ..program.collectives import Collective
 from ..program.explain import Explanation, explain
-from ..schedules import Action, Schedule
+from ..schedules import Action, Event, Schedule, Timeline, peaks
 from ..tracing.graph import source_of
 from .epilogue import Epilogue
 from .extract import Part
 from .prologue import Prologue
+from .roles import PipelineError
 from .stages import Stage
 
 __all__ = ["PipelineProgram"]
@@ -55,6 +56,28 @@ class PipelineProgram:
     passes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     cache: dict[str, Any] = field(default_factory=dict, repr=False)
+    events: list[Event] | None = None  # what `record` asks for
+
+    def record(self) -> None:
+        """From now on, note when every action runs, for `timeline`; a device is waited for around each."""
+        self.events = []
+
+    def timeline(self) -> Timeline:
+        """When the actions of the last run ran, on the ranks whose other coordinates are 0; times in seconds.
+
+        Raises:
+            PipelineError: when `record` was not called before it.
+        """
+        if not self.events:
+            raise PipelineError("nothing was recorded: call program.record() and run a step first")
+        first = min(event.start for event in self.events)
+        rows: list[dict[Action, Event]] = [{} for _ in self.schedule.actions]
+        for event in self.events:
+            shifted = event._replace(start=event.start - first, end=event.end - first)
+            rows[event.rank].setdefault(event.action, shifted)
+        return Timeline(
+            self.schedule, tuple(tuple(row.values()) for row in rows), tuple(map(float, peaks(self.schedule)))
+        )
 
     @property
     def updates(self) -> int:

@@ -7,6 +7,7 @@ and messages are sends and receives that do not wait.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from torch import fx
 from sharding_specs import Mesh, P
 
 from ..pipelines import Exchange, PipelineProgram
-from ..schedules import Action
+from ..schedules import Action, Event
 from ..schedules.dependencies import replay
 from ..schedules.messages import Receive, Send, messages
 from ..tracing import Aval
@@ -126,10 +127,14 @@ class PipelineRuntime:
         """Run the schedule."""
         for worker in workers.values():
             worker.begin()
+        if program.events is not None:
+            program.events.clear()
         if self.carrier is None:
             self._in_lockstep(program, workers)
         else:
             self._as_one_rank(program, workers[self.ranks[0]])
+            if program.events is not None:
+                program.events[:] = [event for events in self.base.exchange(program.events) for event in events]
 
     def _inputs(self, program: PipelineProgram, placed: Sequence[Placed], rank: int) -> dict[fx.Node, Any]:
         return {node: each.parts[rank] for node, each in zip(program.inputs, placed, strict=True) if rank in each.parts}
@@ -137,7 +142,7 @@ class PipelineRuntime:
     def _in_lockstep(self, program: PipelineProgram, workers: Mapping[int, Worker | Stream]) -> None:
         schedule = program.schedule
         for rank, action in replay(schedule):
-            sent = workers[rank].act(action)
+            sent = self._timed(program, workers[rank], action)
             target = program.neighbour(action)
             if target is not None:
                 workers[schedule.rank_of_stage[target]].receive(action, target, sent)
@@ -154,6 +159,19 @@ class PipelineRuntime:
             else:
                 self._act(program, worker, mail, step)
         mail.finish()
+
+    def _timed(self, program: PipelineProgram, worker: Worker | Stream, action: Action) -> list[Any]:
+        if program.events is None:
+            return worker.act(action)
+        start = self._now()
+        sent = worker.act(action)
+        program.events.append(Event(worker.rank, action, start, self._now()))
+        return sent
+
+    def _now(self) -> float:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
     def _mail(self, rank: int) -> Mail:
         return Mail(self.carrier, self.axis, rank, self.base.device)
@@ -174,7 +192,7 @@ class PipelineRuntime:
             step = worker.expected.pop(awaited, None)
             if step is not None:
                 worker.receive(awaited, action.stage, mail.take(step))
-        sent = worker.act(action)
+        sent = self._timed(program, worker, action)
         target = program.neighbour(action)
         if target is None:
             return

@@ -130,13 +130,13 @@ class ProcessRuntime:
         if program.cache.get("agreed"):
             return
         mine = program.fingerprint()
-        all_prints = self._exchange(mine)
+        all_prints = self.exchange(mine)
         if len(set(all_prints)) > 1:
             self._refuse(program, all_prints)
         program.cache["agreed"] = True
 
     def _refuse(self, program: Program, prints: list[str]) -> None:
-        texts = self._exchange(program.lines())
+        texts = self.exchange(program.lines())
         other = next(rank for rank, value in enumerate(prints) if value != prints[self.rank])
         same = [rank for rank, value in enumerate(prints) if value == prints[self.rank]]
         raise DifferentProgramsError(
@@ -159,7 +159,7 @@ class ProcessRuntime:
         """
         if self.mesh.size == 1:
             return
-        all_sums = self._exchange([checksum(x) for x in tensors])
+        all_sums = self.exchange([checksum(x) for x in tensors])
         wrong = [i for i in range(len(tensors)) if len({sums[i] for sums in all_sums}) > 1]
         if wrong:
             raise DifferentInputsError(
@@ -168,7 +168,8 @@ class ProcessRuntime:
                 "Seed alike, or use train_step(batch='own') for parts that each rank loads itself"
             )
 
-    def _exchange(self, value: Any) -> list[Any]:
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order."""
         values: list[Any] = [None] * self.mesh.size
         try:
             dist.all_gather_object(values, value)
