@@ -16,20 +16,14 @@ from . import random
 from .collectives.axes import bind
 from .compile import Staged, stage
 from .derivatives import grad_and_value
+from .flat import require_elementwise
 from .local_function import LocalFunction, PyTree, SpecTree, unsharded
 from .loss_scaling import LossScale, LossScaleState
 from .optim import Optimizer
+from .places import Places, find_places
 from .runtime import default_runtime
-from .scaled import ScaledState, scaled_loss, scaled_specs, unless, unscaled, with_scale
-from .updating import (
-    at_rest,
-    global_norm,
-    into_compute,
-    into_update,
-    joined_again,
-    like_params,
-    split_further,
-)
+from .scaled import ScaledState, scaled_loss, unless, unscaled, with_scale
+from .updating import global_norm, into_compute, into_update, joined_again, split_further
 
 __all__ = ["Metrics", "TrainState", "TrainStep", "train_step"]
 
@@ -132,7 +126,8 @@ class TrainStep:
         self.optimizer, self.mesh, self.clip, self.seed = optimizer, mesh, clip, seed
         self.wide_mesh = self.f.layout.mesh(mesh)  # with microbatches as an axis
         self.has_aux, self.own_batch, self.bucket, self.reduction = has_aux, own_batch, bucket, reduction
-        self._places = getattr(optimizer, "specs", None)  # a user's own pair need not have it
+        if self.f.layout.flat_update:
+            require_elementwise(optimizer)
         self.scaling: LossScale | None = self.f.layout.loss_scale
         self.program: Any = None
         self._staged: dict[Any, Staged] = {}
@@ -152,28 +147,26 @@ class TrainStep:
 
     def load(self, params: PyTree, optimizer_state: PyTree, step: int) -> TrainState:
         """A state from whole parameters and a whole optimizer state, as `whole` returned them."""
-        optimizer_state = with_scale(optimizer_state, self.scaling)
-        kept, _, state_specs = self.placement(params, optimizer_state)
+        places = self.places(params)
+        packed = places.packed_state(with_scale(optimizer_state, self.scaling))
+        specs = (places.kept, places.state(packed, self.optimizer))
         self._trees = {
+            "places": places,
             "params": optree.tree_structure(params),
-            "state": optree.tree_structure(optimizer_state),
-            "specs": optree.tree_leaves((kept, state_specs), is_leaf=_is_spec),
+            "state": optree.tree_structure(packed),
+            "specs": optree.tree_leaves(specs, is_leaf=_is_spec),
         }
         runtime = default_runtime(self.mesh, self.reduction)
         _check_same(runtime, "train_step.init", params)
-        leaves = optree.tree_leaves((params, optimizer_state))
+        leaves = optree.tree_leaves((params, packed))
         return TrainState(
             step,
             tuple(_held(leaf, runtime.shard, spec) for leaf, spec in zip(leaves, self._trees["specs"], strict=True)),
         )
 
-    def placement(self, params: PyTree, optimizer_state: PyTree) -> tuple[SpecTree, SpecTree, SpecTree]:
-        """How parameters lie between steps, how the optimizer sees them, and how its state lies."""
-        with bind(self.wide_mesh.shape, None):
-            specs = broadcast_specs(self.f.layout.arguments((params,))[0], params)
-            kept = optree.tree_map(at_rest, specs, is_leaf=_is_spec)
-            update = self._update_specs(params, kept)
-            return kept, update, self._state_specs(optimizer_state, params, update)
+    def places(self, params: PyTree) -> Places:
+        """Where everything lies that a step with these parameters holds."""
+        return find_places(self.f.layout, self.mesh, params, self.optimizer, self.clip is not None)
 
     def params(self, state: TrainState) -> PyTree:
         """The parameters of a state, whole."""
@@ -186,6 +179,11 @@ class TrainStep:
             _shown(handle, runtime.whole, spec)
             for handle, spec in zip(state.handles, self._trees["specs"], strict=True)
         ]
+        params, packed = self._as_trees(leaves)
+        return params, self._trees["places"].unpacked_state(packed)
+
+    def _as_trees(self, leaves: list[Any]) -> tuple[PyTree, PyTree]:
+        """Parameters, and the optimizer's state as the step holds it."""
         count = self._trees["params"].num_leaves
         return self._trees["params"].unflatten(leaves[:count]), self._trees["state"].unflatten(leaves[count:])
 
@@ -265,9 +263,7 @@ class TrainStep:
     def _trace(self, state: TrainState, batch: tuple[PyTree, ...]) -> Staged:
         runtime = default_runtime(self.mesh, self.reduction)
         shapes = [_shown(h, runtime.like, spec) for h, spec in zip(state.handles, self._trees["specs"], strict=True)]
-        count = self._trees["params"].num_leaves
-        params = self._trees["params"].unflatten(shapes[:count])
-        optimizer_state = self._trees["state"].unflatten(shapes[count:])
+        params, optimizer_state = self._as_trees(shapes)
         if self.own_batch:
             batch = self._global_shapes(params, batch)
         key = torch.zeros((), dtype=torch.int64) if self.seed is not None else None
@@ -287,72 +283,43 @@ class TrainStep:
 
         return optree.tree_map(whole, batch, specs)
 
-    def _update_specs(self, params: PyTree, kept: SpecTree) -> SpecTree:
-        """How the optimizer sees a parameter: as it lies, or (ZeRO-1, 2) split further over one axis."""
-        layout = self.f.layout
-        if layout.update_axis is None:
-            return kept
-        assert layout.update_specs is not None
-        return optree.tree_map(
-            self._joined, kept, broadcast_specs(layout.update_specs((params,)), params), is_leaf=_is_spec
-        )
-
-    def _joined(self, a: P, b: P) -> P:
-        places = [*a.placements(self.mesh), *b.placements(self.mesh)]
-        return P.from_placements(places, self.mesh, padded={**a.padded, **b.padded})
-
-    def _norm_specs(self, params: PyTree, update: SpecTree) -> SpecTree:
-        """In which parts the squares of gradients are summed: the same at every ZeRO stage, so that bits agree."""
-        blocks = self.f.layout.norm_specs
-        if blocks is None:
-            return update
-        return optree.tree_map(self._joined, update, broadcast_specs(blocks((params,)), params), is_leaf=_is_spec)
-
-    def _state_specs(self, state: PyTree, params: PyTree, update: SpecTree) -> SpecTree:
-        """How the optimizer's state lies: as the optimizer says, or else as the parameters do."""
-        own = state.optimizer if isinstance(state, ScaledState) else state
-        specs = like_params(own, params, update) if self._places is None else self._places(params, update)
-        return scaled_specs(specs, state)
-
     def _local_step(self, params: PyTree, batch: tuple[PyTree, ...]) -> LocalFunction:
         """The step on one rank's shards."""
+        places = self._trees["places"]
+        packing, whole, update = places.packing, places.whole, places.update
         with bind(self.wide_mesh.shape, None):
-            declared = self.f.layout.arguments((params, *batch))
-            compute = broadcast_specs(declared[0], params)
-            kept = optree.tree_map(at_rest, compute, is_leaf=_is_spec)
-            update = self._update_specs(params, kept)
-            counted = update if self.clip is None else self._norm_specs(params, update)
-            batch_specs = broadcast_specs(tuple(declared[1:]), batch)
+            batch_specs = broadcast_specs(tuple(self.f.layout.arguments((params, *batch))[1:]), batch)
 
         def call(held: tuple[PyTree, PyTree], batch: tuple[PyTree, ...], key: Any) -> Any:
             params, state = held
             scale = state.loss_scale if isinstance(state, ScaledState) else None
-            inputs = optree.tree_map(into_compute, params, compute)
+            inputs = optree.tree_map(into_compute, params, places.compute)
             with random.using(key) if key is not None else nullcontext():
                 gradients, value, aux = self._gradients(inputs, batch, scale)
-            gradients = optree.tree_map(into_update, gradients, update, kept, compute, none_is_leaf=True)
+            gradients = packing.pack(gradients)
+            gradients = optree.tree_map(into_update, gradients, update, whole, places.summed, none_is_leaf=True)
             gradients = gradients if scale is None else unscaled(gradients, scale.scale)
-            norm = global_norm(optree.tree_map(split_further, gradients, counted, update, none_is_leaf=True), counted)
+            counted = optree.tree_map(split_further, gradients, places.counted, update, none_is_leaf=True)
+            norm = global_norm(counted, places.counted)
             if self.clip is not None:
                 factor = torch.clamp(self.clip / (norm + 1e-6), max=1.0)
                 gradients = optree.tree_map(lambda g: g * factor.to(g.dtype), gradients)
-            own = optree.tree_map(split_further, params, update, kept)
-            places = () if self._places is None else (update,)
+            own = optree.tree_map(split_further, packing.pack(params), update, whole)
             before = state if scale is None else state.optimizer
-            new, after = self.optimizer.update(gradients, before, own, *places)
+            new, after = packing.update(self.optimizer, gradients, before, own, places=update)
             metrics = Metrics(value, norm, aux)
             if self.scaling is not None and scale is not None:
                 overflow = ~torch.isfinite(norm)  # a sum over all ranks, so all of them agree
                 new, after = unless(overflow, new, own), unless(overflow, after, before)
                 after = ScaledState(after, self.scaling.update(scale, overflow))
                 metrics = metrics._replace(skipped=overflow, loss_scale=scale.scale)
-            new = optree.tree_map(joined_again, new, update, kept)
+            new = packing.unpack(optree.tree_map(joined_again, new, update, whole))
             reported = None if scale is None else P()
             specs = Metrics(P(), P(), _aux_specs(aux, self.f), reported, reported)
-            return ((new, after), metrics), ((kept, self._state_specs(after, params, update)), specs)
+            return ((new, after), metrics), ((places.kept, places.state(after, self.optimizer)), specs)
 
         def arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
-            return ((kept, self._state_specs(args[0][1], args[0][0], update)), batch_specs, P())
+            return ((places.kept, places.state(args[0][1], self.optimizer)), batch_specs, P())
 
         layout = replace(self.f.layout, arguments=arguments, update_axis=None, update_specs=None)
         return LocalFunction(call, layout, "train_step")
