@@ -78,9 +78,12 @@ class EndToEnd:
         mesh: the mesh.
         axis: over which the vectors are split.
         optimizer: says by its `constants` which parameters it treats alike.
+        apart: a tree of what else tells parameters apart, that shall not share a vector.
     """
 
-    def __init__(self, params: PyTree, specs: SpecTree, mesh: Mesh, axis: str, optimizer: Optimizer) -> None:
+    def __init__(
+        self, params: PyTree, specs: SpecTree, mesh: Mesh, axis: str, optimizer: Optimizer, apart: PyTree = 0
+    ) -> None:
         require_elementwise(optimizer)
         assert optimizer.constants is not None
         self.mesh, self.axis = mesh, axis
@@ -88,22 +91,25 @@ class EndToEnd:
         self.shapes = [tuple(leaf.shape) if _is_trained(leaf) else None for leaf in leaves]
         self.computed = self.tree.flatten_up_to(specs)
         self.kept = [at_rest(spec) for spec in self.computed]
-        constants = optree.tree_broadcast_prefix(optimizer.constants(params), params)
-        self.groups = self._grouped(leaves, self.tree.flatten_up_to(constants))
+        marks = [self._per_leaf(params, optimizer.constants(params)), self._per_leaf(params, apart)]
+        self.groups = self._grouped(leaves, *marks)
         taken = {number for group in self.groups for number in group.leaves}
         self.rest = [number for number in range(len(leaves)) if number not in taken]
         self.structure = optree.tree_structure(self._specs(lambda group: P(), self.kept))
 
-    def _grouped(self, leaves: list[Any], constants: list[Hashable]) -> tuple[_Group, ...]:
-        found: dict[tuple[torch.dtype, tuple[str, ...], frozenset[str], Hashable], list[int]] = {}
+    def _per_leaf(self, params: PyTree, prefix: PyTree) -> list[Any]:
+        return self.tree.flatten_up_to(optree.tree_broadcast_prefix(prefix, params))
+
+    def _grouped(self, leaves: list[Any], constants: list[Hashable], apart: list[Hashable]) -> tuple[_Group, ...]:
+        found: dict[tuple[torch.dtype, tuple[str, ...], frozenset[str], Hashable, Hashable], list[int]] = {}
         for number, leaf in enumerate(leaves):
             if _is_trained(leaf):
                 axes = tuple(name for name in self.mesh.axis_names if name in self.kept[number].axes)
-                key = (leaf.dtype, axes, self.computed[number].reduced, constants[number])
+                key = (leaf.dtype, axes, self.computed[number].reduced, constants[number], apart[number])
                 found.setdefault(key, []).append(number)
         unit = _VECTOR * self.mesh.axis_size(self.axis)
         groups = []
-        for (dtype, axes, reduced, constant), members in found.items():
+        for (dtype, axes, reduced, constant, _), members in found.items():
             shapes = [local_shape(leaves[number].shape, self.kept[number], self.mesh) for number in members]
             length = max(1, -(-sum(map(math.prod, shapes)) // unit)) * unit
             groups.append(_Group(dtype, axes, reduced, constant, tuple(members), tuple(shapes), length))

@@ -35,7 +35,8 @@ class Layout:
     `update_specs(args)` how, unless `flat_update` says that they are laid end to end and cut anywhere;
     `whole_gradients` says that gradients count as held whole until then (ZeRO-1).
     `norm_specs(args)` says in which further parts the squares of gradients are summed, so that every ZeRO stage adds up
-    the same numbers in the same order. `loss_scale` holds the rules of a loss scale, for `train_step`.
+    the same numbers in the same order. `summed_as(params)` is a tree that tells parameters apart whose gradients are
+    summed in different types. `loss_scale` holds the rules of a loss scale, for `train_step`.
     """
 
     arguments: Callable[[tuple[PyTree, ...]], tuple[SpecTree, ...]]
@@ -48,6 +49,7 @@ class Layout:
     norm_specs: Callable[[tuple[PyTree, ...]], SpecTree] | None = None
     flat_update: bool = False
     whole_gradients: bool = False
+    summed_as: Callable[[PyTree], PyTree] | None = None
     loss_scale: Any = None
 
     def mesh(self, mesh: Mesh) -> Mesh:

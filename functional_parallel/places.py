@@ -71,7 +71,8 @@ def find_places(f: Layout, mesh: Mesh, params: PyTree, optimizer: Optimizer, cli
         compute = broadcast_specs(f.arguments((shapes,))[0], shapes)
         kept = optree.tree_map(at_rest, compute, is_leaf=_is_spec)
         if f.update_axis is not None and f.flat_update:
-            packing = EndToEnd(shapes, compute, mesh, f.update_axis, optimizer)
+            apart = 0 if f.summed_as is None else f.summed_as(shapes)
+            packing = EndToEnd(shapes, compute, mesh, f.update_axis, optimizer, apart)
             split = packing.split
             return Places(shapes, packing, compute, kept, packing.summed, packing.whole, split, split)
         update = _split_over(f.update_specs, shapes, kept, mesh)
