@@ -39,7 +39,7 @@ from .partition import PartitionError, PartitionWarning, partition
 from .partition.rules import register_rule
 from .precision import mixed_precision
 from .program import Program
-from .runtime import CollectiveError, is_main_rank
+from .runtime import CollectiveError, OutOfStepError, is_main_rank
 from .sampler import Sampler
 from .train import Metrics, TrainState, train_step
 from .transforms import (
@@ -53,6 +53,7 @@ from .transforms import (
     tensor_parallel,
     zero,
 )
+from .uneven import UnevenBatchError, even_batches, pad_batch
 from .varying import TypingError
 
 __all__ = [
@@ -64,6 +65,7 @@ __all__ = [
     "LossScaleError",
     "Metrics",
     "OrderError",
+    "OutOfStepError",
     "OutSpecError",
     "PartitionError",
     "PartitionWarning",
@@ -72,6 +74,7 @@ __all__ = [
     "TrainState",
     "TypingError",
     "UnboundAxisError",
+    "UnevenBatchError",
     "accumulate",
     "activation_bytes",
     "all_gather",
@@ -84,6 +87,7 @@ __all__ = [
     "constrain",
     "data_parallel",
     "estimate",
+    "even_batches",
     "from_specs",
     "functional",
     "gather",
@@ -94,6 +98,7 @@ __all__ = [
     "jvp",
     "mixed_precision",
     "optim",
+    "pad_batch",
     "partition",
     "pbroadcast",
     "pcast",

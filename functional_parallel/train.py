@@ -175,6 +175,8 @@ class TrainStep:
     def whole(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """Parameters and optimizer state, whole: what a checkpoint saves."""
         runtime = default_runtime(self.mesh, self.reduction)
+        if self.own_batch:
+            runtime.agree(f"reads the state of step {state.step}", _EVEN)
         leaves = [
             _shown(handle, runtime.whole, spec)
             for handle, spec in zip(state.handles, self._trees["specs"], strict=True)
@@ -212,6 +214,8 @@ class TrainStep:
         """
         self._check_state(state)
         runtime = default_runtime(self.mesh, self.reduction)
+        if self.own_batch:
+            runtime.agree(f"takes step {state.step} on {_looks_of(batch)}", _EVEN)
         staged = self._stage(state, batch)
         if not self.own_batch and staged.program.cache.setdefault("first batch", True):
             _check_same(runtime, "train_step", batch)  # a loader that was seeded by rank shows at its first batch
@@ -352,6 +356,24 @@ def _held(leaf: Any, shard: Callable[..., Any], spec: P) -> Any:
 
 def _shown(handle: Any, show: Callable[..., Any], spec: P) -> Any:
     return handle.value if isinstance(handle, _Constant) else show(handle, spec)
+
+
+# -----------------------------------------------------------------------------
+# Batches of each rank's own
+# -----------------------------------------------------------------------------
+
+_EVEN = (
+    "With batch='own' every rank takes as many steps, on batches of one shape: go through "
+    "fp.even_batches(batches, rows, mesh), which fills up what is short, masks it, and lets all ranks end together"
+)
+
+
+def _looks_of(batch: PyTree) -> str:
+    leaves = optree.tree_leaves(batch)
+    return ", ".join(
+        f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
+        for x in leaves
+    )
 
 
 # -----------------------------------------------------------------------------

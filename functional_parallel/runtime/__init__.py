@@ -1,6 +1,7 @@
 """Where programs run: all ranks simulated in this process, or one rank here and its peers in other processes."""
 
 from .default import default_runtime, is_main_rank, use_runtime
+from .meeting import OutOfStepError
 from .pending import CollectiveError
 from .processes import DifferentInputsError, DifferentProgramsError, ProcessRuntime
 from .simulated import SimulatedRuntime
@@ -9,6 +10,7 @@ __all__ = [
     "CollectiveError",
     "DifferentInputsError",
     "DifferentProgramsError",
+    "OutOfStepError",
     "ProcessRuntime",
     "SimulatedRuntime",
     "default_runtime",
