@@ -85,7 +85,7 @@ def train_step(
         seed: makes a key for `fp.random` and dropout, another one each step.
         has_aux: whether the loss returns `(scalar, aux)`.
         batch: "global" (every rank is given the whole batch and takes its part) or "own" (each process is given its own
-            part, as a sharded loader makes it).
+            part, as a sharded loader makes it; `even_batches` makes unequal parts equal).
         bucket: bytes of gradients, or of a layer's gathered parameters, that travel in one collective; None for one
             collective each.
         reduction: on real processes, "fast" for the backend's own sums, "ordered" for sums in rank order: the bits of

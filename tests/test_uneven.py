@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 import functional_parallel as fp
 from functional_parallel.uneven import even_batches, pad_batch
@@ -45,7 +46,7 @@ def mean(params: dict[str, Tensor], x: Tensor, y: Tensor, present: Tensor) -> Te
 def masked(params: dict[str, Tensor], x: Tensor, y: Tensor, present: Tensor) -> Tensor:
     """The same of a loss that leaves targets out by their number."""
     scores = (x @ params["w"]).relu() @ params["v"]
-    return F.cross_entropy(scores, torch.where(present, y[:, 0].clamp(0, 1).long(), -100))
+    return F.cross_entropy(scores, y[:, 0].clamp(0, 1).long().masked_fill(~present, -100))
 
 
 def mean_of_means(params: dict[str, Tensor], x: Tensor, y: Tensor, present: Tensor) -> Tensor:
@@ -105,6 +106,21 @@ def test_a_mean_of_the_ranks_means_is_another_number() -> None:
     """So the tests before this one can fail."""
     _, batch = spread([4, 1])
     assert (mean_of_means(parameters(), *batch) - mean(parameters(), *batch)).abs() > 1e-3
+
+
+def test_a_samplers_uneven_tail() -> None:
+    """Every sample of the epoch counts once, the last ones on ranks that have fewer, or none."""
+    mesh, data = Mesh(data=4), torch.arange(9 * 3.0).reshape(9, 3)
+    sampler = fp.Sampler(len(data), 8, mesh)
+    blocks = [[block for block in sampler.epoch(0, rank) if block] for rank in mesh.ranks]
+    own = [list(DataLoader(data, batch_sampler=each)) for each in blocks]  # type: ignore[arg-type]
+    assert [len(batches) for batches in own] == [2, 1, 1, 1] and sampler.rows == 2
+    step = fp.compile(fp.data_parallel("data")(lambda w, x, present: ((x @ w) * present).sum() / present.sum()), mesh)
+    for number in range(2):
+        parts = [batches[number] if number < len(batches) else data[:0] for batches in own]
+        padded = [pad_batch(part, sampler.rows, like=data) for part in parts]
+        x, present = (torch.cat(leaves) for leaves in zip(*padded, strict=True))
+        assert step(torch.ones(3), x, present) == torch.cat(parts).sum(1).mean()
 
 
 # -----------------------------------------------------------------------------
