@@ -172,9 +172,9 @@ class EndToEnd:
             self._require_shape(number, leaves[number])
         vectors = []
         for group in self.groups:
-            rows = []
-            for rank in self._ranks(group):
-                parts = [shard_leaf(leaves[number], self.kept[number], self.mesh, rank) for number in group.leaves]
+            mesh, rows = self._ranks(group), []
+            for rank in mesh.ranks:
+                parts = [shard_leaf(leaves[number], self.kept[number], mesh, rank) for number in group.leaves]
                 rows.append(_end_to_end(parts, group))
             vectors.append(rows[0] if len(rows) == 1 else torch.cat(rows))
         return Vectors(tuple(vectors), [leaves[number] for number in self.rest])
@@ -183,24 +183,16 @@ class EndToEnd:
         """Whole leaves, from whole vectors."""
         leaves: list[Any] = [None] * self.tree.num_leaves
         for group, vector in zip(self.groups, packed.vectors, strict=True):
-            rows = dict(zip(self._ranks(group), vector.split(group.length), strict=True))
-            cut = {rank: dict((number, part) for number, part, _ in _cut(row, group)) for rank, row in rows.items()}
-            for number in group.leaves:
-                parts = [cut[self._row_of(rank, group)][number] for rank in self.mesh.ranks]
-                leaves[number] = unshard_leaf(parts, self.kept[number], self.mesh).clone()
+            rows = [[part for _, part, _ in _cut(row, group)] for row in vector.split(group.length)]
+            for number, parts in zip(group.leaves, zip(*rows, strict=True), strict=True):
+                leaves[number] = unshard_leaf(parts, self.kept[number], self._ranks(group)).clone()
         for number, leaf in zip(self.rest, packed.rest, strict=True):
             leaves[number] = leaf
         return self.tree.unflatten(leaves)
 
-    def _ranks(self, group: _Group) -> list[int]:
+    def _ranks(self, group: _Group) -> Mesh:
         """The ranks that hold different vectors, in the order in which a whole vector has them."""
-        origin = self.mesh.coordinates(0)
-        places = itertools.product(*(range(self.mesh.axis_size(axis)) for axis in group.axes))
-        return [self.mesh.rank({**origin, **dict(zip(group.axes, place, strict=True))}) for place in places]
-
-    def _row_of(self, rank: int, group: _Group) -> int:
-        mine = self.mesh.coordinates(rank)
-        return self.mesh.rank({axis: mine[axis] if axis in group.axes else 0 for axis in mine})
+        return Mesh({axis: self.mesh.axis_size(axis) for axis in group.axes})
 
     def _require_shape(self, number: int, leaf: Any) -> None:
         shape = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
