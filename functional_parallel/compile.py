@@ -16,14 +16,15 @@ from .collectives import guards
 from .collectives.axes import bind
 from .collectives.types import CollectiveTypeError, State, Type
 from .local_function import Layout, LocalFunction, PyTree, SpecTree, whole_arguments
+from .pipelines import PipelineError, PipelineProgram, build
 from .program import Program, drop_trivial
 from .program.passes import Buckets, Marked, Reductions, run_passes
 from .program.unroll import unroll
-from .runtime import default_runtime
+from .runtime import PipelineRuntime, default_runtime
 from .tracing import Aval, forget_values, fuse_views, simplify, trace
 from .varying import Typing, type_of
 
-__all__ = ["UNCHECKED", "Compiled", "LayoutError", "OutSpecError", "compile", "shard_map", "stage"]
+__all__ = ["UNCHECKED", "Compiled", "LayoutError", "OutSpecError", "compile", "runtime_of", "shard_map", "stage"]
 
 
 class LayoutError(ValueError):
@@ -141,15 +142,15 @@ class Compiled:
         without: Collection[str] = (),
     ) -> None:
         self.f, self.mesh, self.name, self.bucket, self.without = f, mesh, name, bucket, without
-        self.program: Program | None = None
+        self.program: Any = None
         self._in_specs, self._out_specs = in_specs, out_specs
         self._staged: dict[Any, Staged] = {}
 
     def __call__(self, *args: PyTree) -> PyTree:
         staged, tensors = self._stage(args)
-        return staged.unflatten(default_runtime(self.mesh).run_whole(staged.program, tensors))
+        return staged.unflatten(runtime_of(self.mesh, self.f).run_whole(staged.program, tensors))
 
-    def lower(self, *args: PyTree) -> Program:
+    def lower(self, *args: PyTree) -> Any:
         """The program for these arguments, tensors of any device (meta included); nothing runs."""
         return self._stage(args)[0].program
 
@@ -192,7 +193,7 @@ class Compiled:
 class Staged:
     """A program with what is needed to give its flat results their tree back."""
 
-    program: Program
+    program: Any  # Program, or PipelineProgram
     out_tree: Any
     outputs: list[Any]
 
@@ -250,7 +251,7 @@ def stage(
         types = [_type(flat_specs[index]) for index in chosen]
         traced = trace(flat, avals, types=types, on_node=Typing(wide.shape))
         held = [type_of(output) for output in traced.outputs]
-        traced = simplify(drop_trivial(forget_values(traced), wide))
+        traced = simplify(drop_trivial(forget_values(traced), wide, kept=_pipelined_axes(layout)))
     kept = [index for index, output in enumerate(found["outputs"]) if output is _TENSOR]
     paths = tree_paths(args)
     for node, index in zip(traced.inputs, chosen, strict=True):
@@ -266,13 +267,16 @@ def stage(
     )
     if out_specs is not UNCHECKED:
         _check_results(program, held)
-    _rewrite(program, layout, bucket, without)
-    return Staged(program, found["tree"], found["outputs"])
+    return Staged(_rewrite(program, layout, bucket, without), found["tree"], found["outputs"])
 
 
-def _rewrite(program: Program, layout: Layout, bucket: int | None, without: Collection[str]) -> None:
+def _rewrite(
+    program: Program, layout: Layout, bucket: int | None, without: Collection[str]
+) -> Program | PipelineProgram:
     """Take the virtual axes out of a program, and run the passes that its transforms ask for."""
     early = run_passes([each for each in layout.passes if each.order < 0], program.traced, program.mesh, without)
+    if layout.pipeline is not None:
+        return _pipelined(program, layout, bucket, without, early)
     for axis, size in layout.virtual:
         if size > 1:
             anew = {node for each in layout.passes for node in each.per_microbatch(program.traced)}
@@ -283,6 +287,40 @@ def _rewrite(program: Program, layout: Layout, bucket: int | None, without: Coll
     passes = [Marked(), Reductions(), *late, *([Buckets(bucket)] if bucket else [])]
     program.passes = early + run_passes(passes, program.traced, program.mesh, without)
     fuse_views(program.traced)
+    return program
+
+
+def _pipelined_axes(layout: Layout) -> tuple[str, ...]:
+    """Axes whose sums say where a pipeline ends, even over one microbatch."""
+    return () if layout.pipeline is None else (layout.pipeline.virtual,)
+
+
+def _pipelined(
+    program: Program, layout: Layout, bucket: int | None, without: Collection[str], early: tuple[str, ...]
+) -> PipelineProgram:
+    """Cut a program into a pipeline: first what is recomputed and gathered when, last how sums are batched."""
+    plan = layout.pipeline
+    if plan.axis not in program.mesh.axis_names:
+        raise PipelineError(
+            f"{program.mesh!r} has no axis {plan.axis!r} for the pipeline; its axes are "
+            f"{', '.join(program.mesh.axis_names)}"
+        )
+    late = [Marked(), *(each for each in layout.passes if each.order >= 0)]
+    program.passes = early + run_passes(late, program.traced, program.mesh, without)
+    inlined = {node for each in layout.passes for node in each.per_microbatch(program.traced)}
+
+    def finish(part: Program) -> None:
+        part.passes = run_passes([Buckets(bucket)] if bucket else [], part.traced, part.mesh, without)
+        fuse_views(part.traced)
+
+    return build(program, plan, dict(layout.virtual)[plan.virtual], inlined, finish)
+
+
+def runtime_of(mesh: Mesh, f: Any, reduction: str = "fast") -> Any:
+    """What runs a function's programs: the mesh's runtime, around it that of the pipeline if there is one."""
+    base = default_runtime(mesh, reduction)
+    plan = f.layout.pipeline if isinstance(f, LocalFunction) else None
+    return base if plan is None else PipelineRuntime(base, plan.axis)
 
 
 # -----------------------------------------------------------------------------

@@ -109,7 +109,7 @@ def hessian(f: Callable[..., Any], argnums: int = 0) -> Callable[..., Any]:
             )
         return P()
 
-    return _local(f, call, results, "hessian")
+    return _local(f.without_schedule(), call, results, "hessian")
 
 
 def jvp(f: Callable[..., Any], primals: tuple[PyTree, ...], tangents: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
@@ -176,7 +176,7 @@ def vmap(
         return _vmap(f, in_dims, out_dims, axis_name=axis_name, **options)
     if axis_name is not None:
         raise ValueError("fp.vmap takes axis_name (a virtual axis) or spmd_axis (an axis of the mesh), not both")
-    local = f if isinstance(f, LocalFunction) else unsharded(f)
+    local = (f if isinstance(f, LocalFunction) else unsharded(f)).without_schedule()
     if spmd_axis in local.layout.axes:
         raise ValueError(f"fp.vmap(spmd_axis={spmd_axis!r}): {local!r} splits over {spmd_axis!r} itself already")
 

@@ -36,7 +36,8 @@ class Layout:
     `whole_gradients` says that gradients count as held whole until then (ZeRO-1).
     `norm_specs(args)` says in which further parts the squares of gradients are summed, so that every ZeRO stage adds up
     the same numbers in the same order. `summed_as(params)` is a tree that tells parameters apart whose gradients are
-    summed in different types. `loss_scale` holds the rules of a loss scale, for `train_step`.
+    summed in different types. `loss_scale` holds the rules of a loss scale, for `train_step`; `pipeline` says how the
+    compiled program is cut into stages.
     """
 
     arguments: Callable[[tuple[PyTree, ...]], tuple[SpecTree, ...]]
@@ -51,6 +52,7 @@ class Layout:
     whole_gradients: bool = False
     summed_as: Callable[[PyTree], PyTree] | None = None
     loss_scale: Any = None
+    pipeline: Any = None
 
     def mesh(self, mesh: Mesh) -> Mesh:
         """A mesh together with the virtual axes."""
@@ -101,6 +103,10 @@ class LocalFunction:
                 self.layout, update_axis=axis, update_specs=specs, flat_update=flat, whole_gradients=whole_gradients
             )
         )
+
+    def without_schedule(self) -> LocalFunction:
+        """The same function for what a pipeline's schedule is not made for: every rank runs all stages."""
+        return self if self.layout.pipeline is None else self.with_layout(replace(self.layout, pipeline=None))
 
     def with_layout(self, layout: Layout) -> LocalFunction:
         """The same function under another layout."""

@@ -71,6 +71,7 @@ def find_places(f: Layout, mesh: Mesh, params: PyTree, optimizer: Optimizer, cli
         compute = broadcast_specs(f.arguments((shapes,))[0], shapes)
         kept = optree.tree_map(at_rest, compute, is_leaf=_is_spec)
         if f.update_axis is not None and f.flat_update:
+            _refuse_stages(f)
             apart = 0 if f.summed_as is None else f.summed_as(shapes)
             packing = EndToEnd(shapes, compute, mesh, f.update_axis, optimizer, apart)
             split = packing.split
@@ -78,6 +79,14 @@ def find_places(f: Layout, mesh: Mesh, params: PyTree, optimizer: Optimizer, cli
         update = _split_over(f.update_specs, shapes, kept, mesh)
         counted = _split_over(f.norm_specs if clipped else None, shapes, update, mesh)
         return Places(shapes, Apart(shapes), compute, kept, compute, kept, update, counted)
+
+
+def _refuse_stages(f: Layout) -> None:
+    if f.pipeline is not None:
+        raise ValueError(
+            f"zero(…, {f.update_axis!r}, layout='flat') lays all parameters end to end, but a pipeline's ranks hold "
+            "those of their own stages: use layout='dims' with fp.pipeline"
+        )
 
 
 def _split_over(

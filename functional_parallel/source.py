@@ -12,14 +12,14 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import einops
 import optree
 import torch
 
-__all__ = ["Source", "current_source", "inherit", "raising_source", "region"]
+__all__ = ["Source", "current_source", "inherit", "is_in_region", "next_stage", "raising_source", "region", "stages"]
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _SKIPPED = tuple(
@@ -33,7 +33,8 @@ _STDLIB = os.path.dirname(os.path.abspath(linecache.__file__)) + os.sep
 class Source:
     """One line of user code; `region` names the call of an `fp.recompute` function that it is part of.
 
-    `casts_parameters` marks the casts with which `fp.mixed_precision` begins, and so their transposes.
+    `casts_parameters` marks the casts with which `fp.mixed_precision` begins, and so their transposes. `stage` counts
+    the `fp.stage_boundary` calls that the model made before.
 
     >>> Source("model.py", 12, "block", "h = x @ w")
     Source(model.py:12 in block: h = x @ w)
@@ -45,6 +46,7 @@ class Source:
     text: str
     region: str | None = None
     casts_parameters: bool = False
+    stage: int = field(default=0, compare=False)
 
     def __str__(self) -> str:
         return f"{os.path.basename(self.file)}:{self.line}"
@@ -56,6 +58,7 @@ class Source:
 _inherited: list[Source | None] = []
 _regions: list[str] = []
 _region_numbers = itertools.count()
+_stages = [0]  # boundaries passed, per function that is being traced, innermost last
 
 
 @contextmanager
@@ -78,6 +81,27 @@ def region(name: str) -> Iterator[None]:
         _regions.pop()
 
 
+@contextmanager
+def stages() -> Iterator[None]:
+    """Count the stage boundaries passed inside from 0."""
+    _stages.append(0)
+    try:
+        yield
+    finally:
+        _stages.pop()
+
+
+def next_stage() -> None:
+    """Say that ops recorded from here on belong to the next stage."""
+    if len(_stages) > 1:
+        _stages[-1] += 1
+
+
+def is_in_region() -> bool:
+    """Whether a function marked by `fp.recompute` is running."""
+    return bool(_regions)
+
+
 def current_source() -> Source | None:
     """The line of user code that is running now, or the inherited one."""
     if _inherited and _inherited[-1] is not None:
@@ -86,7 +110,8 @@ def current_source() -> Source | None:
     while frame is not None:
         if not _is_library(frame.f_code.co_filename):
             found = _source(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-            return replace(found, region=_regions[-1]) if _regions else found
+            region, stage = _regions[-1] if _regions else None, _stages[-1]
+            return replace(found, region=region, stage=stage) if region or stage else found
         frame = frame.f_back  # type: ignore[assignment]
     return None
 

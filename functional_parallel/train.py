@@ -14,14 +14,13 @@ from sharding_specs import Mesh, P, broadcast_specs, tree_paths, whole_shape
 
 from . import random
 from .collectives.axes import bind
-from .compile import Staged, stage
+from .compile import Staged, runtime_of, stage
 from .derivatives import grad_and_value
 from .flat import require_elementwise
 from .local_function import LocalFunction, PyTree, SpecTree, unsharded
 from .loss_scaling import LossScale, LossScaleState
 from .optim import Optimizer
 from .places import Places, find_places
-from .runtime import default_runtime
 from .scaled import ScaledState, scaled_loss, unless, unscaled, with_scale
 from .updating import global_norm, into_compute, into_update, joined_again, split_further
 
@@ -156,7 +155,7 @@ class TrainStep:
             "state": optree.tree_structure(packed),
             "specs": optree.tree_leaves(specs, is_leaf=_is_spec),
         }
-        runtime = default_runtime(self.mesh, self.reduction)
+        runtime = runtime_of(self.mesh, self.f, self.reduction)
         _check_same(runtime, "train_step.init", params)
         leaves = optree.tree_leaves((params, packed))
         return TrainState(
@@ -174,7 +173,7 @@ class TrainStep:
 
     def whole(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """Parameters and optimizer state, whole: what a checkpoint saves."""
-        runtime = default_runtime(self.mesh, self.reduction)
+        runtime = runtime_of(self.mesh, self.f, self.reduction)
         if self.own_batch:
             runtime.agree(f"reads the state of step {state.step}", _EVEN)
         leaves = [
@@ -196,7 +195,7 @@ class TrainStep:
             LossScaleError: when a step up to this state did.
         """
         if self.scaling is not None:
-            runtime = default_runtime(self.mesh, self.reduction)
+            runtime = runtime_of(self.mesh, self.f, self.reduction)
             scale = [runtime.whole(handle, P()) for handle in state.handles[-len(LossScaleState._fields) :]]
             self.scaling.check(LossScaleState(*scale))
 
@@ -213,7 +212,7 @@ class TrainStep:
             The new state, and the metrics.
         """
         self._check_state(state)
-        runtime = default_runtime(self.mesh, self.reduction)
+        runtime = runtime_of(self.mesh, self.f, self.reduction)
         if self.own_batch:
             runtime.agree(f"takes step {state.step} on {_looks_of(batch)}", _EVEN)
         staged = self._stage(state, batch)
@@ -265,7 +264,7 @@ class TrainStep:
         return self._staged[key]
 
     def _trace(self, state: TrainState, batch: tuple[PyTree, ...]) -> Staged:
-        runtime = default_runtime(self.mesh, self.reduction)
+        runtime = runtime_of(self.mesh, self.f, self.reduction)
         shapes = [_shown(h, runtime.like, spec) for h, spec in zip(state.handles, self._trees["specs"], strict=True)]
         params, optimizer_state = self._as_trees(shapes)
         if self.own_batch:

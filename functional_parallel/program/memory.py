@@ -21,7 +21,7 @@ from ..tracing.graph import operands_of
 from .collectives import primitive_name
 from .explain import readable_bytes
 
-__all__ = ["Memory", "memory_of"]
+__all__ = ["Memory", "memory_of", "viewed"]
 
 aten = torch.ops.aten
 
@@ -150,7 +150,7 @@ class _Ledger:
             source = self.storages[node.args[0]]
             self.storages[node] = [source[node.args[1]] if len(source) > 1 else source[0]]
             return
-        base = _viewed(node)
+        base = viewed(node)
         if base is None:
             self._own(node)
         else:
@@ -194,7 +194,7 @@ class _Ledger:
         return "gradients" if summed or leaves or primitive_name(node) in ("psum", "psum_scatter") else "temporaries"
 
 
-def _viewed(node: fx.Node) -> fx.Node | None:
+def viewed(node: fx.Node) -> fx.Node | None:
     """The operand whose storage the op's result shares, if it does."""
     if primitive_name(node) == "pcast" or node.target in _SHARES_STORAGE:
         return node.args[0]
@@ -209,15 +209,15 @@ def _viewed(node: fx.Node) -> fx.Node | None:
 
 def _base(node: fx.Node) -> fx.Node:
     """What a view is of, through views of views."""
-    while node.op == "call_function" and (viewed := _viewed(node)) is not None:
-        node = viewed
+    while node.op == "call_function" and (source := viewed(node)) is not None:
+        node = source
     return node
 
 
 def _with_views(node: fx.Node) -> list[fx.Node]:
     found = [node]
     for each in found:
-        found += [user for user in each.users if user.op == "call_function" and _viewed(user) is each]
+        found += [user for user in each.users if user.op == "call_function" and viewed(user) is each]
     return found
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import fx
 
 from sharding_specs import Mesh
@@ -13,12 +15,22 @@ __all__ = ["drop_trivial"]
 
 _MEAN_SOMETHING_ALONE = ("axis_index", "ppermute")  # an index is still 0; a permutation that sends nothing gives zeros
 
+_REDUCTIONS = ("psum", "pmax", "pmin")
 
-def drop_trivial(traced: Traced, mesh: Mesh) -> Traced:
-    """Remove every collective and cast over axes of one rank, in place; its result is its operand."""
+
+def drop_trivial(traced: Traced, mesh: Mesh, kept: Sequence[str] = ()) -> Traced:
+    """Remove every collective and cast over axes of one rank, in place; its result is its operand.
+
+    Args:
+        traced: the graph.
+        mesh: the sizes of the axes.
+        kept: axes whose sums and extrema stay all the same.
+    """
     for node in list(traced.nodes):
         name = primitive_name(node)
         if name is None or name in _MEAN_SOMETHING_ALONE or mesh.axis_size(node.args[1]) > 1:
+            continue
+        if name in _REDUCTIONS and any(axis in kept for axis in node.args[1]):
             continue
         operand = node.args[0]
         assert isinstance(operand, fx.Node)

@@ -5,9 +5,7 @@ microbatch computes alone and what is summed over all. Here that axis is taken o
 microbatch follow one another, a sum over the axis becomes a running sum, and what does not depend on the microbatch is
 computed once.
 
-A value that needs a sum over all microbatches, as the count of a loss's targets, must wait for all of them. So ops are
-put into rounds: every microbatch passes through one round before any enters the next. Each op runs in the last round
-possible, so the forward stands beside its backward, and only what the sums need runs before.
+In which order ops run, and which of them once, `rounds` says.
 """
 
 from __future__ import annotations
@@ -24,17 +22,18 @@ from ..collectives.types import Type
 from ..tracing import Aval, Traced
 from ..tracing.graph import operands_of
 from .collectives import primitive_name
+from .rounds import CASTS, Rounds, UnrollError, names_axis
 
-__all__ = ["UnrollError", "unroll"]
+__all__ = ["UnrollError", "combined_by", "microbatch_dim", "resized", "unroll"]
 
 aten = torch.ops.aten
 
-_COMBINE = {"psum": aten.add.Tensor, "pmax": aten.maximum.default, "pmin": aten.minimum.default}
-_NOTHING = ("pvary", "pcast")
-
-
-class UnrollError(ValueError):
-    """A program that asks of microbatches what only ranks that run side by side can do."""
+_COMBINE = {
+    "psum": aten.add.Tensor,
+    "psum_scatter": aten.add.Tensor,
+    "pmax": aten.maximum.default,
+    "pmin": aten.minimum.default,
+}
 
 
 def unroll(
@@ -72,7 +71,8 @@ class _Unroll:
         self.once: dict[fx.Node, fx.Node] = {}
         self.own: list[dict[fx.Node, fx.Node]] = [{} for _ in range(size)]
         self.result = Traced(self.graph, constants=dict(traced.constants))
-        self.varying = self._varying(in_specs)
+        self.microbatches = Rounds(traced, axis, in_specs)
+        self.varying, self._is_barrier = self.microbatches.varying, self.microbatches.is_barrier
         self._inputs(in_specs)
         self._rounds()
         self.result.outputs = [
@@ -82,49 +82,6 @@ class _Unroll:
         for node in self.graph.nodes:
             if "type" in node.meta:
                 node.meta["type"] = Type({name: state for name, state in node.meta["type"].items() if name != axis})
-
-    # --- what depends on the microbatch, and when it runs ---
-
-    def _varying(self, in_specs: list[P]) -> set[fx.Node]:
-        found = {node for node, spec in zip(self.old.inputs, in_specs, strict=True) if self.axis in spec.axes}
-        for node in self.old.nodes:
-            if self._is_barrier(node) and primitive_name(node) != "psum_scatter":
-                continue
-            if self._names_axis(node) or any(operand in found for operand in operands_of(node)):
-                found.add(node)
-        return found
-
-    def _names_axis(self, node: fx.Node) -> bool:
-        name = primitive_name(node)
-        if name is None:
-            return False
-        axes = node.args[0] if name == "axis_index" else node.args[1]
-        if self.axis in axes and len(axes) > 1:
-            raise UnrollError(f"{node.meta['source']}: {name} over {tuple(axes)} at once; name {self.axis!r} apart")
-        return self.axis in axes
-
-    def _is_barrier(self, node: fx.Node) -> bool:
-        """Whether the op needs all microbatches."""
-        name = primitive_name(node)
-        return name not in (None, "axis_index", "pscatter", *_NOTHING) and self._names_axis(node)
-
-    def _last_rounds(self) -> dict[fx.Node, int]:
-        """Per op the last round it can run in; a barrier's result is there after its round."""
-        first: dict[fx.Node, int] = {}
-        for node in self.old.nodes:
-            first[node] = max((self._after(operand, first) for operand in operands_of(node)), default=0)
-        last = max((first[node] for node in first if node in self.varying or self._is_barrier(node)), default=0)
-        found: dict[fx.Node, int] = {}
-        for node in reversed(list(self.old.nodes)):
-            users = [found[user] for user in node.users if user in found]
-            wanted = min(users, default=last + 1)
-            found[node] = min(wanted - 1, last) if self._is_barrier(node) else wanted
-            if node in self.varying:
-                found[node] = min(found[node], last)
-        return found
-
-    def _after(self, node: fx.Node, first: dict[fx.Node, int]) -> int:
-        return first.get(node, 0) + (1 if node in first and self._is_barrier(node) else 0)
 
     # --- writing the new graph ---
 
@@ -136,9 +93,9 @@ class _Unroll:
             if node not in self.varying:
                 self.once[node] = new
                 continue
-            dim = self._dim_of(spec, str(node.meta.get("path", node.name)))
+            dim = microbatch_dim(spec, self.axis, str(node.meta.get("path", node.name)))
             aval = node.meta["val"]
-            new.meta["val"] = _resized(aval, dim, self.size)
+            new.meta["val"] = resized(aval, dim, self.size)
             for number in range(self.size):
                 bounds = (dim, number * aval.shape[dim], (number + 1) * aval.shape[dim])
                 self.own[number][node] = self._write(aten.slice.Tensor, (new, *bounds), node.meta)
@@ -147,16 +104,8 @@ class _Unroll:
                 new = self.once[node] = self.graph.get_attr(node.target)
                 new.meta = dict(node.meta)
 
-    def _dim_of(self, spec: P, where: str) -> int:
-        for dim, factors in enumerate(spec.dims):
-            if self.axis in factors:
-                if any(isinstance(factor, int) for factor in factors[: factors.index(self.axis)]):
-                    raise UnrollError(f"{where}: {spec!r} splits an inner factor of dim {dim} into microbatches")
-                return dim
-        raise UnrollError(f"{where}: {spec!r} does not say which dim holds the microbatches")
-
     def _rounds(self) -> None:
-        rounds = self._last_rounds()
+        rounds = self.microbatches.of
         by_round: dict[int, list[fx.Node]] = {}
         for node in self.old.nodes:
             by_round.setdefault(rounds[node], []).append(node)
@@ -187,11 +136,11 @@ class _Unroll:
         name = primitive_name(node)
         if self._is_barrier(node):
             self._accumulate(node, microbatch)
-        elif name == "axis_index" and self._names_axis(node):
+        elif name == "axis_index" and names_axis(node, self.axis):
             own[node] = self._constant(torch.tensor(microbatch), node)
-        elif name in _NOTHING and self._names_axis(node):
+        elif name in CASTS and names_axis(node, self.axis):
             own[node] = own[node.args[0]]
-        elif name == "pscatter" and self._names_axis(node):
+        elif name == "pscatter" and names_axis(node, self.axis):
             own[node] = self._part(own[node.args[0]], node, microbatch)
         else:
             own[node] = self._copy(node, own)
@@ -209,18 +158,10 @@ class _Unroll:
             own[value] = self._copy_once(value) if value.op == "call_function" else self.once[value]
 
     def _accumulate(self, node: fx.Node, microbatch: int) -> None:
-        name, value = primitive_name(node), self.own[microbatch][node.args[0]]
-        if name in ("psum_scatter", "psum"):
-            combine = aten.add.Tensor
-        elif name in _COMBINE:
-            combine = _COMBINE[name]
-        elif name == "all_gather":
+        combine = combined_by(node, self.axis)
+        if combine is None:
             return
-        else:
-            raise UnrollError(
-                f"{node.meta['source']}: {name} over {self.axis!r} moves values between microbatches, which run one "
-                "after another; split the batch over an axis of the mesh instead"
-            )
+        value = self.own[microbatch][node.args[0]]
         meta = {**node.meta, "val": value.meta["val"]}
         self.once[node] = value if microbatch == 0 else self._write(combine, (self.once[node], value), meta)
 
@@ -260,12 +201,35 @@ class _Unroll:
             return output
         if self.axis not in spec.axes:
             return self._copy_once(output) if output.op == "call_function" else self.once[output]
-        dim = self._dim_of(spec, "a result")
-        meta = {**output.meta, "val": _resized(output.meta["val"], dim, self.size)}
+        dim = microbatch_dim(spec, self.axis, "a result")
+        meta = {**output.meta, "val": resized(output.meta["val"], dim, self.size)}
         return self._write(aten.cat.default, ([own[output] for own in self.own], dim), meta)
 
 
-def _resized(aval: Aval, dim: int, factor: int) -> Aval:
+def microbatch_dim(spec: P, axis: str, where: str) -> int:
+    """The dim of an input or a result that holds the microbatches."""
+    for dim, factors in enumerate(spec.dims):
+        if axis in factors:
+            if any(isinstance(factor, int) for factor in factors[: factors.index(axis)]):
+                raise UnrollError(f"{where}: {spec!r} splits an inner factor of dim {dim} into microbatches")
+            return dim
+    raise UnrollError(f"{where}: {spec!r} does not say which dim holds the microbatches")
+
+
+def combined_by(node: fx.Node, axis: str) -> Any:
+    """The op that joins two microbatches' operands of a barrier; None where they are laid side by side."""
+    name = primitive_name(node)
+    if name == "all_gather":
+        return None
+    if name not in _COMBINE:
+        raise UnrollError(
+            f"{node.meta['source']}: {name} over {axis!r} moves values between microbatches, which run one "
+            "after another; split the batch over an axis of the mesh instead"
+        )
+    return _COMBINE[name]
+
+
+def resized(aval: Aval, dim: int, factor: int) -> Aval:
     shape = list(aval.shape)
     shape[dim] *= factor
     return Aval(tuple(shape), aval.dtype, aval.device)

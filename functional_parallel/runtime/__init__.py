@@ -3,6 +3,7 @@
 from .default import default_runtime, is_main_rank, use_runtime
 from .meeting import OutOfStepError
 from .pending import CollectiveError
+from .pipelined import PipelineRuntime
 from .processes import DifferentInputsError, DifferentProgramsError, ProcessRuntime
 from .simulated import SimulatedRuntime
 
@@ -11,6 +12,7 @@ __all__ = [
     "DifferentInputsError",
     "DifferentProgramsError",
     "OutOfStepError",
+    "PipelineRuntime",
     "ProcessRuntime",
     "SimulatedRuntime",
     "default_runtime",

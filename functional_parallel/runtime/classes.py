@@ -13,14 +13,9 @@ from torch import fx
 
 from sharding_specs import Mesh, P
 
-from ..program.collectives import primitive_name
+from ..program.variation import Axes, varied_axes
 
-__all__ = ["Classes", "varied_axes"]
-
-Axes = frozenset[str]
-
-_EQUALISING = ("psum", "pmax", "pmin", "pbroadcast", "all_gather")
-_SPREADING = ("psum_scatter", "pscatter", "all_to_all", "ppermute")
+__all__ = ["Classes"]
 
 
 class Classes:
@@ -59,16 +54,3 @@ class Classes:
         if not self.deduplicate:
             return self.all_axes
         return varied_axes(node, operands) & self.all_axes
-
-
-def varied_axes(node: fx.Node, operands: Iterable[Axes]) -> Axes:
-    """The rule: collectives that end in one value for all remove their axes, those that end in many add them."""
-    union: Axes = frozenset().union(*operands)
-    name = primitive_name(node)
-    if name == "axis_index":
-        return frozenset(node.args[0])
-    if name in _EQUALISING:
-        return union - frozenset(node.args[1])
-    if name in _SPREADING:
-        return union | frozenset(node.args[1])
-    return union

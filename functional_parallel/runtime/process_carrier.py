@@ -302,6 +302,10 @@ class ProcessCarrier:
 
     # --- looking up ---
 
+    def process_group(self, axes: tuple[str, ...]) -> Any:
+        """torch's group of the ranks that differ from this one along some axes only."""
+        return self._group(axes).handle
+
     def _group(self, axes: tuple[str, ...]) -> _Group:
         if axes not in self._groups:
             self._groups[axes] = self._find_group(axes)

@@ -99,7 +99,7 @@ class ProcessRuntime:
 
     def run(self, program: Program, handles: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run a program on this rank's parts."""
-        self._agree_on(program)
+        self.agree_on(program)
         with self.carrier.bound():
             if holds_levels(handles):
                 return run_typed(program.traced, handles)
@@ -110,8 +110,8 @@ class ProcessRuntime:
 
     def run_whole(self, program: Program, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run a program on whole tensors, the same on every rank, and return whole results."""
-        self._agree_on(program)
-        self._agree_on_inputs(program, tensors)
+        self.agree_on(program)
+        self.agree_on_inputs(program, tensors)
         with self.carrier.bound():
             parts = [self._entered(x, spec) for x, spec in zip(tensors, program.in_specs, strict=True)]
             results = self.run(program, parts)
@@ -128,7 +128,7 @@ class ProcessRuntime:
 
     # --- agreement ---
 
-    def _agree_on(self, program: Program) -> None:
+    def agree_on(self, program: Program) -> None:
         if program.cache.get("agreed"):
             return
         mine = program.fingerprint()
@@ -148,7 +148,7 @@ class ProcessRuntime:
             "Every rank must trace the same function with the same shapes: look for code that depends on the rank."
         )
 
-    def _agree_on_inputs(self, program: Program, tensors: Sequence[torch.Tensor]) -> None:
+    def agree_on_inputs(self, program: Program, tensors: Sequence[torch.Tensor]) -> None:
         if not holds_levels(tensors):
             paths = [path or f"argument {index}" for index, path in enumerate(program.in_paths)]
             self.check_same(program.name, paths, tensors)

@@ -24,7 +24,7 @@ from torch import fx
 from .. import _torch
 from ..collectives import guards
 from ..collectives.axes import staging
-from ..source import current_source, raising_source, region
+from ..source import current_source, raising_source, region, stages
 from .graph import Aval, Traced, aval_of, walk_args
 from .intercept import Interception
 from .stand_ins import stand_in
@@ -85,6 +85,7 @@ def trace(
         with ExitStack() as stack, _active(recording):
             stack.enter_context(Interception(forward_only))
             stack.enter_context(_torch.checkpointing(region))
+            stack.enter_context(stages())
             stack.enter_context(mode)
             stack.enter_context(recording)
             outputs = _call(fn, arguments)

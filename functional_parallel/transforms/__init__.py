@@ -3,6 +3,7 @@
 from .accumulate import accumulate
 from .from_specs import from_specs
 from .parallel import data_parallel, tensor_parallel, zero
+from .pipeline import pipeline, stage_boundary
 from .remat import recompute, remat
 from .transform import Order, OrderError, Plan, Transform, chain
 
@@ -15,8 +16,10 @@ __all__ = [
     "chain",
     "data_parallel",
     "from_specs",
+    "pipeline",
     "recompute",
     "remat",
+    "stage_boundary",
     "tensor_parallel",
     "zero",
 ]

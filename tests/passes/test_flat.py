@@ -331,8 +331,11 @@ def test_leaves_lie_in_vectors_where_kernels_like_them() -> None:
 # -----------------------------------------------------------------------------
 
 
-def begin(optimizer: Any) -> Any:
-    return fp.train_step(loss, optimizer, Mesh(data=2), FLAT[1]).init(network([2, 2, 2]))
+def begin(optimizer: Any, plan: Any = FLAT[1]) -> Any:
+    return fp.train_step(loss, optimizer, Mesh(pipe=1, data=2), plan).init(network([2, 2, 2]))
+
+
+STAGED = fp.chain(FLAT[1], fp.pipeline("pipe", microbatches=2))
 
 
 @pytest.mark.parametrize(("call", "message"), [
@@ -341,6 +344,7 @@ def begin(optimizer: Any) -> Any:
     (lambda: fp.zero(1, "data", layout="1d"), r"zero\(layout='1d'\): it is 'dims' or 'flat'"),
     (lambda: fp.zero(1, "data", {"a": P("data")}, layout="flat"), r"specs and whole_below say how single parameters"),
     (lambda: fp.zero(2, "data", layout="flat", whole_below=9), r"specs and whole_below say how single parameters"),
+    (lambda: begin(fp.optim.sgd(0.1), STAGED), r"zero\(…, 'data', layout='flat'\).*layout='dims'"),
     (lambda: begin(fp.optim.adafactor(0.1)), r"not elementwise.*use layout='dims', or an elementwise one"),
     (lambda: begin(of_the_user(None)), r"does not say which it treats alike.*lambda params: 0.*layout='dims'"),
 ])  # fmt: skip

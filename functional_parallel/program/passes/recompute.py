@@ -40,7 +40,7 @@ def recompute(traced: Traced, dropped: Collection[fx.Node]) -> None:
         for needed in sorted(_missing(node, dropped, copies), key=position.__getitem__):
             with traced.graph.inserting_before(node):
                 copy = copies[needed] = traced.graph.node_copy(needed, lambda a: copies.get(a, a))
-            copy.meta = {**needed.meta, "backward": True, "recomputed": True}
+            copy.meta = {**needed.meta, "backward": True, "recomputed": True, "forward": needed}
         for operand in operands_of(node):
             if operand in copies:
                 node.replace_input_with(operand, copies[operand])

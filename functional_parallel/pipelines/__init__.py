@@ -1,0 +1,24 @@
+"""A step cut into the stages of a pipeline: their programs, what passes between them, what runs before and after."""
+
+from .build import PipelinePlan, build
+from .cut import BALANCES, Cut
+from .epilogue import Epilogue, Exchange, Given
+from .extract import Part
+from .program import PipelineProgram
+from .roles import PipelineError
+from .stages import Stage, Work
+
+__all__ = [
+    "BALANCES",
+    "Cut",
+    "Epilogue",
+    "Exchange",
+    "Given",
+    "Part",
+    "PipelineError",
+    "PipelinePlan",
+    "PipelineProgram",
+    "Stage",
+    "Work",
+    "build",
+]

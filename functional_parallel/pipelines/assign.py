@@ -1,0 +1,67 @@
+"""The stage of every op: the forward's by the cut, the backward's by the forward op that it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import fx
+
+from ..tracing import Traced
+from ..tracing.graph import operands_of
+from .roles import Role, Roles
+
+__all__ = ["assign"]
+
+
+def assign(traced: Traced, roles: Roles, cut: Mapping[fx.Node, int], last: int) -> dict[fx.Node, int]:
+    """Give every staged op its stage: forward values go to later stages only, backward values to earlier ones only.
+
+    Args:
+        traced: the graph; an op that is computed again may get the forward's value for an operand of another stage.
+        roles: of its ops.
+        cut: the stage that each forward op shall have; more is added where an operand comes from a later one.
+        last: the last stage.
+
+    Returns:
+        Per staged op its stage.
+    """
+    stage: dict[fx.Node, int] = {}
+    for node in traced.nodes:
+        if roles.of[node] is not Role.STAGED:
+            continue
+        if node not in roles.backward:
+            stage[node] = max([cut[node], *(stage[each] for each in operands_of(node) if each in stage)])
+        elif node.meta.get("recomputed") and _forward(node) in stage:
+            stage[node] = stage[_forward(node)]  # type: ignore[index]
+            _keep_what_crosses(node, stage)
+        else:
+            stage[node] = _of_backward(node, roles, stage, last)
+            _keep_what_crosses(node, stage)
+    return stage
+
+
+def _of_backward(node: fx.Node, roles: Roles, stage: dict[fx.Node, int], last: int) -> int:
+    operands = [each for each in operands_of(node) if each in stage]
+    found = [stage[each] for each in operands if each in roles.backward and not each.meta.get("recomputed")]
+    forward = _forward(node)
+    if forward in stage:
+        found.append(stage[forward])  # type: ignore[index]
+    if found:
+        return min(found)
+    return max((stage[each] for each in operands), default=last)
+
+
+def _forward(node: fx.Node) -> fx.Node | None:
+    """The forward op that a backward op belongs to, or the equal one that stands for it now."""
+    forward = node.meta.get("forward")
+    while forward is not None and "merged" in forward.meta:
+        forward = forward.meta["merged"]
+    return forward
+
+
+def _keep_what_crosses(node: fx.Node, stage: dict[fx.Node, int]) -> None:
+    """A stage computes again what is its own; what it was sent for the forward, it keeps."""
+    for operand in operands_of(node):
+        forward = _forward(operand)
+        if operand.meta.get("recomputed") and operand in stage and stage[operand] != stage[node] and forward in stage:
+            node.replace_input_with(operand, forward)  # type: ignore[arg-type]

@@ -1,0 +1,199 @@
+"""From the graph of a step over microbatches to the programs of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from ..program import Program
+from ..program.collectives import primitive_name
+from ..program.rounds import CASTS, names_axis
+from ..schedules import Schedule
+from ..tracing import Traced
+from ..tracing.graph import operands_of
+from .assign import assign
+from .cut import Cut, cut_of
+from .epilogue import EpilogueBuilder
+from .extract import Extractor
+from .program import PipelineProgram, parts_of_rank
+from .prologue import Prologue, Wanted
+from .roles import Roles
+from .stages import StageBuilder
+
+__all__ = ["PipelinePlan", "build"]
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """What `fp.pipeline` asks for.
+
+    Attributes:
+        axis: the mesh axis.
+        virtual: the axis of microbatches.
+        schedule: the schedule, or a function that makes one for a number of ranks of the axis.
+        cut: how to cut the model.
+    """
+
+    axis: str
+    virtual: str
+    schedule: Callable[[int], Schedule]
+    cut: Cut
+
+
+def build(
+    program: Program,
+    plan: PipelinePlan,
+    size: int,
+    inlined: set[fx.Node],
+    finish: Callable[[Program], None],
+) -> PipelineProgram:
+    """Cut a step into a pipeline.
+
+    Args:
+        program: the step at the shapes of one microbatch, with the axis of microbatches in its specs.
+        plan: the axis, the schedule and the cut.
+        size: how many microbatches there are.
+        inlined: values that shall be made anew for every microbatch: gathered parameters.
+        finish: rewrites of every program of the pipeline.
+
+    Raises:
+        PipelineError: when the function cannot be cut so.
+    """
+    return _Build(program, plan, size, inlined, finish).result()
+
+
+class _Build:
+    def __init__(
+        self,
+        program: Program,
+        plan: PipelinePlan,
+        size: int,
+        inlined: set[fx.Node],
+        finish: Callable[[Program], None],
+    ) -> None:
+        self.program, self.plan, self.size, self.finish = program, plan, size, finish
+        self.traced = program.traced
+        _drop_casts(self.traced, plan.virtual)
+        self.roles = Roles(self.traced, plan.virtual, program.in_specs, inlined)
+        self.schedule = self._schedule()
+        cut = cut_of(self.traced, self.roles, plan.cut, self.schedule.depth, program.mesh)
+        stage = assign(self.traced, self.roles, cut, self.schedule.depth - 1)
+        self.extractor = Extractor(self.traced, program.mesh, program.in_specs, self.roles.is_inline, plan.virtual)
+        self.builder = StageBuilder(self.roles, stage, self.extractor, self.schedule.depth, program.name)
+        if not self.builder.has_backward:
+            self.schedule = _forward_only(self.schedule)
+
+    def _schedule(self) -> Schedule:
+        ranks = self.program.mesh.axis_size(self.plan.axis)
+        return self.plan.schedule(ranks)
+
+    def result(self) -> PipelineProgram:
+        stages = self.builder.build()
+        ranks = range(self.schedule.ranks)
+        parts = [list(parts_of_rank(stages, self.schedule, rank)) for rank in ranks]
+        taken = [{node for part in each for node in part.inputs} for each in parts]
+        builder = EpilogueBuilder(
+            self.roles,
+            self.extractor,
+            self.program.in_specs,
+            self.program.out_specs,
+            self.program.in_paths,
+            self.program.out_paths,
+            self.size,
+            self._ranks_of_total,
+            self._rank_of_collected,
+            [self._inputs_below(each) for each in taken],
+            self.program.name,
+        )
+        epilogue = builder.build()
+        late = [given.node for given in epilogue.given.values() if given.kind == "once"]
+        prologues = [self._prologue(rank, {*taken[rank], *late}) for rank in ranks]
+        hidden = {self.plan.virtual}
+        result = PipelineProgram(
+            self.plan.axis,
+            self.schedule,
+            stages,
+            prologues,
+            epilogue,
+            list(self.traced.inputs),
+            frozenset(self.builder.collected),
+            self.program.mesh,
+            [spec.without(hidden) for spec in self.program.in_specs],
+            [spec.without(hidden) for spec in self.program.out_specs],
+            self.program.in_paths,
+            self.program.out_paths,
+            self.program.name,
+            self.program.passes,
+        )
+        self._finish(result)
+        return result
+
+    def _finish(self, result: PipelineProgram) -> None:
+        every = [prologue.program for prologue in result.prologues]
+        for stage in result.stages:
+            for work in stage.works.values():
+                every += [work.first.program, work.following.program, *(part.program for part in work.totals.values())]
+        for level in result.epilogue.parts:
+            every += [part.program for part in level.values()]
+        for program in every:
+            self.finish(program)
+
+    # --- where things are ---
+
+    def _ranks_of_total(self, total: fx.Node) -> list[int]:
+        return self._ranks_of_stage(self.builder.stage[total.args[0]])  # type: ignore[index]
+
+    def _ranks_of_stage(self, stage: int) -> list[int]:
+        depth = self.schedule.depth
+        return [self.schedule.rank_of_stage[chain * depth + stage] for chain in range(self.schedule.chains)]
+
+    def _rank_of_collected(self, node: fx.Node, microbatch: int) -> int:
+        chain = microbatch // self.schedule.microbatches_of_chain
+        return self._ranks_of_stage(self.builder.stage[node])[chain]
+
+    # --- prologues ---
+
+    def _prologue(self, rank: int, taken: set[fx.Node]) -> Prologue:
+        wanted: list[Wanted] = []
+        for node in sorted(taken, key=self.extractor.position.__getitem__):
+            scope = self.roles.scope(node)
+            if scope == "once":
+                wanted.append((node, None))
+            elif scope == "microbatch":
+                wanted += [(node, microbatch) for microbatch in self._microbatches_of(rank)]
+        name = f"{self.program.name}: before the pipeline, rank {rank}"
+        return Prologue(self.roles, self.extractor, self.program.in_specs, self.size, wanted, name)
+
+    def _microbatches_of(self, rank: int) -> list[int]:
+        depth, each = self.schedule.depth, self.schedule.microbatches_of_chain
+        chains = sorted({action.stage // depth for action in self.schedule.actions[rank]})
+        return [chain * each + microbatch for chain in chains for microbatch in range(each)]
+
+    def _inputs_below(self, taken: set[fx.Node]) -> set[fx.Node]:
+        """The step's inputs that values are made of before the pipeline fills."""
+        found: set[fx.Node] = set()
+        pending = [node for node in taken if self.roles.scope(node) != "stage"]
+        while pending:
+            node = pending.pop()
+            if node not in found:
+                found.add(node)
+                pending += operands_of(node)
+        return {node for node in found if node.op == "placeholder"}
+
+
+def _drop_casts(traced: Traced, axis: str) -> None:
+    """Microbatches that follow one another need no casts."""
+    for node in list(traced.nodes):
+        if primitive_name(node) in CASTS and names_axis(node, axis):
+            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+            traced.outputs = [node.args[0] if output is node else output for output in traced.outputs]
+            node.meta["merged"] = node.args[0]
+            traced.graph.erase_node(node)
+    traced.seal()
+
+
+def _forward_only(schedule: Schedule) -> Schedule:
+    rows = tuple(tuple(action for action in row if action.kind == "F") for row in schedule.actions)
+    return replace(schedule, actions=rows, pairs=frozenset(), name=f"{schedule.name}, forward only")

@@ -1,0 +1,192 @@
+"""Where a model is cut into stages: at marks in its code, between given layers, or where the work is in balance.
+
+Whatever says it, a cut is a list of places in the order in which the model computes: what it computes after the k-th
+place belongs to stage k or a later one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from sharding_specs import Mesh
+
+from ..program.work import work
+from ..source import Source
+from ..tracing import Aval, Traced
+from ..tracing.graph import operands_of, source_of
+from .roles import PipelineError, Role, Roles
+
+__all__ = ["BALANCES", "Cut", "cut_of"]
+
+BALANCES = ("work", "memory")
+_SLACK = 1.1  # how much more than the least largest stage may be for the sake of smaller messages
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How to cut.
+
+    Attributes:
+        balance: what stages shall have equal parts of where nothing else says where to cut: "work", or "memory" of
+            parameters and of what the backward keeps.
+    """
+
+    balance: str = "work"
+
+
+def cut_of(traced: Traced, roles: Roles, cut: Cut, stages: int, mesh: Mesh) -> dict[fx.Node, int]:
+    """The stage of every staged forward op.
+
+    Raises:
+        PipelineError: when marks make another number of stages, or the model has not enough to cut.
+    """
+    forward = [node for node in traced.nodes if roles.of[node] is Role.STAGED and node not in roles.backward]
+    marks = 1 + max((source.stage for node in roles.of if (source := source_of(node)) is not None), default=0)
+    if marks > 1:
+        return _by_marks(forward, marks, stages)
+    if stages == 1:
+        return dict.fromkeys(forward, 0)
+    return _balanced(forward, _costs(forward, roles, cut.balance, mesh), stages)
+
+
+# -----------------------------------------------------------------------------
+# Marks
+# -----------------------------------------------------------------------------
+
+
+def _by_marks(forward: list[fx.Node], marks: int, stages: int) -> dict[fx.Node, int]:
+    if marks != stages:
+        raise PipelineError(
+            f"the model's {marks - 1} fp.stage_boundary() make {marks} stages, but the schedule has {stages}: mark "
+            f"{stages - 1}, or take them all out and let fp.pipeline cut"
+        )
+    found, last = {}, 0
+    for node in forward:
+        source = source_of(node)
+        last = last if source is None else source.stage
+        found[node] = last
+    empty = sorted(set(range(stages)) - set(found.values()))
+    if empty:
+        raise PipelineError(
+            f"stage {empty[0]} of {stages} uses no parameter and makes no value that a later stage needs: two "
+            "fp.stage_boundary() follow one another; take one out, or move it"
+        )
+    return found
+
+
+# -----------------------------------------------------------------------------
+# In balance
+# -----------------------------------------------------------------------------
+
+
+def _costs(forward: Sequence[fx.Node], roles: Roles, balance: str, mesh: Mesh) -> list[float]:
+    if balance == "work":
+        return [work(node, mesh) for node in forward]
+    seen: set[fx.Node] = set()
+    found = []
+    for node in forward:
+        parameters = [o for o in _weights(node, roles) if o not in seen]
+        seen.update(parameters)
+        kept = node.meta["val"].nbytes if _is_kept(node, roles) else 0
+        found.append(float(kept + sum(o.meta["val"].nbytes for o in parameters)))
+    return found
+
+
+def _weights(node: fx.Node, roles: Roles) -> list[fx.Node]:
+    """The parameters that an op uses, through casts and views of them."""
+    pending, found = operands_of(node), []
+    while pending:
+        value = pending.pop()
+        if value.op == "placeholder" and value.meta.get("parameter"):
+            found.append(value)
+        elif roles.of.get(value) is Role.ONCE:
+            pending += operands_of(value)
+    return found
+
+
+def _is_kept(node: fx.Node, roles: Roles) -> bool:
+    return isinstance(node.meta["val"], Aval) and any(user in roles.backward for user in node.users)
+
+
+def _balanced(forward: list[fx.Node], costs: list[float], stages: int) -> dict[fx.Node, int]:
+    places = _places(forward)
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    cuts = _least(places, sums, stages)
+    if cuts is None:
+        raise PipelineError(
+            f"the model's forward can be cut into {len(places) + 1} stages at most, and the schedule has {stages}; "
+            "take fewer ranks or chunks"
+        )
+    bounds = [*cuts, len(forward)]
+    found, stage = {}, 0
+    for index, node in enumerate(forward):
+        while index >= bounds[stage]:
+            stage += 1
+        found[node] = stage
+    return found
+
+
+def _places(forward: list[fx.Node]) -> dict[int, int]:
+    """Where one may cut, before which op, with the bytes that would cross: the narrow places."""
+    position = {node: index for index, node in enumerate(forward)}
+    change = [0] * (len(forward) + 1)
+    for node, index in position.items():
+        last = max((position[user] for user in node.users if user in position), default=index)
+        size = node.meta["val"].nbytes if isinstance(node.meta["val"], Aval) else 1 << 60
+        change[index + 1] += size
+        change[last + 1] -= size if last + 1 <= len(forward) else 0
+    crossing, bytes_now = [], 0
+    for delta in change:
+        bytes_now += delta
+        crossing.append(bytes_now)
+    regions = [_region(node) for node in forward]
+    return {
+        index: crossing[index]
+        for index in range(1, len(forward))
+        if crossing[index] <= min(crossing[index - 1] or 1 << 62, crossing[index + 1])
+        and (regions[index] is None or regions[index] != regions[index - 1])
+    }
+
+
+def _region(node: fx.Node) -> str | None:
+    source: Source | None = source_of(node)
+    return None if source is None else source.region
+
+
+def _least(places: dict[int, int], sums: list[float], stages: int) -> list[int] | None:
+    """Cuts of the least largest stage; among those about as good, the least that crosses."""
+    ends = [0, *sorted(places), len(sums) - 1]
+    largest = _search(ends, sums, stages, lambda so_far, cost, _: max(so_far, cost), float("inf"), places)
+    if largest is None:
+        return None
+    limit = max(sums[b] - sums[a] for a, b in zip([0, *largest], [*largest, len(sums) - 1], strict=True)) * _SLACK
+    return _search(ends, sums, stages, lambda so_far, _, crosses: so_far + crosses, limit, places)
+
+
+def _search(
+    ends: list[int],
+    sums: list[float],
+    stages: int,
+    join: Callable[[float, float, int], float],
+    limit: float,
+    places: dict[int, int],
+) -> list[int] | None:
+    """Over all ways to put the cuts, the one of least joined price, no stage above the limit."""
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for stage in range(stages):
+        following: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for end in ends[-1:] if stage == stages - 1 else ends[stage + 1 : -1]:
+            for start, (so_far, cuts) in best.items():
+                cost = sums[end] - sums[start]
+                if start >= end or cost <= 0 or cost > limit:
+                    continue
+                price = join(so_far, cost, places.get(end, 0))
+                if end not in following or price < following[end][0]:
+                    following[end] = (price, (*cuts, end))
+        best = following
+    return list(best[ends[-1]][1][:-1]) if ends[-1] in best else None

@@ -1,0 +1,303 @@
+"""After the pipeline has drained: sums of gradients become updates, each on the ranks that hold the parameter.
+
+What follows from the sums over microbatches is one graph, whose values start out on different ranks: a parameter and
+its gradient where its stage runs, a loss on the last. An op runs where all its operands are. One whose operands never
+meet, such as the sum of a tied weight's two gradients or of all gradients' squares, has them exchanged first, and then
+runs on every rank that wants its result, so that all of them get the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from sharding_specs import P
+
+from ..program.unroll import combined_by, microbatch_dim, resized
+from ..tracing import Aval, Traced
+from ..tracing.graph import operands_of
+from .extract import Extractor, Part
+from .roles import Role, Roles
+
+__all__ = ["Epilogue", "Exchange", "Given"]
+
+aten = torch.ops.aten
+
+_SMALL = 64  # elements: what every rank may as well compute
+
+Ranks = frozenset[int]
+
+
+class Given(NamedTuple):
+    """A value that the epilogue begins with.
+
+    kind is "input" (of the step), "once" (made before the pipeline filled), "total" (a sum over a chain's
+    microbatches; `which` is the chain) or "collected" (a microbatch's own value; `which` is the microbatch).
+    """
+
+    kind: str
+    node: fx.Node
+    which: int = 0
+
+
+class Exchange(NamedTuple):
+    """A value that one rank of the pipeline sends to another."""
+
+    node: fx.Node
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What runs after the pipeline, in levels, with exchanges between them.
+
+    Attributes:
+        given: per value that it begins with, what that is.
+        parts: per level, per rank, the program.
+        exchanges: per level, what is sent after it.
+        outputs: the step's results; a Python value stands for itself.
+        input_holders, output_holders: per input and per result of the step, the ranks that hold it; of an input that is
+            no parameter, those that the epilogue needs it on.
+    """
+
+    given: dict[fx.Node, Given]
+    parts: tuple[dict[int, Part], ...]
+    exchanges: tuple[tuple[Exchange, ...], ...]
+    outputs: tuple[fx.Node, ...]
+    input_holders: tuple[Ranks, ...]
+    output_holders: tuple[Ranks, ...]
+
+
+class EpilogueBuilder:
+    """Builds it.
+
+    Args:
+        roles: the roles of the step's ops.
+        extractor: for the step's graph.
+        in_specs, out_specs: how the step's inputs and results lie, microbatches included.
+        in_paths, out_paths: their pytree paths; a result at the path of an input takes its place.
+        size: how many microbatches there are.
+        ranks_of_total: per sum over microbatches, per chain, the rank that adds it up.
+        rank_of_collected: for a value and a microbatch, the rank that has it.
+        used: per rank, the inputs that its stages take.
+        name: of the function.
+    """
+
+    def __init__(
+        self,
+        roles: Roles,
+        extractor: Extractor,
+        in_specs: list[P],
+        out_specs: list[P],
+        in_paths: Sequence[str],
+        out_paths: Sequence[str],
+        size: int,
+        ranks_of_total: Any,
+        rank_of_collected: Any,
+        used: Sequence[Collection[fx.Node]],
+        name: str,
+    ) -> None:
+        self.roles, self.whole, self.size, self.name = roles, extractor, size, name
+        self.ranks = frozenset(range(len(used)))
+        self.ranks_of_total, self.rank_of_collected, self.used = ranks_of_total, rank_of_collected, used
+        self.in_specs = dict(zip(roles.traced.inputs, in_specs, strict=True))
+        self.new = Traced(fx.Graph(), constants=roles.traced.constants)
+        self.given: dict[fx.Node, Given] = {}
+        self.specs: list[P] = []
+        self._made: dict[Any, fx.Node] = {}
+        for node in roles.traced.inputs:
+            self._placeholder(Given("input", node), in_specs[len(self.specs)].without({roles.axis}))
+        inputs = list(self.new.inputs)
+        self.new.outputs = [self._output(out, spec) for out, spec in zip(roles.traced.outputs, out_specs, strict=True)]
+        self._seal()
+        self.extractor = Extractor(self.new, extractor.mesh, self.specs, lambda _: False, roles.axis)
+        self.links = self._links(inputs, in_paths, out_paths)
+        self._place()
+        self._levels()
+        self.inputs = inputs
+
+    # --- the graph ---
+
+    def _placeholder(self, given: Given, spec: P) -> fx.Node:
+        if given not in self._made:
+            node = self.new.graph.placeholder(f"{given.kind}_{given.node.name}_{given.which}")
+            node.meta = self.whole.clean(given.node.meta)
+            if given.kind == "input" and given.node in self.roles.varying:
+                dim = microbatch_dim(self.in_specs[given.node], self.roles.axis, given.node.name)
+                node.meta["val"] = resized(given.node.meta["val"], dim, self.size)
+            self.new.inputs.append(node)
+            self.given[node], self._made[given] = given, node
+            self.specs.append(spec)
+        return self._made[given]
+
+    def _output(self, output: Any, spec: P) -> Any:
+        if not isinstance(output, fx.Node) or output not in self.roles.varying or output.op == "placeholder":
+            return self._value(output) if isinstance(output, fx.Node) else output
+        return self._side_by_side(output, microbatch_dim(spec, self.roles.axis, "a result"), output)
+
+    def _value(self, node: fx.Node) -> fx.Node:
+        if node.op == "placeholder":
+            return self._made[Given("input", node)]
+        if node not in self._made:
+            self._made[node] = self._written(node)
+        return self._made[node]
+
+    def _written(self, node: fx.Node) -> fx.Node:
+        if node.op == "get_attr":
+            return self._with_meta(self.new.graph.get_attr(node.target), node)
+        if self.roles.of[node] is Role.TOTAL:
+            return self._total(node)
+        if node in self.roles.late and self.roles.of[node] in (Role.ONCE, Role.EARLY):
+            return self._placeholder(Given("once", node), self.whole.spec(node))
+        return self._with_meta(self.new.graph.node_copy(node, self._value), node)
+
+    def _total(self, node: fx.Node) -> fx.Node:
+        combine = combined_by(node, self.roles.axis)
+        if combine is None:
+            return self._side_by_side(node.args[0], node.args[2], node)
+        parts = [
+            self._placeholder(Given("total", node, chain), self.whole.spec(node))
+            for chain in range(len(self.ranks_of_total(node)))
+        ]
+        total = parts[0]
+        for part in parts[1:]:
+            total = self._with_meta(self.new.graph.call_function(combine, (total, part)), node)
+        return total
+
+    def _side_by_side(self, node: fx.Node, dim: int, like: fx.Node) -> fx.Node:
+        spec = self.whole.spec(node)
+        parts = [self._placeholder(Given("collected", node, each), spec) for each in range(self.size)]
+        joined = self._with_meta(self.new.graph.call_function(aten.cat.default, (parts, dim)), like)
+        joined.meta["val"] = resized(node.meta["val"], dim, self.size)
+        return joined
+
+    def _with_meta(self, new: fx.Node, like: fx.Node) -> fx.Node:
+        new.meta = self.whole.clean(like.meta)
+        return new
+
+    def _seal(self) -> None:
+        self.new.seal()
+        for node in list(self.new.inputs):
+            if not node.users and self.given[node].kind != "input":
+                raise AssertionError(f"nothing uses {node}")
+
+    def _links(self, inputs: list[fx.Node], in_paths: Sequence[str], out_paths: Sequence[str]) -> dict[int, fx.Node]:
+        """Per result the input whose place it takes: a new parameter, a new moment."""
+        by_path = {(path, node.meta["val"]): node for path, node in zip(in_paths, inputs, strict=True)}
+        found = {}
+        for index, (path, output) in enumerate(zip(out_paths, self.new.outputs, strict=True)):
+            if isinstance(output, fx.Node) and (path, output.meta["val"]) in by_path:
+                found[index] = by_path[path, output.meta["val"]]
+        return found
+
+    # --- where every value is made ---
+
+    def _place(self) -> None:
+        self.available: dict[fx.Node, Ranks | None] = {node: self._first_ranks(node) for node in self.new.inputs}
+        for node in self.new.nodes:
+            self.available[node] = self._meeting(node)
+        wanted: dict[fx.Node, set[int]] = {node: set() for node in self.new.graph.nodes}
+        for index, output in enumerate(self.new.outputs):
+            wanted[output] |= self._wanted_of_output(index, output)
+        self.at: dict[fx.Node, Ranks] = {}
+        for node in reversed(list(self.new.graph.nodes)):
+            if node.op == "output":
+                continue
+            possible = self.available.get(node) or self.ranks
+            here = wanted[node] & possible
+            if wanted[node] - here:
+                here |= {min(possible)}
+            self.at[node] = frozenset(here)
+            for operand in operands_of(node):
+                wanted[operand] |= here
+        self.wanted = {node: frozenset(ranks) for node, ranks in wanted.items()}
+
+    def _first_ranks(self, node: fx.Node) -> Ranks | None:
+        kind, value, which = self.given[node]
+        if kind == "total":
+            return frozenset({self.ranks_of_total(value)[which]})
+        if kind == "collected":
+            return frozenset({self.rank_of_collected(value, which)})
+        if kind == "input" and value.meta.get("parameter"):
+            return frozenset(rank for rank, inputs in enumerate(self.used) if value in inputs) or None
+        return None
+
+    def _meeting(self, node: fx.Node) -> Ranks | None:
+        """The ranks on which an op can run; None for any."""
+        known = [ranks for ranks in (self.available.get(o) for o in operands_of(node)) if ranks is not None]
+        if not known:
+            return None
+        common = frozenset.intersection(*known)
+        if common:
+            return common
+        return None if _is_small(node.meta["val"]) else frozenset.union(*known)
+
+    def _wanted_of_output(self, index: int, output: fx.Node) -> Ranks:
+        possible = self.available.get(output)
+        if index in self.links:
+            return self.available[self.links[index]] or possible or self.ranks
+        return frozenset({min(possible or self.ranks)})
+
+    # --- when ---
+
+    def _levels(self) -> None:
+        self.level: dict[tuple[fx.Node, int], int] = {}
+        for node in self.new.graph.nodes:
+            for rank in self.at.get(node, ()):
+                self.level[node, rank] = max((self._arrives(o, rank) for o in operands_of(node)), default=0)
+        self.count = max(self.level.values(), default=0) + 1
+
+    def _arrives(self, node: fx.Node, rank: int) -> int:
+        here = self.level.get((node, rank))
+        return self.level[node, min(self.at[node])] + 1 if here is None else here
+
+    def build(self) -> Epilogue:
+        exchanges: list[list[Exchange]] = [[] for _ in range(self.count)]
+        for node in self.new.graph.nodes:
+            if node.op == "output":
+                continue
+            for target in sorted(self.wanted[node] - self.at[node]):
+                source = min(self.at[node])
+                exchanges[self.level[node, source]].append(Exchange(node, source, target))
+        parts = tuple({r: p for r in sorted(self.ranks) if (p := self._part(r, level))} for level in range(self.count))
+        outputs = tuple(self.new.outputs)
+        return Epilogue(
+            self.given,
+            parts,
+            tuple(tuple(each) for each in exchanges),
+            outputs,
+            tuple(self.at[node] | self._users_of(node) for node in self.inputs),
+            tuple(self.at[node] | self.wanted[node] for node in outputs),
+        )
+
+    def _users_of(self, node: fx.Node) -> Ranks:
+        return frozenset(rank for rank, inputs in enumerate(self.used) if self.given[node].node in inputs)
+
+    def _part(self, rank: int, level: int) -> Part | None:
+        nodes = [node for node in self.new.nodes if self.level.get((node, rank)) == level]
+        if not nodes:
+            return None
+        members, sent = set(nodes), {node for node in self.new.graph.nodes if self._is_sent(node, rank)}
+        leaving = [
+            node
+            for node in nodes
+            if node in self.new.outputs or node in sent or any(self._uses_later(u, rank, members) for u in node.users)
+        ]
+        return self.extractor.part(nodes, leaving, f"{self.name}: after the pipeline, rank {rank}, level {level}")
+
+    def _is_sent(self, node: fx.Node, rank: int) -> bool:
+        return (
+            node.op != "output" and min(self.at[node], default=-1) == rank and bool(self.wanted[node] - self.at[node])
+        )
+
+    def _uses_later(self, user: fx.Node, rank: int, members: set[fx.Node]) -> bool:
+        return user.op != "output" and rank in self.at[user] and user not in members
+
+
+def _is_small(aval: Any) -> bool:
+    return isinstance(aval, Aval) and aval.numel <= _SMALL

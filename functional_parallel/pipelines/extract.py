@@ -1,0 +1,148 @@
+"""Parts of a graph as programs of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from sharding_specs import Mesh, P
+
+from ..collectives.types import Type
+from ..program import Program
+from ..program.variation import Axes, varied_axes
+from ..tracing import Traced
+from ..tracing.graph import operands_of
+
+__all__ = ["Extractor", "Part"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A program that computes some values of a graph from others.
+
+    Attributes:
+        program: what runs.
+        inputs, outputs: the values of the whole graph that it takes and makes.
+    """
+
+    program: Program
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+
+
+class Extractor:
+    """Cuts programs out of a graph.
+
+    Args:
+        traced: the graph.
+        mesh: the mesh.
+        in_specs: how the graph's inputs lie.
+        inline: whether an op is repeated in every part that needs its value.
+        hidden: an axis that types shall not name any more.
+    """
+
+    def __init__(
+        self, traced: Traced, mesh: Mesh, in_specs: list[P], inline: Callable[[fx.Node], bool], hidden: str
+    ) -> None:
+        self.traced, self.mesh, self.inline, self.hidden = traced, mesh, inline, hidden
+        self.position = {node: index for index, node in enumerate(traced.graph.nodes)}
+        self.axes: dict[fx.Node, Axes] = {
+            node: frozenset((spec.axes | spec.unreduced) - {hidden})
+            for node, spec in zip(traced.inputs, in_specs, strict=True)
+        }
+        for node in traced.graph.nodes:
+            if node.op == "call_function":
+                operands = (self.axes.get(operand, frozenset()) for operand in operands_of(node))
+                self.axes[node] = varied_axes(node, operands) - {hidden}
+
+    def spec(self, node: fx.Node) -> P:
+        """A spec that says along which axes a value differs, and no more."""
+        return P(unreduced=self.axes.get(node, frozenset()))
+
+    def part(
+        self,
+        nodes: Iterable[fx.Node],
+        outputs: Iterable[fx.Node],
+        name: str,
+        given: Iterable[fx.Node] = (),
+        added: Sequence[tuple[fx.Node, Any]] = (),
+    ) -> Part:
+        """A program of these ops.
+
+        Args:
+            nodes: the ops; what they need besides becomes an input, unless it is repeated.
+            outputs: values of theirs.
+            name: for messages.
+            given: values that are inputs though they might be repeated.
+            added: for the last outputs, each a sum of the graph and the op that adds: the sum so far becomes an input,
+                and the output is that with the value added.
+        """
+        wanted, known = list(outputs), set(given)
+        members = self.closure([*nodes, *(o for o in wanted if o not in known and self.inline(o))], known)
+        order = sorted(members, key=self.position.__getitem__)
+        outside = {o for node in order for o in operands_of(node) if o not in members and o.op != "get_attr"}
+        outside.update(o for o in wanted if o not in members)
+        inputs = sorted(outside, key=self.position.__getitem__)
+        return self._copied(order, inputs, wanted, name, added)
+
+    def closure(self, nodes: Iterable[fx.Node], given: Collection[fx.Node] = ()) -> set[fx.Node]:
+        """Ops with those that they repeat."""
+        found: set[fx.Node] = set()
+        pending = list(nodes)
+        while pending:
+            node = pending.pop()
+            if node in found:
+                continue
+            found.add(node)
+            pending += [o for o in operands_of(node) if o.op == "call_function" and o not in given and self.inline(o)]
+        return found
+
+    def _copied(
+        self,
+        order: list[fx.Node],
+        inputs: list[fx.Node],
+        outputs: list[fx.Node],
+        name: str,
+        added: Sequence[tuple[fx.Node, Any]],
+    ) -> Part:
+        new = Traced(fx.Graph(), constants=self.traced.constants)
+        values: dict[fx.Node, fx.Node] = {}
+        taken = [*inputs, *(total for total, _ in added)]
+        for node in taken:
+            values[node] = new.graph.placeholder(node.name)
+            new.inputs.append(values[node])
+        for node in order:
+            for operand in operands_of(node):
+                if operand.op == "get_attr" and operand not in values:
+                    values[operand] = new.graph.get_attr(operand.target)
+            values[node] = new.graph.node_copy(node, values.__getitem__)
+        for old, copy in values.items():
+            copy.meta = self.clean(old.meta)
+        new.outputs = [values[node] for node in outputs]
+        for place, (total, add) in enumerate(added, len(outputs) - len(added)):
+            made = new.outputs[place]
+            new.outputs[place] = new.graph.call_function(add, (values[total], made))
+            new.outputs[place].meta = dict(made.meta)
+            values[total].meta.update(val=made.meta["val"], type=made.meta.get("type"))
+        new.seal()
+        program = Program(
+            new,
+            self.mesh,
+            in_specs=[self.spec(node) for node in taken],
+            out_specs=[self.spec(node) for node in outputs],
+            in_paths=[str(node.meta.get("path", node.name)) for node in taken],
+            out_paths=[node.name for node in outputs],
+            name=name,
+        )
+        program.cache["agreed"] = True  # the ranks compare the whole pipeline, once
+        return Part(program, tuple(taken), tuple(outputs))
+
+    def clean(self, meta: dict[str, Any]) -> dict[str, Any]:
+        """What is said of a value, as it reads outside the whole graph."""
+        kept = {key: value for key, value in meta.items() if key != "forward"}
+        if "type" in kept:
+            kept["type"] = Type({axis: state for axis, state in kept["type"].items() if axis != self.hidden})
+        return kept

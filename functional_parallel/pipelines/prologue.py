@@ -1,0 +1,138 @@
+"""What a rank computes before the pipeline fills: its microbatches' slices of the batch, and what all of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from sharding_specs import P
+
+from ..program import Program
+from ..program.collectives import primitive_name
+from ..program.rounds import names_axis
+from ..program.unroll import combined_by, microbatch_dim, resized
+from ..tracing import Traced
+from .extract import Extractor
+from .roles import Roles
+
+__all__ = ["Prologue", "Wanted"]
+
+aten = torch.ops.aten
+
+Wanted = tuple[fx.Node, int | None]  # a value, and of which microbatch; None for one that all microbatches share
+
+
+class Prologue:
+    """Writes the program that makes some values before any stage runs.
+
+    Attributes:
+        program: what runs.
+        inputs: the step's inputs that it takes.
+        outputs: what it makes.
+    """
+
+    def __init__(
+        self, roles: Roles, extractor: Extractor, in_specs: list[P], size: int, wanted: Iterable[Wanted], name: str
+    ) -> None:
+        self.roles, self.extractor, self.size = roles, extractor, size
+        self.in_specs = dict(zip(roles.traced.inputs, in_specs, strict=True))
+        self.new = Traced(fx.Graph(), constants=dict(roles.traced.constants))
+        self.inputs: list[fx.Node] = []
+        self.outputs = tuple(wanted)
+        self._made: dict[Wanted, fx.Node] = {}
+        self._placeholders(self.outputs)
+        self.new.outputs = [self.value(node, microbatch) for node, microbatch in self.outputs]
+        self._drop_unused()
+        self.program = self._program(name)
+
+    def value(self, node: fx.Node, microbatch: int | None) -> fx.Node:
+        """A value of one microbatch, or one that all share, written where it is first asked for."""
+        key = (node, microbatch if node in self.roles.varying else None)
+        if key not in self._made:
+            self._made[key] = self._write_value(*key)
+        return self._made[key]
+
+    def _write_value(self, node: fx.Node, microbatch: int | None) -> fx.Node:
+        if node.op == "get_attr":
+            return self._with_meta(self.new.graph.get_attr(node.target), node)
+        if self.roles.rounds.is_barrier(node):
+            return self._joined(node, microbatch)
+        if microbatch is None:
+            return self._copy(node, None)
+        if node.op == "placeholder":
+            dim = self._dim(node)
+            return self._part(self._made[node, None], dim, node, microbatch)
+        name = primitive_name(node)
+        if name == "axis_index" and names_axis(node, self.roles.axis):
+            return self._constant(node, microbatch)
+        if name == "pscatter" and names_axis(node, self.roles.axis):
+            return self._part(self.value(node.args[0], None), node.args[2], node, microbatch)
+        return self._copy(node, microbatch)
+
+    def _joined(self, node: fx.Node, microbatch: int | None) -> fx.Node:
+        """The result of a sum, or the like, over all microbatches."""
+        parts = [self.value(node.args[0], each) for each in range(self.size)]
+        combine = combined_by(node, self.roles.axis)
+        if combine is None:
+            return self._call(aten.cat.default, (parts, node.args[2]), node)
+        total = parts[0]
+        for part in parts[1:]:
+            total = self._call(combine, (total, part), {**node.meta, "val": part.meta["val"]})
+        return total if microbatch is None else self._part(total, node.args[2], node, microbatch)
+
+    def _part(self, whole: fx.Node, dim: int, node: fx.Node, microbatch: int) -> fx.Node:
+        length = node.meta["val"].shape[dim]
+        return self._call(aten.slice.Tensor, (whole, dim, microbatch * length, (microbatch + 1) * length), node)
+
+    def _constant(self, node: fx.Node, microbatch: int) -> fx.Node:
+        name = f"microbatch_{microbatch}"
+        self.new.constants[name] = torch.tensor(microbatch)
+        return self._with_meta(self.new.graph.get_attr(name), node)
+
+    def _copy(self, node: fx.Node, microbatch: int | None) -> fx.Node:
+        return self._with_meta(self.new.graph.node_copy(node, lambda o: self.value(o, microbatch)), node)
+
+    def _call(self, target: Any, args: tuple[Any, ...], like: fx.Node | dict[str, Any]) -> fx.Node:
+        return self._with_meta(self.new.graph.call_function(target, args), like)
+
+    def _with_meta(self, new: fx.Node, like: fx.Node | dict[str, Any]) -> fx.Node:
+        given = like if isinstance(like, dict) else like.meta
+        new.meta = {"backward": False, "no_grad": False, "source": None, **self.extractor.clean(given)}
+        return new
+
+    # --- inputs ---
+
+    def _placeholders(self, wanted: Iterable[Wanted]) -> None:
+        for node in self.roles.traced.inputs:
+            new = self._with_meta(self.new.graph.placeholder(node.name), node)
+            if node in self.roles.varying:
+                new.meta["val"] = resized(node.meta["val"], self._dim(node), self.size)
+            self.inputs.append(node)
+            self.new.inputs.append(new)
+            self._made[node, None] = new
+
+    def _dim(self, node: fx.Node) -> int:
+        return microbatch_dim(self.in_specs[node], self.roles.axis, str(node.meta.get("path", node.name)))
+
+    def _drop_unused(self) -> None:
+        self.new.seal()
+        kept = [(old, new) for old, new in zip(self.inputs, self.new.inputs, strict=True) if new.users]
+        for new in set(self.new.inputs) - {new for _, new in kept}:
+            self.new.graph.erase_node(new)
+        self.inputs, self.new.inputs = [old for old, _ in kept], [new for _, new in kept]
+
+    def _program(self, name: str) -> Program:
+        program = Program(
+            self.new,
+            self.extractor.mesh,
+            in_specs=[self.in_specs[node].without({self.roles.axis}) for node in self.inputs],
+            out_specs=[self.extractor.spec(node) for node, _ in self.outputs],
+            in_paths=[str(node.meta.get("path", node.name)) for node in self.inputs],
+            out_paths=[node.name if m is None else f"{node.name} of microbatch {m}" for node, m in self.outputs],
+            name=name,
+        )
+        program.cache["agreed"] = True  # the ranks compare the whole pipeline, once
+        return program

@@ -1,0 +1,133 @@
+"""What part each op of a step plays in a pipeline.
+
+A step over microbatches is one graph, at the shapes of one microbatch, with the sums over microbatches written in. Of
+its ops
+
+- those that do not depend on the microbatch run once per step, on whatever rank needs them (ONCE);
+- those that a sum over all microbatches needs before any backward can begin, such as the count of a loss's targets, run
+  before the pipeline fills (EARLY);
+- those that depend on the batch alone, such as masks, run beside their use, on any rank (LOCAL);
+- the others belong to a stage (STAGED), forward or backward;
+- sums over microbatches add up where their operands are made (TOTAL);
+- what follows from such sums, as the optimizer's update, runs after the pipeline has drained (AFTER).
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from torch import fx
+
+from sharding_specs import P
+
+from ..program.collectives import primitive_name
+from ..program.memory import viewed
+from ..program.rounds import Rounds, names_axis
+from ..tracing import Traced
+from ..tracing.graph import operands_of
+
+__all__ = ["PipelineError", "Role", "Roles", "is_view"]
+
+
+class PipelineError(ValueError):
+    """A function that cannot be cut into the stages of a pipeline, or a pipeline that does not fit it."""
+
+
+class Role(Enum):
+    """The part that an op plays; see the module."""
+
+    ONCE = "once"
+    EARLY = "early"
+    LOCAL = "local"
+    STAGED = "staged"
+    TOTAL = "total"
+    AFTER = "after"
+
+
+class Roles:
+    """The role of every op.
+
+    Attributes:
+        of: per op its role.
+        varying: the values that differ by microbatch.
+        backward: the staged ops that belong to the backward.
+        totals: the sums over microbatches that end the pipeline, in order.
+        late: what follows from a sum over microbatches before the pipeline fills.
+    """
+
+    def __init__(self, traced: Traced, axis: str, in_specs: list[P], inlined: set[fx.Node]) -> None:
+        self.traced, self.axis, self.inlined = traced, axis, inlined
+        self.rounds = Rounds(traced, axis, in_specs)
+        self.varying = {node for node, spec in zip(traced.inputs, in_specs, strict=True) if axis in spec.axes}
+        self.on_parameters = {node for node in traced.inputs if node.meta.get("parameter")}
+        self.backward: set[fx.Node] = set()
+        self.late: set[fx.Node] = set()
+        self.of: dict[fx.Node, Role] = {}
+        for node in traced.nodes:
+            self._classify(node)
+        self.totals = [node for node, role in self.of.items() if role is Role.TOTAL]
+        self._check_early()
+
+    def _classify(self, node: fx.Node) -> None:
+        operands = operands_of(node)
+        barrier = self.rounds.is_barrier(node)
+        for marked in (self.on_parameters, self.late):
+            if any(operand in marked for operand in operands):
+                marked.add(node)
+        if node.meta["backward"] or any(operand in self.backward for operand in operands):
+            self.backward.add(node)
+        if not barrier and (self._begins(node) or any(operand in self.varying for operand in operands)):
+            self.varying.add(node)
+        self.of[node] = self._role(node, operands, barrier)
+        if barrier and self.of[node] is Role.EARLY:
+            self.late.add(node)
+
+    def _begins(self, node: fx.Node) -> bool:
+        """Whether the op's result differs by microbatch though its operands do not."""
+        return primitive_name(node) in ("axis_index", "pscatter") and names_axis(node, self.axis)
+
+    def _role(self, node: fx.Node, operands: list[fx.Node], barrier: bool) -> Role:
+        in_last_round = self.rounds.of[node] >= self.rounds.last
+        if barrier:
+            return Role.TOTAL if in_last_round and node.args[0] in self.varying else Role.EARLY
+        if node not in self.varying:
+            after = any(self.of.get(operand) in (Role.TOTAL, Role.AFTER) for operand in operands)
+            return Role.AFTER if after else Role.ONCE
+        if self._begins(node) or not in_last_round:
+            return Role.EARLY
+        return Role.STAGED if node in self.on_parameters or node in self.backward else Role.LOCAL
+
+    def _check_early(self) -> None:
+        found = [node for node, role in self.of.items() if role is Role.EARLY and node in self.on_parameters]
+        if not found:
+            return
+        barrier = next((node for node in found if self.rounds.is_barrier(node)), found[-1])
+        raise PipelineError(
+            f"{barrier.meta['source']}: {primitive_name(barrier) or barrier.target} needs all microbatches before the "
+            "backward of any can begin, so a pipeline cannot stream them (batch norm over the whole batch does this, "
+            "or a loss divided by what the model computes); normalise within a microbatch, or use fp.accumulate"
+        )
+
+    def is_inline(self, node: fx.Node) -> bool:
+        """Whether an op is repeated wherever its value is needed: it costs nothing, or its value may not be kept."""
+        role = self.of.get(node)
+        if role is Role.LOCAL or role is Role.EARLY:
+            return node not in self.late and not self._begins(node)
+        if role is not Role.ONCE:
+            return False
+        if node in self.inlined or node.meta.get("recomputed"):
+            return True
+        return not operands_of(node) or is_view(node)
+
+    def scope(self, node: fx.Node) -> str:
+        """Where a value that a stage takes comes from: "input", "once", "microbatch" or "stage"."""
+        if self.of.get(node) in (Role.STAGED, Role.LOCAL):
+            return "stage"
+        if node in self.varying:
+            return "microbatch"
+        return "input" if node.op == "placeholder" else "once"
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether an op computes nothing: a view, or a cast without communication."""
+    return node.op == "call_function" and viewed(node) is not None

@@ -1,0 +1,29 @@
+"""Along which mesh axes a value differs from rank to rank, from those of what it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import fx
+
+from .collectives import primitive_name
+
+__all__ = ["Axes", "varied_axes"]
+
+Axes = frozenset[str]
+
+_EQUALISING = ("psum", "pmax", "pmin", "pbroadcast", "all_gather")
+_SPREADING = ("psum_scatter", "pscatter", "all_to_all", "ppermute")
+
+
+def varied_axes(node: fx.Node, operands: Iterable[Axes]) -> Axes:
+    """The rule: collectives that end in one value for all remove their axes, those that end in many add them."""
+    union: Axes = frozenset().union(*operands)
+    name = primitive_name(node)
+    if name == "axis_index":
+        return frozenset(node.args[0])
+    if name in _EQUALISING:
+        return union - frozenset(node.args[1])
+    if name in _SPREADING:
+        return union | frozenset(node.args[1])
+    return union

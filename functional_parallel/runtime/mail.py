@@ -1,0 +1,137 @@
+"""Messages between the ranks of a pipeline in different processes: sends and receives that do not wait."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..schedules.messages import Receive, Send
+from ..tracing import Aval
+from .pending import CollectiveError
+
+__all__ = ["Mail"]
+
+
+class Mail:
+    """One rank's messages in one step.
+
+    Between two ranks messages arrive in the order of their sends, and the schedule's receives are posted in that order,
+    so they need no tags.
+
+    Args:
+        carrier: of the mesh.
+        axis: the axis of the pipeline.
+        rank: this process's rank along it.
+        device: where tensors live.
+    """
+
+    def __init__(self, carrier: Any, axis: str, rank: int, device: torch.device) -> None:
+        self.carrier, self.axis, self.rank, self.device = carrier, axis, rank, device
+        here = carrier.mesh.coordinates(carrier.rank)
+        self.peers = [carrier.mesh.rank({**here, axis: other}) for other in range(carrier.mesh.axis_size(axis))]
+        self.group = carrier.process_group((axis,))
+        self._under_way: dict[Receive, tuple[list[torch.Tensor], list[Any], float]] = {}
+        self._sent: list[tuple[Any, torch.Tensor, str]] = []
+
+    def send(self, step: Send, values: Sequence[torch.Tensor]) -> None:
+        """Send what an action made."""
+        for value in values:
+            self._post(value, step.rank, str(step))
+        self._sent = [entry for entry in self._sent if not entry[0].is_completed()]
+
+    def expect(self, step: Receive, avals: Sequence[Aval]) -> None:
+        """Say that a message will come."""
+        buffers = [self._buffer(aval) for aval in avals]
+        self._under_way[step] = (buffers, [self._get(buffer, step.rank) for buffer in buffers], time.monotonic())
+
+    def take(self, step: Receive) -> list[torch.Tensor]:
+        """Wait for a message."""
+        buffers, works, began = self._under_way.pop(step)
+        for work in works:
+            self._wait(work, str(step), began)
+        return buffers
+
+    def finish(self) -> None:
+        """Wait until everything sent has left."""
+        for work, _, name in self._sent:
+            self._wait(work, name, time.monotonic())
+        self._sent.clear()
+
+    def exchange(
+        self, outgoing: Mapping[int, Sequence[torch.Tensor]], incoming: Mapping[int, Sequence[Aval]]
+    ) -> dict[int, list[torch.Tensor]]:
+        """Send values to ranks and receive others from them, small ones of a kind together."""
+        began = time.monotonic()
+        found: dict[int, list[torch.Tensor]] = {}
+        under_way = []
+        for rank in range(len(self.peers)):
+            for value in _joined(outgoing.get(rank, ())):
+                self._post(value, rank, f"exchange with {rank}")
+            avals = incoming.get(rank, ())
+            buffers = [self._buffer(Aval((size,), dtype)) for dtype, size in _sizes(avals)]
+            under_way.append((rank, avals, buffers, [self._get(buffer, rank) for buffer in buffers]))
+        for rank, avals, buffers, works in under_way:
+            for work in works:
+                self._wait(work, f"exchange with {rank}", began)
+            if avals:
+                found[rank] = _apart(buffers, avals)
+        self.finish()
+        return found
+
+    # --- one tensor ---
+
+    def _buffer(self, aval: Aval) -> torch.Tensor:
+        return torch.empty(aval.shape, dtype=aval.dtype, device=self.device)
+
+    def _post(self, value: torch.Tensor, rank: int, name: str) -> None:
+        buffer = value.detach().contiguous()
+        if buffer.numel():
+            work = dist.isend(_bytes(buffer), self.peers[rank], self.group)
+            self._sent.append((work, buffer, name))
+
+    def _get(self, buffer: torch.Tensor, rank: int) -> Any:
+        return dist.irecv(_bytes(buffer), self.peers[rank], self.group) if buffer.numel() else None
+
+    def _wait(self, work: Any, name: str, began: float) -> None:
+        if work is None:
+            return
+        try:
+            work.wait()
+        except (RuntimeError, ValueError) as error:
+            raise CollectiveError(
+                f"rank {self.carrier.rank} ({self.axis}={self.rank}): {name} failed after "
+                f"{time.monotonic() - began:.1f} s; the other rank died, or never came to it. torch says: {error}"
+            ) from error
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.view(-1).view(torch.uint8)
+
+
+def _sizes(avals: Sequence[Aval]) -> list[tuple[torch.dtype, int]]:
+    sizes: dict[torch.dtype, int] = {}
+    for aval in avals:
+        sizes[aval.dtype] = sizes.get(aval.dtype, 0) + aval.numel
+    return list(sizes.items())
+
+
+def _joined(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Values of each dtype end to end."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for value in values:
+        by_dtype.setdefault(value.dtype, []).append(value.reshape(-1))
+    return [torch.cat(parts) for parts in by_dtype.values()]
+
+
+def _apart(buffers: Sequence[torch.Tensor], avals: Sequence[Aval]) -> list[torch.Tensor]:
+    rest = {buffer.dtype: buffer for buffer in buffers}
+    found = []
+    for aval in avals:
+        buffer = rest[aval.dtype]
+        found.append(buffer[: aval.numel].reshape(aval.shape))
+        rest[aval.dtype] = buffer[aval.numel :]
+    return found

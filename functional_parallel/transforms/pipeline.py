@@ -1,0 +1,157 @@
+"""Pipeline parallelism: the model's stages on the ranks of an axis, microbatches passing through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from sharding_specs import P
+
+from .. import source
+from ..collectives.axes import MICROBATCH
+from ..local_function import LocalFunction, PyTree, SpecTree
+from ..partition import partition
+from ..pipelines import BALANCES, Cut, PipelineError, PipelinePlan
+from ..schedules import FAMILIES, Schedule, check, get, stages_for
+from .parallel import rest_specs
+from .transform import Order, Transform
+
+__all__ = ["pipeline", "stage_boundary"]
+
+T = TypeVar("T")
+
+
+def pipeline(
+    axis: str,
+    *,
+    microbatches: int,
+    schedule: str | Schedule | Callable[..., Schedule] = "1f1b",
+    chunks: int = 2,
+    batch: SpecTree = None,
+    balance: str = "work",
+) -> Transform:
+    """Cut the model into stages along an axis, and let microbatches stream through them.
+
+    The gradient of the transformed function compiles to programs per stage that a schedule orders: GPipe, 1F1B,
+    interleaved, zero-bubble and others (docs/schedules.md). Losses with masks, sums or weights are those of the whole
+    batch. The model is cut where its code says `fp.stage_boundary`, and without that where the work is in
+    balance; anything may cross a cut. A parameter lives on the ranks whose stages use it. Other derivatives
+    (`fp.hessian`, `fp.vmap`) run the microbatches one after another on every rank of the axis, without a schedule.
+
+    >>> import torch, functional_parallel as fp
+    >>> from sharding_specs import Mesh
+    >>> def loss(params, x):
+    ...     for w in params:
+    ...         x = torch.tanh(x @ w)
+    ...     return x.mean()
+    >>> params = [torch.eye(4)] * 4
+    >>> plan = fp.pipeline("pipe", schedule="1f1b", microbatches=4)
+    >>> step = fp.compile(fp.grad_and_value(plan(loss)), Mesh(pipe=2))
+    >>> grads, value = step(params, torch.ones(8, 4))
+    >>> bool(torch.isclose(value, loss(params, torch.ones(8, 4))))
+    True
+    >>> print(step.program.schedule)
+    1f1b: 2 stages on 2 ranks, 4 microbatches
+    rank 0  0F0  0F1  0B0  0F2  0B1  0F3  0B2  0B3
+    rank 1  1F0  1B0  1F1  1B1  1F2  1B2  1F3  1B3
+
+    Args:
+        axis: the mesh axis.
+        microbatches: into how many microbatches each rank's part of the batch is cut.
+        schedule: a name in `fp.schedules.FAMILIES`; a `Schedule`, your own too; or a function of `stages` and
+            `microbatches` that makes one.
+        chunks: how many stages a rank holds, for schedules that leave it open ("interleaved", "looped-bfs").
+        batch: how the arguments after the parameters are cut, as specs over the axis "microbatch"; by default dim 0 of
+            every tensor that has one.
+        balance: without marks, what the stages have equal parts of: "work", or "memory" of parameters and residuals.
+
+    Raises:
+        ValueError: when there is not at least one microbatch, or no such balance.
+        ScheduleError: when there is no such schedule; when called, if it is not made for these numbers.
+        PipelineError: when called, if the model cannot be cut so.
+    """
+    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
+        raise ValueError(f"pipeline(microbatches={microbatches!r}): give the number of microbatches, 1 or more")
+    if balance not in BALANCES:
+        raise ValueError(f"pipeline(balance={balance!r}): it is {' or '.join(map(repr, BALANCES))}")
+    if isinstance(schedule, str):
+        get(schedule)  # an unknown name is refused here
+    title = schedule if isinstance(schedule, str) else getattr(schedule, "name", getattr(schedule, "__name__", "own"))
+    name = f"pipeline({axis!r}, {title!r}, {microbatches})"
+    plan = PipelinePlan(axis, MICROBATCH, _Maker(schedule, microbatches, chunks, axis), Cut(balance))
+
+    def apply(f: Callable[..., Any]) -> LocalFunction:
+        def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
+            return (P(), *rest_specs(args, batch, P(MICROBATCH)))
+
+        local = partition(f, MICROBATCH, in_specs, describe=name)
+        virtual = ((MICROBATCH, microbatches), *local.layout.virtual)
+        return local.with_layout(replace(local.layout, virtual=virtual, pipeline=plan))
+
+    return Transform(name, axis, Order.PIPELINE, apply)
+
+
+class _Maker:
+    """Makes the schedule for a number of ranks."""
+
+    def __init__(self, schedule: Any, microbatches: int, chunks: int, axis: str) -> None:
+        self.schedule, self.microbatches, self.chunks, self.axis = schedule, microbatches, chunks, axis
+
+    def __call__(self, ranks: int) -> Schedule:
+        made = self.schedule if isinstance(self.schedule, Schedule) else self._made(ranks)
+        if made.ranks != ranks or made.microbatches != self.microbatches:
+            raise PipelineError(
+                f"{made.name} is for {made.ranks} ranks and {made.microbatches} microbatches, but the axis "
+                f"{self.axis!r} has {ranks} ranks and pipeline(microbatches={self.microbatches})"
+            )
+        if made.versions is not None:
+            raise PipelineError(
+                f"{made.name} updates weights while microbatches are under way, which a gradient cannot: only "
+                "fp.train_step runs it"
+            )
+        return check(made)
+
+    def _made(self, ranks: int) -> Schedule:
+        if not isinstance(self.schedule, str):
+            return self.schedule(stages=ranks * self.chunks, microbatches=self.microbatches)
+        options = {"chunks": self.chunks} if _takes_chunks(self.schedule) else {}
+        stages = stages_for(self.schedule, ranks, self.chunks)
+        return get(self.schedule)(stages=stages, microbatches=self.microbatches, **options)
+
+
+def _takes_chunks(name: str) -> bool:
+    return name in FAMILIES and FAMILIES[name].chunks is None
+
+
+def stage_boundary(x: T) -> T:
+    """Say in model code that what is computed from here on belongs to the pipeline's next stage.
+
+    >>> import torch, functional_parallel as fp
+    >>> from sharding_specs import Mesh
+    >>> def loss(params, x):
+    ...     h = torch.tanh(x @ params["first"])
+    ...     h = fp.stage_boundary(h)
+    ...     return (h @ params["second"]).sum()
+    >>> params = {"first": torch.eye(2), "second": torch.eye(2)}
+    >>> plan = fp.pipeline("pipe", schedule="gpipe", microbatches=2)
+    >>> step = fp.compile(fp.grad(plan(loss)), Mesh(pipe=2))
+    >>> step(params, torch.ones(4, 2))["second"]
+    tensor([[3.0464, 3.0464],
+            [3.0464, 3.0464]])
+
+    Args:
+        x: anything; it is returned as it is. What crosses the cut is found out, not said: all values from before that
+            are used after.
+
+    Raises:
+        PipelineError: inside a function marked by `fp.recompute`.
+    """
+    if source.is_in_region():
+        raise PipelineError(
+            f"{source.current_source()}: fp.stage_boundary() stands inside a function whose inside is computed again "
+            "for the backward (fp.recompute, torch.utils.checkpoint), and a block is computed again on one stage: put "
+            "it before or after that function"
+        )
+    source.next_stage()
+    return x

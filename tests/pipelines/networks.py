@@ -1,0 +1,103 @@
+"""Random models whose arithmetic is exact: small integers in float64, ops that are closed on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+import functional_parallel as fp
+from functional_parallel import schedules
+from functional_parallel.schedules import FAMILIES, Schedule, ScheduleError, stages_for
+
+WIDTH, CLASSES = 2, 3
+KINDS = ("linear", "residual", "relu", "gate", "skip", "tied", "masked", "widened")
+SYNCHRONOUS = sorted(name for name in FAMILIES if name not in ("pipedream", "2bw"))
+
+
+def parameters(kinds: list[str], seed: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randint(-1, 2, shape, generator=generator).double()
+
+    return {
+        "table": draw(CLASSES, WIDTH),
+        "layers": [{"w": draw(WIDTH, WIDTH), "b": draw(WIDTH)} for _ in kinds],
+        "shared": draw(WIDTH, WIDTH),
+    }
+
+
+def batch(size: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, CLASSES, (size, 3), generator=generator)
+    return tokens, torch.randint(0, 2, (size, 3), generator=generator).bool()
+
+
+def network(kinds: list[str]) -> Any:
+    """A loss with integer and boolean values, skips over many layers, weights in several places."""
+
+    def loss(params: dict[str, Any], tokens: Tensor, keep: Tensor) -> Tensor:
+        h = first = params["table"][tokens]
+        flags = keep
+        for number, (kind, layer) in enumerate(zip(kinds, params["layers"], strict=True)):
+            made = bounded(h @ layer["w"] + layer["b"])
+            if kind == "residual":
+                made = bounded(h + made)
+            elif kind == "relu":
+                made = torch.relu(made)
+            elif kind == "gate":
+                made = bounded(made * (h > 0))
+            elif kind == "skip":
+                made = bounded(made + first)
+                first = made
+            elif kind == "tied":
+                made = bounded(made @ params["shared"] + params["table"][0])
+            elif kind == "masked":
+                made = torch.where(flags[..., None], made, h)
+                flags = flags.logical_xor(tokens == number % CLASSES)
+            elif kind == "widened":
+                made = torch.cat([made, h], -1)[..., 1 : 1 + WIDTH]
+            h = made
+        return (bounded(h @ params["shared"]) * flags[..., None]).sum()
+
+    return loss
+
+
+def bounded(x: Tensor) -> Tensor:
+    """Small again, so that sums stay exact; its derivative is 0 or 1."""
+    return x.clamp(-4, 4)
+
+
+kinds = st.lists(st.sampled_from(KINDS), min_size=1, max_size=6)
+
+
+@st.composite
+def plans(draw: st.DrawFn, names: list[str] = SYNCHRONOUS, most_ranks: int = 8) -> Schedule:
+    """Any synchronous schedule in its domain."""
+    name = draw(st.sampled_from(names))
+    ranks, microbatches, chunks = (
+        draw(st.sampled_from([n for n in (1, 2, 3, 4, 8) if n <= most_ranks])),
+        draw(st.integers(1, 16)),
+        draw(st.integers(1, 3)),
+    )
+    if name == "dualpipe":
+        ranks = ranks + ranks % 2
+        microbatches = max(2 * ranks, microbatches + microbatches % 2)
+    if name == "dualpipev":
+        microbatches = max(2 * ranks, microbatches)
+    try:
+        return made(name, ranks, microbatches, chunks)
+    except ScheduleError:  # outside its domain; one without bounds stands in
+        return made("zb-h1", ranks, microbatches, chunks)
+
+
+def made(name: str, ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
+    options = {"chunks": chunks} if FAMILIES[name].chunks is None else {}
+    return schedules.get(name)(stages=stages_for(name, ranks, chunks), microbatches=microbatches, **options)
+
+
+def pipeline(schedule: Schedule) -> Any:
+    return fp.pipeline("pipe", schedule=schedule, microbatches=schedule.microbatches)

@@ -1,0 +1,108 @@
+"""A pipelined function equals the function: exactly, whatever the schedule, the cut and what the stages contain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import functional_parallel as fp
+from functional_parallel.schedules import Schedule
+from sharding_specs import Mesh
+
+from .networks import SYNCHRONOUS, batch, kinds, made, network, parameters, pipeline, plans
+
+
+def assert_equal(a: Any, b: Any) -> None:
+    for path, x, y in zip(optree.tree_paths(a), optree.tree_leaves(a), optree.tree_leaves(b), strict=True):
+        assert torch.equal(x, y), (path, x, y)
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans(), kinds, st.integers(1, 2), st.integers(0, 1000))
+def test_value_and_gradients_are_those_of_the_function(
+    schedule: Schedule, contents: list[str], size: int, seed: int
+) -> None:
+    contents = (contents * schedule.depth)[: max(schedule.depth, len(contents))]
+    loss, params = network(contents), parameters(contents, seed)
+    data = batch(max(2, size * schedule.microbatches), seed)
+    step = fp.compile(fp.grad_and_value(pipeline(schedule)(loss)), Mesh(pipe=schedule.ranks))
+    assert_equal(step(params, *data), fp.grad_and_value(loss)(params, *data))
+
+
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+def test_training_gives_the_bits_of_the_same_microbatches_on_one_rank(name: str) -> None:
+    """Not integers here: tanh, AdamW and a clipped norm, so that any other order of sums would show."""
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        for layer in params["layers"]:
+            x = x + torch.tanh(x @ layer["w"] + layer["b"])
+        return (x**2).mean()
+
+    schedule = made(name, 2, 4)
+    params = optree.tree_map(lambda x: torch.randn_like(x), parameters(["linear"] * 6, 0))
+    params = {"layers": params["layers"]}
+    data = torch.randn(8, 2, dtype=torch.float64)
+    plans_ = [pipeline(schedule), chains(schedule)]
+    states = [trained(loss, plan, mesh, params, data) for plan, mesh in zip(plans_, meshes(schedule), strict=True)]
+    assert_equal(*states)
+
+
+def meshes(schedule: Schedule) -> tuple[Mesh, Mesh]:
+    return Mesh(pipe=schedule.ranks), Mesh(pipe=1)
+
+
+def chains(schedule: Schedule) -> Any:
+    """The same microbatches one after another; a schedule with two chains adds up each half by itself."""
+    if schedule.chains == 1:
+        return fp.accumulate(schedule.microbatches)
+    half = schedule.microbatches_of_chain
+    row = " ".join(f"{c}F{m} {c}B{m}" for c in range(schedule.chains) for m in range(half))
+    alone = Schedule.of([row], schedule.microbatches, chains=schedule.chains, name="two halves")
+    return fp.pipeline("pipe", schedule=alone, microbatches=schedule.microbatches)
+
+
+def trained(loss: Any, plan: Any, mesh: Mesh, params: Any, data: torch.Tensor) -> Any:
+    train = fp.train_step(loss, fp.optim.adamw(1e-2), mesh, plan, clip=0.5)
+    state = train.init(params)
+    losses = []
+    for _ in range(3):
+        state, metrics = train(state, data)
+        losses += [metrics.loss, metrics.grad_norm]
+    return train.whole(state), losses
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-v"])
+def test_other_derivatives_do_without_the_schedule(name: str) -> None:
+    def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = torch.tanh(x * w)
+        return x.sum()
+
+    w, x = torch.tensor([0.3, 0.7], dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
+    plan, mesh = pipeline(made(name, 2, 4)), Mesh(pipe=2)
+    torch.testing.assert_close(fp.compile(fp.hessian(plan(loss)), mesh)(w, x), fp.hessian(loss)(w, x))
+    value = fp.compile(plan(loss), mesh)(w, x)
+    torch.testing.assert_close(value, loss(w, x))
+    _, staged = fp.compile(fp.grad_and_value(plan(loss)), mesh)(w, x)
+    torch.testing.assert_close(value, staged)
+
+
+def test_results_per_sample_and_auxiliary_ones() -> None:
+    def loss(w: list[torch.Tensor], x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        h = x
+        for each in w:
+            h = torch.tanh(h @ each)
+        return h.sum(), {"features": h, "positive": x > 0, "name": "x"}
+
+    w, x = [torch.eye(3, dtype=torch.float64)] * 4, torch.randn(8, 3, dtype=torch.float64)
+    plan, mesh = pipeline(made("1f1b", 2, 4)), Mesh(pipe=2)
+    got = fp.compile(fp.grad_and_value(plan(loss), has_aux=True), mesh)(w, x)
+    wanted = fp.grad_and_value(loss, has_aux=True)(w, x)
+    assert got[1][1].pop("name") == wanted[1][1].pop("name")
+    for a, b in zip(optree.tree_leaves(got), optree.tree_leaves(wanted), strict=True):
+        torch.testing.assert_close(a, b)
