@@ -114,6 +114,24 @@ def test_two_data_axes(name: str) -> None:
     assert_close(trained(plans[0], mesh, sizes, 5, clip=0.1), trained(None, Mesh(), sizes, 5, clip=0.1))
 
 
+def test_parameters_of_two_types_have_a_vector_each() -> None:
+    def of_two(params: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return loss({name: leaf.double() for name, leaf in params.items()}, x, y)
+
+    sizes, found = [7, 33, 5], []
+    types = {"a": torch.float32, "b": torch.bfloat16, "c": torch.float32, "s": torch.bfloat16}
+    for layout in ("flat", "dims"):
+        train = fp.train_step(of_two, fp.optim.adamw(1e-2), Mesh(data=2), fp.zero(1, "data", layout=layout))
+        state = train.init({name: leaf.to(types[name]) for name, leaf in network(sizes).items()})
+        for _ in range(5):
+            state, metrics = train(state, *data(sizes, 8))
+        found.append(optree.tree_leaves((train.whole(state), metrics.loss)))
+        assert {name: leaf.dtype for name, leaf in train.params(state).items()} == types
+        if layout == "flat":
+            assert train.program.counts()[("psum_scatter", ("data",))] == 2
+    assert_same_bits(*found)
+
+
 @pytest.mark.parametrize("options", [
     {"compute": "bf16"}, {"compute": "fp16"}, {"compute": "bf16", "reduce": "bf16"},
     {"compute": "bf16", "reduce": "bf16", "keep": ["b"]},
