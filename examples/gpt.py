@@ -27,6 +27,7 @@ class Config:
     time: int = 128
     vocab: int = 256
     sequence_parallel: bool = False
+    tied: bool = False  # the embedding is the head too
 
 
 def init(config: Config, seed: int = 0) -> Any:
@@ -50,11 +51,12 @@ def init(config: Config, seed: int = 0) -> Any:
             "down": annotate(normal(f, e, scale=out), "f/tensor e"),
         }
 
+    head = {} if config.tied else {"head": annotate(normal(e, v), "e v/tensor")}
     return {
         "tokens": annotate(normal(v, e), "v/tensor e"),
         "blocks": [block() for _ in range(config.layers)],
         "norm": annotate(torch.ones(e), "e"),
-        "head": annotate(normal(e, v), "e v/tensor"),
+        **head,
     }
 
 
@@ -64,7 +66,10 @@ def logits(params: Any, tokens: torch.Tensor, config: Config) -> torch.Tensor:
     for block in params["blocks"]:
         x = residual(x, attention(block, norm(x, block["norm1"])), config)
         x = residual(x, mlp(block, norm(x, block["norm2"])), config)
-    return einsum(norm(x, params["norm"]), params["head"], "b t e, e v -> b t v")
+    x = norm(x, params["norm"])
+    if config.tied:
+        return einsum(x, params["tokens"], "b t e, v e -> b t v")
+    return einsum(x, params["head"], "b t e, e v -> b t v")
 
 
 def attention(block: Any, x: torch.Tensor) -> torch.Tensor:

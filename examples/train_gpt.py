@@ -5,7 +5,7 @@
 
 Both print the same losses, and so does `--mesh data=1`. `--zero 3` keeps parameters and optimizer state sharded over
 the data axis; `--precision`, `--remat` and `--accumulate` need less memory too; `--sequence-parallel` shards the
-residual stream over time.
+residual stream over time. An axis `pipe` cuts the model into stages: `--mesh pipe=2,data=2 --schedule zb-h1`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sharding_specs import Mesh, split
 
 def main() -> None:
     args = arguments()
-    config = gpt.Config(args.layers, args.embed, args.heads, args.time, sequence_parallel=args.sequence_parallel)
+    config = gpt.Config(args.layers, args.embed, args.heads, args.time, 256, args.sequence_parallel, args.tied)
     mesh = Mesh.parse(args.mesh)
     train_text, held_out = corpus.load(args.data)
 
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def plan(specs: Any, mesh: Mesh, args: argparse.Namespace) -> Any:
-    """Tensor parallelism as the specs say, inside data parallelism or ZeRO; whichever axes the mesh has."""
+    """Tensor parallelism as the specs say, inside data parallelism or ZeRO, inside a pipeline, as the mesh says."""
     chosen: list[Any] = []
     if args.precision != "fp32":
         chosen.append(fp.mixed_precision(args.precision))
@@ -85,7 +85,9 @@ def plan(specs: Any, mesh: Mesh, args: argparse.Namespace) -> Any:
         chosen.append(fp.tensor_parallel("tensor", specs))
     if "data" in mesh.axis_names:
         chosen.append(fp.zero(args.zero, "data"))
-    if args.accumulate > 1:
+    if "pipe" in mesh.axis_names:
+        chosen.append(fp.pipeline("pipe", schedule=args.schedule, microbatches=args.microbatches))
+    elif args.accumulate > 1:
         chosen.append(fp.accumulate(args.accumulate))
     return fp.chain(*chosen)
 
@@ -147,6 +149,9 @@ def arguments() -> argparse.Namespace:
         "--remat", type=int, default=0, metavar="K", help="keep every K-th layer's result, recompute the rest"
     )
     parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="microbatches per step")
+    parser.add_argument("--schedule", default="1f1b", help="of the pipeline, if the mesh has an axis 'pipe'")
+    parser.add_argument("--microbatches", type=int, default=4, help="that pass through the pipeline per step")
+    parser.add_argument("--tied", action="store_true", help="let the embedding be the head too")
     parser.add_argument("--sequence-parallel", action="store_true", help="shard the residual stream over time")
     parser.add_argument("--data", help="a text file or a folder of them; the standard library's source by default")
     parser.add_argument("--steps", type=int, default=400)

@@ -21,7 +21,7 @@ from .program import Program, drop_trivial
 from .program.passes import Buckets, Marked, Reductions, run_passes
 from .program.unroll import unroll
 from .runtime import PipelineRuntime, default_runtime
-from .tracing import Aval, forget_values, fuse_views, simplify, trace
+from .tracing import Aval, fold_layers, forget_values, fuse_views, simplify, trace
 from .varying import Typing, type_of
 
 __all__ = ["UNCHECKED", "Compiled", "LayoutError", "OutSpecError", "compile", "runtime_of", "shard_map", "stage"]
@@ -148,7 +148,12 @@ class Compiled:
 
     def __call__(self, *args: PyTree) -> PyTree:
         staged, tensors = self._stage(args)
-        return staged.unflatten(runtime_of(self.mesh, self.f).run_whole(staged.program, tensors))
+        result = staged.unflatten(runtime_of(self.mesh, self.f).run_whole(staged.program, tensors))
+        return result if self._stacks is None else self._stacks.restack_all(result)
+
+    @property
+    def _stacks(self) -> Any:
+        return self.f.layout.stacks if isinstance(self.f, LocalFunction) else None
 
     def lower(self, *args: PyTree) -> Any:
         """The program for these arguments, tensors of any device (meta included); nothing runs."""
@@ -170,6 +175,8 @@ class Compiled:
         return f"compile({self.f!r}, {self.mesh!r})" if isinstance(self.f, LocalFunction) else f"compile({self.name})"
 
     def _stage(self, args: tuple[PyTree, ...]) -> tuple[Staged, list[torch.Tensor]]:
+        if self._stacks is not None:
+            args = (self._stacks.unstack(args[0]), *args[1:])
         leaves, tree = optree.tree_flatten(args)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         key = (tree, tuple(_signature(leaf) for leaf in leaves))
@@ -256,6 +263,8 @@ def stage(
     paths = tree_paths(args)
     for node, index in zip(traced.inputs, chosen, strict=True):
         node.meta.update(path=paths[index], parameter=f"{paths[index]}/".startswith(f"{parameters}/"))
+        if node.meta["parameter"]:
+            node.meta["own_path"] = paths[index][len(parameters) + 1 :]
     program = Program(
         traced,
         mesh,
@@ -305,6 +314,8 @@ def _pipelined(
             f"{program.mesh!r} has no axis {plan.axis!r} for the pipeline; its axes are "
             f"{', '.join(program.mesh.axis_names)}"
         )
+    fold_layers(program.traced)
+    simplify(program.traced)
     late = [Marked(), *(each for each in layout.passes if each.order >= 0)]
     program.passes = early + run_passes(late, program.traced, program.mesh, without)
     inlined = {node for each in layout.passes for node in each.per_microbatch(program.traced)}

@@ -17,10 +17,12 @@ from sharding_specs import Mesh, P
 
 from .collectives.axes import current_axes, hidden_axes, mesh_axis_size
 
-__all__ = ["Layout", "LocalFunction", "PyTree", "SpecTree", "axis_mesh", "unsharded", "whole_arguments"]
+__all__ = ["TAKEN", "Layout", "LocalFunction", "PyTree", "SpecTree", "axis_mesh", "unsharded", "whole_arguments"]
 
 PyTree = Any
 SpecTree = Any
+
+TAKEN = "taken_dim"  # an attribute of a tensor that stands for a stack of layers: the dim that no transform may choose
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Layout:
     `norm_specs(args)` says in which further parts the squares of gradients are summed, so that every ZeRO stage adds up
     the same numbers in the same order. `summed_as(params)` is a tree that tells parameters apart whose gradients are
     summed in different types. `loss_scale` holds the rules of a loss scale, for `train_step`; `pipeline` says how the
-    compiled program is cut into stages.
+    compiled program is cut into stages, and `stacks` which parameters are stacks of layers.
     """
 
     arguments: Callable[[tuple[PyTree, ...]], tuple[SpecTree, ...]]
@@ -53,6 +55,7 @@ class Layout:
     summed_as: Callable[[PyTree], PyTree] | None = None
     loss_scale: Any = None
     pipeline: Any = None
+    stacks: Any = None
 
     def mesh(self, mesh: Mesh) -> Mesh:
         """A mesh together with the virtual axes."""

@@ -22,6 +22,7 @@ from .loss_scaling import LossScale, LossScaleState
 from .optim import Optimizer
 from .places import Places, find_places
 from .scaled import ScaledState, scaled_loss, unless, unscaled, with_scale
+from .uneven import looks_of, stay_in_step
 from .updating import global_norm, into_compute, into_update, joined_again, split_further
 
 __all__ = ["Metrics", "TrainState", "TrainStep", "train_step"]
@@ -141,11 +142,22 @@ class TrainStep:
             params: whole parameters, the same on every rank (which is checked); or a function without arguments that
                 makes them.
         """
-        params = params() if callable(params) else params
-        return self.load(params, self.optimizer.init(params), 0)
+        params = self._unstacked(params() if callable(params) else params)
+        return self._load(params, self.optimizer.init(params), 0)
 
     def load(self, params: PyTree, optimizer_state: PyTree, step: int) -> TrainState:
         """A state from whole parameters and a whole optimizer state, as `whole` returned them."""
+        stacks = self.f.layout.stacks
+        if stacks is not None:
+            optimizer_state = stacks.unstack_like(optimizer_state, params)
+        return self._load(self._unstacked(params), optimizer_state, step)
+
+    def _unstacked(self, params: PyTree) -> PyTree:
+        """Parameters as a pipeline holds them: layers that were stacked, one by one."""
+        stacks = self.f.layout.stacks
+        return params if stacks is None else stacks.unstack(params)
+
+    def _load(self, params: PyTree, optimizer_state: PyTree, step: int) -> TrainState:
         places = self.places(params)
         packed = places.packed_state(with_scale(optimizer_state, self.scaling))
         specs = (places.kept, places.state(packed, self.optimizer))
@@ -175,13 +187,14 @@ class TrainStep:
         """Parameters and optimizer state, whole: what a checkpoint saves."""
         runtime = runtime_of(self.mesh, self.f, self.reduction)
         if self.own_batch:
-            runtime.agree(f"reads the state of step {state.step}", _EVEN)
+            stay_in_step(runtime, f"reads the state of step {state.step}")
         leaves = [
             _shown(handle, runtime.whole, spec)
             for handle, spec in zip(state.handles, self._trees["specs"], strict=True)
         ]
         params, packed = self._as_trees(leaves)
-        return params, self._trees["places"].unpacked_state(packed)
+        found, stacks = (params, self._trees["places"].unpacked_state(packed)), self.f.layout.stacks
+        return found if stacks is None else stacks.restack_all(found)
 
     def _as_trees(self, leaves: list[Any]) -> tuple[PyTree, PyTree]:
         """Parameters, and the optimizer's state as the step holds it."""
@@ -214,7 +227,7 @@ class TrainStep:
         self._check_state(state)
         runtime = runtime_of(self.mesh, self.f, self.reduction)
         if self.own_batch:
-            runtime.agree(f"takes step {state.step} on {_looks_of(batch)}", _EVEN)
+            stay_in_step(runtime, f"takes step {state.step} on {looks_of(batch)}")
         staged = self._stage(state, batch)
         if not self.own_batch and staged.program.cache.setdefault("first batch", True):
             _check_same(runtime, "train_step", batch)  # a loader that was seeded by rank shows at its first batch
@@ -355,24 +368,6 @@ def _held(leaf: Any, shard: Callable[..., Any], spec: P) -> Any:
 
 def _shown(handle: Any, show: Callable[..., Any], spec: P) -> Any:
     return handle.value if isinstance(handle, _Constant) else show(handle, spec)
-
-
-# -----------------------------------------------------------------------------
-# Batches of each rank's own
-# -----------------------------------------------------------------------------
-
-_EVEN = (
-    "With batch='own' every rank takes as many steps, on batches of one shape: go through "
-    "fp.even_batches(batches, rows, mesh), which fills up what is short, masks it, and lets all ranks end together"
-)
-
-
-def _looks_of(batch: PyTree) -> str:
-    leaves = optree.tree_leaves(batch)
-    return ", ".join(
-        f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
-        for x in leaves
-    )
 
 
 # -----------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from sharding_specs import Mesh, tree_paths
 from .local_function import PyTree
 from .runtime import default_runtime
 
-__all__ = ["UnevenBatchError", "even_batches", "pad_batch"]
+__all__ = ["UnevenBatchError", "even_batches", "looks_of", "pad_batch", "stay_in_step"]
 
 
 class UnevenBatchError(ValueError):
@@ -105,6 +105,15 @@ def even_batches(batches: Iterable[PyTree], rows: int, mesh: Mesh) -> Iterator[t
         batch, number = own.take(), number + 1
 
 
+def stay_in_step(runtime: Any, doing: str) -> None:
+    """Make sure that ranks with batches of their own are about to do the same; `doing` reads on after "rank 0"."""
+    runtime.agree(
+        doing,
+        "With batch='own' every rank takes as many steps, on batches of one shape: go through "
+        "fp.even_batches(batches, rows, mesh), which fills up what is short, masks it, and lets all ranks end together",
+    )
+
+
 _NOTHING, _BATCH, _PROBLEM = range(3)
 
 
@@ -179,7 +188,7 @@ def _nothing_of(sample: PyTree) -> PyTree:
 
 def _common_sample(samples: list[PyTree | None]) -> PyTree | None:
     """The first rank's that has one; all of them must look alike."""
-    looks = {rank: _looks_of(sample) for rank, sample in enumerate(samples) if sample is not None}
+    looks = {rank: looks_of(sample, begin=1) for rank, sample in enumerate(samples) if sample is not None}
     if len(set(looks.values())) > 1:
         first = {look: rank for rank, look in reversed(looks.items())}
         told = "; ".join(f"rank {rank} has {look}" for look, rank in sorted(first.items(), key=lambda pair: pair[1]))
@@ -187,12 +196,13 @@ def _common_sample(samples: list[PyTree | None]) -> PyTree | None:
     return samples[min(looks)] if looks else None
 
 
-def _looks_of(sample: PyTree) -> str:
-    leaves = [(path, leaf) for path, leaf in zip(tree_paths(sample), optree.tree_leaves(sample), strict=True)]
-    return ", ".join(f"{path} {_look(leaf)}".strip() for path, leaf in leaves)
+def looks_of(batch: PyTree, begin: int = 0) -> str:
+    """Path, type and shape (from a dim on) of every tensor of a batch, and the rest as it is."""
+    leaves = zip(tree_paths(batch), optree.tree_leaves(batch), strict=True)
+    return ", ".join(f"{path}: {_look(leaf, begin)}".removeprefix(": ") for path, leaf in leaves)
 
 
-def _look(leaf: Any) -> str:
+def _look(leaf: Any, begin: int) -> str:
     if not isinstance(leaf, torch.Tensor):
-        return type(leaf).__name__
-    return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape[1:])}"
+        return repr(leaf)
+    return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape[begin:])}"

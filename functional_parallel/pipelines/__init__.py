@@ -6,6 +6,7 @@ from .epilogue import Epilogue, Exchange, Given
 from .extract import Part
 from .program import PipelineProgram
 from .roles import PipelineError
+from .stacks import Stacks, unstacked
 from .stages import Stage, Work
 
 __all__ = [
@@ -18,7 +19,9 @@ __all__ = [
     "PipelineError",
     "PipelinePlan",
     "PipelineProgram",
+    "Stacks",
     "Stage",
     "Work",
     "build",
+    "unstacked",
 ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from sharding_specs import Mesh
@@ -18,6 +19,7 @@ from ..source import Source
 from ..tracing import Aval, Traced
 from ..tracing.graph import operands_of, source_of
 from .roles import PipelineError, Role, Roles
+from .stacks import Stacks
 
 __all__ = ["BALANCES", "Cut", "cut_of"]
 
@@ -32,9 +34,11 @@ class Cut:
     Attributes:
         balance: what stages shall have equal parts of where nothing else says where to cut: "work", or "memory" of
             parameters and of what the backward keeps.
+        stacks: the stacks of layers between which to cut, if there are any.
     """
 
     balance: str = "work"
+    stacks: Stacks | None = None
 
 
 def cut_of(traced: Traced, roles: Roles, cut: Cut, stages: int, mesh: Mesh) -> dict[fx.Node, int]:
@@ -47,6 +51,8 @@ def cut_of(traced: Traced, roles: Roles, cut: Cut, stages: int, mesh: Mesh) -> d
     marks = 1 + max((source.stage for node in roles.of if (source := source_of(node)) is not None), default=0)
     if marks > 1:
         return _by_marks(forward, marks, stages)
+    if cut.stacks is not None and cut.stacks.paths:
+        return _by_layers(traced, roles, forward, cut.stacks.paths, stages)
     if stages == 1:
         return dict.fromkeys(forward, 0)
     return _balanced(forward, _costs(forward, roles, cut.balance, mesh), stages)
@@ -75,6 +81,46 @@ def _by_marks(forward: list[fx.Node], marks: int, stages: int) -> dict[fx.Node, 
             "fp.stage_boundary() follow one another; take one out, or move it"
         )
     return found
+
+
+# -----------------------------------------------------------------------------
+# Stacked layers
+# -----------------------------------------------------------------------------
+
+
+def _by_layers(
+    traced: Traced, roles: Roles, forward: list[fx.Node], lengths: dict[str, int], stages: int
+) -> dict[fx.Node, int]:
+    """Equal runs of layers; what the model computes after a layer belongs to its stage or a later one."""
+    _check_stacks(traced, roles)
+    uneven = {path.rpartition("/")[0]: length for path, length in lengths.items() if length % stages}
+    if uneven:
+        listed = ", ".join(f"{path} ({length} layers)" for path, length in uneven.items())
+        raise PipelineError(
+            f"{stages} stages do not divide the stacked layers of {listed}: take a number of layers that is a multiple "
+            "of the stages, or leave the specs out, and fp.pipeline cuts where the work is in balance"
+        )
+    found, last = {}, 0
+    for node in forward:
+        for parameter in _weights(node, roles):
+            path = parameter.meta["own_path"]
+            if path in lengths:
+                last = max(last, int(path.rpartition("/")[2]) * stages // lengths[path])
+        found[node] = last
+    return found
+
+
+def _check_stacks(traced: Traced, roles: Roles) -> None:
+    whole = [
+        node for node in traced.nodes if node.target is torch.ops.aten.stack.default and roles.of[node] is Role.ONCE
+    ]
+    for node in whole:
+        if any(operand.meta.get("parameter") for operand in operands_of(node)):
+            user = next(iter(node.users))
+            raise PipelineError(
+                f"{source_of(user)}: {user.target} uses a stack of layers as a whole, but its layers live on different "
+                "stages: take one layer at a time, params[…][i] or a loop over it"
+            )
 
 
 # -----------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Function → FX graph: own recording of aten ops and collectives on fake tensors."""
 
 from .graph import Aval, Traced, aval_of, is_collective, source_of
+from .layers import fold_layers
 from .record import CustomFunctionError, MutationError, TracingError, trace
 from .simplify import forget_values, simplify
 from .views import fuse_views
@@ -12,6 +13,7 @@ __all__ = [
     "Traced",
     "TracingError",
     "aval_of",
+    "fold_layers",
     "forget_values",
     "fuse_views",
     "is_collective",

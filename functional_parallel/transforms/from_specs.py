@@ -9,16 +9,29 @@ import optree
 from sharding_specs import Mesh, P, SpecError, as_spec
 
 from .parallel import data_parallel, tensor_parallel, zero
+from .pipeline import pipeline
 from .transform import Plan, chain
 
 __all__ = ["from_specs"]
 
 
-def from_specs(specs: Any, mesh: Mesh, *, data: str = "data", batch: Any = None, strict: bool = False) -> Plan:
+def from_specs(
+    specs: Any,
+    mesh: Mesh,
+    *,
+    data: str = "data",
+    pipe: str = "pipe",
+    batch: Any = None,
+    strict: bool = False,
+    schedule: Any = "1f1b",
+    microbatches: int | None = None,
+) -> Plan:
     """The transforms that a spec tree implies on a mesh.
 
     The data axis, if the mesh has it, splits the batch; where specs name it they say how parameters lie at rest
-    (ZeRO-3). Every other axis that specs name splits the computation over parameters (tensor parallelism).
+    (ZeRO-3). The pipeline's axis, if the mesh has it, cuts the model into stages: between the layers of stacks whose
+    first dim names it, or without such where the work is in balance. Every other axis that specs name splits the
+    computation over parameters (tensor parallelism).
 
     >>> from sharding_specs import Mesh, P
     >>> from_specs({"w1": P(None, "tensor"), "w2": P("tensor", "data")}, Mesh(data=2, tensor=2))
@@ -28,8 +41,11 @@ def from_specs(specs: Any, mesh: Mesh, *, data: str = "data", batch: Any = None,
         specs: rules from path patterns to specs, or a tree of specs.
         mesh: the mesh.
         data: the name of the axis that splits the batch.
+        pipe: the name of the pipeline's axis.
         batch: how the arguments after the parameters lie, as for `data_parallel`.
         strict: refuse ops that have no sharding rule.
+        schedule: of the pipeline, as for `pipeline`.
+        microbatches: of the pipeline; twice its ranks by default.
 
     Raises:
         SpecError: when specs name an axis that the mesh does not have.
@@ -39,7 +55,9 @@ def from_specs(specs: Any, mesh: Mesh, *, data: str = "data", batch: Any = None,
     if missing:
         raise SpecError(f"the specs name {', '.join(missing)}, which {mesh!r} does not have")
     chosen = [
-        tensor_parallel(axis, specs, strict=strict) for axis in reversed(mesh.axis_names) if axis in named - {data}
+        tensor_parallel(axis, specs, strict=strict)
+        for axis in reversed(mesh.axis_names)
+        if axis in named - {data, pipe}
     ]
     if data in mesh.axis_names:
         at_rest = data in named
@@ -48,6 +66,10 @@ def from_specs(specs: Any, mesh: Mesh, *, data: str = "data", batch: Any = None,
             if at_rest
             else data_parallel(data, batch=batch, strict=strict)
         )
+    if pipe in mesh.axis_names:
+        count = 2 * mesh.axis_size(pipe) if microbatches is None else microbatches
+        stacks = specs if pipe in named else None
+        chosen.append(pipeline(pipe, stacks, schedule=schedule, microbatches=count, batch=batch))
     return chain(*chosen)
 
 

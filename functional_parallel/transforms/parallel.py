@@ -12,7 +12,7 @@ import torch
 from sharding_specs import Mesh, P, SpecError, apply_rules, as_spec, broadcast_specs, local_shape, tree_paths
 
 from ..collectives.axes import current_axes, hidden_axes
-from ..local_function import LocalFunction, PyTree, SpecTree, axis_mesh, whole_arguments
+from ..local_function import TAKEN, LocalFunction, PyTree, SpecTree, axis_mesh, whole_arguments
 from ..partition import partition
 from ..program.passes import Gathers
 from .transform import Order, Transform
@@ -220,7 +220,7 @@ class _AtRest:
         """The longest dim that no other axis takes, an even one if there is one, as a spec of this axis alone."""
         if not isinstance(leaf, torch.Tensor) or not leaf.ndim or leaf.numel() < self.whole_below:
             return P()
-        used = {placement.dim for placement in taken.placements(mesh)}
+        used = {placement.dim for placement in taken.placements(mesh)} | {getattr(leaf, TAKEN, None)}
         size = mesh.axis_size(self.axis)
         free = [dim for dim in range(leaf.ndim) if dim not in used and leaf.shape[dim]]
         if not free:

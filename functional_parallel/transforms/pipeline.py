@@ -10,11 +10,11 @@ from sharding_specs import P
 
 from .. import source
 from ..collectives.axes import MICROBATCH
-from ..local_function import LocalFunction, PyTree, SpecTree
+from ..local_function import LocalFunction, PyTree, SpecTree, unsharded
 from ..partition import partition
-from ..pipelines import BALANCES, Cut, PipelineError, PipelinePlan
+from ..pipelines import BALANCES, Cut, PipelineError, PipelinePlan, Stacks, unstacked
 from ..schedules import FAMILIES, Schedule, check, get, stages_for
-from .parallel import rest_specs
+from .parallel import Rules, parameter_specs, rest_specs
 from .transform import Order, Transform
 
 __all__ = ["pipeline", "stage_boundary"]
@@ -24,6 +24,7 @@ T = TypeVar("T")
 
 def pipeline(
     axis: str,
+    specs: Rules = None,
     *,
     microbatches: int,
     schedule: str | Schedule | Callable[..., Schedule] = "1f1b",
@@ -35,9 +36,10 @@ def pipeline(
 
     The gradient of the transformed function compiles to programs per stage that a schedule orders: GPipe, 1F1B,
     interleaved, zero-bubble and others (docs/schedules.md). Losses with masks, sums or weights are those of the whole
-    batch. The model is cut where its code says `fp.stage_boundary`, and without that where the work is in
-    balance; anything may cross a cut. A parameter lives on the ranks whose stages use it. Other derivatives
-    (`fp.hessian`, `fp.vmap`) run the microbatches one after another on every rank of the axis, without a schedule.
+    batch. The model is cut where its code says `fp.stage_boundary`, between stacked layers, and without either where
+    the work is in balance; anything may cross a cut. A parameter lives on the ranks whose stages use it. Other
+    derivatives (`fp.hessian`, `fp.vmap`) run the microbatches one after another on every rank of the axis, without a
+    schedule.
 
     >>> import torch, functional_parallel as fp
     >>> from sharding_specs import Mesh
@@ -58,6 +60,8 @@ def pipeline(
 
     Args:
         axis: the mesh axis.
+        specs: which parameters are stacks of layers: those whose spec cuts dim 0 along the axis, `P("pipe", …)`, by
+            rules or in a tree. Equal runs of layers make the stages; the model takes a layer as `params["w"][i]`.
         microbatches: into how many microbatches each rank's part of the batch is cut.
         schedule: a name in `fp.schedules.FAMILIES`; a `Schedule`, your own too; or a function of `stages` and
             `microbatches` that makes one.
@@ -79,13 +83,17 @@ def pipeline(
         get(schedule)  # an unknown name is refused here
     title = schedule if isinstance(schedule, str) else getattr(schedule, "name", getattr(schedule, "__name__", "own"))
     name = f"pipeline({axis!r}, {title!r}, {microbatches})"
-    plan = PipelinePlan(axis, MICROBATCH, _Maker(schedule, microbatches, chunks, axis), Cut(balance))
+    stacks = None if specs is None else Stacks(axis, parameter_specs(specs))
+    plan = PipelinePlan(axis, MICROBATCH, _Maker(schedule, microbatches, chunks, axis), Cut(balance, stacks))
 
     def apply(f: Callable[..., Any]) -> LocalFunction:
         def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
             return (P(), *rest_specs(args, batch, P(MICROBATCH)))
 
-        local = partition(f, MICROBATCH, in_specs, describe=name)
+        inner = f
+        if stacks is not None:
+            inner = unstacked(f if isinstance(f, LocalFunction) else unsharded(f), stacks)
+        local = partition(inner, MICROBATCH, in_specs, describe=name)
         virtual = ((MICROBATCH, microbatches), *local.layout.virtual)
         return local.with_layout(replace(local.layout, virtual=virtual, pipeline=plan))
 

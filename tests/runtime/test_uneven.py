@@ -163,9 +163,9 @@ def test_training_is_that_of_one_rank_with_all_samples(real: list[dict[str, Any]
 
 
 @pytest.mark.parametrize(("what", "ranks"), [
-    ("shapes", ["rank 0 takes step 1 on float32[4, 3]; rank 1 takes step 1 on float32[3, 3]. With batch='own' every"]),
-    ("steps", ["rank 0 takes step 2 on float32[4, 3]; rank 1 reads the state of step 2. With batch='own' every rank"]),
-    ("leaving early", ["rank 0 takes step 2 on float32[2]; rank 1 reads the state of step 2."]),
+    ("shapes", ["rank 0 takes step 1 on 0: float32[4, 3]; rank 1 takes step 1 on 0: float32[3, 3]. With batch='own'"]),
+    ("steps", ["rank 0 takes step 2 on 0: float32[4, 3]; rank 1 reads the state of step 2. With batch='own'"]),
+    ("leaving early", ["rank 0 takes step 2 on 0: float32[2]; rank 1 reads the state of step 2."]),
     ("other rows", ["rank 0 begins fp.even_batches(rows=2); rank 1 begins fp.even_batches(rows=3). Every rank goes"]),
 ])  # fmt: skip
 def test_ranks_out_of_step_are_told_at_once(out_of_step: list[dict[str, Any]], what: str, ranks: list[str]) -> None:
@@ -181,7 +181,9 @@ def test_ranks_out_of_step_are_told_at_once(out_of_step: list[dict[str, Any]], w
 def test_a_rank_that_ends_before_the_others() -> None:
     (kind, message, seconds), code = run_on_processes(on_a_rank_that_is_left, 2, timeout=60, deaths=True)
     assert code == 17 and kind == "CollectiveError" and seconds < 25
-    assert message.startswith("rank 0 takes step 2 on float32[4, 3]: another rank never came to do so, or died. With")
+    assert message.startswith(
+        "rank 0 takes step 2 on 0: float32[4, 3]: another rank never came to do so, or died. With"
+    )
     assert "fp.even_batches(batches, rows, mesh)" in message
 
 
@@ -200,7 +202,7 @@ def test_samples_of_different_ranks_are_compared(out_of_step: list[dict[str, Any
     for result in out_of_step:
         kind, message, _ = result["other samples"]
         assert kind == "UnevenBatchError"
-        assert message == "ranks have different samples: rank 0 has n int, x float32[3]; rank 1 has n int, x float32[4]"
+        assert message == "ranks have different samples: rank 0 has n: 1, x: float32[3]; rank 1 has n: 1, x: float32[4]"
 
 
 def test_ranks_go_on_after_that(out_of_step: list[dict[str, Any]]) -> None:

@@ -1,0 +1,168 @@
+"""Stacked layer parameters, `P("pipe", …)`: one tensor in the user's tree, one parameter per layer in a pipeline.
+
+A pipeline keeps a layer where its stage runs, so its layers are parameters of their own. The user's tree has them as
+one tensor, its first dim the layer; both trees are converted where they enter and leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import optree
+import torch
+
+from sharding_specs import P, SpecError, broadcast_specs, tree_paths
+
+from ..local_function import TAKEN, Layout, LocalFunction, PyTree, SpecTree
+
+__all__ = ["Stacks", "unstacked"]
+
+
+class Stacks:
+    """Converts between a tree with stacked layers and one with a list of layers in their place.
+
+    >>> stacks = Stacks("pipe", lambda tree: broadcast_specs(P("pipe"), tree))
+    >>> tree = stacks.unstack({"w": torch.ones(3, 2)})
+    >>> [tuple(layer.shape) for layer in tree["w"]], tuple(stacks.restack(tree)["w"].shape)
+    ([(2,), (2,), (2,)], (3, 2))
+
+    Args:
+        axis: the axis of the pipeline.
+        find: parameters → their specs; those that name the axis in dim 0 are stacked.
+    """
+
+    def __init__(self, axis: str, find: Callable[[PyTree], SpecTree]) -> None:
+        self.axis, self.find = axis, find
+        self._known: dict[Any, tuple[Any, dict[int, int]]] = {}
+        self.paths: dict[str, int] = {}  # of the unstacked parameters, with how many layers their stack has
+
+    def unstack(self, params: PyTree) -> PyTree:
+        """The tree with a list of layers for every stack."""
+        leaves, tree = optree.tree_flatten(params)
+        if tree in self._known:
+            return params
+        specs = optree.tree_leaves(self.find(params), is_leaf=_is_spec)
+        lengths, new = {}, list(leaves)
+        for index, (path, leaf, spec) in enumerate(zip(tree_paths(params), leaves, specs, strict=True)):
+            if self._is_stacked(path, leaf, spec):
+                lengths[index], new[index] = leaf.shape[0], list(leaf.unbind(0))
+                self.paths.update({f"{path}/{layer}": leaf.shape[0] for layer in range(leaf.shape[0])})
+        made = tree.unflatten(new)
+        self._known[optree.tree_structure(made)] = (tree, lengths)
+        return made
+
+    def _is_stacked(self, path: str, leaf: Any, spec: P) -> bool:
+        if self.axis not in spec.axes or not isinstance(leaf, torch.Tensor):
+            return False
+        if spec.dims[0] != (self.axis,):
+            raise SpecError(
+                f"{path}: {spec!r} does not cut dim 0, and nothing else of it, along {self.axis!r}; a "
+                "pipeline's axis cuts the first dim of a stack of layers"
+            )
+        return True
+
+    def restack(self, params: PyTree) -> PyTree:
+        """The tree with its stacks as tensors."""
+        known = self._known.get(optree.tree_structure(params))
+        if known is None:
+            return params
+        tree, lengths = known
+        rest = iter(optree.tree_leaves(params))
+        leaves = []
+        for index in range(tree.num_leaves):
+            leaves.append(_stack([next(rest) for _ in range(lengths[index])]) if index in lengths else next(rest))
+        return tree.unflatten(leaves)
+
+    def restack_all(self, value: PyTree) -> PyTree:
+        """Anything, every subtree of which that looks like the parameters has its stacks as tensors."""
+        return optree.tree_map(self.restack, value, is_leaf=self._is_known)
+
+    def unstack_like(self, value: PyTree, params: PyTree) -> PyTree:
+        """The inverse, for what has subtrees like these stacked parameters."""
+        _, lengths = self._known[optree.tree_structure(self.unstack(params))]
+        leaves, structure = optree.tree_flatten(params)
+
+        def is_like_them(x: Any) -> bool:
+            return optree.tree_structure(x) == structure and all(
+                getattr(mine, "shape", None) == getattr(leaf, "shape", None)
+                for mine, leaf in zip(optree.tree_leaves(x), leaves, strict=True)
+            )
+
+        def split(x: Any) -> Any:
+            if not is_like_them(x):
+                return x
+            parts = [list(leaf.unbind(0)) if i in lengths else leaf for i, leaf in enumerate(optree.tree_leaves(x))]
+            return structure.unflatten(parts)
+
+        return optree.tree_map(split, value, is_leaf=is_like_them)
+
+    def _is_known(self, value: Any) -> bool:
+        return optree.tree_structure(value) in self._known
+
+    def specs(self, specs: SpecTree, params: PyTree) -> SpecTree:
+        """Specs of the unstacked tree, from those of the stacked one: layers lie as their stack does."""
+        tree, lengths = self._known[optree.tree_structure(params)]
+        found = optree.tree_leaves(broadcast_specs(specs, tree.unflatten([0] * tree.num_leaves)), is_leaf=_is_spec)
+        new = [[_of_layer(s)] * lengths[i] if i in lengths else s for i, s in enumerate(found)]
+        return tree.unflatten(new)
+
+
+def unstacked(f: LocalFunction, stacks: Stacks) -> LocalFunction:
+    """A function of stacked parameters as one of the unstacked ones; it takes stacked ones too."""
+    inner = f.layout
+
+    def shapes(args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
+        like = optree.tree_map(_without_memory, stacks.unstack(args[0]))
+        return (stacks.restack(like), *args[1:])
+
+    def through(specs: Callable[[tuple[PyTree, ...]], SpecTree] | None) -> Any:
+        def of_first(args: tuple[PyTree, ...]) -> SpecTree:
+            assert specs is not None
+            return stacks.specs(specs(shapes(args)), stacks.unstack(args[0]))
+
+        return None if specs is None else of_first
+
+    def arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
+        first, *rest = inner.arguments(shapes(args))
+        return (stacks.specs(first, stacks.unstack(args[0])), *rest)
+
+    def call(params: PyTree, *rest: PyTree) -> tuple[PyTree, SpecTree]:
+        value = f(stacks.restack(stacks.unstack(params)), *rest)
+        return value, f.results
+
+    layout: Layout = replace(
+        inner,
+        arguments=arguments,
+        update_specs=through(inner.update_specs),
+        norm_specs=through(inner.norm_specs),
+        stacks=stacks,
+    )
+    return LocalFunction(call, layout, f.name)
+
+
+def _of_layer(spec: P) -> P:
+    if spec.dims and spec.dims[0]:
+        raise SpecError(
+            f"{spec!r} cuts the first dim of a stack of layers, which a pipeline takes apart; give that transform the "
+            "spec tree, so that it takes another dim"
+        )
+    padded = {dim - 1: size for dim, size in spec.padded.items()}
+    return P(*spec.dims[1:], unreduced=spec.unreduced, reduced=spec.reduced, padded=padded)
+
+
+def _stack(layers: list[Any]) -> Any:
+    if layers and all(isinstance(layer, torch.Tensor) and layer.device.type == "meta" for layer in layers):
+        stack = layers[0].new_empty((len(layers), *layers[0].shape))
+        setattr(stack, TAKEN, 0)
+        return stack
+    return torch.stack(layers)
+
+
+def _without_memory(leaf: Any) -> Any:
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, P)

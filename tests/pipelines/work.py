@@ -1,0 +1,68 @@
+"""What the processes of `test_processes` run."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import optree
+import torch
+
+import functional_parallel as fp
+from sharding_specs import Mesh, split
+
+from .networks import SYNCHRONOUS, batch, made, network, parameters, pipeline
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples"))
+import gpt
+
+CONFIG = gpt.Config(4, 16, 2, 8)
+CONTENTS = ["linear", "skip", "tied", "masked", "gate", "residual", "widened", "relu"]
+
+
+def gradients(names: list[str], ranks: int) -> dict[str, Any]:
+    """Exact gradients of a small network by every schedule."""
+    found = {}
+    for name in names:
+        schedule = made(name, ranks, 2 * ranks)
+        contents = (CONTENTS * schedule.depth)[: max(schedule.depth, 8)]
+        step = fp.compile(fp.grad_and_value(pipeline(schedule)(network(contents))), Mesh(pipe=ranks))
+        found[name] = optree.tree_leaves(step(parameters(contents, 0), *batch(2 * schedule.microbatches, 0)))
+    return found
+
+
+def all_schedules(rank: int, ranks: int) -> dict[str, Any]:
+    return gradients(SYNCHRONOUS, ranks)
+
+
+def trained(mesh: Mesh, schedule: str, zero: int | None, steps: int = 3, reduction: str = "ordered") -> Any:
+    """A GPT of float64 after some steps of AdamW: parameters, state, losses."""
+    params, specs = split(gpt.init(CONFIG, 0))
+    params = optree.tree_map(lambda x: x.double(), params)
+    transforms = [fp.tensor_parallel("tensor", specs)] if "tensor" in mesh.axis_names else []
+    transforms += [fp.zero(zero, "data")] if zero is not None else []
+    plan = fp.chain(*transforms, fp.pipeline("pipe", schedule=schedule, microbatches=4))
+    step = fp.train_step(
+        partial(gpt.loss, config=CONFIG), fp.optim.adamw(1e-2), mesh, plan, clip=1.0, seed=0, reduction=reduction
+    )
+    tokens = torch.randint(0, 256, (8, 9), generator=torch.Generator().manual_seed(0))
+    state, losses = step.init(params), []
+    for _ in range(steps):
+        state, metrics = step(state, tokens)
+        losses += [metrics.loss, metrics.grad_norm]
+    return optree.tree_leaves((step.whole(state), losses))
+
+
+def four_ranks(rank: int) -> dict[str, Any]:
+    return {name: trained(mesh, schedule, zero) for name, (mesh, schedule, zero) in FOUR.items()}
+
+
+FOUR = {
+    "pipe and data, zero 1": (Mesh(pipe=2, data=2), "1f1b", 1),
+    "pipe and data, zero 3": (Mesh(pipe=2, data=2), "zb-h1", 3),
+    "pipe and tensor": (Mesh(pipe=2, tensor=2), "zb-v", None),
+    "data outside": (Mesh(data=2, pipe=2), "interleaved", 0),
+    "four stages": (Mesh(pipe=4), "1f1b", None),
+}
