@@ -39,7 +39,7 @@ from .partition import PartitionError, PartitionWarning, partition
 from .partition.rules import register_rule
 from .precision import mixed_precision
 from .program import Program
-from .runtime import CollectiveError, is_main_rank
+from .runtime import CollectiveError, OutOfStepError, is_main_rank
 from .sampler import Sampler
 from .train import Metrics, TrainState, train_step
 from .transforms import (
@@ -55,6 +55,7 @@ from .transforms import (
     tensor_parallel,
     zero,
 )
+from .uneven import UnevenBatchError, even_batches, pad_batch
 from .varying import TypingError
 
 __all__ = [
@@ -66,6 +67,7 @@ __all__ = [
     "LossScaleError",
     "Metrics",
     "OrderError",
+    "OutOfStepError",
     "OutSpecError",
     "PartitionError",
     "PartitionWarning",
@@ -74,6 +76,7 @@ __all__ = [
     "TrainState",
     "TypingError",
     "UnboundAxisError",
+    "UnevenBatchError",
     "accumulate",
     "activation_bytes",
     "all_gather",
@@ -86,6 +89,7 @@ __all__ = [
     "constrain",
     "data_parallel",
     "estimate",
+    "even_batches",
     "from_specs",
     "functional",
     "gather",
@@ -96,6 +100,7 @@ __all__ = [
     "jvp",
     "mixed_precision",
     "optim",
+    "pad_batch",
     "partition",
     "pbroadcast",
     "pcast",

@@ -89,17 +89,18 @@ def estimate(
     """
     shapes = optree.tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, params)
     train = train_step(lambda *_: None, optimizer or sgd(0.0), mesh, plan)
-    state = train.optimizer.init(shapes)
-    kept, update, state_specs = train.placement(shapes, state)
-    gradients = kept if train.f.layout.whole_gradients else update
+    places = train.places(shapes)
+    packed = places.packing.pack_whole(shapes)
+    partial = (shapes, places.kept) if train.f.layout.whole_gradients else (packed, places.update)
     if optimizer is not None:
-        parts = (_bytes(shapes, kept, mesh), _bytes(shapes, gradients, mesh, others=False))
-        return Estimate(*parts, _bytes(state, state_specs, mesh))
+        state = places.packed_state(optimizer.init(shapes))
+        parts = (_bytes(shapes, places.kept, mesh), _bytes(*partial, mesh, others=False))
+        return Estimate(*parts, _bytes(state, places.state(state, optimizer), mesh))
     each = _convention(convention)
     return Estimate(
-        _bytes(shapes, kept, mesh, each.parameters),
-        _bytes(shapes, gradients, mesh, each.gradients, others=False),
-        _bytes(shapes, update, mesh, each.optimizer, others=False),
+        _bytes(shapes, places.kept, mesh, each.parameters),
+        _bytes(*partial, mesh, each.gradients, others=False),
+        _bytes(packed, places.update, mesh, each.optimizer, others=False),
     )
 
 

@@ -35,10 +35,12 @@ class Layout:
     compiled program; `virtual` are axes that no mesh has, microbatches, with their sizes or
     functions that make them from the mesh. `update_axis` names an axis
     over which the optimizer's work and state are split though the parameters are not (ZeRO-1 and 2), and
-    `update_specs(args)` how; `whole_gradients` says that gradients count as held whole until then (ZeRO-1).
+    `update_specs(args)` how, unless `flat_update` says that they are laid end to end and cut anywhere;
+    `whole_gradients` says that gradients count as held whole until then (ZeRO-1).
     `norm_specs(args)` says in which further parts the squares of gradients are summed, so that every ZeRO stage adds up
-    the same numbers in the same order. `loss_scale` holds the rules of a loss scale, for `train_step`; `pipeline` says
-    how the compiled program is cut into stages, and `stacks` which parameters are stacks of layers.
+    the same numbers in the same order. `summed_as(params)` is a tree that tells parameters apart whose gradients are
+    summed in different types. `loss_scale` holds the rules of a loss scale, for `train_step`; `pipeline` says how the
+    compiled program is cut into stages, and `stacks` which parameters are stacks of layers.
     """
 
     arguments: Callable[[tuple[PyTree, ...]], tuple[SpecTree, ...]]
@@ -49,7 +51,9 @@ class Layout:
     update_axis: str | None = None
     update_specs: Callable[[tuple[PyTree, ...]], SpecTree] | None = None
     norm_specs: Callable[[tuple[PyTree, ...]], SpecTree] | None = None
+    flat_update: bool = False
     whole_gradients: bool = False
+    summed_as: Callable[[PyTree], PyTree] | None = None
     loss_scale: Any = None
     pipeline: Any = None
     stacks: Any = None
@@ -94,11 +98,18 @@ class LocalFunction:
         return self.with_layout(replace(self.layout, passes=(*self.layout.passes, *passes)))
 
     def updating(
-        self, axis: str, specs: Callable[[tuple[PyTree, ...]], SpecTree], *, whole_gradients: bool = False
+        self,
+        axis: str,
+        specs: Callable[[tuple[PyTree, ...]], SpecTree],
+        *,
+        flat: bool = False,
+        whole_gradients: bool = False,
     ) -> LocalFunction:
         """The same function, its optimizer's work split over an axis."""
         return self.with_layout(
-            replace(self.layout, update_axis=axis, update_specs=specs, whole_gradients=whole_gradients)
+            replace(
+                self.layout, update_axis=axis, update_specs=specs, flat_update=flat, whole_gradients=whole_gradients
+            )
         )
 
     def without_schedule(self) -> LocalFunction:

@@ -55,9 +55,9 @@ class Sampler:
         mesh: the mesh.
         axis: the axis or axes that split the batch, first one major; ranks that differ along others read the same.
         tail: what becomes of the last batch of an epoch when it is not full. "uneven": its samples are split as evenly
-            as they can be, the first ranks having one more and the last perhaps none; "drop": they are left out (each
-            epoch shuffles anew, so each leaves out others); "repeat": it is filled from the beginning of the epoch's
-            order.
+            as they can be, the first ranks having one more and the last perhaps none (`even_batches` fills up); "drop":
+            they are left out (each epoch shuffles anew, so each leaves out others); "repeat": it is filled from the
+            beginning of the epoch's order.
         shuffle: whether each epoch has an order of its own, made from seed and epoch; otherwise 0, 1, 2, ….
         seed: of the orders.
 
@@ -94,6 +94,11 @@ class Sampler:
     def ranks(self) -> int:
         """How many ranks the batch is split over."""
         return self.mesh.axis_size(self.axis)
+
+    @property
+    def rows(self) -> int:
+        """Samples of a full batch on one rank: what `even_batches` fills the last one up to."""
+        return self.batch // self.ranks
 
     @property
     def batches(self) -> int:

@@ -13,23 +13,18 @@ import torch
 from sharding_specs import Mesh, P, broadcast_specs, tree_paths, whole_shape
 
 from . import random
-from .collectives.axes import MICROBATCH, bind
+from .asynchronous import is_asynchronous, of_one_update
+from .collectives.axes import bind
 from .compile import Staged, runtime_of, stage
 from .derivatives import grad_and_value
+from .flat import require_elementwise
 from .local_function import LocalFunction, PyTree, SpecTree, unsharded
 from .loss_scaling import LossScale, LossScaleState
 from .optim import Optimizer
-from .pipelines import updates_of
-from .scaled import ScaledState, scaled_loss, scaled_specs, unless, unscaled, with_scale
-from .updating import (
-    at_rest,
-    global_norm,
-    into_compute,
-    into_update,
-    joined_again,
-    like_params,
-    split_further,
-)
+from .places import Places, find_places
+from .scaled import ScaledState, scaled_loss, unless, unscaled, with_scale
+from .uneven import looks_of, stay_in_step
+from .updating import global_norm, into_compute, into_update, joined_again, split_further
 
 __all__ = ["Metrics", "TrainState", "TrainStep", "train_step"]
 
@@ -93,7 +88,7 @@ def train_step(
         seed: makes a key for `fp.random` and dropout, another one each step.
         has_aux: whether the loss returns `(scalar, aux)`.
         batch: "global" (every rank is given the whole batch and takes its part) or "own" (each process is given its own
-            part, as a sharded loader makes it).
+            part, as a sharded loader makes it; `even_batches` makes unequal parts equal).
         bucket: bytes of gradients, or of a layer's gathered parameters, that travel in one collective; None for one
             collective each.
         reduction: on real processes, "fast" for the backend's own sums, "ordered" for sums in rank order: the bits of
@@ -134,7 +129,8 @@ class TrainStep:
         self.optimizer, self.mesh, self.clip, self.seed = optimizer, mesh, clip, seed
         self.wide_mesh = self.f.layout.mesh(mesh)  # with microbatches as an axis
         self.has_aux, self.own_batch, self.bucket, self.reduction = has_aux, own_batch, bucket, reduction
-        self._places = getattr(optimizer, "specs", None)  # a user's own pair need not have it
+        if self.f.layout.flat_update:
+            require_elementwise(optimizer)
         self.scaling: LossScale | None = self.f.layout.loss_scale
         self.program: Any = None
         self._staged: dict[Any, Staged] = {}
@@ -165,28 +161,26 @@ class TrainStep:
         return params if stacks is None else stacks.unstack(params)
 
     def _load(self, params: PyTree, optimizer_state: PyTree, step: int) -> TrainState:
-        optimizer_state = with_scale(optimizer_state, self.scaling)
-        kept, _, state_specs = self.placement(params, optimizer_state)
+        places = self.places(params)
+        packed = places.packed_state(with_scale(optimizer_state, self.scaling))
+        specs = (places.kept, places.state(packed, self.optimizer))
         self._trees = {
+            "places": places,
             "params": optree.tree_structure(params),
-            "state": optree.tree_structure(optimizer_state),
-            "specs": optree.tree_leaves((kept, state_specs), is_leaf=_is_spec),
+            "state": optree.tree_structure(packed),
+            "specs": optree.tree_leaves(specs, is_leaf=_is_spec),
         }
         runtime = runtime_of(self.mesh, self.f, self.reduction)
         _check_same(runtime, "train_step.init", params)
-        leaves = optree.tree_leaves((params, optimizer_state))
+        leaves = optree.tree_leaves((params, packed))
         return TrainState(
             step,
             tuple(_held(leaf, runtime.shard, spec) for leaf, spec in zip(leaves, self._trees["specs"], strict=True)),
         )
 
-    def placement(self, params: PyTree, optimizer_state: PyTree) -> tuple[SpecTree, SpecTree, SpecTree]:
-        """How parameters lie between steps, how the optimizer sees them, and how its state lies."""
-        with bind(self.wide_mesh.shape, None):
-            specs = broadcast_specs(self.f.layout.arguments((params,))[0], params)
-            kept = optree.tree_map(at_rest, specs, is_leaf=_is_spec)
-            update = self._update_specs(params, kept)
-            return kept, update, self._state_specs(optimizer_state, params, update)
+    def places(self, params: PyTree) -> Places:
+        """Where everything lies that a step with these parameters holds."""
+        return find_places(self.f.layout, self.mesh, params, self.optimizer, self.clip is not None)
 
     def params(self, state: TrainState) -> PyTree:
         """The parameters of a state, whole."""
@@ -195,14 +189,20 @@ class TrainStep:
     def whole(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """Parameters and optimizer state, whole: what a checkpoint saves."""
         runtime = runtime_of(self.mesh, self.f, self.reduction)
+        if self.own_batch:
+            stay_in_step(runtime, f"reads the state of step {state.step}")
         leaves = [
             _shown(handle, runtime.whole, spec)
             for handle, spec in zip(state.handles, self._trees["specs"], strict=True)
         ]
+        params, packed = self._as_trees(leaves)
+        found, stacks = (params, self._trees["places"].unpacked_state(packed)), self.f.layout.stacks
+        return found if stacks is None else stacks.restack_all(found)
+
+    def _as_trees(self, leaves: list[Any]) -> tuple[PyTree, PyTree]:
+        """Parameters, and the optimizer's state as the step holds it."""
         count = self._trees["params"].num_leaves
-        whole = (self._trees["params"].unflatten(leaves[:count]), self._trees["state"].unflatten(leaves[count:]))
-        stacks = self.f.layout.stacks
-        return whole if stacks is None else stacks.restack_all(whole)
+        return self._trees["params"].unflatten(leaves[:count]), self._trees["state"].unflatten(leaves[count:])
 
     def check(self, state: TrainState) -> None:
         """Stop a run whose gradients overflow at the lowest loss scale; a loop asks now and then.
@@ -229,6 +229,8 @@ class TrainStep:
         """
         self._check_state(state)
         runtime = runtime_of(self.mesh, self.f, self.reduction)
+        if self.own_batch:
+            stay_in_step(runtime, f"takes step {state.step} on {looks_of(batch)}")
         staged = self._stage(state, batch)
         if not self.own_batch and staged.program.cache.setdefault("first batch", True):
             _check_same(runtime, "train_step", batch)  # a loader that was seeded by rank shows at its first batch
@@ -280,12 +282,10 @@ class TrainStep:
     def _trace(self, state: TrainState, batch: tuple[PyTree, ...]) -> Staged:
         runtime = runtime_of(self.mesh, self.f, self.reduction)
         shapes = [_shown(h, runtime.like, spec) for h, spec in zip(state.handles, self._trees["specs"], strict=True)]
-        count = self._trees["params"].num_leaves
-        params = self._trees["params"].unflatten(shapes[:count])
-        optimizer_state = self._trees["state"].unflatten(shapes[count:])
+        params, optimizer_state = self._as_trees(shapes)
         if self.own_batch:
             batch = self._global_shapes(params, batch)
-        batch = self._of_one_update(params, batch)
+        batch = of_one_update(self.f.layout, self.mesh, params, batch)
         key = torch.zeros((), dtype=torch.int64) if self.seed is not None else None
         args = ((params, optimizer_state), batch, key)
         return stage(
@@ -303,106 +303,51 @@ class TrainStep:
 
         return optree.tree_map(whole, batch, specs)
 
-    @property
-    def _is_asynchronous(self) -> bool:
-        """Whether weights change while microbatches are under way."""
-        plan = self.f.layout.pipeline
-        return plan is not None and plan.on(self.mesh).versions is not None
-
-    def _of_one_update(self, params: PyTree, batch: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
-        """Tensors of the shape of what one update sees."""
-        if not self._is_asynchronous:
-            return batch
-        updates = updates_of(self.f.layout.pipeline.on(self.mesh))
-        with bind(self.wide_mesh.shape, None):
-            specs = broadcast_specs(self.f.layout.arguments((params, *batch))[1:], batch)
-
-        def part(leaf: Any, spec: P) -> Any:
-            dims = [dim for dim, axes in enumerate(spec.dim_axes()) if MICROBATCH in axes]
-            if not isinstance(leaf, torch.Tensor) or not dims:
-                return leaf
-            if leaf.shape[dims[0]] % updates:
-                raise ValueError(
-                    f"a batch of {leaf.shape[dims[0]]} samples cannot be cut for the {updates} updates of this pipeline"
-                )
-            return leaf.narrow(dims[0], 0, leaf.shape[dims[0]] // updates)
-
-        return optree.tree_map(part, batch, specs)
-
-    def _update_specs(self, params: PyTree, kept: SpecTree) -> SpecTree:
-        """How the optimizer sees a parameter: as it lies, or (ZeRO-1, 2) split further over one axis."""
-        layout = self.f.layout
-        if layout.update_axis is None:
-            return kept
-        assert layout.update_specs is not None
-        return optree.tree_map(
-            self._joined, kept, broadcast_specs(layout.update_specs((params,)), params), is_leaf=_is_spec
-        )
-
-    def _joined(self, a: P, b: P) -> P:
-        places = [*a.placements(self.mesh), *b.placements(self.mesh)]
-        return P.from_placements(places, self.mesh, padded={**a.padded, **b.padded})
-
-    def _norm_specs(self, params: PyTree, update: SpecTree) -> SpecTree:
-        """In which parts the squares of gradients are summed: the same at every ZeRO stage, so that bits agree."""
-        blocks = self.f.layout.norm_specs
-        if blocks is None:
-            return update
-        return optree.tree_map(self._joined, update, broadcast_specs(blocks((params,)), params), is_leaf=_is_spec)
-
-    def _state_specs(self, state: PyTree, params: PyTree, update: SpecTree) -> SpecTree:
-        """How the optimizer's state lies: as the optimizer says, or else as the parameters do."""
-        own = state.optimizer if isinstance(state, ScaledState) else state
-        specs = like_params(own, params, update) if self._places is None else self._places(params, update)
-        return scaled_specs(specs, state)
-
     def _local_step(self, params: PyTree, batch: tuple[PyTree, ...]) -> LocalFunction:
         """The step on one rank's shards."""
+        places = self._trees["places"]
+        packing, whole, update = places.packing, places.whole, places.update
         with bind(self.wide_mesh.shape, None):
-            declared = self.f.layout.arguments((params, *batch))
-            compute = broadcast_specs(declared[0], params)
-            kept = optree.tree_map(at_rest, compute, is_leaf=_is_spec)
-            update = self._update_specs(params, kept)
-            counted = update if self.clip is None else self._norm_specs(params, update)
-            batch_specs = broadcast_specs(tuple(declared[1:]), batch)
+            batch_specs = broadcast_specs(tuple(self.f.layout.arguments((params, *batch))[1:]), batch)
 
         def call(held: tuple[PyTree, PyTree], batch: tuple[PyTree, ...], key: Any) -> Any:
             params, state = held
             scale = state.loss_scale if isinstance(state, ScaledState) else None
-            inputs = optree.tree_map(into_compute, params, compute)
+            inputs = optree.tree_map(into_compute, params, places.compute)
             with random.using(key) if key is not None else nullcontext():
                 gradients, value, aux = self._gradients(inputs, batch, scale)
-            gradients = optree.tree_map(into_update, gradients, update, kept, compute, none_is_leaf=True)
+            gradients = packing.pack(gradients)
+            gradients = optree.tree_map(into_update, gradients, update, whole, places.summed, none_is_leaf=True)
             gradients = gradients if scale is None else unscaled(gradients, scale.scale)
-            norm = None if self._is_asynchronous else self._norm(gradients, counted, update)
+            norm = None if is_asynchronous(self.f.layout, self.mesh) else self._norm(gradients, places)
             if self.clip is not None:
-                norm = self._norm(gradients, counted, update) if norm is None else norm
+                norm = self._norm(gradients, places) if norm is None else norm
                 factor = torch.clamp(self.clip / (norm + 1e-6), max=1.0)
                 gradients = optree.tree_map(lambda g: g * factor.to(g.dtype), gradients)
-            own = optree.tree_map(split_further, params, update, kept)
-            places = () if self._places is None else (update,)
+            own = optree.tree_map(split_further, packing.pack(params), update, whole)
             before = state if scale is None else state.optimizer
-            new, after = self.optimizer.update(gradients, before, own, *places)
+            new, after = packing.update(self.optimizer, gradients, before, own, places=update)
             metrics = Metrics(value, norm, aux)
             if self.scaling is not None and scale is not None:
-                norm = self._norm(gradients, counted, update) if norm is None else norm
+                norm = self._norm(gradients, places) if norm is None else norm
                 overflow = ~torch.isfinite(norm)  # a sum over all ranks, so all of them agree
                 new, after = unless(overflow, new, own), unless(overflow, after, before)
                 after = ScaledState(after, self.scaling.update(scale, overflow))
                 metrics = metrics._replace(skipped=overflow, loss_scale=scale.scale)
-            new = optree.tree_map(joined_again, new, update, kept)
+            new = packing.unpack(optree.tree_map(joined_again, new, update, whole))
             reported = None if scale is None else P()
             specs = Metrics(P(), None if norm is None else P(), _aux_specs(aux, self.f), reported, reported)
-            return ((new, after), metrics), ((kept, self._state_specs(after, params, update)), specs)
+            return ((new, after), metrics), ((places.kept, places.state(after, self.optimizer)), specs)
 
         def arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
-            return ((kept, self._state_specs(args[0][1], args[0][0], update)), batch_specs, P())
+            return ((places.kept, places.state(args[0][1], self.optimizer)), batch_specs, P())
 
         layout = replace(self.f.layout, arguments=arguments, update_axis=None, update_specs=None)
         return LocalFunction(call, layout, "train_step")
 
-    def _norm(self, gradients: PyTree, counted: SpecTree, update: SpecTree) -> torch.Tensor:
-        return global_norm(optree.tree_map(split_further, gradients, counted, update, none_is_leaf=True), counted)
+    def _norm(self, gradients: PyTree, places: Places) -> torch.Tensor:
+        parts = optree.tree_map(split_further, gradients, places.counted, places.update, none_is_leaf=True)
+        return global_norm(parts, places.counted)
 
     def _gradients(self, params: PyTree, batch: tuple[PyTree, ...], scale: Any) -> tuple[PyTree, Any, PyTree]:
         """Gradients of the loss, times the loss scale if there is one; its value; and what comes beside it."""

@@ -6,6 +6,7 @@ come back by an all-gather.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import optree
@@ -16,7 +17,16 @@ from sharding_specs import P
 from .collectives import all_gather, axis_size, pcast, pscatter, psum, psum_scatter
 from .local_function import PyTree, SpecTree
 
-__all__ = ["at_rest", "global_norm", "into_compute", "into_update", "joined_again", "like_params", "split_further"]
+__all__ = [
+    "at_rest",
+    "global_norm",
+    "into_compute",
+    "into_update",
+    "joined_again",
+    "like_params",
+    "over_likes",
+    "split_further",
+]
 
 
 def at_rest(spec: P) -> P:
@@ -90,14 +100,23 @@ def global_norm(gradients: PyTree, specs: SpecTree) -> torch.Tensor:
     return total.sqrt()
 
 
-def like_params(state: PyTree, params: PyTree, specs: SpecTree) -> SpecTree:
+def like_params(state: PyTree, structure: Any, specs: SpecTree) -> SpecTree:
     """Specs of an optimizer state: those of the parameters for every subtree shaped like them, whole for the rest."""
-    structure = optree.tree_structure(params)
+    is_like = _is_like(structure)
+    return optree.tree_map(lambda x: specs if is_like(x) else P(), state, is_leaf=is_like)
 
-    def is_like_them(x: Any) -> bool:
+
+def over_likes(change: Callable[[PyTree], PyTree], state: PyTree, structure: Any) -> PyTree:
+    """An optimizer state with every subtree changed that is shaped like the parameters."""
+    is_like = _is_like(structure)
+    return optree.tree_map(lambda x: change(x) if is_like(x) else x, state, is_leaf=is_like)
+
+
+def _is_like(structure: Any) -> Callable[[Any], bool]:
+    def is_like(x: Any) -> bool:
         return structure.num_leaves > 0 and optree.tree_structure(x) == structure and not _is_scalar_leaf(x)
 
-    return optree.tree_map(lambda x: specs if is_like_them(x) else P(), state, is_leaf=is_like_them)
+    return is_like
 
 
 def _is_scalar_leaf(x: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,15 +40,18 @@ def adam(
     """
     plain = adamw(lr, betas=betas, eps=eps, weight_decay=0.0)
 
+    rates = partial(decay_rates, weight_decay, decay)
+
     def init(params: Any) -> AdamWState:
-        decay_rates(weight_decay, decay, params)  # a pattern that matches nothing is refused here
+        rates(params)  # a pattern that matches nothing is refused here
         return plain.init(params)
 
-    def update(grads: Any, state: AdamWState, params: Any) -> tuple[Any, AdamWState]:
+    def update(grads: Any, state: AdamWState, params: Any, constants: Any = None) -> tuple[Any, AdamWState]:
         def one(p: torch.Tensor, g: torch.Tensor, rate: float) -> tuple[torch.Tensor]:
             return (decayed(g, p, rate),)
 
-        (grads,) = map_leaves(one, params, grads, constants=decay_rates(weight_decay, decay, params))
+        constants = rates(params) if constants is None else constants
+        (grads,) = map_leaves(one, params, grads, constants=constants)
         return plain.update(grads, state, params)
 
-    return Optimizer(init, update)
+    return Optimizer(init, update, constants=rates)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -45,11 +46,13 @@ def adamw(
         decay: which parameters decay: path pattern → whether, or a predicate of path and leaf; all by default.
     """
 
+    rates = partial(decay_rates, weight_decay, decay)
+
     def init(params: Any) -> AdamWState:
-        decay_rates(weight_decay, decay, params)  # a pattern that matches nothing is refused here
+        rates(params)  # a pattern that matches nothing is refused here
         return AdamWState(torch.zeros(()), zeros_like(params), zeros_like(params))
 
-    def update(grads: Any, state: AdamWState, params: Any) -> tuple[Any, AdamWState]:
+    def update(grads: Any, state: AdamWState, params: Any, constants: Any = None) -> tuple[Any, AdamWState]:
         rate, step = learning_rate(lr, state.step), state.step + 1
 
         def one(
@@ -57,11 +60,11 @@ def adamw(
         ) -> tuple[torch.Tensor, ...]:
             return torch.ops.fp.adamw(p, g, m, v, step, rate, *betas, eps, rate_of_decay)
 
-        rates = decay_rates(weight_decay, decay, params)
-        new, mean, square = map_leaves(one, params, grads, state.mean, state.square, constants=rates)
+        constants = rates(params) if constants is None else constants
+        new, mean, square = map_leaves(one, params, grads, state.mean, state.square, constants=constants)
         return new, AdamWState(step, mean, square)
 
-    return Optimizer(init, update)
+    return Optimizer(init, update, constants=rates)
 
 
 # -----------------------------------------------------------------------------

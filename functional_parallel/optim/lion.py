@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -38,11 +39,13 @@ def lion(
     """
     beta1, beta2 = betas
 
+    rates = partial(decay_rates, weight_decay, decay)
+
     def init(params: Any) -> LionState:
-        decay_rates(weight_decay, decay, params)  # a pattern that matches nothing is refused here
+        rates(params)  # a pattern that matches nothing is refused here
         return LionState(torch.zeros(()), zeros_like(params))
 
-    def update(grads: Any, state: LionState, params: Any) -> tuple[Any, LionState]:
+    def update(grads: Any, state: LionState, params: Any, constants: Any = None) -> tuple[Any, LionState]:
         rate = learning_rate(lr, state.step)
 
         def one(p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, rate_of_decay: float) -> tuple[torch.Tensor, ...]:
@@ -50,8 +53,8 @@ def lion(
             direction = torch.sign(beta1 * m + (1 - beta1) * g)
             return p * (1 - lr_p * rate_of_decay) - lr_p * direction, beta2 * m + (1 - beta2) * g
 
-        rates = decay_rates(weight_decay, decay, params)
-        new, mean = map_leaves(one, params, grads, state.mean, constants=rates)
+        constants = rates(params) if constants is None else constants
+        new, mean = map_leaves(one, params, grads, state.mean, constants=constants)
         return new, LionState(state.step + 1, mean)
 
-    return Optimizer(init, update)
+    return Optimizer(init, update, constants=rates)

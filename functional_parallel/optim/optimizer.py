@@ -25,11 +25,16 @@ class Optimizer(NamedTuple):
         init: params → state.
         update: (gradients, state, params) → (new params, new state). Elementwise, so it may be given shards.
         specs: (params, their specs) → specs of the state; None for a state that lies as the parameters do.
+        constants: params → what the update treats parameters differently by, such as their weight decay: a number (or
+            anything hashable) for each, as a tree, or one for all. With it parameters may be laid end to end
+            (`fp.zero(1, "data", layout="flat")`): those with equal constants are given to `update` as one, and the
+            constants as keyword.
     """
 
     init: Callable[[PyTree], Any]
     update: Callable[..., tuple[PyTree, Any]]
     specs: Callable[[PyTree, PyTree], Any] | None = None
+    constants: Callable[[PyTree], PyTree] | None = None
 
 
 def clip_value(optimizer: Optimizer, bound: float) -> Optimizer:
@@ -57,11 +62,11 @@ def clip_value(optimizer: Optimizer, bound: float) -> Optimizer:
     if not bound > 0:
         raise ValueError(f"clip_value(bound={bound!r}): the bound must be positive")
 
-    def update(grads: PyTree, state: Any, params: PyTree, *specs: PyTree) -> tuple[PyTree, Any]:
+    def update(grads: PyTree, state: Any, params: PyTree, *specs: PyTree, **constants: PyTree) -> tuple[PyTree, Any]:
         (clipped,) = map_leaves(lambda _, grad: (grad.clamp(-bound, bound),), params, grads)
-        return optimizer.update(clipped, state, params, *specs)
+        return optimizer.update(clipped, state, params, *specs, **constants)
 
-    return Optimizer(optimizer.init, update, optimizer.specs)
+    return Optimizer(optimizer.init, update, optimizer.specs, optimizer.constants)
 
 
 def learning_rate(lr: Schedule, step: torch.Tensor) -> torch.Tensor:

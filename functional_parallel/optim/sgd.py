@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -50,13 +51,16 @@ def sgd(
     if nesterov and (momentum <= 0 or dampening):
         raise ValueError("sgd(nesterov=True) needs momentum > 0 and dampening = 0")
 
+    rates = partial(decay_rates, weight_decay, decay)
+
     def init(params: Any) -> SGDState:
-        decay_rates(weight_decay, decay, params)  # a pattern that matches nothing is refused here
+        rates(params)  # a pattern that matches nothing is refused here
         velocity = zeros_like(params) if momentum else None
         return SGDState(torch.zeros(()), velocity)
 
-    def update(grads: Any, state: SGDState, params: Any) -> tuple[Any, SGDState]:
-        rate, rates = learning_rate(lr, state.step), decay_rates(weight_decay, decay, params)
+    def update(grads: Any, state: SGDState, params: Any, constants: Any = None) -> tuple[Any, SGDState]:
+        rate = learning_rate(lr, state.step)
+        constants = rates(params) if constants is None else constants
 
         def plain(p: torch.Tensor, g: torch.Tensor, rate_of_decay: float) -> tuple[torch.Tensor, ...]:
             return (p - rate.to(p.dtype) * decayed(g, p, rate_of_decay),)
@@ -69,11 +73,11 @@ def sgd(
             return p - rate.to(p.dtype) * (g + momentum * v if nesterov else v), v
 
         if not momentum:
-            return map_leaves(plain, params, grads, constants=rates)[0], SGDState(state.step + 1, None)
-        new, velocity = map_leaves(with_momentum, params, grads, state.velocity, constants=rates)
+            return map_leaves(plain, params, grads, constants=constants)[0], SGDState(state.step + 1, None)
+        new, velocity = map_leaves(with_momentum, params, grads, state.velocity, constants=constants)
         return new, SGDState(state.step + 1, velocity)
 
-    return Optimizer(init, update)
+    return Optimizer(init, update, constants=rates)
 
 
 def decayed(gradient: torch.Tensor, parameter: torch.Tensor, rate: float) -> torch.Tensor:

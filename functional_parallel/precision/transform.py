@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import optree
@@ -68,6 +69,7 @@ def mixed_precision(
     further = functions_named(islands)
     scale = _rules(loss_scale, compute)
     passes = (*([NarrowGathers(dtype)] if gathers is dtype else []), ReduceIn(reductions))
+    apart = partial(_is_kept, keep) if keep and reductions.itemsize < 4 else None
     name = f"mixed_precision({compute!r})"
 
     def apply(f: Callable[..., Any]) -> LocalFunction:
@@ -80,7 +82,7 @@ def mixed_precision(
                 result = inner(leaves, *batch)
             return optree.tree_map(lambda leaf: _result(leaf, dtype), result), inner.results
 
-        layout = replace(inner.layout, describe=(*inner.layout.describe, name), loss_scale=scale)
+        layout = replace(inner.layout, describe=(*inner.layout.describe, name), loss_scale=scale, summed_as=apart)
         return LocalFunction(call, layout, inner.name).asking(*passes)
 
     return Transform(name, None, Order.PRECISION, apply)
@@ -95,12 +97,18 @@ def _cast_parameters(params: PyTree, dtype: torch.dtype, keep: Sequence[str]) ->
 
 def _cast(tree: PyTree, dtype: torch.dtype, keep: Sequence[str]) -> tuple[PyTree, list[torch.Tensor]]:
     leaves, structure = optree.tree_flatten(tree)
-    kept = [
-        is_floating(leaf) and any(fnmatch.fnmatchcase(path, pattern) for pattern in keep)
-        for path, leaf in zip(tree_paths(tree), leaves, strict=True)
-    ]
+    kept = optree.tree_leaves(_is_kept(keep, tree))
     moved = [leaf if stays else cast(leaf, dtype) for leaf, stays in zip(leaves, kept, strict=True)]
     return structure.unflatten(moved), [leaf for leaf, stays in zip(leaves, kept, strict=True) if stays]
+
+
+def _is_kept(keep: Sequence[str], tree: PyTree) -> PyTree:
+    """Per leaf whether it stays as it is, which its path says."""
+    leaves, structure = optree.tree_flatten(tree)
+    return structure.unflatten(
+        is_floating(leaf) and any(fnmatch.fnmatchcase(path, pattern) for pattern in keep)
+        for path, leaf in zip(tree_paths(tree), leaves, strict=True)
+    )
 
 
 def _result(leaf: Any, dtype: torch.dtype) -> Any:

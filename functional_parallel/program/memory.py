@@ -180,14 +180,16 @@ class _Ledger:
         if primitive_name(node) == "all_gather":
             return "gathered"
         users = [user for user in node.users if user.op == "call_function"]
+        summed = any(
+            primitive_name(user) in ("psum", "psum_scatter") for value in _with_views(node) for user in value.users
+        )
+        if summed and any(_base(operand).meta.get("backward") for operand in operands_of(node)):
+            return "gradients"  # or several of them, end to end
         if not node.meta["backward"]:
             later = any(
                 user.meta["backward"] for value in _with_views(node) for user in value.users if user.op != "output"
             )
             return "residuals" if later else "temporaries"
-        summed = any(
-            primitive_name(user) in ("psum", "psum_scatter") for value in _with_views(node) for user in value.users
-        )
         leaves = any(not user.meta["backward"] for user in users) or any(user.op == "output" for user in node.users)
         return "gradients" if summed or leaves or primitive_name(node) in ("psum", "psum_scatter") else "temporaries"
 
@@ -203,6 +205,13 @@ def viewed(node: fx.Node) -> fx.Node | None:
         if argument.alias_info is not None and not argument.alias_info.is_write:
             return node.args[position] if position < len(node.args) else None
     return None
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """What a view is of, through views of views."""
+    while node.op == "call_function" and (source := viewed(node)) is not None:
+        node = source
+    return node
 
 
 def _with_views(node: fx.Node) -> list[fx.Node]:

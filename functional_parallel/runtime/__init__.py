@@ -1,6 +1,7 @@
 """Where programs run: all ranks simulated in this process, or one rank here and its peers in other processes."""
 
 from .default import default_runtime, is_main_rank, use_runtime
+from .meeting import OutOfStepError
 from .pending import CollectiveError
 from .pipelined import PipelineRuntime
 from .processes import DifferentInputsError, DifferentProgramsError, ProcessRuntime
@@ -10,6 +11,7 @@ __all__ = [
     "CollectiveError",
     "DifferentInputsError",
     "DifferentProgramsError",
+    "OutOfStepError",
     "PipelineRuntime",
     "ProcessRuntime",
     "SimulatedRuntime",

@@ -57,6 +57,7 @@ class PipelineRuntime:
         self.mesh: Mesh = base.mesh
         self.size = self.mesh.axis_size(axis)
         self.carrier = getattr(base, "carrier", None)
+        self.agree, self.exchange = base.agree, base.exchange
         own = None if self.carrier is None else self.mesh.coordinates(base.rank)[axis]
         self.ranks = tuple(range(self.size)) if own is None else (own,)
 
@@ -134,7 +135,9 @@ class PipelineRuntime:
         else:
             self._as_one_rank(program, workers[self.ranks[0]])
             if program.events is not None:
-                program.events[:] = [event for events in self.base.exchange(program.events) for event in events]
+                program.events[:] = [
+                    event for events in self.base.exchange(program.events, "to compare times") for event in events
+                ]
 
     def _inputs(self, program: PipelineProgram, placed: Sequence[Placed], rank: int) -> dict[fx.Node, Any]:
         return {node: each.parts[rank] for node, each in zip(program.inputs, placed, strict=True) if rank in each.parts}

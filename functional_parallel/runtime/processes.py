@@ -28,6 +28,7 @@ from ..program.collectives import primitive_name
 from ..program.text import first_difference
 from ..varying import run_typed
 from .codegen import Writer, holds_levels
+from .meeting import Meeting
 from .overlap import STARTED, is_only_use_of_own_memory, overlapped
 from .pending import CollectiveError, Pending
 from .process_carrier import ProcessCarrier
@@ -59,7 +60,8 @@ class ProcessRuntime:
         _initialise(timeout)
         self.mesh = mesh
         self.carrier = ProcessCarrier(mesh, reduction=reduction, timeout=timedelta(seconds=timeout))
-        self.rank = self.carrier.rank
+        self.rank, self._meeting = self.carrier.rank, Meeting(timedelta(seconds=timeout))
+        self.agree, self.exchange = self._meeting.agree, self._meeting.exchange
         self.device = torch.device("cuda", torch.cuda.current_device()) if _uses_nccl() else torch.device("cpu")
 
     # --- handles ---
@@ -130,13 +132,13 @@ class ProcessRuntime:
         if program.cache.get("agreed"):
             return
         mine = program.fingerprint()
-        all_prints = self.exchange(mine)
+        all_prints = self.exchange(mine, "to compare programs")
         if len(set(all_prints)) > 1:
             self._refuse(program, all_prints)
         program.cache["agreed"] = True
 
     def _refuse(self, program: Program, prints: list[str]) -> None:
-        texts = self.exchange(program.lines())
+        texts = self.exchange(program.lines(), "to compare programs")
         other = next(rank for rank, value in enumerate(prints) if value != prints[self.rank])
         same = [rank for rank, value in enumerate(prints) if value == prints[self.rank]]
         raise DifferentProgramsError(
@@ -159,7 +161,7 @@ class ProcessRuntime:
         """
         if self.mesh.size == 1:
             return
-        all_sums = self.exchange([checksum(x) for x in tensors])
+        all_sums = self.exchange([checksum(x) for x in tensors], "to compare inputs")
         wrong = [i for i in range(len(tensors)) if len({sums[i] for sums in all_sums}) > 1]
         if wrong:
             raise DifferentInputsError(
@@ -167,17 +169,6 @@ class ProcessRuntime:
                 f"{', '.join(paths[index] for index in wrong[:8])}. "
                 "Seed alike, or use train_step(batch='own') for parts that each rank loads itself"
             )
-
-    def exchange(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order."""
-        values: list[Any] = [None] * self.mesh.size
-        try:
-            dist.all_gather_object(values, value)
-        except RuntimeError as error:
-            raise CollectiveError(
-                f"rank {self.rank}: another rank never came to compare programs, or died. torch says: {error}"
-            ) from error
-        return values
 
 
 class _OneRank:

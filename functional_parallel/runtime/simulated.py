@@ -61,6 +61,14 @@ class SimulatedRuntime:
     def check_same(self, name: str, paths: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
         """Nothing to do: in one process everybody is given the same tensors."""
 
+    def agree(self, doing: str, otherwise: str, number: int = 0) -> int:
+        """Nothing to do: nobody else is there to do something else."""
+        return number
+
+    def exchange(self, value: Any, purpose: str) -> list[Any]:
+        """All ranks' values: in one process there is one."""
+        return [value]
+
     def whole(self, handle: Handle, spec: P) -> torch.Tensor:
         """The whole tensor from the ranks' parts."""
         axes = self.classes.of_spec(spec)

@@ -76,6 +76,7 @@ def zero(
     axis: str,
     specs: Rules = None,
     *,
+    layout: str = "dims",
     batch: SpecTree = None,
     whole_below: int = 0,
     keep_gathered: bool = False,
@@ -103,6 +104,9 @@ def zero(
         axis: the mesh axis.
         specs: which dim of a parameter, or of its optimizer state, lies along the axis; by default the longest that no
             other axis takes, an even one if there is one. A dim that does not divide is padded with zeros at rest.
+        layout: how stages 1 and 2 split the optimizer's work and state. "dims": each parameter by a dim. "flat": all
+            parameters end to end in one vector (one for each dtype, and where weight decay differs), cut into equal
+            runs, as in the paper: one reduce-scatter and one all-gather per step, shares that differ by no shape.
         whole_below: parameters of fewer elements stay whole.
         batch: as for `data_parallel`.
         keep_gathered: at stage 3, keep what the forward gathered for the backward: less sent, more held.
@@ -110,12 +114,35 @@ def zero(
         strict: refuse ops that have no sharding rule.
 
     Raises:
-        ValueError: when there is no such stage.
+        ValueError: when there is no such stage or layout, or the layout is not for this stage or these options.
     """
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"zero(stage={stage!r}): the stages are 0 (data parallel), 1, 2 and 3")
+    _check_layout(layout, stage, axis, specs, whole_below)
     passes = (Gathers(axis, keep_gathered, prefetch),) if stage == 3 else ()
-    return _zero(stage, axis, specs, batch, strict, f"zero({stage}, {axis!r})", passes, whole_below)
+    flat = layout == "flat"
+    name = f"zero({stage}, {axis!r}{', layout=' + repr(layout) if flat else ''})"
+    return _zero(stage, axis, specs, batch, strict, name, passes, whole_below, flat)
+
+
+def _check_layout(layout: str, stage: int, axis: str, specs: Rules, whole_below: int) -> None:
+    if layout not in ("dims", "flat"):
+        raise ValueError(f"zero(layout={layout!r}): it is 'dims' or 'flat'")
+    if layout == "dims":
+        return
+    call = f"zero({stage}, {axis!r}, layout='flat')"
+    if stage == 0:
+        raise ValueError(f"{call}: stage 0 splits nothing, so there is no layout; take stage 1 or 2, or leave it out")
+    if stage == 3:
+        raise ValueError(
+            f"{call}: stage 3 gathers each parameter just before its use, so each is split by itself; leave the layout "
+            "out, or take stage 2, which keeps parameters whole"
+        )
+    if specs is not None or whole_below:
+        raise ValueError(
+            f"{call}: specs and whole_below say how single parameters are split, and end to end they are not; leave "
+            "them out, or the layout"
+        )
 
 
 def _zero(
@@ -127,6 +154,7 @@ def _zero(
     name: str,
     passes: tuple[Gathers, ...] = (),
     whole_below: int = 0,
+    flat: bool = False,
 ) -> Transform:
     def apply(f: Callable[..., Any]) -> LocalFunction:
         inner = f.layout.arguments if isinstance(f, LocalFunction) else whole_arguments
@@ -142,7 +170,7 @@ def _zero(
             local = local.with_layout(replace(local.layout, norm_specs=at_rest if stage == 0 else _nothing))
         if stage in (0, 3):
             return local.asking(*passes)
-        return local.updating(axis, at_rest, whole_gradients=stage == 1)
+        return local.updating(axis, at_rest, flat=flat, whole_gradients=stage == 1)
 
     return Transform(name, axis, Order.DATA, apply)
 

@@ -125,8 +125,8 @@ def test_explain_lists_sends_and_every_microbatch() -> None:
     program = step.lower(network(2), torch.randn(16, WIDTH))
     counts = program.counts()
     assert counts["send", ("pipe",)] == 2 * 4  # a forward and a backward per microbatch
-    # A forward of stage 0 gathers two weights, its backward one; stage 1 has no use for the sum's value, and the gradient
-    # of a sum is the same for every microbatch, so what follows from it alone is gathered for once.
+    # A forward of stage 0 gathers two weights, its backward one. Stage 1 has no use for the sum's value, and the
+    # gradient of a sum is the same for every microbatch, so what follows from it alone is gathered for once.
     assert counts["all_gather", ("data",)] == 4 * ((2 + 1) + (1 + 1)) + 1
     assert "sums over the 2 ranks of 'pipe'" in str(program.explain())
     assert "1f1b: 2 stages" in str(program)

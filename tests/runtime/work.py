@@ -25,7 +25,12 @@ def plan_of(mesh: Mesh, data: Any) -> Any:
     return fp.chain(fp.tensor_parallel("tensor", RULES), data) if "tensor" in mesh.axis_names else data
 
 
-DATA = {"data_parallel": fp.data_parallel("data"), "zero 1": fp.zero(1, "data"), "zero 3": fp.zero(3, "data")}
+DATA = {
+    "data_parallel": fp.data_parallel("data"),
+    "zero 1": fp.zero(1, "data"),
+    "zero 1, flat": fp.zero(1, "data", layout="flat"),
+    "zero 3": fp.zero(3, "data"),
+}
 
 
 # -----------------------------------------------------------------------------
@@ -77,7 +82,7 @@ def compiled_gradients(mesh: Mesh) -> dict[str, Any]:
     return {
         name: fp.compile(fp.grad_and_value(plan_of(mesh, data)(integer_loss)), mesh)(*integer_arguments())
         for name, data in DATA.items()
-        if name != "zero 1"  # its partial gradients are train_step's to sum
+        if "zero 1" not in name  # its partial gradients are train_step's to sum
     }
 
 
@@ -113,6 +118,7 @@ def training(mesh: Mesh) -> dict[str, Any]:
             ("data_parallel", "sgd", False),
             ("zero 1", "adamw", False),
             ("zero 1", "sgd", True),
+            ("zero 1, flat", "adamw", True),
             ("zero 3", "sgd", False),
             ("zero 3", "adamw", True),
         ]

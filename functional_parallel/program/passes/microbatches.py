@@ -46,24 +46,39 @@ class ReduceEach:
         return set()
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
+        moved: set[fx.Node] = set()
         for node in list(traced.nodes):
-            if primitive_name(node) == "psum" and list(node.args[1]) == [self.axis] and node.meta["backward"]:
-                last = self._reduction_after(node)
-                if last is not None:
-                    self._move(traced, node, last)
+            if primitive_name(node) in ("psum", "psum_scatter") and not self._is_over_microbatches(node):
+                totals = self._totals_before(node)
+                if totals and not moved.intersection(totals):
+                    self._move(traced, totals, node)
+                    moved.add(totals[0])
 
-    def _reduction_after(self, node: fx.Node) -> fx.Node | None:
-        """The sum over ranks that alone uses a value, through ops that are linear in it."""
-        while len(node.users) == 1:
-            node = next(iter(node.users))
-            if primitive_name(node) in ("psum", "psum_scatter"):
-                return node
-            if node.target not in _LINEAR and primitive_name(node) != "pcast":
-                return None
-        return None
+    def _is_over_microbatches(self, node: fx.Node) -> bool:
+        return primitive_name(node) == "psum" and list(node.args[1]) == [self.axis]
 
-    def _move(self, traced: Traced, total: fx.Node, reduction: fx.Node) -> None:
-        total.replace_all_uses_with(total.args[0])
+    def _totals_before(self, reduction: fx.Node) -> list[fx.Node]:
+        """The sums over microbatches of which a sum over ranks is made by linear ops alone; none if of others too."""
+        found, pending = [], [reduction.args[0]]
+        for node in pending:
+            if len(node.users) > 1:
+                return []
+            if self._is_over_microbatches(node) and node.meta["backward"]:
+                found.append(node)
+            elif node.target is aten.cat.default:  # gradients end to end
+                pending += node.args[0]
+            elif node.target in _LINEAR or primitive_name(node) == "pcast":
+                pending.append(node.args[0])
+            else:
+                return []
+        return found
+
+    def _move(self, traced: Traced, totals: list[fx.Node], reduction: fx.Node) -> None:
+        for each in totals:
+            each.replace_all_uses_with(each.args[0])
+        total = totals[0]
+        for each in totals[1:]:
+            traced.graph.erase_node(each)
         reduction.append(total)
         reduction.replace_all_uses_with(total)
         traced.outputs = [total if output is reduction else output for output in traced.outputs]

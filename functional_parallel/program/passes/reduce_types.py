@@ -53,22 +53,25 @@ class ReduceIn:
         return set()
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
+        reached: set[fx.Node] = set()
         for cast in list(traced.nodes):
             if not _widens_a_gradient(cast):
                 continue
             starts = _cast_before_sums(traced, cast)
             if self.dtype.itemsize < 4:
                 for start in starts:
-                    self._narrow_sums_after(traced, start)
+                    self._narrow_sums_after(traced, start, reached)
                     self._narrow_sums_before(traced, start)
 
-    def _narrow_sums_after(self, traced: Traced, start: fx.Node) -> None:
+    def _narrow_sums_after(self, traced: Traced, start: fx.Node, reached: set[fx.Node]) -> None:
+        """`reached`: gradients that were met; several end to end go on together once all of them were."""
         pending = [start]
         for node in pending:
+            reached.add(node)
             for user in list(node.users):
                 if primitive_name(user) in _SUMS and user.meta["val"].dtype == start.meta["val"].dtype:
                     pending.append(self._narrow(traced, user))
-                elif _is_linear(user) or _is_sum_of_two(user):
+                elif _is_linear(user) or _is_sum_of_two(user) or _is_end_to_end(user, reached):
                     pending.append(user)
 
     def _narrow_sums_before(self, traced: Traced, start: fx.Node) -> None:
@@ -139,6 +142,10 @@ def _is_linear(node: fx.Node) -> bool:
 def _is_sum_of_two(node: fx.Node) -> bool:
     both = node.target is aten.add.Tensor and all(isinstance(arg, fx.Node) for arg in node.args) and not node.kwargs
     return both and len({arg.meta["val"] for arg in node.args}) == 1
+
+
+def _is_end_to_end(node: fx.Node, parts: set[fx.Node]) -> bool:
+    return node.target is aten.cat.default and all(part in parts for part in node.args[0])
 
 
 def _source_of_cast(node: fx.Node, dtype: torch.dtype) -> fx.Node | None:

@@ -1,0 +1,86 @@
+"""Small messages between ranks outside of programs: are all about to do the same, and who has what left to do.
+
+A rank that enters a collective which another does not enter waits for it until the timeout. So before ranks do what
+data of their own may keep some of them from doing, they meet: one reduction of three numbers in main memory, for which
+no device has to be waited for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .pending import CollectiveError
+
+__all__ = ["Meeting", "OutOfStepError"]
+
+
+class OutOfStepError(RuntimeError):
+    """Ranks that were about to do different things, and would have waited for each other; says who what."""
+
+
+class Meeting:
+    """Where all ranks of torch.distributed meet. Making it is a collective.
+
+    Args:
+        timeout: how long a rank waits for the others.
+    """
+
+    def __init__(self, timeout: timedelta) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        on_devices = str(dist.get_backend()) == "nccl"
+        backend = "gloo" if on_devices and dist.is_gloo_available() else None
+        self.group = dist.new_group(backend=backend, timeout=timeout)
+        self.device = torch.device("cuda" if on_devices and backend is None else "cpu")
+
+    def agree(self, doing: str, otherwise: str, number: int = 0) -> int:
+        """Make sure that all ranks are about to do the same.
+
+        Args:
+            doing: what this rank is about to do, to be read after "rank 0".
+            otherwise: what a user should know if another rank is about to do something else, or does not come.
+            number: a number for the others.
+
+        Returns:
+            The largest of all ranks' numbers.
+
+        Raises:
+            OutOfStepError: on every rank, when they are about to do different things.
+            CollectiveError: when a rank does not come.
+        """
+        mark = int.from_bytes(hashlib.blake2b(doing.encode(), digest_size=7).digest(), "big")
+        found = torch.tensor([mark, -mark, number], dtype=torch.int64, device=self.device)
+        try:
+            dist.all_reduce(found, dist.ReduceOp.MAX, self.group)
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"rank {self.rank} {doing}: another rank never came to do so, or died. {otherwise}. torch says: {error}"
+            ) from error
+        highest, negated_lowest, largest = found.tolist()
+        if highest != -negated_lowest:
+            self._refuse(doing, otherwise)
+        return int(largest)
+
+    def _refuse(self, doing: str, otherwise: str) -> None:
+        plans = self.exchange(doing, "to say what it does")
+        told = "; ".join(f"rank {plans.index(plan)} {plan}" for plan in dict.fromkeys(plans))
+        raise OutOfStepError(f"rank {self.rank}: the ranks are about to do different things: {told}. {otherwise}")
+
+    def exchange(self, value: Any, purpose: str) -> list[Any]:
+        """All ranks' values, of anything that can be pickled.
+
+        Raises:
+            CollectiveError: when a rank does not come.
+        """
+        values: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(values, value, self.group)
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"rank {self.rank}: another rank never came {purpose}, or died. torch says: {error}"
+            ) from error
+        return values
