@@ -59,3 +59,12 @@ def test_zero_stages(tmp_path: Path) -> None:
     assert sent[:3] == [768.0] * 3 and 1080 < sent[3] <= 1152  # the first layer is not needed again
     assert len(set(losses)) == 1
     assert (tmp_path / "zero.png").exists()
+
+
+def test_pipeline_schedules(tmp_path: Path) -> None:
+    text = run("pipeline_schedules.py", "--ranks", "4", "--microbatches", "8", "--plot", "all.png", cwd=tmp_path)
+    rows = {line.split()[0]: line.split() for line in text.split("forwards held per rank")[1].splitlines() if line}
+    assert rows["1f1b"][1:4] == ["33", "9", "27.3%"], "(P - 1)(F + B) of (M + P - 1)(F + B)"
+    assert rows["zb-h1"][2] == "3", "a third of 1F1B's"
+    assert "zb-h2" in rows
+    assert (tmp_path / "all.png").stat().st_size > 10_000

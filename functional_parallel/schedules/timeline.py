@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from .simulate import Event, Timeline
 __all__ = ["chrome_trace", "plot", "summary", "timeline_text"]
 
 _TIME = {False: "time", True: "time (paler: the later stages of a rank)"}
+_LETTERS = 130  # that fit into the width of a picture
 _COLORS = {"F": "#4c78a8", "B": "#59a14f", "I": "#76b7b2", "W": "#edc948"}
 
 
@@ -125,11 +128,13 @@ def _traced(event: Event, microseconds: float) -> dict[str, Any]:
     }
 
 
-def plot(timeline: Timeline, path: str | Path) -> None:
-    """Draw the timeline with matplotlib, which must be there.
+def plot(timeline: Timeline | Sequence[Timeline], path: str | Path) -> None:
+    """Draw a timeline, or several on one scale of time, with matplotlib, which must be there.
+
+    Of several, one that takes more than twice as long as most runs out of the picture.
 
     Args:
-        timeline: of `simulate`.
+        timeline: of `simulate`, or what a pipeline recorded.
         path: where the picture goes; its ending says the format.
 
     Raises:
@@ -137,13 +142,28 @@ def plot(timeline: Timeline, path: str | Path) -> None:
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
+    timelines = [timeline] if isinstance(timeline, Timeline) else list(timeline)
+    columns = 1 if len(timelines) == 1 else 2
+    lines = -(-len(timelines) // columns)
+    usual = 2 * sorted(each.makespan for each in timelines)[len(timelines) // 2]
+    until = max(each.makespan for each in timelines if each.makespan <= usual)
+    ranks = max(each.schedule.ranks for each in timelines)
+    figure = Figure(figsize=(14 if columns == 1 else 18, lines * (1.2 + 0.5 * ranks)), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(lines, columns, squeeze=False, sharex=True).flat
+    for axes, each in itertools.zip_longest(grid, timelines):
+        if each is None:
+            axes.set_axis_off()
+        else:
+            _draw(axes, each, until)
+    figure.legend(handles=_legend(timelines), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    figure.savefig(path)
+
+
+def _draw(axes: Any, timeline: Timeline, until: float) -> None:
     schedule, events = timeline.schedule, [event for row in timeline.events for event in row]
     named = schedule.stages > schedule.ranks
-    figure = Figure(figsize=(14, 1.2 + 0.5 * schedule.ranks), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
     together = {(event.rank, event.start) for event in events if event.action in schedule.pairs} & {
         (event.rank, event.start) for event in events if event.action.kind in "BI"
     }
@@ -155,16 +175,24 @@ def plot(timeline: Timeline, path: str | Path) -> None:
         axes.broken_barh(
             [(start, end - start)], (low, height), facecolors=_COLORS[action.kind], alpha=shade, edgecolor="w"
         )
-        axes.text((start + end) / 2, low + height / 2, str(action.microbatch), ha="center", va="center", fontsize=6)
-    axes.set(ylim=(schedule.ranks - 0.5, -0.5), xlabel=_TIME[named], yticks=range(schedule.ranks))
+        if (end - start) * _LETTERS > until * len(str(action.microbatch)) and end <= until:
+            axes.text((start + end) / 2, low + height / 2, str(action.microbatch), ha="center", va="center", fontsize=6)
+    axes.set(
+        xlim=(-0.01 * until, 1.01 * until),
+        ylim=(schedule.ranks - 0.5, -0.5),
+        xlabel=_TIME[named],
+        yticks=range(schedule.ranks),
+    )
     axes.set_yticklabels([f"rank {rank}" for rank in range(schedule.ranks)])
-    axes.set_title(f"{schedule.title()}: bubble {timeline.bubble_fraction:.1%}", fontsize=10)
+    peak = max(timeline.peaks)
+    runs_on = f", until {timeline.makespan:g}" if timeline.makespan > until else ""
+    axes.set_title(f"{schedule.title()}: bubble {timeline.bubble_fraction:.1%}, peak {peak:g}{runs_on}", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _legend(timelines: Sequence[Timeline]) -> list[Any]:
+    from matplotlib.patches import Patch
+
     kinds = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
-    shown = [
-        Patch(color=_COLORS[kind], label=text)
-        for kind, text in kinds.items()
-        if any(e.action.kind == kind for e in events)
-    ]
-    axes.legend(handles=shown, loc="upper left", bbox_to_anchor=(1, 1), fontsize=7, frameon=False)
-    figure.savefig(path)
+    there = {event.action.kind for timeline in timelines for row in timeline.events for event in row}
+    return [Patch(color=_COLORS[kind], label=text) for kind, text in kinds.items() if kind in there]

@@ -1,0 +1,81 @@
+"""A GPT with tied embeddings on data × tensor × pipe trains as on one rank: the same losses, step for step."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import functional_parallel as fp
+from sharding_specs import Mesh, split
+
+from ..processes import run_on_processes
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples"))
+import corpus
+import gpt
+
+CONFIG = gpt.Config(layers=2, embed=32, heads=2, time=32, tied=True)
+MESH = Mesh(pipe=2, data=2, tensor=2)
+
+
+def losses(mesh: Mesh, zero: int, steps: int, precision: str | None = None, schedule: str = "1f1b") -> list[float]:
+    params, specs = split(gpt.init(CONFIG, 0))
+    text, _ = corpus.load(None)
+    inner: list[Any] = [fp.mixed_precision(precision)] if precision else []
+    if mesh.size > 1:
+        inner += [
+            fp.tensor_parallel("tensor", specs),
+            fp.zero(zero, "data"),
+            fp.pipeline("pipe", schedule=schedule, microbatches=4),
+        ]
+    optimizer = fp.optim.adamw(1e-2, betas=(0.9, 0.95))
+    train = fp.train_step(partial(gpt.loss, config=CONFIG), optimizer, mesh, fp.chain(*inner), clip=1.0)
+    state, found = train.init(params), []
+    for step in range(steps):
+        state, metrics = train(state, corpus.batch(text, 16, CONFIG.time, step, 0))
+        found.append(float(metrics.loss))
+    return found
+
+
+def apart(a: list[float], b: list[float]) -> float:
+    return max(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+def test_the_first_steps() -> None:
+    one = losses(Mesh(), 0, 10)
+    for zero, schedule in [(0, "1f1b"), (1, "zb-v"), (3, "interleaved")]:
+        assert apart(losses(MESH, zero, 10, schedule=schedule), one) < 1e-5
+
+
+@pytest.mark.slow
+def test_two_hundred_steps_on_simulated_ranks() -> None:
+    one = losses(Mesh(), 0, 200)
+    assert one[0] - min(one[-10:]) > 1
+    for zero in (0, 1):
+        assert apart(losses(MESH, zero, 200), one) < 1e-4  # rounding, which 200 steps of AdamW make ten times larger
+        assert apart(losses(MESH, zero, 50), one[:50]) < 1e-5
+
+
+@pytest.mark.slow
+def test_bf16() -> None:
+    """bf16 has 8 bits: a loss of 3 is known to about 0.01 and the paths drift apart by a few times that."""
+    one = losses(Mesh(), 0, 100)
+    narrow = losses(MESH, 1, 100, "bf16")
+    assert apart(narrow, one) < 0.1
+    assert one[0] - min(narrow[-10:]) > 1
+
+
+def on_eight(rank: int) -> list[float]:
+    return losses(MESH, 1, 200)
+
+
+@pytest.mark.slow
+def test_two_hundred_steps_on_eight_processes() -> None:
+    one = losses(Mesh(), 0, 200)
+    for found in run_on_processes(on_eight, 8, timeout=1200):
+        assert apart(found, one) < 1e-4
+        assert apart(found[:50], one[:50]) < 1e-5
