@@ -143,6 +143,7 @@ class _Build:
             self.program.out_paths,
             self.program.name,
             self.program.passes,
+            self._notes(),
         )
         if self.schedule.versions is not None:
             _check_stream(result)
@@ -158,6 +159,20 @@ class _Build:
             every += [part.program for part in level.values()]
         for program in every:
             self.finish(program)
+
+    def _notes(self) -> tuple[str, ...]:
+        """How the batch is made up."""
+        mesh, axis = self.program.mesh, self.plan.virtual
+        for node, spec in zip(self.traced.inputs, self.program.in_specs, strict=True):
+            if node in self.roles.varying:
+                dim = microbatch_dim(spec, axis, str(node.meta.get("path")))
+                ranks = mesh.axis_size(tuple(each for each in spec.dim_axes()[dim] if each != axis))
+                each, count = node.meta["val"].shape[dim], self.schedule.microbatches
+                return (
+                    f"a batch of {each * count * ranks} = {each} per microbatch · {count} microbatches · "
+                    f"{ranks} data rank{'s' if ranks > 1 else ''}",
+                )
+        return ()
 
     # --- where things are ---
 

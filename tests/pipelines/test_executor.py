@@ -129,4 +129,5 @@ def test_explain_lists_sends_and_every_microbatch() -> None:
     # gradient of a sum is the same for every microbatch, so what follows from it alone is gathered for once.
     assert counts["all_gather", ("data",)] == 4 * ((2 + 1) + (1 + 1)) + 1
     assert "sums over the 2 ranks of 'pipe'" in str(program.explain())
+    assert "a batch of 16 = 2 per microbatch · 4 microbatches · 2 data ranks" in str(program.explain())
     assert "1f1b: 2 stages" in str(program)
