@@ -272,7 +272,7 @@ def stage(
 
 def _rewrite(program: Program, layout: Layout, bucket: int | None, without: Collection[str]) -> None:
     """Take the virtual axes out of a program, and run the passes that its transforms ask for."""
-    early = run_passes([each for each in layout.passes if each.order < 0], program.traced, program.mesh, without)
+    early, _ = run_passes([each for each in layout.passes if each.order < 0], program.traced, program.mesh, without)
     for axis, size in layout.virtual:
         if size > 1:
             anew = {node for each in layout.passes for node in each.per_microbatch(program.traced)}
@@ -281,7 +281,8 @@ def _rewrite(program: Program, layout: Layout, bucket: int | None, without: Coll
         program.out_specs = [spec.without({axis}) for spec in program.out_specs]
     late = [each for each in layout.passes if each.order >= 0]
     passes = [Marked(), Reductions(), *late, *([Buckets(bucket)] if bucket else [])]
-    program.passes = early + run_passes(passes, program.traced, program.mesh, without)
+    later, program.notes = run_passes(passes, program.traced, program.mesh, without)
+    program.passes = early + later
     fuse_views(program.traced)
 
 

@@ -6,6 +6,7 @@ leaves its meaning as it was. Transforms put passes into a function's layout; `f
 
 from .base import ProgramPass, run_passes
 from .buckets import Buckets
+from .budget import BudgetError, RematWithin
 from .casts import NarrowGathers
 from .gathers import Gathers
 from .microbatches import ReduceEach
@@ -15,6 +16,7 @@ from .remat import Marked, Remat
 
 __all__ = [
     "Buckets",
+    "BudgetError",
     "Gathers",
     "Marked",
     "NarrowGathers",
@@ -23,5 +25,6 @@ __all__ = [
     "ReduceIn",
     "Reductions",
     "Remat",
+    "RematWithin",
     "run_passes",
 ]
