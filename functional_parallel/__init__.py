@@ -38,7 +38,7 @@ from .loss_scaling import LossScale, LossScaleError
 from .partition import PartitionError, PartitionWarning, partition
 from .partition.rules import register_rule
 from .precision import mixed_precision
-from .program import Program
+from .program import BudgetError, Program
 from .runtime import CollectiveError, is_main_rank
 from .sampler import Sampler
 from .train import Metrics, TrainState, train_step
@@ -56,6 +56,7 @@ from .transforms import (
 from .varying import TypingError
 
 __all__ = [
+    "BudgetError",
     "CollectiveError",
     "CollectiveTypeError",
     "Compiled",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any
 
 from .collectives import Collective
 
-__all__ = ["Explanation", "Row", "explain"]
+__all__ = ["Explanation", "Row", "explain", "parse_bytes", "readable_bytes"]
 
 _HEADERS = ("collective", "axis", "count", "operand", "bytes sent", "phase", "source")
 _CONVENTION = (
@@ -138,6 +139,35 @@ def readable_bytes(count: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+_UNITS = (
+    {"": 1, "B": 1}
+    | {f"{p}B": 1000**n for n, p in enumerate("kMGT", 1)}
+    | {f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}
+)
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(size: int | str) -> int:
+    """Bytes as a person writes them: a number, with or without a unit.
+
+    >>> parse_bytes("1.5 KiB"), parse_bytes("8GB"), parse_bytes(7)
+    (1536, 8000000000, 7)
+
+    Args:
+        size: an int, or text with a unit: B, kB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (powers of 1024).
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    found = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    unit = None if found is None else {name.lower(): factor for name, factor in _UNITS.items()}.get(found[2].lower())
+    if found is None or unit is None or float(found[1]) * unit < 1:
+        raise ValueError(f"{size!r} is no size: write bytes, as 8 << 30, or with a unit, as '8GiB', '8GB' or '512 MiB'")
+    return int(float(found[1]) * unit)
 
 
 def _shortened(text: str, limit: int = 48) -> str:

@@ -27,8 +27,8 @@ def flops(node: fx.Node) -> int:
 
     >>> import torch, functional_parallel as fp
     >>> from sharding_specs import Mesh
-    >>> program = fp.compile(fp.data_parallel("data")(lambda w, x: (x @ w).sum()), Mesh()).lower(
-    ...     torch.ones(8, 4), torch.ones(16, 8))
+    >>> step = fp.compile(fp.data_parallel("data")(lambda w, x: (x @ w).sum()), Mesh(data=1))
+    >>> program = step.lower(torch.ones(8, 4), torch.ones(16, 8))
     >>> sum(map(flops, program.traced.nodes)) == 2 * 16 * 8 * 4
     True
 

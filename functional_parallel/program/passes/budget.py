@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -36,8 +37,8 @@ class BudgetError(ValueError):
 class RematWithin:
     """Recompute what makes the peak fit; see `fp.remat`.
 
-    The choices are a ladder that does not depend on the budget, and a binary search finds the place on it. Each probe is
-    exact: a copy of the program goes through all later passes, and its memory is asked.
+    The choices are a ladder that does not depend on the budget. What it expects is checked: a copy of the program goes
+    through all later passes, and its memory is asked.
 
     Attributes:
         budget: bytes per rank.
@@ -61,31 +62,37 @@ class RematWithin:
         plain = memory_of("", finished)
         if plain.peak <= self.budget:
             return f"{self}: nothing is computed again, at most {readable_bytes(plain.peak)} are alive"
-        originals = {copy: node for node, copy in copies.items()}
-        rungs = ladder(finished, mesh, self.where, originals.keys() & set(finished.nodes))
-        top = min(range(len(rungs)), key=lambda index: (rungs[index].peak, index))
+        rungs = ladder(traced, finished, copies, mesh, self.where)
 
-        def dropped(count: int) -> set[fx.Node]:
-            return {originals[node] for rung in rungs[: count + 1] for node in rung.adds}
-
+        @functools.cache
         def memory(count: int) -> Memory:
-            return _memory_with(traced, dropped(count), rest)
+            return _memory_with(traced, _dropped(rungs[: count + 1]), rest)
 
-        lowest = memory(top)
-        if lowest.peak > self.budget:
-            raise BudgetError(_unreachable(self, plain, lowest))
-        below, reached = 0, top
-        while reached - below > 1:
-            middle = (below + reached) // 2
-            if memory(middle).peak <= self.budget:
-                reached = middle
-            else:
-                below = middle
-        recompute(traced, dropped(reached))
+        reached = self._reached(rungs, lambda count: memory(count).peak)
+        if memory(reached).peak > self.budget:
+            raise BudgetError(_unreachable(self, plain, memory(reached)))
+        recompute(traced, _dropped(rungs[: reached + 1]))
         return _note(self, plain, memory(reached), rungs[1 : reached + 1])
+
+    def _reached(self, rungs: list[Choice], peak: Callable[[int], int]) -> int:
+        """The place on the ladder: begun where the peak should fit, moved to where it does.
+
+        A looser budget never ends higher: begun lower, it meets on its way up what a tighter one found to fit.
+        """
+        top = min(range(len(rungs)), key=lambda index: (rungs[index].peak, index))
+        place = next((index for index in range(top) if rungs[index].peak <= self.budget), top)
+        while place < top and peak(place) > self.budget:
+            place += 1
+        while place > 0 and peak(place) <= self.budget and peak(place - 1) <= self.budget:
+            place -= 1
+        return place
 
     def __str__(self) -> str:
         return f"remat(budget={self.budget})"
+
+
+def _dropped(rungs: list[Choice]) -> set[fx.Node]:
+    return {node for rung in rungs for node in rung.adds}
 
 
 def _memory_with(traced: Traced, dropped: Collection[fx.Node], rest: Callable[[Traced], None]) -> Memory:
@@ -99,9 +106,9 @@ def _memory_with(traced: Traced, dropped: Collection[fx.Node], rest: Callable[[T
 def _note(remat: RematWithin, plain: Memory, chosen: Memory, rungs: list[Choice]) -> str:
     levels = {rung.layer: rung.what for rung in rungs}  # the last of each
     counts = Counter(levels.values())
-    parts = ", ".join(f"{what} of {count}" for what, count in counts.items())
+    parts = ", ".join(f"{what} of {count} {'layer' if count == 1 else 'layers'}" for what, count in counts.items())
     return (
-        f"{remat}: computed again: {parts} of {len(levels)} layers; at most {readable_bytes(chosen.peak)} are alive, "
+        f"{remat}: computed again: {parts}; at most {readable_bytes(chosen.peak)} are alive, "
         f"{readable_bytes(plain.peak)} without"
     )
 
@@ -111,8 +118,8 @@ def _unreachable(remat: RematWithin, plain: Memory, lowest: Memory) -> str:
     kinds = sorted(alive, key=lambda kind: -alive[kind])
     ways = dict.fromkeys(_WAYS_OUT[kind] for kind in kinds[:3])
     return (
-        f"{remat}: the lowest peak that recomputation reaches is {lowest.peak} bytes ({readable_bytes(lowest.peak)}) on "
-        f"a rank, {readable_bytes(lowest.peak - remat.budget)} above the budget; without it, "
+        f"{remat}: the lowest peak that recomputation reaches is {lowest.peak} bytes ({readable_bytes(lowest.peak)}) "
+        f"on a rank, {readable_bytes(lowest.peak - remat.budget)} above the budget; without it, "
         f"{readable_bytes(plain.peak)}. Alive there, at {lowest.ops[lowest.at]}: "
         f"{', '.join(f'{kind} {readable_bytes(alive[kind])}' for kind in kinds)}. Ways out: a budget of {lowest.peak}; "
         f"{'; '.join(ways)}"

@@ -11,7 +11,7 @@ No budget is asked for, so a looser budget finds its place lower on the same lad
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -20,11 +20,12 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ...tracing import Traced
+from ...tracing.graph import operands_of
 from ..collectives import COMMUNICATING, primitive_name
 from ..work import flops
-from .gathers import stored_input
 from .groups import Layers, made_of_parameters
 from .lifetimes import Lifetimes, Survey
+from .recompute import forward_nodes
 from .remat import attention_cores, inside
 
 __all__ = ["Choice", "ladder"]
@@ -72,28 +73,33 @@ class _Move:
         return Fraction(freed, max(self.after.work - self.before.work, 1))
 
 
-def ladder(finished: Traced, mesh: Mesh, where: str, droppable: Collection[fx.Node]) -> list[Choice]:
+def ladder(traced: Traced, finished: Traced, copies: Mapping[fx.Node, fx.Node], mesh: Mesh, where: str) -> list[Choice]:
     """The choices, least work first.
 
     Args:
-        finished: the program as it is without recomputation, all other passes included.
+        traced: the program before recomputation.
+        finished: the program without recomputation, all later passes included.
+        copies: where each node of `traced` is to be found in `finished`, if it is there still.
         mesh: the sizes of the axes.
         where: a pattern for the paths of the layers to choose from.
-        droppable: the nodes to choose from.
 
     Returns:
-        Rungs; each adds nodes of `finished` to those of the rungs below. The first adds none.
+        Rungs; each adds nodes of `traced` to those of the rungs below. The first adds none.
     """
-    return list(_Ladder(finished, mesh, where, droppable).rungs())
+    return list(_Ladder(traced, finished, copies, mesh, where).rungs())
 
 
 class _Ladder:
-    def __init__(self, finished: Traced, mesh: Mesh, where: str, droppable: Collection[fx.Node]) -> None:
-        self.times = Lifetimes(finished, mesh)
-        self.layers = Layers.find(finished, self.times.forward)
-        gathered = _gathered_anyway(self.times.nodes, self.times.forward)
-        self.droppable = set(droppable) - gathered
-        self.members = self._members(where, gathered)
+    def __init__(
+        self, traced: Traced, finished: Traced, copies: Mapping[fx.Node, fx.Node], mesh: Mesh, where: str
+    ) -> None:
+        self.forward = forward_nodes(traced)
+        self.layers = Layers.find(traced, self.forward)
+        apart = self._gathered_anyway(copies, set(finished.nodes))
+        self.times = Lifetimes(finished, mesh, [copies[node] for node in apart])
+        self.number = {node: self.times.number[copy] for node, copy in copies.items() if copy in self.times.number}
+        self.node = {number: node for node, number in self.number.items()}
+        self.members = self._members(where, apart)
         self.segment_of = {node: index for index, nodes in enumerate(self.members) for node in nodes}
         self.segments = self._segments()
         self.between = dict(self._between())
@@ -111,21 +117,31 @@ class _Ladder:
             closed = numbered
             keys.append(key if fnmatch.fnmatch(name, f"*{where}") else None)
         found: dict[int, list[fx.Node]] = {}
-        for node in self.times.forward:
+        for node in self.forward:
             layer = self.layers.of[node]
             segment = keys[layer] if layer >= 0 else None
-            if segment is not None and node not in apart:
+            if segment is not None and node in self.number and node not in apart:
                 found.setdefault(segment, []).append(node)
         return [nodes for _, nodes in sorted(found.items())]
 
-    def _inside(self, run_of: Callable[[int], int]) -> set[fx.Node]:
-        """What can be dropped if these runs of segments are computed again at once."""
-        own = {node: self.segment_of.get(node) for node in self.times.forward}
-        runs = {node: None if segment is None else run_of(segment) for node, segment in own.items()}
-        return inside(self.times.forward, runs) & self.droppable
+    def _gathered_anyway(self, copies: Mapping[fx.Node, fx.Node], there: Collection[fx.Node]) -> set[fx.Node]:
+        """Gathered parameters, and what is made of them, that later passes gather again for the backward."""
+        found: set[fx.Node] = set()
+        weights = made_of_parameters(self.forward)
+        for node in self.forward:
+            if primitive_name(node) == "all_gather" or not found.isdisjoint(operands_of(node)):
+                kept = copies[node] in there and any(user.meta["backward"] for user in copies[node].users)
+                if node in weights and not kept:
+                    found.add(node)
+        return found
+
+    def _inside(self, runs: Sequence[int]) -> set[fx.Node]:
+        """What can be dropped if segments of equal number are computed again at once."""
+        own = {node: self.segment_of.get(node) for node in self.forward}
+        return inside(self.forward, {node: None if index is None else runs[index] for node, index in own.items()})
 
     def _segments(self) -> list[_Segment]:
-        whole, cores = self._inside(lambda segment: segment), attention_cores(self.times.forward)
+        whole, cores = self._inside(range(len(self.members))), attention_cores(self.forward)
         return [self._segment(nodes, whole, cores) for nodes in self.members]
 
     def _segment(self, nodes: list[fx.Node], whole: set[fx.Node], cores: set[fx.Node]) -> _Segment:
@@ -138,7 +154,7 @@ class _Ladder:
         for what, chosen in (
             ("cheap ops", cheap),
             ("cheap ops and attention cores", [*cheap, *(node for node in quiet if node in cores)]),
-            ("all but communication", quiet),
+            ("all" if quiet == own else "all but communication", quiet),
             ("all", own),
         ):
             dropped = frozenset(self._numbers(chosen))
@@ -149,20 +165,20 @@ class _Ladder:
         return _Segment(name, stem, members, levels)
 
     def _numbers(self, nodes: Iterable[fx.Node]) -> list[int]:
-        return [self.times.number[node] for node in nodes]
+        return [self.number[node] for node in nodes]
 
     def _between(self) -> Iterator[tuple[int, _Move]]:
         """For each two segments of a stack that follow one another, the move that drops what one hands the other."""
         for parity in (0, 1):
-            joined = set(self._numbers(self._inside(lambda segment, parity=parity: (segment + parity) // 2)))
+            joined = self._inside([(index + parity) // 2 for index in range(len(self.segments))])
             for first in range(parity, len(self.segments) - 1, 2):
                 if self.segments[first].stem is not None and self.segments[first].stem == self.segments[first + 1].stem:
                     yield first, self._join(first, joined)
 
-    def _join(self, first: int, joined: set[int]) -> _Move:
+    def _join(self, first: int, joined: set[fx.Node]) -> _Move:
         a, b = self.segments[first], self.segments[first + 1]
         members, apart = a.members + b.members, a.levels[-1][1] | b.levels[-1][1]
-        adds = (joined & set(members)) - apart
+        adds = {number for number in members if self.node[number] in joined} - apart
         before, after = self.times.survey(members, apart), self.times.survey(members, apart | adds)
         return _Move((first, first + 1), 0, frozenset(adds), before, after, 2)
 
@@ -177,8 +193,8 @@ class _Ladder:
             self._take(move)
             curve = self.times.curve(dropped)
             segment = self.segments[move.segments[0]]
-            what = segment.levels[segment.level][0] if len(move.segments) == 1 else "what it hands on"
-            yield Choice(frozenset(self.times.nodes[n] for n in move.adds), what, segment.name, curve.peak)
+            what = segment.levels[segment.level][0] if len(move.segments) == 1 else "all, and what it hands on,"
+            yield Choice(frozenset(self.node[n] for n in move.adds), what, segment.name, curve.peak)
 
     def _best(self, at: int) -> _Move | None:
         moves = [(move.ratio(at), move) for move in self._moves()]
@@ -207,18 +223,3 @@ class _Ladder:
         run = self.runs[first] + self.runs[first + 1]
         for index in run:
             self.runs[index] = run
-
-
-def _gathered_anyway(nodes: Collection[fx.Node], forward: Collection[fx.Node]) -> set[fx.Node]:
-    """Gathered parameters, and what is made of them, that are gathered again for the backward whatever is chosen."""
-    again = {stored_input(node) for node in nodes if primitive_name(node) == "all_gather" and node.meta["backward"]}
-    found: set[fx.Node] = set()
-    weights = made_of_parameters(forward)
-    for node in forward:
-        if node not in weights:
-            continue
-        if primitive_name(node) == "all_gather" and stored_input(node) in again - {None}:
-            found.add(node)
-        elif any(operand in found for operand in node.all_input_nodes):
-            found.add(node)
-    return found

@@ -16,9 +16,8 @@ from sharding_specs import Mesh
 
 from ...tracing import Traced
 from ...tracing.graph import operands_of
-from ..memory import Ledger
+from ..memory import Ledger, viewed
 from ..work import work
-from .recompute import forward_nodes
 
 __all__ = ["Curve", "Lifetimes", "Survey"]
 
@@ -27,7 +26,7 @@ Part = tuple[int, int]  # a storage: the number of the op that makes it, and whi
 
 @dataclass(frozen=True)
 class Curve:
-    """Bytes alive while each op runs, copies included, and each op's number: a copy has that of the op it is made for."""
+    """Bytes alive at each op, copies included, and each op's number: a copy has that of the op that needs it."""
 
     bytes: list[int]
     numbers: list[int]
@@ -44,7 +43,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Survey:
-    """What part of a program keeps for the backward: (first op, last op, bytes) each; and the work of computing again."""
+    """When values of a part of a program live, (first, last, bytes) each; and the work of computing some again."""
 
     intervals: tuple[tuple[int, int, int], ...]
     work: int
@@ -57,26 +56,28 @@ class Survey:
 class Lifetimes:
     """The ops of a program by number.
 
-    Attributes:
-        nodes: the ops.
-        number: the number of each.
-        forward: the ops of the forward, in order.
+    Args:
+        traced: the program.
+        mesh: the sizes of the axes.
+        elsewhere: forward values that copies do not take, as there will be others of the same content: what is gathered
+            again.
     """
 
-    def __init__(self, traced: Traced, mesh: Mesh) -> None:
+    def __init__(self, traced: Traced, mesh: Mesh, elsewhere: Collection[fx.Node] = ()) -> None:
         self.mesh, self.ledger = mesh, Ledger("", traced)
         self.nodes = self.ledger.nodes
         self.number = {node: index for index, node in enumerate(self.nodes)}
-        self.forward = forward_nodes(traced)
-        self._is_forward = set(map(self.number.__getitem__, self.forward))
+        self._elsewhere = {self.number[node] for node in elsewhere if node in self.number}
         self._backward = [bool(node.meta["backward"]) for node in self.nodes]
         self._operands = [[self.number[v] for v in operands_of(node) if v in self.number] for node in self.nodes]
         self._users = [[self.number[user] for user in node.users if user in self.number] for node in self.nodes]
+        self._base = [None if (base := viewed(node)) is None else self.number.get(base, -1) for node in self.nodes]
         self._parts = [self._parts_of(node) for node in self.nodes]
         self._size = {
             (self.number[node], index): size for (node, index), size in self.ledger.sizes.items() if node in self.number
         }
         self._held = sum(size for (node, _), size in self.ledger.sizes.items() if node not in self.number)
+        self._outputs = {self.number[out] for out in traced.outputs if isinstance(out, fx.Node) and out in self.number}
         self._results = {part for out in traced.outputs if isinstance(out, fx.Node) for part in self._parts_of(out)}
 
     def _parts_of(self, node: fx.Node) -> list[Part]:
@@ -110,23 +111,40 @@ class Lifetimes:
     def _ops(self, dropped: set[int]) -> Iterator[tuple[int, int, list[tuple[int, int, bool]]]]:
         """Per op that would run: where it stands, which op it is, and the storages it touches, each own or a copy's."""
         copied: set[int] = set()
+        lies_in_copy: dict[tuple[int, bool], bool] = {}  # per value or copy of it, whether its storage is a copy's
 
         def touched(op: int, is_copy: bool) -> list[tuple[int, int, bool]]:
-            own = [(maker, index, is_copy and maker in copied) for maker, index in self._parts[op]]
             takes_copies = self._backward[op] or is_copy
-            return own + [
-                (maker, index, takes_copies and value in copied and maker in copied)
-                for value in self._operands[op]
-                for maker, index in self._parts[value]
+            taken = [value for value in self._operands[op] if not is_copy or value not in self._elsewhere]
+            values = [(value, takes_copies and value in copied) for value in taken]
+            base = self._base[op]
+            lies_in_copy[op, is_copy] = (
+                is_copy if base is None else lies_in_copy.get((base, takes_copies and base in copied), False)
+            )
+            return [
+                (maker, index, lies_in_copy[value])
+                for value in [(op, is_copy), *values]
+                for maker, index in self._parts[value[0]]
             ]
 
+        unused = self._unused(dropped)
         for number in range(len(self.nodes)):
             if self._backward[number]:
                 missing = self._missing(number, dropped, copied)
                 copied |= missing
                 for copy in sorted(missing):
                     yield number, copy, touched(copy, True)
-            yield number, number, touched(number, False)
+            if number not in unused:
+                yield number, number, touched(number, False)
+
+    def _unused(self, dropped: set[int]) -> set[int]:
+        """What nothing takes any more, now that the backward takes copies."""
+        unused: set[int] = set()
+        for number in sorted(dropped, reverse=True):
+            users = self._users[number]
+            if number not in self._outputs and all(self._backward[user] or user in unused for user in users):
+                unused.add(number)
+        return unused
 
     def _missing(self, number: int, dropped: set[int], copied: set[int]) -> set[int]:
         missing: set[int] = set()
