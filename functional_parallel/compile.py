@@ -216,12 +216,14 @@ def stage(
     parameters: str = "0",
     bucket: int | None = None,
     without: Collection[str] = (),
+    watch: Callable[[str, Program, Mesh], None] = lambda *_: None,
 ) -> Staged:
     """Trace a function on shards, type its values, check how its results lie, and run the passes that it asks for.
 
     Args:
         f, mesh, args, in_specs, out_specs, name, bucket, without: as for `compile`.
         parameters: the path of the argument that holds the model's parameters.
+        watch: called with the name of each rewrite after it, the program, and the mesh with its virtual axes.
     """
     layout = f.layout if isinstance(f, LocalFunction) else Layout(whole_arguments)
     wide = layout.mesh(mesh)
@@ -264,26 +266,43 @@ def stage(
         out_paths=[found["paths"][index] for index in kept],
         name=name,
     )
+    shapes = optree.tree_map(_shape_alone, args)
+    program.restage = functools.partial(
+        stage, f, mesh, shapes, in_specs, out_specs, name=name, parameters=parameters, bucket=bucket, without=without
+    )
     if out_specs is not UNCHECKED:
         _check_results(program, held)
-    _rewrite(program, layout, bucket, without)
+    _rewrite(program, layout, bucket, without, watch)
     return Staged(program, found["tree"], found["outputs"])
 
 
-def _rewrite(program: Program, layout: Layout, bucket: int | None, without: Collection[str]) -> None:
+def _rewrite(
+    program: Program,
+    layout: Layout,
+    bucket: int | None,
+    without: Collection[str],
+    watch: Callable[[str, Program, Mesh], None],
+) -> None:
     """Take the virtual axes out of a program, and run the passes that its transforms ask for."""
-    early, _ = run_passes([each for each in layout.passes if each.order < 0], program.traced, program.mesh, without)
+    wide = layout.mesh(program.mesh)
+    watch("traced", program, wide)
+    first = [each for each in layout.passes if each.order < 0]
+    early, _ = run_passes(first, program.traced, program.mesh, without, lambda name: watch(name, program, wide))
     for axis, size in layout.virtual:
         if size > 1:
             anew = {node for each in layout.passes for node in each.per_microbatch(program.traced)}
             program.traced = unroll(program.traced, axis, size, program.in_specs, program.out_specs, anew)
         program.in_specs = [spec.without({axis}) for spec in program.in_specs]
         program.out_specs = [spec.without({axis}) for spec in program.out_specs]
+        watch("microbatches", program, wide)
     late = [each for each in layout.passes if each.order >= 0]
     passes = [Marked(), Reductions(), *late, *([Buckets(bucket)] if bucket else [])]
-    later, program.notes = run_passes(passes, program.traced, program.mesh, without)
+    later, program.notes = run_passes(
+        passes, program.traced, program.mesh, without, lambda name: watch(name, program, program.mesh)
+    )
     program.passes = early + later
     fuse_views(program.traced)
+    watch("views", program, program.mesh)
 
 
 # -----------------------------------------------------------------------------
@@ -337,6 +356,13 @@ def _per_argument(specs: Any, args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
 
 def _local_aval(leaf: torch.Tensor, spec: P, mesh: Mesh) -> Aval:
     return Aval(tuple(local_shape(tuple(leaf.shape), spec, mesh)), leaf.dtype, leaf.device)
+
+
+def _shape_alone(leaf: Any) -> Any:
+    """A tensor of the same shape that keeps nothing alive."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return torch.empty((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
 
 
 def _signature(leaf: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 from .collectives import Collective
 
-__all__ = ["Explanation", "Row", "explain", "parse_bytes", "readable_bytes"]
+__all__ = ["Explanation", "Row", "columns", "explain", "parse_bytes", "readable_bytes"]
 
 _HEADERS = ("collective", "axis", "count", "operand", "bytes sent", "phase", "source")
 _CONVENTION = (
@@ -79,7 +79,7 @@ class Explanation:
         notes = [f"note: {note}" for note in self.notes]
         if not self.rows:
             return "\n".join([f"{title}: no communication", *notes])
-        head, *body = _table([_HEADERS, *(row.cells() for row in self.rows)], right=(2, 4))
+        head, *body = columns([_HEADERS, *(row.cells() for row in self.rows)], right=(2, 4))
         rule = "─" * min(max(map(len, (head, *body))), 120)
         return "\n".join([title, rule, head, rule, *body, rule, *self._footer(), _CONVENTION, *notes])
 
@@ -88,7 +88,7 @@ class Explanation:
         totals = self.totals().items()
         lines = [(kind, ", ".join(axes), f"{count} ×", readable_bytes(size)) for (kind, axes), (count, size) in totals]
         count = sum(row.count for row in self.rows)
-        return _table([*lines, ("total", "", f"{count} ×", readable_bytes(self.bytes))], right=(2, 3))
+        return columns([*lines, ("total", "", f"{count} ×", readable_bytes(self.bytes))], right=(2, 3))
 
     __repr__ = __str__
 
@@ -108,7 +108,7 @@ def explain(
         ValueError: for another grouping.
     """
     if group not in ("line", "axis"):
-        raise ValueError(f"explain(group={group!r}): it is 'line' or 'axis'")
+        raise ValueError(f"explain(group={group!r}): it is 'line', 'axis' or 'pass'")
     groups: dict[Any, list[Collective]] = defaultdict(list)
     for one in found:
         place = (str(one.operand), one.source) if group == "line" else ()
@@ -174,7 +174,7 @@ def _shortened(text: str, limit: int = 48) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def _table(lines: list[tuple[str, ...]], right: tuple[int, ...]) -> list[str]:
+def columns(lines: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:
     """Lines of cells in columns, those in `right` flush right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [

@@ -43,9 +43,13 @@ class LookingAhead(Protocol):
 
 
 def run_passes(
-    passes: Iterable[ProgramPass], traced: Traced, mesh: Mesh, without: Collection[str]
+    passes: Iterable[ProgramPass],
+    traced: Traced,
+    mesh: Mesh,
+    without: Collection[str],
+    after: Callable[[str], None] = lambda _: None,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Run the passes in their order, but for those that are switched off by name.
+    """Run the passes in their order, but for those that are switched off by name, and call `after` after each.
 
     Returns:
         The names of what ran, and what it notes.
@@ -59,6 +63,7 @@ def run_passes(
         else:
             each.run(traced, mesh)
         traced.seal()
+        after(each.name)
     return tuple(each.name for each in ordered), tuple(note for note in notes if note)
 
 
