@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -68,6 +68,7 @@ def train_step(
     batch: str = "global",
     bucket: int | None = 25 << 20,
     reduction: str = "fast",
+    without: Collection[str] = (),
 ) -> TrainStep:
     """Build a training step: gradient, clipping, optimizer, all sharded as the plan says.
 
@@ -96,6 +97,7 @@ def train_step(
             collective each.
         reduction: on real processes, "fast" for the backend's own sums, "ordered" for sums in rank order: the bits of
             simulated ranks, and of every ZeRO stage.
+        without: names of rewrites to switch off, as `program.passes` lists them.
 
     Returns:
         The step: `state = train.init(params)`, `state, metrics = train(state, *batch)`, `train.params(state)`.
@@ -110,7 +112,7 @@ def train_step(
     if plan is not None and not callable(plan):
         raise TypeError(f"train_step takes a plan, a transform or fp.chain of them, not {plan!r}")
     f = plan(loss) if plan is not None else loss
-    return TrainStep(f, optimizer, mesh, clip, seed, has_aux, batch == "own", bucket, reduction)
+    return TrainStep(f, optimizer, mesh, clip, seed, has_aux, batch == "own", bucket, reduction, frozenset(without))
 
 
 class TrainStep:
@@ -127,11 +129,13 @@ class TrainStep:
         own_batch: bool,
         bucket: int | None,
         reduction: str,
+        without: Collection[str] = (),
     ) -> None:
         self.f = f if isinstance(f, LocalFunction) else unsharded(f)
         self.optimizer, self.mesh, self.clip, self.seed = optimizer, mesh, clip, seed
         self.wide_mesh = self.f.layout.mesh(mesh)  # with microbatches as an axis
         self.has_aux, self.own_batch, self.bucket, self.reduction = has_aux, own_batch, bucket, reduction
+        self.without = without
         self._places = getattr(optimizer, "specs", None)  # a user's own pair need not have it
         self.scaling: LossScale | None = self.f.layout.loss_scale
         self.program: Any = None
@@ -272,9 +276,8 @@ class TrainStep:
             batch = self._global_shapes(params, batch)
         key = torch.zeros((), dtype=torch.int64) if self.seed is not None else None
         args = ((params, optimizer_state), batch, key)
-        return stage(
-            self._local_step(params, batch), self.mesh, args, name="train_step", parameters="0/0", bucket=self.bucket
-        )
+        f = self._local_step(params, batch)
+        return stage(f, self.mesh, args, name="train_step", parameters="0/0", bucket=self.bucket, without=self.without)
 
     def _global_shapes(self, params: PyTree, batch: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
         with bind(self.wide_mesh.shape, None):
