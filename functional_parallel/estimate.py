@@ -14,6 +14,7 @@ from sharding_specs import Mesh, broadcast_specs, local_shape
 
 from .optim import Optimizer, sgd
 from .program.explain import readable_bytes
+from .scaled import with_scale
 from .train import train_step
 
 __all__ = ["CONVENTIONS", "Convention", "Estimate", "activation_bytes", "estimate", "transformer_parameters"]
@@ -78,8 +79,8 @@ def estimate(
         mesh: the mesh.
         plan: a transform or a chain; without it every rank keeps everything.
         convention: bytes per element of a floating parameter: "zero", "megatron", "fp16", "fp32" or a `Convention`.
-        optimizer: count what `train_step` with this optimizer keeps instead: every tensor in its own dtype, and
-            gradients like the parameters.
+        optimizer: count what `train_step` with this optimizer keeps instead: every tensor in its own dtype, gradients
+            like the parameters, a loss scale if there is one. `mixed_precision` leaves all of it in float32.
 
     Returns:
         The bytes. Activations come on top; see `activation_bytes`.
@@ -89,7 +90,7 @@ def estimate(
     """
     shapes = optree.tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, params)
     train = train_step(lambda *_: None, optimizer or sgd(0.0), mesh, plan)
-    state = train.optimizer.init(shapes)
+    state = with_scale(train.optimizer.init(shapes), train.scaling)
     kept, update, state_specs = train.placement(shapes, state)
     gradients = kept if train.f.layout.whole_gradients else update
     if optimizer is not None:
