@@ -245,24 +245,33 @@ def test_dropout_repeats_itself() -> None:
     assert torch.equal(found, plain)
 
 
-def test_a_function_without_layers() -> None:
-    """Between products, and at its ends, there is always something cheap."""
+def without_layers(kind: str) -> tuple[Any, Any, torch.Tensor]:
+    torch.manual_seed(0)
+    if kind == "products":
 
-    def f(params: Any, x: torch.Tensor) -> torch.Tensor:
-        for name in ("first", "second", "third", "fourth"):
-            x = torch.exp(torch.sin(torch.tanh(x @ params[name])))
-        return x.sum()
+        def f(params: Any, x: torch.Tensor) -> torch.Tensor:
+            for weight in params.values():
+                x = torch.exp(torch.sin(torch.tanh(x @ weight)))
+            return x.sum()
 
-    draw = torch.Generator().manual_seed(0)
-    params = {name: torch.randn(8, 8, generator=draw) for name in ("first", "second", "third", "fourth")}
-    x = torch.randn(256, 8, generator=draw)
+        return f, {name: torch.randn(8, 8) for name in "abcdefgh"}, torch.randn(256, 8)
+    block = (torch.nn.Conv2d(4, 4, 3, padding=1), torch.nn.GELU(), torch.nn.GroupNorm(2, 4))
+    fn, params = fp.functional(torch.nn.Sequential(*block, *block, *block, *block))
+    return lambda params, x: fn(params, x).square().mean(), params, torch.randn(8, 4, 16, 16)
+
+
+@pytest.mark.parametrize("kind", ["products", "convolutions"])
+def test_a_function_without_layers(kind: str) -> None:
+    """Every parameter is a layer then; what is cheap between products goes first."""
+    f, params, x = without_layers(kind)
     plain = fp.compile(fp.grad(fp.remat(where="none")(f)), Mesh())
     before = plain(params, x)
     budget = plain.program.memory().peak * 3 // 4
     chosen = fp.compile(fp.grad(fp.remat(budget=budget)(f)), Mesh())
-    same = optree.tree_map(torch.equal, before, chosen(params, x))
-    assert all(optree.tree_leaves(same))
+    assert all(optree.tree_leaves(optree.tree_map(torch.equal, before, chosen(params, x))))
     assert chosen.program.memory().peak <= budget
+    again = [str(node.target) for node in chosen.program.traced.nodes if node.meta.get("recomputed")]
+    assert not any("convolution" in name for name in again)
 
 
 def test_where_restricts_the_choice() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from torch import fx
@@ -41,27 +41,55 @@ class Choice:
     peak: int
 
 
+_CHEAP = ("nothing", "cheap ops")
+
+
 @dataclass
 class _Segment:
-    """A layer, and what can be computed again of it: level 0 is nothing."""
+    """A layer, and what can be computed again of it.
+
+    Attributes:
+        name: its path.
+        stem: the path of the stack that it is part of; empty outside stacks.
+        members: its values, by number.
+        levels: more and more of its inside, with a name each; level 0 is nothing.
+        exits: cheap values that it hands on.
+        state: the level chosen, and whether exits are computed again too.
+    """
 
     name: str
-    stem: str | None
+    stem: str
     members: list[int]
-    levels: list[tuple[str, frozenset[int], Survey]]
-    level: int = 0
+    levels: list[tuple[str, frozenset[int]]]
+    exits: frozenset[int]
+    state: tuple[int, bool] = (0, False)
 
     @property
     def is_whole(self) -> bool:
-        return self.level == len(self.levels) - 1
+        return self.state[0] == len(self.levels) - 1
+
+    def states(self) -> Iterator[tuple[int, bool]]:
+        """Those above the present one; what products hand on is dropped while they are kept, or by a join."""
+        level, out = self.state
+        yield from ((higher, out) for higher in range(level + 1, len(self.levels)))
+        if self.exits and not out:
+            yield from ((cheap, True) for cheap in range(level, len(self.levels)) if self.levels[cheap][0] in _CHEAP)
+
+    def dropped(self, state: tuple[int, bool]) -> frozenset[int]:
+        return self.levels[state[0]][1] | (self.exits if state[1] else frozenset())
+
+    def what(self) -> str:
+        level, out = self.state
+        inner = self.levels[level][0]
+        return inner if not out else "cheap results" if level == 0 else f"{inner}, and cheap results,"
 
 
 @dataclass(frozen=True)
 class _Move:
-    """A step up: of one segment to a level, or what a segment hands to the next one."""
+    """A step up: of one segment to a state, or what a segment hands to the next one."""
 
     segments: tuple[int, ...]
-    level: int
+    state: tuple[int, bool]
     adds: frozenset[int]
     before: Survey
     after: Survey
@@ -103,25 +131,18 @@ class _Ladder:
         self.segment_of = {node: index for index, nodes in enumerate(self.members) for node in nodes}
         self.segments = self._segments()
         self.between = dict(self._between())
+        self.surveys: dict[tuple[int, tuple[int, bool]], Survey] = {}
         self.runs = [[index] for index in range(len(self.segments))]
 
     # --- what there is to choose from ---
 
     def _members(self, where: str, apart: Collection[fx.Node]) -> list[list[fx.Node]]:
-        """The forward in segments: each layer of a stack is one, and so are those between, before and behind stacks."""
-        keys: list[int | None] = []
-        key, closed = -1, True
-        for index, name in enumerate(self.layers.names):
-            numbered = self.layers.is_numbered(index)
-            key += numbered or closed
-            closed = numbered
-            keys.append(key if fnmatch.fnmatch(name, f"*{where}") else None)
+        """The forward's values by layer; a parameter that is part of no stack is a layer too."""
+        chosen = {index for index, name in enumerate(self.layers.names) if fnmatch.fnmatch(name, f"*{where}")}
         found: dict[int, list[fx.Node]] = {}
         for node in self.forward:
-            layer = self.layers.of[node]
-            segment = keys[layer] if layer >= 0 else None
-            if segment is not None and node in self.number and node not in apart:
-                found.setdefault(segment, []).append(node)
+            if self.layers.of[node] in chosen and node in self.number and node not in apart:
+                found.setdefault(self.layers.of[node], []).append(node)
         return [nodes for _, nodes in sorted(found.items())]
 
     def _gathered_anyway(self, copies: Mapping[fx.Node, fx.Node], there: Collection[fx.Node]) -> set[fx.Node]:
@@ -145,24 +166,22 @@ class _Ladder:
         return [self._segment(nodes, whole, cores) for nodes in self.members]
 
     def _segment(self, nodes: list[fx.Node], whole: set[fx.Node], cores: set[fx.Node]) -> _Segment:
-        layer = max(self.layers.of[node] for node in nodes)
+        layer = self.layers.of[nodes[0]]
         own = [node for node in nodes if node in whole]
         quiet = [node for node in own if primitive_name(node) not in COMMUNICATING]
         cheap = [node for node in quiet if flops(node) == 0]
-        members = self._numbers(nodes)
-        levels = [("nothing", frozenset[int](), self.times.survey(members, ()))]
+        exits = [node for node in nodes if node not in whole and flops(node) == 0 and primitive_name(node) is None]
+        levels = [("nothing", frozenset[int]())]
         for what, chosen in (
             ("cheap ops", cheap),
             ("cheap ops and attention cores", [*cheap, *(node for node in quiet if node in cores)]),
             ("all" if quiet == own else "all but communication", quiet),
             ("all", own),
         ):
-            dropped = frozenset(self._numbers(chosen))
-            if dropped != levels[-1][1]:
-                levels.append((what, dropped, self.times.survey(members, dropped)))
-        numbered = self.layers.is_numbered(layer)
-        name, stem = (self.layers.names[layer], self.layers.stem(layer)) if numbered else ("outside layers", None)
-        return _Segment(name, stem, members, levels)
+            if len(chosen) > len(levels[-1][1]):
+                levels.append((what, frozenset(self._numbers(chosen))))
+        stem = self.layers.stem(layer) if self.layers.is_numbered(layer) else ""
+        return _Segment(self.layers.names[layer], stem, self._numbers(nodes), levels, frozenset(self._numbers(exits)))
 
     def _numbers(self, nodes: Iterable[fx.Node]) -> list[int]:
         return [self.number[node] for node in nodes]
@@ -172,7 +191,7 @@ class _Ladder:
         for parity in (0, 1):
             joined = self._inside([(index + parity) // 2 for index in range(len(self.segments))])
             for first in range(parity, len(self.segments) - 1, 2):
-                if self.segments[first].stem is not None and self.segments[first].stem == self.segments[first + 1].stem:
+                if self.segments[first].stem == self.segments[first + 1].stem:
                     yield first, self._join(first, joined)
 
     def _join(self, first: int, joined: set[fx.Node]) -> _Move:
@@ -180,7 +199,7 @@ class _Ladder:
         members, apart = a.members + b.members, a.levels[-1][1] | b.levels[-1][1]
         adds = {number for number in members if self.node[number] in joined} - apart
         before, after = self.times.survey(members, apart), self.times.survey(members, apart | adds)
-        return _Move((first, first + 1), 0, frozenset(adds), before, after, 2)
+        return _Move((first, first + 1), (0, False), frozenset(adds), before, after, 2)
 
     # --- choosing ---
 
@@ -193,7 +212,7 @@ class _Ladder:
             self._take(move)
             curve = self.times.curve(dropped)
             segment = self.segments[move.segments[0]]
-            what = segment.levels[segment.level][0] if len(move.segments) == 1 else "all, and what it hands on,"
+            what = segment.what() if len(move.segments) == 1 else "all, and what it hands on,"
             yield Choice(frozenset(self.node[n] for n in move.adds), what, segment.name, curve.peak)
 
     def _best(self, at: int) -> _Move | None:
@@ -205,19 +224,24 @@ class _Ladder:
 
     def _moves(self) -> Iterator[_Move]:
         for index, segment in enumerate(self.segments):
-            _, now, before = segment.levels[segment.level]
-            for level in range(segment.level + 1, len(segment.levels)):
-                _, then, after = segment.levels[level]
-                yield _Move((index,), level, then - now, before, after, 1)
+            now, before = segment.dropped(segment.state), self._survey(index, segment.state)
+            for state in segment.states():
+                yield _Move((index,), state, segment.dropped(state) - now, before, self._survey(index, state), 1)
         for first, move in self.between.items():
             if self.segments[first].is_whole and self.segments[first + 1].is_whole:
                 length = len(self.runs[first]) + len(self.runs[first + 1])
-                yield _Move(move.segments, 0, move.adds, move.before, move.after, length)
+                yield replace(move, length=length)
+
+    def _survey(self, index: int, state: tuple[int, bool]) -> Survey:
+        if (index, state) not in self.surveys:
+            segment = self.segments[index]
+            self.surveys[index, state] = self.times.survey(segment.members, segment.dropped(state))
+        return self.surveys[index, state]
 
     def _take(self, move: _Move) -> None:
         first = move.segments[0]
         if len(move.segments) == 1:
-            self.segments[first].level = move.level
+            self.segments[first].state = move.state
             return
         del self.between[first]
         run = self.runs[first] + self.runs[first + 1]
