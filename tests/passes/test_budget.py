@@ -54,10 +54,11 @@ def plain_peak(name: str, bucket: int | None = 25 << 20) -> int:
     return step(name, bucket=bucket).memory().peak
 
 
-def lowest(name: str, **options: Any) -> int:
+@cache
+def lowest(name: str, bucket: int | None = 25 << 20) -> int:
     """The lowest peak that is reached, as the error says."""
     with pytest.raises(fp.BudgetError) as caught:
-        step(name, fp.remat(budget=1), **options)
+        step(name, fp.remat(budget=1), bucket=bucket)
     return reached(caught.value)
 
 
@@ -71,16 +72,16 @@ def again(program: Any) -> int:
     return sum(work(node, program.mesh) for node in copies if "all_gather" not in str(node.target))
 
 
-@settings(max_examples=25, deadline=None)
-@given(name=st.sampled_from(sorted(PLANS)), fraction=st.floats(0, 1), bucket=st.sampled_from([None, 1 << 10, 25 << 20]))
+@settings(max_examples=16, deadline=None)
+@given(name=st.sampled_from(sorted(PLANS)), fraction=st.floats(0, 1), bucket=st.sampled_from([1 << 10, 25 << 20]))
 def test_the_peak_fits_and_is_measured(name: str, fraction: float, bucket: int | None) -> None:
-    low, high = lowest(name, bucket=bucket), plain_peak(name, bucket)
+    low, high = lowest(name, bucket), plain_peak(name, bucket)
     budget = round(low + fraction * (high - low))
     program = step(name, fp.remat(budget=budget), bucket=bucket)
     assert measured(program) == program.memory().peak <= budget
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(name=st.sampled_from(sorted(PLANS)), fraction=st.floats(0, 1), integers=st.booleans())
 def test_gradients_are_the_same_to_the_bit(name: str, fraction: float, integers: bool) -> None:
     """Those of the same plan without recomputation; on integers also those of the whole function."""
@@ -111,7 +112,7 @@ def test_gradients_are_the_same_to_the_bit(name: str, fraction: float, integers:
 @pytest.mark.parametrize("name", sorted(PLANS))
 def test_a_looser_budget_never_computes_more_again(name: str) -> None:
     low, high = lowest(name), plain_peak(name)
-    budgets = [low + (high - low) * part // 7 for part in range(8)]
+    budgets = [low + (high - low) * part // 4 for part in range(5)]
     programs = [step(name, fp.remat(budget=budget)) for budget in budgets]
     costs = [again(program) for program in programs]
     assert costs == sorted(costs, reverse=True)
