@@ -17,7 +17,7 @@ from .collectives.axes import bind
 from .collectives.types import CollectiveTypeError, State, Type
 from .local_function import Layout, LocalFunction, PyTree, SpecTree, whole_arguments
 from .program import Program, drop_trivial
-from .program.passes import Buckets, Marked, Reductions, run_passes
+from .program.passes import NAMES, Buckets, Marked, Reductions, run_passes
 from .program.unroll import unroll
 from .runtime import default_runtime
 from .tracing import Aval, forget_values, fuse_views, simplify, trace
@@ -70,6 +70,7 @@ def compile(
         LayoutError: when a bare function has no specs, or a local one is given some.
         OutSpecError: when called, if a result does not lie as its spec says.
         TypingError: when called, if the program treats a value as something it is not.
+        ValueError: when called, if there is no rewrite of a name in `without`.
     """
     guards.check_callable(f)
     if isinstance(f, LocalFunction):
@@ -285,6 +286,9 @@ def _rewrite(
 ) -> None:
     """Take the virtual axes out of a program, and run the passes that its transforms ask for."""
     wide = layout.mesh(program.mesh)
+    unknown = sorted(set(without) - NAMES - {each.name for each in layout.passes})
+    if unknown:
+        raise ValueError(f"without={unknown}: no such rewrites; there are {', '.join(map(repr, sorted(NAMES)))}")
     watch("traced", program, wide)
     first = [each for each in layout.passes if each.order < 0]
     early, _ = run_passes(first, program.traced, program.mesh, without, lambda name: watch(name, program, wide))

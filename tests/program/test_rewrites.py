@@ -96,6 +96,11 @@ def test_each_can_be_switched_off(name: str) -> None:
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-14)
 
 
+def test_a_rewrite_that_does_not_exist() -> None:
+    with pytest.raises(ValueError, match=r"without=\['bucket'\]: no such rewrites; there are 'buckets', 'casts', "):
+        program(without=("bucket", "gathers"))
+
+
 def test_a_program_keeps_no_arguments() -> None:
     x, y = batch(64)
     step = fp.compile(fp.grad_and_value(fp.data_parallel("data")(loss)), Mesh(data=2))

@@ -14,7 +14,12 @@ from .reduce_types import ReduceIn
 from .reductions import Reductions
 from .remat import Marked, Remat
 
+NAMES = frozenset(
+    each.name for each in (Buckets, Gathers, Marked, NarrowGathers, ReduceEach, ReduceIn, Reductions, Remat)
+)
+
 __all__ = [
+    "NAMES",
     "Buckets",
     "BudgetError",
     "Gathers",
