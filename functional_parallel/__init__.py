@@ -38,7 +38,7 @@ from .loss_scaling import LossScale, LossScaleError
 from .partition import PartitionError, PartitionWarning, partition
 from .partition.rules import register_rule
 from .precision import mixed_precision
-from .program import Program
+from .program import BudgetError, Program
 from .runtime import CollectiveError, OutOfStepError, is_main_rank
 from .sampler import Sampler
 from .train import Metrics, TrainState, train_step
@@ -59,6 +59,7 @@ from .uneven import UnevenBatchError, even_batches, pad_batch
 from .varying import TypingError
 
 __all__ = [
+    "BudgetError",
     "CollectiveError",
     "CollectiveTypeError",
     "Compiled",

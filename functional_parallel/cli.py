@@ -71,7 +71,10 @@ def _parser() -> argparse.ArgumentParser:
 
     explain = commands.add_parser("explain", help="every collective of a program: kind, axis, count, bytes, line")
     explain.add_argument(
-        "--group", choices=("line", "axis"), default="line", help="one row per source line, or per axis"
+        "--group",
+        choices=("line", "axis", "pass"),
+        default="line",
+        help="one row per source line, per axis, or per pass",
     )
     explain.add_argument("--json", action="store_true", help="print JSON instead of a table")
     explain.add_argument("--program", action="store_true", help="print the program's text instead of a table")

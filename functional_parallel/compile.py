@@ -16,12 +16,11 @@ from .collectives import guards
 from .collectives.axes import bind
 from .collectives.types import CollectiveTypeError, State, Type
 from .local_function import Layout, LocalFunction, PyTree, SpecTree, whole_arguments
-from .pipelines import PipelineError, PipelineProgram, build
+from .pipelines import PipelineError
 from .program import Program, drop_trivial
-from .program.passes import Buckets, Marked, Reductions, run_passes
-from .program.unroll import unroll
+from .rewrite import rewrite
 from .runtime import PipelineRuntime, default_runtime
-from .tracing import Aval, fold_layers, forget_values, fuse_views, simplify, trace
+from .tracing import Aval, forget_values, simplify, trace
 from .varying import Typing, type_of
 
 __all__ = ["UNCHECKED", "Compiled", "LayoutError", "OutSpecError", "compile", "runtime_of", "shard_map", "stage"]
@@ -71,6 +70,7 @@ def compile(
         LayoutError: when a bare function has no specs, or a local one is given some.
         OutSpecError: when called, if a result does not lie as its spec says.
         TypingError: when called, if the program treats a value as something it is not.
+        ValueError: when called, if there is no rewrite of a name in `without`.
     """
     guards.check_callable(f)
     if isinstance(f, LocalFunction):
@@ -225,12 +225,14 @@ def stage(
     parameters: str = "0",
     bucket: int | None = None,
     without: Collection[str] = (),
+    watch: Callable[[str, Program, Mesh], None] = lambda *_: None,
 ) -> Staged:
     """Trace a function on shards, type its values, check how its results lie, and run the passes that it asks for.
 
     Args:
         f, mesh, args, in_specs, out_specs, name, bucket, without: as for `compile`.
         parameters: the path of the argument that holds the model's parameters.
+        watch: called with the name of each rewrite after it, the program, and the mesh with its virtual axes.
     """
     layout = f.layout if isinstance(f, LocalFunction) else Layout(whole_arguments)
     wide = layout.mesh(mesh)
@@ -275,61 +277,28 @@ def stage(
         out_paths=[found["paths"][index] for index in kept],
         name=name,
     )
+    shapes = optree.tree_map(_shape_alone, args)
+    program.restage = functools.partial(
+        stage, f, mesh, shapes, in_specs, out_specs, name=name, parameters=parameters, bucket=bucket, without=without
+    )
     if out_specs is not UNCHECKED:
         _check_results(program, held)
-    return Staged(_rewrite(program, layout, bucket, without), found["tree"], found["outputs"])
-
-
-def _rewrite(
-    program: Program, layout: Layout, bucket: int | None, without: Collection[str]
-) -> Program | PipelineProgram:
-    """Take the virtual axes out of a program, and run the passes that its transforms ask for."""
-    early = run_passes([each for each in layout.passes if each.order < 0], program.traced, program.mesh, without)
-    if layout.pipeline is not None:
-        return _pipelined(program, layout, bucket, without, early)
-    for axis, size in layout.virtual_sizes(program.mesh).items():
-        if size > 1:
-            anew = {node for each in layout.passes for node in each.per_microbatch(program.traced)}
-            program.traced = unroll(program.traced, axis, size, program.in_specs, program.out_specs, anew)
-        program.in_specs = [spec.without({axis}) for spec in program.in_specs]
-        program.out_specs = [spec.without({axis}) for spec in program.out_specs]
-    late = [each for each in layout.passes if each.order >= 0]
-    passes = [Marked(), Reductions(), *late, *([Buckets(bucket)] if bucket else [])]
-    program.passes = early + run_passes(passes, program.traced, program.mesh, without)
-    fuse_views(program.traced)
-    return program
+    rewritten = rewrite(program, layout, bucket, without, watch)
+    return Staged(rewritten, found["tree"], found["outputs"])
 
 
 def _check_synchronous(f: LocalFunction, mesh: Mesh) -> None:
     plan = f.layout.pipeline
     if plan is not None and plan.on(mesh).versions is not None:
         raise PipelineError(
-            f"{plan.on(mesh).name} updates weights while microbatches are under way, which "
-            "a gradient cannot: run it with fp.train_step, or take a synchronous schedule"
+            f"{plan.on(mesh).name} updates weights while microbatches are under way, which a gradient cannot: run it "
+            "with fp.train_step, or take a synchronous schedule"
         )
 
 
 def _pipelined_axes(layout: Layout) -> tuple[str, ...]:
     """Axes whose sums say where a pipeline ends, even over one microbatch."""
     return () if layout.pipeline is None else (layout.pipeline.virtual,)
-
-
-def _pipelined(
-    program: Program, layout: Layout, bucket: int | None, without: Collection[str], early: tuple[str, ...]
-) -> PipelineProgram:
-    """Cut a program into a pipeline: first what is recomputed and gathered when, last how sums are batched."""
-    plan = layout.pipeline
-    fold_layers(program.traced)
-    simplify(program.traced)
-    late = [Marked(), *(each for each in layout.passes if each.order >= 0)]
-    program.passes = early + run_passes(late, program.traced, program.mesh, without)
-    inlined = {node for each in layout.passes for node in each.per_microbatch(program.traced)}
-
-    def finish(part: Program) -> None:
-        part.passes = run_passes([Buckets(bucket)] if bucket else [], part.traced, part.mesh, without)
-        fuse_views(part.traced)
-
-    return build(program, plan, layout.virtual_sizes(program.mesh)[plan.virtual], inlined, finish)
 
 
 def runtime_of(mesh: Mesh, f: Any, reduction: str = "fast") -> Any:
@@ -390,6 +359,13 @@ def _per_argument(specs: Any, args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
 
 def _local_aval(leaf: torch.Tensor, spec: P, mesh: Mesh) -> Aval:
     return Aval(tuple(local_shape(tuple(leaf.shape), spec, mesh)), leaf.dtype, leaf.device)
+
+
+def _shape_alone(leaf: Any) -> Any:
+    """A tensor of the same shape that keeps nothing alive."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return torch.empty((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
 
 
 def _signature(leaf: Any) -> Any:

@@ -14,6 +14,7 @@ from sharding_specs import Mesh, broadcast_specs, local_shape
 
 from .optim import Optimizer, sgd
 from .program.explain import readable_bytes
+from .scaled import with_scale
 from .train import train_step
 
 __all__ = ["CONVENTIONS", "Convention", "Estimate", "activation_bytes", "estimate", "transformer_parameters"]
@@ -78,8 +79,8 @@ def estimate(
         mesh: the mesh.
         plan: a transform or a chain; without it every rank keeps everything.
         convention: bytes per element of a floating parameter: "zero", "megatron", "fp16", "fp32" or a `Convention`.
-        optimizer: count what `train_step` with this optimizer keeps instead: every tensor in its own dtype, and
-            gradients like the parameters.
+        optimizer: count what `train_step` with this optimizer keeps instead: every tensor in its own dtype, gradients
+            like the parameters, a loss scale if there is one. `mixed_precision` leaves all of it in float32.
 
     Returns:
         The bytes. Activations come on top; see `activation_bytes`.
@@ -93,7 +94,7 @@ def estimate(
     packed = places.packing.pack_whole(shapes)
     partial = (shapes, places.kept) if train.f.layout.whole_gradients else (packed, places.update)
     if optimizer is not None:
-        state = places.packed_state(optimizer.init(shapes))
+        state = places.packed_state(with_scale(optimizer.init(shapes), train.scaling))
         parts = (_bytes(shapes, places.kept, mesh), _bytes(*partial, mesh, others=False))
         return Estimate(*parts, _bytes(state, places.state(state, optimizer), mesh))
     each = _convention(convention)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -65,6 +65,7 @@ def train_step(
     batch: str = "global",
     bucket: int | None = 25 << 20,
     reduction: str = "fast",
+    without: Collection[str] = (),
 ) -> TrainStep:
     """Build a training step: gradient, clipping, optimizer, all sharded as the plan says.
 
@@ -93,6 +94,7 @@ def train_step(
             collective each.
         reduction: on real processes, "fast" for the backend's own sums, "ordered" for sums in rank order: the bits of
             simulated ranks, and of every ZeRO stage.
+        without: names of rewrites to switch off, as `program.passes` lists them.
 
     Returns:
         The step: `state = train.init(params)`, `state, metrics = train(state, *batch)`, `train.params(state)`.
@@ -107,7 +109,7 @@ def train_step(
     if plan is not None and not callable(plan):
         raise TypeError(f"train_step takes a plan, a transform or fp.chain of them, not {plan!r}")
     f = plan(loss) if plan is not None else loss
-    return TrainStep(f, optimizer, mesh, clip, seed, has_aux, batch == "own", bucket, reduction)
+    return TrainStep(f, optimizer, mesh, clip, seed, has_aux, batch == "own", bucket, reduction, frozenset(without))
 
 
 class TrainStep:
@@ -124,6 +126,7 @@ class TrainStep:
         own_batch: bool,
         bucket: int | None,
         reduction: str,
+        without: Collection[str] = (),
     ) -> None:
         self.f = f if isinstance(f, LocalFunction) else unsharded(f)
         self.optimizer, self.mesh, self.clip, self.seed = optimizer, mesh, clip, seed
@@ -131,6 +134,7 @@ class TrainStep:
         self.has_aux, self.own_batch, self.bucket, self.reduction = has_aux, own_batch, bucket, reduction
         if self.f.layout.flat_update:
             require_elementwise(optimizer)
+        self.without = without
         self.scaling: LossScale | None = self.f.layout.loss_scale
         self.program: Any = None
         self._staged: dict[Any, Staged] = {}
@@ -288,9 +292,8 @@ class TrainStep:
         batch = of_one_update(self.f.layout, self.mesh, params, batch)
         key = torch.zeros((), dtype=torch.int64) if self.seed is not None else None
         args = ((params, optimizer_state), batch, key)
-        return stage(
-            self._local_step(params, batch), self.mesh, args, name="train_step", parameters="0/0", bucket=self.bucket
-        )
+        f = self._local_step(params, batch)
+        return stage(f, self.mesh, args, name="train_step", parameters="0/0", bucket=self.bucket, without=self.without)
 
     def _global_shapes(self, params: PyTree, batch: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
         with bind(self.wide_mesh.shape, None):

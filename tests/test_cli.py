@@ -53,6 +53,13 @@ def test_explain_a_training_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"^psum +data +\d+ ×", text, re.MULTILINE)
 
 
+def test_explain_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("explain", "tests.cli_targets:training", *MESH, "--group", "pass")
+    assert re.search(r"^reductions +\d+", output(capsys, *asked), re.MULTILINE)
+    names = [row["name"] for row in json.loads(output(capsys, *asked, "--json"))["rows"]]
+    assert names[-1] == "views" and "recompute" in names
+
+
 def test_explain_prints_the_program(capsys: pytest.CaptureFixture[str]) -> None:
     assert "psum(" in output(capsys, "explain", "tests.cli_targets:gradient", *MESH, "--program")
 

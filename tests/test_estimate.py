@@ -96,6 +96,8 @@ PLANS: dict[str, Any] = {
     "zero 1": fp.zero(1, "data"),
     "zero 3": fp.zero(3, "data"),
     "tensor": fp.tensor_parallel("tensor", {"w1": P(None, "tensor"), "w2": P("tensor")}),
+    "bf16": fp.chain(fp.mixed_precision("bf16"), fp.zero(2, "data")),
+    "fp16, scaled": fp.chain(fp.mixed_precision("fp16"), fp.zero(3, "data")),
     "both": fp.chain(fp.tensor_parallel("tensor", {"w1": P(None, "tensor"), "w2": P("tensor")}), fp.zero(1, "data")),
 }
 

@@ -2,7 +2,8 @@
 
 from .collectives import COMMUNICATING, Collective, collectives_of
 from .explain import Explanation
+from .passes import BudgetError
 from .program import Program
 from .trivial import drop_trivial
 
-__all__ = ["COMMUNICATING", "Collective", "Explanation", "Program", "collectives_of", "drop_trivial"]
+__all__ = ["COMMUNICATING", "BudgetError", "Collective", "Explanation", "Program", "collectives_of", "drop_trivial"]

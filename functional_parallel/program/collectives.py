@@ -26,7 +26,7 @@ from sharding_specs import Mesh
 from ..source import Source
 from ..tracing import Aval, Traced
 
-__all__ = ["COMMUNICATING", "PRIMITIVES", "Collective", "collectives_of", "primitive_name"]
+__all__ = ["COMMUNICATING", "PRIMITIVES", "Collective", "collective_of", "collectives_of", "primitive_name"]
 
 COMMUNICATING = ("psum", "psum_scatter", "all_gather", "all_to_all", "ppermute", "pmax", "pmin", "pbroadcast")
 PRIMITIVES = (*COMMUNICATING, "pscatter", "pcast", "axis_index")
@@ -68,17 +68,29 @@ def collectives_of(traced: Traced, mesh: Mesh, *, casts: bool = False) -> Iterat
         casts: whether to include the primitives that never send: casts, slices and indices.
     """
     for node in traced.nodes:
-        name = primitive_name(node)
-        if name is None or not (casts or name in COMMUNICATING):
-            continue
-        x, named, *params = (node, *node.args) if name == "axis_index" else node.args
-        axes = tuple(axis for axis in named if mesh.axis_size(axis) > 1)
-        if not axes:
-            continue
-        operand, result = x.meta["val"], node.meta["val"]
-        size = math.prod(mesh.axis_size(axis) for axis in axes)
-        sent = _bytes(name, operand, result, size, params) if name in COMMUNICATING else 0
-        yield Collective(name, axes, operand, result, sent, node.meta["source"], node.meta["backward"], node)
+        found = collective_of(node, mesh)
+        if found is not None and (casts or found.kind in COMMUNICATING):
+            yield found
+
+
+def collective_of(node: fx.Node, mesh: Mesh) -> Collective | None:
+    """The primitive that an op is, over the axes of more than one rank; None when there are none, or it is another op.
+
+    Args:
+        node: an op of a program.
+        mesh: the sizes of the axes.
+    """
+    name = primitive_name(node)
+    if name is None:
+        return None
+    x, named, *params = (node, *node.args) if name == "axis_index" else node.args
+    axes = tuple(axis for axis in named if mesh.axis_size(axis) > 1)
+    if not axes:
+        return None
+    operand, result = x.meta["val"], node.meta["val"]
+    size = math.prod(mesh.axis_size(axis) for axis in axes)
+    sent = _bytes(name, operand, result, size, params) if name in COMMUNICATING else 0
+    return Collective(name, axes, operand, result, sent, node.meta["source"], node.meta["backward"], node)
 
 
 def _bytes(kind: str, operand: Aval, result: Aval, size: int, params: list[Any]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any
 
 from .collectives import Collective
 
-__all__ = ["Explanation", "Row", "explain"]
+__all__ = ["Explanation", "Row", "columns", "explain", "parse_bytes", "readable_bytes"]
 
 _HEADERS = ("collective", "axis", "count", "operand", "bytes sent", "phase", "source")
 _CONVENTION = (
@@ -78,7 +79,7 @@ class Explanation:
         notes = [f"note: {note}" for note in self.notes]
         if not self.rows:
             return "\n".join([f"{title}: no communication", *notes])
-        head, *body = _table([_HEADERS, *(row.cells() for row in self.rows)], right=(2, 4))
+        head, *body = columns([_HEADERS, *(row.cells() for row in self.rows)], right=(2, 4))
         rule = "─" * min(max(map(len, (head, *body))), 120)
         return "\n".join([title, rule, head, rule, *body, rule, *self._footer(), _CONVENTION, *notes])
 
@@ -87,7 +88,7 @@ class Explanation:
         totals = self.totals().items()
         lines = [(kind, ", ".join(axes), f"{count} ×", readable_bytes(size)) for (kind, axes), (count, size) in totals]
         count = sum(row.count for row in self.rows)
-        return _table([*lines, ("total", "", f"{count} ×", readable_bytes(self.bytes))], right=(2, 3))
+        return columns([*lines, ("total", "", f"{count} ×", readable_bytes(self.bytes))], right=(2, 3))
 
     __repr__ = __str__
 
@@ -107,7 +108,7 @@ def explain(
         ValueError: for another grouping.
     """
     if group not in ("line", "axis"):
-        raise ValueError(f"explain(group={group!r}): it is 'line' or 'axis'")
+        raise ValueError(f"explain(group={group!r}): it is 'line', 'axis' or 'pass'")
     groups: dict[Any, list[Collective]] = defaultdict(list)
     for one in found:
         place = (str(one.operand), one.source) if group == "line" else ()
@@ -140,11 +141,40 @@ def readable_bytes(count: int) -> str:
     return f"{size:.1f} TiB"
 
 
+_UNITS = (
+    {"": 1, "B": 1}
+    | {f"{p}B": 1000**n for n, p in enumerate("kMGT", 1)}
+    | {f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}
+)
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(size: int | str) -> int:
+    """Bytes as a person writes them: a number, with or without a unit.
+
+    >>> parse_bytes("1.5 KiB"), parse_bytes("8GB"), parse_bytes(7)
+    (1536, 8000000000, 7)
+
+    Args:
+        size: an int, or text with a unit: B, kB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (powers of 1024).
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    found = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    unit = None if found is None else {name.lower(): factor for name, factor in _UNITS.items()}.get(found[2].lower())
+    if found is None or unit is None or float(found[1]) * unit < 1:
+        raise ValueError(f"{size!r} is no size: write bytes, as 8 << 30, or with a unit, as '8GiB', '8GB' or '512 MiB'")
+    return int(float(found[1]) * unit)
+
+
 def _shortened(text: str, limit: int = 48) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def _table(lines: list[tuple[str, ...]], right: tuple[int, ...]) -> list[str]:
+def columns(lines: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:
     """Lines of cells in columns, those in `right` flush right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [

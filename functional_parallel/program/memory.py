@@ -21,7 +21,7 @@ from ..tracing.graph import operands_of
 from .collectives import primitive_name
 from .explain import readable_bytes
 
-__all__ = ["Memory", "memory_of", "viewed"]
+__all__ = ["Ledger", "Memory", "memory_of", "viewed"]
 
 aten = torch.ops.aten
 
@@ -94,10 +94,18 @@ class Memory:
 
 def memory_of(name: str, traced: Traced) -> Memory:
     """The curve of a graph; see `Program.memory`."""
-    return _Ledger(name, traced).memory()
+    return Ledger(name, traced).memory()
 
 
-class _Ledger:
+class Ledger:
+    """Which storage each value of a graph lies in, and how many bytes it has.
+
+    Attributes:
+        nodes: the ops in order.
+        sizes: the bytes of each storage.
+        storages: per value the storages of its parts: one, or one per result of an op with several.
+    """
+
     def __init__(self, name: str, traced: Traced) -> None:
         self.name, self.traced = name, traced
         self.nodes = list(traced.nodes)
@@ -110,7 +118,7 @@ class _Ledger:
                 self._place(node)
 
     def memory(self) -> Memory:
-        born = {storage: index for index, node in enumerate(self.nodes) for storage in self._made_by(node)}
+        born = {storage: index for index, node in enumerate(self.nodes) for storage in self.made_by(node)}
         dies = self._last_uses()
         held = sum(size for storage, size in self.sizes.items() if storage not in born)
         changes = [0] * (len(self.nodes) + 1)
@@ -156,7 +164,8 @@ class _Ledger:
         else:
             self.storages[node] = self.storages[base][:1]
 
-    def _made_by(self, node: fx.Node) -> list[Storage]:
+    def made_by(self, node: fx.Node) -> list[Storage]:
+        """The storages that an op makes: none for a view."""
         return [storage for storage in self.storages[node] if storage[0] is node]
 
     def _last_uses(self) -> dict[Storage, int]:
@@ -196,6 +205,8 @@ class _Ledger:
 
 def viewed(node: fx.Node) -> fx.Node | None:
     """The operand whose storage the op's result shares, if it does."""
+    if node.target is operator.getitem:
+        return node.args[0]
     if primitive_name(node) == "pcast" or node.target in _SHARES_STORAGE:
         return node.args[0]
     schema = getattr(node.target, "_schema", None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from ..tracing import Traced
 from .collectives import Collective, collectives_of
 from .explain import Explanation, explain
 from .memory import Memory, memory_of
+from .rewrites import PassTable, Recording
 from .text import canonical_lines, program_text
 
 __all__ = ["Program"]
@@ -39,6 +41,7 @@ class Program:
         name: for messages.
         passes: the names of the rewrites that ran, in order.
         notes: lines that `explain` prints below its table.
+        restage: makes the program once more, from shapes; its argument `watch` looks on.
     """
 
     traced: Traced
@@ -50,6 +53,7 @@ class Program:
     name: str
     passes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    restage: Callable[..., Any] | None = field(default=None, repr=False)
     cache: dict[str, Any] = field(default_factory=dict, repr=False)  # what runtimes prepare, once
 
     def collectives(self, *, casts: bool = False) -> list[Collective]:
@@ -67,13 +71,16 @@ class Program:
             sums[one.kind, one.axes] += one.bytes
         return dict(sums)
 
-    def explain(self, *, group: str = "line", casts: bool = False) -> Explanation:
-        """A table of every collective: kind, axis, count, bytes, source line.
+    def explain(self, *, group: str = "line", casts: bool = False) -> Explanation | PassTable:
+        """A table of every collective: kind, axis, count, bytes, source line; or of what each pass did.
 
         Args:
-            group: "line" for a row per source line, "axis" for one per kind, axis and phase.
+            group: "line" for a row per source line, "axis" for one per kind, axis and phase; "pass" for one per pass:
+                ops, collectives, bytes sent and predicted peak, before and after. For that the program is traced anew.
             casts: whether to list what communicates nothing too: casts, slices and indices.
         """
+        if group == "pass":
+            return PassTable(self.name, repr(self.mesh), tuple(self._recorded().rows()), self.notes)
         return explain(self.name, repr(self.mesh), self.collectives(casts=casts), group=group, notes=self.notes)
 
     def memory(self) -> Memory:
@@ -87,6 +94,35 @@ class Program:
         256
         """
         return memory_of(self.name, self.traced)
+
+    def before(self, name: str) -> str:
+        """The program's text before a pass ran, by one of the names in `explain(group="pass")`.
+
+        >>> import torch, functional_parallel as fp
+        >>> from sharding_specs import Mesh
+        >>> step = fp.compile(fp.grad(fp.zero(3, "data")(lambda w, x: (x @ w).relu().sum())), Mesh(data=2))
+        >>> program = step.lower(torch.ones(4, 4), torch.ones(8, 4))
+        >>> program.before("gathers").count("all_gather"), program.after("gathers").count("all_gather")
+        (1, 1)
+
+        Args:
+            name: the pass; of several of that name the first. The program is traced anew to tell.
+
+        Raises:
+            ValueError: when no such pass ran.
+        """
+        return self._recorded(with_text=True).around(name)[0]
+
+    def after(self, name: str) -> str:
+        """The program's text after a pass ran; of several of that name the last. See `before`."""
+        return self._recorded(with_text=True).around(name)[1]
+
+    def _recorded(self, with_text: bool = False) -> Recording:
+        if self.restage is None:
+            raise ValueError(f"{self.name} was not made by fp.compile or fp.train_step, so its passes are not known")
+        recording = Recording(with_text)
+        self.restage(watch=recording)
+        return recording
 
     def lines(self) -> list[str]:
         """The program's text without source lines: equal for two programs exactly when they do the same."""

@@ -75,6 +75,24 @@ class Traced:
         """The ops in order, without placeholders, constants and the output."""
         return (node for node in self.graph.nodes if node.op == "call_function")
 
+    def copy(self) -> tuple[Traced, dict[fx.Node, fx.Node]]:
+        """The same function in a graph of its own, for a rewrite on trial; and each node's copy."""
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in self.graph.nodes:
+            if node.op != "output":
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+                copies[node].meta = dict(node.meta)
+        copied = Traced(
+            graph,
+            [copies[node] for node in self.inputs],
+            [copies[output] if isinstance(output, fx.Node) else output for output in self.outputs],
+            dict(self.constants),
+            list(self.captured),
+            [copies[node] for node in self.captured_inputs],
+        )
+        copied.seal()
+        return copied, copies
+
     def seal(self) -> None:
         """Set the graph's output node from `outputs` and drop what no output needs."""
         for node in list(self.graph.nodes):

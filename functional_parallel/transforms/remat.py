@@ -7,26 +7,34 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..local_function import LocalFunction, unsharded
-from ..program.passes import Remat
+from ..program.explain import parse_bytes
+from ..program.passes import Remat, RematWithin
 from ..source import region
 from .transform import Order, Transform
 
 __all__ = ["recompute", "remat"]
 
-_POLICIES = ("layers", "attention", "nothing")
+_POLICIES = ("layers", "attention", "nothing", "auto")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def remat(policy: str | Callable[..., bool] = "layers", *, every: int = 1, where: str = "*") -> Transform:
+def remat(
+    policy: str | Callable[..., bool] | None = None,
+    *,
+    every: int = 1,
+    where: str = "*",
+    budget: int | str | None = None,
+) -> Transform:
     """Keep fewer forward values for the backward, and compute the others again (arXiv 1604.06174).
 
     | policy | kept | computed again |
     |---|---|---|
-    | "layers" | what one layer hands to the next | the inside of each layer |
+    | "layers", the default | what one layer hands to the next | the inside of each layer |
     | "layers", every=k | what every k-th layer hands on | the inside of each run of k layers |
     | "attention" | all but attention's scores and probabilities (arXiv 2205.05198 §5) | those |
     | "nothing" | nothing | the whole forward |
+    | "auto", the default with a budget | what fits | as little work as makes the peak fit, layer by layer |
 
     Layers are told apart by the paths of their parameters: `layers/0/…`, `layers/1/…`. Collectives inside what is
     computed again are performed again; random draws are keyed, so they repeat themselves. Only `jax.checkpoint`'s
@@ -39,32 +47,58 @@ def remat(policy: str | Callable[..., bool] = "layers", *, every: int = 1, where
     ...         x = torch.tanh(torch.tanh(x @ layer["a"]) @ layer["b"])
     ...     return x.sum()
     >>> params = {"layers": [{"a": torch.ones(2, 8), "b": torch.ones(8, 2)}] * 3}
+    >>> def program(plan):
+    ...     return fp.compile(fp.grad(plan(loss)), Mesh()).lower(params, torch.ones(64, 2))
     >>> def products(plan):
-    ...     program = fp.compile(fp.grad(plan(loss)), Mesh()).lower(params, torch.ones(4, 2))
-    ...     return str(program).count("mm(")
+    ...     return str(program(plan)).count("mm(")
     >>> products(fp.remat()) - products(fp.remat(where="none"))       # three layers' first product again
     3
+
+    With a budget, bytes on a rank as `program.memory()` counts them, recomputation begins with what frees most bytes
+    per work: cheap ops, attention, then whole layers, then runs of them. `program.notes` says what was chosen.
+
+    >>> [program(plan).memory().peak for plan in (fp.remat(where="none"), fp.remat(budget="9.5 KiB"), fp.remat())]
+    [10464, 9440, 9440]
 
     Args:
         policy: a name from the table, or a function from a node of the program (`torch.fx.Node`) to whether its value
             is kept.
         every: with "layers", how many layers make one run; about the square root of their number needs least memory.
-        where: with "layers", a pattern for the paths of the layers to which the policy applies.
+        where: with "layers" or "auto", a pattern for the paths of the layers to which the policy applies.
+        budget: with "auto", how many bytes a rank may need: 8 << 30, "8GiB" or "8GB". A plan that needs less anyway is
+            left as it is.
 
     Raises:
-        ValueError: when there is no such policy, or `every` is not positive.
+        ValueError: when there is no such policy, or `every` is not positive, or a budget is missing or none is due.
+        BudgetError: when the function is compiled, if no recomputation keeps the budget; with the lowest peak reached.
     """
-    if not callable(policy) and policy not in _POLICIES:
+    name = policy if policy is not None else "layers" if budget is None else "auto"
+    if not callable(name) and name not in _POLICIES:
         raise ValueError(f"remat({policy!r}): the policies are {', '.join(map(repr, _POLICIES))}, or a function")
-    if every < 1:
-        raise ValueError(f"remat(every={every}): runs have at least one layer")
-    name = f"remat({getattr(policy, '__name__', repr(policy))}{f', every={every}' if every > 1 else ''})"
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ValueError(f"remat(every={every!r}): runs have at least one layer")
+    if every > 1 and name != "layers":
+        raise ValueError(f"remat(every={every}) is for the policy 'layers', not {name!r}")
+    if (name == "auto") != (budget is not None):
+        wrong = (
+            "'auto' needs a budget: fp.remat(budget='8GiB')"
+            if budget is None
+            else f"a budget is for 'auto', not {name!r}"
+        )
+        raise ValueError(f"remat({policy!r}, budget={budget!r}): {wrong}")
+    asked = Remat(name, every, where) if budget is None else RematWithin(parse_bytes(budget), where)
 
     def apply(f: Callable[..., Any]) -> LocalFunction:
         local = f if isinstance(f, LocalFunction) else unsharded(f)
-        return local.asking(Remat(policy, every, where))
+        return local.asking(asked)
 
-    return Transform(name, None, Order.PRECISION, apply)
+    return Transform(_described(name, every, budget), None, Order.PRECISION, apply)
+
+
+def _described(policy: str | Callable[..., bool], every: int, budget: int | str | None) -> str:
+    if budget is not None:
+        return f"remat(budget={budget!r})"
+    return f"remat({getattr(policy, '__name__', repr(policy))}{f', every={every}' if every > 1 else ''})"
 
 
 def recompute(f: F) -> F:

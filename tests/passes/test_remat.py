@@ -50,7 +50,7 @@ def test_gradients_are_the_same_to_the_bit(
     policy: str, every: int, stage: int, keep: bool, prefetch: int, microbatches: int
 ) -> None:
     plan = fp.chain(
-        fp.remat(policy, every=every),
+        fp.remat(policy, every=every if policy == "layers" else 1),
         fp.tensor_parallel("tensor", SPLIT),
         fp.zero(stage, "data", keep_gathered=keep, prefetch=prefetch),
         fp.accumulate(microbatches),
@@ -66,6 +66,21 @@ def test_each_policy_computes_again_what_it_says() -> None:
     assert products(program(fp.remat(every=2))) == plain + LAYERS + LAYERS // 2  # and what one hands the other
     assert products(program(fp.remat(where="layers/0"))) == plain + 1
     assert products(program(fp.remat("nothing"))) == plain + 2 * LAYERS + 1
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_layers_are_met_where_they_compute(stage: int) -> None:
+    """Not where ZeRO-3 gathers their parameters, by the order of their names: "stem" comes last there."""
+
+    def f(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return loss(params, torch.relu(x @ params["stem"]), y)
+
+    params = {**parameters(LAYERS), "stem": torch.eye(8, dtype=torch.float64)}
+    found = [
+        products(program(fp.chain(policy, fp.zero(stage, "data")), f, Mesh(data=2), params))
+        for policy in (fp.remat(where="none"), fp.remat())
+    ]
+    assert found[1] == found[0] + LAYERS
 
 
 def test_fewer_bytes_are_kept() -> None:

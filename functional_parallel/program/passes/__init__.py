@@ -4,8 +4,9 @@ A pass is a value with a `name`, a place in the `order`, and `run(traced, mesh)`
 leaves its meaning as it was. Transforms put passes into a function's layout; `fp.compile` runs them.
 """
 
-from .base import ProgramPass, run_passes
+from .base import LookingAhead, ProgramPass, run_passes
 from .buckets import Buckets
+from .budget import BudgetError, RematWithin
 from .casts import NarrowGathers
 from .gathers import Gathers
 from .microbatches import ReduceEach
@@ -13,9 +14,16 @@ from .reduce_types import ReduceIn
 from .reductions import Reductions
 from .remat import Marked, Remat
 
+NAMES = frozenset(
+    each.name for each in (Buckets, Gathers, Marked, NarrowGathers, ReduceEach, ReduceIn, Reductions, Remat)
+)
+
 __all__ = [
+    "NAMES",
     "Buckets",
+    "BudgetError",
     "Gathers",
+    "LookingAhead",
     "Marked",
     "NarrowGathers",
     "ProgramPass",
@@ -23,5 +31,6 @@ __all__ = [
     "ReduceIn",
     "Reductions",
     "Remat",
+    "RematWithin",
     "run_passes",
 ]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from typing import Protocol
+import functools
+from collections.abc import Callable, Collection, Iterable
+from typing import Protocol, runtime_checkable
 
 from torch import fx
 
@@ -11,7 +12,7 @@ from sharding_specs import Mesh
 
 from ...tracing import Traced
 
-__all__ = ["ProgramPass", "run_passes"]
+__all__ = ["LookingAhead", "ProgramPass", "run_passes"]
 
 
 class ProgramPass(Protocol):
@@ -32,11 +33,41 @@ class ProgramPass(Protocol):
     def run(self, traced: Traced, mesh: Mesh) -> None: ...
 
 
-def run_passes(passes: Iterable[ProgramPass], traced: Traced, mesh: Mesh, without: Collection[str]) -> tuple[str, ...]:
-    """Run the passes in their order, but for those that are switched off by name; the names of what ran."""
+@runtime_checkable
+class LookingAhead(Protocol):
+    """A pass that depends on what later passes make of the program."""
+
+    def run_before(self, traced: Traced, mesh: Mesh, rest: Callable[[Traced], None]) -> str | None:
+        """Rewrite the graph in place; `rest` runs the later passes on a graph. Returns a note for `explain`."""
+        ...
+
+
+def run_passes(
+    passes: Iterable[ProgramPass],
+    traced: Traced,
+    mesh: Mesh,
+    without: Collection[str],
+    after: Callable[[str], None] = lambda _: None,
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Run the passes in their order, but for those that are switched off by name, and call `after` after each.
+
+    Returns:
+        The names of what ran, and what it notes.
+    """
     chosen = {each: None for each in passes if each.name not in without}
     ordered = sorted(chosen, key=lambda each: each.order)
-    for each in ordered:
+    notes = []
+    for index, each in enumerate(ordered):
+        if isinstance(each, LookingAhead):
+            notes.append(each.run_before(traced, mesh, functools.partial(_run, ordered[index + 1 :], mesh)))
+        else:
+            each.run(traced, mesh)
+        traced.seal()
+        after(each.name)
+    return tuple(each.name for each in ordered), tuple(note for note in notes if note)
+
+
+def _run(passes: Iterable[ProgramPass], mesh: Mesh, traced: Traced) -> None:
+    for each in passes:
         each.run(traced, mesh)
         traced.seal()
-    return tuple(each.name for each in ordered)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch import fx
@@ -11,7 +11,7 @@ from torch import fx
 from ...tracing import Traced
 from ...tracing.graph import operands_of
 
-__all__ = ["Layers", "is_numbered", "layer_of_path"]
+__all__ = ["Layers", "is_numbered", "layer_of_path", "made_of_parameters"]
 
 _NUMBERED = re.compile(r"(.+)[/.]\d+")
 
@@ -48,16 +48,21 @@ class Layers:
     of: dict[fx.Node, int]
 
     @classmethod
-    def find(cls, traced: Traced, forward: Iterable[fx.Node]) -> Layers:
-        names = {node: layer_of_path(node.meta["path"]) for node in traced.inputs if node.meta.get("parameter")}
+    def find(cls, traced: Traced, forward: Collection[fx.Node]) -> Layers:
+        names = {node: {layer_of_path(node.meta["path"])} for node in traced.inputs if node.meta.get("parameter")}
+        weights = made_of_parameters(forward)  # gathers and casts stand anywhere: a layer is met where it computes
         order: dict[str, int] = {}
         of: dict[fx.Node, int] = {}
         for node in forward:
-            met = [
-                order.setdefault(names[operand], len(order)) if operand in names else of.get(operand, -1)
-                for operand in operands_of(node)
-            ]
-            of[node] = max(met, default=-1)
+            operands = operands_of(node)
+            if node in weights:
+                names[node] = set().union(*(names[operand] for operand in operands))
+                continue
+            met = [order.setdefault(name, len(order)) for v in operands for name in sorted(names.get(v, ()))]
+            of[node] = max(met + [of.get(operand, -1) for operand in operands], default=-1)
+        for node in forward:
+            if node in weights:
+                of[node] = max(order.setdefault(name, len(order)) for name in sorted(names[node]))
         return cls(list(order), of)
 
     def is_numbered(self, index: int) -> bool:
@@ -68,3 +73,14 @@ class Layers:
         """The path of the stack that a numbered layer is part of."""
         match = _NUMBERED.fullmatch(self.names[index])
         return match[1] if match is not None else self.names[index]
+
+
+def made_of_parameters(forward: Collection[fx.Node]) -> set[fx.Node]:
+    """Parameters, and what is made of nothing else: casts, gathers, views of them."""
+    found: set[fx.Node] = set()
+    for node in forward:
+        needs = operands_of(node)
+        found.update(need for need in needs if need.op == "placeholder" and need.meta.get("parameter"))
+        if needs and all(need in found for need in needs):
+            found.add(node)
+    return found

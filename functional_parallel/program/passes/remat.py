@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,10 +14,10 @@ from sharding_specs import Mesh
 
 from ...tracing import Traced
 from ...tracing.graph import operands_of
-from .groups import Layers
+from .groups import Layers, made_of_parameters
 from .recompute import forward_nodes, recompute
 
-__all__ = ["Marked", "Remat"]
+__all__ = ["Marked", "Remat", "attention_cores", "inside"]
 
 aten = torch.ops.aten
 
@@ -44,7 +44,7 @@ class Remat:
         elif self.policy == "nothing":
             dropped = set(forward)
         elif self.policy == "attention":
-            dropped = _attention_cores(forward)
+            dropped = attention_cores(forward)
         else:
             dropped = self._layers(traced, forward)
         recompute(traced, dropped)
@@ -58,7 +58,7 @@ class Remat:
                 stem = layers.stem(index)
                 segments[index] = (stem, counts[stem] // self.every)
                 counts[stem] += 1
-        return _inside(forward, {node: segments.get(layer) for node, layer in layers.of.items()})
+        return inside(forward, {node: segments.get(layer) for node, layer in layers.of.items()})
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,14 @@ class Marked:
         forward = forward_nodes(traced)
         regions = {node: node.meta["source"].region if node.meta["source"] else None for node in forward}
         if any(region is not None for region in regions.values()):
-            recompute(traced, _inside(forward, regions))
+            recompute(traced, inside(forward, regions))
 
 
-def _inside(forward: list[fx.Node], segments: dict[fx.Node, Hashable]) -> set[fx.Node]:
+def inside(forward: Sequence[fx.Node], segments: Mapping[fx.Node, Hashable]) -> set[fx.Node]:
     """The values of segments that no other part of the forward takes, or that follow from those without parameters."""
     members = set(forward)
     dropped: set[fx.Node] = set()
-    weights = _made_of_parameters(forward)
+    weights = made_of_parameters(forward)
     for node in forward:
         segment = segments[node]
         if segment is None:
@@ -96,7 +96,7 @@ def _inside(forward: list[fx.Node], segments: dict[fx.Node, Hashable]) -> set[fx
 def _follows_from_kept(
     node: fx.Node,
     segment: Hashable,
-    segments: dict[fx.Node, Hashable],
+    segments: Mapping[fx.Node, Hashable],
     dropped: set[fx.Node],
     weights: set[fx.Node],
 ) -> bool:
@@ -119,18 +119,7 @@ def _follows_from_kept(
     return own
 
 
-def _made_of_parameters(forward: list[fx.Node]) -> set[fx.Node]:
-    """Parameters, and what is made of nothing else: casts, gathers, views of them."""
-    found: set[fx.Node] = set()
-    for node in forward:
-        needs = operands_of(node)
-        found.update(need for need in needs if need.op == "placeholder" and need.meta.get("parameter"))
-        if needs and all(need in found for need in needs):
-            found.add(node)
-    return found
-
-
-def _attention_cores(forward: list[fx.Node]) -> set[fx.Node]:
+def attention_cores(forward: Collection[fx.Node]) -> set[fx.Node]:
     """Between a query's product with keys and the probabilities' product with values (arXiv 2205.05198 §5)."""
     members = set(forward)
     cores: set[fx.Node] = set()

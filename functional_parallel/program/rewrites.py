@@ -1,0 +1,125 @@
+"""What each pass makes of a program: a row per pass, and the text before and after.
+
+A program keeps nothing of its making. When somebody asks, it is made once more, and a `Recording` looks on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from sharding_specs import Mesh
+
+from .collectives import collectives_of
+from .explain import columns, readable_bytes
+from .memory import memory_of
+
+if TYPE_CHECKING:
+    from .program import Program
+
+__all__ = ["PassRow", "PassTable", "Recording", "Snapshot"]
+
+_HEADERS = ("pass", "ops", "collectives", "bytes sent", "peak of live tensors")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A program at one moment: its ops and collectives, and what a rank sends, and holds at most, in bytes."""
+
+    ops: int
+    collectives: int
+    bytes_sent: int
+    peak: int
+
+
+@dataclass
+class Recording:
+    """Looks on as a program is made.
+
+    Attributes:
+        with_text: whether to keep the program's text at every moment.
+        moments: the name of each pass, and the program after it; first the program as it was traced.
+    """
+
+    with_text: bool = False
+    moments: list[tuple[str, Snapshot, str]] = field(default_factory=list)
+
+    def __call__(self, name: str, program: Program, mesh: Mesh) -> None:
+        """Called after each pass.
+
+        Args:
+            name: the pass.
+            program: what it made.
+            mesh: the program's mesh, with an axis for microbatches as long as there is one.
+        """
+        found = [one for one in collectives_of(program.traced, mesh) if set(one.axes) <= set(program.mesh.axis_names)]
+        ops, sent = len(list(program.traced.nodes)), sum(one.bytes for one in found)
+        snapshot = Snapshot(ops, len(found), sent, memory_of("", program.traced).peak)
+        self.moments.append((name, snapshot, str(program) if self.with_text else ""))
+
+    def rows(self) -> Iterator[PassRow]:
+        for (_, before, _), (name, after, _) in itertools.pairwise(self.moments):
+            yield PassRow(name, before, after)
+
+    def around(self, name: str) -> tuple[str, str]:
+        """The text before the first pass of a name, and after the last.
+
+        Raises:
+            ValueError: when there was none.
+        """
+        found = [index for index, (passed, _, _) in enumerate(self.moments) if passed == name and index > 0]
+        if not found:
+            names = ", ".join(repr(passed) for passed in dict.fromkeys(passed for passed, _, _ in self.moments[1:]))
+            raise ValueError(f"no pass {name!r} ran; there ran {names}")
+        return self.moments[found[0] - 1][2], self.moments[found[-1]][2]
+
+
+@dataclass(frozen=True)
+class PassRow:
+    """One pass: the program before and after."""
+
+    name: str
+    before: Snapshot
+    after: Snapshot
+
+    def cells(self) -> tuple[str, ...]:
+        return (
+            self.name,
+            _change(str(self.before.ops), str(self.after.ops)),
+            _change(str(self.before.collectives), str(self.after.collectives)),
+            _change(readable_bytes(self.before.bytes_sent), readable_bytes(self.after.bytes_sent)),
+            _change(readable_bytes(self.before.peak), readable_bytes(self.after.peak)),
+        )
+
+
+@dataclass(frozen=True)
+class PassTable:
+    """What `explain(group="pass")` returns: prints as a table; `.rows`, `.to_dict()` and `.json()` for programs."""
+
+    name: str
+    mesh: str
+    rows: tuple[PassRow, ...]
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return asdict(self)
+
+    def json(self, **options: Any) -> str:
+        """The same as JSON."""
+        return json.dumps(self.to_dict(), **options)
+
+    def __str__(self) -> str:
+        head, *body = columns([_HEADERS, *(row.cells() for row in self.rows)])
+        rule = "─" * max(map(len, (head, *body)))
+        notes = [f"note: {note}" for note in self.notes]
+        return "\n".join([f"{self.name} on {self.mesh}", rule, head, rule, *body, rule, *notes])
+
+    __repr__ = __str__
+
+
+def _change(before: str, after: str) -> str:
+    return before if before == after else f"{before} → {after}"

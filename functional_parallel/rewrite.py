@@ -1,0 +1,84 @@
+"""From a traced program to one that runs: microbatches taken out of it, its passes run, or cut into a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from sharding_specs import Mesh
+
+from .local_function import Layout
+from .pipelines import PipelineError, PipelineProgram, build
+from .program import Program
+from .program.passes import NAMES, Buckets, LookingAhead, Marked, Reductions, run_passes
+from .program.unroll import unroll
+from .tracing import fold_layers, fuse_views, simplify
+
+__all__ = ["Watch", "rewrite"]
+
+Watch = Callable[[str, Program, Mesh], None]
+
+
+def rewrite(
+    program: Program, layout: Layout, bucket: int | None, without: Collection[str], watch: Watch
+) -> Program | PipelineProgram:
+    """Take the virtual axes out of a program, and run the passes that its transforms ask for.
+
+    Args:
+        program: as traced, at the shapes of one microbatch.
+        layout: of the function that it came from.
+        bucket, without: as for `compile`.
+        watch: called with the name of each rewrite after it, the program, and the mesh with its virtual axes.
+
+    Raises:
+        ValueError: when `without` names a rewrite that there is not.
+    """
+    wide = layout.mesh(program.mesh)
+    unknown = sorted(set(without) - NAMES - {each.name for each in layout.passes})
+    if unknown:
+        raise ValueError(f"without={unknown}: no such rewrites; there are {', '.join(map(repr, sorted(NAMES)))}")
+    watch("traced", program, wide)
+    first = [each for each in layout.passes if each.order < 0]
+    early, _ = run_passes(first, program.traced, program.mesh, without, lambda name: watch(name, program, wide))
+    program.passes = early
+    if layout.pipeline is not None:
+        return _pipelined(program, layout, bucket, without, watch)
+    for axis, size in layout.virtual_sizes(program.mesh).items():
+        if size > 1:
+            anew = {node for each in layout.passes for node in each.per_microbatch(program.traced)}
+            program.traced = unroll(program.traced, axis, size, program.in_specs, program.out_specs, anew)
+        program.in_specs = [spec.without({axis}) for spec in program.in_specs]
+        program.out_specs = [spec.without({axis}) for spec in program.out_specs]
+        watch("microbatches", program, wide)
+    late = [each for each in layout.passes if each.order >= 0]
+    passes = [Marked(), Reductions(), *late, *([Buckets(bucket)] if bucket else [])]
+    later, program.notes = run_passes(
+        passes, program.traced, program.mesh, without, lambda name: watch(name, program, program.mesh)
+    )
+    program.passes = early + later
+    fuse_views(program.traced)
+    watch("views", program, program.mesh)
+    return program
+
+
+def _pipelined(
+    program: Program, layout: Layout, bucket: int | None, without: Collection[str], watch: Watch
+) -> PipelineProgram:
+    """Cut a program into a pipeline: first what is recomputed and gathered when, last how sums are batched."""
+    plan, wide = layout.pipeline, layout.mesh(program.mesh)
+    if any(isinstance(each, LookingAhead) for each in layout.passes):
+        raise PipelineError(
+            "fp.remat(budget=…) looks for the peak of a whole step, and a pipeline's ranks reach theirs one by one: "
+            "choose what is recomputed, as fp.remat('layers') or fp.remat('attention')"
+        )
+    fold_layers(program.traced)
+    simplify(program.traced)
+    late = [Marked(), *(each for each in layout.passes if each.order >= 0)]
+    later, _ = run_passes(late, program.traced, program.mesh, without, lambda name: watch(name, program, wide))
+    program.passes += later
+    inlined = {node for each in layout.passes for node in each.per_microbatch(program.traced)}
+
+    def finish(part: Program) -> None:
+        part.passes, _ = run_passes([Buckets(bucket)] if bucket else [], part.traced, part.mesh, without)
+        fuse_views(part.traced)
+
+    return build(program, plan, layout.virtual_sizes(program.mesh)[plan.virtual], inlined, finish)
