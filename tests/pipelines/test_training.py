@@ -7,7 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import optree
 import pytest
+import torch
 
 import functional_parallel as fp
 from sharding_specs import Mesh, split
@@ -22,8 +24,16 @@ CONFIG = gpt.Config(layers=2, embed=32, heads=2, time=32, tied=True)
 MESH = Mesh(pipe=2, data=2, tensor=2)
 
 
-def losses(mesh: Mesh, zero: int, steps: int, precision: str | None = None, schedule: str = "1f1b") -> list[float]:
+def losses(
+    mesh: Mesh,
+    zero: int,
+    steps: int,
+    precision: str | None = None,
+    schedule: str = "1f1b",
+    dtype: torch.dtype = torch.float64,
+) -> list[float]:
     params, specs = split(gpt.init(CONFIG, 0))
+    params = optree.tree_map(lambda x: x.to(dtype), params)
     text, _ = corpus.load(None)
     inner: list[Any] = [fp.mixed_precision(precision)] if precision else []
     if mesh.size > 1:
@@ -32,7 +42,7 @@ def losses(mesh: Mesh, zero: int, steps: int, precision: str | None = None, sche
             fp.zero(zero, "data"),
             fp.pipeline("pipe", schedule=schedule, microbatches=4),
         ]
-    optimizer = fp.optim.adamw(1e-2, betas=(0.9, 0.95))
+    optimizer = fp.optim.adamw(2e-3, betas=(0.9, 0.95))
     train = fp.train_step(partial(gpt.loss, config=CONFIG), optimizer, mesh, fp.chain(*inner), clip=1.0)
     state, found = train.init(params), []
     for step in range(steps):
@@ -46,9 +56,9 @@ def apart(a: list[float], b: list[float]) -> float:
 
 
 def test_the_first_steps() -> None:
-    one = losses(Mesh(), 0, 10)
+    one = losses(Mesh(), 0, 5)
     for zero, schedule in [(0, "1f1b"), (1, "zb-v"), (3, "interleaved")]:
-        assert apart(losses(MESH, zero, 10, schedule=schedule), one) < 1e-5
+        assert apart(losses(MESH, zero, 5, schedule=schedule), one) < 1e-12
 
 
 @pytest.mark.slow
@@ -56,15 +66,16 @@ def test_two_hundred_steps_on_simulated_ranks() -> None:
     one = losses(Mesh(), 0, 200)
     assert one[0] - min(one[-10:]) > 1
     for zero in (0, 1):
-        assert apart(losses(MESH, zero, 200), one) < 1e-4  # rounding, which 200 steps of AdamW make ten times larger
-        assert apart(losses(MESH, zero, 50), one[:50]) < 1e-5
+        assert apart(losses(MESH, zero, 200), one) < 1e-10
+    narrow = [losses(mesh, 1, 200, dtype=torch.float32) for mesh in (Mesh(), MESH)]
+    assert apart(*narrow) < 2e-4  # a float32's rounding, which AdamW makes larger step by step
 
 
 @pytest.mark.slow
 def test_bf16() -> None:
-    """bf16 has 8 bits: a loss of 3 is known to about 0.01 and the paths drift apart by a few times that."""
-    one = losses(Mesh(), 0, 100)
-    narrow = losses(MESH, 1, 100, "bf16")
+    """A bf16 has 8 bits, so a loss is known to about 0.01; over a hundred steps the paths part by some of that."""
+    one = losses(Mesh(), 0, 100, dtype=torch.float32)
+    narrow = losses(MESH, 1, 100, "bf16", dtype=torch.float32)
     assert apart(narrow, one) < 0.1
     assert one[0] - min(narrow[-10:]) > 1
 
@@ -77,5 +88,4 @@ def on_eight(rank: int) -> list[float]:
 def test_two_hundred_steps_on_eight_processes() -> None:
     one = losses(Mesh(), 0, 200)
     for found in run_on_processes(on_eight, 8, timeout=1200):
-        assert apart(found, one) < 1e-4
-        assert apart(found[:50], one[:50]) < 1e-5
+        assert apart(found, one) < 1e-10
