@@ -17,7 +17,7 @@ from .collectives.axes import bind
 from .collectives.types import CollectiveTypeError, State, Type
 from .local_function import Layout, LocalFunction, PyTree, SpecTree, whole_arguments
 from .program import Program, drop_trivial
-from .program.passes import Buckets, Marked, Reductions, run_passes
+from .program.passes import Buckets, Marked, Reductions, Turned, run_passes
 from .program.unroll import unroll
 from .runtime import default_runtime
 from .tracing import Aval, forget_values, fuse_views, simplify, trace
@@ -280,7 +280,7 @@ def _rewrite(program: Program, layout: Layout, bucket: int | None, without: Coll
         program.in_specs = [spec.without({axis}) for spec in program.in_specs]
         program.out_specs = [spec.without({axis}) for spec in program.out_specs]
     late = [each for each in layout.passes if each.order >= 0]
-    passes = [Marked(), Reductions(), *late, *([Buckets(bucket)] if bucket else [])]
+    passes = [Marked(), Turned(), Reductions(), *late, *([Buckets(bucket)] if bucket else [])]
     program.passes = early + run_passes(passes, program.traced, program.mesh, without)
     fuse_views(program.traced)
 

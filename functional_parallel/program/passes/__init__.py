@@ -12,6 +12,7 @@ from .microbatches import ReduceEach
 from .reduce_types import ReduceIn
 from .reductions import Reductions
 from .remat import Marked, Remat
+from .turned import Turned
 
 __all__ = [
     "Buckets",
@@ -23,5 +24,6 @@ __all__ = [
     "ReduceIn",
     "Reductions",
     "Remat",
+    "Turned",
     "run_passes",
 ]
