@@ -129,10 +129,10 @@ def has_fused_adamw(parameter: torch.Tensor) -> bool:
 
 
 def fused_adamw_(
-    p: torch.Tensor,
-    g: torch.Tensor,
-    m: torch.Tensor,
-    v: torch.Tensor,
+    p: list[torch.Tensor],
+    g: list[torch.Tensor],
+    m: list[torch.Tensor],
+    v: list[torch.Tensor],
     step: torch.Tensor,
     lr: float,
     beta1: float,
@@ -140,9 +140,9 @@ def fused_adamw_(
     weight_decay: float,
     eps: float,
 ) -> None:
-    """torch's fused AdamW on one parameter, in place; `step` counts this update."""
+    """torch's fused AdamW on many parameters, in place; `step` counts this update."""
     options: dict[str, Any] = {"beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "eps": eps}
-    torch._fused_adamw_([p], [g], [m], [v], [], [step], lr=lr, amsgrad=False, maximize=False, **options)
+    torch._fused_adamw_(p, g, m, v, [], [step] * len(p), lr=lr, amsgrad=False, maximize=False, **options)
 
 
 @contextmanager

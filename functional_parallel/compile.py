@@ -17,7 +17,7 @@ from .collectives.axes import bind
 from .collectives.types import CollectiveTypeError, State, Type
 from .local_function import Layout, LocalFunction, PyTree, SpecTree, whole_arguments
 from .program import Program, drop_trivial
-from .program.passes import Buckets, Marked, Reductions, Turned, run_passes
+from .program.passes import Buckets, InPlace, Marked, Reductions, Turned, run_passes
 from .program.unroll import unroll
 from .runtime import default_runtime
 from .tracing import Aval, forget_values, fuse_views, simplify, trace
@@ -214,6 +214,7 @@ def stage(
     *,
     name: str,
     parameters: str = "0",
+    donated: str | None = None,
     bucket: int | None = None,
     without: Collection[str] = (),
 ) -> Staged:
@@ -222,6 +223,7 @@ def stage(
     Args:
         f, mesh, args, in_specs, out_specs, name, bucket, without: as for `compile`.
         parameters: the path of the argument that holds the model's parameters.
+        donated: the path of the argument that the program may write into; None for none.
     """
     layout = f.layout if isinstance(f, LocalFunction) else Layout(whole_arguments)
     wide = layout.mesh(mesh)
@@ -254,7 +256,11 @@ def stage(
     kept = [index for index, output in enumerate(found["outputs"]) if output is _TENSOR]
     paths = tree_paths(args)
     for node, index in zip(traced.inputs, chosen, strict=True):
-        node.meta.update(path=paths[index], parameter=f"{paths[index]}/".startswith(f"{parameters}/"))
+        node.meta.update(
+            path=paths[index],
+            parameter=_is_in(paths[index], parameters),
+            donated=donated is not None and _is_in(paths[index], donated),
+        )
     program = Program(
         traced,
         mesh,
@@ -266,11 +272,15 @@ def stage(
     )
     if out_specs is not UNCHECKED:
         _check_results(program, held)
-    _rewrite(program, layout, bucket, without)
+    _rewrite(program, layout, bucket, donated is not None, without)
     return Staged(program, found["tree"], found["outputs"])
 
 
-def _rewrite(program: Program, layout: Layout, bucket: int | None, without: Collection[str]) -> None:
+def _is_in(path: str, parent: str) -> bool:
+    return f"{path}/".startswith(f"{parent}/")
+
+
+def _rewrite(program: Program, layout: Layout, bucket: int | None, donated: bool, without: Collection[str]) -> None:
     """Take the virtual axes out of a program, and run the passes that its transforms ask for."""
     early = run_passes([each for each in layout.passes if each.order < 0], program.traced, program.mesh, without)
     for axis, size in layout.virtual:
@@ -280,7 +290,14 @@ def _rewrite(program: Program, layout: Layout, bucket: int | None, without: Coll
         program.in_specs = [spec.without({axis}) for spec in program.in_specs]
         program.out_specs = [spec.without({axis}) for spec in program.out_specs]
     late = [each for each in layout.passes if each.order >= 0]
-    passes = [Marked(), Turned(), Reductions(), *late, *([Buckets(bucket)] if bucket else [])]
+    passes = [
+        Marked(),
+        Turned(),
+        Reductions(),
+        *late,
+        *([Buckets(bucket)] if bucket else []),
+        *([InPlace()] if donated else []),
+    ]
     program.passes = early + run_passes(passes, program.traced, program.mesh, without)
     fuse_views(program.traced)
 

@@ -21,6 +21,7 @@ from .loss_scaling import LossScale, LossScaleState
 from .optim import Optimizer
 from .runtime import default_runtime
 from .scaled import ScaledState, scaled_loss, scaled_specs, unless, unscaled, with_scale
+from .train_state import TrainState, own
 from .updating import (
     at_rest,
     global_norm,
@@ -48,14 +49,6 @@ class Metrics(NamedTuple):
     loss_scale: Any = None
 
 
-@dataclass(frozen=True)
-class TrainState:
-    """Parameters and optimizer state as the runtime holds them, sharded; immutable."""
-
-    step: int
-    handles: tuple[Any, ...]
-
-
 def train_step(
     loss: Callable[..., Any],
     optimizer: Optimizer,
@@ -68,6 +61,7 @@ def train_step(
     batch: str = "global",
     bucket: int | None = 25 << 20,
     reduction: str = "fast",
+    donate: bool = True,
 ) -> TrainStep:
     """Build a training step: gradient, clipping, optimizer, all sharded as the plan says.
 
@@ -96,6 +90,8 @@ def train_step(
             collective each.
         reduction: on real processes, "fast" for the backend's own sums, "ordered" for sums in rank order: the bits of
             simulated ranks, and of every ZeRO stage.
+        donate: whether a step may write the new state into the memory of the old one, which then cannot be used again
+            (an error says so); `train.copy(state)` keeps one. Without it a step holds both.
 
     Returns:
         The step: `state = train.init(params)`, `state, metrics = train(state, *batch)`, `train.params(state)`.
@@ -110,7 +106,7 @@ def train_step(
     if plan is not None and not callable(plan):
         raise TypeError(f"train_step takes a plan, a transform or fp.chain of them, not {plan!r}")
     f = plan(loss) if plan is not None else loss
-    return TrainStep(f, optimizer, mesh, clip, seed, has_aux, batch == "own", bucket, reduction)
+    return TrainStep(f, optimizer, mesh, clip, seed, has_aux, batch == "own", bucket, reduction, donate)
 
 
 class TrainStep:
@@ -127,11 +123,13 @@ class TrainStep:
         own_batch: bool,
         bucket: int | None,
         reduction: str,
+        donate: bool = True,
     ) -> None:
         self.f = f if isinstance(f, LocalFunction) else unsharded(f)
         self.optimizer, self.mesh, self.clip, self.seed = optimizer, mesh, clip, seed
         self.wide_mesh = self.f.layout.mesh(mesh)  # with microbatches as an axis
         self.has_aux, self.own_batch, self.bucket, self.reduction = has_aux, own_batch, bucket, reduction
+        self.donate = donate
         self._places = getattr(optimizer, "specs", None)  # a user's own pair need not have it
         self.scaling: LossScale | None = self.f.layout.loss_scale
         self.program: Any = None
@@ -164,7 +162,10 @@ class TrainStep:
         leaves = optree.tree_leaves((params, optimizer_state))
         return TrainState(
             step,
-            tuple(_held(leaf, runtime.shard, spec) for leaf, spec in zip(leaves, self._trees["specs"], strict=True)),
+            tuple(
+                own(runtime.shard(leaf, spec), leaf) if isinstance(leaf, torch.Tensor) else _Constant(leaf)
+                for leaf, spec in zip(leaves, self._trees["specs"], strict=True)
+            ),
         )
 
     def placement(self, params: PyTree, optimizer_state: PyTree) -> tuple[SpecTree, SpecTree, SpecTree]:
@@ -176,14 +177,21 @@ class TrainStep:
             return kept, update, self._state_specs(optimizer_state, params, update)
 
     def params(self, state: TrainState) -> PyTree:
-        """The parameters of a state, whole."""
+        """The parameters of a state, whole; later steps do not change them."""
         return self.whole(state)[0]
+
+    def copy(self, state: TrainState) -> TrainState:
+        """The same state in memory of its own, which steps from the original do not use up."""
+        return TrainState(
+            state.step,
+            tuple(handle if isinstance(handle, _Constant) else own(handle, handle) for handle in state.handles),
+        )
 
     def whole(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """Parameters and optimizer state, whole: what a checkpoint saves."""
         runtime = default_runtime(self.mesh, self.reduction)
         leaves = [
-            _shown(handle, runtime.whole, spec)
+            handle.value if isinstance(handle, _Constant) else own(runtime.whole(handle, spec), handle)
             for handle, spec in zip(state.handles, self._trees["specs"], strict=True)
         ]
         count = self._trees["params"].num_leaves
@@ -206,7 +214,7 @@ class TrainStep:
         """One step.
 
         Args:
-            state: from `init` or the step before.
+            state: from `init` or the step before; used up, unless the step was built with `donate=False`.
             batch: what the loss takes after the parameters.
 
         Returns:
@@ -218,7 +226,8 @@ class TrainStep:
         if not self.own_batch and staged.program.cache.setdefault("first batch", True):
             _check_same(runtime, "train_step", batch)  # a loader that was seeded by rank shows at its first batch
             staged.program.cache["first batch"] = False
-        handles = [handle for handle in state.handles if not isinstance(handle, _Constant)]
+        held = state.give() if self.donate else state.handles
+        handles = [handle for handle in held if not isinstance(handle, _Constant)]
         count = len(handles)
         tensors = [leaf for leaf in optree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
         if self.seed is not None:
@@ -235,7 +244,7 @@ class TrainStep:
         ]
         _, metrics = staged.unflatten([*results[:count], *whole])
         new = iter(results)
-        kept = tuple(handle if isinstance(handle, _Constant) else next(new) for handle in state.handles)
+        kept = tuple(handle if isinstance(handle, _Constant) else next(new) for handle in held)
         return TrainState(state.step + 1, kept), metrics
 
     def _check_state(self, state: TrainState) -> None:
@@ -273,7 +282,13 @@ class TrainStep:
         key = torch.zeros((), dtype=torch.int64) if self.seed is not None else None
         args = ((params, optimizer_state), batch, key)
         return stage(
-            self._local_step(params, batch), self.mesh, args, name="train_step", parameters="0/0", bucket=self.bucket
+            self._local_step(params, batch),
+            self.mesh,
+            args,
+            name="train_step",
+            parameters="0/0",
+            donated="0" if self.donate else None,
+            bucket=self.bucket,
         )
 
     def _global_shapes(self, params: PyTree, batch: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
@@ -377,10 +392,6 @@ class _Constant:
     """A leaf of the parameters that is no tensor, in the place of a handle."""
 
     value: Any
-
-
-def _held(leaf: Any, shard: Callable[..., Any], spec: P) -> Any:
-    return shard(leaf, spec) if isinstance(leaf, torch.Tensor) else _Constant(leaf)
 
 
 def _shown(handle: Any, show: Callable[..., Any], spec: P) -> Any:

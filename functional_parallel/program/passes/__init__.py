@@ -8,6 +8,7 @@ from .base import ProgramPass, run_passes
 from .buckets import Buckets
 from .casts import NarrowGathers
 from .gathers import Gathers
+from .in_place import InPlace
 from .microbatches import ReduceEach
 from .reduce_types import ReduceIn
 from .reductions import Reductions
@@ -17,6 +18,7 @@ from .turned import Turned
 __all__ = [
     "Buckets",
     "Gathers",
+    "InPlace",
     "Marked",
     "NarrowGathers",
     "ProgramPass",
