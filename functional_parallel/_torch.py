@@ -119,6 +119,30 @@ def direct_call(op: object) -> object:
     return getattr(op, "_op", op) if isinstance(op, torch._ops.OpOverload) else op
 
 
+_ONEDNN_LINEAR: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+
+
+def has_onednn_linear() -> bool:
+    """Whether oneDNN's matrix product of float32 is there, switched on, and no slower than the BLAS that torch has.
+
+    MKL is slow on processors that are not Intel's, by a factor of two; on Intel's the two are alike.
+    """
+    return (
+        torch.backends.mkl.is_available()
+        and torch.backends.mkldnn.is_available()
+        and bool(torch.backends.mkldnn.enabled)
+        and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+        and _ONEDNN_LINEAR is not None
+    )
+
+
+def onednn_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`torch.mm` of float32 by oneDNN, on tensors that nothing differentiates."""
+    if not a.is_cpu:
+        return torch.mm(a, b)
+    return _ONEDNN_LINEAR.default(a, b.t(), None, "none", [], "")  # type: ignore[no-any-return]
+
+
 def has_fused_adamw(parameter: torch.Tensor) -> bool:
     """Whether torch's fused AdamW kernel serves this parameter."""
     return (

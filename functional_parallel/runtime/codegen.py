@@ -17,6 +17,7 @@ from .. import _torch
 from ..program.collectives import primitive_name
 from ..tracing import Traced
 from ..tracing.graph import operands_of
+from .kernels import faster_kernel
 
 __all__ = ["Writer", "is_alias"]
 
@@ -92,7 +93,9 @@ class Writer:
         """`op(args)` for an ordinary op."""
         parts = [self.argument(arg, node_text) for arg in node.args]
         parts += [f"{key}={self.argument(value, node_text)}" for key, value in node.kwargs.items()]
-        return f"{self.op(node.target)}({', '.join(parts)})"
+        kernel = None if self.differentiable else faster_kernel(node)
+        name = self.op(node.target) if kernel is None else self.constant(kernel)
+        return f"{name}({', '.join(parts)})"
 
     def _name(self, node: fx.Node) -> str:
         return self.names.setdefault(node, f"v{len(self.names)}")
