@@ -41,7 +41,7 @@ def compile(
     in_specs: Any = None,
     out_specs: Any = None,
     name: str | None = None,
-    bucket: int | None = None,
+    bucket: int | str | None = None,
     without: Collection[str] = (),
 ) -> Compiled:
     """Compile a function on shards into a program for a mesh; whole tensors in, whole tensors out.
@@ -59,8 +59,8 @@ def compile(
             function of one argument).
         out_specs: likewise, for the results.
         name: for messages; the function's own by default.
-        bucket: bytes of gradients, or of a layer's gathered parameters, that travel in one collective; None for one
-            collective each.
+        bucket: bytes of gradients, or of a layer's gathered parameters, that travel in one collective; "auto" for what
+            fits their sum; None for one collective each.
         without: names of rewrites to switch off; `program.passes` lists those that ran.
 
     Returns:
@@ -137,7 +137,7 @@ class Compiled:
         in_specs: Any,
         out_specs: Any,
         name: str,
-        bucket: int | None = None,
+        bucket: int | str | None = None,
         without: Collection[str] = (),
     ) -> None:
         self.f, self.mesh, self.name, self.bucket, self.without = f, mesh, name, bucket, without
@@ -215,7 +215,7 @@ def stage(
     name: str,
     parameters: str = "0",
     donated: str | None = None,
-    bucket: int | None = None,
+    bucket: int | str | None = None,
     without: Collection[str] = (),
 ) -> Staged:
     """Trace a function on shards, type its values, check how its results lie, and run the passes that it asks for.
@@ -280,7 +280,9 @@ def _is_in(path: str, parent: str) -> bool:
     return f"{path}/".startswith(f"{parent}/")
 
 
-def _rewrite(program: Program, layout: Layout, bucket: int | None, donated: bool, without: Collection[str]) -> None:
+def _rewrite(
+    program: Program, layout: Layout, bucket: int | str | None, donated: bool, without: Collection[str]
+) -> None:
     """Take the virtual axes out of a program, and run the passes that its transforms ask for."""
     early = run_passes([each for each in layout.passes if each.order < 0], program.traced, program.mesh, without)
     for axis, size in layout.virtual:
@@ -295,7 +297,7 @@ def _rewrite(program: Program, layout: Layout, bucket: int | None, donated: bool
         Turned(),
         Reductions(),
         *late,
-        *([Buckets(bucket)] if bucket else []),
+        *([Buckets(bucket)] if bucket is not None else []),
         *([InPlace()] if donated else []),
     ]
     program.passes = early + run_passes(passes, program.traced, program.mesh, without)
