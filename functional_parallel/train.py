@@ -87,7 +87,7 @@ def train_step(
         batch: "global" (every rank is given the whole batch and takes its part) or "own" (each process is given its own
             part, as a sharded loader makes it).
         bucket: bytes of gradients, or of a layer's gathered parameters, that travel in one collective; "auto" for an
-            eighth of all gradients, between 1 and 25 MiB, and a layer's parameters; None for one collective each.
+            quarter of all gradients, between 1 and 25 MiB, and a layer's parameters; None for one collective each.
         reduction: on real processes, "fast" for the backend's own sums, "ordered" for sums in rank order: the bits of
             simulated ranks, and of every ZeRO stage.
         donate: whether a step may write the new state into the memory of the old one, which then cannot be used again

@@ -65,9 +65,9 @@ def test_a_bucket_is_sent_when_it_is_full() -> None:
     assert all(size <= 4096 + 1024 for size in found)
 
 
-@pytest.mark.parametrize("width, buckets", [(16, 1), (128, 1), (256, 4), (512, 5)])
+@pytest.mark.parametrize("width, buckets", [(16, 1), (128, 1), (256, 3), (512, 3)])
 def test_buckets_fit_the_gradients(width: int, buckets: int) -> None:
-    """An eighth of them, but no bucket of less than a MiB: so the backward goes on while the first travel."""
+    """A quarter of them, but no bucket of less than a MiB: so the backward goes on while the first travel."""
     layers = [{"a": torch.empty(width, 2 * width), "b": torch.empty(2 * width, width)} for _ in range(4)]
     step = fp.compile(fp.grad(fp.data_parallel("data")(loss)), Mesh(data=2), bucket="auto")
     arguments = (
@@ -77,7 +77,7 @@ def test_buckets_fit_the_gradients(width: int, buckets: int) -> None:
     )
     found = [one.operand.nbytes for one in step.lower(*arguments).collectives() if one.operand.numel > 4]
     assert len(found) == buckets
-    limit, largest = max(sum(found) // 8, 1 << 20), 4 * 2 * width * width
+    limit, largest = max(sum(found) // 4, 1 << 20), 4 * 2 * width * width
     assert all(limit <= size < limit + largest for size in found[:-1])
 
 

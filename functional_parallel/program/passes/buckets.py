@@ -27,7 +27,7 @@ __all__ = ["Buckets"]
 
 aten = torch.ops.aten
 
-_BUCKETS, _LEAST, _MOST = 8, 1 << 20, 25 << 20
+_BUCKETS, _LEAST, _MOST = 4, 1 << 20, 25 << 20
 
 _VIEWS = {
     aten.permute.default,
@@ -44,7 +44,7 @@ class Buckets:
     """Merge reductions of gradients, and gathers of parameters, that wait for nothing in between.
 
     Attributes:
-        size: bytes at which a bucket is sent; "auto" for an eighth of the gradients, between 1 MiB and 25 MiB, and for
+        size: bytes at which a bucket is sent; "auto" for a quarter of the gradients, between 1 MiB and 25 MiB, and for
             whole layers of parameters, up to 25 MiB.
 
     Raises:
