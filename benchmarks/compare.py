@@ -67,7 +67,7 @@ def main() -> None:
     table = report.table(HEAD, [cells(row) for row in rows])
     print(json.dumps(rows, indent=1) if args.json else table)
     if args.write:
-        report.write("peers", table)
+        report.write("peers, same kernels" if args.same_kernels else "peers", table)
 
 
 def launched(name: str, size: str, args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -255,11 +255,13 @@ def stage(
         traced = simplify(drop_trivial(forget_values(traced), wide))
     kept = [index for index, output in enumerate(found["outputs"]) if output is _TENSOR]
     paths = tree_paths(args)
+    returned = {found["paths"][index]: position for position, index in enumerate(kept)}
     for node, index in zip(traced.inputs, chosen, strict=True):
         node.meta.update(
             path=paths[index],
             parameter=_is_in(paths[index], parameters),
             donated=donated is not None and _is_in(paths[index], donated),
+            becomes=returned.get(paths[index]),
         )
     program = Program(
         traced,

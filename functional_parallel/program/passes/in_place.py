@@ -1,7 +1,8 @@
 """Optimizer updates write into what they update, all parameters in one call, when nobody needs the old values.
 
 A training step that is given its state for good (`train_step(donate=True)`) may change it. That saves the memory and
-the copies of new parameters and moments, and one call of a kernel per parameter.
+the copies of new parameters and moments, and one call of a kernel per parameter. Parameters whose updated parts are
+gathered from all ranks (ZeRO-1 and 2) are gathered into the old ones.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ...optim.adamw_kernel import ADAMW, ADAMW_IN_PLACE
 from ...tracing import Traced
 from ...tracing.graph import operands_of
 from ..collectives import primitive_name
-from ..packing import PACK
+from ..packing import PACK, UNPACK, UNPACK_INTO
 from ..sharing import aliases_of, root_of, shares_memory
 
 __all__ = ["InPlace"]
@@ -46,6 +47,7 @@ class InPlace:
         last = next(node for node in reversed(list(traced.graph.nodes)) if node.op == "output")
         for group in open_.values():
             _merge(traced, group, before=last)
+        _unpack_into_old(traced)
 
 
 def _asks_for(node: fx.Node, group: list[fx.Node]) -> bool:
@@ -111,3 +113,15 @@ def _merge(traced: Traced, updates: list[fx.Node], before: fx.Node) -> None:
     traced.outputs = [new.get(output, output) if isinstance(output, fx.Node) else output for output in traced.outputs]
     for update in updates:
         traced.graph.erase_node(update)
+
+
+def _unpack_into_old(traced: Traced) -> None:
+    """Let what comes out of a bucket, in the place of a donated input that is not needed any more, be written there."""
+    position = {node: index for index, node in enumerate(traced.nodes)}
+    for old in traced.inputs:
+        index = old.meta["becomes"]
+        new = traced.outputs[index] if index is not None else None
+        if not (isinstance(new, fx.Node) and new.target is UNPACK and new.meta["val"] == old.meta["val"]):
+            continue
+        if traced.outputs.count(new) == 1 and _dies_at(new, old, position, traced.outputs):
+            new.target, new.args = UNPACK_INTO, (old, *new.args)
