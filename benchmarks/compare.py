@@ -62,12 +62,14 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="rows as JSON")
     parser.add_argument("--write", action="store_true", help="put the table into docs/benchmarks.md")
     args = parser.parse_args()
+    if args.write and args.same_kernels:
+        parser.error("--write is for the kernels that users get: leave --same-kernels out")
     args.rounds = args.rounds or (15 if args.quick else 40)
     rows = [row for size in args.sizes for name in args.peers for row in launched(name, size, args)]
     table = report.table(HEAD, [cells(row) for row in rows])
     print(json.dumps(rows, indent=1) if args.json else table)
     if args.write:
-        report.write("peers, same kernels" if args.same_kernels else "peers", table)
+        report.write("peers", table)
 
 
 def launched(name: str, size: str, args: argparse.Namespace) -> list[dict[str, Any]]:
