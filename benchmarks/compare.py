@@ -8,8 +8,8 @@ compared, then the losses of a few steps, then steps are timed: ours, the peer's
 turn, each between barriers, the slowest rank counting. `ideal` is that single step over the number of ranks. `work` is
 the processor time of all ranks together: without the waiting, and the same on a busy machine.
 
-Ours multiplies large float32 matrices with oneDNN, as `torch.compile` does, where eager torch calls MKL: on a processor
-that is not Intel's that alone makes a step a third shorter. `--same-kernels` leaves all to MKL.
+Ours multiplies large float32 matrices with oneDNN, as `torch.compile` does, where eager torch calls MKL: on an AMD
+EPYC that alone makes a step a third shorter. `--same-kernels` leaves all to MKL.
 """
 
 from __future__ import annotations
