@@ -1,6 +1,6 @@
 """The GPT of the benchmarks as an ordinary module, and what every contestant shares: data, seed, optimizer settings.
 
-Peers and ours train this one module, so that all run the same kernels. Shapes: b batch, t time, e embed, h heads.
+Peers and ours train this one module, so that all compute the same. Shapes: b batch, t time, e embed, h heads.
 """
 
 from __future__ import annotations

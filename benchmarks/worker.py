@@ -25,6 +25,7 @@ CHECKED_STEPS = 5
 def main() -> None:
     settings = json.loads(sys.argv[1])
     torch.set_num_threads(1)
+    torch.backends.mkldnn.enabled = not settings["same_kernels"]
     dist.init_process_group("gloo")
     config = SIZES[settings["size"]]
     ours, peer = OURS[settings["name"]](make(config)), PEERS[settings["name"]](make(config))

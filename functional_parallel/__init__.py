@@ -41,7 +41,8 @@ from .precision import mixed_precision
 from .program import BudgetError, Program
 from .runtime import CollectiveError, OutOfStepError, is_main_rank
 from .sampler import Sampler
-from .train import Metrics, TrainState, train_step
+from .train import Metrics, train_step
+from .train_state import DonatedStateError, TrainState
 from .transforms import (
     OrderError,
     accumulate,
@@ -63,6 +64,7 @@ __all__ = [
     "CollectiveError",
     "CollectiveTypeError",
     "Compiled",
+    "DonatedStateError",
     "LayoutError",
     "LossScale",
     "LossScaleError",

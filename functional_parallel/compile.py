@@ -41,7 +41,7 @@ def compile(
     in_specs: Any = None,
     out_specs: Any = None,
     name: str | None = None,
-    bucket: int | None = None,
+    bucket: int | str | None = None,
     without: Collection[str] = (),
 ) -> Compiled:
     """Compile a function on shards into a program for a mesh; whole tensors in, whole tensors out.
@@ -59,8 +59,8 @@ def compile(
             function of one argument).
         out_specs: likewise, for the results.
         name: for messages; the function's own by default.
-        bucket: bytes of gradients, or of a layer's gathered parameters, that travel in one collective; None for one
-            collective each.
+        bucket: bytes of gradients, or of a layer's gathered parameters, that travel in one collective; "auto" for what
+            fits their sum; None for one collective each.
         without: names of rewrites to switch off; `program.passes` lists those that ran.
 
     Returns:
@@ -139,7 +139,7 @@ class Compiled:
         in_specs: Any,
         out_specs: Any,
         name: str,
-        bucket: int | None = None,
+        bucket: int | str | None = None,
         without: Collection[str] = (),
     ) -> None:
         self.f, self.mesh, self.name, self.bucket, self.without = f, mesh, name, bucket, without
@@ -223,7 +223,8 @@ def stage(
     *,
     name: str,
     parameters: str = "0",
-    bucket: int | None = None,
+    donated: str | None = None,
+    bucket: int | str | None = None,
     without: Collection[str] = (),
     watch: Callable[[str, Program, Mesh], None] = lambda *_: None,
 ) -> Staged:
@@ -233,6 +234,7 @@ def stage(
         f, mesh, args, in_specs, out_specs, name, bucket, without: as for `compile`.
         parameters: the path of the argument that holds the model's parameters.
         watch: called with the name of each rewrite after it, the program, and the mesh with its virtual axes.
+        donated: the path of the argument that the program may write into; None for none.
     """
     layout = f.layout if isinstance(f, LocalFunction) else Layout(whole_arguments)
     wide = layout.mesh(mesh)
@@ -264,8 +266,14 @@ def stage(
         traced = simplify(drop_trivial(forget_values(traced), wide, kept=_pipelined_axes(layout)))
     kept = [index for index, output in enumerate(found["outputs"]) if output is _TENSOR]
     paths = tree_paths(args)
+    returned = {found["paths"][index]: position for position, index in enumerate(kept)}
     for node, index in zip(traced.inputs, chosen, strict=True):
-        node.meta.update(path=paths[index], parameter=f"{paths[index]}/".startswith(f"{parameters}/"))
+        node.meta.update(
+            path=paths[index],
+            parameter=_is_in(paths[index], parameters),
+            donated=donated is not None and _is_in(paths[index], donated),
+            becomes=returned.get(paths[index]),
+        )
         if node.meta["parameter"]:
             node.meta["own_path"] = paths[index][len(parameters) + 1 :]
     program = Program(
@@ -279,12 +287,26 @@ def stage(
     )
     shapes = optree.tree_map(_shape_alone, args)
     program.restage = functools.partial(
-        stage, f, mesh, shapes, in_specs, out_specs, name=name, parameters=parameters, bucket=bucket, without=without
+        stage,
+        f,
+        mesh,
+        shapes,
+        in_specs,
+        out_specs,
+        name=name,
+        parameters=parameters,
+        donated=donated,
+        bucket=bucket,
+        without=without,
     )
     if out_specs is not UNCHECKED:
         _check_results(program, held)
-    rewritten = rewrite(program, layout, bucket, without, watch)
+    rewritten = rewrite(program, layout, bucket, donated is not None, without, watch)
     return Staged(rewritten, found["tree"], found["outputs"])
+
+
+def _is_in(path: str, parent: str) -> bool:
+    return f"{path}/".startswith(f"{parent}/")
 
 
 def _check_synchronous(f: LocalFunction, mesh: Mesh) -> None:

@@ -9,7 +9,7 @@ from sharding_specs import Mesh
 from .local_function import Layout
 from .pipelines import PipelineError, PipelineProgram, build
 from .program import Program
-from .program.passes import NAMES, Buckets, LookingAhead, Marked, Reductions, run_passes
+from .program.passes import NAMES, Buckets, InPlace, LookingAhead, Marked, Reductions, Turned, run_passes
 from .program.unroll import unroll
 from .tracing import fold_layers, fuse_views, simplify
 
@@ -19,7 +19,12 @@ Watch = Callable[[str, Program, Mesh], None]
 
 
 def rewrite(
-    program: Program, layout: Layout, bucket: int | None, without: Collection[str], watch: Watch
+    program: Program,
+    layout: Layout,
+    bucket: int | str | None,
+    donated: bool,
+    without: Collection[str],
+    watch: Watch,
 ) -> Program | PipelineProgram:
     """Take the virtual axes out of a program, and run the passes that its transforms ask for.
 
@@ -27,6 +32,7 @@ def rewrite(
         program: as traced, at the shapes of one microbatch.
         layout: of the function that it came from.
         bucket, without: as for `compile`.
+        donated: whether inputs are given up to be written into.
         watch: called with the name of each rewrite after it, the program, and the mesh with its virtual axes.
 
     Raises:
@@ -50,7 +56,7 @@ def rewrite(
         program.out_specs = [spec.without({axis}) for spec in program.out_specs]
         watch("microbatches", program, wide)
     late = [each for each in layout.passes if each.order >= 0]
-    passes = [Marked(), Reductions(), *late, *([Buckets(bucket)] if bucket else [])]
+    passes = [Marked(), Turned(), Reductions(), *late, *_buckets(bucket), *([InPlace()] if donated else [])]
     later, program.notes = run_passes(
         passes, program.traced, program.mesh, without, lambda name: watch(name, program, program.mesh)
     )
@@ -61,7 +67,7 @@ def rewrite(
 
 
 def _pipelined(
-    program: Program, layout: Layout, bucket: int | None, without: Collection[str], watch: Watch
+    program: Program, layout: Layout, bucket: int | str | None, without: Collection[str], watch: Watch
 ) -> PipelineProgram:
     """Cut a program into a pipeline: first what is recomputed and gathered when, last how sums are batched."""
     plan, wide = layout.pipeline, layout.mesh(program.mesh)
@@ -78,7 +84,11 @@ def _pipelined(
     inlined = {node for each in layout.passes for node in each.per_microbatch(program.traced)}
 
     def finish(part: Program) -> None:
-        part.passes, _ = run_passes([Buckets(bucket)] if bucket else [], part.traced, part.mesh, without)
+        part.passes, _ = run_passes([Turned(), *_buckets(bucket)], part.traced, part.mesh, without)
         fuse_views(part.traced)
 
     return build(program, plan, layout.virtual_sizes(program.mesh)[plan.virtual], inlined, finish)
+
+
+def _buckets(size: int | str | None) -> list[Buckets]:
+    return [] if size is None else [Buckets(size)]

@@ -23,6 +23,7 @@ from .loss_scaling import LossScale, LossScaleState
 from .optim import Optimizer
 from .places import Places, find_places
 from .scaled import ScaledState, scaled_loss, unless, unscaled, with_scale
+from .train_state import TrainState, own
 from .uneven import looks_of, stay_in_step
 from .updating import global_norm, into_compute, into_update, joined_again, split_further
 
@@ -45,14 +46,6 @@ class Metrics(NamedTuple):
     loss_scale: Any = None
 
 
-@dataclass(frozen=True)
-class TrainState:
-    """Parameters and optimizer state as the runtime holds them, sharded; immutable."""
-
-    step: int
-    handles: tuple[Any, ...]
-
-
 def train_step(
     loss: Callable[..., Any],
     optimizer: Optimizer,
@@ -63,8 +56,9 @@ def train_step(
     seed: int | None = None,
     has_aux: bool = False,
     batch: str = "global",
-    bucket: int | None = 25 << 20,
+    bucket: int | str | None = "auto",
     reduction: str = "fast",
+    donate: bool = True,
     without: Collection[str] = (),
 ) -> TrainStep:
     """Build a training step: gradient, clipping, optimizer, all sharded as the plan says.
@@ -90,10 +84,12 @@ def train_step(
         has_aux: whether the loss returns `(scalar, aux)`.
         batch: "global" (every rank is given the whole batch and takes its part) or "own" (each process is given its own
             part, as a sharded loader makes it; `even_batches` makes unequal parts equal).
-        bucket: bytes of gradients, or of a layer's gathered parameters, that travel in one collective; None for one
-            collective each.
+        bucket: bytes of gradients, or of a layer's gathered parameters, that travel in one collective; "auto" for a
+            quarter of all gradients, between 1 and 25 MiB, and a layer's parameters; None for one collective each.
         reduction: on real processes, "fast" for the backend's own sums, "ordered" for sums in rank order: the bits of
             simulated ranks, and of every ZeRO stage.
+        donate: whether a step may write the new state into the memory of the old one, which then cannot be used again
+            (an error says so); `train.copy(state)` keeps one. Without it a step holds both.
         without: names of rewrites to switch off, as `program.passes` lists them.
 
     Returns:
@@ -109,7 +105,8 @@ def train_step(
     if plan is not None and not callable(plan):
         raise TypeError(f"train_step takes a plan, a transform or fp.chain of them, not {plan!r}")
     f = plan(loss) if plan is not None else loss
-    return TrainStep(f, optimizer, mesh, clip, seed, has_aux, batch == "own", bucket, reduction, frozenset(without))
+    options = (batch == "own", bucket, reduction, donate, frozenset(without))
+    return TrainStep(f, optimizer, mesh, clip, seed, has_aux, *options)
 
 
 class TrainStep:
@@ -124,8 +121,9 @@ class TrainStep:
         seed: int | None,
         has_aux: bool,
         own_batch: bool,
-        bucket: int | None,
+        bucket: int | str | None,
         reduction: str,
+        donate: bool = True,
         without: Collection[str] = (),
     ) -> None:
         self.f = f if isinstance(f, LocalFunction) else unsharded(f)
@@ -135,6 +133,7 @@ class TrainStep:
         if self.f.layout.flat_update:
             require_elementwise(optimizer)
         self.without = without
+        self.donate = donate and self.f.layout.pipeline is None  # a pipeline's ranks write into memory of their own
         self.scaling: LossScale | None = self.f.layout.loss_scale
         self.program: Any = None
         self._staged: dict[Any, Staged] = {}
@@ -179,7 +178,10 @@ class TrainStep:
         leaves = optree.tree_leaves((params, packed))
         return TrainState(
             step,
-            tuple(_held(leaf, runtime.shard, spec) for leaf, spec in zip(leaves, self._trees["specs"], strict=True)),
+            tuple(
+                own(runtime.shard(leaf, spec), leaf) if isinstance(leaf, torch.Tensor) else _Constant(leaf)
+                for leaf, spec in zip(leaves, self._trees["specs"], strict=True)
+            ),
         )
 
     def places(self, params: PyTree) -> Places:
@@ -187,8 +189,15 @@ class TrainStep:
         return find_places(self.f.layout, self.mesh, params, self.optimizer, self.clip is not None)
 
     def params(self, state: TrainState) -> PyTree:
-        """The parameters of a state, whole."""
+        """The parameters of a state, whole; later steps do not change them."""
         return self.whole(state)[0]
+
+    def copy(self, state: TrainState) -> TrainState:
+        """The same state in memory of its own, which steps from the original do not use up."""
+        return TrainState(
+            state.step,
+            tuple(handle if isinstance(handle, _Constant) else own(handle, handle) for handle in state.handles),
+        )
 
     def whole(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """Parameters and optimizer state, whole: what a checkpoint saves."""
@@ -196,7 +205,7 @@ class TrainStep:
         if self.own_batch:
             stay_in_step(runtime, f"reads the state of step {state.step}")
         leaves = [
-            _shown(handle, runtime.whole, spec)
+            handle.value if isinstance(handle, _Constant) else own(runtime.whole(handle, spec), handle)
             for handle, spec in zip(state.handles, self._trees["specs"], strict=True)
         ]
         params, packed = self._as_trees(leaves)
@@ -225,7 +234,7 @@ class TrainStep:
         """One step.
 
         Args:
-            state: from `init` or the step before.
+            state: from `init` or the step before; used up, unless the step was built with `donate=False`.
             batch: what the loss takes after the parameters.
 
         Returns:
@@ -239,7 +248,8 @@ class TrainStep:
         if not self.own_batch and staged.program.cache.setdefault("first batch", True):
             _check_same(runtime, "train_step", batch)  # a loader that was seeded by rank shows at its first batch
             staged.program.cache["first batch"] = False
-        handles = [handle for handle in state.handles if not isinstance(handle, _Constant)]
+        held = state.give() if self.donate else state.handles
+        handles = [handle for handle in held if not isinstance(handle, _Constant)]
         count = len(handles)
         tensors = [leaf for leaf in optree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
         if self.seed is not None:
@@ -256,7 +266,7 @@ class TrainStep:
         ]
         _, metrics = staged.unflatten([*results[:count], *whole])
         new = iter(results)
-        kept = tuple(handle if isinstance(handle, _Constant) else next(new) for handle in state.handles)
+        kept = tuple(handle if isinstance(handle, _Constant) else next(new) for handle in held)
         return TrainState(state.step + 1, kept), metrics
 
     def _check_state(self, state: TrainState) -> None:
@@ -292,8 +302,16 @@ class TrainStep:
         batch = of_one_update(self.f.layout, self.mesh, params, batch)
         key = torch.zeros((), dtype=torch.int64) if self.seed is not None else None
         args = ((params, optimizer_state), batch, key)
-        f = self._local_step(params, batch)
-        return stage(f, self.mesh, args, name="train_step", parameters="0/0", bucket=self.bucket, without=self.without)
+        return stage(
+            self._local_step(params, batch),
+            self.mesh,
+            args,
+            name="train_step",
+            parameters="0/0",
+            donated="0" if self.donate else None,
+            bucket=self.bucket,
+            without=self.without,
+        )
 
     def _global_shapes(self, params: PyTree, batch: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
         with bind(self.wide_mesh.shape, None):
@@ -372,10 +390,6 @@ class _Constant:
     """A leaf of the parameters that is no tensor, in the place of a handle."""
 
     value: Any
-
-
-def _held(leaf: Any, shard: Callable[..., Any], spec: P) -> Any:
-    return shard(leaf, spec) if isinstance(leaf, torch.Tensor) else _Constant(leaf)
 
 
 def _shown(handle: Any, show: Callable[..., Any], spec: P) -> Any:

@@ -16,6 +16,7 @@ from sharding_specs import P
 
 from .collectives import all_gather, axis_size, pcast, pscatter, psum, psum_scatter
 from .local_function import PyTree, SpecTree
+from .squares import sum_of_squares
 
 __all__ = [
     "at_rest",
@@ -83,17 +84,15 @@ def _filled(x: torch.Tensor, axis: str, dim: int, update: P) -> torch.Tensor:
 
 def global_norm(gradients: PyTree, specs: SpecTree) -> torch.Tensor:
     """The norm of all gradients together, each element counted once: one psum per set of axes."""
-    squares: dict[tuple[str, ...], torch.Tensor] = {}
+    counted: dict[tuple[str, ...], list[torch.Tensor]] = {}
     leaves = optree.tree_leaves(specs, is_leaf=_is_spec)
     for gradient, spec in zip(optree.tree_leaves(gradients, none_is_leaf=True), leaves, strict=True):
-        if gradient is None:
-            continue
-        axes = tuple(sorted(spec.axes))
-        square = (gradient * gradient).sum()
-        squares[axes] = squares[axes] + square if axes in squares else square
-    if not squares:
+        if gradient is not None:
+            counted.setdefault(tuple(sorted(spec.axes)), []).append(gradient)
+    if not counted:
         raise ValueError("no parameter is a floating tensor, so there is nothing to train")
-    sums = [psum(square, axes) if axes else square for axes, square in sorted(squares.items())]
+    squares = {axes: sum_of_squares(counted[axes]) for axes in sorted(counted)}
+    sums = [psum(square, axes) if axes else square for axes, square in squares.items()]
     total = sums[0].float() if sums[0].dtype.itemsize < 4 else sums[0]
     for square in sums[1:]:
         total = total + square.to(total.dtype)

@@ -162,7 +162,7 @@ def test_the_fused_adamw_is_adamw() -> None:
     for step in (1, 2, 3):
         theirs.grad = g * step
         optimizer.step()
-        _torch.fused_adamw_(p, g * step, m, v, torch.tensor(float(step)), 0.1, 0.8, 0.9, 0.3, 1e-6)
+        _torch.fused_adamw_([p], [g * step], [m], [v], torch.tensor(float(step)), 0.1, 0.8, 0.9, 0.3, 1e-6)
     torch.testing.assert_close(p, theirs.detach(), rtol=1e-12, atol=0)
 
 

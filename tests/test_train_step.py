@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import functional_parallel as fp
+from functional_parallel.runtime import SimulatedRuntime
+from functional_parallel.runtime.default import use_runtime
 from sharding_specs import Mesh, P
 
 STEPS = 6
@@ -162,9 +164,9 @@ def test_zero_keeps_only_a_share_of_what_it_says(stage: int) -> None:
 
 @pytest.mark.parametrize("plan", ["data_parallel", "zero 1", "tensor and zero 3"])
 def test_states_are_values(plan: str) -> None:
-    """An old state can be used again, and gives the same again."""
+    """Without donation, an old state can be used again, and gives the same again."""
     transform, mesh = PLANS[plan]
-    train = fp.train_step(loss, fp.optim.adamw(0.05), mesh, transform, seed=0)
+    train = fp.train_step(loss, fp.optim.adamw(0.05), mesh, transform, seed=0, donate=False)
     params = parameters()
     start = train.init(params)
     _, _, middle = run(train, start, batches()[:3])
@@ -175,6 +177,51 @@ def test_states_are_values(plan: str) -> None:
     assert (start.step, middle.step, first.step) == (0, 3, 6)
     with pytest.raises(AttributeError):
         start.step = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("deduplicate", [True, False])
+def test_donated_states_give_the_same_bits(plan: str, optimizer: str, deduplicate: bool) -> None:
+    (transform, mesh), (ours, _, clip) = PLANS[plan], OPTIMIZERS[optimizer]
+    use_runtime(SimulatedRuntime(mesh, deduplicate=deduplicate))
+    kept, given = (
+        fp.train_step(loss, ours, mesh, transform, clip=clip, donate=donate, bucket=64) for donate in (False, True)
+    )
+    params, before = parameters(), parameters()
+    want_losses, want_norms, want = run(kept, kept.init(params), batches())
+    losses, norms, end = run(given, given.init(params), batches())
+    assert (losses, norms) == (want_losses, want_norms)
+    assert_equal(given.whole(end), kept.whole(want))
+    assert_equal(params, before)
+    use_runtime(SimulatedRuntime(mesh))
+
+
+@pytest.mark.parametrize("plan", ["nothing", "data_parallel", "zero 1", "tensor and zero 3"])
+def test_a_donated_state_is_used_up(plan: str) -> None:
+    transform, mesh = PLANS[plan]
+    train = fp.train_step(loss, fp.optim.adamw(0.05), mesh, transform)
+    start = train.init(parameters())
+    first = batches()[0]
+    kept, seen = train.copy(start), train.whole(start)
+    copied = optree.tree_map(torch.clone, seen)
+    after, _ = train(start, *first)
+    for use in (train.params, train.whole, train.copy, lambda state: train(state, *first)):
+        with pytest.raises(fp.DonatedStateError, match=r"of step 0.*train\.copy\(state\).*donate=False"):
+            use(start)
+    assert_equal(seen, copied)
+    assert_equal(train.whole(kept), copied)
+    again, _ = train(kept, *first)
+    assert_equal(train.whole(again), train.whole(after))
+    assert "donated" in repr(start) and repr(after) == "TrainState(step=1)"
+
+
+def test_a_refused_batch_uses_nothing_up() -> None:
+    train = fp.train_step(loss, fp.optim.adamw(0.05), Mesh(data=2), fp.data_parallel("data"))
+    state = train.init(parameters())
+    with pytest.raises(ValueError, match="divi"):
+        train(state, torch.zeros(5, 4, dtype=torch.float64), torch.zeros(5, dtype=torch.int64))
+    assert_equal(train.params(state), parameters())
 
 
 @pytest.mark.parametrize("first, second", [("zero 1", "tensor and zero 3"), ("tensor and zero 3", "nothing")])

@@ -20,6 +20,7 @@ from ..tracing import Traced
 from ..tracing.graph import operands_of
 from .collectives import primitive_name
 from .explain import readable_bytes
+from .sharing import written_by
 
 __all__ = ["Ledger", "Memory", "memory_of", "viewed"]
 
@@ -157,6 +158,10 @@ class Ledger:
         if node.target is operator.getitem:
             source = self.storages[node.args[0]]
             self.storages[node] = [source[node.args[1]] if len(source) > 1 else source[0]]
+            return
+        written = written_by(node)
+        if written:
+            self.storages[node] = [self.storages[value][0] for value in written]
             return
         base = viewed(node)
         if base is None:

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["PACK", "UNPACK"]
+__all__ = ["PACK", "UNPACK", "UNPACK_INTO"]
 
 _library = torch.library.Library("fp", "FRAGMENT")
 _library.define("pack(Tensor[] tensors, int parts, int[] dims) -> Tensor")
 _library.define("unpack(Tensor packed, int parts, int offset, int[] shape, int dim) -> Tensor")
+_library.define("unpack_(Tensor(a!) target, Tensor packed, int parts, int offset, int[] shape, int dim) -> Tensor(a!)")
 
 
 def _pack(tensors: Sequence[torch.Tensor], parts: int, dims: Sequence[int]) -> torch.Tensor:
@@ -31,10 +32,21 @@ def _pack_whole(tensors: Sequence[torch.Tensor], parts: int, dims: Sequence[int]
 
 def _unpack(packed: torch.Tensor, parts: int, offset: int, shape: Sequence[int], dim: int) -> torch.Tensor:
     """The tensor whose part in each run starts at `offset` and has this shape; parts are joined along `dim`."""
-    length = torch.Size(shape).numel()
-    runs = packed.view(parts, -1)[:, offset : offset + length]
-    joined = runs.reshape(parts, *shape).movedim(0, dim).flatten(dim, dim + 1)
+    joined = _parts(packed, parts, offset, shape).movedim(0, dim).flatten(dim, dim + 1)
     return joined.clone() if joined.data_ptr() == packed.data_ptr() else joined.contiguous()
+
+
+def _parts(packed: torch.Tensor, parts: int, offset: int, shape: Sequence[int]) -> torch.Tensor:
+    length = torch.Size(shape).numel()
+    return packed.view(parts, -1)[:, offset : offset + length].reshape(parts, *shape)
+
+
+def _unpack_into(
+    target: torch.Tensor, packed: torch.Tensor, parts: int, offset: int, shape: Sequence[int], dim: int
+) -> torch.Tensor:
+    """The same, into memory that is there."""
+    target.unflatten(dim, (parts, -1)).copy_(_parts(packed, parts, offset, shape).movedim(0, dim))
+    return target
 
 
 def _fake_pack(tensors: Sequence[torch.Tensor], parts: int, dims: Sequence[int]) -> torch.Tensor:
@@ -47,9 +59,16 @@ def _fake_unpack(packed: torch.Tensor, parts: int, offset: int, shape: Sequence[
     return packed.new_empty(whole)
 
 
+def _fake_unpack_into(target: torch.Tensor, *_: object) -> torch.Tensor:
+    return target
+
+
 _library.impl("pack", _pack_whole, "CompositeExplicitAutograd")
 _library.impl("unpack", _unpack, "CompositeExplicitAutograd")
+_library.impl("unpack_", _unpack_into, "CompositeExplicitAutograd")
+torch.library.register_fake("fp::unpack_", _fake_unpack_into, lib=_library)
 torch.library.register_fake("fp::pack", _fake_pack, lib=_library)
 torch.library.register_fake("fp::unpack", _fake_unpack, lib=_library)
 PACK = torch.ops.fp.pack.default
 UNPACK = torch.ops.fp.unpack.default
+UNPACK_INTO = torch.ops.fp.unpack_.default

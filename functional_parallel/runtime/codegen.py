@@ -6,7 +6,7 @@ simulated ranks it is a list with a tensor per class, and a line loops over the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from .. import _torch
 from ..program.collectives import primitive_name
 from ..tracing import Traced
 from ..tracing.graph import operands_of
+from .kernels import faster_kernel
 
 __all__ = ["Writer", "is_alias"]
 
@@ -29,13 +30,15 @@ class Writer:
 
     `line(node, writer)` returns the right-hand side for one op; it may put objects into `constants` and name them. An
     op that it also puts into `pending` yields something whose `wait()` is the value, called before the first use.
-    `order` is the order in which ops are written, the graph's by default.
+    `order` is the order in which ops are written, the graph's by default; `readers` are, per op that writes into its
+    operands, those that must have read them before.
     """
 
     traced: Traced
     line: Callable[[fx.Node, Writer], str]
     differentiable: bool = False
     order: Sequence[fx.Node] | None = None
+    readers: Mapping[fx.Node, Sequence[fx.Node]] = field(default_factory=dict)
     pending: set[fx.Node] = field(default_factory=set)
     names: dict[fx.Node, str] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
@@ -50,7 +53,7 @@ class Writer:
         order = list(self.traced.nodes) if self.order is None else self.order
         drops = self._last_uses(order)
         for node in order:
-            lines += self._waits(operands_of(node))
+            lines += self._waits([*operands_of(node), *self.readers.get(node, ())])
             alias = is_alias(node, self.differentiable)
             right = self.names[node.args[0]] if alias else self.line(node, self)
             lines.append(f"{self._name(node)} = {right}")
@@ -90,7 +93,9 @@ class Writer:
         """`op(args)` for an ordinary op."""
         parts = [self.argument(arg, node_text) for arg in node.args]
         parts += [f"{key}={self.argument(value, node_text)}" for key, value in node.kwargs.items()]
-        return f"{self.op(node.target)}({', '.join(parts)})"
+        kernel = None if self.differentiable else faster_kernel(node)
+        name = self.op(node.target) if kernel is None else self.constant(kernel)
+        return f"{name}({', '.join(parts)})"
 
     def _name(self, node: fx.Node) -> str:
         return self.names.setdefault(node, f"v{len(self.names)}")

@@ -25,6 +25,7 @@ from ..partition.placement import WHOLE, Shard
 from ..program import Program
 from ..program.checksum import checksum
 from ..program.collectives import primitive_name
+from ..program.sharing import readers_before_writes
 from ..program.text import first_difference
 from ..varying import run_typed
 from .codegen import Writer, holds_levels
@@ -176,7 +177,9 @@ class _OneRank:
 
     def __init__(self, program: Program, carrier: ProcessCarrier) -> None:
         self.program, self.carrier = program, carrier
-        self.writer = Writer(program.traced, self.line, order=overlapped(program.traced))
+        readers = readers_before_writes(program.traced)
+        order = overlapped(program.traced, readers)
+        self.writer = Writer(program.traced, self.line, order=order, readers=readers)
 
     def function(self) -> Callable[..., Any]:
         return self.writer.function()

@@ -19,6 +19,7 @@ from sharding_specs import Mesh, P, shard_leaf, unshard_leaf, whole_shape
 from ..collectives import group
 from ..program import Program
 from ..program.collectives import primitive_name
+from ..program.sharing import written_by
 from ..tracing.graph import operands_of
 from .classes import Classes
 from .codegen import Writer, holds_levels
@@ -109,7 +110,8 @@ class _Lockstep:
             if node.op == "get_attr":
                 self.axes[node] = frozenset()
             elif node.op == "call_function":
-                self.axes[node] = classes.of_node(node, (self.axes[operand] for operand in operands_of(node)))
+                decisive = written_by(node) or operands_of(node)  # what is overwritten is overwritten once per class
+                self.axes[node] = classes.of_node(node, (self.axes[operand] for operand in decisive))
 
     def function(self) -> Callable[..., Any]:
         run = self.writer.function(wrap_constant=lambda x: [x])

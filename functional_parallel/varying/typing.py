@@ -26,7 +26,7 @@ __all__ = ["Typing", "TypingError", "casts_of", "type_of"]
 _V, _I, _U, _R = State.VARYING, State.INVARIANT, State.UNREDUCED, State.REDUCED
 
 #: library ops whose results follow the ordinary rule
-_COMPUTE = {"adamw", "attention", "constrain", "uniform"}
+_COMPUTE = {"adamw", "attention", "constrain", "sum_of_squares", "uniform"}
 
 
 class TypingError(CollectiveTypeError):

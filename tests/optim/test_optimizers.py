@@ -8,11 +8,13 @@ from typing import Any
 import optree
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import functional_parallel as fp
 from functional_parallel import _torch
-from functional_parallel.optim.adamw import _formula, _kernel
+from functional_parallel.optim.adamw_kernel import ADAMW, ADAMW_IN_PLACE, _formula
 
 STEPS = 10
 
@@ -135,7 +137,34 @@ def test_the_fused_kernel_is_the_formula(dtype: torch.dtype) -> None:
     assert _torch.has_fused_adamw(p), "this machine's torch has the kernel, so it is the one that runs"
     args = (p, g, m, v * v, torch.tensor(3.0), torch.tensor(0.01, dtype=torch.float64), 0.9, 0.95, 1e-8, 0.1)
     tolerance = 8 * torch.finfo(dtype).eps
-    assert_close(_kernel(*args), _formula(*args), tolerance)
+    assert_close(ADAMW(*args), _formula(*args), tolerance)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 200), min_size=1, max_size=4),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    crosswise=st.booleans(),
+)
+def test_many_parameters_in_place_get_the_bits_of_one_at_a_time(
+    sizes: list[int], dtype: torch.dtype, crosswise: bool
+) -> None:
+    generator = torch.Generator().manual_seed(sum(sizes))
+
+    def draw(size: int) -> torch.Tensor:
+        x = torch.rand(size, 3, generator=generator).to(dtype)
+        return x.t() if crosswise else x
+
+    rows = [tuple(draw(size) for _ in range(4)) for size in sizes]
+    options = (torch.tensor(3.0), torch.tensor(0.01, dtype=torch.float64), 0.9, 0.95, 1e-8, 0.1)
+    wanted = [ADAMW(*row, *options) for row in rows]
+    p, g, m, v = zip(*rows, strict=True)
+    updated = ADAMW_IN_PLACE([*p, *m, *v], g, *options)
+    for x, held, want in zip(
+        updated, [*p, *m, *v], [x for column in zip(*wanted, strict=True) for x in column], strict=True
+    ):
+        assert torch.equal(x, want)
+        assert x.data_ptr() == held.data_ptr()
 
 
 def test_the_rate_may_be_a_function_of_the_steps_done() -> None:

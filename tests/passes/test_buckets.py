@@ -65,6 +65,28 @@ def test_a_bucket_is_sent_when_it_is_full() -> None:
     assert all(size <= 4096 + 1024 for size in found)
 
 
+@pytest.mark.parametrize("width, buckets", [(16, 1), (128, 1), (256, 3), (512, 3)])
+def test_buckets_fit_the_gradients(width: int, buckets: int) -> None:
+    """A quarter of them, but no bucket of less than a MiB: so the backward goes on while the first travel."""
+    layers = [{"a": torch.empty(width, 2 * width), "b": torch.empty(2 * width, width)} for _ in range(4)]
+    step = fp.compile(fp.grad(fp.data_parallel("data")(loss)), Mesh(data=2), bucket="auto")
+    arguments = (
+        {"layers": layers, "head": torch.empty(width, 4)},
+        torch.empty(8, width),
+        torch.ones(8, dtype=torch.int64),
+    )
+    found = [one.operand.nbytes for one in step.lower(*arguments).collectives() if one.operand.numel > 4]
+    assert len(found) == buckets
+    limit, largest = max(sum(found) // 4, 1 << 20), 4 * 2 * width * width
+    assert all(limit <= size < limit + largest for size in found[:-1])
+
+
+@pytest.mark.parametrize("bucket", [0, -1, "big", 2.5])
+def test_a_bucket_of_no_size_is_refused(bucket: Any) -> None:
+    with pytest.raises(ValueError, match=r"bucket=.*a number of bytes, 'auto', or None"):
+        compiled(0, bucket=bucket).lower(parameters(2), *batch(8))
+
+
 def test_gradients_are_reduced_as_soon_as_they_are_ready() -> None:
     """The last layer's sum stands before the first layer's backward."""
     step = fp.compile(fp.grad(fp.zero(3, "data")(loss)), Mesh(data=2))
@@ -86,7 +108,7 @@ def test_gradients_are_reduced_as_soon_as_they_are_ready() -> None:
 def test_passes_can_be_switched_off_and_are_listed() -> None:
     params, inputs = parameters(2), batch(8)
     every = compiled(3, bucket=1 << 20).lower(params, *inputs)
-    assert every.passes == ("recompute", "gathers", "reductions", "buckets")
+    assert every.passes == ("recompute", "turned", "gathers", "reductions", "buckets")
     none = compiled(3, bucket=1 << 20, without=every.passes).lower(params, *inputs)
     assert none.passes == ()
     assert none.counts()[("all_gather", ("data",))] == len(optree.tree_leaves(params))

@@ -9,13 +9,16 @@ from .buckets import Buckets
 from .budget import BudgetError, RematWithin
 from .casts import NarrowGathers
 from .gathers import Gathers
+from .in_place import InPlace
 from .microbatches import ReduceEach
 from .reduce_types import ReduceIn
 from .reductions import Reductions
 from .remat import Marked, Remat
+from .turned import Turned
 
 NAMES = frozenset(
-    each.name for each in (Buckets, Gathers, Marked, NarrowGathers, ReduceEach, ReduceIn, Reductions, Remat)
+    each.name
+    for each in (Buckets, Gathers, InPlace, Marked, NarrowGathers, ReduceEach, ReduceIn, Reductions, Remat, Turned)
 )
 
 __all__ = [
@@ -23,6 +26,7 @@ __all__ = [
     "Buckets",
     "BudgetError",
     "Gathers",
+    "InPlace",
     "LookingAhead",
     "Marked",
     "NarrowGathers",
@@ -32,5 +36,6 @@ __all__ = [
     "Reductions",
     "Remat",
     "RematWithin",
+    "Turned",
     "run_passes",
 ]

@@ -2,6 +2,7 @@
 
 A collective costs a latency besides its bytes. Buckets are filled in the order in which their contents become ready
 and sent when they are full or when something needs their contents (PyTorch DDP's buckets, arXiv 2006.15704 §3.2.3).
+Full is a question of the model's size: one bucket for all would travel when there is nothing left to compute beside it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ __all__ = ["Buckets"]
 
 aten = torch.ops.aten
 
+_BUCKETS, _LEAST, _MOST = 4, 1 << 20, 25 << 20
+
 _VIEWS = {
     aten.permute.default,
     aten.squeeze.dim,
@@ -41,17 +44,27 @@ class Buckets:
     """Merge reductions of gradients, and gathers of parameters, that wait for nothing in between.
 
     Attributes:
-        size: bytes at which a bucket is sent.
+        size: bytes at which a bucket is sent; "auto" for a quarter of the gradients, between 1 MiB and 25 MiB, and for
+            whole layers of parameters, up to 25 MiB.
+
+    Raises:
+        ValueError: when it is neither.
     """
 
-    size: int = 25 << 20
+    size: int | str = "auto"
     name: str = "buckets"
     order: int = 3
+
+    def __post_init__(self) -> None:
+        if self.size != "auto" and not (isinstance(self.size, int) and self.size > 0):
+            raise ValueError(f"bucket={self.size!r}: it is a number of bytes, 'auto', or None for no buckets")
 
     def per_microbatch(self, traced: Traced) -> set[fx.Node]:
         return set()
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
+        full = _MOST if self.size == "auto" else int(self.size)
+        full_of_gradients = _fitting(traced) if self.size == "auto" else full
         open_: dict[Hashable, _Bucket] = {}
         for node in list(traced.nodes):
             if _is_alias_of_waiting(node, open_):
@@ -66,17 +79,27 @@ class Buckets:
                 continue
             bucket = open_.setdefault(key, _Bucket())
             bucket.add(node)
-            if bucket.bytes >= self.size:
+            if bucket.bytes >= (full if bucket.is_of_a_layer else full_of_gradients):
                 open_.pop(key).send(traced, mesh, before=node.next)
         last = next(node for node in reversed(list(traced.graph.nodes)) if node.op == "output")
         for bucket in open_.values():
             bucket.send(traced, mesh, before=last)
 
 
+def _fitting(traced: Traced) -> int:
+    """A size of which a backward fills several."""
+    gradients = [node.args[0].meta["val"].nbytes for node in traced.nodes if _is_of_gradient(node)]
+    return min(max(sum(gradients) // _BUCKETS, _LEAST), _MOST)
+
+
+def _is_of_gradient(node: fx.Node) -> bool:
+    return primitive_name(node) in ("psum", "psum_scatter") and node.args[0].meta["backward"]
+
+
 def _key(node: fx.Node) -> Hashable | None:
     """What collectives must share to travel together; None for one that travels alone."""
     name = primitive_name(node)
-    gradient = name in ("psum", "psum_scatter") and node.args[0].meta["backward"]
+    gradient = _is_of_gradient(node)
     parameter = name == "all_gather" and (_comes_from_parameter(node) or _is_only_returned(node))
     if not (gradient or parameter):
         return None
