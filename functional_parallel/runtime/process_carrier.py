@@ -184,11 +184,11 @@ class ProcessCarrier:
         accumulated: torch.dtype | None,
     ) -> Pending:
         algorithm, team = chosen
-        operand = _plain(x if algorithm.is_ordered else x.to(accumulated or x.dtype))
-        own = (overwrite or operand.dtype != x.dtype) and operand.is_contiguous()
-        result = operand if own else torch.empty_like(operand, memory_format=torch.contiguous_format)
+        operand = _plain(x)
+        in_place = overwrite and operand.is_contiguous()
+        result = operand if in_place else torch.empty_like(operand, memory_format=torch.contiguous_format)
         steps = algorithm.all_reduce(team, operand, result, accumulated)
-        return self._start_steps("psum", x, axes, team, steps, lambda: result.to(x.dtype))
+        return self._start_steps("psum", x, axes, team, steps, lambda: result)
 
     def _start_summed_apart(
         self,
@@ -199,11 +199,10 @@ class ProcessCarrier:
         accumulated: torch.dtype | None,
     ) -> Pending:
         algorithm, team = chosen
-        operand = _plain(x if algorithm.is_ordered else x.to(accumulated or x.dtype))
-        chunks = operand.chunk(team.size, dim)
+        chunks = _plain(x).chunk(team.size, dim)
         result = torch.empty_like(chunks[0], memory_format=torch.contiguous_format)
         steps = algorithm.reduce_scatter(team, chunks, result, accumulated)
-        return self._start_steps("psum_scatter", x, axes, team, steps, lambda: result.to(x.dtype))
+        return self._start_steps("psum_scatter", x, axes, team, steps, lambda: result)
 
     def _start_steps(
         self, operation: str, x: Tensor, axes: tuple[str, ...], team: Team, steps: Steps, finish: Callable[[], Tensor]

@@ -59,7 +59,8 @@ def connect(rank: int, members: Sequence[int], exchange: Exchange, timeout: floa
             shared = _meet(me, listener, here, timeout)
         except OSError:
             shared = None
-        return shared if all(exchange(shared is not None)) else None
+        everywhere = all(exchange(shared is not None))
+        return shared if everywhere and len(members) > 1 else None
 
 
 def _listen(stack: ExitStack) -> tuple[socket.socket | None, str | None]:

@@ -51,7 +51,7 @@ def reduce_scatter(
     """Chunk i of the sum on rank i, into `result`, which is contiguous."""
     for piece in _pieces(memory, chunks):
         yield [memory.all_gave(piece.sent)]
-        ordered_sum([piece.read(rank, memory.rank) for rank in range(memory.size)], accumulated, piece.of(result))
+        ordered_sum([piece.read(rank, memory.rank) for rank in range(memory.size)], piece.of(result), accumulated)
 
 
 def all_reduce(memory: SharedMemory, x: Tensor, result: Tensor, accumulated: torch.dtype | None = None) -> Steps:
@@ -62,13 +62,13 @@ def all_reduce(memory: SharedMemory, x: Tensor, result: Tensor, accumulated: tor
     if memory.size == 2 or x.nbytes <= _ONE_ROUND:
         for piece in _pieces(memory, [x]):
             yield [memory.all_gave(piece.sent)]
-            ordered_sum([piece.read(rank, 0) for rank in range(memory.size)], accumulated, piece.of(result))
+            ordered_sum([piece.read(rank, 0) for rank in range(memory.size)], piece.of(result), accumulated)
         return
     for piece in _pieces(memory, [x.reshape(-1)]):
         yield [memory.all_gave(piece.sent)]
         written = [piece.read(rank, 0).tensor_split(memory.size) for rank in range(memory.size)]
         results = piece.of(result.view(-1)).tensor_split(memory.size)
-        ordered_sum([parts[memory.rank] for parts in written], accumulated, results[memory.rank])
+        ordered_sum([parts[memory.rank] for parts in written], results[memory.rank], accumulated)
         written[memory.rank][memory.rank].copy_(results[memory.rank])
         memory.signal(piece.added)
         yield [memory.all_gave(piece.added)]

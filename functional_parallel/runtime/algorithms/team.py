@@ -11,14 +11,24 @@ from torch import Tensor
 
 from .connect import connect, host_identity
 from .running import Running, Steps, Waitable
-from .shared_memory import SharedMemory
 
-__all__ = ["Messages", "Team"]
+__all__ = ["Messages", "Ranks", "Team"]
 
 _TAGS = 1 << 31
 
 
-class Team:
+class Ranks:
+    """Some ranks, numbered from 0, of which this is one."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def others(self) -> list[int]:
+        """All ranks but this one, beginning with the next, so that not all send to one at once."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+
+class Team(Ranks):
     """A process group, its ranks numbered in the order of the mesh axes.
 
     Args:
@@ -30,41 +40,52 @@ class Team:
 
     Attributes:
         hosts: the ranks on each host.
+        on_my_host: those on this one's.
         shared: the memory that it shares with the ranks of its host, if it can.
     """
 
     def __init__(
         self, handle: Any, rank: int, seats: Sequence[int], timeout: float = 600.0, host: str | None = None
     ) -> None:
-        self.handle, self.rank, self.size = handle, rank, len(seats)
-        self._seats = seats
+        super().__init__(rank, len(seats))
+        self.handle, self._seats = handle, seats
         self._tags = count()
         names = self._exchange(host_identity() if host is None else host)
         by_name: dict[str, list[int]] = {}
         for number, name in enumerate(names):
             by_name.setdefault(name, []).append(number)
         self.hosts = list(by_name.values())
-        self.shared: SharedMemory | None = connect(rank, self.on_my_host, self._exchange, timeout)
-
-    @property
-    def on_my_host(self) -> list[int]:
-        return next(ranks for ranks in self.hosts if self.rank in ranks)
-
-    @property
-    def is_on_one_host(self) -> bool:
-        return len(self.hosts) == 1
+        self.on_my_host = next(ranks for ranks in self.hosts if rank in ranks)
+        self.is_on_one_host = len(self.hosts) == 1
+        self.shared = connect(rank, self.on_my_host, self._exchange, timeout)
 
     def run(self, steps: Steps) -> Running:
         """Start an algorithm."""
         return Running(steps) if self.shared is None else self.shared.run(steps)
 
-    def others(self) -> list[int]:
-        """All ranks but this one, beginning with the next, so that not all send to one at once."""
-        return [(self.rank + step) % self.size for step in range(1, self.size)]
-
     def messages(self) -> Messages:
         """The messages of one collective: all ranks call this in the same order."""
         return Messages(self.handle, self._seats, next(self._tags) % _TAGS)
+
+    # --- two levels, where every host has as many ranks ---
+
+    def places(self) -> list[tuple[int, ...]]:
+        """For each place on a host, the ranks there, one of each host."""
+        return list(zip(*self.hosts, strict=True))
+
+    @property
+    def with_my_place(self) -> tuple[int, ...]:
+        return self.places()[self.local.rank]
+
+    @property
+    def local(self) -> Ranks:
+        """The ranks on this host."""
+        return Ranks(self.on_my_host.index(self.rank), len(self.on_my_host))
+
+    @property
+    def across(self) -> Ranks:
+        """The ranks that have this one's place on their hosts."""
+        return Ranks(self.with_my_place.index(self.rank), len(self.hosts))
 
     def _exchange(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
@@ -82,6 +103,10 @@ class Messages:
 
     def __init__(self, handle: Any, seats: Sequence[int], tag: int) -> None:
         self._handle, self._seats, self._tag = handle, seats, tag
+
+    def among(self, ranks: Sequence[int]) -> Messages:
+        """The same between some of the ranks, numbered by their place in the list."""
+        return Messages(self._handle, [self._seats[rank] for rank in ranks], self._tag)
 
     def send(self, x: Tensor, to: int) -> Waitable:
         """Start to send a contiguous tensor, which must not change until this is waited for."""
