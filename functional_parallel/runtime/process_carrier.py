@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..collectives import group
 from ..collectives.axes import bind
-from .algorithms import Algorithm, Chooser, Steps, Team, setting
+from .algorithms import SIZES, Algorithm, Chooser, Steps, Team, setting
 from .groups import Group, Groups
 from .pending import CollectiveError, Pending
 from .zero_copy import joined, whole_of
@@ -50,7 +50,8 @@ class ProcessCarrier:
             "auto".
 
     Raises:
-        ValueError: when the number of processes is not the mesh's, or `reduction` or `algorithm` is unknown.
+        ValueError: when the number of processes is not the mesh's, when `reduction` or `algorithm` is unknown, or when
+            ranks differ in them.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class ProcessCarrier:
         self.reduction = reduction
         self.reduce_dtype = reduce_dtype
         self.algorithm = setting(algorithm, reduction == "ordered")
+        _agree({"reduction": reduction, "reduce_dtype": str(reduce_dtype), "algorithm": self.algorithm})
         self._groups = Groups(mesh, self.rank, timeout)
         self._choosers: dict[Group, Chooser] = {}
 
@@ -146,7 +148,7 @@ class ProcessCarrier:
         return self._start_exchanged("psum_scatter", x, chunks, axes, lambda parts: group.psum(parts, accumulated)[0])
 
     def _start_all_gather(self, x: Tensor, axes: tuple[str, ...], dim: int) -> Pending:
-        if chosen := self._chosen("all_gather", x, axes):
+        if chosen := self._chosen("all_gather", x, axes, len(self._groups.over(axes).ranks)):
             algorithm, team = chosen
             operand = _plain(x)
             parts = operand.new_empty((team.size, *x.shape)).unbind()
@@ -165,15 +167,11 @@ class ProcessCarrier:
 
     # --- by algorithms of ours ---
 
-    def _chosen(self, kind: str, x: Tensor, axes: tuple[str, ...]) -> tuple[Algorithm, Team] | None:
+    def _chosen(self, kind: str, x: Tensor, axes: tuple[str, ...], times: int = 1) -> tuple[Algorithm, Team] | None:
         """How a collective goes, where it does not go the backend's own way."""
-        members = self._groups.over(axes)
-        if self.algorithm == "backend" or members.backend != "gloo" or x.device.type != "cpu":
-            return None
-        if members not in self._choosers:
-            self._choosers[members] = Chooser(members.team, self.algorithm, self.reduction == "ordered")
-        algorithm = self._choosers[members].choose(kind, x.nbytes)
-        return None if algorithm is None else (algorithm, members.team)
+        chooser = self._chooser(axes) if x.device.type == "cpu" else None
+        algorithm = chooser and chooser.choose(kind, times * x.nbytes)
+        return (algorithm, chooser.team) if chooser and algorithm else None
 
     def _start_summed(
         self,
@@ -345,6 +343,27 @@ class ProcessCarrier:
 
     # --- looking up ---
 
+    def algorithms(self, axes: tuple[str, ...], sizes: Sequence[int] = SIZES) -> str:
+        """Which algorithm serves collectives over these axes, by size, and why; all ranks must ask.
+
+        Args:
+            axes: the axes.
+            sizes: bytes.
+        """
+        chooser = self._chooser(axes)
+        if chooser is None:
+            return f"collectives over {axes} go the way of the backend, {self._groups.over(axes).backend}"
+        return chooser.table(sizes)
+
+    def _chooser(self, axes: tuple[str, ...]) -> Chooser | None:
+        """None where all is left to the backend."""
+        members = self._groups.over(axes)
+        if self.algorithm == "backend" or members.backend != "gloo":
+            return None
+        if members not in self._choosers:
+            self._choosers[members] = Chooser(members.team, self.algorithm, self.reduction == "ordered")
+        return self._choosers[members]
+
     def _reduces_itself(self, x: Tensor, axes: tuple[str, ...]) -> bool:
         """Whether the backend's own reduction may be used: it knows few dtypes, and adds in an order of its own."""
         return self.reduction == "fast" and x.dtype in _REDUCED_BY.get(self._groups.over(axes).backend, _REDUCED_BY_ALL)
@@ -354,6 +373,16 @@ class ProcessCarrier:
         if wanted is None or not x.is_floating_point() or x.dtype.itemsize >= wanted.itemsize:
             return None
         return wanted
+
+
+def _agree(settings: dict[str, str]) -> None:
+    """Ranks that send in different ways would wait for each other until the timeout."""
+    everywhere: list[dict[str, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everywhere, settings)
+    for name in settings:
+        values = [each[name] for each in everywhere]
+        if len(set(values)) > 1:
+            raise ValueError(f"{name} must be the same on every rank, but it is, by rank, {', '.join(values[:16])}")
 
 
 def _plain(x: Tensor) -> Tensor:

@@ -67,6 +67,14 @@ class ProcessRuntime:
         self.rank = self.carrier.rank
         self.device = torch.device("cuda", torch.cuda.current_device()) if _uses_nccl() else torch.device("cpu")
 
+    def algorithms(self, *axes: str) -> str:
+        """A table: which algorithm a collective over some axes goes by, for which size, and why. All ranks must ask.
+
+        Args:
+            axes: names of mesh axes; without any, all of them together.
+        """
+        return self.carrier.algorithms(axes or tuple(name for name, size in self.mesh.shape.items() if size > 1))
+
     # --- handles ---
 
     def shard(self, x: torch.Tensor, spec: P) -> torch.Tensor:

@@ -18,13 +18,13 @@ from .running import Steps
 from .shared_memory import SharedMemory
 from .sums import ordered_sum
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
+__all__ = ["ONE_ROUND", "all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
 
-AT_ONCE = 4 << 20
+AT_ONCE = 2 << 20
 PIECE = 1 << 20
 _AHEAD = 2
 _ALIGNMENT = 64
-_ONE_ROUND = 32 << 10  # below, a second round of signals costs more than that every rank adds everything
+ONE_ROUND = 128 << 10  # below, a second round of signals costs more than that every rank adds everything
 
 
 def all_gather(memory: SharedMemory, mine: Tensor, parts: Sequence[Tensor]) -> Steps:
@@ -59,7 +59,7 @@ def all_reduce(memory: SharedMemory, x: Tensor, result: Tensor, accumulated: tor
 
     Two ranks, and more of them with little to add, each add everything. Else each adds a part and reads the others.
     """
-    if memory.size == 2 or x.nbytes <= _ONE_ROUND:
+    if memory.size == 2 or x.nbytes <= ONE_ROUND:
         for piece in _pieces(memory, [x]):
             yield [memory.all_gave(piece.sent)]
             ordered_sum([piece.read(rank, 0) for rank in range(memory.size)], piece.of(result), accumulated)

@@ -29,7 +29,7 @@ from .running import Running, Steps, Waitable
 
 __all__ = ["HALF", "SharedMemory", "Slot", "anonymous_memory", "mapped"]
 
-HALF = 32 << 20
+HALF = 4 << 20
 _ALIGNMENT = 64
 _MOST_IN_A_HALF = 32  # more signals than a socket's buffer holds must never be under way
 _SIGNAL = struct.Struct("<q")
@@ -210,7 +210,7 @@ class _Signal:
 
 
 def anonymous_memory(size: int) -> int:
-    """A file descriptor of memory that is nowhere in the file system; it takes no room until it is written."""
+    """A file descriptor of memory that is nowhere in the file system."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("functional_parallel")
     else:
@@ -225,6 +225,7 @@ def anonymous_memory(size: int) -> int:
 def mapped(descriptor: int) -> Tensor:
     """The memory of a file descriptor, which is closed, as a tensor of bytes."""
     try:
-        return torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)
+        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # a page fault each costs more than copying
+        return torch.frombuffer(mmap.mmap(descriptor, 0, flags), dtype=torch.uint8)
     finally:
         os.close(descriptor)

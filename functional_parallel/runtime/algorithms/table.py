@@ -118,14 +118,15 @@ _SHARED = Algorithm(
     lambda team, *rest: shared.all_to_all(_memory(team), *rest),
 )
 
+# In order of preference: of those about equally fast, the first.
 ALGORITHMS: dict[str, Algorithm] = {
     each.name: each
     for each in (
         _SHARED,
+        _of_messages("two_level", two_level.reduce, two_level.gather, refuses=two_level.refuses),
         _of_messages("direct", direct.reduce, direct.gather, is_ordered=True, all_to_all=direct.all_to_all),
         _of_messages("halving", halving.reduce, halving.gather),
         _of_messages("ring", ring.reduce, ring.gather),
-        _of_messages("two_level", two_level.reduce, two_level.gather, refuses=two_level.refuses),
         _of_messages("naive", naive.reduce, naive.gather, is_ordered=True, all_reduce=naive.all_reduce),
     )
 }

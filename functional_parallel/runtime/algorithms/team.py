@@ -50,14 +50,14 @@ class Team(Ranks):
         super().__init__(rank, len(seats))
         self.handle, self._seats = handle, seats
         self._tags = count()
-        names = self._exchange(host_identity() if host is None else host)
+        names = self.exchange(host_identity() if host is None else host)
         by_name: dict[str, list[int]] = {}
         for number, name in enumerate(names):
             by_name.setdefault(name, []).append(number)
         self.hosts = list(by_name.values())
         self.on_my_host = next(ranks for ranks in self.hosts if rank in ranks)
         self.is_on_one_host = len(self.hosts) == 1
-        self.shared = connect(rank, self.on_my_host, self._exchange, timeout)
+        self.shared = connect(rank, self.on_my_host, self.exchange, timeout)
 
     def run(self, steps: Steps) -> Running:
         """Start an algorithm."""
@@ -87,7 +87,8 @@ class Team(Ranks):
         """The ranks that have this one's place on their hosts."""
         return Ranks(self.with_my_place.index(self.rank), len(self.hosts))
 
-    def _exchange(self, value: Any) -> list[Any]:
+    def exchange(self, value: Any) -> list[Any]:
+        """One object from each rank, by rank."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.handle)
         return [values[seat] for seat in self._seats]
