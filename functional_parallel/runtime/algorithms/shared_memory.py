@@ -18,6 +18,7 @@ import select
 import socket
 import struct
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -96,6 +97,7 @@ class SharedMemory:
     ) -> None:
         self.rank, self.size = rank, len(memory)
         self._peers, self._memory, self._timeout = peers, memory, timeout
+        weakref.finalize(self, _close, list(peers.values()))
         self._poll = select.poll()
         self._rank_of = {peer.fileno(): number for number, peer in peers.items()}
         for peer in peers.values():
@@ -188,6 +190,11 @@ class SharedMemory:
             self.wait_for(new.left_as)
         new.enter()
         self._halves = [new, old]
+
+
+def _close(sockets: Sequence[socket.socket]) -> None:
+    for each in sockets:
+        each.close()
 
 
 def _ranks(numbers: set[int]) -> str:
