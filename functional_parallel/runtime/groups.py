@@ -6,10 +6,10 @@ first use, they would hang as soon as two ranks first used them in different ord
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import cached_property
-from itertools import chain, combinations
+from itertools import chain, combinations, count
 from typing import Any
 
 import torch.distributed as dist
@@ -35,8 +35,10 @@ class Group:
         seats: for each of them, its position in torch's group, which is sorted by global rank.
     """
 
-    def __init__(self, handle: Any, rank: int, ranks: tuple[int, ...], timeout: timedelta | None) -> None:
-        self.handle, self.ranks, self._timeout = handle, ranks, timeout
+    def __init__(
+        self, handle: Any, rank: int, ranks: tuple[int, ...], timeout: timedelta | None, tags: Iterator[int]
+    ) -> None:
+        self.handle, self.ranks, self._timeout, self._tags = handle, ranks, timeout, tags
         self.rank = ranks.index(rank)
         self.seats = tuple(sorted(ranks).index(each) for each in ranks)
         self.backend = str(dist.get_backend(handle))
@@ -53,7 +55,8 @@ class Group:
     @cached_property
     def team(self) -> Team:
         """The same ranks, for algorithms of ours. The first use is a collective."""
-        return Team(self.handle, self.rank, self.seats, (self._timeout or default_pg_timeout).total_seconds())
+        timeout = self._timeout or default_pg_timeout
+        return Team(self.handle, self.rank, self.seats, timeout.total_seconds(), tags=self._tags)
 
 
 class Groups:
@@ -68,6 +71,7 @@ class Groups:
     def __init__(self, mesh: Mesh, rank: int, timeout: timedelta | None) -> None:
         self._mesh, self._rank, self._timeout = mesh, rank, timeout
         self._handles = _make_groups(mesh, timeout)
+        self._tags: dict[frozenset[int], Iterator[int]] = {ranks: count() for ranks in self._handles}
         self._found: dict[tuple[str, ...], Group] = {}
 
     def over(self, axes: tuple[str, ...]) -> Group:
@@ -87,13 +91,14 @@ class Groups:
                 f"a collective over {axes}: process groups are made for at most {_MOST_AXES_TOGETHER} axes together, "
                 "or all of them; write one collective per axis"
             )
-        return Group(self._handles[frozenset(ranks)], self._rank, ranks, self._timeout)
+        members = frozenset(ranks)
+        return Group(self._handles[members], self._rank, ranks, self._timeout, self._tags[members])
 
 
 def _make_groups(mesh: Mesh, timeout: timedelta | None) -> dict[frozenset[int], Any]:
     """This rank's process groups, by their ranks; every rank makes every group, in the same order."""
     names = [name for name in mesh.axis_names if mesh.axis_size(name) > 1]
-    few = chain.from_iterable(combinations(names, count) for count in range(1, _MOST_AXES_TOGETHER + 1))
+    few = chain.from_iterable(combinations(names, number) for number in range(1, _MOST_AXES_TOGETHER + 1))
     handles: dict[frozenset[int], Any] = {}
     for axes in dict.fromkeys([*few, tuple(names)]):
         for ranks in mesh.groups(axes) if axes else ():

@@ -21,7 +21,6 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -117,11 +116,15 @@ class SharedMemory:
         return self._numbers
 
     def signal(self, number: int) -> None:
-        """Tell all others. A rank that is gone is noticed when something is expected of it."""
+        """Tell all others. A rank that has ended is noticed when something is expected of it."""
         message = _SIGNAL.pack(number)
-        for peer in self._peers.values():
-            with suppress(ConnectionError):
+        for rank, peer in self._peers.items():
+            try:
                 peer.sendall(message)
+            except ConnectionError:
+                continue
+            except TimeoutError as error:
+                raise RuntimeError(f"{_ranks({rank})} of the group, on this host, reads no signals") from error
 
     def all_gave(self, number: int) -> Waitable:
         """To wait until every other rank has signalled this number."""
@@ -170,6 +173,7 @@ class SharedMemory:
 
     def slot(self, size: int) -> Slot:
         """A stretch of at most `HALF` bytes of every rank's memory."""
+        assert size <= HALF, size
         size = -(-size // _ALIGNMENT) * _ALIGNMENT
         if not self._halves[0].has_room(size):
             self._turn()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any
 
@@ -37,6 +37,7 @@ class Team(Ranks):
         seats: for each rank, its number in torch's group.
         timeout: seconds to wait for another rank, where torch does not do the waiting.
         host: equal on ranks that may share memory; None asks the system.
+        tags: shared by all teams on one process group, so that no two of their collectives have the same tag.
 
     Attributes:
         hosts: the ranks on each host.
@@ -45,11 +46,17 @@ class Team(Ranks):
     """
 
     def __init__(
-        self, handle: Any, rank: int, seats: Sequence[int], timeout: float = 600.0, host: str | None = None
+        self,
+        handle: Any,
+        rank: int,
+        seats: Sequence[int],
+        timeout: float = 600.0,
+        host: str | None = None,
+        tags: Iterator[int] | None = None,
     ) -> None:
         super().__init__(rank, len(seats))
         self.handle, self._seats = handle, seats
-        self._tags = count()
+        self._tags = tags or count()
         names = self.exchange(host_identity() if host is None else host)
         by_name: dict[str, list[int]] = {}
         for number, name in enumerate(names):
