@@ -183,7 +183,7 @@ def _shared(kind: str, ranks: int, size: int) -> Work:
     if kind == "all_reduce":
         one_round = ranks == 2 or size <= shared.ONE_ROUND
         return Work(signals=1, copied=1.0 + ranks) if one_round else Work(signals=2, copied=3.0)
-    return Work(signals=1, copied=1 + 1 / ranks if kind == "all_gather" else 2.0)
+    return Work(signals=1, copied=1 + 1 / ranks if kind == "all_gather" else 2 - 1 / ranks)
 
 
 def _two_level(on_each: int, hosts: int) -> dict[str, Work]:

@@ -39,7 +39,7 @@ def all_gather(memory: SharedMemory, mine: Tensor, parts: Sequence[Tensor]) -> S
 def all_to_all(memory: SharedMemory, chunks: Sequence[Tensor], parts: Sequence[Tensor]) -> Steps:
     """Chunk i goes to rank i; `parts[i]`, contiguous, becomes what rank i sent here."""
     parts[memory.rank].copy_(chunks[memory.rank])
-    for piece in _pieces(memory, chunks):
+    for piece in _pieces(memory, chunks, keep=memory.rank):
         yield [memory.all_gave(piece.sent)]
         for rank in _others(memory):
             piece.of(parts[rank]).copy_(piece.read(rank, memory.rank))
@@ -49,9 +49,11 @@ def reduce_scatter(
     memory: SharedMemory, chunks: Sequence[Tensor], result: Tensor, accumulated: torch.dtype | None = None
 ) -> Steps:
     """Chunk i of the sum on rank i, into `result`, which is contiguous."""
-    for piece in _pieces(memory, chunks):
+    for piece in _pieces(memory, chunks, keep=memory.rank):
         yield [memory.all_gave(piece.sent)]
-        ordered_sum([piece.read(rank, memory.rank) for rank in range(memory.size)], piece.of(result), accumulated)
+        parts = [piece.read(rank, memory.rank) for rank in range(memory.size)]
+        parts[memory.rank] = piece.own(memory.rank)
+        ordered_sum(parts, piece.of(result), accumulated)
 
 
 def all_reduce(memory: SharedMemory, x: Tensor, result: Tensor, accumulated: torch.dtype | None = None) -> Steps:
@@ -98,19 +100,27 @@ class _Piece:
 
     def read(self, rank: int, index: int) -> Tensor:
         """What a rank wrote of its tensor of this index."""
-        like = self._likes[index] if self._where is None else self._likes[index][self._where]
+        like = self.own(index)
         begin = index * _stride(like)
         return self._buffers[rank][begin : begin + like.nbytes].view(like.dtype).view(like.shape)
 
-    def write(self) -> None:
-        """Write this rank's, and tell the others."""
-        for index, tensor in enumerate(self._likes):
-            self.read(self._memory.rank, index).copy_(tensor if self._where is None else tensor[self._where])
+    def own(self, index: int) -> Tensor:
+        """This rank's own, where it lies."""
+        return self.of(self._likes[index])
+
+    def write(self, keep: int | None) -> None:
+        """Write this rank's, but for one that no other reads, and tell the others."""
+        for index in range(len(self._likes)):
+            if index != keep:
+                self.read(self._memory.rank, index).copy_(self.own(index))
         self._memory.signal(self.sent)
 
 
-def _pieces(memory: SharedMemory, tensors: Sequence[Tensor]) -> Iterator[_Piece]:
-    """The pieces of what this rank sends, one after the other, each to be read before the next is asked for."""
+def _pieces(memory: SharedMemory, tensors: Sequence[Tensor], keep: int | None = None) -> Iterator[_Piece]:
+    """The pieces of what this rank sends, one after the other, each to be read before the next is asked for.
+
+    What it has for itself alone, `tensors[keep]`, is not written.
+    """
     places: list[slice | None]
     whole = len(tensors) * _stride(tensors[0])
     if whole <= AT_ONCE:
@@ -127,11 +137,11 @@ def _pieces(memory: SharedMemory, tensors: Sequence[Tensor]) -> Iterator[_Piece]
         begin = index % count * length
         pieces.append(_Piece(memory, tensors, place, [part[begin : begin + length] for part in slot.parts]))
     for piece in pieces[:_AHEAD]:
-        piece.write()
+        piece.write(keep)
     for index, piece in enumerate(pieces):
         yield piece
         if index + _AHEAD < len(pieces):
-            pieces[index + _AHEAD].write()
+            pieces[index + _AHEAD].write(keep)
     slot.done()
 
 
