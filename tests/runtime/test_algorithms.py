@@ -46,6 +46,7 @@ def cases(draw: st.DrawFn) -> list[Case]:
             "dtype": st.sampled_from(DTYPES),
             "in_place": st.booleans(),
             "strided": st.booleans(),
+            "real": st.booleans(),
             "seed": st.integers(0, 1000),
         }
     )
@@ -78,7 +79,7 @@ def told() -> Any:
 def start(team: Team, name: str, case: Case) -> Callable[[], None]:
     """Start a collective; what is returned waits for it and compares."""
     algorithm, size, rank = ALGORITHMS[name], team.size, team.rank
-    operands = [operand(case, source, size) for source in range(size)]
+    operands = [operand(case, source, size, algorithm.is_ordered) for source in range(size)]
     mine, kind = operands[rank], case["kind"]
     if kind == "all_reduce":
         results = [mine if case["in_place"] and mine.is_contiguous() else empty(mine)]
@@ -105,11 +106,17 @@ def start(team: Team, name: str, case: Case) -> Callable[[], None]:
     return finish
 
 
-def operand(case: Case, source: int, size: int) -> Tensor:
-    """What a rank brings: small integers, so that sums are exact; whole chunks where the collective splits it."""
+def operand(case: Case, source: int, size: int, is_ordered: bool) -> Tensor:
+    """What a rank brings: whole chunks where the collective splits it, and values whose sum is exact.
+
+    Those are small integers, or any numbers where the algorithm adds in rank order: then it must round alike.
+    """
     generator = torch.Generator().manual_seed(case["seed"] + 1000 * source)
     length = case["length"] if case["kind"] in ("all_reduce", "all_gather") else case["length"] * size
-    values = torch.randint(0, 8, (length, 2), generator=generator).to(case["dtype"])
+    if case["real"] and is_ordered and case["dtype"].is_floating_point:
+        values = torch.randn(length, 2, generator=generator, dtype=torch.float64).to(case["dtype"])
+    else:
+        values = torch.randint(0, 8, (length, 2), generator=generator).to(case["dtype"])
     return values[:, 0] if case["strided"] else values[:, 0].contiguous()
 
 
