@@ -174,6 +174,29 @@ def small_halves(rank: int, size: int) -> None:
     led_by_rank_0(rank, cases(), check)
 
 
+def a_late_reader(rank: int, size: int) -> None:
+    """Rank 0 fills both halves and wants the first one again, long before rank 1 has read it."""
+    shared_memory.HALF = connect.HALF = 1 << 14
+    team = Team(dist.group.WORLD, rank, list(range(size)))
+    length, under_way = 1 << 11, 16
+    for number in range(3):
+        results, running = [], []
+        for index in range(under_way):
+            mine = torch.full((length,), 64 * number + 2 * index + rank, dtype=torch.uint8)
+            results.append(mine.new_empty(size, length))
+            running.append(team.run(ALGORITHMS["shared"].all_gather(team, mine, results[-1].unbind())))
+        if rank == 1:
+            time.sleep(0.3)
+        for index, (result, each) in enumerate(zip(results, running, strict=True)):
+            each.wait()
+            for source in range(size):
+                assert (result[source] == 64 * number + 2 * index + source).all(), (number, index, source)
+
+
+def test_nobody_writes_over_what_is_not_read_yet() -> None:
+    run_on_processes(a_late_reader, 2, 2)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_memory_that_is_used_again_and_again(size: int) -> None:
     run_on_processes(small_halves, size, size, timeout=240)
