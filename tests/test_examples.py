@@ -68,3 +68,21 @@ def test_pipeline_schedules(tmp_path: Path) -> None:
     assert rows["zb-h1"][2] == "3", "a third of 1F1B's"
     assert "zb-h2" in rows
     assert (tmp_path / "all.png").stat().st_size > 10_000
+
+
+def test_ring_allreduce(tmp_path: Path) -> None:
+    """Bytes as the textbook has them, and no time that the network cards forbid; the sums are checked inside."""
+    text = run(
+        "ring_allreduce.py", "--ranks", "2", "3", "--sizes", "65536", "262144", "--out", str(tmp_path / "ring.png")
+    )
+    row = r"(one server|ring) +(\d) +(\d+) +(\d) +([\d.]+) φ = +([\d.]+) MiB +([\d.]+) +([\d.]+) +([\d.]+)"
+    rows = re.findall(row, text)
+    assert len(rows) == 8
+    for name, ranks, kib, rounds, sent, mib, _, best, median in rows:
+        p = int(ranks)
+        assert int(rounds) == (2 if name == "one server" else 2 * (p - 1))
+        assert float(sent) == round(2 * (p - 1) / (1 if name == "one server" else p), 2)
+        assert abs(float(mib) - float(sent) * int(kib) / 1024) < 0.01
+        assert float(median) >= float(best) >= 0.99 * float(mib) * 2**20 / 125e6 * 1000
+    assert re.search(r"3 ranks, 0.25 MiB: the ring is [\d.]+ × as fast; predicted [\d.]+ ×", text)
+    assert (tmp_path / "ring.png").exists()

@@ -1,21 +1,17 @@
 """Collectives between real processes, over torch.distributed with nccl, gloo or mpi.
 
-One process group per set of ranks that differ only along some axes. Making a group is itself a collective of the whole
-world, so all groups are made when the carrier is, in one order on all ranks; made on first use, they would hang as soon
-as two ranks first used them in different order.
+On gloo, sums, gathers and exchanges go by the algorithms of `algorithms`, which are faster than gloo's own.
 
-What moves bytes without adding them goes as raw bytes, so that every dtype travels on every backend. A reduce-scatter
-is an exchange of chunks and a sum in rank order, except on nccl, whose own is faster: the same traffic, the same sums
-as in `collectives.group`, and no backend's gaps.
+Elsewhere they are the backend's. What moves bytes without adding them goes as raw bytes, so that every dtype travels on
+every backend. A reduce-scatter is an exchange of chunks and a sum in rank order, except on nccl, whose own is faster:
+the same traffic, the same sums as in `collectives.group`, and no backend's gaps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
-from itertools import chain, combinations
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +20,8 @@ from torch import Tensor
 
 from ..collectives import group
 from ..collectives.axes import bind
+from .algorithms import SIZES, Algorithm, Chooser, Steps, Team, setting
+from .groups import Group, Groups
 from .pending import CollectiveError, Pending
 from .zero_copy import joined, whole_of
 
@@ -32,36 +30,11 @@ if TYPE_CHECKING:
 
 __all__ = ["ProcessCarrier"]
 
-_MOST_AXES_TOGETHER = 3
 _REDUCED_BY_ALL = {torch.float32, torch.float64, torch.int32, torch.int64, torch.int8, torch.uint8}
 _REDUCED_BY = {
     "gloo": _REDUCED_BY_ALL | {torch.float16, torch.bfloat16},
     "nccl": _REDUCED_BY_ALL | {torch.float16, torch.bfloat16},
 }
-
-
-@dataclass(frozen=True)
-class _Group:
-    """The ranks that one collective goes over.
-
-    Attributes:
-        handle: torch's process group; None for a group of one.
-        ranks: global ranks in the order of the axes, the first axis major.
-        seats: for each of them, its position in torch's group, which is sorted by global rank.
-    """
-
-    handle: Any
-    ranks: tuple[int, ...]
-    seats: tuple[int, ...]
-
-    def in_order(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """From torch's order to the order of the axes."""
-        return [parts[seat] for seat in self.seats]
-
-    def by_seat(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """From the order of the axes to torch's order."""
-        placed = dict(zip(self.seats, parts, strict=True))
-        return [placed[seat] for seat in range(len(parts))]
 
 
 class ProcessCarrier:
@@ -72,9 +45,13 @@ class ProcessCarrier:
         reduction: "fast" is the backend's own sum; "ordered" adds in rank order, bit-equal to the simulated ranks.
         reduce_dtype: sums of floating types narrower than this one are accumulated in it.
         timeout: after how long a group's collective fails; None is torch's default.
+        algorithm: how sums, gathers and exchanges travel on gloo: "auto" chooses, "backend" leaves it to the backend,
+            else a name in `algorithms.ALGORITHMS`; None takes the environment's `FUNCTIONAL_PARALLEL_ALGORITHM`, or
+            "auto".
 
     Raises:
-        ValueError: when the number of processes is not the mesh's, or `reduction` is neither.
+        ValueError: when the number of processes is not the mesh's, when `reduction` or `algorithm` is unknown, or when
+            ranks differ in them.
     """
 
     def __init__(
@@ -84,6 +61,7 @@ class ProcessCarrier:
         reduction: str = "fast",
         reduce_dtype: torch.dtype | None = None,
         timeout: timedelta | None = None,
+        algorithm: str | None = None,
     ) -> None:
         if dist.get_world_size() != mesh.size:
             raise ValueError(
@@ -96,8 +74,10 @@ class ProcessCarrier:
         self.rank = dist.get_rank()
         self.reduction = reduction
         self.reduce_dtype = reduce_dtype
-        self._handles = _make_groups(mesh, timeout)
-        self._groups: dict[tuple[str, ...], _Group] = {}
+        self.algorithm = setting(algorithm, reduction == "ordered")
+        _agree({"reduction": reduction, "reduce_dtype": str(reduce_dtype), "algorithm": self.algorithm})
+        self._groups = Groups(mesh, self.rank, timeout)
+        self._choosers: dict[Group, Chooser] = {}
 
     @contextmanager
     def bound(self) -> Iterator[None]:
@@ -150,6 +130,8 @@ class ProcessCarrier:
 
     def _start_psum(self, x: Tensor, axes: tuple[str, ...], overwrite: bool) -> Pending:
         accumulated = self._accumulation_dtype(x)
+        if chosen := self._chosen("all_reduce", x, axes):
+            return self._start_summed(chosen, x, axes, overwrite, accumulated)
         widened = x.to(accumulated or x.dtype)
         if self._reduces_itself(widened, axes):
             own = overwrite or widened is not x
@@ -158,24 +140,83 @@ class ProcessCarrier:
 
     def _start_psum_scatter(self, x: Tensor, axes: tuple[str, ...], dim: int) -> Pending:
         accumulated = self._accumulation_dtype(x)
-        if self.reduction == "fast" and self._backend(axes) == "nccl":
+        if chosen := self._chosen("reduce_scatter", x, axes):
+            return self._start_summed_apart(chosen, x, axes, dim, accumulated)
+        if self.reduction == "fast" and self._groups.over(axes).backend == "nccl":
             return self._start_reduce_scattered(x.to(accumulated or x.dtype), axes, dim, x.dtype)
-        chunks = x.chunk(len(self._group(axes).ranks), dim)
+        chunks = x.chunk(len(self._groups.over(axes).ranks), dim)
         return self._start_exchanged("psum_scatter", x, chunks, axes, lambda parts: group.psum(parts, accumulated)[0])
 
     def _start_all_gather(self, x: Tensor, axes: tuple[str, ...], dim: int) -> Pending:
+        if chosen := self._chosen("all_gather", x, axes, len(self._groups.over(axes).ranks)):
+            algorithm, team = chosen
+            operand = _plain(x)
+            parts = operand.new_empty((team.size, *x.shape)).unbind()
+            steps = algorithm.all_gather(team, operand, parts)
+            return self._start_steps("all_gather", x, axes, team, steps, lambda: joined(parts, dim))
         return self._start_gathered("all_gather", x, axes, lambda parts: joined(parts, dim))
 
     def _start_all_to_all(self, x: Tensor, axes: tuple[str, ...], split_dim: int, concat_dim: int) -> Pending:
-        chunks = x.chunk(len(self._group(axes).ranks), split_dim)
+        chunks = _plain(x).chunk(len(self._groups.over(axes).ranks), split_dim)
+        if (chosen := self._chosen("all_to_all", x, axes)) and chosen[0].all_to_all:
+            team = chosen[1]
+            parts = x.new_empty((team.size, *chunks[0].shape)).unbind()
+            steps = chosen[0].all_to_all(team, chunks, parts)
+            return self._start_steps("all_to_all", x, axes, team, steps, lambda: joined(parts, concat_dim))
         return self._start_exchanged("all_to_all", x, chunks, axes, lambda parts: joined(parts, concat_dim))
+
+    # --- by algorithms of ours ---
+
+    def _chosen(self, kind: str, x: Tensor, axes: tuple[str, ...], times: int = 1) -> tuple[Algorithm, Team] | None:
+        """How a collective goes, where it does not go the backend's own way."""
+        chooser = self._chooser(axes) if x.device.type == "cpu" else None
+        algorithm = chooser and chooser.choose(kind, times * x.nbytes)
+        return (algorithm, chooser.team) if chooser and algorithm else None
+
+    def _start_summed(
+        self,
+        chosen: tuple[Algorithm, Team],
+        x: Tensor,
+        axes: tuple[str, ...],
+        overwrite: bool,
+        accumulated: torch.dtype | None,
+    ) -> Pending:
+        algorithm, team = chosen
+        operand = _plain(x)
+        in_place = overwrite and operand.is_contiguous()
+        result = operand if in_place else torch.empty_like(operand, memory_format=torch.contiguous_format)
+        steps = algorithm.all_reduce(team, operand, result, accumulated)
+        return self._start_steps("psum", x, axes, team, steps, lambda: result)
+
+    def _start_summed_apart(
+        self,
+        chosen: tuple[Algorithm, Team],
+        x: Tensor,
+        axes: tuple[str, ...],
+        dim: int,
+        accumulated: torch.dtype | None,
+    ) -> Pending:
+        algorithm, team = chosen
+        chunks = _plain(x).chunk(team.size, dim)
+        result = torch.empty_like(chunks[0], memory_format=torch.contiguous_format)
+        steps = algorithm.reduce_scatter(team, chunks, result, accumulated)
+        return self._start_steps("psum_scatter", x, axes, team, steps, lambda: result)
+
+    def _start_steps(
+        self, operation: str, x: Tensor, axes: tuple[str, ...], team: Team, steps: Steps, finish: Callable[[], Tensor]
+    ) -> Pending:
+        return Pending(lambda: team.run(steps), finish, self._describe(operation, x, axes))
+
+    # --- by the backend ---
 
     def ppermute(self, x: Tensor, axes: tuple[str, ...], pairs: Sequence[int]) -> Tensor:
         """An exchange in which each rank sends to one rank, or none: all take part, so no order can deadlock."""
         me = self.axis_index(axes)
         targets = dict(zip(pairs[::2], pairs[1::2], strict=True))
         sources = {target: source for source, target in targets.items()}
-        to_send = [x if targets.get(me) == rank else x.new_empty(0) for rank in range(len(self._group(axes).ranks))]
+        to_send = [
+            x if targets.get(me) == rank else x.new_empty(0) for rank in range(len(self._groups.over(axes).ranks))
+        ]
         expected = [x.numel() if sources.get(me) == rank else 0 for rank in range(len(to_send))]
 
         def finish(received: list[Tensor]) -> Tensor:
@@ -194,7 +235,7 @@ class ProcessCarrier:
         return self._start_gathered("pmin", x, axes, lambda parts: group.pmin(parts)[0]).wait()
 
     def pbroadcast(self, x: Tensor, axes: tuple[str, ...], source: int) -> Tensor:
-        members = self._group(axes)
+        members = self._groups.over(axes)
         buffer = _as_bytes(x).clone()
         return Pending(
             lambda: dist.broadcast(buffer, members.ranks[source], members.handle, async_op=True),
@@ -212,7 +253,7 @@ class ProcessCarrier:
     ) -> Pending:
         in_place = overwrite and x.is_contiguous()
         result = x.detach() if in_place else x.detach().clone(memory_format=torch.contiguous_format)
-        handle = self._group(axes).handle
+        handle = self._groups.over(axes).handle
         return Pending(
             lambda: dist.all_reduce(result, how, handle, async_op=True),
             lambda: result.to(dtype),
@@ -220,7 +261,7 @@ class ProcessCarrier:
         )
 
     def _start_reduce_scattered(self, x: Tensor, axes: tuple[str, ...], dim: int, dtype: torch.dtype) -> Pending:
-        members = self._group(axes)
+        members = self._groups.over(axes)
         chunks = torch.stack(members.by_seat(x.detach().chunk(len(members.ranks), dim)))
         result = torch.empty_like(chunks[0])
         return Pending(
@@ -233,13 +274,13 @@ class ProcessCarrier:
         self, operation: str, x: Tensor, axes: tuple[str, ...], finish: Callable[[list[Tensor]], Tensor]
     ) -> Pending:
         """All ranks' values, in the order of the axes, go to `finish`."""
-        members = self._group(axes)
+        members = self._groups.over(axes)
         mine = _as_bytes(x)
         buffer = mine.new_empty(len(members.ranks) * mine.numel())
         parts = list(buffer.split(mine.numel()) if mine.numel() else [mine] * len(members.ranks))
 
         def start() -> Any:
-            if self._backend(axes) == "nccl":
+            if self._groups.over(axes).backend == "nccl":
                 return dist.all_gather_into_tensor(buffer, mine, members.handle, async_op=True)
             return dist.all_gather(parts, mine, members.handle, async_op=True)
 
@@ -273,7 +314,7 @@ class ProcessCarrier:
         axes: tuple[str, ...],
         finish: Callable[[list[Tensor]], Tensor],
     ) -> Pending:
-        members = self._group(axes)
+        members = self._groups.over(axes)
         to_send = [_as_bytes(chunk) for chunk in members.by_seat(chunks)]
         lengths = [part.numel() for part in to_send]
         sent = whole_of(to_send)
@@ -289,13 +330,13 @@ class ProcessCarrier:
 
     def _describe(self, operation: str, x: Tensor, axes: tuple[str, ...]) -> Callable[[float], str]:
         shape, dtype = list(x.shape), str(x.dtype).removeprefix("torch.")
+        ranks = list(self._groups.over(axes).ranks)
 
         def describe(seconds: float) -> str:
             coordinates = ", ".join(f"{axis}={index}" for axis, index in self.mesh.coordinates(self.rank).items())
             return (
                 f"rank {self.rank} ({coordinates}): {operation} over {axes} of {dtype}{shape} failed after "
-                f"{seconds:.1f} s. A timeout means that another rank of {list(self._group(axes).ranks)} never came to "
-                "it."
+                f"{seconds:.1f} s. A timeout means that another rank of {ranks} never came to it."
             )
 
         return describe
@@ -304,29 +345,32 @@ class ProcessCarrier:
 
     def process_group(self, axes: tuple[str, ...]) -> Any:
         """torch's group of the ranks that differ from this one along some axes only."""
-        return self._group(axes).handle
+        return self._groups.over(axes).handle
 
-    def _group(self, axes: tuple[str, ...]) -> _Group:
-        if axes not in self._groups:
-            self._groups[axes] = self._find_group(axes)
-        return self._groups[axes]
+    def algorithms(self, axes: tuple[str, ...], sizes: Sequence[int] = SIZES) -> str:
+        """Which algorithm serves collectives over these axes, by size, and why; all ranks must ask.
 
-    def _find_group(self, axes: tuple[str, ...]) -> _Group:
-        ranks = next(tuple(ranks) for ranks in self.mesh.groups(axes) if self.rank in ranks)
-        if frozenset(ranks) not in self._handles:
-            raise ValueError(
-                f"a collective over {axes}: process groups are made for at most {_MOST_AXES_TOGETHER} axes together, "
-                "or all of them; write one collective per axis"
-            )
-        seats = tuple(sorted(ranks).index(rank) for rank in ranks)
-        return _Group(self._handles[frozenset(ranks)], ranks, seats)
+        Args:
+            axes: the axes.
+            sizes: bytes.
+        """
+        chooser = self._chooser(axes)
+        if chooser is None:
+            return f"collectives over {axes} go the way of the backend, {self._groups.over(axes).backend}"
+        return chooser.table(sizes)
 
-    def _backend(self, axes: tuple[str, ...]) -> str:
-        return str(dist.get_backend(self._group(axes).handle))
+    def _chooser(self, axes: tuple[str, ...]) -> Chooser | None:
+        """None where all is left to the backend."""
+        members = self._groups.over(axes)
+        if self.algorithm == "backend" or members.backend != "gloo":
+            return None
+        if members not in self._choosers:
+            self._choosers[members] = Chooser(members.team, self.algorithm, self.reduction == "ordered")
+        return self._choosers[members]
 
     def _reduces_itself(self, x: Tensor, axes: tuple[str, ...]) -> bool:
         """Whether the backend's own reduction may be used: it knows few dtypes, and adds in an order of its own."""
-        return self.reduction == "fast" and x.dtype in _REDUCED_BY.get(self._backend(axes), _REDUCED_BY_ALL)
+        return self.reduction == "fast" and x.dtype in _REDUCED_BY.get(self._groups.over(axes).backend, _REDUCED_BY_ALL)
 
     def _accumulation_dtype(self, x: Tensor) -> torch.dtype | None:
         wanted = self.reduce_dtype
@@ -335,16 +379,19 @@ class ProcessCarrier:
         return wanted
 
 
-def _make_groups(mesh: Mesh, timeout: timedelta | None) -> dict[frozenset[int], Any]:
-    """This rank's process groups, by their ranks; every rank makes every group, in the same order."""
-    names = [name for name in mesh.axis_names if mesh.axis_size(name) > 1]
-    few = chain.from_iterable(combinations(names, count) for count in range(1, _MOST_AXES_TOGETHER + 1))
-    handles: dict[frozenset[int], Any] = {}
-    for axes in dict.fromkeys([*few, tuple(names)]):
-        for ranks in mesh.groups(axes) if axes else ():
-            if frozenset(ranks) not in handles:
-                handles[frozenset(ranks)] = dist.new_group(sorted(ranks), timeout=timeout)
-    return handles
+def _agree(settings: dict[str, str]) -> None:
+    """Ranks that send in different ways would wait for each other until the timeout."""
+    everywhere: list[dict[str, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everywhere, settings)
+    for name in settings:
+        values = [each[name] for each in everywhere]
+        if len(set(values)) > 1:
+            raise ValueError(f"{name} must be the same on every rank, but it is, by rank, {', '.join(values[:16])}")
+
+
+def _plain(x: Tensor) -> Tensor:
+    """The values as they lie in memory."""
+    return x.detach().resolve_conj().resolve_neg()
 
 
 def _as_bytes(x: Tensor) -> Tensor:

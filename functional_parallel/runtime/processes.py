@@ -51,19 +51,32 @@ class ProcessRuntime:
     Args:
         mesh: as many ranks as processes. The process group is made from the launcher's environment if nobody made it.
         timeout: seconds after which a collective that some rank does not come to fails.
-        reduction: "fast" (the backend's own sums) or "ordered" (in rank order, bit-equal to simulated ranks).
+        reduction: "fast" (any order) or "ordered" (in rank order, bit-equal to simulated ranks).
+        algorithm: how collectives travel on gloo, as in `ProcessCarrier`.
 
     Raises:
         ValueError: when the number of processes is not the mesh's.
     """
 
-    def __init__(self, mesh: Mesh, *, timeout: float = 600.0, reduction: str = "fast") -> None:
+    def __init__(
+        self, mesh: Mesh, *, timeout: float = 600.0, reduction: str = "fast", algorithm: str | None = None
+    ) -> None:
         _initialise(timeout)
         self.mesh = mesh
-        self.carrier = ProcessCarrier(mesh, reduction=reduction, timeout=timedelta(seconds=timeout))
+        self.carrier = ProcessCarrier(
+            mesh, reduction=reduction, timeout=timedelta(seconds=timeout), algorithm=algorithm
+        )
         self.rank, self._meeting = self.carrier.rank, Meeting(timedelta(seconds=timeout))
         self.agree, self.exchange = self._meeting.agree, self._meeting.exchange
         self.device = torch.device("cuda", torch.cuda.current_device()) if _uses_nccl() else torch.device("cpu")
+
+    def algorithms(self, *axes: str) -> str:
+        """A table: which algorithm a collective over some axes goes by, for which size, and why. All ranks must ask.
+
+        Args:
+            axes: names of mesh axes; without any, all of them together.
+        """
+        return self.carrier.algorithms(axes or tuple(name for name, size in self.mesh.shape.items() if size > 1))
 
     # --- handles ---
 

@@ -25,7 +25,7 @@ PLAN = fp.chain(
 )
 PASSES = (
     *("casts", "reduction types", "reduce each microbatch"),
-    *("recompute", "remat", "gathers", "reductions", "buckets"),
+    *("recompute", "remat", "turned", "gathers", "reductions", "buckets", "in place"),
 )
 
 
@@ -77,7 +77,7 @@ def test_text_before_and_after() -> None:
     assert "pack(" not in found.before("buckets")
     assert "pack(" in found.after("buckets")
     assert "bf16" not in found.before("casts").split("input '1/0'")[0]
-    with pytest.raises(ValueError, match=r"no pass 'bucket' ran; there ran 'casts', .*'buckets', 'views'"):
+    with pytest.raises(ValueError, match=r"no pass 'bucket' ran; there ran 'casts', .*'buckets', 'in place', 'views'"):
         found.before("bucket")
 
 

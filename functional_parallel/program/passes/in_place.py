@@ -29,7 +29,7 @@ __all__ = ["InPlace"]
 class InPlace:
     """Merge updates of donated parameters, and of values that die there, into few that write in place."""
 
-    name: str = "in_place"
+    name: str = "in place"
     order: int = 4
 
     def per_microbatch(self, traced: Traced) -> set[fx.Node]:

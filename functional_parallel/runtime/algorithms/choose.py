@@ -1,0 +1,143 @@
+"""Which algorithm a collective goes by, and why."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from .model import KINDS, Machine, measured, work_of
+from .table import ALGORITHMS, Algorithm
+from .team import Team
+
+__all__ = ["VARIABLE", "Chooser", "setting"]
+
+VARIABLE = "FUNCTIONAL_PARALLEL_ALGORITHM"
+_CLEARLY = 2.0
+SIZES = tuple(1 << power for power in (10, 14, 18, 22, 26))
+
+
+def setting(given: str | None, ordered: bool) -> str:
+    """What was asked for: an argument, else the environment variable, else "auto".
+
+    >>> setting("ring", ordered=False)
+    'ring'
+
+    Args:
+        given: the argument.
+        ordered: whether sums must be in rank order.
+
+    Raises:
+        ValueError: for an unknown name, or one that does not add in rank order where sums must.
+    """
+    name = given or os.environ.get(VARIABLE) or "auto"
+    known = ["auto", "backend", *ALGORITHMS]
+    if name not in known:
+        raise ValueError(f"algorithm={name!r} (or {VARIABLE}): write one of {', '.join(map(repr, known))}")
+    if ordered and name in ALGORITHMS and not ALGORITHMS[name].is_ordered:
+        able = ["auto", "backend", *(each.name for each in ALGORITHMS.values() if each.is_ordered)]
+        raise ValueError(
+            f"reduction='ordered' adds in rank order, which algorithm={name!r} (or {VARIABLE}) does not; "
+            f"write one of {', '.join(map(repr, able))}"
+        )
+    return name
+
+
+class Chooser:
+    """Chooses for one team. All ranks choose alike: the same numbers, the same formulas.
+
+    Args:
+        team: the ranks.
+        setting: "auto", or the name of an algorithm.
+        ordered: whether sums must be in rank order.
+
+    Raises:
+        ValueError: when the algorithm that was asked for cannot serve this team.
+    """
+
+    def __init__(self, team: Team, setting: str, ordered: bool) -> None:
+        self.team, self.ordered = team, ordered
+        self._forced = ALGORITHMS.get(setting)
+        if self._forced is not None and (reason := self._forced.refuses(team)):
+            raise ValueError(f"algorithm={setting!r} (or {VARIABLE}) cannot be used here: {reason}; write 'auto'")
+        self._machine: Machine | None = None
+        self._chosen: dict[tuple[str, int], str] = {}
+
+    @property
+    def machine(self) -> Machine:
+        """What was measured; the first use is a collective."""
+        if self._machine is None:
+            self._machine = measured(self.team)
+        return self._machine
+
+    def choose(self, kind: str, size: int) -> Algorithm | None:
+        """The algorithm for a collective of this many bytes in all; None is the backend's own."""
+        if self._forced is not None:
+            return self._forced
+        if (kind, size) not in self._chosen:
+            self._chosen[kind, size] = _first_of_the_best(self.predictions(kind, size))
+        return ALGORITHMS.get(self._chosen[kind, size])
+
+    def predictions(self, kind: str, size: int) -> dict[str, float]:
+        """Seconds by the name of each algorithm that may be used here, "backend" among them."""
+        found = {}
+        for name, algorithm in ALGORITHMS.items():
+            work = work_of(name, kind, self.team.size, len(self.team.hosts), size)
+            if work and not algorithm.refuses(self.team) and (algorithm.is_ordered or not self._must_add(kind)):
+                line = self.machine.whole.get((name, kind))
+                found[name] = line.seconds(size) if line else work.seconds(size, self.machine)
+        if not (self._must_add(kind) and kind == "all_reduce"):
+            found["backend"] = self.machine.whole["backend", kind].seconds(size)
+        return found
+
+    def _must_add(self, kind: str) -> bool:
+        return self.ordered and kind in ("all_reduce", "reduce_scatter")
+
+    def table(self, sizes: Sequence[int] = SIZES) -> str:
+        """Predicted milliseconds by collective, size and algorithm, and what was chosen. A collective at its first use.
+
+        Args:
+            sizes: bytes.
+        """
+        machine, team = self.machine, self.team
+        lines = [
+            f"{team.size} ranks on {len(team.hosts)} host{'s' * (len(team.hosts) > 1)}",
+            f"{'a message':24} {machine.message}, {1e6 * machine.further:.0f} µs for each further one of a round",
+            f"{'shared memory':24} {machine.memory or 'none'}",
+            *(f"{f'{name} {kind}':24} {line}" for (name, kind), line in sorted(machine.whole.items())),
+            "",
+        ]
+        names = [*(name for name, each in ALGORITHMS.items() if not each.refuses(team)), "backend"]
+        rows = [("milliseconds", "bytes", *names, "chosen", "because")]
+        for kind in KINDS:
+            for size in sizes:
+                times = self.predictions(kind, size)
+                cells = (f"{1000 * times[name]:.3f}" if name in times else "–" for name in names)
+                rows.append((kind, _bytes(size), *cells, *self._reason(kind, size, times)))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines += [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        ]
+        return "\n".join(lines)
+
+    def _reason(self, kind: str, size: int, times: dict[str, float]) -> tuple[str, str]:
+        algorithm = self.choose(kind, size)
+        name = "backend" if algorithm is None else algorithm.name
+        if self._forced is not None:
+            return name, "asked for"
+        others = {other: seconds for other, seconds in times.items() if other != name}
+        next_best = min(others, key=others.__getitem__, default=name)
+        work = work_of(name, kind, self.team.size, len(self.team.hosts), size) if algorithm else "measured"
+        return name, f"{work}; {times[next_best] / times[name]:.2g} × as fast as {next_best}"
+
+
+def _first_of_the_best(times: dict[str, float]) -> str:
+    """The first that none is twice as fast as: measurements are noisy, and runs should choose alike."""
+    best = min(times.values())
+    return next(name for name, seconds in times.items() if seconds <= _CLEARLY * best)
+
+
+def _bytes(size: int) -> str:
+    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:.4g} {name}"
+    return f"{size} B"

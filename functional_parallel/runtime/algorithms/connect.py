@@ -1,0 +1,135 @@
+"""How the ranks of one host find each other and come to share memory."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from .shared_memory import HALF, SharedMemory, anonymous_memory, mapped
+
+__all__ = ["connect", "host_identity"]
+
+_HELLO = struct.Struct("<16si")
+_SECONDS_TO_MEET = 20.0
+
+Exchange = Callable[[Any], list[Any]]  # one object from each rank of the group, the same list on all
+
+
+def host_identity() -> str:
+    """Equal for processes that can reach each other through Unix sockets: one kernel, one network namespace."""
+    parts = [socket.gethostname()]
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(os.readlink("/proc/self/ns/net"))
+    return " ".join(parts)
+
+
+def connect(rank: int, members: Sequence[int], exchange: Exchange, timeout: float) -> SharedMemory | None:
+    """Share memory with the ranks of the group that are on this host.
+
+    Args:
+        rank: this rank's number in the group.
+        members: the numbers of the ranks on this host, ascending, this one among them.
+        exchange: a collective over the whole group; every rank of it takes part here.
+        timeout: seconds to wait for a signal, later.
+
+    Returns:
+        The memory, in which ranks are numbered by their place in `members`; None, on all ranks of the group, where some
+        rank could not share, because its system does not let it.
+    """
+    me = list(members).index(rank)
+    with ExitStack() as stack:
+        listener, address = _listen(stack)
+        secret = secrets.token_bytes(16)
+        greetings = exchange((address, secret))
+        here = [greetings[member] for member in members]
+        try:
+            if listener is None or any(address is None for address, _ in here):
+                raise OSError("no Unix sockets here")
+            shared = _meet(me, listener, here, timeout)
+        except OSError:
+            shared = None
+        everywhere = all(exchange(shared is not None))
+        return shared if everywhere and len(members) > 1 else None
+
+
+def _listen(stack: ExitStack) -> tuple[socket.socket | None, str | None]:
+    if not hasattr(socket, "AF_UNIX") or not hasattr(socket, "send_fds"):
+        return None, None
+    listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    if sys.platform == "linux":  # a name outside the file system
+        address = f"\0functional_parallel-{secrets.token_hex(16)}"
+    else:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="fp"))
+        address = str(Path(folder) / "s")
+    try:
+        listener.bind(address)
+        listener.listen(1024)
+    except OSError:
+        return None, None
+    return listener, address
+
+
+def _meet(
+    me: int, listener: socket.socket, greetings: Sequence[tuple[str, bytes]], timeout: float
+) -> SharedMemory | None:
+    """Call those before me, be called by those behind me, and hand out file descriptors of my memory both ways."""
+    descriptor = anonymous_memory(2 * HALF)
+    peers: dict[int, socket.socket] = {}
+    memory: dict[int, Tensor] = {}
+    try:
+        for number in range(me):
+            peers[number] = _call(me, *greetings[number], descriptor)
+        while len(peers) < len(greetings) - 1:
+            number, peer, memory_of_peer = _answer(listener, greetings[me][1], descriptor)
+            peers[number], memory[number] = peer, memory_of_peer
+        for number in range(me):
+            memory[number] = _received(peers[number], 1)[1]
+    except BaseException:
+        for peer in peers.values():
+            peer.close()
+        os.close(descriptor)
+        raise
+    memory[me] = mapped(descriptor)
+    for peer in peers.values():
+        peer.settimeout(timeout)
+    return SharedMemory(me, peers, [memory[number] for number in range(len(greetings))], timeout)
+
+
+def _call(me: int, address: str, secret: bytes, descriptor: int) -> socket.socket:
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    peer.settimeout(_SECONDS_TO_MEET)
+    peer.connect(address)
+    socket.send_fds(peer, [_HELLO.pack(secret, me)], [descriptor])
+    return peer
+
+
+def _answer(listener: socket.socket, secret: bytes, descriptor: int) -> tuple[int, socket.socket, Tensor]:
+    """The next rank that calls and knows the secret."""
+    listener.settimeout(_SECONDS_TO_MEET)
+    while True:
+        peer, _ = listener.accept()
+        peer.settimeout(_SECONDS_TO_MEET)
+        data, memory = _received(peer, _HELLO.size)
+        said, number = _HELLO.unpack(data)
+        if secrets.compare_digest(said, secret):
+            socket.send_fds(peer, [b"!"], [descriptor])
+            return number, peer, memory
+        peer.close()
+
+
+def _received(peer: socket.socket, size: int) -> tuple[bytes, Tensor]:
+    data, descriptors, _, _ = socket.recv_fds(peer, size, 1)
+    if len(data) != size or len(descriptors) != 1:
+        raise ConnectionError("a rank on this host ended, or something else called")
+    return data, mapped(descriptors[0])

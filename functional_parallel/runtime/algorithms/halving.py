@@ -1,0 +1,67 @@
+"""Recursive halving, then doubling: log₂ p rounds each way, with a partner half as far, or twice as far, each time.
+
+As few bytes as a ring in fewer rounds, for a power of two of ranks; other numbers take the ring. R. Thakur,
+R. Rabenseifner and W. Gropp, Optimization of collective communication operations in MPICH, Int. J. High Perform.
+Comput. Appl. 19 (2005).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from ..zero_copy import whole_of
+from . import ring
+from .running import Steps
+from .team import Messages, Ranks
+
+__all__ = ["gather", "is_power_of_two", "reduce"]
+
+
+def is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
+def reduce(
+    team: Ranks, messages: Messages, chunks: Sequence[Tensor], result: Tensor, accumulated: torch.dtype | None
+) -> Steps:
+    """Chunk i of the sum on rank i: each round gives away the half of the chunks that the partner's side keeps."""
+    if not is_power_of_two(team.size):
+        yield from ring.reduce(team, messages, chunks, result, accumulated)
+        return
+    dtype = accumulated or result.dtype
+    sums = torch.cat([chunk.reshape(-1).to(dtype) for chunk in chunks])
+    ends = [0, *accumulate(chunk.numel() for chunk in chunks)]
+    span = lambda first, last: sums[ends[first] : ends[last]]  # noqa: E731
+    first, last = 0, team.size
+    while last - first > 1:
+        half = (last - first) // 2
+        middle, partner = first + half, team.rank ^ half
+        low = team.rank < middle
+        kept, given = (span(first, middle), span(middle, last)) if low else (span(middle, last), span(first, middle))
+        arriving = torch.empty_like(kept)
+        yield [messages.receive(arriving, partner), messages.send(given, partner)]
+        kept += arriving
+        first, last = (first, middle) if low else (middle, last)
+    result.copy_(span(first, last).view(result.shape))
+
+
+def gather(team: Ranks, messages: Messages, parts: Sequence[Tensor]) -> Steps:
+    """`parts[i]` becomes that of rank i; they lie one behind the other. Each round doubles what a rank has."""
+    if not is_power_of_two(team.size):
+        yield from ring.gather(team, messages, parts)
+        return
+    flat = [part.view(-1) for part in parts]
+    length = 1
+    while length < team.size:
+        partner = team.rank ^ length
+        mine, theirs = (whole_of(flat[first : first + length]) for first in _aligned(length, team.rank, partner))
+        yield [messages.receive(theirs, partner), messages.send(mine, partner)]
+        length *= 2
+
+
+def _aligned(length: int, *ranks: int) -> list[int]:
+    return [rank // length * length for rank in ranks]

@@ -1,0 +1,274 @@
+"""What a collective costs: rounds × latency + bytes × time per byte (the α-β model), from three measurements.
+
+What is measured, once per process group and in tens of milliseconds: messages between neighbours, memory that is
+shared, and the backend's own collectives. What an algorithm costs follows from its rounds, messages and bytes, by the
+formulas of the papers that it comes from.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import log2
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import shared
+from .halving import is_power_of_two
+from .running import Steps
+from .sums import ordered_sum
+from .team import Team
+
+__all__ = ["KINDS", "Line", "Machine", "Work", "fitted", "measured", "work_of"]
+
+KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+_SIZES = (1 << 12, 1 << 20)
+_BATCH, _MOST_BATCHES = 3, 5
+_SECONDS = 0.06
+_IN_A_ROUND = 4
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds for n bytes: `alpha + beta * n`."""
+
+    alpha: float
+    beta: float
+
+    def seconds(self, size: float) -> float:
+        return self.alpha + self.beta * size
+
+    def __str__(self) -> str:
+        return f"{1e6 * self.alpha:.0f} µs + n / {1e-9 / self.beta:.1f} GB/s"
+
+
+def fitted(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
+    """The line through some measurements, by least squares of relative errors.
+
+    >>> print(fitted([1_000, 100_000, 1_000_000], [51e-6, 150e-6, 1050e-6]))
+    50 µs + n / 1.0 GB/s
+    """
+    rows = torch.tensor([[1 / t, n / t] for n, t in zip(sizes, seconds, strict=True)], dtype=torch.float64)
+    scale = rows.norm(dim=0)
+    alpha, beta = (
+        torch.linalg.lstsq(rows / scale, torch.ones(len(rows), 1, dtype=rows.dtype)).solution[:, 0] / scale
+    ).tolist()
+    if min(alpha, beta) <= 0:  # lost in noise: the larger of the two explanations for every byte
+        return Line(max(alpha, 0.0), max(t / n for n, t in zip(sizes, seconds, strict=True) if n == max(sizes)))
+    return Line(alpha, beta)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What was measured on a team, the slowest rank of it counting.
+
+    Attributes:
+        message: one message each to and from a neighbour; between hosts where there are several.
+        further: seconds for each further message of a round.
+        memory: one round through shared memory, and what each byte costs that a rank writes or reads there; None where
+            there is none.
+        whole: by algorithm and kind, collectives that were measured as they are: the backend's own, and those through
+            shared memory where all ranks share it.
+    """
+
+    message: Line
+    further: float
+    memory: Line | None
+    whole: dict[tuple[str, str], Line]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the busiest rank does in an algorithm; bytes are multiples of the collective's.
+
+    Attributes:
+        rounds: messages that wait for one another.
+        messages: all that it sends.
+        sent: bytes.
+        signals: rounds through shared memory.
+        copied: bytes written to or read from it.
+    """
+
+    rounds: int = 0
+    messages: int = 0
+    sent: float = 0.0
+    signals: int = 0
+    copied: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.rounds + other.rounds,
+            self.messages + other.messages,
+            self.sent + other.sent,
+            self.signals + other.signals,
+            self.copied + other.copied,
+        )
+
+    def seconds(self, size: float, machine: Machine) -> float:
+        """How long it takes for a collective of so many bytes."""
+        messages = self.rounds * machine.message.alpha + (self.messages - self.rounds) * machine.further
+        memory = machine.memory or Line(0.0, 0.0)
+        return (
+            messages
+            + self.sent * size * machine.message.beta
+            + self.signals * memory.alpha
+            + self.copied * size * memory.beta
+        )
+
+    def __str__(self) -> str:
+        sent = f"{_count(self.rounds, 'round')}, {self.sent:.3g} n sent" if self.rounds else ""
+        copied = f"{_count(self.signals, 'signal')}, {self.copied:.3g} n through memory" if self.signals else ""
+        return ", ".join(filter(None, (copied, sent)))
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+# -----------------------------------------------------------------------------
+# The formulas
+# -----------------------------------------------------------------------------
+
+
+def work_of(name: str, kind: str, ranks: int, hosts: int = 1, size: int = 1 << 30) -> Work | None:
+    """What an algorithm does for a collective of n bytes: the operand of a sum or an exchange, the result of a gather.
+
+    >>> print(work_of("ring", "all_reduce", 4))
+    6 rounds, 1.5 n sent
+    >>> print(work_of("naive", "all_reduce", 4))
+    2 rounds, 6 n sent
+
+    Args:
+        name: a name in `ALGORITHMS`.
+        kind: one of `KINDS`.
+        ranks: how many there are.
+        hosts: on how many hosts they are, equally many on each.
+        size: n; what is small may go another way.
+
+    Returns:
+        The work; None where the algorithm does not have this collective.
+    """
+    if name == "shared":
+        return _shared(kind, ranks, size)
+    if kind == "all_to_all":
+        return Work(1, ranks - 1, (ranks - 1) / ranks) if name == "direct" else None
+    if name == "naive":
+        return _naive(kind, ranks)
+    phase = _two_level(ranks // hosts, hosts) if name == "two_level" else {kind: _phase(name, ranks) for kind in KINDS}
+    return phase["reduce_scatter"] + phase["all_gather"] if kind == "all_reduce" else phase[kind]
+
+
+def _phase(name: str, ranks: int) -> Work:
+    """Half an all-reduce: p − 1 parts of n / p bytes are sent, whatever the algorithm."""
+    sent = (ranks - 1) / ranks
+    if name == "direct":
+        return Work(1, ranks - 1, sent)
+    rounds = int(log2(ranks)) if name == "halving" and is_power_of_two(ranks) else ranks - 1
+    return Work(rounds, rounds, sent)
+
+
+def _naive(kind: str, ranks: int) -> Work:
+    if kind == "all_reduce":
+        return Work(2, 2 * (ranks - 1), 2.0 * (ranks - 1))
+    return Work(2, (ranks + 1) * (ranks - 1), (ranks - 1) * (1 + 1 / ranks))
+
+
+def _shared(kind: str, ranks: int, size: int) -> Work:
+    """Writing n bytes or a part of them, and reading what is wanted."""
+    if kind == "all_reduce":
+        one_round = ranks == 2 or size <= shared.ONE_ROUND
+        return Work(signals=1, copied=1.0 + ranks) if one_round else Work(signals=2, copied=3.0)
+    return Work(signals=1, copied=1 + 1 / ranks if kind == "all_gather" else 2 - 1 / ranks)
+
+
+def _two_level(on_each: int, hosts: int) -> dict[str, Work]:
+    across = Work(hosts - 1, hosts - 1, (hosts - 1) / hosts / on_each)
+    return {kind: _shared(kind, on_each, 0) + across for kind in ("reduce_scatter", "all_gather")}
+
+
+# -----------------------------------------------------------------------------
+# Measuring
+# -----------------------------------------------------------------------------
+
+
+def measured(team: Team) -> Machine:
+    """Measure a team; every rank takes part, and all get the same numbers: those of the slowest rank."""
+    trials = {(key, size): run for size in _SIZES for key, run in _trials(team, size).items()}
+    best = dict.fromkeys(trials, float("inf"))
+    began = time.perf_counter()
+    _time_all(trials, best)
+    batch = max(team.exchange(time.perf_counter() - began))
+    for _ in range(min(_MOST_BATCHES, int(_SECONDS / batch))):
+        _time_all(trials, best)
+    found = team.exchange(best)
+    slowest = {trial: max(times[trial] for times in found) for trial in trials}
+    lines = {key: fitted(_SIZES, [slowest[key, size] for size in _SIZES]) for key, _ in trials}
+    one, several, memory = lines.pop(("message", "")), lines.pop(("messages", "")), lines.pop(("memory", ""), None)
+    further = max(0.0, several.alpha - one.alpha) / (_IN_A_ROUND - 1)
+    return Machine(one, further, memory and Line(memory.alpha, memory.beta / (1 + 1 / len(team.on_my_host))), lines)
+
+
+def _time_all(trials: dict[Any, Callable[[], object]], best: dict[Any, float]) -> None:
+    """Each in turn, so that a disturbance spoils one time of each."""
+    for trial, run in trials.items():
+        run()  # touches memory, and brings the ranks together
+        began = time.perf_counter()
+        for _ in range(_BATCH):  # one alone may have arrived before it is waited for
+            run()
+        best[trial] = min(best[trial], (time.perf_counter() - began) / _BATCH)
+
+
+def _trials(team: Team, size: int) -> dict[tuple[str, str], Callable[[], object]]:
+    """What is timed, for so many bytes: by algorithm and kind."""
+    length = size // 4 // team.size
+    whole, mine = torch.zeros(length * team.size), torch.zeros(length)
+    bytes_ = whole.view(torch.uint8)
+    trials: dict[tuple[str, str], Callable[[], object]] = {
+        ("message", ""): partial(_shift, team, bytes_, 1),
+        ("messages", ""): partial(_shift, team, bytes_, _IN_A_ROUND),
+        ("backend", "all_reduce"): lambda: dist.all_reduce(whole, group=team.handle),
+        ("backend", "all_gather"): lambda: dist.all_gather(_parts(team, mine), mine, group=team.handle),
+        ("backend", "reduce_scatter"): lambda: ordered_sum(_exchanged(team, whole), torch.empty(length)),
+        ("backend", "all_to_all"): lambda: _exchanged(team, whole),
+    }
+    memory = team.shared
+    if memory is not None:
+        local = [torch.zeros(size // 4 // memory.size) for _ in range(memory.size)]
+        steps = lambda: shared.all_gather(memory, local[0], _parts(memory, local[0]))  # noqa: E731
+        trials["memory", ""] = lambda: team.run(steps()).wait()
+        if team.is_on_one_host:
+            chunks = whole.chunk(team.size)
+            of_kind: dict[str, Callable[[], Steps]] = {
+                "all_reduce": lambda: shared.all_reduce(memory, whole, whole),
+                "reduce_scatter": lambda: shared.reduce_scatter(memory, chunks, torch.empty(length)),
+                "all_gather": lambda: shared.all_gather(memory, mine, _parts(team, mine)),
+                "all_to_all": lambda: shared.all_to_all(memory, chunks, _parts(team, mine)),
+            }
+            for kind, start in of_kind.items():
+                trials["shared", kind] = lambda start=start: team.run(start()).wait()  # type: ignore[misc]
+    return trials
+
+
+def _parts(ranks: Any, like: Tensor) -> list[Tensor]:
+    return list(like.new_empty(ranks.size, *like.shape).unbind())
+
+
+def _exchanged(team: Team, whole: Tensor) -> list[Tensor]:
+    received = torch.empty_like(whole)
+    dist.all_to_all_single(received, whole, group=team.handle)
+    return list(received.chunk(team.size))
+
+
+def _shift(team: Team, sent: Tensor, count: int) -> None:
+    """Send to the next rank, or to the one with the same place on the next host, in so many messages."""
+    step = len(team.on_my_host) if len(team.hosts) > 1 else 1
+    after, before = (team.rank + step) % team.size, (team.rank - step) % team.size
+    messages = team.messages()
+    receiving = [messages.receive(part, before) for part in torch.empty_like(sent).chunk(count)]
+    for message in [*receiving, *(messages.send(part, after) for part in sent.chunk(count))]:
+        message.wait()

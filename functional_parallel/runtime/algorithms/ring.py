@@ -1,0 +1,44 @@
+"""Every rank sends to the next and receives from the one before, p − 1 times around.
+
+2 (p − 1) / p · n bytes per rank and all-reduce, which no algorithm can undercut, over p links that are all busy all the
+time: P. Patarasu and X. Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, J. Parallel
+Distrib. Comput. 69 (2009).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .running import Steps
+from .team import Messages, Ranks
+
+__all__ = ["gather", "reduce"]
+
+
+def reduce(
+    team: Ranks, messages: Messages, chunks: Sequence[Tensor], result: Tensor, accumulated: torch.dtype | None
+) -> Steps:
+    """Chunk i of the sum on rank i: it sets out from rank i + 1, and every rank that it visits adds its own."""
+    after, before = _neighbours(team)
+    travelling = chunks[before].to(accumulated or result.dtype).contiguous()
+    for step in range(team.size - 1):
+        mine = chunks[(team.rank - 2 - step) % team.size]
+        arriving = torch.empty_like(mine, dtype=travelling.dtype, memory_format=torch.contiguous_format)
+        yield [messages.receive(arriving, before), messages.send(travelling, after)]
+        travelling = arriving.add_(mine)
+    result.copy_(travelling)
+
+
+def gather(team: Ranks, messages: Messages, parts: Sequence[Tensor]) -> Steps:
+    """`parts[i]` becomes that of rank i: each is passed on as it arrives."""
+    after, before = _neighbours(team)
+    for step in range(team.size - 1):
+        here, coming = (team.rank - step) % team.size, (team.rank - step - 1) % team.size
+        yield [messages.receive(parts[coming], before), messages.send(parts[here], after)]
+
+
+def _neighbours(team: Ranks) -> tuple[int, int]:
+    return (team.rank + 1) % team.size, (team.rank - 1) % team.size

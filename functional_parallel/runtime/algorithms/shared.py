@@ -1,0 +1,149 @@
+"""Collectives through memory that the ranks of one host share: each byte is written once and read where it is needed.
+
+To send, a rank copies into its own memory; who needs the bytes reads them there, and adds while reading, in rank order.
+A collective of up to `AT_ONCE` bytes is written when it starts, so that a rank which comes later finds it there. A
+larger one goes in pieces that stay in the processor's cache: the first two when it starts, the others while it is
+waited for. Piece `t + 2` is written after piece `t` was read, over piece `t - 2`: that a rank has sent piece `t` says
+that it has read piece `t - 2`, so nobody has to say what was read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .running import Steps
+from .shared_memory import SharedMemory
+from .sums import ordered_sum
+
+__all__ = ["ONE_ROUND", "all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
+
+AT_ONCE = 2 << 20
+PIECE = 1 << 20
+_AHEAD = 2
+_ALIGNMENT = 64
+ONE_ROUND = 128 << 10  # below, a second round of signals costs more than that every rank adds everything
+
+
+def all_gather(memory: SharedMemory, mine: Tensor, parts: Sequence[Tensor]) -> Steps:
+    """`parts[i]`, contiguous, becomes the value of rank i."""
+    parts[memory.rank].copy_(mine)
+    for piece in _pieces(memory, [mine]):
+        yield [memory.all_gave(piece.sent)]
+        for rank in _others(memory):
+            piece.of(parts[rank]).copy_(piece.read(rank, 0))
+
+
+def all_to_all(memory: SharedMemory, chunks: Sequence[Tensor], parts: Sequence[Tensor]) -> Steps:
+    """Chunk i goes to rank i; `parts[i]`, contiguous, becomes what rank i sent here."""
+    parts[memory.rank].copy_(chunks[memory.rank])
+    for piece in _pieces(memory, chunks, keep=memory.rank):
+        yield [memory.all_gave(piece.sent)]
+        for rank in _others(memory):
+            piece.of(parts[rank]).copy_(piece.read(rank, memory.rank))
+
+
+def reduce_scatter(
+    memory: SharedMemory, chunks: Sequence[Tensor], result: Tensor, accumulated: torch.dtype | None = None
+) -> Steps:
+    """Chunk i of the sum on rank i, into `result`, which is contiguous."""
+    for piece in _pieces(memory, chunks, keep=memory.rank):
+        yield [memory.all_gave(piece.sent)]
+        parts = [piece.read(rank, memory.rank) for rank in range(memory.size)]
+        parts[memory.rank] = piece.own(memory.rank)
+        ordered_sum(parts, piece.of(result), accumulated)
+
+
+def all_reduce(memory: SharedMemory, x: Tensor, result: Tensor, accumulated: torch.dtype | None = None) -> Steps:
+    """The sum, into `result`, which is contiguous and may be `x`.
+
+    Two ranks, and more of them with little to add, each add everything. Else each adds a part and reads the others.
+    """
+    if memory.size == 2 or x.nbytes <= ONE_ROUND:
+        for piece in _pieces(memory, [x]):
+            yield [memory.all_gave(piece.sent)]
+            ordered_sum([piece.read(rank, 0) for rank in range(memory.size)], piece.of(result), accumulated)
+        return
+    for piece in _pieces(memory, [x.reshape(-1)]):
+        yield [memory.all_gave(piece.sent)]
+        written = [piece.read(rank, 0).tensor_split(memory.size) for rank in range(memory.size)]
+        results = piece.of(result.view(-1)).tensor_split(memory.size)
+        ordered_sum([parts[memory.rank] for parts in written], results[memory.rank], accumulated)
+        written[memory.rank][memory.rank].copy_(results[memory.rank])
+        memory.signal(piece.added)
+        yield [memory.all_gave(piece.added)]
+        for rank in _others(memory):
+            results[rank].copy_(written[rank][rank])
+
+
+def _others(memory: SharedMemory) -> list[int]:
+    return [rank for rank in range(memory.size) if rank != memory.rank]
+
+
+class _Piece:
+    """A piece of each of several tensors alike, in the memory of every rank.
+
+    Attributes:
+        sent: the number that a rank signals when it has written its piece.
+        added: a second number, for algorithms of two rounds.
+    """
+
+    def __init__(self, memory: SharedMemory, likes: Sequence[Tensor], where: slice | None, buffers: Sequence[Tensor]):
+        self._memory, self._likes, self._where, self._buffers = memory, likes, where, buffers
+        self.sent, self.added = memory.next_number(), memory.next_number()
+
+    def of(self, x: Tensor) -> Tensor:
+        """This piece of a tensor like those that are sent."""
+        return x if self._where is None else x.view(-1)[self._where]
+
+    def read(self, rank: int, index: int) -> Tensor:
+        """What a rank wrote of its tensor of this index."""
+        like = self.own(index)
+        begin = index * _stride(like)
+        return self._buffers[rank][begin : begin + like.nbytes].view(like.dtype).view(like.shape)
+
+    def own(self, index: int) -> Tensor:
+        """This rank's own, where it lies."""
+        return self.of(self._likes[index])
+
+    def write(self, keep: int | None) -> None:
+        """Write this rank's, but for one that no other reads, and tell the others."""
+        for index in range(len(self._likes)):
+            if index != keep:
+                self.read(self._memory.rank, index).copy_(self.own(index))
+        self._memory.signal(self.sent)
+
+
+def _pieces(memory: SharedMemory, tensors: Sequence[Tensor], keep: int | None = None) -> Iterator[_Piece]:
+    """The pieces of what this rank sends, one after the other, each to be read before the next is asked for.
+
+    What it has for itself alone, `tensors[keep]`, is not written.
+    """
+    places: list[slice | None]
+    whole = len(tensors) * _stride(tensors[0])
+    if whole <= AT_ONCE:
+        tensors, places, length = list(tensors), [None], whole
+    else:
+        tensors = [tensor.reshape(-1) for tensor in tensors]
+        step = PIECE // len(tensors) // _ALIGNMENT * _ALIGNMENT // tensors[0].element_size()
+        places = [slice(begin, begin + step) for begin in range(0, tensors[0].numel(), step)]
+        length = len(tensors) * step * tensors[0].element_size()
+    count = min(len(places), 2 * _AHEAD)
+    slot = memory.slot(count * length)
+    pieces = []
+    for index, place in enumerate(places):
+        begin = index % count * length
+        pieces.append(_Piece(memory, tensors, place, [part[begin : begin + length] for part in slot.parts]))
+    for piece in pieces[:_AHEAD]:
+        piece.write(keep)
+    for index, piece in enumerate(pieces):
+        yield piece
+        if index + _AHEAD < len(pieces):
+            pieces[index + _AHEAD].write(keep)
+    slot.done()
+
+
+def _stride(like: Tensor) -> int:
+    return -(-like.nbytes // _ALIGNMENT) * _ALIGNMENT

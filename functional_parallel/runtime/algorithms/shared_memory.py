@@ -1,0 +1,242 @@
+"""Memory that the ranks of one host share, and the signals that say what lies in it.
+
+Each rank has a piece of anonymous memory that all others map. To send, a rank writes into its own piece and signals;
+who has the signal reads. A signal is eight bytes through a Unix socket: a rank that waits sleeps in the kernel, and one
+that dies is noticed at once, since its socket closes. The memory has no name and is passed from process to process as
+a file descriptor, so there is nothing to clean up, whatever happens to the ranks.
+
+Memory is given out from two halves in turn. A rank that has filled one half goes on in the other, after all ranks have
+read what lay there. Where this happens follows from the sizes of the collectives alone, so all ranks come to it at the
+same point of their program, and none waits for one that waits for it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import socket
+import struct
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .running import Running, Steps, Waitable
+
+__all__ = ["HALF", "SharedMemory", "Slot", "anonymous_memory", "mapped"]
+
+HALF = 4 << 20
+_ALIGNMENT = 64
+_MOST_IN_A_HALF = 32  # more signals than a socket's buffer holds must never be under way
+_SIGNAL = struct.Struct("<q")
+
+
+class Slot:
+    """The same stretch of every rank's memory, until `done`.
+
+    Attributes:
+        parts: by rank, its stretch as bytes.
+    """
+
+    __slots__ = ("_half", "parts")
+
+    def __init__(self, parts: list[Tensor], half: _Half) -> None:
+        self.parts, self._half = parts, half
+
+    def done(self) -> None:
+        """Say that this rank has read all it needs of it; must come before this rank asks for another one."""
+        self.parts = []
+        self._half.read += 1
+        self._half.release_when_read()
+
+
+class _Half:
+    """One half of the memory: how far it is given out, and what of it this rank has read."""
+
+    def __init__(self, begin: int, send: Callable[[int], None]) -> None:
+        self.begin, self._send = begin, send
+        self.running: list[tuple[Running, Slot]] = []
+        self.left_as = 0
+        self.enter()
+
+    def enter(self) -> None:
+        self.used = self.given = self.read = 0
+        self.left = False
+        self.running.clear()
+
+    def has_room(self, size: int) -> bool:
+        return self.used + size <= HALF and self.given < _MOST_IN_A_HALF
+
+    def leave(self, number: int) -> None:
+        self.left, self.left_as = True, number
+        self.release_when_read()
+
+    def release_when_read(self) -> None:
+        if self.left and self.read == self.given:
+            self.left = False
+            self._send(self.left_as)
+
+
+class SharedMemory:
+    """One rank's end of the memory that the ranks of a group share.
+
+    Args:
+        rank: this rank's number among them.
+        peers: a connected stream socket to each other rank, by number.
+        memory: every rank's piece, of `2 * HALF` bytes, by number.
+        timeout: seconds to wait for a signal.
+    """
+
+    def __init__(
+        self, rank: int, peers: dict[int, socket.socket], memory: Sequence[Tensor], timeout: float = 600.0
+    ) -> None:
+        self.rank, self.size = rank, len(memory)
+        self._peers, self._memory, self._timeout = peers, memory, timeout
+        weakref.finalize(self, _close, list(peers.values()))
+        self._poll = select.poll()
+        self._rank_of = {peer.fileno(): number for number, peer in peers.items()}
+        for peer in peers.values():
+            self._poll.register(peer, select.POLLIN)
+        self._arrived: defaultdict[int, set[int]] = defaultdict(set)
+        self._unfinished = {number: b"" for number in peers}
+        self._ended: set[int] = set()
+        self._numbers = 0
+        self._last_slot: Slot | None = None
+        self._halves = [_Half(0, self.signal), _Half(HALF, self.signal)]
+
+    # --- signals ---
+
+    def next_number(self) -> int:
+        """A number for a signal that each rank will give once; the same on all ranks."""
+        self._numbers += 1
+        return self._numbers
+
+    def signal(self, number: int) -> None:
+        """Tell all others. A rank that has ended is noticed when something is expected of it."""
+        message = _SIGNAL.pack(number)
+        for rank, peer in self._peers.items():
+            try:
+                peer.sendall(message)
+            except ConnectionError:
+                continue
+            except TimeoutError as error:
+                raise RuntimeError(f"{_ranks({rank})} of the group, on this host, reads no signals") from error
+
+    def all_gave(self, number: int) -> Waitable:
+        """To wait until every other rank has signalled this number."""
+        return _Signal(self, number)
+
+    def wait_for(self, number: int) -> None:
+        """Wait until every other rank has signalled this number.
+
+        Raises:
+            RuntimeError: when a rank has ended before it did, or after the timeout; names the rank.
+        """
+        began = time.monotonic()
+        while missing := self._peers.keys() - self._arrived[number]:
+            if ended := missing & self._ended:
+                raise RuntimeError(f"{_ranks(ended)} of the group, on this host, ended")
+            seconds = time.monotonic() - began
+            if seconds > self._timeout:
+                raise RuntimeError(f"no signal from {_ranks(missing)} of the group, on this host, in {seconds:.1f} s")
+            for descriptor, _ in self._poll.poll((self._timeout - seconds) * 1000 + 1):
+                self._read_signals(self._rank_of[descriptor])
+        del self._arrived[number]
+
+    def _read_signals(self, rank: int) -> None:
+        try:
+            data = self._peers[rank].recv(4096)
+        except ConnectionError:
+            data = b""
+        if not data:
+            self._ended.add(rank)
+            self._poll.unregister(self._peers[rank])
+        data = self._unfinished[rank] + data
+        whole = len(data) // _SIGNAL.size * _SIGNAL.size
+        self._unfinished[rank] = data[whole:]
+        for (number,) in _SIGNAL.iter_unpack(data[:whole]):
+            self._arrived[number].add(rank)
+
+    # --- memory ---
+
+    def run(self, steps: Steps) -> Running:
+        """Start an algorithm that asks for at most one slot before its first `yield`."""
+        self._last_slot = None
+        running = Running(steps)
+        if self._last_slot is not None:
+            self._halves[0].running.append((running, self._last_slot))
+        return running
+
+    def slot(self, size: int) -> Slot:
+        """A stretch of at most `HALF` bytes of every rank's memory."""
+        assert size <= HALF, size
+        size = -(-size // _ALIGNMENT) * _ALIGNMENT
+        if not self._halves[0].has_room(size):
+            self._turn()
+        half = self._halves[0]
+        begin = half.begin + half.used
+        half.used += size
+        half.given += 1
+        self._last_slot = Slot([memory[begin : begin + size] for memory in self._memory], half)
+        return self._last_slot
+
+    def _turn(self) -> None:
+        old, new = self._halves
+        old.leave(self.next_number())
+        for running, slot in new.running:
+            while slot.parts:
+                running.step()
+        if new.left_as:  # 0: nobody was there yet
+            self.wait_for(new.left_as)
+        new.enter()
+        self._halves = [new, old]
+
+
+def _close(sockets: Sequence[socket.socket]) -> None:
+    for each in sockets:
+        each.close()
+
+
+def _ranks(numbers: set[int]) -> str:
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, sorted(numbers)))}"
+
+
+class _Signal:
+    __slots__ = ("_memory", "_number")
+
+    def __init__(self, memory: SharedMemory, number: int) -> None:
+        self._memory, self._number = memory, number
+
+    def wait(self) -> None:
+        self._memory.wait_for(self._number)
+
+
+# -----------------------------------------------------------------------------
+# Memory without a name
+# -----------------------------------------------------------------------------
+
+
+def anonymous_memory(size: int) -> int:
+    """A file descriptor of memory that is nowhere in the file system."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("functional_parallel")
+    else:
+        import tempfile
+
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    os.ftruncate(descriptor, size)
+    return descriptor
+
+
+def mapped(descriptor: int) -> Tensor:
+    """The memory of a file descriptor, which is closed, as a tensor of bytes."""
+    try:
+        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # a page fault each costs more than copying
+        return torch.frombuffer(mmap.mmap(descriptor, 0, flags), dtype=torch.uint8)
+    finally:
+        os.close(descriptor)

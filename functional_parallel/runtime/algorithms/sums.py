@@ -1,0 +1,32 @@
+"""Adding what several ranks sent, in rank order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["ordered_sum"]
+
+
+def ordered_sum(parts: Sequence[Tensor], out: Tensor, accumulated: torch.dtype | None = None) -> Tensor:
+    """The sum of tensors, one after the other, in the order of `collectives.group` and so with its bits.
+
+    >>> ordered_sum([torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([4.0])], torch.empty(1))
+    tensor([7.])
+
+    Args:
+        parts: at least two, all alike.
+        out: where the sum goes; may be one of the first two.
+        accumulated: the type to add in; None is their own.
+    """
+    if accumulated is not None and accumulated != parts[0].dtype:
+        total = torch.add(parts[0].to(accumulated), parts[1])
+        for part in parts[2:]:
+            total += part
+        return out.copy_(total)
+    torch.add(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        out += part
+    return out

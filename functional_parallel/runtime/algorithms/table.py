@@ -1,0 +1,132 @@
+"""The algorithms, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import direct, halving, naive, ring, shared, two_level
+from .running import Steps
+from .shared_memory import SharedMemory
+from .team import Messages, Team
+
+__all__ = ["ALGORITHMS", "Algorithm"]
+
+Dtype = torch.dtype | None
+AllReduce = Callable[[Team, Tensor, Tensor, Dtype], Steps]
+ReduceScatter = Callable[[Team, Sequence[Tensor], Tensor, Dtype], Steps]
+AllGather = Callable[[Team, Tensor, Sequence[Tensor]], Steps]
+AllToAll = Callable[[Team, Sequence[Tensor], Sequence[Tensor]], Steps]
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """How collectives go over a team. Results are written where the caller wants them, in contiguous tensors.
+
+    Attributes:
+        name: what it is called, in the field and in `FUNCTIONAL_PARALLEL_ALGORITHM`.
+        is_ordered: whether it adds in rank order.
+        refuses: why it cannot serve a team; None where it can.
+        all_reduce: the sum, into the third argument, which may be the operand.
+        reduce_scatter: from chunks by rank, equal in shape; the sum of this rank's into the third argument.
+        all_gather: from an operand into parts by rank, which lie one behind the other.
+        all_to_all: from chunks by rank into parts by rank; None where the algorithm knows no better way.
+    """
+
+    name: str
+    is_ordered: bool
+    refuses: Callable[[Team], str | None]
+    all_reduce: AllReduce
+    reduce_scatter: ReduceScatter
+    all_gather: AllGather
+    all_to_all: AllToAll | None = None
+
+
+# -----------------------------------------------------------------------------
+# Algorithms of messages: a phase that sums, a phase that gathers; an all-reduce is one after the other
+# -----------------------------------------------------------------------------
+
+Reduce = Callable[[Team, Messages, Sequence[Tensor], Tensor, Dtype], Steps]
+Gather = Callable[[Team, Messages, Sequence[Tensor]], Steps]
+
+
+def _reduce_then_gather(reduce: Reduce, gather: Gather) -> AllReduce:
+    def all_reduce(team: Team, x: Tensor, result: Tensor, accumulated: Dtype) -> Steps:
+        messages = team.messages()
+        flat = result.as_strided((result.numel(),), (1,))  # a single element may have any stride
+        parts = flat.tensor_split(team.size)
+        yield from reduce(team, messages, x.reshape(-1).tensor_split(team.size), parts[team.rank], accumulated)
+        yield from gather(team, messages, parts)
+
+    return all_reduce
+
+
+def _reduce_only(reduce: Reduce) -> ReduceScatter:
+    return lambda team, chunks, result, accumulated: reduce(team, team.messages(), chunks, result, accumulated)
+
+
+def _gather_only(gather: Gather) -> AllGather:
+    def all_gather(team: Team, mine: Tensor, parts: Sequence[Tensor]) -> Steps:
+        parts[team.rank].copy_(mine)
+        yield from gather(team, team.messages(), parts)
+
+    return all_gather
+
+
+def _anywhere(team: Team) -> str | None:
+    return None
+
+
+def _of_messages(
+    name: str,
+    reduce: Reduce,
+    gather: Gather,
+    *,
+    is_ordered: bool = False,
+    refuses: Callable[[Team], str | None] = _anywhere,
+    all_reduce: AllReduce | None = None,
+    all_to_all: AllToAll | None = None,
+) -> Algorithm:
+    together = all_reduce or _reduce_then_gather(reduce, gather)
+    return Algorithm(name, is_ordered, refuses, together, _reduce_only(reduce), _gather_only(gather), all_to_all)
+
+
+# -----------------------------------------------------------------------------
+# Shared memory
+# -----------------------------------------------------------------------------
+
+
+def _share_nothing(team: Team) -> str | None:
+    return None if team.is_on_one_host and team.shared is not None else "its ranks share no memory"
+
+
+def _memory(team: Team) -> SharedMemory:
+    assert team.shared is not None
+    return team.shared
+
+
+_SHARED = Algorithm(
+    "shared",
+    True,
+    _share_nothing,
+    lambda team, *rest: shared.all_reduce(_memory(team), *rest),
+    lambda team, *rest: shared.reduce_scatter(_memory(team), *rest),
+    lambda team, *rest: shared.all_gather(_memory(team), *rest),
+    lambda team, *rest: shared.all_to_all(_memory(team), *rest),
+)
+
+# In order of preference: of those about equally fast, the first.
+ALGORITHMS: dict[str, Algorithm] = {
+    each.name: each
+    for each in (
+        _SHARED,
+        _of_messages("two_level", two_level.reduce, two_level.gather, refuses=two_level.refuses),
+        _of_messages("direct", direct.reduce, direct.gather, is_ordered=True, all_to_all=direct.all_to_all),
+        _of_messages("halving", halving.reduce, halving.gather),
+        _of_messages("ring", ring.reduce, ring.gather),
+        _of_messages("naive", naive.reduce, naive.gather, is_ordered=True, all_reduce=naive.all_reduce),
+    )
+}

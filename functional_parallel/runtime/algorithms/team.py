@@ -1,0 +1,135 @@
+"""The ranks that one collective goes over, and the ways in which they reach each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from .connect import connect, host_identity
+from .running import Running, Steps, Waitable
+
+__all__ = ["Messages", "Ranks", "Team"]
+
+_TAGS = 1 << 31
+
+
+class Ranks:
+    """Some ranks, numbered from 0, of which this is one."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def others(self) -> list[int]:
+        """All ranks but this one, beginning with the next, so that not all send to one at once."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+
+class Team(Ranks):
+    """A process group, its ranks numbered in the order of the mesh axes.
+
+    Args:
+        handle: torch's process group.
+        rank: this rank's number.
+        seats: for each rank, its number in torch's group.
+        timeout: seconds to wait for another rank, where torch does not do the waiting.
+        host: equal on ranks that may share memory; None asks the system.
+        tags: shared by all teams on one process group, so that no two of their collectives have the same tag.
+
+    Attributes:
+        hosts: the ranks on each host.
+        on_my_host: those on this one's.
+        shared: the memory that it shares with the ranks of its host, if it can.
+    """
+
+    def __init__(
+        self,
+        handle: Any,
+        rank: int,
+        seats: Sequence[int],
+        timeout: float = 600.0,
+        host: str | None = None,
+        tags: Iterator[int] | None = None,
+    ) -> None:
+        super().__init__(rank, len(seats))
+        self.handle, self._seats = handle, seats
+        self._tags = tags or count()
+        names = self.exchange(host_identity() if host is None else host)
+        by_name: dict[str, list[int]] = {}
+        for number, name in enumerate(names):
+            by_name.setdefault(name, []).append(number)
+        self.hosts = list(by_name.values())
+        self.on_my_host = next(ranks for ranks in self.hosts if rank in ranks)
+        self.is_on_one_host = len(self.hosts) == 1
+        self.shared = connect(rank, self.on_my_host, self.exchange, timeout)
+
+    def run(self, steps: Steps) -> Running:
+        """Start an algorithm."""
+        return Running(steps) if self.shared is None else self.shared.run(steps)
+
+    def messages(self) -> Messages:
+        """The messages of one collective: all ranks call this in the same order."""
+        return Messages(self.handle, self._seats, next(self._tags) % _TAGS)
+
+    # --- two levels, where every host has as many ranks ---
+
+    def places(self) -> list[tuple[int, ...]]:
+        """For each place on a host, the ranks there, one of each host."""
+        return list(zip(*self.hosts, strict=True))
+
+    @property
+    def with_my_place(self) -> tuple[int, ...]:
+        return self.places()[self.local.rank]
+
+    @property
+    def local(self) -> Ranks:
+        """The ranks on this host."""
+        return Ranks(self.on_my_host.index(self.rank), len(self.on_my_host))
+
+    @property
+    def across(self) -> Ranks:
+        """The ranks that have this one's place on their hosts."""
+        return Ranks(self.with_my_place.index(self.rank), len(self.hosts))
+
+    def exchange(self, value: Any) -> list[Any]:
+        """One object from each rank, by rank."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.handle)
+        return [values[seat] for seat in self._seats]
+
+
+class Messages:
+    """Sends and receives under a tag of their own, so that no other collective's can be taken for them.
+
+    Between two ranks, messages of one collective arrive in the order in which they were sent.
+    """
+
+    __slots__ = ("_handle", "_seats", "_tag")
+
+    def __init__(self, handle: Any, seats: Sequence[int], tag: int) -> None:
+        self._handle, self._seats, self._tag = handle, seats, tag
+
+    def among(self, ranks: Sequence[int]) -> Messages:
+        """The same between some of the ranks, numbered by their place in the list."""
+        return Messages(self._handle, [self._seats[rank] for rank in ranks], self._tag)
+
+    def send(self, x: Tensor, to: int) -> Waitable:
+        """Start to send a contiguous tensor, which must not change until this is waited for."""
+        return self._started(dist.isend, x, group_dst=self._seats[to])
+
+    def receive(self, into: Tensor, source: int) -> Waitable:
+        """Start to receive into a contiguous tensor."""
+        return self._started(dist.irecv, into, group_src=self._seats[source])
+
+    def _started(self, operation: Callable[..., Any], x: Tensor, **other: int) -> Waitable:
+        if x.numel() == 0:
+            return _Nothing()
+        return operation(x, group=self._handle, tag=self._tag, **other)
+
+
+class _Nothing:
+    def wait(self) -> None:
+        pass

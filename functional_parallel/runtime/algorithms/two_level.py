@@ -1,0 +1,76 @@
+"""First among the ranks of each host, then between hosts, so that each byte crosses the network as rarely as it can.
+
+With L ranks on each of H hosts: a reduce-scatter within the host, one among the ranks with the same place on every host
+over 1/L of the bytes, and the same way back for a gather. Within a host it is shared memory where there is some, else
+direct messages; between hosts a ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import direct, ring, shared
+from .running import Steps
+from .team import Messages, Team
+
+__all__ = ["gather", "reduce", "refuses"]
+
+
+def refuses(team: Team) -> str | None:
+    """Why this team has no two levels."""
+    sizes = sorted({len(ranks) for ranks in team.hosts})
+    if len(team.hosts) == 1:
+        return "all its ranks are on one host"
+    if len(sizes) > 1:
+        return f"its hosts have different numbers of ranks, {sizes}"
+    return "each of its hosts has one rank" if sizes == [1] else None
+
+
+def reduce(
+    team: Team, messages: Messages, chunks: Sequence[Tensor], result: Tensor, accumulated: torch.dtype | None
+) -> Steps:
+    """Chunk i of the sum on rank i."""
+    dtype = accumulated or result.dtype
+    bundles = _alike([torch.cat([chunks[rank].reshape(-1).to(dtype) for rank in ranks]) for ranks in team.places()])
+    local, mine = team.local, torch.empty_like(bundles[0])
+    if team.shared is not None:
+        yield from shared.reduce_scatter(team.shared, bundles, mine)
+    else:
+        yield from direct.reduce(local, messages.among(team.on_my_host), bundles, mine, None)
+    total = torch.empty_like(result, dtype=dtype).view(-1)
+    yield from ring.reduce(
+        team.across, messages.among(team.with_my_place), _unbundled(mine, chunks, team.with_my_place), total, None
+    )
+    result.copy_(total.view(result.shape))
+
+
+def gather(team: Team, messages: Messages, parts: Sequence[Tensor]) -> Steps:
+    """`parts[i]` becomes that of rank i."""
+    flat = [part.view(-1) for part in parts]
+    across = [flat[rank] for rank in team.with_my_place]
+    yield from ring.gather(team.across, messages.among(team.with_my_place), across)
+    longest = max(sum(flat[rank].numel() for rank in ranks) for ranks in team.places())
+    bundles = [flat[0].new_empty(longest) for _ in team.places()]
+    mine = bundles[team.local.rank]
+    torch.cat(across, out=mine[: sum(part.numel() for part in across)])
+    if team.shared is not None:
+        yield from shared.all_gather(team.shared, mine, bundles)
+    else:
+        yield from direct.gather(team.local, messages.among(team.on_my_host), bundles)
+    for ranks, bundle in zip(team.places(), bundles, strict=True):
+        for rank, part in zip(ranks, _unbundled(bundle, flat, ranks), strict=True):
+            flat[rank].copy_(part)
+
+
+def _alike(bundles: Sequence[Tensor]) -> list[Tensor]:
+    """All as long as the longest."""
+    longest = max(bundle.numel() for bundle in bundles)
+    return [torch.nn.functional.pad(bundle, (0, longest - bundle.numel())) for bundle in bundles]
+
+
+def _unbundled(bundle: Tensor, likes: Sequence[Tensor], ranks: Sequence[int]) -> Sequence[Tensor]:
+    lengths = [likes[rank].numel() for rank in ranks]
+    return bundle[: sum(lengths)].split(lengths)

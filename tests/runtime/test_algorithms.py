@@ -1,0 +1,349 @@
+"""Every algorithm gives the mathematical result, on real processes, in any size, with several under way at once."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from functional_parallel.collectives import group
+from functional_parallel.runtime import CollectiveError, ProcessRuntime
+from functional_parallel.runtime.algorithms import ALGORITHMS, Chooser, Team, connect, setting, shared, shared_memory
+from functional_parallel.runtime.algorithms.choose import VARIABLE
+from functional_parallel.runtime.algorithms.model import fitted, work_of
+from functional_parallel.runtime.process_carrier import ProcessCarrier
+from sharding_specs import Mesh
+from tests.processes import run_on_processes
+
+EXAMPLES = 25
+KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+DTYPES = (torch.float64, torch.float32, torch.int32, torch.bfloat16, torch.uint8)
+
+
+# -----------------------------------------------------------------------------
+# What the ranks run
+# -----------------------------------------------------------------------------
+
+Case = dict[str, Any]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> list[Case]:
+    """Collectives that are started one after the other, and waited for in the same order."""
+    one = st.fixed_dictionaries(
+        {
+            "kind": st.sampled_from(KINDS),
+            "length": st.sampled_from([0, 1, 2, 3, 5, 7, 64, 1000, 4097, 300_001]),
+            "dtype": st.sampled_from(DTYPES),
+            "in_place": st.booleans(),
+            "strided": st.booleans(),
+            "real": st.booleans(),
+            "seed": st.integers(0, 1000),
+        }
+    )
+    return draw(st.lists(one, min_size=1, max_size=4))
+
+
+def led_by_rank_0(rank: int, strategy: st.SearchStrategy[Any], check: Callable[[Any], None]) -> None:
+    """Rank 0 draws examples and tells the others, so that all check the same ones."""
+
+    @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(strategy)
+    def lead(example: Any) -> None:
+        dist.broadcast_object_list([example], 0)
+        check(example)
+
+    if rank == 0:
+        lead()
+        dist.broadcast_object_list([None], 0)
+        return
+    while (example := told()) is not None:
+        check(example)
+
+
+def told() -> Any:
+    box: list[Any] = [None]
+    dist.broadcast_object_list(box, 0)
+    return box[0]
+
+
+def start(team: Team, name: str, case: Case) -> Callable[[], None]:
+    """Start a collective; what is returned waits for it and compares."""
+    algorithm, size, rank = ALGORITHMS[name], team.size, team.rank
+    operands = [operand(case, source, size, algorithm.is_ordered) for source in range(size)]
+    mine, kind = operands[rank], case["kind"]
+    if kind == "all_reduce":
+        results = [mine if case["in_place"] and mine.is_contiguous() else empty(mine)]
+        steps = algorithm.all_reduce(team, mine, results[0], None)
+        wanted = [group.psum(operands)[rank].clone()]
+    elif kind == "reduce_scatter":
+        results = [empty(mine.chunk(size, 0)[rank])]
+        steps = algorithm.reduce_scatter(team, mine.chunk(size, 0), results[0], None)
+        wanted = [group.psum_scatter(operands, 0)[rank]]
+    elif kind == "all_gather":
+        results = list(mine.new_empty(size, *mine.shape).unbind())
+        steps, wanted = algorithm.all_gather(team, mine, results), operands
+    else:
+        results = list(mine.new_empty(size, *mine.chunk(size, 0)[0].shape).unbind())
+        steps = (algorithm.all_to_all or ALGORITHMS["direct"].all_to_all)(team, mine.chunk(size, 0), results)
+        wanted = [each.chunk(size, 0)[rank] for each in operands]
+    running = team.run(steps)
+
+    def finish() -> None:
+        running.wait()
+        for result, want in zip(results, wanted, strict=True):
+            assert torch.equal(result, want), (name, case)
+
+    return finish
+
+
+def operand(case: Case, source: int, size: int, is_ordered: bool) -> Tensor:
+    """What a rank brings: whole chunks where the collective splits it, and values whose sum is exact.
+
+    Those are small integers, or any numbers where the algorithm adds in rank order: then it must round alike.
+    """
+    generator = torch.Generator().manual_seed(case["seed"] + 1000 * source)
+    length = case["length"] if case["kind"] in ("all_reduce", "all_gather") else case["length"] * size
+    if case["real"] and is_ordered and case["dtype"].is_floating_point:
+        values = torch.randn(length, 2, generator=generator, dtype=torch.float64).to(case["dtype"])
+    else:
+        values = torch.randint(0, 8, (length, 2), generator=generator).to(case["dtype"])
+    return values[:, 0] if case["strided"] else values[:, 0].contiguous()
+
+
+def empty(like: Tensor) -> Tensor:
+    return torch.empty_like(like, memory_format=torch.contiguous_format)
+
+
+def teams(rank: int, size: int) -> Iterator[tuple[Team, list[str]]]:
+    """This host as it is, and as if it were two where that makes two levels."""
+    everyone = list(range(size))
+    whole = Team(dist.group.WORLD, rank, everyone)
+    yield whole, [name for name, each in ALGORITHMS.items() if each.refuses(whole) is None]
+    if size == 4:
+        for hosts in ("aabb", "abab"):
+            apart = Team(dist.group.WORLD, rank, everyone, host=hosts[rank])
+            yield apart, [name for name, each in ALGORITHMS.items() if each.refuses(apart) is None]
+
+
+def all_algorithms(rank: int, size: int) -> list[list[str]]:
+    found = []
+    for team, names in teams(rank, size):
+        found.append(names)
+
+        def check(several: list[Case], team: Team = team, names: list[str] = names) -> None:
+            for name in names:
+                for finish in [start(team, name, case) for case in several]:
+                    finish()
+
+        led_by_rank_0(rank, cases(), check)
+    return found
+
+
+# -----------------------------------------------------------------------------
+# What must hold
+# -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_algorithm_gives_the_mathematical_result(size: int) -> None:
+    for found in run_on_processes(all_algorithms, size, size, timeout=240):
+        assert found[0] == ["shared", "direct", "halving", "ring", "naive"]
+        assert all(names == ["two_level", "direct", "halving", "ring", "naive"] for names in found[1:])
+
+
+def small_halves(rank: int, size: int) -> None:
+    """So little memory that halves are left all the time, and that large operands go in many pieces."""
+    shared_memory.HALF = connect.HALF = 1 << 14
+    shared.AT_ONCE, shared.PIECE = 1 << 12, 1 << 10
+    team = Team(dist.group.WORLD, rank, list(range(size)))
+
+    def check(several: list[Case]) -> None:
+        for finish in [start(team, "shared", case) for case in several * 3]:
+            finish()
+
+    led_by_rank_0(rank, cases(), check)
+
+
+def a_late_reader(rank: int, size: int) -> None:
+    """Rank 0 fills both halves and wants the first one again, long before rank 1 has read it."""
+    shared_memory.HALF = connect.HALF = 1 << 14
+    team = Team(dist.group.WORLD, rank, list(range(size)))
+    length, under_way = 1 << 11, 16
+    for number in range(3):
+        results, running = [], []
+        for index in range(under_way):
+            mine = torch.full((length,), 64 * number + 2 * index + rank, dtype=torch.uint8)
+            results.append(mine.new_empty(size, length))
+            running.append(team.run(ALGORITHMS["shared"].all_gather(team, mine, results[-1].unbind())))
+        if rank == 1:
+            time.sleep(0.3)
+        for index, (result, each) in enumerate(zip(results, running, strict=True)):
+            each.wait()
+            for source in range(size):
+                assert (result[source] == 64 * number + 2 * index + source).all(), (number, index, source)
+
+
+def test_nobody_writes_over_what_is_not_read_yet() -> None:
+    run_on_processes(a_late_reader, 2, 2)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_memory_that_is_used_again_and_again(size: int) -> None:
+    run_on_processes(small_halves, size, size, timeout=240)
+
+
+# -----------------------------------------------------------------------------
+# Choosing
+# -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_the_formulas_are_those_of_the_papers(ranks: int) -> None:
+    sent = {name: work_of(name, "all_reduce", ranks) for name in ("direct", "ring", "halving", "naive")}
+    assert all(work is not None for work in sent.values())
+    optimum = 2 * (ranks - 1) / ranks  # Patarasu & Yuan: no algorithm sends less
+    assert all(sent[name].sent == pytest.approx(optimum) for name in ("direct", "ring", "halving"))
+    assert sent["ring"].rounds == 2 * (ranks - 1)
+    assert sent["halving"].rounds == (2 * (ranks.bit_length() - 1) if ranks != 3 else 4)
+    assert sent["naive"].sent == sent["naive"].messages == 2 * (ranks - 1)
+    halves = [work_of("two_level", kind, 2 * ranks, hosts=2) for kind in ("reduce_scatter", "all_gather")]
+    assert sum(half.sent for half in halves) == pytest.approx(1 / ranks), "between hosts, 2 (H − 1) / H of n / L"
+
+
+@given(st.floats(1e-6, 1e-2), st.floats(1e-11, 1e-7))
+def test_a_line_is_found_again(alpha: float, beta: float) -> None:
+    sizes = [1 << 12, 1 << 16, 1 << 20]
+    line = fitted(sizes, [alpha + beta * size for size in sizes])
+    assert line.seconds(1 << 18) == pytest.approx(alpha + beta * (1 << 18), rel=1e-3)
+
+
+def test_noise_never_makes_bytes_free() -> None:
+    assert fitted([1 << 12, 1 << 20], [3e-3, 2e-3]).beta == pytest.approx(2e-3 / (1 << 20))
+
+
+def test_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert setting(None, ordered=False) == "auto"
+    monkeypatch.setenv(VARIABLE, "ring")
+    assert setting(None, ordered=False) == "ring"
+    assert setting("direct", ordered=True) == "direct", "an argument goes first"
+    with pytest.raises(
+        ValueError, match=r"adds in rank order, which algorithm='ring' .* does not; write one of 'auto'"
+    ):
+        setting(None, ordered=True)
+    with pytest.raises(ValueError, match=r"algorithm='rng' .*write one of 'auto', 'backend', 'shared'"):
+        setting("rng", ordered=False)
+
+
+def choices(rank: int, size: int) -> dict[str, Any]:
+    mesh = Mesh(data=size)
+    with pytest.raises(ValueError, match="algorithm must be the same on every rank, but it is, by rank, ring, naive"):
+        ProcessRuntime(mesh, algorithm="naive" if rank else "ring")
+    runtime = ProcessRuntime(mesh)
+    apart = Team(dist.group.WORLD, rank, list(range(size)), host=str(rank))
+    with pytest.raises(ValueError, match=r"algorithm='shared' .*cannot be used here: its ranks share no memory"):
+        Chooser(apart, "shared", False)
+    with pytest.raises(ValueError, match="cannot be used here: all its ranks are on one host"):
+        Chooser(Team(dist.group.WORLD, rank, list(range(size))), "two_level", False)
+    ordered = Chooser(apart, "auto", True)
+    return {
+        "table": runtime.algorithms(),
+        "forced": ProcessRuntime(mesh, algorithm="naive").algorithms("data"),
+        "off": ProcessRuntime(mesh, algorithm="backend").algorithms("data"),
+        "apart": Chooser(apart, "auto", False).table(),
+        "ordered": list(ordered.predictions("all_reduce", 1 << 20)),
+        "gathers": list(ordered.predictions("all_gather", 1 << 20)),
+    }
+
+
+def test_all_ranks_choose_alike_and_say_why() -> None:
+    first, *others = run_on_processes(choices, 2, 2)
+    assert all(other == first for other in others)
+    assert "2 ranks on 1 host" in first["table"] and "shared memory" in first["table"]
+    assert "1 signal, 3 n through memory" in first["table"] and "× as fast as" in first["table"]
+    assert first["forced"].count("asked for") == 4 * 5 and "naive" in first["forced"]
+    assert first["off"] == "collectives over ('data',) go the way of the backend, gloo"
+    assert "2 ranks on 2 hosts" in first["apart"] and "none" in first["apart"]
+    assert first["ordered"] == ["direct", "naive"], "only what adds in rank order"
+    assert first["gathers"] == ["direct", "halving", "ring", "naive", "backend"]
+
+
+# -----------------------------------------------------------------------------
+# Failing
+# -----------------------------------------------------------------------------
+
+
+def with_a_rank_that_dies(rank: int, size: int) -> tuple[str, float]:
+    """One good sum, and a second one that rank 1 does not come to."""
+    carrier = ProcessCarrier(Mesh(data=size), algorithm="shared")
+    assert carrier.psum(torch.ones(3), ("data",)).tolist() == [size] * 3
+    began = time.monotonic()
+    if rank == 1:
+        os._exit(17)
+    with pytest.raises(CollectiveError) as caught:
+        carrier.psum(torch.ones(3), ("data",))
+    return str(caught.value), time.monotonic() - began
+
+
+def test_a_rank_that_dies_is_named_at_once_and_leaves_nothing() -> None:
+    before = in_shared_memory()
+    results = run_on_processes(with_a_rank_that_dies, 3, 3, deaths=True)
+    assert results[1] == 17
+    for rank in (0, 2):
+        message, seconds = results[rank]
+        assert f"rank {rank} (data={rank}): psum over ('data',) of float32[3] failed after" in message
+        assert "rank 1 of the group, on this host, ended" in message
+        assert seconds < 10, "long before the timeout"
+    assert in_shared_memory() <= before
+
+
+def in_shared_memory() -> set[str]:
+    return (
+        {name for name in os.listdir("/dev/shm") if "functional_parallel" in name}
+        if os.path.isdir("/dev/shm")
+        else set()
+    )
+
+
+def with_a_rank_that_does_not_come(rank: int) -> str:
+    carrier = ProcessCarrier(Mesh(data=2), algorithm="shared", timeout=timedelta(seconds=1))
+    carrier.psum(torch.ones(3), ("data",))
+    message = ""
+    if rank == 0:
+        with pytest.raises(CollectiveError) as caught:
+            carrier.all_gather(torch.ones(3), ("data",), 0)
+        message = str(caught.value)
+    dist.barrier()
+    return message
+
+
+def test_a_rank_that_does_not_come_is_named_at_the_timeout() -> None:
+    message = run_on_processes(with_a_rank_that_does_not_come, 2)[0]
+    assert "rank 0 (data=0): all_gather over ('data',) of float32[3] failed after 1." in message
+    assert "no signal from rank 1 of the group, on this host, in 1." in message
+
+
+def sums_in_float32(rank: int, size: int) -> dict[str, list[Tensor]]:
+    """Sums of bfloat16 that only a wider type gets right."""
+    x = torch.full((8,), [256.0, 1.0, 1.0, 2.0][rank], dtype=torch.bfloat16)
+    found = {}
+    for name in ("shared", "direct", "halving", "ring", "naive", "backend"):
+        carrier = ProcessCarrier(Mesh(data=size), algorithm=name, reduce_dtype=torch.float32)
+        found[name] = [carrier.psum(x, ("data",)), carrier.psum_scatter(x, ("data",), 0)]
+    return found
+
+
+def test_sums_accumulate_in_the_type_that_was_asked_for() -> None:
+    for found in run_on_processes(sums_in_float32, 4, 4):
+        for name, (whole, part) in found.items():
+            assert whole.tolist() == [260.0] * 8 and part.tolist() == [260.0] * 2, name
