@@ -34,6 +34,10 @@ NAMES = (
     "ZeroRedundancyOptimizer",
     "DTensor TP",
     "DTensor SP",
+    "GPipe",
+    "1F1B",
+    "interleaved 1F1B",
+    "ZBV",
 )
 HEAD = (
     "peer",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from model import ADAMW, GPT, cross_entropy
+from peers.pipeline import microbatches
 
 import functional_parallel as fp
 from sharding_specs import Mesh, P
@@ -26,13 +27,18 @@ MEGATRON = {
 class Ours:
     """A training step under a plan; the same face as a peer."""
 
-    def __init__(self, module: GPT, axis: str, plan: Any) -> None:
+    def __init__(self, module: GPT, axis: str, plan: Any, schedule: str | None = None) -> None:
         model, self.params = fp.functional(module)
-        self.loss = partial(_loss, model)
-        self.plan, self.mesh = plan, Mesh(**{axis: dist.get_world_size()})
-        optimizer = fp.optim.adamw(**ADAMW)
-        self.train = fp.train_step(self.loss, optimizer, self.mesh, plan)
-        self.state = self.train.init(self.params)
+        self.loss, self.mesh = partial(_loss, model), Mesh(**{axis: dist.get_world_size()})
+        self.plan, self.schedule = plan, schedule
+        self.train: Any = None
+
+    def _begin(self, tokens: torch.Tensor) -> None:
+        if self.schedule is not None:
+            self.plan = fp.pipeline("pipe", schedule=self.schedule, microbatches=microbatches(len(tokens)))
+        if self.train is None:
+            self.train = fp.train_step(self.loss, fp.optim.adamw(**ADAMW), self.mesh, self.plan)
+            self.state = self.train.init(self.params)
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         self.state, metrics = self.train(self.state, tokens)
@@ -40,6 +46,7 @@ class Ours:
 
     def gradients(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         """Whole gradients at the first step."""
+        self._begin(tokens)
         gradients, _ = fp.compile(fp.grad_and_value(self.plan(self.loss)), self.mesh)(self.params, tokens)
         return gradients
 
@@ -70,6 +77,11 @@ def sequence_parallel(module: GPT) -> Ours:
     return tensor_parallel(module)
 
 
+def pipeline(module: GPT, schedule: str) -> Ours:
+    """The model is cut by itself, in as many stages as the schedule has."""
+    return Ours(module, "pipe", None, schedule)
+
+
 OURS: dict[str, Callable[[GPT], Ours]] = {  # by the peer that it runs against
     "DDP": data_parallel,
     "FSDP2, resharding": partial(zero, stage=3),
@@ -77,4 +89,8 @@ OURS: dict[str, Callable[[GPT], Ours]] = {  # by the peer that it runs against
     "ZeroRedundancyOptimizer": partial(zero, stage=1),
     "DTensor TP": tensor_parallel,
     "DTensor SP": sequence_parallel,
+    "GPipe": partial(pipeline, schedule="gpipe"),
+    "1F1B": partial(pipeline, schedule="1f1b"),
+    "interleaved 1F1B": partial(pipeline, schedule="interleaved"),
+    "ZBV": partial(pipeline, schedule="zb-v"),
 }

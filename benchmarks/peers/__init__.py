@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from . import data_parallel, fsdp2, tensor_parallel, zero1
+from . import data_parallel, fsdp2, pipeline, tensor_parallel, zero1
 from .base import Peer
 
 __all__ = ["PEERS", "Peer"]
 
-PEERS: dict[str, Callable[..., Peer]] = {
+PEERS: dict[str, Callable[..., Any]] = {
     "DDP": data_parallel.make,
     "FSDP2, resharding": fsdp2.make,
     "FSDP2, keeping": fsdp2.make_keeping,
     "ZeroRedundancyOptimizer": zero1.make,
     "DTensor TP": tensor_parallel.make,
     "DTensor SP": tensor_parallel.make_sequence,
+    **pipeline.PIPELINES,
 }

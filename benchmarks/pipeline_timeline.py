@@ -1,0 +1,119 @@
+"""When actions of a pipeline really ran, against what the simulator says of the same schedule.
+
+    python benchmarks/pipeline_timeline.py [--write]
+
+Two gloo processes with one thread each train a GPT under each schedule and record every action. The simulator is given
+each action's own measured time, as the median over steps, so what is compared is the waiting: messages, and whatever
+else the executor does between actions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+from collections import defaultdict
+from typing import Any
+
+import report
+import torch
+import torch.distributed as dist
+from model import SIZES, batch, make
+from ours import Ours
+
+from functional_parallel.schedules import Costs, Timeline, simulate
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+HEAD = ("schedule", "executed, ms", "quartiles", "simulated, ms", "executed ÷ simulated", "same order")
+
+
+def measure(schedule: str, size: str, rounds: int) -> dict[str, Any]:
+    """On one rank: the makespans of some steps, and that of the simulator with their actions' times."""
+    config = SIZES[size]
+    ours = Ours(make(config), "pipe", None, schedule)
+    ours.gradients(batch(config, 0))
+    ours.step(batch(config, 0))
+    program = ours.train.program
+    program.record()
+    timelines = []
+    for index in range(rounds + 2):
+        dist.barrier()
+        ours.step(batch(config, index))
+        timelines.append(program.timeline())
+    timelines = timelines[2:]
+    in_order = all(_actions(each) == [list(row) for row in program.schedule.actions] for each in timelines)
+    spans = [each.makespan for each in timelines]
+    return {
+        "schedule": schedule,
+        "executed": statistics.median(spans),
+        "quartiles": report.spread(spans),
+        "simulated": simulate(program.schedule, _costs(timelines)).makespan,
+        "in_order": in_order,
+    }
+
+
+def _actions(timeline: Timeline) -> list[list[Any]]:
+    return [[event.action for event in sorted(row, key=lambda event: event.start)] for row in timeline.events]
+
+
+def _costs(timelines: list[Timeline]) -> Costs:
+    times: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for timeline in timelines:
+        for row in timeline.events:
+            for _, action, start, end in row:
+                times[action.kind, action.stage].append(end - start)
+    stages = range(timelines[0].schedule.stages)
+    of = {kind: [statistics.median(times.get((kind, stage), [0.0])) for stage in stages] for kind in "FBIW"}
+    # Where a schedule has B in one piece, the simulator is given it as an input gradient and no weight gradient.
+    return Costs(of["F"], [i + b for i, b in zip(of["I"], of["B"], strict=True)], of["W"])
+
+
+def worker(size: str, rounds: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rows = [measure(schedule, size, rounds) for schedule in SCHEDULES]
+    if dist.get_rank() == 0:
+        print(json.dumps(rows))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--write", action="store_true", help="put the table into docs/benchmarks.md")
+    args = parser.parse_args()
+    if "RANK" in os.environ:
+        worker(args.size, args.rounds)
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, "--size", args.size, "--rounds", str(args.rounds)]
+    ranks = [
+        subprocess.Popen(command, env={**shared, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    output, _ = ranks[0].communicate()
+    if ranks[1].wait() or ranks[0].returncode:
+        raise SystemExit("a rank failed")
+    table = report.table(HEAD, [_cells(row) for row in json.loads(output)])
+    print(table)
+    if args.write:
+        report.write("timeline", table)
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    low, high = (1000 * value for value in row["quartiles"])
+    times = (f"{1000 * row['executed']:.1f}", f"{low:.1f} – {high:.1f}", f"{1000 * row['simulated']:.1f}")
+    return (row["schedule"], *times, f"{row['executed'] / row['simulated']:.2f}", "yes" if row["in_order"] else "NO")
+
+
+if __name__ == "__main__":
+    main()
