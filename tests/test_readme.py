@@ -16,7 +16,7 @@ def test_ci_finds_the_command_that_runs_the_tests() -> None:
     pattern = re.search(r"grep -m 1 -E '([^']+)'", (ROOT / ".ci" / "run").read_text())
     assert pattern is not None
     found = subprocess.run(["grep", "-E", pattern[1], str(ROOT / "README.md")], capture_output=True, text=True)
-    assert found.stdout.strip().endswith("-m pytest")
+    assert found.stdout.strip().endswith("-m pytest -n auto")
     assert found.stdout.count("\n") == 1
 
 
