@@ -2,9 +2,9 @@
 
     python benchmarks/pipeline_timeline.py [--write]
 
-Two gloo processes with one thread each train a GPT under each schedule and record every action. The simulator is given each
-stage's own times of F, B, I and W in that step, and the time of a message of the size that crosses the cut, sent back and
-forth. What is compared is what the executor does beside.
+Two gloo processes with one thread each train a GPT under each schedule and record every action. The simulator is given
+each stage's own times of F, B, I and W in that step, and the time of a message of the size that crosses the cut, sent
+back and forth. What is compared is what the executor does beside.
 """
 
 from __future__ import annotations
