@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
 from torch import fx
 
 from sharding_specs import Mesh
@@ -92,6 +93,7 @@ class _Build:
         self.program, self.plan, self.size, self.finish = program, plan, size, finish
         self.traced = program.traced
         _drop_casts(self.traced, plan.virtual)
+        _sum_one_by_one(self.traced)
         self.roles = Roles(self.traced, plan.virtual, program.in_specs, inlined)
         self.schedule = plan.on(program.mesh)
         cut = cut_of(self.traced, self.roles, plan.cut, self.schedule.depth, program.mesh)
@@ -102,7 +104,7 @@ class _Build:
             self.schedule = _forward_only(self.schedule)
 
     def result(self) -> PipelineProgram:
-        stages = self.builder.build()
+        stages = self.builder.build({action.kind for action in self.schedule})
         ranks = range(self.schedule.ranks)
         parts = [list(parts_of_rank(stages, self.schedule, rank)) for rank in ranks]
         taken = [{node for part in each for node in part.inputs} for each in parts]
@@ -118,6 +120,7 @@ class _Build:
             self._rank_of_collected,
             [self._inputs_below(each) for each in taken],
             self.program.name,
+            apart=self.schedule.versions is not None,
         )
         epilogue = builder.build()
         late = [given.node for given in epilogue.given.values() if given.kind == "once"]
@@ -225,6 +228,28 @@ def _drop_casts(traced: Traced, axis: str) -> None:
             traced.outputs = [node.args[0] if output is node else output for output in traced.outputs]
             node.meta["merged"] = node.args[0]
             traced.graph.erase_node(node)
+    traced.seal()
+
+
+def _sum_one_by_one(traced: Traced) -> None:
+    """A sum of squares of tensors on several ranks as sums of one tensor each, added up in the same order."""
+    squares, add = torch.ops.fp.sum_of_squares.default, torch.ops.aten.add.Tensor
+    for node in list(traced.nodes):
+        if node.target is not squares:
+            continue
+        total = None
+        for tensor in node.args[0]:  # type: ignore[union-attr]
+            with traced.graph.inserting_before(node):
+                one = traced.graph.call_function(squares, ([tensor],))
+                one.meta = dict(node.meta)
+                if total is not None:
+                    one = traced.graph.call_function(add, (total, one))
+                    one.meta = dict(node.meta)
+            total = one
+        assert total is not None
+        node.replace_all_uses_with(total)
+        traced.outputs = [total if output is node else output for output in traced.outputs]
+        traced.graph.erase_node(node)
     traced.seal()
 
 

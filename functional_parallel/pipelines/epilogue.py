@@ -88,6 +88,7 @@ class EpilogueBuilder:
         rank_of_collected: for a value and a microbatch, the rank that has it.
         used: per rank, the inputs that its stages take.
         name: of the function.
+        apart: whether ranks end by themselves, and exchange nothing that no other needs.
     """
 
     def __init__(
@@ -103,7 +104,9 @@ class EpilogueBuilder:
         rank_of_collected: Any,
         used: Sequence[Collection[fx.Node]],
         name: str,
+        apart: bool,
     ) -> None:
+        self.apart = apart
         self.roles, self.whole, self.size, self.name = roles, extractor, size, name
         self.ranks = frozenset(range(len(used)))
         self.ranks_of_total, self.rank_of_collected, self.used = ranks_of_total, rank_of_collected, used
@@ -210,6 +213,7 @@ class EpilogueBuilder:
             self.needed = {index: ranks | self.needed.get(index, frozenset()) for index, ranks in needed.items()}
 
     def _place(self) -> None:
+        self.met: set[fx.Node] = set()
         self.available: dict[fx.Node, Ranks | None] = {node: self._first_ranks(node) for node in self.new.inputs}
         for node in self.new.nodes:
             self.available[node] = self._meeting(node)
@@ -240,14 +244,22 @@ class EpilogueBuilder:
         return None
 
     def _meeting(self, node: fx.Node) -> Ranks | None:
-        """The ranks on which an op can run; None for any. What is small, and no parameter, may be sent elsewhere."""
-        known = {o: ranks for o in operands_of(node) if (ranks := self.available.get(o)) is not None}
+        """The ranks on which an op can run; None for any. What is small, and no parameter, may be sent elsewhere.
+
+        What follows from small values of several ranks, as a norm does, runs on every rank that wants it: one exchange,
+        where a chain from rank to rank would take many.
+        """
+        operands = operands_of(node)
+        known = {o: ranks for o in operands if (ranks := self.available.get(o)) is not None}
         fixed = [ranks for operand, ranks in known.items() if not self._may_move(operand)]
         chosen = fixed or list(known.values())
-        if not chosen:
+        common = frozenset.intersection(*chosen) if chosen else None
+        if fixed:
+            return common or frozenset.union(*fixed)
+        if common == frozenset() or any(operand in self.met for operand in operands):
+            self.met.add(node)
             return None
-        common = frozenset.intersection(*chosen)
-        return common or (frozenset.union(*fixed) if fixed else None)
+        return common
 
     def _may_move(self, node: fx.Node) -> bool:
         given = self.given.get(node)
@@ -258,6 +270,8 @@ class EpilogueBuilder:
         if index in self.links:
             kept = self.available[self.links[index]] or possible or self.ranks
             return kept | self.needed.get(index, frozenset())
+        if _is_small(output.meta["val"]) and not self.apart:
+            return self.ranks
         return frozenset({min(possible or self.ranks)})
 
     # --- when ---

@@ -7,7 +7,7 @@ a stage further on needs is handed on by those between, so skip connections cros
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -80,9 +80,9 @@ class StageBuilder:
         self.weight = self._weight_gradients()
         self.needed = self._needed()
 
-    def build(self) -> list[Stage]:
-        """All stages, in order."""
-        return [self._build(index) for index in range(self.count)]
+    def build(self, kinds: Collection[str]) -> list[Stage]:
+        """All stages, in order, with the programs for these kinds of actions."""
+        return [self._build(index, kinds) for index in range(self.count)]
 
     @property
     def has_backward(self) -> bool:
@@ -167,23 +167,23 @@ class StageBuilder:
 
     # --- one stage ---
 
-    def _build(self, index: int) -> Stage:
+    def _build(self, index: int, kinds: Collection[str]) -> Stage:
         forward = self._of_kind(index, "F")
         beside = self._residuals_beside(index, forward)
         works = {"F": self._work(index, "F", forward, self._leaving(index, ("I", "W"), forward) | beside)}
         stage = Stage(index, works)
-        if self.has_backward:
-            for_input, for_weights = self._of_kind(index, "I"), self._of_kind(index, "W")
+        for_input, for_weights = self._of_kind(index, "I"), self._of_kind(index, "W")
+        if {"I", "W"} & set(kinds):
             left = self._leaving(index, ("W",), for_input)
             works["I"] = self._work(index, "I", for_input, left, beside)
             works["W"] = self._work(index, "W", for_weights, set(), beside)
+        if "B" in kinds:
             works["B"] = self._work(index, "B", [*for_input, *for_weights], set(), beside)
         stage.sends_forward = self._crossing(index, index + 1, up=True)
         stage.sends_backward = self._crossing(index, index - 1, up=False)
-        taken_by_weights = set(works["W"].first.inputs) if self.has_backward else set()
-        taken = taken_by_weights | (set(works["I"].first.inputs) if self.has_backward else set())
-        stage.after_input = frozenset(self._own(taken_by_weights, beside))
-        stage.after_forward = frozenset(self._own(taken, beside) | set(stage.sends_backward))
+        taken = {kind: set(work.first.inputs) for kind, work in works.items() if kind != "F"}
+        stage.after_input = frozenset(self._own(taken.get("W", set()), beside))
+        stage.after_forward = frozenset(self._own(set().union(*taken.values()), beside) | set(stage.sends_backward))
         return stage
 
     def _own(self, values: set[fx.Node], beside: set[fx.Node]) -> set[fx.Node]:

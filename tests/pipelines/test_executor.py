@@ -131,3 +131,24 @@ def test_explain_lists_sends_and_every_microbatch() -> None:
     assert "sums over the 2 ranks of 'pipe'" in str(program.explain())
     assert "a batch of 16 = 2 per microbatch · 4 microbatches · 2 data ranks" in str(program.explain())
     assert "1f1b: 2 stages" in str(program)
+
+
+def test_ranks_exchange_scalars_and_no_gradients() -> None:
+    """The global norm is a sum over all stages: each sends the squares' sums of its own gradients, once."""
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        for weight in params:
+            x = torch.tanh(x @ weight)
+        return x.mean()
+
+    params, x = [torch.randn(16, 16) for _ in range(4)], torch.randn(8, 16)
+    train = fp.train_step(loss, fp.optim.adamw(0.1), Mesh(pipe=4), fp.pipeline("pipe", microbatches=4), clip=1.0)
+    _, metrics = train(train.init(params), x)
+    epilogue = train.program.epilogue
+    sent = [each for level in epilogue.exchanges for each in level]
+    assert {each.node.meta["val"].numel for each in sent} == {1}
+    assert sum(bool(level) for level in epilogue.exchanges) == 1
+    assert all(holders == frozenset(range(4)) for holders in epilogue.output_holders[-2:])  # loss and norm
+    plain = fp.train_step(loss, fp.optim.adamw(0.1), Mesh(), fp.accumulate(4), clip=1.0)
+    _, wanted = plain(plain.init(params), x)
+    assert torch.equal(metrics.grad_norm, wanted.grad_norm)
