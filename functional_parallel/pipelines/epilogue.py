@@ -270,8 +270,8 @@ class EpilogueBuilder:
         if index in self.links:
             kept = self.available[self.links[index]] or possible or self.ranks
             return kept | self.needed.get(index, frozenset())
-        if _is_small(output.meta["val"]) and not self.apart:
-            return self.ranks
+        if output.meta["val"].numel == 1 and not self.apart:
+            return self.ranks  # with the exchange that there is, instead of a broadcast later
         return frozenset({min(possible or self.ranks)})
 
     # --- when ---
