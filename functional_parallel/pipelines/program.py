@@ -6,7 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import fx
 
@@ -160,6 +160,17 @@ class PipelineProgram:
         size = self.mesh.axis_size(self.axis)
         notes = (*self.notes, f"counts and bytes are sums over the {size} ranks of {self.axis!r}")
         return explain(self.name, repr(self.mesh), self.collectives(casts=casts), group=group, notes=notes)
+
+    def memory(self) -> NoReturn:
+        """Not predicted for a pipeline yet, and says so.
+
+        Raises:
+            PipelineError: always.
+        """
+        raise PipelineError(
+            "the memory of a pipeline's ranks is not predicted yet: it is that of single programs, such as "
+            "program.stages[0].works['F'].first.program.memory(), and of as many residuals as schedules.peaks says"
+        )
 
     def lines(self) -> list[str]:
         """The text of all programs without source lines: equal for two pipelines exactly when they do the same."""
