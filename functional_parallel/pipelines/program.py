@@ -13,7 +13,7 @@ from torch import fx
 from sharding_specs import Mesh, P
 
 from ..program import Program
-from ..program.collectives import Collective
+from ..program.collectives import Collective, bytes_of, counts_of
 from ..program.explain import Explanation, explain
 from ..schedules import Action, Event, Schedule, Timeline, peaks
 from ..tracing.graph import source_of
@@ -146,14 +146,11 @@ class PipelineProgram:
 
     def counts(self) -> dict[tuple[str, tuple[str, ...]], int]:
         """How many collectives of each kind, per axes."""
-        return dict(Counter((one.kind, one.axes) for one in self.collectives()))
+        return counts_of(self.collectives())
 
     def bytes_sent(self) -> dict[tuple[str, tuple[str, ...]], int]:
         """Bytes sent, per kind and axes: the sum over the pipeline's ranks of what one rank of the rest sends."""
-        sums: Counter[tuple[str, tuple[str, ...]]] = Counter()
-        for one in self.collectives():
-            sums[one.kind, one.axes] += one.bytes
-        return dict(sums)
+        return bytes_of(self.collectives())
 
     def explain(self, *, group: str = "line", casts: bool = False) -> Explanation:
         """A table of every collective, over all ranks of the pipeline; see `Program.explain`."""

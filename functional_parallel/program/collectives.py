@@ -14,7 +14,8 @@ Bytes are those that one rank sends in a ring, from S, the bytes of the whole lo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,16 @@ from sharding_specs import Mesh
 from ..source import Source
 from ..tracing import Aval, Traced
 
-__all__ = ["COMMUNICATING", "PRIMITIVES", "Collective", "collective_of", "collectives_of", "primitive_name"]
+__all__ = [
+    "COMMUNICATING",
+    "PRIMITIVES",
+    "Collective",
+    "bytes_of",
+    "collective_of",
+    "collectives_of",
+    "counts_of",
+    "primitive_name",
+]
 
 COMMUNICATING = ("psum", "psum_scatter", "all_gather", "all_to_all", "ppermute", "pmax", "pmin", "pbroadcast")
 PRIMITIVES = (*COMMUNICATING, "pscatter", "pcast", "axis_index")
@@ -103,3 +113,16 @@ def _bytes(kind: str, operand: Aval, result: Aval, size: int, params: list[Any])
     if kind == "pbroadcast":
         return operand.nbytes
     return 2 * operand.nbytes * (size - 1) // size
+
+
+def counts_of(found: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]], int]:
+    """How many collectives of each kind, per axes."""
+    return dict(Counter((one.kind, one.axes) for one in found))
+
+
+def bytes_of(found: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]], int]:
+    """Bytes that one rank sends, per kind and axes."""
+    sums: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    for one in found:
+        sums[one.kind, one.axes] += one.bytes
+    return dict(sums)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from sharding_specs import Mesh, P
 
 from ..tracing import Traced
-from .collectives import Collective, collectives_of
+from .collectives import Collective, bytes_of, collectives_of, counts_of
 from .explain import Explanation, explain
 from .memory import Memory, memory_of
 from .rewrites import PassTable, Recording
@@ -62,14 +61,11 @@ class Program:
 
     def counts(self) -> dict[tuple[str, tuple[str, ...]], int]:
         """How many collectives of each kind, per axes."""
-        return dict(Counter((one.kind, one.axes) for one in self.collectives()))
+        return counts_of(self.collectives())
 
     def bytes_sent(self) -> dict[tuple[str, tuple[str, ...]], int]:
         """Bytes that one rank sends, per kind and axes."""
-        sums: Counter[tuple[str, tuple[str, ...]]] = Counter()
-        for one in self.collectives():
-            sums[one.kind, one.axes] += one.bytes
-        return dict(sums)
+        return bytes_of(self.collectives())
 
     def explain(self, *, group: str = "line", casts: bool = False) -> Explanation | PassTable:
         """A table of every collective: kind, axis, count, bytes, source line; or of what each pass did.
