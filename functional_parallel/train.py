@@ -23,7 +23,7 @@ from .loss_scaling import LossScale, LossScaleState
 from .optim import Optimizer
 from .places import Places, find_places
 from .scaled import ScaledState, scaled_loss, unless, unscaled, with_scale
-from .train_state import TrainState, own
+from .train_state import TrainState, own, storages
 from .uneven import looks_of, stay_in_step
 from .updating import global_norm, into_compute, into_update, joined_again, split_further
 
@@ -149,21 +149,23 @@ class TrainStep:
                 makes them.
         """
         params = self._unstacked(params() if callable(params) else params)
-        return self._load(params, self.optimizer.init(params), 0)
+        return self._load(params, self.optimizer.init(params), 0, storages(*optree.tree_leaves(params)))
 
     def load(self, params: PyTree, optimizer_state: PyTree, step: int) -> TrainState:
         """A state from whole parameters and a whole optimizer state, as `whole` returned them."""
         stacks = self.f.layout.stacks
         if stacks is not None:
             optimizer_state = stacks.unstack_like(optimizer_state, params)
-        return self._load(self._unstacked(params), optimizer_state, step)
+        given = storages(*optree.tree_leaves((params, optimizer_state)))
+        return self._load(self._unstacked(params), optimizer_state, step, given)
 
     def _unstacked(self, params: PyTree) -> PyTree:
         """Parameters as a pipeline holds them: layers that were stacked, one by one."""
         stacks = self.f.layout.stacks
         return params if stacks is None else stacks.unstack(params)
 
-    def _load(self, params: PyTree, optimizer_state: PyTree, step: int) -> TrainState:
+    def _load(self, params: PyTree, optimizer_state: PyTree, step: int, given: set[int]) -> TrainState:
+        """A state in memory of its own, but for what lies elsewhere than what was `given`."""
         places = self.places(params)
         packed = places.packed_state(with_scale(optimizer_state, self.scaling))
         specs = (places.kept, places.state(packed, self.optimizer))
@@ -179,7 +181,7 @@ class TrainStep:
         return TrainState(
             step,
             tuple(
-                own(runtime.shard(leaf, spec), leaf) if isinstance(leaf, torch.Tensor) else _Constant(leaf)
+                own(runtime.shard(leaf, spec), given) if isinstance(leaf, torch.Tensor) else _Constant(leaf)
                 for leaf, spec in zip(leaves, self._trees["specs"], strict=True)
             ),
         )
@@ -196,7 +198,9 @@ class TrainStep:
         """The same state in memory of its own, which steps from the original do not use up."""
         return TrainState(
             state.step,
-            tuple(handle if isinstance(handle, _Constant) else own(handle, handle) for handle in state.handles),
+            tuple(
+                handle if isinstance(handle, _Constant) else own(handle, storages(handle)) for handle in state.handles
+            ),
         )
 
     def whole(self, state: TrainState) -> tuple[PyTree, PyTree]:
@@ -205,7 +209,7 @@ class TrainStep:
         if self.own_batch:
             stay_in_step(runtime, f"reads the state of step {state.step}")
         leaves = [
-            handle.value if isinstance(handle, _Constant) else own(runtime.whole(handle, spec), handle)
+            handle.value if isinstance(handle, _Constant) else own(runtime.whole(handle, spec), storages(handle))
             for handle, spec in zip(state.handles, self._trees["specs"], strict=True)
         ]
         params, packed = self._as_trees(leaves)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["DonatedStateError", "TrainState", "own"]
+__all__ = ["DonatedStateError", "TrainState", "own", "storages"]
 
 
 class DonatedStateError(RuntimeError):
@@ -52,16 +52,22 @@ class TrainState:
         return f"TrainState(step={self.step}{', donated' if self._handles is None else ''})"
 
 
-def own(handle: Any, *others: Any) -> Any:
-    """A handle, in memory that it shares with no other: copied where it does.
+def storages(*values: Any) -> set[int]:
+    """Where tensors, and handles of several, lie in memory; of other values nothing."""
+    parts = (part for value in values for part in (value if isinstance(value, list) else [value]))
+    return {part.untyped_storage().data_ptr() for part in parts if isinstance(part, torch.Tensor)}
+
+
+def own(handle: Any, taken: set[int]) -> Any:
+    """A handle in memory that nobody else has: copied where that is taken, and taken from now on.
 
     What a pipeline's ranks hold is never written into, and so stays as it is.
     """
     if isinstance(handle, list):
-        return [own(part, *others, *handle[:index]) for index, part in enumerate(handle)]
+        return [own(part, taken) for part in handle]
     if not isinstance(handle, torch.Tensor):
         return handle
-    parts = (part for other in others for part in (other if isinstance(other, list) else [other]))
-    taken = {part.untyped_storage().data_ptr() for part in parts if isinstance(part, torch.Tensor)}
-    shared = handle.untyped_storage().data_ptr() in taken
-    return handle.clone(memory_format=torch.contiguous_format) if shared or not handle.is_contiguous() else handle
+    if not handle.is_contiguous() or storages(handle) & taken:
+        handle = handle.clone(memory_format=torch.contiguous_format)
+    taken |= storages(handle)
+    return handle
