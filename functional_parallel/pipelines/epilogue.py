@@ -62,8 +62,7 @@ class Epilogue:
         exchanges: per level, what is sent after it.
         outputs: the step's results.
         replaces: for a result that takes the place of an input, as a new parameter does, that input of the step.
-        input_holders, output_holders: per input and per result of the step, the ranks that hold it; of an input that is
-            no parameter, those that the epilogue needs it on.
+        output_holders: per result of the step, the ranks that hold it.
     """
 
     given: dict[fx.Node, Given]
@@ -71,7 +70,6 @@ class Epilogue:
     exchanges: tuple[tuple[Exchange, ...], ...]
     outputs: tuple[fx.Node, ...]
     replaces: dict[fx.Node, fx.Node]
-    input_holders: tuple[Ranks, ...]
     output_holders: tuple[Ranks, ...]
 
 
@@ -122,7 +120,6 @@ class EpilogueBuilder:
         self._seal()
         self.extractor = Extractor(self.new, extractor.mesh, self.specs, lambda _: False, roles.axis)
         self.links = self._links(inputs, in_paths, out_paths)
-        self.inputs = inputs
         self._place_until_it_holds()
         self._levels()
 
@@ -303,7 +300,6 @@ class EpilogueBuilder:
             tuple(tuple(each) for each in exchanges),
             outputs,
             {outputs[index]: self.given[node].node for index, node in self.links.items()},
-            tuple(self.at[node] | self._users_of(node) for node in self.inputs),
             tuple(self.at[node] | self.wanted[node] for node in outputs),
         )
 

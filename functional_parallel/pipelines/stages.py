@@ -7,7 +7,7 @@ a stage further on needs is handed on by those between, so skip connections cros
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -19,6 +19,9 @@ from .extract import Extractor, Part
 from .roles import PipelineError, Role, Roles, is_view
 
 __all__ = ["Stage", "StageBuilder", "Work"]
+
+
+_FOLLOWING = {"F": "IW", "I": "W", "W": "", "B": ""}  # per kind of work, the stage's own that comes after it
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,10 +57,6 @@ class Stage:
     sends_backward: tuple[fx.Node, ...] = ()
     after_forward: frozenset[fx.Node] = frozenset()
     after_input: frozenset[fx.Node] = frozenset()
-
-    def parts(self) -> Iterable[Part]:
-        for work in self.works.values():
-            yield work.first
 
 
 class StageBuilder:
@@ -168,17 +167,9 @@ class StageBuilder:
     # --- one stage ---
 
     def _build(self, index: int, kinds: Collection[str]) -> Stage:
-        forward = self._of_kind(index, "F")
-        beside = self._residuals_beside(index, forward)
-        works = {"F": self._work(index, "F", forward, self._leaving(index, ("I", "W"), forward) | beside)}
+        beside = self._residuals_beside(index, self._of_kind(index, "F"))
+        works = {kind: self._work(index, kind, beside) for kind in sorted({"F", *kinds})}
         stage = Stage(index, works)
-        for_input, for_weights = self._of_kind(index, "I"), self._of_kind(index, "W")
-        if {"I", "W"} & set(kinds):
-            left = self._leaving(index, ("W",), for_input)
-            works["I"] = self._work(index, "I", for_input, left, beside)
-            works["W"] = self._work(index, "W", for_weights, set(), beside)
-        if "B" in kinds:
-            works["B"] = self._work(index, "B", [*for_input, *for_weights], set(), beside)
         stage.sends_forward = self._crossing(index, index + 1, up=True)
         stage.sends_backward = self._crossing(index, index - 1, up=False)
         taken = {kind: set(work.first.inputs) for kind, work in works.items() if kind != "F"}
@@ -200,11 +191,11 @@ class StageBuilder:
             for node in self.members[index]
             if node in self.roles.backward
             for operand in self._operands(node)
-            if operand in made and operand not in self.roles.traced.inputs
+            if operand in made
         }
         return {node for node in taken if not is_view(node)}
 
-    def _leaving(self, index: int, kinds: Iterable[str], nodes: list[fx.Node]) -> set[fx.Node]:
+    def _leaving(self, index: int, kinds: str, nodes: list[fx.Node]) -> set[fx.Node]:
         """What some work makes for other work: of this stage, of others, or for the end of the step."""
         found = set()
         for node in nodes:
@@ -213,12 +204,14 @@ class StageBuilder:
                     found.add(node)
         return found | {node for node in nodes if node in self.collected}
 
-    def _work(
-        self, index: int, kind: str, nodes: list[fx.Node], leaving: set[fx.Node], given: Iterable[fx.Node] = ()
-    ) -> Work:
-        sums = [pair for each in ("IW" if kind == "B" else kind) for pair in self.summed(index, each)]
-        if kind == "B":
-            leaving = self._leaving(index, (), nodes)
+    def _work(self, index: int, kind: str, beside: set[fx.Node]) -> Work:
+        """The programs of one kind; the forward makes what lies beside it for the backward, which is given it."""
+        parts = "IW" if kind == "B" else kind
+        nodes = [node for each in parts for node in self._of_kind(index, each)]
+        sums = [pair for each in parts for pair in self.summed(index, each)]
+        leaving, given = self._leaving(index, _FOLLOWING[kind], nodes), beside
+        if kind == "F":
+            leaving, given = leaving | beside, set()
         order = sorted(leaving, key=self.extractor.position.__getitem__)
         name = f"{self.name}: stage {index}, {kind}"
         values = [value for _, value in sums]

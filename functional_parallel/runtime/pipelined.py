@@ -8,7 +8,7 @@ and messages are sends and receives that do not wait.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,7 +122,7 @@ class PipelineRuntime:
         workers = {rank: Worker(program, rank, self.base, inputs[rank], ordered) for rank in self.ranks}
         self._pass_through(program, workers)
         self._end(program, workers)
-        return self._results(program, workers)
+        return self._results(program, lambda rank, node: workers[rank].late_value(node))
 
     def _pass_through(self, program: PipelineProgram, workers: Mapping[int, Worker | Stream]) -> None:
         """Run the schedule."""
@@ -151,7 +151,9 @@ class PipelineRuntime:
                 workers[schedule.rank_of_stage[target]].receive(action, target, sent)
 
     def _as_one_rank(self, program: PipelineProgram, worker: Worker | Stream) -> None:
-        steps = program.cache.setdefault("messages", messages(program.schedule))[worker.rank]
+        if "messages" not in program.cache:
+            program.cache["messages"] = messages(program.schedule)
+        steps = program.cache["messages"][worker.rank]
         mail = self._mail(worker.rank)
         for step in steps:
             if isinstance(step, Send):
@@ -216,12 +218,12 @@ class PipelineRuntime:
         for source, values in mail.exchange(outgoing, avals).items():
             worker.late.update(zip(incoming[source], values, strict=True))
 
-    def _results(self, program: PipelineProgram, workers: dict[int, Worker]) -> list[Placed]:
-        found = []
-        for node, holders in zip(program.epilogue.outputs, program.epilogue.output_holders, strict=True):
-            parts = {rank: worker.late_value(node) for rank, worker in workers.items() if rank in holders}
-            found.append(Placed(parts, holders, node.meta["val"]))
-        return found
+    def _results(self, program: PipelineProgram, value: Callable[[int, fx.Node], Any]) -> list[Placed]:
+        epilogue = program.epilogue
+        return [
+            Placed({rank: value(rank, node) for rank in self.ranks if rank in holders}, holders, node.meta["val"])
+            for node, holders in zip(epilogue.outputs, epilogue.output_holders, strict=True)
+        ]
 
     # --- asynchronous ---
 
@@ -231,11 +233,7 @@ class PipelineRuntime:
         }
         self._pass_through(program, workers)
         program.cache["most versions"] = {rank: worker.most_versions for rank, worker in workers.items()}
-        found = []
-        for node, holders in zip(program.epilogue.outputs, program.epilogue.output_holders, strict=True):
-            parts = {r: self._last_or_mean(program, node, w) for r, w in workers.items() if r in holders}
-            found.append(Placed(parts, holders, node.meta["val"]))
-        return found
+        return self._results(program, lambda rank, node: self._last_or_mean(program, node, workers[rank]))
 
     def _slices(self, program: PipelineProgram, inputs: dict[fx.Node, Any]) -> list[dict[fx.Node, Any]]:
         """The batch, cut into what each update sums."""

@@ -81,15 +81,13 @@ def test_what_reads_an_old_value_comes_before_what_overwrites_it(plan: str) -> N
         assert all(order[each] < order[node] for each in operands_of(node) if each in order)
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", sorted(set(PLANS) - {"tensor and zero 1"}))  # which has no whole parameter to report
 def test_parameters_that_a_step_reports_are_not_written_over(plan: str) -> None:
     """Or the metrics would show those of the next step."""
 
     def reporting(params: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
         return loss(params, x, y), {"row": params["head"][0], "all": params["layers"][0]["a"]}
 
-    if plan == "tensor and zero 1":
-        pytest.skip("what is split over tensor cannot be returned whole")
     train = step(plan, reporting, has_aux=True)
     state, before = train.init(parameters(3)), parameters(3)
     state, metrics = train(state, *batch(8))
