@@ -43,7 +43,7 @@ def _split_product(traced: Traced, node: fx.Node) -> None:
         product = _call(traced, node, _PRODUCTS[node.target], (a, b))
         product = _scaled(traced, node, product, node.kwargs.get("alpha", 1))
         total = _call(traced, node, aten.add.Tensor, (product, _scaled(traced, node, bias, node.kwargs.get("beta", 1))))
-    _replace(traced, node, total)
+    traced.replace(node, total)
 
 
 def _split_convolution(traced: Traced, node: fx.Node) -> None:
@@ -56,7 +56,7 @@ def _split_convolution(traced: Traced, node: fx.Node) -> None:
         sizes = [aval.shape[1] if size == -1 else 1 for size in shape]
         column = _call(traced, node, aten.view.default, (bias, sizes), Aval(tuple(sizes), aval.dtype, aval.device))
         total = _call(traced, node, aten.add.Tensor, (product, column))
-    _replace(traced, node, total)
+    traced.replace(node, total)
 
 
 def _drop_empty(node: fx.Node) -> None:
@@ -76,9 +76,3 @@ def _call(traced: Traced, like: fx.Node, op: Any, args: tuple[Any, ...], aval: A
     if aval is not None:
         created.meta["val"] = aval
     return created
-
-
-def _replace(traced: Traced, node: fx.Node, by: fx.Node) -> None:
-    node.replace_all_uses_with(by)
-    traced.outputs = [by if output is node else output for output in traced.outputs]
-    traced.graph.erase_node(node)

@@ -96,6 +96,11 @@ class _Build:
         _sum_one_by_one(self.traced)
         self.roles = Roles(self.traced, plan.virtual, program.in_specs, inlined)
         self.schedule = plan.on(program.mesh)
+        self.cut_dims = {
+            node: microbatch_dim(spec, plan.virtual, str(node.meta.get("path")))
+            for node, spec in zip(self.traced.inputs, program.in_specs, strict=True)
+            if node in self.roles.varying
+        }
         cut = cut_of(self.traced, self.roles, plan.cut, self.schedule.depth, program.mesh)
         stage = assign(self.traced, self.roles, cut, self.schedule.depth - 1)
         self.extractor = Extractor(self.traced, program.mesh, program.in_specs, self.roles.is_inline, plan.virtual)
@@ -134,11 +139,7 @@ class _Build:
             epilogue,
             list(self.traced.inputs),
             frozenset(self.builder.collected),
-            {
-                node: microbatch_dim(spec, self.plan.virtual, str(node.meta.get("path")))
-                for node, spec in zip(self.traced.inputs, self.program.in_specs, strict=True)
-                if node in self.roles.varying
-            },
+            self.cut_dims,
             self.program.mesh,
             [spec.without(hidden) for spec in self.program.in_specs],
             [spec.without(hidden) for spec in self.program.out_specs],
@@ -167,8 +168,8 @@ class _Build:
         """How the batch is made up."""
         mesh, axis = self.program.mesh, self.plan.virtual
         for node, spec in zip(self.traced.inputs, self.program.in_specs, strict=True):
-            if node in self.roles.varying:
-                dim = microbatch_dim(spec, axis, str(node.meta.get("path")))
+            if node in self.cut_dims:
+                dim = self.cut_dims[node]
                 ranks = mesh.axis_size(tuple(each for each in spec.dim_axes()[dim] if each != axis))
                 each, count = node.meta["val"].shape[dim], self.schedule.microbatches
                 return (
@@ -224,10 +225,7 @@ def _drop_casts(traced: Traced, axis: str) -> None:
     """Microbatches that follow one another need no casts."""
     for node in list(traced.nodes):
         if primitive_name(node) in CASTS and names_axis(node, axis):
-            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
-            traced.outputs = [node.args[0] if output is node else output for output in traced.outputs]
-            node.meta["merged"] = node.args[0]
-            traced.graph.erase_node(node)
+            traced.replace(node, node.args[0])  # type: ignore[arg-type]
     traced.seal()
 
 
@@ -247,9 +245,7 @@ def _sum_one_by_one(traced: Traced) -> None:
                     one.meta = dict(node.meta)
             total = one
         assert total is not None
-        node.replace_all_uses_with(total)
-        traced.outputs = [total if output is node else output for output in traced.outputs]
-        traced.graph.erase_node(node)
+        traced.replace(node, total)
     traced.seal()
 
 

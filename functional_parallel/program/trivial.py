@@ -34,8 +34,6 @@ def drop_trivial(traced: Traced, mesh: Mesh, kept: Sequence[str] = ()) -> Traced
             continue
         operand = node.args[0]
         assert isinstance(operand, fx.Node)
-        node.replace_all_uses_with(operand)
-        traced.outputs = [operand if output is node else output for output in traced.outputs]
-        traced.graph.erase_node(node)
+        traced.replace(node, operand)
     traced.seal()
     return traced

@@ -93,6 +93,17 @@ class Traced:
         copied.seal()
         return copied, copies
 
+    def replace(self, node: fx.Node, by: fx.Node) -> None:
+        """Let one value stand for another, outputs included, and drop that op.
+
+        What refers to the op from outside the graph, as a backward op does to its forward, finds the new one under
+        "merged" in its meta.
+        """
+        node.replace_all_uses_with(by)
+        node.meta["merged"] = by
+        self.outputs = [by if output is node else output for output in self.outputs]
+        self.graph.erase_node(node)
+
     def seal(self) -> None:
         """Set the graph's output node from `outputs` and drop what no output needs."""
         for node in list(self.graph.nodes):

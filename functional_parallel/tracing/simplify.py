@@ -45,10 +45,7 @@ def simplify(traced: Traced) -> Traced:
             key = _key(node)
             original = seen.setdefault(key, node) if key is not None else node
         if original is not node:
-            node.replace_all_uses_with(original)
-            node.meta["merged"] = original  # backward ops refer to the forward op that they belong to
-            traced.outputs = [original if output is node else output for output in traced.outputs]
-            traced.graph.erase_node(node)
+            traced.replace(node, original)
     traced.seal()
     return traced
 
