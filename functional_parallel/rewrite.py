@@ -78,7 +78,7 @@ def _pipelined(
         )
     fold_layers(program.traced)
     simplify(program.traced)
-    late = [Marked(), *(each for each in layout.passes if each.order >= 0)]
+    late = [Marked(), Turned(), *(each for each in layout.passes if each.order >= 0)]
     later, _ = run_passes(late, program.traced, program.mesh, without, lambda name: watch(name, program, wide))
     program.passes += later
     inlined = {node for each in layout.passes for node in each.per_microbatch(program.traced)}
