@@ -312,7 +312,8 @@ class TrainStep:
             args,
             name="train_step",
             parameters="0/0",
-            donated="0" if self.donate else None,
+            carried="0",
+            donate=self.donate,
             bucket=self.bucket,
             without=self.without,
         )

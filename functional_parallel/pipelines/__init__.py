@@ -4,6 +4,7 @@ from .build import PipelinePlan, build
 from .cut import BALANCES, Cut
 from .epilogue import Epilogue, Exchange, Given
 from .extract import Part
+from .memory import PipelineMemory
 from .program import PipelineProgram, updates_of
 from .roles import PipelineError
 from .stacks import Stacks, unstacked
@@ -17,6 +18,7 @@ __all__ = [
     "Given",
     "Part",
     "PipelineError",
+    "PipelineMemory",
     "PipelinePlan",
     "PipelineProgram",
     "Stacks",

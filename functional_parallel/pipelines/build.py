@@ -158,7 +158,7 @@ class _Build:
         every = [prologue.program for prologue in result.prologues]
         for stage in result.stages:
             for work in stage.works.values():
-                every += [work.first.program, work.following.program, *(part.program for part in work.totals.values())]
+                every += work.programs
         for level in result.epilogue.parts:
             every += [part.program for part in level.values()]
         for program in every:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from functools import cached_property
+from typing import Any
 
 from torch import fx
 
@@ -19,6 +20,7 @@ from ..schedules import Action, Event, Schedule, Timeline, peaks
 from ..tracing.graph import source_of
 from .epilogue import Epilogue
 from .extract import Part
+from .memory import PipelineMemory
 from .prologue import Prologue
 from .roles import PipelineError
 from .stages import Stage
@@ -56,6 +58,9 @@ class PipelineProgram:
     passes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     cache: dict[str, Any] = field(default_factory=dict, repr=False)
+    price: Callable[[PipelineProgram], PipelineMemory] | None = field(
+        default=None, repr=False
+    )  # what the executor holds
     events: list[Event] | None = None  # what `record` asks for
 
     def record(self) -> None:
@@ -158,16 +163,68 @@ class PipelineProgram:
         notes = (*self.notes, f"counts and bytes are sums over the {size} ranks of {self.axis!r}")
         return explain(self.name, repr(self.mesh), self.collectives(casts=casts), group=group, notes=notes)
 
-    def memory(self) -> NoReturn:
-        """Not predicted for a pipeline yet, and says so.
+    def memory(self) -> PipelineMemory:
+        """Bytes of live tensors on the ranks of the pipeline, program by program: each as `Program.memory()` has it.
 
-        Raises:
-            PipelineError: always.
+        >>> import torch, functional_parallel as fp
+        >>> from sharding_specs import Mesh
+        >>> def loss(params, x):
+        ...     for w in params:
+        ...         x = torch.tanh(x @ w)
+        ...     return x.sum()
+        >>> step = fp.compile(fp.grad(fp.pipeline("pipe", microbatches=8)(loss)), Mesh(pipe=4))
+        >>> memory = step.lower([torch.ones(8, 8)] * 4, torch.ones(64, 8)).memory()
+        >>> [rank.peak > 0 for rank in memory.ranks], memory.peak == max(rank.peak for rank in memory.ranks)
+        ([True, True, True, True], True)
+
+        Counted is what a rank holds in every step after the first: its stages' parameters and optimizer state, the
+        batch, sums of gradients, residuals of microbatches under way, messages, and what a program takes while it runs.
+        Microbatches are added up in order, as with `reduction="ordered"`; "fast" holds no more.
         """
-        raise PipelineError(
-            "the memory of a pipeline's ranks is not predicted yet: it is that of single programs, such as "
-            "program.stages[0].works['F'].first.program.memory(), and of as many residuals as schedules.peaks says"
-        )
+        assert self.price is not None, "build() alone does not know the executor"
+        return self.price(self)
+
+    def holders(self, node: fx.Node) -> frozenset[int]:
+        """The ranks of the axis that hold an input of the step: of what steps hand on, from the second step on."""
+        return self._holders[node]
+
+    @cached_property
+    def _holders(self) -> dict[fx.Node, frozenset[int]]:
+        everywhere = frozenset(range(self.schedule.ranks))
+        found = {n: everywhere if not n.meta.get("parameter") else self._users(n) for n in self.inputs}
+        for output, ranks in zip(self.epilogue.outputs, self.epilogue.output_holders, strict=True):
+            replaced = self.epilogue.replaces.get(output)
+            if replaced is not None and replaced.meta.get("carried"):
+                found[replaced] = ranks
+        return found
+
+    def _users(self, node: fx.Node) -> frozenset[int]:
+        """The ranks that take an input."""
+        return frozenset(rank for rank, taken in enumerate(self._taken) if node in taken)
+
+    @cached_property
+    def _taken(self) -> list[set[fx.Node]]:
+        """Per rank, the inputs of the step that it takes."""
+        given = {new: given.node for new, given in self.epilogue.given.items() if given.kind == "input"}
+        found = []
+        for rank, prologue in enumerate(self.prologues):
+            taken = {
+                *prologue.inputs,
+                *(n for part in parts_of_rank(self.stages, self.schedule, rank) for n in part.inputs),
+            }
+            late = [node for level in self.epilogue.parts if rank in level for node in level[rank].inputs]
+            late += [
+                n for n, ranks in zip(self.epilogue.outputs, self.epilogue.output_holders, strict=True) if rank in ranks
+            ]
+            found.append(taken | {given[node] for node in late if node in given})
+        return found
+
+    def programs_of_rank(self, rank: int) -> Iterator[Program]:
+        """Every program that a rank may run."""
+        yield self.prologues[rank].program
+        for kind, index in _works_of_rank(self.schedule, rank):
+            yield from self.stages[index].works[kind].programs
+        yield from (level[rank].program for level in self.epilogue.parts if rank in level)
 
     def lines(self) -> list[str]:
         """The text of all programs without source lines: equal for two pipelines exactly when they do the same."""
@@ -194,5 +251,9 @@ def updates_of(schedule: Schedule) -> int:
 
 def parts_of_rank(stages: list[Stage], schedule: Schedule, rank: int) -> Iterator[Part]:
     """The programs of all stages that a rank of the pipeline runs."""
-    for kind, index in dict.fromkeys((a.kind, a.stage % schedule.depth) for a in schedule.actions[rank]):
+    for kind, index in _works_of_rank(schedule, rank):
         yield stages[index].works[kind].first
+
+
+def _works_of_rank(schedule: Schedule, rank: int) -> Iterable[tuple[str, int]]:
+    return dict.fromkeys((action.kind, action.stage % schedule.depth) for action in schedule.actions[rank])

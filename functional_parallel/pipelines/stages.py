@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from ..program import Program
 from ..program.collectives import primitive_name
 from ..program.unroll import combined_by
 from ..tracing.graph import operands_of
@@ -37,6 +38,11 @@ class Work:
     first: Part
     following: Part
     totals: dict[fx.Node, Part]
+
+    @property
+    def programs(self) -> list[Program]:
+        """All programs."""
+        return [self.first.program, self.following.program, *(part.program for part in self.totals.values())]
 
 
 @dataclass
