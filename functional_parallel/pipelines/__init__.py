@@ -1,7 +1,7 @@
 """A step cut into the stages of a pipeline: their programs, what passes between them, what runs before and after."""
 
 from .build import PipelinePlan, build
-from .cut import BALANCES, Cut
+from .cut import BALANCES, Cut, stage_of_layer
 from .epilogue import Epilogue, Exchange, Given
 from .extract import Part
 from .memory import PipelineMemory
@@ -25,6 +25,7 @@ __all__ = [
     "Stage",
     "Work",
     "build",
+    "stage_of_layer",
     "unstacked",
     "updates_of",
 ]
