@@ -281,7 +281,7 @@ def stage(
             node.meta["own_path"] = paths[index][len(parameters) + 1 :]
     program = Program(
         traced,
-        mesh,
+        mesh=mesh,
         in_specs=[flat_specs[index] for index in chosen],
         out_specs=[found["specs"][index] for index in kept],
         in_paths=[paths[index] for index in chosen],

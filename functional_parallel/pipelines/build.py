@@ -140,14 +140,15 @@ class _Build:
             list(self.traced.inputs),
             frozenset(self.builder.collected),
             self.cut_dims,
-            self.program.mesh,
-            [spec.without(hidden) for spec in self.program.in_specs],
-            [spec.without(hidden) for spec in self.program.out_specs],
-            self.program.in_paths,
-            self.program.out_paths,
-            self.program.name,
-            self.program.passes,
-            self._notes(),
+            mesh=self.program.mesh,
+            in_specs=[spec.without(hidden) for spec in self.program.in_specs],
+            out_specs=[spec.without(hidden) for spec in self.program.out_specs],
+            in_paths=self.program.in_paths,
+            out_paths=self.program.out_paths,
+            name=self.program.name,
+            passes=self.program.passes,
+            notes=self._notes(),
+            restage=self.program.restage,
         )
         if self.schedule.versions is not None:
             _check_stream(result)

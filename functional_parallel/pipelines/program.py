@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 from torch import fx
 
-from sharding_specs import Mesh, P
-
-from ..program import Program
+from ..program import BaseProgram, Program
 from ..program.collectives import Collective, bytes_of, counts_of
-from ..program.explain import Explanation, explain
+from ..program.explain import readable_bytes
 from ..schedules import Action, Event, Schedule, Timeline, peaks
 from ..tracing.graph import source_of
 from .epilogue import Epilogue
@@ -29,7 +25,7 @@ __all__ = ["PipelineProgram"]
 
 
 @dataclass(eq=False)
-class PipelineProgram:
+class PipelineProgram(BaseProgram):
     """What the ranks of a pipeline run in a step: like a `Program`, but another one on every rank of the axis.
 
     Attributes:
@@ -38,7 +34,6 @@ class PipelineProgram:
         stages: the programs of each stage of the model.
         prologues: per rank of the axis, what runs before the pipeline fills.
         epilogue: what runs after it has drained.
-        mesh, in_specs, out_specs, in_paths, out_paths, name, passes, notes: as those of a `Program`.
     """
 
     axis: str
@@ -49,15 +44,6 @@ class PipelineProgram:
     inputs: list[fx.Node]
     collected: frozenset[fx.Node]  # values of single microbatches that are results
     cut_dims: dict[fx.Node, int]  # of inputs that are cut into microbatches, the dim
-    mesh: Mesh
-    in_specs: list[P]
-    out_specs: list[P]
-    in_paths: list[str]
-    out_paths: list[str]
-    name: str
-    passes: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    cache: dict[str, Any] = field(default_factory=dict, repr=False)
     price: Callable[[PipelineProgram], PipelineMemory] | None = field(
         default=None, repr=False
     )  # what the executor holds
@@ -122,12 +108,16 @@ class PipelineProgram:
         """Every program with how often it runs in a step, over all ranks of the pipeline."""
         for prologue in self.prologues:
             yield prologue.program, 1
-        counts = Counter((action.kind, action.stage % self.schedule.depth) for action in self.schedule)
-        for (kind, index), count in sorted(counts.items(), key=lambda item: (item[0][1], item[0][0])):
-            yield self.stages[index].works[kind].first.program, count
+        yield from self._works()
         for level in self.epilogue.parts:
             for part in level.values():
                 yield part.program, 1
+
+    def _works(self) -> Iterator[tuple[Program, int]]:
+        """The programs of the stages, each with how often it runs in a step."""
+        counts = Counter((action.kind, action.stage % self.schedule.depth) for action in self.schedule)
+        for (kind, index), count in sorted(counts.items(), key=lambda item: (item[0][1], item[0][0])):
+            yield self.stages[index].works[kind].first.program, count
 
     def collectives(self, *, casts: bool = False) -> list[Collective]:
         """Every collective of a step, over all ranks of the pipeline; messages between stages are sends."""
@@ -149,19 +139,31 @@ class PipelineProgram:
             "send", (self.axis,), value, value, value.nbytes, source_of(node), node.meta["backward"], node
         )
 
-    def counts(self) -> dict[tuple[str, tuple[str, ...]], int]:
-        """How many collectives of each kind, per axes."""
-        return counts_of(self.collectives())
+    def per_microbatch(self) -> dict[tuple[str, tuple[str, ...]], tuple[float, float]]:
+        """Of `collectives()`, without messages between stages, those that every microbatch does anew: count and bytes.
 
-    def bytes_sent(self) -> dict[tuple[str, tuple[str, ...]], int]:
-        """Bytes sent, per kind and axes: the sum over the pipeline's ranks of what one rank of the rest sends."""
-        return bytes_of(self.collectives())
+        With ZeRO 0 to 2 that is the loss's sum alone, since gradients are summed and parameters gathered once a step.
+        ZeRO-3 gathers a stage's parameters for every forward and backward, unless with `keep_gathered`.
+        """
+        found: dict[tuple[str, tuple[str, ...]], tuple[float, float]] = {}
+        for program, runs in self._works():
+            collectives, share = program.collectives(), runs / self.schedule.microbatches
+            sizes = bytes_of(collectives)
+            for key, count in counts_of(collectives).items():
+                before = found.get(key, (0.0, 0.0))
+                found[key] = before[0] + count * share, before[1] + sizes[key] * share
+        return found
 
-    def explain(self, *, group: str = "line", casts: bool = False) -> Explanation:
-        """A table of every collective, over all ranks of the pipeline; see `Program.explain`."""
+    def remarks(self) -> tuple[str, ...]:
+        """What `explain` prints below its table of collectives."""
         size = self.mesh.axis_size(self.axis)
-        notes = (*self.notes, f"counts and bytes are sums over the {size} ranks of {self.axis!r}")
-        return explain(self.name, repr(self.mesh), self.collectives(casts=casts), group=group, notes=notes)
+        anew = [
+            f"{count:g} {kind} over {', '.join(axes)}, {readable_bytes(round(sent))}"
+            for (kind, axes), (count, sent) in self.per_microbatch().items()
+        ]
+        each = f"of these, each of {self.schedule.microbatches} microbatches does anew: {'; '.join(anew)}"
+        sums = f"counts and bytes are sums over the {size} ranks of {self.axis!r}"
+        return (*self.notes, sums, each) if anew else (*self.notes, sums)
 
     def memory(self) -> PipelineMemory:
         """Bytes of live tensors on the ranks of the pipeline, program by program: each as `Program.memory()` has it.
@@ -232,10 +234,6 @@ class PipelineProgram:
         for program, count in self.programs():
             lines += [f"{program.name}, {count} times", *program.lines()]
         return lines
-
-    def fingerprint(self) -> str:
-        """A hash of everything that ranks must agree on."""
-        return hashlib.sha256("\n".join(self.lines()).encode()).hexdigest()
 
     def __str__(self) -> str:
         texts = [f"{program}\n({count} times a step)" for program, count in self.programs()]
