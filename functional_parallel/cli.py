@@ -32,7 +32,7 @@ from .estimate import CONVENTIONS, estimate
 from .program.explain import readable_bytes
 from .schedules import ScheduleError, command
 from .train import TrainStep
-from .transforms import chain, tensor_parallel, zero
+from .transforms import chain, pipeline, tensor_parallel, zero
 from .transforms.parallel import parameter_specs
 
 __all__ = ["main"]
@@ -87,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         "--zero", type=int, choices=range(4), help="also count gradients and optimizer at this stage of ZeRO"
     )
     memory.add_argument("--axis", default="data", help="the mesh axis of --zero")
+    memory.add_argument("--pipe", default="pipe", help="the mesh axis of a pipeline, which cuts stacks of layers")
     memory.add_argument(
         "--convention", choices=sorted(CONVENTIONS), default="zero", help="bytes per parameter that --zero counts"
     )
@@ -184,9 +185,11 @@ def _memory(chosen: argparse.Namespace) -> str:
 def _to_train(chosen: argparse.Namespace, params: Any, specs: Any, mesh: Mesh) -> str:
     mesh.axis_size(chosen.axis)  # refuses an axis that is not there
     used = {axis for spec in optree.tree_leaves(specs) for axis in spec.axes}
-    others = [tensor_parallel(axis, specs) for axis in reversed(mesh.axis_names) if axis in used - {chosen.axis}]
+    split = used - {chosen.axis, chosen.pipe}
+    others = [tensor_parallel(axis, specs) for axis in reversed(mesh.axis_names) if axis in split]
+    last = [pipeline(chosen.pipe, specs, microbatches=2 * mesh.axis_size(chosen.pipe))] if chosen.pipe in used else []
     at_rest = specs if chosen.zero == 3 and chosen.axis in used else None
-    plan = chain(*others, zero(chosen.zero, chosen.axis, at_rest))
+    plan = chain(*others, zero(chosen.zero, chosen.axis, at_rest), *last)
     found = estimate(params, mesh, plan, convention=chosen.convention)
     return f"{plan!r}, {sum(CONVENTIONS[chosen.convention])} bytes per parameter:\n{found}"
 

@@ -16,10 +16,10 @@ from .collectives import guards
 from .collectives.axes import bind
 from .collectives.types import CollectiveTypeError, State, Type
 from .local_function import Layout, LocalFunction, PyTree, SpecTree, whole_arguments
-from .pipelines import PipelineError
+from .pipelines import PipelineError, PipelineProgram
 from .program import Program, drop_trivial
 from .rewrite import rewrite
-from .runtime import PipelineRuntime, default_runtime
+from .runtime import PipelineRuntime, default_runtime, pipeline_memory
 from .tracing import Aval, forget_values, simplify, trace
 from .varying import Typing, type_of
 
@@ -223,7 +223,8 @@ def stage(
     *,
     name: str,
     parameters: str = "0",
-    donated: str | None = None,
+    carried: str | None = None,
+    donate: bool = False,
     bucket: int | str | None = None,
     without: Collection[str] = (),
     watch: Callable[[str, Program, Mesh], None] = lambda *_: None,
@@ -234,7 +235,8 @@ def stage(
         f, mesh, args, in_specs, out_specs, name, bucket, without: as for `compile`.
         parameters: the path of the argument that holds the model's parameters.
         watch: called with the name of each rewrite after it, the program, and the mesh with its virtual axes.
-        donated: the path of the argument that the program may write into; None for none.
+        carried: the path of the argument that steps hand on: parameters and optimizer state; None for none.
+        donate: whether the program may write into that.
     """
     layout = f.layout if isinstance(f, LocalFunction) else Layout(whole_arguments)
     wide = layout.mesh(mesh)
@@ -271,14 +273,15 @@ def stage(
         node.meta.update(
             path=paths[index],
             parameter=_is_in(paths[index], parameters),
-            donated=donated is not None and _is_in(paths[index], donated),
+            carried=carried is not None and _is_in(paths[index], carried),
+            donated=donate and carried is not None and _is_in(paths[index], carried),
             becomes=returned.get(paths[index]),
         )
         if node.meta["parameter"]:
             node.meta["own_path"] = paths[index][len(parameters) + 1 :]
     program = Program(
         traced,
-        mesh,
+        mesh=mesh,
         in_specs=[flat_specs[index] for index in chosen],
         out_specs=[found["specs"][index] for index in kept],
         in_paths=[paths[index] for index in chosen],
@@ -295,13 +298,16 @@ def stage(
         out_specs,
         name=name,
         parameters=parameters,
-        donated=donated,
+        carried=carried,
+        donate=donate,
         bucket=bucket,
         without=without,
     )
     if out_specs is not UNCHECKED:
         _check_results(program, held)
-    rewritten = rewrite(program, layout, bucket, donated is not None, without, watch)
+    rewritten = rewrite(program, layout, bucket, donate, without, watch)
+    if isinstance(rewritten, PipelineProgram):
+        rewritten.price = pipeline_memory
     return Staged(rewritten, found["tree"], found["outputs"])
 
 

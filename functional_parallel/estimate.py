@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import optree
 import torch
 
-from sharding_specs import Mesh, broadcast_specs, local_shape
+from sharding_specs import Mesh, broadcast_specs, local_shape, tree_paths
 
 from .optim import Optimizer, sgd
+from .pipelines import PipelineError, stage_of_layer
 from .program.explain import readable_bytes
 from .scaled import with_scale
-from .train import train_step
+from .train import TrainStep, train_step
+from .updating import over_likes
 
 __all__ = ["CONVENTIONS", "Convention", "Estimate", "activation_bytes", "estimate", "transformer_parameters"]
 
@@ -43,6 +45,7 @@ class Estimate:
     parameters: int
     gradients: int
     optimizer: int
+    note: str = ""
 
     @property
     def total(self) -> int:
@@ -51,7 +54,8 @@ class Estimate:
 
     def __str__(self) -> str:
         names = ("parameters", "gradients", "optimizer", "total")
-        return "\n".join(f"{name.ljust(10)}  {readable_bytes(getattr(self, name))}" for name in names)
+        lines = [f"{name.ljust(10)}  {readable_bytes(getattr(self, name))}" for name in names]
+        return "\n".join([*lines, *([f"note: {self.note}"] if self.note else [])])
 
 
 def estimate(
@@ -83,26 +87,81 @@ def estimate(
             like the parameters, a loss scale if there is one. `mixed_precision` leaves all of it in float32.
 
     Returns:
-        The bytes. Activations come on top; see `activation_bytes`.
+        The bytes. Activations come on top; see `activation_bytes`. In a pipeline they are those of the rank that holds
+        most, if it is also the one that holds all parameters that are in no stack of layers.
 
     Raises:
         ValueError: when there is no such convention.
+        PipelineError: when only a trace can tell where a pipeline's parameters lie, since no stacks of layers say it.
     """
     shapes = optree.tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, params)
     train = train_step(lambda *_: None, optimizer or sgd(0.0), mesh, plan)
+    shapes = train.unstacked(shapes)
+    kept = _kept(shapes, train, optimizer, convention)
+    axis = None if train.f.layout.pipeline is None else train.f.layout.pipeline.axis
+    note = "" if axis is None else f"the rank of {axis!r} that holds most, with all that is no layer of a stack"
+    found = []
+    for there in _where_layers_are(train, shapes):
+        parts = [_bytes(_only(tree, shapes, there), specs, mesh, *how) for tree, specs, *how in kept]
+        found.append(Estimate(parts[0], parts[1], parts[2], note))
+    return max(found, key=lambda each: each.total)
+
+
+def _kept(shapes: Any, train: TrainStep, optimizer: Optimizer | None, convention: str | Convention) -> list[Any]:
+    """Parameters, gradients and optimizer state: a tree, its specs, and how `_bytes` counts."""
     places = train.places(shapes)
     packed = places.packing.pack_whole(shapes)
     partial = (shapes, places.kept) if train.f.layout.whole_gradients else (packed, places.update)
     if optimizer is not None:
         state = places.packed_state(with_scale(optimizer.init(shapes), train.scaling))
-        parts = (_bytes(shapes, places.kept, mesh), _bytes(*partial, mesh, others=False))
-        return Estimate(*parts, _bytes(state, places.state(state, optimizer), mesh))
+        return [(shapes, places.kept), (*partial, None, False), (state, places.state(state, optimizer))]
     each = _convention(convention)
-    return Estimate(
-        _bytes(shapes, places.kept, mesh, each.parameters),
-        _bytes(*partial, mesh, each.gradients, others=False),
-        _bytes(packed, places.update, mesh, each.optimizer, others=False),
-    )
+    return [
+        (shapes, places.kept, each.parameters),
+        (*partial, each.gradients, False),
+        (packed, places.update, each.optimizer, False),
+    ]
+
+
+# -----------------------------------------------------------------------------
+# Pipelines
+# -----------------------------------------------------------------------------
+
+
+def _where_layers_are(train: TrainStep, shapes: Any) -> Iterator[Any]:
+    """Per rank of the pipeline, which parameters it holds; those that are no layers of a stack might be anywhere."""
+    paths, tree = tree_paths(shapes), optree.tree_structure(shapes)
+    plan = train.f.layout.pipeline
+    if plan is None:
+        yield tree.unflatten([True] * len(paths))
+        return
+    lengths = {} if train.f.layout.stacks is None else train.f.layout.stacks.paths
+    if not lengths:
+        raise PipelineError(
+            f"which parameters a rank of {plan.axis!r} holds follows from where the model is cut, and that from its "
+            "ops: ask the program, train.lower(train.init(params), *batch).memory(), or give fp.pipeline the specs of "
+            f"stacked layers, P({plan.axis!r}, …)"
+        )
+    schedule = plan.on(train.mesh)
+    for rank in range(schedule.ranks):
+        stages = {stage % schedule.depth for stage, other in enumerate(schedule.rank_of_stage) if other == rank}
+        yield tree.unflatten(
+            [path not in lengths or stage_of_layer(path, lengths, schedule.depth) in stages for path in paths]
+        )
+
+
+def _only(tree: Any, shapes: Any, there: Any) -> Any:
+    """A tree, in every subtree like the parameters only those that are `there`."""
+
+    def chosen(like: Any) -> Any:
+        return optree.tree_map(lambda leaf, is_there: leaf if is_there else "elsewhere", like, there)
+
+    return over_likes(chosen, tree, optree.tree_structure(shapes))
+
+
+# -----------------------------------------------------------------------------
+# Bytes
+# -----------------------------------------------------------------------------
 
 
 def _convention(name: str | Convention) -> Convention:
@@ -118,7 +177,7 @@ def _is_trained(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
 
 
-def _bytes(tree: Any, specs: Any, mesh: Mesh, each: int | None = None, *, others: bool = True) -> int:
+def _bytes(tree: Any, specs: Any, mesh: Mesh, each: int | None = None, others: bool = True) -> int:
     """Bytes of a tree's tensors on a rank: `each` per floating element, own size for `others`, the rest of them."""
     leaves, places = optree.tree_leaves(tree), optree.tree_leaves(broadcast_specs(specs, tree))
     total = 0

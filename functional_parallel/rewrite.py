@@ -84,10 +84,16 @@ def _pipelined(
     inlined = {node for each in layout.passes for node in each.per_microbatch(program.traced)}
 
     def finish(part: Program) -> None:
-        part.passes, _ = run_passes([Turned(), *_buckets(bucket)], part.traced, part.mesh, without)
+        watch("cut", part, part.mesh)
+        part.passes, _ = run_passes(
+            [Turned(), *_buckets(bucket)], part.traced, part.mesh, without, lambda name: watch(name, part, part.mesh)
+        )
         fuse_views(part.traced)
+        watch("views", part, part.mesh)
 
-    return build(program, plan, layout.virtual_sizes(program.mesh)[plan.virtual], inlined, finish)
+    result = build(program, plan, layout.virtual_sizes(program.mesh)[plan.virtual], inlined, finish)
+    result.passes += tuple(dict.fromkeys(name for part, _ in result.programs() for name in part.passes))
+    return result
 
 
 def _buckets(size: int | str | None) -> list[Buckets]:

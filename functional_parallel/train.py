@@ -148,7 +148,7 @@ class TrainStep:
             params: whole parameters, the same on every rank (which is checked); or a function without arguments that
                 makes them.
         """
-        params = self._unstacked(params() if callable(params) else params)
+        params = self.unstacked(params() if callable(params) else params)
         return self._load(params, self.optimizer.init(params), 0, storages(*optree.tree_leaves(params)))
 
     def load(self, params: PyTree, optimizer_state: PyTree, step: int) -> TrainState:
@@ -157,9 +157,9 @@ class TrainStep:
         if stacks is not None:
             optimizer_state = stacks.unstack_like(optimizer_state, params)
         given = storages(*optree.tree_leaves((params, optimizer_state)))
-        return self._load(self._unstacked(params), optimizer_state, step, given)
+        return self._load(self.unstacked(params), optimizer_state, step, given)
 
-    def _unstacked(self, params: PyTree) -> PyTree:
+    def unstacked(self, params: PyTree) -> PyTree:
         """Parameters as a pipeline holds them: layers that were stacked, one by one."""
         stacks = self.f.layout.stacks
         return params if stacks is None else stacks.unstack(params)
@@ -312,7 +312,8 @@ class TrainStep:
             args,
             name="train_step",
             parameters="0/0",
-            donated="0" if self.donate else None,
+            carried="0",
+            donate=self.donate,
             bucket=self.bucket,
             without=self.without,
         )

@@ -39,3 +39,8 @@ def model(mesh: Mesh) -> Any:
 
 def wrong(mesh: Mesh) -> Any:
     return parameters()
+
+
+def layers(mesh: Mesh) -> Any:
+    params = {"w": torch.empty(8, 4, 6, device="meta"), "head": torch.empty(4, 2, device="meta")}
+    return params, {"w": P("pipe"), "head": P()}

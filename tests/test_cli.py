@@ -71,6 +71,14 @@ def test_memory_counts_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[-1] == "total 128 B per rank on Mesh(data=2, tensor=2)"
 
 
+def test_memory_of_a_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
+    """Four of eight layers of 4 × 6 in 16 bytes a parameter, and what is in no stack."""
+    found = output(capsys, "memory", "tests.cli_targets:layers", "--mesh", "pipe=2,data=1", "--zero", "1")
+    assert "pipeline('pipe', '1f1b', 4)" in found and "16 bytes per parameter" in found
+    assert found.splitlines()[-2].split() == ["total", "1.6", "KiB"] and (4 * 4 * 6 + 8) * 16 == 1664
+    assert "the rank of 'pipe' that holds most" in found.splitlines()[-1]
+
+
 def test_memory_counts_what_training_takes(capsys: pytest.CaptureFixture[str]) -> None:
     """64 parameters, split over tensor; gradients and optimizer of ZeRO-2 over data too: 32·2 + 16·2 + 16·12 bytes."""
     lines = output(capsys, "memory", "tests.cli_targets:model", *MESH, "--zero", "2").splitlines()

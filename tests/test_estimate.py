@@ -10,6 +10,7 @@ import torch
 
 import functional_parallel as fp
 from functional_parallel.estimate import CONVENTIONS, Convention, transformer_parameters
+from functional_parallel.pipelines import PipelineError
 from functional_parallel.train import _Constant
 from sharding_specs import Mesh, P
 
@@ -112,6 +113,47 @@ def test_it_is_what_a_training_step_holds(plan: str, optimizer: fp.optim.Optimiz
     held = [0 if isinstance(h, _Constant) else h[0].numel() * h[0].element_size() for h in state.handles]
     count = len(optree.tree_leaves(parameters()))
     assert (found.parameters, found.optimizer) == (sum(held[:count]), sum(held[count:]))
+
+
+def stacked() -> dict[str, Any]:
+    return {"in": torch.ones(8, 4, 6), "out": torch.ones(8, 6, 4), "head": torch.ones(4, 2)}
+
+
+def through_layers(params: Any, x: torch.Tensor) -> torch.Tensor:
+    for a, b in zip(params["in"], params["out"], strict=True):
+        x = torch.tanh(x @ a) @ b
+    return (x @ params["head"]).mean()
+
+
+STACKED = {"in": P("pipe", None, "tensor"), "out": P("pipe", "tensor"), "head": P()}
+
+
+@pytest.mark.parametrize(("schedule", "others"), [("1f1b", ()), ("interleaved", (fp.zero(1, "data"),)), ("zb-v", ())])
+@pytest.mark.parametrize("optimizer", [fp.optim.sgd(0.1, momentum=0.9), fp.optim.adamw(0.1)])
+def test_it_is_what_the_fullest_rank_of_a_pipeline_holds(
+    schedule: str, others: tuple[Any, ...], optimizer: fp.optim.Optimizer
+) -> None:
+    """The last one, which has the head too; a folded schedule's first and last stage are on one rank."""
+    mesh = Mesh(pipe=2, data=2, tensor=2)
+    pipeline = fp.pipeline("pipe", STACKED, schedule=schedule, microbatches=4)
+    plan = fp.chain(fp.tensor_parallel("tensor", STACKED), *others, pipeline)
+    found = fp.estimate(stacked(), mesh, plan, optimizer=optimizer)
+    train = fp.train_step(through_layers, optimizer, mesh, plan)
+    state, _ = train(train.init(stacked()), torch.ones(8, 4))
+    parameters = [node.meta["parameter"] for node in train.program.inputs if node.meta["carried"]]
+    sizes = []
+    for rank in (0, 1):
+        held = [handle.parts[rank][0].nbytes if rank in handle.parts else 0 for handle in state.handles]
+        split = list(zip(held, parameters, strict=True))
+        sizes.append(tuple(sum(size for size, mine in split if mine is which) for which in (True, False)))
+    assert (found.parameters, found.optimizer) == max(sizes)
+    assert "the rank of 'pipe' that holds most" in str(found)
+    assert found.parameters == (8 // 2 * 2 * 4 * 6 // 2 + 4 * 2) * 4
+
+
+def test_where_an_unmarked_model_will_be_cut_is_not_guessed() -> None:
+    with pytest.raises(PipelineError, match=r"follows from where the model is cut.*memory\(\)"):
+        fp.estimate(stacked(), Mesh(pipe=2), fp.pipeline("pipe", microbatches=2))
 
 
 def test_gradients_are_of_floating_parameters() -> None:

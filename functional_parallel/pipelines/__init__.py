@@ -1,9 +1,10 @@
 """A step cut into the stages of a pipeline: their programs, what passes between them, what runs before and after."""
 
 from .build import PipelinePlan, build
-from .cut import BALANCES, Cut
+from .cut import BALANCES, Cut, stage_of_layer
 from .epilogue import Epilogue, Exchange, Given
 from .extract import Part
+from .memory import PipelineMemory
 from .program import PipelineProgram, updates_of
 from .roles import PipelineError
 from .stacks import Stacks, unstacked
@@ -17,12 +18,14 @@ __all__ = [
     "Given",
     "Part",
     "PipelineError",
+    "PipelineMemory",
     "PipelinePlan",
     "PipelineProgram",
     "Stacks",
     "Stage",
     "Work",
     "build",
+    "stage_of_layer",
     "unstacked",
     "updates_of",
 ]

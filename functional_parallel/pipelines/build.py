@@ -140,14 +140,15 @@ class _Build:
             list(self.traced.inputs),
             frozenset(self.builder.collected),
             self.cut_dims,
-            self.program.mesh,
-            [spec.without(hidden) for spec in self.program.in_specs],
-            [spec.without(hidden) for spec in self.program.out_specs],
-            self.program.in_paths,
-            self.program.out_paths,
-            self.program.name,
-            self.program.passes,
-            self._notes(),
+            mesh=self.program.mesh,
+            in_specs=[spec.without(hidden) for spec in self.program.in_specs],
+            out_specs=[spec.without(hidden) for spec in self.program.out_specs],
+            in_paths=self.program.in_paths,
+            out_paths=self.program.out_paths,
+            name=self.program.name,
+            passes=self.program.passes,
+            notes=self._notes(),
+            restage=self.program.restage,
         )
         if self.schedule.versions is not None:
             _check_stream(result)
@@ -158,7 +159,7 @@ class _Build:
         every = [prologue.program for prologue in result.prologues]
         for stage in result.stages:
             for work in stage.works.values():
-                every += [work.first.program, work.following.program, *(part.program for part in work.totals.values())]
+                every += work.programs
         for level in result.epilogue.parts:
             every += [part.program for part in level.values()]
         for program in every:

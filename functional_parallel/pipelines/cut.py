@@ -6,7 +6,7 @@ place belongs to stage k or a later one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ from ..tracing.graph import operands_of, source_of
 from .roles import PipelineError, Role, Roles
 from .stacks import Stacks
 
-__all__ = ["BALANCES", "Cut", "cut_of"]
+__all__ = ["BALANCES", "Cut", "cut_of", "stage_of_layer"]
 
 BALANCES = ("work", "memory")
 _SLACK = 1.1  # how much more than the least largest stage may be for the sake of smaller messages
@@ -105,9 +105,14 @@ def _by_layers(
         for parameter in _weights(node, roles):
             path = parameter.meta["own_path"]
             if path in lengths:
-                last = max(last, int(path.rpartition("/")[2]) * stages // lengths[path])
+                last = max(last, stage_of_layer(path, lengths, stages))
         found[node] = last
     return found
+
+
+def stage_of_layer(path: str, lengths: Mapping[str, int], stages: int) -> int:
+    """The stage of a layer, by its path; `lengths` says how many layers its stack has."""
+    return int(path.rpartition("/")[2]) * stages // lengths[path]
 
 
 def _check_stacks(traced: Traced, roles: Roles) -> None:

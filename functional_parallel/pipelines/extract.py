@@ -130,7 +130,7 @@ class Extractor:
         new.seal()
         program = Program(
             new,
-            self.mesh,
+            mesh=self.mesh,
             in_specs=[self.spec(node) for node in taken],
             out_specs=[self.spec(node) for node in outputs],
             in_paths=[str(node.meta.get("path", node.name)) for node in taken],

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from functools import cached_property
 
 from torch import fx
 
-from sharding_specs import Mesh, P
-
-from ..program import Program
+from ..program import BaseProgram, Program
 from ..program.collectives import Collective, bytes_of, counts_of
-from ..program.explain import Explanation, explain
+from ..program.explain import readable_bytes
 from ..schedules import Action, Event, Schedule, Timeline, peaks
 from ..tracing.graph import source_of
 from .epilogue import Epilogue
 from .extract import Part
+from .memory import PipelineMemory
 from .prologue import Prologue
 from .roles import PipelineError
 from .stages import Stage
@@ -27,7 +25,7 @@ __all__ = ["PipelineProgram"]
 
 
 @dataclass(eq=False)
-class PipelineProgram:
+class PipelineProgram(BaseProgram):
     """What the ranks of a pipeline run in a step: like a `Program`, but another one on every rank of the axis.
 
     Attributes:
@@ -36,7 +34,6 @@ class PipelineProgram:
         stages: the programs of each stage of the model.
         prologues: per rank of the axis, what runs before the pipeline fills.
         epilogue: what runs after it has drained.
-        mesh, in_specs, out_specs, in_paths, out_paths, name, passes, notes: as those of a `Program`.
     """
 
     axis: str
@@ -47,15 +44,9 @@ class PipelineProgram:
     inputs: list[fx.Node]
     collected: frozenset[fx.Node]  # values of single microbatches that are results
     cut_dims: dict[fx.Node, int]  # of inputs that are cut into microbatches, the dim
-    mesh: Mesh
-    in_specs: list[P]
-    out_specs: list[P]
-    in_paths: list[str]
-    out_paths: list[str]
-    name: str
-    passes: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    cache: dict[str, Any] = field(default_factory=dict, repr=False)
+    price: Callable[[PipelineProgram], PipelineMemory] | None = field(
+        default=None, repr=False
+    )  # what the executor holds
     events: list[Event] | None = None  # what `record` asks for
 
     def record(self) -> None:
@@ -117,12 +108,16 @@ class PipelineProgram:
         """Every program with how often it runs in a step, over all ranks of the pipeline."""
         for prologue in self.prologues:
             yield prologue.program, 1
-        counts = Counter((action.kind, action.stage % self.schedule.depth) for action in self.schedule)
-        for (kind, index), count in sorted(counts.items(), key=lambda item: (item[0][1], item[0][0])):
-            yield self.stages[index].works[kind].first.program, count
+        yield from self._works()
         for level in self.epilogue.parts:
             for part in level.values():
                 yield part.program, 1
+
+    def _works(self) -> Iterator[tuple[Program, int]]:
+        """The programs of the stages, each with how often it runs in a step."""
+        counts = Counter((action.kind, action.stage % self.schedule.depth) for action in self.schedule)
+        for (kind, index), count in sorted(counts.items(), key=lambda item: (item[0][1], item[0][0])):
+            yield self.stages[index].works[kind].first.program, count
 
     def collectives(self, *, casts: bool = False) -> list[Collective]:
         """Every collective of a step, over all ranks of the pipeline; messages between stages are sends."""
@@ -144,30 +139,94 @@ class PipelineProgram:
             "send", (self.axis,), value, value, value.nbytes, source_of(node), node.meta["backward"], node
         )
 
-    def counts(self) -> dict[tuple[str, tuple[str, ...]], int]:
-        """How many collectives of each kind, per axes."""
-        return counts_of(self.collectives())
+    def per_microbatch(self) -> dict[tuple[str, tuple[str, ...]], tuple[float, float]]:
+        """Of `collectives()`, without messages between stages, those that every microbatch does anew: count and bytes.
 
-    def bytes_sent(self) -> dict[tuple[str, tuple[str, ...]], int]:
-        """Bytes sent, per kind and axes: the sum over the pipeline's ranks of what one rank of the rest sends."""
-        return bytes_of(self.collectives())
-
-    def explain(self, *, group: str = "line", casts: bool = False) -> Explanation:
-        """A table of every collective, over all ranks of the pipeline; see `Program.explain`."""
-        size = self.mesh.axis_size(self.axis)
-        notes = (*self.notes, f"counts and bytes are sums over the {size} ranks of {self.axis!r}")
-        return explain(self.name, repr(self.mesh), self.collectives(casts=casts), group=group, notes=notes)
-
-    def memory(self) -> NoReturn:
-        """Not predicted for a pipeline yet, and says so.
-
-        Raises:
-            PipelineError: always.
+        With ZeRO 0 to 2 that is the loss's sum alone, since gradients are summed and parameters gathered once a step.
+        ZeRO-3 gathers a stage's parameters for every forward and backward, unless with `keep_gathered`.
         """
-        raise PipelineError(
-            "the memory of a pipeline's ranks is not predicted yet: it is that of single programs, such as "
-            "program.stages[0].works['F'].first.program.memory(), and of as many residuals as schedules.peaks says"
-        )
+        found: dict[tuple[str, tuple[str, ...]], tuple[float, float]] = {}
+        for program, runs in self._works():
+            collectives, share = program.collectives(), runs / self.schedule.microbatches
+            sizes = bytes_of(collectives)
+            for key, count in counts_of(collectives).items():
+                before = found.get(key, (0.0, 0.0))
+                found[key] = before[0] + count * share, before[1] + sizes[key] * share
+        return found
+
+    def remarks(self) -> tuple[str, ...]:
+        """What `explain` prints below its table of collectives."""
+        size = self.mesh.axis_size(self.axis)
+        anew = [
+            f"{count:g} {kind} over {', '.join(axes)}, {readable_bytes(round(sent))}"
+            for (kind, axes), (count, sent) in self.per_microbatch().items()
+        ]
+        each = f"of these, each of {self.schedule.microbatches} microbatches does anew: {'; '.join(anew)}"
+        sums = f"counts and bytes are sums over the {size} ranks of {self.axis!r}"
+        return (*self.notes, sums, each) if anew else (*self.notes, sums)
+
+    def memory(self) -> PipelineMemory:
+        """Bytes of live tensors on the ranks of the pipeline, program by program: each as `Program.memory()` has it.
+
+        >>> import torch, functional_parallel as fp
+        >>> from sharding_specs import Mesh
+        >>> def loss(params, x):
+        ...     for w in params:
+        ...         x = torch.tanh(x @ w)
+        ...     return x.sum()
+        >>> step = fp.compile(fp.grad(fp.pipeline("pipe", microbatches=8)(loss)), Mesh(pipe=4))
+        >>> memory = step.lower([torch.ones(8, 8)] * 4, torch.ones(64, 8)).memory()
+        >>> [rank.peak > 0 for rank in memory.ranks], memory.peak == max(rank.peak for rank in memory.ranks)
+        ([True, True, True, True], True)
+
+        Counted is what a rank holds in every step after the first: its stages' parameters and optimizer state, the
+        batch, sums of gradients, residuals of microbatches under way, messages, and what a program takes while it runs.
+        Microbatches are added up in order, as with `reduction="ordered"`; "fast" holds no more.
+        """
+        assert self.price is not None, "build() alone does not know the executor"
+        return self.price(self)
+
+    def holders(self, node: fx.Node) -> frozenset[int]:
+        """The ranks of the axis that hold an input of the step: of what steps hand on, from the second step on."""
+        return self._holders[node]
+
+    @cached_property
+    def _holders(self) -> dict[fx.Node, frozenset[int]]:
+        everywhere = frozenset(range(self.schedule.ranks))
+        found = {n: everywhere if not n.meta.get("parameter") else self._users(n) for n in self.inputs}
+        for output, ranks in zip(self.epilogue.outputs, self.epilogue.output_holders, strict=True):
+            replaced = self.epilogue.replaces.get(output)
+            if replaced is not None and replaced.meta.get("carried"):
+                found[replaced] = ranks
+        return found
+
+    def _users(self, node: fx.Node) -> frozenset[int]:
+        """The ranks that take an input."""
+        return frozenset(rank for rank, taken in enumerate(self._taken) if node in taken)
+
+    @cached_property
+    def _taken(self) -> list[set[fx.Node]]:
+        """Per rank, the inputs of the step that it takes."""
+        given = {new: given.node for new, given in self.epilogue.given.items() if given.kind == "input"}
+        found = []
+        for rank, prologue in enumerate(self.prologues):
+            taken = {
+                *prologue.inputs,
+                *(n for part in parts_of_rank(self.stages, self.schedule, rank) for n in part.inputs),
+            }
+            late = [node for level in self.epilogue.parts if rank in level for node in level[rank].inputs]
+            late += [
+                n for n, ranks in zip(self.epilogue.outputs, self.epilogue.output_holders, strict=True) if rank in ranks
+            ]
+            found.append(taken | {given[node] for node in late if node in given})
+        return found
+
+    def programs_of_rank(self, rank: int) -> Iterator[Program]:
+        """Every program that a rank may run."""
+        yield self.prologues[rank].program
+        for kind, index in _works_of_rank(self.schedule, rank):
+            yield from self.stages[index].works[kind].programs
+        yield from (level[rank].program for level in self.epilogue.parts if rank in level)
 
     def lines(self) -> list[str]:
         """The text of all programs without source lines: equal for two pipelines exactly when they do the same."""
@@ -175,10 +234,6 @@ class PipelineProgram:
         for program, count in self.programs():
             lines += [f"{program.name}, {count} times", *program.lines()]
         return lines
-
-    def fingerprint(self) -> str:
-        """A hash of everything that ranks must agree on."""
-        return hashlib.sha256("\n".join(self.lines()).encode()).hexdigest()
 
     def __str__(self) -> str:
         texts = [f"{program}\n({count} times a step)" for program, count in self.programs()]
@@ -194,5 +249,9 @@ def updates_of(schedule: Schedule) -> int:
 
 def parts_of_rank(stages: list[Stage], schedule: Schedule, rank: int) -> Iterator[Part]:
     """The programs of all stages that a rank of the pipeline runs."""
-    for kind, index in dict.fromkeys((a.kind, a.stage % schedule.depth) for a in schedule.actions[rank]):
+    for kind, index in _works_of_rank(schedule, rank):
         yield stages[index].works[kind].first
+
+
+def _works_of_rank(schedule: Schedule, rank: int) -> Iterable[tuple[str, int]]:
+    return dict.fromkeys((action.kind, action.stage % schedule.depth) for action in schedule.actions[rank])

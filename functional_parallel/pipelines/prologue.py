@@ -127,7 +127,7 @@ class Prologue:
     def _program(self, name: str) -> Program:
         program = Program(
             self.new,
-            self.extractor.mesh,
+            mesh=self.extractor.mesh,
             in_specs=[self.in_specs[node].without({self.roles.axis}) for node in self.inputs],
             out_specs=[self.extractor.spec(node) for node, _ in self.outputs],
             in_paths=[str(node.meta.get("path", node.name)) for node in self.inputs],

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from ..program import Program
 from ..program.collectives import primitive_name
 from ..program.unroll import combined_by
 from ..tracing.graph import operands_of
@@ -37,6 +38,11 @@ class Work:
     first: Part
     following: Part
     totals: dict[fx.Node, Part]
+
+    @property
+    def programs(self) -> list[Program]:
+        """All programs."""
+        return [self.first.program, self.following.program, *(part.program for part in self.totals.values())]
 
 
 @dataclass
@@ -168,7 +174,7 @@ class StageBuilder:
 
     def _build(self, index: int, kinds: Collection[str]) -> Stage:
         beside = self._residuals_beside(index, self._of_kind(index, "F"))
-        works = {kind: self._work(index, kind, beside) for kind in sorted({"F", *kinds})}
+        works = {kind: self._work(index, kind, beside) for kind in "FBIW" if kind == "F" or kind in kinds}
         stage = Stage(index, works)
         stage.sends_forward = self._crossing(index, index + 1, up=True)
         stage.sends_backward = self._crossing(index, index - 1, up=False)
@@ -217,7 +223,7 @@ class StageBuilder:
         values = [value for _, value in sums]
         first = self.extractor.part(nodes, [*order, *values], name, given)
         added = [(total, combined_by(total, self.roles.axis)) for total, _ in sums]
-        following = self.extractor.part(nodes, [*order, *values], name, given, added)
+        following = self.extractor.part(nodes, [*order, *values], f"{name}, adding", given, added)
         adding = {
             t: self.extractor.part((), [v], f"{name}, a sum", [v], [a]) for (t, v), a in zip(sums, added, strict=True)
         }

@@ -7,8 +7,11 @@ rounding, is not counted. Inputs stay alive throughout, since the caller holds t
 
 from __future__ import annotations
 
+import functools
+import itertools
 import operator
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +25,12 @@ from .collectives import primitive_name
 from .explain import readable_bytes
 from .sharing import written_by
 
-__all__ = ["Ledger", "Memory", "memory_of", "viewed"]
+__all__ = ["KINDS", "Ledger", "Memory", "draw", "memory_of", "viewed"]
 
 aten = torch.ops.aten
 
 _SHARES_STORAGE = {aten._unsafe_view.default, aten.lift_fresh.default}  # though their schemas do not say so
-_KINDS = ("parameters", "other inputs", "gathered", "residuals", "gradients", "temporaries")
+KINDS = ("parameters", "optimizer state", "other inputs", "gathered", "residuals", "gradients", "temporaries")
 
 Storage = tuple[fx.Node, int]  # the op that makes it, and which of its results
 
@@ -72,25 +75,32 @@ class Memory:
 
     def __str__(self) -> str:
         lines = [f"{self.name}: at most {readable_bytes(self.peak)} of tensors on a rank, at {self.ops[self.at]}"]
-        lines += [f"  {kind:12}  {readable_bytes(size):>10}" for kind, size in self.alive.items() if size]
+        lines += [f"  {kind:15}  {readable_bytes(size):>10}" for kind, size in self.alive.items() if size]
         lines += ["the largest of them"]
         lines += [f"  {readable_bytes(size):>10}  {what:24}  {where}" for size, what, where in self.largest]
         return "\n".join(lines)
 
     def plot(self, path: str | Path) -> None:
         """Draw the curve. Needs matplotlib."""
-        import matplotlib
+        draw(path, self.name, {"": self.curve}, self.peak, "op")
 
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
 
-        figure, axes = pyplot.subplots(figsize=(8, 3.5), layout="constrained")
-        axes.fill_between(range(len(self.curve)), [size / 2**20 for size in self.curve], step="mid", alpha=0.6)
-        axes.axhline(self.peak / 2**20, color="tab:red", linewidth=0.8, label=f"peak {readable_bytes(self.peak)}")
-        axes.set(xlabel="op", ylabel="MiB of live tensors on a rank", title=self.name, ylim=(0, None))
-        axes.legend()
-        figure.savefig(path, dpi=120)
-        pyplot.close(figure)
+def draw(path: str | Path, title: str, curves: Mapping[str, Sequence[int]], peak: int, unit: str) -> None:
+    """Draw curves of bytes over ops, or whatever `unit` says they are over."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 3.5), layout="constrained")
+    for name, curve in curves.items():
+        sizes = [size / 2**20 for size in curve]
+        axes.fill_between(range(len(curve)), sizes, step="mid", alpha=0.6 / len(curves), label=name or None)
+    axes.axhline(peak / 2**20, color="tab:red", linewidth=0.8, label=f"peak {readable_bytes(peak)}")
+    axes.set(xlabel=unit, ylabel="MiB of live tensors on a rank", title=title, ylim=(0, None))
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
 
 
 def memory_of(name: str, traced: Traced) -> Memory:
@@ -119,32 +129,51 @@ class Ledger:
                 self._place(node)
 
     def memory(self) -> Memory:
-        born = {storage: index for index, node in enumerate(self.nodes) for storage in self.made_by(node)}
-        dies = self._last_uses()
-        held = sum(size for storage, size in self.sizes.items() if storage not in born)
-        changes = [0] * (len(self.nodes) + 1)
-        for storage, index in born.items():
-            changes[index] += self.sizes[storage]
-            changes[dies.get(storage, index) + 1] -= self.sizes[storage]
-        curve, alive = [], held
-        for index in range(len(self.nodes)):
-            alive += changes[index]
-            curve.append(alive)
+        curve = self.curve()
         at = curve.index(max(curve)) if curve else 0
-        living = [s for s in self.sizes if s not in born or born[s] <= at <= dies.get(s, born[s])]
-        kinds: Counter[str] = Counter()
-        for storage in living:
-            kinds[self._kind(storage)] += self.sizes[storage]
+        living = self.living(at)
+        kinds = self.sums(living)
         largest = sorted(living, key=lambda storage: -self.sizes[storage])[:8]
         return Memory(
             self.name,
-            tuple(curve),
+            curve,
             tuple(f"{_short(node)} ({node.meta['source'] or 'no line'})" for node in self.nodes),
-            {kind: kinds[kind] for kind in _KINDS},
-            tuple(
-                (self.sizes[s], f"{self._kind(s)}: {_short(s[0])}", str(s[0].meta.get("source") or "")) for s in largest
-            ),
+            {kind: kinds[kind] for kind in KINDS},
+            tuple((self.sizes[s], f"{self.kind(s)}: {self.title(s)}", self.line(s)) for s in largest),
         )
+
+    @property
+    def held(self) -> int:
+        """The bytes of inputs and constants."""
+        return sum(size for storage, size in self.sizes.items() if storage not in self.spans)
+
+    def curve(self) -> tuple[int, ...]:
+        """Per op, the bytes alive while it runs."""
+        changes = [0] * (len(self.nodes) + 1)
+        for storage, (born, dies) in self.spans.items():
+            changes[born] += self.sizes[storage]
+            changes[dies + 1] -= self.sizes[storage]
+        return tuple(itertools.accumulate(changes[:-1], initial=self.held))[1:]
+
+    def living(self, at: int) -> list[Storage]:
+        """The storages that are alive while an op runs."""
+        always = (0, len(self.nodes))
+        spans = ((storage, self.spans.get(storage, always)) for storage in self.sizes)
+        return [storage for storage, (born, dies) in spans if born <= at <= dies]
+
+    def sums(self, storages: Iterable[Storage]) -> Counter[str]:
+        """The bytes of each kind."""
+        found: Counter[str] = Counter()
+        for storage in storages:
+            found[self.kind(storage)] += self.sizes[storage]
+        return found
+
+    @functools.cached_property
+    def spans(self) -> dict[Storage, tuple[int, int]]:
+        """Per storage that an op makes, that op's number, and that of the last op that needs it."""
+        dies = self._last_uses()
+        born = {storage: index for index, node in enumerate(self.nodes) for storage in self.made_by(node)}
+        return {storage: (index, dies.get(storage, index)) for storage, index in born.items()}
 
     # --- storages ---
 
@@ -187,10 +216,21 @@ class Ledger:
 
     # --- what they are ---
 
-    def _kind(self, storage: Storage) -> str:
+    def title(self, storage: Storage) -> str:
+        """What an op or an input is called."""
+        return _short(storage[0])
+
+    def line(self, storage: Storage) -> str:
+        """Its source line, if it has one."""
+        return str(storage[0].meta.get("source") or "")
+
+    def kind(self, storage: Storage) -> str:
+        """One of `KINDS`."""
         node = storage[0]
         if node.op == "placeholder":
-            return "parameters" if node.meta.get("parameter") else "other inputs"
+            if node.meta.get("parameter"):
+                return "parameters"
+            return "optimizer state" if node.meta.get("carried") else "other inputs"
         if primitive_name(node) == "all_gather":
             return "gathered"
         users = [user for user in node.users if user.op == "call_function"]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -41,11 +40,12 @@ class Recording:
 
     Attributes:
         with_text: whether to keep the program's text at every moment.
-        moments: the name of each pass, and the program after it; first the program as it was traced.
+        moments: per program, the name of each pass, and the program after it; first the program as it was traced, or
+            as it was cut out of another.
     """
 
     with_text: bool = False
-    moments: list[tuple[str, Snapshot, str]] = field(default_factory=list)
+    moments: dict[str, list[tuple[str, Snapshot, str]]] = field(default_factory=dict)
 
     def __call__(self, name: str, program: Program, mesh: Mesh) -> None:
         """Called after each pass.
@@ -58,23 +58,40 @@ class Recording:
         found = [one for one in collectives_of(program.traced, mesh) if set(one.axes) <= set(program.mesh.axis_names)]
         ops, sent = len(list(program.traced.nodes)), sum(one.bytes for one in found)
         snapshot = Snapshot(ops, len(found), sent, memory_of("", program.traced).peak)
-        self.moments.append((name, snapshot, str(program) if self.with_text else ""))
+        self.moments.setdefault(program.name, []).append((name, snapshot, str(program) if self.with_text else ""))
 
-    def rows(self) -> Iterator[PassRow]:
-        for (_, before, _), (name, after, _) in itertools.pairwise(self.moments):
-            yield PassRow(name, before, after)
+    def table(self, name: str, mesh: str, notes: tuple[str, ...]) -> PassTable:
+        """All of it; of programs that were cut out of another, the passes that changed something."""
+        rows = []
+        for index, (program, moments) in enumerate(self.moments.items()):
+            pairs = itertools.pairwise(moments)
+            found = [PassRow(passed, before, after, program) for (_, before, _), (passed, after, _) in pairs]
+            rows += [row for row in found if index == 0 or row.before != row.after]
+        if len(self.moments) > 1:
+            notes = (
+                *notes,
+                f"{name} as a whole, before it is cut, is shown at the shapes of one microbatch",
+                "passes that changed nothing in a program that was cut out of it have no row there",
+            )
+        return PassTable(name, mesh, tuple(rows), notes)
 
     def around(self, name: str) -> tuple[str, str]:
-        """The text before the first pass of a name, and after the last.
+        """The text before the first pass of a name, and after the last, of all programs in which one ran.
 
         Raises:
             ValueError: when there was none.
         """
-        found = [index for index, (passed, _, _) in enumerate(self.moments) if passed == name and index > 0]
-        if not found:
-            names = ", ".join(repr(passed) for passed in dict.fromkeys(passed for passed, _, _ in self.moments[1:]))
+        texts = []
+        for moments in self.moments.values():
+            found = [index for index, (passed, _, _) in enumerate(moments) if passed == name and index > 0]
+            if found:
+                texts.append((moments[found[0] - 1][2], moments[found[-1]][2]))
+        if not texts:
+            passed = (each for moments in self.moments.values() for each, _, _ in moments[1:])
+            names = ", ".join(map(repr, dict.fromkeys(passed)))
             raise ValueError(f"no pass {name!r} ran; there ran {names}")
-        return self.moments[found[0] - 1][2], self.moments[found[-1]][2]
+        before, after = zip(*texts, strict=True)
+        return "\n\n".join(before), "\n\n".join(after)
 
 
 @dataclass(frozen=True)
@@ -84,6 +101,7 @@ class PassRow:
     name: str
     before: Snapshot
     after: Snapshot
+    program: str
 
     def cells(self) -> tuple[str, ...]:
         return (
@@ -113,12 +131,21 @@ class PassTable:
         return json.dumps(self.to_dict(), **options)
 
     def __str__(self) -> str:
-        head, *body = columns([_HEADERS, *(row.cells() for row in self.rows)])
+        cells = [_HEADERS, *(row.cells() for row in self.rows)]
+        if any(row.program != self.name for row in self.rows):
+            where = ("program", *(row.program.removeprefix(f"{self.name}: ") for row in self.rows))
+            cells = [(program, *row) for program, row in zip(_once_each(where), cells, strict=True)]
+        head, *body = columns(cells)
         rule = "─" * max(map(len, (head, *body)))
         notes = [f"note: {note}" for note in self.notes]
         return "\n".join([f"{self.name} on {self.mesh}", rule, head, rule, *body, rule, *notes])
 
     __repr__ = __str__
+
+
+def _once_each(names: tuple[str, ...]) -> list[str]:
+    """Names in a column, those empty that repeat the one above."""
+    return [name if index == 0 or names[index - 1] != name else "" for index, name in enumerate(names)]
 
 
 def _change(before: str, after: str) -> str:

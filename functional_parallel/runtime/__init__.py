@@ -4,6 +4,7 @@ from .default import default_runtime, is_main_rank, use_runtime
 from .meeting import OutOfStepError
 from .pending import CollectiveError
 from .pipelined import PipelineRuntime
+from .priced import pipeline_memory
 from .processes import DifferentInputsError, DifferentProgramsError, ProcessRuntime
 from .simulated import SimulatedRuntime
 
@@ -17,5 +18,6 @@ __all__ = [
     "SimulatedRuntime",
     "default_runtime",
     "is_main_rank",
+    "pipeline_memory",
     "use_runtime",
 ]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from sharding_specs import Mesh, P
+from sharding_specs import Mesh, P, local_shape
 
 from ..pipelines import Exchange, PipelineProgram
 from ..schedules import Action, Event
@@ -96,6 +96,12 @@ class PipelineRuntime:
         """Make sure that every rank was given the same whole tensors."""
         self.base.check_same(name, paths, tensors)
 
+    def _where_taken(self, holders: frozenset[int], x: torch.Tensor, spec: P) -> Placed:
+        """A whole tensor, on the ranks of the pipeline that take it."""
+        aval = Aval(tuple(local_shape(x.shape, spec, self.mesh)), x.dtype, x.device)
+        here = holders & frozenset(self.ranks)
+        return Placed(dict.fromkeys(here, self.base.shard(x, spec)) if here else {}, holders, aval)
+
     def _everywhere(self, handle: Any) -> Placed:
         tensor = handle if isinstance(handle, torch.Tensor) else handle[0]
         aval = Aval(tuple(tensor.shape), tensor.dtype, tensor.device)
@@ -108,7 +114,8 @@ class PipelineRuntime:
         if self.carrier is not None:
             self.base.agree_on(program)
             self.base.agree_on_inputs(program, tensors)
-        placed = [self.shard(x, spec) for x, spec in zip(tensors, program.in_specs, strict=True)]
+        given = zip(program.inputs, tensors, program.in_specs, strict=True)
+        placed = [self._where_taken(program.holders(node), x, spec) for node, x, spec in given]
         results = self.run(program, placed)
         return [self.whole(x, spec) for x, spec in zip(results, program.out_specs, strict=True)]
 

@@ -31,7 +31,7 @@ class Stream:
     Attributes:
         versions: the weights and optimizer state that are kept, by version.
         most_versions: how many were kept at once at most.
-        results: per update, the step's results on this rank.
+        results: per update, the step's results on this rank; of what replaces inputs, those of the last one.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Stream:
 
     def _worker(self, group: int, action: Action) -> Worker:
         if group not in self.workers:
-            inputs = {**self.versions[self.reads[action]], **self.slices[group]}
+            inputs = {**_weights(self.versions[self.reads[action]]), **self.slices[group]}
             worker = self.workers[group] = Worker(self.program, self.rank, self.runtime, inputs, ordered=True)
             worker.begin()
             for mail in self._mail.pop(group, ()):
@@ -100,7 +100,15 @@ class Stream:
             if self.rank in holders
         }
         new = {place: made[node] for node, place in epilogue.replaces.items() if node in made}
+        for node in epilogue.replaces if self.results else ():
+            self.results[-1].pop(node, None)  # an old version, which nobody wants as a result
         self.newest += 1
         self.versions[self.newest] = {**newest, **new}
+        self.versions[self.newest - 1] = _weights(newest)  # only the newest optimizer state is ever read
         self.results.append(made)
         del self.workers[group]
+
+
+def _weights(inputs: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
+    """What microbatches may read of a step's inputs: no optimizer state."""
+    return {node: x for node, x in inputs.items() if node.meta.get("parameter") or not node.meta.get("carried")}

@@ -30,8 +30,8 @@ OPTIMIZERS = {
 }
 
 
-def measured(program: Any) -> int:
-    """Run one rank's flat function on its own, collectives standing in as allocations of their results."""
+def flat_function(program: Any) -> Any:
+    """One rank's flat function on its own, collectives standing in as allocations of their results."""
 
     def line(node: torch.fx.Node, writer: Writer) -> str:
         if primitive_name(node) is not None:
@@ -42,15 +42,19 @@ def measured(program: Any) -> int:
             return f"{writer.names[node.args[0]]}[{node.args[1]}]"
         return writer.call(node, lambda value: writer.names[value])
 
-    run = Writer(program.traced, line).function()
-    inputs = [_filled(node.meta["val"]) for node in program.traced.inputs]
+    return Writer(program.traced, line).function()
+
+
+def measured(program: Any) -> int:
+    run = flat_function(program)
+    inputs = [filled(node.meta["val"]) for node in program.traced.inputs]
     constants = list(program.traced.constants.values())
     with torch.no_grad(), tracked((inputs, constants)) as tracker:
         run(list(inputs))
     return tracker.peak
 
 
-def _filled(aval: Any) -> torch.Tensor:
+def filled(aval: Any) -> torch.Tensor:
     return (
         torch.ones(aval.shape, dtype=aval.dtype)
         if aval.dtype.is_floating_point

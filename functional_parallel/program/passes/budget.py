@@ -21,7 +21,8 @@ __all__ = ["BudgetError", "RematWithin"]
 
 _WAYS_OUT = {
     "parameters": "fp.zero(3, axis) or fp.tensor_parallel, which split parameters",
-    "other inputs": "fp.zero(1, axis), which splits the optimizer's state, or a smaller batch",
+    "optimizer state": "fp.zero(1, axis), which splits the optimizer's state",
+    "other inputs": "a smaller batch",
     "gathered": "fp.zero(3, axis, prefetch=0), which gathers fewer layers ahead",
     "gradients": "fp.zero(2, axis), which splits gradients",
     "residuals": "fp.accumulate(n), for smaller microbatches",

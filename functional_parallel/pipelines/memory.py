@@ -1,0 +1,74 @@
+"""What each rank of a pipeline holds: a table of one row per rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..program.explain import columns, readable_bytes
+from ..program.memory import KINDS, Memory, draw
+
+__all__ = ["PIPELINE_KINDS", "PipelineMemory"]
+
+PIPELINE_KINDS = (*KINDS, "messages")
+
+
+@dataclass(frozen=True)
+class PipelineMemory:
+    """Bytes of live tensors on the ranks of a pipeline; print it for a table.
+
+    Attributes:
+        name: the program.
+        axis: the mesh axis of the pipeline.
+        ranks: per rank of it, what one rank of the other axes holds. A curve's points are the programs that it runs.
+    """
+
+    name: str
+    axis: str
+    ranks: tuple[Memory, ...]
+
+    @property
+    def fullest(self) -> Memory:
+        """The rank that holds most, the first of them."""
+        return max(self.ranks, key=lambda rank: rank.peak)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes alive at once on any rank."""
+        return self.fullest.peak
+
+    @property
+    def alive(self) -> dict[str, int]:
+        """At the peak of the fullest rank, the bytes of each kind."""
+        return self.fullest.alive
+
+    @property
+    def largest(self) -> tuple[tuple[int, str, str], ...]:
+        """There, the largest values: bytes, what it is, source line."""
+        return self.fullest.largest
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        ranks = [rank.to_dict() for rank in self.ranks]
+        return {"name": self.name, "axis": self.axis, "peak": self.peak, "ranks": ranks}
+
+    def __str__(self) -> str:
+        number, fullest = self.ranks.index(self.fullest), self.fullest
+        kinds = [kind for kind in PIPELINE_KINDS if any(rank.alive.get(kind) for rank in self.ranks)]
+        rows = [("rank", "peak", *kinds, "reached in")]
+        for index, rank in enumerate(self.ranks):
+            sizes = (readable_bytes(rank.alive.get(kind, 0)) for kind in kinds)
+            rows.append((str(index), readable_bytes(rank.peak), *sizes, rank.ops[rank.at]))
+        lines = [
+            f"{self.name}: at most {readable_bytes(self.peak)} of tensors on a rank, rank {number} of {self.axis!r}"
+        ]
+        lines += columns(rows, right=tuple(range(len(kinds) + 2)))
+        lines += [f"the largest on rank {number}, {fullest.ops[fullest.at]}"]
+        lines += [f"  {readable_bytes(size):>10}  {what:24}  {where}".rstrip() for size, what, where in self.largest]
+        return "\n".join(lines)
+
+    def plot(self, path: str | Path) -> None:
+        """Draw the curves of all ranks. Needs matplotlib."""
+        curves = {f"{self.axis} {index}": rank.curve for index, rank in enumerate(self.ranks)}
+        draw(path, self.name, curves, self.peak, "program")
