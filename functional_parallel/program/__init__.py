@@ -2,8 +2,10 @@
 
 from .collectives import COMMUNICATING, Collective, collectives_of
 from .explain import Explanation
+from .hardware import Hardware
 from .passes import BudgetError
+from .price import Price
 from .program import Program
 from .trivial import drop_trivial
 
-__all__ = ["COMMUNICATING", "BudgetError", "Collective", "Explanation", "Program", "collectives_of", "drop_trivial"]
+__all__ = ["COMMUNICATING", "BudgetError", "Collective", "Explanation", "Hardware", "Price", "Program", "collectives_of", "drop_trivial"]

@@ -12,7 +12,9 @@ from sharding_specs import Mesh, P
 from ..tracing import Traced
 from .collectives import Collective, bytes_of, collectives_of, counts_of
 from .explain import Explanation, explain
+from .hardware import Hardware, hardware_of
 from .memory import Memory, memory_of
+from .price import Price, price_of
 from .rewrites import PassTable, Recording
 from .text import canonical_lines, program_text
 
@@ -90,6 +92,28 @@ class Program:
         256
         """
         return memory_of(self.name, self.traced)
+
+    def price(self, hardware: Hardware | str = "h100") -> Price:
+        """What a step takes on a machine: seconds, where they go, bytes sent and memory per rank; nothing runs.
+
+        Neither time nor memory grow with the size of the mesh, which may have many thousands of ranks.
+
+        >>> import torch, functional_parallel as fp
+        >>> from sharding_specs import Mesh
+        >>> w, x = torch.empty(4096, 4096, device="meta"), torch.empty(1 << 20, 4096, device="meta")
+        >>> step = fp.compile(fp.grad(fp.zero(3, "data")(lambda w, x: (x @ w).square().mean())), Mesh(data=16384))
+        >>> price = step.lower(w, x).price("h100")
+        >>> price.mesh.size, price.sent == 2 * 4 * 4096**2 * 16383 // 16384  # one gather, one reduce-scatter
+        (16384, True)
+
+        Args:
+            hardware: "h100", "a100", "v100", or an `fp.Hardware` that describes another machine.
+
+        Returns:
+            The price; print it for a table.
+        """
+        described = hardware_of(hardware)
+        return price_of(self.name, self.traced, self.mesh, described, self.memory().peak, self.notes)
 
     def before(self, name: str) -> str:
         """The program's text before a pass ran, by one of the names in `explain(group="pass")`.

@@ -30,7 +30,7 @@ from ..program.text import first_difference
 from ..varying import run_typed
 from .codegen import Writer, holds_levels
 from .meeting import Meeting
-from .overlap import STARTED, is_only_use_of_own_memory, overlapped
+from ..program.overlap import STARTED, is_only_use_of_own_memory, overlapped
 from .pending import CollectiveError, Pending
 from .process_carrier import ProcessCarrier
 
