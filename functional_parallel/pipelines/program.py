@@ -15,6 +15,8 @@ from sharding_specs import Mesh, P
 from ..program import Program
 from ..program.collectives import Collective, bytes_of, counts_of
 from ..program.explain import Explanation, explain
+from ..program.hardware import Hardware, hardware_of
+from ..program.price import Price
 from ..schedules import Action, Event, Schedule, Timeline, peaks
 from ..tracing.graph import source_of
 from .epilogue import Epilogue
@@ -157,6 +159,12 @@ class PipelineProgram:
         size = self.mesh.axis_size(self.axis)
         notes = (*self.notes, f"counts and bytes are sums over the {size} ranks of {self.axis!r}")
         return explain(self.name, repr(self.mesh), self.collectives(casts=casts), group=group, notes=notes)
+
+    def price(self, hardware: Hardware | str = "h100") -> Price:
+        """What a step takes on a machine, as `Program.price` says it: listed is the rank that works longest."""
+        from .price import price_of_pipeline  # it takes pipelines apart
+
+        return price_of_pipeline(self, hardware_of(hardware))
 
     def memory(self) -> NoReturn:
         """Not predicted for a pipeline yet, and says so.

@@ -111,9 +111,10 @@ class Hardware:
         whole = one.result.nbytes if one.kind == "all_gather" else one.operand.nbytes
         return self.start + self._seconds(one.kind, whole, reach_of(mesh, one.axes, self.ranks_per_host))
 
-    def message(self, size: int, mesh: Mesh, axis: str) -> float:
-        """Seconds of a message to the next rank of an axis."""
-        return self.start + self._seconds("send", size, reach_of(mesh, (axis,), self.ranks_per_host))
+    def message(self, mesh: Mesh, axis: str) -> Line:
+        """A message to another rank of an axis: of those, the pair that is furthest apart."""
+        link = self.between if reach_of(mesh, (axis,), self.ranks_per_host).hosts > 1 else self.inside
+        return Line(self.start + link.alpha, link.beta / self.links_share)
 
     def _seconds(self, kind: str, size: float, reach: Reach) -> float:
         inside, hosts = reach

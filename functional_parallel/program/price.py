@@ -40,8 +40,8 @@ class Item:
     """One op or collective in time, and what it does on one rank.
 
     Attributes:
-        what: "products", "other ops", or the collective's kind.
-        axes: of a collective.
+        what: "products", "other ops", the collective's kind, or "idle" where a pipeline waits.
+        axes: of a collective or a send.
         phase: "forward", "backward" or "update".
         source: the line it comes from.
         flops, moved, sent: products, bytes read and written in memory, bytes sent to other ranks.
@@ -77,7 +77,8 @@ class PriceRow:
 
     def cells(self, total: float) -> tuple[str, ...]:
         share = f"{100 * self.exposed / total:.1f} %" if total else ""
-        done = f"{self.flops / 1e12:.3g} Tflop" if self.flops else readable_bytes(self.sent or self.moved)
+        size = self.sent or self.moved
+        done = f"{self.flops / 1e12:.3g} Tflop" if self.flops else readable_bytes(size) if size else ""
         named = (self.what, ", ".join(self.axes), self.phase, str(self.count), done)
         return (*named, readable_seconds(self.seconds), readable_seconds(self.exposed), share, self.source)
 
@@ -113,7 +114,12 @@ class Price:
     @property
     def computing(self) -> float:
         """The seconds in which the rank computes."""
-        return sum(item.seconds for item in self.items if not item.axes)
+        return sum(item.seconds for item in self.items if not item.axes and item.what != "idle")
+
+    @property
+    def idle(self) -> float:
+        """The seconds in which the rank has nothing to do: a pipeline's bubble."""
+        return sum(item.seconds for item in self.items if item.what == "idle")
 
     @property
     def communicating(self) -> float:
@@ -174,6 +180,7 @@ class Price:
             [
                 ("a step", readable_seconds(self.seconds)),
                 ("computing", readable_seconds(self.computing)),
+                *([("idle", readable_seconds(self.idle))] if self.idle else []),
                 ("communicating", f"{readable_seconds(self.communicating)}, {readable_seconds(hidden)} of it hidden"),
                 ("sent per rank", readable_bytes(self.sent)),
                 ("products per rank", f"{self.flops / 1e12:.4g} Tflop, {100 * self.utilization:.1f} % of the peak"),
@@ -186,7 +193,7 @@ class Price:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: totals, and rows by kind."""
-        names = ("name", "seconds", "computing", "communicating", "exposed", "sent", "memory", "flops", "utilization")
+        names = ("name", "seconds", "computing", "idle", "communicating", "exposed", "sent", "memory", "flops", "utilization")
         rows = [{**vars(row), "axes": list(row.axes)} for row in self.rows()]
         mesh, hardware = self.mesh.shape, self.hardware.name
         return {**{name: getattr(self, name) for name in names}, "mesh": mesh, "hardware": hardware, "rows": rows}
@@ -212,7 +219,9 @@ def readable_seconds(seconds: float) -> str:
     return f"{seconds / 1e-6:.1f} µs"
 
 
-def price_of(name: str, traced: Traced, mesh: Mesh, hardware: Hardware, memory: int | None, notes: Iterable[str]) -> Price:
+def price_of(
+    name: str, traced: Traced, mesh: Mesh, hardware: Hardware, memory: int | None = None, notes: Iterable[str] = ()
+) -> Price:
     """The price of a graph; see `Program.price`."""
     run = _Run(traced, mesh, hardware)
     total = sum(run.flops.values())
