@@ -36,9 +36,7 @@ class _Priced:
             for stage in program.stages
             for kind, work in stage.works.items()
         }
-        self.prologues = [
-            price_of(p.program.name, p.program.traced, program.mesh, hardware) for p in program.prologues
-        ]
+        self.prologues = [price_of(p.program.name, p.program.traced, program.mesh, hardware) for p in program.prologues]
         self.epilogue = [{rank: self._of(part) for rank, part in level.items()} for level in program.epilogue.parts]
         self.exchanges = [self._exchanged(level) for level in range(len(program.epilogue.exchanges))]
 
@@ -73,9 +71,7 @@ class _Priced:
     def _timeline(self) -> Timeline:
         stages = range(self.schedule.stages)
         apart = any(kind == "I" for kind, _ in self.works)
-        sizes = [
-            self._size(Action("F", stage, 0)) if self.schedule.after(stage) is not None else 0 for stage in stages
-        ]
+        sizes = [self._size(Action("F", stage, 0)) if self.schedule.after(stage) is not None else 0 for stage in stages]
         return simulate(
             self.schedule,
             Costs(

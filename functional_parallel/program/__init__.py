@@ -8,4 +8,14 @@ from .price import Price
 from .program import Program
 from .trivial import drop_trivial
 
-__all__ = ["COMMUNICATING", "BudgetError", "Collective", "Explanation", "Hardware", "Price", "Program", "collectives_of", "drop_trivial"]
+__all__ = [
+    "COMMUNICATING",
+    "BudgetError",
+    "Collective",
+    "Explanation",
+    "Hardware",
+    "Price",
+    "Program",
+    "collectives_of",
+    "drop_trivial",
+]

@@ -76,9 +76,8 @@ class Hardware:
     ring: bool = False
 
     def __post_init__(self) -> None:
-        rates = {"bandwidth": self.bandwidth, "ranks_per_host": self.ranks_per_host, **dict(self.flops)}
-        for name in ("flops_share", "bandwidth_share", "links_share"):
-            rates[name] = getattr(self, name)
+        names = ("bandwidth", "ranks_per_host", "flops_share", "bandwidth_share", "links_share")
+        rates = {name: getattr(self, name) for name in names} | {str(dtype): rate for dtype, rate in self.flops.items()}
         wrong = [f"{name}={value!r}" for name, value in rates.items() if not value > 0]
         if wrong or not self.flops:
             raise ValueError(f"Hardware {self.name!r}: rates are positive, not {', '.join(wrong) or 'flops={}'}")

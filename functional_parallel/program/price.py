@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -61,19 +61,10 @@ class Item:
 
 
 @dataclass(frozen=True)
-class PriceRow:
-    """Items of one kind, with sums."""
+class PriceRow(Item):
+    """Items of one kind, their sums."""
 
-    what: str
-    axes: tuple[str, ...]
-    phase: str
-    source: str
-    count: int
-    flops: int
-    moved: int
-    sent: int
-    seconds: float
-    exposed: float
+    count: int = 0
 
     def cells(self, total: float) -> tuple[str, ...]:
         share = f"{100 * self.exposed / total:.1f} %" if total else ""
@@ -97,7 +88,8 @@ class Price:
         items: every op and collective, in the order in which the rank runs them.
         memory: the most bytes alive on a rank at once; None where that is not predicted.
         flops: the products of a rank.
-        utilization: the share of its peak that the rank's products reach over the step: HFU, as what is recomputed counts.
+        utilization: the share of its peak that the rank's products reach over the step, what is recomputed included
+            (HFU).
         notes: lines to print below.
     """
 
@@ -158,7 +150,7 @@ class Price:
         groups: dict[Any, list[Item]] = defaultdict(list)
         for item in self.items:
             groups[item.what, item.axes, item.phase, item.source if group == "line" else ""].append(item)
-        rows = [PriceRow(*key, len(items), *_sums(items)) for key, items in groups.items()]
+        rows = [_row(items, group == "line") for items in groups.values()]
         return sorted(rows, key=lambda row: -row.exposed)
 
     def table(self, group: str = "kind", most: int = 24) -> str:
@@ -193,7 +185,18 @@ class Price:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: totals, and rows by kind."""
-        names = ("name", "seconds", "computing", "idle", "communicating", "exposed", "sent", "memory", "flops", "utilization")
+        names = (
+            "name",
+            "seconds",
+            "computing",
+            "idle",
+            "communicating",
+            "exposed",
+            "sent",
+            "memory",
+            "flops",
+            "utilization",
+        )
         rows = [{**vars(row), "axes": list(row.axes)} for row in self.rows()]
         mesh, hardware = self.mesh.shape, self.hardware.name
         return {**{name: getattr(self, name) for name in names}, "mesh": mesh, "hardware": hardware, "rows": rows}
@@ -204,8 +207,12 @@ class Price:
     __repr__ = __str__
 
 
-def _sums(items: Sequence[Item]) -> tuple[Any, ...]:
-    return tuple(sum(getattr(item, name) for item in items) for name in ("flops", "moved", "sent", "seconds", "exposed"))
+def _row(items: Sequence[Item], with_source: bool) -> PriceRow:
+    first = items[0]
+    flops, moved, sent = (sum(getattr(item, name) for item in items) for name in ("flops", "moved", "sent"))
+    seconds, exposed = (sum(getattr(item, name) for item in items) for name in ("seconds", "exposed"))
+    source = first.source if with_source else ""
+    return PriceRow(first.what, first.axes, first.phase, source, flops, moved, sent, seconds, exposed, len(items))
 
 
 def readable_seconds(seconds: float) -> str:
@@ -288,7 +295,7 @@ class _Run:
 
 
 def _exposed(item: Item, seconds: float) -> Item:
-    return item if item.exposed == seconds else Item(**{**vars(item), "exposed": seconds})
+    return item if item.exposed == seconds else replace(item, exposed=seconds)
 
 
 def _phases(traced: Traced) -> dict[fx.Node, str]:

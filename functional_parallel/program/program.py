@@ -100,10 +100,10 @@ class Program:
 
         >>> import torch, functional_parallel as fp
         >>> from sharding_specs import Mesh
-        >>> w, x = torch.empty(4096, 4096, device="meta"), torch.empty(1 << 20, 4096, device="meta")
+        >>> w, x = torch.empty(16384, 1024, device="meta"), torch.empty(1 << 20, 16384, device="meta")
         >>> step = fp.compile(fp.grad(fp.zero(3, "data")(lambda w, x: (x @ w).square().mean())), Mesh(data=16384))
         >>> price = step.lower(w, x).price("h100")
-        >>> price.mesh.size, price.sent == 2 * 4 * 4096**2 * 16383 // 16384  # one gather, one reduce-scatter
+        >>> price.mesh.size, price.sent == 2 * 4 * 1024 * 16383  # one gather, one reduce-scatter
         (16384, True)
 
         Args:
