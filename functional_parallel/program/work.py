@@ -47,9 +47,11 @@ def flops(node: fx.Node) -> int:
     if target.overloadpacket in flop_registry:
         return int(flop_registry[target.overloadpacket](*args, **kwargs, out_val=_shape(node.meta["val"])))
     if target.namespace == "aten" and target._schema.name.startswith("aten::_scaled_dot_product"):
-        query, key, value, *_ = args  # kernels that torch's counter does not know
+        # Kernels that torch's counter does not know. A backward computes the scores again, and four gradients.
+        backward = "backward" in target._schema.name
+        query, key, value = args[1:4] if backward else args[:3]
         rows = math.prod(query[:-1]) * key[-2]
-        return 2 * rows * (query[-1] + value[-1])
+        return 2 * rows * ((3 * query[-1] + 2 * value[-1]) if backward else query[-1] + value[-1])
     return 0
 
 

@@ -303,6 +303,36 @@ def test_a_step_is_priced_without_a_state() -> None:
 
 
 # -----------------------------------------------------------------------------
+# Published
+# -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("sequence_parallel", "published"), [(False, 1.42), (True, 1.10)])
+def test_a_published_step_is_near_its_price(sequence_parallel: bool, published: float) -> None:
+    """A GPT of 22 billion parameters on 8 A100s, 4 samples of 2048 tokens, everything recomputed or sequence-parallel
+    (Korthikanti et al., arXiv 2205.05198, table 5). A price knows of no dropout, and its attention is one kernel.
+    """
+
+    def seconds(layers: int) -> float:
+        config = gpt.Config(layers, 6144, 64, 2048, 51200, sequence_parallel, tied=True)
+        specs = split(gpt.init(replace(config, embed=64, vocab=64)))[1]
+        small, e = model(replace(config, embed=64, vocab=64))[0], 6144
+        large = {64: e, 256: 4 * e, 1: e // 64}  # embed, hidden, and a head's dim; heads and vocabulary below
+        params = optree.tree_map(lambda x: torch.empty([large[n] for n in x.shape], device="meta"), small)
+        for block in params["blocks"]:
+            block.update({name: torch.empty(e, 64, e // 64, device="meta") for name in "qkv"})
+            block["o"] = torch.empty(64, e // 64, e, device="meta")
+        params["tokens"] = torch.empty(config.vocab, e, device="meta")
+        parts = [] if sequence_parallel else [fp.remat()]
+        plan = fp.chain(*parts, fp.mixed_precision("bf16"), fp.tensor_parallel("tensor", specs))
+        train = fp.train_step(partial(gpt.loss, config=config), fp.optim.adamw(1e-3), Mesh(tensor=8), plan)
+        return float(train.lower(params, tokens(4, config)).price("a100").seconds)
+
+    two, three = seconds(2), seconds(3)
+    assert 0.75 < (two + 46 * (three - two)) / published < 1.1
+
+
+# -----------------------------------------------------------------------------
 # Errors and text
 # -----------------------------------------------------------------------------
 
