@@ -38,7 +38,7 @@ from .loss_scaling import LossScale, LossScaleError
 from .partition import PartitionError, PartitionWarning, partition
 from .partition.rules import register_rule
 from .precision import mixed_precision
-from .program import BudgetError, Program
+from .program import BudgetError, Hardware, Price, Program
 from .runtime import CollectiveError, OutOfStepError, is_main_rank
 from .sampler import Sampler
 from .train import Metrics, train_step
@@ -65,6 +65,7 @@ __all__ = [
     "CollectiveTypeError",
     "Compiled",
     "DonatedStateError",
+    "Hardware",
     "LayoutError",
     "LossScale",
     "LossScaleError",
@@ -74,6 +75,7 @@ __all__ = [
     "OutSpecError",
     "PartitionError",
     "PartitionWarning",
+    "Price",
     "Program",
     "Sampler",
     "TrainState",

@@ -307,7 +307,7 @@ def stage(
         _check_results(program, held)
     rewritten = rewrite(program, layout, bucket, donate, without, watch)
     if isinstance(rewritten, PipelineProgram):
-        rewritten.price = pipeline_memory
+        rewritten.measure = pipeline_memory
     return Staged(rewritten, found["tree"], found["outputs"])
 
 
@@ -386,7 +386,10 @@ def _per_argument(specs: Any, args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
 
 
 def _local_aval(leaf: torch.Tensor, spec: P, mesh: Mesh) -> Aval:
-    return Aval(tuple(local_shape(tuple(leaf.shape), spec, mesh)), leaf.dtype, leaf.device)
+    # What is given on the meta device is to run elsewhere, and its own choice of kernels is of no interest: attention
+    # would be taken apart.
+    device = torch.get_default_device() if leaf.is_meta else leaf.device
+    return Aval(tuple(local_shape(tuple(leaf.shape), spec, mesh)), leaf.dtype, device)
 
 
 def _shape_alone(leaf: Any) -> Any:

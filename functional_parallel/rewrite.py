@@ -86,7 +86,7 @@ def _pipelined(
     def finish(part: Program) -> None:
         watch("cut", part, part.mesh)
         part.passes, _ = run_passes(
-            [Turned(), *_buckets(bucket)], part.traced, part.mesh, without, lambda name: watch(name, part, part.mesh)
+            _buckets(bucket), part.traced, part.mesh, without, lambda name: watch(name, part, part.mesh)
         )
         fuse_views(part.traced)
         watch("views", part, part.mesh)

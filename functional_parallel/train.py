@@ -166,6 +166,19 @@ class TrainStep:
 
     def _load(self, params: PyTree, optimizer_state: PyTree, step: int, given: set[int]) -> TrainState:
         """A state in memory of its own, but for what lies elsewhere than what was `given`."""
+        leaves = self._place(params, optimizer_state)
+        runtime = runtime_of(self.mesh, self.f, self.reduction)
+        _check_same(runtime, "train_step.init", params)
+        return TrainState(
+            step,
+            tuple(
+                own(runtime.shard(leaf, spec), given) if isinstance(leaf, torch.Tensor) else _Constant(leaf)
+                for leaf, spec in zip(leaves, self._trees["specs"], strict=True)
+            ),
+        )
+
+    def _place(self, params: PyTree, optimizer_state: PyTree) -> list[Any]:
+        """Decide where everything lies; the leaves of parameters and state as a step holds them, whole."""
         places = self.places(params)
         packed = places.packed_state(with_scale(optimizer_state, self.scaling))
         specs = (places.kept, places.state(packed, self.optimizer))
@@ -175,16 +188,7 @@ class TrainStep:
             "state": optree.tree_structure(packed),
             "specs": optree.tree_leaves(specs, is_leaf=_is_spec),
         }
-        runtime = runtime_of(self.mesh, self.f, self.reduction)
-        _check_same(runtime, "train_step.init", params)
-        leaves = optree.tree_leaves((params, packed))
-        return TrainState(
-            step,
-            tuple(
-                own(runtime.shard(leaf, spec), given) if isinstance(leaf, torch.Tensor) else _Constant(leaf)
-                for leaf, spec in zip(leaves, self._trees["specs"], strict=True)
-            ),
-        )
+        return optree.tree_leaves((params, packed))
 
     def places(self, params: PyTree) -> Places:
         """Where everything lies that a step with these parameters holds."""
@@ -283,23 +287,37 @@ class TrainStep:
             raise ValueError("train_step has not run yet: take one step, or call train.lower(state, batch), first")
         return self.program.explain(**options)
 
-    def lower(self, state: TrainState, *batch: PyTree) -> Any:
-        """The program of a step for these arguments; nothing runs."""
-        return self._stage(state, batch).program
+    def lower(self, state: TrainState | PyTree, *batch: PyTree) -> Any:
+        """The program of a step for these arguments; nothing runs.
+
+        Args:
+            state: from `init`; or whole parameters, which may be on the meta device: then no state is made.
+            batch: what the loss takes after the parameters.
+        """
+        if isinstance(state, TrainState):
+            return self._stage(state, batch).program
+        params = self.unstacked(state)
+        return self._staged_for(batch, lambda: self._place(params, self.optimizer.init(params))).program
 
     # --- the program ---
 
     def _stage(self, state: TrainState, batch: tuple[PyTree, ...]) -> Staged:
+        return self._staged_for(batch, lambda: self._shown(state))
+
+    def _shown(self, state: TrainState) -> list[Any]:
+        """The shapes of a state's leaves."""
+        like, specs = runtime_of(self.mesh, self.f, self.reduction).like, self._trees["specs"]
+        return [h.value if isinstance(h, _Constant) else like(h, s) for h, s in zip(state.handles, specs, strict=True)]
+
+    def _staged_for(self, batch: tuple[PyTree, ...], shapes: Callable[[], list[Any]]) -> Staged:
         leaves, tree = optree.tree_flatten(batch)
         key = (tree, tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves))
         if key not in self._staged:
-            self._staged[key] = self._trace(state, batch)
+            self._staged[key] = self._trace(shapes(), batch)
         self.program = self._staged[key].program
         return self._staged[key]
 
-    def _trace(self, state: TrainState, batch: tuple[PyTree, ...]) -> Staged:
-        runtime = runtime_of(self.mesh, self.f, self.reduction)
-        shapes = [_shown(h, runtime.like, spec) for h, spec in zip(state.handles, self._trees["specs"], strict=True)]
+    def _trace(self, shapes: list[Any], batch: tuple[PyTree, ...]) -> Staged:
         params, optimizer_state = self._as_trees(shapes)
         if self.own_batch:
             batch = self._global_shapes(params, batch)
@@ -395,10 +413,6 @@ class _Constant:
     """A leaf of the parameters that is no tensor, in the place of a handle."""
 
     value: Any
-
-
-def _shown(handle: Any, show: Callable[..., Any], spec: P) -> Any:
-    return handle.value if isinstance(handle, _Constant) else show(handle, spec)
 
 
 # -----------------------------------------------------------------------------

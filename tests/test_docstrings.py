@@ -16,6 +16,7 @@ MODULES = [
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
 ]
 MODULES += [f"functional_parallel.{name}" for name in ("estimate", "loss_scaling", "sampler")]
+MODULES += [f"functional_parallel.program.{name}" for name in ("hardware", "links", "price", "program")]
 
 
 @pytest.mark.parametrize("name", MODULES)

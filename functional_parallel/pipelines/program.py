@@ -12,6 +12,8 @@ from torch import fx
 from ..program import BaseProgram, Program
 from ..program.collectives import Collective, bytes_of, counts_of
 from ..program.explain import readable_bytes
+from ..program.hardware import Hardware, hardware_of
+from ..program.price import Price
 from ..schedules import Action, Event, Schedule, Timeline, peaks
 from ..tracing.graph import source_of
 from .epilogue import Epilogue
@@ -44,9 +46,7 @@ class PipelineProgram(BaseProgram):
     inputs: list[fx.Node]
     collected: frozenset[fx.Node]  # values of single microbatches that are results
     cut_dims: dict[fx.Node, int]  # of inputs that are cut into microbatches, the dim
-    price: Callable[[PipelineProgram], PipelineMemory] | None = field(
-        default=None, repr=False
-    )  # what the executor holds
+    measure: Callable[[PipelineProgram], PipelineMemory] | None = field(default=None, repr=False)  # the executor's
     events: list[Event] | None = None  # what `record` asks for
 
     def record(self) -> None:
@@ -165,6 +165,12 @@ class PipelineProgram(BaseProgram):
         sums = f"counts and bytes are sums over the {size} ranks of {self.axis!r}"
         return (*self.notes, sums, each) if anew else (*self.notes, sums)
 
+    def price(self, hardware: Hardware | str = "h100") -> Price:
+        """What a step takes on a machine, as `Program.price` says it: listed is the rank that works longest."""
+        from .price import price_of_pipeline  # it takes pipelines apart
+
+        return price_of_pipeline(self, hardware_of(hardware))
+
     def memory(self) -> PipelineMemory:
         """Bytes of live tensors on the ranks of the pipeline, program by program: each as `Program.memory()` has it.
 
@@ -183,8 +189,8 @@ class PipelineProgram(BaseProgram):
         batch, sums of gradients, residuals of microbatches under way, messages, and what a program takes while it runs.
         Microbatches are added up in order, as with `reduction="ordered"`; "fast" holds no more.
         """
-        assert self.price is not None, "build() alone does not know the executor"
-        return self.price(self)
+        assert self.measure is not None, "build() alone does not know the executor"
+        return self.measure(self)
 
     def holders(self, node: fx.Node) -> frozenset[int]:
         """The ranks of the axis that hold an input of the step: of what steps hand on, from the second step on."""

@@ -3,7 +3,9 @@
 from .base import BaseProgram
 from .collectives import COMMUNICATING, Collective, collectives_of
 from .explain import Explanation
+from .hardware import Hardware
 from .passes import BudgetError
+from .price import Price
 from .program import Program
 from .trivial import drop_trivial
 
@@ -13,6 +15,8 @@ __all__ = [
     "BudgetError",
     "Collective",
     "Explanation",
+    "Hardware",
+    "Price",
     "Program",
     "collectives_of",
     "drop_trivial",

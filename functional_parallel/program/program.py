@@ -9,7 +9,9 @@ from sharding_specs import P
 from ..tracing import Traced
 from .base import BaseProgram
 from .collectives import Collective, collectives_of
+from .hardware import Hardware, hardware_of
 from .memory import Memory, memory_of
+from .price import Price, price_of
 from .text import canonical_lines, program_text
 
 __all__ = ["Program"]
@@ -49,6 +51,28 @@ class Program(BaseProgram):
         256
         """
         return memory_of(self.name, self.traced)
+
+    def price(self, hardware: Hardware | str = "h100") -> Price:
+        """What a step takes on a machine: seconds, where they go, bytes sent and memory per rank; nothing runs.
+
+        Neither time nor memory grow with the size of the mesh, which may have many thousands of ranks.
+
+        >>> import torch, functional_parallel as fp
+        >>> from sharding_specs import Mesh
+        >>> w, x = torch.empty(16384, 1024, device="meta"), torch.empty(1 << 20, 16384, device="meta")
+        >>> step = fp.compile(fp.grad(fp.zero(3, "data")(lambda w, x: (x @ w).square().mean())), Mesh(data=16384))
+        >>> price = step.lower(w, x).price("h100")
+        >>> price.mesh.size, price.sent == 2 * 4 * 1024 * 16383  # one gather, one reduce-scatter
+        (16384, True)
+
+        Args:
+            hardware: "h100", "a100", "v100", or an `fp.Hardware` that describes another machine.
+
+        Returns:
+            The price; print it for a table.
+        """
+        described = hardware_of(hardware)
+        return price_of(self.name, self.traced, self.mesh, described, self.memory().peak, self.notes)
 
     def lines(self) -> list[str]:
         """The program's text without source lines: equal for two programs exactly when they do the same."""

@@ -14,7 +14,7 @@ from ..tracing.graph import operands_of, walk_args
 from .collectives import collective_of
 from .memory import viewed
 
-__all__ = ["flops", "work"]
+__all__ = ["flops", "nbytes_of", "work"]
 
 # Flops in the time of a byte read or written, and of a byte sent. Machines differ by a factor of ten either way; what
 # counts is the order: elementwise ops are cheap beside products, and communication is dear.
@@ -47,9 +47,11 @@ def flops(node: fx.Node) -> int:
     if target.overloadpacket in flop_registry:
         return int(flop_registry[target.overloadpacket](*args, **kwargs, out_val=_shape(node.meta["val"])))
     if target.namespace == "aten" and target._schema.name.startswith("aten::_scaled_dot_product"):
-        query, key, value, *_ = args  # kernels that torch's counter does not know
+        # Kernels that torch's counter does not know. A backward computes the scores again, and four gradients.
+        backward = "backward" in target._schema.name
+        query, key, value = args[1:4] if backward else args[:3]
         rows = math.prod(query[:-1]) * key[-2]
-        return 2 * rows * (query[-1] + value[-1])
+        return 2 * rows * ((3 * query[-1] + 2 * value[-1]) if backward else query[-1] + value[-1])
     return 0
 
 
@@ -62,7 +64,7 @@ def work(node: fx.Node, mesh: Mesh) -> int:
     """
     if viewed(node) is not None:
         return 0
-    moved = sum(_nbytes(value.meta["val"]) for value in (node, *operands_of(node)))
+    moved = sum(nbytes_of(value.meta["val"]) for value in (node, *operands_of(node)))
     collective = collective_of(node, mesh)
     sent = 0 if collective is None else collective.bytes
     return flops(node) + _PER_BYTE_MOVED * moved + _PER_BYTE_SENT * sent
@@ -72,5 +74,6 @@ def _shape(value: Aval | tuple[Aval | None, ...]) -> object:
     return torch.Size(value.shape) if isinstance(value, Aval) else [None if v is None else _shape(v) for v in value]
 
 
-def _nbytes(value: Aval | tuple[Aval | None, ...]) -> int:
+def nbytes_of(value: Aval | tuple[Aval | None, ...]) -> int:
+    """The bytes of a value, or of all results of an op."""
     return value.nbytes if isinstance(value, Aval) else sum(0 if part is None else part.nbytes for part in value)

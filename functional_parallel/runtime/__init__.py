@@ -2,9 +2,9 @@
 
 from .default import default_runtime, is_main_rank, use_runtime
 from .meeting import OutOfStepError
+from .on_sizes import pipeline_memory
 from .pending import CollectiveError
 from .pipelined import PipelineRuntime
-from .priced import pipeline_memory
 from .processes import DifferentInputsError, DifferentProgramsError, ProcessRuntime
 from .simulated import SimulatedRuntime
 

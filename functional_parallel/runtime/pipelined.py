@@ -165,6 +165,7 @@ class PipelineRuntime:
         for step in program.cache["messages"][worker.rank]:
             if isinstance(step, Send):  # what the action right before it made
                 self.mail.send(step, sent)
+                sent = []
             elif isinstance(step, Receive):
                 self.mail.expect(step, [node.meta["val"] for node in program.message(step.action)])
             else:
@@ -201,16 +202,17 @@ class PipelineRuntime:
                 workers[target].late[node] = workers[source].late_value(node)
 
     def _act(self, program: PipelineProgram, worker: Worker | Stream, action: Action) -> list[Any]:
-        """Run an action of this process's rank; what it has for its neighbour."""
+        """Run an action of this process's rank; what it has for a neighbour on another."""
         for awaited in program.awaited(action):
             values = self.mail.take(awaited)
             if values is not None:
                 worker.receive(awaited, action.stage, values)
         sent = self._timed(program, worker, action)
         target = program.neighbour(action)
-        if target is not None and program.schedule.rank_of_stage[target] == worker.rank:
-            worker.receive(action, target, sent)
-        return sent
+        if target is None or program.schedule.rank_of_stage[target] != worker.rank:
+            return sent
+        worker.receive(action, target, sent)
+        return []
 
     def _exchange(self, worker: Worker, exchanges: Sequence[Exchange]) -> None:
         outgoing: dict[int, list[torch.Tensor]] = {}

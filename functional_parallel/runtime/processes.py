@@ -25,12 +25,12 @@ from ..partition.placement import WHOLE, Shard
 from ..program import Program
 from ..program.checksum import checksum
 from ..program.collectives import primitive_name
+from ..program.overlap import STARTED, is_only_use_of_own_memory, overlapped
 from ..program.sharing import readers_before_writes
 from ..program.text import first_difference
 from ..varying import run_typed
 from .codegen import Writer, holds_levels
 from .meeting import Meeting
-from .overlap import STARTED, is_only_use_of_own_memory, overlapped
 from .pending import CollectiveError, Pending
 from .process_carrier import ProcessCarrier
 

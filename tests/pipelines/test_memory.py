@@ -19,8 +19,8 @@ import functional_parallel as fp
 from functional_parallel import schedules
 from functional_parallel.pipelines import PipelineProgram
 from functional_parallel.program import Program
-from functional_parallel.runtime import PipelineRuntime
-from functional_parallel.runtime.priced import Stored
+from functional_parallel.runtime import PipelineRuntime, ProcessRuntime, use_runtime
+from functional_parallel.runtime.on_sizes import Stored
 from functional_parallel.runtime.stream import Stream
 from functional_parallel.runtime.worker import Worker
 from functional_parallel.schedules import Action
@@ -47,7 +47,7 @@ class OneRank(PipelineRuntime):
 
     def __init__(self, program: PipelineProgram, rank: int) -> None:
         self.base, self.carrier, self.axis, self.rank = self, SimpleNamespace(reduction="ordered"), program.axis, rank
-        self.program, self.ranks, self.mesh = program, (rank,), program.mesh
+        self.program, self.ranks, self.mesh, self.mail = program, (rank,), program.mesh, self
         self.functions: dict[Program, Any] = {}
         self.sent: Any = None
         self.under_way: dict[Any, list[Tensor]] = {}
@@ -87,17 +87,14 @@ class OneRank(PipelineRuntime):
             self.functions[program] = flat_function(program)
         return self.functions[program](list(values))
 
-    def _mail(self, rank: int) -> Any:
-        return self
-
     def send(self, step: Any, values: list[Tensor]) -> None:
         self.sent = values
 
     def expect(self, step: Any, avals: Sequence[Any]) -> None:
-        self.under_way[step] = [torch.zeros(aval.shape, dtype=aval.dtype) for aval in avals]
+        self.under_way[step.action] = [torch.zeros(aval.shape, dtype=aval.dtype) for aval in avals]
 
-    def take(self, step: Any) -> list[Tensor]:
-        return self.under_way.pop(step)
+    def take(self, action: Action) -> list[Tensor] | None:  # type: ignore[override]
+        return self.under_way.pop(action, None)
 
     def finish(self) -> None:
         self.sent = None
@@ -219,8 +216,12 @@ def test_what_an_action_leaves_is_what_the_executor_keeps(name: str, monkeypatch
 
 
 def holding(rank: int, name: str) -> tuple[int, int]:
-    """On a rank of a real pipeline, the peak that is predicted and the one measured in a second step."""
+    """On a rank of a real pipeline, the peak that is predicted and the one measured in a second step.
+
+    Messages go through gloo, since memory that ranks share is the runtime's, and in no program.
+    """
     torch.manual_seed(0)
+    use_runtime(ProcessRuntime(Mesh(pipe=2), algorithm="backend"))
     params = [{"in": torch.randn(32, 64), "out": torch.randn(64, 32)} for _ in range(8)]
     plan = fp.pipeline("pipe", schedule=name, microbatches=4)
     train = fp.train_step(plain, fp.optim.adamw(1e-3), Mesh(pipe=2), plan)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count
 
 import functional_parallel as fp
 from functional_parallel.program.explain import parse_bytes, readable_bytes
@@ -44,6 +44,18 @@ def test_attention_in_one_kernel_counts_its_two_products(causal: bool) -> None:
     q, k = (2, 4, 16, 8), (2, 4, 32, 8)
     found = nodes(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal), q, k, k)
     assert sum(map(flops, found)) == 2 * 2 * (2 * 4) * 16 * 32 * 8
+
+
+def test_attentions_backward_counts_five_products() -> None:
+    """As torch's counter has it for the kernels that it knows: the scores again, and four gradients."""
+    q, k = (2, 4, 16, 8), (2, 4, 32, 8)
+
+    def f(q: Any, k: Any, v: Any) -> Any:
+        return fp.grad(lambda v, q, k: F.scaled_dot_product_attention(q, k, v).sum())(v, q, k)
+
+    found = nodes(f, q, k, k)
+    assert sum(map(flops, found)) == 2 * (2 * 4) * 16 * 32 * 8 * (2 + 5)
+    assert sdpa_backward_flop_count(q, q, k, k) == 2 * (2 * 4) * 16 * 32 * 8 * 5
 
 
 def test_views_cost_nothing_and_communication_is_dear() -> None:

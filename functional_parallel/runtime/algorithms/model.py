@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...program.links import Line
 from . import shared
 from .halving import is_power_of_two
 from .running import Steps
@@ -31,20 +32,6 @@ _SIZES = (1 << 12, 1 << 20)
 _BATCH, _MOST_BATCHES = 3, 5
 _SECONDS = 0.06
 _IN_A_ROUND = 4
-
-
-@dataclass(frozen=True)
-class Line:
-    """Seconds for n bytes: `alpha + beta * n`."""
-
-    alpha: float
-    beta: float
-
-    def seconds(self, size: float) -> float:
-        return self.alpha + self.beta * size
-
-    def __str__(self) -> str:
-        return f"{1e6 * self.alpha:.0f} µs + n / {1e-9 / self.beta:.1f} GB/s"
 
 
 def fitted(sizes: Sequence[float], seconds: Sequence[float]) -> Line:

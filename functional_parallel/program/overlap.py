@@ -14,11 +14,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx
 
-from ..program.collectives import primitive_name
-from ..program.packing import UNPACK
-from ..program.sharing import shares_memory
 from ..tracing import Traced
 from ..tracing.graph import operands_of
+from .collectives import primitive_name
+from .packing import UNPACK
+from .sharing import shares_memory
 
 __all__ = ["STARTED", "is_only_use_of_own_memory", "overlapped"]
 

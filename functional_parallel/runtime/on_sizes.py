@@ -192,7 +192,7 @@ class _OneRank:
         self.tally, self.constants = _Tally(), dict[int, Stored]()
         self.step = ""
         self.sent: list[Value] = []  # until the next message leaves
-        self.under_way: dict[Receive, list[Value]] = {}
+        self.under_way: dict[Action, list[Value]] = {}
         for part in program.programs_of_rank(rank):
             for tensor in footprints[part].constants.values():
                 self._constant(tensor)
@@ -202,7 +202,7 @@ class _OneRank:
         program = self.program
         inputs = {node: self._input(node) for node in program.inputs if self.rank in program.holders(node)}
         self.step = f"before the pipeline, rank {self.rank}"
-        _Priced(self).step(program, self.rank, inputs)
+        _OnSizes(self).step(program, self.rank, inputs)
         return self.tally.memory(f"{program.name}, rank {self.rank} of {program.axis!r}")
 
     # --- values ---
@@ -241,17 +241,19 @@ class _OneRank:
 
     def expect(self, step: Receive, avals: Sequence[Aval]) -> None:
         """The memory for a message is there before the message."""
-        self.under_way[step] = [self._message(aval.nbytes, str(step)) for aval in avals]
+        self.under_way[step.action] = [self._message(aval.nbytes, str(step)) for aval in avals]
         self.tally.note(str(step), {})
 
-    def take(self, step: Receive) -> list[Value]:
+    def take(self, action: Action) -> list[Value] | None:
         """What the backward needs of a message stays."""
-        target = self.program.neighbour(step.action)
+        if action not in self.under_way:
+            return None
+        target = self.program.neighbour(action)
         assert target is not None
         stage = self.program.stages[target % self.program.schedule.depth]
-        kept = stage.after_forward if step.action.kind == "F" else stage.after_input
-        values = self.under_way.pop(step)
-        for node, value in zip(self.program.message(step.action), values, strict=True):
+        kept = stage.after_forward if action.kind == "F" else stage.after_input
+        values = self.under_way.pop(action)
+        for node, value in zip(self.program.message(action), values, strict=True):
             if node in kept:
                 value[0].becomes("residuals")
         return values
@@ -277,12 +279,12 @@ class _OneRank:
         return (Stored(self.tally, size, "messages", what),)
 
 
-class _Priced(PipelineRuntime):
+class _OnSizes(PipelineRuntime):
     """Runs one rank of a pipeline on values that are sizes."""
 
     def __init__(self, one: _OneRank) -> None:
         self.one, self.base, self.carrier, self.axis = one, one, one.carrier, one.program.axis
-        self.ranks = (one.rank,)
+        self.ranks, self.mail = (one.rank,), one  # type: ignore[assignment]
 
     def step(self, program: PipelineProgram, rank: int, inputs: dict[fx.Node, Any]) -> None:
         """A step, without its results being joined."""
@@ -298,9 +300,6 @@ class _Priced(PipelineRuntime):
     def _timed(self, program: PipelineProgram, worker: Worker | Stream, action: Action) -> list[Any]:
         self.one.step = str(action)
         return worker.act(action)
-
-    def _mail(self, rank: int) -> Any:
-        return self.one
 
     def _chunks(self, handle: Any, count: int, dim: int) -> list[Any]:
         return [handle] * count  # views of the batch

@@ -1,0 +1,141 @@
+"""What a step of a pipeline will take: every stage's programs priced by themselves, and put into the schedule's time.
+
+The simulator of schedules says when each action runs, given how long it takes and how long messages are under way. What
+is listed is the rank that works longest; all ranks together take as long as the step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from ..program.hardware import Hardware
+from ..program.links import Line
+from ..program.price import Item, Price, price_of
+from ..schedules import Action, Costs, Timeline, simulate
+from ..tracing.graph import source_of
+from .extract import Part
+from .program import PipelineProgram
+
+__all__ = ["price_of_pipeline"]
+
+
+def price_of_pipeline(program: PipelineProgram, hardware: Hardware) -> Price:
+    """The price of a pipeline; see `Program.price`."""
+    return _Priced(program, hardware).price()
+
+
+class _Priced:
+    def __init__(self, program: PipelineProgram, hardware: Hardware) -> None:
+        self.program, self.hardware, self.schedule = program, hardware, program.schedule
+        self.link: Line = hardware.message(program.mesh, program.axis)
+        self.works = {
+            (kind, stage.index): self._of(work.following if self.schedule.microbatches > 1 else work.first)
+            for stage in program.stages
+            for kind, work in stage.works.items()
+        }
+        self.prologues = [price_of(p.program.name, p.program.traced, program.mesh, hardware) for p in program.prologues]
+        self.epilogue = [{rank: self._of(part) for rank, part in level.items()} for level in program.epilogue.parts]
+        self.exchanges = [self._exchanged(level) for level in range(len(program.epilogue.exchanges))]
+
+    def price(self) -> Price:
+        timeline = self._timeline()
+        before = max((price.seconds for price in self.prologues), default=0.0)
+        seconds = before + timeline.makespan + self._ending()
+        items = {rank: list(self._items(rank)) for rank in range(self.schedule.ranks)}
+        rank = max(items, key=lambda rank: sum(item.exposed for item in items[rank]))
+        idle = max(0.0, seconds - sum(item.exposed for item in items[rank]))
+        listed = (*items[rank], Item("idle", (), "", "", seconds=idle, exposed=idle))
+        ideal = sum(price.utilization * price.seconds * count for price, count in self._programs(rank))
+        where = f"listed is rank {rank} of {self.schedule.ranks} along {self.program.axis!r}, which works longest"
+        return Price(
+            self.program.name,
+            self.program.mesh,
+            self.hardware,
+            seconds,
+            listed,
+            self.program.memory().peak,
+            sum(item.flops for item in items[rank]),
+            ideal / seconds if seconds else 0.0,
+            (str(self.schedule.name), where, *self.program.notes),
+        )
+
+    def _of(self, part: Part) -> Price:
+        one = part.program
+        return price_of(one.name, one.traced, one.mesh, self.hardware)
+
+    # --- time ---
+
+    def _timeline(self) -> Timeline:
+        stages = range(self.schedule.stages)
+        apart = any(kind == "I" for kind, _ in self.works)
+        sizes = [self._size(Action("F", stage, 0)) if self.schedule.after(stage) is not None else 0 for stage in stages]
+        return simulate(
+            self.schedule,
+            Costs(
+                forward=[self._seconds("F", stage) for stage in stages],
+                input_gradient=[self._seconds("I" if apart else "B", stage) for stage in stages],
+                weight_gradient=[self._seconds("W", stage) for stage in stages],
+                latency=self.link.alpha,
+                message=sizes,
+                bandwidth=1 / self.link.beta,
+            ),
+        )
+
+    def _seconds(self, kind: str, stage: int) -> float:
+        found = self.works.get((kind, stage % self.schedule.depth))
+        return 0.0 if found is None else found.seconds
+
+    def _size(self, action: Action) -> int:
+        return sum(node.meta["val"].nbytes for node in self.program.message(action))
+
+    def _ending(self) -> float:
+        """After the pipeline has drained, level after level; an asynchronous one updates as often as it does."""
+        levels = [max((price.seconds for price in level.values()), default=0.0) for level in self.epilogue]
+        return self.program.updates * (sum(levels) + sum(self.exchanges))
+
+    def _exchanged(self, level: int) -> float:
+        """Seconds until what ranks exchange after a level has arrived, every rank sending one after another."""
+        sent: Counter[int] = Counter()
+        for node, source, _ in self.program.epilogue.exchanges[level]:
+            sent[source] += node.meta["val"].nbytes
+        return max((self.link.seconds(size) for size in sent.values()), default=0.0)
+
+    # --- what a rank does ---
+
+    def _programs(self, rank: int) -> Iterator[tuple[Price, int]]:
+        """Every program that a rank of the pipeline runs, and how often."""
+        yield self.prologues[rank], 1
+        counts = Counter((a.kind, a.stage % self.schedule.depth) for a in self.schedule.actions[rank])
+        for key, count in counts.items():
+            yield self.works[key], count
+        for level in self.epilogue:
+            if rank in level:
+                yield level[rank], self.program.updates
+
+    def _items(self, rank: int) -> Iterator[Item]:
+        for price, count in self._programs(rank):
+            for _ in range(count):
+                yield from price.items
+        for action in self.schedule.actions[rank]:
+            other = self.program.neighbour(action)
+            if other is not None and self.schedule.rank_of_stage[other] != rank:
+                yield from self._sends(action)
+        for level, exchanges in enumerate(self.program.epilogue.exchanges):
+            own = [self._send(node, "update") for node, source, _ in exchanges if source == rank]
+            yield from _sharing(own, self.exchanges[level])
+
+    def _sends(self, action: Action) -> Iterator[Item]:
+        phase = "forward" if action.kind == "F" else "backward"
+        return (self._send(node, phase) for node in self.program.message(action))
+
+    def _send(self, node: object, phase: str) -> Item:
+        size = node.meta["val"].nbytes  # type: ignore[attr-defined]
+        source = str(source_of(node) or "")  # type: ignore[arg-type]
+        return Item("send", (self.program.axis,), phase, source, sent=size, seconds=self.link.seconds(size))
+
+
+def _sharing(items: Sequence[Item], seconds: float) -> list[Item]:
+    """Items that together expose so many seconds."""
+    return [replace(item, exposed=seconds / len(items)) for item in items]

@@ -1,0 +1,25 @@
+"""What a message costs: latency + bytes × time per byte, the α-β model (Hockney, Parallel Computing 20, 1994)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Line"]
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds for n bytes: `alpha + beta * n`.
+
+    >>> print(Line(5e-6, 1 / 50e9))
+    5 µs + n / 50.0 GB/s
+    """
+
+    alpha: float
+    beta: float
+
+    def seconds(self, size: float) -> float:
+        return self.alpha + self.beta * size
+
+    def __str__(self) -> str:
+        return f"{1e6 * self.alpha:.0f} µs + n / {1e-9 / self.beta:.1f} GB/s"

@@ -1,0 +1,321 @@
+"""What a step will take, from its program alone: no tensors, no ranks, whatever the size of the mesh.
+
+A rank computes op after op and communicates beside that, in the order in which it runs (`overlap`): a collective that
+can be waited for later starts when its operand is there and the wire is free, and the rank goes on until it needs the
+result. An op takes as long as its products or its memory traffic, whichever is more; a collective as long as the α-β
+model says (`hardware`). What is exposed is the time in which a rank waits for a collective and does nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from sharding_specs import Mesh
+
+from ..tracing import Aval, Traced
+from ..tracing.graph import operands_of
+from .collectives import Collective, collective_of, primitive_name
+from .explain import columns, readable_bytes
+from .hardware import Hardware
+from .memory import viewed
+from .overlap import STARTED, overlapped
+from .sharing import readers_before_writes
+from .work import flops, nbytes_of
+
+__all__ = ["Item", "Price", "PriceRow", "price_of", "readable_seconds"]
+
+aten = torch.ops.aten
+
+_LOOKUPS = {aten.embedding.default, aten.index_select.default, aten.gather.default}  # read what they return
+
+
+@dataclass(frozen=True)
+class Item:
+    """One op or collective in time, and what it does on one rank.
+
+    Attributes:
+        what: "products", "other ops", the collective's kind, or "idle" where a pipeline waits.
+        axes: of a collective or a send.
+        phase: "forward", "backward" or "update".
+        source: the line it comes from.
+        flops, moved, sent: products, bytes read and written in memory, bytes sent to other ranks.
+        seconds: how long it takes by itself.
+        exposed: how long the rank does nothing but this.
+    """
+
+    what: str
+    axes: tuple[str, ...]
+    phase: str
+    source: str
+    flops: int = 0
+    moved: int = 0
+    sent: int = 0
+    seconds: float = 0.0
+    exposed: float = 0.0
+
+
+@dataclass(frozen=True)
+class PriceRow(Item):
+    """Items of one kind, their sums."""
+
+    count: int = 0
+
+    def cells(self, total: float) -> tuple[str, ...]:
+        share = f"{100 * self.exposed / total:.1f} %" if total else ""
+        size = self.sent or self.moved
+        done = f"{self.flops / 1e12:.3g} Tflop" if self.flops else readable_bytes(size) if size else ""
+        named = (self.what, ", ".join(self.axes), self.phase, str(self.count), done)
+        return (*named, readable_seconds(self.seconds), readable_seconds(self.exposed), share, self.source)
+
+
+_HEADERS = ("what", "axis", "phase", "count", "does", "takes", "exposed", "of the step", "source")
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a step takes on one rank; prints as a table of where the time goes.
+
+    Attributes:
+        name, mesh: of the program.
+        hardware: what it was priced for.
+        seconds: the time of a step.
+        items: every op and collective, in the order in which the rank runs them.
+        memory: the most bytes alive on a rank at once; None where that is not predicted.
+        flops: the products of a rank.
+        utilization: the share of its peak that the rank's products reach over the step, what is recomputed included
+            (HFU).
+        notes: lines to print below.
+    """
+
+    name: str
+    mesh: Mesh
+    hardware: Hardware
+    seconds: float
+    items: tuple[Item, ...]
+    memory: int | None
+    flops: int
+    utilization: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def computing(self) -> float:
+        """The seconds in which the rank computes."""
+        return sum(item.seconds for item in self.items if not item.axes and item.what != "idle")
+
+    @property
+    def idle(self) -> float:
+        """The seconds in which the rank has nothing to do: a pipeline's bubble."""
+        return sum(item.seconds for item in self.items if item.what == "idle")
+
+    @property
+    def communicating(self) -> float:
+        """The seconds that collectives take, hidden behind computation or not."""
+        return sum(item.seconds for item in self.items if item.axes)
+
+    @property
+    def exposed(self) -> float:
+        """The seconds in which the rank waits for collectives."""
+        return sum(item.exposed for item in self.items if item.axes)
+
+    @property
+    def sent(self) -> int:
+        """The bytes that the rank sends."""
+        return sum(item.sent for item in self.items)
+
+    def bytes_sent(self) -> dict[tuple[str, tuple[str, ...]], int]:
+        """The same by kind and axes, as `Program.bytes_sent` has it."""
+        found: dict[tuple[str, tuple[str, ...]], int] = defaultdict(int)
+        for item in self.items:
+            if item.axes:
+                found[item.what, item.axes] += item.sent
+        return dict(found)
+
+    def rows(self, group: str = "kind") -> list[PriceRow]:
+        """Sums, what is exposed most first.
+
+        Args:
+            group: "kind" for a row per kind, axes and phase; "line" for one per source line besides.
+
+        Raises:
+            ValueError: for another grouping.
+        """
+        if group not in ("kind", "line"):
+            raise ValueError(f"price.rows(group={group!r}): it is 'kind' or 'line'")
+        groups: dict[Any, list[Item]] = defaultdict(list)
+        for item in self.items:
+            groups[item.what, item.axes, item.phase, item.source if group == "line" else ""].append(item)
+        rows = [_row(items, group == "line") for items in groups.values()]
+        return sorted(rows, key=lambda row: -row.exposed)
+
+    def table(self, group: str = "kind", most: int = 24) -> str:
+        """The table that `print` shows; see `rows`. Rows after the first `most` are left out."""
+        rows = self.rows(group)
+        head, *body = columns([_HEADERS, *(row.cells(self.seconds) for row in rows[:most])], right=(3, 4, 5, 6, 7))
+        if len(rows) > most:
+            rest = sum(row.exposed for row in rows[most:])
+            body.append(f"and {len(rows) - most} rows more, which take {readable_seconds(rest)}")
+        rule = "─" * min(max(map(len, (head, *body))), 120)
+        title = f"{self.name} on {self.mesh!r}, {self.mesh.size} ranks of {self.hardware.name}"
+        return "\n".join([title, rule, head, rule, *body, rule, *self._footer()])
+
+    def _footer(self) -> list[str]:
+        hidden = self.communicating - self.exposed
+        memory = "not predicted" if self.memory is None else readable_bytes(self.memory)
+        over = self.memory is not None and self.memory > self.hardware.capacity
+        lines = columns(
+            [
+                ("a step", readable_seconds(self.seconds)),
+                ("computing", readable_seconds(self.computing)),
+                *([("idle", readable_seconds(self.idle))] if self.idle else []),
+                ("communicating", f"{readable_seconds(self.communicating)}, {readable_seconds(hidden)} of it hidden"),
+                ("sent per rank", readable_bytes(self.sent)),
+                ("products per rank", f"{self.flops / 1e12:.4g} Tflop, {100 * self.utilization:.1f} % of the peak"),
+                ("memory per rank", memory),
+            ]
+        )
+        if over:
+            lines.append(f"note: that is more than the {readable_bytes(self.hardware.capacity)} that a rank has")
+        return [*lines, str(self.hardware), *(f"note: {note}" for note in self.notes)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: totals, and rows by kind."""
+        names = (
+            "name",
+            "seconds",
+            "computing",
+            "idle",
+            "communicating",
+            "exposed",
+            "sent",
+            "memory",
+            "flops",
+            "utilization",
+        )
+        rows = [{**vars(row), "axes": list(row.axes)} for row in self.rows()]
+        mesh, hardware = self.mesh.shape, self.hardware.name
+        return {**{name: getattr(self, name) for name in names}, "mesh": mesh, "hardware": hardware, "rows": rows}
+
+    def __str__(self) -> str:
+        return self.table()
+
+    __repr__ = __str__
+
+
+def _row(items: Sequence[Item], with_source: bool) -> PriceRow:
+    first = items[0]
+    flops, moved, sent = (sum(getattr(item, name) for item in items) for name in ("flops", "moved", "sent"))
+    seconds, exposed = (sum(getattr(item, name) for item in items) for name in ("seconds", "exposed"))
+    source = first.source if with_source else ""
+    return PriceRow(first.what, first.axes, first.phase, source, flops, moved, sent, seconds, exposed, len(items))
+
+
+def readable_seconds(seconds: float) -> str:
+    """
+    >>> readable_seconds(1.5), readable_seconds(0.0123), readable_seconds(4e-6)
+    ('1.5 s', '12.3 ms', '4.0 µs')
+    """
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-6:.1f} µs"
+
+
+def price_of(
+    name: str, traced: Traced, mesh: Mesh, hardware: Hardware, memory: int | None = None, notes: Iterable[str] = ()
+) -> Price:
+    """The price of a graph; see `Program.price`."""
+    run = _Run(traced, mesh, hardware)
+    total = sum(run.flops.values())
+    ideal = sum(done / hardware.rate(dtype) for dtype, done in run.flops.items())
+    utilization = ideal / run.now if run.now else 0.0
+    return Price(name, mesh, hardware, run.now, tuple(run.items), memory, total, utilization, tuple(notes))
+
+
+class _Run:
+    """A rank's two clocks, `now` of what it computes and `wire` of what it communicates, op after op."""
+
+    def __init__(self, traced: Traced, mesh: Mesh, hardware: Hardware) -> None:
+        self.mesh, self.hardware = mesh, hardware
+        self.now = self.wire = 0.0
+        self.flops: dict[torch.dtype, int] = defaultdict(int)
+        self.items: list[Item] = []
+        self.ready: dict[fx.Node, float] = {}
+        self.underway: deque[tuple[int, float]] = deque()  # which item, and when it is through
+        self.waited: dict[int, float] = defaultdict(float)
+        self.phases = _phases(traced)
+        readers = readers_before_writes(traced)
+        for node in overlapped(traced, readers):
+            self._wait([*operands_of(node), *readers.get(node, ())])
+            collective = collective_of(node, mesh)
+            if collective is not None and collective.bytes:
+                self._communicate(node, collective)
+            elif collective is None and primitive_name(node) is None and viewed(node) is None:
+                self._compute(node)
+        self._wait([out for out in traced.outputs if isinstance(out, fx.Node)])
+        self.items = [_exposed(item, self.waited.get(i, item.exposed)) for i, item in enumerate(self.items)]
+
+    def _wait(self, nodes: Iterable[fx.Node]) -> None:
+        """Until these are there; what is under way meanwhile is what the rank waits for."""
+        until = max((self.ready.get(node, 0.0) for node in nodes), default=0.0)
+        while self.underway and self.now < until:
+            index, end = self.underway[0]
+            stop = min(end, until)
+            if stop > self.now:
+                self.waited[index] += stop - self.now
+                self.now = stop
+            if end <= self.now:
+                self.underway.popleft()
+        self.now = max(self.now, until)
+
+    def _communicate(self, node: fx.Node, one: Collective) -> None:
+        seconds = self.hardware.collective(one, self.mesh)
+        self.wire = max(self.now, self.wire) + seconds
+        self.ready[node] = self.wire
+        self.underway.append((len(self.items), self.wire))
+        source = str(one.source or "")
+        self.items.append(Item(one.kind, one.axes, self.phases[node], source, sent=one.bytes, seconds=seconds))
+        if one.kind not in STARTED:
+            self._wait([node])
+
+    def _compute(self, node: fx.Node) -> None:
+        done, moved, dtype = flops(node), _moved(node), _dtype(node)
+        seconds = self.hardware.compute(done, moved, dtype)
+        self.now += seconds
+        self.flops[dtype] += done
+        what, source = "products" if done else "other ops", str(node.meta.get("source") or "")
+        self.items.append(
+            Item(what, (), self.phases[node], source, flops=done, moved=moved, seconds=seconds, exposed=seconds)
+        )
+
+
+def _exposed(item: Item, seconds: float) -> Item:
+    return item if item.exposed == seconds else replace(item, exposed=seconds)
+
+
+def _phases(traced: Traced) -> dict[fx.Node, str]:
+    """Per op, the part of a step that it belongs to: after the last op of the backward comes the update."""
+    nodes = list(traced.nodes)
+    last = max((index for index, node in enumerate(nodes) if node.meta["backward"]), default=len(nodes))
+    return {
+        node: "backward" if node.meta["backward"] else "update" if index > last else "forward"
+        for index, node in enumerate(nodes)
+    }
+
+
+def _moved(node: fx.Node) -> int:
+    if node.target in _LOOKUPS:
+        return 2 * nbytes_of(node.meta["val"])
+    return sum(nbytes_of(value.meta["val"]) for value in (node, *operands_of(node)))
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    """What an op computes in: its first floating operand's dtype."""
+    values = [value.meta["val"] for value in (*operands_of(node), node)]
+    found = (value.dtype for value in values if isinstance(value, Aval) and value.dtype.is_floating_point)
+    return next(found, torch.float32)
