@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from .actions import Schedule, ScheduleError
-from .registry import FAMILIES, get, stages_for
+from .registry import FAMILIES, for_ranks, stages_for
 from .simulate import Costs, Timeline, simulate
 
 __all__ = ["Layer", "Machine", "Plan", "balanced_cut", "search"]
@@ -150,12 +150,10 @@ def _choices(
             continue
         for microbatch in _divisors(batch // replicas):
             for name in names:
-                options = {"chunks": chunks} if FAMILIES[name].chunks is None else {}
-                stages = stages_for(name, depth, chunks)
-                if stages > len(layers):
+                if stages_for(name, depth, chunks) > len(layers):
                     continue
                 try:
-                    schedule = get(name)(stages, batch // replicas // microbatch, **options)
+                    schedule = for_ranks(name, depth, batch // replicas // microbatch, chunks)
                 except ScheduleError:  # the schedule is not for these numbers
                     continue
                 yield layers, machine, name, schedule, replicas, microbatch

@@ -13,7 +13,7 @@ from ..collectives.axes import MICROBATCH
 from ..local_function import LocalFunction, PyTree, SpecTree, unsharded
 from ..partition import partition
 from ..pipelines import BALANCES, Cut, PipelineError, PipelinePlan, Stacks, unstacked
-from ..schedules import FAMILIES, Schedule, check, get, stages_for
+from ..schedules import Schedule, check, for_ranks, get
 from .parallel import Rules, parameter_specs, rest_specs
 from .transform import Order, Transform
 
@@ -129,13 +129,7 @@ class _Maker:
     def _made(self, ranks: int) -> Schedule:
         if not isinstance(self.schedule, str):
             return self.schedule(stages=ranks * self.chunks, microbatches=self.microbatches)
-        options = {"chunks": self.chunks} if _takes_chunks(self.schedule) else {}
-        stages = stages_for(self.schedule, ranks, self.chunks)
-        return get(self.schedule)(stages=stages, microbatches=self.microbatches, **options)
-
-
-def _takes_chunks(name: str) -> bool:
-    return name in FAMILIES and FAMILIES[name].chunks is None
+        return for_ranks(self.schedule, ranks, self.microbatches, self.chunks)
 
 
 def stage_boundary(x: T) -> T:

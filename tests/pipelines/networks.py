@@ -10,10 +10,11 @@ from torch import Tensor
 
 import functional_parallel as fp
 from functional_parallel import schedules
-from functional_parallel.schedules import FAMILIES, Schedule, ScheduleError, stages_for
+from functional_parallel.schedules import FAMILIES, Schedule, ScheduleError
 
 WIDTH, CLASSES = 2, 3
 KINDS = ("linear", "residual", "relu", "gate", "skip", "tied", "masked", "widened")
+made = schedules.for_ranks
 SYNCHRONOUS = sorted(name for name in FAMILIES if name not in ("pipedream", "2bw"))
 
 
@@ -86,17 +87,12 @@ def plans(draw: st.DrawFn, names: list[str] = SYNCHRONOUS, most_ranks: int = 8) 
     if name == "dualpipe":
         ranks = ranks + ranks % 2
         microbatches = max(2 * ranks, microbatches + microbatches % 2)
-    if name == "dualpipev":
+    if name == "dualpipe-v":
         microbatches = max(2 * ranks, microbatches)
     try:
         return made(name, ranks, microbatches, chunks)
     except ScheduleError:  # outside its domain; one without bounds stands in
         return made("zb-h1", ranks, microbatches, chunks)
-
-
-def made(name: str, ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
-    options = {"chunks": chunks} if FAMILIES[name].chunks is None else {}
-    return schedules.get(name)(stages=stages_for(name, ranks, chunks), microbatches=microbatches, **options)
 
 
 def pipeline(schedule: Schedule) -> Any:

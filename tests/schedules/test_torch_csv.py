@@ -69,7 +69,12 @@ def of_torch(name: str, ranks: int, microbatches: int, chunks: int = 2) -> objec
 @pytest.mark.parametrize("numbers", NUMBERS)
 @pytest.mark.parametrize(
     ("name", "theirs"),
-    [("interleaved", "Interleaved1F1B"), ("zb-v", "ZBVZeroBubble"), ("dualpipev", "DualPipeV"), ("bfs", "LoopedBFS")],
+    [
+        ("interleaved", "Interleaved1F1B"),
+        ("zb-v", "ZBVZeroBubble"),
+        ("dualpipe-v", "DualPipeV"),
+        ("looped-bfs", "LoopedBFS"),
+    ],
 )
 def test_equal_to_their_export(name: str, theirs: str, numbers: tuple[int, int], tmp_path: object) -> None:
     file = tmp_path / "schedule.csv"
