@@ -6,15 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from sharding_specs import P
-
 from .. import source
 from ..collectives.axes import MICROBATCH
-from ..local_function import LocalFunction, PyTree, SpecTree, unsharded
-from ..partition import partition
+from ..local_function import LocalFunction, SpecTree, unsharded
 from ..pipelines import BALANCES, Cut, PipelineError, PipelinePlan, Stacks, unstacked
 from ..schedules import Schedule, check, for_ranks, get
-from .parallel import Rules, parameter_specs, rest_specs
+from .microbatched import microbatched
+from .parallel import Rules, parameter_specs
 from .transform import Order, Transform
 
 __all__ = ["pipeline", "stage_boundary"]
@@ -87,9 +85,6 @@ def pipeline(
     plan = PipelinePlan(axis, MICROBATCH, _Maker(schedule, microbatches, chunks, axis), Cut(balance, stacks))
 
     def apply(f: Callable[..., Any]) -> LocalFunction:
-        def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
-            return (P(), *rest_specs(args, batch, P(MICROBATCH)))
-
         if isinstance(f, LocalFunction) and f.layout.virtual:
             raise PipelineError(
                 f"{name} sums the gradients of its microbatches itself: leave fp.accumulate out, and give the pipeline "
@@ -98,7 +93,7 @@ def pipeline(
         inner = f
         if stacks is not None:
             inner = unstacked(f if isinstance(f, LocalFunction) else unsharded(f), stacks)
-        local = partition(inner, MICROBATCH, in_specs, describe=name)
+        local = microbatched(inner, batch, name)
         virtual = ((MICROBATCH, plan.summed_together), *local.layout.virtual)
         return local.with_layout(replace(local.layout, virtual=virtual, pipeline=plan))
 
