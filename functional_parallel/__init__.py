@@ -41,6 +41,7 @@ from .precision import mixed_precision
 from .program import BudgetError, Program
 from .runtime import CollectiveError, OutOfStepError, is_main_rank
 from .sampler import Sampler
+from .search import PipelineChoice, layer_costs, search_pipeline
 from .train import Metrics, train_step
 from .train_state import DonatedStateError, TrainState
 from .transforms import (
@@ -74,6 +75,7 @@ __all__ = [
     "OutSpecError",
     "PartitionError",
     "PartitionWarning",
+    "PipelineChoice",
     "Program",
     "Sampler",
     "TrainState",
@@ -101,6 +103,7 @@ __all__ = [
     "hessian",
     "is_main_rank",
     "jvp",
+    "layer_costs",
     "mixed_precision",
     "optim",
     "pad_batch",
@@ -124,6 +127,7 @@ __all__ = [
     "remat",
     "scatter",
     "schedules",
+    "search_pipeline",
     "send",
     "shard_map",
     "stage_boundary",

@@ -4,6 +4,7 @@ from .build import PipelinePlan, build
 from .cut import BALANCES, Cut
 from .epilogue import Epilogue, Exchange, Given
 from .extract import Part
+from .layers import MeasuredLayer, measure
 from .program import PipelineProgram, updates_of
 from .roles import PipelineError
 from .stacks import Stacks, unstacked
@@ -15,6 +16,7 @@ __all__ = [
     "Epilogue",
     "Exchange",
     "Given",
+    "MeasuredLayer",
     "Part",
     "PipelineError",
     "PipelinePlan",
@@ -23,6 +25,7 @@ __all__ = [
     "Stage",
     "Work",
     "build",
+    "measure",
     "unstacked",
     "updates_of",
 ]

@@ -6,6 +6,7 @@ place belongs to stage k or a later one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ from ..tracing.graph import operands_of, source_of
 from .roles import PipelineError, Role, Roles
 from .stacks import Stacks
 
-__all__ = ["BALANCES", "Cut", "cut_of"]
+__all__ = ["BALANCES", "Cut", "cut_of", "finest"]
 
 BALANCES = ("work", "memory")
 _SLACK = 1.1  # how much more than the least largest stage may be for the sake of smaller messages
@@ -47,7 +48,7 @@ def cut_of(traced: Traced, roles: Roles, cut: Cut, stages: int, mesh: Mesh) -> d
     Raises:
         PipelineError: when marks make another number of stages, or the model has not enough to cut.
     """
-    forward = [node for node in traced.nodes if roles.of[node] is Role.STAGED and node not in roles.backward]
+    forward = _staged_forward(traced, roles)
     marks = 1 + max((source.stage for node in roles.of if (source := source_of(node)) is not None), default=0)
     if marks > 1:
         return _by_marks(forward, marks, stages)
@@ -56,6 +57,10 @@ def cut_of(traced: Traced, roles: Roles, cut: Cut, stages: int, mesh: Mesh) -> d
     if stages == 1:
         return dict.fromkeys(forward, 0)
     return _balanced(forward, _costs(forward, roles, cut.balance, mesh), stages)
+
+
+def _staged_forward(traced: Traced, roles: Roles) -> list[fx.Node]:
+    return [node for node in traced.nodes if roles.of[node] is Role.STAGED and node not in roles.backward]
 
 
 # -----------------------------------------------------------------------------
@@ -155,6 +160,28 @@ def _weights(node: fx.Node, roles: Roles) -> list[fx.Node]:
 
 def _is_kept(node: fx.Node, roles: Roles) -> bool:
     return isinstance(node.meta["val"], Aval) and any(user in roles.backward for user in node.users)
+
+
+def finest(traced: Traced, roles: Roles, mesh: Mesh) -> tuple[dict[fx.Node, int], int]:
+    """The model cut at every place that is no wider than those next to it, each stage with some work; and how many."""
+    forward = _staged_forward(traced, roles)
+    places, costs = _narrow(_places(forward)), _costs(forward, roles, "work", mesh)
+    found, stage, so_far = {}, 0, 0.0
+    for index, node in enumerate(forward):
+        if index in places and so_far > 0 and sum(costs[index:]) > 0:
+            stage, so_far = stage + 1, 0.0
+        found[node] = stage
+        so_far += costs[index]
+    return found, stage + 1
+
+
+def _narrow(places: dict[int, int]) -> set[int]:
+    """Of the places where one may cut, those where no more crosses than at the next ones."""
+    order = sorted(places)
+    widths = [math.inf, *(places[index] for index in order), math.inf]
+    return {
+        index for number, index in enumerate(order, 1) if widths[number] <= min(widths[number - 1], widths[number + 1])
+    }
 
 
 def _balanced(forward: list[fx.Node], costs: list[float], stages: int) -> dict[fx.Node, int]:
