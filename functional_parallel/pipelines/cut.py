@@ -16,6 +16,7 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..program.work import work
+from ..schedules.actions import count
 from ..source import Source
 from ..tracing import Aval, Traced
 from ..tracing.graph import operands_of, source_of
@@ -83,7 +84,8 @@ def _by_marks(forward: list[fx.Node], marks: int, stages: int) -> dict[fx.Node, 
     if empty:
         raise PipelineError(
             f"stage {empty[0]} of {stages} uses no parameter and makes no value that a later stage needs: two "
-            "fp.stage_boundary() follow one another; take one out, or move it"
+            "fp.stage_boundary() follow one another, or what stands there depends on the batch alone or is not used; "
+            "take one out, or move it"
         )
     return found
 
@@ -192,8 +194,8 @@ def _balanced(forward: list[fx.Node], costs: list[float], stages: int) -> dict[f
     cuts = _least(places, sums, stages)
     if cuts is None:
         raise PipelineError(
-            f"the model's forward can be cut into {len(places) + 1} stages at most, and the schedule has {stages}; "
-            "take fewer ranks or chunks"
+            f"the model's forward can be cut into at most {count(len(places) + 1, 'stage')}, and the schedule has "
+            f"{stages}; take fewer ranks or chunks"
         )
     bounds = [*cuts, len(forward)]
     found, stage = {}, 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import optree
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 import functional_parallel as fp
 from functional_parallel import schedules
 from functional_parallel.schedules import FAMILIES, Schedule, ScheduleError
+from sharding_specs import Mesh
 
 WIDTH, CLASSES = 2, 3
 KINDS = ("linear", "residual", "relu", "gate", "skip", "tied", "masked", "widened")
@@ -97,3 +99,17 @@ def plans(draw: st.DrawFn, names: list[str] = SYNCHRONOUS, most_ranks: int = 8) 
 
 def pipeline(schedule: Schedule) -> Any:
     return fp.pipeline("pipe", schedule=schedule, microbatches=schedule.microbatches)
+
+
+def assert_same(loss: Any, params: Any, *batch: Any, ranks: int = 2, **options: Any) -> Any:
+    """Value and gradients of the pipelined loss are the loss's own."""
+    plan = fp.pipeline("pipe", **{"microbatches": 4, "schedule": "1f1b", **options})
+    step = fp.compile(fp.grad_and_value(plan(loss)), Mesh(pipe=ranks))
+    got, wanted = step(params, *batch), fp.grad_and_value(loss)(params, *batch)
+    for path, a, b in zip(optree.tree_paths(got), optree.tree_leaves(got), optree.tree_leaves(wanted), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, msg=lambda text, path=path: f"{path}: {text}")
+    return step.program
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64) / 2
