@@ -38,16 +38,16 @@ def main() -> None:
 
 def drawn(name: str, args: argparse.Namespace) -> Timeline | None:
     """The timeline of a schedule, if it is made for these numbers; else it says why not."""
-    options = {"chunks": args.chunks} if FAMILIES[name].chunks is None else {}
-    stages = schedules.stages_for(name, args.ranks, args.chunks)
+    part = args.ranks / schedules.stages_for(name, args.ranks, args.chunks)  # of a rank's work, what is in one stage
+    times = (part * args.forward, part * args.input_grad, part * args.weight_grad)
+    costs = Costs(*times, latency=args.latency, activation=part)
     try:
-        schedule = schedules.get(name)(stages, args.microbatches, **options)
+        searched = {"costs": costs} if name == "zb-auto" else {}
+        schedule = schedules.for_ranks(name, args.ranks, args.microbatches, args.chunks, **searched)
     except ScheduleError as error:
         print(f"left out: {error}\n")
         return None
-    part = args.ranks / schedule.depth  # of a rank's work, what is in one stage
-    times = (part * args.forward, part * args.input_grad, part * args.weight_grad)
-    return schedules.simulate(schedule, Costs(*times, latency=args.latency, activation=part))
+    return schedules.simulate(schedule, costs)
 
 
 def arguments() -> argparse.Namespace:

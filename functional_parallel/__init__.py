@@ -41,6 +41,7 @@ from .precision import mixed_precision
 from .program import BudgetError, Hardware, Price, Program
 from .runtime import CollectiveError, OutOfStepError, is_main_rank
 from .sampler import Sampler
+from .search import PipelineChoice, layer_costs, search_pipeline
 from .train import Metrics, train_step
 from .train_state import DonatedStateError, TrainState
 from .transforms import (
@@ -75,6 +76,7 @@ __all__ = [
     "OutSpecError",
     "PartitionError",
     "PartitionWarning",
+    "PipelineChoice",
     "Price",
     "Program",
     "Sampler",
@@ -103,6 +105,7 @@ __all__ = [
     "hessian",
     "is_main_rank",
     "jvp",
+    "layer_costs",
     "mixed_precision",
     "optim",
     "pad_batch",
@@ -126,6 +129,7 @@ __all__ = [
     "remat",
     "scatter",
     "schedules",
+    "search_pipeline",
     "send",
     "shard_map",
     "stage_boundary",

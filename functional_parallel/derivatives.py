@@ -107,7 +107,7 @@ def hessian(f: Callable[..., Any], argnums: int = 0) -> Callable[..., Any]:
                 f"fp.hessian by a sharded or structured argument ({spec}): each rank would hold some blocks of the "
                 "matrix only; keep that argument one whole tensor, or take fp.jvp of fp.grad for products with a vector"
             )
-        return P()
+        return spec.dual()
 
     return _local(f.without_schedule(), call, results, "hessian")
 

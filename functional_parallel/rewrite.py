@@ -82,6 +82,8 @@ def _pipelined(
     later, _ = run_passes(late, program.traced, program.mesh, without, lambda name: watch(name, program, wide))
     program.passes += later
     inlined = {node for each in layout.passes for node in each.per_microbatch(program.traced)}
+    if plan.measure is not None:
+        return plan.measure(program, plan.virtual, inlined)
 
     def finish(part: Program) -> None:
         watch("cut", part, part.mesh)

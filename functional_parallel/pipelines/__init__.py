@@ -4,6 +4,7 @@ from .build import PipelinePlan, build
 from .cut import BALANCES, Cut, stage_of_layer
 from .epilogue import Epilogue, Exchange, Given
 from .extract import Part
+from .layers import MeasuredLayer, measure
 from .memory import PipelineMemory
 from .program import PipelineProgram, updates_of
 from .roles import PipelineError
@@ -16,6 +17,7 @@ __all__ = [
     "Epilogue",
     "Exchange",
     "Given",
+    "MeasuredLayer",
     "Part",
     "PipelineError",
     "PipelineMemory",
@@ -25,6 +27,7 @@ __all__ = [
     "Stage",
     "Work",
     "build",
+    "measure",
     "stage_of_layer",
     "unstacked",
     "updates_of",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -26,7 +27,7 @@ from .prologue import Prologue, Wanted
 from .roles import PipelineError, Roles
 from .stages import StageBuilder
 
-__all__ = ["PipelinePlan", "build"]
+__all__ = ["PipelinePlan", "build", "prepared"]
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,15 @@ class PipelinePlan:
         virtual: the axis of microbatches.
         schedule: the schedule, or a function that makes one for a number of ranks of the axis.
         cut: how to cut the model.
+        measure: instead of a pipeline, what to make of the step: called with it, the virtual axis, and the values that
+            are made anew for every microbatch.
     """
 
     axis: str
     virtual: str
     schedule: Callable[[int], Schedule]
     cut: Cut
+    measure: Callable[[Program, str, set[fx.Node]], Any] | None = None
 
     def on(self, mesh: Mesh) -> Schedule:
         """The schedule on a mesh."""
@@ -92,9 +96,7 @@ class _Build:
     ) -> None:
         self.program, self.plan, self.size, self.finish = program, plan, size, finish
         self.traced = program.traced
-        _drop_casts(self.traced, plan.virtual)
-        _sum_one_by_one(self.traced)
-        self.roles = Roles(self.traced, plan.virtual, program.in_specs, inlined)
+        self.roles = prepared(program, plan.virtual, inlined)
         self.schedule = plan.on(program.mesh)
         self.cut_dims = {
             node: microbatch_dim(spec, plan.virtual, str(node.meta.get("path")))
@@ -220,6 +222,13 @@ class _Build:
                 found.add(node)
                 pending += operands_of(node)
         return {node for node in found if node.op == "placeholder"}
+
+
+def prepared(program: Program, virtual: str, inlined: set[fx.Node]) -> Roles:
+    """The roles of a step's ops, after what only other ways to run microbatches need is out of it."""
+    _drop_casts(program.traced, virtual)
+    _sum_one_by_one(program.traced)
+    return Roles(program.traced, virtual, program.in_specs, inlined)
 
 
 def _drop_casts(traced: Traced, axis: str) -> None:

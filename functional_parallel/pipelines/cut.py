@@ -6,6 +6,7 @@ place belongs to stage k or a later one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,13 +16,14 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..program.work import work
+from ..schedules.actions import count
 from ..source import Source
 from ..tracing import Aval, Traced
 from ..tracing.graph import operands_of, source_of
 from .roles import PipelineError, Role, Roles
 from .stacks import Stacks
 
-__all__ = ["BALANCES", "Cut", "cut_of", "stage_of_layer"]
+__all__ = ["BALANCES", "Cut", "cut_of", "finest", "stage_of_layer"]
 
 BALANCES = ("work", "memory")
 _SLACK = 1.1  # how much more than the least largest stage may be for the sake of smaller messages
@@ -47,7 +49,7 @@ def cut_of(traced: Traced, roles: Roles, cut: Cut, stages: int, mesh: Mesh) -> d
     Raises:
         PipelineError: when marks make another number of stages, or the model has not enough to cut.
     """
-    forward = [node for node in traced.nodes if roles.of[node] is Role.STAGED and node not in roles.backward]
+    forward = _staged_forward(traced, roles)
     marks = 1 + max((source.stage for node in roles.of if (source := source_of(node)) is not None), default=0)
     if marks > 1:
         return _by_marks(forward, marks, stages)
@@ -56,6 +58,10 @@ def cut_of(traced: Traced, roles: Roles, cut: Cut, stages: int, mesh: Mesh) -> d
     if stages == 1:
         return dict.fromkeys(forward, 0)
     return _balanced(forward, _costs(forward, roles, cut.balance, mesh), stages)
+
+
+def _staged_forward(traced: Traced, roles: Roles) -> list[fx.Node]:
+    return [node for node in traced.nodes if roles.of[node] is Role.STAGED and node not in roles.backward]
 
 
 # -----------------------------------------------------------------------------
@@ -78,7 +84,8 @@ def _by_marks(forward: list[fx.Node], marks: int, stages: int) -> dict[fx.Node, 
     if empty:
         raise PipelineError(
             f"stage {empty[0]} of {stages} uses no parameter and makes no value that a later stage needs: two "
-            "fp.stage_boundary() follow one another; take one out, or move it"
+            "fp.stage_boundary() follow one another, or what stands there depends on the batch alone or is not used; "
+            "take one out, or move it"
         )
     return found
 
@@ -162,6 +169,28 @@ def _is_kept(node: fx.Node, roles: Roles) -> bool:
     return isinstance(node.meta["val"], Aval) and any(user in roles.backward for user in node.users)
 
 
+def finest(traced: Traced, roles: Roles, mesh: Mesh) -> tuple[dict[fx.Node, int], int]:
+    """The model cut at every place that is no wider than those next to it, each stage with some work; and how many."""
+    forward = _staged_forward(traced, roles)
+    places, costs = _narrow(_places(forward)), _costs(forward, roles, "work", mesh)
+    found, stage, so_far = {}, 0, 0.0
+    for index, node in enumerate(forward):
+        if index in places and so_far > 0 and sum(costs[index:]) > 0:
+            stage, so_far = stage + 1, 0.0
+        found[node] = stage
+        so_far += costs[index]
+    return found, stage + 1
+
+
+def _narrow(places: dict[int, int]) -> set[int]:
+    """Of the places where one may cut, those where no more crosses than at the next ones."""
+    order = sorted(places)
+    widths = [math.inf, *(places[index] for index in order), math.inf]
+    return {
+        index for number, index in enumerate(order, 1) if widths[number] <= min(widths[number - 1], widths[number + 1])
+    }
+
+
 def _balanced(forward: list[fx.Node], costs: list[float], stages: int) -> dict[fx.Node, int]:
     places = _places(forward)
     sums = [0.0]
@@ -170,8 +199,8 @@ def _balanced(forward: list[fx.Node], costs: list[float], stages: int) -> dict[f
     cuts = _least(places, sums, stages)
     if cuts is None:
         raise PipelineError(
-            f"the model's forward can be cut into {len(places) + 1} stages at most, and the schedule has {stages}; "
-            "take fewer ranks or chunks"
+            f"the model's forward can be cut into at most {count(len(places) + 1, 'stage')}, and the schedule has "
+            f"{stages}; take fewer ranks or chunks"
         )
     bounds = [*cuts, len(forward)]
     found, stage = {}, 0

@@ -12,7 +12,7 @@ from .gpipe import gpipe
 from .interleaved import breadth_first, interleaved
 from .messages import Receive, Send, check_messages, messages
 from .one_f_one_b import eager_one_f_one_b, one_f_one_b
-from .registry import FAMILIES, Family, get, stages_for
+from .registry import FAMILIES, Family, for_ranks, get, stages_for
 from .search import Layer, Machine, Plan, balanced_cut, search
 from .sequential import naive
 from .simulate import Costs, Event, Timeline, simulate
@@ -44,6 +44,7 @@ __all__ = [
     "dualpipe",
     "dualpipe_v",
     "eager_one_f_one_b",
+    "for_ranks",
     "from_csv",
     "get",
     "gpipe",

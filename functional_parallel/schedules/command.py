@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from .actions import Schedule, ScheduleError, rows
+from .automatic import zb_auto
 from .check import check
-from .registry import FAMILIES, family, get, stages_for
+from .registry import FAMILIES, family, for_ranks, get
 from .simulate import Costs, Timeline, simulate
 from .timeline import chrome_trace, plot, summary, timeline_text
 from .torch_csv import to_csv
@@ -24,7 +26,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     size.add_argument("--stages", type=int, help="stages of the model")
     size.add_argument("--ranks", type=int, help="ranks, each with as many stages as the schedule gives it")
     parser.add_argument("--microbatches", type=int, required=True, help="microbatches of a step")
-    parser.add_argument("--chunks", type=int, default=2, help="stages per rank, for interleaved and bfs")
+    parser.add_argument("--chunks", type=int, default=2, help="stages per rank, for interleaved and looped-bfs")
+    parser.add_argument(
+        "--limit", type=int, help="microbatches that a rank may hold, for zb-auto; the ranks by default"
+    )
     for option, kind in (("forward", "F"), ("input-grad", "I"), ("weight-grad", "W")):
         parser.add_argument(f"--{option}", type=float, default=1.0, help=f"time of {kind}")
     parser.add_argument("--latency", type=float, default=0.0, help="time of a message")
@@ -37,8 +42,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(chosen: argparse.Namespace) -> str:
     """The text to print, after writing the files asked for."""
-    schedule = check(_schedule(chosen))
-    timeline = simulate(schedule, Costs(chosen.forward, chosen.input_grad, chosen.weight_grad, chosen.latency))
+    costs = Costs(chosen.forward, chosen.input_grad, chosen.weight_grad, chosen.latency)
+    schedule = check(_schedule(chosen, costs))
+    timeline = simulate(schedule, costs)
     if chosen.trace:
         chosen.trace.write_text(chrome_trace(timeline))
     if chosen.plot:
@@ -50,13 +56,22 @@ def run(chosen: argparse.Namespace) -> str:
     return f"{schedule.title()}\n\n{timeline_text(timeline)}\n\n{summary(timeline)}"
 
 
-def _schedule(chosen: argparse.Namespace) -> Schedule:
+def _schedule(chosen: argparse.Namespace, costs: Costs) -> Schedule:
     name = chosen.name or chosen.positional
     if name is None:
         raise ScheduleError(f"no schedule is named; there are {', '.join(FAMILIES)}")
-    options = {"chunks": chosen.chunks} if family(name).chunks is None else {}
-    stages = stages_for(name, chosen.ranks, chosen.chunks) if chosen.stages is None else chosen.stages
-    return get(name)(stages=stages, microbatches=chosen.microbatches, **options)
+    options: dict[str, Any] = {}
+    if family(name).schedule is zb_auto:
+        options = {"limit": chosen.limit, "costs": costs}
+    elif chosen.limit is not None:
+        raise ScheduleError(
+            f"--limit is what zb-auto is searched within; {name} holds what its rule says: leave it out"
+        )
+    if chosen.stages is None:
+        return for_ranks(name, chosen.ranks, chosen.microbatches, chosen.chunks, **options)
+    if family(name).chunks is None:
+        options["chunks"] = chosen.chunks
+    return get(name)(stages=chosen.stages, microbatches=chosen.microbatches, **options)
 
 
 def _numbers(timeline: Timeline) -> dict[str, object]:

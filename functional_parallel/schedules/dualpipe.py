@@ -55,7 +55,7 @@ def dualpipe_v(stages: int, microbatches: int) -> Schedule:
 
     >>> from functional_parallel import schedules
     >>> print(schedules.dualpipe_v(2, 2))
-    dualpipev: 2 stages on 1 rank, 2 microbatches
+    dualpipe-v: 2 stages on 1 rank, 2 microbatches
     rank 0  0F0        1F0        0F1        1B0        (1F1;0B0)  1B1        0I1        0W1
 
     Source: DeepSeek-AI 2025, DualPipe, the published code; the fold is that of Qi et al. 2024.
@@ -67,16 +67,16 @@ def dualpipe_v(stages: int, microbatches: int) -> Schedule:
     Returns:
         The schedule.
     """
-    ranks = ranks_of("dualpipev", stages, microbatches, 2)
+    ranks = ranks_of("dualpipe-v", stages, microbatches, 2)
     rule = "at least as many microbatches as stages"
-    require("dualpipev", rule, "microbatches", microbatches, lambda number: number >= stages, f"stages={stages}")
+    require("dualpipe-v", rule, "microbatches", microbatches, lambda number: number >= stages, f"stages={stages}")
     rows, pairs = [], []
     for r in range(ranks):
         row = _EightSteps(r, 2 * ranks - 1 - r)
         row.run(r, ranks, microbatches)
         rows.append(tuple(row.actions))
         pairs += row.pairs
-    return Schedule(tuple(rows), folded_placement(ranks), microbatches, 1, frozenset(pairs), name="dualpipev")
+    return Schedule(tuple(rows), folded_placement(ranks), microbatches, 1, frozenset(pairs), name="dualpipe-v")
 
 
 class _EightSteps:

@@ -59,7 +59,7 @@ def breadth_first(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
 
     >>> from functional_parallel import schedules
     >>> print(schedules.breadth_first(4, 2, chunks=2))
-    bfs: 4 stages on 2 ranks, 2 microbatches
+    looped-bfs: 4 stages on 2 ranks, 2 microbatches
     rank 0  0F0  0F1  2F0  2F1  2B1  2B0  0B1  0B0
     rank 1  1F0  1F1  3F0  3F1  3B1  3B0  1B1  1B0
 
@@ -73,9 +73,9 @@ def breadth_first(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
     Returns:
         The schedule; a rank holds the activations of all microbatches, and needs each stage's weights twice only.
     """
-    ranks = ranks_of("bfs", stages, microbatches, chunks)
+    ranks = ranks_of("looped-bfs", stages, microbatches, chunks)
     rows = []
     for r in range(ranks):
         forwards = [Action("F", s, m) for s in range(r, stages, ranks) for m in range(microbatches)]
         rows.append((*forwards, *(Action("B", s, m) for _, s, m in reversed(forwards))))
-    return Schedule(tuple(rows), tuple(s % ranks for s in range(stages)), microbatches, name="bfs")
+    return Schedule(tuple(rows), tuple(s % ranks for s in range(stages)), microbatches, name="looped-bfs")

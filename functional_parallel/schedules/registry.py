@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .actions import Schedule, ScheduleError
 from .asynchronous import pipedream, two_bw
@@ -16,7 +16,7 @@ from .sequential import naive
 from .v_shape import v_half, v_min
 from .zero_bubble import zb_h1, zb_h2, zb_v
 
-__all__ = ["FAMILIES", "Family", "get", "stages_for"]
+__all__ = ["FAMILIES", "Family", "family", "for_ranks", "get", "stages_for"]
 
 
 class Family(NamedTuple):
@@ -58,7 +58,7 @@ FAMILIES = {
         "Narayanan et al. 2021, Megatron-LM",
         None,
     ),
-    "bfs": Family(
+    "looped-bfs": Family(
         breadth_first,
         "P·V stages",
         "(P − 1)(F + B)",
@@ -94,7 +94,7 @@ FAMILIES = {
     ),
     "zb-auto": Family(zb_auto, "any; at most `limit` live", "by search", "≤ limit", _ZERO),
     "dualpipe": Family(dualpipe, "P even; M even, M ≥ 2P", "(P/2 − 1)(F&B + F − 2W) if F ≥ I ≥ W", "P + 1", _DUAL),
-    "dualpipev": Family(
+    "dualpipe-v": Family(
         dualpipe_v,
         "2P stages; M ≥ 2P",
         "(P − 1)(F&B + F − 2W) if F ≥ I ≥ W",
@@ -105,7 +105,7 @@ FAMILIES = {
     "pipedream": Family(pipedream, "any", "0 while it streams", "min(P − r, M)", _PIPEDREAM),
     "2bw": Family(two_bw, "batches of at least P; M whole batches", "0 while it streams", "min(P − r, M)", _FLUSH),
 }
-_ALIASES = {"looped-bfs": "bfs", "dualpipe-v": "dualpipev", "pipedream-2bw": "2bw", "pipedream-flush": "1f1b"}
+_ALIASES = {"bfs": "looped-bfs", "dualpipev": "dualpipe-v", "pipedream-2bw": "2bw", "pipedream-flush": "1f1b"}
 
 
 def get(name: str) -> Callable[..., Schedule]:
@@ -116,7 +116,7 @@ def get(name: str) -> Callable[..., Schedule]:
     Schedule(zb-h1: 4 stages on 4 ranks, 8 microbatches)
 
     Args:
-        name: a name in `FAMILIES`.
+        name: a name in `FAMILIES`, or another of the same schedule, such as "bfs" or "pipedream-flush".
 
     Returns:
         A function of `stages` and `microbatches`, some with more arguments, all by keyword too.
@@ -151,3 +151,28 @@ def stages_for(name: str, ranks: int, chunks: int = 2) -> int:
     """
     own = family(name).chunks
     return ranks * (chunks if own is None else own)
+
+
+def for_ranks(name: str, ranks: int, microbatches: int, chunks: int = 2, **options: Any) -> Schedule:
+    """The schedule of a name on so many ranks, each with as many stages as the schedule gives it.
+
+    >>> from functional_parallel import schedules
+    >>> [schedules.for_ranks(name, ranks=2, microbatches=4, chunks=3) for name in ("1f1b", "interleaved")]
+    [Schedule(1f1b: 2 stages on 2 ranks, 4 microbatches), Schedule(interleaved: 6 stages on 2 ranks, 4 microbatches)]
+
+    Args:
+        name: as for `get`.
+        ranks: how many ranks.
+        microbatches: how many microbatches a step has.
+        chunks: how many stages a rank holds, where the schedule leaves that open.
+        options: more arguments of the schedule, as `limit` of "zb-auto".
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ScheduleError: where there is no such schedule, or it is not made for these numbers.
+    """
+    if family(name).chunks is None:
+        options["chunks"] = chunks
+    return get(name)(stages=stages_for(name, ranks, chunks), microbatches=microbatches, **options)

@@ -6,11 +6,11 @@ more overhead. No formula weighs these for a given model and machine, but a simu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .actions import Schedule, ScheduleError
-from .registry import FAMILIES, get, stages_for
+from .registry import FAMILIES, for_ranks, stages_for
 from .simulate import Costs, Timeline, simulate
 
 __all__ = ["Layer", "Machine", "Plan", "balanced_cut", "search"]
@@ -28,6 +28,10 @@ class Layer:
         output: bytes that it hands to the next layer.
         gradient: bytes of its weights' gradient, which replicas sum.
         state: bytes of its weights, their gradients and the optimizer's state.
+        kept: by name, values that its forward keeps and others may too, in bytes of one sample: a stage holds each
+            once, on top of `activation`.
+        weights: by name, weights that other layers may use too, as (gradient, state): a rank holds each once, on top of
+            the two above.
     """
 
     forward: float
@@ -37,6 +41,8 @@ class Layer:
     output: float = 0.0
     gradient: float = 0.0
     state: float = 0.0
+    kept: Mapping[str, float] = field(default_factory=dict)
+    weights: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def time(self) -> float:
@@ -150,12 +156,10 @@ def _choices(
             continue
         for microbatch in _divisors(batch // replicas):
             for name in names:
-                options = {"chunks": chunks} if FAMILIES[name].chunks is None else {}
-                stages = stages_for(name, depth, chunks)
-                if stages > len(layers):
+                if stages_for(name, depth, chunks) > len(layers):
                     continue
                 try:
-                    schedule = get(name)(stages, batch // replicas // microbatch, **options)
+                    schedule = for_ranks(name, depth, batch // replicas // microbatch, chunks)
                 except ScheduleError:  # the schedule is not for these numbers
                     continue
                 yield layers, machine, name, schedule, replicas, microbatch
@@ -186,10 +190,10 @@ def _plan(
             latency=machine.latency,
             message=[microbatch * stage[-1].output for stage in stages],
             bandwidth=machine.bandwidth,
-            activation=[microbatch * size for size in total("activation")],
+            activation=[microbatch * _activation(stage) for stage in stages],
         ),
     )
-    held, reduced = (_per_rank(schedule, total(cost)) for cost in ("state", "gradient"))
+    reduced, held = zip(*(_weights(schedule, stages, rank) for rank in range(schedule.ranks)), strict=True)
     copies = replicas * schedule.chains
     ends = [
         row[-1].end + 2 * (copies - 1) / copies * size / machine.reduce_bandwidth
@@ -199,9 +203,18 @@ def _plan(
     return Plan(name, schedule.ranks, replicas, microbatch, cuts, max(ends), memory, timeline)
 
 
-def _per_rank(schedule: Schedule, sizes: Sequence[float]) -> list[float]:
-    pairs = list(zip(schedule.rank_of_stage, sizes, strict=True))
-    return [sum(size for owner, size in pairs if owner == rank) for rank in range(schedule.ranks)]
+def _activation(stage: Sequence[Layer]) -> float:
+    kept = {name: size for layer in stage for name, size in layer.kept.items()}
+    return sum(layer.activation for layer in stage) + sum(kept.values())
+
+
+def _weights(schedule: Schedule, stages: Sequence[Sequence[Layer]], rank: int) -> tuple[float, float]:
+    """Bytes of gradients and of all state on a rank; each chain has weights of its own."""
+    own = [number for number, owner in enumerate(schedule.rank_of_stage) if owner == rank]
+    layers = [(number // schedule.depth, layer) for number in own for layer in stages[number]]
+    named = {(chain, name): sizes for chain, layer in layers for name, sizes in layer.weights.items()}
+    gradient = sum(layer.gradient for _, layer in layers) + sum(size for size, _ in named.values())
+    return gradient, sum(layer.state for _, layer in layers) + sum(size for _, size in named.values())
 
 
 def balanced_cut(times: Sequence[float], parts: int) -> tuple[tuple[int, int], ...]:

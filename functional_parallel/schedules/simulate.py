@@ -8,6 +8,7 @@ first action and its last. Zero-bubble schedules are zero in the second.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,9 @@ class Costs:
         activation: what a forward's activations take until they are released.
         kept_by_weight_gradient: the share of them that an I leaves for its W.
         jitter: the largest relative change of a time, drawn per action with `seed`.
+
+    Raises:
+        ScheduleError: for a negative time or size, a bandwidth of 0, or a share that is not from 0 to 1.
     """
 
     forward: PerStage = 1.0
@@ -48,12 +52,27 @@ class Costs:
     jitter: float = 0.0
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        for name in ("forward", "input_gradient", "weight_gradient", "latency", "message", "activation"):
+            given = getattr(self, name)
+            for value in (given,) if isinstance(given, (int, float)) else given:
+                _require(name, value, 0 <= value < math.inf, "0 or more")
+        for name in ("overlap", "kept_by_weight_gradient", "jitter"):
+            share = getattr(self, name)
+            _require(name, share, share is None or 0 <= share <= 1, "from 0 to 1")
+        _require("bandwidth", self.bandwidth, self.bandwidth > 0, "more than 0")
+
     def time(self, action: Action) -> float:
         """The time of an action without jitter."""
         stage = action.stage
         if action.kind == "B":
             return at(self.input_gradient, stage) + at(self.weight_gradient, stage)
         return at({"F": self.forward, "I": self.input_gradient, "W": self.weight_gradient}[action.kind], stage)
+
+
+def _require(name: str, value: float | None, legal: bool, range_: str) -> None:
+    if not legal:
+        raise ScheduleError(f"Costs({name}={value!r}): a schedule cannot be priced with that; it is {range_}")
 
 
 def at(values: PerStage, stage: int) -> float:

@@ -18,6 +18,7 @@ __all__ = ["chrome_trace", "plot", "summary", "timeline_text"]
 _TIME = {False: "time", True: "time (paler: the later stages of a rank)"}
 _LETTERS = 130  # that fit into the width of a picture
 _COLORS = {"F": "#4c78a8", "B": "#59a14f", "I": "#76b7b2", "W": "#edc948"}
+_DARK = "FB"  # colors on which black cannot be read
 
 
 def timeline_text(timeline: Timeline, unit: float | None = None) -> str:
@@ -176,7 +177,9 @@ def _draw(axes: Any, timeline: Timeline, until: float) -> None:
             [(start, end - start)], (low, height), facecolors=_COLORS[action.kind], alpha=shade, edgecolor="w"
         )
         if (end - start) * _LETTERS > until * len(str(action.microbatch)) and end <= until:
-            axes.text((start + end) / 2, low + height / 2, str(action.microbatch), ha="center", va="center", fontsize=6)
+            ink = "w" if action.kind in _DARK and shade > 0.75 else "k"
+            text = str(action.microbatch)
+            axes.text((start + end) / 2, low + height / 2, text, ha="center", va="center", fontsize=7, color=ink)
     axes.set(
         xlim=(-0.01 * until, 1.01 * until),
         ylim=(schedule.ranks - 0.5, -0.5),

@@ -6,13 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from sharding_specs import P
-
 from ..collectives.axes import MICROBATCH
-from ..local_function import LocalFunction, PyTree, SpecTree
-from ..partition import partition
+from ..local_function import LocalFunction, SpecTree
 from ..program.passes import ReduceEach
-from .parallel import rest_specs
+from .microbatched import microbatched
 from .transform import Order, Transform
 
 __all__ = ["accumulate"]
@@ -50,10 +47,7 @@ def accumulate(microbatches: int, *, batch: SpecTree = None, reduce: str = "once
         raise ValueError(f"accumulate({microbatches!r}): give the number of microbatches, 1 or more")
 
     def apply(f: Callable[..., Any]) -> LocalFunction:
-        def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
-            return (P(), *rest_specs(args, batch, P(MICROBATCH)))
-
-        local = partition(f, MICROBATCH, in_specs, describe=f"accumulate({microbatches})")
+        local = microbatched(f, batch, f"accumulate({microbatches})")
         layout = replace(local.layout, virtual=((MICROBATCH, microbatches), *local.layout.virtual))
         local = local.with_layout(layout)
         return local.asking(ReduceEach(MICROBATCH)) if reduce == "each" else local

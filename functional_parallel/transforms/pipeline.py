@@ -6,15 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from sharding_specs import P
-
 from .. import source
 from ..collectives.axes import MICROBATCH
-from ..local_function import LocalFunction, PyTree, SpecTree, unsharded
-from ..partition import partition
+from ..local_function import LocalFunction, SpecTree, unsharded
 from ..pipelines import BALANCES, Cut, PipelineError, PipelinePlan, Stacks, unstacked
-from ..schedules import FAMILIES, Schedule, check, get, stages_for
-from .parallel import Rules, parameter_specs, rest_specs
+from ..schedules import FAMILIES, Schedule, check, for_ranks, get
+from .microbatched import microbatched
+from .parallel import Rules, parameter_specs
 from .transform import Order, Transform
 
 __all__ = ["pipeline", "stage_boundary"]
@@ -28,7 +26,7 @@ def pipeline(
     *,
     microbatches: int,
     schedule: str | Schedule | Callable[..., Schedule] = "1f1b",
-    chunks: int = 2,
+    chunks: int | None = None,
     batch: SpecTree = None,
     balance: str = "work",
 ) -> Transform:
@@ -63,15 +61,16 @@ def pipeline(
         specs: which parameters are stacks of layers: those whose spec cuts dim 0 along the axis, `P("pipe", …)`, by
             rules or in a tree. Equal runs of layers make the stages; the model takes a layer as `params["w"][i]`.
         microbatches: into how many microbatches each rank's part of the batch is cut.
-        schedule: a name in `fp.schedules.FAMILIES`; a `Schedule`, your own too; or a function of `stages` and
-            `microbatches` that makes one.
-        chunks: how many stages a rank holds, for schedules that leave it open ("interleaved", "looped-bfs").
+        schedule: a name in `fp.schedules.FAMILIES`, or its function; a `Schedule`, your own too; or a function of
+            `stages` and `microbatches` that makes one.
+        chunks: how many stages a rank holds, for schedules that leave it open: 2 by default for "interleaved" and
+            "looped-bfs", 1 for a function of your own.
         batch: how the arguments after the parameters are cut, as specs over the axis "microbatch"; by default dim 0 of
             every tensor that has one.
         balance: without marks, what the stages have equal parts of: "work", or "memory" of parameters and residuals.
 
     Raises:
-        ValueError: when there is not at least one microbatch, or no such balance.
+        ValueError: when there is not at least one microbatch, no such balance, or no schedule.
         ScheduleError: when there is no such schedule; when called, if it is not made for these numbers.
         PipelineError: when called, if the model cannot be cut so.
     """
@@ -81,15 +80,17 @@ def pipeline(
         raise ValueError(f"pipeline(balance={balance!r}): it is {' or '.join(map(repr, BALANCES))}")
     if isinstance(schedule, str):
         get(schedule)  # an unknown name is refused here
+    elif not isinstance(schedule, Schedule) and not callable(schedule):
+        raise ValueError(
+            f"pipeline(schedule={schedule!r}): give a name such as '1f1b', an fp.schedules.Schedule (Schedule.of makes "
+            "one of text), or a function of stages and microbatches"
+        )
     title = schedule if isinstance(schedule, str) else getattr(schedule, "name", getattr(schedule, "__name__", "own"))
     name = f"pipeline({axis!r}, {title!r}, {microbatches})"
     stacks = None if specs is None else Stacks(axis, parameter_specs(specs))
     plan = PipelinePlan(axis, MICROBATCH, _Maker(schedule, microbatches, chunks, axis), Cut(balance, stacks))
 
     def apply(f: Callable[..., Any]) -> LocalFunction:
-        def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
-            return (P(), *rest_specs(args, batch, P(MICROBATCH)))
-
         if isinstance(f, LocalFunction) and f.layout.virtual:
             raise PipelineError(
                 f"{name} sums the gradients of its microbatches itself: leave fp.accumulate out, and give the pipeline "
@@ -98,7 +99,7 @@ def pipeline(
         inner = f
         if stacks is not None:
             inner = unstacked(f if isinstance(f, LocalFunction) else unsharded(f), stacks)
-        local = partition(inner, MICROBATCH, in_specs, describe=name)
+        local = microbatched(inner, batch, name)
         virtual = ((MICROBATCH, plan.summed_together), *local.layout.virtual)
         return local.with_layout(replace(local.layout, virtual=virtual, pipeline=plan))
 
@@ -108,8 +109,10 @@ def pipeline(
 class _Maker:
     """Makes the schedule for a number of ranks."""
 
-    def __init__(self, schedule: Any, microbatches: int, chunks: int, axis: str) -> None:
-        self.schedule, self.microbatches, self.chunks, self.axis = schedule, microbatches, chunks, axis
+    def __init__(self, schedule: Any, microbatches: int, chunks: int | None, axis: str) -> None:
+        known = (name for name, family in FAMILIES.items() if family.schedule is schedule)
+        self.schedule = next(known, schedule)
+        self.microbatches, self.chunks, self.axis = microbatches, chunks, axis
         self._found: dict[int, Schedule] = {}
 
     def __call__(self, ranks: int) -> Schedule:
@@ -122,20 +125,15 @@ class _Maker:
         if made.ranks != ranks or made.microbatches != self.microbatches:
             raise PipelineError(
                 f"{made.name} is for {made.ranks} ranks and {made.microbatches} microbatches, but the axis "
-                f"{self.axis!r} has {ranks} ranks and pipeline(microbatches={self.microbatches})"
+                f"{self.axis!r} has {ranks} ranks and pipeline(microbatches={self.microbatches}); make it for these"
+                + ("" if made is self.schedule else f"; it was asked for {ranks * (self.chunks or 1)} stages")
             )
         return check(made)
 
     def _made(self, ranks: int) -> Schedule:
         if not isinstance(self.schedule, str):
-            return self.schedule(stages=ranks * self.chunks, microbatches=self.microbatches)
-        options = {"chunks": self.chunks} if _takes_chunks(self.schedule) else {}
-        stages = stages_for(self.schedule, ranks, self.chunks)
-        return get(self.schedule)(stages=stages, microbatches=self.microbatches, **options)
-
-
-def _takes_chunks(name: str) -> bool:
-    return name in FAMILIES and FAMILIES[name].chunks is None
+            return self.schedule(stages=ranks * (self.chunks or 1), microbatches=self.microbatches)
+        return for_ranks(self.schedule, ranks, self.microbatches, self.chunks or 2)
 
 
 def stage_boundary(x: T) -> T:

@@ -29,6 +29,10 @@ _V, _I, _U, _R = State.VARYING, State.INVARIANT, State.UNREDUCED, State.REDUCED
 _COMPUTE = {"adamw", "attention", "constrain", "sum_of_squares", "uniform"}
 
 
+#: zeros beside a value as its tangent, and that value written over them: nothing of the first operand is left
+_OF_THE_SECOND = {torch.ops.aten._new_zeros_with_same_feature_meta.default, torch.ops.aten.copy.default}
+
+
 class TypingError(CollectiveTypeError):
     """A program that treats a value as something it is not; the message names the source line."""
 
@@ -51,6 +55,8 @@ class Typing:
             return type_of(node.args[0])
         if _is_primitive(node):
             return self._primitive(node)
+        if node.target in _OF_THE_SECOND:
+            return type_of(node.args[1])
         types = [type_of(operand) for operand in tensor_operands(node)]
         self._refuse_missed_casts(node)
         mixed = False

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import optree
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
 import functional_parallel as fp
 from functional_parallel import schedules
-from functional_parallel.schedules import FAMILIES, Schedule, ScheduleError, stages_for
+from functional_parallel.schedules import FAMILIES, Schedule, ScheduleError
+from sharding_specs import Mesh
 
 WIDTH, CLASSES = 2, 3
 KINDS = ("linear", "residual", "relu", "gate", "skip", "tied", "masked", "widened")
+made = schedules.for_ranks
 SYNCHRONOUS = sorted(name for name in FAMILIES if name not in ("pipedream", "2bw"))
 
 
@@ -86,7 +89,7 @@ def plans(draw: st.DrawFn, names: list[str] = SYNCHRONOUS, most_ranks: int = 8) 
     if name == "dualpipe":
         ranks = ranks + ranks % 2
         microbatches = max(2 * ranks, microbatches + microbatches % 2)
-    if name == "dualpipev":
+    if name == "dualpipe-v":
         microbatches = max(2 * ranks, microbatches)
     try:
         return made(name, ranks, microbatches, chunks)
@@ -94,10 +97,19 @@ def plans(draw: st.DrawFn, names: list[str] = SYNCHRONOUS, most_ranks: int = 8) 
         return made("zb-h1", ranks, microbatches, chunks)
 
 
-def made(name: str, ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
-    options = {"chunks": chunks} if FAMILIES[name].chunks is None else {}
-    return schedules.get(name)(stages=stages_for(name, ranks, chunks), microbatches=microbatches, **options)
-
-
 def pipeline(schedule: Schedule) -> Any:
     return fp.pipeline("pipe", schedule=schedule, microbatches=schedule.microbatches)
+
+
+def assert_same(loss: Any, params: Any, *batch: Any, ranks: int = 2, **options: Any) -> Any:
+    """Value and gradients of the pipelined loss are the loss's own."""
+    plan = fp.pipeline("pipe", **{"microbatches": 4, "schedule": "1f1b", **options})
+    step = fp.compile(fp.grad_and_value(plan(loss)), Mesh(pipe=ranks))
+    got, wanted = step(params, *batch), fp.grad_and_value(loss)(params, *batch)
+    for path, a, b in zip(optree.tree_paths(got), optree.tree_leaves(got), optree.tree_leaves(wanted), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, msg=lambda text, path=path: f"{path}: {text}")
+    return step.program
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64) / 2

@@ -1,4 +1,4 @@
-"""Where a model is cut, and what may cross: anything that a function computes."""
+"""Where a model is cut, and what lives on which stage."""
 
 from __future__ import annotations
 
@@ -14,116 +14,7 @@ import functional_parallel as fp
 from functional_parallel.pipelines import PipelineError
 from sharding_specs import Mesh, P
 
-D = torch.float64
-
-
-def assert_same(loss: Any, params: Any, *batch: Any, ranks: int = 2, **options: Any) -> Any:
-    """Value and gradients of the pipelined loss are the loss's own."""
-    plan = fp.pipeline("pipe", **{"microbatches": 4, "schedule": "1f1b", **options})
-    step = fp.compile(fp.grad_and_value(plan(loss)), Mesh(pipe=ranks))
-    got, wanted = step(params, *batch), fp.grad_and_value(loss)(params, *batch)
-    for path, a, b in zip(optree.tree_paths(got), optree.tree_leaves(got), optree.tree_leaves(wanted), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, msg=lambda text, path=path: f"{path}: {text}")
-    return step.program
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=D) / 2
-
-
-# -----------------------------------------------------------------------------
-# What crosses
-# -----------------------------------------------------------------------------
-
-
-def test_several_tensors_skip_connections_and_values_of_every_type() -> None:
-    def loss(p: Any, x: Tensor, kinds: Tensor) -> Tensor:
-        table = {"h": x @ p["a"], "count": kinds * 2, "name": "three", "nothing": None, "keep": kinds > 0}
-        early = table["h"]
-        table = fp.stage_boundary(table)
-        assert table["name"] == "three"
-        assert table["nothing"] is None
-        h = torch.where(table["keep"][:, None], torch.tanh(table["h"] @ p["b"]), table["h"])
-        h, count = fp.stage_boundary((h, table["count"]))
-        h = torch.tanh(h @ p["c"]) * count[:, None]
-        h = fp.stage_boundary(h)
-        return ((h @ p["d"] + early) ** 2).mean()  # over three stages
-
-    params = {name: normal(3, 3) for name in "abcd"}
-    program = assert_same(loss, params, normal(8, 3), torch.randint(-1, 3, (8,)), ranks=4)
-    assert len(program.stages[0].sends_forward) == 1  # kinds are cut from the batch on every rank, and not sent
-    assert len(program.stages[2].sends_forward) == 2  # the last layer's input, and the first stage's
-
-
-def test_encoder_and_decoder() -> None:
-    """As in T5: the decoder attends to the encoder's result on every stage; one embedding for both and for the head."""
-
-    def attend(p: Any, x: Tensor, memory: Tensor, causal: bool) -> Tensor:
-        q, k, v = x @ p["q"], memory @ p["k"], memory @ p["v"]
-        return x + F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], is_causal=causal)[:, 0] @ p["o"]
-
-    def loss(p: Any, source: Tensor, target: Tensor) -> Tensor:
-        h = F.embedding(source, p["shared"])
-        for block in p["encoder"]:
-            h = attend(block, h, h, causal=False)
-            h = h + torch.relu(h @ block["up"]) @ block["down"]
-        memory = F.layer_norm(h, (4,))
-        h = F.embedding(target[:, :-1], p["shared"])
-        for block in p["decoder"]:
-            h = attend(block["own"], h, h, causal=True)
-            h = attend(block["cross"], h, memory, causal=False)
-        logits = F.layer_norm(h, (4,)) @ p["shared"].T
-        return F.cross_entropy(logits.flatten(0, 1), target[:, 1:].flatten(), ignore_index=0)
-
-    def attention() -> Any:
-        return {name: normal(4, 4) for name in "qkvo"}
-
-    params = {
-        "shared": normal(9, 4),
-        "encoder": [{**attention(), "up": normal(4, 8), "down": normal(8, 4)} for _ in range(4)],
-        "decoder": [{"own": attention(), "cross": attention()} for _ in range(4)],
-    }
-    batch = torch.randint(0, 9, (8, 5)), torch.randint(0, 9, (8, 6))
-    program = assert_same(loss, params, *batch, ranks=4)
-    assert all(stage.sends_forward for stage in program.stages[:-1])
-    assert_same(loss, params, *batch, ranks=2, schedule="zb-v")
-
-
-def test_u_net() -> None:
-    """Skips from each level down to the same level up, across the middle stages."""
-
-    def loss(p: Any, image: Tensor) -> Tensor:
-        h, kept = image, []
-        for weight in p["down"]:
-            h = torch.relu(F.conv2d(h, weight, padding=1))
-            kept.append(h)
-            h = F.avg_pool2d(h, 2)
-        h = torch.relu(F.conv2d(h, p["middle"], padding=1))
-        for weight in p["up"]:
-            h = h.repeat_interleave(2, -1).repeat_interleave(2, -2)
-            h = torch.relu(F.conv2d(torch.cat([h, kept.pop()], 1), weight, padding=1))
-        return ((h.mean(1) - image.mean(1)) ** 2).mean()
-
-    params = {
-        "down": [normal(4, 1, 3, 3), normal(4, 4, 3, 3)],
-        "middle": normal(4, 4, 3, 3),
-        "up": [normal(4, 8, 3, 3), normal(4, 8, 3, 3)],
-    }
-    assert_same(loss, params, normal(8, 1, 8, 8), ranks=4)
-
-
-def test_no_batch_dim_first() -> None:
-    def loss(p: Any, x: Tensor) -> Tensor:
-        for weight in p:
-            x = torch.tanh(torch.einsum("t b e, e f -> t b f", x, weight))
-        return x.mean()
-
-    assert_same(loss, [normal(3, 3) for _ in range(4)], normal(5, 8, 3), batch=P(None, "microbatch"))
-
-
-# -----------------------------------------------------------------------------
-# Where
-# -----------------------------------------------------------------------------
+from .networks import assert_same, normal
 
 
 def chain_of(count: int) -> Any:
@@ -171,6 +62,22 @@ def test_parameters_and_state_live_where_they_are_used() -> None:
         if path.startswith(("0/1/1/", "0/1/2/")):  # the moments
             assert handle.holders == frozenset(r for r, each in enumerate(held) if path[6:] in each), path
             assert set(handle.parts) == set(handle.holders)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "stages"),
+    [
+        (fp.schedules.one_f_one_b, {}, 2),
+        (fp.schedules.zb_v, {}, 4),
+        (fp.schedules.interleaved, {"chunks": 3}, 6),
+        ("looped-bfs", {"chunks": 3}, 6),
+        (lambda stages, microbatches: fp.schedules.gpipe(stages, microbatches), {}, 2),
+        (lambda stages, microbatches: fp.schedules.interleaved(stages, microbatches), {"chunks": 2}, 4),
+    ],
+)
+def test_a_schedule_by_its_function(schedule: Any, options: dict[str, int], stages: int) -> None:
+    program = assert_same(chain_of(6), [normal(2, 2) for _ in range(6)], normal(8, 2), schedule=schedule, **options)
+    assert program.schedule.stages == stages
 
 
 def test_stacked_layers() -> None:
@@ -298,7 +205,7 @@ def marked(*places: int) -> Any:
     return loss
 
 
-FOUR, X = [torch.eye(2, dtype=D)] * 4, torch.ones(8, 2, dtype=D)
+FOUR, X = [torch.eye(2, dtype=torch.float64)] * 4, torch.ones(8, 2, dtype=torch.float64)
 
 
 def recomputed(p: Any, x: Tensor) -> Tensor:
@@ -318,12 +225,12 @@ def normalised(p: Any, x: Tensor) -> Tensor:
 BAD = {
     "fewer layers than stages": (
         lambda: run(chain_of(1), FOUR[:1], X, ranks=8),
-        "can be cut into . stages at most, and the schedule has 8",
+        "can be cut into at most . stages, and the schedule has 8",
     ),
     "stacked layers that the stages do not divide": (
         lambda: run(
             lambda p, x: (x @ p["w"][0] @ p["w"][1]).sum(),
-            {"w": torch.ones(2, 2, 2, dtype=D)},
+            {"w": torch.ones(2, 2, 2, dtype=torch.float64)},
             X,
             4,
             specs={"w": P("pipe")},
@@ -332,12 +239,17 @@ BAD = {
     ),
     "a stack used as a whole": (
         lambda: run(
-            lambda p, x: (x * p["w"].sum(0)).sum(), {"w": torch.ones(2, 2, dtype=D)}, X, specs={"w": P("pipe")}
+            lambda p, x: (x * p["w"].sum(0)).sum(),
+            {"w": torch.ones(2, 2, dtype=torch.float64)},
+            X,
+            specs={"w": P("pipe")},
         ),
         r"test_cuts\.py.*uses a stack of layers as a whole",
     ),
     "the axis on another dim": (
-        lambda: run(lambda p, x: p["w"].sum(), {"w": torch.ones(2, 2, dtype=D)}, X, specs={"w": P(None, "pipe")}),
+        lambda: run(
+            lambda p, x: p["w"].sum(), {"w": torch.ones(2, 2, dtype=torch.float64)}, X, specs={"w": P(None, "pipe")}
+        ),
         "cuts the first dim of a stack",
     ),
     "more microbatches than samples": (lambda: run(chain_of(4), FOUR, X, microbatches=16), "16"),
@@ -350,6 +262,17 @@ BAD = {
         "has no axis 'stages'",
     ),
     "no such schedule": (lambda: fp.pipeline("pipe", schedule="fastest", microbatches=2), "there is no schedule"),
+    "no schedule at all": (lambda: fp.pipeline("pipe", schedule=3, microbatches=2), "a name such as '1f1b'"),
+    "a function that makes another number of ranks": (
+        lambda: run(
+            chain_of(4), FOUR, X, schedule=lambda stages, microbatches: fp.schedules.zb_v(stages, microbatches)
+        ),
+        "for 1 ranks and 4 microbatches, .* it was asked for 2 stages",
+    ),
+    "a stage of the batch alone": (
+        lambda: run(lambda p, x: (fp.stage_boundary(torch.tanh(x)) @ p[0] @ p[1]).sum(), FOUR, X),
+        "stage 0 of 2 uses no parameter .* depends on the batch alone",
+    ),
     "no microbatch": (lambda: fp.pipeline("pipe", microbatches=0), "1 or more"),
     "no such balance": (lambda: fp.pipeline("pipe", microbatches=2, balance="luck"), "'work' or 'memory'"),
     "outside a schedule's domain": (

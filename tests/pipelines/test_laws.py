@@ -34,6 +34,22 @@ def test_value_and_gradients_are_those_of_the_function(
     assert_equal(step(params, *data), fp.grad_and_value(loss)(params, *data))
 
 
+@settings(max_examples=40, deadline=None)
+@given(plans(), kinds, st.integers(1, 2), st.integers(0, 1000))
+def test_the_bits_are_those_of_the_same_microbatches_on_one_rank(
+    schedule: Schedule, contents: list[str], size: int, seed: int
+) -> None:
+    """Not integers here, so that any other order of sums would show: of microbatches, or of a weight's several uses."""
+    contents = (contents * schedule.depth)[: max(schedule.depth, len(contents))]
+    generator = torch.Generator().manual_seed(seed)
+    params = optree.tree_map(lambda x: torch.randn(x.shape, generator=generator), parameters(contents, seed))
+    data = batch(size * schedule.microbatches, seed)
+    found = []
+    for plan, mesh in zip((pipeline(schedule), chains(schedule)), meshes(schedule), strict=True):
+        found.append(fp.compile(fp.grad_and_value(plan(network(contents))), mesh)(params, *data))
+    assert_equal(*found)
+
+
 @pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_training_gives_the_bits_of_the_same_microbatches_on_one_rank(name: str) -> None:
     """Not integers here: tanh, AdamW and a clipped norm, so that any other order of sums would show."""

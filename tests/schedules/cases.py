@@ -7,21 +7,17 @@ from collections.abc import Iterator
 from hypothesis import strategies as st
 
 from functional_parallel import schedules
-from functional_parallel.schedules import FAMILIES, Schedule, ScheduleError, stages_for
+from functional_parallel.schedules import FAMILIES, Schedule, ScheduleError
 
 CHUNKED = [name for name, family in FAMILIES.items() if family.chunks is None]
-
-
-def made(name: str, ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
-    options = {"chunks": chunks} if name in CHUNKED else {}
-    return schedules.get(name)(stages=stages_for(name, ranks, chunks), microbatches=microbatches, **options)
+made = schedules.for_ranks
 
 
 def in_domain(name: str, ranks: int, microbatches: int) -> bool:
     """Written from the published rules, not from the code that checks them."""
     if name == "dualpipe":
         return ranks % 2 == 0 and microbatches % 2 == 0 and microbatches >= 2 * ranks
-    if name == "dualpipev":
+    if name == "dualpipe-v":
         return microbatches >= 2 * ranks
     if name == "interleaved":
         return microbatches < 2 * ranks or microbatches % (microbatches // ranks) == 0

@@ -53,6 +53,34 @@ def test_costs(capsys: pytest.CaptureFixture[str]) -> None:
     assert (found["makespan"], found["peak"]) == (51, [9, 7])
 
 
+def test_the_search_is_under_the_costs_and_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    """With dear input gradients and messages another order is best than with equal times."""
+    words = ("--name", "zb-auto", "--ranks", "4", "--microbatches", "8", "--limit", "8", "--latency", "2", "--json")
+    costs = schedules.Costs(10, 11, 7, 2)
+    priced = ("--forward", "10", "--input-grad", "11", "--weight-grad", "7")
+    found = json.loads(output(capsys, *words, *priced))
+    wanted = schedules.zb_auto(4, 8, 8, costs)
+    assert found["ranks"] == schedules.rows(wanted) != schedules.rows(schedules.zb_auto(4, 8, 8))
+    assert found["span_bubble"] == schedules.simulate(wanted, costs).span_bubble
+    assert max(found["peak"]) <= 8
+
+
+SCRIPTS = "naive gpipe 1f1b eager-1f1b interleaved looped-bfs zb-h1 zb-h2 zb-v v-half v-min zb-auto dualpipe dualpipe-v"
+
+
+@pytest.mark.parametrize("name", SCRIPTS.split())
+def test_every_name_with_every_option(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    words = ("--name", name, "--ranks", "2", "--microbatches", "4", "--chunks", "3", "--forward", "1", "--input-grad")
+    found = json.loads(output(capsys, *words, "1", "--weight-grad", "1", "--latency", "0", "--json"))
+    schedule = schedules.for_ranks(name, 2, 4, chunks=3)
+    timeline = schedules.simulate(schedule)
+    assert schedule.name == name
+    assert list(found) == ["ranks", "makespan", "bubble", "span_bubble", "peak"]
+    assert found["ranks"] == schedules.rows(schedule)
+    assert found["bubble"] == found["makespan"] - min(timeline.busy)
+    assert found["peak"] == list(schedules.peaks(schedule))
+
+
 def test_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     trace, picture = tmp_path / "trace.json", tmp_path / "picture.png"
@@ -69,6 +97,10 @@ def test_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (("dualpipe", "--ranks", "3", "--microbatches", "8"), "an even number of stages; got stages=3"),
         (("nothing", "--ranks", "3", "--microbatches", "8"), "there is no schedule 'nothing'; there are naive, gpipe"),
         (("--ranks", "3", "--microbatches", "8"), "no schedule is named; there are naive, gpipe"),
+        (("1f1b", "--ranks", "2", "--microbatches", "2", "--forward", "-1"), "Costs(forward=-1.0)"),
+        (("1f1b", "--ranks", "2", "--microbatches", "2", "--latency", "nan"), "Costs(latency=nan)"),
+        (("1f1b", "--ranks", "2", "--microbatches", "2", "--limit", "2"), "--limit is what zb-auto is searched within"),
+        (("zb-auto", "--ranks", "2", "--microbatches", "2", "--limit", "0"), "got limit=0"),
     ],
 )
 def test_what_is_refused(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str) -> None:

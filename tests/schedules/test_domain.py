@@ -40,7 +40,7 @@ def test_it_is_legal_all_over_its_domain(name: str) -> None:
         ("dualpipe", (3, 8), "dualpipe takes an even number of stages; got stages=3, .*: stages=2 and 4"),
         ("dualpipe", (4, 7), "at least twice the stages; got microbatches=7 with stages=4, .*: microbatches=8"),
         ("dualpipe", (4, 9), "microbatches=9 with stages=4, .*: microbatches=8 and 10"),
-        ("dualpipev", (8, 3), "at least as many microbatches as stages; .*: microbatches=8"),
+        ("dualpipe-v", (8, 3), "at least as many microbatches as stages; .*: microbatches=8"),
         ("zb-v", (5, 3), "multiple of the chunks per rank; got stages=5 with chunks=2, .*: stages=4 and 6"),
         ("interleaved", (8, 9), "microbatches=9 with 4 ranks, .*: microbatches=8 and 10"),
         ("interleaved", (7, 8), "got stages=7 with chunks=2, .*: stages=6 and 8"),
@@ -73,5 +73,14 @@ def test_other_arguments_are_checked() -> None:
 
 
 def test_names_of_the_same_schedule() -> None:
-    for other, name in (("looped-bfs", "bfs"), ("dualpipe-v", "dualpipev")):
+    for other, name in (("bfs", "looped-bfs"), ("dualpipev", "dualpipe-v"), ("pipedream-flush", "1f1b")):
         assert schedules.get(other) is schedules.get(name)
+        assert schedules.for_ranks(other, 2, 4, chunks=3) == schedules.for_ranks(name, 2, 4, chunks=3)
+
+
+def test_the_names_that_scripts_use_are_the_names() -> None:
+    wanted = (
+        "naive gpipe 1f1b eager-1f1b interleaved looped-bfs zb-h1 zb-h2 zb-v v-half v-min zb-auto dualpipe dualpipe-v"
+    )
+    assert set(wanted.split()) <= set(FAMILIES)
+    assert [schedules.for_ranks(name, 2, 4).name for name in FAMILIES] == list(FAMILIES)

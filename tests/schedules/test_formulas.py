@@ -32,7 +32,7 @@ def test_one_stage_per_rank(ranks: int, microbatches: int, costs: tuple[int, int
 @given(RANKS, st.integers(1, 3), st.integers(1, 3), st.tuples(TIME, TIME, TIME))
 def test_several_stages_per_rank(ranks: int, groups: int, chunks: int, costs: tuple[int, int, int]) -> None:
     microbatches = groups * ranks
-    for name in ("interleaved", "bfs"):
+    for name in ("interleaved", "looped-bfs"):
         found = timeline(name, ranks, microbatches, costs, chunks)
         assert found.bubble == (ranks - 1) * sum(costs)
         assert found.bubble_fraction == pytest.approx((ranks - 1) / (chunks * microbatches + ranks - 1), abs=1e-12)
@@ -79,7 +79,7 @@ def test_dualpipe(half: int, more: int, costs: tuple[int, int, int]) -> None:
     priced = Costs(*costs, overlap=0.0)
     double = schedules.simulate(made("dualpipe", ranks, 2 * ranks + 2 * more), priced)
     assert double.bubble == (half - 1) * (pair + forward - 2 * weights)
-    folded = schedules.simulate(made("dualpipev", ranks, 2 * ranks + more), priced)
+    folded = schedules.simulate(made("dualpipe-v", ranks, 2 * ranks + more), priced)
     assert folded.bubble == (ranks - 1) * (pair + forward - 2 * weights)
 
 
@@ -106,13 +106,13 @@ def test_peaks(ranks: int, microbatches: int) -> None:
     assert peak("gpipe") == [microbatches] * ranks
     assert peak("1f1b") == peak("pipedream") == [min(ranks - r, microbatches) for r in every]
     assert peak("eager-1f1b") == [min(2 * (ranks - r) - 1, microbatches) for r in every]
-    assert peak("bfs") == [2 * microbatches] * ranks
+    assert peak("looped-bfs") == [2 * microbatches] * ranks
     assert peak("zb-h1") == [min(ranks, microbatches)] * ranks
     assert peak("zb-h2") == [min(2 * ranks - 1, microbatches)] * ranks
     if microbatches >= 2 * ranks - 1:
         assert peak("zb-v") == [min(2 * ranks, 2 * microbatches)] * ranks
     if microbatches >= 2 * ranks:
-        assert peak("dualpipev") == [2 * ranks + 1] * ranks
+        assert peak("dualpipe-v") == [2 * ranks + 1] * ranks
     if microbatches >= 2 * ranks and microbatches % 2 == ranks % 2 == 0:
         assert peak("dualpipe") == [ranks + 1] * ranks
 

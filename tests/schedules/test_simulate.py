@@ -84,6 +84,22 @@ def test_costs_per_stage() -> None:
         schedules.simulate(schedules.gpipe(2, 8), Costs(forward=[1, 1, 1]))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"forward": -1}, r"Costs\(forward=-1\): .* it is 0 or more"),
+        ({"weight_gradient": [1, float("nan")]}, "weight_gradient=nan"),
+        ({"latency": float("inf")}, "latency=inf"),
+        ({"bandwidth": 0}, "bandwidth=0.*more than 0"),
+        ({"overlap": 1.5}, "overlap=1.5.*from 0 to 1"),
+        ({"jitter": 2}, "jitter=2.*from 0 to 1"),
+    ],
+)
+def test_costs_that_make_no_sense(wrong: dict[str, float], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        Costs(**wrong)
+
+
 def test_messages_share_a_way() -> None:
     """Four forwards of 1 send messages that take 3 each: the last arrives at 1 + 4 · 3 + 10."""
     timeline = schedules.simulate(schedules.gpipe(2, 4), Costs(message=6, bandwidth=2, latency=10))
@@ -146,7 +162,7 @@ def test_chrome_trace() -> None:
 
 def test_picture(tmp_path: Path) -> None:
     image = pytest.importorskip("matplotlib.image")
-    for name in ("1f1b", "dualpipev"):
+    for name in ("1f1b", "dualpipe-v"):
         file = tmp_path / f"{name}.png"
         schedules.plot(schedules.simulate(made(name, 2, 4), Costs(overlap=0.5)), file)
         pixels = image.imread(file)

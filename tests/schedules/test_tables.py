@@ -18,24 +18,24 @@ gpipe 2 4 1 15 3 3 4,4
 1f1b 2 4 1 15 3 3 2,1
 eager-1f1b 2 4 1 15 3 3 3,1
 interleaved 2 4 2 27 3 3 5,3
-bfs 2 4 2 27 3 3 8,8
+looped-bfs 2 4 2 27 3 3 8,8
 interleaved 2 4 4 51 3 3 9,7
-bfs 2 4 4 51 3 3 16,16
+looped-bfs 2 4 4 51 3 3 16,16
 zb-h1 2 4 1 13 1 1 2,2
 zb-h2 2 4 1 13 1 0 3,3
 zb-v 2 4 2 25 1 0 4,4
 v-half 2 4 2 25 1 1 4,4
 v-min 2 4 2 27 3 3 3,4
-dualpipev 2 4 2 25 1 1 5,5
+dualpipe-v 2 4 2 25 1 1 5,5
 dualpipe 2 4 2 12 0 0 3,3
 naive 4 4 1 48 36 36 1,1,1,1
 gpipe 4 4 1 21 9 9 4,4,4,4
 1f1b 4 4 1 21 9 9 4,3,2,1
 eager-1f1b 4 4 1 21 9 9 4,4,3,1
 interleaved 4 4 2 33 9 9 8,8,7,5
-bfs 4 4 2 33 9 9 8,8,8,8
+looped-bfs 4 4 2 33 9 9 8,8,8,8
 interleaved 4 4 4 57 9 9 16,16,15,13
-bfs 4 4 4 57 9 9 16,16,16,16
+looped-bfs 4 4 4 57 9 9 16,16,16,16
 zb-h1 4 4 1 15 3 3 4,4,4,4
 zb-h2 4 4 1 16 4 3 4,4,4,4
 zb-v 4 4 2 30 6 6 5,6,7,8
@@ -46,30 +46,30 @@ gpipe 4 8 1 33 9 9 8,8,8,8
 1f1b 4 8 1 33 9 9 4,3,2,1
 eager-1f1b 4 8 1 33 9 9 7,5,3,1
 interleaved 4 8 2 57 9 9 11,9,7,5
-bfs 4 8 2 57 9 9 16,16,16,16
+looped-bfs 4 8 2 57 9 9 16,16,16,16
 interleaved 4 8 4 105 9 9 19,17,15,13
-bfs 4 8 4 105 9 9 32,32,32,32
+looped-bfs 4 8 4 105 9 9 32,32,32,32
 zb-h1 4 8 1 27 3 3 4,4,4,4
 zb-h2 4 8 1 27 3 0 7,7,7,7
 zb-v 4 8 2 51 3 0 8,8,8,8
 v-half 4 8 2 53 5 5 6,6,6,6
 v-min 4 8 2 59 11 11 4,4,4,4
-dualpipev 4 8 2 51 3 3 9,9,9,9
+dualpipe-v 4 8 2 51 3 3 9,9,9,9
 dualpipe 4 8 2 25 1 1 5,5,5,5
 naive 8 16 1 384 336 336 1,1,1,1,1,1,1,1
 gpipe 8 16 1 69 21 21 16,16,16,16,16,16,16,16
 1f1b 8 16 1 69 21 21 8,7,6,5,4,3,2,1
 eager-1f1b 8 16 1 69 21 21 15,13,11,9,7,5,3,1
 interleaved 8 16 2 117 21 21 23,21,19,17,15,13,11,9
-bfs 8 16 2 117 21 21 32,32,32,32,32,32,32,32
+looped-bfs 8 16 2 117 21 21 32,32,32,32,32,32,32,32
 interleaved 8 16 4 213 21 21 39,37,35,33,31,29,27,25
-bfs 8 16 4 213 21 21 64,64,64,64,64,64,64,64
+looped-bfs 8 16 4 213 21 21 64,64,64,64,64,64,64,64
 zb-h1 8 16 1 55 7 7 8,8,8,8,8,8,8,8
 zb-h2 8 16 1 55 7 0 15,15,15,15,15,15,15,15
 zb-v 8 16 2 103 7 0 16,16,16,16,16,16,16,16
 v-half 8 16 2 113 17 17 10,10,10,10,10,10,10,10
 v-min 8 16 2 123 27 27 7,8,8,8,8,8,8,8
-dualpipev 8 16 2 103 7 7 17,17,17,17,17,17,17,17
+dualpipe-v 8 16 2 103 7 7 17,17,17,17,17,17,17,17
 dualpipe 8 16 2 51 3 3 9,9,9,9,9,9,9,9
 """
 
@@ -147,7 +147,7 @@ ORDERS = {
         0: "0F0 0F1 0F2 3F0 3I0 3W0 3F1 0I0 3I1 3W1 3F2 0W0 0F3 0I1 3I2 3W2 3F3 3I3 0I2 3W3 0I3 0W1 0W2 0W3",
         1: "1F0 2F0 1F1 2F1 2I0 2W0 1I0 1W0 1F2 2F2 2I1 1I1 2W1 1F3 1W1 2F3 2I2 1I2 2I3 1I3 2W2 2W3 1W2 1W3",
     },
-    ("dualpipev", 2, 4): {
+    ("dualpipe-v", 2, 4): {
         0: "0F0 0F1 0F2 3F0 3I0 3W0 3F1 (0F3;3B1) (3F2;0B0) 3B2 (3F3;0B1) 3B3 0I2 0W2 0I3 0W3",
         1: "1F0 2F0 1F1 2F1 1F2 2B0 (2F2;1B0) (1F3;2B1) (2F3;1B1) 2B2 1B2 2I3 1I3 2W3 1W3",
     },
@@ -174,11 +174,11 @@ LATENCIES = {
     "eager-1f1b": {(4, 8): (132, 138, 144), (8, 16): (276, 290, 304)},
     "1f1b": {(4, 8): (132, 148, 164), (8, 16): (276, 316, 356)},
     "interleaved": {(4, 8): (114, 128, 142), (8, 16): (234, 264, 294)},
-    "bfs": {(4, 8): (114, 120, 126), (8, 16): (234, 248, 262)},
+    "looped-bfs": {(4, 8): (114, 120, 126), (8, 16): (234, 248, 262)},
     "zb-h1": {(4, 8): (108, 120, 132), (8, 16): (220, 248, 276)},
     "zb-h2": {(4, 8): (108, 111, 114), (8, 16): (220, 227, 234)},
     "zb-v": {(4, 8): (102, 115, 130), (8, 16): (206, 239, 274)},
-    "dualpipev": {(4, 8): (102, 118, 136), (8, 16): (206, 246, 288)},
+    "dualpipe-v": {(4, 8): (102, 118, 136), (8, 16): (206, 246, 288)},
 }
 
 
@@ -194,10 +194,10 @@ def test_latency_hurts_tight_schedules(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "ranks", "microbatches", "makespan"),
     [
-        ("dualpipev", 4, 8, 44),
-        ("dualpipev", 4, 12, 60),
-        ("dualpipev", 8, 16, 88),
-        ("dualpipev", 8, 32, 152),
+        ("dualpipe-v", 4, 8, 44),
+        ("dualpipe-v", 4, 12, 60),
+        ("dualpipe-v", 8, 16, 88),
+        ("dualpipe-v", 8, 32, 152),
         ("dualpipe", 4, 8, 22),
         ("dualpipe", 4, 12, 30),
         ("dualpipe", 8, 16, 44),
@@ -210,5 +210,5 @@ def test_overlapped_pairs(name: str, ranks: int, microbatches: int, makespan: in
 
 
 def test_pairs_that_save_nothing_wait_for_both() -> None:
-    found = [schedules.simulate(made("dualpipev", ranks, 2 * ranks), Costs(overlap=0.0)).bubble for ranks in (2, 4, 8)]
+    found = [schedules.simulate(made("dualpipe-v", ranks, 2 * ranks), Costs(overlap=0.0)).bubble for ranks in (2, 4, 8)]
     assert found == [2, 6, 14]

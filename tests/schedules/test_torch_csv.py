@@ -12,7 +12,7 @@ from hypothesis import given
 from functional_parallel import schedules
 from functional_parallel.schedules import Schedule, ScheduleError
 
-from .cases import drawn, made
+from .cases import drawn, in_domain, made
 
 
 @given(drawn())
@@ -42,7 +42,7 @@ def test_a_cell_that_is_no_action() -> None:
 # PyTorch's own schedules
 # -----------------------------------------------------------------------------
 
-NUMBERS = [(2, 4), (4, 8), (4, 12), (8, 16)]
+NUMBERS = [(2, 4), (4, 4), (4, 8), (4, 10), (4, 12), (8, 16), (8, 32)]
 
 
 class _Stage:
@@ -69,14 +69,36 @@ def of_torch(name: str, ranks: int, microbatches: int, chunks: int = 2) -> objec
 @pytest.mark.parametrize("numbers", NUMBERS)
 @pytest.mark.parametrize(
     ("name", "theirs"),
-    [("interleaved", "Interleaved1F1B"), ("zb-v", "ZBVZeroBubble"), ("dualpipev", "DualPipeV"), ("bfs", "LoopedBFS")],
+    [
+        ("interleaved", "Interleaved1F1B"),
+        ("zb-v", "ZBVZeroBubble"),
+        ("dualpipe-v", "DualPipeV"),
+        ("looped-bfs", "LoopedBFS"),
+    ],
 )
 def test_equal_to_their_export(name: str, theirs: str, numbers: tuple[int, int], tmp_path: object) -> None:
+    if not in_domain(name, *numbers):
+        with pytest.raises(ScheduleError):
+            made(name, *numbers)
+        return
     file = tmp_path / "schedule.csv"
     of_torch(theirs, *numbers)._dump_csv(str(file), format="compute_only")
     read = schedules.check(schedules.from_csv(file.read_text()))
     assert read.actions == made(name, *numbers).actions
     assert read.pairs == made(name, *numbers).pairs
+
+
+@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize(("name", "theirs"), [("interleaved", "Interleaved1F1B"), ("looped-bfs", "LoopedBFS")])
+def test_equal_to_their_export_at_other_depths(
+    name: str, theirs: str, chunks: int, numbers: tuple[int, int], tmp_path: object
+) -> None:
+    file = tmp_path / "schedule.csv"
+    of_torch(theirs, *numbers, chunks)._dump_csv(str(file), format="compute_only")
+    eager = name == "interleaved" and chunks == 1  # with one stage per rank, theirs warms up twice as long as ours
+    wanted = made("eager-1f1b" if eager else name, *numbers, chunks)
+    assert schedules.from_csv(file.read_text()).actions == wanted.actions
 
 
 @pytest.mark.parametrize("numbers", NUMBERS)

@@ -1,0 +1,84 @@
+"""What the parts of a model cost between any two places where it may be cut: what a search for a pipeline weighs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import fx
+
+from sharding_specs import Mesh
+
+from ..program import Program
+from ..program.work import work
+from ..tracing.graph import operands_of
+from .assign import assign
+from .build import prepared
+from .cut import finest
+from .extract import Extractor, Part
+from .roles import PipelineError, Role, Roles
+from .stages import Stage, StageBuilder
+
+__all__ = ["MeasuredLayer", "measure"]
+
+
+@dataclass(frozen=True)
+class MeasuredLayer:
+    """A run of ops between two places where the model may be cut; of one microbatch.
+
+    Attributes:
+        work: per kind of action, "F", "I" and "W", its work in flops.
+        kept: per value that its backward takes from a forward, the bytes.
+        output: bytes that a cut after it sends.
+        weights: the paths of the parameters that it uses.
+    """
+
+    work: dict[str, int]
+    kept: dict[str, int]
+    output: int
+    weights: frozenset[str]
+
+
+def measure(program: Program, virtual: str, inlined: set[fx.Node]) -> list[MeasuredLayer]:
+    """The layers of a step, at the shapes of one microbatch, in order.
+
+    Args:
+        program: the step with the axis of microbatches in its specs; it is taken apart.
+        virtual: that axis.
+        inlined: values that are made anew for every microbatch.
+
+    Raises:
+        PipelineError: when the step has no backward, or cannot be streamed.
+    """
+    roles = prepared(program, virtual, inlined)
+    cut, count = finest(program.traced, roles, program.mesh)
+    stage = assign(program.traced, roles, cut, count - 1)
+    extractor = Extractor(program.traced, program.mesh, program.in_specs, roles.is_inline, virtual)
+    builder = StageBuilder(roles, stage, extractor, count, program.name)
+    if not builder.has_backward:
+        raise PipelineError(f"{program.name} has no backward to pipeline: none of its parameters is a floating tensor")
+    return [_layer(each, roles, program.mesh) for each in builder.build("IW")]
+
+
+def _layer(stage: Stage, roles: Roles, mesh: Mesh) -> MeasuredLayer:
+    parts = {kind: stage.works[kind].first for kind in "FIW"}
+    return MeasuredLayer(
+        {kind: sum(work(node, mesh) for node in part.program.traced.nodes) for kind, part in parts.items()},
+        {node.name: node.meta["val"].nbytes for node in stage.after_forward if node not in roles.backward},
+        sum(node.meta["val"].nbytes for node in stage.sends_forward),
+        frozenset(_weights(parts.values(), roles)),
+    )
+
+
+def _weights(parts: Iterable[Part], roles: Roles) -> set[str]:
+    pending = [node for part in parts for node in part.inputs]
+    found, seen = set(), set(pending)
+    while pending:
+        node = pending.pop()
+        if node.op == "placeholder" and node.meta.get("parameter"):
+            found.add(node.meta["own_path"])
+        elif roles.of.get(node) is Role.ONCE:
+            fresh = [each for each in operands_of(node) if each not in seen]
+            pending += fresh
+            seen.update(fresh)
+    return found

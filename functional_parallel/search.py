@@ -1,0 +1,179 @@
+"""Which pipeline to train a model with: its layers measured on the graph, and every way to run them simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import optree
+import torch
+
+from sharding_specs import Mesh, tree_paths
+
+from .compile import stage
+from .derivatives import grad
+from .optim import Optimizer, sgd
+from .pipelines import MeasuredLayer, measure
+from .schedules import Layer, Machine, Plan, ScheduleError
+from .schedules import search as search_plans
+from .transforms import chain, data_parallel, pipeline
+from .transforms.transform import Plan as Chain
+from .transforms.transform import Transform
+
+__all__ = ["PipelineChoice", "layer_costs", "search_pipeline"]
+
+_SPEED = 1e12
+
+
+@dataclass(frozen=True)
+class PipelineChoice:
+    """A way to run a model as a pipeline.
+
+    Attributes:
+        plan: schedule, depth, replicas, microbatch, and what a step was found to take.
+        mesh: the mesh that it needs: "pipe", and "data" for the replicas.
+        transform: what to put around the model, `fp.chain(fp.data_parallel("data"), fp.pipeline("pipe", …))`.
+    """
+
+    plan: Plan
+    mesh: Mesh
+    transform: Chain = field(repr=False)
+
+
+def layer_costs(
+    loss: Callable[..., Any],
+    params: Any,
+    *batch: Any,
+    speed: float = _SPEED,
+    optimizer: Optimizer | None = None,
+    inner: Transform | Chain | None = None,
+) -> list[Layer]:
+    """What the layers of a model cost, for `fp.schedules.search`: read off the graph of its gradient, nothing runs.
+
+    A layer is what lies between two places where no more would cross a cut than next to them: half a block of a
+    transformer. Values that two layers keep, and weights that two layers use, have names, so that a stage with both
+    counts them once.
+
+    >>> import torch, functional_parallel as fp
+    >>> def loss(params, x):
+    ...     for w in params:
+    ...         x = torch.tanh(x @ w)
+    ...     return x.mean()
+    >>> layers = fp.layer_costs(loss, [torch.empty(64, 64)] * 2, torch.empty(16, 64), optimizer=fp.optim.adamw(1e-3))
+    >>> for layer in layers:                                   # products and tanh; bytes of gradient and of all state
+    ...     print(f"{layer.time * 1e9:.0f} ns, sends {layer.output:g} B, {layer.weights}")
+    41 ns, sends 256 B, {'0': (16384, 65536)}
+    10 ns, sends 256 B, {}
+    72 ns, sends 0 B, {'1': (16384, 65536)}
+
+    Args:
+        loss: a function of parameters and batch to a scalar.
+        params: its parameters, of the meta device too.
+        batch: an example, also of the meta device; dim 0 of its tensors counts samples, and costs are per sample.
+        speed: flops per second that a rank gets done; a byte read or written counts as 8 flops.
+        optimizer: what it keeps per parameter counts as state; without it parameters and gradients alone.
+        inner: transforms that the model shall have inside the pipeline: `fp.mixed_precision(…)`, `fp.remat(…)`.
+
+    Returns:
+        The layers, in order; times in seconds, sizes in bytes.
+
+    Raises:
+        PipelineError: when the model cannot be streamed, or has nothing to train.
+        ValueError: when the batch has no samples.
+    """
+    samples = _samples(batch)
+    whole = pipeline("pipe", microbatches=1)(loss if inner is None else inner(loss))
+    measuring = replace(whole.layout, pipeline=replace(whole.layout.pipeline, measure=measure))
+    args = optree.tree_map(_without_memory, (params, *batch))
+    found = stage(grad(whole.with_layout(measuring)), Mesh(pipe=1), args, name=whole.name).program
+    weights = _weights(args[0], optimizer or sgd(0.0))
+    return [_layer(each, samples, speed, weights) for each in found]
+
+
+def search_pipeline(
+    loss: Callable[..., Any],
+    params: Any,
+    *batch: Any,
+    machine: Machine,
+    speed: float = _SPEED,
+    optimizer: Optimizer | None = None,
+    inner: Transform | Chain | None = None,
+    names: Sequence[str] | None = None,
+    chunks: int = 2,
+) -> list[PipelineChoice]:
+    """Depth, replicas, microbatch and schedule for a model on a machine, the fastest that fits first.
+
+    >>> import torch, functional_parallel as fp
+    >>> def loss(params, x):
+    ...     for w in params:
+    ...         x = torch.tanh(x @ w)
+    ...     return x.mean()
+    >>> params, x = [torch.randn(64, 64) / 8 for _ in range(8)], torch.randn(16, 64)
+    >>> machine = fp.schedules.Machine(ranks=4, memory=200e3, reduce_bandwidth=1e9)
+    >>> best = fp.search_pipeline(loss, params, x, machine=machine, optimizer=fp.optim.adamw(1e-3))[0]
+    >>> best.plan.depth, best.plan.replicas, best.mesh
+    (4, 1, Mesh(pipe=4, data=1))
+    >>> step = fp.compile(fp.grad(best.transform(loss)), best.mesh)
+    >>> bool(torch.isclose(step(params, x)[0], fp.grad(loss)(params, x)[0], atol=1e-6).all())
+    True
+
+    Source: Athlur et al. 2022, Varuna: scalable, low-cost training of massive deep learning models.
+
+    Args:
+        loss, params, speed, optimizer, inner: as for `layer_costs`.
+        batch: a whole step's, of all replicas; shapes alone count.
+        machine: ranks, memory in bytes, latency in seconds, bandwidths in bytes per second, and the overhead of an
+            action in seconds.
+        names: the schedules to try; every synchronous one by default.
+        chunks: stages per rank, for schedules that leave that open.
+
+    Returns:
+        The choices. A choice's transform cuts the model anew, where the work is in balance.
+
+    Raises:
+        ScheduleError: when nothing fits; names what comes closest.
+        PipelineError, ValueError: as for `layer_costs`.
+    """
+    layers = layer_costs(loss, params, *batch, speed=speed, optimizer=optimizer, inner=inner)
+    chosen = {} if names is None else {"names": names}
+    plans = search_plans(layers, machine, _samples(batch), chunks=chunks, **chosen)
+    return [_choice(plan, inner) for plan in plans]
+
+
+def _choice(plan: Plan, inner: Transform | Chain | None) -> PipelineChoice:
+    mesh = Mesh(pipe=plan.depth, data=plan.replicas)
+    outer = [data_parallel("data"), pipeline("pipe", schedule=plan.schedule, microbatches=plan.schedule.microbatches)]
+    return PipelineChoice(plan, mesh, chain(*outer) if inner is None else chain(inner, *outer))
+
+
+def _layer(found: MeasuredLayer, samples: int, speed: float, weights: dict[str, tuple[int, int]]) -> Layer:
+    forward, inputs, weight = (found.work[kind] / samples / speed for kind in "FIW")
+    kept = {name: size / samples for name, size in found.kept.items()}
+    own = {path: weights[path] for path in found.weights if path in weights}
+    return Layer(forward, inputs, weight, output=found.output / samples, kept=kept, weights=own)
+
+
+def _weights(params: Any, optimizer: Optimizer) -> dict[str, tuple[int, int]]:
+    """Per trained parameter the bytes of its gradient, and of it, its gradient and the optimizer's state for it."""
+    found = {}
+    for path, leaf in zip(tree_paths(params), optree.tree_leaves(params), strict=True):
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+            state = optree.tree_leaves(optimizer.init([leaf]))
+            held = sum(each.nbytes for each in state if isinstance(each, torch.Tensor) and each.ndim)
+            found[path] = (leaf.nbytes, 2 * leaf.nbytes + held)
+    return found
+
+
+def _samples(batch: tuple[Any, ...]) -> int:
+    sizes = {leaf.shape[0] for leaf in optree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim}
+    if len(sizes) != 1 or 0 in sizes:
+        raise ScheduleError(
+            f"dim 0 of a batch's tensors counts its samples, and here it is {sorted(sizes) or 'missing'}: give tensors "
+            "with one number of samples, at least 1"
+        )
+    return int(sizes.pop())
+
+
+def _without_memory(leaf: Any) -> Any:
+    return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
