@@ -5,7 +5,7 @@ Each name is here because torch offers no public one; `tests/test_private_torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ except ImportError:  # pragma: no cover - an older or newer spelling
     DATA_DEPENDENT_ERRORS = ()
 
 __all__ = [
+    "COMPILER_ERRORS",
     "DATA_DEPENDENT_ERRORS",
     "FakeTensor",
     "FakeTensorMode",
@@ -35,6 +36,7 @@ __all__ = [
     "apart_from_transforms",
     "backward_node_number",
     "checkpointing",
+    "compile_by_inductor",
     "differentiating_level",
     "direct_call",
     "functional_variant",
@@ -194,3 +196,19 @@ def checkpointing(region: Callable[[str], AbstractContextManager[None]]) -> Iter
         yield
     finally:
         module.CheckpointFunction, module._checkpoint_without_reentrant_generator = saved  # type: ignore[misc]
+
+
+COMPILER_ERRORS = (RuntimeError, ImportError, OSError)  # what inductor raises where it lacks a compiler, all of them
+
+
+def compile_by_inductor(
+    module: torch.fx.GraphModule, operands: Sequence[torch.Tensor]
+) -> Callable[..., Sequence[torch.Tensor]]:
+    """Compile a graph of aten ops that is functional and differentiated by nothing; for these shapes and strides.
+
+    `torch.compile` would trace it once more, by dynamo, and guard on what cannot change.
+    """
+    import torch._inductor as inductor  # takes a second to import, and few programs need it
+
+    with torch.no_grad():
+        return inductor.compile(module, list(operands))  # type: ignore[no-any-return]

@@ -84,6 +84,7 @@ def _pipelined(
     inlined = {node for each in layout.passes for node in each.per_microbatch(program.traced)}
 
     def finish(part: Program) -> None:
+        part.backend = program.backend
         part.passes, _ = run_passes([Turned(), *_buckets(bucket)], part.traced, part.mesh, without)
         fuse_views(part.traced)
 

@@ -41,6 +41,7 @@ class Program:
         passes: the names of the rewrites that ran, in order.
         notes: lines that `explain` prints below its table.
         restage: makes the program once more, from shapes; its argument `watch` looks on.
+        backend: what computes between collectives: "eager", torch's kernels op by op, or "inductor".
     """
 
     traced: Traced
@@ -53,6 +54,7 @@ class Program:
     passes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     restage: Callable[..., Any] | None = field(default=None, repr=False)
+    backend: str = "eager"
     cache: dict[str, Any] = field(default_factory=dict, repr=False)  # what runtimes prepare, once
 
     def collectives(self, *, casts: bool = False) -> list[Collective]:
@@ -122,7 +124,12 @@ class Program:
 
     def lines(self) -> list[str]:
         """The program's text without source lines: equal for two programs exactly when they do the same."""
-        return [f"mesh {self.mesh!r}", *canonical_lines(self.traced, self.mesh, self._in_names(), self._out_names())]
+        backend = [] if self.backend == "eager" else [f"backend {self.backend}"]  # which rounds in ways of its own
+        return [
+            f"mesh {self.mesh!r}",
+            *backend,
+            *canonical_lines(self.traced, self.mesh, self._in_names(), self._out_names()),
+        ]
 
     def fingerprint(self) -> str:
         """A hash of everything that ranks must agree on."""

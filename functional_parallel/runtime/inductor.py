@@ -1,0 +1,81 @@
+"""A region of a program, pure ops alone, compiled by torch's inductor.
+
+Regions of the same structure are one object as long as any of them is in use, so equal layers are compiled once. A
+region is compiled when it first runs, for the strides that its operands have then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import fx
+
+from .. import _torch
+
+__all__ = ["BACKENDS", "BackendError", "Region", "check_backend", "region_of"]
+
+BACKENDS = ("eager", "inductor")
+_regions: WeakValueDictionary[str, Region] = WeakValueDictionary()
+
+
+class BackendError(RuntimeError):
+    """A backend that cannot compile here; says what it lacks."""
+
+
+def check_backend(name: str) -> None:
+    """Refuse a name that stands for no backend."""
+    if name not in BACKENDS:
+        raise ValueError(f"backend={name!r}: write one of {', '.join(map(repr, BACKENDS))}")
+
+
+class Region:
+    """Ops that are compiled together: called with tensors, returns a tuple of tensors in memory of their own.
+
+    Args:
+        graph: the ops, with a placeholder per operand, and a tuple of results.
+        describe: what to call it in an error.
+
+    Attributes:
+        compiled: by the operands' strides, what inductor made.
+    """
+
+    __name__ = "region"  # as an op of a graph
+
+    def __init__(self, graph: fx.Graph, describe: str) -> None:
+        self.graph, self.describe = graph, describe
+        self.compiled: dict[tuple[tuple[int, ...], ...], Callable[..., Sequence[torch.Tensor]]] = {}
+
+    def __call__(self, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
+        strides = tuple([x.stride() for x in operands])
+        run = self.compiled.get(strides)
+        if run is None:
+            run = self.compiled[strides] = self._compile(operands)
+        return run(*operands)
+
+    def _compile(self, operands: Sequence[torch.Tensor]) -> Callable[..., Sequence[torch.Tensor]]:
+        try:
+            return _torch.compile_by_inductor(fx.GraphModule({}, self.graph), operands)
+        except _torch.COMPILER_ERRORS as error:
+            raise BackendError(_advice(error, operands, self.describe)) from error
+
+
+def region_of(key: str, make: Callable[[], Region]) -> Region:
+    """The region of this structure."""
+    region = _regions.get(key)
+    if region is None:
+        region = _regions[key] = make()
+    return region
+
+
+def _advice(error: Exception, operands: Sequence[Any], describe: str) -> str:
+    devices = {x.device.type for x in operands} or {"cpu"}
+    needs = "triton (`pip install triton`, which torch's CUDA wheels bring along)"
+    if "cpu" in devices:
+        needs = "a C++ compiler (`apt install g++`, or set CXX to one)"
+    return (
+        f"backend='inductor' could not compile {describe}. Where it is not at fault itself, it needs {needs}; "
+        f"backend='eager' needs neither. torch says: {error}"
+    )
