@@ -24,6 +24,7 @@ from sharding_specs import Mesh
 from .. import _torch
 from ..program import Program
 from ..program.collectives import primitive_name
+from ..program.packing import UNPACK, unpacked
 from ..program.sharing import readers_before_writes, root_of, written_by
 from ..tracing import Aval, Traced
 from ..tracing.graph import operands_of, source_of, walk_args
@@ -35,7 +36,7 @@ __all__ = ["Regions", "with_regions"]
 
 aten = torch.ops.aten
 
-_LEAST_OPS = 2  # that inductor can fuse; one alone gains nothing
+_LEAST_OPS = 3  # that inductor can fuse; fewer gain less than a call costs
 _MOST_OPS = 400  # the time to compile a region grows faster than its length
 _VIEWS = frozenset({aten._unsafe_view.default, aten.reshape.default, aten.contiguous.default})
 _KERNELS = frozenset({"mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward"})  # never fused
@@ -80,23 +81,39 @@ def _is_view(node: fx.Node) -> bool:
     )
 
 
+def _is_seen_through(node: fx.Node) -> bool:
+    """Whether a view shows all of its operand; one that takes a part differs from layer to layer by which."""
+    if node.op != "call_function" or node.target is operator.getitem or not (_is_view(node) and _is_pure(node)):
+        return False
+    (operand,) = operands_of(node)
+    return bool(operand.meta["val"].numel == node.meta["val"].numel)
+
+
 def _is_pure(node: fx.Node) -> bool:
-    """Whether an op may run inside a region: aten's, writing nothing, drawing nothing; or a cast, which is no op."""
+    """Whether an op may run inside a region: one of aten that writes and draws nothing, a cast, or a part of a bucket."""
     if node.target is operator.getitem:
         return _is_pure(node.args[0])
-    if primitive_name(node) == "pcast":
+    if primitive_name(node) == "pcast" or node.target is UNPACK:
         return True
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or written_by(node):
         return False
     if _is_view(node) and len(operands_of(node)) != 1:
         return False
-    return torch.Tag.nondeterministic_seeded not in target.tags and torch.Tag.dynamic_output_shape not in target.tags
+    return torch.Tag.dynamic_output_shape not in target.tags and not _is_random(node)
+
+
+def _is_random(node: fx.Node) -> bool:
+    """Whether an op draws numbers of torch's own; attention is marked so, and draws none without dropout."""
+    if torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    values = {arg.name: value for arg, value in zip(node.target._schema.arguments, node.args, strict=False)}
+    return {**values, **node.kwargs}.get("dropout_p") != 0.0
 
 
 def _is_fusible(node: fx.Node) -> bool:
     """Whether inductor writes a loop for an op, which it can fuse with others; the rest are calls of kernels."""
-    if node.target is operator.getitem or _is_view(node):
+    if node.target is operator.getitem or node.target is UNPACK or _is_view(node):
         return False
     name = node.target._schema.name.removeprefix("aten::")
     return name not in _KERNELS and "attention" not in name
@@ -204,7 +221,7 @@ class _Build:
             self.old.captured,
             [self.new[node] for node in self.old.captured_inputs],
         )
-        self.graph.output(tuple(traced.outputs))
+        traced.seal()
         return Regions(traced, self._readers(readers), self.calls)
 
     def _readers(self, readers: Mapping[fx.Node, Sequence[fx.Node]]) -> dict[fx.Node, list[fx.Node]]:
@@ -245,7 +262,9 @@ class _Build:
         return [node for node in inside if node in results], [node for node in inside if node in views]
 
     def _call(self, ops: Sequence[fx.Node], results: Sequence[fx.Node]) -> None:
-        operands = list(dict.fromkeys(each for node in ops for each in operands_of(node) if each not in set(ops)))
+        ops = _with_views(ops)
+        inside = set(ops)
+        operands = list(dict.fromkeys(each for node in ops for each in operands_of(node) if each not in inside))
         region = region_of(_key(operands, ops, results), lambda: _region(operands, ops, results))
         self.calls.append(region)
         call = self.graph.call_function(region, tuple(self.new[each] for each in operands))  # type: ignore[arg-type]
@@ -266,6 +285,20 @@ def _needed(inside: Mapping[fx.Node, Any], results: Sequence[fx.Node]) -> list[f
         needed.update(fresh)
         waiting += fresh
     return [node for node in inside if node in needed]
+
+
+def _with_views(ops: Sequence[fx.Node]) -> list[fx.Node]:
+    """The ops after the views that they look through, so that a region takes what these are views of."""
+    found: dict[fx.Node, None] = {}
+    for node in ops:
+        chain = [node]
+        while chain:
+            missing = [each for each in operands_of(chain[-1]) if each not in found and _is_seen_through(each)]
+            if missing:
+                chain.append(missing[0])
+            else:
+                found.setdefault(chain.pop())
+    return list(found)
 
 
 def _key(operands: Sequence[fx.Node], ops: Sequence[fx.Node], results: Sequence[fx.Node]) -> str:
@@ -296,7 +329,7 @@ def _region(operands: Sequence[fx.Node], ops: Sequence[fx.Node], results: Sequen
             new[node] = new[node.args[0]]
         else:
             new[node] = graph.node_copy(node, new.__getitem__)
-            new[node].target = _torch.stride_free(node.target)
+            new[node].target = unpacked if node.target is UNPACK else _torch.stride_free(node.target)
             new[node].meta = {}
     graph.output(tuple(new[node] for node in results))
     return Region(graph, f"{len(ops)} ops from {source_of(ops[0])}")

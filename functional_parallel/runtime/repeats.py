@@ -7,22 +7,24 @@ from collections.abc import Hashable, Sequence
 
 __all__ = ["cuts_between_repeats"]
 
-_LEAST_PERIOD = 8  # ops; what repeats in fewer is part of a layer
-_CANDIDATES = 8
+_LEAST_PERIOD = 8
+_LEAST_STRETCH = 64  # a shorter one is compiled in one piece as fast
+_CANDIDATES = 16
 
 
 def cuts_between_repeats(tokens: Sequence[Hashable], crossing: Sequence[int]) -> list[int]:
     """Positions before which to cut a sequence, so that what repeats in it becomes equal pieces.
 
-    >>> cuts_between_repeats([*"<", *"abcdefgh" * 3, *">"], [0] * 26)
-    [1, 9, 17, 25]
+    >>> cuts_between_repeats([*"<", *"abcdefghijklmnopqrstuvwxyz" * 3, *">"], [0] * 80)
+    [1, 27, 53, 79]
 
     Args:
         tokens: equal where two elements are.
         crossing: what a cut before each element costs. Of the ways to cut a repeating stretch the cheapest is taken.
 
     Returns:
-        The positions, ascending; none where nothing of length 8 or more follows upon itself.
+        The positions, ascending; none where nothing of length 8 or more follows upon itself, or in a stretch of 64 in all at
+        most.
     """
     cuts: set[int] = set()
     open_ = [(0, len(tokens))]
@@ -43,7 +45,7 @@ def _best(tokens: Sequence[Hashable], crossing: Sequence[int]) -> tuple[int, int
     for period in sorted(_periods(tokens)):
         for start, length in _runs(tokens, period):
             copies = (length + period) // period
-            if best is None or copies * period > best[1] * best[2]:
+            if copies * period > (_LEAST_STRETCH if best is None else best[1] * best[2]):
                 spare = (length + period) % period
                 shift = min(range(spare + 1), key=lambda s: sum(_at(crossing, start + s, period, copies)))
                 best = start + shift, period, copies
@@ -55,14 +57,16 @@ def _at(crossing: Sequence[int], start: int, period: int, copies: int) -> list[i
 
 
 def _periods(tokens: Sequence[Hashable]) -> list[int]:
-    """The distances most common between an element and the next one equal to it."""
+    """The distances between an element and the next one equal to it that most kinds of elements have in common."""
     last: dict[Hashable, int] = {}
-    distances: Counter[int] = Counter()
+    count = Counter(tokens)
+    weights: dict[int, float] = {}
     for index, token in enumerate(tokens):
-        if token in last and index - last[token] >= _LEAST_PERIOD:
-            distances[index - last[token]] += 1
+        distance = index - last.get(token, index)
+        if distance >= _LEAST_PERIOD:
+            weights[distance] = weights.get(distance, 0.0) + 1 / count[token]
         last[token] = index
-    return [distance for distance, _ in distances.most_common(_CANDIDATES)]
+    return sorted(weights, key=weights.__getitem__, reverse=True)[:_CANDIDATES]
 
 
 def _runs(tokens: Sequence[Hashable], period: int) -> list[tuple[int, int]]:
