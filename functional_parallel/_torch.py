@@ -5,6 +5,7 @@ Each name is here because torch offers no public one; `tests/test_private_torch.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -25,7 +26,6 @@ except ImportError:  # pragma: no cover - an older or newer spelling
     DATA_DEPENDENT_ERRORS = ()
 
 __all__ = [
-    "COMPILER_ERRORS",
     "DATA_DEPENDENT_ERRORS",
     "FakeTensor",
     "FakeTensorMode",
@@ -198,17 +198,17 @@ def checkpointing(region: Callable[[str], AbstractContextManager[None]]) -> Iter
         module.CheckpointFunction, module._checkpoint_without_reentrant_generator = saved  # type: ignore[misc]
 
 
-COMPILER_ERRORS = (RuntimeError, ImportError, OSError)  # what inductor raises where it lacks a compiler, all of them
-
-
 def compile_by_inductor(
     module: torch.fx.GraphModule, operands: Sequence[torch.Tensor]
 ) -> Callable[..., Sequence[torch.Tensor]]:
-    """Compile a graph of aten ops that is functional and differentiated by nothing; for these shapes and strides.
+    """Compile a graph of aten ops that writes nothing and that nothing differentiates, for these shapes and strides.
 
     `torch.compile` would trace it once more, by dynamo, and guard on what cannot change.
     """
-    import torch._inductor as inductor  # takes a second to import, and few programs need it
+    import torch._inductor as inductor  # takes a second, and few programs need it
 
-    with torch.no_grad():
-        return inductor.compile(module, list(operands))  # type: ignore[no-any-return]
+    with apart_from_transforms(), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own modules, when they are imported
+        with FakeTensorMode():  # of each its own: where one tensor comes twice, inductor would take that for a rule
+            like = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in operands]
+        return inductor.compile(module, like)  # type: ignore[no-any-return]

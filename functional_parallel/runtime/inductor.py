@@ -7,7 +7,6 @@ region is compiled when it first runs, for the strides that its operands have th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -58,8 +57,8 @@ class Region:
     def _compile(self, operands: Sequence[torch.Tensor]) -> Callable[..., Sequence[torch.Tensor]]:
         try:
             return _torch.compile_by_inductor(fx.GraphModule({}, self.graph), operands)
-        except _torch.COMPILER_ERRORS as error:
-            raise BackendError(_advice(error, operands, self.describe)) from error
+        except Exception as error:
+            raise BackendError(_advice(error, self.describe)) from error
 
 
 def region_of(key: str, make: Callable[[], Region]) -> Region:
@@ -70,12 +69,12 @@ def region_of(key: str, make: Callable[[], Region]) -> Region:
     return region
 
 
-def _advice(error: Exception, operands: Sequence[Any], describe: str) -> str:
-    devices = {x.device.type for x in operands} or {"cpu"}
-    needs = "triton (`pip install triton`, which torch's CUDA wheels bring along)"
-    if "cpu" in devices:
-        needs = "a C++ compiler (`apt install g++`, or set CXX to one)"
-    return (
-        f"backend='inductor' could not compile {describe}. Where it is not at fault itself, it needs {needs}; "
-        f"backend='eager' needs neither. torch says: {error}"
-    )
+def _advice(error: Exception, describe: str) -> str:
+    said = f"{type(error).__name__}: {error}"
+    fixes = {
+        "InvalidCxxCompiler": "it needs a C++ compiler: install one (`apt install g++`), or name yours in CXX",
+        "CppCompileError": "the C++ compiler failed; is it g++ 10 or clang 10, or later, with its headers?",
+        "TritonMissing": "on this device it needs triton: `pip install triton`",
+    }
+    fix = next((fix for name, fix in fixes.items() if name in said), "torch's compiler failed on these ops")
+    return f"backend='inductor' cannot compile {describe}: {fix}. backend='eager' needs no compiler. torch says: {said}"

@@ -90,7 +90,7 @@ def _is_seen_through(node: fx.Node) -> bool:
 
 
 def _is_pure(node: fx.Node) -> bool:
-    """Whether an op may run inside a region: one of aten that writes and draws nothing, a cast, or a part of a bucket."""
+    """Whether an op may run in a region: one of aten's that writes and draws nothing, a cast, a part of a bucket."""
     if node.target is operator.getitem:
         return _is_pure(node.args[0])
     if primitive_name(node) == "pcast" or node.target is UNPACK:

@@ -23,8 +23,7 @@ def cuts_between_repeats(tokens: Sequence[Hashable], crossing: Sequence[int]) ->
         crossing: what a cut before each element costs. Of the ways to cut a repeating stretch the cheapest is taken.
 
     Returns:
-        The positions, ascending; none where nothing of length 8 or more follows upon itself, or in a stretch of 64 in all at
-        most.
+        The positions, ascending; none where nothing follows upon itself, or a stretch of 64 elements at most.
     """
     cuts: set[int] = set()
     open_ = [(0, len(tokens))]
