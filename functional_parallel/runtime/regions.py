@@ -29,6 +29,7 @@ from ..program.sharing import readers_before_writes, root_of, written_by
 from ..tracing import Aval, Traced
 from ..tracing.graph import operands_of, source_of, walk_args
 from .inductor import Region, region_of
+from .kernels import ONEDNN_MM, faster_kernel
 from .overlap import STARTED, overlapped
 from .repeats import cuts_between_repeats
 
@@ -329,7 +330,14 @@ def _region(operands: Sequence[fx.Node], ops: Sequence[fx.Node], results: Sequen
             new[node] = new[node.args[0]]
         else:
             new[node] = graph.node_copy(node, new.__getitem__)
-            new[node].target = unpacked if node.target is UNPACK else _torch.stride_free(node.target)
+            new[node].target = _target(node)
             new[node].meta = {}
     graph.output(tuple(new[node] for node in results))
     return Region(graph, f"{len(ops)} ops from {source_of(ops[0])}")
+
+
+def _target(node: fx.Node) -> Any:
+    """What a region calls for an op: the same kernels of matrix products as without regions."""
+    if node.target is UNPACK:
+        return unpacked
+    return ONEDNN_MM if faster_kernel(node) is not None else _torch.stride_free(node.target)

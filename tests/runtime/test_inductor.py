@@ -27,6 +27,7 @@ from functional_parallel import _torch
 from functional_parallel.program.sharing import readers_before_writes
 from functional_parallel.runtime import BackendError, DifferentProgramsError, SimulatedRuntime, regions
 from functional_parallel.runtime.inductor import Region
+from functional_parallel.runtime.kernels import ONEDNN_MM
 from functional_parallel.runtime.overlap import overlapped
 from functional_parallel.runtime.repeats import cuts_between_repeats
 from sharding_specs import Mesh, P, split
@@ -268,19 +269,30 @@ def test_processes_give_the_bits_of_simulated_ranks() -> None:
         assert all(map(torch.equal, rank, found))
 
 
-def test_a_region_keeps_its_results_apart_from_its_operands() -> None:
-    """One tensor for two operands is no rule for the next call, and other strides are another variant."""
-    graph = fx.Graph()
-    x, y = graph.placeholder("x"), graph.placeholder("y")
-    copy = graph.call_function(torch.ops.aten.clone.default, (x,))
-    graph.output((copy, graph.call_function(torch.ops.aten.sub.Tensor, (x, y))))
-    region = Region(graph, "a test")
-    a, b = torch.arange(6.0).reshape(2, 3), torch.ones(2, 3)
-    assert torch.equal(region(a, a)[1], torch.zeros(2, 3))
-    clone, difference = region(a, b)
-    assert torch.equal(difference, a - b) and torch.equal(clone, a) and clone.data_ptr() != a.data_ptr()
-    turned = b.t().contiguous().t()
-    assert torch.equal(region(a, turned)[1], a - b) and len(region.compiled) == 2
+def test_operands_that_lie_otherwise_are_compiled_for(as_is: mock.Mock) -> None:
+    step = fp.compile(
+        lambda x, y: (x - y).exp() * 2 + y, Mesh(), in_specs=(P(), P()), out_specs=P(), backend="inductor"
+    )
+    x, y = torch.ones(2, 3), torch.zeros(3, 2).t()
+    for _ in range(2):
+        for a, b in ((x, x), (x, y), (y, x)):
+            assert torch.equal(step(a, b), (a - b).exp() * 2 + b)
+    assert as_is.call_count == 3
+
+
+@pytest.mark.skipif(not _torch.has_onednn_linear(), reason="no faster product than torch's own")
+def test_large_products_are_those_of_the_default_backend() -> None:
+    def f(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return (2 * a).mm(b.t()).abs() - 1
+
+    a, b = torch.randn(2, 128, 130, generator=torch.Generator().manual_seed(0))
+    steps = {
+        backend: fp.compile(f, Mesh(), in_specs=(P(), P()), out_specs=P(), backend=backend)
+        for backend in ("inductor", "eager")
+    }
+    assert torch.equal(steps["inductor"](a, b), steps["eager"](a, b))
+    (region,) = regions.with_regions(steps["inductor"].program).calls
+    assert ONEDNN_MM in [node.target for node in region.graph.nodes]
 
 
 @pytest.mark.slow
