@@ -210,5 +210,7 @@ def compile_by_inductor(
     with apart_from_transforms(), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own modules, when they are imported
         with FakeTensorMode():  # of each its own: where one tensor comes twice, inductor would take that for a rule
-            like = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in operands]
+            like: list[Any] = [
+                torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in operands
+            ]
         return inductor.compile(module, like)  # type: ignore[no-any-return]
