@@ -17,6 +17,8 @@ from .. import _torch
 __all__ = ["BACKENDS", "BackendError", "Region", "check_backend", "region_of"]
 
 BACKENDS = ("eager", "inductor")
+Run = Callable[..., Sequence[torch.Tensor]]
+
 _regions: WeakValueDictionary[str, Region] = WeakValueDictionary()
 
 
@@ -45,7 +47,7 @@ class Region:
 
     def __init__(self, graph: fx.Graph, describe: str) -> None:
         self.graph, self.describe = graph, describe
-        self.compiled: dict[tuple[tuple[int, ...], ...], Callable[..., Sequence[torch.Tensor]]] = {}
+        self.compiled: dict[tuple[tuple[int, ...], ...], Run] = {}
 
     def __call__(self, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
         strides = tuple([x.stride() for x in operands])
@@ -54,11 +56,13 @@ class Region:
             run = self.compiled[strides] = self._compile(operands)
         return run(*operands)
 
-    def _compile(self, operands: Sequence[torch.Tensor]) -> Callable[..., Sequence[torch.Tensor]]:
+    def _compile(self, operands: Sequence[torch.Tensor]) -> Run:
         try:
-            return _torch.compile_by_inductor(fx.GraphModule({}, self.graph), operands)
+            run = _torch.compile_by_inductor(fx.GraphModule({}, self.graph), operands)
+            results = run(*operands)
         except Exception as error:
             raise BackendError(_advice(error, self.describe)) from error
+        return _copied(run) if _overlap(results, operands) else run
 
 
 def region_of(key: str, make: Callable[[], Region]) -> Region:
@@ -67,6 +71,26 @@ def region_of(key: str, make: Callable[[], Region]) -> Region:
     if region is None:
         region = _regions[key] = make()
     return region
+
+
+def _overlap(results: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]) -> bool:
+    """Whether some result lies in the memory of another or of an operand, which compiled code does or does not."""
+    mine, theirs = ([_extent(x) for x in xs if x.numel()] for xs in (results, operands))
+    return any(
+        a[0] < b[1] and b[0] < a[1] for index, a in enumerate(mine) for b in (*mine[:index], *theirs) if a[2] == b[2]
+    )
+
+
+def _extent(x: torch.Tensor) -> tuple[int, int, torch.device]:
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.itemsize, x.device
+
+
+def _copied(run: Run) -> Run:
+    def copied(*operands: torch.Tensor) -> list[torch.Tensor]:
+        return [x.clone() for x in run(*operands)]
+
+    return copied
 
 
 def _advice(error: Exception, describe: str) -> str:

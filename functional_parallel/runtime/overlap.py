@@ -19,6 +19,7 @@ from ..program.packing import UNPACK
 from ..program.sharing import shares_memory
 from ..tracing import Traced
 from ..tracing.graph import operands_of
+from .inductor import Region
 
 __all__ = ["STARTED", "is_only_use_of_own_memory", "overlapped"]
 
@@ -72,4 +73,6 @@ def is_only_use_of_own_memory(value: fx.Node) -> bool:
     """Whether a value with one user was computed into memory that nothing else refers to."""
     if value.op != "call_function" or len(value.users) != 1 or primitive_name(value) == "pcast":
         return False
+    if value.target is operator.getitem and isinstance(value.args[0].target, Region):
+        return True
     return not shares_memory(value)

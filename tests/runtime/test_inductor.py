@@ -24,11 +24,12 @@ from torch import fx
 
 import functional_parallel as fp
 from functional_parallel import _torch
+from functional_parallel.program.collectives import primitive_name
 from functional_parallel.program.sharing import readers_before_writes
 from functional_parallel.runtime import BackendError, DifferentProgramsError, SimulatedRuntime, regions
 from functional_parallel.runtime.inductor import Region
 from functional_parallel.runtime.kernels import ONEDNN_MM
-from functional_parallel.runtime.overlap import overlapped
+from functional_parallel.runtime.overlap import is_only_use_of_own_memory, overlapped
 from functional_parallel.runtime.repeats import cuts_between_repeats
 from sharding_specs import Mesh, P, split
 
@@ -229,6 +230,29 @@ def test_derivatives_from_outside_do_without_it(as_is: mock.Mock) -> None:
     x = torch.arange(4.0, dtype=torch.float64)
     assert torch.equal(step(x), (x.sin() * x.cos() + x.tanh()).sum()) and as_is.called
     torch.testing.assert_close(torch.func.grad(step)(x), (2 * x).cos() + 1 - x.tanh() ** 2)
+
+
+def test_results_lie_in_memory_of_their_own() -> None:
+    """Whatever a compiler makes of ops that change nothing: what follows may write there."""
+    step = fp.compile(
+        lambda x: (x.sin() + x.cos(), x * 1, 2 + x), Mesh(), in_specs=P(), out_specs=P(), backend="inductor"
+    )
+    compiled = lambda x: (y := x + 2, x, y)  # noqa: E731
+    with mock.patch.object(_torch, "compile_by_inductor", return_value=compiled):
+        for _ in range(2):
+            x = torch.ones(3)
+            results = step(x)
+            results[0].zero_()
+            assert [each.tolist() for each in results[1:]] == [[1.0] * 3, [3.0] * 3]
+            assert results[1].data_ptr() != x.data_ptr()
+
+
+def test_a_sum_of_a_result_overwrites_it() -> None:
+    program, _ = lowered(2, "tensor")
+    graph = regions.with_regions(program).traced.graph
+    sums = [node for node in graph.nodes if primitive_name(node) == "psum"]
+    assert any(is_only_use_of_own_memory(node.args[0]) for node in sums)
+    assert not any(is_only_use_of_own_memory(node.args[0]) for node in sums if len(node.args[0].users) > 1)
 
 
 # -----------------------------------------------------------------------------
