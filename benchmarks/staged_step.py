@@ -1,10 +1,11 @@
 """One rank's gradient step, staged, against plain eager autograd on the same function: interleaved pairs.
 
     python benchmarks/staged_step.py --pairs 40
+    python benchmarks/staged_step.py --backend inductor
 
 Both compute gradients and value of `examples/gpt.py` with the same kernels (ours without oneDNN) on one thread; no
 optimizer. Ours is called as a user calls it: `fp.compile(fp.grad_and_value(plan(loss)), mesh)(params, tokens)`.
-`--profile` times ops.
+`--profile` times ops. `--backend inductor` adds a column: ours again, compiled, in turn with the other two.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from sharding_specs import Mesh, split
 
 SIZES = {"tiny": (4, 128), "small": (4, 256), "wide": (4, 512)}  # layers, width
 HEAD = ("size", "layers × width", "batch × time", "pairs", "ours, ms", "eager, ms", "ratio", "quartiles of the ratio")
+COMPILED = ("inductor, ms", "inductor / ours", "its quartiles", "compiling, s")
 
 
 def main() -> None:
@@ -40,11 +42,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--time", type=int, default=128)
     parser.add_argument("--profile", type=int, metavar="LINES", help="print the ops that take most, ours and eager")
+    parser.add_argument("--backend", choices=["eager", "inductor"], default="eager", help="what ours is run by, too")
     parser.add_argument("--write", action="store_true", help="put the table into docs/benchmarks.md")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.backends.mkldnn.enabled = False
-    table = report.table(HEAD, [measure(size, args) for size in args.sizes])
+    head = HEAD if args.backend == "eager" else HEAD + COMPILED
+    table = report.table(head, [measure(size, args) for size in args.sizes])
     print(table)
     if args.write:
         report.write("staged step", table)
@@ -56,18 +60,37 @@ def measure(size: str, args: argparse.Namespace) -> tuple[object, ...]:
     params, _ = split(gpt.init(config))
     tokens = torch.randint(0, config.vocab, (args.batch, args.time + 1), generator=torch.Generator().manual_seed(1))
     loss = partial(gpt.loss, config=config)
-    staged = partial(fp.compile(fp.grad_and_value(fp.data_parallel("data")(loss)), Mesh(data=1)), params, tokens)
-    plain = partial(eager, loss, params, tokens)
-    check(staged(), plain())
+    function = fp.grad_and_value(fp.data_parallel("data")(loss))
+    steps = {
+        "ours": partial(fp.compile(function, Mesh(data=1)), params, tokens),
+        "eager": partial(eager, loss, params, tokens),
+    }
+    if args.backend != "eager":
+        steps["compiled"] = partial(fp.compile(function, Mesh(data=1), backend=args.backend), params, tokens)
+    first, results = {}, {}
+    for name, step in steps.items():
+        began = time.perf_counter()
+        results[name] = step()
+        first[name] = time.perf_counter() - began
+    for result in results.values():
+        check(result, results["eager"])
     if args.profile:
-        for name, step in (("ours", staged), ("eager", plain)):
+        for name, step in steps.items():
             print(f"{name}\n{profiled(step, args.profile)}")
-    ours, theirs = interleaved(staged, plain, args.pairs)
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    a, b = statistics.median(ours), statistics.median(theirs)
-    low, high = report.spread(ratios)
+    times = interleaved(steps, args.pairs)
+    row = compared(times, "ours", "eager")
     shape = (f"{layers}×{width}", f"{args.batch}×{args.time}", args.pairs)
-    return size, *shape, f"{1000 * a:.2f}", f"{1000 * b:.2f}", f"{a / b:.3f}", f"{low:.3f} – {high:.3f}"
+    if args.backend == "eager":
+        return size, *shape, *row
+    took, _, ratio, quartiles = compared(times, "compiled", "ours")
+    return size, *shape, *row, took, ratio, quartiles, f"{first['compiled'] - first['ours']:.0f}"
+
+
+def compared(times: dict[str, list[float]], name: str, other: str) -> tuple[str, ...]:
+    """The medians of both in milliseconds, their ratio, and the quartiles of the ratios pair by pair."""
+    a, b = statistics.median(times[name]), statistics.median(times[other])
+    low, high = report.spread([x / y for x, y in zip(times[name], times[other], strict=True)])
+    return f"{1000 * a:.2f}", f"{1000 * b:.2f}", f"{a / b:.3f}", f"{low:.3f} – {high:.3f}"
 
 
 def eager(loss: Callable[..., torch.Tensor], params: Any, tokens: torch.Tensor) -> tuple[Any, torch.Tensor]:
@@ -83,18 +106,18 @@ def check(ours: Any, theirs: Any) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-def interleaved(a: Callable[[], Any], b: Callable[[], Any], pairs: int) -> tuple[list[float], list[float]]:
-    """Processor seconds of both, in turn and in changing order, after a warm-up of three.
+def interleaved(steps: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Processor seconds of each, in turn and in changing order, after a warm-up of three.
 
     One thread computes throughout, so this is the time on an idle machine; what else runs here does not count.
     """
-    times: tuple[list[float], list[float]] = ([], [])
-    for index in range(-3, pairs):
-        for which in (0, 1) if index % 2 else (1, 0):
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for index in range(-3, rounds):
+        for name in list(steps)[:: 1 if index % 2 else -1]:
             began = time.process_time()
-            (a, b)[which]()
+            steps[name]()
             if index >= 0:
-                times[which].append(time.process_time() - began)
+                times[name].append(time.process_time() - began)
     return times
 
 

@@ -5,7 +5,8 @@ Each name is here because torch offers no public one; `tests/test_private_torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -35,6 +36,7 @@ __all__ = [
     "apart_from_transforms",
     "backward_node_number",
     "checkpointing",
+    "compile_by_inductor",
     "differentiating_level",
     "direct_call",
     "functional_variant",
@@ -194,3 +196,21 @@ def checkpointing(region: Callable[[str], AbstractContextManager[None]]) -> Iter
         yield
     finally:
         module.CheckpointFunction, module._checkpoint_without_reentrant_generator = saved  # type: ignore[misc]
+
+
+def compile_by_inductor(
+    module: torch.fx.GraphModule, operands: Sequence[torch.Tensor]
+) -> Callable[..., Sequence[torch.Tensor]]:
+    """Compile a graph of aten ops that writes nothing and that nothing differentiates, for these shapes and strides.
+
+    `torch.compile` would trace it once more, by dynamo, and guard on what cannot change.
+    """
+    import torch._inductor as inductor  # takes a second, and few programs need it
+
+    with apart_from_transforms(), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own modules, when they are imported
+        with FakeTensorMode():  # of each its own: where one tensor comes twice, inductor would take that for a rule
+            like: list[Any] = [
+                torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in operands
+            ]
+        return inductor.compile(module, like)  # type: ignore[no-any-return]

@@ -19,7 +19,7 @@ from .local_function import Layout, LocalFunction, PyTree, SpecTree, whole_argum
 from .pipelines import PipelineError, PipelineProgram
 from .program import Program, drop_trivial
 from .rewrite import rewrite
-from .runtime import PipelineRuntime, default_runtime, pipeline_memory
+from .runtime import PipelineRuntime, check_backend, default_runtime, pipeline_memory
 from .tracing import Aval, forget_values, simplify, trace
 from .varying import Typing, type_of
 
@@ -43,6 +43,7 @@ def compile(
     name: str | None = None,
     bucket: int | str | None = None,
     without: Collection[str] = (),
+    backend: str = "eager",
 ) -> Compiled:
     """Compile a function on shards into a program for a mesh; whole tensors in, whole tensors out.
 
@@ -62,6 +63,8 @@ def compile(
         bucket: bytes of gradients, or of a layer's gathered parameters, that travel in one collective; "auto" for what
             fits their sum; None for one collective each.
         without: names of rewrites to switch off; `program.passes` lists those that ran.
+        backend: what computes between collectives: "eager", torch's kernels op by op, or "inductor", torch's compiler,
+            which rounds otherwise and takes its time when the program first runs.
 
     Returns:
         The compiled function. It traces once per signature of its arguments; `.program` is the last program used.
@@ -70,9 +73,11 @@ def compile(
         LayoutError: when a bare function has no specs, or a local one is given some.
         OutSpecError: when called, if a result does not lie as its spec says.
         TypingError: when called, if the program treats a value as something it is not.
-        ValueError: when called, if there is no rewrite of a name in `without`.
+        BackendError: when called, if the backend lacks something on this machine.
+        ValueError: for another backend; when called, if there is no rewrite of a name in `without`.
     """
     guards.check_callable(f)
+    check_backend(backend)
     if isinstance(f, LocalFunction):
         _check_synchronous(f, mesh)
         if in_specs is not None or out_specs is not None:
@@ -82,7 +87,7 @@ def compile(
             f"{_name(f)} does not carry a layout: pass in_specs= and out_specs=, or compile what a transform returned. "
             "torch.func's transforms drop the layout; fp.grad, fp.grad_and_value and fp.hessian keep it"
         )
-    return Compiled(f, mesh, in_specs, out_specs, name or _name(f), bucket, frozenset(without))
+    return Compiled(f, mesh, in_specs, out_specs, name or _name(f), bucket, frozenset(without), backend)
 
 
 def shard_map(
@@ -141,8 +146,10 @@ class Compiled:
         name: str,
         bucket: int | str | None = None,
         without: Collection[str] = (),
+        backend: str = "eager",
     ) -> None:
         self.f, self.mesh, self.name, self.bucket, self.without = f, mesh, name, bucket, without
+        self.backend = backend
         self.program: Any = None
         self._in_specs, self._out_specs = in_specs, out_specs
         self._staged: dict[Any, Staged] = {}
@@ -192,6 +199,7 @@ class Compiled:
                 name=self.name,
                 bucket=self.bucket,
                 without=self.without,
+                backend=self.backend,
             )
         self.program = staged.program
         return staged, tensors
@@ -227,12 +235,13 @@ def stage(
     donate: bool = False,
     bucket: int | str | None = None,
     without: Collection[str] = (),
+    backend: str = "eager",
     watch: Callable[[str, Program, Mesh], None] = lambda *_: None,
 ) -> Staged:
     """Trace a function on shards, type its values, check how its results lie, and run the passes that it asks for.
 
     Args:
-        f, mesh, args, in_specs, out_specs, name, bucket, without: as for `compile`.
+        f, mesh, args, in_specs, out_specs, name, bucket, without, backend: as for `compile`.
         parameters: the path of the argument that holds the model's parameters.
         watch: called with the name of each rewrite after it, the program, and the mesh with its virtual axes.
         carried: the path of the argument that steps hand on: parameters and optimizer state; None for none.
@@ -287,6 +296,7 @@ def stage(
         in_paths=[paths[index] for index in chosen],
         out_paths=[found["paths"][index] for index in kept],
         name=name,
+        backend=backend,
     )
     shapes = optree.tree_map(_shape_alone, args)
     program.restage = functools.partial(
@@ -302,6 +312,7 @@ def stage(
         donate=donate,
         bucket=bucket,
         without=without,
+        backend=backend,
     )
     if out_specs is not UNCHECKED:
         _check_results(program, held)

@@ -86,6 +86,7 @@ def _pipelined(
         return plan.measure(program, plan.virtual, inlined)
 
     def finish(part: Program) -> None:
+        part.backend = program.backend
         watch("cut", part, part.mesh)
         part.passes, _ = run_passes(
             _buckets(bucket), part.traced, part.mesh, without, lambda name: watch(name, part, part.mesh)

@@ -22,6 +22,7 @@ from .local_function import LocalFunction, PyTree, SpecTree, unsharded
 from .loss_scaling import LossScale, LossScaleState
 from .optim import Optimizer
 from .places import Places, find_places
+from .runtime import check_backend
 from .scaled import ScaledState, scaled_loss, unless, unscaled, with_scale
 from .train_state import TrainState, own, storages
 from .uneven import looks_of, stay_in_step
@@ -60,6 +61,7 @@ def train_step(
     reduction: str = "fast",
     donate: bool = True,
     without: Collection[str] = (),
+    backend: str = "eager",
 ) -> TrainStep:
     """Build a training step: gradient, clipping, optimizer, all sharded as the plan says.
 
@@ -91,10 +93,12 @@ def train_step(
         donate: whether a step may write the new state into the memory of the old one, which then cannot be used again
             (an error says so); `train.copy(state)` keeps one. Without it a step holds both.
         without: names of rewrites to switch off, as `program.passes` lists them.
+        backend: what computes between collectives, "eager" or "inductor", as for `fp.compile`.
 
     Returns:
         The step: `state = train.init(params)`, `state, metrics = train(state, *batch)`, `train.params(state)`.
     """
+    check_backend(backend)
     if batch not in ("global", "own"):
         raise ValueError(f"train_step(batch={batch!r}): it is 'global' or 'own'")
     if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
@@ -105,7 +109,7 @@ def train_step(
     if plan is not None and not callable(plan):
         raise TypeError(f"train_step takes a plan, a transform or fp.chain of them, not {plan!r}")
     f = plan(loss) if plan is not None else loss
-    options = (batch == "own", bucket, reduction, donate, frozenset(without))
+    options = (batch == "own", bucket, reduction, donate, frozenset(without), backend)
     return TrainStep(f, optimizer, mesh, clip, seed, has_aux, *options)
 
 
@@ -125,6 +129,7 @@ class TrainStep:
         reduction: str,
         donate: bool = True,
         without: Collection[str] = (),
+        backend: str = "eager",
     ) -> None:
         self.f = f if isinstance(f, LocalFunction) else unsharded(f)
         self.optimizer, self.mesh, self.clip, self.seed = optimizer, mesh, clip, seed
@@ -132,7 +137,7 @@ class TrainStep:
         self.has_aux, self.own_batch, self.bucket, self.reduction = has_aux, own_batch, bucket, reduction
         if self.f.layout.flat_update:
             require_elementwise(optimizer)
-        self.without = without
+        self.without, self.backend = without, backend
         self.donate = donate and self.f.layout.pipeline is None  # a pipeline's ranks write into memory of their own
         self.scaling: LossScale | None = self.f.layout.loss_scale
         self.program: Any = None
@@ -334,6 +339,7 @@ class TrainStep:
             donate=self.donate,
             bucket=self.bucket,
             without=self.without,
+            backend=self.backend,
         )
 
     def _global_shapes(self, params: PyTree, batch: tuple[PyTree, ...]) -> tuple[PyTree, ...]:

@@ -53,6 +53,16 @@ PLANS = {
 }
 
 
+@pytest.mark.parametrize("name", ["zero 3", "tensor"])
+def test_inductor_on_the_device(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    plan, mesh = PLANS[name]
+    found = trained("cuda", plan, mesh, backend="inductor")
+    for a, b in zip(found, trained("cpu", plan, mesh), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_simulated_ranks_on_the_device(name: str) -> None:
     plan, mesh = PLANS[name]

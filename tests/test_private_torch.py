@@ -187,6 +187,21 @@ def test_checkpoint_looks_up_the_two_names_that_are_replaced(reentrant: bool) ->
     assert x.grad is not None and regions == ["checkpoint"]
 
 
+def test_inductor_compiles_a_graph_without_dynamo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For operands of which each is its own, though they may be one tensor, and strides that are not contiguous."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    graph = torch.fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    copy = graph.call_function(aten.clone.default, (x,))
+    graph.output((copy, graph.call_function(aten.sub.Tensor, (x, y))))
+    a, b = torch.arange(6.0).reshape(3, 2).t(), torch.ones(3, 2).t()
+    run = _torch.compile_by_inductor(torch.fx.GraphModule({}, graph), [a, a])
+    assert torch.equal(run(a, a)[1], torch.zeros(2, 3))
+    clone, difference = run(a, b)
+    assert torch.equal(clone, a) and clone.data_ptr() != a.data_ptr()
+    assert torch.equal(difference, a - b)
+
+
 def test_a_weak_reference_to_a_storage_tells_when_it_is_gone() -> None:
     x = torch.ones(4)
     view, reference = x[1:], _torch.StorageWeakRef(x.untyped_storage())

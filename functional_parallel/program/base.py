@@ -29,6 +29,7 @@ class BaseProgram(abc.ABC):
         passes: the names of the rewrites that ran, in order.
         notes: lines that `explain` prints below its table.
         restage: makes the program once more, from shapes; its argument `watch` looks on.
+        backend: what computes between collectives: "eager", torch's kernels op by op, or "inductor".
     """
 
     mesh: Mesh
@@ -40,6 +41,7 @@ class BaseProgram(abc.ABC):
     passes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     restage: Callable[..., Any] | None = field(default=None, repr=False)
+    backend: str = "eager"
     cache: dict[str, Any] = field(default_factory=dict, repr=False)  # what runtimes prepare, once
 
     @abc.abstractmethod

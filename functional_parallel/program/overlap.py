@@ -72,4 +72,6 @@ def is_only_use_of_own_memory(value: fx.Node) -> bool:
     """Whether a value with one user was computed into memory that nothing else refers to."""
     if value.op != "call_function" or len(value.users) != 1 or primitive_name(value) == "pcast":
         return False
+    if value.target is operator.getitem and getattr(value.args[0].target, "owns_results", False):
+        return True
     return not shares_memory(value)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["PACK", "UNPACK", "UNPACK_INTO"]
+__all__ = ["PACK", "UNPACK", "UNPACK_INTO", "unpacked"]
 
 _library = torch.library.Library("fp", "FRAGMENT")
 _library.define("pack(Tensor[] tensors, int parts, int[] dims) -> Tensor")
@@ -32,8 +32,17 @@ def _pack_whole(tensors: Sequence[torch.Tensor], parts: int, dims: Sequence[int]
 
 def _unpack(packed: torch.Tensor, parts: int, offset: int, shape: Sequence[int], dim: int) -> torch.Tensor:
     """The tensor whose part in each run starts at `offset` and has this shape; parts are joined along `dim`."""
-    joined = _parts(packed, parts, offset, shape).movedim(0, dim).flatten(dim, dim + 1)
+    joined = _joined(packed, parts, offset, shape, dim)
     return joined.clone() if joined.data_ptr() == packed.data_ptr() else joined.contiguous()
+
+
+def unpacked(packed: torch.Tensor, parts: int, offset: int, shape: Sequence[int], dim: int) -> torch.Tensor:
+    """The same in torch's ops, for a compiler that looks inside; in memory of its own."""
+    return _joined(packed, parts, offset, shape, dim).clone(memory_format=torch.contiguous_format)
+
+
+def _joined(packed: torch.Tensor, parts: int, offset: int, shape: Sequence[int], dim: int) -> torch.Tensor:
+    return _parts(packed, parts, offset, shape).movedim(0, dim).flatten(dim, dim + 1)
 
 
 def _parts(packed: torch.Tensor, parts: int, offset: int, shape: Sequence[int]) -> torch.Tensor:

@@ -76,7 +76,12 @@ class Program(BaseProgram):
 
     def lines(self) -> list[str]:
         """The program's text without source lines: equal for two programs exactly when they do the same."""
-        return [f"mesh {self.mesh!r}", *canonical_lines(self.traced, self.mesh, self._in_names(), self._out_names())]
+        backend = [] if self.backend == "eager" else [f"backend {self.backend}"]  # which rounds in ways of its own
+        return [
+            f"mesh {self.mesh!r}",
+            *backend,
+            *canonical_lines(self.traced, self.mesh, self._in_names(), self._out_names()),
+        ]
 
     def __str__(self) -> str:
         text = program_text(self.traced, self.mesh, self._in_names(), self._out_names())

@@ -1,6 +1,7 @@
 """Where programs run: all ranks simulated in this process, or one rank here and its peers in other processes."""
 
 from .default import default_runtime, is_main_rank, use_runtime
+from .inductor import BackendError, check_backend
 from .meeting import OutOfStepError
 from .on_sizes import pipeline_memory
 from .pending import CollectiveError
@@ -9,6 +10,7 @@ from .processes import DifferentInputsError, DifferentProgramsError, ProcessRunt
 from .simulated import SimulatedRuntime
 
 __all__ = [
+    "BackendError",
     "CollectiveError",
     "DifferentInputsError",
     "DifferentProgramsError",
@@ -16,6 +18,7 @@ __all__ = [
     "PipelineRuntime",
     "ProcessRuntime",
     "SimulatedRuntime",
+    "check_backend",
     "default_runtime",
     "is_main_rank",
     "pipeline_memory",

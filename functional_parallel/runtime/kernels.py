@@ -11,10 +11,16 @@ from torch import fx
 
 from .. import _torch
 
-__all__ = ["faster_kernel"]
+__all__ = ["ONEDNN_MM", "faster_kernel"]
 
 _LEAST_WORK = 1 << 20  # multiplications; below, what oneDNN's front end costs (10 µs) is more than it saves
 _LEAST_SIDE = 8
+
+_library = torch.library.Library("fp", "FRAGMENT")
+_library.define("onednn_mm(Tensor a, Tensor b) -> Tensor")
+_library.impl("onednn_mm", _torch.onednn_mm, "CompositeExplicitAutograd")
+torch.library.register_fake("fp::onednn_mm", lambda a, b: a.new_empty(a.shape[0], b.shape[1]), lib=_library)
+ONEDNN_MM = torch.ops.fp.onednn_mm.default  # the same kernel as an op, which a compiler leaves as it is
 
 
 def faster_kernel(node: fx.Node) -> Callable[..., Any] | None:

@@ -33,6 +33,7 @@ from .codegen import Writer, holds_levels
 from .meeting import Meeting
 from .pending import CollectiveError, Pending
 from .process_carrier import ProcessCarrier
+from .regions import with_regions
 
 __all__ = ["DifferentInputsError", "DifferentProgramsError", "ProcessRuntime"]
 
@@ -190,6 +191,10 @@ class _OneRank:
 
     def __init__(self, program: Program, carrier: ProcessCarrier) -> None:
         self.program, self.carrier = program, carrier
+        if program.backend == "inductor":
+            regions = with_regions(program)
+            self.writer = Writer(regions.traced, self.line, readers=regions.readers)
+            return
         readers = readers_before_writes(program.traced)
         order = overlapped(program.traced, readers)
         self.writer = Writer(program.traced, self.line, order=order, readers=readers)

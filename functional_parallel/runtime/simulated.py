@@ -23,6 +23,7 @@ from ..program.sharing import written_by
 from ..tracing.graph import operands_of
 from .classes import Classes
 from .codegen import Writer, holds_levels
+from .regions import with_regions
 
 __all__ = ["Handle", "SimulatedRuntime"]
 
@@ -103,10 +104,13 @@ class _Lockstep:
     def __init__(self, program: Program, classes: Classes, differentiable: bool) -> None:
         self.program, self.classes, self.mesh = program, classes, classes.mesh
         self.axes: dict[fx.Node, frozenset[str]] = {}
-        self.writer = Writer(program.traced, self.line, differentiable)
-        for node, spec in zip(program.traced.inputs, program.in_specs, strict=True):
+        self.traced = program.traced
+        if program.backend == "inductor" and not differentiable:
+            self.traced = with_regions(program).traced
+        self.writer = Writer(self.traced, self.line, differentiable)
+        for node, spec in zip(self.traced.inputs, program.in_specs, strict=True):
             self.axes[node] = classes.of_spec(spec)
-        for node in program.traced.graph.nodes:
+        for node in self.traced.graph.nodes:
             if node.op == "get_attr":
                 self.axes[node] = frozenset()
             elif node.op == "call_function":
@@ -116,7 +120,7 @@ class _Lockstep:
     def function(self) -> Callable[..., Any]:
         run = self.writer.function(wrap_constant=lambda x: [x])
         wanted = [self.classes.of_spec(spec) for spec in self.program.out_specs]
-        held = [self.axes[out] for out in self.program.traced.outputs]
+        held = [self.axes[out] for out in self.traced.outputs]
         if wanted == held:
             return run
         picks = [self._picks(a, b) for a, b in zip(wanted, held, strict=True)]
