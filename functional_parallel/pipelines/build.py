@@ -10,6 +10,7 @@ from torch import fx
 
 from sharding_specs import Mesh
 
+from ..collectives.parts import Parts
 from ..program import Program
 from ..program.collectives import primitive_name
 from ..program.rounds import CASTS, names_axis
@@ -62,7 +63,7 @@ class PipelinePlan:
 def build(
     program: Program,
     plan: PipelinePlan,
-    size: int,
+    parts: Parts,
     inlined: set[fx.Node],
     finish: Callable[[Program], None],
 ) -> PipelineProgram:
@@ -71,14 +72,14 @@ def build(
     Args:
         program: the step at the shapes of one microbatch, with the axis of microbatches in its specs.
         plan: the axis, the schedule and the cut.
-        size: how many microbatches there are.
+        parts: into which microbatches the batch of a rank is cut.
         inlined: values that shall be made anew for every microbatch: gathered parameters.
         finish: rewrites of every program of the pipeline.
 
     Raises:
         PipelineError: when the function cannot be cut so.
     """
-    return _Build(program, plan, size, inlined, finish).result()
+    return _Build(program, plan, parts, inlined, finish).result()
 
 
 class _Build:
@@ -86,11 +87,11 @@ class _Build:
         self,
         program: Program,
         plan: PipelinePlan,
-        size: int,
+        parts: Parts,
         inlined: set[fx.Node],
         finish: Callable[[Program], None],
     ) -> None:
-        self.program, self.plan, self.size, self.finish = program, plan, size, finish
+        self.program, self.plan, self.parts, self.finish = program, plan, parts, finish
         self.traced = program.traced
         _drop_casts(self.traced, plan.virtual)
         _sum_one_by_one(self.traced)
@@ -120,7 +121,7 @@ class _Build:
             self.program.out_specs,
             self.program.in_paths,
             self.program.out_paths,
-            self.size,
+            self.parts,
             self._ranks_of_total,
             self._rank_of_collected,
             [self._inputs_below(each) for each in taken],
@@ -202,7 +203,7 @@ class _Build:
             elif scope == "microbatch":
                 wanted += [(node, microbatch) for microbatch in self._microbatches_of(rank)]
         name = f"{self.program.name}: before the pipeline, rank {rank}"
-        return Prologue(self.roles, self.extractor, self.program.in_specs, self.size, wanted, name)
+        return Prologue(self.roles, self.extractor, self.program.in_specs, self.parts, wanted, name)
 
     def _microbatches_of(self, rank: int) -> list[int]:
         depth, each = self.schedule.depth, self.schedule.microbatches_of_chain
