@@ -191,7 +191,8 @@ class _Run:
         Slicing the value itself would gather its gradient; a broadcast parameter, say, wants only its own summed. The
         whole value is dead code then, if nothing else uses it.
         """
-        source = split_backwards(self._step(node), form) if node.op == "call_function" else None
+        is_op = node.op == "call_function" and node.target is not operator.getitem
+        source = split_backwards(self._step(node), form) if is_op else None
         if source is None:
             return self._converted(value, form)
         step, rule = source

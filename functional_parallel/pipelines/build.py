@@ -173,8 +173,9 @@ class _Build:
                 dim = self.cut_dims[node]
                 ranks = mesh.axis_size(tuple(each for each in spec.dim_axes()[dim] if each != axis))
                 each, count = node.meta["val"].shape[dim], self.schedule.microbatches
+                whole = self.parts.whole(each) * (count // self.parts.ranks) * ranks
                 return (
-                    f"a batch of {each * count * ranks} = {each} per microbatch · {count} microbatches · "
+                    f"a batch of {whole} = {_lengths(self.parts, each)} per microbatch · {count} microbatches · "
                     f"{ranks} data rank{'s' if ranks > 1 else ''}",
                 )
         return ()
@@ -220,6 +221,14 @@ class _Build:
                 found.add(node)
                 pending += operands_of(node)
         return {node for node in found if node.op == "placeholder"}
+
+
+def _lengths(parts: Parts, each: int) -> str:
+    """How long microbatches are of which one is held as `each`."""
+    if parts.is_even:
+        return f"{each}"
+    sample, short = each // parts.rows, parts.ranks - parts.full
+    return f"{each} ({(parts.rows - 1) * sample} in the last {short if short > 1 else 'one'})"
 
 
 def _drop_casts(traced: Traced, axis: str) -> None:

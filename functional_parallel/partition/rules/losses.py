@@ -92,7 +92,7 @@ def _likelihood_text(node: fx.Node) -> str:
         return f"n! c!, n!{weight} -> (), ()"
     if node.args[3] == _SUM:
         return f"n+ c!, n+{weight} -> (), ()"
-    return f"n c!, n{weight} -> n, ()"
+    return f"n! c!, n!{weight} -> n, ()"
 
 
 def _local_likelihood(step: Step, scores: torch.Tensor, target: torch.Tensor, weight: Any, *rest: Any) -> Any:
@@ -112,7 +112,7 @@ def _local_likelihood(step: Step, scores: torch.Tensor, target: torch.Tensor, we
         counts = counts * weight[torch.where(kept, target, 0)]
     losses = torch.where(kept, losses, torch.zeros((), dtype=losses.dtype, device=losses.device)) * counts
     if reduction not in (_MEAN, _SUM):
-        return losses, losses.new_zeros(())
+        return losses, torch.zeros((), dtype=losses.dtype, device=losses.device)
     total = counts.sum()
     if reduction == _SUM:
         return losses.sum(), total
