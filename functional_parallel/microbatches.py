@@ -86,6 +86,6 @@ def _too_few(lengths: Mapping[str, int], count: int, samples: int) -> str:
         )
     return (
         f"arguments of several lengths cannot be cut alike into {count} microbatches ({listed} on each rank): their "
-        f"lengths have {samples} equal pieces in common; take {samples} microbatches or fewer, or lengths that {count} "
-        "divides"
+        f"lengths have {samples} equal pieces in common; take {samples} microbatches or fewer, give lengths that "
+        f"{count} divides, or say with batch= what is not to be cut"
     )

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import optree
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import functional_parallel as fp
 from sharding_specs import Mesh
+
+from ..program.test_memory import measured
+from .networks import SPLIT, batch, integer_loss, loss, noisy_loss, parameters
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -84,3 +90,97 @@ def test_every_sample_counts_once(name: str, microbatches: int) -> None:
     wanted = torch.func.grad_and_value(LOSSES[name], (0, 1))(*arguments())
     for a, b in zip(optree.tree_leaves(found), optree.tree_leaves(wanted), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    stage=st.integers(0, 3),
+    ranks=st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)]),
+    microbatches=st.integers(2, 6),
+    more=st.integers(0, 9),
+    reduce=st.sampled_from(["once", "each"]),
+)
+def test_integer_sums_are_exact(stage: int, ranks: tuple[int, int], microbatches: int, more: int, reduce: str) -> None:
+    data, tensor = ranks
+    inner = fp.chain(fp.tensor_parallel("tensor", SPLIT), fp.zero(stage, "data"))
+    plan = fp.chain(inner, fp.accumulate(microbatches, reduce=reduce))
+    inputs = batch(data * (microbatches + more), integers=True)
+    mesh = Mesh(data=data, tensor=tensor)
+    fp.testing.assert_equivalent(integer_loss, plan, mesh, parameters(2, integers=True), *inputs, exact=True)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_training_with_dropout_equals_training_at_once(stage: int) -> None:
+    """Draws are keyed by position in the whole batch; a sample that is there twice draws the same twice."""
+    params, inputs, found = parameters(2), batch(14), []
+    for plan, mesh in [(None, Mesh()), (fp.chain(fp.remat(), fp.zero(stage, "data"), fp.accumulate(3)), Mesh(data=2))]:
+        train = fp.train_step(noisy_loss, fp.optim.adamw(1e-2), mesh, plan, clip=1.0, seed=3)
+        state = train.init(params)
+        for _ in range(4):
+            state, metrics = train(state, *inputs)
+        found.append(optree.tree_leaves((train.params(state), metrics.loss)))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
+def test_a_sum_of_microbatches_is_taken_in_their_order() -> None:
+    """Each one's gradient by itself, 4, 4 and 3 samples, added from the first on: the same bits."""
+    params, x = {"w": torch.randn(3, dtype=torch.float64)}, torch.randn(11, 3, dtype=torch.float64)
+    loss = lambda p, x: (x * p["w"]).tanh().sum(0)[0]  # noqa: E731
+    found = fp.compile(fp.grad(fp.accumulate(3)(loss)), Mesh())(params, x)["w"]
+    first, second, third = (torch.func.grad(loss)(params, part)["w"] for part in x.split([4, 4, 3]))
+    torch.testing.assert_close(found, first + second + third, rtol=1e-15, atol=0)
+
+
+def test_a_program_of_another_length_is_another_program() -> None:
+    """The last batch of an epoch is traced by itself; the number of samples is part of the program."""
+    step = fp.compile(fp.grad_and_value(fp.accumulate(4)(lambda w, x: ((x @ w) ** 2).mean())), Mesh())
+    w = torch.randn(3, dtype=torch.float64)
+    for samples in (8, 7, 8, 6, 5, 7):
+        x = torch.randn(samples, 3, dtype=torch.float64)
+        torch.testing.assert_close(step(w, x), torch.func.grad_and_value(lambda w, x: ((x @ w) ** 2).mean())(w, x))
+
+
+def test_the_peak_is_predicted_to_the_byte() -> None:
+    plan = fp.chain(fp.zero(1, "data"), fp.accumulate(3))
+    program = fp.compile(fp.grad_and_value(plan(loss)), Mesh(data=2)).lower(parameters(2), *batch(22))
+    assert program.memory().peak == measured(program)
+
+
+LIBRARY = torch.library.Library("uneven_tests", "DEF")
+LIBRARY.define("squares(Tensor x) -> Tensor")
+LIBRARY.impl("squares", lambda x: (x + 1).square().sum(0), "CompositeExplicitAutograd")
+torch.library.register_fake("uneven_tests::squares", lambda x: x.new_empty(x.shape[1:]), lib=LIBRARY)
+LIBRARY.define("peak(Tensor x) -> Tensor")
+LIBRARY.impl("peak", lambda x: x.amax(0), "CompositeExplicitAutograd")
+torch.library.register_fake("uneven_tests::peak", lambda x: x.new_empty(x.shape[1:]), lib=LIBRARY)
+
+
+class Squares(torch.autograd.Function):
+    """Not linear: a row of zeros adds one."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return torch.ops.uneven_tests.squares(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return cotangent * 2 * (x + 1)
+
+
+def test_a_users_op_that_is_not_linear_is_given_the_whole_batch() -> None:
+    fp.register_rule(torch.ops.uneven_tests.squares, "rows+ c -> c", function=Squares.apply)
+    fp.register_rule(torch.ops.uneven_tests.peak, "rows> c -> c")
+    w, x = torch.randn(3, 3, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
+    f = lambda w, x: Squares.apply(x @ w).sum()  # noqa: E731
+    for samples in (7, 6):
+        found = fp.compile(fp.grad_and_value(fp.accumulate(3)(f)), Mesh())(w, x[:samples])
+        wanted = torch.func.grad_and_value(lambda w, x: (x @ w + 1).square().sum())(w, x[:samples])
+        torch.testing.assert_close(found, wanted)
+        step = fp.compile(fp.accumulate(3)(lambda w, x: torch.ops.uneven_tests.peak(x @ w)), Mesh())
+        assert torch.equal(step(w, x[:samples]), (x[:samples] @ w).amax(0))
