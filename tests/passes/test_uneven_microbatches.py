@@ -71,6 +71,20 @@ LOSSES: dict[str, Loss] = {
     "positions": lambda w, x, y: ((x @ w) * torch.arange(7.0, dtype=x.dtype)[:, None]).tanh().sum(),
     "a Gram matrix": lambda w, x, y: ((x @ w).T @ x).tanh().sum(),
     "a product of samples": lambda w, x, y: (x @ w).tanh().prod(0).sum(),
+    "values of the batch's size": lambda w, x, y: (
+        ((x @ w + torch.zeros(8).expand(7, 8)) * x.new_ones(7, 1)).tanh().sum()
+    ),
+    "outer products": lambda w, x, y: torch.einsum("b i, b j -> i j", x @ w, x).tanh().sum(),
+    "a product per sample": lambda w, x, y: torch.bmm((x @ w).reshape(7, 4, 2), x.reshape(7, 2, 4)).triu().mean(),
+    "cut and joined": lambda w, x, y: torch.cat((x @ w).chunk(2, 1)[::-1], 1).mul(F.pad(x, (1, 0))[:, 1:]).mean(),
+    "shifted": lambda w, x, y: ((x @ w)[1:] * x[:-1]).tanh().sum() + (x @ w)[::2].mean(),
+    "one of the samples": lambda w, x, y: (x @ w)[3].tanh().sum() + (x @ w)[-1, 0],
+    "one-hot": lambda w, x, y: ((x @ w).log_softmax(1) * F.one_hot(y, 8)).sum() / 7,
+    "filled": lambda w, x, y: (x @ w).masked_fill((y == 2)[:, None], 0.5).mean(0).tanh().sum(),
+    "dims in another order": lambda w, x, y: (x @ w).T.reshape(2, 4, 7).transpose(0, 2).tanh().mean((0, 1)).sum(),
+    "samples inside another dim": lambda w, x, y: ((x @ w).T.reshape(-1) * torch.arange(56.0)).tanh().mean(),
+    "a loss of torch's": lambda w, x, y: F.mse_loss(x @ w, x) + F.smooth_l1_loss(x @ w, x, reduction="sum"),
+    "a loop over samples": lambda w, x, y: sum(row.tanh().mean() for row in (x @ w).unbind()) / 7,
     "sorted": lambda w, x, y: ((x @ w).sort(0).values * x).sum(),
 }
 
