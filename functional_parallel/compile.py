@@ -10,17 +10,18 @@ from typing import Any
 import optree
 import torch
 
-from sharding_specs import Mesh, P, broadcast_specs, local_shape, tree_paths, validate
+from sharding_specs import Mesh, P, broadcast_specs, tree_paths
 
 from .collectives import guards
 from .collectives.axes import bind
 from .collectives.types import CollectiveTypeError, State, Type
 from .local_function import Layout, LocalFunction, PyTree, SpecTree, whole_arguments
+from .microbatches import local_aval, parts_of
 from .pipelines import PipelineError, PipelineProgram
 from .program import Program, drop_trivial
 from .rewrite import rewrite
 from .runtime import PipelineRuntime, check_backend, default_runtime, pipeline_memory
-from .tracing import Aval, forget_values, simplify, trace
+from .tracing import forget_values, simplify, trace
 from .varying import Typing, type_of
 
 __all__ = ["UNCHECKED", "Compiled", "LayoutError", "OutSpecError", "compile", "runtime_of", "shard_map", "stage"]
@@ -252,7 +253,7 @@ def stage(
     with bind(wide.shape, None):
         specs = layout.arguments(args) if isinstance(f, LocalFunction) else _per_argument(in_specs, args)
         full = tuple(broadcast_specs(spec, arg) for spec, arg in zip(specs, args, strict=True))
-        validate(args, full, wide)
+        parts = parts_of(args, full, wide, layout.virtual_sizes(mesh))
         leaves, tree = optree.tree_flatten(args)
         flat_specs = optree.tree_leaves(full, is_leaf=_is_spec)
         chosen = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -270,9 +271,10 @@ def stage(
             found["outputs"] = [_TENSOR if isinstance(output, torch.Tensor) else output for output in outputs]
             return [output for output in outputs if isinstance(output, torch.Tensor)]
 
-        avals = [_local_aval(leaves[index], flat_specs[index], wide) for index in chosen]
+        avals = [local_aval(leaves[index], flat_specs[index], wide, parts) for index in chosen]
         types = [_type(flat_specs[index]) for index in chosen]
-        traced = trace(flat, avals, types=types, on_node=Typing(wide.shape))
+        with bind(wide.shape, None, {axis: each.samples for axis, each in parts.items()}):
+            traced = trace(flat, avals, types=types, on_node=Typing(wide.shape))
         held = [type_of(output) for output in traced.outputs]
         traced = simplify(drop_trivial(forget_values(traced), wide, kept=_pipelined_axes(layout)))
     kept = [index for index, output in enumerate(found["outputs"]) if output is _TENSOR]
@@ -316,7 +318,7 @@ def stage(
     )
     if out_specs is not UNCHECKED:
         _check_results(program, held)
-    rewritten = rewrite(program, layout, bucket, donate, without, watch)
+    rewritten = rewrite(program, layout, parts, bucket, donate, without, watch)
     if isinstance(rewritten, PipelineProgram):
         rewritten.measure = pipeline_memory
     return Staged(rewritten, found["tree"], found["outputs"])
@@ -394,13 +396,6 @@ def _per_argument(specs: Any, args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
     if len(given) != len(args):
         raise LayoutError(f"in_specs has {len(given)} entries for {len(args)} arguments; give one per argument")
     return given
-
-
-def _local_aval(leaf: torch.Tensor, spec: P, mesh: Mesh) -> Aval:
-    # What is given on the meta device is to run elsewhere, and its own choice of kernels is of no interest: attention
-    # would be taken apart.
-    device = torch.get_default_device() if leaf.is_meta else leaf.device
-    return Aval(tuple(local_shape(tuple(leaf.shape), spec, mesh)), leaf.dtype, device)
 
 
 def _shape_alone(leaf: Any) -> Any:

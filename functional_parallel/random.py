@@ -20,6 +20,7 @@ import torch
 
 from . import collectives as fp
 from .collectives.axes import axis_size
+from .collectives.parts import Parts
 from .emit import differentiable
 from .tracing.intercept import intercept
 
@@ -68,7 +69,7 @@ def uniform(key: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         key: an int64 scalar, from `key` or `fold_in`.
         like: gives shape, dtype and device; sharded as it is, the numbers are those of the whole tensor.
     """
-    return torch.ops.fp.uniform(like.detach(), key, list(like.shape), [], [], [])
+    return torch.ops.fp.uniform(like.detach(), key, list(like.shape), [], [], [], [])
 
 
 def normal(key: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -157,7 +158,7 @@ def _traced_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, 
 
 _library = torch.library.Library("fp", "FRAGMENT")
 _library.define(
-    "uniform(Tensor like, Tensor key, int[] shape, str[] axes, int[] dims, int[] outers) -> Tensor",
+    "uniform(Tensor like, Tensor key, int[] shape, str[] axes, int[] dims, int[] outers, int[] samples) -> Tensor",
 )
 
 
@@ -168,15 +169,22 @@ def _uniform(
     axes: Sequence[str],
     dims: Sequence[int],
     outers: Sequence[int],
+    samples: Sequence[int],
 ) -> torch.Tensor:
     """The numbers at this rank's positions of a tensor of the given whole shape.
 
-    `axes`, `dims`, `outers` list the splits, innermost transform first; each views its dim as (outer, ranks, rest).
+    `axes`, `dims`, `outers`, `samples` list the splits, innermost transform first; each views its dim as
+    (outer, samples, rest), of whose samples a rank has its part.
     """
     position = torch.zeros((), dtype=torch.int64, device=like.device)
     stride = 1
     for dim in range(len(shape) - 1, -1, -1):
-        index = _global_index(dim, like.shape[dim], axes, dims, outers, like.device)
+        splits = [
+            (outer, Parts(axis_size(axis), count), axis)
+            for axis, where, outer, count in zip(axes, dims, outers, samples, strict=True)
+            if where == dim
+        ]
+        index = _global_index(like.shape[dim], splits, like.device)
         position = position + (index * stride).reshape([-1 if d == dim else 1 for d in range(len(shape))])
         stride *= shape[dim]
     bits = _mix(_mix(position * _GOLDEN + key))
@@ -185,16 +193,13 @@ def _uniform(
     return (whole.to(torch.float64) * 2.0**-digits).to(like.dtype).expand(like.shape)
 
 
-def _global_index(
-    dim: int, length: int, axes: Sequence[str], dims: Sequence[int], outers: Sequence[int], device: Any
-) -> torch.Tensor:
+def _global_index(length: int, splits: Sequence[tuple[int, Parts, str]], device: Any) -> torch.Tensor:
     index = torch.arange(length, device=device)
-    for axis, where, outer in reversed(list(zip(axes, dims, outers, strict=True))):
-        if where != dim:
-            continue
-        inner, size = length // outer, axis_size(axis)
-        index = (index // inner * size + fp.axis_index(axis)) * inner + index % inner
-        length *= size
+    for outer, parts, axis in reversed(splits):
+        inner = length // outer
+        sample = inner // parts.rows
+        index = (index // inner * parts.samples + parts.start(fp.axis_index(axis))) * sample + index % inner
+        length = parts.whole(length)
     return index
 
 
@@ -210,7 +215,7 @@ def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _fake(like: torch.Tensor, key: Any, shape: Any, axes: Any, dims: Any, outers: Any) -> torch.Tensor:
+def _fake(like: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 

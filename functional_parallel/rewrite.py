@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 from sharding_specs import Mesh
 
+from .collectives.parts import Parts
 from .local_function import Layout
 from .pipelines import PipelineError, PipelineProgram, build
 from .program import Program
@@ -21,6 +22,7 @@ Watch = Callable[[str, Program, Mesh], None]
 def rewrite(
     program: Program,
     layout: Layout,
+    parts: Mapping[str, Parts],
     bucket: int | str | None,
     donated: bool,
     without: Collection[str],
@@ -31,6 +33,7 @@ def rewrite(
     Args:
         program: as traced, at the shapes of one microbatch.
         layout: of the function that it came from.
+        parts: per virtual axis, into which microbatches it cuts.
         bucket, without: as for `compile`.
         donated: whether inputs are given up to be written into.
         watch: called with the name of each rewrite after it, the program, and the mesh with its virtual axes.
@@ -47,11 +50,11 @@ def rewrite(
     early, _ = run_passes(first, program.traced, program.mesh, without, lambda name: watch(name, program, wide))
     program.passes = early
     if layout.pipeline is not None:
-        return _pipelined(program, layout, bucket, without, watch)
-    for axis, size in layout.virtual_sizes(program.mesh).items():
-        if size > 1:
+        return _pipelined(program, layout, parts[layout.pipeline.virtual], bucket, without, watch)
+    for axis, cut in parts.items():
+        if cut.ranks > 1:
             anew = {node for each in layout.passes for node in each.per_microbatch(program.traced)}
-            program.traced = unroll(program.traced, axis, size, program.in_specs, program.out_specs, anew)
+            program.traced = unroll(program.traced, axis, cut, program.in_specs, program.out_specs, anew)
         program.in_specs = [spec.without({axis}) for spec in program.in_specs]
         program.out_specs = [spec.without({axis}) for spec in program.out_specs]
         watch("microbatches", program, wide)
@@ -67,7 +70,12 @@ def rewrite(
 
 
 def _pipelined(
-    program: Program, layout: Layout, bucket: int | str | None, without: Collection[str], watch: Watch
+    program: Program,
+    layout: Layout,
+    parts: Parts,
+    bucket: int | str | None,
+    without: Collection[str],
+    watch: Watch,
 ) -> PipelineProgram:
     """Cut a program into a pipeline: first what is recomputed and gathered when, last how sums are batched."""
     plan, wide = layout.pipeline, layout.mesh(program.mesh)
@@ -94,7 +102,7 @@ def _pipelined(
         fuse_views(part.traced)
         watch("views", part, part.mesh)
 
-    result = build(program, plan, layout.virtual_sizes(program.mesh)[plan.virtual], inlined, finish)
+    result = build(program, plan, parts, inlined, finish)
     result.passes += tuple(dict.fromkeys(name for part, _ in result.programs() for name in part.passes))
     return result
 

@@ -19,6 +19,8 @@ from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from .parts import Parts
+
 if TYPE_CHECKING:
     from .carrier import Carrier
     from .vmap import Lane
@@ -29,6 +31,7 @@ __all__ = [
     "Binding",
     "Environment",
     "UnboundAxisError",
+    "axis_parts",
     "axis_size",
     "bind",
     "carrier_for",
@@ -54,11 +57,15 @@ class UnboundAxisError(NameError):
 
 @dataclass(frozen=True)
 class Binding:
-    """What one axis name means: its size, its carrier (None while tracing), and whether it is hidden."""
+    """What one axis name means: its size, its carrier (None while tracing), whether it is hidden, and what it cuts.
+
+    `samples` are those of a batch that the axis cuts into unequal parts; None where all parts are equal.
+    """
 
     size: int
     carrier: Carrier | Lane | None
     hidden: bool = False
+    samples: int | None = None
 
 
 Environment = Mapping[str, Binding]
@@ -100,7 +107,9 @@ def normalize_axes(axes: Axes) -> tuple[str, ...]:
 
 
 @contextmanager
-def bind(sizes: Mapping[str, int], carrier: Carrier | Lane | None) -> Iterator[None]:
+def bind(
+    sizes: Mapping[str, int], carrier: Carrier | Lane | None, samples: Mapping[str, int] | None = None
+) -> Iterator[None]:
     """Give axis names a meaning inside a `with` block, shadowing outer ones of the same name.
 
     >>> with bind({"data": 4}, None):
@@ -110,8 +119,10 @@ def bind(sizes: Mapping[str, int], carrier: Carrier | Lane | None) -> Iterator[N
     Args:
         sizes: number of ranks along each axis.
         carrier: performs the collectives of these axes; None while a function is only traced.
+        samples: for an axis of microbatches that do not divide their batch, its samples.
     """
-    bindings = {name: Binding(size, carrier) for name, size in sizes.items()}
+    cut = samples or {}
+    bindings = {name: Binding(size, carrier, samples=cut.get(name)) for name, size in sizes.items()}
     with restored(MappingProxyType({**_environment.get(), **bindings})):
         yield
 
@@ -201,6 +212,20 @@ def axis_size(axes: Axes) -> int:
         UnboundAxisError: when an axis is not bound here, or is hidden.
     """
     return prod(_visible("axis_size", name).size for name in normalize_axes(axes))
+
+
+def axis_parts(name: str) -> Parts:
+    """Into which parts an axis cuts a dim: as many as it has ranks, equal but for microbatches.
+
+    >>> with bind({"microbatch": 4}, None, {"microbatch": 11}):
+    ...     axis_parts("microbatch").rows
+    3
+
+    Raises:
+        UnboundAxisError: when the axis is not bound here, or is hidden.
+    """
+    binding = _visible("axis_parts", name)
+    return Parts.of(binding.size, binding.samples)
 
 
 def mesh_axis_size(name: str) -> int:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..collectives.parts import Parts
 from ..tracing import Aval
 from .notation import RuleError, RuleText
 from .placement import PARTIAL, WHOLE, Partial, Place, Shard
@@ -42,27 +43,39 @@ class Decision:
     """Required places of the operands and places of the results.
 
     `varying` says that the op computes rank-dependent values, so whole operands enter it by `pvary`.
-    `extremum` is "pmax" or "pmin" when the results must be combined so.
+    `extremum` is "pmax" or "pmin" when the results must be combined so. `masked` are the operands, by number, in which
+    samples that unequal parts hold twice must be zero once.
     """
 
     operands: tuple[Place, ...]
     results: tuple[Place, ...]
     choice: Choice | None = None
     extremum: str = ""
+    masked: tuple[int, ...] = ()
 
     @property
     def varying(self) -> bool:
         return any(isinstance(place, (Partial, Shard)) for place in self.operands)
 
 
-def decide(rule: RuleText, operands: Sequence[Operand], results: Sequence[Aval], size: int, where: str) -> Decision:
-    """Apply a text rule to operands that lie in given places, on an axis of `size` ranks."""
+def decide(
+    rule: RuleText,
+    operands: Sequence[Operand],
+    results: Sequence[Aval],
+    parts: Parts,
+    where: str,
+    counts: bool = False,
+) -> Decision:
+    """Apply a text rule to operands that lie in given places, on an axis that cuts into these parts.
+
+    With `counts`, the op's own lowering leaves out what unequal parts hold twice.
+    """
     if len(rule.operands) != len(operands):
         raise RuleError(f"{where}: the rule {rule.text!r} names {len(rule.operands)} operands of {len(operands)}")
-    ones = size == 1 and len({operand.aval.shape for operand in operands}) == 1
+    ones = parts.ranks == 1 and len({operand.aval.shape for operand in operands}) == 1
     fits = [pattern.fit(op.aval.shape, where, ones=ones) for pattern, op in zip(rule.operands, operands, strict=True)]
     sizes = factor_sizes(fits, operands, where)
-    choice = _choose(rule, fits, operands, sizes, size)
+    choice = _choose(rule, fits, operands, sizes, parts, counts)
     if choice is None:
         return _without_choice(rule, operands, len(results))
     required = tuple(placed(fit, choice, sizes) or WHOLE for fit in fits)
@@ -73,24 +86,45 @@ def decide(rule: RuleText, operands: Sequence[Operand], results: Sequence[Aval],
         if place is None and not mark:
             raise RuleError(f"{where}: {rule.text!r} drops factor {choice.factor}, which needs a mark (+, >, ^, …)")
         places.append(place or (PARTIAL if mark in "+?" else WHOLE))
-    return Decision(required, tuple(places), choice, {">": "pmax", "<": "pmin"}.get(mark, ""))
+    masked = () if parts.is_even or counts or not mark else _summed_alone(rule, fits, operands, choice.factor)
+    return Decision(required, tuple(places), choice, {">": "pmax", "<": "pmin"}.get(mark, ""), masked)
 
 
 def _choose(
-    rule: RuleText, fits: list[Factors], operands: Sequence[Operand], sizes: dict[str, int], size: int
+    rule: RuleText,
+    fits: list[Factors],
+    operands: Sequence[Operand],
+    sizes: dict[str, int],
+    parts: Parts,
+    counts: bool,
 ) -> Choice | None:
     best: tuple[tuple[bool, int], Choice] | None = None
     for fit, operand in zip(fits, operands, strict=True):
-        choice = find_factor(fit, operand.place, sizes, size)
-        if choice is None or rule.marks.get(choice.factor) == "^":
+        choice = find_factor(fit, operand.place, sizes, parts)
+        mark = None if choice is None else rule.marks.get(choice.factor)
+        if choice is None or mark == "^":
             continue
+        if mark and not (
+            parts.is_even or counts or (mark == "+" and _summed_alone(rule, fits, operands, choice.factor))
+        ):
+            continue  # what unequal parts hold twice would count twice
         weight = (operand.is_parameter, operand.aval.nbytes)
         if best is None or weight > best[0]:
             best = (weight, choice)
     return best[1] if best else None
 
 
-def find_factor(fit: Factors, place: Place, sizes: dict[str, int], size: int) -> Choice | None:
+def _summed_alone(rule: RuleText, fits: list[Factors], operands: Sequence[Operand], factor: str) -> tuple[int, ...]:
+    """An operand, the smallest, of which zeros along the factor add nothing: one that the op is linear in."""
+    found = [
+        (operand.aval.nbytes, index)
+        for index, (fit, operand) in enumerate(zip(fits, operands, strict=True))
+        if rule.operands[index].linear == "~" and any(factor in names for names in fit)
+    ]
+    return (min(found)[1],) if found else ()
+
+
+def find_factor(fit: Factors, place: Place, sizes: dict[str, int], parts: Parts) -> Choice | None:
     """The factor that a sharded operand is split on, or None if the split cuts across factors."""
     if not isinstance(place, Shard):
         return None
@@ -98,7 +132,7 @@ def find_factor(fit: Factors, place: Place, sizes: dict[str, int], size: int) ->
     for factor in fit[place.dim]:
         extent = sizes[factor]
         inner, rest = divmod(place.outer, before)
-        if rest == 0 and extent % (inner * size) == 0:
+        if rest == 0 and extent % inner == 0 and parts.divide(extent // inner):
             return Choice(factor, inner)
         before *= extent
     return None

@@ -15,7 +15,8 @@ import torch
 
 from sharding_specs import P, Placement, broadcast_specs, tree_paths
 
-from ..collectives.axes import axis_size, current_axes, hidden_axes, hide, mesh_axis_size
+from ..collectives.axes import axis_parts, current_axes, hidden_axes, hide, mesh_axis_size
+from ..collectives.parts import Parts
 from ..local_function import Layout, LocalFunction, PyTree, SpecTree, axis_mesh, whole_arguments
 from ..tracing import Aval, Traced, trace
 from .convert import convert
@@ -113,13 +114,13 @@ class _Partition:
         self.entries: dict[Any, _Entry] = {}
 
     def __call__(self, *args: PyTree) -> tuple[PyTree, SpecTree]:
-        size = axis_size(self.axis)
+        cut = axis_parts(self.axis)
         specs = self._leaf_specs(args)
         leaves, tree = optree.tree_flatten(args)
         places = [_place(spec, self.axis, self.inner.axes) for spec in specs]
-        leaves, places = self._gather(args, leaves, places, specs, size)
+        leaves, places = self._gather(args, leaves, places, specs, cut)
         tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        entry = self._entry(leaves, tree, tensors, places, size)
+        entry = self._entry(leaves, tree, tensors, places, cut)
         flat_places = [places[index] for index in tensors] + [WHOLE] * len(entry.traced.captured)
         static = self._argument_flags(args, (self.parameters,))
         outputs, out_places = run_partitioned(
@@ -127,7 +128,7 @@ class _Partition:
             [leaves[index] for index in tensors] + entry.traced.captured,
             flat_places,
             axis=self.axis,
-            size=size,
+            cut=cut,
             is_parameter=[static[index] for index in tensors] + [False] * len(entry.traced.captured),
             out_places=self._out_places(entry),
             strict=self.strict,
@@ -142,13 +143,13 @@ class _Partition:
         return [number in numbers for number, arg in enumerate(args) for _ in optree.tree_leaves(arg)]
 
     def _gather(
-        self, args: tuple[PyTree, ...], leaves: list[Any], places: list[Place], specs: list[P], size: int
+        self, args: tuple[PyTree, ...], leaves: list[Any], places: list[Place], specs: list[P], cut: Parts
     ) -> tuple[list[Any], list[Place]]:
         flags = self._argument_flags(args, self.gathered)
         whole = [flag and isinstance(place, Shard) for flag, place in zip(flags, places, strict=True)]
         self._check_padding(args, whole, specs)
         gathered = [
-            _trimmed(convert(leaf, place, REDUCED, self.axis, size), spec) if flag else leaf
+            _trimmed(convert(leaf, place, REDUCED, self.axis, cut), spec) if flag else leaf
             for flag, leaf, place, spec in zip(whole, leaves, places, specs, strict=True)
         ]
         return gathered, [REDUCED if flag else place for flag, place in zip(whole, places, strict=True)]
@@ -167,10 +168,10 @@ class _Partition:
 
     # --- tracing ---
 
-    def _entry(self, leaves: list[Any], tree: Any, tensors: list[int], places: list[Place], size: int) -> _Entry:
-        avals = [_global_aval(leaves[index], places[index], size) for index in tensors]
+    def _entry(self, leaves: list[Any], tree: Any, tensors: list[int], places: list[Place], cut: Parts) -> _Entry:
+        avals = [_global_aval(leaves[index], places[index], cut) for index in tensors]
         static = tuple(repr(leaf) for index, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
-        key = (tree, tuple(avals), static, tuple(current_axes().items()), hidden_axes(), size)
+        key = (tree, tuple(avals), static, tuple(current_axes().items()), hidden_axes(), cut)
         entry = self.entries.get(key)
         if entry is None:
             entry = self._trace(leaves, tree, tensors, avals)
@@ -239,10 +240,10 @@ def _place(spec: P, axis: str, inner: Sequence[str]) -> Place:
     return Shard(mine.dim, outer)
 
 
-def _global_aval(leaf: torch.Tensor, place: Place, size: int) -> Aval:
+def _global_aval(leaf: torch.Tensor, place: Place, cut: Parts) -> Aval:
     shape = list(leaf.shape)
     if isinstance(place, Shard):
-        shape[place.dim] *= size
+        shape[place.dim] = cut.whole(shape[place.dim])
     return Aval(tuple(shape), leaf.dtype, leaf.device)
 
 

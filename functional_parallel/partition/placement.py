@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..collectives.parts import Parts
+
 __all__ = ["PARTIAL", "REDUCED", "WHOLE", "Partial", "Place", "Reduced", "Shard", "Whole", "local_shape"]
 
 
@@ -52,12 +54,12 @@ REDUCED = Reduced()
 PARTIAL = Partial()
 
 
-def local_shape(shape: tuple[int, ...], place: Place, size: int) -> tuple[int, ...]:
-    """The shape that one of `size` ranks holds.
+def local_shape(shape: tuple[int, ...], place: Place, parts: Parts) -> tuple[int, ...]:
+    """The shape that one rank holds.
 
-    >>> local_shape((4, 6), Shard(1), 2)
+    >>> local_shape((4, 6), Shard(1), Parts.of(2))
     (4, 3)
     """
     if not isinstance(place, Shard):
         return tuple(shape)
-    return (*shape[: place.dim], shape[place.dim] // size, *shape[place.dim + 1 :])
+    return (*shape[: place.dim], parts.local(shape[place.dim]), *shape[place.dim + 1 :])

@@ -16,12 +16,14 @@ import torch
 from torch import fx
 
 from .. import collectives as fp
+from ..collectives.parts import Parts
 from ..emit import emit_node, explicit_casts
 from ..source import Source, current_source, inherit
 from ..tracing import Aval, Traced, source_of
 from ..tracing.graph import walk_args
 from .convert import VARYING, Form, convert
 from .decide import Decision, Operand, decide
+from .duplicates import once
 from .notation import parse_rule
 from .placement import PARTIAL, REDUCED, WHOLE, Place, Reduced, Shard, Whole
 from .rules import Rule, lookup
@@ -56,7 +58,7 @@ def run_partitioned(
     places: Sequence[Place],
     *,
     axis: str,
-    size: int,
+    cut: Parts,
     is_parameter: Sequence[bool],
     out_places: Sequence[Place | None] | None = None,
     strict: bool = False,
@@ -67,7 +69,8 @@ def run_partitioned(
         traced: the function at global shapes, prepared.
         parts: this rank's part of each input, then of each captured tensor.
         places: how each lies along the axis.
-        axis, size: the mesh axis and its number of ranks.
+        axis: the mesh axis.
+        cut: into which parts it cuts.
         is_parameter: which inputs keep their place when operands of an op disagree.
         out_places: how the results shall lie; None leaves a result sharded, and completes partial sums.
         strict: refuse ops without a rule instead of computing them whole.
@@ -75,7 +78,7 @@ def run_partitioned(
     Returns:
         This rank's part of each output, and its place.
     """
-    run = _Run(axis, size, strict)
+    run = _Run(axis, cut, strict)
     inputs = [*traced.inputs, *traced.captured_inputs]
     for node, part, place, static in zip(inputs, parts, places, is_parameter, strict=True):
         run.values[node] = _Value(place, part, static)
@@ -101,8 +104,8 @@ _warned: dict[Any, Any] = {}
 
 
 class _Run:
-    def __init__(self, axis: str, size: int, strict: bool) -> None:
-        self.axis, self.size, self.strict = axis, size, strict
+    def __init__(self, axis: str, cut: Parts, strict: bool) -> None:
+        self.axis, self.cut, self.strict = axis, cut, strict
         self.values: dict[fx.Node, Any] = {}
 
     # --- one op ---
@@ -148,13 +151,14 @@ class _Run:
 
         `whole` is the form that whole operands take beside the others.
         """
-        remaining = iter(zip(operands, decision.operands, strict=True))
+        remaining = enumerate(zip(operands, decision.operands, strict=True))
 
         def visit(leaf: Any) -> Any:
             if not isinstance(leaf, fx.Node):
                 return leaf
-            operand, required = next(remaining)
-            return self._in_form(operand, whole if isinstance(required, (Whole, Reduced)) else required)
+            index, (operand, required) = next(remaining)
+            part = self._in_form(operand, whole if isinstance(required, (Whole, Reduced)) else required)
+            return once(part, required, self.axis, self.cut) if index in decision.masked else part
 
         return walk_args((node.args, node.kwargs), visit)
 
@@ -177,9 +181,9 @@ class _Run:
         if form == VARYING and value.place == PARTIAL:  # one psum, however many ops take it whole
             whole = value.forms.get(WHOLE)
             if whole is None:
-                whole = value.forms[WHOLE] = convert(value.part, PARTIAL, WHOLE, self.axis, self.size)
-            return convert(whole, WHOLE, VARYING, self.axis, self.size)
-        return convert(value.part, value.place, form, self.axis, self.size)
+                whole = value.forms[WHOLE] = convert(value.part, PARTIAL, WHOLE, self.axis, self.cut)
+            return convert(whole, WHOLE, VARYING, self.axis, self.cut)
+        return convert(value.part, value.place, form, self.axis, self.cut)
 
     def _sliced(self, node: fx.Node, value: _Value, form: Shard) -> Any:
         """A slice of a whole value, computed from slices of what it was computed from.
@@ -187,7 +191,8 @@ class _Run:
         Slicing the value itself would gather its gradient; a broadcast parameter, say, wants only its own summed. The
         whole value is dead code then, if nothing else uses it.
         """
-        source = split_backwards(self._step(node), form) if node.op == "call_function" else None
+        is_op = node.op == "call_function" and node.target is not operator.getitem
+        source = split_backwards(self._step(node), form) if is_op else None
         if source is None:
             return self._converted(value, form)
         step, rule = source
@@ -198,7 +203,7 @@ class _Run:
 
     def _step(self, node: fx.Node) -> Step:
         operands = [self._operand(operand) for operand in tensor_operands(node)]
-        return Step(node, self.axis, self.size, operands, _results(node), emit_node)
+        return Step(node, self.axis, self.cut, operands, _results(node), emit_node)
 
     def _store(self, node: fx.Node, step: Step, outputs: Any) -> None:
         static = bool(step.operands) and all(operand.is_parameter for operand in step.operands)
@@ -231,7 +236,7 @@ class _Run:
     def _result(self, output: fx.Node, place: Place) -> Any:
         value = self.values[output]
         if value.place == REDUCED and place == WHOLE and _may_have_gradient(output.meta["val"]):
-            return convert(value.part, REDUCED, WHOLE, self.axis, self.size)
+            return convert(value.part, REDUCED, WHOLE, self.axis, self.cut)
         return self._in_form(output, place)
 
 
@@ -244,7 +249,7 @@ def _decision(rule: Rule, step: Step) -> Decision:
     decision = rule.decide(step) if rule.decide is not None else None
     if decision is None:
         text = parse_rule(rule.text_for(step.node))
-        decision = decide(text, step.operands, step.results, step.size, step.where)
+        decision = decide(text, step.operands, step.results, step.parts, step.where, rule.counts)
     return decision
 
 

@@ -28,8 +28,8 @@ def split_backwards(step: Step, form: Shard) -> tuple[Step, Rule] | None:
 
 def _through_view(step: Step, form: Shard) -> Decision | None:
     before, after = step.operands[0].aval.shape, step.results[0].shape
-    place = reshaped_place(after, before, form, step.size)
-    if not isinstance(place, Shard) or reshaped_place(before, after, place, step.size) != form:
+    place = reshaped_place(after, before, form, step.parts)
+    if not isinstance(place, Shard) or reshaped_place(before, after, place, step.parts) != form:
         return None
     return Decision((place,), (form,))
 
@@ -40,7 +40,7 @@ def _through_text(step: Step, rule: Rule, form: Shard) -> Decision | None:
     result = text.results[0].fit(step.results[0].shape, step.where)
     sizes = factor_sizes(fits, step.operands, step.where)
     sizes.update({names[0]: n for names, n in zip(result, step.results[0].shape, strict=True) if len(names) == 1})
-    choice = find_factor(result, form, sizes, step.size)
+    choice = find_factor(result, form, sizes, step.parts)
     if choice is None or text.marks.get(choice.factor):
         return None
     known = any(choice.factor in names for fit in fits for names in fit)

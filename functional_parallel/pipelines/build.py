@@ -11,6 +11,7 @@ from torch import fx
 
 from sharding_specs import Mesh
 
+from ..collectives.parts import Parts
 from ..program import Program
 from ..program.collectives import primitive_name
 from ..program.rounds import CASTS, names_axis
@@ -66,7 +67,7 @@ class PipelinePlan:
 def build(
     program: Program,
     plan: PipelinePlan,
-    size: int,
+    parts: Parts,
     inlined: set[fx.Node],
     finish: Callable[[Program], None],
 ) -> PipelineProgram:
@@ -75,14 +76,14 @@ def build(
     Args:
         program: the step at the shapes of one microbatch, with the axis of microbatches in its specs.
         plan: the axis, the schedule and the cut.
-        size: how many microbatches there are.
+        parts: into which microbatches the batch of a rank is cut.
         inlined: values that shall be made anew for every microbatch: gathered parameters.
         finish: rewrites of every program of the pipeline.
 
     Raises:
         PipelineError: when the function cannot be cut so.
     """
-    return _Build(program, plan, size, inlined, finish).result()
+    return _Build(program, plan, parts, inlined, finish).result()
 
 
 class _Build:
@@ -90,11 +91,11 @@ class _Build:
         self,
         program: Program,
         plan: PipelinePlan,
-        size: int,
+        parts: Parts,
         inlined: set[fx.Node],
         finish: Callable[[Program], None],
     ) -> None:
-        self.program, self.plan, self.size, self.finish = program, plan, size, finish
+        self.program, self.plan, self.parts, self.finish = program, plan, parts, finish
         self.traced = program.traced
         self.roles = prepared(program, plan.virtual, inlined)
         self.schedule = plan.on(program.mesh)
@@ -122,7 +123,7 @@ class _Build:
             self.program.out_specs,
             self.program.in_paths,
             self.program.out_paths,
-            self.size,
+            self.parts,
             self._ranks_of_total,
             self._rank_of_collected,
             [self._inputs_below(each) for each in taken],
@@ -175,8 +176,9 @@ class _Build:
                 dim = self.cut_dims[node]
                 ranks = mesh.axis_size(tuple(each for each in spec.dim_axes()[dim] if each != axis))
                 each, count = node.meta["val"].shape[dim], self.schedule.microbatches
+                whole = self.parts.whole(each) * (count // self.parts.ranks) * ranks
                 return (
-                    f"a batch of {each * count * ranks} = {each} per microbatch · {count} microbatches · "
+                    f"a batch of {whole} = {_lengths(self.parts, each)} per microbatch · {count} microbatches · "
                     f"{ranks} data rank{'s' if ranks > 1 else ''}",
                 )
         return ()
@@ -205,7 +207,7 @@ class _Build:
             elif scope == "microbatch":
                 wanted += [(node, microbatch) for microbatch in self._microbatches_of(rank)]
         name = f"{self.program.name}: before the pipeline, rank {rank}"
-        return Prologue(self.roles, self.extractor, self.program.in_specs, self.size, wanted, name)
+        return Prologue(self.roles, self.extractor, self.program.in_specs, self.parts, wanted, name)
 
     def _microbatches_of(self, rank: int) -> list[int]:
         depth, each = self.schedule.depth, self.schedule.microbatches_of_chain
@@ -229,6 +231,14 @@ def prepared(program: Program, virtual: str, inlined: set[fx.Node]) -> Roles:
     _drop_casts(program.traced, virtual)
     _sum_one_by_one(program.traced)
     return Roles(program.traced, virtual, program.in_specs, inlined)
+
+
+def _lengths(parts: Parts, each: int) -> str:
+    """How long microbatches are of which one is held as `each`."""
+    if parts.is_even:
+        return f"{each}"
+    sample, short = each // parts.rows, parts.ranks - parts.full
+    return f"{each} ({(parts.rows - 1) * sample} in the last {short if short > 1 else 'one'})"
 
 
 def _drop_casts(traced: Traced, axis: str) -> None:

@@ -17,7 +17,8 @@ from torch import fx
 
 from sharding_specs import P
 
-from ..program.unroll import combined_by, microbatch_dim, resized
+from ..collectives.parts import Parts
+from ..program.unroll import combined_by, microbatch_dim, resized, shortened
 from ..tracing import Aval, Traced
 from ..tracing.graph import operands_of
 from .extract import Extractor, Part
@@ -81,7 +82,7 @@ class EpilogueBuilder:
         extractor: for the step's graph.
         in_specs, out_specs: how the step's inputs and results lie, microbatches included.
         in_paths, out_paths: their pytree paths; a result at the path of an input takes its place.
-        size: how many microbatches there are.
+        parts: into which microbatches the batch is cut.
         ranks_of_total: per sum over microbatches, per chain, the rank that adds it up.
         rank_of_collected: for a value and a microbatch, the rank that has it.
         used: per rank, the inputs that its stages take.
@@ -97,7 +98,7 @@ class EpilogueBuilder:
         out_specs: list[P],
         in_paths: Sequence[str],
         out_paths: Sequence[str],
-        size: int,
+        parts: Parts,
         ranks_of_total: Any,
         rank_of_collected: Any,
         used: Sequence[Collection[fx.Node]],
@@ -105,7 +106,7 @@ class EpilogueBuilder:
         apart: bool,
     ) -> None:
         self.apart = apart
-        self.roles, self.whole, self.size, self.name = roles, extractor, size, name
+        self.roles, self.whole, self.parts, self.name = roles, extractor, parts, name
         self.ranks = frozenset(range(len(used)))
         self.ranks_of_total, self.rank_of_collected, self.used = ranks_of_total, rank_of_collected, used
         self.in_specs = dict(zip(roles.traced.inputs, in_specs, strict=True))
@@ -131,7 +132,7 @@ class EpilogueBuilder:
             node.meta = self.whole.clean(given.node.meta)
             if given.kind == "input" and given.node in self.roles.varying:
                 dim = microbatch_dim(self.in_specs[given.node], self.roles.axis, given.node.name)
-                node.meta["val"] = resized(given.node.meta["val"], dim, self.size)
+                node.meta["val"] = resized(given.node.meta["val"], dim, self.parts)
             self.new.inputs.append(node)
             self.given[node], self._made[given] = given, node
             self.specs.append(spec)
@@ -140,7 +141,7 @@ class EpilogueBuilder:
     def _output(self, output: Any, spec: P) -> Any:
         if not isinstance(output, fx.Node) or output not in self.roles.varying or output.op == "placeholder":
             return self._value(output) if isinstance(output, fx.Node) else output
-        return self._side_by_side(output, microbatch_dim(spec, self.roles.axis, "a result"), output)
+        return self._side_by_side(output, microbatch_dim(spec, self.roles.axis, "a result"), output, self.parts)
 
     def _value(self, node: fx.Node) -> fx.Node:
         if node.op == "placeholder":
@@ -161,7 +162,7 @@ class EpilogueBuilder:
     def _total(self, node: fx.Node) -> fx.Node:
         combine = combined_by(node, self.roles.axis)
         if combine is None:
-            return self._side_by_side(node.args[0], node.args[2], node)
+            return self._side_by_side(node.args[0], node.args[2], node, Parts.of(self.parts.ranks))
         parts = [
             self._placeholder(Given("total", node, chain), self.whole.spec(node))
             for chain in range(len(self.ranks_of_total(node)))
@@ -171,12 +172,24 @@ class EpilogueBuilder:
             total = self._with_meta(self.new.graph.call_function(combine, (total, part)), node)
         return total
 
-    def _side_by_side(self, node: fx.Node, dim: int, like: fx.Node) -> fx.Node:
-        spec = self.whole.spec(node)
-        parts = [self._placeholder(Given("collected", node, each), spec) for each in range(self.size)]
-        joined = self._with_meta(self.new.graph.call_function(aten.cat.default, (parts, dim)), like)
-        joined.meta["val"] = resized(node.meta["val"], dim, self.size)
+    def _side_by_side(self, node: fx.Node, dim: int, like: fx.Node, parts: Parts) -> fx.Node:
+        each = [self._collected(node, dim, microbatch, parts) for microbatch in parts]
+        joined = self._with_meta(self.new.graph.call_function(aten.cat.default, (each, dim)), like)
+        joined.meta["val"] = resized(node.meta["val"], dim, parts)
         return joined
+
+    def _collected(self, node: fx.Node, dim: int, microbatch: int, parts: Parts) -> fx.Node:
+        """Of a microbatch's value what no other microbatch before it has."""
+        value, aval = self._placeholder(Given("collected", node, microbatch), self.whole.spec(node)), node.meta["val"]
+        begin, end = parts.own(microbatch, aval.shape[dim])
+        if begin == 0:
+            return value
+        key = (node, dim, microbatch)
+        if key not in self._made:
+            args = (value, dim, begin, end)
+            self._made[key] = self._with_meta(self.new.graph.call_function(aten.slice.Tensor, args), node)
+            self._made[key].meta["val"] = shortened(aval, dim, end - begin)
+        return self._made[key]
 
     def _with_meta(self, new: fx.Node, like: fx.Node) -> fx.Node:
         new.meta = self.whole.clean(like.meta)

@@ -10,6 +10,7 @@ from torch import fx
 
 from sharding_specs import P
 
+from ..collectives.parts import Parts
 from ..program import Program
 from ..program.collectives import primitive_name
 from ..program.rounds import names_axis
@@ -35,9 +36,9 @@ class Prologue:
     """
 
     def __init__(
-        self, roles: Roles, extractor: Extractor, in_specs: list[P], size: int, wanted: Iterable[Wanted], name: str
+        self, roles: Roles, extractor: Extractor, in_specs: list[P], parts: Parts, wanted: Iterable[Wanted], name: str
     ) -> None:
-        self.roles, self.extractor, self.size = roles, extractor, size
+        self.roles, self.extractor, self.parts = roles, extractor, parts
         self.in_specs = dict(zip(roles.traced.inputs, in_specs, strict=True))
         self.new = Traced(fx.Graph(), constants=dict(roles.traced.constants))
         self.inputs: list[fx.Node] = []
@@ -64,7 +65,8 @@ class Prologue:
             return self._copy(node, None)
         if node.op == "placeholder":
             dim = self._dim(node)
-            return self._part(self._made[node, None], dim, node, microbatch)
+            bounds = self.parts.held(microbatch, node.meta["val"].shape[dim])
+            return self._call(aten.slice.Tensor, (self._made[node, None], dim, *bounds), node)
         name = primitive_name(node)
         if name == "axis_index" and names_axis(node, self.roles.axis):
             return self._constant(node, microbatch)
@@ -74,7 +76,7 @@ class Prologue:
 
     def _joined(self, node: fx.Node, microbatch: int | None) -> fx.Node:
         """The result of a sum, or the like, over all microbatches."""
-        parts = [self.value(node.args[0], each) for each in range(self.size)]
+        parts = [self.value(node.args[0], each) for each in self.parts]
         combine = combined_by(node, self.roles.axis)
         if combine is None:
             return self._call(aten.cat.default, (parts, node.args[2]), node)
@@ -109,7 +111,7 @@ class Prologue:
         for node in self.roles.traced.inputs:
             new = self._with_meta(self.new.graph.placeholder(node.name), node)
             if node in self.roles.varying:
-                new.meta["val"] = resized(node.meta["val"], self._dim(node), self.size)
+                new.meta["val"] = resized(node.meta["val"], self._dim(node), self.parts)
             self.inputs.append(node)
             self.new.inputs.append(new)
             self._made[node, None] = new

@@ -89,7 +89,8 @@ class Roles:
     def _role(self, node: fx.Node, operands: list[fx.Node], barrier: bool) -> Role:
         in_last_round = self.rounds.of[node] >= self.rounds.last
         if barrier:
-            return Role.TOTAL if in_last_round and node.args[0] in self.varying else Role.EARLY
+            made = node.args[0] in self.varying and node.args[0].op != "placeholder"  # not the batch as it is
+            return Role.TOTAL if in_last_round and made else Role.EARLY
         if node not in self.varying:
             after = any(self.of.get(operand) in (Role.TOTAL, Role.AFTER) for operand in operands)
             return Role.AFTER if after else Role.ONCE

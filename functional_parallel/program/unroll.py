@@ -18,13 +18,14 @@ from torch import fx
 
 from sharding_specs import P
 
+from ..collectives.parts import Parts
 from ..collectives.types import Type
 from ..tracing import Aval, Traced
 from ..tracing.graph import operands_of
 from .collectives import primitive_name
 from .rounds import CASTS, Rounds, UnrollError, names_axis
 
-__all__ = ["UnrollError", "combined_by", "microbatch_dim", "resized", "unroll"]
+__all__ = ["UnrollError", "combined_by", "microbatch_dim", "resized", "shortened", "unroll"]
 
 aten = torch.ops.aten
 
@@ -39,7 +40,7 @@ _COMBINE = {
 def unroll(
     traced: Traced,
     axis: str,
-    size: int,
+    parts: Parts,
     in_specs: list[P],
     out_specs: list[P],
     replicated: Collection[fx.Node] = (),
@@ -48,7 +49,8 @@ def unroll(
 
     Args:
         traced: the graph at the shapes of one microbatch, with types.
-        axis, size: the virtual axis and the number of microbatches.
+        axis: the virtual axis.
+        parts: into which microbatches it cuts.
         in_specs, out_specs: how inputs and results lie, the virtual axis included.
         replicated: values that do not depend on the microbatch but shall be computed for each anew, so that they need
             not be kept from one to the next: gathered parameters.
@@ -59,17 +61,17 @@ def unroll(
     Raises:
         UnrollError: when an op moves values between microbatches otherwise than by sums, extrema and gathers.
     """
-    return _Unroll(traced, axis, size, in_specs, out_specs, set(replicated)).result
+    return _Unroll(traced, axis, parts, in_specs, out_specs, set(replicated)).result
 
 
 class _Unroll:
     def __init__(
-        self, traced: Traced, axis: str, size: int, in_specs: list[P], out_specs: list[P], replicated: set[fx.Node]
+        self, traced: Traced, axis: str, parts: Parts, in_specs: list[P], out_specs: list[P], replicated: set[fx.Node]
     ) -> None:
-        self.old, self.axis, self.size, self.replicated = traced, axis, size, replicated
+        self.old, self.axis, self.parts, self.size, self.replicated = traced, axis, parts, parts.ranks, replicated
         self.graph = fx.Graph()
         self.once: dict[fx.Node, fx.Node] = {}
-        self.own: list[dict[fx.Node, fx.Node]] = [{} for _ in range(size)]
+        self.own: list[dict[fx.Node, fx.Node]] = [{} for _ in parts]
         self.result = Traced(self.graph, constants=dict(traced.constants))
         self.microbatches = Rounds(traced, axis, in_specs)
         self.varying, self._is_barrier = self.microbatches.varying, self.microbatches.is_barrier
@@ -95,9 +97,9 @@ class _Unroll:
                 continue
             dim = microbatch_dim(spec, self.axis, str(node.meta.get("path", node.name)))
             aval = node.meta["val"]
-            new.meta["val"] = resized(aval, dim, self.size)
+            new.meta["val"] = resized(aval, dim, self.parts)
             for number in range(self.size):
-                bounds = (dim, number * aval.shape[dim], (number + 1) * aval.shape[dim])
+                bounds = (dim, *self.parts.held(number, aval.shape[dim]))
                 self.own[number][node] = self._write(aten.slice.Tensor, (new, *bounds), node.meta)
         for node in self.old.graph.nodes:
             if node.op == "get_attr":
@@ -202,8 +204,18 @@ class _Unroll:
         if self.axis not in spec.axes:
             return self._copy_once(output) if output.op == "call_function" else self.once[output]
         dim = microbatch_dim(spec, self.axis, "a result")
-        meta = {**output.meta, "val": resized(output.meta["val"], dim, self.size)}
-        return self._write(aten.cat.default, ([own[output] for own in self.own], dim), meta)
+        aval = output.meta["val"]
+        parts = [self._own_part(own[output], dim, number, output.meta) for number, own in enumerate(self.own)]
+        return self._write(aten.cat.default, (parts, dim), {**output.meta, "val": resized(aval, dim, self.parts)})
+
+    def _own_part(self, value: fx.Node, dim: int, microbatch: int, meta: dict[str, Any]) -> fx.Node:
+        """Of a microbatch's result what no other microbatch before it has."""
+        extent = meta["val"].shape[dim]
+        begin, end = self.parts.own(microbatch, extent)
+        if begin == 0:
+            return value
+        aval = shortened(meta["val"], dim, end - begin)
+        return self._write(aten.slice.Tensor, (value, dim, begin, end), {**meta, "val": aval})
 
 
 def microbatch_dim(spec: P, axis: str, where: str) -> int:
@@ -229,7 +241,11 @@ def combined_by(node: fx.Node, axis: str) -> Any:
     return _COMBINE[name]
 
 
-def resized(aval: Aval, dim: int, factor: int) -> Aval:
-    shape = list(aval.shape)
-    shape[dim] *= factor
-    return Aval(tuple(shape), aval.dtype, aval.device)
+def resized(aval: Aval, dim: int, parts: Parts) -> Aval:
+    """All microbatches together, from one."""
+    return shortened(aval, dim, parts.whole(aval.shape[dim]))
+
+
+def shortened(aval: Aval, dim: int, length: int) -> Aval:
+    """The same with another length of a dim."""
+    return Aval((*aval.shape[:dim], length, *aval.shape[dim + 1 :]), aval.dtype, aval.device)

@@ -20,6 +20,7 @@ from torch import fx
 from sharding_specs import Mesh, P, shard_leaf, whole_shape
 
 from ..collectives import emit
+from ..collectives.parts import Parts
 from ..partition.convert import convert
 from ..partition.placement import WHOLE, Shard
 from ..program import Program
@@ -101,7 +102,7 @@ class ProcessRuntime:
                 handle = emit("psum", handle, tuple(sorted(spec.unreduced)), "unreduced")
             for axis, dim, outer in sorted(spec.placements(self.mesh), key=lambda placement: placement.outer):
                 if self.mesh.axis_size(axis) > 1:
-                    handle = convert(handle, Shard(dim, outer), WHOLE, axis, self.mesh.axis_size(axis))
+                    handle = convert(handle, Shard(dim, outer), WHOLE, axis, Parts.of(self.mesh.axis_size(axis)))
         for dim, size in spec.padded.items():
             handle = handle.narrow(dim, 0, size)
         return handle
@@ -138,7 +139,7 @@ class ProcessRuntime:
             return self.shard(x, spec)
         for axis, dim, outer in sorted(spec.placements(self.mesh), key=lambda placement: -placement.outer):
             if self.mesh.axis_size(axis) > 1:
-                x = convert(x, WHOLE, Shard(dim, outer), axis, self.mesh.axis_size(axis))
+                x = convert(x, WHOLE, Shard(dim, outer), axis, Parts.of(self.mesh.axis_size(axis)))
         return x
 
     # --- agreement ---

@@ -32,14 +32,15 @@ def accumulate(microbatches: int, *, batch: SpecTree = None, reduce: str = "once
     1
 
     Args:
-        microbatches: how many; each rank's part of the batch is cut into that many equal pieces.
+        microbatches: how many; each rank's part of the batch is cut into that many pieces, the last ones a sample
+            shorter where they cannot be equal.
         batch: how the arguments after the parameters are cut, as specs over the axis "microbatch"; by default dim 0 of
             every tensor that has one.
         reduce: "once", gradients are summed over ranks after the last microbatch, or "each", after every one (ZeRO-2 as
             published): more is sent, and a rank holds its part of the sum alone.
 
     Raises:
-        ValueError: when there is not at least one microbatch; when called, if they do not divide the batch.
+        ValueError: when there is not at least one microbatch; when called, if there are more than samples.
     """
     if reduce not in ("once", "each"):
         raise ValueError(f"accumulate(reduce={reduce!r}): it is 'once' or 'each'")

@@ -60,7 +60,8 @@ def pipeline(
         axis: the mesh axis.
         specs: which parameters are stacks of layers: those whose spec cuts dim 0 along the axis, `P("pipe", …)`, by
             rules or in a tree. Equal runs of layers make the stages; the model takes a layer as `params["w"][i]`.
-        microbatches: into how many microbatches each rank's part of the batch is cut.
+        microbatches: into how many microbatches each rank's part of the batch is cut, the last ones a sample shorter
+            where they cannot be equal.
         schedule: a name in `fp.schedules.FAMILIES`, or its function; a `Schedule`, your own too; or a function of
             `stages` and `microbatches` that makes one.
         chunks: how many stages a rank holds, for schedules that leave it open: 2 by default for "interleaved" and
@@ -73,6 +74,7 @@ def pipeline(
         ValueError: when there is not at least one microbatch, no such balance, or no schedule.
         ScheduleError: when there is no such schedule; when called, if it is not made for these numbers.
         PipelineError: when called, if the model cannot be cut so.
+        SpecError: when called, if there are more microbatches than samples.
     """
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
         raise ValueError(f"pipeline(microbatches={microbatches!r}): give the number of microbatches, 1 or more")

@@ -97,3 +97,10 @@ def test_ties_share_a_maximums_gradient(sign: int, keepdim: bool) -> None:
     assert torch.equal(found, torch.func.grad(f)(x))
     step = fp.compile(fp.tensor_parallel("i", P(None, "i"))(lambda x: x.max()), Mesh(i=4))
     assert step(x) == x.max()
+
+
+def test_a_member_of_a_tuple_is_sliced() -> None:
+    """A sort is whole along its dim; the values meet what is split."""
+    w, x = torch.randn(8, 8, dtype=torch.float64), torch.randn(8, 8, dtype=torch.float64)
+    f = lambda w, x: ((x @ w).sort(0).values * x).sum()  # noqa: E731
+    fp.testing.assert_equivalent(f, fp.data_parallel("data"), Mesh(data=2), w, x, rtol=1e-12)

@@ -107,3 +107,15 @@ def test_padding_tokens_get_no_gradient(padding: int | None) -> None:
     tokens = torch.tensor([0, 2, 5, 2, 9, 15, 2, 1])
     plan = fp.chain(fp.tensor_parallel("tensor", SPECS), fp.data_parallel("data"))
     fp.testing.assert_equivalent(loss, plan, Mesh(data=2, tensor=2), parameters(), tokens, rtol=1e-12)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_cross_entropy_per_token_of_a_split_batch(weighted: bool) -> None:
+    weight = torch.arange(1.0, VOCABULARY + 1, dtype=torch.float64) if weighted else None
+
+    def loss(params: dict[str, torch.Tensor], tokens: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        logits = torch.nn.functional.embedding(tokens, params["table"]) @ params["head"]
+        return torch.nn.functional.cross_entropy(logits, y, weight, reduction="none").square().sum()
+
+    y = targets(0, 0.3, -100)
+    fp.testing.assert_equivalent(loss, fp.zero(0, "data"), Mesh(data=2), parameters(), y.clamp(min=0), y, rtol=1e-12)

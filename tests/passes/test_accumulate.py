@@ -108,10 +108,12 @@ def test_a_number_of_microbatches_is_positive(microbatches: object) -> None:
         fp.accumulate(microbatches)  # type: ignore[arg-type]
 
 
-def test_microbatches_must_divide_the_batch() -> None:
-    plan = fp.chain(fp.data_parallel("data"), fp.accumulate(3))
+def test_no_more_microbatches_than_samples() -> None:
+    plan = fp.chain(fp.data_parallel("data"), fp.accumulate(9))
     step = fp.compile(fp.grad(plan(loss)), Mesh(data=2))
-    with pytest.raises(SpecError, match=r"1: shape \(16, 8\).*dim 0 of size 16 does not divide by 'microbatch' of 3"):
+    with pytest.raises(
+        SpecError, match=r"a batch of 8 on each rank cannot be cut into 9 microbatches: take 8 or fewer"
+    ):
         step(parameters(1), *batch(16))
 
 

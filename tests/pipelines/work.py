@@ -37,7 +37,9 @@ def all_schedules(rank: int, ranks: int) -> dict[str, Any]:
     return gradients(SYNCHRONOUS, ranks)
 
 
-def trained(mesh: Mesh, schedule: str, zero: int | None, steps: int = 3, reduction: str = "ordered") -> Any:
+def trained(
+    mesh: Mesh, schedule: str, zero: int | None, steps: int = 3, reduction: str = "ordered", samples: int = 8
+) -> Any:
     """A GPT of float64 after some steps of AdamW: parameters, state, losses."""
     params, specs = split(gpt.init(CONFIG, 0))
     params = optree.tree_map(lambda x: x.double(), params)
@@ -47,7 +49,7 @@ def trained(mesh: Mesh, schedule: str, zero: int | None, steps: int = 3, reducti
     step = fp.train_step(
         partial(gpt.loss, config=CONFIG), fp.optim.adamw(1e-2), mesh, plan, clip=1.0, seed=0, reduction=reduction
     )
-    tokens = torch.randint(0, 256, (8, 9), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(0, 256, (samples, 9), generator=torch.Generator().manual_seed(0))
     state, losses = step.init(params), []
     for _ in range(steps):
         state, metrics = step(state, tokens)
@@ -66,3 +68,19 @@ FOUR = {
     "data outside": (Mesh(data=2, pipe=2), "interleaved", 0),
     "four stages": (Mesh(pipe=4), "1f1b", None),
 }
+
+
+def uneven_on_two(rank: int) -> dict[str, Any]:
+    """Exact gradients by every schedule, and a trained GPT's bits, of microbatches that do not divide the batch."""
+    found = {}
+    for name in SYNCHRONOUS:
+        schedule = made(name, 2, 4)
+        step = fp.compile(fp.grad_and_value(pipeline(schedule)(network(CONTENTS))), Mesh(pipe=2))
+        found[name] = optree.tree_leaves(step(parameters(CONTENTS, 0), *batch(11, 0)))
+    for name in ("1f1b", "zb-h1", "dualpipe"):
+        found[f"{name}, trained"] = trained(Mesh(pipe=2), name, None, samples=7)
+    return found
+
+
+def uneven_trainings(rank: int) -> dict[str, Any]:
+    return {name: trained(mesh, schedule, zero, samples=14) for name, (mesh, schedule, zero) in FOUR.items()}

@@ -138,7 +138,7 @@ def _decide(step: Step) -> Decision | None:
     q, k = step.operands[0], step.operands[1]
     heads_dim = q.aval.ndim - 3
     split = isinstance(q.place, Shard) and q.place == Shard(heads_dim)
-    if not split or k.place != WHOLE or k.aval.shape[-3] % step.size == 0:
+    if not split or k.place != WHOLE or step.parts.divide(k.aval.shape[-3]) or not step.parts.is_even:
         return None
     return Decision((q.place, *[WHOLE] * (len(step.operands) - 1)), (q.place,), None)
 

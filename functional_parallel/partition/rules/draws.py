@@ -21,12 +21,13 @@ def _decide(step: Step) -> Decision:
 
 
 def _local(
-    step: Step, like: torch.Tensor, key: torch.Tensor, shape: Any, axes: Any, dims: Any, outers: Any
+    step: Step, like: torch.Tensor, key: torch.Tensor, shape: Any, axes: Any, dims: Any, outers: Any, samples: Any
 ) -> torch.Tensor:
     place = step.result_place()
     if isinstance(place, Shard):
         axes, dims, outers = [*axes, step.axis], [*dims, place.dim], [*outers, place.outer]
-    return step.emit(random.OP, (like, key, shape, axes, dims, outers), {})
+        samples = [*samples, step.parts.samples]
+    return step.emit(random.OP, (like, key, shape, axes, dims, outers, samples), {})
 
 
 rule([random.OP], Rule(decide=_decide, local=_local))

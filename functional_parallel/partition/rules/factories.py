@@ -29,6 +29,20 @@ def _decide_new(step: Step) -> Decision:
     return Decision((step.operands[0].place,), (WHOLE,))
 
 
+_MAKERS = {
+    aten.new_zeros.default: aten.zeros.default,
+    aten.new_ones.default: aten.ones.default,
+    aten.new_full.default: aten.full.default,
+    aten.new_empty.default: aten.empty.memory_format,
+}
+
+
+def _local_new(step: Step, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Made without the operand, which would make it a value of this rank's own."""
+    given = {"dtype": x.dtype, "device": x.device, **{key: value for key, value in kwargs.items() if value is not None}}
+    return step.emit(_MAKERS[step.node.target], args, given)
+
+
 def _fill_text(node: Any) -> str:
     return "..., ... -> ..." if isinstance(node.args[1], torch.fx.Node) else "... -> ..."
 
@@ -44,7 +58,7 @@ rule(
     Rule(decide=_decide_like),
 )
 rule(
-    [aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default],
-    Rule(decide=_decide_new),
+    _MAKERS,
+    Rule(decide=_decide_new, local=_local_new),
 )
 rule([aten.fill.Scalar, aten.fill.Tensor], Rule(_fill_text))

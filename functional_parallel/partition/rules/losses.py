@@ -15,6 +15,7 @@ from torch import fx
 from ... import collectives as fp
 from ...collectives.axes import MICROBATCH, hidden_axes
 from ...tracing import Traced
+from ..duplicates import lowest
 from ..step import Step
 from .lookups import local_index
 from .reductions import logsumexp_over_ranks
@@ -61,17 +62,18 @@ def _local_softmax(step: Step, x: torch.Tensor, dim: int, half_to_float: bool) -
     if not step.splits("classes"):
         return step.run(x, dim, half_to_float)
     exps = (x - fp.pmax(x.detach().amax(dim, keepdim=True), step.axis)).exp()
-    return exps / fp.pvary(fp.psum(exps.sum(dim, keepdim=True), step.axis), step.axis)
+    return exps / fp.pvary(fp.psum(step.once(exps).sum(dim, keepdim=True), step.axis), step.axis)
 
 
 def _local_log_softmax(step: Step, x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
     if not step.splits("classes"):
         return step.run(x, dim, half_to_float)
-    return x - fp.pvary(logsumexp_over_ranks(x, [dim], True, step.axis), step.axis)
+    counted = step.once(x, lowest(x.dtype))
+    return x - fp.pvary(logsumexp_over_ranks(counted, [dim], True, step.axis), step.axis)
 
 
-rule([aten._softmax.default], Rule(_softmax_text, _local_softmax, casts=True))
-rule([aten._log_softmax.default], Rule(_softmax_text, _local_log_softmax, casts=True))
+rule([aten._softmax.default], Rule(_softmax_text, _local_softmax, casts=True, counts=True))
+rule([aten._log_softmax.default], Rule(_softmax_text, _local_log_softmax, casts=True, counts=True))
 
 
 # -----------------------------------------------------------------------------
@@ -90,7 +92,7 @@ def _likelihood_text(node: fx.Node) -> str:
         return f"n! c!, n!{weight} -> (), ()"
     if node.args[3] == _SUM:
         return f"n+ c!, n+{weight} -> (), ()"
-    return f"n c!, n{weight} -> n, ()"
+    return f"n! c!, n!{weight} -> n, ()"
 
 
 def _local_likelihood(step: Step, scores: torch.Tensor, target: torch.Tensor, weight: Any, *rest: Any) -> Any:
@@ -103,12 +105,14 @@ def _local_likelihood(step: Step, scores: torch.Tensor, target: torch.Tensor, we
         weight = fp.pvary(weight, axis)
     losses = _token_losses(step, scores, target)
     kept = target != ignore
+    if step.splits("n"):
+        kept = kept & step.own(target.shape[0], target.device)
     counts = kept.to(losses.dtype)
     if weight is not None:
         counts = counts * weight[torch.where(kept, target, 0)]
     losses = torch.where(kept, losses, torch.zeros((), dtype=losses.dtype, device=losses.device)) * counts
     if reduction not in (_MEAN, _SUM):
-        return losses, losses.new_zeros(())
+        return losses, torch.zeros((), dtype=losses.dtype, device=losses.device)
     total = counts.sum()
     if reduction == _SUM:
         return losses.sum(), total
@@ -135,5 +139,5 @@ def _token_losses(step: Step, scores: torch.Tensor, target: torch.Tensor) -> tor
     return logsumexp_over_ranks(scores, [-1], False, step.axis) - score if is_logits else -score
 
 
-_LIKELIHOOD = Rule(_likelihood_text, _local_likelihood, casts=True)
+_LIKELIHOOD = Rule(_likelihood_text, _local_likelihood, casts=True, counts=True)
 rule([aten.nll_loss_forward.default, cross_entropy], _LIKELIHOOD)

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from ... import collectives as fp
+from ..duplicates import lowest
 from ..step import Step
 from .registry import Rule, rule
 
@@ -54,8 +55,8 @@ def _local_variance(step: Step, x: torch.Tensor, *args: Any, **kwargs: Any) -> A
     dims, keepdim = reduced_dims(step.node), bool(step.node.kwargs.get("keepdim", False))
     correction = step.node.kwargs.get("correction", 1)
     count = math.prod(step.operands[0].aval.shape[dim] for dim in dims)
-    mean = fp.psum(x.sum(dims, keepdim=True), step.axis) / count
-    centred = x - fp.pvary(mean, step.axis)
+    mean = fp.psum(step.once(x).sum(dims, keepdim=True), step.axis) / count
+    centred = step.once(x - fp.pvary(mean, step.axis))
     total = fp.psum((centred * centred).sum(dims, keepdim=keepdim), step.axis)
     variance = total / max(count - (1 if correction is None else correction), 0)
     if step.node.target is aten.var_mean.correction:
@@ -71,6 +72,7 @@ def _reduces_ranks(step: Step) -> bool:
 def _local_logsumexp(step: Step, x: torch.Tensor, dims: Any, keepdim: bool = False) -> torch.Tensor:
     if not _reduces_ranks(step):
         return step.run(x, dims, keepdim)
+    x = step.once(x, lowest(x.dtype))
     return logsumexp_over_ranks(x, reduced_dims(step.node), keepdim, step.axis)
 
 
@@ -87,6 +89,7 @@ def _local_extremum(step: Step, x: torch.Tensor, dims: Any = (), keepdim: bool =
         return step.run(*([x, dims, keepdim] if len(step.node.args) > 1 else [x]))
     largest = step.node.target in (aten.amax.default, aten.max.default)
     wanted = reduced_dims(step.node)
+    x = step.once(x, lowest(x.dtype, 1 if largest else -1))
     own = x.detach().amax(wanted, keepdim=True) if largest else x.detach().amin(wanted, keepdim=True)
     best = (fp.pmax if largest else fp.pmin)(own, step.axis)
     whole = best if keepdim else best.squeeze(wanted)
@@ -114,15 +117,15 @@ rule([aten.sum.dim_IntList, aten.sum.default], Rule(_reduction_text("+", "~")))
 rule([aten.mean.dim, aten.mean.default], Rule(_reduction_text("+", "~"), _local_mean))
 rule(
     [aten.amax.default, aten.max.default, aten.amin.default, aten.min.default],
-    Rule(_reduction_text("!"), _local_extremum, casts=True),
+    Rule(_reduction_text("!"), _local_extremum, casts=True, counts=True),
 )
 rule([aten.max.dim, aten.min.dim], Rule(_reduction_text("^", results=2)))
 rule([aten.argmax.default, aten.argmin.default, aten.prod.default, aten.prod.dim_int], Rule(_reduction_text("^")))
 rule([aten.any.default, aten.any.dim, aten.all.default, aten.all.dim], Rule(_reduction_text("^")))
 rule([aten.linalg_vector_norm.default], Rule(_norm_text))
-rule([aten.var.correction, aten.std.correction], Rule(_reduction_text("!"), _local_variance, casts=True))
-rule([aten.var_mean.correction], Rule(_reduction_text("!", results=2), _local_variance, casts=True))
-rule([aten.logsumexp.default], Rule(_reduction_text("!"), _local_logsumexp, casts=True))
+rule([aten.var.correction, aten.std.correction], Rule(_reduction_text("!"), _local_variance, casts=True, counts=True))
+rule([aten.var_mean.correction], Rule(_reduction_text("!", results=2), _local_variance, casts=True, counts=True))
+rule([aten.logsumexp.default], Rule(_reduction_text("!"), _local_logsumexp, casts=True, counts=True))
 
 
 # -----------------------------------------------------------------------------

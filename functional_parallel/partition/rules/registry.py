@@ -31,7 +31,8 @@ class Rule:
     asked first, for ops that no text describes (views); it may answer None. `local(step, *args, **kwargs)` computes a
     rank's part when that is not just the op itself on the rank's operands. With `casts`, `local` gets whole operands as
     they are, invariant, and casts those itself that meet rank-dependent values. `moves_only` says of an op without text
-    that it computes nothing, so partial sums pass through it.
+    that it computes nothing, so partial sums pass through it. With `counts`, `local` counts samples that unequal parts
+    hold twice once (`Step.once`); without, one operand that the op is linear in has zeros there, or all are whole.
     """
 
     text: Text | None = None
@@ -39,6 +40,7 @@ class Rule:
     decide: Callable[[Step], Decision | None] | None = None
     casts: bool = False
     moves_only: bool = False
+    counts: bool = False
 
     def text_for(self, node: fx.Node) -> str:
         assert self.text is not None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...collectives.parts import Parts
 from ..decide import Decision
 from ..placement import WHOLE, Place, Shard
 from ..step import Step
@@ -31,15 +32,15 @@ def _ndim(node: fx.Node) -> int:
 # -----------------------------------------------------------------------------
 
 
-def reshaped_place(before: Sequence[int], after: Sequence[int], place: Place, size: int) -> Place | None:
+def reshaped_place(before: Sequence[int], after: Sequence[int], place: Place, parts: Parts) -> Place | None:
     """Where a shard lies after a reshape, or None if the new dims cut across it.
 
     The tensor's elements in order read (major, ranks, minor). A dim of the new shape carries the ranks' factor if its
     own elements read (prefix, ranks, rest) at the same position.
 
-    >>> reshaped_place((4, 6), (24,), Shard(1), 2)        # "b (h/tensor)" -> "(b h/tensor)"
+    >>> reshaped_place((4, 6), (24,), Shard(1), Parts.of(2))        # "b (h/tensor)" -> "(b h/tensor)"
     Shard(dim=0, outer=4)
-    >>> reshaped_place((2, 24), (2, 3, 8), Shard(1, 3), 4)  # "b (3 h/tensor)" -> "b 3 h/tensor"
+    >>> reshaped_place((2, 24), (2, 3, 8), Shard(1, 3), Parts.of(4))  # "b (3 h/tensor)" -> "b 3 h/tensor"
     Shard(dim=2, outer=1)
     """
     if not isinstance(place, Shard):
@@ -47,7 +48,7 @@ def reshaped_place(before: Sequence[int], after: Sequence[int], place: Place, si
     major = math.prod(before[: place.dim]) * place.outer
     ahead = 1
     for dim, extent in enumerate(after):
-        if major % ahead == 0 and extent > 1 and (ahead * extent) % (major * size) == 0:
+        if major % ahead == 0 and extent > 1 and (ahead * extent) % (major * parts.samples) == 0:
             return Shard(dim, major // ahead)
         ahead *= extent
     return None
@@ -55,7 +56,7 @@ def reshaped_place(before: Sequence[int], after: Sequence[int], place: Place, si
 
 def _decide_view(step: Step) -> Decision:
     operand = step.operands[0]
-    place = reshaped_place(operand.aval.shape, step.results[0].shape, operand.place, step.size)
+    place = reshaped_place(operand.aval.shape, step.results[0].shape, operand.place, step.parts)
     return Decision((WHOLE,), (WHOLE,)) if place is None else Decision((operand.place,), (place,))
 
 
@@ -184,8 +185,9 @@ def _decide_slice(step: Step) -> Decision | None:
 def _local_slice(step: Step, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     dim, (start, end, stride) = _dim(step.node, 1), _bounds(step.node)
     place = step.decision.operands[0]
-    divisor = step.size if isinstance(place, Shard) and place.dim == dim else 1
-    return step.run(x, dim, start // divisor, end // divisor, stride)
+    if isinstance(place, Shard) and place.dim == dim:
+        start, end = step.parts.local(start), step.parts.local(end)
+    return step.run(x, dim, start, end, stride)
 
 
 def _bounds(node: fx.Node) -> tuple[int, int, int]:
