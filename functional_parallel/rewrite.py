@@ -10,7 +10,7 @@ from .collectives.parts import Parts
 from .local_function import Layout
 from .pipelines import PipelineError, PipelineProgram, build
 from .program import Program
-from .program.passes import NAMES, Buckets, InPlace, LookingAhead, Marked, Reductions, Turned, run_passes
+from .program.passes import NAMES, Buckets, InPlace, LookingAhead, Marked, ProgramPass, Reductions, Turned, run_passes
 from .program.unroll import unroll
 from .tracing import fold_layers, fuse_views, simplify
 
@@ -96,9 +96,9 @@ def _pipelined(
     def finish(part: Program) -> None:
         part.backend = program.backend
         watch("cut", part, part.mesh)
-        part.passes, _ = run_passes(
-            _buckets(bucket), part.traced, part.mesh, without, lambda name: watch(name, part, part.mesh)
-        )
+        donated = any(node.meta.get("donated") for node in part.traced.inputs)
+        passes: list[ProgramPass] = [*_buckets(bucket), *([InPlace()] if donated else [])]
+        part.passes, _ = run_passes(passes, part.traced, part.mesh, without, lambda name: watch(name, part, part.mesh))
         fuse_views(part.traced)
         watch("views", part, part.mesh)
 

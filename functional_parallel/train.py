@@ -22,9 +22,9 @@ from .local_function import LocalFunction, PyTree, SpecTree, unsharded
 from .loss_scaling import LossScale, LossScaleState
 from .optim import Optimizer
 from .places import Places, find_places
-from .runtime import check_backend
+from .runtime import check_backend, own, storages
 from .scaled import ScaledState, scaled_loss, unless, unscaled, with_scale
-from .train_state import TrainState, own, storages
+from .train_state import TrainState
 from .uneven import looks_of, stay_in_step
 from .updating import global_norm, into_compute, into_update, joined_again, split_further
 
@@ -138,7 +138,7 @@ class TrainStep:
         if self.f.layout.flat_update:
             require_elementwise(optimizer)
         self.without, self.backend = without, backend
-        self.donate = donate and self.f.layout.pipeline is None  # a pipeline's ranks write into memory of their own
+        self.donate = donate and not is_asynchronous(self.f.layout, mesh)  # whose weights have versions
         self.scaling: LossScale | None = self.f.layout.loss_scale
         self.program: Any = None
         self._staged: dict[Any, Staged] = {}

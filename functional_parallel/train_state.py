@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-__all__ = ["DonatedStateError", "TrainState", "own", "storages"]
+__all__ = ["DonatedStateError", "TrainState"]
 
 
 class DonatedStateError(RuntimeError):
@@ -50,24 +48,3 @@ class TrainState:
 
     def __repr__(self) -> str:
         return f"TrainState(step={self.step}{', donated' if self._handles is None else ''})"
-
-
-def storages(*values: Any) -> set[int]:
-    """Where tensors, and handles of several, lie in memory; of other values nothing."""
-    parts = (part for value in values for part in (value if isinstance(value, list) else [value]))
-    return {part.untyped_storage().data_ptr() for part in parts if isinstance(part, torch.Tensor)}
-
-
-def own(handle: Any, taken: set[int]) -> Any:
-    """A handle in memory that nobody else has: copied where that is taken, and taken from now on.
-
-    What a pipeline's ranks hold is never written into, and so stays as it is.
-    """
-    if isinstance(handle, list):
-        return [own(part, taken) for part in handle]
-    if not isinstance(handle, torch.Tensor):
-        return handle
-    if not handle.is_contiguous() or storages(handle) & taken:
-        handle = handle.clone(memory_format=torch.contiguous_format)
-    taken |= storages(handle)
-    return handle

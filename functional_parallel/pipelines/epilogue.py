@@ -18,11 +18,13 @@ from torch import fx
 from sharding_specs import P
 
 from ..collectives.parts import Parts
+from ..program.collectives import primitive_name
+from ..program.sharing import aliases_of, root_of
 from ..program.unroll import combined_by, microbatch_dim, resized, shortened
 from ..tracing import Aval, Traced
 from ..tracing.graph import operands_of
 from .extract import Extractor, Part
-from .roles import Role, Roles
+from .roles import Role, Roles, is_view
 
 __all__ = ["Epilogue", "Exchange", "Given"]
 
@@ -121,6 +123,8 @@ class EpilogueBuilder:
         self._seal()
         self.extractor = Extractor(self.new, extractor.mesh, self.specs, lambda _: False, roles.axis)
         self.links = self._links(inputs, in_paths, out_paths)
+        once = [given.node for given in self.given.values() if given.kind == "once"]
+        self.kept = {root_of(node) for node in once}  # in whose memory something else may lie
         self._place_until_it_holds()
         self._levels()
 
@@ -272,8 +276,14 @@ class EpilogueBuilder:
         return common
 
     def _may_move(self, node: fx.Node) -> bool:
+        return _is_small(node.meta["val"]) and not self._is_of_parameter(node)
+
+    def _is_of_parameter(self, node: fx.Node) -> bool:
+        """Whether a value is a parameter, or made of one alone, as the slice that a rank updates."""
+        while len(operands := operands_of(node)) == 1:
+            (node,) = operands
         given = self.given.get(node)
-        return _is_small(node.meta["val"]) and not (given is not None and given.node.meta.get("parameter"))
+        return given is not None and given.kind == "input" and bool(given.node.meta.get("parameter"))
 
     def _wanted_of_output(self, index: int, output: fx.Node) -> Ranks:
         possible = self.available.get(output)
@@ -291,7 +301,18 @@ class EpilogueBuilder:
         for node in self.new.graph.nodes:
             for rank in self.at.get(node, ()):
                 self.level[node, rank] = max((self._arrives(o, rank) for o in operands_of(node)), default=0)
+        self._slices_late()
         self.count = max(self.level.values(), default=0) + 1
+
+    def _slices_late(self) -> None:
+        """A view or a slice of an input is taken where it is used: an update sees what it may write into."""
+        for node in reversed(list(self.new.nodes)):
+            if not (is_view(node) or primitive_name(node) == "pscatter") or self.wanted[node] - self.at[node]:
+                continue
+            for rank in self.at[node]:
+                users = [self.level[user, rank] for user in node.users if (user, rank) in self.level]
+                if users and node not in self.new.outputs:
+                    self.level[node, rank] = min(users)
 
     def _arrives(self, node: fx.Node, rank: int) -> int:
         here = self.level.get((node, rank))
@@ -329,7 +350,30 @@ class EpilogueBuilder:
             for node in nodes
             if node in self.new.outputs or node in sent or any(self._uses_later(u, rank, members) for u in node.users)
         ]
-        return self.extractor.part(nodes, leaving, f"{self.name}: after the pipeline, rank {rank}, level {level}")
+        part = self.extractor.part(nodes, leaving, f"{self.name}: after the pipeline, rank {rank}, level {level}")
+        self._donate(part, rank, level)
+        return part
+
+    def _donate(self, part: Part, rank: int, level: int) -> None:
+        """Say of a part's inputs whether it may write into them, and which of its results takes their place."""
+        becomes = {self.links[index]: node for index, node in enumerate(self.new.outputs) if index in self.links}
+        for node, placeholder in zip(part.inputs, part.program.traced.inputs, strict=True):
+            new = becomes.get(node)
+            placeholder.meta["donated"] = self._may_be_overwritten(node, rank, level)
+            placeholder.meta["becomes"] = part.outputs.index(new) if new in part.outputs else None
+
+    def _may_be_overwritten(self, node: fx.Node, rank: int, level: int) -> bool:
+        """Whether an input was given up, and nothing after this level, and no other rank, asks for what lies there."""
+        given = self.given.get(node)
+        if given is None or given.kind != "input" or not given.node.meta.get("donated") or given.node in self.kept:
+            return False
+        aliases = aliases_of(node)
+        users = [user for alias in aliases for user in alias.users if user.op != "output" and rank in self.at[user]]
+        return (
+            not any(alias in self.new.outputs for alias in aliases)
+            and not any(self.wanted[alias] - self.at[alias] for alias in aliases)
+            and all(self.level[user, rank] <= level for user in users)
+        )
 
     def _is_sent(self, node: fx.Node, rank: int) -> bool:
         return (

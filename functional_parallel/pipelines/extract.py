@@ -142,7 +142,7 @@ class Extractor:
 
     def clean(self, meta: dict[str, Any]) -> dict[str, Any]:
         """What is said of a value, as it reads outside the whole graph."""
-        kept = {key: value for key, value in meta.items() if key != "forward"}
+        kept = {key: value for key, value in meta.items() if key not in ("forward", "donated", "becomes")}
         if "type" in kept:
             kept["type"] = Type({axis: state for axis, state in kept["type"].items() if axis != self.hidden})
         return kept

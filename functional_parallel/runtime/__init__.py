@@ -1,6 +1,7 @@
 """Where programs run: all ranks simulated in this process, or one rank here and its peers in other processes."""
 
 from .default import default_runtime, is_main_rank, use_runtime
+from .handles import Placed, own, storages
 from .inductor import BackendError, check_backend
 from .meeting import OutOfStepError
 from .on_sizes import pipeline_memory
@@ -16,11 +17,14 @@ __all__ = [
     "DifferentProgramsError",
     "OutOfStepError",
     "PipelineRuntime",
+    "Placed",
     "ProcessRuntime",
     "SimulatedRuntime",
     "check_backend",
     "default_runtime",
     "is_main_rank",
+    "own",
     "pipeline_memory",
+    "storages",
     "use_runtime",
 ]

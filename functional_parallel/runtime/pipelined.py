@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -23,26 +22,12 @@ from ..schedules import Action, Event
 from ..schedules.dependencies import replay
 from ..schedules.messages import Receive, Send, messages
 from ..tracing import Aval
+from .handles import Placed, own
 from .mail import Mail
 from .stream import Stream
 from .worker import Worker
 
-__all__ = ["PipelineRuntime", "Placed"]
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A value that some ranks of a pipeline hold.
-
-    Attributes:
-        parts: the ranks' parts, of those ranks that are in this process.
-        holders: the ranks that hold it; None for all.
-        aval: its shape and dtype on one rank.
-    """
-
-    parts: dict[int, Any]
-    holders: frozenset[int] | None
-    aval: Aval
+__all__ = ["PipelineRuntime"]
 
 
 class PipelineRuntime:
@@ -123,6 +108,7 @@ class PipelineRuntime:
         """Run a pipeline on sharded inputs."""
         if self.carrier is not None:
             self.base.agree_on(program)
+        self._give_up(program, placed)
         inputs = {rank: self._inputs(program, placed, rank) for rank in self.ranks}
         if program.schedule.versions is not None:
             return self._stream(program, inputs)
@@ -146,6 +132,18 @@ class PipelineRuntime:
                 program.events[:] = [
                     event for events in self.base.exchange(program.events, "to compare times") for event in events
                 ]
+
+    def _give_up(self, program: PipelineProgram, placed: Sequence[Placed]) -> None:
+        """Of what a step may write into, drop the copies that no rank will hold, and give each rank one of its own."""
+        for node, each in zip(program.inputs, placed, strict=True):
+            if not node.meta.get("donated"):
+                continue
+            holders = program.holders(node)
+            for rank in each.parts.keys() - holders:
+                del each.parts[rank]
+            taken: set[int] = set()
+            for rank in each.parts if len(each.parts) > 1 else ():
+                each.parts[rank] = own(each.parts[rank], taken)
 
     def _inputs(self, program: PipelineProgram, placed: Sequence[Placed], rank: int) -> dict[fx.Node, Any]:
         return {node: each.parts[rank] for node, each in zip(program.inputs, placed, strict=True) if rank in each.parts}

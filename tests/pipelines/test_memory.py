@@ -258,10 +258,8 @@ def test_what_is_alive_adds_up() -> None:
     whole = 8 * 2 * 16 * 64 * 4
     for rank in memory.ranks:
         assert sum(rank.alive.values()) == rank.peak == rank.curve[rank.at] == max(rank.curve)
-        assert rank.alive["parameters"] in (whole // 4, whole // 2)  # with the new ones, where the update is the peak
-        assert (
-            rank.alive["optimizer state"] // 16 * 16 == rank.alive["parameters"]
-        )  # of m and v a half each, and a count
+        assert rank.alive["parameters"] == whole // 4
+        assert rank.alive["optimizer state"] - whole // 4 in (4, 8)  # of m and v a half each, and counts
         assert rank.alive["gradients"] >= whole // 4
     assert memory.peak == max(rank.peak for rank in memory.ranks)
     assert memory.to_dict()["ranks"][3]["peak"] == memory.ranks[3].peak

@@ -119,7 +119,7 @@ def _unpack_into_old(traced: Traced) -> None:
     """Let what comes out of a bucket, in the place of a donated input that is not needed any more, be written there."""
     position = {node: index for index, node in enumerate(traced.nodes)}
     for old in traced.inputs:
-        index = old.meta["becomes"]
+        index = old.meta.get("becomes")
         new = traced.outputs[index] if index is not None else None
         if not (isinstance(new, fx.Node) and new.target is UNPACK and new.meta["val"] == old.meta["val"]):
             continue

@@ -1,0 +1,58 @@
+"""What runtimes hold in a tensor's place: it, a list with one per class of ranks, or who of a pipeline holds what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..tracing import Aval
+
+__all__ = ["Placed", "own", "storages"]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A value that some ranks of a pipeline hold.
+
+    Attributes:
+        parts: the ranks' parts, of those ranks that are in this process.
+        holders: the ranks that hold it; None for all.
+        aval: its shape and dtype on one rank.
+    """
+
+    parts: dict[int, Any]
+    holders: frozenset[int] | None
+    aval: Aval
+
+
+def storages(*values: Any) -> set[int]:
+    """Where tensors, and handles of several, lie in memory; of other values nothing."""
+    found: set[int] = set()
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.add(value.untyped_storage().data_ptr())
+        elif isinstance(value, list):
+            found |= storages(*value)
+        elif isinstance(value, Placed):
+            found |= storages(*value.parts.values())
+    return found
+
+
+def own(handle: Any, taken: set[int]) -> Any:
+    """A handle in memory that nobody else has: copied where that is taken, and taken from now on.
+
+    Ranks of a pipeline that hold the same still do.
+    """
+    if isinstance(handle, Placed):
+        made = {id(part): own(part, taken) for part in {id(part): part for part in handle.parts.values()}.values()}
+        return replace(handle, parts={rank: made[id(part)] for rank, part in handle.parts.items()})
+    if isinstance(handle, list):
+        return [own(part, taken) for part in handle]
+    if not isinstance(handle, torch.Tensor):
+        return handle
+    if not handle.is_contiguous() or storages(handle) & taken:
+        handle = handle.clone(memory_format=torch.contiguous_format)
+    taken |= storages(handle)
+    return handle
