@@ -11,9 +11,9 @@ in a process of its own, so that its peak memory is its own. Plans:
     step              a whole training step of the first, with AdamW and clipping
     pipeline          a training step on pipe=8, 1F1B over 8 microbatches, data=2
 
-With `--calls` each row runs a second time, and Python's calls are counted, which other programs on the machine do not
-change: as many per op at every depth means that nothing grows faster than the program. `--profile` shows where the time
-goes.
+Seconds are processor time, of one thread. With `--calls` each row runs a second time, and Python's calls are counted,
+which other programs on the machine do not change: as many per op at every depth means that nothing grows faster than
+the program. `--profile` shows where the time goes.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ def measure(name: str, layers: int, count: bool, profile: int | None = None) -> 
     profiler = cProfile.Profile() if profile or count else None
     if profiler is not None:
         profiler.enable()
-    began = time.perf_counter()
+    began = time.process_time()
     program = lower()
-    seconds = time.perf_counter() - began
+    seconds = time.process_time() - began
     calls = None
     if profiler is not None:
         profiler.disable()
