@@ -43,7 +43,8 @@ import functional_parallel as fp
 from sharding_specs import Mesh, split
 
 PLANS = ("tensor, zero 3", "data", "step", "pipeline")
-HEAD = ("plan", "layers", "ops", "collectives", "calls per op", "seconds", "ms per layer", "peak memory")
+CALLS = "calls per op"
+HEAD = ("plan", "layers", "ops", "collectives", CALLS, "seconds", "ms per layer", "peak memory")
 SAMPLES = 16
 
 
@@ -60,7 +61,7 @@ def main() -> None:
         print(json.dumps(measure(args.plan[0], args.layers[0], args.calls, args.profile)))
         return
     rows = [apart(plan, layers, args.calls) for plan in args.plan for layers in args.layers]
-    table = report.table(HEAD, [cells(row) for row in rows])
+    table = report.table(HEAD if args.calls else [name for name in HEAD if name != CALLS], [cells(row) for row in rows])
     print(table)
     if args.write:
         report.write("partition time", table)
@@ -132,7 +133,7 @@ def cells(row: dict[str, Any]) -> tuple[object, ...]:
     per_layer = f"{1000 * row['seconds'] / row['layers']:.0f}"
     return (
         *(row[key] for key in ("plan", "layers", "ops", "collectives")),
-        "" if row["calls"] is None else f"{row['calls'] / row['ops']:.0f}",
+        *([] if row["calls"] is None else [f"{row['calls'] / row['ops']:.0f}"]),
         f"{row['seconds']:.2f}",
         per_layer,
         f"{row['MiB']:.0f} MiB",
