@@ -11,9 +11,9 @@ in a process of its own, so that its peak memory is its own. Plans:
     step              a whole training step of the first, with AdamW and clipping
     pipeline          a training step on pipe=8, 1F1B over 8 microbatches, data=2
 
-With `--calls` each row runs a second time, and Python's calls are counted, which other programs on the machine do not
-change: as many per op at every depth means that nothing grows faster than the program. `--profile` shows where the time
-goes.
+Seconds are processor time, of one thread. With `--calls` each row runs a second time, and Python's calls are counted,
+which other programs on the machine do not change: as many per op at every depth means that nothing grows faster than
+the program. `--profile` shows where the time goes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ import functional_parallel as fp
 from sharding_specs import Mesh, split
 
 PLANS = ("tensor, zero 3", "data", "step", "pipeline")
-HEAD = ("plan", "layers", "ops", "collectives", "calls per op", "seconds", "ms per layer", "peak memory")
+CALLS = "calls per op"
+HEAD = ("plan", "layers", "ops", "collectives", CALLS, "seconds", "ms per layer", "peak memory")
 SAMPLES = 16
 
 
@@ -60,7 +61,7 @@ def main() -> None:
         print(json.dumps(measure(args.plan[0], args.layers[0], args.calls, args.profile)))
         return
     rows = [apart(plan, layers, args.calls) for plan in args.plan for layers in args.layers]
-    table = report.table(HEAD, [cells(row) for row in rows])
+    table = report.table(HEAD if args.calls else [name for name in HEAD if name != CALLS], [cells(row) for row in rows])
     print(table)
     if args.write:
         report.write("partition time", table)
@@ -78,9 +79,9 @@ def measure(name: str, layers: int, count: bool, profile: int | None = None) -> 
     profiler = cProfile.Profile() if profile or count else None
     if profiler is not None:
         profiler.enable()
-    began = time.perf_counter()
+    began = time.process_time()
     program = lower()
-    seconds = time.perf_counter() - began
+    seconds = time.process_time() - began
     calls = None
     if profiler is not None:
         profiler.disable()
@@ -132,7 +133,7 @@ def cells(row: dict[str, Any]) -> tuple[object, ...]:
     per_layer = f"{1000 * row['seconds'] / row['layers']:.0f}"
     return (
         *(row[key] for key in ("plan", "layers", "ops", "collectives")),
-        "" if row["calls"] is None else f"{row['calls'] / row['ops']:.0f}",
+        *([] if row["calls"] is None else [f"{row['calls'] / row['ops']:.0f}"]),
         f"{row['seconds']:.2f}",
         per_layer,
         f"{row['MiB']:.0f} MiB",

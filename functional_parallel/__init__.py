@@ -38,7 +38,7 @@ from .loss_scaling import LossScale, LossScaleError
 from .partition import PartitionError, PartitionWarning, partition
 from .partition.rules import register_rule
 from .precision import mixed_precision
-from .program import BudgetError, Hardware, Price, Program
+from .program import BudgetError, Hardware, Line, Price, Program
 from .runtime import CollectiveError, OutOfStepError, is_main_rank
 from .sampler import Sampler
 from .search import PipelineChoice, layer_costs, search_pipeline
@@ -68,6 +68,7 @@ __all__ = [
     "DonatedStateError",
     "Hardware",
     "LayoutError",
+    "Line",
     "LossScale",
     "LossScaleError",
     "Metrics",

@@ -1,8 +1,9 @@
 """The command line: what this machine has, what a program sends, what a rank holds, when a pipeline works.
 
-`explain` and `memory` take `module:function`, where the function gets a mesh. It returns what is to be looked at:
+`explain`, `price` and `memory` take `module:function`, where the function gets a mesh. It returns what is to be looked
+at:
 
-    def step(mesh):   # for explain: a compiled function or a training step, and its arguments
+    def step(mesh):   # for explain and price: a compiled function or a training step, and its arguments
         return fp.compile(fp.grad_and_value(plan(loss)), mesh), (params, batch)
 
     def model(mesh):  # for memory: parameters, tensors of any device, and their specs
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import json
 import os
 import platform
 import sys
@@ -30,8 +32,8 @@ from sharding_specs import Mesh, MeshError, SpecError, memory_table, validate
 
 from .estimate import CONVENTIONS, estimate
 from .program.explain import readable_bytes
+from .program.hardware import HARDWARE
 from .schedules import ScheduleError, command
-from .train import TrainStep
 from .transforms import chain, pipeline, tensor_parallel, zero
 from .transforms.parallel import parameter_specs
 
@@ -80,6 +82,12 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--program", action="store_true", help="print the program's text instead of a table")
     explain.set_defaults(run=_explain)
 
+    price = commands.add_parser("price", help="what a step takes on a machine, and where the time goes")
+    price.add_argument("--hardware", default="h100", help=f"one of {', '.join(HARDWARE)}")
+    price.add_argument("--group", choices=("kind", "line"), default="kind", help="one row per kind, or per source line")
+    price.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    price.set_defaults(run=_price)
+
     memory = commands.add_parser(
         "memory", help="the bytes that each rank holds of a model's parameters, or to train it"
     )
@@ -97,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_options(schedule)
     schedule.set_defaults(run=command.run)
 
-    for looks in (explain, memory):
+    for looks in (explain, price, memory):
         looks.add_argument("target", metavar="module:function", help="called with the mesh, see below")
         looks.add_argument("--mesh", required=True, help="axes and sizes: data=2,tensor=4")
         looks.epilog, looks.formatter_class = __doc__.split("\n\n", 1)[1], argparse.RawDescriptionHelpFormatter
@@ -149,21 +157,28 @@ def _extras() -> str:
 
 
 # -----------------------------------------------------------------------------
-# explain and memory
+# explain, price and memory
 # -----------------------------------------------------------------------------
 
 
 def _explain(chosen: argparse.Namespace) -> str:
-    compiled, args = _result(chosen, "a compiled function or training step, and the tuple of its arguments")
-    if isinstance(compiled, TrainStep):
-        state, *batch = args
-        program = compiled.lower(state, *batch)
-    else:
-        program = compiled.lower(*args)
+    program = _program(chosen)
     if chosen.program:
         return str(program)
     table = program.explain(group=chosen.group)
     return table.json(indent=1) if chosen.json else str(table)
+
+
+def _price(chosen: argparse.Namespace) -> str:
+    if chosen.hardware not in HARDWARE:
+        raise UsageError(f"--hardware {chosen.hardware}: the known ones are {', '.join(HARDWARE)}")
+    price = _program(chosen).price(chosen.hardware)
+    return json.dumps(price.to_dict(), indent=1) if chosen.json else price.table(chosen.group)
+
+
+def _program(chosen: argparse.Namespace) -> Any:
+    compiled, args = _result(chosen, "a compiled function or training step, and the tuple of its arguments")
+    return compiled.lower(*args)
 
 
 def _memory(chosen: argparse.Namespace) -> str:

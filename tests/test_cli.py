@@ -53,6 +53,16 @@ def test_explain_a_training_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"^psum +data +\d+ ×", text, re.MULTILINE)
 
 
+def test_price(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("price", "tests.cli_targets:gradient", *MESH)
+    assert "4 ranks of h100" in output(capsys, *asked)
+    assert "cli_targets.py" in output(capsys, *asked, "--group", "line")
+    found = json.loads(output(capsys, *asked, "--hardware", "a100", "--json"))
+    assert found["hardware"] == "a100" and found["seconds"] > found["exposed"] > 0
+    assert main((*asked, "--hardware", "abacus")) == 2
+    assert "--hardware abacus: the known ones are h100, a100, v100" in capsys.readouterr().err
+
+
 def test_explain_passes(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("explain", "tests.cli_targets:training", *MESH, "--group", "pass")
     assert re.search(r"^reductions +\d+", output(capsys, *asked), re.MULTILINE)

@@ -6,9 +6,10 @@ place belongs to stage k or a later one.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch import fx
@@ -185,7 +186,7 @@ def finest(traced: Traced, roles: Roles, mesh: Mesh) -> tuple[dict[fx.Node, int]
 def _narrow(places: dict[int, int]) -> set[int]:
     """Of the places where one may cut, those where no more crosses than at the next ones."""
     order = sorted(places)
-    widths = [math.inf, *(places[index] for index in order), math.inf]
+    widths = [inf, *(places[index] for index in order), inf]
     return {
         index for number, index in enumerate(order, 1) if widths[number] <= min(widths[number - 1], widths[number + 1])
     }
@@ -241,32 +242,60 @@ def _region(node: fx.Node) -> str | None:
 def _least(places: dict[int, int], sums: list[float], stages: int) -> list[int] | None:
     """Cuts of the least largest stage; among those about as good, the least that crosses."""
     ends = [0, *sorted(places), len(sums) - 1]
-    largest = _search(ends, sums, stages, lambda so_far, cost, _: max(so_far, cost), float("inf"), places)
-    if largest is None:
+    costs = [sums[end] for end in ends]
+    largest = _least_largest(costs, stages)
+    if largest == inf:
         return None
-    limit = max(sums[b] - sums[a] for a, b in zip([0, *largest], [*largest, len(sums) - 1], strict=True)) * _SLACK
-    return _search(ends, sums, stages, lambda so_far, _, crosses: so_far + crosses, limit, places)
+    crossing = [0, *(places[end] for end in ends[1:-1]), 0]
+    return [ends[index] for index in _least_crossing(costs, crossing, stages, largest * _SLACK)]
 
 
-def _search(
-    ends: list[int],
-    sums: list[float],
-    stages: int,
-    join: Callable[[float, float, int], float],
-    limit: float,
-    places: dict[int, int],
-) -> list[int] | None:
-    """Over all ways to put the cuts, the one of least joined price, no stage above the limit."""
-    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
-    for stage in range(stages):
-        following: dict[int, tuple[float, tuple[int, ...]]] = {}
-        for end in ends[-1:] if stage == stages - 1 else ends[stage + 1 : -1]:
-            for start, (so_far, cuts) in best.items():
-                cost = sums[end] - sums[start]
-                if start >= end or cost <= 0 or cost > limit:
-                    continue
-                price = join(so_far, cost, places.get(end, 0))
-                if end not in following or price < following[end][0]:
-                    following[end] = (price, (*cuts, end))
+def _least_largest(costs: list[float], stages: int) -> float:
+    """The cost of the largest stage when it is least, no stage being free; `costs` are those of all before each end.
+
+    With one stage more, the best that a stage may start at moves on as its end does: what is before it only grows, what
+    is left only shrinks. So each stage takes one pass.
+    """
+    best = [cost if cost > 0 else inf for cost in costs]
+    for _ in range(1, stages):
+        first = next((index for index, price in enumerate(best) if price < inf), len(best))
+        following, start = [inf] * len(best), first
+        for end in range(first + 1, len(best)):
+            while start < end and best[start] < costs[end] - costs[start]:
+                start += 1
+            if start > first:
+                following[end] = costs[end] - costs[start - 1]
+            if start < end and costs[start] < costs[end]:
+                following[end] = min(following[end], best[start])
         best = following
-    return list(best[ends[-1]][1][:-1]) if ends[-1] in best else None
+    return best[-1]
+
+
+def _least_crossing(costs: list[float], crossing: list[int], stages: int, limit: float) -> list[int]:
+    """Of all cuts into stages that cost something and at most the limit, that with the least sum of what crosses.
+
+    The places that a stage may start at are a window that moves on with its end; the deque holds those of them that no
+    later one beats, the best in front.
+    """
+    best: list[float] = [0.0, *[inf] * (len(costs) - 1)]
+    starts: list[list[int]] = []
+    for _ in range(stages):
+        following, chosen = [inf] * len(costs), [0] * len(costs)
+        window: deque[int] = deque()
+        entering = 0
+        for end in range(1, len(costs)):
+            while costs[entering] < costs[end]:
+                while window and best[window[-1]] > best[entering]:
+                    window.pop()
+                window.append(entering)
+                entering += 1
+            while window and costs[end] - costs[window[0]] > limit:
+                window.popleft()
+            if window and best[window[0]] < inf:
+                following[end], chosen[end] = best[window[0]] + crossing[end], window[0]
+        best = following
+        starts.append(chosen)
+    cuts = [len(costs) - 1]
+    for chosen in reversed(starts):
+        cuts.append(chosen[cuts[-1]])
+    return cuts[-2:0:-1]

@@ -150,16 +150,35 @@ class EpilogueBuilder:
     def _value(self, node: fx.Node) -> fx.Node:
         if node.op == "placeholder":
             return self._made[Given("input", node)]
-        if node not in self._made:
-            self._made[node] = self._written(node)
+        waiting = [node]  # not by recursion: a norm is a chain of as many sums as there are parameters
+        while waiting:
+            last = waiting[-1]
+            missing = [] if last in self._made else [each for each in self._needed(last) if each not in self._made]
+            if not missing and last not in self._made:
+                self._made[last] = self._written(last)
+            if missing:
+                waiting += reversed(missing)
+            else:
+                waiting.pop()
         return self._made[node]
+
+    def _needed(self, node: fx.Node) -> list[fx.Node]:
+        """What must have been written before an op that is copied."""
+        if node.op != "call_function" or self._begins(node):
+            return []
+        return [operand for operand in operands_of(node) if operand.op != "placeholder"]
+
+    def _begins(self, node: fx.Node) -> bool:
+        """Whether the epilogue is given this value."""
+        role = self.roles.of[node]
+        return role is Role.TOTAL or (node in self.roles.late and role in (Role.ONCE, Role.EARLY))
 
     def _written(self, node: fx.Node) -> fx.Node:
         if node.op == "get_attr":
             return self._with_meta(self.new.graph.get_attr(node.target), node)
         if self.roles.of[node] is Role.TOTAL:
             return self._total(node)
-        if node in self.roles.late and self.roles.of[node] in (Role.ONCE, Role.EARLY):
+        if self._begins(node):
             return self._placeholder(Given("once", node), self.whole.spec(node))
         return self._with_meta(self.new.graph.node_copy(node, self._value), node)
 

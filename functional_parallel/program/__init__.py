@@ -4,6 +4,7 @@ from .base import BaseProgram
 from .collectives import COMMUNICATING, Collective, collectives_of
 from .explain import Explanation
 from .hardware import Hardware
+from .links import Line
 from .passes import BudgetError
 from .price import Price
 from .program import Program
@@ -16,6 +17,7 @@ __all__ = [
     "Collective",
     "Explanation",
     "Hardware",
+    "Line",
     "Price",
     "Program",
     "collectives_of",

@@ -15,7 +15,9 @@ from sharding_specs import Mesh, P
 
 from ..program.variation import Axes, varied_axes
 
-__all__ = ["Classes"]
+__all__ = ["Classes", "Jobs"]
+
+Jobs = list[tuple[tuple[int, ...], list[tuple[int, int]]]]
 
 
 class Classes:
@@ -26,6 +28,9 @@ class Classes:
         self.all_axes: Axes = frozenset(name for name in mesh.axis_names if mesh.axis_size(name) > 1)
         self.deduplicate = deduplicate
         self._representatives: dict[Axes, list[int]] = {}
+        self._groups: dict[tuple[str, ...], dict[int, list[int]]] = {}
+        self._picks: dict[tuple[Axes, Axes], list[int]] = {}
+        self._jobs: dict[tuple[tuple[str, ...], Axes, Axes], Jobs] = {}
 
     def of_spec(self, spec: P) -> Axes:
         """The axes along which a value with this spec varies."""
@@ -48,6 +53,35 @@ class Classes:
             if name in axes:
                 number = number * self.mesh.axis_size(name) + coordinates[name]
         return number
+
+    def picks(self, wanted: Axes, held: Axes) -> list[int]:
+        """For each class of one set of axes, the class of another that its ranks belong to."""
+        if (wanted, held) not in self._picks:
+            self._picks[wanted, held] = [self.index(rank, held) for rank in self.representatives(wanted)]
+        return self._picks[wanted, held]
+
+    def group(self, rank: int, axes: tuple[str, ...]) -> list[int]:
+        """The ranks that differ from a rank only along some axes, itself included."""
+        if axes not in self._groups:
+            self._groups[axes] = {member: members for members in self.mesh.groups(axes) for member in members}
+        return self._groups[axes][rank]
+
+    def jobs(self, axes: tuple[str, ...], made: Axes, held: Axes) -> Jobs:
+        """What a collective computes: per group the classes of its operand, and which member's result is which class.
+
+        Args:
+            axes: those of the collective.
+            made, held: along which its result and its operand vary.
+        """
+        key = (axes, made, held)
+        if key not in self._jobs:
+            found: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+            for position, rank in enumerate(self.representatives(made)):
+                members = self.group(rank, axes)
+                inputs = tuple(self.index(member, held) for member in members)
+                found.setdefault(inputs, []).append((members.index(rank), position))
+            self._jobs[key] = list(found.items())
+        return self._jobs[key]
 
     def of_node(self, node: fx.Node, operands: Iterable[Axes]) -> Axes:
         """The axes along which a node's result varies, from those of its operands."""

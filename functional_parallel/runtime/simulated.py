@@ -21,7 +21,7 @@ from ..program import Program
 from ..program.collectives import primitive_name
 from ..program.sharing import written_by
 from ..tracing.graph import operands_of
-from .classes import Classes
+from .classes import Classes, Jobs
 from .codegen import Writer, holds_levels
 from .regions import with_regions
 
@@ -123,7 +123,7 @@ class _Lockstep:
         held = [self.axes[out] for out in self.traced.outputs]
         if wanted == held:
             return run
-        picks = [self._picks(a, b) for a, b in zip(wanted, held, strict=True)]
+        picks = [self.classes.picks(a, b) for a, b in zip(wanted, held, strict=True)]
         return lambda inputs: [[x[i] for i in pick] for x, pick in zip(run(inputs), picks, strict=True)]
 
     def line(self, node: fx.Node, writer: Writer) -> str:
@@ -144,7 +144,7 @@ class _Lockstep:
         if len(aligned) == len(operands) == 1:
             text = self._call(node, writer, lambda n: "a")
             return f"[{text} for a in {writer.names[operands[0]]}]"
-        picks = [self._picks(self.axes[node], self.axes[operand]) for operand in operands]
+        picks = [self.classes.picks(self.axes[node], self.axes[operand]) for operand in operands]
         table = writer.constant(list(zip(*picks, strict=True)))
         letters = {operand: f"{writer.names[operand]}[i{index}]" for index, operand in enumerate(operands)}
         indices = ", ".join(f"i{index}" for index in range(len(operands)))
@@ -159,28 +159,17 @@ class _Lockstep:
     def _ranks(self, node: fx.Node) -> list[int]:
         return self.classes.representatives(self.axes[node])
 
-    def _picks(self, wanted: frozenset[str], held: frozenset[str]) -> list[int]:
-        """For each class of one set of axes, the class of another that its ranks belong to."""
-        return [self.classes.index(rank, held) for rank in self.classes.representatives(wanted)]
-
     def _collective(self, node: fx.Node, name: str, writer: Writer) -> str:
         operand, axes, *params = node.args
         axes = tuple(axes)
         if self.mesh.axis_size(axes) == 1:
             return f"list({writer.names[operand]})"
-        groups = self.mesh.groups(axes)
-        jobs: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-        for position, rank in enumerate(self._ranks(node)):
-            members = next(members for members in groups if rank in members)
-            inputs = tuple(self.classes.index(member, self.axes[operand]) for member in members)
-            jobs.setdefault(inputs, []).append((members.index(rank), position))
-        perform = functools.partial(_perform, name, tuple(params), list(jobs.items()), len(self._ranks(node)))
+        jobs = self.classes.jobs(axes, self.axes[node], self.axes[operand])
+        perform = functools.partial(_perform, name, tuple(params), jobs, len(self._ranks(node)))
         return f"{writer.constant(perform)}({writer.names[operand]})"
 
 
-def _perform(
-    name: str, params: tuple[Any, ...], jobs: list[tuple[tuple[int, ...], list[tuple[int, int]]]], count: int, x: Handle
-) -> Handle:
+def _perform(name: str, params: tuple[Any, ...], jobs: Jobs, count: int, x: Handle) -> Handle:
     results: list[Any] = [None] * count
     for inputs, outputs in jobs:
         values = group.perform(name, [x[index] for index in inputs], *params)
