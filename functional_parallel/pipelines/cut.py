@@ -236,25 +236,37 @@ def _region(node: fx.Node) -> str | None:
 def _least(places: dict[int, int], sums: list[float], stages: int) -> list[int] | None:
     """Cuts of the least largest stage; among those about as good, the least that crosses."""
     ends = [0, *sorted(places), len(sums) - 1]
-    largest = _search(ends, sums, stages, lambda so_far, cost, _: max(so_far, cost), float("inf"), places)
+    largest = _search(ends, sums, stages, _larger, float("inf"), places)
     if largest is None:
         return None
     limit = max(sums[b] - sums[a] for a, b in zip([0, *largest], [*largest, len(sums) - 1], strict=True)) * _SLACK
-    return _search(ends, sums, stages, lambda so_far, _, crosses: so_far + crosses, limit, places)
+    return _search(ends, sums, stages, _crossing_then_even, limit, places)
+
+
+_Price = tuple[float, float]
+
+
+def _larger(so_far: _Price, cost: float, _: int) -> _Price:
+    return max(so_far[0], cost), 0.0
+
+
+def _crossing_then_even(so_far: _Price, cost: float, crosses: int) -> _Price:
+    """Where one stage is large whatever the cut, the others shall still be alike: their sum of squares is least."""
+    return so_far[0] + crosses, so_far[1] + cost**2
 
 
 def _search(
     ends: list[int],
     sums: list[float],
     stages: int,
-    join: Callable[[float, float, int], float],
+    join: Callable[[_Price, float, int], _Price],
     limit: float,
     places: dict[int, int],
 ) -> list[int] | None:
     """Over all ways to put the cuts, the one of least joined price, no stage above the limit."""
-    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    best: dict[int, tuple[_Price, tuple[int, ...]]] = {0: ((0.0, 0.0), ())}
     for stage in range(stages):
-        following: dict[int, tuple[float, tuple[int, ...]]] = {}
+        following: dict[int, tuple[_Price, tuple[int, ...]]] = {}
         for end in ends[-1:] if stage == stages - 1 else ends[stage + 1 : -1]:
             for start, (so_far, cuts) in best.items():
                 cost = sums[end] - sums[start]
