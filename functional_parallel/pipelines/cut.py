@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from math import inf
 
 import torch
@@ -274,25 +275,28 @@ def _least_largest(costs: list[float], stages: int) -> float:
 def _least_crossing(costs: list[float], crossing: list[int], stages: int, limit: float) -> list[int]:
     """Of all cuts into stages that cost something and at most the limit, that with the least sum of what crosses.
 
-    The places that a stage may start at are a window that moves on with its end; the deque holds those of them that no
-    later one beats, the best in front.
+    Of those the most even: where one stage is large whatever the cut, the others shall still be alike, so the sum of
+    squares of their costs is least. The places that a stage may start at are a window that moves on with its end; the
+    deque holds those of them that fewer cross than any later one, or as many, the best in front.
     """
-    best: list[float] = [0.0, *[inf] * (len(costs) - 1)]
+    best = [(0.0, 0.0), *[(inf, inf)] * (len(costs) - 1)]
     starts: list[list[int]] = []
     for _ in range(stages):
-        following, chosen = [inf] * len(costs), [0] * len(costs)
+        following, chosen = [(inf, inf)] * len(costs), [0] * len(costs)
         window: deque[int] = deque()
         entering = 0
         for end in range(1, len(costs)):
             while costs[entering] < costs[end]:
-                while window and best[window[-1]] > best[entering]:
+                while window and best[window[-1]][0] > best[entering][0]:
                     window.pop()
                 window.append(entering)
                 entering += 1
             while window and costs[end] - costs[window[0]] > limit:
                 window.popleft()
-            if window and best[window[0]] < inf:
-                following[end], chosen[end] = best[window[0]] + crossing[end], window[0]
+            if window and best[window[0]][0] < inf:
+                alike = takewhile(lambda start, least=best[window[0]][0]: best[start][0] == least, window)
+                squares, start = min((best[start][1] + (costs[end] - costs[start]) ** 2, start) for start in alike)
+                following[end], chosen[end] = (best[start][0] + crossing[end], squares), start
         best = following
         starts.append(chosen)
     cuts = [len(costs) - 1]

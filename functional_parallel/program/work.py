@@ -20,6 +20,12 @@ __all__ = ["flops", "nbytes_of", "work"]
 # counts is the order: elementwise ops are cheap beside products, and communication is dear.
 _PER_BYTE_MOVED = 8
 _PER_BYTE_SENT = 100
+_TAKE = {
+    torch.ops.aten.embedding.default,
+    torch.ops.aten.index.Tensor,
+    torch.ops.aten.index_select.default,
+    torch.ops.aten.gather.default,
+}
 
 
 def flops(node: fx.Node) -> int:
@@ -64,10 +70,16 @@ def work(node: fx.Node, mesh: Mesh) -> int:
     """
     if viewed(node) is not None:
         return 0
-    moved = sum(nbytes_of(value.meta["val"]) for value in (node, *operands_of(node)))
+    moved = sum(nbytes_of(value.meta["val"]) for value in (node, *_read(node)))
     collective = collective_of(node, mesh)
     sent = 0 if collective is None else collective.bytes
     return flops(node) + _PER_BYTE_MOVED * moved + _PER_BYTE_SENT * sent
+
+
+def _read(node: fx.Node) -> list[fx.Node]:
+    """What an op reads; of a table from which it takes rows, no more than it makes."""
+    operands = operands_of(node)
+    return [node if operand is node.args[0] else operand for operand in operands] if node.target in _TAKE else operands
 
 
 def _shape(value: Aval | tuple[Aval | None, ...]) -> object:

@@ -44,6 +44,28 @@ def test_the_automatic_cut_is_in_balance() -> None:
     assert len(layers_of_ranks(train, state)[largest[0]]) < 4
 
 
+def test_work_or_memory_in_balance_beside_a_large_table() -> None:
+    """Rows of a table are few to read and the table much to hold; the other stages are alike whatever it weighs."""
+
+    def loss(p: Any, tokens: Tensor) -> Tensor:
+        h = p["table"][tokens]
+        for weight in p["layers"]:
+            h = torch.tanh(h @ weight)
+        return (h**2).mean()
+
+    params = {"table": normal(4000, 8), "layers": [normal(8, 8) for _ in range(8)]}
+    beside: dict[str, list[int]] = {}
+    for balance in ("work", "memory"):
+        plan = fp.pipeline("pipe", microbatches=4, balance=balance)
+        train = fp.train_step(loss, fp.optim.sgd(0.1), Mesh(pipe=4), plan)
+        state, _ = train(train.init(params), torch.randint(0, 4000, (64,)))
+        held = layers_of_ranks(train, state)
+        assert "table" in held[0]
+        beside[balance] = [sum(path.startswith("layers") for path in each) for each in held]
+    assert beside["memory"][0] == 0 and min(beside["memory"][1:]) >= 2
+    assert min(beside["work"]) >= 1 and max(beside["work"]) <= 3
+
+
 def test_parameters_and_state_live_where_they_are_used() -> None:
     def loss(p: Any, tokens: Tensor) -> Tensor:
         h = p["table"][tokens]

@@ -1,0 +1,64 @@
+"""What a pipeline sends: messages between stages, a tied weight's gradient once a step, and no collective more."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import functional_parallel as fp
+from sharding_specs import Mesh, split
+
+from .networks import normal
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples"))
+import gpt
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_no_more_collectives_than_without(schedule: str, tied: bool) -> None:
+    """Per microbatch those of the function itself: none twice for the split backward, none whose result is not used."""
+    config = gpt.Config(2, 16, 2, 8, tied=tied)
+    params, specs = split(gpt.init(config, 0))
+    loss, tokens = partial(gpt.loss, config=config), torch.randint(0, 256, (8, 9))
+    tensor = fp.tensor_parallel("tensor", specs)
+    whole = fp.compile(fp.grad_and_value(tensor(loss)), Mesh(tensor=2)).lower(params, tokens[:2]).counts()
+    plan = fp.chain(tensor, fp.pipeline("pipe", schedule=schedule, microbatches=4))
+    found = fp.compile(fp.grad_and_value(plan(loss)), Mesh(pipe=2, tensor=2)).lower(params, tokens).counts()
+    assert {key: count for key, count in found.items() if key[0] != "send"} == {k: 4 * n for k, n in whole.items()}
+
+
+@pytest.mark.parametrize("microbatches", [2, 8])
+def test_a_tied_weight_is_never_sent_and_its_gradient_once(microbatches: int) -> None:
+    """The table lives on the first rank and the last; each sends the other its sum, whatever the microbatches."""
+
+    def loss(p: Any, tokens: Tensor) -> Tensor:
+        h = p["table"][tokens]
+        for weight in p["layers"]:
+            h = torch.tanh(h @ weight)
+        return (h @ p["table"].T).logsumexp(-1).mean()
+
+    params = {"table": normal(30, 4), "layers": [normal(4, 4) for _ in range(4)]}
+    plan = fp.pipeline("pipe", microbatches=microbatches)
+    train = fp.train_step(loss, fp.optim.adamw(0.1), Mesh(pipe=4), plan, clip=1.0)
+    train(train.init(params), torch.randint(0, 30, (16,)))
+    sent = Counter(tuple(one.operand.shape) for one in train.program.collectives())
+    assert sent[30, 4] == 2
+    assert sent[16 // microbatches, 4] == 2 * 3 * microbatches
+    assert all(len(shape) < 2 or shape[1] == 4 for shape in sent)
+    exchanged = [each for level in train.program.epilogue.exchanges for each in level if each.node.meta["val"].ndim]
+    assert {(each.source, each.target) for each in exchanged} == {(0, 3), (3, 0)}
+
+
+def test_the_global_batch_is_printed() -> None:
+    plan = fp.chain(fp.data_parallel("data"), fp.pipeline("pipe", microbatches=32))
+    step = fp.compile(fp.grad_and_value(plan(lambda w, x: (torch.tanh(x @ w) ** 2).mean())), Mesh(pipe=1, data=4))
+    text = str(step.explain(torch.empty(3, 3), torch.empty(1024, 3)))
+    assert "a batch of 1024 = 8 per microbatch · 32 microbatches · 4 data ranks" in text
