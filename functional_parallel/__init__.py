@@ -39,7 +39,7 @@ from .partition import PartitionError, PartitionWarning, partition
 from .partition.rules import register_rule
 from .precision import mixed_precision
 from .program import BudgetError, Program
-from .runtime import CollectiveError, OutOfStepError, is_main_rank
+from .runtime import BackendError, CollectiveError, OutOfStepError, is_main_rank
 from .sampler import Sampler
 from .train import Metrics, train_step
 from .train_state import DonatedStateError, TrainState
@@ -60,6 +60,7 @@ from .uneven import UnevenBatchError, even_batches, pad_batch
 from .varying import TypingError
 
 __all__ = [
+    "BackendError",
     "BudgetError",
     "CollectiveError",
     "CollectiveTypeError",

@@ -328,6 +328,19 @@ def test_a_gpt_trains_alike(name: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
 
 
+def gpt_on_processes(rank: int, names: list[str]) -> dict[str, list[torch.Tensor]]:
+    return {name: trained(name, "inductor", reduction="ordered")[0] for name in names}
+
+
+@pytest.mark.slow
+def test_a_gpt_has_the_same_bits_on_processes() -> None:
+    names = ["data parallel", "zero 3", "tensor"]
+    simulated = gpt_on_processes(0, names)
+    for found in run_on_processes(gpt_on_processes, 2, names, timeout=900):
+        for name in names:
+            assert all(map(torch.equal, found[name], simulated[name])), name
+
+
 # -----------------------------------------------------------------------------
 # Errors
 # -----------------------------------------------------------------------------
