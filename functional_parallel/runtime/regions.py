@@ -164,7 +164,15 @@ def _cut(stretch: list[fx.Node]) -> list[list[fx.Node]]:
         if end - first > _MOST_OPS:
             cuts.insert(index, min(range(first + _MOST_OPS // 2, first + _MOST_OPS), key=crossing.__getitem__))
         index += 1
+    cuts = sorted({_after_results(stretch, cut) for cut in cuts})
     return [stretch[a:b] for a, b in itertools.pairwise(cuts)]
+
+
+def _after_results(stretch: Sequence[fx.Node], cut: int) -> int:
+    """The position of a cut, moved so that the results of an op stay with it."""
+    while cut < len(stretch) and stretch[cut].target is operator.getitem:
+        cut += 1
+    return cut
 
 
 def _token(node: fx.Node) -> str:
@@ -182,9 +190,6 @@ def _crossing(stretch: Sequence[fx.Node]) -> list[int]:
         if later:
             change[index + 1] += 1
             change[max(later) + 1] -= 1
-        if node.target is operator.getitem or isinstance(node.meta["val"], tuple):
-            change[index] += len(stretch)  # the results of one op stay with it
-            change[index + 1] -= len(stretch)
     counts, total = [], 0
     for each in change[:-1]:
         total += each
