@@ -26,7 +26,7 @@ from ..program import Program
 from ..program.collectives import primitive_name
 from ..program.packing import UNPACK, unpacked
 from ..program.sharing import readers_before_writes, root_of, written_by
-from ..tracing import Aval, Traced
+from ..tracing import Traced
 from ..tracing.graph import operands_of, source_of, walk_args
 from .inductor import Region, region_of
 from .kernels import ONEDNN_MM, faster_kernel
@@ -308,9 +308,9 @@ def _with_views(ops: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _key(operands: Sequence[fx.Node], ops: Sequence[fx.Node], results: Sequence[fx.Node]) -> str:
-    """The structure: equal for regions that do the same to operands of the same shapes and dtypes."""
+    """The structure: equal for regions that do the same to operands of the same shapes, dtypes and devices."""
     number = {node: index for index, node in enumerate([*operands, *ops])}
-    lines = [f"{_aval(node)}" for node in operands]
+    lines = [repr(node.meta["val"]) for node in operands]
     for node in ops:
         args = walk_args((node.args, node.kwargs), lambda a: _Number(number[a]) if isinstance(a, fx.Node) else a)
         lines.append(f"{node.target} {args}")
@@ -320,11 +320,6 @@ def _key(operands: Sequence[fx.Node], ops: Sequence[fx.Node], results: Sequence[
 class _Number(int):
     def __repr__(self) -> str:
         return f"%{int(self)}"
-
-
-def _aval(node: fx.Node) -> Aval | tuple[Aval, ...]:
-    value: Aval | tuple[Aval, ...] = node.meta["val"]
-    return value
 
 
 def _region(operands: Sequence[fx.Node], ops: Sequence[fx.Node], results: Sequence[fx.Node]) -> Region:

@@ -172,6 +172,19 @@ def test_a_region_is_compiled_once_for_all_layers(as_is: mock.Mock) -> None:
     assert as_is.call_count == sum(len(region.compiled) for region in set(calls))
 
 
+def test_regions_of_one_structure_are_one_object() -> None:
+    """Across programs too; but not on another device, of another dtype or with another number in an op."""
+
+    def region(x: torch.Tensor, number: float = 1.0) -> Region:
+        step = fp.compile(lambda x: (x.sin() * number + x.cos()).exp(), Mesh(), in_specs=P(), out_specs=P())
+        (found,) = regions.with_regions(step.lower(x)).calls
+        return found
+
+    x = torch.ones(3)
+    same, others = region(x), [region(x.double()), region(x.to("meta")), region(x, 2.0), region(x[:2])]
+    assert region(torch.zeros(3)) is same and len({same, *others}) == 5
+
+
 @pytest.mark.parametrize("name", ["data parallel", "zero 3", "tensor"])
 def test_collectives_start_after_the_same_work(name: str) -> None:
     """So that just as much is computed while they are under way."""
