@@ -39,7 +39,7 @@ from .partition import PartitionError, PartitionWarning, partition
 from .partition.rules import register_rule
 from .precision import mixed_precision
 from .program import BudgetError, Hardware, Line, Price, Program
-from .runtime import CollectiveError, OutOfStepError, is_main_rank
+from .runtime import BackendError, CollectiveError, OutOfStepError, is_main_rank
 from .sampler import Sampler
 from .search import PipelineChoice, layer_costs, search_pipeline
 from .train import Metrics, train_step
@@ -61,6 +61,7 @@ from .uneven import UnevenBatchError, even_batches, pad_batch
 from .varying import TypingError
 
 __all__ = [
+    "BackendError",
     "BudgetError",
     "CollectiveError",
     "CollectiveTypeError",

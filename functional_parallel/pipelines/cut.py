@@ -7,9 +7,8 @@ place belongs to stage k or a later one.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from math import inf
 
 import torch
@@ -294,12 +293,22 @@ def _least_crossing(costs: list[float], crossing: list[int], stages: int, limit:
             while window and costs[end] - costs[window[0]] > limit:
                 window.popleft()
             if window and best[window[0]][0] < inf:
-                alike = takewhile(lambda start, least=best[window[0]][0]: best[start][0] == least, window)
-                squares, start = min((best[start][1] + (costs[end] - costs[start]) ** 2, start) for start in alike)
-                following[end], chosen[end] = (best[start][0] + crossing[end], squares), start
+                least = best[window[0]][0]
+                squares, chosen[end] = min(_squares(best, costs, least, window, end))
+                following[end] = least + crossing[end], squares
         best = following
         starts.append(chosen)
     cuts = [len(costs) - 1]
     for chosen in reversed(starts):
         cuts.append(chosen[cuts[-1]])
     return cuts[-2:0:-1]
+
+
+def _squares(
+    best: list[tuple[float, float]], costs: list[float], least: float, starts: Iterable[int], end: int
+) -> Iterator[tuple[float, int]]:
+    """With a stage from each of the first starts, as long as as few cross there: the sum of squares, and the start."""
+    for start in starts:
+        if best[start][0] > least:
+            return
+        yield best[start][1] + (costs[end] - costs[start]) ** 2, start

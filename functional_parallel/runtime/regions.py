@@ -27,7 +27,7 @@ from ..program.collectives import primitive_name
 from ..program.overlap import STARTED, overlapped
 from ..program.packing import UNPACK, unpacked
 from ..program.sharing import readers_before_writes, root_of, written_by
-from ..tracing import Aval, Traced
+from ..tracing import Traced
 from ..tracing.graph import operands_of, source_of, walk_args
 from .inductor import Region, region_of
 from .kernels import ONEDNN_MM, faster_kernel
@@ -164,7 +164,15 @@ def _cut(stretch: list[fx.Node]) -> list[list[fx.Node]]:
         if end - first > _MOST_OPS:
             cuts.insert(index, min(range(first + _MOST_OPS // 2, first + _MOST_OPS), key=crossing.__getitem__))
         index += 1
+    cuts = sorted({_after_results(stretch, cut) for cut in cuts})
     return [stretch[a:b] for a, b in itertools.pairwise(cuts)]
+
+
+def _after_results(stretch: Sequence[fx.Node], cut: int) -> int:
+    """The position of a cut, moved so that the results of an op stay with it."""
+    while cut < len(stretch) and stretch[cut].target is operator.getitem:
+        cut += 1
+    return cut
 
 
 def _token(node: fx.Node) -> str:
@@ -182,9 +190,6 @@ def _crossing(stretch: Sequence[fx.Node]) -> list[int]:
         if later:
             change[index + 1] += 1
             change[max(later) + 1] -= 1
-        if node.target is operator.getitem or isinstance(node.meta["val"], tuple):
-            change[index] += len(stretch)  # the results of one op stay with it
-            change[index + 1] -= len(stretch)
     counts, total = [], 0
     for each in change[:-1]:
         total += each
@@ -303,9 +308,9 @@ def _with_views(ops: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _key(operands: Sequence[fx.Node], ops: Sequence[fx.Node], results: Sequence[fx.Node]) -> str:
-    """The structure: equal for regions that do the same to operands of the same shapes and dtypes."""
+    """The structure: equal for regions that do the same to operands of the same shapes, dtypes and devices."""
     number = {node: index for index, node in enumerate([*operands, *ops])}
-    lines = [f"{_aval(node)}" for node in operands]
+    lines = [repr(node.meta["val"]) for node in operands]
     for node in ops:
         args = walk_args((node.args, node.kwargs), lambda a: _Number(number[a]) if isinstance(a, fx.Node) else a)
         lines.append(f"{node.target} {args}")
@@ -315,11 +320,6 @@ def _key(operands: Sequence[fx.Node], ops: Sequence[fx.Node], results: Sequence[
 class _Number(int):
     def __repr__(self) -> str:
         return f"%{int(self)}"
-
-
-def _aval(node: fx.Node) -> Aval | tuple[Aval, ...]:
-    value: Aval | tuple[Aval, ...] = node.meta["val"]
-    return value
 
 
 def _region(operands: Sequence[fx.Node], ops: Sequence[fx.Node], results: Sequence[fx.Node]) -> Region:

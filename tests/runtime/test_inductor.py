@@ -172,6 +172,19 @@ def test_a_region_is_compiled_once_for_all_layers(as_is: mock.Mock) -> None:
     assert as_is.call_count == sum(len(region.compiled) for region in set(calls))
 
 
+def test_regions_of_one_structure_are_one_object() -> None:
+    """Across programs too; but not on another device, of another dtype or with another number in an op."""
+
+    def region(x: torch.Tensor, number: float = 1.0) -> Region:
+        step = fp.compile(lambda x: (x.sin() * number + x.cos()).exp(), Mesh(), in_specs=P(), out_specs=P())
+        (found,) = regions.with_regions(step.lower(x)).calls
+        return found
+
+    x = torch.ones(3)
+    same, others = region(x), [region(x.double()), region(x.to("meta")), region(x, 2.0), region(x[:2])]
+    assert region(torch.zeros(3)) is same and len({same, *others}) == 5
+
+
 @pytest.mark.parametrize("name", ["data parallel", "zero 3", "tensor"])
 def test_collectives_start_after_the_same_work(name: str) -> None:
     """So that just as much is computed while they are under way."""
@@ -326,6 +339,19 @@ def test_a_gpt_trains_alike(name: str) -> None:
     plain, _ = trained(name, "eager")
     for a, b in zip(found, plain, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
+
+
+def gpt_on_processes(rank: int, names: list[str]) -> dict[str, list[torch.Tensor]]:
+    return {name: trained(name, "inductor", reduction="ordered")[0] for name in names}
+
+
+@pytest.mark.slow
+def test_a_gpt_has_the_same_bits_on_processes() -> None:
+    names = ["data parallel", "zero 3", "tensor"]
+    simulated = gpt_on_processes(0, names)
+    for found in run_on_processes(gpt_on_processes, 2, names, timeout=900):
+        for name in names:
+            assert all(map(torch.equal, found[name], simulated[name])), name
 
 
 # -----------------------------------------------------------------------------
