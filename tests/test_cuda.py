@@ -44,6 +44,7 @@ PLANS = {
     "data parallel": (fp.data_parallel("data"), Mesh(data=2)),
     "zero 3": (fp.zero(3, "data"), Mesh(data=2)),
     "tensor": (fp.tensor_parallel("tensor", SPECS), Mesh(tensor=2)),
+    "unequal microbatches": (fp.pipeline("pipe", microbatches=3), Mesh(pipe=2)),
     "all": (
         fp.chain(
             fp.remat(), fp.tensor_parallel("tensor", SPECS), fp.zero(1, "data"), fp.pipeline("pipe", microbatches=2)

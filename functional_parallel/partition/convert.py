@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ..collectives import axis_index, emit
+from ..collectives.axes import MICROBATCH
 from ..collectives.parts import Parts
 from .duplicates import joined, spread
 from .placement import REDUCED, WHOLE, Partial, Place, Reduced, Shard, Whole
@@ -77,8 +78,8 @@ def _own_part(x: torch.Tensor, form: Shard, axis: str, parts: Parts) -> torch.Te
 
 
 def _reshard(x: torch.Tensor, held: Shard, form: Shard, axis: str, parts: Parts) -> torch.Tensor:
-    moves = parts.is_even and held.outer == form.outer == 1 and held.dim != form.dim
-    if moves and parts.divide(x.shape[form.dim]):
+    side_by_side = axis != MICROBATCH  # what runs one after another cannot exchange
+    if side_by_side and held.outer == form.outer == 1 and held.dim != form.dim and parts.divide(x.shape[form.dim]):
         return emit("all_to_all", x, (axis,), form.dim, held.dim)
     return _scatter("pscatter", spread(_gather(x, held, axis, parts, "invariant"), form, parts), form, axis)
 
