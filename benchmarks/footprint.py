@@ -48,14 +48,15 @@ def measured(settings: dict[str, Any]) -> dict[str, float]:
     del module
     contestant.step(batch(config, 0))
     seconds = time.perf_counter() - began
-    found = {"start_s": seconds, "start_bytes": peak() - before}
+    found = {"start_s": seconds, "start_peak_bytes": peak() - before}
     contestant.step(batch(config, 1))
     reset_peak()
     for index in range(STEPS):
         contestant.step(batch(config, 2 + index))
-    found["step_bytes"] = peak() - before
+    found["peak_bytes"] = peak() - before
     if settings["side"] == "ours":
         contestant.leave_to_backend()
+        contestant.step(batch(config, 0))  # ranks compare their programs again
     with Traffic() as traffic:
         contestant.step(batch(config, 2 + STEPS))
     return {**found, "sent_bytes": sum(traffic.bytes.values())}

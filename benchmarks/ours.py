@@ -12,7 +12,7 @@ from model import ADAMW, GPT, cross_entropy
 from peers.pipeline import microbatches
 
 import functional_parallel as fp
-from functional_parallel.runtime import ProcessRuntime, use_runtime
+from functional_parallel.runtime import ProcessRuntime, SimulatedRuntime, use_runtime
 from sharding_specs import Mesh, P
 
 MEGATRON = {
@@ -28,10 +28,12 @@ MEGATRON = {
 class Ours:
     """A training step under a plan; the same face as a peer."""
 
-    def __init__(self, module: GPT, axis: str, plan: Any, schedule: str | None = None) -> None:
+    def __init__(
+        self, module: GPT, axis: str, plan: Any, schedule: str | None = None, ranks: int | None = None
+    ) -> None:
         self.module = module
         model, self.params = fp.functional(module)
-        self.loss, self.mesh = partial(_loss, model), Mesh(**{axis: dist.get_world_size()})
+        self.loss, self.mesh = partial(_loss, model), Mesh(**{axis: ranks or dist.get_world_size()})
         self.plan, self.schedule = plan, schedule
         self.train: Any = None
 
@@ -93,6 +95,12 @@ def sequence_parallel(module: GPT) -> Ours:
 def pipeline(module: GPT, schedule: str) -> Ours:
     """The model is cut by itself, in as many stages as the schedule has."""
     return Ours(module, "pipe", None, schedule)
+
+
+def staged(module: GPT) -> Ours:
+    """On one rank alone, whatever else runs."""
+    use_runtime(SimulatedRuntime(Mesh(alone=1)))
+    return Ours(module, "alone", None, ranks=1)
 
 
 OURS: dict[str, Callable[[GPT], Ours]] = {  # by the peer that it runs against

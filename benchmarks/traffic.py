@@ -1,8 +1,8 @@
 """Bytes that a rank sends, counted from the calls that reach torch.distributed, whoever makes them.
 
 Every collective counts as one around a ring does, so that what is compared is what a library asks for, not how gloo
-carries it: from S, the bytes of the whole value over n ranks, (n−1)/n · S for a gather, a reduce-scatter or an exchange,
-twice that for an all-reduce, S along a chain for a broadcast, and S for a send.
+carries it: from S, the bytes of the whole value over n ranks, (n−1)/n · S for a gather, a reduce-scatter or an
+exchange, twice that for an all-reduce, S along a chain for a broadcast, and S for a send.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def _nbytes(tree: Any) -> int:
 
 def _share(group: Any, times: int = 1) -> Callable[[int], int]:
     """What one of n ranks sends of S bytes around a ring."""
-    size = dist.distributed_c10d._resolve_process_group(group).size() if isinstance(group, str) else _group(group).size()
+    size = (
+        dist.distributed_c10d._resolve_process_group(group).size() if isinstance(group, str) else _group(group).size()
+    )
     return lambda whole: times * whole * (size - 1) // size
 
 

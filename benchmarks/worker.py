@@ -16,7 +16,7 @@ import report
 import torch
 import torch.distributed as dist
 from model import ADAMW, SIZES, Config, batch, cross_entropy, make
-from ours import OURS
+from ours import OURS, staged
 from peers import PEERS
 
 CHECKED_STEPS = 5
@@ -31,7 +31,8 @@ def main() -> None:
     ours, peer = OURS[settings["name"]](make(config)), PEERS[settings["name"]](make(config))
     worst = difference(ours.gradients(batch(config, 0)), peer.gradients(batch(config, 0)))
     losses = [(ours.whole(ours.step(tokens)), peer.whole(peer.step(tokens))) for tokens in data(config)]
-    times, work = interleaved([ours.step, peer.step, alone(config)], config, settings["rounds"])
+    steps = [ours.step, peer.step, on_rank_0(plain(config)), on_rank_0(staged(make(config)).step)]
+    times, work = interleaved(steps, config, settings["rounds"])
     if settings["profile"]:
         profile(ours.step, config, settings["profile"])
     if dist.get_rank() == 0:
@@ -50,18 +51,22 @@ def difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -
     return max(float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max()) for name in ours)
 
 
-def alone(config: Config) -> Callable[[torch.Tensor], object]:
-    """A plain step on the whole batch, on rank 0 while the others wait."""
+def plain(config: Config) -> Callable[[torch.Tensor], object]:
+    """A step of eager torch on the whole batch."""
     module = make(config)
     optimizer = torch.optim.AdamW(module.parameters(), fused=True, **ADAMW)
 
     def step(tokens: torch.Tensor) -> None:
-        if dist.get_rank() == 0:
-            cross_entropy(module(tokens[:, :-1]), tokens).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        cross_entropy(module(tokens[:, :-1]), tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
     return step
+
+
+def on_rank_0(step: Callable[[torch.Tensor], object]) -> Callable[[torch.Tensor], object]:
+    """While the others wait."""
+    return step if dist.get_rank() == 0 else lambda tokens: None
 
 
 def interleaved(
@@ -90,8 +95,8 @@ def row(
     losses: list[tuple[float, float]],
     worst: float,
 ) -> dict[str, Any]:
-    ours, peer, single = (statistics.median(series) for series in times)
-    our_work, peer_work, _ = (statistics.median(series) for series in work)
+    ours, peer, single, staged_single = (statistics.median(series) for series in times)
+    our_work, peer_work, *_ = (statistics.median(series) for series in work)
     ranks = dist.get_world_size()
     return {
         "name": settings["name"],
@@ -103,6 +108,7 @@ def row(
         "quartiles": report.spread([a / b for a, b in zip(times[0], times[1], strict=True)]),
         "work_ratio": our_work / peer_work,
         "single_s": single,
+        "staged_single_s": staged_single,
         "ideal_ratio": ours * ranks / single,
         "peer_ideal_ratio": peer * ranks / single,
         "gradients_differ_by": worst,
