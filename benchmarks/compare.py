@@ -23,6 +23,7 @@ from typing import Any
 import machine
 import optional
 import report
+from by_turns import alone_by_turns, by_turns
 from launch import launched
 from model import SIZES, Config
 from resident import THRESHOLD
@@ -38,6 +39,9 @@ NAMES = (
     "1F1B",
     "interleaved 1F1B",
     "ZBV",
+    "DeepSpeed ZeRO-1",
+    "JAX DP",
+    "JAX TP",
 )
 HEAD = (
     "peer",
@@ -125,7 +129,8 @@ def compared(
         print(f"{name} on {size} with {ranks} ranks is left out: {reason}", file=sys.stderr)
         return []
     settings = {"name": name, "size": size, "rounds": args.rounds, "profile": args.profile}
-    row = launched("worker.py", {**settings, "same_kernels": args.same_kernels}, ranks)
+    settings["same_kernels"] = args.same_kernels
+    row = by_turns(settings, ranks) if name.startswith("JAX") else launched("worker.py", settings, ranks)
     if row is None:
         print(f"{name} on {size} with {ranks} ranks failed", file=sys.stderr)
         return []
@@ -153,7 +158,10 @@ def alone(name: str, size: str, ranks: int, args: argparse.Namespace) -> dict[st
     row: dict[str, Any] = {}
     for side in ("ours", "peer"):
         settings = {"name": name, "size": size, "side": side, "same_kernels": args.same_kernels}
-        found = launched("footprint.py", settings, ranks, THRESHOLD)
+        in_one_process = side == "peer" and name.startswith("JAX")
+        found = (
+            alone_by_turns(settings, ranks) if in_one_process else launched("footprint.py", settings, ranks, THRESHOLD)
+        )
         if found is None:
             print(f"{name} on {size} with {ranks} ranks: {side} alone failed", file=sys.stderr)
             return {}

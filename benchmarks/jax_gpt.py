@@ -5,6 +5,7 @@ Parallel as JAX's own documentation has it: arrays are put on a mesh with shardi
 
 from __future__ import annotations
 
+import math
 import re
 from functools import partial
 from typing import Any
@@ -132,7 +133,9 @@ def bytes_sent(text: str, ranks: int) -> int:
     """What one device sends around rings for the collectives of a compiled program."""
     total = 0
     for results, kind in _COLLECTIVE.findall(text):
-        sizes = [int(np.prod([int(n) for n in dims.split(",") if n])) * _WIDTHS[t] for t, dims in _SHAPE.findall(results)]
+        sizes = [
+            int(np.prod([int(n) for n in dims.split(",") if n])) * _WIDTHS[t] for t, dims in _SHAPE.findall(results)
+        ]
         share = {"all-reduce": 2 * (ranks - 1) / ranks, "reduce-scatter": ranks - 1, "collective-permute": 1}
         total += round(sum(sizes) * share.get(kind, (ranks - 1) / ranks))
     return total

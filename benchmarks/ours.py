@@ -114,4 +114,7 @@ OURS: dict[str, Callable[[GPT], Ours]] = {  # by the peer that it runs against
     "1F1B": partial(pipeline, schedule="1f1b"),
     "interleaved 1F1B": partial(pipeline, schedule="interleaved"),
     "ZBV": partial(pipeline, schedule="zb-v"),
+    "DeepSpeed ZeRO-1": partial(zero, stage=1),
+    "JAX DP": data_parallel,
+    "JAX TP": tensor_parallel,
 }

@@ -5,21 +5,17 @@ from __future__ import annotations
 import cProfile
 import json
 import pstats
-import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import report
 import torch
 import torch.distributed as dist
 from model import ADAMW, SIZES, Config, batch, cross_entropy, make
 from ours import OURS, staged
 from peers import PEERS
-
-CHECKED_STEPS = 5
+from row import CHECKED_STEPS, row_of
 
 
 def main() -> None:
@@ -36,7 +32,9 @@ def main() -> None:
     if settings["profile"]:
         profile(ours.step, config, settings["profile"])
     if dist.get_rank() == 0:
-        Path(settings["out"]).write_text(json.dumps(row(settings, times, work, losses, worst)))
+        Path(settings["out"]).write_text(
+            json.dumps(row_of(settings, dist.get_world_size(), times, work, losses, worst))
+        )
     dist.barrier()
     dist.destroy_process_group()
 
@@ -86,34 +84,6 @@ def interleaved(
     dist.all_reduce(times, dist.ReduceOp.MAX)
     dist.all_reduce(work)
     return times.tolist(), work.tolist()
-
-
-def row(
-    settings: dict[str, Any],
-    times: list[list[float]],
-    work: list[list[float]],
-    losses: list[tuple[float, float]],
-    worst: float,
-) -> dict[str, Any]:
-    ours, peer, single, staged_single = (statistics.median(series) for series in times)
-    our_work, peer_work, *_ = (statistics.median(series) for series in work)
-    ranks = dist.get_world_size()
-    return {
-        "name": settings["name"],
-        "config": settings["size"],
-        "ranks": ranks,
-        "ours_s": ours,
-        "peer_s": peer,
-        "ratio": ours / peer,
-        "quartiles": report.spread([a / b for a, b in zip(times[0], times[1], strict=True)]),
-        "work_ratio": our_work / peer_work,
-        "single_s": single,
-        "staged_single_s": staged_single,
-        "ideal_ratio": ours * ranks / single,
-        "peer_ideal_ratio": peer * ranks / single,
-        "gradients_differ_by": worst,
-        "losses_equal": worst <= 1e-4 and all(abs(a - b) <= 1e-5 * abs(b) for a, b in losses),
-    }
 
 
 def profile(step: Callable[[torch.Tensor], object], config: Config, lines: int) -> None:
