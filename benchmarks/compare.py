@@ -177,6 +177,8 @@ def distances(row: dict[str, Any], limits: dict[str, Any]) -> dict[str, float]:
     ours = machine.bound(limits, row["staged_single_s"], row["ours_sent_bytes"])
     peer = machine.bound(limits, row["single_s"], row["peer_sent_bytes"])
     return {
+        "core_flops": max(limits["flops"][row["config"]].values()),
+        "bandwidth": machine.bandwidth(limits),
         "bound_s": ours,
         "peer_bound_s": peer,
         "bound_ratio": row["ours_s"] / ours,

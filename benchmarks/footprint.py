@@ -55,6 +55,7 @@ def measured(settings: dict[str, Any]) -> dict[str, float]:
         contestant.step(batch(config, 2 + index))
     found["peak_bytes"] = peak() - before
     if settings["side"] == "ours":
+        found["program_bytes"] = sum(contestant.train.program.bytes_sent().values())
         contestant.leave_to_backend()
         contestant.step(batch(config, 0))  # ranks compare their programs again
     with Traffic() as traffic:

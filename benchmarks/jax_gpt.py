@@ -5,7 +5,6 @@ Parallel as JAX's own documentation has it: arrays are put on a mesh with shardi
 
 from __future__ import annotations
 
-import math
 import re
 from functools import partial
 from typing import Any

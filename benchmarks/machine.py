@@ -22,7 +22,7 @@ from functional_parallel.runtime.algorithms.model import Machine, measured
 from functional_parallel.runtime.groups import Groups
 from sharding_specs import Mesh
 
-__all__ = ["HEAD", "bound", "cells"]
+__all__ = ["HEAD", "bandwidth", "bound", "cells"]
 
 HEAD = ("what", "ranks", "measured")
 _COPIED = 64 << 20
@@ -82,7 +82,12 @@ def lines(machine: Machine, ranks: int) -> dict[str, Any]:
 
 def bound(limits: dict[str, Any], single: float, sent: float) -> float:
     """Seconds that a step takes at best: its share of the computing, and its bytes by the fastest way there is."""
-    return single / limits["ranks"] + sent / max(rate for _, rate in limits["lines"].values())
+    return single / limits["ranks"] + sent / bandwidth(limits)
+
+
+def bandwidth(limits: dict[str, Any]) -> float:
+    """Bytes a second that a rank sends, by the fastest way that was measured."""
+    return float(max(rate for _, rate in limits["lines"].values()))
 
 
 def cells(limits: dict[str, Any]) -> list[tuple[object, ...]]:

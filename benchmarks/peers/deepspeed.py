@@ -26,9 +26,7 @@ class Engine(Peer):
             "gradient_clipping": 0.0,
             "steps_per_print": 1 << 30,
         }
-        engine, *_ = deepspeed.initialize(
-            model=module, optimizer=optimizer, config=settings, dist_init_required=False
-        )
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings, dist_init_required=False)
         super().__init__(engine, engine.optimizer, part_of_batch, lambda parameter: parameter, splits_batch=True)
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
