@@ -37,9 +37,12 @@ class Ranks:
             str(Path(__file__).with_name(script)),
             json.dumps({**settings, "out": str(self.out)}),
         ]
-        ends: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True} if pipes else {}
+        ends: dict[str, Any] = {"stdout": sys.stderr}  # stdout is for the rows
+        if pipes:
+            ends = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.processes = [
-            subprocess.Popen(command, env={**everywhere, "RANK": str(rank)}, **ends) for rank in range(ranks)
+            subprocess.Popen(command, env={**everywhere, "RANK": str(rank), "LOCAL_RANK": str(rank)}, **ends)
+            for rank in range(ranks)
         ]
 
     def found(self) -> dict[str, Any] | None:

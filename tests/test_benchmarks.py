@@ -59,8 +59,8 @@ def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
     import optional
 
     monkeypatch.setattr(optional, "find_spec", lambda name: None)
-    assert optional.missing("JAX TP") == "pip install jax to compare with it"
-    assert optional.missing("DeepSpeed ZeRO-1") == "pip install deepspeed to compare with it"
+    assert optional.missing("JAX TP") == "jax is not installed: pip install jax"
+    assert str(optional.missing("DeepSpeed ZeRO-1")).endswith("pip install --no-build-isolation deepspeed")
     assert optional.missing("DDP") is None
 
 

@@ -1,4 +1,8 @@
-"""DeepSpeed's ZeRO-1, with torch's AdamW and without the clipping that it does unless told not to."""
+"""DeepSpeed's ZeRO-1, with torch's AdamW and without the clipping that it does unless told not to.
+
+Its first use compiles a part of it, which takes minutes and needs `ninja` on the path. A run that is killed meanwhile
+leaves a lock, for which all later ones wait: `rm -r ~/.cache/torch_extensions` then.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import torch
 from model import ADAMW, cross_entropy
 from torch import nn
 
-from .base import Peer, part_of_batch
+from .base import Peer, part_of_batch, plain_gradient
 
 
 class Engine(Peer):
@@ -27,7 +31,7 @@ class Engine(Peer):
             "steps_per_print": 1 << 30,
         }
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings, dist_init_required=False)
-        super().__init__(engine, engine.optimizer, part_of_batch, lambda parameter: parameter, splits_batch=True)
+        super().__init__(engine, engine.optimizer, part_of_batch, plain_gradient, splits_batch=True)
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         loss = self.backward(tokens)
@@ -41,6 +45,7 @@ class Engine(Peer):
         return loss.detach()
 
     def gradients(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Whole gradients on this batch; nothing is updated."""
         from deepspeed.utils import safe_get_full_grad
 
         self.backward(tokens)
