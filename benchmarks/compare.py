@@ -1,12 +1,13 @@
 """Training steps against the peers': the same model, data, seed and optimizer, in turn in the same processes.
 
     python benchmarks/compare.py --quick                       # tiny and small, 2 ranks
-    python benchmarks/compare.py --sizes wide --peers DDP "DTensor TP" --json
+    python benchmarks/compare.py --sizes wide --ranks 4 --peers DDP "DTensor TP" --json
 
-Ranks are gloo processes with one thread each, started here. Of every pair, first all gradients of the first step are
-compared, then the losses of a few steps, then steps are timed: ours, the peer's and one plain step on a single rank in
-turn, each between barriers, the slowest rank counting. `ideal` is that single step over the number of ranks. `work` is
-the processor time of all ranks together: without the waiting, and the same on a busy machine.
+Ranks are gloo processes with one thread each, started here. First the machine is measured. Then, of every pair, all
+gradients of the first step are compared, then the losses of a few steps, then steps are timed: ours, the peer's, one
+plain step on a single rank and our staged one there, in turn, each between barriers, the slowest rank counting. `ideal`
+is the plain single step over the number of ranks; `work` is the processor time of all ranks together: without the
+waiting, and the same on a busy machine. Last, each of the two runs alone, for bytes, memory and start-up.
 
 Ours multiplies large float32 matrices with oneDNN, as `torch.compile` does, where eager torch calls MKL: on an AMD
 EPYC that alone makes a step a third shorter. `--same-kernels` leaves all to MKL.
@@ -16,16 +17,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import socket
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
+import machine
+import optional
 import report
-from model import SIZES
+from by_turns import alone_by_turns, by_turns
+from launch import launched
+from model import SIZES, Config
+from resident import THRESHOLD
 
 NAMES = (
     "DDP",
@@ -38,6 +39,9 @@ NAMES = (
     "1F1B",
     "interleaved 1F1B",
     "ZBV",
+    "DeepSpeed ZeRO-1",
+    "JAX DP",
+    "JAX TP",
 )
 HEAD = (
     "peer",
@@ -52,51 +56,134 @@ HEAD = (
     "peer ÷ ideal",
     "equal",
 )
+ALONE_HEAD = (
+    "peer",
+    "size",
+    "ranks",
+    "ours sends, MB",
+    "peer sends, MB",
+    "ours ÷ peer",
+    "ours holds, MiB",
+    "peer holds, MiB",
+    "ours ÷ peer",
+    "ours starts, s",
+    "peer starts, s",
+    "ours ÷ bound",
+    "peer ÷ bound",
+)
 
 
 def main() -> None:
+    args = arguments()
+    limits = {ranks: measured_machine(ranks, args) for ranks in args.ranks}
+    rows = [
+        row
+        for ranks in args.ranks
+        for size in args.sizes
+        for name in args.peers
+        for row in compared(name, size, ranks, limits[ranks], args)
+    ]
+    tables = {
+        "peers": report.table(HEAD, [cells(row) for row in rows]),
+        "peers alone": report.table(ALONE_HEAD, [alone_cells(row) for row in rows if "ours_start_s" in row]),
+        "machine": report.table(machine.HEAD, [line for ranks in args.ranks for line in machine.cells(limits[ranks])]),
+    }
+    print(json.dumps(rows, indent=1) if args.json else "\n\n".join(tables.values()))
+    if args.write:
+        for section, table in tables.items():
+            report.write(section, table)
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="tiny and small, 2 ranks, fewer steps")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["tiny", "small"])
     parser.add_argument("--peers", nargs="+", choices=NAMES, default=NAMES)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=None, help="timed steps of each (default 40, quick 15)")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2])
+    parser.add_argument("--rounds", type=int, default=None, help="timed steps of each (default 40, quick 12)")
+    parser.add_argument("--no-footprint", action="store_true", help="times only: no bytes, memory, start-up")
     parser.add_argument("--same-kernels", action="store_true", help="matrix products by eager torch's kernel for all")
     parser.add_argument("--profile", type=int, metavar="LINES", help="print what takes our step's time on rank 0")
     parser.add_argument("--json", action="store_true", help="rows as JSON")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/benchmarks.md")
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/benchmarks.md")
     args = parser.parse_args()
-    if args.write and args.same_kernels:
-        parser.error("--write is for the kernels that users get: leave --same-kernels out")
-    args.rounds = args.rounds or (15 if args.quick else 40)
-    rows = [row for size in args.sizes for name in args.peers for row in launched(name, size, args)]
-    table = report.table(HEAD, [cells(row) for row in rows])
-    print(json.dumps(rows, indent=1) if args.json else table)
-    if args.write:
-        report.write("peers", table)
+    if args.write and (args.same_kernels or args.no_footprint):
+        parser.error("--write is for all columns, and the kernels that users get: no --same-kernels, no --no-footprint")
+    args.rounds = args.rounds or (12 if args.quick else 40)
+    return args
 
 
-def launched(name: str, size: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One pair in processes of its own, so that what one leaves behind does not slow the next."""
-    with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
-        out = Path(folder) / "row.json"
-        chosen = {"rounds": args.rounds, "profile": args.profile, "same_kernels": args.same_kernels}
-        settings = {"name": name, "size": size, **chosen, "out": str(out)}
-        command = [sys.executable, str(Path(__file__).with_name("worker.py")), json.dumps(settings)]
-        shared = {"WORLD_SIZE": str(args.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        environments = [
-            {**os.environ, **shared, "RANK": str(rank), "OMP_NUM_THREADS": "1"} for rank in range(args.ranks)
-        ]
-        ranks = [subprocess.Popen(command, env=environment) for environment in environments]
-        if any([rank.wait() for rank in ranks]):
-            print(f"{name} on {size} failed", file=sys.stderr)
-            return []
-        row = json.loads(out.read_text())
-        print(*cells(row), sep=" | ", file=sys.stderr, flush=True)
-        return [row]
+def measured_machine(ranks: int, args: argparse.Namespace) -> dict[str, Any]:
+    limits = launched("machine.py", {"sizes": args.sizes, "same_kernels": args.same_kernels}, ranks)
+    if limits is None:
+        raise SystemExit(f"measuring the machine with {ranks} ranks failed: see above")
+    return limits
+
+
+def compared(
+    name: str, size: str, ranks: int, limits: dict[str, Any], args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """One pair in processes of its own, so that what one leaves behind does not slow the next; then each alone."""
+    reason = optional.missing(name) or unfit(name, SIZES[size], ranks)
+    if reason:
+        print(f"{name} on {size} with {ranks} ranks is left out: {reason}", file=sys.stderr)
+        return []
+    settings = {"name": name, "size": size, "rounds": args.rounds, "profile": args.profile}
+    settings["same_kernels"] = args.same_kernels
+    row = by_turns(settings, ranks) if name.startswith("JAX") else launched("worker.py", settings, ranks)
+    if row is None:
+        print(f"{name} on {size} with {ranks} ranks failed", file=sys.stderr)
+        return []
+    if not args.no_footprint:
+        row |= alone(name, size, ranks, args)
+        row |= distances(row, limits)
+    print(*cells(row), sep=" | ", file=sys.stderr, flush=True)
+    return [row]
+
+
+def unfit(name: str, config: Config, ranks: int) -> str | None:
+    """Why a peer cannot train a model of this shape on so many ranks."""
+    chunks = {"GPipe": 1, "1F1B": 1, "interleaved 1F1B": 2, "ZBV": 2}.get(name, 0)
+    if chunks * ranks > config.layers:
+        return (
+            f"{chunks} chunks on each of {ranks} ranks are {chunks * ranks} stages, and it has {config.layers} layers"
+        )
+    if "TP" in name or "SP" in name:
+        return f"{config.heads} heads do not go into {ranks} parts" if config.heads % ranks else None
+    return f"{config.batch} samples do not go into {ranks} parts" if not chunks and config.batch % ranks else None
+
+
+def alone(name: str, size: str, ranks: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Bytes, memory and start-up of ours and of the peer."""
+    row: dict[str, Any] = {}
+    for side in ("ours", "peer"):
+        settings = {"name": name, "size": size, "side": side, "same_kernels": args.same_kernels}
+        in_one_process = side == "peer" and name.startswith("JAX")
+        found = (
+            alone_by_turns(settings, ranks) if in_one_process else launched("footprint.py", settings, ranks, THRESHOLD)
+        )
+        if found is None:
+            print(f"{name} on {size} with {ranks} ranks: {side} alone failed", file=sys.stderr)
+            return {}
+        row |= {f"{side}_{key}": value for key, value in found.items()}
+    ratios = {"sent_ratio": "sent_bytes", "peak_ratio": "peak_bytes", "start_ratio": "start_s"}
+    return {**row, **{ratio: row[f"ours_{key}"] / row[f"peer_{key}"] for ratio, key in ratios.items()}}
+
+
+def distances(row: dict[str, Any], limits: dict[str, Any]) -> dict[str, float]:
+    """How far each is from its share of the computing and from its bytes over the machine's bandwidth."""
+    if "ours_sent_bytes" not in row:
+        return {}
+    ours = machine.bound(limits, row["staged_single_s"], row["ours_sent_bytes"])
+    peer = machine.bound(limits, row["single_s"], row["peer_sent_bytes"])
+    return {
+        "core_flops": max(limits["flops"][row["config"]].values()),
+        "bandwidth": machine.bandwidth(limits),
+        "bound_s": ours,
+        "peer_bound_s": peer,
+        "bound_ratio": row["ours_s"] / ours,
+        "peer_bound_ratio": row["peer_s"] / peer,
+    }
 
 
 def cells(row: dict[str, Any]) -> tuple[object, ...]:
@@ -110,6 +197,24 @@ def cells(row: dict[str, Any]) -> tuple[object, ...]:
         f"{row['peer_ideal_ratio']:.2f}",
     )
     return (row["name"], row["config"], row["ranks"], *times, *ratios, "yes" if row["losses_equal"] else "NO")
+
+
+def alone_cells(row: dict[str, Any]) -> tuple[object, ...]:
+    def pair(key: str, unit: float, digits: int) -> tuple[str, str]:
+        return tuple(f"{row[f'{side}_{key}'] / unit:.{digits}f}" for side in ("ours", "peer"))  # type: ignore[return-value]
+
+    return (
+        row["name"],
+        row["config"],
+        row["ranks"],
+        *pair("sent_bytes", 1e6, 2),
+        f"{row['sent_ratio']:.2f}",
+        *pair("peak_bytes", 1 << 20, 0),
+        f"{row['peak_ratio']:.2f}",
+        *pair("start_s", 1, 2),
+        f"{row['bound_ratio']:.2f}",
+        f"{row['peer_bound_ratio']:.2f}",
+    )
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from model import ADAMW, GPT, cross_entropy
 from peers.pipeline import microbatches
 
 import functional_parallel as fp
+from functional_parallel.runtime import ProcessRuntime, SimulatedRuntime, use_runtime
 from sharding_specs import Mesh, P
 
 MEGATRON = {
@@ -27,28 +28,42 @@ MEGATRON = {
 class Ours:
     """A training step under a plan; the same face as a peer."""
 
-    def __init__(self, module: GPT, axis: str, plan: Any, schedule: str | None = None) -> None:
+    def __init__(
+        self, module: GPT, axis: str, plan: Any, schedule: str | None = None, ranks: int | None = None
+    ) -> None:
+        self.module = module
         model, self.params = fp.functional(module)
-        self.loss, self.mesh = partial(_loss, model), Mesh(**{axis: dist.get_world_size()})
+        self.loss, self.mesh = partial(_loss, model), Mesh(**{axis: ranks or dist.get_world_size()})
         self.plan, self.schedule = plan, schedule
         self.train: Any = None
 
-    def _begin(self, tokens: torch.Tensor) -> None:
-        if self.schedule is not None:
-            self.plan = fp.pipeline("pipe", schedule=self.schedule, microbatches=microbatches(len(tokens)))
-        if self.train is None:
-            self.train = fp.train_step(self.loss, fp.optim.adamw(**ADAMW), self.mesh, self.plan)
-            self.state = self.train.init(self.params)
-
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.train is None:
+            self._begin(tokens)
         self.state, metrics = self.train(self.state, tokens)
         return metrics.loss
 
+    def _begin(self, tokens: torch.Tensor) -> None:
+        self.train = fp.train_step(self.loss, fp.optim.adamw(**ADAMW), self.mesh, self._plan(tokens))
+        self.state = self.train.init(self.params)
+        self.module.to("meta")  # the state has parameters of its own now
+        del self.module, self.params
+
+    def _plan(self, tokens: torch.Tensor) -> Any:
+        if self.schedule is None:
+            return self.plan
+        return fp.pipeline("pipe", schedule=self.schedule, microbatches=microbatches(len(tokens)))
+
     def gradients(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Whole gradients at the first step."""
-        self._begin(tokens)
-        gradients, _ = fp.compile(fp.grad_and_value(self.plan(self.loss)), self.mesh)(self.params, tokens)
+        """Whole gradients, before the first step."""
+        plan = self._plan(tokens)
+        gradients, _ = fp.compile(fp.grad_and_value(plan(self.loss)), self.mesh)(self.params, tokens)
         return gradients
+
+    def leave_to_backend(self) -> None:
+        """From now on collectives are the backend's, so that all pass where they are counted."""
+        use_runtime(ProcessRuntime(self.mesh, algorithm="backend"))
+        self.train.program.cache.clear()
 
     def whole(self, loss: torch.Tensor) -> float:
         return float(loss)
@@ -82,6 +97,12 @@ def pipeline(module: GPT, schedule: str) -> Ours:
     return Ours(module, "pipe", None, schedule)
 
 
+def staged(module: GPT) -> Ours:
+    """On one rank alone, whatever else runs."""
+    use_runtime(SimulatedRuntime(Mesh(alone=1)))
+    return Ours(module, "alone", None, ranks=1)
+
+
 OURS: dict[str, Callable[[GPT], Ours]] = {  # by the peer that it runs against
     "DDP": data_parallel,
     "FSDP2, resharding": partial(zero, stage=3),
@@ -93,4 +114,7 @@ OURS: dict[str, Callable[[GPT], Ours]] = {  # by the peer that it runs against
     "1F1B": partial(pipeline, schedule="1f1b"),
     "interleaved 1F1B": partial(pipeline, schedule="interleaved"),
     "ZBV": partial(pipeline, schedule="zb-v"),
+    "DeepSpeed ZeRO-1": partial(zero, stage=1),
+    "JAX DP": data_parallel,
+    "JAX TP": tensor_parallel,
 }

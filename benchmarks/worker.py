@@ -5,21 +5,17 @@ from __future__ import annotations
 import cProfile
 import json
 import pstats
-import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import report
 import torch
 import torch.distributed as dist
 from model import ADAMW, SIZES, Config, batch, cross_entropy, make
-from ours import OURS
+from ours import OURS, staged
 from peers import PEERS
-
-CHECKED_STEPS = 5
+from row import CHECKED_STEPS, row_of
 
 
 def main() -> None:
@@ -31,11 +27,14 @@ def main() -> None:
     ours, peer = OURS[settings["name"]](make(config)), PEERS[settings["name"]](make(config))
     worst = difference(ours.gradients(batch(config, 0)), peer.gradients(batch(config, 0)))
     losses = [(ours.whole(ours.step(tokens)), peer.whole(peer.step(tokens))) for tokens in data(config)]
-    times, work = interleaved([ours.step, peer.step, alone(config)], config, settings["rounds"])
+    steps = [ours.step, peer.step, on_rank_0(plain(config)), on_rank_0(staged(make(config)).step)]
+    times, work = interleaved(steps, config, settings["rounds"])
     if settings["profile"]:
         profile(ours.step, config, settings["profile"])
     if dist.get_rank() == 0:
-        Path(settings["out"]).write_text(json.dumps(row(settings, times, work, losses, worst)))
+        Path(settings["out"]).write_text(
+            json.dumps(row_of(settings, dist.get_world_size(), times, work, losses, worst))
+        )
     dist.barrier()
     dist.destroy_process_group()
 
@@ -50,18 +49,22 @@ def difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -
     return max(float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max()) for name in ours)
 
 
-def alone(config: Config) -> Callable[[torch.Tensor], object]:
-    """A plain step on the whole batch, on rank 0 while the others wait."""
+def plain(config: Config) -> Callable[[torch.Tensor], object]:
+    """A step of eager torch on the whole batch."""
     module = make(config)
     optimizer = torch.optim.AdamW(module.parameters(), fused=True, **ADAMW)
 
     def step(tokens: torch.Tensor) -> None:
-        if dist.get_rank() == 0:
-            cross_entropy(module(tokens[:, :-1]), tokens).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        cross_entropy(module(tokens[:, :-1]), tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
     return step
+
+
+def on_rank_0(step: Callable[[torch.Tensor], object]) -> Callable[[torch.Tensor], object]:
+    """While the others wait."""
+    return step if dist.get_rank() == 0 else lambda tokens: None
 
 
 def interleaved(
@@ -81,33 +84,6 @@ def interleaved(
     dist.all_reduce(times, dist.ReduceOp.MAX)
     dist.all_reduce(work)
     return times.tolist(), work.tolist()
-
-
-def row(
-    settings: dict[str, Any],
-    times: list[list[float]],
-    work: list[list[float]],
-    losses: list[tuple[float, float]],
-    worst: float,
-) -> dict[str, Any]:
-    ours, peer, single = (statistics.median(series) for series in times)
-    our_work, peer_work, _ = (statistics.median(series) for series in work)
-    ranks = dist.get_world_size()
-    return {
-        "name": settings["name"],
-        "config": settings["size"],
-        "ranks": ranks,
-        "ours_s": ours,
-        "peer_s": peer,
-        "ratio": ours / peer,
-        "quartiles": report.spread([a / b for a, b in zip(times[0], times[1], strict=True)]),
-        "work_ratio": our_work / peer_work,
-        "single_s": single,
-        "ideal_ratio": ours * ranks / single,
-        "peer_ideal_ratio": peer * ranks / single,
-        "gradients_differ_by": worst,
-        "losses_equal": worst <= 1e-4 and all(abs(a - b) <= 1e-5 * abs(b) for a, b in losses),
-    }
 
 
 def profile(step: Callable[[torch.Tensor], object], config: Config, lines: int) -> None:

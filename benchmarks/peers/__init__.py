@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import data_parallel, fsdp2, pipeline, tensor_parallel, zero1
+from . import data_parallel, deepspeed_zero, fsdp2, pipeline, tensor_parallel, zero1
 from .base import Peer
 
 __all__ = ["PEERS", "Peer"]
@@ -18,4 +18,5 @@ PEERS: dict[str, Callable[..., Any]] = {
     "DTensor TP": tensor_parallel.make,
     "DTensor SP": tensor_parallel.make_sequence,
     **pipeline.PIPELINES,
+    "DeepSpeed ZeRO-1": deepspeed_zero.Engine,
 }

@@ -1,0 +1,64 @@
+"""Starts the ranks of a measurement as processes of their own, and reads what they found."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Ranks", "launched"]
+
+
+class Ranks:
+    """Processes that run a script beside this one, one per rank, with one thread each.
+
+    Args:
+        script: its file name; it is given `settings` as JSON, with a file for its result under "out".
+        settings: what it is to measure.
+        ranks: how many processes.
+        environment: variables beside those that torch.distributed reads.
+        pipes: whether to hold a pipe to and from each.
+    """
+
+    def __init__(
+        self, script: str, settings: dict[str, Any], ranks: int, environment: dict[str, str], pipes: bool = False
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self.out = Path(self._folder.name) / "found.json"
+        shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        everywhere = {**os.environ, **shared, "OMP_NUM_THREADS": "1", **environment}
+        command = [
+            sys.executable,
+            str(Path(__file__).with_name(script)),
+            json.dumps({**settings, "out": str(self.out)}),
+        ]
+        ends: dict[str, Any] = {"stdout": sys.stderr}  # stdout is for the rows
+        if pipes:
+            ends = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.processes = [
+            subprocess.Popen(command, env={**everywhere, "RANK": str(rank), "LOCAL_RANK": str(rank)}, **ends)
+            for rank in range(ranks)
+        ]
+
+    def found(self) -> dict[str, Any] | None:
+        """Wait for all; what rank 0 wrote, or None when a rank failed, which has said why."""
+        codes = [process.wait() for process in self.processes]
+        found = None if any(codes) else json.loads(self.out.read_text())
+        self._folder.cleanup()
+        return found
+
+
+def launched(script: str, settings: dict[str, Any], ranks: int, environment: dict[str, str] | None = None) -> Any:
+    """Run a script on all ranks and return what rank 0 wrote; None when a rank failed."""
+    return Ranks(script, settings, ranks, environment or {}).found()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

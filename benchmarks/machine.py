@@ -1,0 +1,113 @@
+"""What the machine itself can do, measured before anything is compared: products, copies, messages, collectives.
+
+`compare.py` starts it on as many ranks as it compares.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from model import SIZES, Config
+
+from functional_parallel import _torch
+from functional_parallel.runtime.algorithms.model import Machine, measured
+from functional_parallel.runtime.groups import Groups
+from sharding_specs import Mesh
+
+__all__ = ["HEAD", "bandwidth", "bound", "cells"]
+
+HEAD = ("what", "ranks", "measured")
+_COPIED = 64 << 20
+_TIMES = 15
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    ranks = dist.get_world_size()
+    team = Groups(Mesh(all=ranks), dist.get_rank(), None).over(("all",)).team
+    network = lines(measured(team), ranks)
+    copying = copy_rate()  # all ranks at once
+    dist.barrier()
+    if dist.get_rank() == 0:
+        products = {size: product_rates(SIZES[size], settings["same_kernels"]) for size in settings["sizes"]}
+        alone = {"flops": products, "copy": copy_rate()}
+        Path(settings["out"]).write_text(json.dumps({"ranks": ranks, **alone, "copy_all": copying, **network}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def product_rates(config: Config, same_kernels: bool) -> dict[str, float]:
+    """Floating-point operations a second of one core, at the model's largest product, by the kernels that are used."""
+    a, b = torch.randn(config.batch * config.time, config.embed), torch.randn(config.embed, 4 * config.embed)
+    kernels: dict[str, Callable[..., torch.Tensor]] = {"eager": torch.mm}
+    if _torch.has_onednn_linear() and not same_kernels:
+        kernels["ours"] = _torch.onednn_mm
+    work = 2 * a.numel() * b.shape[1]
+    return {name: work / _seconds(lambda kernel=kernel: kernel(a, b)) for name, kernel in kernels.items()}  # type: ignore[misc]
+
+
+def copy_rate() -> float:
+    """Bytes a second that a rank copies from memory to memory."""
+    source, target = torch.zeros(2, _COPIED, dtype=torch.uint8)
+    return _COPIED / _seconds(lambda: target.copy_(source))
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    times = []
+    for _ in range(_TIMES):
+        began = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def lines(machine: Machine, ranks: int) -> dict[str, Any]:
+    """Latency, and bytes a second that a rank sends; of an all-reduce those that it sends around a ring."""
+    found = {"message": [machine.message.alpha, 1 / machine.message.beta]}
+    for (way, kind), line in machine.whole.items():
+        if kind == "all_reduce":
+            found[f"all_reduce, {way}"] = [line.alpha, 2 * (ranks - 1) / ranks / line.beta]
+    return {"lines": found}
+
+
+def bound(limits: dict[str, Any], single: float, sent: float) -> float:
+    """Seconds that a step takes at best: its share of the computing, and its bytes by the fastest way there is."""
+    return single / limits["ranks"] + sent / bandwidth(limits)
+
+
+def bandwidth(limits: dict[str, Any]) -> float:
+    """Bytes a second that a rank sends, by the fastest way that was measured."""
+    return float(max(rate for _, rate in limits["lines"].values()))
+
+
+def cells(limits: dict[str, Any]) -> list[tuple[object, ...]]:
+    """Rows for people."""
+    ranks = limits["ranks"]
+    rows: list[tuple[object, ...]] = [
+        (
+            f"product of matrices, {size}, {'ours (oneDNN)' if kernel == 'ours' else 'eager torch'}",
+            1,
+            f"{rate / 1e9:.0f} GFLOP/s",
+        )
+        for size, rates in limits["flops"].items()
+        for kernel, rate in rates.items()
+    ]
+    rows += [("copy", 1, f"{limits['copy'] / 1e9:.1f} GB/s")]
+    rows += [("copy, all at once, each", ranks, f"{limits['copy_all'] / 1e9:.1f} GB/s")]
+    for name, (alpha, rate) in limits["lines"].items():
+        rows.append((name, ranks, f"{1e6 * alpha:.0f} µs + bytes sent / {rate / 1e9:.2f} GB/s"))
+    return rows
+
+
+if __name__ == "__main__":
+    main()
