@@ -26,13 +26,11 @@ from .hardware import Hardware
 from .memory import viewed
 from .overlap import STARTED, overlapped
 from .sharing import readers_before_writes
-from .work import flops, nbytes_of
+from .work import flops, moved
 
 __all__ = ["Item", "Price", "PriceRow", "price_of", "readable_seconds"]
 
 aten = torch.ops.aten
-
-_LOOKUPS = {aten.embedding.default, aten.index_select.default, aten.gather.default}  # read what they return
 
 
 @dataclass(frozen=True)
@@ -284,13 +282,13 @@ class _Run:
             self._wait([node])
 
     def _compute(self, node: fx.Node) -> None:
-        done, moved, dtype = flops(node), _moved(node), _dtype(node)
-        seconds = self.hardware.compute(done, moved, dtype)
+        done, bytes_moved, dtype = flops(node), moved(node), _dtype(node)
+        seconds = self.hardware.compute(done, bytes_moved, dtype)
         self.now += seconds
         self.flops[dtype] += done
         what, source = "products" if done else "other ops", str(node.meta.get("source") or "")
         self.items.append(
-            Item(what, (), self.phases[node], source, flops=done, moved=moved, seconds=seconds, exposed=seconds)
+            Item(what, (), self.phases[node], source, flops=done, moved=bytes_moved, seconds=seconds, exposed=seconds)
         )
 
 
@@ -306,12 +304,6 @@ def _phases(traced: Traced) -> dict[fx.Node, str]:
         node: "backward" if node.meta["backward"] else "update" if index > last else "forward"
         for index, node in enumerate(nodes)
     }
-
-
-def _moved(node: fx.Node) -> int:
-    if node.target in _LOOKUPS:
-        return 2 * nbytes_of(node.meta["val"])
-    return sum(nbytes_of(value.meta["val"]) for value in (node, *operands_of(node)))
 
 
 def _dtype(node: fx.Node) -> torch.dtype:

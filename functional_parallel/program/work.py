@@ -14,7 +14,7 @@ from ..tracing.graph import operands_of, walk_args
 from .collectives import collective_of
 from .memory import viewed
 
-__all__ = ["flops", "nbytes_of", "work"]
+__all__ = ["flops", "moved", "work"]
 
 # Flops in the time of a byte read or written, and of a byte sent. Machines differ by a factor of ten either way; what
 # counts is the order: elementwise ops are cheap beside products, and communication is dear.
@@ -70,22 +70,21 @@ def work(node: fx.Node, mesh: Mesh) -> int:
     """
     if viewed(node) is not None:
         return 0
-    moved = sum(nbytes_of(value.meta["val"]) for value in (node, *_read(node)))
     collective = collective_of(node, mesh)
     sent = 0 if collective is None else collective.bytes
-    return flops(node) + _PER_BYTE_MOVED * moved + _PER_BYTE_SENT * sent
+    return flops(node) + _PER_BYTE_MOVED * moved(node) + _PER_BYTE_SENT * sent
 
 
-def _read(node: fx.Node) -> list[fx.Node]:
-    """What an op reads; of a table from which it takes rows, no more than it makes."""
-    operands = operands_of(node)
-    return [node if operand is node.args[0] else operand for operand in operands] if node.target in _TAKE else operands
+def moved(node: fx.Node) -> int:
+    """The bytes that an op reads and writes; of a table from which it takes rows it reads no more than it makes."""
+    read = [node if node.target in _TAKE and each is node.args[0] else each for each in operands_of(node)]
+    return sum(_nbytes(each.meta["val"]) for each in (node, *read))
 
 
 def _shape(value: Aval | tuple[Aval | None, ...]) -> object:
     return torch.Size(value.shape) if isinstance(value, Aval) else [None if v is None else _shape(v) for v in value]
 
 
-def nbytes_of(value: Aval | tuple[Aval | None, ...]) -> int:
+def _nbytes(value: Aval | tuple[Aval | None, ...]) -> int:
     """The bytes of a value, or of all results of an op."""
     return value.nbytes if isinstance(value, Aval) else sum(0 if part is None else part.nbytes for part in value)
