@@ -1,4 +1,4 @@
-"""From function to program, work grows as the layers do: Python's calls are counted, which no other program disturbs."""
+"""From function to program, work grows as the layers do: counted in Python's calls, which no other program disturbs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import pstats
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
