@@ -20,6 +20,7 @@ import functional_parallel as fp
 from functional_parallel.program.hardware import HARDWARE, reach_of
 from functional_parallel.program.links import Line
 from functional_parallel.program.work import flops
+from functional_parallel.schedules.registry import FAMILIES
 from sharding_specs import Mesh, P, split
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples"))
@@ -291,6 +292,22 @@ def test_a_pipelines_rank_does_what_is_listed() -> None:
     assert {item.what for item in price.items} >= {"products", "send", "psum", "idle"}
     assert price.sent < sum(program.bytes_sent().values())  # one rank of four
     assert "which works longest" in str(price)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_schedule_has_a_price(family: str) -> None:
+    """Asynchronous ones and those with two chains too."""
+    params = [torch.empty(64, 64, device="meta") for _ in range(8)]
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        for w in params:
+            x = torch.tanh(x @ w)
+        return x.square().mean()
+
+    plan = fp.pipeline("pipe", schedule=family, microbatches=8)
+    price = fp.train_step(loss, fp.optim.sgd(0.1), Mesh(pipe=4), plan).lower(params, torch.empty(64, 64)).price()
+    assert price.seconds == pytest.approx(price.computing + price.exposed + price.idle)
+    assert 0 < price.idle < price.seconds
 
 
 def test_a_step_is_priced_without_a_state() -> None:
