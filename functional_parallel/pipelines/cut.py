@@ -7,6 +7,7 @@ place belongs to stage k or a later one.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -197,13 +198,33 @@ def _balanced(forward: list[fx.Node], costs: list[float], stages: int) -> dict[f
             f"the model's forward can be cut into at most {count(len(places) + 1, 'stage')}, and the schedule has "
             f"{stages}; take fewer ranks or chunks"
         )
-    bounds = [*cuts, len(forward)]
+    bounds = [*_evened(cuts, places, sums), len(forward)]
     found, stage = {}, 0
     for index, node in enumerate(forward):
         while index >= bounds[stage]:
             stage += 1
         found[node] = stage
     return found
+
+
+def _evened(cuts: list[int], places: dict[int, int], sums: list[float]) -> list[int]:
+    """Where one stage is large whatever the cut, the others shall still be alike.
+
+    Each cut moves to the place, no wider, that evens the stages on both sides, until none moves: the sum of the stages'
+    squares shrinks with every move, so that ends.
+    """
+    bounds, order, moved = [0, *cuts, len(sums) - 1], sorted(places), True
+    while moved:
+        moved = False
+        for number in range(1, len(bounds) - 1):
+            left, here, right = bounds[number - 1 : number + 2]
+            between = order[bisect_right(order, left) : bisect_left(order, right)]
+            options = [place for place in between if places[place] <= places[here]]
+            larger = {at: max(sums[at] - sums[left], sums[right] - sums[at]) for at in options}
+            best = min(options, key=larger.__getitem__)
+            if larger[best] < larger[here]:
+                bounds[number], moved = best, True
+    return bounds[1:-1]
 
 
 def _places(forward: list[fx.Node]) -> dict[int, int]:
@@ -236,37 +257,25 @@ def _region(node: fx.Node) -> str | None:
 def _least(places: dict[int, int], sums: list[float], stages: int) -> list[int] | None:
     """Cuts of the least largest stage; among those about as good, the least that crosses."""
     ends = [0, *sorted(places), len(sums) - 1]
-    largest = _search(ends, sums, stages, _larger, float("inf"), places)
+    largest = _search(ends, sums, stages, lambda so_far, cost, _: max(so_far, cost), float("inf"), places)
     if largest is None:
         return None
     limit = max(sums[b] - sums[a] for a, b in zip([0, *largest], [*largest, len(sums) - 1], strict=True)) * _SLACK
-    return _search(ends, sums, stages, _crossing_then_even, limit, places)
-
-
-_Price = tuple[float, float]
-
-
-def _larger(so_far: _Price, cost: float, _: int) -> _Price:
-    return max(so_far[0], cost), 0.0
-
-
-def _crossing_then_even(so_far: _Price, cost: float, crosses: int) -> _Price:
-    """Where one stage is large whatever the cut, the others shall still be alike: their sum of squares is least."""
-    return so_far[0] + crosses, so_far[1] + cost**2
+    return _search(ends, sums, stages, lambda so_far, _, crosses: so_far + crosses, limit, places)
 
 
 def _search(
     ends: list[int],
     sums: list[float],
     stages: int,
-    join: Callable[[_Price, float, int], _Price],
+    join: Callable[[float, float, int], float],
     limit: float,
     places: dict[int, int],
 ) -> list[int] | None:
     """Over all ways to put the cuts, the one of least joined price, no stage above the limit."""
-    best: dict[int, tuple[_Price, tuple[int, ...]]] = {0: ((0.0, 0.0), ())}
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for stage in range(stages):
-        following: dict[int, tuple[_Price, tuple[int, ...]]] = {}
+        following: dict[int, tuple[float, tuple[int, ...]]] = {}
         for end in ends[-1:] if stage == stages - 1 else ends[stage + 1 : -1]:
             for start, (so_far, cuts) in best.items():
                 cost = sums[end] - sums[start]
