@@ -6,8 +6,9 @@ place belongs to stage k or a later one.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -203,13 +204,33 @@ def _balanced(forward: list[fx.Node], costs: list[float], stages: int) -> dict[f
             f"the model's forward can be cut into at most {count(len(places) + 1, 'stage')}, and the schedule has "
             f"{stages}; take fewer ranks or chunks"
         )
-    bounds = [*cuts, len(forward)]
+    bounds = [*_evened(cuts, places, sums), len(forward)]
     found, stage = {}, 0
     for index, node in enumerate(forward):
         while index >= bounds[stage]:
             stage += 1
         found[node] = stage
     return found
+
+
+def _evened(cuts: list[int], places: dict[int, int], sums: list[float]) -> list[int]:
+    """Where one stage is large whatever the cut, the others shall still be alike.
+
+    Each cut moves to the place, no wider, that evens the stages on both sides, until none moves: the sum of the stages'
+    squares shrinks with every move, so that ends.
+    """
+    bounds, order, moved = [0, *cuts, len(sums) - 1], sorted(places), True
+    while moved:
+        moved = False
+        for number in range(1, len(bounds) - 1):
+            left, here, right = bounds[number - 1 : number + 2]
+            between = order[bisect_right(order, left) : bisect_left(order, right)]
+            options = [place for place in between if places[place] <= places[here]]
+            larger = {at: max(sums[at] - sums[left], sums[right] - sums[at]) for at in options}
+            best = min(options, key=larger.__getitem__)
+            if larger[best] < larger[here]:
+                bounds[number], moved = best, True
+    return bounds[1:-1]
 
 
 def _places(forward: list[fx.Node]) -> dict[int, int]:
@@ -274,41 +295,28 @@ def _least_largest(costs: list[float], stages: int) -> float:
 def _least_crossing(costs: list[float], crossing: list[int], stages: int, limit: float) -> list[int]:
     """Of all cuts into stages that cost something and at most the limit, that with the least sum of what crosses.
 
-    Of those the most even: where one stage is large whatever the cut, the others shall still be alike, so the sum of
-    squares of their costs is least. The places that a stage may start at are a window that moves on with its end; the
-    deque holds those of them that fewer cross than any later one, or as many, the best in front.
+    The places that a stage may start at are a window that moves on with its end; the deque holds those of them that no
+    later one beats, the best in front.
     """
-    best = [(0.0, 0.0), *[(inf, inf)] * (len(costs) - 1)]
+    best: list[float] = [0.0, *[inf] * (len(costs) - 1)]
     starts: list[list[int]] = []
     for _ in range(stages):
-        following, chosen = [(inf, inf)] * len(costs), [0] * len(costs)
+        following, chosen = [inf] * len(costs), [0] * len(costs)
         window: deque[int] = deque()
         entering = 0
         for end in range(1, len(costs)):
             while costs[entering] < costs[end]:
-                while window and best[window[-1]][0] > best[entering][0]:
+                while window and best[window[-1]] > best[entering]:
                     window.pop()
                 window.append(entering)
                 entering += 1
             while window and costs[end] - costs[window[0]] > limit:
                 window.popleft()
-            if window and best[window[0]][0] < inf:
-                least = best[window[0]][0]
-                squares, chosen[end] = min(_squares(best, costs, least, window, end))
-                following[end] = least + crossing[end], squares
+            if window and best[window[0]] < inf:
+                following[end], chosen[end] = best[window[0]] + crossing[end], window[0]
         best = following
         starts.append(chosen)
     cuts = [len(costs) - 1]
     for chosen in reversed(starts):
         cuts.append(chosen[cuts[-1]])
     return cuts[-2:0:-1]
-
-
-def _squares(
-    best: list[tuple[float, float]], costs: list[float], least: float, starts: Iterable[int], end: int
-) -> Iterator[tuple[float, int]]:
-    """With a stage from each of the first starts, as long as as few cross there: the sum of squares, and the start."""
-    for start in starts:
-        if best[start][0] > least:
-            return
-        yield best[start][1] + (costs[end] - costs[start]) ** 2, start
