@@ -8,7 +8,7 @@ from sharding_specs import Mesh
 
 from .collectives.parts import Parts
 from .local_function import Layout
-from .pipelines import PipelineError, PipelineProgram, build
+from .pipelines import PipelineError, PipelineProgram, add_in_place, build
 from .program import Program
 from .program.passes import NAMES, Buckets, InPlace, LookingAhead, Marked, ProgramPass, Reductions, Turned, run_passes
 from .program.unroll import unroll
@@ -103,6 +103,10 @@ def _pipelined(
         watch("views", part, part.mesh)
 
     result = build(program, plan, parts, inlined, finish)
+    for work in (work for stage in result.stages for work in stage.works.values() if InPlace.name not in without):
+        for part in add_in_place(work):
+            part.passes += (InPlace.name,)
+            watch(InPlace.name, part, part.mesh)
     result.passes += tuple(dict.fromkeys(name for part, _ in result.programs() for name in part.passes))
     return result
 

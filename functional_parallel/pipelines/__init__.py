@@ -10,6 +10,7 @@ from .program import PipelineProgram, updates_of
 from .roles import PipelineError
 from .stacks import Stacks, unstacked
 from .stages import Stage, Work
+from .sums import add_in_place
 
 __all__ = [
     "BALANCES",
@@ -26,6 +27,7 @@ __all__ = [
     "Stacks",
     "Stage",
     "Work",
+    "add_in_place",
     "build",
     "measure",
     "stage_of_layer",

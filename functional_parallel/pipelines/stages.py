@@ -224,9 +224,9 @@ class StageBuilder:
         first = self.extractor.part(nodes, [*order, *values], name, given)
         added = [(total, combined_by(total, self.roles.axis)) for total, _ in sums]
         following = self.extractor.part(nodes, [*order, *values], f"{name}, adding", given, added)
-        adding = {
-            t: self.extractor.part((), [v], f"{name}, a sum", [v], [a]) for (t, v), a in zip(sums, added, strict=True)
-        }
+        adding = {}
+        for number, ((total, value), added_to) in enumerate(zip(sums, added, strict=True)):
+            adding[total] = self.extractor.part((), [value], f"{name}, sum {number}", [value], [added_to])
         return Work(first, following, adding)
 
     def _crossing(self, index: int, neighbour: int, up: bool) -> tuple[fx.Node, ...]:

@@ -66,12 +66,13 @@ class Recording:
         for index, (program, moments) in enumerate(self.moments.items()):
             pairs = itertools.pairwise(moments)
             found = [PassRow(passed, before, after, program) for (_, before, _), (passed, after, _) in pairs]
-            rows += [row for row in found if index == 0 or row.before != row.after]
+            cut = index > 0  # of those, sums of one op would fill the table
+            rows += [row for row in found if not cut or (row.before != row.after and row.before.ops > 1)]
         if len(self.moments) > 1:
             notes = (
                 *notes,
                 f"{name} as a whole, before it is cut, is shown at the shapes of one microbatch",
-                "passes that changed nothing in a program that was cut out of it have no row there",
+                "programs cut out of it have a row for each pass that changed them, unless they are of one op",
             )
         return PassTable(name, mesh, tuple(rows), notes)
 

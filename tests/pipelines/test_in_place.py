@@ -14,6 +14,8 @@ from torch import Tensor
 
 import functional_parallel as fp
 from functional_parallel.runtime import storages
+from functional_parallel.runtime.worker import Worker
+from functional_parallel.schedules import Action
 from sharding_specs import Mesh, split
 
 from ..processes import run_on_processes
@@ -167,3 +169,71 @@ def test_on_four_processes_with_zero_1() -> None:
     _, wanted = on_two(0, 1)
     for same, found in run_on_processes(on_two, 4, 1):
         assert same and all(map(torch.equal, found, wanted))
+
+
+# -----------------------------------------------------------------------------
+# Sums over microbatches
+# -----------------------------------------------------------------------------
+
+
+def sums_of(monkeypatch: pytest.MonkeyPatch, f: Any, params: Any, x: Tensor, schedule: str = "1f1b") -> Any:
+    """A gradient, with the storages in which each sum lay, and how many sums there were."""
+    found: dict[Any, set[int]] = {}
+    act = Worker.act
+
+    def watched(self: Worker, action: Action) -> Any:
+        sent = act(self, action)
+        for key, value in self.totals.items():
+            found.setdefault((self.rank, key), set()).update(storages(value))
+        return sent
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Worker, "act", watched)
+        step = fp.compile(fp.grad(fp.pipeline("pipe", schedule=schedule, microbatches=4)(f)), Mesh(pipe=2))
+        return step(params, x), list(found.values())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved", "gpipe"])
+def test_gradients_are_added_up_where_they_lie(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    params, x = [torch.randint(-2, 3, (4, 4)).double() for _ in range(4)], torch.randint(-2, 3, (16, 4)).double()
+
+    def f(params: Any, x: Tensor) -> Tensor:
+        for w in params:
+            x = (x @ w).clamp(-4, 4)
+        return (x**2).sum()
+
+    grads, places = sums_of(monkeypatch, f, params, x, schedule)
+    assert [len(each) for each in places] == [1] * 4
+    assert all(map(torch.equal, grads, torch.func.grad(f)(params, x)))
+
+
+def test_sums_that_share_memory_are_not_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One gradient for two parameters; one that is expanded; one that follows from what is sent."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randint(-2, 3, shape, generator=generator).double()
+
+    params = {"w": draw(4, 4), "v": draw(4, 4), "a": draw(4, 4), "b": draw(4, 4), "c": draw(4, 4), "d": draw(4, 4)}
+
+    def f(params: Any, x: Tensor) -> Tensor:
+        h = (x @ params["w"] + params["a"] + params["b"]).clamp(-4, 4)
+        h = fp.stage_boundary(h + params["c"])  # its gradient is what the stage behind sends
+        return ((h @ params["v"]).clamp(-4, 4) * params["d"].sum(0)).sum()
+
+    x = draw(16, 4, 4)
+    wanted = torch.func.grad(f)(params, x)
+    for schedule in ("1f1b", "zb-h1", "gpipe"):
+        grads, _ = sums_of(monkeypatch, f, params, x, schedule)
+        assert all(torch.equal(grads[name], wanted[name]) for name in params), schedule
+
+
+def test_adding_in_place_needs_less_and_can_be_switched_off() -> None:
+    plan = fp.pipeline("pipe", microbatches=4)
+    peaks = []
+    for without in ((), ("in place",)):
+        train = fp.train_step(narrow, fp.optim.sgd(1e-2), Mesh(pipe=2), plan, without=without)
+        program = train.lower(train.init([torch.zeros(32, 32) for _ in range(8)]), torch.zeros(8, 32))
+        assert ("in place" in program.passes) is not bool(without)
+        peaks.append(program.memory().peak)
+    assert peaks[0] < peaks[1]
