@@ -96,20 +96,27 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="tiny and small, 2 ranks, fewer steps")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="tiny and small, 2 ranks, fewer steps; bytes, memory and start-up of the last size alone",
+    )
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["tiny", "small"])
     parser.add_argument("--peers", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--ranks", nargs="+", type=int, default=[2])
-    parser.add_argument("--rounds", type=int, default=None, help="timed steps of each (default 40, quick 12)")
+    parser.add_argument("--rounds", type=int, default=None, help="timed steps of each (default 40, quick 8)")
     parser.add_argument("--no-footprint", action="store_true", help="times only: no bytes, memory, start-up")
     parser.add_argument("--same-kernels", action="store_true", help="matrix products by eager torch's kernel for all")
     parser.add_argument("--profile", type=int, metavar="LINES", help="print what takes our step's time on rank 0")
     parser.add_argument("--json", action="store_true", help="rows as JSON")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/benchmarks.md")
     args = parser.parse_args()
-    if args.write and (args.same_kernels or args.no_footprint):
-        parser.error("--write is for all columns, and the kernels that users get: no --same-kernels, no --no-footprint")
-    args.rounds = args.rounds or (12 if args.quick else 40)
+    if args.write and (args.quick or args.same_kernels or args.no_footprint):
+        parser.error(
+            "--write is for all columns and the kernels that users get: no --quick, --same-kernels or --no-footprint"
+        )
+    args.rounds = args.rounds or (8 if args.quick else 40)
+    args.sizes_alone = [] if args.no_footprint else args.sizes[-1:] if args.quick else args.sizes
     return args
 
 
@@ -134,7 +141,7 @@ def compared(
     if row is None:
         print(f"{name} on {size} with {ranks} ranks failed", file=sys.stderr)
         return []
-    if not args.no_footprint:
+    if size in args.sizes_alone:
         row |= alone(name, size, ranks, args)
         row |= distances(row, limits)
     print(*cells(row), sep=" | ", file=sys.stderr, flush=True)

@@ -8,10 +8,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 __all__ = ["Ranks", "launched"]
+
+_PATIENCE = 20.0
 
 
 class Ranks:
@@ -46,9 +49,22 @@ class Ranks:
         ]
 
     def found(self) -> dict[str, Any] | None:
-        """Wait for all; what rank 0 wrote, or None when a rank failed, which has said why."""
-        codes = [process.wait() for process in self.processes]
-        found = None if any(codes) else json.loads(self.out.read_text())
+        """Wait for all; what rank 0 wrote, or None when a rank failed, which has said why.
+
+        All end at once, after a barrier. Who has not ended long after the first is killed: a rank whose peer failed, or
+        one that gloo does not let go.
+        """
+        last = None
+        while None in (codes := [process.poll() for process in self.processes]):
+            if last is None and codes.count(None) < len(codes):
+                last = time.monotonic() + _PATIENCE
+            if last is not None and time.monotonic() > last:
+                break
+            time.sleep(0.02)
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        found = json.loads(self.out.read_text()) if self.out.exists() and not any(codes) else None
         self._folder.cleanup()
         return found
 
