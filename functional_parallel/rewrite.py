@@ -78,7 +78,7 @@ def _pipelined(
         )
     fold_layers(program.traced)
     simplify(program.traced)
-    late = [Marked(), *(each for each in layout.passes if each.order >= 0)]
+    late = [Marked(), Turned(), *(each for each in layout.passes if each.order >= 0)]
     later, _ = run_passes(late, program.traced, program.mesh, without, lambda name: watch(name, program, wide))
     program.passes += later
     inlined = {node for each in layout.passes for node in each.per_microbatch(program.traced)}
@@ -96,7 +96,8 @@ def _pipelined(
         for part in add_in_place(work):
             part.passes += (InPlace.name,)
             watch(InPlace.name, part, part.mesh)
-    result.passes += tuple(dict.fromkeys(name for part, _ in result.programs() for name in part.passes))
+    own = (name for part, _ in result.programs() for name in part.passes)
+    result.passes = tuple(dict.fromkeys((*result.passes, *own)))
     return result
 
 

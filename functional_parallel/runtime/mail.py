@@ -7,17 +7,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from ..schedules import Action
 from ..schedules.messages import Receive, Send
 from ..tracing import Aval
+from .algorithms import NOTHING
 from .pending import CollectiveError
 
 __all__ = ["Mail"]
 
 
 class Mail:
-    """One rank's messages in one step.
+    """One rank's messages.
 
     Between two ranks messages arrive in the order of their sends, and the schedule's receives are posted in that order,
     so they need no tags.
@@ -31,28 +32,30 @@ class Mail:
 
     def __init__(self, carrier: Any, axis: str, rank: int, device: torch.device) -> None:
         self.carrier, self.axis, self.rank, self.device = carrier, axis, rank, device
-        here = carrier.mesh.coordinates(carrier.rank)
-        self.peers = [carrier.mesh.rank({**here, axis: other}) for other in range(carrier.mesh.axis_size(axis))]
-        self.group = carrier.process_group((axis,))
-        self._under_way: dict[Receive, tuple[list[torch.Tensor], list[Any], float]] = {}
-        self._sent: list[tuple[Any, torch.Tensor, str]] = []
+        self.size = carrier.mesh.axis_size(axis)
+        self._messages = carrier.messages((axis,), device)
+        self._expected: dict[Action, tuple[Receive, list[torch.Tensor], list[Any], float]] = {}
+        self._sent: list[tuple[Any, torch.Tensor, Send | int]] = []
 
     def send(self, step: Send, values: Sequence[torch.Tensor]) -> None:
         """Send what an action made."""
-        for value in values:
-            self._post(value, step.rank, str(step))
         self._sent = [entry for entry in self._sent if not entry[0].is_completed()]
+        for value in values:
+            self._post(value, step.rank, step)
 
     def expect(self, step: Receive, avals: Sequence[Aval]) -> None:
         """Say that a message will come."""
         buffers = [self._buffer(aval) for aval in avals]
-        self._under_way[step] = (buffers, [self._get(buffer, step.rank) for buffer in buffers], time.monotonic())
+        works = [self._get(buffer, step.rank) for buffer in buffers]
+        self._expected[step.action] = step, buffers, works, time.monotonic()
 
-    def take(self, step: Receive) -> list[torch.Tensor]:
-        """Wait for a message."""
-        buffers, works, began = self._under_way.pop(step)
+    def take(self, action: Action) -> list[torch.Tensor] | None:
+        """Wait for what an action on another rank made; None where no message brings it."""
+        if action not in self._expected:
+            return None
+        step, buffers, works, began = self._expected.pop(action)
         for work in works:
-            self._wait(work, str(step), began)
+            self._wait(work, step, began)
         return buffers
 
     def finish(self) -> None:
@@ -64,21 +67,26 @@ class Mail:
     def exchange(
         self, outgoing: Mapping[int, Sequence[torch.Tensor]], incoming: Mapping[int, Sequence[Aval]]
     ) -> dict[int, list[torch.Tensor]]:
-        """Send values to ranks and receive others from them, small ones of a kind together."""
+        """Send values to ranks and receive others from them, small ones of a kind together.
+
+        Of two ranks the first sends before it receives, the second the other way round, pair after pair: nobody waits
+        for one that waits, even where a send waits until it is received.
+        """
         began = time.monotonic()
-        found: dict[int, list[torch.Tensor]] = {}
         under_way = []
-        for rank in range(len(self.peers)):
-            for value in _joined(outgoing.get(rank, ())):
-                self._post(value, rank, f"exchange with {rank}")
-            avals = incoming.get(rank, ())
-            buffers = [self._buffer(Aval((size,), dtype)) for dtype, size in _sizes(avals)]
-            under_way.append((rank, avals, buffers, [self._get(buffer, rank) for buffer in buffers]))
+        for rank in sorted(outgoing.keys() | incoming.keys()):
+            if self.rank < rank:
+                self._post_joined(outgoing.get(rank, ()), rank)
+            if avals := incoming.get(rank, ()):
+                buffers = [self._buffer(Aval((size,), dtype)) for dtype, size in _sizes(avals)]
+                under_way.append((rank, avals, buffers, [self._get(buffer, rank) for buffer in buffers]))
+            if self.rank > rank:
+                self._post_joined(outgoing.get(rank, ()), rank)
+        found = {}
         for rank, avals, buffers, works in under_way:
             for work in works:
-                self._wait(work, f"exchange with {rank}", began)
-            if avals:
-                found[rank] = _apart(buffers, avals)
+                self._wait(work, rank, began)
+            found[rank] = _apart(buffers, avals)
         self.finish()
         return found
 
@@ -87,23 +95,28 @@ class Mail:
     def _buffer(self, aval: Aval) -> torch.Tensor:
         return torch.empty(aval.shape, dtype=aval.dtype, device=self.device)
 
-    def _post(self, value: torch.Tensor, rank: int, name: str) -> None:
+    def _post_joined(self, values: Sequence[torch.Tensor], rank: int) -> None:
+        for value in _joined(values):
+            self._post(value, rank, rank)
+
+    def _post(self, value: torch.Tensor, rank: int, name: Send | int) -> None:
         buffer = value.detach().contiguous()
         if buffer.numel():
-            work = dist.isend(_bytes(buffer), self.peers[rank], self.group)
-            self._sent.append((work, buffer, name))
+            work = self._messages.send(_bytes(buffer), rank)
+            if work is not NOTHING:
+                self._sent.append((work, buffer, name))
 
     def _get(self, buffer: torch.Tensor, rank: int) -> Any:
-        return dist.irecv(_bytes(buffer), self.peers[rank], self.group) if buffer.numel() else None
+        return self._messages.receive(_bytes(buffer), rank) if buffer.numel() else NOTHING
 
-    def _wait(self, work: Any, name: str, began: float) -> None:
-        if work is None:
-            return
+    def _wait(self, work: Any, name: Send | Receive | int, began: float) -> None:
+        """Wait for a message of the schedule, or of an exchange with a rank."""
         try:
             work.wait()
         except (RuntimeError, ValueError) as error:
+            what = f"exchange with {name}" if isinstance(name, int) else name
             raise CollectiveError(
-                f"rank {self.carrier.rank} ({self.axis}={self.rank}): {name} failed after "
+                f"rank {self.carrier.rank} ({self.axis}={self.rank}): {what} failed after "
                 f"{time.monotonic() - began:.1f} s; the other rank died, or never came to it. torch says: {error}"
             ) from error
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -158,17 +159,15 @@ class PipelineRuntime:
     def _as_one_rank(self, program: PipelineProgram, worker: Worker | Stream) -> None:
         if "messages" not in program.cache:
             program.cache["messages"] = messages(program.schedule)
-        steps = program.cache["messages"][worker.rank]
-        mail = self._mail(worker.rank)
-        for step in steps:
-            if isinstance(step, Send):
-                mail.send(step, worker.outgoing.pop(step.action))
+        sent: list[Any] = []
+        for step in program.cache["messages"][worker.rank]:
+            if isinstance(step, Send):  # what the action right before it made
+                self.mail.send(step, sent)
             elif isinstance(step, Receive):
-                mail.expect(step, [node.meta["val"] for node in program.message(step.action)])
-                worker.expected[step.action] = step
+                self.mail.expect(step, [node.meta["val"] for node in program.message(step.action)])
             else:
-                self._act(program, worker, mail, step)
-        mail.finish()
+                sent = self._act(program, worker, step)
+        self.mail.finish()
 
     def _timed(self, program: PipelineProgram, worker: Worker | Stream, action: Action) -> list[Any]:
         if program.events is None:
@@ -183,8 +182,10 @@ class PipelineRuntime:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def _mail(self, rank: int) -> Mail:
-        return Mail(self.carrier, self.axis, rank, self.base.device)
+    @cached_property
+    def mail(self) -> Mail:
+        """This rank's messages; the first use is a collective."""
+        return Mail(self.carrier, self.axis, self.ranks[0], self.base.device)
 
     def _end(self, program: PipelineProgram, workers: dict[int, Worker]) -> None:
         """Run what comes after the pipeline."""
@@ -192,26 +193,24 @@ class PipelineRuntime:
             for worker in workers.values():
                 worker.end(level)
             if self.carrier is not None:
-                self._exchange(workers[self.ranks[0]], self._mail(self.ranks[0]), exchanges)
+                self._exchange(workers[self.ranks[0]], exchanges)
                 continue
             for node, source, target in exchanges:
                 workers[target].late[node] = workers[source].late_value(node)
 
-    def _act(self, program: PipelineProgram, worker: Worker | Stream, mail: Mail, action: Action) -> None:
+    def _act(self, program: PipelineProgram, worker: Worker | Stream, action: Action) -> list[Any]:
+        """Run an action of this process's rank; what it has for its neighbour."""
         for awaited in program.awaited(action):
-            step = worker.expected.pop(awaited, None)
-            if step is not None:
-                worker.receive(awaited, action.stage, mail.take(step))
+            values = self.mail.take(awaited)
+            if values is not None:
+                worker.receive(awaited, action.stage, values)
         sent = self._timed(program, worker, action)
         target = program.neighbour(action)
-        if target is None:
-            return
-        if program.schedule.rank_of_stage[target] == worker.rank:
+        if target is not None and program.schedule.rank_of_stage[target] == worker.rank:
             worker.receive(action, target, sent)
-        else:
-            worker.outgoing[action] = sent
+        return sent
 
-    def _exchange(self, worker: Worker, mail: Mail, exchanges: Sequence[Exchange]) -> None:
+    def _exchange(self, worker: Worker, exchanges: Sequence[Exchange]) -> None:
         outgoing: dict[int, list[torch.Tensor]] = {}
         incoming: dict[int, list[fx.Node]] = {}
         for node, source, target in exchanges:
@@ -220,7 +219,7 @@ class PipelineRuntime:
             elif target == worker.rank:
                 incoming.setdefault(source, []).append(node)
         avals = {source: [node.meta["val"] for node in nodes] for source, nodes in incoming.items()}
-        for source, values in mail.exchange(outgoing, avals).items():
+        for source, values in self.mail.exchange(outgoing, avals).items():
             worker.late.update(zip(incoming[source], values, strict=True))
 
     def _results(self, program: PipelineProgram, value: Callable[[int, fx.Node], Any]) -> list[Placed]:

@@ -192,7 +192,7 @@ class _OneRank:
         self.tally, self.constants = _Tally(), dict[int, Stored]()
         self.step = ""
         self.sent: list[Value] = []  # until the next message leaves
-        self.under_way: dict[Receive, list[Value]] = {}
+        self.under_way: dict[Action, list[Value]] = {}
         for part in program.programs_of_rank(rank):
             for tensor in footprints[part].constants.values():
                 self._constant(tensor)
@@ -241,17 +241,19 @@ class _OneRank:
 
     def expect(self, step: Receive, avals: Sequence[Aval]) -> None:
         """The memory for a message is there before the message."""
-        self.under_way[step] = [self._message(aval.nbytes, str(step)) for aval in avals]
+        self.under_way[step.action] = [self._message(aval.nbytes, str(step)) for aval in avals]
         self.tally.note(str(step), {})
 
-    def take(self, step: Receive) -> list[Value]:
+    def take(self, action: Action) -> list[Value] | None:
         """What the backward needs of a message stays."""
-        target = self.program.neighbour(step.action)
+        if action not in self.under_way:
+            return None
+        target = self.program.neighbour(action)
         assert target is not None
         stage = self.program.stages[target % self.program.schedule.depth]
-        kept = stage.after_forward if step.action.kind == "F" else stage.after_input
-        values = self.under_way.pop(step)
-        for node, value in zip(self.program.message(step.action), values, strict=True):
+        kept = stage.after_forward if action.kind == "F" else stage.after_input
+        values = self.under_way.pop(action)
+        for node, value in zip(self.program.message(action), values, strict=True):
             if node in kept:
                 value[0].becomes("residuals")
         return values
@@ -299,7 +301,9 @@ class _Priced(PipelineRuntime):
         self.one.step = str(action)
         return worker.act(action)
 
-    def _mail(self, rank: int) -> Any:
+    @property
+    def mail(self) -> Any:  # type: ignore[override]
+        """The rank itself."""
         return self.one
 
     def _chunks(self, handle: Any, count: int, dim: int) -> list[Any]:

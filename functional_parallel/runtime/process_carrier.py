@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..collectives import group
 from ..collectives.axes import bind
-from .algorithms import SIZES, Algorithm, Chooser, Steps, Team, setting
+from .algorithms import SIZES, Algorithm, Chooser, Messages, Steps, Team, setting
 from .groups import Group, Groups
 from .pending import CollectiveError, Pending
 from .zero_copy import joined, whole_of
@@ -343,9 +343,15 @@ class ProcessCarrier:
 
     # --- looking up ---
 
-    def process_group(self, axes: tuple[str, ...]) -> Any:
-        """torch's group of the ranks that differ from this one along some axes only."""
-        return self._groups.over(axes).handle
+    def messages(self, axes: tuple[str, ...], device: torch.device) -> Team | Messages:
+        """What brings messages to single ranks along some axes, numbered in their order; all ranks must ask.
+
+        Args:
+            axes: the axes.
+            device: where the tensors are.
+        """
+        members, chooser = self._groups.over(axes), self._chooser(axes) if device.type == "cpu" else None
+        return Messages(members.handle, members.seats) if chooser is None else chooser.team
 
     def algorithms(self, axes: tuple[str, ...], sizes: Sequence[int] = SIZES) -> str:
         """Which algorithm serves collectives over these axes, by size, and why; all ranks must ask.

@@ -50,8 +50,6 @@ class Stream:
         self.newest, self.most_versions = 0, 1
         self.workers: dict[int, Worker] = {}
         self.results: list[dict[fx.Node, Any]] = []
-        self.outgoing: dict[Action, list[Any]] = {}
-        self.expected: dict[Action, Any] = {}
         self._mail: dict[int, list[tuple[Action, int, list[Any]]]] = {}
         self._to_read = [self.reads[action] for action in program.schedule.actions[rank] if action in self.reads]
 

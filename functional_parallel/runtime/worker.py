@@ -24,8 +24,6 @@ class Worker:
 
     Attributes:
         held: per stage and microbatch, the values that are kept: residuals, and what came from other stages.
-        outgoing: per action, what is yet to be sent.
-        expected: per action, the message under way that brings what it made.
         late: values of the epilogue.
         turn: per sum and chain, the microbatch to be added next.
         early: per sum and chain, what was there before its turn.
@@ -41,8 +39,6 @@ class Worker:
         self.held: dict[tuple[int, int], dict[fx.Node, Any]] = {}
         self.totals: dict[tuple[fx.Node, int], Any] = {}
         self.collected: dict[tuple[fx.Node, int], Any] = {}
-        self.outgoing: dict[Action, list[Any]] = {}
-        self.expected: dict[Action, Any] = {}
         self.late: dict[fx.Node, Any] = {}
         self.turn: dict[tuple[fx.Node, int], int] = {}
         self.early: dict[tuple[fx.Node, int], dict[int, Any]] = {}

@@ -87,17 +87,18 @@ class OneRank(PipelineRuntime):
             self.functions[program] = flat_function(program)
         return self.functions[program](list(values))
 
-    def _mail(self, rank: int) -> Any:
+    @property
+    def mail(self) -> Any:  # type: ignore[override]
         return self
 
     def send(self, step: Any, values: list[Tensor]) -> None:
         self.sent = values
 
     def expect(self, step: Any, avals: Sequence[Any]) -> None:
-        self.under_way[step] = [torch.zeros(aval.shape, dtype=aval.dtype) for aval in avals]
+        self.under_way[step.action] = [torch.zeros(aval.shape, dtype=aval.dtype) for aval in avals]
 
-    def take(self, step: Any) -> list[Tensor]:
-        return self.under_way.pop(step)
+    def take(self, action: Any) -> list[Tensor] | None:
+        return self.under_way.pop(action, None)
 
     def finish(self) -> None:
         self.sent = None

@@ -3,6 +3,6 @@
 from .choose import SIZES, Chooser, setting
 from .running import Steps
 from .table import ALGORITHMS, Algorithm
-from .team import Team
+from .team import NOTHING, Messages, Team
 
-__all__ = ["ALGORITHMS", "SIZES", "Algorithm", "Chooser", "Steps", "Team", "setting"]
+__all__ = ["ALGORITHMS", "NOTHING", "SIZES", "Algorithm", "Chooser", "Messages", "Steps", "Team", "setting"]

@@ -13,9 +13,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from .shared_memory import HALF, SharedMemory, anonymous_memory, mapped
+from .shared_memory import Piece, SharedMemory, anonymous_memory
 
 __all__ = ["connect", "host_identity"]
 
@@ -84,26 +82,27 @@ def _meet(
     me: int, listener: socket.socket, greetings: Sequence[tuple[str, bytes]], timeout: float
 ) -> SharedMemory | None:
     """Call those before me, be called by those behind me, and hand out file descriptors of my memory both ways."""
-    descriptor = anonymous_memory(2 * HALF)
+    descriptor = anonymous_memory(Piece.size(len(greetings)))
     peers: dict[int, socket.socket] = {}
-    memory: dict[int, Tensor] = {}
+    memory: dict[int, Piece] = {}
+    ranks = len(greetings)
     try:
         for number in range(me):
             peers[number] = _call(me, *greetings[number], descriptor)
-        while len(peers) < len(greetings) - 1:
-            number, peer, memory_of_peer = _answer(listener, greetings[me][1], descriptor)
-            peers[number], memory[number] = peer, memory_of_peer
+        while len(peers) < ranks - 1:
+            number, peer, memory[number] = _answer(listener, greetings[me][1], descriptor, ranks)
+            peers[number] = peer
         for number in range(me):
-            memory[number] = _received(peers[number], 1)[1]
+            memory[number] = _received(peers[number], 1, ranks)[1]
     except BaseException:
         for peer in peers.values():
             peer.close()
         os.close(descriptor)
         raise
-    memory[me] = mapped(descriptor)
+    memory[me] = Piece(descriptor, ranks)
     for peer in peers.values():
         peer.settimeout(timeout)
-    return SharedMemory(me, peers, [memory[number] for number in range(len(greetings))], timeout)
+    return SharedMemory(me, peers, [memory[number] for number in range(ranks)], timeout)
 
 
 def _call(me: int, address: str, secret: bytes, descriptor: int) -> socket.socket:
@@ -114,13 +113,13 @@ def _call(me: int, address: str, secret: bytes, descriptor: int) -> socket.socke
     return peer
 
 
-def _answer(listener: socket.socket, secret: bytes, descriptor: int) -> tuple[int, socket.socket, Tensor]:
+def _answer(listener: socket.socket, secret: bytes, descriptor: int, ranks: int) -> tuple[int, socket.socket, Piece]:
     """The next rank that calls and knows the secret."""
     listener.settimeout(_SECONDS_TO_MEET)
     while True:
         peer, _ = listener.accept()
         peer.settimeout(_SECONDS_TO_MEET)
-        data, memory = _received(peer, _HELLO.size)
+        data, memory = _received(peer, _HELLO.size, ranks)
         said, number = _HELLO.unpack(data)
         if secrets.compare_digest(said, secret):
             socket.send_fds(peer, [b"!"], [descriptor])
@@ -128,8 +127,8 @@ def _answer(listener: socket.socket, secret: bytes, descriptor: int) -> tuple[in
         peer.close()
 
 
-def _received(peer: socket.socket, size: int) -> tuple[bytes, Tensor]:
+def _received(peer: socket.socket, size: int, ranks: int) -> tuple[bytes, Piece]:
     data, descriptors, _, _ = socket.recv_fds(peer, size, 1)
     if len(data) != size or len(descriptors) != 1:
         raise ConnectionError("a rank on this host ended, or something else called")
-    return data, mapped(descriptors[0])
+    return data, Piece(descriptors[0], ranks)

@@ -25,9 +25,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from .channels import ROOM, Channels
 from .running import Running, Steps, Waitable
 
-__all__ = ["HALF", "SharedMemory", "Slot", "anonymous_memory", "mapped"]
+__all__ = ["HALF", "Piece", "SharedMemory", "Slot", "anonymous_memory"]
 
 HALF = 4 << 20
 _ALIGNMENT = 64
@@ -87,12 +88,15 @@ class SharedMemory:
     Args:
         rank: this rank's number among them.
         peers: a connected stream socket to each other rank, by number.
-        memory: every rank's piece, of `2 * HALF` bytes, by number.
+        memory: every rank's, by number.
         timeout: seconds to wait for a signal.
+
+    Attributes:
+        channels: messages to single ranks, and from them.
     """
 
     def __init__(
-        self, rank: int, peers: dict[int, socket.socket], memory: Sequence[Tensor], timeout: float = 600.0
+        self, rank: int, peers: dict[int, socket.socket], memory: Sequence[Piece], timeout: float = 600.0
     ) -> None:
         self.rank, self.size = rank, len(memory)
         self._peers, self._memory, self._timeout = peers, memory, timeout
@@ -107,6 +111,11 @@ class SharedMemory:
         self._numbers = 0
         self._last_slot: Slot | None = None
         self._halves = [_Half(0, self.signal), _Half(HALF, self.signal)]
+        self.channels = Channels(
+            weakref.proxy(self),
+            {number: memory[rank].channels[number] for number in peers},
+            {number: memory[number].channels[rank] for number in peers},
+        )
 
     # --- signals ---
 
@@ -118,13 +127,20 @@ class SharedMemory:
     def signal(self, number: int) -> None:
         """Tell all others. A rank that has ended is noticed when something is expected of it."""
         message = _SIGNAL.pack(number)
-        for rank, peer in self._peers.items():
-            try:
-                peer.sendall(message)
-            except ConnectionError:
-                continue
-            except TimeoutError as error:
-                raise RuntimeError(f"{_ranks({rank})} of the group, on this host, reads no signals") from error
+        for rank in self._peers:
+            self._send(rank, message)
+
+    def tell(self, rank: int, note: int) -> None:
+        """Tell one other rank's channels something, a positive number."""
+        self._send(rank, _SIGNAL.pack(-note))
+
+    def _send(self, rank: int, message: bytes) -> None:
+        try:
+            self._peers[rank].sendall(message)
+        except ConnectionError:
+            return
+        except TimeoutError as error:
+            raise RuntimeError(f"{_ranks({rank})} of the group, on this host, reads no signals") from error
 
     def all_gave(self, number: int) -> Waitable:
         """To wait until every other rank has signalled this number."""
@@ -136,16 +152,24 @@ class SharedMemory:
         Raises:
             RuntimeError: when a rank has ended before it did, or after the timeout; names the rank.
         """
+        self.wait_until(lambda: self._peers.keys() - self._arrived[number])
+        del self._arrived[number]
+
+    def wait_until(self, missing: Callable[[], set[int]]) -> None:
+        """Read signals until there is no rank that one is missing from.
+
+        Raises:
+            RuntimeError: when such a rank has ended, or after the timeout; names the rank.
+        """
         began = time.monotonic()
-        while missing := self._peers.keys() - self._arrived[number]:
-            if ended := missing & self._ended:
+        while ranks := missing():
+            if ended := ranks & self._ended:
                 raise RuntimeError(f"{_ranks(ended)} of the group, on this host, ended")
             seconds = time.monotonic() - began
             if seconds > self._timeout:
-                raise RuntimeError(f"no signal from {_ranks(missing)} of the group, on this host, in {seconds:.1f} s")
+                raise RuntimeError(f"no signal from {_ranks(ranks)} of the group, on this host, in {seconds:.1f} s")
             for descriptor, _ in self._poll.poll((self._timeout - seconds) * 1000 + 1):
                 self._read_signals(self._rank_of[descriptor])
-        del self._arrived[number]
 
     def _read_signals(self, rank: int) -> None:
         try:
@@ -159,7 +183,10 @@ class SharedMemory:
         whole = len(data) // _SIGNAL.size * _SIGNAL.size
         self._unfinished[rank] = data[whole:]
         for (number,) in _SIGNAL.iter_unpack(data[:whole]):
-            self._arrived[number].add(rank)
+            if number > 0:
+                self._arrived[number].add(rank)
+            else:
+                self.channels.told(rank, -number)
 
     # --- memory ---
 
@@ -181,7 +208,7 @@ class SharedMemory:
         begin = half.begin + half.used
         half.used += size
         half.given += 1
-        self._last_slot = Slot([memory[begin : begin + size] for memory in self._memory], half)
+        self._last_slot = Slot([memory.halves[begin : begin + size] for memory in self._memory], half)
         return self._last_slot
 
     def _turn(self) -> None:
@@ -233,10 +260,27 @@ def anonymous_memory(size: int) -> int:
     return descriptor
 
 
-def mapped(descriptor: int) -> Tensor:
-    """The memory of a file descriptor, which is closed, as a tensor of bytes."""
-    try:
-        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # a page fault each costs more than copying
-        return torch.frombuffer(mmap.mmap(descriptor, 0, flags), dtype=torch.uint8)
-    finally:
-        os.close(descriptor)
+class Piece:
+    """One rank's memory, mapped: two halves for collectives, and a channel to every rank.
+
+    Args:
+        descriptor: of `Piece.size(ranks)` bytes; it is closed.
+        ranks: how many share memory.
+    """
+
+    def __init__(self, descriptor: int, ranks: int) -> None:
+        populated = getattr(mmap, "MAP_POPULATE", 0)  # a page fault each costs more than copying
+        try:
+            self.halves = _mapped(descriptor, 0, 2 * HALF, populated)
+            self.channels = _mapped(descriptor, 2 * HALF, ranks * ROOM).chunk(ranks)
+        finally:
+            os.close(descriptor)
+
+    @staticmethod
+    def size(ranks: int) -> int:
+        """Bytes that a rank's memory takes; those of channels only as far as they are used."""
+        return 2 * HALF + ranks * ROOM
+
+
+def _mapped(descriptor: int, begin: int, length: int, flags: int = 0) -> Tensor:
+    return torch.frombuffer(mmap.mmap(descriptor, length, mmap.MAP_SHARED | flags, offset=begin), dtype=torch.uint8)

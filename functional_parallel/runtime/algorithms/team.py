@@ -9,12 +9,14 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from .channels import LARGEST, Channels
 from .connect import connect, host_identity
 from .running import Running, Steps, Waitable
 
-__all__ = ["Messages", "Ranks", "Team"]
+__all__ = ["NOTHING", "Messages", "Ranks", "Team"]
 
-_TAGS = 1 << 31
+_TAGS = (1 << 31) - 1
+_SINGLE = 0  # the tag of messages that belong to no collective
 
 
 class Ranks:
@@ -57,6 +59,7 @@ class Team(Ranks):
         super().__init__(rank, len(seats))
         self.handle, self._seats = handle, seats
         self._tags = tags or count()
+        self._single = Messages(handle, seats)
         names = self.exchange(host_identity() if host is None else host)
         by_name: dict[str, list[int]] = {}
         for number, name in enumerate(names):
@@ -72,7 +75,30 @@ class Team(Ranks):
 
     def messages(self) -> Messages:
         """The messages of one collective: all ranks call this in the same order."""
-        return Messages(self.handle, self._seats, next(self._tags) % _TAGS)
+        return Messages(self.handle, self._seats, 1 + next(self._tags) % _TAGS)
+
+    # --- messages to single ranks, received in the order in which they were sent ---
+
+    def send(self, x: Tensor, to: int) -> Waitable:
+        """Start to send contiguous bytes, which must not change until this is waited for."""
+        channels = self._channels(x, to)
+        if channels is None:
+            return self._single.send(x, to)
+        channels.send(x, self.on_my_host.index(to))
+        return NOTHING
+
+    def receive(self, into: Tensor, source: int) -> Waitable:
+        """Start to receive into contiguous bytes."""
+        channels = self._channels(into, source)
+        if channels is None:
+            return self._single.receive(into, source)
+        return channels.receive(into, self.on_my_host.index(source))
+
+    def _channels(self, x: Tensor, other: int) -> Channels | None:
+        """The ways through memory, where they serve: both ends must answer alike."""
+        if self.shared is None or other not in self.on_my_host or x.numel() > LARGEST:
+            return None
+        return self.shared.channels
 
     # --- two levels, where every host has as many ranks ---
 
@@ -104,12 +130,12 @@ class Team(Ranks):
 class Messages:
     """Sends and receives under a tag of their own, so that no other collective's can be taken for them.
 
-    Between two ranks, messages of one collective arrive in the order in which they were sent.
+    Between two ranks, messages of one tag arrive in the order in which they were sent.
     """
 
     __slots__ = ("_handle", "_seats", "_tag")
 
-    def __init__(self, handle: Any, seats: Sequence[int], tag: int) -> None:
+    def __init__(self, handle: Any, seats: Sequence[int], tag: int = _SINGLE) -> None:
         self._handle, self._seats, self._tag = handle, seats, tag
 
     def among(self, ranks: Sequence[int]) -> Messages:
@@ -126,10 +152,13 @@ class Messages:
 
     def _started(self, operation: Callable[..., Any], x: Tensor, **other: int) -> Waitable:
         if x.numel() == 0:
-            return _Nothing()
+            return NOTHING
         return operation(x, group=self._handle, tag=self._tag, **other)
 
 
 class _Nothing:
     def wait(self) -> None:
         pass
+
+
+NOTHING = _Nothing()

@@ -1,0 +1,123 @@
+"""Messages from rank to rank of one host, through memory that both map.
+
+Of every ordered pair of ranks, the sender has a stretch of memory that the receiver maps. It writes a message to the
+lowest place that is free and signals where; the receiver copies it out and signals that it has. A rank that waits, for
+a message or for room, takes in whatever has come meanwhile, so that ranks which wait for each other's room both get it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+__all__ = ["LARGEST", "ROOM", "Channels"]
+
+ROOM = 8 << 20  # pages are taken when first written, so a small message's channel stays small
+LARGEST = ROOM // 2
+_MOST_UNDER_WAY = 32  # more signals than a socket's buffer holds must never be under way
+_ALIGNMENT = 64
+_TAKEN = 1
+
+
+class Signals(Protocol):
+    """How a rank tells another, and waits to be told."""
+
+    def tell(self, rank: int, note: int) -> None: ...
+    def wait_until(self, missing: Callable[[], set[int]]) -> None: ...
+
+
+class _Outgoing:
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.under_way: deque[tuple[int, int]] = deque()
+
+    def place(self, size: int) -> int | None:
+        """The lowest free place; None where there is none."""
+        if len(self.under_way) == _MOST_UNDER_WAY:
+            return None
+        begin = 0
+        for taken, end in sorted(self.under_way):
+            if begin + size <= taken:
+                break
+            begin = max(begin, end)
+        return begin if begin + size <= ROOM else None
+
+
+class _Incoming:
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.arrived: deque[int] = deque()
+        self.expected: deque[_Expected] = deque()
+
+
+class _Expected:
+    __slots__ = ("_rank", "_signals", "into", "is_here")
+
+    def __init__(self, into: Tensor, rank: int, signals: Signals) -> None:
+        self.into, self._rank, self._signals, self.is_here = into, rank, signals, False
+
+    def wait(self) -> None:
+        if not self.is_here:
+            self._signals.wait_until(lambda: set() if self.is_here else {self._rank})
+
+
+class Channels:
+    """This rank's channels to and from the others of its host.
+
+    Args:
+        signals: tells other ranks; what they tell comes to `told`.
+        outgoing: by rank, `ROOM` bytes that it reads and this one writes.
+        incoming: by rank, `ROOM` bytes that it writes and this one reads.
+    """
+
+    def __init__(self, signals: Signals, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
+        self._signals = signals
+        self._outgoing = {rank: _Outgoing(memory) for rank, memory in outgoing.items()}
+        self._incoming = {rank: _Incoming(memory) for rank, memory in incoming.items()}
+
+    def send(self, message: Tensor, to: int) -> None:
+        """Send a message of at most `LARGEST` bytes, which may change afterwards; waits only for room.
+
+        Args:
+            message: contiguous bytes.
+            to: the rank.
+        """
+        channel, size = self._outgoing[to], -(-message.numel() // _ALIGNMENT) * _ALIGNMENT
+        if (begin := channel.place(size)) is None:
+            self._signals.wait_until(lambda: set() if channel.place(size) is not None else {to})
+            begin = channel.place(size)
+        assert begin is not None
+        channel.memory[begin : begin + message.numel()].copy_(message)
+        channel.under_way.append((begin, begin + size))
+        self._signals.tell(to, _TAKEN + 1 + begin // _ALIGNMENT)
+
+    def receive(self, into: Tensor, source: int) -> _Expected:
+        """Expect the next message of a rank; its `wait()` ends when the message is there.
+
+        Args:
+            into: contiguous bytes, as many as the message has.
+            source: the rank.
+        """
+        expected = _Expected(into, source, self._signals)
+        self._incoming[source].expected.append(expected)
+        self._take_in(source)
+        return expected
+
+    def told(self, rank: int, note: int) -> None:
+        """What another rank told this one."""
+        if note == _TAKEN:
+            self._outgoing[rank].under_way.popleft()
+        else:
+            self._incoming[rank].arrived.append((note - _TAKEN - 1) * _ALIGNMENT)
+            self._take_in(rank)
+
+    def _take_in(self, rank: int) -> None:
+        channel = self._incoming[rank]
+        while channel.arrived and channel.expected:
+            begin, expected = channel.arrived.popleft(), channel.expected.popleft()
+            expected.into.copy_(channel.memory[begin : begin + expected.into.numel()])
+            expected.is_here = True
+            self._signals.tell(rank, _TAKEN)
