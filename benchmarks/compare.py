@@ -88,6 +88,8 @@ def main() -> None:
         "peers alone": report.table(ALONE_HEAD, [alone_cells(row) for row in rows if "ours_start_s" in row]),
         "machine": report.table(machine.HEAD, [line for ranks in args.ranks for line in machine.cells(limits[ranks])]),
     }
+    if not args.sizes_alone:
+        del tables["peers alone"]
     print(json.dumps(rows, indent=1) if args.json else "\n\n".join(tables.values()))
     if args.write:
         for section, table in tables.items():
