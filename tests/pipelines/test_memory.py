@@ -181,7 +181,7 @@ def test_the_predicted_peak_of_every_rank_is_the_measured_one(seed: int) -> None
 
 
 def results_of_kernels(program: PipelineProgram) -> int:
-    """Bytes of messages that lie otherwise when they arrive than a kernel left them, so that a view of them may copy."""
+    """Bytes of messages that lie otherwise when they arrive than a kernel left them: a view of them may copy."""
     sent = {node for stage in program.stages for node in (*stage.sends_forward, *stage.sends_backward)}
     return sum(node.meta["val"].nbytes for node in sent if node.target is operator.getitem)
 
