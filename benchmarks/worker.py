@@ -70,12 +70,17 @@ def on_rank_0(step: Callable[[torch.Tensor], object]) -> Callable[[torch.Tensor]
 def interleaved(
     steps: list[Callable[[torch.Tensor], object]], config: Config, rounds: int
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Of each kind of step, in turn, the order turning round: seconds of the slowest rank; processor seconds of all."""
+    """Of each kind of step, in turn, the order turning round: seconds of the slowest rank; processor seconds of all.
+
+    A turn is two steps of which the second is timed, since in training a step follows one of its own kind: after one of
+    another, caches hold other data and the heap has to grow again.
+    """
     times, work = (torch.zeros(len(steps), rounds, dtype=torch.float64) for _ in range(2))
     for index in range(-2, rounds):
         tokens = batch(config, CHECKED_STEPS + index)
         order = range(len(steps)) if index % 2 else reversed(range(len(steps)))
         for which in order:
+            steps[which](tokens)
             dist.barrier()
             began, worked = time.perf_counter(), time.process_time()
             steps[which](tokens)
