@@ -17,10 +17,12 @@ import os
 import select
 import socket
 import struct
+import sys
 import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -34,6 +36,7 @@ HALF = 4 << 20
 _ALIGNMENT = 64
 _MOST_IN_A_HALF = 32  # more signals than a socket's buffer holds must never be under way
 _SIGNAL = struct.Struct("<q")
+_MADV_POPULATE_WRITE = 23  # Linux's; Python has no name for it
 
 
 class Slot:
@@ -110,6 +113,7 @@ class SharedMemory:
         self._ended: set[int] = set()
         self._numbers = 0
         self._last_slot: Slot | None = None
+        self._is_populated = False
         self._halves = [_Half(0, self.signal), _Half(HALF, self.signal)]
         self.channels = Channels(
             weakref.proxy(self),
@@ -201,6 +205,8 @@ class SharedMemory:
     def slot(self, size: int) -> Slot:
         """A stretch of at most `HALF` bytes of every rank's memory."""
         assert size <= HALF, size
+        if not self._is_populated:
+            self._populate()
         size = -(-size // _ALIGNMENT) * _ALIGNMENT
         if not self._halves[0].has_room(size):
             self._turn()
@@ -210,6 +216,12 @@ class SharedMemory:
         half.given += 1
         self._last_slot = Slot([memory.halves[begin : begin + size] for memory in self._memory], half)
         return self._last_slot
+
+    def _populate(self) -> None:
+        """A mesh axis that only single messages go along never needs these pages."""
+        for piece in self._memory:
+            piece.populate()
+        self._is_populated = True
 
     def _turn(self) -> None:
         old, new = self._halves
@@ -269,18 +281,21 @@ class Piece:
     """
 
     def __init__(self, descriptor: int, ranks: int) -> None:
-        populated = getattr(mmap, "MAP_POPULATE", 0)  # a page fault each costs more than copying
         try:
-            self.halves = _mapped(descriptor, 0, 2 * HALF, populated)
-            self.channels = _mapped(descriptor, 2 * HALF, ranks * ROOM).chunk(ranks)
+            self._halves = mmap.mmap(descriptor, 2 * HALF)
+            rooms = mmap.mmap(descriptor, ranks * ROOM, offset=2 * HALF)
         finally:
             os.close(descriptor)
+        self.halves = torch.frombuffer(self._halves, dtype=torch.uint8)
+        self.channels = torch.frombuffer(rooms, dtype=torch.uint8).chunk(ranks)
+
+    def populate(self) -> None:
+        """Get pages for the halves at once, where the system can: a fault for each costs more than copying."""
+        if sys.platform == "linux":
+            with suppress(OSError):  # before Linux 5.14
+                self._halves.madvise(_MADV_POPULATE_WRITE)
 
     @staticmethod
     def size(ranks: int) -> int:
         """Bytes that a rank's memory takes; those of channels only as far as they are used."""
         return 2 * HALF + ranks * ROOM
-
-
-def _mapped(descriptor: int, begin: int, length: int, flags: int = 0) -> Tensor:
-    return torch.frombuffer(mmap.mmap(descriptor, length, mmap.MAP_SHARED | flags, offset=begin), dtype=torch.uint8)
