@@ -22,7 +22,7 @@ from ..program.collectives import primitive_name
 from ..program.sharing import aliases_of, root_of
 from ..program.unroll import combined_by, microbatch_dim, resized, shortened
 from ..tracing import Aval, Traced
-from ..tracing.graph import operands_of
+from ..tracing.graph import in_order, operands_of
 from .extract import Extractor, Part
 from .roles import Role, Roles, is_view
 
@@ -150,16 +150,8 @@ class EpilogueBuilder:
     def _value(self, node: fx.Node) -> fx.Node:
         if node.op == "placeholder":
             return self._made[Given("input", node)]
-        waiting = [node]  # not by recursion: a norm is a chain of as many sums as there are parameters
-        while waiting:
-            last = waiting[-1]
-            missing = [] if last in self._made else [each for each in self._needed(last) if each not in self._made]
-            if not missing and last not in self._made:
-                self._made[last] = self._written(last)
-            if missing:
-                waiting += reversed(missing)
-            else:
-                waiting.pop()
+        for each in in_order(node, self._needed, self._made):
+            self._made[each] = self._written(each)
         return self._made[node]
 
     def _needed(self, node: fx.Node) -> list[fx.Node]:

@@ -16,6 +16,7 @@ from ..program.collectives import primitive_name
 from ..program.rounds import names_axis
 from ..program.unroll import combined_by, microbatch_dim, resized
 from ..tracing import Traced
+from ..tracing.graph import in_order, operands_of
 from .extract import Extractor
 from .roles import Roles
 
@@ -51,10 +52,20 @@ class Prologue:
 
     def value(self, node: fx.Node, microbatch: int | None) -> fx.Node:
         """A value of one microbatch, or one that all share, written where it is first asked for."""
-        key = (node, microbatch if node in self.roles.varying else None)
-        if key not in self._made:
+        wanted = self._key(node, microbatch)
+        for key in in_order(wanted, self._needed, self._made):
             self._made[key] = self._write_value(*key)
-        return self._made[key]
+        return self._made[wanted]
+
+    def _key(self, node: fx.Node, microbatch: int | None) -> Wanted:
+        return node, microbatch if node in self.roles.varying else None
+
+    def _needed(self, key: Wanted) -> list[Wanted]:
+        """The values that one is written from."""
+        node, microbatch = key
+        if self.roles.rounds.is_barrier(node):
+            return [self._key(node.args[0], each) for each in self.parts]
+        return [self._key(operand, microbatch) for operand in operands_of(node)]
 
     def _write_value(self, node: fx.Node, microbatch: int | None) -> fx.Node:
         if node.op == "get_attr":

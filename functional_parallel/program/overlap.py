@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import fx
 
 from ..tracing import Traced
-from ..tracing.graph import operands_of
+from ..tracing.graph import in_order, operands_of
 from .collectives import primitive_name
 from .packing import UNPACK
 from .sharing import shares_memory
@@ -49,15 +49,8 @@ def overlapped(traced: Traced, readers: Mapping[fx.Node, Sequence[fx.Node]]) -> 
 
 def _write(node: fx.Node, order: dict[fx.Node, None], readers: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
     """Append a node, after those of its operands that are not there yet, and those that its writing would disturb."""
-    stack = [node]
-    while stack:
-        last = stack[-1]
-        needed = [*_computed(operands_of(last)), *readers.get(last, ())]
-        missing = [] if last in order else [each for each in needed if each not in order]
-        if missing:
-            stack += reversed(missing)
-        else:
-            order.setdefault(stack.pop())
+    for each in in_order(node, lambda n: [*_computed(operands_of(n)), *readers.get(n, ())], order):
+        order[each] = None
 
 
 def _computed(nodes: Iterable[fx.Node]) -> list[fx.Node]:

@@ -28,7 +28,7 @@ from ..program.overlap import STARTED, overlapped
 from ..program.packing import UNPACK, unpacked
 from ..program.sharing import readers_before_writes, root_of, written_by
 from ..tracing import Traced
-from ..tracing.graph import operands_of, source_of, walk_args
+from ..tracing.graph import in_order, operands_of, source_of, walk_args
 from .inductor import Region, region_of
 from .kernels import ONEDNN_MM, faster_kernel
 from .repeats import cuts_between_repeats
@@ -297,13 +297,8 @@ def _with_views(ops: Sequence[fx.Node]) -> list[fx.Node]:
     """The ops after the views that they look through, so that a region takes what these are views of."""
     found: dict[fx.Node, None] = {}
     for node in ops:
-        chain = [node]
-        while chain:
-            missing = [each for each in operands_of(chain[-1]) if each not in found and _is_seen_through(each)]
-            if missing:
-                chain.append(missing[0])
-            else:
-                found.setdefault(chain.pop())
+        for each in in_order(node, lambda n: filter(_is_seen_through, operands_of(n)), found):
+            found[each] = None
     return list(found)
 
 

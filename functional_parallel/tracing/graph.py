@@ -7,16 +7,18 @@ Every node carries in `node.meta`: `val` (an `Aval`, or a tuple of them), `sourc
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
 from ..source import Source
 
-__all__ = ["Aval", "Traced", "aval_of", "is_collective", "operands_of", "source_of", "walk_args"]
+__all__ = ["Aval", "Traced", "aval_of", "in_order", "is_collective", "operands_of", "source_of", "walk_args"]
+
+K = TypeVar("K", bound=Hashable)
 
 _CPU = torch.device("cpu")
 
@@ -129,6 +131,34 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
     found: dict[fx.Node, None] = {}
     walk_args((node.args, node.kwargs), lambda a: found.setdefault(a) if isinstance(a, fx.Node) else None)
     return list(found)
+
+
+def in_order(wanted: K, needed: Callable[[K], Iterable[K]], done: Container[K]) -> Iterator[K]:
+    """What is not done yet of something and all that it needs, each after what it needs itself.
+
+    Not by recursion: a norm is a chain of as many sums as there are parameters.
+
+    >>> done = {}
+    >>> for each in in_order(6, lambda number: [number // 2, number // 3] if number > 1 else [], done):
+    ...     done[each] = "done"
+    >>> list(done)
+    [1, 3, 2, 6]
+
+    Args:
+        wanted: what is to be done in the end.
+        needed: what something needs, in the order in which to do it.
+        done: what is done; the caller adds each to it before asking for the next.
+    """
+    waiting = [wanted]
+    while waiting:
+        last = waiting[-1]
+        missing = [] if last in done else [each for each in needed(last) if each not in done]
+        if missing:
+            waiting += reversed(missing)
+            continue
+        waiting.pop()
+        if last not in done:
+            yield last
 
 
 def walk_args(args: Any, visit: Callable[[Any], Any]) -> Any:

@@ -21,6 +21,22 @@ def shallow() -> Any:
     sys.setrecursionlimit(usual)
 
 
+def test_what_microbatches_share_may_be_a_longer_chain_than_python_recurses(shallow: int) -> None:
+    def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        rate = torch.ones((), dtype=x.dtype)
+        for _ in range(shallow):
+            rate = torch.sin(rate + w[0])
+        return torch.tanh(torch.tanh(x * w[1]) * w[2] * rate).mean()
+
+    w, x = torch.linspace(0.9, 1.1, 3, dtype=torch.float64), torch.arange(4, dtype=torch.float64)
+    plan = fp.pipeline("pipe", schedule="gpipe", microbatches=2)
+    found = [
+        fp.compile(f, mesh)(w, x)
+        for f, mesh in ((plan(loss), Mesh(pipe=2)), (fp.data_parallel("data")(loss), Mesh(data=1)))
+    ]
+    torch.testing.assert_close(*found, rtol=1e-12, atol=0)
+
+
 def test_a_pipeline_of_more_parameters_than_python_recurses(shallow: int) -> None:
     params = list(torch.linspace(0.9, 1.1, shallow // 2, dtype=torch.float64).unbind())
 
