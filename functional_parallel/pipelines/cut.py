@@ -175,9 +175,10 @@ def finest(traced: Traced, roles: Roles, mesh: Mesh) -> tuple[dict[fx.Node, int]
     """The model cut at every place that is no wider than those next to it, each stage with some work; and how many."""
     forward = _staged_forward(traced, roles)
     places, costs = _narrow(_places(forward)), _costs(forward, roles, "work", mesh)
+    last = max((index for index, cost in enumerate(costs) if cost > 0), default=-1)
     found, stage, so_far = {}, 0, 0.0
     for index, node in enumerate(forward):
-        if index in places and so_far > 0 and sum(costs[index:]) > 0:
+        if index in places and so_far > 0 and index <= last:
             stage, so_far = stage + 1, 0.0
         found[node] = stage
         so_far += costs[index]

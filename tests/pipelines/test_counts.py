@@ -7,17 +7,15 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import optree
 import pytest
 import torch
-from torch import Tensor
 
 import functional_parallel as fp
 from sharding_specs import Mesh, split
 
-from .networks import normal
+from .networks import normal, tied_table
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples"))
 import gpt
@@ -58,16 +56,9 @@ def test_sequence_parallel_inside() -> None:
 @pytest.mark.parametrize("microbatches", [2, 8])
 def test_a_tied_weight_is_never_sent_and_its_gradient_once(microbatches: int) -> None:
     """The table lives on the first rank and the last; each sends the other its sum, whatever the microbatches."""
-
-    def loss(p: Any, tokens: Tensor) -> Tensor:
-        h = p["table"][tokens]
-        for weight in p["layers"]:
-            h = torch.tanh(h @ weight)
-        return (h @ p["table"].T).logsumexp(-1).mean()
-
     params = {"table": normal(30, 4), "layers": [normal(4, 4) for _ in range(4)]}
     plan = fp.pipeline("pipe", microbatches=microbatches)
-    train = fp.train_step(loss, fp.optim.adamw(0.1), Mesh(pipe=4), plan, clip=1.0)
+    train = fp.train_step(tied_table, fp.optim.adamw(0.1), Mesh(pipe=4), plan, clip=1.0)
     train(train.init(params), torch.randint(0, 30, (16,)))
     sent = Counter(tuple(one.operand.shape) for one in train.program.collectives())
     assert sent[30, 4] == 2

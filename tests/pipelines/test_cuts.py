@@ -14,7 +14,7 @@ import functional_parallel as fp
 from functional_parallel.pipelines import PipelineError
 from sharding_specs import Mesh, P
 
-from .networks import assert_same, normal
+from .networks import assert_same, normal, tied_table
 
 
 def chain_of(count: int) -> Any:
@@ -67,14 +67,8 @@ def test_work_or_memory_in_balance_beside_a_large_table() -> None:
 
 
 def test_parameters_and_state_live_where_they_are_used() -> None:
-    def loss(p: Any, tokens: Tensor) -> Tensor:
-        h = p["table"][tokens]
-        for weight in p["layers"]:
-            h = torch.tanh(h @ weight)
-        return (h @ p["table"].T).logsumexp(-1).mean()
-
     params = {"table": normal(7, 4), "layers": [normal(4, 4) for _ in range(4)]}
-    train = fp.train_step(loss, fp.optim.adamw(0.1), Mesh(pipe=4), fp.pipeline("pipe", microbatches=4), clip=1.0)
+    train = fp.train_step(tied_table, fp.optim.adamw(0.1), Mesh(pipe=4), fp.pipeline("pipe", microbatches=4), clip=1.0)
     state, _ = train(train.init(params), torch.randint(0, 7, (8,)))
     held = layers_of_ranks(train, state)
     assert [path for path in held[0] if path == "table"] == [path for path in held[3] if path == "table"] == ["table"]
