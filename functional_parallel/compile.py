@@ -320,7 +320,7 @@ def stage(
         _check_results(program, held)
     rewritten = rewrite(program, layout, parts, bucket, donate, without, watch)
     if isinstance(rewritten, PipelineProgram):
-        rewritten.measure = pipeline_memory
+        rewritten.memory_by = pipeline_memory
     return Staged(rewritten, found["tree"], found["outputs"])
 
 

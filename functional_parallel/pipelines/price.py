@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ..program.hardware import Hardware
 from ..program.links import Line
@@ -16,7 +17,9 @@ from ..program.price import Item, Price, price_of
 from ..schedules import Action, Costs, Timeline, simulate
 from ..tracing.graph import source_of
 from .extract import Part
-from .program import PipelineProgram
+
+if TYPE_CHECKING:
+    from .program import PipelineProgram
 
 __all__ = ["price_of_pipeline"]
 

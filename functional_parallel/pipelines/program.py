@@ -19,6 +19,7 @@ from ..tracing.graph import source_of
 from .epilogue import Epilogue
 from .extract import Part
 from .memory import PipelineMemory
+from .price import price_of_pipeline
 from .prologue import Prologue
 from .roles import PipelineError
 from .stages import Stage
@@ -46,7 +47,7 @@ class PipelineProgram(BaseProgram):
     inputs: list[fx.Node]
     collected: frozenset[fx.Node]  # values of single microbatches that are results
     cut_dims: dict[fx.Node, int]  # of inputs that are cut into microbatches, the dim
-    measure: Callable[[PipelineProgram], PipelineMemory] | None = field(default=None, repr=False)  # the executor's
+    memory_by: Callable[[PipelineProgram], PipelineMemory] | None = field(default=None, repr=False)  # the executor
     events: list[Event] | None = None  # what `record` asks for
 
     def record(self) -> None:
@@ -167,8 +168,6 @@ class PipelineProgram(BaseProgram):
 
     def price(self, hardware: Hardware | str = "h100") -> Price:
         """What a step takes on a machine, as `Program.price` says it: listed is the rank that works longest."""
-        from .price import price_of_pipeline  # it takes pipelines apart
-
         return price_of_pipeline(self, hardware_of(hardware))
 
     def memory(self) -> PipelineMemory:
@@ -189,8 +188,8 @@ class PipelineProgram(BaseProgram):
         batch, sums of gradients, residuals of microbatches under way, messages, and what a program takes while it runs.
         Microbatches are added up in order, as with `reduction="ordered"`; "fast" holds no more.
         """
-        assert self.measure is not None, "build() alone does not know the executor"
-        return self.measure(self)
+        assert self.memory_by is not None, "build() alone does not know the executor"
+        return self.memory_by(self)
 
     def holders(self, node: fx.Node) -> frozenset[int]:
         """The ranks of the axis that hold an input of the step: of what steps hand on, from the second step on."""

@@ -30,8 +30,6 @@ from .work import flops, moved
 
 __all__ = ["Item", "Price", "PriceRow", "price_of", "readable_seconds"]
 
-aten = torch.ops.aten
-
 
 @dataclass(frozen=True)
 class Item:
@@ -84,7 +82,7 @@ class Price:
         hardware: what it was priced for.
         seconds: the time of a step.
         items: every op and collective, in the order in which the rank runs them.
-        memory: the most bytes alive on a rank at once; None where that is not predicted.
+        memory: the most bytes alive on a rank at once.
         flops: the products of a rank.
         utilization: the share of its peak that the rank's products reach over the step, what is recomputed included
             (HFU).
@@ -96,7 +94,7 @@ class Price:
     hardware: Hardware
     seconds: float
     items: tuple[Item, ...]
-    memory: int | None
+    memory: int
     flops: int
     utilization: float
     notes: tuple[str, ...] = ()
@@ -164,8 +162,6 @@ class Price:
 
     def _footer(self) -> list[str]:
         hidden = self.communicating - self.exposed
-        memory = "not predicted" if self.memory is None else readable_bytes(self.memory)
-        over = self.memory is not None and self.memory > self.hardware.capacity
         lines = columns(
             [
                 ("a step", readable_seconds(self.seconds)),
@@ -174,10 +170,10 @@ class Price:
                 ("communicating", f"{readable_seconds(self.communicating)}, {readable_seconds(hidden)} of it hidden"),
                 ("sent per rank", readable_bytes(self.sent)),
                 ("products per rank", f"{self.flops / 1e12:.4g} Tflop, {100 * self.utilization:.1f} % of the peak"),
-                ("memory per rank", memory),
+                ("memory per rank", readable_bytes(self.memory)),
             ]
         )
-        if over:
+        if self.memory > self.hardware.capacity:
             lines.append(f"note: that is more than the {readable_bytes(self.hardware.capacity)} that a rank has")
         return [*lines, str(self.hardware), *(f"note: {note}" for note in self.notes)]
 
@@ -225,7 +221,7 @@ def readable_seconds(seconds: float) -> str:
 
 
 def price_of(
-    name: str, traced: Traced, mesh: Mesh, hardware: Hardware, memory: int | None = None, notes: Iterable[str] = ()
+    name: str, traced: Traced, mesh: Mesh, hardware: Hardware, memory: int = 0, notes: Iterable[str] = ()
 ) -> Price:
     """The price of a graph; see `Program.price`."""
     run = _Run(traced, mesh, hardware)
