@@ -32,7 +32,6 @@ class Mail:
 
     def __init__(self, carrier: Any, axis: str, rank: int, device: torch.device) -> None:
         self.carrier, self.axis, self.rank, self.device = carrier, axis, rank, device
-        self.size = carrier.mesh.axis_size(axis)
         self._messages = carrier.messages((axis,), device)
         self._expected: dict[Action, tuple[Receive, list[torch.Tensor], list[Any], float]] = {}
         self._sent: list[tuple[Any, torch.Tensor, Send | int]] = []
@@ -101,13 +100,12 @@ class Mail:
 
     def _post(self, value: torch.Tensor, rank: int, name: Send | int) -> None:
         buffer = value.detach().contiguous()
-        if buffer.numel():
-            work = self._messages.send(_bytes(buffer), rank)
-            if work is not NOTHING:
-                self._sent.append((work, buffer, name))
+        work = self._messages.send(_bytes(buffer), rank)
+        if work is not NOTHING:
+            self._sent.append((work, buffer, name))
 
     def _get(self, buffer: torch.Tensor, rank: int) -> Any:
-        return self._messages.receive(_bytes(buffer), rank) if buffer.numel() else NOTHING
+        return self._messages.receive(_bytes(buffer), rank)
 
     def _wait(self, work: Any, name: Send | Receive | int, began: float) -> None:
         """Wait for a message of the schedule, or of an exchange with a rank."""

@@ -81,9 +81,9 @@ class _Tally:
         self.curve: list[int] = []
         self.steps: list[str] = []
         self.most: dict[str, int] = {}
-        self.largest: tuple[tuple[int, str, str], ...] = ()
+        self.largest: tuple[Row, ...] = ()
 
-    def note(self, step: str, beside: Mapping[str, int], largest: Iterable[tuple[int, str, str]] = ()) -> None:
+    def note(self, step: str, beside: Mapping[str, int], largest: Iterable[Row] = ()) -> None:
         """A point of the curve: what is alive, and what is alive beside it."""
         total = self.alive.total() + sum(beside.values())
         if total > max(self.curve, default=-1):

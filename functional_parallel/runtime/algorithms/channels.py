@@ -13,12 +13,13 @@ from typing import Protocol
 
 from torch import Tensor
 
+from .alignment import ALIGNMENT, aligned
+
 __all__ = ["LARGEST", "ROOM", "Channels"]
 
 ROOM = 8 << 20  # pages are taken when first written, so a small message's channel stays small
 LARGEST = ROOM // 2
 _MOST_UNDER_WAY = 32  # more signals than a socket's buffer holds must never be under way
-_ALIGNMENT = 64
 _TAKEN = 1
 
 
@@ -85,14 +86,14 @@ class Channels:
             message: contiguous bytes.
             to: the rank.
         """
-        channel, size = self._outgoing[to], -(-message.numel() // _ALIGNMENT) * _ALIGNMENT
+        channel, size = self._outgoing[to], aligned(message.numel())
         if (begin := channel.place(size)) is None:
             self._signals.wait_until(lambda: set() if channel.place(size) is not None else {to})
             begin = channel.place(size)
         assert begin is not None
         channel.memory[begin : begin + message.numel()].copy_(message)
         channel.under_way.append((begin, begin + size))
-        self._signals.tell(to, _TAKEN + 1 + begin // _ALIGNMENT)
+        self._signals.tell(to, _TAKEN + 1 + begin // ALIGNMENT)
 
     def receive(self, into: Tensor, source: int) -> _Expected:
         """Expect the next message of a rank; its `wait()` ends when the message is there.
@@ -111,7 +112,7 @@ class Channels:
         if note == _TAKEN:
             self._outgoing[rank].under_way.popleft()
         else:
-            self._incoming[rank].arrived.append((note - _TAKEN - 1) * _ALIGNMENT)
+            self._incoming[rank].arrived.append((note - _TAKEN - 1) * ALIGNMENT)
             self._take_in(rank)
 
     def _take_in(self, rank: int) -> None:

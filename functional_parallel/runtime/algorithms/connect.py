@@ -82,10 +82,10 @@ def _meet(
     me: int, listener: socket.socket, greetings: Sequence[tuple[str, bytes]], timeout: float
 ) -> SharedMemory | None:
     """Call those before me, be called by those behind me, and hand out file descriptors of my memory both ways."""
-    descriptor = anonymous_memory(Piece.size(len(greetings)))
+    ranks = len(greetings)
+    descriptor = anonymous_memory(Piece.size(ranks))
     peers: dict[int, socket.socket] = {}
     memory: dict[int, Piece] = {}
-    ranks = len(greetings)
     try:
         for number in range(me):
             peers[number] = _call(me, *greetings[number], descriptor)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from .alignment import ALIGNMENT, aligned
 from .running import Steps
 from .shared_memory import SharedMemory
 from .sums import ordered_sum
@@ -23,7 +24,6 @@ __all__ = ["ONE_ROUND", "all_gather", "all_reduce", "all_to_all", "reduce_scatte
 AT_ONCE = 2 << 20
 PIECE = 1 << 20
 _AHEAD = 2
-_ALIGNMENT = 64
 ONE_ROUND = 128 << 10  # below, a second round of signals costs more than that every rank adds everything
 
 
@@ -127,7 +127,7 @@ def _pieces(memory: SharedMemory, tensors: Sequence[Tensor], keep: int | None = 
         tensors, places, length = list(tensors), [None], whole
     else:
         tensors = [tensor.reshape(-1) for tensor in tensors]
-        step = PIECE // len(tensors) // _ALIGNMENT * _ALIGNMENT // tensors[0].element_size()
+        step = PIECE // len(tensors) // ALIGNMENT * ALIGNMENT // tensors[0].element_size()
         places = [slice(begin, begin + step) for begin in range(0, tensors[0].numel(), step)]
         length = len(tensors) * step * tensors[0].element_size()
     count = min(len(places), 2 * _AHEAD)
@@ -146,4 +146,4 @@ def _pieces(memory: SharedMemory, tensors: Sequence[Tensor], keep: int | None = 
 
 
 def _stride(like: Tensor) -> int:
-    return -(-like.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return aligned(like.nbytes)

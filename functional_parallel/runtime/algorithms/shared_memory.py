@@ -27,13 +27,13 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from .alignment import aligned
 from .channels import ROOM, Channels
 from .running import Running, Steps, Waitable
 
 __all__ = ["HALF", "Piece", "SharedMemory", "Slot", "anonymous_memory"]
 
 HALF = 4 << 20
-_ALIGNMENT = 64
 _MOST_IN_A_HALF = 32  # more signals than a socket's buffer holds must never be under way
 _SIGNAL = struct.Struct("<q")
 _MADV_POPULATE_WRITE = 23  # Linux's; Python has no name for it
@@ -207,7 +207,7 @@ class SharedMemory:
         assert size <= HALF, size
         if not self._is_populated:
             self._populate()
-        size = -(-size // _ALIGNMENT) * _ALIGNMENT
+        size = aligned(size)
         if not self._halves[0].has_room(size):
             self._turn()
         half = self._halves[0]

@@ -95,8 +95,8 @@ class Team(Ranks):
         return channels.receive(into, self.on_my_host.index(source))
 
     def _channels(self, x: Tensor, other: int) -> Channels | None:
-        """The ways through memory, where they serve: both ends must answer alike."""
-        if self.shared is None or other not in self.on_my_host or x.numel() > LARGEST:
+        """The ways through memory, where they serve: both ends must answer alike. What is empty goes no way."""
+        if self.shared is None or other not in self.on_my_host or not 0 < x.numel() <= LARGEST:
             return None
         return self.shared.channels
 
