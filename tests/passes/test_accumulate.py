@@ -64,10 +64,12 @@ def test_zero_3_gathers_per_microbatch_unless_kept(keep: bool, gathers: int) -> 
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_training_with_dropout_equals_training_at_once(stage: int) -> None:
-    """Draws are keyed by position in the whole batch, so microbatches change none."""
-    params, inputs = parameters(2), batch(16)
-    plans = [(None, Mesh()), (fp.chain(fp.remat(), fp.zero(stage, "data"), fp.accumulate(2)), Mesh(data=2))]
+@pytest.mark.parametrize(("samples", "microbatches"), [(16, 2), (14, 3)])
+def test_training_with_dropout_equals_training_at_once(samples: int, microbatches: int, stage: int) -> None:
+    """Draws are keyed by position in the whole batch, so microbatches change none, unequal ones neither."""
+    params, inputs = parameters(2), batch(samples)
+    inner = fp.chain(fp.remat(), fp.zero(stage, "data"), fp.accumulate(microbatches))
+    plans = [(None, Mesh()), (inner, Mesh(data=2))]
     found = []
     for plan, mesh in plans:
         train = fp.train_step(noisy_loss, fp.optim.adamw(1e-2), mesh, plan, clip=1.0, seed=3)

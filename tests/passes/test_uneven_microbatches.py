@@ -17,7 +17,7 @@ import functional_parallel as fp
 from sharding_specs import Mesh
 
 from ..program.test_memory import measured
-from .networks import SPLIT, batch, integer_loss, loss, noisy_loss, parameters
+from .networks import SPLIT, batch, integer_loss, loss, parameters
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -121,20 +121,6 @@ def test_integer_sums_are_exact(stage: int, ranks: tuple[int, int], microbatches
     inputs = batch(data * (microbatches + more), integers=True)
     mesh = Mesh(data=data, tensor=tensor)
     fp.testing.assert_equivalent(integer_loss, plan, mesh, parameters(2, integers=True), *inputs, exact=True)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_training_with_dropout_equals_training_at_once(stage: int) -> None:
-    """Draws are keyed by position in the whole batch; a sample that is there twice draws the same twice."""
-    params, inputs, found = parameters(2), batch(14), []
-    for plan, mesh in [(None, Mesh()), (fp.chain(fp.remat(), fp.zero(stage, "data"), fp.accumulate(3)), Mesh(data=2))]:
-        train = fp.train_step(noisy_loss, fp.optim.adamw(1e-2), mesh, plan, clip=1.0, seed=3)
-        state = train.init(params)
-        for _ in range(4):
-            state, metrics = train(state, *inputs)
-        found.append(optree.tree_leaves((train.params(state), metrics.loss)))
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
 
 
 def test_a_sum_of_microbatches_is_taken_in_their_order() -> None:

@@ -33,6 +33,21 @@ def parameters(kinds: list[str], seed: int) -> dict[str, Any]:
     }
 
 
+def residuals(params: Any, x: Tensor) -> Tensor:
+    """Not closed on integers, so that any other order of sums shows."""
+    for layer in params["layers"]:
+        x = x + torch.tanh(x @ layer["w"] + layer["b"])
+    return (x**2).mean()
+
+
+def tied_table(params: Any, tokens: Tensor) -> Tensor:
+    """A table that the first stage and the last one use."""
+    h = params["table"][tokens]
+    for weight in params["layers"]:
+        h = torch.tanh(h @ weight)
+    return (h @ params["table"].T).logsumexp(-1).mean()
+
+
 def batch(size: int, seed: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, CLASSES, (size, 3), generator=generator)

@@ -52,11 +52,11 @@ def written(train: Any) -> list[bool]:
     return [node.meta["val"].numel > 1 for node in train.program.inputs if node.meta["carried"]]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
-@pytest.mark.parametrize("case", CASES)
+FOLDED = [case for case in CASES if case != "clip"]  # whose three layers are not four stages
+
+
+@pytest.mark.parametrize(("case", "schedule"), [*((c, "1f1b") for c in CASES), *((c, "zb-v") for c in FOLDED)])
 def test_a_step_writes_where_the_state_lies_and_keeps_its_bits(case: str, schedule: str) -> None:
-    if schedule == "zb-v" and case == "clip":
-        pytest.skip("eight stages for three layers")
     train, params = build(case, schedule)
     kept, _ = build(case, schedule, donate=False)
     before = optree.tree_map(torch.clone, params)

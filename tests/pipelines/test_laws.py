@@ -14,7 +14,7 @@ import functional_parallel as fp
 from functional_parallel.schedules import Schedule
 from sharding_specs import Mesh
 
-from .networks import SYNCHRONOUS, batch, kinds, made, network, parameters, pipeline, plans
+from .networks import SYNCHRONOUS, batch, kinds, made, network, parameters, pipeline, plans, residuals
 
 
 def assert_equal(a: Any, b: Any) -> None:
@@ -53,19 +53,16 @@ def test_the_bits_are_those_of_the_same_microbatches_on_one_rank(
 @pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_training_gives_the_bits_of_the_same_microbatches_on_one_rank(name: str) -> None:
     """Not integers here: tanh, AdamW and a clipped norm, so that any other order of sums would show."""
+    assert_equal(*trained_both_ways(name, torch.randn(8, 2, dtype=torch.float64))[:2])
 
-    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
-        for layer in params["layers"]:
-            x = x + torch.tanh(x @ layer["w"] + layer["b"])
-        return (x**2).mean()
 
+def trained_both_ways(name: str, data: torch.Tensor) -> tuple[Any, Any, Any]:
+    """What a schedule trains, the same microbatches on one rank, and without any: parameters and metrics."""
     schedule = made(name, 2, 4)
-    params = optree.tree_map(lambda x: torch.randn_like(x), parameters(["linear"] * 6, 0))
-    params = {"layers": params["layers"]}
-    data = torch.randn(8, 2, dtype=torch.float64)
-    plans_ = [pipeline(schedule), chains(schedule)]
-    states = [trained(loss, plan, mesh, params, data) for plan, mesh in zip(plans_, meshes(schedule), strict=True)]
-    assert_equal(*states)
+    params = {"layers": optree.tree_map(torch.randn_like, parameters(["linear"] * 6, 0))["layers"]}
+    piped, one = zip((pipeline(schedule), chains(schedule)), meshes(schedule), strict=True)
+    piped, one, whole = (trained(residuals, plan, mesh, params, data) for plan, mesh in (piped, one, (None, Mesh())))
+    return piped, one, whole
 
 
 def meshes(schedule: Schedule) -> tuple[Mesh, Mesh]:

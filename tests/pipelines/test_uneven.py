@@ -22,7 +22,7 @@ from ..processes import run_on_processes
 from .networks import SYNCHRONOUS, batch, kinds, made, network, parameters, pipeline, plans
 from .test_asynchronous import drawn, replayed
 from .test_asynchronous import network as tanh_network
-from .test_laws import assert_equal, chains, meshes, trained
+from .test_laws import assert_equal, trained_both_ways
 from .work import uneven_on_two, uneven_trainings
 
 
@@ -51,19 +51,9 @@ def test_beside_zero(stage: int, samples: int) -> None:
 
 @pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_training_gives_the_bits_of_the_same_microbatches_on_one_rank(name: str) -> None:
-    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
-        for layer in params["layers"]:
-            x = x + torch.tanh(x @ layer["w"] + layer["b"])
-        return (x**2).mean()
-
-    schedule = made(name, 2, 4)
-    params = {"layers": optree.tree_map(torch.randn_like, parameters(["linear"] * 6, 0))["layers"]}
-    data = torch.randn(11, 2, dtype=torch.float64)
-    plans_ = [pipeline(schedule), chains(schedule)]
-    states = [trained(loss, plan, mesh, params, data) for plan, mesh in zip(plans_, meshes(schedule), strict=True)]
-    assert_equal(*states)
-    whole = trained(loss, None, Mesh(), params, data)
-    for a, b in zip(optree.tree_leaves(states[0]), optree.tree_leaves(whole), strict=True):
+    piped, one, whole = trained_both_ways(name, torch.randn(11, 2, dtype=torch.float64))
+    assert_equal(piped, one)
+    for a, b in zip(optree.tree_leaves(piped), optree.tree_leaves(whole), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
