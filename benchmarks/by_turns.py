@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from launch import Ranks
 from resident import THRESHOLD
-from row import CHECKED_STEPS, row_of
+from row import CHECKED_STEPS, row_of, turns_of
 
 __all__ = ["alone_by_turns", "by_turns"]
 
@@ -92,11 +92,9 @@ def _measured(settings: dict[str, Any], ranks: int, ours: Told, peer: Told, file
     contestants = [(ours, "step"), (peer, "step"), (ours, "plain"), (ours, "staged")]
     times: list[list[float]] = [[0.0] * settings["rounds"] for _ in contestants]
     work: list[list[float]] = [[0.0] * settings["rounds"] for _ in contestants]
-    for index in range(-2, settings["rounds"]):
-        order = range(len(contestants)) if index % 2 else reversed(range(len(contestants)))
-        for which in order:
-            told, command = contestants[which]
-            answers = told(command, CHECKED_STEPS + index)
-            times[which][max(index, 0)] = max(answer["s"] for answer in answers)
-            work[which][max(index, 0)] = sum(answer["work_s"] for answer in answers)
+    for which, step, place in turns_of(len(contestants), settings["rounds"]):
+        told, command = contestants[which]
+        answers = told(command, step)
+        times[which][place] = max(answer["s"] for answer in answers)
+        work[which][place] = sum(answer["work_s"] for answer in answers)
     return row_of(settings, ranks, times, work, losses, worst)

@@ -12,17 +12,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import time
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import report
 import torch
 import torch.distributed as dist
+from launch import launched
 from model import SIZES, batch, make
 from ours import Ours
 
@@ -90,12 +90,12 @@ def _costs(timeline: Timeline, latency: float) -> Costs:
     return Costs(of["F"], [i + b for i, b in zip(of["I"], of["B"], strict=True)], of["W"], latency=latency)
 
 
-def worker(size: str, rounds: int) -> None:
+def worker(settings: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rows = [measure(schedule, size, rounds) for schedule in SCHEDULES]
+    rows = [measure(schedule, settings["size"], settings["rounds"]) for schedule in SCHEDULES]
     if dist.get_rank() == 0:
-        print(json.dumps(rows))
+        Path(settings["out"]).write_text(json.dumps(rows))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -106,22 +106,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--write", action="store_true", help="put the table into docs/benchmarks.md")
     args = parser.parse_args()
-    if "RANK" in os.environ:
-        worker(args.size, args.rounds)
-        return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, "--size", args.size, "--rounds", str(args.rounds)]
-    ranks = [
-        subprocess.Popen(command, env={**shared, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    output, _ = ranks[0].communicate()
-    if ranks[1].wait() or ranks[0].returncode:
+    rows = launched(Path(__file__).name, {"size": args.size, "rounds": args.rounds}, 2)
+    if rows is None:
         raise SystemExit("a rank failed")
-    table = report.table(HEAD, [_cells(row) for row in json.loads(output)])
+    table = report.table(HEAD, [_cells(row) for row in rows])
     print(table)
     if args.write:
         report.write("timeline", table)
@@ -134,4 +122,4 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    main()
+    worker(json.loads(sys.argv[1])) if "RANK" in os.environ else main()

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator
 from typing import Any
 
 import report
 
-__all__ = ["CHECKED_STEPS", "row_of"]
+__all__ = ["CHECKED_STEPS", "row_of", "turns_of"]
 
 CHECKED_STEPS = 5
+_WARM_UP = 2
+
+
+def turns_of(count: int, rounds: int) -> Iterator[tuple[int, int, int]]:
+    """Who of several is next, in an order that turns round; the number of its step, and where to note what it takes.
+
+    Rounds to warm up come first, and what is noted of them is overwritten.
+    """
+    for index in range(-_WARM_UP, rounds):
+        for which in range(count) if index % 2 else reversed(range(count)):
+            yield which, CHECKED_STEPS + index, max(index, 0)
 
 
 def row_of(

@@ -37,7 +37,7 @@ class Traffic(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         if func.namespace in ("c10d", "_c10d_functional") and name not in SILENT:
             if name not in SENT:
-                raise NotImplementedError(f"{func} calls torch.distributed and has no row in traffic.SENT")
+                raise LookupError(f"{func} calls torch.distributed and has no row in traffic.SENT")
             self.bytes[name] += SENT[name](*args)
         if func.namespace == "fp" and isinstance(args[0], torch.Tensor):  # an op of ours, that calls what counts
             with self:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from model import ADAMW, SIZES, Config, batch, cross_entropy, make
 from ours import OURS, staged
 from peers import PEERS
-from row import CHECKED_STEPS, row_of
+from row import CHECKED_STEPS, row_of, turns_of
 
 
 def main() -> None:
@@ -76,16 +76,14 @@ def interleaved(
     another, caches hold other data and the heap has to grow again.
     """
     times, work = (torch.zeros(len(steps), rounds, dtype=torch.float64) for _ in range(2))
-    for index in range(-2, rounds):
-        tokens = batch(config, CHECKED_STEPS + index)
-        order = range(len(steps)) if index % 2 else reversed(range(len(steps)))
-        for which in order:
-            steps[which](tokens)
-            dist.barrier()
-            began, worked = time.perf_counter(), time.process_time()
-            steps[which](tokens)
-            times[which, max(index, 0)] = time.perf_counter() - began
-            work[which, max(index, 0)] = time.process_time() - worked
+    for which, index, place in turns_of(len(steps), rounds):
+        tokens = batch(config, index)
+        steps[which](tokens)
+        dist.barrier()
+        began, worked = time.perf_counter(), time.process_time()
+        steps[which](tokens)
+        times[which, place] = time.perf_counter() - began
+        work[which, place] = time.process_time() - worked
     dist.all_reduce(times, dist.ReduceOp.MAX)
     dist.all_reduce(work)
     return times.tolist(), work.tolist()
