@@ -125,6 +125,8 @@ class Extractor:
         for place, (total, add) in enumerate(added, len(outputs) - len(added)):
             made = new.outputs[place]
             new.outputs[place] = new.graph.call_function(add, (values[total], made))
+            if made.op == "call_function":  # added at once, so that not all parts live at the same time
+                made.append(new.outputs[place])
             new.outputs[place].meta = dict(made.meta)
             values[total].meta.update(val=made.meta["val"], type=made.meta.get("type"))
         new.seal()

@@ -93,7 +93,7 @@ class PipelineProgram(BaseProgram):
     def message(self, action: Action) -> tuple[fx.Node, ...]:
         """What that stage is sent."""
         stage = self.stage_of(action)
-        return stage.sends_forward if action.kind == "F" else stage.sends_backward
+        return stage.sends(action.kind)
 
     def awaited(self, action: Action) -> list[Action]:
         """The actions of neighbouring stages that an action may wait for."""

@@ -64,6 +64,14 @@ class Stage:
     after_forward: frozenset[fx.Node] = frozenset()
     after_input: frozenset[fx.Node] = frozenset()
 
+    def sends(self, kind: str) -> tuple[fx.Node, ...]:
+        """What goes to a neighbour after this kind of action."""
+        return {"F": self.sends_forward, "W": ()}.get(kind, self.sends_backward)
+
+    def kept_after(self, kind: str) -> frozenset[fx.Node]:
+        """What is kept of a microbatch after this kind of action."""
+        return {"F": self.after_forward, "I": self.after_input}.get(kind, frozenset())
+
 
 class StageBuilder:
     """Cuts the programs of every stage out of the graph of a step.

@@ -137,7 +137,7 @@ class Ledger:
         return Memory(
             self.name,
             curve,
-            tuple(f"{_short(node)} ({node.meta['source'] or 'no line'})" for node in self.nodes),
+            tuple(map(self.op, range(len(self.nodes)))),
             {kind: kinds[kind] for kind in KINDS},
             tuple((self.sizes[s], f"{self.kind(s)}: {self.title(s)}", self.line(s)) for s in largest),
         )
@@ -149,11 +149,15 @@ class Ledger:
 
     def curve(self) -> tuple[int, ...]:
         """Per op, the bytes alive while it runs."""
+        return tuple(self.held + alive for alive in self.alive(self.spans))
+
+    def alive(self, spans: Mapping[Storage, tuple[int, int]]) -> list[int]:
+        """Per op, the bytes of storages that live from one op to another."""
         changes = [0] * (len(self.nodes) + 1)
-        for storage, (born, dies) in self.spans.items():
+        for storage, (born, dies) in spans.items():
             changes[born] += self.sizes[storage]
             changes[dies + 1] -= self.sizes[storage]
-        return tuple(itertools.accumulate(changes[:-1], initial=self.held))[1:]
+        return list(itertools.accumulate(changes[:-1]))
 
     def living(self, at: int) -> list[Storage]:
         """The storages that are alive while an op runs."""
@@ -171,9 +175,8 @@ class Ledger:
     @functools.cached_property
     def spans(self) -> dict[Storage, tuple[int, int]]:
         """Per storage that an op makes, that op's number, and that of the last op that needs it."""
-        dies = self._last_uses()
         born = {storage: index for index, node in enumerate(self.nodes) for storage in self.made_by(node)}
-        return {storage: (index, dies.get(storage, index)) for storage, index in born.items()}
+        return {storage: (index, self.last_uses.get(storage, index)) for storage, index in born.items()}
 
     # --- storages ---
 
@@ -202,7 +205,8 @@ class Ledger:
         """The storages that an op makes: none for a view."""
         return [storage for storage in self.storages[node] if storage[0] is node]
 
-    def _last_uses(self) -> dict[Storage, int]:
+    @functools.cached_property
+    def last_uses(self) -> dict[Storage, int]:
         """Per storage the last op that takes it, or a view of it; results live to the end."""
         found: dict[Storage, int] = {}
         for index, node in enumerate(self.nodes):
@@ -215,6 +219,10 @@ class Ledger:
         return found
 
     # --- what they are ---
+
+    def op(self, at: int) -> str:
+        """An op's name and source line."""
+        return f"{_short(self.nodes[at])} ({self.nodes[at].meta['source'] or 'no line'})"
 
     def title(self, storage: Storage) -> str:
         """What an op or an input is called."""

@@ -18,7 +18,7 @@ from ..tracing import Traced
 from ..tracing.graph import in_order, operands_of
 from .collectives import primitive_name
 from .packing import UNPACK
-from .sharing import shares_memory
+from .sharing import shares_memory, written_by
 
 __all__ = ["STARTED", "is_only_use_of_own_memory", "overlapped"]
 
@@ -58,7 +58,9 @@ def _computed(nodes: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 def _only_looks(node: fx.Node) -> bool:
-    return primitive_name(node) == "pcast" or node.target in (operator.getitem, UNPACK) or shares_memory(node)
+    if primitive_name(node) == "pcast" or node.target in (operator.getitem, UNPACK):
+        return True
+    return shares_memory(node) and not written_by(node)
 
 
 def is_only_use_of_own_memory(value: fx.Node) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +28,7 @@ from .worker import Worker
 
 __all__ = ["pipeline_memory"]
 
-Row = tuple[int, str, str]  # of the largest values: bytes, what it is, source line
+Row = tuple[int, str, str, str]  # a storage: bytes, kind, what it is, source line
 
 
 def pipeline_memory(program: PipelineProgram) -> PipelineMemory:
@@ -59,6 +59,10 @@ class Stored:
         tally.alive[kind] += size
         tally.living.add(self)
 
+    @property
+    def row(self) -> Row:
+        return self.size, self.kind, self.what, self.where
+
     def becomes(self, kind: str) -> None:
         """Count it as something else from now on."""
         self.tally.alive[self.kind] -= self.size
@@ -81,15 +85,16 @@ class _Tally:
         self.curve: list[int] = []
         self.steps: list[str] = []
         self.most: dict[str, int] = {}
-        self.largest: tuple[Row, ...] = ()
+        self.largest: tuple[tuple[int, str, str], ...] = ()
 
-    def note(self, step: str, beside: Mapping[str, int], largest: Iterable[Row] = ()) -> None:
+    def note(self, step: str, beside: Sequence[Row] = ()) -> None:
         """A point of the curve: what is alive, and what is alive beside it."""
-        total = self.alive.total() + sum(beside.values())
+        total = self.alive.total() + sum(size for size, *_ in beside)
         if total > max(self.curve, default=-1):
-            self.most = {kind: self.alive[kind] + beside.get(kind, 0) for kind in PIPELINE_KINDS}
-            held = ((each.size, f"{each.kind}: {each.what}", each.where) for each in self.living)
-            self.largest = tuple(sorted((*held, *largest), key=lambda row: (-row[0], row[1:]))[:8])
+            rows = [*(each.row for each in self.living), *beside]
+            self.most = {name: sum(size for size, kind, *_ in rows if kind == name) for name in PIPELINE_KINDS}
+            largest = sorted((-size, f"{kind}: {what}", where) for size, kind, what, where in rows)[:8]
+            self.largest = tuple((-size, what, where) for size, what, where in largest)
         self.curve.append(total)
         self.steps.append(step)
 
@@ -103,12 +108,9 @@ class _Tally:
 
 
 class _Footprint:
-    """What a program takes while it runs, beyond its inputs, and what it leaves.
+    """What a program takes while it runs, beyond what others hold of its inputs, and what it leaves.
 
     Attributes:
-        beside: at its peak, the bytes of each kind beyond its inputs.
-        largest: there, the largest values.
-        at: the op.
         left: per result, its storages: several for what an op with several results made.
         inputs: the storages of its inputs, in order.
         constants: those of the constants that it takes.
@@ -119,14 +121,7 @@ class _Footprint:
         self.left = [self.ledger.storages[output] for output in self.traced.outputs]
         self.inputs = [storage for node in self.traced.inputs for storage in self.ledger.storages[node]]
         self._kinds = {storage: kind for made, kind in zip(self.left, kinds, strict=True) for storage in made}
-        memory = self.ledger.memory()
-        living = [storage for storage in self.ledger.living(memory.at) if storage in self.ledger.spans]
-        beside: Counter[str] = Counter()
-        for storage in living:
-            beside[self._kind(storage)] += self.ledger.sizes[storage]
-        self.beside, self.at = dict(beside), memory.ops[memory.at] if memory.curve else ""
-        rows = [self.row(storage) for storage in living]
-        self.largest = [(size, f"{kind}: {what}", where) for size, kind, what, where in sorted(rows, reverse=True)[:8]]
+        self._at: dict[frozenset[Storage], int] = {}
         constants = [node for node in self.traced.graph.nodes if node.op == "get_attr"]
         self.constants = {(node, 0): self.traced.constants[node.target] for node in constants}
 
@@ -136,8 +131,23 @@ class _Footprint:
         found = self.ledger.kind(storage)
         return found if found in ("gathered", "gradients") else "temporaries"
 
-    def row(self, storage: Storage) -> tuple[int, str, str, str]:
-        """Size, kind, op and source line of a storage."""
+    def peak(self, given_up: Mapping[Storage, Row]) -> tuple[str, list[Row]]:
+        """Where most is alive, and what that is.
+
+        Args:
+            given_up: inputs that nobody holds any more; they live to their last use.
+        """
+        ledger, key = self.ledger, frozenset(given_up)
+        spans = {**ledger.spans, **{storage: (0, ledger.last_uses.get(storage, 0)) for storage in given_up}}
+        if key not in self._at:
+            alive = ledger.alive(spans)
+            self._at[key] = alive.index(max(alive)) if alive else 0
+        at = self._at[key]
+        living = [storage for storage, (born, dies) in spans.items() if born <= at <= dies]
+        rows = [given_up[storage] if storage in given_up else self.row(storage) for storage in living]
+        return ledger.op(at) if ledger.nodes else "", rows
+
+    def row(self, storage: Storage) -> Row:
         ledger = self.ledger
         return ledger.sizes[storage], self._kind(storage), ledger.title(storage), ledger.line(storage)
 
@@ -161,14 +171,8 @@ def _programs(program: PipelineProgram) -> Iterator[tuple[Program, list[str]]]:
 
 def _kinds_of_work(stage: Stage, kind: str, part: Part, sums: int) -> list[str]:
     """What a stage's work makes: what is kept, what only travels on, and what is added up."""
-    sent, kept = {
-        "F": (stage.sends_forward, stage.after_forward),
-        "I": (stage.sends_backward, stage.after_input),
-        "B": (stage.sends_backward, frozenset()),
-        "W": ((), frozenset()),
-    }[kind]
     ordinary = part.outputs[: len(part.outputs) - sums]
-    travels = {node for node in sent if node not in kept}
+    travels = set(stage.sends(kind)) - stage.kept_after(kind)
     return [*("messages" if node in travels else "residuals" for node in ordinary), *["gradients"] * sums]
 
 
@@ -222,13 +226,17 @@ class _OneRank:
 
     # --- programs ---
 
-    def run(self, program: Program, values: Sequence[Value]) -> list[Value]:
+    def run(self, program: Program, values: list[Value]) -> list[Value]:
         """A program's results, and a point of the curve for its peak."""
         found = self.footprints[program]
-        self.tally.note(f"{self.step}: {found.at}" if found.at else self.step, found.beside, found.largest)
-        made = dict(zip(found.inputs, (stored for value in values for stored in value), strict=True))
+        given = dict(zip(found.inputs, (stored for value in values for stored in value), strict=True))
+        values.clear()
+        left = list(dict.fromkeys(storage for result in found.left for storage in result))
+        made = {storage: given[storage] for storage in left if storage in given}
+        op, rows = found.peak(_given_up(given, found.ledger.last_uses))
+        self.tally.note(f"{self.step}: {op}" if op else self.step, rows)
         made |= {storage: self._constant(tensor) for storage, tensor in found.constants.items()}
-        for storage in (storage for result in found.left for storage in result):
+        for storage in left:
             if storage not in made:
                 made[storage] = Stored(self.tally, *found.row(storage))
         return [tuple(made[storage] for storage in result) for result in found.left]
@@ -242,7 +250,7 @@ class _OneRank:
     def expect(self, step: Receive, avals: Sequence[Aval]) -> None:
         """The memory for a message is there before the message."""
         self.under_way[step.action] = [self._message(aval.nbytes, str(step)) for aval in avals]
-        self.tally.note(str(step), {})
+        self.tally.note(str(step))
 
     def take(self, action: Action) -> list[Value] | None:
         """What the backward needs of a message stays."""
@@ -251,7 +259,7 @@ class _OneRank:
         target = self.program.neighbour(action)
         assert target is not None
         stage = self.program.stages[target % self.program.schedule.depth]
-        kept = stage.after_forward if action.kind == "F" else stage.after_input
+        kept = stage.kept_after("F" if action.kind == "F" else "I")
         values = self.under_way.pop(action)
         for node, value in zip(self.program.message(action), values, strict=True):
             if node in kept:
@@ -271,12 +279,22 @@ class _OneRank:
         step = f"exchange with {', '.join(map(str, sorted({*outgoing, *incoming})))}"
         joined = [self._message(sum(value[0].size for value in values), step) for values in outgoing.values()]
         found = {rank: [self._message(aval.nbytes, step) for aval in avals] for rank, avals in incoming.items()}
-        self.tally.note(step, {})
+        self.tally.note(step)
         del joined
         return found
 
     def _message(self, size: int, what: str) -> Value:
         return (Stored(self.tally, size, "messages", what),)
+
+
+def _given_up(given: dict[Storage, Stored], last_uses: Mapping[Storage, int]) -> dict[Storage, Row]:
+    """What of a program's inputs nobody else holds, once this has let go of it."""
+    latest: dict[int, Storage] = {}
+    for storage in sorted(given, key=lambda storage: last_uses.get(storage, 0)):
+        latest[id(given[storage])] = storage
+    watched = {storage: (weakref.ref(given[storage]), given[storage].row) for storage in latest.values()}
+    given.clear()
+    return {storage: row for storage, (stored, row) in watched.items() if stored() is None}
 
 
 class _OnSizes(PipelineRuntime):

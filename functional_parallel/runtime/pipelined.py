@@ -202,15 +202,18 @@ class PipelineRuntime:
     def _act(self, program: PipelineProgram, worker: Worker | Stream, action: Action) -> list[Any]:
         """Run an action of this process's rank; what it has for a neighbour on another."""
         for awaited in program.awaited(action):
-            values = self.mail.take(awaited)
-            if values is not None:
-                worker.receive(awaited, action.stage, values)
+            self._take(worker, awaited, action.stage)
         sent = self._timed(program, worker, action)
         target = program.neighbour(action)
         if target is None or program.schedule.rank_of_stage[target] != worker.rank:
             return sent
         worker.receive(action, target, sent)
         return []
+
+    def _take(self, worker: Worker | Stream, awaited: Action, stage: int) -> None:
+        values = self.mail.take(awaited)
+        if values is not None:
+            worker.receive(awaited, stage, values)
 
     def _exchange(self, worker: Worker, exchanges: Sequence[Exchange]) -> None:
         outgoing: dict[int, list[torch.Tensor]] = {}

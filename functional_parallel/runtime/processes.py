@@ -113,8 +113,8 @@ class ProcessRuntime:
 
     # --- running ---
 
-    def run(self, program: Program, handles: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run a program on this rank's parts."""
+    def run(self, program: Program, handles: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Run a program on this rank's parts; the list is emptied, so that a part lives to its last use."""
         self.agree_on(program)
         with self.carrier.bound():
             if holds_levels(handles):
@@ -122,7 +122,7 @@ class ProcessRuntime:
             if "process" not in program.cache:
                 program.cache["process"] = _OneRank(program, self.carrier).function()
             with torch.no_grad():
-                return program.cache["process"](list(handles))
+                return program.cache["process"](handles)
 
     def run_whole(self, program: Program, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run a program on whole tensors, the same on every rank, and return whole results."""

@@ -80,16 +80,16 @@ class SimulatedRuntime:
         """A tensor of the whole shape, without memory for it."""
         return handle[0].new_empty(()).expand(whole_shape(handle[0].shape, spec, self.mesh))
 
-    def run(self, program: Program, handles: Sequence[Handle]) -> list[Handle]:
-        """Run a program on sharded inputs."""
+    def run(self, program: Program, handles: list[Handle]) -> list[Handle]:
+        """Run a program on sharded inputs; the list is emptied, so that an input lives to its last use."""
         differentiable = any(holds_levels(handle) for handle in handles)
         key = f"simulated {self.classes.deduplicate} {differentiable}"
         if key not in program.cache:
             program.cache[key] = _Lockstep(program, self.classes, differentiable).function()
         if differentiable:
-            return program.cache[key](list(handles))
+            return program.cache[key](handles)
         with torch.no_grad():
-            return program.cache[key](list(handles))
+            return program.cache[key](handles)
 
     def run_whole(self, program: Program, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run a program on whole inputs, and make its results whole."""

@@ -78,27 +78,25 @@ class Worker:
     def act(self, action: Action) -> list[Any]:
         """Run an action; what it has for its neighbour."""
         stage, microbatch = self.program.stage_of(action), self.program.microbatch_of(action)
-        held = self.held.setdefault((action.stage, action.microbatch), {})
-        self._run(stage.works[action.kind], action, microbatch, held)
-        if action.kind == "W":
-            self.held.pop((action.stage, action.microbatch))
-            return []
-        crossing = stage.sends_forward if action.kind == "F" else stage.sends_backward
+        crossing, kept = stage.sends(action.kind), stage.kept_after(action.kind)
+        held = self.held.pop((action.stage, action.microbatch), {})
+        self._run(stage.works[action.kind], action, microbatch, held, {*crossing, *kept})
         sent = [held[node] for node in crossing]
-        if action.kind == "B" or (action.kind == "F" and not stage.after_forward):
-            self.held.pop((action.stage, action.microbatch))
-        else:
-            kept = stage.after_forward if action.kind == "F" else stage.after_input
+        if kept:
             self.held[action.stage, action.microbatch] = {n: v for n, v in held.items() if n in kept}
         return sent
 
-    def _run(self, work: Work, action: Action, microbatch: int, held: dict[fx.Node, Any]) -> None:
+    def _run(self, work: Work, action: Action, microbatch: int, held: dict[fx.Node, Any], wanted: set[fx.Node]) -> None:
+        """Run one of the work's programs: what is not wanted afterwards dies in it, at its last use."""
         chain = action.stage // self.program.schedule.depth
         sums = [(total, chain) for total in work.totals]
         in_turn = not self.ordered or all(self.turn.get(key, 0) == action.microbatch for key in sums)
         adds = in_turn and bool(sums) and all(key in self.totals for key in sums)
         part = work.following if adds else work.first
-        made = self.runtime.run(part.program, [self._value(node, microbatch, chain, held) for node in part.inputs])
+        inputs = [self._value(node, microbatch, chain, held) for node in part.inputs]
+        for node in held.keys() - wanted:
+            del held[node]
+        made = self.runtime.run(part.program, inputs)
         ordinary = len(made) - len(sums)
         for node, value in zip(part.outputs[:ordinary], made[:ordinary], strict=True):
             held[node] = value

@@ -86,7 +86,7 @@ class OneRank(PipelineRuntime):
     def run(self, program: Any, values: Any) -> Any:
         if program not in self.functions:
             self.functions[program] = flat_function(program)
-        return self.functions[program](list(values))
+        return self.functions[program](values)
 
     def send(self, step: Any, values: list[Tensor]) -> None:
         self.sent = values
