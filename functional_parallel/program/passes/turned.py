@@ -37,10 +37,11 @@ class Turned:
             if not (_turns(node) and node.meta["backward"]):
                 continue
             source = node.args[0]
-            if _can_turn(source, traced.outputs):
+            if source.op == "call_function" and _turns(source):
+                traced.replace(node, by=source.args[0])
+            elif any(not _turns(user) for user in node.users) and _can_turn(source, traced.outputs):
                 _turn(traced.graph, source)
-                node.replace_all_uses_with(source)
-                traced.outputs = [source if output is node else output for output in traced.outputs]
+                traced.replace(node, by=source)
 
 
 def _turns(node: fx.Node) -> bool:
