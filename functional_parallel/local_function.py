@@ -16,6 +16,7 @@ import optree
 from sharding_specs import Mesh, P
 
 from .collectives.axes import current_axes, hidden_axes, mesh_axis_size
+from .declared import checked_arguments
 
 __all__ = ["TAKEN", "Layout", "LocalFunction", "PyTree", "SpecTree", "axis_mesh", "unsharded", "whole_arguments"]
 
@@ -74,6 +75,7 @@ class LocalFunction:
     """What a transform returns: a pure function on shards, with its layout.
 
     Call it inside `fp.compile`, on real ranks, or under `fp.vmap(axis_name=…)`; torch.func's transforms apply to it.
+    A call checks that its arguments lie as the layout declares; what carries the layout on calls `run`.
     """
 
     __slots__ = ("__weakref__", "_call", "layout", "name", "results")
@@ -85,6 +87,10 @@ class LocalFunction:
         self.results: SpecTree = None
 
     def __call__(self, *args: PyTree) -> PyTree:
+        return self.run(*checked_arguments(self, args))
+
+    def run(self, *args: PyTree) -> PyTree:
+        """The function on what is known to lie as the layout declares."""
         value, self.results = self._call(*args)
         return value
 
