@@ -8,8 +8,8 @@ typed only later, when an outer transform runs it again, a mark goes with the va
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import optree
 import torch
@@ -24,9 +24,6 @@ from .collectives.vmap import Lane, is_mapped
 from .source import current_source
 from .tracing.record import recorder
 from .tracing.stand_ins import differentiable
-
-if TYPE_CHECKING:
-    from .local_function import LocalFunction, PyTree
 
 __all__ = ["ArgumentSpecError", "checked_arguments", "declared_type", "say_specs"]
 
@@ -60,46 +57,51 @@ def say_specs(specs: Iterable[P]) -> None:
         node.meta["spec"] = spec
 
 
-def checked_arguments(f: LocalFunction, args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
+def checked_arguments(
+    function: object,
+    axes: tuple[str, ...],
+    arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]],
+    args: tuple[Any, ...],
+) -> tuple[Any, ...]:
     """The arguments of a call, after a check, or marked for one, that they lie as the function's layout declares.
 
     Args:
-        f: the function that is called.
+        function: what is called.
+        axes: those that it is local to.
+        arguments: its layout's: from arguments to their spec trees.
         args: what it is called on.
 
     Raises:
         ArgumentSpecError: when some do not, naming each, what was declared of it and what it is.
     """
-    axes = f.layout.axes
     bound = snapshot()
     if not axes or not args or any(axis not in bound or bound[axis].hidden for axis in axes):
         return args  # its own collectives say what is missing
     leaves, tree = optree.tree_flatten(args)
-    declared = f.layout.arguments(args)
+    declared = arguments(args)
     specs = [s for d, arg in zip(declared, args, strict=True) for s in optree.tree_leaves(broadcast_specs(d, arg))]
     calls = [
-        _Argument(leaf, spec.only(axes), path, repr(f))
-        for leaf, spec, path in zip(leaves, specs, tree_paths(args), strict=True)
+        _Argument(leaf, spec.only(axes), path) for leaf, spec, path in zip(leaves, specs, tree_paths(args), strict=True)
     ]
     active = recorder()
     if active is not None and active.on_node is None:
-        return tree.unflatten([each.marked(axes) for each in calls])  # type: ignore[no-any-return]
-    _refuse(repr(f), [each.difference(axes) for each in calls])
+        return tree.unflatten([each.marked(axes, repr(function)) for each in calls])  # type: ignore[no-any-return]
+    _refuse(function, [each.difference(axes) for each in calls])
     return args
 
 
 class _Argument:
     """One leaf of a call's arguments, and what the layout declares of it."""
 
-    def __init__(self, value: Any, spec: P, path: str, function: str) -> None:
-        self.value, self.spec, self.path, self.function = value, spec, path, function
+    def __init__(self, value: Any, spec: P, path: str) -> None:
+        self.value, self.spec, self.path = value, spec, path
 
-    def marked(self, axes: Iterable[str]) -> Any:
+    def marked(self, axes: Iterable[str], function: str) -> Any:
         if not isinstance(self.value, torch.Tensor):
             return self.value
         wanted = declared_type(self.spec)
         states = [wanted[axis].value for axis in axes]
-        return _Declared.apply(self.value, list(axes), states, self.path, repr(self.spec), self.function)
+        return _Declared.apply(self.value, list(axes), states, self.path, repr(self.spec), function)
 
     def difference(self, axes: Sequence[str]) -> str | None:
         """What is wrong with the value, in words."""
@@ -144,29 +146,27 @@ def _spec_of(value: torch.Tensor) -> P | None:
 
 def _type_difference(value: torch.Tensor, axes: Iterable[str], wanted: Type, spec: str) -> str | None:
     for axis in axes:
-        held = _state_of(value, axis)
-        if held is not None and held is not wanted[axis] and not (held is _I and wanted[axis] is _R and _is_lane(axis)):
+        held = _state_of(value, axis, wanted[axis])
+        if held is not wanted[axis]:
             return f"{spec} is declared, but {_HOLDING[held].format(axis=axis)}; {_fix(held, wanted[axis], axis)}"
     return None
 
 
-def _state_of(value: torch.Tensor, axis: str) -> State | None:
-    """What the ranks along an axis hold of a value; None where nobody knows."""
+def _state_of(value: torch.Tensor, axis: str, wanted: State) -> State:
+    """What the ranks along an axis hold of a value; what is wanted where nobody knows.
+
+    A vmap level may map what is the same for all entries, and its word is taken for what is Reduced.
+    """
     active = recorder()
     if active is not None:
         plain = _torch.innermost(value)
         return _held(active.node_of(plain))[axis] if isinstance(plain, _torch.FakeTensor) else _I
     carrier = snapshot()[axis].carrier
-    return None if not isinstance(carrier, Lane) else _V if is_mapped(value, carrier) else _I
+    return wanted if not isinstance(carrier, Lane) or wanted is not _V or is_mapped(value, carrier) else _I
 
 
 def _held(node: fx.Node) -> Type:
     return node.meta.get("type") or Type()
-
-
-def _is_lane(axis: str) -> bool:
-    """Whether an axis is a vmap level, where Reduced is taken at the caller's word."""
-    return recorder() is None and isinstance(snapshot()[axis].carrier, Lane)
 
 
 _HOLDING = {
@@ -191,7 +191,7 @@ def _fix(held: State, wanted: State, axis: str) -> str:
     return fixes.get((held, wanted), f"pass a value that is {wanted} along {axis!r}")
 
 
-def _refuse(function: str, found: Iterable[str | None]) -> None:
+def _refuse(function: object, found: Iterable[str | None]) -> None:
     wrong = [each for each in found if each is not None]
     if wrong:
         raise ArgumentSpecError(

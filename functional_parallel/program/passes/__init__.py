@@ -14,11 +14,24 @@ from .microbatches import ReduceEach
 from .reduce_types import ReduceIn
 from .reductions import Reductions
 from .remat import Marked, Remat
+from .shards_first import ShardsFirst
 from .turned import Turned
 
 NAMES = frozenset(
     each.name
-    for each in (Buckets, Gathers, InPlace, Marked, NarrowGathers, ReduceEach, ReduceIn, Reductions, Remat, Turned)
+    for each in (
+        Buckets,
+        Gathers,
+        InPlace,
+        Marked,
+        NarrowGathers,
+        ReduceEach,
+        ReduceIn,
+        Reductions,
+        Remat,
+        ShardsFirst,
+        Turned,
+    )
 )
 
 __all__ = [
@@ -36,6 +49,7 @@ __all__ = [
     "Reductions",
     "Remat",
     "RematWithin",
+    "ShardsFirst",
     "Turned",
     "run_passes",
 ]

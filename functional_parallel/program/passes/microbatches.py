@@ -15,19 +15,11 @@ from sharding_specs import Mesh
 
 from ...tracing import Traced
 from ..collectives import primitive_name
+from .linear import is_linear
 
 __all__ = ["ReduceEach"]
 
 aten = torch.ops.aten
-
-_LINEAR = {
-    aten.view.default,
-    aten.t.default,
-    aten.transpose.int,
-    aten.permute.default,
-    aten.constant_pad_nd.default,
-    aten._to_copy.default,
-}
 
 
 @dataclass(frozen=True)
@@ -67,7 +59,7 @@ class ReduceEach:
                 found.append(node)
             elif node.target is aten.cat.default:  # gradients end to end
                 pending += node.args[0]
-            elif node.target in _LINEAR or primitive_name(node) == "pcast":
+            elif is_linear(node) or node.target is aten._to_copy.default:
                 pending.append(node.args[0])
             else:
                 return []
