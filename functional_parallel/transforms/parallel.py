@@ -166,7 +166,7 @@ def _zero(
             return (parameters, *rest_specs(args, batch, P(axis)))
 
         local = partition(f, axis, in_specs, gathered=(0,) if stage == 3 else (), strict=strict, describe=name)
-        if local.layout.norm_specs is None:  # the innermost data axis says in which parts a norm is summed
+        if local.layout.norm_specs is None or stage:  # the innermost data axis says in which parts a norm is summed
             local = local.with_layout(replace(local.layout, norm_specs=at_rest if stage == 0 else _nothing))
         local = _with_data_axis(local, axis)
         if stage in (0, 3):
