@@ -10,7 +10,7 @@ from .budget import BudgetError, RematWithin
 from .casts import NarrowGathers
 from .gathers import Gathers
 from .in_place import InPlace
-from .microbatches import ReduceEach
+from .microbatches import ReduceEach, SumsOnce
 from .reduce_types import ReduceIn
 from .reductions import Reductions
 from .remat import Marked, Remat
@@ -30,6 +30,7 @@ NAMES = frozenset(
         Reductions,
         Remat,
         ShardsFirst,
+        SumsOnce,
         Turned,
     )
 )
@@ -50,6 +51,7 @@ __all__ = [
     "Remat",
     "RematWithin",
     "ShardsFirst",
+    "SumsOnce",
     "Turned",
     "run_passes",
 ]
