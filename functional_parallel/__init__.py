@@ -31,6 +31,7 @@ from .collectives import (
 )
 from .compile import Compiled, LayoutError, OutSpecError, compile, shard_map
 from .constrain import constrain
+from .declared import ArgumentSpecError
 from .derivatives import grad, grad_and_value, hessian, jvp, vmap
 from .estimate import activation_bytes, estimate
 from .functional import functional
@@ -61,6 +62,7 @@ from .uneven import UnevenBatchError, even_batches, pad_batch
 from .varying import TypingError
 
 __all__ = [
+    "ArgumentSpecError",
     "BackendError",
     "BudgetError",
     "CollectiveError",

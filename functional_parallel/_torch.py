@@ -44,6 +44,7 @@ __all__ = [
     "has_fused_adamw",
     "innermost",
     "is_functorch_wrapped",
+    "mapped_dims",
     "needs_higher_derivatives",
     "next_node_number",
     "stride_free",
@@ -90,6 +91,16 @@ def innermost(tensor: torch.Tensor) -> torch.Tensor:
     while is_functorch_wrapped(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
+
+
+def mapped_dims(tensor: torch.Tensor) -> list[int]:
+    """The dims of the plain tensor inside that vmap levels map, each counted without those before it."""
+    functorch, found = torch._C._functorch, []
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            found.append(functorch.maybe_get_bdim(tensor))
+        tensor = functorch.get_unwrapped(tensor)
+    return found[::-1]
 
 
 def functional_variant(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:

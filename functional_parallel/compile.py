@@ -15,13 +15,16 @@ from sharding_specs import Mesh, P, broadcast_specs, tree_paths
 from .collectives import guards
 from .collectives.axes import bind
 from .collectives.types import CollectiveTypeError, State, Type
+from .declared import declared_type, say_specs
 from .local_function import Layout, LocalFunction, PyTree, SpecTree, whole_arguments
 from .microbatches import local_aval, parts_of
 from .pipelines import PipelineError, PipelineProgram
 from .program import Program, drop_trivial
 from .rewrite import rewrite
 from .runtime import PipelineRuntime, check_backend, default_runtime, pipeline_memory
+from .source import current_source
 from .tracing import forget_values, simplify, trace
+from .tracing.record import recorder
 from .varying import Typing, type_of
 
 __all__ = ["UNCHECKED", "Compiled", "LayoutError", "OutSpecError", "compile", "runtime_of", "shard_map", "stage"]
@@ -156,6 +159,11 @@ class Compiled:
         self._staged: dict[Any, Staged] = {}
 
     def __call__(self, *args: PyTree) -> PyTree:
+        if recorder() is not None:
+            raise LayoutError(
+                f"{current_source() or 'a call'}: {self!r} is called inside a function that is being traced, where "
+                "every rank would run the program of all ranks; call there what it was compiled from"
+            )
         staged, tensors = self._stage(args)
         result = staged.unflatten(runtime_of(self.mesh, self.f).run_whole(staged.program, tensors))
         return result if self._stacks is None else self._stacks.restack_all(result)
@@ -258,12 +266,14 @@ def stage(
         flat_specs = optree.tree_leaves(full, is_leaf=_is_spec)
         chosen = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         found: dict[str, Any] = {}
+        run = f.run if isinstance(f, LocalFunction) else f
 
         def flat(*values: torch.Tensor) -> list[Any]:
             filled = list(leaves)
             for index, value in zip(chosen, values, strict=True):
                 filled[index] = value
-            result = f(*optree.tree_unflatten(tree, filled))
+            say_specs([flat_specs[index] for index in chosen])
+            result = run(*optree.tree_unflatten(tree, filled))
             outputs, found["tree"] = optree.tree_flatten(result)
             declared = f.results if isinstance(f, LocalFunction) else None if out_specs is UNCHECKED else out_specs
             found["specs"] = optree.tree_leaves(broadcast_specs(declared, result), is_leaf=_is_spec)
@@ -272,7 +282,7 @@ def stage(
             return [output for output in outputs if isinstance(output, torch.Tensor)]
 
         avals = [local_aval(leaves[index], flat_specs[index], wide, parts) for index in chosen]
-        types = [_type(flat_specs[index]) for index in chosen]
+        types = [declared_type(flat_specs[index]) for index in chosen]
         with bind(wide.shape, None, {axis: each.samples for axis, each in parts.items()}):
             traced = trace(flat, avals, types=types, on_node=Typing(wide.shape))
         held = [type_of(output) for output in traced.outputs]
@@ -354,18 +364,11 @@ def runtime_of(mesh: Mesh, f: Any, reduction: str = "fast") -> Any:
 # -----------------------------------------------------------------------------
 
 
-def _type(spec: P) -> Type:
-    states = dict.fromkeys(sorted(spec.axes), State.VARYING)
-    states.update(dict.fromkeys(sorted(spec.unreduced), State.UNREDUCED))
-    states.update(dict.fromkeys(sorted(spec.reduced), State.REDUCED))
-    return Type(states)
-
-
 def _check_results(program: Program, types: list[Type]) -> None:
     """A result's type is what its spec says: no less, or ranks disagree; no more, or copies are taken for shards."""
     wrong = []
     for held, spec, path in zip(types, program.out_specs, program.out_paths, strict=True):
-        wanted = _type(spec)
+        wanted = declared_type(spec)
         for axis in sorted({*held, *wanted}):
             if held[axis] is not wanted[axis]:
                 wrong.append(f"  {path or 'the result'}: {_mismatch(axis, held[axis], wanted[axis], spec)}")

@@ -22,6 +22,7 @@ from . import _torch
 from .collectives import pvary
 from .collectives.axes import current_axes
 from .collectives.types import dual
+from .collectives.vmap import dims_of_leaves
 from .collectives.vmap import vmap as _vmap
 from .local_function import LocalFunction, PyTree, unsharded
 from .tracing.graph import aval_of
@@ -96,7 +97,7 @@ def hessian(f: Callable[..., Any], argnums: int = 0) -> Callable[..., Any]:
     Returns:
         A function of the same arguments; its result has the argument's dims twice.
     """
-    call = torch.func.hessian(f, argnums)
+    call = torch.func.hessian(f.run if isinstance(f, LocalFunction) else f, argnums)
     if not isinstance(f, LocalFunction):
         return call
 
@@ -151,7 +152,8 @@ def vmap(
     """`torch.func.vmap`, whose mapped dim may be named as a mesh axis or split over one.
 
     With `axis_name` the mapped dim is a mesh axis of its own: collectives inside may name it. That makes every law of
-    collectives checkable in microseconds. With `spmd_axis` the mapped dim is sharded over an axis of the mesh.
+    collectives checkable in microseconds. With `spmd_axis` the mapped dim is sharded over an axis of the mesh. With
+    neither, a local function keeps its layout; the mapped dim lies whole.
 
     >>> import torch, functional_parallel as fp
     >>> fp.vmap(lambda x: fp.psum(x, "i"), axis_name="i", out_dims=None)(torch.tensor([1.0, 2.0]))
@@ -164,7 +166,7 @@ def vmap(
 
     Args:
         f: any function; a local one with `spmd_axis`.
-        in_dims, out_dims: as for torch.func.vmap; with `spmd_axis` one int or None per argument, and one int.
+        in_dims, out_dims: as for torch.func.vmap.
         axis_name: the name that collectives inside f use for the mapped dim.
         spmd_axis: the mesh axis that splits the mapped dim; the result is a local function.
         options: randomness, chunk_size, axis_size.
@@ -172,51 +174,73 @@ def vmap(
     Raises:
         ValueError: when both names are given, or the layout of f uses `spmd_axis` already.
     """
-    if spmd_axis is None:
-        return _vmap(f, in_dims, out_dims, axis_name=axis_name, **options)
-    if axis_name is not None:
+    if axis_name is not None and spmd_axis is not None:
         raise ValueError("fp.vmap takes axis_name (a virtual axis) or spmd_axis (an axis of the mesh), not both")
+    if axis_name is not None or (spmd_axis is None and not isinstance(f, LocalFunction)):
+        return _vmap(f, in_dims, out_dims, axis_name=axis_name, **options)
     local = (f if isinstance(f, LocalFunction) else unsharded(f)).without_schedule()
     if spmd_axis in local.layout.axes:
         raise ValueError(f"fp.vmap(spmd_axis={spmd_axis!r}): {local!r} splits over {spmd_axis!r} itself already")
+    return _mapped(local, in_dims, out_dims, spmd_axis, options)
 
-    def dims(args: tuple[PyTree, ...]) -> tuple[int | None, ...]:
-        return tuple(in_dims) if isinstance(in_dims, (tuple, list)) else (in_dims,) * len(args)
+
+def _mapped(f: LocalFunction, in_dims: Any, out_dims: Any, axis: str | None, options: dict[str, Any]) -> LocalFunction:
+    """The vmap of a local function, its layout with one more dim, which lies whole or split over an axis."""
 
     def arguments(args: tuple[PyTree, ...]) -> tuple[Any, ...]:
-        inner = local.layout.arguments(args)
-        full = [broadcast_specs(spec, arg) for spec, arg in zip(inner, args, strict=True)]
-        return tuple(_with_mapped(spec, dim, spmd_axis) for spec, dim in zip(full, dims(args), strict=True))
+        leaves, tree = optree.tree_flatten(args)
+        dims = dims_of_leaves(in_dims, args)
+        of_one = tree.unflatten([_of_one(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)])
+        full = [broadcast_specs(spec, arg) for spec, arg in zip(f.layout.arguments(of_one), of_one, strict=True)]
+        specs = optree.tree_leaves(full, is_leaf=_is_spec)
+        mapped = [_with_mapped(*each, axis) for each in zip(specs, leaves, dims, strict=True)]
+        return tree.unflatten(mapped)  # type: ignore[no-any-return]
 
-    mapped = torch.func.vmap(local, in_dims, out_dims, **options)
+    mapped = _vmap(f.run, in_dims, out_dims, **options)
 
     def call(*args: PyTree) -> tuple[Any, Any]:
-        value = mapped(*(_varied(arg) if dim is None else arg for arg, dim in zip(args, dims(args), strict=True)))
-        return value, _with_mapped(broadcast_specs(local.results, value), out_dims, spmd_axis)
-
-    def _varied(arg: PyTree) -> PyTree:
-        """Each rank maps over samples of its own, so what they share is its own too: no sum over ranks in gradients."""
-        return optree.tree_map(lambda leaf: pvary(leaf, spmd_axis) if _is_floating(leaf) else leaf, arg)
+        value = mapped(*args if axis is None else _varied(args, dims_of_leaves(in_dims, args), axis))
+        specs = optree.tree_leaves(broadcast_specs(f.results, value), is_leaf=_is_spec)
+        leaves, tree = optree.tree_flatten(value)
+        dims = dims_of_leaves((out_dims,), (value,))
+        return value, tree.unflatten([_with_mapped(*each, axis) for each in zip(specs, leaves, dims, strict=True)])
 
     layout = replace(
-        local.layout,
+        f.layout,
         arguments=arguments,
-        axes=(*local.layout.axes, spmd_axis),
-        describe=(*local.layout.describe, f"vmap(spmd_axis={spmd_axis!r})"),
+        axes=f.layout.axes if axis is None else (*f.layout.axes, axis),
+        describe=(*f.layout.describe, "vmap" if axis is None else f"vmap(spmd_axis={axis!r})"),
     )
-    return LocalFunction(call, layout, local.name)
+    return LocalFunction(call, layout, f.name)
 
 
-def _with_mapped(specs: Any, dim: int | None, axis: str) -> Any:
-    """Specs of values that have one more dim, split over an axis."""
+def _varied(args: tuple[PyTree, ...], dims: Sequence[int | None], axis: str) -> tuple[PyTree, ...]:
+    """Each rank maps over samples of its own, so what they share is its own too: no sum over ranks in gradients."""
+    leaves, tree = optree.tree_flatten(args)
+    own = [
+        pvary(leaf, axis) if dim is None and _is_floating(leaf) else leaf
+        for leaf, dim in zip(leaves, dims, strict=True)
+    ]
+    return tree.unflatten(own)  # type: ignore[no-any-return]
 
-    def one(spec: P) -> P:
-        if dim is None:
-            return spec
-        before = [*spec.dims, *[()] * dim][:dim]
-        return P(*before, axis, *spec.dims[dim:], unreduced=spec.unreduced, reduced=spec.reduced)
 
-    return optree.tree_map(one, specs, is_leaf=_is_spec)
+def _of_one(leaf: Any, dim: int | None) -> Any:
+    """What stands for one sample of a leaf, of its shape."""
+    if dim is None:
+        return leaf
+    shape = list(leaf.shape)
+    del shape[dim]
+    return leaf.new_empty(()).expand(shape)
+
+
+def _with_mapped(spec: P, leaf: Any, dim: int | None, axis: str | None) -> P:
+    """The spec of a value that has one more dim, split over an axis or whole."""
+    if dim is None:
+        return spec
+    dim %= leaf.ndim
+    dims = [*spec.dims, *[()] * dim]
+    padded = {d + (d >= dim): size for d, size in spec.padded.items()}
+    return P(*dims[:dim], axis, *spec.dims[dim:], unreduced=spec.unreduced, reduced=spec.reduced, padded=padded)
 
 
 # -----------------------------------------------------------------------------
@@ -225,6 +249,8 @@ def _with_mapped(specs: Any, dim: int | None, axis: str) -> Any:
 
 
 def _gradient_call(f: Callable[..., Any], argnums: Argnums, has_aux: bool) -> Callable[..., Any]:
+    run = f.run if isinstance(f, LocalFunction) else f  # the gradient carries the layout, and checks it when called
+
     def call(*args: PyTree) -> Any:
         numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
         leaves, tree = optree.tree_flatten(args)
@@ -233,7 +259,7 @@ def _gradient_call(f: Callable[..., Any], argnums: Argnums, has_aux: bool) -> Ca
         found: dict[str, Any] = {}
 
         def flat(chosen: list[int], values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[Any]]:
-            result = f(*_filled(leaves, chosen, values, tree))
+            result = run(*_filled(leaves, chosen, values, tree))
             if has_aux and not (isinstance(result, tuple) and len(result) == 2):
                 raise ValueError(f"has_aux=True: {_name(f)} must return (value, aux), not {type(result).__name__}")
             value, aux = result if has_aux else (result, None)

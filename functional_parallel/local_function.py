@@ -16,6 +16,7 @@ import optree
 from sharding_specs import Mesh, P
 
 from .collectives.axes import current_axes, hidden_axes, mesh_axis_size
+from .declared import checked_arguments
 
 __all__ = ["TAKEN", "Layout", "LocalFunction", "PyTree", "SpecTree", "axis_mesh", "unsharded", "whole_arguments"]
 
@@ -32,11 +33,11 @@ class Layout:
     `arguments(args)` is a tuple of full spec trees, one per argument, made from the arguments' paths and shapes alone
     (whole or local shapes give the same). `axes` are the mesh axes that the function is local to, innermost transform
     first; `describe` says in words what each transform did. `passes` are the rewrites that transforms ask of the
-    compiled program; `virtual` are axes that no mesh has, microbatches, with their sizes or
-    functions that make them from the mesh. `update_axis` names an axis
-    over which the optimizer's work and state are split though the parameters are not (ZeRO-1 and 2), and
-    `update_specs(args)` how, unless `flat_update` says that they are laid end to end and cut anywhere;
-    `whole_gradients` says that gradients count as held whole until then (ZeRO-1).
+    compiled program; `data_axes` are those that split the batch, `virtual` axes that no mesh has, microbatches, with
+    their sizes or functions that make them from the mesh. `update_axis` names an axis over which the optimizer's work
+    and state are split though the parameters are not (ZeRO-1 and 2), and `update_specs(args)` how, unless `flat_update`
+    says that they are laid end to end and cut anywhere; `whole_gradients` says that gradients count as held whole until
+    then (ZeRO-1).
     `norm_specs(args)` says in which further parts the squares of gradients are summed, so that every ZeRO stage adds up
     the same numbers in the same order. `summed_as(params)` is a tree that tells parameters apart whose gradients are
     summed in different types. `loss_scale` holds the rules of a loss scale, for `train_step`; `pipeline` says how the
@@ -48,6 +49,7 @@ class Layout:
     describe: tuple[str, ...] = ()
     passes: tuple[Any, ...] = ()
     virtual: tuple[tuple[str, int | Callable[[Mesh], int]], ...] = ()
+    data_axes: tuple[str, ...] = ()
     update_axis: str | None = None
     update_specs: Callable[[tuple[PyTree, ...]], SpecTree] | None = None
     norm_specs: Callable[[tuple[PyTree, ...]], SpecTree] | None = None
@@ -74,6 +76,7 @@ class LocalFunction:
     """What a transform returns: a pure function on shards, with its layout.
 
     Call it inside `fp.compile`, on real ranks, or under `fp.vmap(axis_name=…)`; torch.func's transforms apply to it.
+    A call checks that its arguments lie as the layout declares; what carries the layout on calls `run`.
     """
 
     __slots__ = ("__weakref__", "_call", "layout", "name", "results")
@@ -85,6 +88,10 @@ class LocalFunction:
         self.results: SpecTree = None
 
     def __call__(self, *args: PyTree) -> PyTree:
+        return self.run(*checked_arguments(self, self.layout.axes, self.layout.arguments, args))
+
+    def run(self, *args: PyTree) -> PyTree:
+        """The function on what is known to lie as the layout declares."""
         value, self.results = self._call(*args)
         return value
 

@@ -10,7 +10,18 @@ from .collectives.parts import Parts
 from .local_function import Layout
 from .pipelines import PipelineError, PipelineProgram, add_in_place, build
 from .program import Program
-from .program.passes import NAMES, Buckets, InPlace, LookingAhead, Marked, ProgramPass, Reductions, Turned, run_passes
+from .program.passes import (
+    NAMES,
+    Buckets,
+    InPlace,
+    LookingAhead,
+    Marked,
+    ProgramPass,
+    Reductions,
+    SumsOnce,
+    Turned,
+    run_passes,
+)
 from .program.unroll import unroll
 from .tracing import fold_layers, fuse_views, simplify
 
@@ -46,7 +57,8 @@ def rewrite(
     if unknown:
         raise ValueError(f"without={unknown}: no such rewrites; there are {', '.join(map(repr, sorted(NAMES)))}")
     watch("traced", program, wide)
-    first = [each for each in layout.passes if each.order < 0]
+    first: list[ProgramPass] = [SumsOnce(axis) for axis, cut in parts.items() if cut.ranks > 1]
+    first += [each for each in layout.passes if each.order < 0]
     early, _ = run_passes(first, program.traced, program.mesh, without, lambda name: watch(name, program, wide))
     program.passes = early
     if layout.pipeline is not None:

@@ -40,7 +40,7 @@ def scaled_loss(f: LocalFunction, scale: torch.Tensor, has_aux: bool) -> LocalFu
     """The loss times the scale; beside it, as its aux, the loss itself and what it had beside it."""
 
     def call(*args: PyTree) -> tuple[Any, SpecTree]:
-        result = f(*args)
+        result = f.run(*args)
         value = result[0] if has_aux else result
         return (value.float() * scale.float(), result), (P(), f.results)
 

@@ -65,6 +65,23 @@ def test_transforms_can_be_set_aside() -> None:
     assert found == [(0, False)]
 
 
+def test_mapped_dims_of_the_plain_tensor() -> None:
+    """The innermost level first; what an inner level took away an outer one does not count."""
+    found = []
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        found.append((tuple(x.shape), _torch.mapped_dims(x), tuple(_torch.innermost(x).shape)))
+        return x.sum()
+
+    torch.func.vmap(torch.func.vmap(torch.func.grad(f), 1), 2)(torch.ones(2, 3, 4, 5))
+    ((seen, dims, whole),) = found
+    left = list(whole)
+    for dim in dims:
+        del left[dim]
+    assert tuple(left) == seen == (2, 5) and len(dims) == 2
+    assert _torch.mapped_dims(torch.ones(2)) == []
+
+
 def test_fake_tensors_compute_shapes_and_refuse_values() -> None:
     with _torch.FakeTensorMode():
         x = torch.empty(2, 3)

@@ -23,7 +23,7 @@ from torch import Tensor
 from .axes import bind
 from .types import CollectiveTypeError
 
-__all__ = ["Lane", "is_mapped", "vmap"]
+__all__ = ["Lane", "dims_of_leaves", "is_mapped", "vmap"]
 
 
 class Lane:
@@ -81,7 +81,7 @@ def vmap(
     @wraps(fn)
     def mapped(*args: Any, **kwargs: Any) -> Any:
         leaves, structure = _flatten(args)
-        dims = _dims_of_leaves(in_dims, args)
+        dims = dims_of_leaves(in_dims, args)
         size = _checked_size(axis_name, axis_size, leaves, dims)
         results = _Results(axis_name, out_dims)
 
@@ -148,7 +148,7 @@ def _device_of(leaves: Sequence[Any]) -> torch.device | None:
     return next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), None)
 
 
-def _dims_of_leaves(in_dims: Any, args: Any) -> list[int | None]:
+def dims_of_leaves(in_dims: Any, args: Any) -> list[int | None]:
     """The mapped dim of every leaf of the arguments; what is no tensor has none."""
     if isinstance(in_dims, list):
         in_dims = tuple(in_dims)

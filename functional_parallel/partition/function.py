@@ -186,7 +186,8 @@ class _Partition:
             filled = list(leaves)
             for index, value in zip(tensors, values, strict=True):
                 filled[index] = value
-            result = self.f(*optree.tree_unflatten(tree, filled))
+            run = self.f.run if isinstance(self.f, LocalFunction) else self.f  # its layout is part of ours
+            result = run(*optree.tree_unflatten(tree, filled))
             outputs, found["tree"] = optree.tree_flatten(result)
             specs = self.f.results if isinstance(self.f, LocalFunction) else None
             found["specs"] = optree.tree_leaves(specs, is_leaf=_is_spec) if specs is not None else [P()] * len(outputs)

@@ -129,7 +129,7 @@ def unstacked(f: LocalFunction, stacks: Stacks) -> LocalFunction:
         return (stacks.specs(first, stacks.unstack(args[0])), *rest)
 
     def call(params: PyTree, *rest: PyTree) -> tuple[PyTree, SpecTree]:
-        value = f(stacks.restack(stacks.unstack(params)), *rest)
+        value = f.run(stacks.restack(stacks.unstack(params)), *rest)
         return value, f.results
 
     layout: Layout = replace(

@@ -79,7 +79,7 @@ def mixed_precision(
             leaves, kept = _cast_parameters(first, dtype, (*keep, *STATISTICS))
             batch, statistics = _cast(batch, dtype, STATISTICS)
             with Computing(dtype, [*kept, *statistics], further):
-                result = inner(leaves, *batch)
+                result = inner.run(leaves, *batch)
             return optree.tree_map(lambda leaf: _result(leaf, dtype), result), inner.results
 
         layout = replace(inner.layout, describe=(*inner.layout.describe, name), loss_scale=scale, summed_as=apart)

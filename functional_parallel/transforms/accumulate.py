@@ -28,8 +28,8 @@ def accumulate(microbatches: int, *, batch: SpecTree = None, reduce: str = "once
     >>> step = fp.compile(fp.grad_and_value(plan(lambda w, x: ((x @ w) ** 2).mean())), Mesh(data=2))
     >>> step(torch.ones(2), torch.ones(16, 2))
     (tensor([4., 4.]), tensor(4.))
-    >>> step.program.counts()[("psum", ("data",))] - 4        # the loss is summed per microbatch, the gradient once
-    1
+    >>> step.program.counts()[("psum", ("data",))]            # loss and gradient, once each for all microbatches
+    2
 
     Args:
         microbatches: how many; each rank's part of the batch is cut into that many pieces, the last ones a sample

@@ -34,8 +34,8 @@ def microbatched(f: Callable[..., Any], batch: SpecTree, describe: str) -> Local
     local = partition(f, MICROBATCH, in_specs, describe=describe)
 
     def call(*args: PyTree) -> tuple[PyTree, SpecTree]:
-        chosen = local if MICROBATCH in snapshot() else inner
-        value = chosen(*args)
-        return value, chosen.results
+        if MICROBATCH in snapshot():
+            return local.run(*args), local.results
+        return inner(*args), inner.results  # checked: the layout with microbatches was not
 
     return LocalFunction(call, local.layout, local.name)

@@ -14,7 +14,7 @@ from sharding_specs import Mesh, P, SpecError, apply_rules, as_spec, broadcast_s
 from ..collectives.axes import current_axes, hidden_axes
 from ..local_function import TAKEN, LocalFunction, PyTree, SpecTree, axis_mesh, whole_arguments
 from ..partition import partition
-from ..program.passes import Gathers
+from ..program.passes import Gathers, ShardsFirst
 from .transform import Order, Transform
 
 __all__ = ["data_parallel", "parameter_specs", "rest_specs", "tensor_parallel", "zero"]
@@ -166,13 +166,20 @@ def _zero(
             return (parameters, *rest_specs(args, batch, P(axis)))
 
         local = partition(f, axis, in_specs, gathered=(0,) if stage == 3 else (), strict=strict, describe=name)
-        if local.layout.norm_specs is None:  # the innermost data axis says in which parts a norm is summed
+        if local.layout.norm_specs is None or stage:  # the innermost data axis says in which parts a norm is summed
             local = local.with_layout(replace(local.layout, norm_specs=at_rest if stage == 0 else _nothing))
+        local = _with_data_axis(local, axis)
         if stage in (0, 3):
             return local.asking(*passes)
         return local.updating(axis, at_rest, flat=flat, whole_gradients=stage == 1)
 
     return Transform(name, axis, Order.DATA, apply)
+
+
+def _with_data_axis(f: LocalFunction, axis: str) -> LocalFunction:
+    axes = (*f.layout.data_axes, axis)
+    f = f.with_layout(replace(f.layout, data_axes=axes))
+    return f.asking(ShardsFirst(axes)) if len(axes) > 1 else f
 
 
 def _nothing(args: tuple[PyTree, ...]) -> SpecTree:

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from ... import constrain as _constrain  # defines torch.ops.fp.constrain
+from ... import declared as _declared  # defines torch.ops.fp.declared
 from ...collectives import mesh_axis_size
 from ..decide import Decision
 from ..placement import WHOLE, Place, Shard
@@ -57,6 +58,7 @@ def _decide_index(step: Step) -> Decision:
 
 
 rule([ops.psum.default, ops.pcast.default, ops.ppermute.default, ops.pbroadcast.default], Rule("~... -> ..."))
+rule([_declared.OP], Rule("~... -> ..."))
 rule([ops.pmax.default, ops.pmin.default], Rule("... -> ..."))
 rule([ops.all_gather.default], Rule(decide=_decide_gather))
 rule([ops.psum_scatter.default, ops.pscatter.default], Rule(decide=_decide_scatter))

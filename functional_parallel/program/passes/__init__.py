@@ -10,15 +10,29 @@ from .budget import BudgetError, RematWithin
 from .casts import NarrowGathers
 from .gathers import Gathers
 from .in_place import InPlace
-from .microbatches import ReduceEach
+from .microbatches import ReduceEach, SumsOnce
 from .reduce_types import ReduceIn
 from .reductions import Reductions
 from .remat import Marked, Remat
+from .shards_first import ShardsFirst
 from .turned import Turned
 
 NAMES = frozenset(
     each.name
-    for each in (Buckets, Gathers, InPlace, Marked, NarrowGathers, ReduceEach, ReduceIn, Reductions, Remat, Turned)
+    for each in (
+        Buckets,
+        Gathers,
+        InPlace,
+        Marked,
+        NarrowGathers,
+        ReduceEach,
+        ReduceIn,
+        Reductions,
+        Remat,
+        ShardsFirst,
+        SumsOnce,
+        Turned,
+    )
 )
 
 __all__ = [
@@ -36,6 +50,8 @@ __all__ = [
     "Reductions",
     "Remat",
     "RematWithin",
+    "ShardsFirst",
+    "SumsOnce",
     "Turned",
     "run_passes",
 ]

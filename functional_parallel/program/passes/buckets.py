@@ -66,8 +66,9 @@ class Buckets:
         full = _MOST if self.size == "auto" else int(self.size)
         full_of_gradients = _fitting(traced) if self.size == "auto" else full
         open_: dict[Hashable, _Bucket] = {}
+        following: set[fx.Node] = set()
         for node in list(traced.nodes):
-            if _is_alias_of_waiting(node, open_):
+            if node in following or _is_alias_of_waiting(node, open_):
                 continue
             key = _key(node)
             computes = key is None and not _looks(node)
@@ -78,7 +79,7 @@ class Buckets:
             if key is None:
                 continue
             bucket = open_.setdefault(key, _Bucket())
-            bucket.add(node)
+            following.update(bucket.add(node))
             if bucket.bytes >= (full if bucket.is_of_a_layer else full_of_gradients):
                 open_.pop(key).send(traced, mesh, before=node.next)
         last = next(node for node in reversed(list(traced.graph.nodes)) if node.op == "output")
@@ -88,12 +89,25 @@ class Buckets:
 
 def _fitting(traced: Traced) -> int:
     """A size of which a backward fills several."""
-    gradients = [node.args[0].meta["val"].nbytes for node in traced.nodes if _is_of_gradient(node)]
+    sums = [node for node in traced.nodes if _is_of_gradient(node)]
+    following = {each for node in sums for each in _following(node)}
+    gradients = [node.args[0].meta["val"].nbytes for node in sums if node not in following]
     return min(max(sum(gradients) // _BUCKETS, _LEAST), _MOST)
 
 
 def _is_of_gradient(node: fx.Node) -> bool:
     return primitive_name(node) in ("psum", "psum_scatter") and node.args[0].meta["backward"]
+
+
+def _following(node: fx.Node) -> list[fx.Node]:
+    """The sums over further axes that are all that is done with a sum of a gradient."""
+    found: list[fx.Node] = []
+    while _is_of_gradient(node) and len(node.users) == 1:
+        (node,) = node.users
+        if primitive_name(node) != "psum":
+            break
+        found.append(node)
+    return found
 
 
 def _key(node: fx.Node) -> Hashable | None:
@@ -142,6 +156,7 @@ class _Bucket:
     members: list[fx.Node] = field(default_factory=list)
     aliases: list[fx.Node] = field(default_factory=list)
     waiting: set[fx.Node] = field(default_factory=set)
+    following: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     bytes: int = 0
 
     @property
@@ -150,10 +165,13 @@ class _Bucket:
         first = self.members[0]
         return primitive_name(first) == "all_gather" and not _is_only_returned(first)
 
-    def add(self, node: fx.Node) -> None:
+    def add(self, node: fx.Node) -> list[fx.Node]:
+        """Put a collective in; returns the sums over further axes that will be sent after it, for all at once too."""
         self.members.append(node)
-        self.waiting.add(node)
+        self.following[node] = _following(node)
+        self.waiting.update((node, *self.following[node]))
         self.bytes += node.args[0].meta["val"].nbytes
+        return self.following[node]
 
     def send(self, traced: Traced, mesh: Mesh, before: fx.Node) -> None:
         """Replace the members by one collective, and their results by parts of its result."""
@@ -161,18 +179,46 @@ class _Bucket:
             return
         kind, axes = primitive_name(self.members[0]), tuple(self.members[0].args[1])
         ranks = mesh.axis_size(axes)
+        groups = self._groups()
+        self.members = [member for group in groups for member in group]
         with traced.graph.inserting_before(before):
-            sent = self._collective(traced, str(kind), axes, ranks)
+            whole = self._collective(traced, str(kind), axes, ranks)
             offset = 0
-            for member in self.members:
-                shape = _part_shape(member, str(kind))
-                part = self._part(traced, member, sent, str(kind), ranks, offset, shape)
-                member.replace_all_uses_with(part)
-                traced.outputs = [part if output is member else output for output in traced.outputs]
-                traced.graph.erase_node(member)
-                offset += torch.Size(shape).numel()
+            for group in groups:
+                sent, begin = self._sums_over_further_axes(traced, group, whole, offset)
+                for member in group:
+                    shape = _part_shape(member, str(kind))
+                    last = [member, *self.following[member]][-1]
+                    part = self._part(traced, last, sent, str(kind), ranks, offset - begin, shape)
+                    last.replace_all_uses_with(part)
+                    traced.outputs = [part if output is last else output for output in traced.outputs]
+                    for each in reversed([member, *self.following[member]]):
+                        traced.graph.erase_node(each)
+                    offset += torch.Size(shape).numel()
         for alias in reversed(self.aliases):
             part.append(alias)
+
+    def _groups(self) -> list[list[fx.Node]]:
+        """Members that are summed over the same further axes lie side by side."""
+        found: dict[Hashable, list[fx.Node]] = {}
+        for member in self.members:
+            key = tuple((tuple(each.args[1]), *each.args[2:]) for each in self.following[member])
+            found.setdefault(key, []).append(member)
+        return list(found.values())
+
+    def _sums_over_further_axes(
+        self, traced: Traced, group: list[fx.Node], sent: fx.Node, offset: int
+    ) -> tuple[fx.Node, int]:
+        """What was sent, or a group's part of it, after these sums; and where in what was sent it begins."""
+        following = self.following[group[0]]
+        if not following:
+            return sent, 0
+        aval, length = sent.meta["val"], sum(member.meta["val"].numel for member in group)
+        if length < aval.numel:
+            sent = _write(traced, aten.slice.Tensor, (sent, 0, offset, offset + length), group[0], (length,), aval)
+        for each in following:
+            sent = _write(traced, each.target, (sent, *each.args[1:]), each, (length,), aval)
+        return sent, offset
 
     def _collective(self, traced: Traced, kind: str, axes: tuple[str, ...], ranks: int) -> fx.Node:
         first = self.members[0]

@@ -1,7 +1,9 @@
-"""Whether ranks sum a gradient once per step, or after every microbatch.
+"""Whether ranks sum once per step, or after every microbatch.
 
-A partitioned function sums over microbatches first and over ranks once. ZeRO-2 as published (arXiv 1910.02054 §5.2)
-reduces after every microbatch: more is sent, and a rank never holds more of the sum than its part.
+The gradient of a partitioned function is summed over microbatches first and over ranks once. Its value, and the count
+that a mean divides by, come the other way round, as the transforms stand in the chain; there the sums change places.
+ZeRO-2 as published (arXiv 1910.02054 §5.2) reduces gradients after every microbatch: more is sent, and a rank never
+holds more of the sum than its part.
 """
 
 from __future__ import annotations
@@ -15,19 +17,39 @@ from sharding_specs import Mesh
 
 from ...tracing import Traced
 from ..collectives import primitive_name
+from .linear import is_linear
+from .swap import let_pass
 
-__all__ = ["ReduceEach"]
+__all__ = ["ReduceEach", "SumsOnce"]
 
 aten = torch.ops.aten
 
-_LINEAR = {
-    aten.view.default,
-    aten.t.default,
-    aten.transpose.int,
-    aten.permute.default,
-    aten.constant_pad_nd.default,
-    aten._to_copy.default,
-}
+
+@dataclass(frozen=True)
+class SumsOnce:
+    """Move sums over ranks behind the sums over microbatches that are made of them; runs before the others are moved.
+
+    Attributes:
+        axis: the axis of microbatches.
+    """
+
+    axis: str
+    name: str = "sums once"
+    order: int = -2
+
+    def per_microbatch(self, traced: Traced) -> set[fx.Node]:
+        return set()
+
+    def run(self, traced: Traced, mesh: Mesh) -> None:
+        for node in list(traced.nodes):
+            if is_total(node, self.axis):
+                while let_pass(traced, node, lambda other: self.axis not in other.args[1]):
+                    pass
+
+
+def is_total(node: fx.Node, axis: str) -> bool:
+    """Whether an op is a sum over microbatches."""
+    return primitive_name(node) == "psum" and list(node.args[1]) == [axis]
 
 
 @dataclass(frozen=True)
@@ -48,14 +70,11 @@ class ReduceEach:
     def run(self, traced: Traced, mesh: Mesh) -> None:
         moved: set[fx.Node] = set()
         for node in list(traced.nodes):
-            if primitive_name(node) in ("psum", "psum_scatter") and not self._is_over_microbatches(node):
+            if primitive_name(node) in ("psum", "psum_scatter") and not is_total(node, self.axis):
                 totals = self._totals_before(node)
                 if totals and not moved.intersection(totals):
                     self._move(traced, totals, node)
                     moved.add(totals[0])
-
-    def _is_over_microbatches(self, node: fx.Node) -> bool:
-        return primitive_name(node) == "psum" and list(node.args[1]) == [self.axis]
 
     def _totals_before(self, reduction: fx.Node) -> list[fx.Node]:
         """The sums over microbatches of which a sum over ranks is made by linear ops alone; none if of others too."""
@@ -63,11 +82,11 @@ class ReduceEach:
         for node in pending:
             if len(node.users) > 1:
                 return []
-            if self._is_over_microbatches(node) and node.meta["backward"]:
+            if is_total(node, self.axis) and node.meta["backward"]:
                 found.append(node)
             elif node.target is aten.cat.default:  # gradients end to end
                 pending += node.args[0]
-            elif node.target in _LINEAR or primitive_name(node) == "pcast":
+            elif is_linear(node) or node.target is aten._to_copy.default:
                 pending.append(node.args[0])
             else:
                 return []

@@ -16,25 +16,13 @@ from sharding_specs import Mesh
 
 from ...tracing import Traced
 from ..collectives import primitive_name
+from .linear import is_linear
 
 __all__ = ["ReduceIn"]
 
 aten = torch.ops.aten
 
 _SUMS = ("psum", "psum_scatter")
-_LINEAR = {
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.t.default,
-    aten.transpose.int,
-    aten.permute.default,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.slice.Tensor,
-    aten.slice_backward.default,
-    aten.constant_pad_nd.default,
-    aten.alias.default,
-}
 
 
 @dataclass(frozen=True)
@@ -71,7 +59,7 @@ class ReduceIn:
             for user in list(node.users):
                 if primitive_name(user) in _SUMS and user.meta["val"].dtype == start.meta["val"].dtype:
                     pending.append(self._narrow(traced, user))
-                elif _is_linear(user) or _is_sum_of_two(user) or _is_end_to_end(user, reached):
+                elif is_linear(user) or _is_sum_of_two(user) or _is_end_to_end(user, reached):
                     pending.append(user)
 
     def _narrow_sums_before(self, traced: Traced, start: fx.Node) -> None:
@@ -129,14 +117,10 @@ def _chain(cast: fx.Node) -> list[fx.Node]:
     pending = [cast.args[0]]
     for node in pending:
         only = node.op == "call_function" and len(node.users) == 1 and node.meta["backward"]
-        if only and (_is_linear(node) or _is_sum_of_two(node) or primitive_name(node) in _SUMS):
+        if only and (is_linear(node) or _is_sum_of_two(node) or primitive_name(node) in _SUMS):
             found.append(node)
             pending += node.args[:2] if _is_sum_of_two(node) else node.args[:1]
     return found
-
-
-def _is_linear(node: fx.Node) -> bool:
-    return node.target in _LINEAR or primitive_name(node) == "pcast"
 
 
 def _is_sum_of_two(node: fx.Node) -> bool:
