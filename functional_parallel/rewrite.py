@@ -10,7 +10,18 @@ from .collectives.parts import Parts
 from .local_function import Layout
 from .pipelines import PipelineError, PipelineProgram, add_in_place, build
 from .program import Program
-from .program.passes import NAMES, Buckets, InPlace, LookingAhead, Marked, ProgramPass, Reductions, Turned, run_passes
+from .program.passes import (
+    NAMES,
+    Buckets,
+    CheapAgain,
+    InPlace,
+    LookingAhead,
+    Marked,
+    ProgramPass,
+    Reductions,
+    Turned,
+    run_passes,
+)
 from .program.unroll import unroll
 from .tracing import fold_layers, fuse_views, simplify
 
@@ -59,7 +70,15 @@ def rewrite(
         program.out_specs = [spec.without({axis}) for spec in program.out_specs]
         watch("microbatches", program, wide)
     late = [each for each in layout.passes if each.order >= 0]
-    passes = [Marked(), Turned(), Reductions(), *late, *_buckets(bucket), *([InPlace()] if donated else [])]
+    passes = [
+        Marked(),
+        Turned(),
+        Reductions(),
+        *late,
+        CheapAgain(),
+        *_buckets(bucket),
+        *([InPlace()] if donated else []),
+    ]
     later, program.notes = run_passes(
         passes, program.traced, program.mesh, without, lambda name: watch(name, program, program.mesh)
     )
@@ -86,7 +105,7 @@ def _pipelined(
         )
     fold_layers(program.traced)
     simplify(program.traced)
-    late = [Marked(), Turned(), *(each for each in layout.passes if each.order >= 0)]
+    late = [Marked(), Turned(), *(each for each in layout.passes if each.order >= 0), CheapAgain()]
     later, _ = run_passes(late, program.traced, program.mesh, without, lambda name: watch(name, program, wide))
     program.passes += later
     inlined = {node for each in layout.passes for node in each.per_microbatch(program.traced)}

@@ -8,6 +8,7 @@ from .base import LookingAhead, ProgramPass, run_passes
 from .buckets import Buckets
 from .budget import BudgetError, RematWithin
 from .casts import NarrowGathers
+from .cheap import CheapAgain
 from .gathers import Gathers
 from .in_place import InPlace
 from .microbatches import ReduceEach
@@ -18,13 +19,26 @@ from .turned import Turned
 
 NAMES = frozenset(
     each.name
-    for each in (Buckets, Gathers, InPlace, Marked, NarrowGathers, ReduceEach, ReduceIn, Reductions, Remat, Turned)
+    for each in (
+        Buckets,
+        CheapAgain,
+        Gathers,
+        InPlace,
+        Marked,
+        NarrowGathers,
+        ReduceEach,
+        ReduceIn,
+        Reductions,
+        Remat,
+        Turned,
+    )
 )
 
 __all__ = [
     "NAMES",
     "Buckets",
     "BudgetError",
+    "CheapAgain",
     "Gathers",
     "InPlace",
     "LookingAhead",
