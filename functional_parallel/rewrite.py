@@ -105,7 +105,7 @@ def _pipelined(
         )
     fold_layers(program.traced)
     simplify(program.traced)
-    late = [Marked(), Turned(), *(each for each in layout.passes if each.order >= 0), CheapAgain()]
+    late = [Marked(), Turned(), *(each for each in layout.passes if each.order >= 0)]
     later, _ = run_passes(late, program.traced, program.mesh, without, lambda name: watch(name, program, wide))
     program.passes += later
     inlined = {node for each in layout.passes for node in each.per_microbatch(program.traced)}
@@ -121,7 +121,13 @@ def _pipelined(
         fuse_views(part.traced)
         watch("views", part, part.mesh)
 
-    result = build(program, plan, parts, inlined, finish)
+    def cheap_again(run: Callable[[], None]) -> None:
+        watch("microbatches", program, wide)
+        run()
+        program.passes += (CheapAgain.name,)
+        watch(CheapAgain.name, program, wide)
+
+    result = build(program, plan, parts, inlined, finish, None if CheapAgain.name in without else cheap_again)
     for work in (work for stage in result.stages for work in stage.works.values() if InPlace.name not in without):
         for part in add_in_place(work):
             part.passes += (InPlace.name,)

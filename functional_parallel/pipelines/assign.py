@@ -8,7 +8,6 @@ from torch import fx
 
 from ..tracing import Traced
 from ..tracing.graph import operands_of
-from .cheap import keep_unless_free
 from .roles import Role, Roles
 
 __all__ = ["assign"]
@@ -38,7 +37,6 @@ def assign(traced: Traced, roles: Roles, cut: Mapping[fx.Node, int], last: int) 
         else:
             stage[node] = _of_backward(node, roles, stage, last)
             _keep_what_crosses(node, stage)
-    keep_unless_free(traced, roles, stage)
     return stage
 
 

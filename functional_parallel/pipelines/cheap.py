@@ -1,66 +1,67 @@
-"""Which cheap values a stage's backward computes again, and which it keeps: what its stage keeps anyway decides.
-
-The pass that chose them saw the whole step, where a value is alive as long as any stage needs it.
-"""
+"""Cheap values are computed again inside each stage of a pipeline, from what it keeps for its backward anyway."""
 
 from __future__ import annotations
 
 from torch import fx
 
-from ..program.memory import Ledger, Storage
+from ..program.passes.cheap import CheapValues
 from ..tracing import Traced
 from ..tracing.graph import operands_of
-from .roles import Role, Roles, is_view
+from .roles import Role, Roles
 
-__all__ = ["keep_unless_free"]
+__all__ = ["compute_cheap_again"]
 
 
-def keep_unless_free(traced: Traced, roles: Roles, stage: dict[fx.Node, int]) -> None:
-    """Let a stage keep a cheap value that it could compute again only by keeping another for it.
+def compute_cheap_again(traced: Traced, roles: Roles, stage: dict[fx.Node, int]) -> None:
+    """Let every stage's backward compute cheap values again.
 
     Args:
-        traced: the graph; copies of what is kept are taken out of it.
-        roles: of its ops.
-        stage: per staged op its stage; what is taken out loses it.
+        traced: the graph, changed in place.
+        roles: of its ops; the copies get theirs.
+        stage: per staged op its stage; the copies get theirs, and what nothing takes any more has none.
     """
-    copies = [node for node in traced.nodes if node.meta.get("cheap")]
-    if not copies:
-        return
-    kept = _Kept(traced, roles, stage)
-    for node in copies:
-        forward = node.meta["forward"]
-        while "merged" in forward.meta:
-            forward = forward.meta["merged"]
-        if stage.get(node) is None or stage.get(node) != stage.get(forward) or not kept.suffices(node):
-            traced.replace(node, forward)
-            stage.pop(node, None)
-    for node in reversed(copies):
-        if "merged" not in node.meta and not node.users:
-            traced.graph.erase_node(node)
-            stage.pop(node)
+    for copy in _CheapInStages(traced, roles, stage).drop():
+        copy.meta["cheap"] = True
+        stage[copy] = stage[copy.meta["forward"]]
+        roles.of[copy] = Role.STAGED
+        roles.backward.add(copy)
+        roles.varying.add(copy)
+    traced.seal()
+    there = set(traced.nodes)
+    for gone in [node for node in roles.of if node not in there]:
+        del roles.of[gone]
+        stage.pop(gone, None)
 
 
-class _Kept:
-    """What a stage's backward takes besides cheap copies."""
+class _CheapInStages(CheapValues):
+    """Values that no other stage's backward takes, from what their own stage's backward takes besides."""
 
     def __init__(self, traced: Traced, roles: Roles, stage: dict[fx.Node, int]) -> None:
+        super().__init__(traced)
         self.roles, self.stage = roles, stage
-        self.storages = Ledger("", traced).storages
-        self.taken: set[tuple[int, Storage]] = set()
-        for node in traced.nodes:
-            if node in roles.backward and node in stage and not node.meta.get("cheap"):
-                for operand in operands_of(node):
-                    self.taken.update((stage[node], storage) for storage in self.storages[operand])
+        self.taken = {
+            (stage[node], storage)
+            for node in self.number
+            if node in stage and node in roles.backward
+            for operand in operands_of(node)
+            for storage in self.ledger.storages[operand]
+        }
 
-    def suffices(self, copy: fx.Node) -> bool:
-        """Whether all that a copy takes is there for its stage's backward anyway."""
-        return all(self._is_there(operand, self.stage[copy]) for operand in operands_of(copy))
+    def may_drop(self, node: fx.Node) -> bool:
+        users = (user for s in self.ledger.made_by(node) for user in self.users(s) if user.meta["backward"])
+        return (
+            super().may_drop(node)
+            and node in self.stage
+            and all(self.stage.get(user) == self.stage[node] for user in users)
+        )
 
-    def _is_there(self, value: fx.Node, stage: int) -> bool:
-        if value.meta.get("cheap"):
-            return self.stage[value] == stage
-        if value.op != "call_function" or (is_view(value) and self._is_there(operands_of(value)[0], stage)):
-            return True
-        if self.roles.of[value] is Role.ONCE and not self.roles.is_inline(value):
-            return True
-        return all((stage, storage) in self.taken for storage in self.storages[value])
+    def is_there(self, value: fx.Node, taker: fx.Node, when: int) -> bool:
+        own = self.stage[taker]
+        if value in self.roles.backward and (self.number[value] >= when or self.stage.get(value, own) != own):
+            return False
+        return all((own, s) in self.taken or self._is_held(s[0]) for s in self.ledger.storages[value])
+
+    def _is_held(self, maker: fx.Node) -> bool:
+        """Whether a value is there throughout a step."""
+        once = maker.op != "call_function" or self.roles.of[maker] is Role.ONCE
+        return once and not self.roles.is_inline(maker)

@@ -22,7 +22,7 @@ from ...tracing.graph import operands_of
 from ..memory import Ledger, Storage, viewed
 from .recompute import forward_nodes, recompute
 
-__all__ = ["CheapAgain"]
+__all__ = ["CheapAgain", "CheapValues"]
 
 aten = torch.ops.aten
 
@@ -30,8 +30,8 @@ _CHEAP = {aten._to_copy.default, aten.native_layer_norm.default, aten.embedding.
 if hasattr(aten, "_fused_rms_norm"):
     _CHEAP.add(aten._fused_rms_norm.default)
 
-# An op costs about 10 µs to launch, and an elementwise one moves some 10 bytes per nanosecond on a CPU: below this its
-# launch is most of its cost, and so many values would have to be dropped to be noticed that a step would be.
+# An op costs some 10 µs to launch, in which a CPU moves as many bytes: below that its launch is most of what it costs,
+# and it takes many such values to make a difference.
 LEAST = 128 << 10
 
 
@@ -46,24 +46,18 @@ class CheapAgain:
         return set()
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
-        found = _Search(traced)
-        before = {node for node in traced.nodes if node.meta.get("recomputed")}
-        recompute(traced, found.dropped, found.instead)
-        for node in traced.nodes:
-            if node.meta.get("recomputed") and node not in before:
-                node.meta["cheap"] = True
+        CheapValues(traced).drop()
 
 
-class _Search:
-    """What can be dropped, found from the end of the forward to its begin: users before what they take.
+class CheapValues:
+    """The values to drop, found from the end of the forward to its begin: users before what they take.
 
-    Attributes:
-        dropped: the values, with their views.
-        instead: per dropped value and operand of it the copy of that which the backward has, where its copy takes that.
+    A value is dropped if its op is cheap, the backward alone takes it from some op on, and all that the op takes lives
+    as long or longer: as what is itself dropped does too, by its copy. So each is computed again once at most.
     """
 
     def __init__(self, traced: Traced) -> None:
-        self.ledger = Ledger("", traced)
+        self.traced, self.ledger = traced, Ledger("", traced)
         self.number = {node: index for index, node in enumerate(self.ledger.nodes)}
         self.outputs = {s for out in traced.outputs if isinstance(out, fx.Node) for s in self.ledger.storages[out]}
         self.values: dict[Storage, list[fx.Node]] = {}
@@ -73,63 +67,68 @@ class _Search:
                 self.values.setdefault(storage, []).append(node)
             if node.meta.get("recomputed"):
                 self.copies.setdefault(node.meta["forward"], []).append(node)
-        self.dropped: set[fx.Node] = set()
-        self.instead: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
-        self.wanted: dict[Storage, int] = {}  # where copies need it
-        for node in reversed(forward_nodes(traced)):
-            self._consider(node)
+        self.wanted: dict[Storage, int] = {}  # by the copies that are to be made, and where
 
-    def _consider(self, node: fx.Node) -> None:
+    def drop(self) -> list[fx.Node]:
+        """Rewrite the program; the copies that were made, in order."""
+        dropped: set[fx.Node] = set()
+        instead: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
+        for node in reversed(forward_nodes(self.traced)):
+            taken = self._operands_of_copy(node) if _is_cheap(node) else None
+            if taken is not None:
+                own = self.ledger.made_by(node)
+                dropped.update(each for s in own for each in self.values[s] if not each.meta["backward"])
+                instead |= {(node, operand): copy for operand, copy in taken.items()}
+        recompute(self.traced, dropped, instead)
+        return [node for node in self.traced.nodes if node not in self.number]
+
+    def _operands_of_copy(self, node: fx.Node) -> dict[fx.Node, fx.Node] | None:
+        """What a copy of an op would take, each kept value or a copy of it; None if there shall be no copy."""
         own = self.ledger.made_by(node)
-        if not own or not _is_cheap(node) or sum(self.ledger.sizes[storage] for storage in own) < LEAST:
-            return
+        if sum(self.ledger.sizes[storage] for storage in own) < LEAST or not self.may_drop(node):
+            return None
         when = self._needed(own)
         if when is None:
-            return
-        copies = self._operands_at(node, when)
-        if copies is None:
-            return
-        for storage in own:
-            self.dropped.update(each for each in self.values[storage] if not each.meta["backward"])
-        self.instead |= {(node, operand): copy for operand, copy in copies.items()}
+            return None
+        taken: dict[fx.Node, fx.Node] = {}
         for operand in operands_of(node):
-            for storage in self.ledger.storages[operand]:
+            there = [operand, *self.copies.get(operand, [])]
+            found = next((each for each in there if self.is_there(each, node, when)), None)
+            if found is None:
+                return None
+            taken[operand] = found
+        for found in taken.values():
+            for storage in self.ledger.storages[found]:
                 self.wanted[storage] = min(when, self.wanted.get(storage, when))
+        return taken
 
     def _needed(self, own: list[Storage]) -> int | None:
-        """Where a copy would stand, if the values wait for the backward there and nothing else takes them later."""
+        """Where a copy would stand, if each result is kept for the backward, and nothing else takes it later."""
         first: float = math.inf
         for storage in own:
-            uses = list(self._uses(storage))
-            backward = [number for number, in_backward in uses if in_backward]
-            if not backward or storage in self.outputs:
+            backward = [self.number[user] for user in self.users(storage) if user.meta["backward"]]
+            if not backward:
                 return None
             first = min(first, *backward, self.wanted.get(storage, math.inf))
-        others = (number for storage in own for number, in_backward in self._uses(storage) if not in_backward)
+        others = (self.number[user] for storage in own for user in self.users(storage) if not user.meta["backward"])
         return int(first) if all(number < first for number in others) else None
 
-    def _uses(self, storage: Storage) -> Iterator[tuple[int, bool]]:
-        """The ops that take a value of a storage, views of it left out, and whether they belong to the backward."""
-        for value in self.values[storage]:
+    def users(self, storage: Storage) -> Iterator[fx.Node]:
+        """The ops that take a value of a storage; the forward's views of it do not."""
+        for value in self.values.get(storage, [storage[0]]):
             for user in value.users:
                 if user in self.number and (viewed(user) is None or user.meta["backward"]):
-                    yield self.number[user], user.meta["backward"]
+                    yield user
 
-    def _operands_at(self, node: fx.Node, when: int) -> dict[fx.Node, fx.Node] | None:
-        """For which operands a copy is there at an op of the backward; None if something is not there at all."""
-        copies: dict[fx.Node, fx.Node] = {}
-        for value in operands_of(node):
-            if self._lives_at(value, when):
-                continue
-            there = [c for c in self.copies.get(value, []) if self.number[c] < when and self._lives_at(c, when)]
-            if not there:
-                return None
-            copies[value] = there[0]
-        return copies
+    def may_drop(self, node: fx.Node) -> bool:
+        """Whether an op's results are nobody's but the program's."""
+        return self.outputs.isdisjoint(self.ledger.made_by(node))
 
-    def _lives_at(self, value: fx.Node, when: int) -> bool:
-        spans = self.ledger.spans
-        return all(storage not in spans or spans[storage][1] >= when for storage in self.ledger.storages[value])
+    def is_there(self, value: fx.Node, taker: fx.Node, when: int) -> bool:
+        """Whether a value lies in memory at an op of the backward anyway, so that a copy of the taker can take it."""
+        spans, always = self.ledger.spans, (-1, len(self.number))
+        lives = (spans.get(storage, always) for storage in self.ledger.storages[value])
+        return self.number.get(value, -1) < when and all(last >= when for _, last in lives)
 
 
 def _is_cheap(node: fx.Node) -> bool:

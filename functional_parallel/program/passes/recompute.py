@@ -32,7 +32,7 @@ def recompute(
     Args:
         traced: the graph, changed in place.
         dropped: forward nodes not to be kept; whatever they need and is not dropped itself is kept.
-        instead: per dropped node and operand of it, what its copy shall take in the place of that, and is there already.
+        instead: per dropped node and operand of it, what its copy takes in the place of that, and is there already.
     """
     dropped, instead = set(dropped), instead or {}
     position = {node: index for index, node in enumerate(traced.graph.nodes)}
