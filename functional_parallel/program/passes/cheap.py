@@ -9,6 +9,7 @@ only where no value needs to live any longer for it: at no moment of the program
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -80,7 +81,11 @@ class CheapValues:
                 dropped.update(each for s in own for each in self.values[s] if not each.meta["backward"])
                 instead |= {(node, operand): copy for operand, copy in taken.items()}
         recompute(self.traced, dropped, instead)
-        return [node for node in self.traced.nodes if node not in self.number]
+        copies = [node for node in self.traced.nodes if node not in self.number]
+        for copy in copies:
+            if copy.target is operator.getitem:  # taken out at once, results do not wait for one another
+                copy.args[0].append(copy)  # type: ignore[union-attr]
+        return copies
 
     def _operands_of_copy(self, node: fx.Node) -> dict[fx.Node, fx.Node] | None:
         """What a copy of an op would take, each kept value or a copy of it; None if there shall be no copy."""
