@@ -55,16 +55,17 @@ def main() -> None:
 
 
 class Step:
-    """The gradient of the model's loss under one policy."""
+    """The gradient of the model's loss under one policy, and nothing computed again besides."""
 
-    def __init__(self, config: model.Config, plan: Any) -> None:
+    def __init__(self, config: model.Config, plan: Any, without: tuple[str, ...] = ("cheap ops again",)) -> None:
         fn, self.params = fp.functional(model.make(config))
         self.tokens = model.batch(config, 0)
 
         def loss(params: Any, tokens: torch.Tensor) -> torch.Tensor:
             return model.cross_entropy(fn(params, tokens[:, :-1]), tokens)
 
-        self.run = fp.compile(fp.grad_and_value(fp.chain(plan, fp.data_parallel("data"))(loss)), Mesh(data=1))
+        f = fp.grad_and_value(fp.chain(plan, fp.data_parallel("data"))(loss))
+        self.run = fp.compile(f, Mesh(data=1), without=without)
         self.program = self.run.lower(self.params, self.tokens)
         self.memory = self.program.memory()
 

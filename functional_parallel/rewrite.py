@@ -13,6 +13,7 @@ from .program import Program
 from .program.passes import (
     NAMES,
     Buckets,
+    CheapAgain,
     InPlace,
     LookingAhead,
     Marked,
@@ -71,7 +72,15 @@ def rewrite(
         program.out_specs = [spec.without({axis}) for spec in program.out_specs]
         watch("microbatches", program, wide)
     late = [each for each in layout.passes if each.order >= 0]
-    passes = [Marked(), Turned(), Reductions(), *late, *_buckets(bucket), *([InPlace()] if donated else [])]
+    passes = [
+        Marked(),
+        Turned(),
+        Reductions(),
+        *late,
+        CheapAgain(),
+        *_buckets(bucket),
+        *([InPlace()] if donated else []),
+    ]
     later, program.notes = run_passes(
         passes, program.traced, program.mesh, without, lambda name: watch(name, program, program.mesh)
     )
@@ -114,7 +123,13 @@ def _pipelined(
         fuse_views(part.traced)
         watch("views", part, part.mesh)
 
-    result = build(program, plan, parts, inlined, finish)
+    def cheap_again(run: Callable[[], None]) -> None:
+        watch("microbatches", program, wide)
+        run()
+        program.passes += (CheapAgain.name,)
+        watch(CheapAgain.name, program, wide)
+
+    result = build(program, plan, parts, inlined, finish, None if CheapAgain.name in without else cheap_again)
     for work in (work for stage in result.stages for work in stage.works.values() if InPlace.name not in without):
         for part in add_in_place(work):
             part.passes += (InPlace.name,)

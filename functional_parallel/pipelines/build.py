@@ -20,6 +20,7 @@ from ..schedules import Schedule
 from ..tracing import Traced
 from ..tracing.graph import operands_of, source_of
 from .assign import assign
+from .cheap import compute_cheap_again
 from .cut import Cut, cut_of
 from .epilogue import EpilogueBuilder
 from .extract import Extractor
@@ -70,6 +71,7 @@ def build(
     parts: Parts,
     inlined: set[fx.Node],
     finish: Callable[[Program], None],
+    cheap_again: Callable[[Callable[[], None]], None] | None = None,
 ) -> PipelineProgram:
     """Cut a step into a pipeline.
 
@@ -79,11 +81,13 @@ def build(
         parts: into which microbatches the batch of a rank is cut.
         inlined: values that shall be made anew for every microbatch: gathered parameters.
         finish: rewrites of every program of the pipeline.
+        cheap_again: called with a rewrite of the whole step, once stages are known, which lets their backwards compute
+            cheap values again; None if they shall not.
 
     Raises:
         PipelineError: when the function cannot be cut so.
     """
-    return _Build(program, plan, parts, inlined, finish).result()
+    return _Build(program, plan, parts, inlined, finish, cheap_again).result()
 
 
 class _Build:
@@ -94,6 +98,7 @@ class _Build:
         parts: Parts,
         inlined: set[fx.Node],
         finish: Callable[[Program], None],
+        cheap_again: Callable[[Callable[[], None]], None] | None,
     ) -> None:
         self.program, self.plan, self.parts, self.finish = program, plan, parts, finish
         self.traced = program.traced
@@ -106,6 +111,8 @@ class _Build:
         }
         cut = cut_of(self.traced, self.roles, plan.cut, self.schedule.depth, program.mesh)
         stage = assign(self.traced, self.roles, cut, self.schedule.depth - 1)
+        if cheap_again is not None:
+            cheap_again(lambda: compute_cheap_again(self.traced, self.roles, stage))
         self.extractor = Extractor(self.traced, program.mesh, program.in_specs, self.roles.is_inline, plan.virtual)
         self.builder = StageBuilder(self.roles, stage, self.extractor, self.schedule.depth, program.name)
         if not self.builder.has_backward:

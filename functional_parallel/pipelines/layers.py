@@ -14,6 +14,7 @@ from ..program.work import work
 from ..tracing.graph import operands_of
 from .assign import assign
 from .build import prepared
+from .cheap import compute_cheap_again
 from .cut import finest
 from .extract import Extractor, Part
 from .roles import PipelineError, Role, Roles
@@ -53,6 +54,7 @@ def measure(program: Program, virtual: str, inlined: set[fx.Node]) -> list[Measu
     roles = prepared(program, virtual, inlined)
     cut, count = finest(program.traced, roles, program.mesh)
     stage = assign(program.traced, roles, cut, count - 1)
+    compute_cheap_again(program.traced, roles, stage)
     extractor = Extractor(program.traced, program.mesh, program.in_specs, roles.is_inline, virtual)
     builder = StageBuilder(roles, stage, extractor, count, program.name)
     if not builder.has_backward:

@@ -131,7 +131,8 @@ class StageBuilder:
     def _weight_gradients(self) -> set[fx.Node]:
         """Backward ops that no other stage waits for.
 
-        The first stage has nobody to wait for it: there, ops that lead to the gradients of one sum alone.
+        The first stage has nobody to wait for it: there, ops that lead to the gradients of one sum alone. What is cheap
+        to compute again belongs to the gradient of the input, which has what it takes; later there may be less.
         """
         return {n for index, members in enumerate(self.members) for n in self._weights_of(index, members)}
 
@@ -147,6 +148,8 @@ class StageBuilder:
                     found |= leads_to[user]
                 elif self.roles.of.get(user) is Role.TOTAL:
                     found.add(user)
+            if node.meta.get("cheap"):
+                found |= {"another stage", "waits"}
             leads_to[node] = found
         if index:
             return {node for node in backward if "waits" not in leads_to[node]}

@@ -84,6 +84,8 @@ class Traced:
             if node.op != "output":
                 copies[node] = graph.node_copy(node, copies.__getitem__)
                 copies[node].meta = dict(node.meta)
+                if "forward" in node.meta:
+                    copies[node].meta["forward"] = copies.get(node.meta["forward"], node.meta["forward"])
         copied = Traced(
             graph,
             [copies[node] for node in self.inputs],

@@ -198,7 +198,9 @@ def test_cheap_ops_come_first() -> None:
     tokens = torch.zeros(16, 33, dtype=torch.int64)
 
     def program(plan: Any) -> Any:
-        return fp.compile(fp.grad_and_value(plan(partial(gpt.loss, config=config))), Mesh()).lower(params, tokens)
+        return fp.compile(
+            fp.grad_and_value(plan(partial(gpt.loss, config=config))), Mesh(), without=("cheap ops again",)
+        ).lower(params, tokens)
 
     plain, names = program(fp.remat(where="none")).memory().peak, []
     for part in (90, 50):

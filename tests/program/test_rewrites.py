@@ -25,7 +25,7 @@ PLAN = fp.chain(
 )
 PASSES = (
     *("casts", "reduction types", "reduce each microbatch"),
-    *("recompute", "remat", "turned", "gathers", "reductions", "buckets", "in place"),
+    *("recompute", "remat", "turned", "gathers", "reductions", "cheap ops again", "buckets", "in place"),
 )
 
 

@@ -8,6 +8,7 @@ from .base import LookingAhead, ProgramPass, run_passes
 from .buckets import Buckets
 from .budget import BudgetError, RematWithin
 from .casts import NarrowGathers
+from .cheap import CheapAgain
 from .gathers import Gathers
 from .in_place import InPlace
 from .microbatches import ReduceEach, SumsOnce
@@ -21,6 +22,7 @@ NAMES = frozenset(
     each.name
     for each in (
         Buckets,
+        CheapAgain,
         Gathers,
         InPlace,
         Marked,
@@ -39,6 +41,7 @@ __all__ = [
     "NAMES",
     "Buckets",
     "BudgetError",
+    "CheapAgain",
     "Gathers",
     "InPlace",
     "LookingAhead",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from torch import fx
 
@@ -24,14 +24,17 @@ def forward_nodes(traced: Traced) -> list[fx.Node]:
     return found
 
 
-def recompute(traced: Traced, dropped: Collection[fx.Node]) -> None:
+def recompute(
+    traced: Traced, dropped: Collection[fx.Node], instead: Mapping[tuple[fx.Node, fx.Node], fx.Node] | None = None
+) -> None:
     """Let the backward use copies of forward values, each computed just before its first use there.
 
     Args:
         traced: the graph, changed in place.
         dropped: forward nodes not to be kept; whatever they need and is not dropped itself is kept.
+        instead: per dropped node and operand of it, what its copy takes in the place of that, and is there already.
     """
-    dropped = set(dropped)
+    dropped, instead = set(dropped), instead or {}
     position = {node: index for index, node in enumerate(traced.graph.nodes)}
     copies: dict[fx.Node, fx.Node] = {}
     for node in list(traced.nodes):
@@ -39,7 +42,8 @@ def recompute(traced: Traced, dropped: Collection[fx.Node]) -> None:
             continue
         for needed in sorted(_missing(node, dropped, copies), key=position.__getitem__):
             with traced.graph.inserting_before(node):
-                copy = copies[needed] = traced.graph.node_copy(needed, lambda a: copies.get(a, a))
+                taken = {a: copies.get(a, instead.get((needed, a), a)) for a in operands_of(needed)}
+                copy = copies[needed] = traced.graph.node_copy(needed, taken.__getitem__)
             copy.meta = {**needed.meta, "backward": True, "recomputed": True, "forward": needed}
         for operand in operands_of(node):
             if operand in copies:
