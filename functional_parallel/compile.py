@@ -15,6 +15,7 @@ from sharding_specs import Mesh, P, broadcast_specs, tree_paths
 from .collectives import guards
 from .collectives.axes import bind
 from .collectives.types import CollectiveTypeError, State, Type
+from .leftovers import leaving_nothing
 from .local_function import Layout, LocalFunction, PyTree, SpecTree, whole_arguments
 from .microbatches import local_aval, parts_of
 from .pipelines import PipelineError, PipelineProgram
@@ -223,6 +224,7 @@ _TENSOR = object()
 UNCHECKED = object()  # for out_specs: take the results rank by rank, whatever their types
 
 
+@leaving_nothing()
 def stage(
     f: Callable[..., PyTree],
     mesh: Mesh,
@@ -321,6 +323,8 @@ def stage(
     rewritten = rewrite(program, layout, parts, bucket, donate, without, watch)
     if isinstance(rewritten, PipelineProgram):
         rewritten.memory_by = pipeline_memory
+    for each in rewritten.every_program() if isinstance(rewritten, PipelineProgram) else [rewritten]:
+        each.traced.settle()
     return Staged(rewritten, found["tree"], found["outputs"])
 
 

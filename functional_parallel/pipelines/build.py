@@ -159,13 +159,7 @@ class _Build:
         return result
 
     def _finish(self, result: PipelineProgram) -> None:
-        every = [prologue.program for prologue in result.prologues]
-        for stage in result.stages:
-            for work in stage.works.values():
-                every += work.programs
-        for level in result.epilogue.parts:
-            every += [part.program for part in level.values()]
-        for program in every:
+        for program in list(result.every_program()):
             self.finish(program)
 
     def _notes(self) -> tuple[str, ...]:
