@@ -19,7 +19,17 @@ import einops
 import optree
 import torch
 
-__all__ = ["Source", "current_source", "inherit", "is_in_region", "is_library", "next_stage", "raising_source", "region", "stages"]
+__all__ = [
+    "Source",
+    "current_source",
+    "inherit",
+    "is_in_region",
+    "is_library",
+    "next_stage",
+    "raising_source",
+    "region",
+    "stages",
+]
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _SKIPPED = tuple(
