@@ -39,6 +39,8 @@ __all__ = [
     "compile_by_inductor",
     "differentiating_level",
     "direct_call",
+    "forget_erased",
+    "forgetting_shapes",
     "functional_variant",
     "fused_adamw_",
     "has_fused_adamw",
@@ -56,6 +58,28 @@ def apart_from_transforms() -> Iterator[None]:
     """Set aside active dispatch modes and torch.func levels: what runs inside sees plain tensors."""
     with temporarily_clear_interpreter_stack(), _disable_current_modes():
         yield
+
+
+@contextmanager
+def forgetting_shapes() -> Iterator[None]:
+    """Drop what is added inside to the cache of all fake modes, which holds the result's shape per op and operands.
+
+    It has no bound, and a kilobyte or two per op; outside the trace that filled it, it is rarely asked for the same.
+    """
+    cache: dict[Any, Any] = getattr(FakeTensorMode, "cache", {})
+    known = set(cache)
+    try:
+        yield
+    finally:
+        for key in cache.keys() - known:
+            cache.pop(key, None)
+
+
+def forget_erased(graph: torch.fx.Graph) -> None:
+    """Let a graph forget the nodes that were erased from it, whose names it keeps with all that they hold."""
+    names: dict[Any, str] = graph._graph_namespace._obj_to_name
+    for node in [each for each in names if isinstance(each, torch.fx.Node) and each._erased]:
+        del names[node]
 
 
 apart_from_modes = _disable_current_modes  # set aside active dispatch modes only

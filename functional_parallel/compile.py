@@ -16,6 +16,7 @@ from .collectives import guards
 from .collectives.axes import bind
 from .collectives.types import CollectiveTypeError, State, Type
 from .declared import declared_type, say_specs
+from .leftovers import leaving_nothing
 from .local_function import Layout, LocalFunction, PyTree, SpecTree, whole_arguments
 from .microbatches import local_aval, parts_of
 from .pipelines import PipelineError, PipelineProgram
@@ -231,6 +232,7 @@ _TENSOR = object()
 UNCHECKED = object()  # for out_specs: take the results rank by rank, whatever their types
 
 
+@leaving_nothing()
 def stage(
     f: Callable[..., PyTree],
     mesh: Mesh,
@@ -258,7 +260,7 @@ def stage(
     """
     layout = f.layout if isinstance(f, LocalFunction) else Layout(whole_arguments)
     wide = layout.mesh(mesh)
-    with bind(wide.shape, None):
+    with leaving_nothing(), bind(wide.shape, None):
         specs = layout.arguments(args) if isinstance(f, LocalFunction) else _per_argument(in_specs, args)
         full = tuple(broadcast_specs(spec, arg) for spec, arg in zip(specs, args, strict=True))
         parts = parts_of(args, full, wide, layout.virtual_sizes(mesh))
@@ -331,6 +333,8 @@ def stage(
     rewritten = rewrite(program, layout, parts, bucket, donate, without, watch)
     if isinstance(rewritten, PipelineProgram):
         rewritten.memory_by = pipeline_memory
+    for each in rewritten.every_program() if isinstance(rewritten, PipelineProgram) else [rewritten]:
+        each.traced.settle()
     return Staged(rewritten, found["tree"], found["outputs"])
 
 

@@ -12,14 +12,24 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import einops
 import optree
 import torch
 
-__all__ = ["Source", "current_source", "inherit", "is_in_region", "next_stage", "raising_source", "region", "stages"]
+__all__ = [
+    "Source",
+    "current_source",
+    "inherit",
+    "is_in_region",
+    "is_library",
+    "next_stage",
+    "raising_source",
+    "region",
+    "stages",
+]
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _SKIPPED = tuple(
@@ -108,10 +118,9 @@ def current_source() -> Source | None:
         return _inherited[-1]
     frame = sys._getframe(1)
     while frame is not None:
-        if not _is_library(frame.f_code.co_filename):
-            found = _source(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-            region, stage = _regions[-1] if _regions else None, _stages[-1]
-            return replace(found, region=region, stage=stage) if region or stage else found
+        if not is_library(frame.f_code.co_filename):
+            code, region = frame.f_code, _regions[-1] if _regions else None
+            return _source(code.co_filename, frame.f_lineno, code.co_name, region, _stages[-1])
         frame = frame.f_back  # type: ignore[assignment]
     return None
 
@@ -122,19 +131,20 @@ def raising_source(error: BaseException) -> Source | None:
     step = error.__traceback__
     while step is not None:
         code = step.tb_frame.f_code
-        if not _is_library(code.co_filename):
+        if not is_library(code.co_filename):
             found = _source(code.co_filename, step.tb_lineno, code.co_name)
         step = step.tb_next
     return found or current_source()
 
 
 @lru_cache(maxsize=4096)
-def _is_library(filename: str) -> bool:
+def is_library(filename: str) -> bool:
+    """Whether a file belongs to Python, torch, einops, optree or this package, and not to the user."""
     path = os.path.abspath(filename)
     in_stdlib = path.startswith(_STDLIB) and "site-packages" not in path
     return filename.startswith("<frozen") or in_stdlib or path.startswith(_SKIPPED)
 
 
 @lru_cache(maxsize=65536)
-def _source(file: str, line: int, function: str) -> Source:
-    return Source(file, line, function, linecache.getline(file, line).strip())
+def _source(file: str, line: int, function: str, region: str | None = None, stage: int = 0) -> Source:
+    return Source(file, line, function, linecache.getline(file, line).strip(), region, stage=stage)

@@ -5,6 +5,8 @@ When a test here fails after an upgrade of torch, that one file is the place to 
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -226,3 +228,30 @@ def test_a_weak_reference_to_a_storage_tells_when_it_is_gone() -> None:
     assert not reference.expired(), "the view holds it"
     del view
     assert reference.expired()
+
+
+def test_fake_modes_forget_the_shapes_of_a_trace() -> None:
+    def add(size: int) -> None:
+        with _torch.FakeTensorMode():
+            torch.ones(size, 3) + torch.ones(size, 3)
+
+    add(1001)
+    known = set(_torch.FakeTensorMode.cache)
+    assert known, "fake modes keep no such cache any more"
+    with _torch.forgetting_shapes():
+        add(1002)
+        assert set(_torch.FakeTensorMode.cache) > known
+    assert set(_torch.FakeTensorMode.cache) == known
+
+
+def test_a_graph_forgets_what_was_erased() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    erased = weakref.ref(graph.call_function(torch.neg, (x,)))
+    graph.erase_node(erased())  # type: ignore[arg-type]
+    gc.collect()
+    assert erased() is not None, "graphs forget by themselves now: forget_erased can go"
+    _torch.forget_erased(graph)
+    gc.collect()
+    assert erased() is None
+    assert graph.call_function(torch.neg, (x,)).name != "", "names are given out as before"

@@ -19,6 +19,7 @@ from ..collectives.axes import axis_parts, current_axes, hidden_axes, hide, mesh
 from ..collectives.parts import Parts
 from ..local_function import Layout, LocalFunction, PyTree, SpecTree, axis_mesh, whole_arguments
 from ..tracing import Aval, Traced, trace
+from ..tracing.record import recorder
 from .convert import convert
 from .placement import REDUCED, WHOLE, Place, Shard
 from .prepare import prepare
@@ -172,11 +173,13 @@ class _Partition:
         avals = [_global_aval(leaves[index], places[index], cut) for index in tensors]
         static = tuple(repr(leaf) for index, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
         key = (tree, tuple(avals), static, tuple(current_axes().items()), hidden_axes(), cut)
-        entry = self.entries.get(key)
+        recording = recorder()  # a program that is being made takes what it needs of this trace, and lasts longer
+        known = self.entries if recording is None else recording.notes.setdefault(self, {})
+        entry: _Entry | None = known.get(key)
         if entry is None:
             entry = self._trace(leaves, tree, tensors, avals)
             if not entry.traced.captured:
-                self.entries[key] = entry
+                known[key] = entry
         return entry
 
     def _trace(self, leaves: list[Any], tree: Any, tensors: list[int], avals: list[Aval]) -> _Entry:

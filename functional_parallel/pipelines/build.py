@@ -24,8 +24,9 @@ from .cheap import compute_cheap_again
 from .cut import Cut, cut_of
 from .epilogue import EpilogueBuilder
 from .extract import Extractor
+from .names import forget_ops, names_in
 from .program import PipelineProgram, parts_of_rank, updates_of
-from .prologue import Prologue, Wanted
+from .prologue import Prologue, PrologueBuilder, Wanted
 from .roles import PipelineError, Roles
 from .stages import StageBuilder
 
@@ -163,16 +164,11 @@ class _Build:
         if self.schedule.versions is not None:
             _check_stream(result)
         self._finish(result)
+        forget_ops(names_in(result))
         return result
 
     def _finish(self, result: PipelineProgram) -> None:
-        every = [prologue.program for prologue in result.prologues]
-        for stage in result.stages:
-            for work in stage.works.values():
-                every += work.programs
-        for level in result.epilogue.parts:
-            every += [part.program for part in level.values()]
-        for program in every:
+        for program in list(result.every_program()):
             self.finish(program)
 
     def _notes(self) -> tuple[str, ...]:
@@ -214,7 +210,8 @@ class _Build:
             elif scope == "microbatch":
                 wanted += [(node, microbatch) for microbatch in self._microbatches_of(rank)]
         name = f"{self.program.name}: before the pipeline, rank {rank}"
-        return Prologue(self.roles, self.extractor, self.program.in_specs, self.parts, wanted, name)
+        builder = PrologueBuilder(self.roles, self.extractor, self.program.in_specs, self.parts, wanted, name)
+        return builder.build()
 
     def _microbatches_of(self, rank: int) -> list[int]:
         depth, each = self.schedule.depth, self.schedule.microbatches_of_chain

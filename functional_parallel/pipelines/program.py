@@ -114,6 +114,15 @@ class PipelineProgram(BaseProgram):
             for part in level.values():
                 yield part.program, 1
 
+    def every_program(self) -> Iterator[Program]:
+        """Every program once, those that add to what an earlier microbatch left included."""
+        yield from (prologue.program for prologue in self.prologues)
+        for stage in self.stages:
+            for work in stage.works.values():
+                yield from work.programs
+        for level in self.epilogue.parts:
+            yield from (part.program for part in level.values())
+
     def _works(self) -> Iterator[tuple[Program, int]]:
         """The programs of the stages, each with how often it runs in a step."""
         counts = Counter((action.kind, action.stage % self.schedule.depth) for action in self.schedule)

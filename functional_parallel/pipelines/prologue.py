@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,21 +21,30 @@ from ..tracing.graph import in_order, operands_of
 from .extract import Extractor
 from .roles import Roles
 
-__all__ = ["Prologue", "Wanted"]
+__all__ = ["Prologue", "PrologueBuilder", "Wanted"]
 
 aten = torch.ops.aten
 
 Wanted = tuple[fx.Node, int | None]  # a value, and of which microbatch; None for one that all microbatches share
 
 
+@dataclass(frozen=True)
 class Prologue:
-    """Writes the program that makes some values before any stage runs.
+    """What a rank makes before any stage runs.
 
     Attributes:
         program: what runs.
         inputs: the step's inputs that it takes.
         outputs: what it makes.
     """
+
+    program: Program
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[Wanted, ...]
+
+
+class PrologueBuilder:
+    """Writes the program that makes some values, each of one microbatch or one that all share."""
 
     def __init__(
         self, roles: Roles, extractor: Extractor, in_specs: list[P], parts: Parts, wanted: Iterable[Wanted], name: str
@@ -48,7 +58,11 @@ class Prologue:
         self._placeholders(self.outputs)
         self.new.outputs = [self.value(node, microbatch) for node, microbatch in self.outputs]
         self._drop_unused()
-        self.program = self._program(name)
+        self.name = name
+
+    def build(self) -> Prologue:
+        """The program with what it takes and makes."""
+        return Prologue(self._program(self.name), tuple(self.inputs), self.outputs)
 
     def value(self, node: fx.Node, microbatch: int | None) -> fx.Node:
         """A value of one microbatch, or one that all share, written where it is first asked for."""

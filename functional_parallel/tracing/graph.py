@@ -9,11 +9,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
+from .. import _torch
 from ..source import Source
 
 __all__ = ["Aval", "Traced", "aval_of", "in_order", "is_collective", "operands_of", "source_of", "walk_args"]
@@ -23,7 +25,7 @@ K = TypeVar("K", bound=Hashable)
 _CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Aval:
     """A tensor without its values: shape, dtype, device.
 
@@ -53,7 +55,11 @@ class Aval:
 
 
 def aval_of(value: torch.Tensor) -> Aval:
-    return Aval(tuple(int(size) for size in value.shape), value.dtype, value.device)
+    """A tensor's shape, dtype and device; one object for all tensors that share them."""
+    return _aval(tuple(int(size) for size in value.shape), value.dtype, value.device)
+
+
+_aval = lru_cache(maxsize=4096)(Aval)
 
 
 @dataclass
@@ -107,6 +113,13 @@ class Traced:
         node.meta["merged"] = by
         self.outputs = [by if output is node else output for output in self.outputs]
         self.graph.erase_node(node)
+
+    def settle(self) -> None:
+        """Forget what only rewrites ask for: which ops were erased, and what a backward op is the backward of."""
+        for node in self.graph.nodes:
+            node.meta.pop("forward", None)
+            node.meta.pop("merged", None)
+        _torch.forget_erased(self.graph)
 
     def seal(self) -> None:
         """Set the graph's output node from `outputs` and drop what no output needs."""

@@ -135,6 +135,7 @@ class Recorder(_torch.TorchDispatchMode):
         self._references: dict[int, weakref.ref[torch.Tensor]] = {}
         self._storages: dict[int, weakref.WeakSet[Any]] = {}
         self._outer = recorder()
+        self.notes: dict[Any, Any] = {} if self._outer is None else self._outer.notes  # of all of an outermost trace
         self._forwards: dict[int, fx.Node] = {}  # by number of the autograd node
         self._numbered = _torch.next_node_number()
 

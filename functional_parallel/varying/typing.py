@@ -46,9 +46,11 @@ class Typing:
 
     def __init__(self, axes: dict[str, int]) -> None:
         self.axes = axes
+        self._known: dict[Type, Type] = {}  # one object for all equal ones
 
     def __call__(self, node: fx.Node) -> None:
-        node.meta["type"] = self._infer(node)
+        found = self._infer(node)
+        node.meta["type"] = self._known.setdefault(found, found)
 
     def _infer(self, node: fx.Node) -> Type:
         if node.target is operator.getitem:
