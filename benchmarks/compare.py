@@ -5,9 +5,10 @@
 
 Ranks are gloo processes with one thread each, started here. First the machine is measured. Then, of every pair, all
 gradients of the first step are compared, then the losses of a few steps, then steps are timed: ours, the peer's, one
-plain step on a single rank and our staged one there, in turn, each between barriers, the slowest rank counting. `ideal`
-is the plain single step over the number of ranks; `work` is the processor time of all ranks together: without the
-waiting, and the same on a busy machine. Last, each of the two runs alone, for bytes, memory and start-up.
+plain step on a single rank, our staged one there, and ours without its communication, in turn, each between barriers,
+the slowest rank counting. `ideal` is the plain single step over the number of ranks; `work` is the processor time of
+all ranks together: without the waiting, and the same on a busy machine. Last, each of the two runs alone, for bytes,
+memory and start-up. Rows that miss their target (`targets.py`) are listed with what stands against it.
 
 Ours multiplies large float32 matrices with oneDNN, as `torch.compile` does, where eager torch calls MKL: on an AMD
 EPYC that alone makes a step a third shorter. `--same-kernels` leaves all to MKL.
@@ -23,6 +24,7 @@ from typing import Any
 import machine
 import optional
 import report
+import targets
 from by_turns import alone_by_turns, by_turns
 from launch import launched
 from model import SIZES, Config
@@ -70,6 +72,8 @@ ALONE_HEAD = (
     "peer starts, s",
     "ours ÷ bound",
     "peer ÷ bound",
+    "staged + transfer, ms",
+    "ours ÷ it",
 )
 
 
@@ -86,6 +90,7 @@ def main() -> None:
     tables = {
         "peers": report.table(HEAD, [cells(row) for row in rows]),
         "peers alone": report.table(ALONE_HEAD, [alone_cells(row) for row in rows if "ours_start_s" in row]),
+        "misses": targets.misses(rows),
         "machine": report.table(machine.HEAD, [line for ranks in args.ranks for line in machine.cells(limits[ranks])]),
     }
     if not args.sizes_alone:
@@ -185,6 +190,7 @@ def distances(row: dict[str, Any], limits: dict[str, Any]) -> dict[str, float]:
         return {}
     ours = machine.bound(limits, row["staged_single_s"], row["ours_sent_bytes"])
     peer = machine.bound(limits, row["single_s"], row["peer_sent_bytes"])
+    floor = row["quiet_s"] + row["ours_sent_bytes"] / machine.bandwidth(limits)
     return {
         "core_flops": max(limits["flops"][row["config"]].values()),
         "bandwidth": machine.bandwidth(limits),
@@ -192,6 +198,8 @@ def distances(row: dict[str, Any], limits: dict[str, Any]) -> dict[str, float]:
         "peer_bound_s": peer,
         "bound_ratio": row["ours_s"] / ours,
         "peer_bound_ratio": row["peer_s"] / peer,
+        "floor_s": floor,
+        "floor_ratio": row["ours_s"] / floor,
     }
 
 
@@ -223,6 +231,8 @@ def alone_cells(row: dict[str, Any]) -> tuple[object, ...]:
         *pair("start_s", 1, 2),
         f"{row['bound_ratio']:.2f}",
         f"{row['peer_bound_ratio']:.2f}",
+        f"{1000 * row['floor_s']:.1f}",
+        f"{row['floor_ratio']:.2f}",
     )
 
 

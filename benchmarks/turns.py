@@ -39,6 +39,7 @@ class Timed:
 def ours(settings: Any) -> dict[str, Callable[..., Answer]]:
     """What our ranks can be told, by name."""
     from ours import OURS, staged
+    from quiet import Quiet
     from worker import plain
 
     torch.set_num_threads(1)
@@ -53,14 +54,21 @@ def ours(settings: Any) -> dict[str, Callable[..., Answer]]:
             np.savez(settings["gradients"], **{name: gradient.numpy() for name, gradient in found.items()})
         return {}
 
+    def without_loss(step: Callable[[torch.Tensor], object]) -> Callable[[torch.Tensor], None]:
+        def run(tokens: torch.Tensor) -> None:
+            step(tokens)
+
+        return run
+
     def on_rank_0(step: Callable[[torch.Tensor], object]) -> Timed:
-        return Timed(size, lambda tokens: step(tokens) and None if first else None, dist.barrier)
+        return Timed(size, without_loss(step) if first else lambda tokens: None, dist.barrier)
 
     return {
         "gradients": gradients,
         "step": Timed(size, lambda tokens: contestant.whole(contestant.step(tokens)), dist.barrier),
         "plain": on_rank_0(plain(config)),
         "staged": on_rank_0(staged(make(config)).step),
+        "quiet": Timed(size, without_loss(Quiet(OURS[settings["name"]](make(config))).step), dist.barrier),
     }
 
 
