@@ -68,6 +68,9 @@ ALONE_HEAD = (
     "ours holds, MiB",
     "peer holds, MiB",
     "ours ÷ peer",
+    "our tensors, MiB",
+    "peer's tensors, MiB",
+    "ours ÷ peer",
     "ours starts, s",
     "peer starts, s",
     "ours ÷ bound",
@@ -180,7 +183,12 @@ def alone(name: str, size: str, ranks: int, args: argparse.Namespace) -> dict[st
             print(f"{name} on {size} with {ranks} ranks: {side} alone failed", file=sys.stderr)
             return {}
         row |= {f"{side}_{key}": value for key, value in found.items()}
-    ratios = {"sent_ratio": "sent_bytes", "peak_ratio": "peak_bytes", "start_ratio": "start_s"}
+    ratios = {
+        "sent_ratio": "sent_bytes",
+        "peak_ratio": "peak_bytes",
+        "tensor_ratio": "tensor_bytes",
+        "start_ratio": "start_s",
+    }
     return {**row, **{ratio: row[f"ours_{key}"] / row[f"peer_{key}"] for ratio, key in ratios.items()}}
 
 
@@ -228,6 +236,8 @@ def alone_cells(row: dict[str, Any]) -> tuple[object, ...]:
         f"{row['sent_ratio']:.2f}",
         *pair("peak_bytes", 1 << 20, 0),
         f"{row['peak_ratio']:.2f}",
+        *pair("tensor_bytes", 1 << 20, 1),
+        f"{row['tensor_ratio']:.2f}",
         *pair("start_s", 1, 2),
         f"{row['bound_ratio']:.2f}",
         f"{row['peer_bound_ratio']:.2f}",

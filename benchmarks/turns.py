@@ -74,7 +74,7 @@ def ours(settings: Any) -> dict[str, Callable[..., Answer]]:
 
 def jax(settings: Any) -> dict[str, Callable[..., Answer]]:
     """What JAX's process can be told, by name."""
-    from jax_gpt import JaxStep, bytes_sent
+    from jax_gpt import JaxStep, bytes_of_arrays, bytes_sent
 
     kind = {"JAX DP": "data", "JAX TP": "tensor"}[settings["name"]]
     config, ranks = SIZES[settings["size"]], settings["ranks"]
@@ -104,7 +104,12 @@ def jax(settings: Any) -> dict[str, Callable[..., Answer]]:
         for _ in range(5):
             step(batch(config, index))
         found["peak_bytes"] = (peak() - before) // ranks
-        return {**found, "sent_bytes": bytes_sent(contestant().compiled(batch(config, index).numpy()), ranks)}
+        compiled = contestant().compiled(batch(config, index).numpy())
+        return {
+            **found,
+            "tensor_bytes": bytes_of_arrays(compiled),
+            "sent_bytes": bytes_sent(compiled.as_text(), ranks),
+        }
 
     timed = Timed(settings["size"], step, lambda: None)
     return {"gradients": gradients, "step": timed, "alone": alone}

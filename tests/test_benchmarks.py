@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from .processes import run_on_processes
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 ROW = {"name", "config", "ranks", "ours_s", "peer_s", "ratio", "ideal_ratio", "losses_equal"}
-ALONE = {f"{side}_{key}" for side in ("ours", "peer") for key in ("sent_bytes", "peak_bytes", "start_s")}
+ALONE = {
+    f"{side}_{key}" for side in ("ours", "peer") for key in ("sent_bytes", "peak_bytes", "tensor_bytes", "start_s")
+}
 
 
 @pytest.fixture(autouse=True)
@@ -81,6 +83,33 @@ def test_the_peak_is_of_what_was_alive_since_it_was_reset() -> None:
     assert abs(peak() - before - size) < size / 8
     reset_peak()
     assert abs(peak() - before) < size / 8
+
+
+def test_the_peak_of_tensors_is_that_of_the_steps_that_count() -> None:
+    from tensors import peak_of_tensors
+
+    def begin() -> Callable[[], None]:
+        state, _ = torch.zeros(1000, dtype=torch.uint8), torch.zeros(1 << 20)
+
+        def step() -> None:
+            nonlocal state
+            state = torch.cat([state[:500], state[500:]])
+
+        return step
+
+    kept = torch.zeros(1 << 20)
+    assert peak_of_tensors(begin) == 2000
+    assert len(kept) == 1 << 20
+
+
+def test_what_was_given_back_unseen_is_gone_when_another_block_lies_there() -> None:
+    from tensors import most_alive
+
+    blocks = [(0.0, 100, 50), (1.0, 200, 10), (2.0, 200, -10), (3.0, 140, 20), (4.0, 90, 15)]
+    assert most_alive(blocks, 0.5, 1.5) == 60
+    assert most_alive(blocks, 2.5, 3.5) == 50  # before the third block, which lies where the first one ended
+    assert most_alive(blocks, 3.5, 9.0) == 35
+    assert most_alive(blocks, 5.0, 9.0) == 35
 
 
 def test_a_line_in_the_bound_is_the_fastest() -> None:
