@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from functools import partial
 from typing import Any
 
 import machine
@@ -26,7 +27,7 @@ import optional
 import report
 import targets
 from by_turns import alone_by_turns, by_turns
-from launch import launched
+from launch import launched, twice
 from model import SIZES, Config
 from resident import THRESHOLD
 
@@ -96,7 +97,7 @@ def main() -> None:
         "misses": targets.misses(rows),
         "machine": report.table(machine.HEAD, [line for ranks in args.ranks for line in machine.cells(limits[ranks])]),
     }
-    if not args.sizes_alone:
+    if args.no_footprint:
         del tables["peers alone"]
     print(json.dumps(rows, indent=1) if args.json else "\n\n".join(tables.values()))
     if args.write:
@@ -109,13 +110,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="tiny and small, 2 ranks, fewer steps; bytes, memory and start-up of the last size alone",
+        help="tiny and small, 2 ranks, few steps, times alone: no bounds, bytes, memory or start-up",
     )
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["tiny", "small"])
     parser.add_argument("--peers", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--ranks", nargs="+", type=int, default=[2])
-    parser.add_argument("--rounds", type=int, default=None, help="timed steps of each (default 40, quick 8)")
-    parser.add_argument("--no-footprint", action="store_true", help="times only: no bytes, memory, start-up")
+    parser.add_argument("--rounds", type=int, default=None, help="timed steps of each (default 40, quick 6)")
+    parser.add_argument("--no-footprint", action="store_true", help="times only: no bounds, bytes, memory, start-up")
     parser.add_argument("--same-kernels", action="store_true", help="matrix products by eager torch's kernel for all")
     parser.add_argument("--profile", type=int, metavar="LINES", help="print what takes our step's time on rank 0")
     parser.add_argument("--json", action="store_true", help="rows as JSON")
@@ -125,8 +126,8 @@ def arguments() -> argparse.Namespace:
         parser.error(
             "--write is for all columns and the kernels that users get: no --quick, --same-kernels or --no-footprint"
         )
-    args.rounds = args.rounds or (8 if args.quick else 40)
-    args.sizes_alone = [] if args.no_footprint else args.sizes[-1:] if args.quick else args.sizes
+    args.rounds = args.rounds or (6 if args.quick else 40)
+    args.no_footprint |= args.quick
     return args
 
 
@@ -146,12 +147,12 @@ def compared(
         print(f"{name} on {size} with {ranks} ranks is left out: {reason}", file=sys.stderr)
         return []
     settings = {"name": name, "size": size, "rounds": args.rounds, "profile": args.profile}
-    settings["same_kernels"] = args.same_kernels
-    row = by_turns(settings, ranks) if name.startswith("JAX") else launched("worker.py", settings, ranks)
+    settings |= {"same_kernels": args.same_kernels, "bounds": not args.no_footprint}
+    measure = by_turns if name.startswith("JAX") else partial(launched, "worker.py")
+    row = twice(partial(measure, settings, ranks), f"{name} on {size} with {ranks} ranks")
     if row is None:
-        print(f"{name} on {size} with {ranks} ranks failed", file=sys.stderr)
         return []
-    if size in args.sizes_alone:
+    if not args.no_footprint:
         row |= alone(name, size, ranks, args)
         row |= distances(row, limits)
     print(*cells(row), sep=" | ", file=sys.stderr, flush=True)
@@ -176,11 +177,9 @@ def alone(name: str, size: str, ranks: int, args: argparse.Namespace) -> dict[st
     for side in ("ours", "peer"):
         settings = {"name": name, "size": size, "side": side, "same_kernels": args.same_kernels}
         in_one_process = side == "peer" and name.startswith("JAX")
-        found = (
-            alone_by_turns(settings, ranks) if in_one_process else launched("footprint.py", settings, ranks, THRESHOLD)
-        )
+        measure = alone_by_turns if in_one_process else partial(launched, "footprint.py", environment=THRESHOLD)
+        found = twice(partial(measure, settings, ranks), f"{name} on {size} with {ranks} ranks, {side} alone,")
         if found is None:
-            print(f"{name} on {size} with {ranks} ranks: {side} alone failed", file=sys.stderr)
             return {}
         row |= {f"{side}_{key}": value for key, value in found.items()}
     ratios = {

@@ -62,17 +62,9 @@ def misses(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _cells(row: dict[str, Any], share: float) -> tuple[object, ...]:
-    allowed = share * row["peer_s"]
-    transfer = row["floor_s"] - row["quiet_s"] if "floor_s" in row else 0.0
-    return (
-        row["name"],
-        row["config"],
-        row["ranks"],
-        f"{share:.2f}",
-        f"{row['ratio']:.2f}",
-        f"{1000 * allowed:.1f}",
-        f"{1000 * row['ours_s']:.1f}",
-        f"{1000 * row['quiet_s']:.1f}",
-        f"{1000 * transfer:.1f}" if "floor_s" in row else "not measured",
-        "yes" if row["quiet_s"] + transfer > allowed else "no",
-    )
+    allowed, held = share * row["peer_s"], ("not measured",) * 3
+    if "floor_s" in row:
+        parts = [f"{1000 * seconds:.1f}" for seconds in (row["quiet_s"], row["floor_s"] - row["quiet_s"])]
+        held = (*parts, "yes" if row["floor_s"] > allowed else "no")
+    times = [f"{1000 * seconds:.1f}" for seconds in (allowed, row["ours_s"])]
+    return (row["name"], row["config"], row["ranks"], f"{share:.2f}", f"{row['ratio']:.2f}", *times, *held)

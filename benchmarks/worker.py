@@ -28,10 +28,12 @@ def main() -> None:
     ours, peer = OURS[settings["name"]](make(config)), PEERS[settings["name"]](make(config))
     worst = difference(ours.gradients(batch(config, 0)), peer.gradients(batch(config, 0)))
     losses = [(ours.whole(ours.step(tokens)), peer.whole(peer.step(tokens))) for tokens in data(config)]
-    quiet = Quiet(OURS[settings["name"]](make(config)))
-    steps = [ours.step, peer.step, on_rank_0(plain(config)), on_rank_0(staged(make(config)).step), quiet.step]
+    steps = [ours.step, peer.step, on_rank_0(plain(config))]
+    quiet = Quiet(OURS[settings["name"]](make(config))) if settings["bounds"] else None
+    if quiet is not None:
+        steps += [on_rank_0(staged(make(config)).step), quiet.step]
     times, work = interleaved(steps, config, settings["rounds"])
-    if makespan := quiet.makespan():
+    if quiet is not None and (makespan := quiet.makespan()):
         times[-1] = [makespan]
     if settings["profile"]:
         profile(ours.step, config, settings["profile"])
