@@ -112,7 +112,7 @@ def test_what_was_given_back_unseen_is_gone_when_another_block_lies_there() -> N
     assert most_alive(blocks, 5.0, 9.0) == 35
 
 
-def test_what_rank_0_wrote_counts_however_ranks_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_rank_0_wrote_counts_however_ranks_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from launch import launched, twice
 
     script, none = tmp_path / "dies.py", tmp_path / "writes_nothing.py"
@@ -123,9 +123,9 @@ def test_what_rank_0_wrote_counts_however_ranks_end(tmp_path: Path, capsys: pyte
     )
     none.write_text("import sys\nsys.exit(3)\n")
     assert launched(str(script), {}, 2) == {"a": 1}
-    assert "ranks ended with [0, 1]" in capsys.readouterr().err
+    assert "ranks ended with [0, 1]" in capfd.readouterr().err
     assert twice(lambda: launched(str(none), {}, 2), "nothing") is None
-    said = capsys.readouterr().err
+    said = capfd.readouterr().err
     assert said.count("ranks ended with [3, 3]") == 2
     assert "nothing failed: see above; trying again" in said
     assert "nothing failed again, and is left out" in said
