@@ -115,7 +115,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["tiny", "small"])
     parser.add_argument("--peers", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--ranks", nargs="+", type=int, default=[2])
-    parser.add_argument("--rounds", type=int, default=None, help="timed steps of each (default 40, quick 6)")
+    parser.add_argument("--rounds", type=int, default=None, help="timed steps of each (default 40, quick 5)")
     parser.add_argument("--no-footprint", action="store_true", help="times only: no bounds, bytes, memory, start-up")
     parser.add_argument("--same-kernels", action="store_true", help="matrix products by eager torch's kernel for all")
     parser.add_argument("--profile", type=int, metavar="LINES", help="print what takes our step's time on rank 0")
@@ -126,7 +126,7 @@ def arguments() -> argparse.Namespace:
         parser.error(
             "--write is for all columns and the kernels that users get: no --quick, --same-kernels or --no-footprint"
         )
-    args.rounds = args.rounds or (6 if args.quick else 40)
+    args.rounds = args.rounds or (5 if args.quick else 40)
     args.no_footprint |= args.quick
     return args
 
