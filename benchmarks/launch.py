@@ -23,7 +23,7 @@ class Ranks:
     """Processes that run a script beside this one, one per rank, with one thread each.
 
     Args:
-        script: its file name, or its whole path; it is given `settings` as JSON, with a file for its result under "out".
+        script: its file name or whole path; it is given `settings` as JSON, with a file for its result under "out".
         settings: what it is to measure.
         ranks: how many processes.
         environment: variables beside those that torch.distributed reads.
