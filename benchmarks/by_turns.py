@@ -89,7 +89,9 @@ def _measured(settings: dict[str, Any], ranks: int, ours: Told, peer: Told, file
     a, b = (dict(np.load(file)) for file in files)
     worst = max(float(np.abs(a[name] - b[name]).max() / np.abs(b[name]).max()) for name in b)
     losses = [(ours("step", i)[0]["loss"], peer("step", i)[0]["loss"]) for i in range(CHECKED_STEPS)]
-    contestants = [(ours, "step"), (peer, "step"), (ours, "plain"), (ours, "staged")]
+    contestants = [(ours, "step"), (peer, "step"), (ours, "plain")]
+    if settings["bounds"]:
+        contestants += [(ours, "staged"), (ours, "quiet")]
     times: list[list[float]] = [[0.0] * settings["rounds"] for _ in contestants]
     work: list[list[float]] = [[0.0] * settings["rounds"] for _ in contestants]
     for which, step, place in turns_of(len(contestants), settings["rounds"]):

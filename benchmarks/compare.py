@@ -5,9 +5,10 @@
 
 Ranks are gloo processes with one thread each, started here. First the machine is measured. Then, of every pair, all
 gradients of the first step are compared, then the losses of a few steps, then steps are timed: ours, the peer's, one
-plain step on a single rank and our staged one there, in turn, each between barriers, the slowest rank counting. `ideal`
-is the plain single step over the number of ranks; `work` is the processor time of all ranks together: without the
-waiting, and the same on a busy machine. Last, each of the two runs alone, for bytes, memory and start-up.
+plain step on a single rank, our staged one there, and ours without its communication, in turn, each between barriers,
+the slowest rank counting. `ideal` is the plain single step over the number of ranks; `work` is the processor time of
+all ranks together: without the waiting, and the same on a busy machine. Last, each of the two runs alone, for bytes,
+memory and start-up. Rows that miss their target (`targets.py`) are listed with what stands against it.
 
 Ours multiplies large float32 matrices with oneDNN, as `torch.compile` does, where eager torch calls MKL: on an AMD
 EPYC that alone makes a step a third shorter. `--same-kernels` leaves all to MKL.
@@ -18,13 +19,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from functools import partial
 from typing import Any
 
 import machine
 import optional
 import report
+import targets
 from by_turns import alone_by_turns, by_turns
-from launch import launched
+from launch import launched, twice
 from model import SIZES, Config
 from resident import THRESHOLD
 
@@ -66,10 +69,15 @@ ALONE_HEAD = (
     "ours holds, MiB",
     "peer holds, MiB",
     "ours ÷ peer",
+    "our tensors, MiB",
+    "peer's tensors, MiB",
+    "ours ÷ peer",
     "ours starts, s",
     "peer starts, s",
     "ours ÷ bound",
     "peer ÷ bound",
+    "staged + transfer, ms",
+    "ours ÷ it",
 )
 
 
@@ -86,9 +94,10 @@ def main() -> None:
     tables = {
         "peers": report.table(HEAD, [cells(row) for row in rows]),
         "peers alone": report.table(ALONE_HEAD, [alone_cells(row) for row in rows if "ours_start_s" in row]),
+        "misses": targets.misses(rows),
         "machine": report.table(machine.HEAD, [line for ranks in args.ranks for line in machine.cells(limits[ranks])]),
     }
-    if not args.sizes_alone:
+    if args.no_footprint:
         del tables["peers alone"]
     print(json.dumps(rows, indent=1) if args.json else "\n\n".join(tables.values()))
     if args.write:
@@ -101,13 +110,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="tiny and small, 2 ranks, fewer steps; bytes, memory and start-up of the last size alone",
+        help="tiny and small, 2 ranks, few steps, times alone: no bounds, bytes, memory or start-up",
     )
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["tiny", "small"])
     parser.add_argument("--peers", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--ranks", nargs="+", type=int, default=[2])
-    parser.add_argument("--rounds", type=int, default=None, help="timed steps of each (default 40, quick 8)")
-    parser.add_argument("--no-footprint", action="store_true", help="times only: no bytes, memory, start-up")
+    parser.add_argument("--rounds", type=int, default=None, help="timed steps of each (default 40, quick 5)")
+    parser.add_argument("--no-footprint", action="store_true", help="times only: no bounds, bytes, memory, start-up")
     parser.add_argument("--same-kernels", action="store_true", help="matrix products by eager torch's kernel for all")
     parser.add_argument("--profile", type=int, metavar="LINES", help="print what takes our step's time on rank 0")
     parser.add_argument("--json", action="store_true", help="rows as JSON")
@@ -117,8 +126,8 @@ def arguments() -> argparse.Namespace:
         parser.error(
             "--write is for all columns and the kernels that users get: no --quick, --same-kernels or --no-footprint"
         )
-    args.rounds = args.rounds or (8 if args.quick else 40)
-    args.sizes_alone = [] if args.no_footprint else args.sizes[-1:] if args.quick else args.sizes
+    args.rounds = args.rounds or (5 if args.quick else 40)
+    args.no_footprint |= args.quick
     return args
 
 
@@ -138,12 +147,12 @@ def compared(
         print(f"{name} on {size} with {ranks} ranks is left out: {reason}", file=sys.stderr)
         return []
     settings = {"name": name, "size": size, "rounds": args.rounds, "profile": args.profile}
-    settings["same_kernels"] = args.same_kernels
-    row = by_turns(settings, ranks) if name.startswith("JAX") else launched("worker.py", settings, ranks)
+    settings |= {"same_kernels": args.same_kernels, "bounds": not args.no_footprint}
+    measure = by_turns if name.startswith("JAX") else partial(launched, "worker.py")
+    row = twice(partial(measure, settings, ranks), f"{name} on {size} with {ranks} ranks")
     if row is None:
-        print(f"{name} on {size} with {ranks} ranks failed", file=sys.stderr)
         return []
-    if size in args.sizes_alone:
+    if not args.no_footprint:
         row |= alone(name, size, ranks, args)
         row |= distances(row, limits)
     print(*cells(row), sep=" | ", file=sys.stderr, flush=True)
@@ -168,14 +177,17 @@ def alone(name: str, size: str, ranks: int, args: argparse.Namespace) -> dict[st
     for side in ("ours", "peer"):
         settings = {"name": name, "size": size, "side": side, "same_kernels": args.same_kernels}
         in_one_process = side == "peer" and name.startswith("JAX")
-        found = (
-            alone_by_turns(settings, ranks) if in_one_process else launched("footprint.py", settings, ranks, THRESHOLD)
-        )
+        measure = alone_by_turns if in_one_process else partial(launched, "footprint.py", environment=THRESHOLD)
+        found = twice(partial(measure, settings, ranks), f"{name} on {size} with {ranks} ranks, {side} alone,")
         if found is None:
-            print(f"{name} on {size} with {ranks} ranks: {side} alone failed", file=sys.stderr)
             return {}
         row |= {f"{side}_{key}": value for key, value in found.items()}
-    ratios = {"sent_ratio": "sent_bytes", "peak_ratio": "peak_bytes", "start_ratio": "start_s"}
+    ratios = {
+        "sent_ratio": "sent_bytes",
+        "peak_ratio": "peak_bytes",
+        "tensor_ratio": "tensor_bytes",
+        "start_ratio": "start_s",
+    }
     return {**row, **{ratio: row[f"ours_{key}"] / row[f"peer_{key}"] for ratio, key in ratios.items()}}
 
 
@@ -185,6 +197,7 @@ def distances(row: dict[str, Any], limits: dict[str, Any]) -> dict[str, float]:
         return {}
     ours = machine.bound(limits, row["staged_single_s"], row["ours_sent_bytes"])
     peer = machine.bound(limits, row["single_s"], row["peer_sent_bytes"])
+    floor = row["quiet_s"] + row["ours_sent_bytes"] / machine.bandwidth(limits)
     return {
         "core_flops": max(limits["flops"][row["config"]].values()),
         "bandwidth": machine.bandwidth(limits),
@@ -192,6 +205,8 @@ def distances(row: dict[str, Any], limits: dict[str, Any]) -> dict[str, float]:
         "peer_bound_s": peer,
         "bound_ratio": row["ours_s"] / ours,
         "peer_bound_ratio": row["peer_s"] / peer,
+        "floor_s": floor,
+        "floor_ratio": row["ours_s"] / floor,
     }
 
 
@@ -220,9 +235,13 @@ def alone_cells(row: dict[str, Any]) -> tuple[object, ...]:
         f"{row['sent_ratio']:.2f}",
         *pair("peak_bytes", 1 << 20, 0),
         f"{row['peak_ratio']:.2f}",
+        *pair("tensor_bytes", 1 << 20, 1),
+        f"{row['tensor_ratio']:.2f}",
         *pair("start_s", 1, 2),
         f"{row['bound_ratio']:.2f}",
         f"{row['peer_bound_ratio']:.2f}",
+        f"{1000 * row['floor_s']:.1f}",
+        f"{row['floor_ratio']:.2f}",
     )
 
 

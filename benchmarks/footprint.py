@@ -1,7 +1,7 @@
 """One rank of one contestant alone: how long it takes to start, what memory it holds, what it sends.
 
 `compare.py` starts it. Nothing else lives in the process, so its peak of resident memory, above what it was after all
-imports and before the model was made, is the contestant's.
+imports and before the model was made, is the contestant's. Tensors are counted in steps of another, made after that.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from model import SIZES, batch, make
-from resident import peak, reset_peak, resident
+from model import SIZES, Config, batch, make
+from resident import peak, reset_peak, resident, shared
+from tensors import peak_of_tensors
 from traffic import Traffic
 
 STEPS = 5
@@ -55,6 +57,7 @@ def measured(settings: dict[str, Any]) -> dict[str, float]:
     for index in range(STEPS):
         contestant.step(batch(config, 2 + index))
     found["peak_bytes"] = peak() - before
+    found["tensor_bytes"] = peak_of_tensors(lambda: begun(made, config)) + shared()
     if settings["side"] == "ours":
         found["program_bytes"] = sum(contestant.train.program.bytes_sent().values())
         contestant.leave_to_backend()
@@ -62,6 +65,14 @@ def measured(settings: dict[str, Any]) -> dict[str, float]:
     with Traffic() as traffic:
         contestant.step(batch(config, 2 + STEPS))
     return {**found, "sent_bytes": sum(traffic.bytes.values())}
+
+
+def begun(made: Callable[..., Any], config: Config) -> Callable[[], object]:
+    """What takes a step of another contestant, which has taken two."""
+    contestant = made(make(config))
+    for index in range(2):
+        contestant.step(batch(config, index))
+    return lambda: contestant.step(batch(config, 2))
 
 
 def maker(settings: dict[str, Any]) -> Any:

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from model import ADAMW, Config
 
-__all__ = ["JaxStep", "bytes_sent"]
+__all__ = ["JaxStep", "bytes_of_arrays", "bytes_sent"]
 
 Params = dict[str, jax.Array]
 
@@ -114,13 +114,20 @@ class JaxStep:
         found = self._gradients(self.params, jax.device_put(tokens, self.batch))
         return {name: np.asarray(gradient) for name, gradient in found.items()}
 
-    def compiled(self, tokens: np.ndarray) -> str:
-        """The step's text after XLA has partitioned it."""
-        return self._step.lower(self.params, self.state, jax.device_put(tokens, self.batch)).compile().as_text()
+    def compiled(self, tokens: np.ndarray) -> Any:
+        """The step after XLA has partitioned it."""
+        return self._step.lower(self.params, self.state, jax.device_put(tokens, self.batch)).compile()
 
 
 def _spec(name: str) -> P:
     return next((spec for end, spec in MEGATRON.items() if name.endswith(end)), P())
+
+
+def bytes_of_arrays(compiled: Any) -> int:
+    """What XLA lays out for one device in a step: arguments, results that do not take their place, all between."""
+    sizes = compiled.memory_analysis()
+    held = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    return held + sizes.temp_size_in_bytes
 
 
 _WIDTHS = {"f32": 4, "s32": 4, "u32": 4, "pred": 1, "f64": 8, "s64": 8}

@@ -15,7 +15,6 @@ import os
 import statistics
 import sys
 import time
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,11 @@ import report
 import torch
 import torch.distributed as dist
 from launch import launched
+from makespan import costs_of
 from model import SIZES, batch, make
 from ours import Ours
 
-from functional_parallel.schedules import Costs, Timeline, simulate
+from functional_parallel.schedules import Timeline, simulate
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 HEAD = ("schedule", "executed, ms", "simulated, ms", "executed ÷ simulated", "quartiles", "same order")
@@ -48,7 +48,7 @@ def measure(schedule: str, size: str, rounds: int) -> dict[str, Any]:
     timelines = timelines[2:]
     in_order = all(_actions(each) == [list(row) for row in program.schedule.actions] for each in timelines)
     spans, latency = [each.makespan for each in timelines], message_time(program)
-    simulated = [simulate(program.schedule, _costs(each, latency)).makespan for each in timelines]
+    simulated = [_simulated(each, latency) for each in timelines]
     ratios = [a / b for a, b in zip(spans, simulated, strict=True)]
     return {
         "schedule": schedule,
@@ -58,6 +58,11 @@ def measure(schedule: str, size: str, rounds: int) -> dict[str, Any]:
         "quartiles": report.spread(ratios),
         "in_order": in_order,
     }
+
+
+def _simulated(timeline: Timeline, latency: float) -> float:
+    events = [event for row in timeline.events for event in row]
+    return simulate(timeline.schedule, costs_of(timeline.schedule, events, latency)).makespan
 
 
 def _actions(timeline: Timeline) -> list[list[Any]]:
@@ -77,17 +82,6 @@ def message_time(program: Any) -> float:
                 dist.recv(buffer, sender)
         times.append((time.perf_counter() - began) / 2)
     return statistics.median(times)
-
-
-def _costs(timeline: Timeline, latency: float) -> Costs:
-    times: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for row in timeline.events:
-        for _, action, start, end in row:
-            times[action.kind, action.stage].append(end - start)
-    stages = range(timeline.schedule.stages)
-    of = {kind: [statistics.mean(times.get((kind, stage), [0.0])) for stage in stages] for kind in "FBIW"}
-    # Where a schedule has B in one piece, the simulator is given it as an input gradient and no weight gradient.
-    return Costs(of["F"], [i + b for i, b in zip(of["I"], of["B"], strict=True)], of["W"], latency=latency)
 
 
 def worker(settings: dict[str, Any]) -> None:

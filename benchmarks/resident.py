@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["THRESHOLD", "peak", "reset_peak", "resident"]
+__all__ = ["THRESHOLD", "peak", "reset_peak", "resident", "shared"]
 
 THRESHOLD = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
 _STATUS, _SHARES, _CLEAR = (Path("/proc/self") / name for name in ("status", "smaps_rollup", "clear_refs"))
@@ -30,9 +30,13 @@ def reset_peak() -> None:
     _CLEAR.write_text("5")
 
 
+def shared() -> int:
+    """This process's share of the memory that processes share."""
+    return _bytes(_SHARES, "Pss_Shmem") if _bytes(_STATUS, "RssShmem") else 0
+
+
 def _of_others() -> int:
-    shared = _bytes(_STATUS, "RssShmem")
-    return _bytes(_STATUS, "RssFile") + shared - (_bytes(_SHARES, "Pss_Shmem") if shared else 0)
+    return _bytes(_STATUS, "RssFile") + _bytes(_STATUS, "RssShmem") - shared()
 
 
 def _bytes(file: Path, field: str) -> int:

@@ -37,12 +37,13 @@ def row_of(
     Args:
         settings: the pair's name and size.
         ranks: how many.
-        times: seconds of the slowest rank in every round: ours, the peer's, one plain step, our staged one.
+        times: seconds of the slowest rank in every round: ours, the peer's, one plain step; with bounds, our staged
+            one too, and ours without communication.
         work: processor seconds of all ranks, likewise.
         losses: of the first steps, ours and the peer's.
         worst: the largest difference of a gradient, as a share of that gradient's largest element.
     """
-    ours, peer, single, staged_single = (statistics.median(series) for series in times)
+    ours, peer, single, *bounds = (statistics.median(series) for series in times)
     our_work, peer_work, *_ = (statistics.median(series) for series in work)
     return {
         "name": settings["name"],
@@ -54,7 +55,7 @@ def row_of(
         "quartiles": report.spread([a / b for a, b in zip(times[0], times[1], strict=True)]),
         "work_ratio": our_work / peer_work,
         "single_s": single,
-        "staged_single_s": staged_single,
+        **dict(zip(("staged_single_s", "quiet_s"), bounds, strict=False)),
         "ideal_ratio": ours * ranks / single,
         "peer_ideal_ratio": peer * ranks / single,
         "gradients_differ_by": worst,

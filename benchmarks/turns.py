@@ -39,6 +39,7 @@ class Timed:
 def ours(settings: Any) -> dict[str, Callable[..., Answer]]:
     """What our ranks can be told, by name."""
     from ours import OURS, staged
+    from quiet import Quiet
     from worker import plain
 
     torch.set_num_threads(1)
@@ -53,20 +54,27 @@ def ours(settings: Any) -> dict[str, Callable[..., Answer]]:
             np.savez(settings["gradients"], **{name: gradient.numpy() for name, gradient in found.items()})
         return {}
 
+    def without_loss(step: Callable[[torch.Tensor], object]) -> Callable[[torch.Tensor], None]:
+        def run(tokens: torch.Tensor) -> None:
+            step(tokens)
+
+        return run
+
     def on_rank_0(step: Callable[[torch.Tensor], object]) -> Timed:
-        return Timed(size, lambda tokens: step(tokens) and None if first else None, dist.barrier)
+        return Timed(size, without_loss(step) if first else lambda tokens: None, dist.barrier)
 
     return {
         "gradients": gradients,
         "step": Timed(size, lambda tokens: contestant.whole(contestant.step(tokens)), dist.barrier),
         "plain": on_rank_0(plain(config)),
         "staged": on_rank_0(staged(make(config)).step),
+        "quiet": Timed(size, without_loss(Quiet(OURS[settings["name"]](make(config))).step), dist.barrier),
     }
 
 
 def jax(settings: Any) -> dict[str, Callable[..., Answer]]:
     """What JAX's process can be told, by name."""
-    from jax_gpt import JaxStep, bytes_sent
+    from jax_gpt import JaxStep, bytes_of_arrays, bytes_sent
 
     kind = {"JAX DP": "data", "JAX TP": "tensor"}[settings["name"]]
     config, ranks = SIZES[settings["size"]], settings["ranks"]
@@ -96,7 +104,12 @@ def jax(settings: Any) -> dict[str, Callable[..., Answer]]:
         for _ in range(5):
             step(batch(config, index))
         found["peak_bytes"] = (peak() - before) // ranks
-        return {**found, "sent_bytes": bytes_sent(contestant().compiled(batch(config, index).numpy()), ranks)}
+        compiled = contestant().compiled(batch(config, index).numpy())
+        return {
+            **found,
+            "tensor_bytes": bytes_of_arrays(compiled),
+            "sent_bytes": bytes_sent(compiled.as_text(), ranks),
+        }
 
     timed = Timed(settings["size"], step, lambda: None)
     return {"gradients": gradients, "step": timed, "alone": alone}

@@ -6,14 +6,20 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from .processes import run_on_processes
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 ROW = {"name", "config", "ranks", "ours_s", "peer_s", "ratio", "ideal_ratio", "losses_equal"}
-ALONE = {f"{side}_{key}" for side in ("ours", "peer") for key in ("sent_bytes", "peak_bytes", "start_s")}
+ALONE = {
+    f"{side}_{key}" for side in ("ours", "peer") for key in ("sent_bytes", "peak_bytes", "tensor_bytes", "start_s")
+}
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +42,7 @@ def test_a_comparison_gives_rows_with_equal_losses_and_the_bytes_of_the_program(
     rows = json.loads(done.stdout)
     assert [row["name"] for row in rows] == ["DDP", "ZBV"]
     for row in rows:
-        assert row.keys() >= ROW | ALONE | {"bound_ratio", "peer_bound_ratio", "core_flops", "bandwidth"}
+        assert row.keys() >= ROW | ALONE | {"bound_ratio", "floor_ratio", "core_flops", "bandwidth"}
         assert row["losses_equal"] is True
     ddp, zbv = rows
     assert ddp["ours_sent_bytes"] == ddp["ours_program_bytes"]
@@ -79,11 +85,152 @@ def test_the_peak_is_of_what_was_alive_since_it_was_reset() -> None:
     assert abs(peak() - before) < size / 8
 
 
+def test_the_peak_of_tensors_is_that_of_the_steps_that_count() -> None:
+    from tensors import peak_of_tensors
+
+    def begin() -> Callable[[], None]:
+        state, _ = torch.zeros(1000, dtype=torch.uint8), torch.zeros(1 << 20)
+
+        def step() -> None:
+            nonlocal state
+            state = torch.cat([state[:500], state[500:]])
+
+        return step
+
+    kept = torch.zeros(1 << 20)
+    assert peak_of_tensors(begin) == 2000
+    assert len(kept) == 1 << 20
+
+
+def test_what_was_given_back_unseen_is_gone_when_another_block_lies_there() -> None:
+    from tensors import most_alive
+
+    blocks = [(0.0, 100, 50), (1.0, 200, 10), (2.0, 200, -10), (3.0, 140, 20), (4.0, 90, 15)]
+    assert most_alive(blocks, 0.5, 1.5) == 60
+    assert most_alive(blocks, 2.5, 3.5) == 50  # before the third block, which lies where the first one ended
+    assert most_alive(blocks, 3.5, 9.0) == 35
+    assert most_alive(blocks, 5.0, 9.0) == 35
+
+
+def test_what_rank_0_wrote_counts_however_ranks_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from launch import launched, twice
+
+    script, none = tmp_path / "dies.py", tmp_path / "writes_nothing.py"
+    script.write_text(
+        "import json, os, pathlib, sys\n"
+        "if os.environ['RANK'] == '0': pathlib.Path(json.loads(sys.argv[1])['out']).write_text('{\"a\": 1}')\n"
+        "os._exit(int(os.environ['RANK']))\n"
+    )
+    none.write_text("import sys\nsys.exit(3)\n")
+    assert launched(str(script), {}, 2) == {"a": 1}
+    assert "ranks ended with [0, 1]" in capfd.readouterr().err
+    assert twice(lambda: launched(str(none), {}, 2), "nothing") is None
+    said = capfd.readouterr().err
+    assert said.count("ranks ended with [3, 3]") == 2
+    assert "nothing failed: see above; trying again" in said
+    assert "nothing failed again, and is left out" in said
+
+
 def test_a_line_in_the_bound_is_the_fastest() -> None:
     import machine
 
     limits = {"ranks": 4, "lines": {"message": [1e-5, 1e9], "all_reduce, shared": [1e-5, 4e9]}}
     assert machine.bound(limits, single=0.4, sent=2e9) == pytest.approx(0.1 + 0.5)
+
+
+@pytest.mark.slow
+def test_a_quiet_step_sends_nothing_and_leaves_ours_as_it_was() -> None:
+    names = ["DDP", "FSDP2, resharding", "ZeroRedundancyOptimizer", "DTensor SP", "1F1B"]
+    for found in run_on_processes(quiet_steps, 2, names):
+        for name in names:
+            loss, same_loss, sent, quiet_sent, finite = found[name]
+            assert loss == same_loss, name
+            assert sent > 0, name
+            assert quiet_sent == 0, name
+            assert finite, name
+
+
+def quiet_steps(rank: int, names: list[str]) -> dict[str, tuple[float, float, int, int, bool]]:
+    """Two losses of ours, in the second with quiet steps between; bytes of ours and of a quiet step; finite values."""
+    sys.path.insert(0, str(BENCHMARKS))
+    from model import SIZES, batch, make
+    from ours import OURS
+    from quiet import Quiet
+    from traffic import Traffic
+
+    config, found = SIZES["tiny"], {}
+    for name in names:
+        ours, quietly = (OURS[name](make(config)) for _ in range(2))
+        quiet, losses = Quiet(quietly), []
+        for index in range(3):
+            losses.append(ours.whole(ours.step(batch(config, 0))))
+            quiet.step(batch(config, index))
+        again = OURS[name](make(config))
+        same = [again.whole(again.step(batch(config, 0))) for _ in range(3)]
+        ours.leave_to_backend()
+        ours.step(batch(config, 0))
+        with Traffic() as traffic:
+            ours.step(batch(config, 0))
+        with Traffic() as silence:
+            quiet.step(batch(config, 0))
+        finite = all(bool(x.isfinite().all()) for x in tensors_of(quietly.state.handles))
+        found[name] = (losses[-1], same[-1], sum(traffic.bytes.values()), sum(silence.bytes.values()), finite)
+        assert (quiet.makespan() is None) == (name != "1F1B")
+    return found
+
+
+def tensors_of(handles: Iterable[Any]) -> list[torch.Tensor]:
+    return [x for handle in handles for x in getattr(handle, "parts", {0: handle}).values()]
+
+
+def test_a_pipeline_ends_when_its_last_rank_has_done_all_else() -> None:
+    from makespan import ends, ordinary
+
+    from functional_parallel.schedules import Action, Event, one_f_one_b
+
+    schedule = one_f_one_b(2, 3)
+    twice = [
+        [
+            Event(rank, action, 5.0, 5.0 + length)
+            for rank, row in enumerate(schedule.actions)
+            for action in row
+            for length in [{"F": 1.0, "B": 2.0}[action.kind] * (7.0 if slow and action.microbatch == 1 else 1.0)]
+        ]
+        for slow in (False, True, False)
+    ]
+    events = ordinary(twice)
+    assert {(event.action, event.end) for event in events if event.rank == 1} >= {(Action("F", 1, 1), 1.0)}
+    assert (
+        ends(schedule, events, [0.5, 0.0]) == 3 * 3 + 3 + 0.5
+    )  # rank 0 is the last, after a bubble of one F and one B
+    assert ends(schedule, events, [0.0, 4.0]) == 10 + 4
+
+
+def test_rows_that_miss_their_target_say_what_stands_against_it() -> None:
+    from targets import misses, target
+
+    assert target("DDP", "small") == 0.97
+    assert target("DDP", "tiny") == 0.7
+    assert target("DTensor TP", "tiny") == 0.3
+    assert target("DTensor SP", "tiny") == 0.5
+    assert target("JAX DP", "tiny") is None
+    row = {
+        "name": "DDP",
+        "config": "tiny",
+        "ranks": 2,
+        "ours_s": 0.008,
+        "peer_s": 0.01,
+        "ratio": 0.8,
+        "quiet_s": 0.0068,
+    }
+    met = {**row, "ours_s": 0.006, "ratio": 0.6}
+    above, below = {**row, "floor_s": 0.0071}, {**row, "floor_s": 0.0069}
+    assert misses([met, {**row, "name": "JAX DP"}]) == "All 1 rows that have a target meet it."
+    text = misses([met, above, below]).splitlines()
+    assert text[0] == "1 of the 3 rows that have a target meet it. The others:"
+    assert [[cell.strip() for cell in line.split("|")[4:-1]] for line in text[4:]] == [
+        ["0.70", "0.80", "7.0", "8.0", "6.8", transfer, word] for transfer, word in (("0.3", "yes"), ("0.1", "no"))
+    ]
 
 
 def test_bytes_of_a_program_of_xla() -> None:

@@ -88,6 +88,8 @@ def _is_seen_through(node: fx.Node) -> bool:
         return False
     if node.target is operator.getitem or isinstance(node.meta["val"], tuple):
         return False
+    if isinstance(node.meta["val"], tuple):  # a split
+        return False
     (operand,) = operands_of(node)
     return bool(operand.meta["val"].numel == node.meta["val"].numel)
 

@@ -202,6 +202,17 @@ def test_collectives_start_after_the_same_work(name: str) -> None:
     assert len(found[0]) == len(found[1]) and marks[0] == marks[1] and len(marks[0]) > 1
 
 
+def test_a_split_of_a_region_s_result_is_no_view_of_the_whole() -> None:
+    def f(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            a, b = (x.sin() * x.cos() + x).chunk(2)
+            x = torch.cat([b.sin() * a.exp() + b, a]) @ w
+        return x
+
+    step = fp.compile(f, Mesh(), in_specs=(P(), P()), out_specs=P())
+    assert regions.with_regions(step.lower(torch.ones(4, 4), torch.ones(4, 4))).calls
+
+
 def test_what_gains_nothing_stays_as_it_is() -> None:
     step = fp.compile(lambda w, x: fp.psum((x @ w).t(), "data"), Mesh(data=2), in_specs=(P(), P("data")), out_specs=P())
     assert regions.with_regions(step.lower(torch.ones(3, 3), torch.ones(4, 3))).calls == []
