@@ -37,9 +37,9 @@ class Turned:
             if not (turns(node) and node.meta["backward"]):
                 continue
             source = node.args[0]
-            if source.op == "call_function" and _turns(source):
+            if source.op == "call_function" and turns(source):
                 traced.replace(node, by=source.args[0])
-            elif any(not _turns(user) for user in node.users) and _can_turn(source, traced.outputs):
+            elif any(not turns(user) for user in node.users) and _can_turn(source, traced.outputs):
                 _turn(traced.graph, source)
                 traced.replace(node, by=source)
 
