@@ -10,14 +10,11 @@ import torch
 from torch import fx
 
 from .. import _torch
-from ..program.collectives import primitive_name
-from ..program.passes.turned import turns
 
 __all__ = ["ONEDNN_MM", "faster_kernel"]
 
 _LEAST_WORK = 1 << 20  # multiplications; below, what oneDNN's front end costs (10 µs) is more than it saves
 _LEAST_SIDE = 8
-_LEAST_REUSE = 512  # columns; oneDNN copies a first operand that is turned, crosswise, which fewer do not pay for
 
 _library = torch.library.Library("fp", "FRAGMENT")
 _library.define("onednn_mm(Tensor a, Tensor b) -> Tensor")
@@ -29,9 +26,8 @@ ONEDNN_MM = torch.ops.fp.onednn_mm.default  # the same kernel as an op, which a 
 def faster_kernel(node: fx.Node) -> Callable[..., Any] | None:
     """Another function for an op that nothing differentiates: oneDNN's float32 product of matrices.
 
-    A function of the op's shapes, of whether its first operand is turned, as in the gradient of a weight, and of the
-    machine's kind, so that a program gives the same bits every time. Every kind of product costs half a megabyte:
-    oneDNN keeps two descriptions of 256 KiB for each pair of shapes and layouts.
+    A function of the op's shapes and of the machine's kind, so that a program gives the same bits every time. Each kind
+    of product costs half a megabyte: oneDNN keeps two descriptions of 256 KiB for each pair of shapes and layouts.
     `torch.backends.mkldnn.enabled = False`, before a program first runs, keeps torch's own.
     """
     if node.target is not torch.ops.aten.mm.default:
@@ -40,12 +36,4 @@ def faster_kernel(node: fx.Node) -> Callable[..., Any] | None:
     sides = (*a.shape, b.shape[1])
     fits = a.dtype == torch.float32 and a.device.type == "cpu"
     is_worth_it = math.prod(sides) >= _LEAST_WORK and min(sides) >= _LEAST_SIDE
-    is_worth_it &= sides[-1] >= _LEAST_REUSE or not _is_turned(node.args[0])
     return _torch.onednn_mm if fits and is_worth_it and _torch.has_onednn_linear() else None
-
-
-def _is_turned(node: fx.Node) -> bool:
-    """Whether a matrix lies column by column in memory."""
-    while primitive_name(node) == "pcast":
-        node = node.args[0]
-    return node.op == "call_function" and turns(node)

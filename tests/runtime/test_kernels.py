@@ -70,16 +70,9 @@ def loss(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
 
 @ONEDNN
 def test_it_is_taken_for_large_products_of_float32() -> None:
-    assert set(kernels(512)) == {_torch.onednn_mm}
+    assert set(kernels(128)) == {_torch.onednn_mm}
     assert set(kernels(16)) == {None}, "too small to be worth it"
     assert set(kernels(128, torch.float64)) == {None}, "oneDNN has no float64"
-
-
-@ONEDNN
-def test_few_columns_do_not_pay_for_a_copy_of_a_turned_operand() -> None:
-    """Of two products forward and three backward, two are gradients of a weight, and so of a turned activation."""
-    found = kernels(128)
-    assert (len(found), found.count(None)) == (5, 2)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from sharding_specs import Mesh
 from ...tracing import Traced
 from ..collectives import primitive_name
 
-__all__ = ["Turned", "turns"]
+__all__ = ["Turned"]
 
 aten = torch.ops.aten
 
@@ -34,17 +34,17 @@ class Turned:
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
         for node in list(traced.nodes):
-            if not (turns(node) and node.meta["backward"]):
+            if not (_turns(node) and node.meta["backward"]):
                 continue
             source = node.args[0]
-            if source.op == "call_function" and turns(source):
+            if source.op == "call_function" and _turns(source):
                 traced.replace(node, by=source.args[0])
-            elif any(not turns(user) for user in node.users) and _can_turn(source, traced.outputs):
+            elif any(not _turns(user) for user in node.users) and _can_turn(source, traced.outputs):
                 _turn(traced.graph, source)
                 traced.replace(node, by=source)
 
 
-def turns(node: fx.Node) -> bool:
+def _turns(node: fx.Node) -> bool:
     """Whether the op exchanges the dims of a matrix."""
     if node.target is aten.t.default:
         return len(node.meta["val"].shape) == 2
@@ -95,7 +95,7 @@ def _turn(graph: fx.Graph, node: fx.Node) -> None:
 
 def _turned(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """An operand's other way round: what it was turned from, where it was."""
-    if node.op == "call_function" and turns(node):
+    if node.op == "call_function" and _turns(node):
         return node.args[0]
     view = graph.call_function(aten.t.default, (node,))
     view.meta = {**node.meta, "val": replace(node.meta["val"], shape=node.meta["val"].shape[::-1])}
