@@ -61,17 +61,18 @@ def apart_from_transforms() -> Iterator[None]:
 
 
 @contextmanager
-def forgetting_shapes() -> Iterator[None]:
-    """Drop what is added inside to the cache of all fake modes, which holds the result's shape per op and operands.
+def forgetting_shapes(most: int) -> Iterator[None]:
+    """Bound the cache of all fake modes, which holds the result's shape per op and operands and has no bound itself.
 
-    It has no bound, and a kilobyte or two per op; outside the trace that filled it, it is rarely asked for the same.
+    When it has more than `most` entries, what was added inside is dropped again. It makes a second trace of the like faster, and takes a
+    kilobyte per entry.
     """
     cache: dict[Any, Any] = getattr(FakeTensorMode, "cache", {})
     known = set(cache)
     try:
         yield
     finally:
-        for key in cache.keys() - known:
+        for key in cache.keys() - known if len(cache) > most else ():
             cache.pop(key, None)
 
 

@@ -18,13 +18,16 @@ from .source import is_library
 
 __all__ = ["forget_library_lines", "give_back_pages", "leaving_nothing"]
 
+_MOST_LINES = 10_000  # a megabyte
+_MOST_SHAPES = 2_000  # two
+
 
 @contextmanager
 def leaving_nothing() -> Iterator[None]:
-    """Make a program inside; afterwards its caches are as they were, and free memory is the system's again."""
+    """Make a program inside; afterwards caches are small, and free memory is the system's again."""
     forget_library_lines()
     try:
-        with _collected(), _torch.forgetting_shapes():
+        with _collected(), _torch.forgetting_shapes(_MOST_SHAPES):
             yield
     finally:
         forget_library_lines()
@@ -35,28 +38,31 @@ def leaving_nothing() -> Iterator[None]:
 def _collected() -> Iterator[None]:
     """Collect what became garbage inside, and look at nothing older for it.
 
-    Graphs are cycles, which Python would come to when the process has grown by a quarter: in training, never. To walk
+    Graphs are cycles, which Python would come to when the process has grown by a quarter: in training, never. While it
+    does not collect, what is made stays in the youngest generation, which alone is looked through in the end: to walk
     through all that torch holds would take longer than the trace.
     """
-    is_outermost = not gc.get_freeze_count()  # and nobody else froze what is his
-    if is_outermost:
-        gc.freeze()
+    is_on = gc.isenabled()
+    gc.disable()
     try:
         yield
     finally:
-        gc.collect()
-        if is_outermost:
-            gc.unfreeze()
+        if is_on:  # else an outer one will collect, or a user who forbade it
+            gc.collect(0)
+            gc.enable()
 
 
 def forget_library_lines() -> None:
     """Drop the lines of torch's and our own files from `linecache`, which reads a file again when it is asked.
 
     Importing torch leaves some 4 MiB of them, read to say where an op was registered, and every fake mode reads the
-    files on its stack. Lines that are in no file (a notebook's cells), and those of the user's files, stay.
+    files on its stack. Lines that are in no file (a notebook's cells), and those of the user's files, stay, and so do
+    few, which the next trace would read again.
     """
-    for file, entry in list(linecache.cache.items()):
-        if len(entry) > 1 and entry[1] is not None and is_library(file):  # a size, a time, the lines, the full name
+    entries = [(file, entry) for file, entry in list(linecache.cache.items()) if len(entry) > 1]  # else not read yet
+    ours = {file: lines for file, (_, time, lines, _) in entries if time is not None and is_library(file)}
+    if sum(map(len, ours.values())) > _MOST_LINES:
+        for file in ours:
             linecache.cache.pop(file, None)
 
 

@@ -64,14 +64,16 @@ def test_a_pipeline_keeps_no_traced_parts() -> None:
     assert train.program is program
 
 
-def test_fake_modes_remember_no_shapes() -> None:
+def test_fake_modes_remember_no_more_shapes_than_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leftovers, "_MOST_SHAPES", 0)
     known = len(_torch.FakeTensorMode.cache)
     for batch in (8, 16, 24):
         made(PLANS["ddp"], Mesh(data=2), batch)
         assert len(_torch.FakeTensorMode.cache) == known
 
 
-def test_lines_of_libraries_are_forgotten_and_those_of_others_kept() -> None:
+def test_lines_of_libraries_are_forgotten_and_those_of_others_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leftovers, "_MOST_LINES", 0)
     cell = "<ipython-input-7>"
     linecache.cache[cell] = (5, None, ["x = 1\n"], cell)
     lazy = "<lazy>"
@@ -104,7 +106,8 @@ def test_a_program_tells_the_same_when_it_is_made_again() -> None:
     assert again.lines() == program.lines() and train.program is program
 
 
-def test_a_failure_leaves_nothing_either() -> None:
+def test_a_failure_leaves_nothing_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leftovers, "_MOST_SHAPES", 0)
     known = len(_torch.FakeTensorMode.cache)
     step = fp.compile(fp.data_parallel("data")(lambda x: x.sum() * x.sum().item()), Mesh(data=2))
     with pytest.raises(ValueError, match="values"):
