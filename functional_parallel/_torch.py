@@ -64,8 +64,8 @@ def apart_from_transforms() -> Iterator[None]:
 def forgetting_shapes(most: int) -> Iterator[None]:
     """Bound the cache of all fake modes, which holds the result's shape per op and operands and has no bound itself.
 
-    When it has more than `most` entries, what was added inside is dropped again. It makes a second trace of the like faster, and takes a
-    kilobyte per entry.
+    When it has more than `most` entries, what was added inside is dropped again: a kilobyte per entry, which makes a
+    second trace of the like faster.
     """
     cache: dict[Any, Any] = getattr(FakeTensorMode, "cache", {})
     known = set(cache)
