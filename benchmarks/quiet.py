@@ -1,7 +1,7 @@
 """Ours without its communication: the same program on every rank, each result of a collective there at once.
 
 What a step of that takes is what the step would take if the ranks were joined by a way without latency and without end
-to its bandwidth: no layout of the same ops over the same ranks is faster. The ops, their order and their shapes are
+to its bandwidth. The ops, their order and their shapes are
 those of the step that is compared, and all ranks compute at the same time; only values are others.
 
 A pipeline's ranks do not wait for each other then, but a schedule has waiting in it. So what counts of a pipeline is

@@ -1,8 +1,8 @@
 """What share of a peer's time ours may take at most, and what stands against it where it takes more.
 
 A row that misses its target is set beside a bound: what the same program takes without its communication (`quiet.py`),
-and its bytes by the fastest way between ranks that was measured. Where that lies above the target already, only other
-kernels, or other work for the same result, could meet it.
+and its bytes by the fastest way between ranks that was measured. Where both together lie above the target already, only
+other kernels, other work for the same result, or communication that hides behind computing could meet it.
 """
 
 from __future__ import annotations

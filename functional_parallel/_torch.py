@@ -72,8 +72,9 @@ def forgetting_shapes(most: int) -> Iterator[None]:
     try:
         yield
     finally:
-        for key in cache.keys() - known if len(cache) > most else ():
-            cache.pop(key, None)
+        for key in list(cache) if len(cache) > most else ():
+            if key not in known:
+                cache.pop(key, None)
 
 
 def forget_erased(graph: torch.fx.Graph) -> None:

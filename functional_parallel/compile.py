@@ -260,7 +260,7 @@ def stage(
     """
     layout = f.layout if isinstance(f, LocalFunction) else Layout(whole_arguments)
     wide = layout.mesh(mesh)
-    with leaving_nothing(), bind(wide.shape, None):
+    with bind(wide.shape, None):
         specs = layout.arguments(args) if isinstance(f, LocalFunction) else _per_argument(in_specs, args)
         full = tuple(broadcast_specs(spec, arg) for spec, arg in zip(specs, args, strict=True))
         parts = parts_of(args, full, wide, layout.virtual_sizes(mesh))

@@ -116,16 +116,16 @@ class _Argument:
         held = _spec_of(self.value)
         if held is None:
             return None
-        dims = list(held.dims)
+        dims, padded = list(held.dims), held.padded
         for dim in _torch.mapped_dims(self.value):
             mapped = dims.pop(dim) if dim < len(dims) else ()
+            padded = {each - (each > dim): count for each, count in padded.items() if each != dim}
             split = [axis for axis in mapped if axis in axes]
             if split:
                 return (
                     f"the dim that vmap maps is split over {split[0]!r}, so that each rank maps over samples of its "
                     f"own, but {self.spec!r} is declared of one sample; leave the mapped dim whole"
                 )
-        padded = held.padded if len(dims) == len(held.dims) else {}
         seen = P(*dims, unreduced=held.unreduced, reduced=held.reduced, padded=padded).only(axes)
         return None if seen == self.spec else f"{self.spec!r} is declared, but it came in as {seen!r}"
 
@@ -179,12 +179,10 @@ _HOLDING = {
 
 def _fix(held: State, wanted: State, axis: str) -> str:
     fixes = {
-        (
-            _I,
-            _V,
-        ): f"the whole would be taken for a shard. Pass a shard: in_specs that match, or fp.pscatter(x, {axis!r})",
-        (_V, _I): f"a shard would be taken for the whole. Pass the whole: in_specs that match, or fp.all_gather(x, "
-        f"{axis!r}, to='invariant')",
+        (_I, _V): "the whole would be taken for a shard. Pass a shard: in_specs that match, "
+        f"or fp.pscatter(x, {axis!r})",
+        (_V, _I): "a shard would be taken for the whole. Pass the whole: in_specs that match, "
+        f"or fp.all_gather(x, {axis!r}, to='invariant')",
         (_I, _R): f"write fp.pcast(x, {axis!r}, to='reduced'), or say so in in_specs: P(…, reduced={{{axis!r}}})",
         (_U, _I): f"write fp.psum(x, {axis!r}) first",
     }

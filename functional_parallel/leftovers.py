@@ -19,7 +19,7 @@ from .source import is_library
 __all__ = ["forget_library_lines", "give_back_pages", "leaving_nothing"]
 
 _MOST_LINES = 10_000  # a megabyte
-_MOST_SHAPES = 2_000  # two
+_MOST_SHAPES = 1_000  # another
 
 
 @contextmanager
@@ -40,14 +40,14 @@ def _collected() -> Iterator[None]:
 
     Graphs are cycles, which Python would come to when the process has grown by a quarter: in training, never. While it
     does not collect, what is made stays in the youngest generation, which alone is looked through in the end: to walk
-    through all that torch holds would take longer than the trace.
+    through all that torch holds would take longer than the trace. A user who collects inside makes it older.
     """
     is_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if is_on:  # else an outer one will collect, or a user who forbade it
+        if is_on:  # else an outer one will collect, or a user has forbidden it
             gc.collect(0)
             gc.enable()
 

@@ -112,7 +112,7 @@ def _pipelined(
     program.passes += later
     inlined = {node for each in layout.passes for node in each.per_microbatch(program.traced)}
     if plan.measure is not None:
-        return plan.measure(program, plan.virtual, inlined)
+        return plan.measure(program, plan.virtual, inlined, without)
 
     def finish(part: Program) -> None:
         part.backend = program.backend

@@ -102,6 +102,15 @@ def test_a_dim_at_rest_is_the_one_that_was_chosen() -> None:
     )
 
 
+def test_padding_of_a_dim_that_is_not_mapped_stays() -> None:
+    f = fp.zero(3, "data", P("data"))(lambda w, x: (x * w).sum())
+    fp.compile(f, DATA)(numbers(3), numbers(2, 3))  # from whole shapes it knows how they are padded
+    in_specs = (P(None, "data", padded={1: 3}), P("data"))
+    step = fp.compile(torch.func.vmap(f, (0, None)), DATA, in_specs=in_specs, out_specs=P())
+    samples, x = numbers(2, 3), numbers(2, 3)
+    assert torch.equal(step(samples, x), (x.sum(0) * samples).sum(1))
+
+
 def test_a_mapped_dim_that_is_split_is_no_batch() -> None:
     f = torch.func.vmap(PLAN(peaks), (None, 0))
     step = fp.compile(f, DATA, in_specs=(P(), P("data")), out_specs=P("data"))

@@ -115,6 +115,44 @@ def test_a_failure_leaves_nothing_either(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(_torch.FakeTensorMode.cache) == known
 
 
+class Cycle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_what_became_garbage_inside_is_collected() -> None:
+    assert gc.isenabled()
+    older = weakref.ref(Cycle())
+    gc.collect(0)
+    with leftovers.leaving_nothing():
+        garbage = weakref.ref(Cycle())
+        with leftovers.leaving_nothing():
+            pass
+        assert garbage() is not None, "only the outermost collects"
+    assert garbage() is None and gc.isenabled()
+    assert older() is None
+    with pytest.raises(ZeroDivisionError), leftovers.leaving_nothing():
+        1 / 0  # noqa: B018
+    assert gc.isenabled()
+
+
+def test_who_forbids_collections_gets_none() -> None:
+    gc.disable()
+    try:
+        with leftovers.leaving_nothing():
+            garbage = weakref.ref(Cycle())
+        assert garbage() is not None and not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_pages_are_given_back_once_per_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(leftovers, "_trim", calls.append)
+    fp.compile(fp.data_parallel("data")(lambda x: x.sum()), Mesh(data=2)).lower(torch.ones(4))
+    assert calls == [0]
+
+
 def test_free_pages_can_be_given_back_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     leftovers.give_back_pages()
     monkeypatch.setattr(leftovers, "_trim", None)

@@ -42,15 +42,15 @@ class PipelinePlan:
         virtual: the axis of microbatches.
         schedule: the schedule, or a function that makes one for a number of ranks of the axis.
         cut: how to cut the model.
-        measure: instead of a pipeline, what to make of the step: called with it, the virtual axis, and the values that
-            are made anew for every microbatch.
+        measure: instead of a pipeline, what to make of the step: called with it, the virtual axis, the values that are
+            made anew for every microbatch, and the names of rewrites that are switched off.
     """
 
     axis: str
     virtual: str
     schedule: Callable[[int], Schedule]
     cut: Cut
-    measure: Callable[[Program, str, set[fx.Node]], Any] | None = None
+    measure: Callable[[Program, str, set[fx.Node], Collection[str]], Any] | None = None
 
     def on(self, mesh: Mesh) -> Schedule:
         """The schedule on a mesh."""

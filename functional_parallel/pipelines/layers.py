@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from torch import fx
@@ -10,6 +10,7 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..program import Program
+from ..program.passes import CheapAgain
 from ..program.work import work
 from ..tracing.graph import operands_of
 from .assign import assign
@@ -40,13 +41,16 @@ class MeasuredLayer:
     weights: frozenset[str]
 
 
-def measure(program: Program, virtual: str, inlined: set[fx.Node]) -> list[MeasuredLayer]:
+def measure(
+    program: Program, virtual: str, inlined: set[fx.Node], without: Collection[str] = ()
+) -> list[MeasuredLayer]:
     """The layers of a step, at the shapes of one microbatch, in order.
 
     Args:
         program: the step with the axis of microbatches in its specs; it is taken apart.
         virtual: that axis.
         inlined: values that are made anew for every microbatch.
+        without: names of rewrites that are switched off.
 
     Raises:
         PipelineError: when the step has no backward, or cannot be streamed.
@@ -54,7 +58,8 @@ def measure(program: Program, virtual: str, inlined: set[fx.Node]) -> list[Measu
     roles = prepared(program, virtual, inlined)
     cut, count = finest(program.traced, roles, program.mesh)
     stage = assign(program.traced, roles, cut, count - 1)
-    compute_cheap_again(program.traced, roles, stage)
+    if CheapAgain.name not in without:
+        compute_cheap_again(program.traced, roles, stage)
     extractor = Extractor(program.traced, program.mesh, program.in_specs, roles.is_inline, virtual)
     builder = StageBuilder(roles, stage, extractor, count, program.name)
     if not builder.has_backward:

@@ -211,7 +211,7 @@ class PipelineRuntime:
         return []
 
     def _take(self, worker: Worker | Stream, awaited: Action, stage: int) -> None:
-        values = self.mail.take(awaited)
+        values = self.mail.take(awaited)  # named here alone, since they may die within the action
         if values is not None:
             worker.receive(awaited, stage, values)
 

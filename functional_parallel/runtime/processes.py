@@ -114,7 +114,7 @@ class ProcessRuntime:
     # --- running ---
 
     def run(self, program: Program, handles: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Run a program on this rank's parts; the list is emptied, so that a part lives to its last use."""
+        """Run a program on this rank's parts; the list is given up, so that a part lives to its last use."""
         self.agree_on(program)
         with self.carrier.bound():
             if holds_levels(handles):

@@ -86,9 +86,7 @@ def _is_seen_through(node: fx.Node) -> bool:
     """Whether a view shows all of its operand; one that takes a part differs from layer to layer by which."""
     if node.op != "call_function" or not (_is_view(node) and _is_pure(node)):
         return False
-    if node.target is operator.getitem or isinstance(node.meta["val"], tuple):
-        return False
-    if isinstance(node.meta["val"], tuple):  # a split
+    if node.target is operator.getitem or isinstance(node.meta["val"], tuple):  # of a split, or one
         return False
     (operand,) = operands_of(node)
     return bool(operand.meta["val"].numel == node.meta["val"].numel)

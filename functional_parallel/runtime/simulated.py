@@ -81,7 +81,7 @@ class SimulatedRuntime:
         return handle[0].new_empty(()).expand(whole_shape(handle[0].shape, spec, self.mesh))
 
     def run(self, program: Program, handles: list[Handle]) -> list[Handle]:
-        """Run a program on sharded inputs; the list is emptied, so that an input lives to its last use."""
+        """Run a program on sharded inputs; the list is given up, so that an input lives to its last use."""
         differentiable = any(holds_levels(handle) for handle in handles)
         key = f"simulated {self.classes.deduplicate} {differentiable}"
         if key not in program.cache:

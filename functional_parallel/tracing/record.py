@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import operator
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -103,21 +104,21 @@ def _call(fn: Callable[..., Sequence[Any]], arguments: list[torch.Tensor]) -> Se
         ) from error
 
 
-_recorders: list[Recorder] = []
+_threads = threading.local()  # dispatch modes are a thread's own too
 
 
 def recorder() -> Recorder | None:
-    """The innermost active recording, or None."""
-    return _recorders[-1] if _recorders else None
+    """The innermost active recording of this thread, or None."""
+    return getattr(_threads, "recorder", None)
 
 
 @contextmanager
 def _active(recording: Recorder) -> Iterator[None]:
-    _recorders.append(recording)
+    outer, _threads.recorder = recorder(), recording
     try:
         yield
     finally:
-        _recorders.pop()
+        _threads.recorder = outer
 
 
 class Recorder(_torch.TorchDispatchMode):

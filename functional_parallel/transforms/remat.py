@@ -62,7 +62,8 @@ def remat(
 
     Args:
         policy: a name from the table, or a function from a node of the program (`torch.fx.Node`) to whether its value
-            is kept.
+            is kept. What follows cheaply from kept values is computed again all the same, unless the program is made
+            with `without=("cheap ops again",)`.
         every: with "layers", how many layers make one run; about the square root of their number needs least memory.
         where: with "layers" or "auto", a pattern for the paths of the layers to which the policy applies.
         budget: with "auto", how many bytes a rank may need: 8 << 30, "8GiB" or "8GB". A plan that needs less anyway is

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import functional_parallel as fp
 from functional_parallel.program.passes import cheap
+from functional_parallel.tracing import Traced
 from sharding_specs import Mesh, split
 
 from ..program.test_memory import gpt, measured
@@ -32,6 +33,12 @@ MESHES = {"data": Mesh(data=2), "tensor": Mesh(data=2, tensor=2)}
 @pytest.fixture
 def no_value_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cheap, "LEAST", 1)
+
+
+@pytest.fixture
+def of_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A finished program forgets of which values its copies are."""
+    monkeypatch.setattr(Traced, "settle", lambda self: None)
 
 
 def parameters(kinds: list[str]) -> Any:
@@ -129,7 +136,7 @@ def test_a_training_step_needs_no_more_and_as_much_as_it_says(no_value_is_small:
 
 @LAW
 @given(kinds=NETWORKS, plan=plans())
-def test_at_no_moment_is_more_alive(no_value_is_small: None, kinds: list[str], plan: Any) -> None:
+def test_at_no_moment_is_more_alive(no_value_is_small: None, of_what: None, kinds: list[str], plan: Any) -> None:
     """Op by op; a copy is compared with the op that it is made for."""
     step = fp.compile(fp.grad_and_value(plan[0](partial(loss, kinds=kinds))), plan[1], bucket=None, without=OFF)
     plain = step.lower(parameters(kinds), tokens(12)).traced
@@ -161,14 +168,14 @@ def again(kinds: list[str], plan: Any = None, size: int = 12, **options: Any) ->
     return Counter(name for name in names if name not in ("view", "t", "pcast", "all_gather", "_unsafe_view"))
 
 
-def test_activations_and_norms_follow_from_what_is_kept(no_value_is_small: None) -> None:
+def test_activations_and_norms_follow_from_what_is_kept(no_value_is_small: None, of_what: None) -> None:
     embedding = Counter(embedding=1)
     assert again(["gelu"]) == embedding + Counter(gelu=1)
     assert again(["gate"]) == embedding + Counter(silu=1, mul=1)
     assert again(["norm"]) == embedding + Counter(native_layer_norm=1, gelu=1)
 
 
-def test_norms_of_gathered_weights(no_value_is_small: None) -> None:
+def test_norms_of_gathered_weights(no_value_is_small: None, of_what: None) -> None:
     """A norm's copy takes the weights that are gathered again for the norm's backward, if they are there yet."""
     found = {
         (keep, prefetch): again(["norm"], fp.zero(3, "data", keep_gathered=keep, prefetch=prefetch))
@@ -188,14 +195,14 @@ def test_what_does_not_follow_is_kept(no_value_is_small: None) -> None:
     assert not any(node.meta.get("recomputed") for node in program.traced.nodes)
 
 
-def test_small_values_are_kept() -> None:
+def test_small_values_are_kept(of_what: None) -> None:
     assert again(["gelu", "norm", "gate"]) == Counter()
     rows = 2 * cheap.LEAST // (3 * 2 * WIDTH * 8)  # on two ranks; three tokens a row
     assert again(["gelu"], size=rows + 2)["gelu"] == 1
     assert again(["gelu"], size=rows - 2)["gelu"] == 0
 
 
-def test_casts_of_parameters_are_made_once_for_all_microbatches(no_value_is_small: None) -> None:
+def test_casts_of_parameters_are_made_once_for_all_microbatches(no_value_is_small: None, of_what: None) -> None:
     casts = {n: again(["cast"], fp.chain(fp.zero(0, "data"), fp.accumulate(n))) for n in (1, 2)}
     assert casts[1]["_to_copy"] > 0
     assert casts[2]["_to_copy"] <= 2 * casts[1]["_to_copy"]
