@@ -333,8 +333,10 @@ def stage(
     rewritten = rewrite(program, layout, parts, bucket, donate, without, watch)
     if isinstance(rewritten, PipelineProgram):
         rewritten.memory_by = pipeline_memory
-    for each in rewritten.every_program() if isinstance(rewritten, PipelineProgram) else [rewritten]:
-        each.traced.settle()
+        for part in rewritten.every_program():
+            part.traced.settle()
+    elif isinstance(rewritten, Program):  # else it is what a search wants to know
+        rewritten.traced.settle()
     return Staged(rewritten, found["tree"], found["outputs"])
 
 
