@@ -59,7 +59,12 @@ class _CheapInStages(CheapValues):
         own = self.stage[taker]
         if value in self.roles.backward and (self.number[value] >= when or self.stage.get(value, own) != own):
             return False
-        return all((own, s) in self.taken or self._is_held(s[0]) for s in self.ledger.storages[value])
+        storages = self.ledger.storages[value]
+        return all(self._is_held(s[0]) or ((own, s) in self.taken and not self._is_made_anew(s[0])) for s in storages)
+
+    def _is_made_anew(self, maker: fx.Node) -> bool:
+        """Whether each program that takes a value makes it, as parameters are gathered: one more would gather again."""
+        return maker.op == "call_function" and self.roles.is_inline(maker)
 
     def _is_held(self, maker: fx.Node) -> bool:
         """Whether a value is there throughout a step."""

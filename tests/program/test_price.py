@@ -242,7 +242,7 @@ def test_sixteen_thousand_ranks_are_never_listed(name: str, monkeypatch: pytest.
     monkeypatch.setattr(Mesh, "ranks", property(listed))
     price = step(mesh, plan, 4 * 16384).price()
     few = Mesh({axis: size // 4 if size > 8 else size for axis, size in mesh.shape.items()})  # pads the same dims
-    assert len(price.items) == len(step(few, plan, 8 * few.size).price().items)
+    assert len(price.items) == len(step(few, plan, 4 * few.size).price().items)
     assert "16384 ranks of h100" in str(price)
     assert 0 < price.seconds < 10
 

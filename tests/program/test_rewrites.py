@@ -24,7 +24,7 @@ PLAN = fp.chain(
     fp.accumulate(2, reduce="each"),
 )
 PASSES = (
-    *("casts", "reduction types", "reduce each microbatch"),
+    *("sums once", "casts", "reduction types", "reduce each microbatch"),
     *("recompute", "remat", "turned", "gathers", "reductions", "cheap ops again", "buckets", "in place"),
 )
 
@@ -38,7 +38,7 @@ def test_a_row_per_pass() -> None:
     found = program()
     table = found.explain(group="pass")
     assert found.passes == PASSES
-    assert [row.name for row in table.rows] == [*PASSES[:3], "microbatches", *PASSES[3:], "views"]
+    assert [row.name for row in table.rows] == [*PASSES[:4], "microbatches", *PASSES[4:], "views"]
     for row, following in zip(table.rows, table.rows[1:], strict=False):
         assert row.after == following.before
     last = table.rows[-1].after
@@ -77,7 +77,9 @@ def test_text_before_and_after() -> None:
     assert "pack(" not in found.before("buckets")
     assert "pack(" in found.after("buckets")
     assert "bf16" not in found.before("casts").split("input '1/0'")[0]
-    with pytest.raises(ValueError, match=r"no pass 'bucket' ran; there ran 'casts', .*'buckets', 'in place', 'views'"):
+    with pytest.raises(
+        ValueError, match=r"no pass 'bucket' ran; there ran 'sums once', .*'buckets', 'in place', 'views'"
+    ):
         found.before("bucket")
 
 
