@@ -102,7 +102,7 @@ def megatron(rules: LossScale, steps: list[bool]) -> list[float]:
 runs = st.lists(st.sampled_from([True, False, False, False]), max_size=40)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     runs, st.integers(1, 5), st.integers(1, 4), st.sampled_from([2.0, 3.0]), st.sampled_from([1.0, 0.25]), st.booleans()
 )
@@ -113,14 +113,14 @@ def test_it_is_deepspeeds_over_random_runs(
     assert trace(rules, steps) == deepspeed(rules, steps)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(runs, st.integers(1, 5), st.integers(1, 4))
 def test_it_is_megatrons_over_random_runs(steps: list[bool], window: int, hysteresis: int) -> None:
     rules = LossScale.like_megatron(16.0, window, hysteresis)
     assert [scale for scale, _ in trace(rules, steps)] == megatron(rules, steps)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(runs, st.integers(1, 5))
 def test_it_is_torchs_over_random_runs(steps: list[bool], window: int) -> None:
     """Against the kernel inside `torch.amp.GradScaler`, which updates in place."""

@@ -48,7 +48,7 @@ def global_batches(sampler: Sampler, epoch: int) -> list[list[int]]:
     return [list(itertools.chain(*parts)) for parts in zip(*blocks(sampler, epoch), strict=True)]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(samplers(), st.integers(0, 3))
 def test_the_blocks_of_a_batch_are_its_part_of_the_order(sampler: Sampler, epoch: int) -> None:
     order = sampler.order(epoch).tolist()
@@ -62,7 +62,7 @@ def test_the_blocks_of_a_batch_are_its_part_of_the_order(sampler: Sampler, epoch
         assert read == list(itertools.islice(itertools.cycle(order), sampler.batches * sampler.batch))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(samplers(), st.integers(0, 3))
 def test_ranks_read_equally_much(sampler: Sampler, epoch: int) -> None:
     sizes = [[len(batch) for batch in own] for own in blocks(sampler, epoch)]
@@ -72,7 +72,7 @@ def test_ranks_read_equally_much(sampler: Sampler, epoch: int) -> None:
     assert last == sorted(last, reverse=True) and last[0] - last[-1] <= (1 if sampler.tail == "uneven" else 0)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(samplers(), st.data())
 def test_a_run_goes_on_from_any_position(sampler: Sampler, data: st.DataObject) -> None:
     rank = data.draw(st.sampled_from(list(sampler.mesh.ranks)))
@@ -83,7 +83,7 @@ def test_a_run_goes_on_from_any_position(sampler: Sampler, data: st.DataObject) 
     assert list(resumed) == whole[stop:]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(samplers())
 def test_another_mesh_reads_the_same_global_batches(sampler: Sampler) -> None:
     alone = Sampler(sampler.length, sampler.batch, Mesh(data=1), "data", sampler.tail, sampler.shuffle, sampler.seed)

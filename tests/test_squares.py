@@ -11,7 +11,7 @@ from functional_parallel.squares import _BLOCK, sum_of_squares
 from functional_parallel.testing.tracker import tracked
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     sizes=st.lists(st.sampled_from([0, 1, 7, _BLOCK - 1, _BLOCK, 2 * _BLOCK + 5]), min_size=1, max_size=4),
     turned=st.booleans(),

@@ -72,7 +72,7 @@ def plans(draw: st.DrawFn, ranks: int) -> tuple[Any, Mesh]:
     return fp.chain(SPLIT, data, *more), Mesh(data=ranks, tensor=tensor)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_the_gradient_is_that_of_one_rank_with_all_samples(data: st.DataObject) -> None:
     """To the bit: sums of integers, and counts that are powers of two."""
@@ -128,7 +128,6 @@ def test_a_samplers_uneven_tail() -> None:
 # -----------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(count=st.integers(0, 5), more=st.integers(0, 3))
 def test_what_fills_up_is_a_sample(count: int, more: int) -> None:
     batch = {

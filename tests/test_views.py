@@ -37,7 +37,7 @@ def chains(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[Any, tuple[Any,
     return shape, ops
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(chains())
 def test_a_chain_keeps_its_meaning(chain: tuple[tuple[int, ...], list[Any]]) -> None:
     shape, ops = chain

@@ -82,7 +82,7 @@ def test_what_ranks_do_not_share_is_refused_as_shared(case: Case) -> None:
 
 @every_exact_case
 @every_axes
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(seed=st.integers(0, 1000))
 def test_transpose_is_the_adjoint(case: Case, axes: tuple[str, ...], seed: int) -> None:
     """⟨A x, y⟩ = ⟨x, Aᵀ y⟩, where a value that is the same on all ranks counts once."""

@@ -23,37 +23,37 @@ def same(f, g, ranks: int) -> None:  # type: ignore[no-untyped-def]
     fp.testing.assert_same(f, g, Mesh(i=ranks), (P("i"),), (values(ranks),))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(ranks=RANKS)
 def test_all_reduce_is_reduce_then_broadcast(ranks: int) -> None:
     same(lambda x: fp.psum(x, "i"), lambda x: fp.broadcast(fp.reduce(x, "i", 1), "i", 1), ranks)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(ranks=RANKS)
 def test_all_reduce_is_reduce_scatter_then_all_gather(ranks: int) -> None:
     same(lambda x: fp.psum(x, "i"), lambda x: fp.all_gather(fp.psum_scatter(x, "i"), "i", to="invariant"), ranks)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(ranks=RANKS)
 def test_all_gather_is_gather_then_broadcast(ranks: int) -> None:
     same(lambda x: fp.all_gather(x, "i", to="invariant"), lambda x: fp.broadcast(fp.gather(x, "i", 0), "i", 0), ranks)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(ranks=RANKS, root=st.integers(0, 1))
 def test_scatter_of_gather_is_the_identity(ranks: int, root: int) -> None:
     same(lambda x: fp.scatter(fp.gather(x, "i", root), "i", root), lambda x: x * 1, ranks)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(ranks=RANKS)
 def test_all_to_all_twice_is_the_identity(ranks: int) -> None:
     same(lambda x: fp.all_to_all(fp.all_to_all(x, "i", 0, 1), "i", 1, 0), lambda x: x * 1, ranks)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(ranks=RANKS)
 def test_a_ring_walked_round_is_the_identity(ranks: int) -> None:
     def around(x: torch.Tensor) -> torch.Tensor:
@@ -64,7 +64,7 @@ def test_a_ring_walked_round_is_the_identity(ranks: int) -> None:
     same(around, lambda x: x * 1, ranks)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(ranks=RANKS)
 def test_a_ring_of_sums_is_all_reduce(ranks: int) -> None:
     """The textbook's all-reduce, naive form: pass on, add up."""
@@ -79,7 +79,7 @@ def test_a_ring_of_sums_is_all_reduce(ranks: int) -> None:
     same(ring, lambda x: fp.pvary(fp.psum(x, "i"), "i"), ranks)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(ranks=RANKS)
 def test_a_postponed_sum_is_the_sum(ranks: int) -> None:
     """Unreduced now, summed later: linear ops may stand between."""

@@ -25,7 +25,7 @@ def plan_for(data: st.DataObject, mesh: Mesh) -> fp.transforms.Plan:
     return fp.chain(tensor, fp.zero(stage, "data", batch=P() if mesh.axis_size("data") == 1 else None))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(f=programs(), ranks=RANKS, seed=SEEDS, data=st.data())
 def test_values_and_gradients(f: Program, ranks: tuple[int, int], seed: int, data: st.DataObject) -> None:
     mesh = Mesh(data=ranks[0], tensor=ranks[1])
@@ -33,7 +33,7 @@ def test_values_and_gradients(f: Program, ranks: tuple[int, int], seed: int, dat
     fp.testing.assert_equivalent(f, plan_for(data, mesh), mesh, params, x, exact=True)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(f=programs(3), ranks=RANKS, seed=SEEDS, data=st.data())
 def test_second_derivatives(f: Program, ranks: tuple[int, int], seed: int, data: st.DataObject) -> None:
     """A Hessian-vector product, forward over reverse."""
@@ -51,7 +51,7 @@ def test_second_derivatives(f: Program, ranks: tuple[int, int], seed: int, data:
     assert all(torch.equal(found[name], want[name]) for name in params)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(f=programs(3), ranks=RANKS, seed=SEEDS, data=st.data())
 def test_torch_func_applies_to_the_compiled_function(
     f: Program, ranks: tuple[int, int], seed: int, data: st.DataObject
@@ -65,7 +65,7 @@ def test_torch_func_applies_to_the_compiled_function(
     assert all(torch.equal(found[name], want[name]) for name in params)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(f=programs(3), ranks=RANKS, seed=SEEDS, data=st.data())
 def test_computing_what_is_the_same_once_changes_nothing(
     f: Program, ranks: tuple[int, int], seed: int, data: st.DataObject

@@ -140,7 +140,7 @@ def test_the_fused_kernel_is_the_formula(dtype: torch.dtype) -> None:
     assert_close(ADAMW(*args), _formula(*args), tolerance)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     sizes=st.lists(st.integers(0, 200), min_size=1, max_size=4),
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),

@@ -72,7 +72,7 @@ def again(program: Any) -> int:
     return sum(work(node, program.mesh) for node in copies if "all_gather" not in str(node.target))
 
 
-@settings(max_examples=16, deadline=None)
+@settings(max_examples=16)
 @given(name=st.sampled_from(sorted(PLANS)), fraction=st.floats(0, 1), bucket=st.sampled_from([1 << 10, 25 << 20]))
 def test_the_peak_fits_and_is_measured(name: str, fraction: float, bucket: int | None) -> None:
     low, high = lowest(name, bucket), plain_peak(name, bucket)
@@ -81,7 +81,7 @@ def test_the_peak_fits_and_is_measured(name: str, fraction: float, bucket: int |
     assert measured(program) == program.memory().peak <= budget
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(name=st.sampled_from(sorted(PLANS)), fraction=st.floats(0, 1), integers=st.booleans())
 def test_gradients_are_the_same_to_the_bit(name: str, fraction: float, integers: bool) -> None:
     """Those of the same plan without recomputation; on integers also those of the whole function."""

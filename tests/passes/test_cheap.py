@@ -103,7 +103,6 @@ def plans(draw: st.DrawFn) -> tuple[Any, Mesh]:
 NETWORKS = st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=4)
 LAW = settings(
     max_examples=10,
-    deadline=None,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -68,7 +68,7 @@ def test_a_bound_on_the_norm_that_is_not_felt_changes_no_bit() -> None:
     assert_close(trained(clipped, mesh, sizes, 5, clip=0.1), trained(plain, mesh, sizes, 5, clip=0.1))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     sizes=SIZES,
     stage=st.sampled_from([1, 2]),
@@ -276,7 +276,7 @@ def test_gradients_are_named_in_the_memory_of_a_program() -> None:
 # -----------------------------------------------------------------------------
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(sizes=SIZES, ranks=st.sampled_from([1, 2, 4]), tensor=st.booleans())
 def test_a_checkpoint_does_not_know_the_layout(sizes: list[int], ranks: int, tensor: bool) -> None:
     """What `whole` gives has the parameters' own tree, to the bit, and loads under any other plan."""

@@ -39,7 +39,7 @@ def arguments(width: int, seed: int) -> tuple[dict[str, torch.Tensor], torch.Ten
 
 
 @pytest.mark.parametrize("name", PLANS)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(width=st.integers(1, 9), seed=st.integers(0, 1000))
 def test_gradients_are_exact(name: str, width: int, seed: int) -> None:
     width *= 2 if name == "columns and rows" else 1

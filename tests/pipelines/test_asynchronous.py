@@ -56,7 +56,7 @@ def trained(schedule: Any, depth: int, microbatches: int, params: Any, x: torch.
     return train.params(state), (metrics, train.program)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(1, 4), st.integers(1, 8), st.booleans(), st.integers(0, 100))
 def test_weight_stashing_and_vertical_sync(depth: int, microbatches: int, vertical: bool, seed: int) -> None:
     """Stage s of n uses weights n − 1 − s versions old, with vertical sync n − 1 (PipeDream, section 3.3)."""
@@ -70,7 +70,7 @@ def test_weight_stashing_and_vertical_sync(depth: int, microbatches: int, vertic
     assert tuple(program.cache["most versions"].values()) == schedules.kept_versions(schedule)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(0, 100))
 def test_double_buffering(depth: int, batches: int, seed: int) -> None:
     """W^{t+1} = W^t − λ ∇f(W^{t−1}) on every stage, two versions kept (PipeDream-2BW, section 3.1)."""

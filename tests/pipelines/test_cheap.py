@@ -28,7 +28,6 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")
 
 @settings(
     max_examples=10,
-    deadline=None,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

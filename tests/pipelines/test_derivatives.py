@@ -96,7 +96,7 @@ def test_of_the_plan_itself(transform: str) -> None:
     assert_close(OF_TORCH[transform](plan)(*args), OF_TORCH[transform](loss)(*args))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.sampled_from(SYNCHRONOUS), st.integers(0, 100))
 def test_per_sample_gradients_sum_to_the_scheduled_gradient(name: str, seed: int) -> None:
     schedule = made(name, 2, 4)

@@ -22,7 +22,7 @@ def assert_equal(a: Any, b: Any) -> None:
         assert torch.equal(x, y), (path, x, y)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(plans(), kinds, st.integers(1, 2), st.integers(0, 1000))
 def test_value_and_gradients_are_those_of_the_function(
     schedule: Schedule, contents: list[str], size: int, seed: int
@@ -34,7 +34,7 @@ def test_value_and_gradients_are_those_of_the_function(
     assert_equal(step(params, *data), fp.grad_and_value(loss)(params, *data))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(plans(), kinds, st.integers(1, 2), st.integers(0, 1000))
 def test_the_bits_are_those_of_the_same_microbatches_on_one_rank(
     schedule: Schedule, contents: list[str], size: int, seed: int

@@ -56,7 +56,7 @@ def cases(draw: st.DrawFn) -> list[Case]:
 def led_by_rank_0(rank: int, strategy: st.SearchStrategy[Any], check: Callable[[Any], None]) -> None:
     """Rank 0 draws examples and tells the others, so that all check the same ones."""
 
-    @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=EXAMPLES, database=None, suppress_health_check=list(HealthCheck))
     @given(strategy)
     def lead(example: Any) -> None:
         dist.broadcast_object_list([example], 0)

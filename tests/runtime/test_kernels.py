@@ -38,7 +38,7 @@ def integers(rows: int, columns: int, layout: str, seed: int) -> torch.Tensor:
 
 
 @ONEDNN
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     m=st.integers(1, 70),
     k=st.integers(1, 70),
