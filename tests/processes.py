@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
+from . import process_settings  # noqa: F401
+
 __all__ = ["RankError", "run_on_processes"]
 
 
@@ -93,7 +95,6 @@ def _dead(died: dict[int, int], done: dict[int, Any], allowed: bool) -> dict[int
 def _worker(
     fn: Callable[..., Any], rank: int, world_size: int, port: int, args: Any, results: Any, timeout: float
 ) -> None:
-    torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
