@@ -15,8 +15,8 @@ import operator
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -74,16 +74,16 @@ def trace(
         The graph, without the nodes that no output needs.
 
     Raises:
-        TracingError: when the function reads values, or mutates what it must not.
+        TracingError: when the function reads values, mutates what it must not, or computes in threads that it starts.
     """
     outer = recorder()
     mode = outer.fake_mode if outer is not None else _torch.FakeTensorMode(allow_non_fake_inputs=True)
     with _torch.apart_from_transforms(), staging(), torch.enable_grad():
         with mode:
             arguments = [torch.empty(a.shape, dtype=a.dtype, device=a.device) for a in inputs]
-        recording = Recorder(mode, forward_only, on_node)
+        recording = Recorder(mode, forward_only, on_node, outer)
         recording.start(arguments, types)
-        with ExitStack() as stack, _active(recording):
+        with ExitStack() as stack:
             stack.enter_context(Interception(forward_only))
             stack.enter_context(_torch.checkpointing(region))
             stack.enter_context(stages())
@@ -104,28 +104,25 @@ def _call(fn: Callable[..., Sequence[Any]], arguments: list[torch.Tensor]) -> Se
         ) from error
 
 
-_threads = threading.local()  # dispatch modes are a thread's own too
-
-
 def recorder() -> Recorder | None:
-    """The innermost active recording of this thread, or None."""
-    return getattr(_threads, "recorder", None)
+    """The innermost recording that sees the ops of this thread, or None.
 
-
-@contextmanager
-def _active(recording: Recorder) -> Iterator[None]:
-    outer, _threads.recorder = recorder(), recording
-    try:
-        yield
-    finally:
-        _threads.recorder = outer
+    It is found among the dispatch modes, which autograd hands on to the threads that it runs a backward in, as it does
+    on CUDA; a thread of the user's has none of them, and may trace by itself.
+    """
+    recordings = (mode for mode in reversed(_torch.dispatch_modes()) if isinstance(mode, Recorder))
+    return next(recordings, None)
 
 
 class Recorder(_torch.TorchDispatchMode):
     """The dispatch mode that writes the graph."""
 
     def __init__(
-        self, fake_mode: _torch.FakeTensorMode, forward_only: bool, on_node: Callable[[fx.Node], None] | None
+        self,
+        fake_mode: _torch.FakeTensorMode,
+        forward_only: bool,
+        on_node: Callable[[fx.Node], None] | None,
+        outer: Recorder | None,
     ) -> None:
         super().__init__()
         self.fake_mode = fake_mode
@@ -134,10 +131,10 @@ class Recorder(_torch.TorchDispatchMode):
         self.traced = Traced(fx.Graph())
         self._nodes: dict[int, fx.Node] = {}
         self._references: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._storages: dict[int, weakref.WeakSet[Any]] = {}
-        self._outer = recorder()
-        self.notes: dict[Any, Any] = {} if self._outer is None else self._outer.notes  # of all of an outermost trace
+        self._outer = outer
+        self.notes: dict[Any, Any] = {} if outer is None else outer.notes  # of all of an outermost trace
         self._forwards: dict[int, fx.Node] = {}  # by number of the autograd node
+        self._thread = threading.get_ident()
         self._numbered = _torch.next_node_number()
 
     # --- values ---
@@ -183,7 +180,12 @@ class Recorder(_torch.TorchDispatchMode):
             self.traced.constants[name] = tensor.detach()
         return self._at_front(lambda: self.traced.graph.create_node("get_attr", name))
 
-    def _capture(self, tensor: torch.Tensor) -> fx.Node:
+    def _capture(self, tensor: _torch.FakeTensor) -> fx.Node:
+        if self._outer is None and tensor.fake_mode is self.fake_mode:
+            raise TracingError(
+                f"{current_source() or 'the function'}: a tensor of shape {tuple(tensor.shape)} was computed where the "
+                "trace does not see it, in a thread that the function started; compute it without one"
+            )
         name = f"captured{len(self.traced.captured)}"
         node = self._at_front(lambda: self.traced.graph.placeholder(name))
         self.traced.captured.append(tensor)
@@ -237,7 +239,13 @@ class Recorder(_torch.TorchDispatchMode):
         return self.node_of(value) if isinstance(value, torch.Tensor) else value
 
     def _number(self, node: fx.Node) -> None:
-        """Remember which autograd nodes this op made, so that their backward ops find its source line."""
+        """Remember which autograd nodes this op made, so that their backward ops find its source line.
+
+        Each thread numbers its nodes from 0, and those that a backward makes in a thread of autograd's would be taken
+        for others.
+        """
+        if threading.get_ident() != self._thread:
+            return
         now = _torch.next_node_number()
         for number in range(self._numbered, now):
             self._forwards[number] = node
