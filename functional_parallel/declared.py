@@ -22,15 +22,12 @@ from .collectives.axes import current_axes, snapshot
 from .collectives.types import CollectiveTypeError, State, Type
 from .collectives.vmap import Lane, is_mapped
 from .source import current_source
+from .tracing.marks import define_mark
 from .tracing.record import recorder
-from .tracing.stand_ins import differentiable
 
 __all__ = ["ArgumentSpecError", "checked_arguments", "declared_type", "say_specs"]
 
 _V, _I, _U, _R = State.VARYING, State.INVARIANT, State.UNREDUCED, State.REDUCED
-
-_library = torch.library.Library("fp", "FRAGMENT")
-_library.define("declared(Tensor x, str[] axes, str[] states, str path, str spec, str function) -> Tensor")
 
 
 class ArgumentSpecError(CollectiveTypeError):
@@ -216,39 +213,7 @@ def _check_mark(x: Any, axes: list[str], states: list[str], path: str, spec: str
     return x
 
 
-class _Declared(torch.autograd.Function):
-    """The identity."""
-
-    @staticmethod
-    def forward(x: Any, *mark: Any) -> Any:
-        return torch.ops.fp.declared(x, *mark)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:
-        return tangent.clone()
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Any) -> Any:
-        return cotangent, None, None, None, None, None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Any, *mark: Any) -> Any:
-        return _Declared.apply(x, *mark), in_dims[0]
-
-
-def _kernel(x: torch.Tensor, *mark: Any) -> torch.Tensor:
-    return x.clone()
-
-
-def _fake(x: torch.Tensor, *mark: Any) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-_library.impl("declared", _kernel, "CompositeExplicitAutograd")
-torch.library.register_fake("fp::declared", _fake, lib=_library)
-OP = torch.ops.fp.declared.default
-differentiable(OP, _check_mark)
+_Declared = define_mark(
+    "declared(Tensor x, str[] axes, str[] states, str path, str spec, str function)", _check_mark, names_dims=False
+)
+OP = _Declared.op
