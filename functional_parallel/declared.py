@@ -128,12 +128,14 @@ class _Argument:
 
 
 def _spec_of(value: torch.Tensor) -> P | None:
-    active = recorder()
-    plain = _torch.innermost(value)
-    if active is None or not isinstance(plain, _torch.FakeTensor):
-        return None
-    node = active.node_of(plain)
-    return node.meta.get("spec") if node.op == "placeholder" else None
+    node = _node_of(value)
+    return node.meta.get("spec") if node is not None and node.op == "placeholder" else None
+
+
+def _node_of(value: torch.Tensor) -> fx.Node | None:
+    """The node of a value that is being traced, beneath torch.func's wrappers; None for others."""
+    active, plain = recorder(), _torch.innermost(value)
+    return active.node_of(plain) if active is not None and isinstance(plain, _torch.FakeTensor) else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -154,16 +156,11 @@ def _state_of(value: torch.Tensor, axis: str, wanted: State) -> State:
 
     A vmap level may map what is the same for all entries, and its word is taken for what is Reduced.
     """
-    active = recorder()
-    if active is not None:
-        plain = _torch.innermost(value)
-        return _held(active.node_of(plain))[axis] if isinstance(plain, _torch.FakeTensor) else _I
+    if recorder() is not None:
+        node = _node_of(value)
+        return _I if node is None else (node.meta.get("type") or Type())[axis]
     carrier = snapshot()[axis].carrier
     return wanted if not isinstance(carrier, Lane) or wanted is not _V or is_mapped(value, carrier) else _I
-
-
-def _held(node: fx.Node) -> Type:
-    return node.meta.get("type") or Type()
 
 
 _HOLDING = {
