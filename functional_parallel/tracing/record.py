@@ -15,8 +15,9 @@ import operator
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch import fx
 from .. import _torch
 from ..collectives import guards
 from ..collectives.axes import staging
+from ..collectives.grad_mode import called_without_gradients
 from ..source import current_source, raising_source, region, stages
 from .graph import Aval, Traced, aval_of, walk_args
 from .intercept import Interception
@@ -33,6 +35,8 @@ from .stand_ins import stand_in
 __all__ = ["CustomFunctionError", "MutationError", "Recorder", "TracingError", "recorder", "trace"]
 
 aten = torch.ops.aten
+
+_PACKAGE = __name__.split(".")[0]
 
 _SCATTERS = {  # the op that writes a part back where a view took it from
     aten.diagonal.default: aten.diagonal_scatter.default,
@@ -84,7 +88,7 @@ def trace(
         recording = Recorder(mode, forward_only, on_node, outer)
         recording.start(arguments, types)
         with ExitStack() as stack:
-            stack.enter_context(Interception(forward_only))
+            stack.enter_context(Interception(forward_only and on_node is None))  # in a typed body ops are a rank's own
             stack.enter_context(_torch.checkpointing(region))
             stack.enter_context(stages())
             stack.enter_context(mode)
@@ -271,18 +275,17 @@ class Recorder(_torch.TorchDispatchMode):
             self.on_node(node)
 
     def _gradients_are_off(self, func: Any, backward: bool) -> bool:
-        if backward or torch.is_grad_enabled() or not self.forward_only or stand_in(func) is not None:
+        if backward or torch.is_grad_enabled() or not self.forward_only:
             return False
-        function = _enclosing_autograd_function()
-        if function is None:
-            return True
-        if not function.__module__.startswith(__package__.split(".")[0]):
+        functions = list(_enclosing_autograd_functions())
+        foreign = [each for each in functions if each.__module__.split(".")[0] != _PACKAGE]
+        if foreign and not _is_of_a_user(func):
             raise CustomFunctionError(
-                f"{current_source()}: the autograd.Function {function.__name__} would lose its backward here, because "
-                "derivatives are taken from the traced forward; write it with differentiable ops, or make what "
+                f"{current_source()}: the autograd.Function {foreign[0].__name__} would lose its backward here, "
+                "because derivatives are taken from the traced forward; write it with differentiable ops, or make what "
                 "it does one library op with a rule: fp.register_rule(op, text, function=…), see docs/rules.md"
             )
-        return False
+        return not functions or called_without_gradients()
 
     # --- mutation ---
 
@@ -367,11 +370,18 @@ def _has_tensor(result: Any) -> bool:
     return isinstance(result, (tuple, list)) and any(isinstance(part, torch.Tensor) for part in result)
 
 
-def _enclosing_autograd_function() -> type | None:
-    """The autograd.Function whose forward is running, found by torch's own `apply` frame on the stack."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code.co_name == "apply" and frame.f_code.co_filename.endswith("torch/autograd/function.py"):
-            return frame.f_locals.get("cls")
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
+def _is_of_a_user(func: Any) -> bool:
+    """Whether an op has a rule of a user's that names what stands for it, and so its derivative."""
+    return stand_in(func) is not None and func.namespace != "fp"
+
+
+def _enclosing_autograd_functions() -> Iterator[type]:
+    """The autograd.Functions whose forwards run in this trace, innermost first, by torch's own `apply` on the stack."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code is not trace.__code__:
+        code = frame.f_code
+        if code.co_name == "apply" and code.co_filename.endswith("torch/autograd/function.py"):
+            cls = frame.f_locals.get("cls")  # a backward's frame has none
+            if cls is not None:
+                yield cls
+        frame = frame.f_back
