@@ -16,7 +16,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import UnsupportedFakeTensorException as UnsupportedFakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 try:
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -39,6 +39,7 @@ __all__ = [
     "compile_by_inductor",
     "differentiating_level",
     "direct_call",
+    "dispatch_modes",
     "forget_erased",
     "forgetting_shapes",
     "functional_variant",
@@ -85,6 +86,11 @@ def forget_erased(graph: torch.fx.Graph) -> None:
 
 
 apart_from_modes = _disable_current_modes  # set aside active dispatch modes only
+
+
+def dispatch_modes() -> list[TorchDispatchMode]:
+    """The active dispatch modes, innermost last: this thread's; in one of autograd's, those of its caller."""
+    return _get_current_dispatch_mode_stack()
 
 
 def backward_node_number() -> int | None:

@@ -10,13 +10,10 @@ import torch
 from sharding_specs import Mesh, P, SpecError, as_spec
 
 from .collectives.axes import hidden_axes, mesh_axis_size
-from .emit import differentiable
 from .source import current_source
+from .tracing.marks import define_mark
 
 __all__ = ["OP", "constrain"]
-
-_library = torch.library.Library("fp", "FRAGMENT")
-_library.define("constrain(Tensor x, str[] axes, int[] dims, int[] outers) -> Tensor")
 
 
 def constrain(x: torch.Tensor, spec: P | str) -> torch.Tensor:
@@ -75,40 +72,6 @@ def constrain_rest(x: Any, axes: Sequence[str], dims: Sequence[int], outers: Seq
     return _Constrain.apply(x, [axes[i] for i in rest], [dims[i] for i in rest], [outer_of(i) for i in rest])
 
 
-class _Constrain(torch.autograd.Function):
-    """The identity in every derivative: gradients follow from the collectives that the constraint becomes."""
-
-    @staticmethod
-    def forward(x: Any, axes: Any, dims: Any, outers: Any) -> Any:
-        return torch.ops.fp.constrain(x, axes, dims, outers)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:
-        return tangent.clone()
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Any) -> Any:
-        return cotangent, None, None, None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Any, axes: Any, dims: Any, outers: Any) -> Any:
-        moved = x.movedim(in_dims[0], -1)
-        return _Constrain.apply(moved, axes, dims, outers), moved.ndim - 1
-
-
-def _kernel(x: torch.Tensor, axes: Sequence[str], dims: Sequence[int], outers: Sequence[int]) -> torch.Tensor:
-    return x.clone()
-
-
-def _fake(x: torch.Tensor, axes: Sequence[str], dims: Sequence[int], outers: Sequence[int]) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-_library.impl("constrain", _kernel, "CompositeExplicitAutograd")
-torch.library.register_fake("fp::constrain", _fake, lib=_library)
-OP = torch.ops.fp.constrain.default
-differentiable(OP, constrain_rest)
+# Gradients follow from the collectives that the constraint becomes.
+_Constrain = define_mark("constrain(Tensor x, str[] axes, int[] dims, int[] outers)", constrain_rest, names_dims=True)
+OP = _Constrain.op

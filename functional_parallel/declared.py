@@ -22,15 +22,12 @@ from .collectives.axes import current_axes, snapshot
 from .collectives.types import CollectiveTypeError, State, Type
 from .collectives.vmap import Lane, is_mapped
 from .source import current_source
+from .tracing.marks import define_mark
 from .tracing.record import recorder
-from .tracing.stand_ins import differentiable
 
 __all__ = ["ArgumentSpecError", "checked_arguments", "declared_type", "say_specs"]
 
 _V, _I, _U, _R = State.VARYING, State.INVARIANT, State.UNREDUCED, State.REDUCED
-
-_library = torch.library.Library("fp", "FRAGMENT")
-_library.define("declared(Tensor x, str[] axes, str[] states, str path, str spec, str function) -> Tensor")
 
 
 class ArgumentSpecError(CollectiveTypeError):
@@ -131,12 +128,14 @@ class _Argument:
 
 
 def _spec_of(value: torch.Tensor) -> P | None:
-    active = recorder()
-    plain = _torch.innermost(value)
-    if active is None or not isinstance(plain, _torch.FakeTensor):
-        return None
-    node = active.node_of(plain)
-    return node.meta.get("spec") if node.op == "placeholder" else None
+    node = _node_of(value)
+    return node.meta.get("spec") if node is not None and node.op == "placeholder" else None
+
+
+def _node_of(value: torch.Tensor) -> fx.Node | None:
+    """The node of a value that is being traced, beneath torch.func's wrappers; None for others."""
+    active, plain = recorder(), _torch.innermost(value)
+    return active.node_of(plain) if active is not None and isinstance(plain, _torch.FakeTensor) else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -157,16 +156,11 @@ def _state_of(value: torch.Tensor, axis: str, wanted: State) -> State:
 
     A vmap level may map what is the same for all entries, and its word is taken for what is Reduced.
     """
-    active = recorder()
-    if active is not None:
-        plain = _torch.innermost(value)
-        return _held(active.node_of(plain))[axis] if isinstance(plain, _torch.FakeTensor) else _I
+    if recorder() is not None:
+        node = _node_of(value)
+        return _I if node is None else (node.meta.get("type") or Type())[axis]
     carrier = snapshot()[axis].carrier
     return wanted if not isinstance(carrier, Lane) or wanted is not _V or is_mapped(value, carrier) else _I
-
-
-def _held(node: fx.Node) -> Type:
-    return node.meta.get("type") or Type()
 
 
 _HOLDING = {
@@ -216,39 +210,7 @@ def _check_mark(x: Any, axes: list[str], states: list[str], path: str, spec: str
     return x
 
 
-class _Declared(torch.autograd.Function):
-    """The identity."""
-
-    @staticmethod
-    def forward(x: Any, *mark: Any) -> Any:
-        return torch.ops.fp.declared(x, *mark)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:
-        return tangent.clone()
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Any) -> Any:
-        return cotangent, None, None, None, None, None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Any, *mark: Any) -> Any:
-        return _Declared.apply(x, *mark), in_dims[0]
-
-
-def _kernel(x: torch.Tensor, *mark: Any) -> torch.Tensor:
-    return x.clone()
-
-
-def _fake(x: torch.Tensor, *mark: Any) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-_library.impl("declared", _kernel, "CompositeExplicitAutograd")
-torch.library.register_fake("fp::declared", _fake, lib=_library)
-OP = torch.ops.fp.declared.default
-differentiable(OP, _check_mark)
+_Declared = define_mark(
+    "declared(Tensor x, str[] axes, str[] states, str path, str spec, str function)", _check_mark, names_dims=False
+)
+OP = _Declared.op

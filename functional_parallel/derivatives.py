@@ -305,6 +305,7 @@ def _typed(
         lambda *inputs: _joined(*flat(tensors, inputs)),
         [aval_of(leaves[index]) for index in tensors],
         types=[active.node_of(_torch.innermost(leaves[index])).meta["type"] for index in tensors],
+        forward_only=True,
         on_node=Typing(current_axes()),
     )
 

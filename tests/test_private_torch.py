@@ -6,17 +6,20 @@ When a test here fails after an upgrade of torch, that one file is the place to 
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.utils.checkpoint
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from functional_parallel import _torch
+
+from .threads import in_backward_thread
 
 aten = torch.ops.aten
 
@@ -49,7 +52,7 @@ def test_modes_can_be_set_aside() -> None:
         with _torch.apart_from_modes():
             torch.ones(2) + 1
         assert mode.seen == []
-        assert _get_current_dispatch_mode_stack() == [mode]
+        assert _torch.dispatch_modes() == [mode]
 
 
 def test_transforms_can_be_set_aside() -> None:
@@ -117,6 +120,25 @@ def test_a_backward_node_carries_the_number_that_its_forward_got() -> None:
     (y * 2).sum().backward()
     assert running[0] is not None and first <= running[0] < second
     assert _torch.backward_node_number() is None
+
+
+def test_autograd_hands_dispatch_modes_on_to_its_threads() -> None:
+    """And to no other thread; CUDA's backwards run in such threads, on which the recorder of a trace is found so."""
+    seen: list[tuple[int, list[Any]]] = []
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        seen.append((threading.get_ident(), _torch.dispatch_modes()))
+        return x
+
+    with _torch.FakeTensorMode() as outer, Count() as inner:
+        in_backward_thread(note, torch.ones(2))
+        thread = threading.Thread(target=note, args=(torch.ones(2),))
+        thread.start()
+        thread.join()
+        with _torch.apart_from_modes():
+            assert _torch.dispatch_modes() == []
+    assert [modes for _, modes in seen] == [[outer, inner], []]
+    assert threading.get_ident() not in {thread for thread, _ in seen}
 
 
 def test_levels_of_torch_func_are_counted() -> None:

@@ -16,7 +16,8 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch import fx
 from .. import _torch
 from ..collectives import guards
 from ..collectives.axes import staging
+from ..collectives.grad_mode import called_without_gradients
 from ..source import current_source, raising_source, region, stages
 from .graph import Aval, Traced, aval_of, walk_args
 from .intercept import Interception
@@ -33,6 +35,8 @@ from .stand_ins import stand_in
 __all__ = ["CustomFunctionError", "MutationError", "Recorder", "TracingError", "recorder", "trace"]
 
 aten = torch.ops.aten
+
+_PACKAGE = __name__.split(".")[0]
 
 _SCATTERS = {  # the op that writes a part back where a view took it from
     aten.diagonal.default: aten.diagonal_scatter.default,
@@ -74,17 +78,17 @@ def trace(
         The graph, without the nodes that no output needs.
 
     Raises:
-        TracingError: when the function reads values, or mutates what it must not.
+        TracingError: when the function reads values, mutates what it must not, or computes in threads that it starts.
     """
     outer = recorder()
     mode = outer.fake_mode if outer is not None else _torch.FakeTensorMode(allow_non_fake_inputs=True)
     with _torch.apart_from_transforms(), staging(), torch.enable_grad():
         with mode:
             arguments = [torch.empty(a.shape, dtype=a.dtype, device=a.device) for a in inputs]
-        recording = Recorder(mode, forward_only, on_node)
+        recording = Recorder(mode, forward_only, on_node, outer)
         recording.start(arguments, types)
-        with ExitStack() as stack, _active(recording):
-            stack.enter_context(Interception(forward_only))
+        with ExitStack() as stack:
+            stack.enter_context(Interception(forward_only and on_node is None))  # in a typed body ops are a rank's own
             stack.enter_context(_torch.checkpointing(region))
             stack.enter_context(stages())
             stack.enter_context(mode)
@@ -104,28 +108,25 @@ def _call(fn: Callable[..., Sequence[Any]], arguments: list[torch.Tensor]) -> Se
         ) from error
 
 
-_threads = threading.local()  # dispatch modes are a thread's own too
-
-
 def recorder() -> Recorder | None:
-    """The innermost active recording of this thread, or None."""
-    return getattr(_threads, "recorder", None)
+    """The innermost recording that sees the ops of this thread, or None.
 
-
-@contextmanager
-def _active(recording: Recorder) -> Iterator[None]:
-    outer, _threads.recorder = recorder(), recording
-    try:
-        yield
-    finally:
-        _threads.recorder = outer
+    It is found among the dispatch modes, which autograd hands on to the threads that it runs a backward in, as it does
+    on CUDA; a thread of the user's has none of them, and may trace by itself.
+    """
+    recordings = (mode for mode in reversed(_torch.dispatch_modes()) if isinstance(mode, Recorder))
+    return next(recordings, None)
 
 
 class Recorder(_torch.TorchDispatchMode):
     """The dispatch mode that writes the graph."""
 
     def __init__(
-        self, fake_mode: _torch.FakeTensorMode, forward_only: bool, on_node: Callable[[fx.Node], None] | None
+        self,
+        fake_mode: _torch.FakeTensorMode,
+        forward_only: bool,
+        on_node: Callable[[fx.Node], None] | None,
+        outer: Recorder | None,
     ) -> None:
         super().__init__()
         self.fake_mode = fake_mode
@@ -134,10 +135,10 @@ class Recorder(_torch.TorchDispatchMode):
         self.traced = Traced(fx.Graph())
         self._nodes: dict[int, fx.Node] = {}
         self._references: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._storages: dict[int, weakref.WeakSet[Any]] = {}
-        self._outer = recorder()
-        self.notes: dict[Any, Any] = {} if self._outer is None else self._outer.notes  # of all of an outermost trace
+        self._outer = outer
+        self.notes: dict[Any, Any] = {} if outer is None else outer.notes  # of all of an outermost trace
         self._forwards: dict[int, fx.Node] = {}  # by number of the autograd node
+        self._thread = threading.get_ident()
         self._numbered = _torch.next_node_number()
 
     # --- values ---
@@ -183,7 +184,12 @@ class Recorder(_torch.TorchDispatchMode):
             self.traced.constants[name] = tensor.detach()
         return self._at_front(lambda: self.traced.graph.create_node("get_attr", name))
 
-    def _capture(self, tensor: torch.Tensor) -> fx.Node:
+    def _capture(self, tensor: _torch.FakeTensor) -> fx.Node:
+        if self._outer is None and tensor.fake_mode is self.fake_mode:
+            raise TracingError(
+                f"{current_source() or 'the function'}: a tensor of shape {tuple(tensor.shape)} was computed where the "
+                "trace does not see it, in a thread that the function started; compute it without one"
+            )
         name = f"captured{len(self.traced.captured)}"
         node = self._at_front(lambda: self.traced.graph.placeholder(name))
         self.traced.captured.append(tensor)
@@ -237,7 +243,13 @@ class Recorder(_torch.TorchDispatchMode):
         return self.node_of(value) if isinstance(value, torch.Tensor) else value
 
     def _number(self, node: fx.Node) -> None:
-        """Remember which autograd nodes this op made, so that their backward ops find its source line."""
+        """Remember which autograd nodes this op made, so that their backward ops find its source line.
+
+        Each thread numbers its nodes from 0, and those that a backward makes in a thread of autograd's would be taken
+        for others.
+        """
+        if threading.get_ident() != self._thread:
+            return
         now = _torch.next_node_number()
         for number in range(self._numbered, now):
             self._forwards[number] = node
@@ -263,18 +275,17 @@ class Recorder(_torch.TorchDispatchMode):
             self.on_node(node)
 
     def _gradients_are_off(self, func: Any, backward: bool) -> bool:
-        if backward or torch.is_grad_enabled() or not self.forward_only or stand_in(func) is not None:
+        if backward or torch.is_grad_enabled() or not self.forward_only:
             return False
-        function = _enclosing_autograd_function()
-        if function is None:
-            return True
-        if not function.__module__.startswith(__package__.split(".")[0]):
+        functions = list(_enclosing_autograd_functions())
+        foreign = [each for each in functions if each.__module__.split(".")[0] != _PACKAGE]
+        if foreign and not _is_of_a_user(func):
             raise CustomFunctionError(
-                f"{current_source()}: the autograd.Function {function.__name__} would lose its backward here, because "
-                "derivatives are taken from the traced forward; write it with differentiable ops, or make what "
+                f"{current_source()}: the autograd.Function {foreign[0].__name__} would lose its backward here, "
+                "because derivatives are taken from the traced forward; write it with differentiable ops, or make what "
                 "it does one library op with a rule: fp.register_rule(op, text, function=…), see docs/rules.md"
             )
-        return False
+        return not functions or called_without_gradients()
 
     # --- mutation ---
 
@@ -359,11 +370,18 @@ def _has_tensor(result: Any) -> bool:
     return isinstance(result, (tuple, list)) and any(isinstance(part, torch.Tensor) for part in result)
 
 
-def _enclosing_autograd_function() -> type | None:
-    """The autograd.Function whose forward is running, found by torch's own `apply` frame on the stack."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code.co_name == "apply" and frame.f_code.co_filename.endswith("torch/autograd/function.py"):
-            return frame.f_locals.get("cls")
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
+def _is_of_a_user(func: Any) -> bool:
+    """Whether an op has a rule of a user's that names what stands for it, and so its derivative."""
+    return stand_in(func) is not None and func.namespace != "fp"
+
+
+def _enclosing_autograd_functions() -> Iterator[type]:
+    """The autograd.Functions whose forwards run in this trace, innermost first, by torch's own `apply` on the stack."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code is not trace.__code__:
+        code = frame.f_code
+        if code.co_name == "apply" and code.co_filename.endswith("torch/autograd/function.py"):
+            cls = frame.f_locals.get("cls")  # a backward's frame has none
+            if cls is not None:
+                yield cls
+        frame = frame.f_back

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .. import group
 from ..axes import axis_size, carrier_for, restored, same_carrier, snapshot
+from ..grad_mode import keeping_grad_mode
 from ..types import CollectiveTypeError, State
 from ..vmap import Lane
 from . import separate
@@ -52,7 +53,8 @@ def emit(operation: str, x: Tensor, axes: Sequence[str], *params: Any) -> Tensor
         return separate.apart(operation, emit, axis_index(axes), x, axes, params)
     carrier = carrier_for(operation, axes)
     lane = carrier.index if isinstance(carrier, Lane) else None
-    return _FUNCTIONS[operation].apply(x, lane, axes, *params)
+    with keeping_grad_mode():
+        return _FUNCTIONS[operation].apply(x, lane, axes, *params)
 
 
 def axis_index(axes: Sequence[str]) -> Tensor:

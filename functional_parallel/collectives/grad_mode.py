@@ -1,0 +1,29 @@
+"""Whether gradients were on where a primitive was called: inside its autograd.Function torch has switched them off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+
+__all__ = ["called_without_gradients", "keeping_grad_mode"]
+
+_at_call: ContextVar[bool | None] = ContextVar("gradients at the call", default=None)
+
+
+@contextmanager
+def keeping_grad_mode() -> Iterator[None]:
+    """Around a Function's `apply`, which under torch.func calls itself again, level by level."""
+    token = _at_call.set(torch.is_grad_enabled()) if _at_call.get() is None else None
+    try:
+        yield
+    finally:
+        if token is not None:
+            _at_call.reset(token)
+
+
+def called_without_gradients() -> bool:
+    """Whether a primitive is running that was called under `torch.no_grad()`."""
+    return _at_call.get() is False

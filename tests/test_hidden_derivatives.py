@@ -1,0 +1,127 @@
+"""What hides a derivative from a trace: `torch.no_grad` is kept to, and a user's autograd.Function is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import functional_parallel as fp
+from functional_parallel.tracing import CustomFunctionError
+from sharding_specs import Mesh, P
+
+DATA = Mesh(data=2)
+W = torch.arange(16.0, dtype=torch.float64).view(4, 4) % 5 - 2
+X = torch.arange(64.0, dtype=torch.float64).view(4, 1, 4, 4) % 7 - 3
+
+Op = Callable[[torch.Tensor], torch.Tensor]
+
+
+def stopped(op: Op) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    def f(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        h = x @ w
+        with torch.no_grad():
+            factor = op(h)
+        return (h * factor).sum()
+
+    return f
+
+
+def attention(x: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(x, x, x)
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def summed(x: torch.Tensor) -> torch.Tensor:
+    """Twice x, where both ranks hold the same."""
+    return fp.pvary(fp.psum(x, "tensor"), "tensor")
+
+
+def in_a_body(f: Callable[..., Any]) -> torch.Tensor:
+    """What one of two ranks computes, both on the same values, which the types do not know."""
+    step = fp.compile(lambda w, x: f(w, x), Mesh(tensor=2), in_specs=(P("tensor"), P()), out_specs=P("tensor"))
+    both: torch.Tensor = step(torch.cat([W, W]), X)
+    assert torch.equal(both[:4], both[4:])
+    return both[:4]
+
+
+@pytest.mark.parametrize("op", [attention, doubled])
+@pytest.mark.parametrize("plan", [fp.data_parallel("data"), fp.zero(3, "data")], ids=str)
+def test_no_grad_in_a_plan(plan: Any, op: Op) -> None:
+    found = fp.compile(fp.grad(plan(stopped(op))), DATA)(W, X)
+    torch.testing.assert_close(found, torch.func.grad(stopped(op))(W, X), rtol=1e-12, atol=1e-10)
+
+
+@pytest.mark.parametrize("op", [attention, doubled, summed])
+def test_no_grad_in_a_body(op: Op) -> None:
+    wanted = torch.func.grad(stopped(doubled if op is summed else op))(W, X)
+    torch.testing.assert_close(in_a_body(fp.grad(stopped(op))), wanted, rtol=1e-12, atol=1e-10)
+
+
+def test_no_grad_around_a_collective_in_a_plan_in_a_body() -> None:
+    f = fp.grad(fp.zero(0, "data")(stopped(summed)))
+    step = fp.compile(
+        lambda w, x: f(w, x), Mesh(data=2, tensor=2), in_specs=(P("tensor"), P("data")), out_specs=P("tensor")
+    )
+    assert torch.equal(step(torch.cat([W, W]), X)[:4], torch.func.grad(stopped(doubled))(W, X))
+
+
+def test_no_grad_around_a_collective_under_the_vmap_oracle() -> None:
+    """With no trace, for comparison: torch itself keeps to it."""
+    f = fp.vmap(torch.func.grad(stopped(summed)), (None, 0), axis_name="tensor")
+    assert torch.equal(f(W, torch.stack([X, X]))[0], torch.func.grad(stopped(doubled))(W, X))
+
+
+def hidden(inside: Op) -> Op:
+    """An autograd.Function with that forward, and a backward which no trace of the forward can tell."""
+
+    class Hidden(torch.autograd.Function):
+        @staticmethod
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return inside(x)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            pass
+
+        @staticmethod
+        def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return cotangent * 1000
+
+    return Hidden.apply  # type: ignore[no-any-return]
+
+
+def total(op: Op) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    return lambda w, x: op(x @ w).sum()
+
+
+@pytest.mark.parametrize("inside", [attention, doubled])
+def test_a_function_is_refused_whatever_its_forward_calls(inside: Op) -> None:
+    """Also one of the library's own ops, which a trace records as one whose derivative is known."""
+    with pytest.raises(CustomFunctionError, match="Hidden would lose its backward"):
+        fp.compile(fp.grad(fp.data_parallel("data")(total(hidden(inside)))), DATA)(W, X)
+
+
+@pytest.mark.parametrize("inside", [attention, doubled, summed])
+def test_a_function_is_refused_under_a_derivative_in_a_body(inside: Op) -> None:
+    with pytest.raises(CustomFunctionError, match="Hidden would lose its backward"):
+        in_a_body(fp.grad(total(hidden(inside))))
+
+
+def test_a_function_around_a_plan_keeps_its_backward() -> None:
+    """What stands around a trace is none of its concern."""
+    ranks = fp.vmap(fp.vmap(fp.data_parallel("data")(summed), 0, axis_name="data"), 0, axis_name="tensor")
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        return ranks(x.expand(2, *x.shape).reshape(2, 2, 2, 1, 4, 4))[0].reshape(x.shape)
+
+    x = X.clone().requires_grad_()
+    y = hidden(inside)(x)
+    y.sum().backward()
+    assert torch.equal(y, 2 * X) and torch.equal(x.grad, torch.full_like(X, 1000))  # type: ignore[arg-type]
