@@ -17,6 +17,7 @@ from sharding_specs import Mesh
 
 from ...tracing import Traced
 from ..collectives import primitive_name
+from .base import ProgramPass
 from .linear import is_linear
 from .swap import let_pass
 
@@ -26,7 +27,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class SumsOnce:
+class SumsOnce(ProgramPass):
     """Move sums over ranks behind the sums over microbatches that are made of them; runs before the others are moved.
 
     Attributes:
@@ -36,9 +37,6 @@ class SumsOnce:
     axis: str
     name: str = "sums once"
     order: int = -2
-
-    def per_microbatch(self, traced: Traced) -> set[fx.Node]:
-        return set()
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
         for node in list(traced.nodes):
@@ -53,7 +51,7 @@ def is_total(node: fx.Node, axis: str) -> bool:
 
 
 @dataclass(frozen=True)
-class ReduceEach:
+class ReduceEach(ProgramPass):
     """Move sums over microbatches behind the sums over ranks; runs before microbatches are unrolled.
 
     Attributes:
@@ -63,9 +61,6 @@ class ReduceEach:
     axis: str
     name: str = "reduce each microbatch"
     order: int = -1
-
-    def per_microbatch(self, traced: Traced) -> set[fx.Node]:
-        return set()
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
         moved: set[fx.Node] = set()

@@ -16,13 +16,14 @@ from sharding_specs import Mesh
 
 from ...tracing import Traced
 from ..collectives import primitive_name
+from .base import ProgramPass
 from .swap import let_pass
 
 __all__ = ["ShardsFirst"]
 
 
 @dataclass(frozen=True)
-class ShardsFirst:
+class ShardsFirst(ProgramPass):
     """Move sums over some axes behind the reduce-scatters over others.
 
     Attributes:
@@ -32,9 +33,6 @@ class ShardsFirst:
     axes: tuple[str, ...]
     name: str = "shards first"
     order: int = -2
-
-    def per_microbatch(self, traced: Traced) -> set[fx.Node]:
-        return set()
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
         moved = True
