@@ -43,12 +43,13 @@ class ShardsFirst(ProgramPass):
         name = primitive_name(reduction)
         if name not in ("psum", "psum_scatter") or not self._is_ours(reduction):
             return False
-        return let_pass(
-            traced,
-            reduction,
-            lambda node: self._is_ours(node) and node.meta["backward"],
-            lambda node: name == "psum_scatter" or _is_inside(reduction, node, mesh),
-        )
+
+        def is_passed(node: fx.Node) -> bool:
+            if not (self._is_ours(node) and node.meta["backward"]):
+                return False
+            return name == "psum_scatter" or _is_inside(reduction, node, mesh)
+
+        return let_pass(traced, reduction, is_passed)
 
     def _is_ours(self, node: fx.Node) -> bool:
         return set(node.args[1]) <= set(self.axes)

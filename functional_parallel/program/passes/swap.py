@@ -16,25 +16,19 @@ __all__ = ["let_pass"]
 aten = torch.ops.aten
 
 
-def let_pass(
-    traced: Traced,
-    reduction: fx.Node,
-    is_passed: Callable[[fx.Node], bool],
-    may: Callable[[fx.Node], bool] = lambda _: True,
-) -> bool:
+def let_pass(traced: Traced, reduction: fx.Node, is_passed: Callable[[fx.Node], bool]) -> bool:
     """Move a psum or psum_scatter before the psums of which it is made by linear ops alone, if it is of nothing else.
 
     Args:
         traced: the graph.
         reduction: what is moved forward; of several psums, laid end to end, one is left behind it.
-        is_passed: whether a psum is one of these.
-        may: whether it shall pass these psums, which are over the same axes.
+        is_passed: whether a psum is one of these; they are all over the same axes.
 
     Returns:
         Whether it was moved.
     """
     sums, path = _sums_before(reduction, is_passed)
-    if not sums or not may(sums[0]):
+    if not sums:
         return False
     _swap(traced, sums, path, reduction)
     return True
