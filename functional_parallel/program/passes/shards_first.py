@@ -49,7 +49,10 @@ class ShardsFirst(ProgramPass):
                 return False
             return name == "psum_scatter" or _is_inside(reduction, node, mesh)
 
-        return let_pass(traced, reduction, is_passed)
+        ahead = let_pass(traced, reduction, is_passed)
+        for node in ahead:  # an optimizer's reduce-scatter becomes part of the backward
+            node.meta["backward"] = True
+        return bool(ahead)
 
     def _is_ours(self, node: fx.Node) -> bool:
         return set(node.args[1]) <= set(self.axes)
