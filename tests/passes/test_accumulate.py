@@ -146,3 +146,16 @@ def test_reducing_after_each_microbatch(stage: int) -> None:
 def test_reduce_is_once_or_each() -> None:
     with pytest.raises(ValueError, match=r"accumulate\(reduce='often'\): it is 'once' or 'each'"):
         fp.accumulate(2, reduce="often")
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_sums_over_microbatches_of_what_ranks_summed_are_typed_so(stage: int) -> None:
+    """What ranks have summed is the same on all of them, and so are sums of it; of a shard, sums differ as it does."""
+    tensor = fp.tensor_parallel("tensor", SPLIT)
+    plan = fp.chain(tensor, fp.data_parallel("replica"), fp.zero(stage, "data"), fp.accumulate(3, reduce="each"))
+    step = fp.compile(fp.grad(plan(integer_loss)), Mesh(replica=2, data=2, tensor=2))
+    nodes = step.lower(parameters(2), *batch(48)).traced.nodes
+    sums = [node for node in nodes if node.target is torch.ops.aten.add.Tensor and node.meta["backward"]]
+    assert len(sums) >= 2 * len(optree.tree_leaves(parameters(2)))
+    for node in sums:
+        assert node.meta["type"] == node.args[0].meta["type"] == node.args[1].meta["type"]

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import functional_parallel as fp
 from functional_parallel.program.memory import memory_of
+from functional_parallel.program.passes import ProgramPass
 from functional_parallel.program.passes.choices import ladder
 from functional_parallel.program.passes.recompute import recompute
 from functional_parallel.program.work import work
@@ -133,15 +134,12 @@ def test_no_named_policy_fits_with_less_work(name: str) -> None:
 
 
 @dataclass(frozen=True)
-class Compare:
+class Compare(ProgramPass):
     """A pass that holds every rung's expected peak against that of the program rewritten so."""
 
     name: str = "compare"
     order: int = 0
     found: list[tuple[int, int]] = field(default_factory=list, hash=False)
-
-    def per_microbatch(self, traced: Traced) -> set[torch.fx.Node]:
-        return set()
 
     def run(self, traced: Traced, mesh: Mesh) -> None: ...
 

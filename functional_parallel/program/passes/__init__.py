@@ -1,7 +1,7 @@
 """Rewrites of a program that a plan asks for: what is recomputed, when parameters are gathered, how sums are batched.
 
-A pass is a value with a `name`, a place in the `order`, and `run(traced, mesh)`, which rewrites the graph in place and
-leaves its meaning as it was. Transforms put passes into a function's layout; `fp.compile` runs them.
+A `ProgramPass` is a value with a `name`, a place in the `order`, and `run(traced, mesh)`, which rewrites the graph in
+place and leaves its meaning as it was. Transforms put passes into a function's layout; `fp.compile` runs them.
 """
 
 from .base import LookingAhead, ProgramPass, run_passes

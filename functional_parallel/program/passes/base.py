@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
 from typing import Protocol, runtime_checkable
 
@@ -15,21 +16,24 @@ from ...tracing import Traced
 __all__ = ["LookingAhead", "ProgramPass", "run_passes"]
 
 
-class ProgramPass(Protocol):
+class ProgramPass(ABC):
     """A rewrite of a program's graph, in place."""
 
     @property
+    @abstractmethod
     def name(self) -> str: ...
 
     @property
+    @abstractmethod
     def order(self) -> int:
         """Passes run by ascending order: -1 chooses types, 0 recomputes, 1 places gathers, 2 merges collectives."""
         ...
 
     def per_microbatch(self, traced: Traced) -> Collection[fx.Node]:
         """Values that are the same for every microbatch, but shall be computed for each anew."""
-        ...
+        return ()
 
+    @abstractmethod
     def run(self, traced: Traced, mesh: Mesh) -> None: ...
 
 

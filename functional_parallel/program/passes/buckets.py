@@ -21,6 +21,7 @@ from ...tracing import Aval, Traced
 from ...tracing.graph import operands_of
 from ..collectives import primitive_name
 from ..packing import PACK, UNPACK
+from .base import ProgramPass
 from .gathers import layer_of_gather
 
 __all__ = ["Buckets"]
@@ -40,7 +41,7 @@ _VIEWS = {
 
 
 @dataclass(frozen=True)
-class Buckets:
+class Buckets(ProgramPass):
     """Merge reductions of gradients, and gathers of parameters, that wait for nothing in between.
 
     Attributes:
@@ -58,9 +59,6 @@ class Buckets:
     def __post_init__(self) -> None:
         if self.size != "auto" and not (isinstance(self.size, int) and self.size > 0):
             raise ValueError(f"bucket={self.size!r}: it is a number of bytes, 'auto', or None for no buckets")
-
-    def per_microbatch(self, traced: Traced) -> set[fx.Node]:
-        return set()
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
         full = _MOST if self.size == "auto" else int(self.size)

@@ -14,6 +14,7 @@ from sharding_specs import Mesh
 from ...tracing import Traced
 from ..explain import readable_bytes
 from ..memory import Memory, memory_of
+from .base import ProgramPass
 from .choices import Choice, ladder
 from .recompute import recompute
 
@@ -35,7 +36,7 @@ class BudgetError(ValueError):
 
 
 @dataclass(frozen=True)
-class RematWithin:
+class RematWithin(ProgramPass):
     """Recompute what makes the peak fit; see `fp.remat`.
 
     The choices are a ladder that does not depend on the budget. What it expects is checked: a copy of the program goes
@@ -50,9 +51,6 @@ class RematWithin:
     where: str = "*"
     name: str = "remat"
     order: int = 0
-
-    def per_microbatch(self, traced: Traced) -> set[fx.Node]:
-        return set()
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
         self.run_before(traced, mesh, lambda _: None)

@@ -15,6 +15,7 @@ from sharding_specs import Mesh
 
 from ...tracing import Traced
 from ..collectives import primitive_name
+from .base import ProgramPass
 
 __all__ = ["NarrowGathers"]
 
@@ -34,7 +35,7 @@ _VIEWS = {
 
 
 @dataclass(frozen=True)
-class NarrowGathers:
+class NarrowGathers(ProgramPass):
     """Turn cast(all_gather(x)) into all_gather(cast(x)), where nothing else uses what was gathered.
 
     Attributes:
@@ -44,9 +45,6 @@ class NarrowGathers:
     dtype: torch.dtype
     name: str = "casts"
     order: int = -1
-
-    def per_microbatch(self, traced: Traced) -> set[fx.Node]:
-        return set()
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
         for node in reversed(list(traced.nodes)):  # of two gathers in a row the later one first

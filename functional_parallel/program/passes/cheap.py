@@ -21,6 +21,7 @@ from sharding_specs import Mesh
 from ...tracing import Traced
 from ...tracing.graph import operands_of
 from ..memory import Ledger, Storage, viewed
+from .base import ProgramPass
 from .recompute import forward_nodes, recompute
 
 __all__ = ["CheapAgain", "CheapValues"]
@@ -37,14 +38,11 @@ LEAST = 128 << 10
 
 
 @dataclass(frozen=True)
-class CheapAgain:
+class CheapAgain(ProgramPass):
     """Let the backward compute cheap values again from what is kept for it anyway."""
 
     name: str = "cheap ops again"
     order: int = 2  # where gathers stand, and what is kept of them, is settled
-
-    def per_microbatch(self, traced: Traced) -> set[fx.Node]:
-        return set()
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
         CheapValues(traced).drop()

@@ -17,6 +17,7 @@ from sharding_specs import Mesh
 from ...tracing import Traced
 from ...tracing.graph import operands_of
 from ..collectives import primitive_name
+from .base import ProgramPass
 from .groups import is_numbered, layer_of_path
 from .recompute import forward_nodes, recompute
 
@@ -40,7 +41,7 @@ _RESHAPED = {
 
 
 @dataclass(frozen=True)
-class Gathers:
+class Gathers(ProgramPass):
     """Place the gathers of parameters over one axis.
 
     Attributes:

@@ -21,19 +21,17 @@ from ...tracing.graph import operands_of
 from ..collectives import primitive_name
 from ..packing import PACK, UNPACK, UNPACK_INTO
 from ..sharing import aliases_of, root_of, shares_memory
+from .base import ProgramPass
 
 __all__ = ["InPlace"]
 
 
 @dataclass(frozen=True)
-class InPlace:
+class InPlace(ProgramPass):
     """Merge updates of donated parameters, and of values that die there, into few that write in place."""
 
     name: str = "in place"
     order: int = 4
-
-    def per_microbatch(self, traced: Traced) -> set[fx.Node]:
-        return set()
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
         position = {node: index for index, node in enumerate(traced.nodes)}

@@ -10,23 +10,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from sharding_specs import Mesh
 
 from ...tracing import Traced
 from ..collectives import primitive_name
-from .linear import is_linear
-from .swap import let_pass
+from .base import ProgramPass
+from .swap import is_cast, let_pass
 
 __all__ = ["ReduceEach", "SumsOnce"]
 
-aten = torch.ops.aten
-
 
 @dataclass(frozen=True)
-class SumsOnce:
+class SumsOnce(ProgramPass):
     """Move sums over ranks behind the sums over microbatches that are made of them; runs before the others are moved.
 
     Attributes:
@@ -36,9 +33,6 @@ class SumsOnce:
     axis: str
     name: str = "sums once"
     order: int = -2
-
-    def per_microbatch(self, traced: Traced) -> set[fx.Node]:
-        return set()
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
         for node in list(traced.nodes):
@@ -53,7 +47,7 @@ def is_total(node: fx.Node, axis: str) -> bool:
 
 
 @dataclass(frozen=True)
-class ReduceEach:
+class ReduceEach(ProgramPass):
     """Move sums over microbatches behind the sums over ranks; runs before microbatches are unrolled.
 
     Attributes:
@@ -64,42 +58,13 @@ class ReduceEach:
     name: str = "reduce each microbatch"
     order: int = -1
 
-    def per_microbatch(self, traced: Traced) -> set[fx.Node]:
-        return set()
-
     def run(self, traced: Traced, mesh: Mesh) -> None:
-        moved: set[fx.Node] = set()
+        moved: set[fx.Node] = set()  # behind one sum over ranks, and no further
+
+        def is_passed(node: fx.Node) -> bool:
+            return is_total(node, self.axis) and node.meta["backward"] and node not in moved
+
         for node in list(traced.nodes):
-            if primitive_name(node) in ("psum", "psum_scatter") and not is_total(node, self.axis):
-                totals = self._totals_before(node)
-                if totals and not moved.intersection(totals):
-                    self._move(traced, totals, node)
-                    moved.add(totals[0])
-
-    def _totals_before(self, reduction: fx.Node) -> list[fx.Node]:
-        """The sums over microbatches of which a sum over ranks is made by linear ops alone; none if of others too."""
-        found, pending = [], [reduction.args[0]]
-        for node in pending:
-            if len(node.users) > 1:
-                return []
-            if is_total(node, self.axis) and node.meta["backward"]:
-                found.append(node)
-            elif node.target is aten.cat.default:  # gradients end to end
-                pending += node.args[0]
-            elif is_linear(node) or node.target is aten._to_copy.default:
-                pending.append(node.args[0])
-            else:
-                return []
-        return found
-
-    def _move(self, traced: Traced, totals: list[fx.Node], reduction: fx.Node) -> None:
-        for each in totals:
-            each.replace_all_uses_with(each.args[0])
-        total = totals[0]
-        for each in totals[1:]:
-            traced.graph.erase_node(each)
-        reduction.append(total)
-        reduction.replace_all_uses_with(total)
-        traced.outputs = [total if output is reduction else output for output in traced.outputs]
-        total.args = (reduction, *total.args[1:])
-        total.meta["val"] = reduction.meta["val"]
+            reduces = primitive_name(node) in ("psum", "psum_scatter") and not is_total(node, self.axis)
+            if reduces and let_pass(traced, node, is_passed, through=is_cast):
+                moved.update(node.users)

@@ -16,6 +16,7 @@ from sharding_specs import Mesh
 
 from ...tracing import Traced
 from ..collectives import primitive_name
+from .base import ProgramPass
 from .linear import is_linear
 
 __all__ = ["ReduceIn"]
@@ -26,7 +27,7 @@ _SUMS = ("psum", "psum_scatter")
 
 
 @dataclass(frozen=True)
-class ReduceIn:
+class ReduceIn(ProgramPass):
     """Sum gradients of parameters over ranks in one type.
 
     Attributes:
@@ -36,9 +37,6 @@ class ReduceIn:
     dtype: torch.dtype
     name: str = "reduction types"
     order: int = -1
-
-    def per_microbatch(self, traced: Traced) -> set[fx.Node]:
-        return set()
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
         reached: set[fx.Node] = set()

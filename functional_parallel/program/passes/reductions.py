@@ -8,25 +8,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import fx
-
 from sharding_specs import Mesh
 
 from ...tracing import Traced
 from ..collectives import primitive_name
+from .base import ProgramPass
 
 __all__ = ["Reductions"]
 
 
 @dataclass(frozen=True)
-class Reductions:
+class Reductions(ProgramPass):
     """Move every sum of a gradient to where the gradient is computed."""
 
     name: str = "reductions"
     order: int = 2
-
-    def per_microbatch(self, traced: Traced) -> set[fx.Node]:
-        return set()
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
         for node in list(traced.nodes):

@@ -14,6 +14,7 @@ from sharding_specs import Mesh
 
 from ...tracing import Traced
 from ...tracing.graph import operands_of
+from .base import ProgramPass
 from .groups import Layers, made_of_parameters
 from .recompute import forward_nodes, recompute
 
@@ -25,7 +26,7 @@ _PRODUCTS = {aten.bmm.default, aten.mm.default, aten.baddbmm.default, aten.addmm
 
 
 @dataclass(frozen=True)
-class Remat:
+class Remat(ProgramPass):
     """Recompute by a policy; see `fp.remat`."""
 
     policy: str | Callable[[fx.Node], bool] = "layers"
@@ -33,9 +34,6 @@ class Remat:
     where: str = "*"
     name: str = "remat"
     order: int = 0
-
-    def per_microbatch(self, traced: Traced) -> set[fx.Node]:
-        return set()
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
         forward = forward_nodes(traced)
@@ -62,14 +60,11 @@ class Remat:
 
 
 @dataclass(frozen=True)
-class Marked:
+class Marked(ProgramPass):
     """Recompute what `fp.recompute` marks in model code."""
 
     name: str = "recompute"
     order: int = 0
-
-    def per_microbatch(self, traced: Traced) -> set[fx.Node]:
-        return set()
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
         forward = forward_nodes(traced)

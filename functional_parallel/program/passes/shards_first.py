@@ -16,13 +16,14 @@ from sharding_specs import Mesh
 
 from ...tracing import Traced
 from ..collectives import primitive_name
+from .base import ProgramPass
 from .swap import let_pass
 
 __all__ = ["ShardsFirst"]
 
 
 @dataclass(frozen=True)
-class ShardsFirst:
+class ShardsFirst(ProgramPass):
     """Move sums over some axes behind the reduce-scatters over others.
 
     Attributes:
@@ -33,9 +34,6 @@ class ShardsFirst:
     name: str = "shards first"
     order: int = -2
 
-    def per_microbatch(self, traced: Traced) -> set[fx.Node]:
-        return set()
-
     def run(self, traced: Traced, mesh: Mesh) -> None:
         moved = True
         while moved:  # with three axes a sum has two reductions to pass
@@ -45,12 +43,16 @@ class ShardsFirst:
         name = primitive_name(reduction)
         if name not in ("psum", "psum_scatter") or not self._is_ours(reduction):
             return False
-        return let_pass(
-            traced,
-            reduction,
-            lambda node: self._is_ours(node) and node.meta["backward"],
-            lambda node: name == "psum_scatter" or _is_inside(reduction, node, mesh),
-        )
+
+        def is_passed(node: fx.Node) -> bool:
+            if not (self._is_ours(node) and node.meta["backward"]):
+                return False
+            return name == "psum_scatter" or _is_inside(reduction, node, mesh)
+
+        ahead = let_pass(traced, reduction, is_passed)
+        for node in ahead:  # an optimizer's reduce-scatter becomes part of the backward
+            node.meta["backward"] = True
+        return bool(ahead)
 
     def _is_ours(self, node: fx.Node) -> bool:
         return set(node.args[1]) <= set(self.axes)

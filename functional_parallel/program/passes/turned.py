@@ -16,6 +16,7 @@ from sharding_specs import Mesh
 
 from ...tracing import Traced
 from ..collectives import primitive_name
+from .base import ProgramPass
 
 __all__ = ["Turned"]
 
@@ -23,14 +24,11 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Turned:
+class Turned(ProgramPass):
     """Let `(a @ b).T` be `b.T @ a.T`, through the casts, sums and collectives between the product and the turn."""
 
     name: str = "turned"
     order: int = 1
-
-    def per_microbatch(self, traced: Traced) -> set[fx.Node]:
-        return set()
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
         for node in list(traced.nodes):
