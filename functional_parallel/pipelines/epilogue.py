@@ -66,6 +66,8 @@ class Epilogue:
         outputs: the step's results.
         replaces: for a result that takes the place of an input, as a new parameter does, that input of the step.
         output_holders: per result of the step, the ranks that hold it.
+        output_specs: per result of the step, along which axes it differs as it was made. Its spec may name more: a
+            gradient that is zero whatever the batch lies sharded, though all shards are the same.
     """
 
     given: dict[fx.Node, Given]
@@ -74,6 +76,7 @@ class Epilogue:
     outputs: tuple[fx.Node, ...]
     replaces: dict[fx.Node, fx.Node]
     output_holders: tuple[Ranks, ...]
+    output_specs: tuple[P, ...]
 
 
 class EpilogueBuilder:
@@ -346,6 +349,7 @@ class EpilogueBuilder:
             outputs,
             {outputs[index]: self.given[node].node for index, node in self.links.items()},
             tuple(self.at[node] | self.wanted[node] for node in outputs),
+            tuple(self.extractor.spec(node) for node in outputs),
         )
 
     def _users_of(self, node: fx.Node) -> Ranks:

@@ -228,10 +228,15 @@ class PipelineRuntime:
             worker.late.update(zip(incoming[source], values, strict=True))
 
     def _results(self, program: PipelineProgram, value: Callable[[int, fx.Node], Any]) -> list[Placed]:
-        epilogue = program.epilogue
+        epilogue, declared = program.epilogue, self.base.declared
+        results = zip(epilogue.outputs, epilogue.output_holders, epilogue.output_specs, program.out_specs, strict=True)
         return [
-            Placed({rank: value(rank, node) for rank in self.ranks if rank in holders}, holders, node.meta["val"])
-            for node, holders in zip(epilogue.outputs, epilogue.output_holders, strict=True)
+            Placed(
+                {rank: declared(value(rank, node), made, spec) for rank in self.ranks if rank in holders},
+                holders,
+                node.meta["val"],
+            )
+            for node, holders, made, spec in results
         ]
 
     # --- asynchronous ---

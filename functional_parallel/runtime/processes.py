@@ -111,6 +111,10 @@ class ProcessRuntime:
         """A tensor of the whole shape, without memory for it."""
         return handle.new_empty(()).expand(whole_shape(handle.shape, spec, self.mesh))
 
+    def declared(self, handle: torch.Tensor, made: P, spec: P) -> torch.Tensor:
+        """Nothing to do: a rank has its part, whether or not others have the same."""
+        return handle
+
     # --- running ---
 
     def run(self, program: Program, handles: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -80,6 +80,11 @@ class SimulatedRuntime:
         """A tensor of the whole shape, without memory for it."""
         return handle[0].new_empty(()).expand(whole_shape(handle[0].shape, spec, self.mesh))
 
+    def declared(self, handle: Handle, made: P, spec: P) -> Handle:
+        """A value with a part for each class of its spec, given those of the axes along which it differs."""
+        wanted, held = self.classes.of_spec(spec), self.classes.of_spec(made)
+        return handle if wanted == held else [handle[index] for index in self.classes.picks(wanted, held)]
+
     def run(self, program: Program, handles: list[Handle]) -> list[Handle]:
         """Run a program on sharded inputs; the list is given up, so that an input lives to its last use."""
         differentiable = any(holds_levels(handle) for handle in handles)
