@@ -18,7 +18,17 @@ from torch import fx
 from .. import _torch
 from ..source import Source
 
-__all__ = ["Aval", "Traced", "aval_of", "in_order", "is_collective", "operands_of", "source_of", "walk_args"]
+__all__ = [
+    "Aval",
+    "Traced",
+    "aval_of",
+    "forget_rewrites",
+    "in_order",
+    "is_collective",
+    "operands_of",
+    "source_of",
+    "walk_args",
+]
 
 K = TypeVar("K", bound=Hashable)
 
@@ -115,11 +125,8 @@ class Traced:
         self.graph.erase_node(node)
 
     def settle(self) -> None:
-        """Forget what only rewrites ask for: which ops were erased, and what a backward op is the backward of."""
-        for node in self.graph.nodes:
-            node.meta.pop("forward", None)
-            node.meta.pop("merged", None)
-        _torch.forget_erased(self.graph)
+        """Say that no more rewrites come; see `forget_rewrites`."""
+        forget_rewrites(self.graph)
 
     def seal(self) -> None:
         """Set the graph's output node from `outputs` and drop what no output needs."""
@@ -130,6 +137,14 @@ class Traced:
         for node in reversed(list(self.graph.nodes)):
             if node.op in ("call_function", "get_attr") and not node.users:
                 self.graph.erase_node(node)
+
+
+def forget_rewrites(graph: fx.Graph) -> None:
+    """Forget what only rewrites ask for: which ops were erased, and what a backward op is the backward of."""
+    for node in graph.nodes:
+        node.meta.pop("forward", None)
+        node.meta.pop("merged", None)
+    _torch.forget_erased(graph)
 
 
 def is_collective(node: fx.Node) -> bool:
