@@ -7,7 +7,7 @@ Every node carries in `node.meta`: `val` (an `Aval`, or a tuple of them), `sourc
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ __all__ = [
     "Traced",
     "aval_of",
     "forget_rewrites",
+    "hollow",
     "in_order",
     "is_collective",
     "operands_of",
@@ -70,6 +71,21 @@ def aval_of(value: torch.Tensor) -> Aval:
 
 
 _aval = lru_cache(maxsize=4096)(Aval)
+
+
+def hollow(like: Any, shape: Sequence[int] | None = None) -> Any:
+    """A tensor with the memory of one element, for those who ask for its shape, dtype and device alone.
+
+    >>> hollow(torch.zeros(2, 3)).shape, hollow(torch.zeros(2, 3), (4, 3)).untyped_storage().nbytes()
+    (torch.Size([2, 3]), 4)
+
+    Args:
+        like: a tensor or an `Aval`; a leaf that is neither is returned as it is.
+        shape: another shape than that one's.
+    """
+    if not isinstance(like, (torch.Tensor, Aval)):
+        return like
+    return torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape if shape is None else tuple(shape))
 
 
 @dataclass
@@ -172,7 +188,7 @@ def in_order(wanted: K, needed: Callable[[K], Iterable[K]], done: Container[K]) 
     >>> for each in in_order(6, lambda number: [number // 2, number // 3] if number > 1 else [], done):
     ...     done[each] = "done"
     >>> list(done)
-    [1, 3, 2, 6]
+    [1, 3, 0, 2, 6]
 
     Args:
         wanted: what is to be done in the end.
