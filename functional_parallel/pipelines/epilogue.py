@@ -146,8 +146,10 @@ class EpilogueBuilder:
         return self._made[given]
 
     def _output(self, output: Any, spec: P) -> Any:
-        if not isinstance(output, fx.Node) or output not in self.roles.varying or output.op == "placeholder":
-            return self._value(output) if isinstance(output, fx.Node) else output
+        if not isinstance(output, fx.Node):
+            return output
+        if self.roles.axis not in spec.axes or output.op == "placeholder":
+            return self._value(output)
         return self._side_by_side(output, microbatch_dim(spec, self.roles.axis, "a result"), output, self.parts)
 
     def _value(self, node: fx.Node) -> fx.Node:
@@ -198,7 +200,9 @@ class EpilogueBuilder:
 
     def _collected(self, node: fx.Node, dim: int, microbatch: int, parts: Parts) -> fx.Node:
         """Of a microbatch's value what no other microbatch before it has."""
-        value, aval = self._placeholder(Given("collected", node, microbatch), self.whole.spec(node)), node.meta["val"]
+        given, aval = Given("collected", node, microbatch), node.meta["val"]
+        varies = node in self.roles.varying
+        value = self._placeholder(given, self.whole.spec(node)) if varies else self._value(node)
         begin, end = parts.own(microbatch, aval.shape[dim])
         if begin == 0:
             return value

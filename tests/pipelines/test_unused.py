@@ -1,4 +1,4 @@
-"""Gradients that are the same on every data rank, though they lie sharded: of parameters that a loss does not use."""
+"""Results that are the same on every data rank, or for every microbatch, though they lie split over these."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ shapes = st.lists(st.lists(st.integers(1, 6), max_size=3), min_size=1, max_size=
 def assert_equal(a: Any, b: Any) -> None:
     for path, x, y in zip(optree.tree_paths(a), optree.tree_leaves(a), optree.tree_leaves(b), strict=True):
         assert torch.equal(x, y), (path, x, y)
+
+
+def assert_close(a: Any, b: Any) -> None:
+    for path, x, y in zip(optree.tree_paths(a), optree.tree_leaves(a), optree.tree_leaves(b), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12, msg=lambda text, path=path: f"{path}: {text}")
 
 
 @settings(max_examples=40)
@@ -54,8 +59,7 @@ def test_a_whole_one_and_a_sharded_one_of_a_size(stage: int) -> None:
     plan = fp.chain(fp.zero(stage, "data", specs), fp.pipeline("pipe", microbatches=2))
     x = normal(4, 2)
     got = fp.compile(fp.grad_and_value(plan(loss)), Mesh(pipe=2, data=2))(params, x)
-    for a, b in zip(optree.tree_leaves(got), optree.tree_leaves(fp.grad_and_value(loss)(params, x)), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert_close(got, fp.grad_and_value(loss)(params, x))
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -70,8 +74,28 @@ def test_without_a_derivative(stage: int) -> None:
     plan = fp.chain(fp.zero(stage, "data"), fp.pipeline("pipe", microbatches=2))
     x = normal(4, 2)
     got = fp.compile(fp.grad_and_value(plan(loss)), Mesh(pipe=2, data=2))(params, x)
-    for a, b in zip(optree.tree_leaves(got), optree.tree_leaves(fp.grad_and_value(loss)(params, x)), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert_close(got, fp.grad_and_value(loss)(params, x))
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+@pytest.mark.parametrize("microbatches", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["pipeline", "accumulate"])
+def test_results_per_sample_that_no_sample_decides(kind: str, microbatches: int, zero: int) -> None:
+    def loss(params: list[Tensor], x: Tensor) -> tuple[Tensor, Any]:
+        h = x
+        for w in params:
+            h = torch.tanh(h @ w)
+        ones, rows = torch.ones_like(h[:, 0]), params[0][0].expand(len(x), 3)
+        return h.sum(), {"h": h, "zeros": torch.zeros_like(h), "ones": ones, "rows": rows, "odd": torch.arange(len(x))}
+
+    transforms = {
+        "pipeline": (fp.pipeline("pipe", microbatches=microbatches), Mesh(pipe=2, data=2)),
+        "accumulate": (fp.accumulate(microbatches), Mesh(data=2)),
+    }
+    params, x = [normal(3, 3) for _ in range(4)], normal(8, 3)
+    plan, mesh = fp.chain(fp.zero(zero, "data"), transforms[kind][0]), transforms[kind][1]
+    got = fp.compile(fp.grad_and_value(plan(loss), has_aux=True), mesh)(params, x)
+    assert_close(got, fp.grad_and_value(loss, has_aux=True)(params, x))
 
 
 @pytest.mark.parametrize("stage", range(4))
