@@ -24,7 +24,7 @@ from .program import Program, drop_trivial
 from .rewrite import rewrite
 from .runtime import PipelineRuntime, check_backend, default_runtime, pipeline_memory
 from .source import current_source
-from .tracing import forget_values, simplify, trace
+from .tracing import forget_values, hollow, simplify, trace
 from .tracing.record import recorder
 from .varying import Typing, type_of
 
@@ -312,7 +312,7 @@ def stage(
         name=name,
         backend=backend,
     )
-    shapes = optree.tree_map(_shape_alone, args)
+    shapes = optree.tree_map(hollow, args)
     program.restage = functools.partial(
         stage,
         f,
@@ -405,13 +405,6 @@ def _per_argument(specs: Any, args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
     if len(given) != len(args):
         raise LayoutError(f"in_specs has {len(given)} entries for {len(args)} arguments; give one per argument")
     return given
-
-
-def _shape_alone(leaf: Any) -> Any:
-    """A tensor of the same shape that keeps nothing alive."""
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    return torch.empty((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
 
 
 def _signature(leaf: Any) -> Any:

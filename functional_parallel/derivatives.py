@@ -25,7 +25,7 @@ from .collectives.types import dual
 from .collectives.vmap import dims_of_leaves
 from .collectives.vmap import vmap as _vmap
 from .local_function import LocalFunction, PyTree, unsharded
-from .tracing.graph import aval_of
+from .tracing.graph import aval_of, hollow
 from .tracing.record import Recorder, recorder, trace
 from .varying import Typing, run_typed
 
@@ -230,7 +230,7 @@ def _of_one(leaf: Any, dim: int | None) -> Any:
         return leaf
     shape = list(leaf.shape)
     del shape[dim]
-    return leaf.new_empty(()).expand(shape)
+    return hollow(leaf, shape)
 
 
 def _with_mapped(spec: P, leaf: Any, dim: int | None, axis: str | None) -> P:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import optree
-import torch
 
 from sharding_specs import Mesh, P, broadcast_specs
 
@@ -16,6 +15,7 @@ from .flat import Apart, EndToEnd
 from .local_function import Layout, PyTree, SpecTree
 from .optim import Optimizer
 from .scaled import ScaledState, scaled_specs
+from .tracing import hollow
 from .updating import at_rest, like_params, over_likes
 
 __all__ = ["Places", "find_places"]
@@ -66,7 +66,7 @@ def find_places(f: Layout, mesh: Mesh, params: PyTree, optimizer: Optimizer, cli
         optimizer: the optimizer.
         clipped: whether the gradients' norm goes into the update, so that every ZeRO stage must sum it alike.
     """
-    shapes = optree.tree_map(_shape_of, params)
+    shapes = optree.tree_map(hollow, params)
     with bind(f.mesh(mesh).shape, None):
         compute = broadcast_specs(f.arguments((shapes,))[0], shapes)
         kept = optree.tree_map(at_rest, compute, is_leaf=_is_spec)
@@ -100,11 +100,6 @@ def _split_over(
         return P.from_placements(places, mesh, padded={**a.padded, **b.padded})
 
     return optree.tree_map(joined, specs, broadcast_specs(further((params,)), params), is_leaf=_is_spec)
-
-
-def _shape_of(leaf: Any) -> Any:
-    """A tensor of the same shape that takes no memory."""
-    return leaf.new_empty(()).expand(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _is_spec(x: Any) -> bool:

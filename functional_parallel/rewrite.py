@@ -123,13 +123,7 @@ def _pipelined(
         fuse_views(part.traced)
         watch("views", part, part.mesh)
 
-    def cheap_again(run: Callable[[], None]) -> None:
-        watch("microbatches", program, wide)
-        run()
-        program.passes += (CheapAgain.name,)
-        watch(CheapAgain.name, program, wide)
-
-    result = build(program, plan, parts, inlined, finish, None if CheapAgain.name in without else cheap_again)
+    result = build(program, plan, parts, inlined, finish, without, lambda name: watch(name, program, wide))
     for work in (work for stage in result.stages for work in stage.works.values() if InPlace.name not in without):
         for part in add_in_place(work):
             part.passes += (InPlace.name,)

@@ -24,6 +24,7 @@ from .optim import Optimizer
 from .places import Places, find_places
 from .runtime import check_backend, own, storages
 from .scaled import ScaledState, scaled_loss, unless, unscaled, with_scale
+from .tracing import hollow
 from .train_state import TrainState
 from .uneven import looks_of, stay_in_step
 from .updating import global_norm, into_compute, into_update, joined_again, split_further
@@ -349,7 +350,7 @@ class TrainStep:
         def whole(leaf: Any, spec: P) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            return leaf.new_empty(()).expand(whole_shape(leaf.shape, spec.only(self.mesh.axis_names), self.mesh))
+            return hollow(leaf, whole_shape(leaf.shape, spec.only(self.mesh.axis_names), self.mesh))
 
         return optree.tree_map(whole, batch, specs)
 

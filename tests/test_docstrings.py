@@ -17,6 +17,7 @@ MODULES = [
 ]
 MODULES += [f"functional_parallel.{name}" for name in ("estimate", "loss_scaling", "sampler")]
 MODULES += [f"functional_parallel.program.{name}" for name in ("hardware", "links", "price", "program")]
+MODULES += ["functional_parallel.tracing.graph"]
 
 
 @pytest.mark.parametrize("name", MODULES)

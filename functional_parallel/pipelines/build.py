@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from sharding_specs import Mesh
 from ..collectives.parts import Parts
 from ..program import Program
 from ..program.collectives import primitive_name
+from ..program.passes import CheapAgain
 from ..program.rounds import CASTS, names_axis
 from ..program.unroll import microbatch_dim
 from ..schedules import Schedule
@@ -30,7 +31,7 @@ from .prologue import Prologue, PrologueBuilder, Wanted
 from .roles import PipelineError, Roles
 from .stages import StageBuilder
 
-__all__ = ["PipelinePlan", "build", "prepared"]
+__all__ = ["PipelinePlan", "build", "prepared", "staged"]
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ def build(
     parts: Parts,
     inlined: set[fx.Node],
     finish: Callable[[Program], None],
-    cheap_again: Callable[[Callable[[], None]], None] | None = None,
+    without: Collection[str] = (),
+    watch: Callable[[str], None] = lambda _: None,
 ) -> PipelineProgram:
     """Cut a step into a pipeline.
 
@@ -82,13 +84,13 @@ def build(
         parts: into which microbatches the batch of a rank is cut.
         inlined: values that shall be made anew for every microbatch: gathered parameters.
         finish: rewrites of every program of the pipeline.
-        cheap_again: called with a rewrite of the whole step, once stages are known, which lets their backwards compute
-            cheap values again; None if they shall not.
+        without: names of rewrites that are switched off.
+        watch: called with the name of each rewrite of the whole step after it.
 
     Raises:
         PipelineError: when the function cannot be cut so.
     """
-    return _Build(program, plan, parts, inlined, finish, cheap_again).result()
+    return _Build(program, plan, parts, inlined, finish, without, watch).result()
 
 
 class _Build:
@@ -99,7 +101,8 @@ class _Build:
         parts: Parts,
         inlined: set[fx.Node],
         finish: Callable[[Program], None],
-        cheap_again: Callable[[Callable[[], None]], None] | None,
+        without: Collection[str],
+        watch: Callable[[str], None],
     ) -> None:
         self.program, self.plan, self.parts, self.finish = program, plan, parts, finish
         self.traced = program.traced
@@ -111,11 +114,8 @@ class _Build:
             if node in self.roles.varying
         }
         cut = cut_of(self.traced, self.roles, plan.cut, self.schedule.depth, program.mesh)
-        stage = assign(self.traced, self.roles, cut, self.schedule.depth - 1)
-        if cheap_again is not None:
-            cheap_again(lambda: compute_cheap_again(self.traced, self.roles, stage))
-        self.extractor = Extractor(self.traced, program.mesh, program.in_specs, self.roles.is_inline, plan.virtual)
-        self.builder = StageBuilder(self.roles, stage, self.extractor, self.schedule.depth, program.name)
+        self.builder = staged(program, self.roles, cut, self.schedule.depth, without, watch)
+        self.extractor = self.builder.extractor
         if not self.builder.has_backward:
             self.schedule = _forward_only(self.schedule)
 
@@ -235,6 +235,34 @@ def prepared(program: Program, virtual: str, inlined: set[fx.Node]) -> Roles:
     _drop_casts(program.traced, virtual)
     _sum_one_by_one(program.traced)
     return Roles(program.traced, virtual, program.in_specs, inlined)
+
+
+def staged(
+    program: Program,
+    roles: Roles,
+    cut: Mapping[fx.Node, int],
+    count: int,
+    without: Collection[str],
+    watch: Callable[[str], None] = lambda _: None,
+) -> StageBuilder:
+    """Give every op of a step its stage, let the stages' backwards compute cheap values again, and take them apart.
+
+    Args:
+        program: the step.
+        roles: of its ops.
+        cut: the stage that each forward op shall have.
+        count: how many stages there are.
+        without: names of rewrites that are switched off.
+        watch: called with the name of each rewrite of the whole step after it.
+    """
+    stage = assign(program.traced, roles, cut, count - 1)
+    if CheapAgain.name not in without:
+        watch("microbatches")
+        compute_cheap_again(program.traced, roles, stage)
+        program.passes += (CheapAgain.name,)
+        watch(CheapAgain.name)
+    extractor = Extractor(program.traced, program.mesh, program.in_specs, roles.is_inline, roles.axis)
+    return StageBuilder(roles, stage, extractor, count, program.name)
 
 
 def _lengths(parts: Parts, each: int) -> str:

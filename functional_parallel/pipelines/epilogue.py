@@ -66,6 +66,8 @@ class Epilogue:
         outputs: the step's results.
         replaces: for a result that takes the place of an input, as a new parameter does, that input of the step.
         output_holders: per result of the step, the ranks that hold it.
+        output_specs: per result of the step, along which axes it differs as it was made. Its spec may name more: a
+            gradient that is zero whatever the batch lies sharded, though all shards are the same.
     """
 
     given: dict[fx.Node, Given]
@@ -74,6 +76,7 @@ class Epilogue:
     outputs: tuple[fx.Node, ...]
     replaces: dict[fx.Node, fx.Node]
     output_holders: tuple[Ranks, ...]
+    output_specs: tuple[P, ...]
 
 
 class EpilogueBuilder:
@@ -143,8 +146,10 @@ class EpilogueBuilder:
         return self._made[given]
 
     def _output(self, output: Any, spec: P) -> Any:
-        if not isinstance(output, fx.Node) or output not in self.roles.varying or output.op == "placeholder":
-            return self._value(output) if isinstance(output, fx.Node) else output
+        if not isinstance(output, fx.Node):
+            return output
+        if self.roles.axis not in spec.axes or output.op == "placeholder":
+            return self._value(output)
         return self._side_by_side(output, microbatch_dim(spec, self.roles.axis, "a result"), output, self.parts)
 
     def _value(self, node: fx.Node) -> fx.Node:
@@ -195,7 +200,9 @@ class EpilogueBuilder:
 
     def _collected(self, node: fx.Node, dim: int, microbatch: int, parts: Parts) -> fx.Node:
         """Of a microbatch's value what no other microbatch before it has."""
-        value, aval = self._placeholder(Given("collected", node, microbatch), self.whole.spec(node)), node.meta["val"]
+        given, aval = Given("collected", node, microbatch), node.meta["val"]
+        varies = node in self.roles.varying
+        value = self._placeholder(given, self.whole.spec(node)) if varies else self._value(node)
         begin, end = parts.own(microbatch, aval.shape[dim])
         if begin == 0:
             return value
@@ -346,6 +353,7 @@ class EpilogueBuilder:
             outputs,
             {outputs[index]: self.given[node].node for index, node in self.links.items()},
             tuple(self.at[node] | self.wanted[node] for node in outputs),
+            tuple(self.extractor.spec(node) for node in outputs),
         )
 
     def _users_of(self, node: fx.Node) -> Ranks:

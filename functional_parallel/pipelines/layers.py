@@ -10,16 +10,13 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..program import Program
-from ..program.passes import CheapAgain
 from ..program.work import work
 from ..tracing.graph import operands_of
-from .assign import assign
-from .build import prepared
-from .cheap import compute_cheap_again
+from .build import prepared, staged
 from .cut import finest
-from .extract import Extractor, Part
+from .extract import Part
 from .roles import PipelineError, Role, Roles
-from .stages import Stage, StageBuilder
+from .stages import Stage
 
 __all__ = ["MeasuredLayer", "measure"]
 
@@ -57,11 +54,7 @@ def measure(
     """
     roles = prepared(program, virtual, inlined)
     cut, count = finest(program.traced, roles, program.mesh)
-    stage = assign(program.traced, roles, cut, count - 1)
-    if CheapAgain.name not in without:
-        compute_cheap_again(program.traced, roles, stage)
-    extractor = Extractor(program.traced, program.mesh, program.in_specs, roles.is_inline, virtual)
-    builder = StageBuilder(roles, stage, extractor, count, program.name)
+    builder = staged(program, roles, cut, count, without)
     if not builder.has_backward:
         raise PipelineError(f"{program.name} has no backward to pipeline: none of its parameters is a floating tensor")
     return [_layer(each, roles, program.mesh) for each in builder.build("IW")]

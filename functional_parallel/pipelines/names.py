@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from .. import _torch
+from ..tracing.graph import forget_rewrites
 
 if TYPE_CHECKING:
     from .program import PipelineProgram
@@ -51,9 +51,6 @@ def forget_ops(names: Collection[fx.Node]) -> None:
     for graph in {node.graph for node in names}:
         for node in reversed(list(graph.nodes)):
             node.args, node.kwargs = (), {}
-            if node in names:
-                node.meta.pop("forward", None)
-                node.meta.pop("merged", None)
-            else:
+            if node not in names:
                 graph.erase_node(node)
-        _torch.forget_erased(graph)
+        forget_rewrites(graph)

@@ -205,6 +205,8 @@ class _Unroll:
             return self._copy_once(output) if output.op == "call_function" else self.once[output]
         dim = microbatch_dim(spec, self.axis, "a result")
         aval = output.meta["val"]
+        for number in range(self.size):  # one that is the same for every microbatch has each its copy of
+            self._provide(output, number)
         parts = [self._own_part(own[output], dim, number, output.meta) for number, own in enumerate(self.own)]
         return self._write(aten.cat.default, (parts, dim), {**output.meta, "val": resized(aval, dim, self.parts)})
 

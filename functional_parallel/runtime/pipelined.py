@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from sharding_specs import Mesh, P, local_shape
+from sharding_specs import Mesh, P, local_shape, whole_shape
 
 from ..pipelines import Exchange, PipelineProgram
 from ..schedules import Action, Event
 from ..schedules.dependencies import replay
 from ..schedules.messages import Receive, Send, messages
-from ..tracing import Aval
+from ..tracing import Aval, hollow
 from .handles import Placed, own
 from .mail import Mail
 from .stream import Stream
@@ -72,10 +72,7 @@ class PipelineRuntime:
 
     def like(self, placed: Placed, spec: P) -> torch.Tensor:
         """A tensor of the whole shape, without memory for it."""
-        for part in placed.parts.values():
-            return self.base.like(part, spec)
-        empty = torch.empty((), dtype=placed.aval.dtype).expand(placed.aval.shape)
-        return self.base.like(empty if self.carrier is not None else [empty], spec)
+        return hollow(placed.aval, whole_shape(placed.aval.shape, spec, self.mesh))
 
     def check_same(self, name: str, paths: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
         """Make sure that every rank was given the same whole tensors."""
@@ -228,10 +225,15 @@ class PipelineRuntime:
             worker.late.update(zip(incoming[source], values, strict=True))
 
     def _results(self, program: PipelineProgram, value: Callable[[int, fx.Node], Any]) -> list[Placed]:
-        epilogue = program.epilogue
+        epilogue, declared = program.epilogue, self.base.declared
+        results = zip(epilogue.outputs, epilogue.output_holders, epilogue.output_specs, program.out_specs, strict=True)
         return [
-            Placed({rank: value(rank, node) for rank in self.ranks if rank in holders}, holders, node.meta["val"])
-            for node, holders in zip(epilogue.outputs, epilogue.output_holders, strict=True)
+            Placed(
+                {rank: declared(value(rank, node), made, spec) for rank in self.ranks if rank in holders},
+                holders,
+                node.meta["val"],
+            )
+            for node, holders, made, spec in results
         ]
 
     # --- asynchronous ---

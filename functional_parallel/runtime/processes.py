@@ -29,6 +29,7 @@ from ..program.collectives import primitive_name
 from ..program.overlap import STARTED, is_only_use_of_own_memory, overlapped
 from ..program.sharing import readers_before_writes
 from ..program.text import first_difference
+from ..tracing import hollow
 from ..varying import run_typed
 from .codegen import Writer, holds_levels
 from .meeting import Meeting
@@ -109,7 +110,11 @@ class ProcessRuntime:
 
     def like(self, handle: torch.Tensor, spec: P) -> torch.Tensor:
         """A tensor of the whole shape, without memory for it."""
-        return handle.new_empty(()).expand(whole_shape(handle.shape, spec, self.mesh))
+        return hollow(handle, whole_shape(handle.shape, spec, self.mesh))
+
+    def declared(self, handle: torch.Tensor, made: P, spec: P) -> torch.Tensor:
+        """Nothing to do: a rank has its part, whether or not others have the same."""
+        return handle
 
     # --- running ---
 

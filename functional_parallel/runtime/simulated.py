@@ -20,7 +20,7 @@ from ..collectives import group
 from ..program import Program
 from ..program.collectives import primitive_name
 from ..program.sharing import written_by
-from ..tracing.graph import operands_of
+from ..tracing.graph import hollow, operands_of
 from .classes import Classes, Jobs
 from .codegen import Writer, holds_levels
 from .regions import with_regions
@@ -78,7 +78,12 @@ class SimulatedRuntime:
 
     def like(self, handle: Handle, spec: P) -> torch.Tensor:
         """A tensor of the whole shape, without memory for it."""
-        return handle[0].new_empty(()).expand(whole_shape(handle[0].shape, spec, self.mesh))
+        return hollow(handle[0], whole_shape(handle[0].shape, spec, self.mesh))
+
+    def declared(self, handle: Handle, made: P, spec: P) -> Handle:
+        """A value with a part for each class of its spec, given those of the axes along which it differs."""
+        wanted, held = self.classes.of_spec(spec), self.classes.of_spec(made)
+        return handle if wanted == held else [handle[index] for index in self.classes.picks(wanted, held)]
 
     def run(self, program: Program, handles: list[Handle]) -> list[Handle]:
         """Run a program on sharded inputs; the list is given up, so that an input lives to its last use."""

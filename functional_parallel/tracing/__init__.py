@@ -1,6 +1,6 @@
 """Function → FX graph: own recording of aten ops and collectives on fake tensors."""
 
-from .graph import Aval, Traced, aval_of, is_collective, source_of
+from .graph import Aval, Traced, aval_of, hollow, is_collective, source_of
 from .layers import fold_layers
 from .record import CustomFunctionError, MutationError, TracingError, trace
 from .simplify import forget_values, simplify
@@ -16,6 +16,7 @@ __all__ = [
     "fold_layers",
     "forget_values",
     "fuse_views",
+    "hollow",
     "is_collective",
     "simplify",
     "source_of",

@@ -7,7 +7,7 @@ Every node carries in `node.meta`: `val` (an `Aval`, or a tuple of them), `sourc
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -18,7 +18,18 @@ from torch import fx
 from .. import _torch
 from ..source import Source
 
-__all__ = ["Aval", "Traced", "aval_of", "in_order", "is_collective", "operands_of", "source_of", "walk_args"]
+__all__ = [
+    "Aval",
+    "Traced",
+    "aval_of",
+    "forget_rewrites",
+    "hollow",
+    "in_order",
+    "is_collective",
+    "operands_of",
+    "source_of",
+    "walk_args",
+]
 
 K = TypeVar("K", bound=Hashable)
 
@@ -60,6 +71,21 @@ def aval_of(value: torch.Tensor) -> Aval:
 
 
 _aval = lru_cache(maxsize=4096)(Aval)
+
+
+def hollow(like: Any, shape: Sequence[int] | None = None) -> Any:
+    """A tensor with the memory of one element, for those who ask for its shape, dtype and device alone.
+
+    >>> hollow(torch.zeros(2, 3)).shape, hollow(torch.zeros(2, 3), (4, 3)).untyped_storage().nbytes()
+    (torch.Size([2, 3]), 4)
+
+    Args:
+        like: a tensor or an `Aval`; a leaf that is neither is returned as it is.
+        shape: another shape than that one's.
+    """
+    if not isinstance(like, (torch.Tensor, Aval)):
+        return like
+    return torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape if shape is None else tuple(shape))
 
 
 @dataclass
@@ -115,11 +141,8 @@ class Traced:
         self.graph.erase_node(node)
 
     def settle(self) -> None:
-        """Forget what only rewrites ask for: which ops were erased, and what a backward op is the backward of."""
-        for node in self.graph.nodes:
-            node.meta.pop("forward", None)
-            node.meta.pop("merged", None)
-        _torch.forget_erased(self.graph)
+        """Say that no more rewrites come; see `forget_rewrites`."""
+        forget_rewrites(self.graph)
 
     def seal(self) -> None:
         """Set the graph's output node from `outputs` and drop what no output needs."""
@@ -130,6 +153,14 @@ class Traced:
         for node in reversed(list(self.graph.nodes)):
             if node.op in ("call_function", "get_attr") and not node.users:
                 self.graph.erase_node(node)
+
+
+def forget_rewrites(graph: fx.Graph) -> None:
+    """Forget what only rewrites ask for: which ops were erased, and what a backward op is the backward of."""
+    for node in graph.nodes:
+        node.meta.pop("forward", None)
+        node.meta.pop("merged", None)
+    _torch.forget_erased(graph)
 
 
 def is_collective(node: fx.Node) -> bool:
@@ -157,7 +188,7 @@ def in_order(wanted: K, needed: Callable[[K], Iterable[K]], done: Container[K]) 
     >>> for each in in_order(6, lambda number: [number // 2, number // 3] if number > 1 else [], done):
     ...     done[each] = "done"
     >>> list(done)
-    [1, 3, 2, 6]
+    [1, 3, 0, 2, 6]
 
     Args:
         wanted: what is to be done in the end.

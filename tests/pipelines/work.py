@@ -70,6 +70,15 @@ FOUR = {
 }
 
 
+def idle_gradients(rank: int) -> list[Any]:
+    """Gradients at every ZeRO stage, of a network with a parameter that it does not use."""
+    schedule = made("1f1b", 2, 4)
+    params = {**parameters(CONTENTS, 0), "unused": torch.ones(3, 5, dtype=torch.float64)}
+    plans = [fp.chain(fp.zero(stage, "data"), pipeline(schedule)) for stage in range(4)]
+    steps = [fp.compile(fp.grad_and_value(plan(network(CONTENTS))), Mesh(pipe=2, data=2)) for plan in plans]
+    return [step(params, *batch(8, 0)) for step in steps]
+
+
 def uneven_on_two(rank: int) -> dict[str, Any]:
     """Exact gradients by every schedule, and a trained GPT's bits, of microbatches that do not divide the batch."""
     found = {}
