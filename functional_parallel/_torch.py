@@ -45,11 +45,14 @@ __all__ = [
     "functional_variant",
     "fused_adamw_",
     "has_fused_adamw",
+    "has_onednn_linear",
     "innermost",
     "is_functorch_wrapped",
     "mapped_dims",
     "needs_higher_derivatives",
     "next_node_number",
+    "onednn_linear",
+    "onednn_mm",
     "stride_free",
 ]
 
@@ -159,12 +162,14 @@ def stride_free(op: Any) -> Any:
     return torch.ops.aten.reshape.default if op in _VIEWS else op
 
 
-def direct_call(op: object) -> object:
+def direct_call(op: object) -> Any:
     """What an op's Python object calls into, without the Python frame around it."""
     return getattr(op, "_op", op) if isinstance(op, torch._ops.OpOverload) else op
 
 
-_ONEDNN_LINEAR: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+_ONEDNN_LINEAR: Any = (
+    direct_call(torch.ops.mkldnn._linear_pointwise.default) if hasattr(torch.ops.mkldnn, "_linear_pointwise") else None
+)
 
 
 def has_onednn_linear() -> bool:
@@ -183,9 +188,14 @@ def has_onednn_linear() -> bool:
 
 def onednn_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """`torch.mm` of float32 by oneDNN, on tensors that nothing differentiates."""
+    return onednn_linear(a, b.t())
+
+
+def onednn_linear(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """`a @ w.t()` of float32 by oneDNN, on tensors that nothing differentiates."""
     if not a.is_cpu:
-        return torch.mm(a, b)
-    return _ONEDNN_LINEAR.default(a, b.t(), None, "none", [], "")  # type: ignore[no-any-return]
+        return torch.mm(a, w.t())
+    return _ONEDNN_LINEAR(a, w, None, "none", [], "")  # type: ignore[no-any-return]
 
 
 def has_fused_adamw(parameter: torch.Tensor) -> bool:

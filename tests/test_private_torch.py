@@ -187,6 +187,15 @@ def test_an_op_is_called_without_its_python_frame() -> None:
     assert _torch.direct_call(len) is len
 
 
+@pytest.mark.skipif(not _torch.has_onednn_linear(), reason="this torch has no oneDNN, or no MKL beside it")
+def test_onednn_multiplies() -> None:
+    a, w = torch.arange(6.0).view(2, 3), torch.arange(12.0).view(4, 3)
+    assert torch.equal(_torch.onednn_linear(a, w), a @ w.t())
+    assert torch.equal(_torch.onednn_mm(a, w.t()), a @ w.t())
+    meta = _torch.onednn_linear(a.to("meta"), w.to("meta"))
+    assert meta.shape == (2, 4), "elsewhere it is torch's own product"
+
+
 def test_stride_free_ops_take_any_layout() -> None:
     transposed = torch.arange(6.0).reshape(2, 3).t()
     assert torch.equal(_torch.stride_free(aten.view.default)(transposed, [6]), transposed.reshape(6))

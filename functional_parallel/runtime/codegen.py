@@ -6,7 +6,7 @@ simulated ranks it is a list with a tensor per class, and a line loops over the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from .. import _torch
 from ..program.collectives import primitive_name
 from ..tracing import Traced
 from ..tracing.graph import operands_of
-from .kernels import faster_kernel
+from .kernels import by_transposes, called_by, faster_kernel
 
 __all__ = ["Writer", "is_alias"]
 
@@ -42,6 +42,10 @@ class Writer:
     pending: set[fx.Node] = field(default_factory=set)
     names: dict[fx.Node, str] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
+    _transposed: Mapping[fx.Node, fx.Node] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._transposed = {} if self.differentiable else by_transposes(self.traced)
 
     def function(self, wrap_constant: Callable[[torch.Tensor], Any] = lambda x: x) -> Callable[..., Any]:
         """Compile the whole program to `run(inputs) -> outputs`, lists in and out."""
@@ -50,10 +54,10 @@ class Writer:
         for node in self.traced.graph.nodes:
             if node.op == "get_attr":
                 self.names[node] = self.constant(wrap_constant(self.traced.constants[node.target]))
-        order = list(self.traced.nodes) if self.order is None else self.order
+        order = list(self._written())
         drops = self._last_uses(order)
         for node in order:
-            lines += self._waits([*operands_of(node), *self.readers.get(node, ())])
+            lines += self._waits([*self.operands(node), *self.readers.get(node, ())])
             alias = is_alias(node, self.differentiable)
             right = self.names[node.args[0]] if alias else self.line(node, self)
             lines.append(f"{self._name(node)} = {right}")
@@ -67,6 +71,12 @@ class Writer:
         exec(compile(source, "<program>", "exec"), scope)
         return scope["run"]
 
+    def operands(self, node: fx.Node) -> list[fx.Node]:
+        """The values that an op's line takes."""
+        if node in self._transposed:
+            return list(dict.fromkeys([node.args[0], self._transposed[node]]))
+        return operands_of(node)
+
     def constant(self, value: Any) -> str:
         """A name for an object that the function refers to."""
         name = f"k{len(self.constants)}"
@@ -75,8 +85,7 @@ class Writer:
 
     def op(self, target: Any) -> str:
         """A name for what an op is called by."""
-        target = _torch.stride_free(target)
-        return self.constant(_torch.direct_call(target) if not self.differentiable else target)
+        return self.constant(_torch.stride_free(target) if self.differentiable else called_by(target))
 
     def argument(self, value: Any, node_text: Callable[[fx.Node], str]) -> str:
         """An argument as source text; what has no literal form becomes a constant."""
@@ -91,11 +100,22 @@ class Writer:
 
     def call(self, node: fx.Node, node_text: Callable[[fx.Node], str]) -> str:
         """`op(args)` for an ordinary op."""
+        if node in self._transposed:
+            a, w = node_text(node.args[0]), node_text(self._transposed[node])
+            return f"{self.constant(_torch.onednn_linear)}({a}, {w})"
         parts = [self.argument(arg, node_text) for arg in node.args]
         parts += [f"{key}={self.argument(value, node_text)}" for key, value in node.kwargs.items()]
         kernel = None if self.differentiable else faster_kernel(node)
         name = self.op(node.target) if kernel is None else self.constant(kernel)
         return f"{name}({', '.join(parts)})"
+
+    def _written(self) -> Iterator[fx.Node]:
+        """The ops in order, without transposes that only products read which do without."""
+        kept = set(self.traced.outputs)
+        for node in self.traced.nodes if self.order is None else self.order:
+            is_read = node.target is not aten.t.default or any(node in self.operands(user) for user in node.users)
+            if is_read or node in kept:
+                yield node
 
     def _name(self, node: fx.Node) -> str:
         return self.names.setdefault(node, f"v{len(self.names)}")
@@ -111,7 +131,7 @@ class Writer:
         kept = {output for output in self.traced.outputs if isinstance(output, fx.Node)}
         last: dict[fx.Node, fx.Node] = {}
         for node in order:
-            for operand in operands_of(node):
+            for operand in self.operands(node):
                 last[operand] = node
         drops: dict[fx.Node, list[fx.Node]] = {}
         for value, node in last.items():

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import functional_parallel as fp
 from functional_parallel import _torch
-from functional_parallel.runtime.kernels import faster_kernel
+from functional_parallel.runtime.codegen import Writer
+from functional_parallel.runtime.kernels import _BOUND, by_transposes, called_by, faster_kernel
 from sharding_specs import Mesh
 
 aten = torch.ops.aten
@@ -98,3 +99,64 @@ def test_programs_run_on_it_and_derivatives_of_them_do_not() -> None:
     forward = fp.compile(fp.data_parallel("data")(loss), Mesh(data=1))
     again = torch.func.grad(lambda p: forward(p, x))(params)
     assert all(torch.equal(again[name], want[name]) for name in want)
+
+
+@ONEDNN
+def test_a_transpose_before_a_product_is_not_run() -> None:
+    compiled, params = step_of(128, torch.float32)
+    traced = compiled.lower(params, torch.ones(128, 128)).traced
+    found = by_transposes(traced)
+    products = [node for node in traced.nodes if node.target is aten.mm.default]
+    assert found == {node: node.args[1].args[0] for node in products if node.args[1].target is aten.t.default}
+    assert found, "the gradient of x @ w by x is a product with w's transpose"
+    writer = Writer(traced, lambda node, writer: writer.call(node, writer.names.__getitem__))
+    writer.function()
+    unread = {product.args[1] for product in found if len(product.args[1].users) == 1}
+    assert unread and not unread & writer.names.keys()
+
+
+def arguments_of(name: str) -> list[tuple[Any, ...]]:
+    """Arguments as graphs hold them, by the op's name."""
+    x, y, row = torch.arange(1.0, 7.0).view(2, 3), torch.arange(6.0).view(2, 3).square() + 1, torch.arange(1.0, 4.0)
+    pair = [(x, y), (x, row), (x, 2.5), (x.bool(), y), (x.long(), x.long()), (x.long(), y)]
+    return {
+        "add": pair,
+        "sub": pair[:3] + pair[4:],
+        "mul": pair,
+        "div": pair,
+        "cat": [([x, y], 0), ([x, y], -1), ([x, x.long()],)],
+        "clone": [(x,), (x.t(),)],
+        "mm": [(x, y.t())],
+        "native_layer_norm": [(x, [3], row, row, 1e-5), (x, [3], None, None, 1e-5)],
+        "neg": [(x,), (x.long(),)],
+        "permute": [(x, [1, 0])],
+        "reshape": [(x, [3, 2]), (x.t(), [6]), (x, [-1])],
+        "split_with_sizes": [(x, [1, 2], 1), (x, [1, 1])],
+        "sum": [(x,), (x.long(),), (x.bool(),)],
+        "sum.dim": [(x, [0]), (x, [0, 1], True), (x, [-1], False)],
+        "t": [(x,), (row,)],
+        "transpose": [(x, 0, -1)],
+        "unsqueeze": [(x, -1)],
+    }[name]
+
+
+@pytest.mark.parametrize("op", _BOUND, ids=str)
+def test_torchs_binding_of_an_op_is_that_op(op: Any) -> None:
+    name = op._schema.name.removeprefix("aten::")
+    call = called_by(op)
+    assert not isinstance(call, torch._ops.OpOverload)
+    for args in arguments_of("sum.dim" if op is aten.sum.dim_IntList else name):
+        keywords: list[dict[str, Any]] = [{}]
+        if name in ("add", "sub") and args[0].dtype != torch.bool:
+            keywords.append({"alpha": 3})
+        if name == "clone":
+            keywords.append({"memory_format": torch.contiguous_format})
+        if name == "sum":
+            keywords.append({"dtype": torch.float64})
+        for options in keywords:
+            for got, want in zip(leaves(call(*args, **options)), leaves(op(*args, **options)), strict=True):
+                assert got.dtype == want.dtype and got.stride() == want.stride() and torch.equal(got, want)
+
+
+def leaves(result: Any) -> list[torch.Tensor]:
+    return [result] if isinstance(result, torch.Tensor) else list(result)

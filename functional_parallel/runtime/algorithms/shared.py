@@ -21,7 +21,7 @@ from .sums import ordered_sum
 
 __all__ = ["ONE_ROUND", "all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
 
-AT_ONCE = 1 << 20
+AT_ONCE = 3 << 19
 PIECE = 512 << 10
 _AHEAD = 2
 ONE_ROUND = 128 << 10  # below, a second round of signals costs more than that every rank adds everything
