@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import linecache
+import subprocess
+import sys
 import weakref
 from typing import Any
 
@@ -158,3 +161,32 @@ def test_free_pages_can_be_given_back_anywhere(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(leftovers, "_trim", None)
     leftovers.give_back_pages()
     assert optree.tree_leaves(made(PLANS["ddp"], Mesh(data=2))[0].counts())
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="only glibc's malloc is told, and tells")
+def test_pages_that_a_step_frees_are_there_for_the_next_step() -> None:
+    """A large block is from the heap, of which malloc keeps twice as much, and not from the system and back to it."""
+    told = subprocess.run([sys.executable, "-c", _WHERE_FROM], capture_output=True, text=True, check=True).stdout
+    assert told.split() == ["1", "0"], "blocks of 16 MiB from the system, before and after"
+
+
+_WHERE_FROM = """
+import ctypes, torch
+from functional_parallel.leftovers import keep_pages
+
+names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+Info = type("Info", (ctypes.Structure,), {"_fields_": [(name, ctypes.c_size_t) for name in names]})
+told = ctypes.CDLL(None).mallinfo2
+told.restype = Info
+
+held = []  # for a block that is freed counts itself
+
+def from_the_system():
+    before = told().hblks
+    held.append(torch.empty(16 << 20, dtype=torch.uint8))
+    return told().hblks - before
+
+print(from_the_system())
+keep_pages()
+print(from_the_system())
+"""

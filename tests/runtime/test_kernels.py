@@ -124,6 +124,8 @@ def arguments_of(name: str) -> list[tuple[Any, ...]]:
         "sub": pair[:3] + pair[4:],
         "mul": pair,
         "div": pair,
+        "embedding": [(x, torch.tensor([1, 0, 1])), (x, torch.tensor([[1]]), 0)],
+        "full": [([2], 3), ([], 0.5), ([1], True)],
         "cat": [([x, y], 0), ([x, y], -1), ([x, x.long()],)],
         "clone": [(x,), (x.t(),)],
         "mm": [(x, y.t())],
@@ -131,12 +133,17 @@ def arguments_of(name: str) -> list[tuple[Any, ...]]:
         "neg": [(x,), (x.long(),)],
         "permute": [(x, [1, 0])],
         "reshape": [(x, [3, 2]), (x.t(), [6]), (x, [-1])],
+        "scalar_tensor": [(2,), (0.5,)],
+        "select": [(x, 0, 1), (x, -1, -1)],
+        "stack": [([x, y], 0), ([x, y], -1)],
         "split_with_sizes": [(x, [1, 2], 1), (x, [1, 1])],
         "sum": [(x,), (x.long(),), (x.bool(),)],
         "sum.dim": [(x, [0]), (x, [0, 1], True), (x, [-1], False)],
         "t": [(x,), (row,)],
         "transpose": [(x, 0, -1)],
         "unsqueeze": [(x, -1)],
+        "where": [(x > 2, x, y), (x > 2, row, y)],
+        "zeros": [([2, 3],), ([],)],
     }[name]
 
 
@@ -153,6 +160,8 @@ def test_torchs_binding_of_an_op_is_that_op(op: Any) -> None:
             keywords.append({"memory_format": torch.contiguous_format})
         if name == "sum":
             keywords.append({"dtype": torch.float64})
+        if name in ("full", "scalar_tensor", "zeros"):
+            keywords.append({"dtype": torch.float64, "device": torch.device("cpu"), "pin_memory": False})
         for options in keywords:
             for got, want in zip(leaves(call(*args, **options)), leaves(op(*args, **options)), strict=True):
                 assert got.dtype == want.dtype and got.stride() == want.stride() and torch.equal(got, want)
