@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -195,6 +197,44 @@ def a_late_reader(rank: int, size: int) -> None:
 
 def test_nobody_writes_over_what_is_not_read_yet() -> None:
     run_on_processes(a_late_reader, 2, 2)
+
+
+def growing_halves(rank: int, size: int) -> list[int]:
+    """Bytes of shared memory that this rank maps: nothing yet, after small ones, a large one among them, at the end."""
+    team = Team(dist.group.WORLD, rank, list(range(size)))
+    held = [shared_bytes()]
+    for length in (100, 1 << 20, 300):
+        results, running = [], []
+        for index, elements in enumerate([100, 5000, length, 100, length, 7]):
+            mine = torch.full((elements,), 2 * index + rank, dtype=torch.uint8)
+            results.append(mine.new_empty(size, elements))
+            running.append(team.run(ALGORITHMS["shared"].all_gather(team, mine, results[-1].unbind())))
+        if rank == 1:
+            time.sleep(0.1)
+        for index, (result, each) in enumerate(zip(results, running, strict=True)):
+            each.wait()
+            assert all((result[source] == 2 * index + source).all() for source in range(size)), (length, index)
+        held.append(shared_bytes())
+        team.exchange(None)
+        if length == 1 << 20:
+            assert team.shared is not None
+            team.shared.give_back()
+    return held
+
+
+def shared_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("RssShmem"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what is shared")
+def test_halves_grow_to_what_is_asked_of_them_and_begin_small_again() -> None:
+    for before, small, large, again in run_on_processes(growing_halves, 2, 2):
+        page, halves = 2 * 4096, 2 * 2  # of two ranks
+        assert before < 64 << 10
+        assert abs(small - before - halves * (512 << 10)) <= halves * page
+        assert abs(large - before - halves * (1 << 20)) <= halves * page
+        assert abs(again - small) <= halves * page
 
 
 @pytest.mark.parametrize("size", [2, 4])

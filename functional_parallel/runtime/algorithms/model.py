@@ -192,7 +192,9 @@ def measured(team: Team) -> Machine:
     batch = max(team.exchange(time.perf_counter() - began))
     for _ in range(min(_MOST_BATCHES, int(_SECONDS / batch))):
         _time_all(trials, best)
-    found = team.exchange(best)
+    found = team.exchange(best)  # and so all has been read
+    if team.shared is not None:
+        team.shared.give_back()
     slowest = {trial: max(times[trial] for times in found) for trial in trials}
     lines = {key: fitted(_SIZES, [slowest[key, size] for size in _SIZES]) for key, _ in trials}
     one, several, memory = lines.pop(("message", "")), lines.pop(("messages", "")), lines.pop(("memory", ""), None)

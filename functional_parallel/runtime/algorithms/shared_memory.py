@@ -8,6 +8,8 @@ a file descriptor, so there is nothing to clean up, whatever happens to the rank
 Memory is given out from two halves in turn. A rank that has filled one half goes on in the other, after all ranks have
 read what lay there. Where this happens follows from the sizes of the collectives alone, so all ranks come to it at the
 same point of their program, and none waits for one that waits for it.
+
+A half begins small, and grows to what the largest collective takes of it.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from .running import Running, Steps, Waitable
 
 __all__ = ["HALF", "Piece", "SharedMemory", "Slot", "anonymous_memory"]
 
-HALF = 2 << 20
+HALF = 2 << 20  # at most; at least:
+_SMALL_HALF = 512 << 10
 _MOST_IN_A_HALF = 32  # more signals than a socket's buffer holds must never be under way
 _SIGNAL = struct.Struct("<q")
 _MADV_POPULATE_WRITE = 23  # Linux's; Python has no name for it
@@ -72,8 +75,8 @@ class _Half:
         self.left = False
         self.running.clear()
 
-    def has_room(self, size: int) -> bool:
-        return self.used + size <= HALF and self.given < _MOST_IN_A_HALF
+    def has_room(self, size: int, whole: int) -> bool:
+        return self.used + size <= whole and self.given < _MOST_IN_A_HALF
 
     def leave(self, number: int) -> None:
         self.left, self.left_as = True, number
@@ -113,7 +116,7 @@ class SharedMemory:
         self._ended: set[int] = set()
         self._numbers = 0
         self._last_slot: Slot | None = None
-        self._is_populated = False
+        self._grown = 0  # bytes of a half that are in use
         self._halves = [_Half(0, self.signal), _Half(HALF, self.signal)]
         self.channels = Channels(
             weakref.proxy(self),
@@ -205,10 +208,9 @@ class SharedMemory:
     def slot(self, size: int) -> Slot:
         """A stretch of at most `HALF` bytes of every rank's memory."""
         assert size <= HALF, size
-        if not self._is_populated:
-            self._populate()
         size = aligned(size)
-        if not self._halves[0].has_room(size):
+        self._grow(max(size, min(_SMALL_HALF, HALF)))
+        if not self._halves[0].has_room(size, self._grown):
             self._turn()
         half = self._halves[0]
         begin = half.begin + half.used
@@ -217,11 +219,18 @@ class SharedMemory:
         self._last_slot = Slot([memory.halves[begin : begin + size] for memory in self._memory], half)
         return self._last_slot
 
-    def _populate(self) -> None:
-        """A mesh axis that only single messages go along never needs these pages."""
-        for piece in self._memory:
-            piece.populate()
-        self._is_populated = True
+    def _grow(self, size: int) -> None:
+        """Let halves have this many bytes, and pages for them: a mesh axis with single messages only needs none."""
+        if size > self._grown:
+            for piece in self._memory:
+                for begin in (0, HALF):
+                    piece.populate(begin + self._grown, begin + size)
+            self._grown = size
+
+    def give_back(self) -> None:
+        """Return all pages and begin small again; every rank must, when nothing is under way, and all has been read."""
+        self._memory[self.rank].give_back()
+        self._grown = 0
 
     def _turn(self) -> None:
         old, new = self._halves
@@ -289,13 +298,20 @@ class Piece:
         self.halves = torch.frombuffer(self._halves, dtype=torch.uint8)
         self.channels = torch.frombuffer(rooms, dtype=torch.uint8).chunk(ranks)
 
-    def populate(self) -> None:
-        """Get pages for the halves at once, where the system can: a fault for each costs more than copying."""
+    def populate(self, begin: int, end: int) -> None:
+        """Get pages for these bytes at once, where the system can: a fault for each costs more than copying."""
         if sys.platform == "linux":
+            begin -= begin % mmap.PAGESIZE
             with suppress(OSError):  # before Linux 5.14
-                self._halves.madvise(_MADV_POPULATE_WRITE)
+                self._halves.madvise(_MADV_POPULATE_WRITE, begin, end - begin)
+
+    def give_back(self) -> None:
+        """Free the halves' pages, for all who map them, where the system can."""
+        if sys.platform == "linux":
+            with suppress(OSError):
+                self._halves.madvise(mmap.MADV_REMOVE)
 
     @staticmethod
     def size(ranks: int) -> int:
-        """Bytes that a rank's memory takes; those of channels only as far as they are used."""
+        """Bytes that a rank's memory takes at most; they are taken as far as they are used."""
         return 2 * HALF + ranks * ROOM
