@@ -219,6 +219,7 @@ def growing_halves(rank: int, size: int) -> list[int]:
         if length == 1 << 20:
             assert team.shared is not None
             team.shared.give_back()
+            team.exchange(None)  # else another's pages may go after this rank has asked for them
     return held
 
 
