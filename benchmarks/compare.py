@@ -103,6 +103,8 @@ def main() -> None:
     if args.write:
         for section, table in tables.items():
             report.write(section, table)
+    if args.write_further:
+        report.write("further peers", tables["peers"])
 
 
 def arguments() -> argparse.Namespace:
@@ -110,10 +112,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="tiny and small, 2 ranks, few steps, times alone: no bounds, bytes, memory or start-up",
+        help="tiny and small, 2 ranks, peers with a target, few steps; no bounds, bytes, memory or start-up",
     )
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["tiny", "small"])
-    parser.add_argument("--peers", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument("--peers", nargs="+", choices=NAMES, help="default: all; quick: those with a target")
     parser.add_argument("--ranks", nargs="+", type=int, default=[2])
     parser.add_argument("--rounds", type=int, default=None, help="timed steps of each (default 40, quick 5)")
     parser.add_argument("--no-footprint", action="store_true", help="times only: no bounds, bytes, memory, start-up")
@@ -121,12 +123,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--profile", type=int, metavar="LINES", help="print what takes our step's time on rank 0")
     parser.add_argument("--json", action="store_true", help="rows as JSON")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/benchmarks.md")
+    parser.add_argument(
+        "--write-further",
+        action="store_true",
+        help="put the times into docs/benchmarks.md, under further sizes and ranks",
+    )
     args = parser.parse_args()
     if args.write and (args.quick or args.same_kernels or args.no_footprint):
         parser.error(
             "--write is for all columns and the kernels that users get: no --quick, --same-kernels or --no-footprint"
         )
     args.rounds = args.rounds or (5 if args.quick else 40)
+    args.peers = args.peers or (list(targets.TARGETS) if args.quick else NAMES)
     args.no_footprint |= args.quick
     return args
 
