@@ -116,13 +116,21 @@ def pipeline(schedule: Schedule) -> Any:
     return fp.pipeline("pipe", schedule=schedule, microbatches=schedule.microbatches)
 
 
+def assert_equal(a: Any, b: Any) -> None:
+    for path, x, y in zip(optree.tree_paths(a), optree.tree_leaves(a), optree.tree_leaves(b), strict=True):
+        assert torch.equal(x, y), (path, x, y)
+
+
+def assert_close(a: Any, b: Any) -> None:
+    for path, x, y in zip(optree.tree_paths(a), optree.tree_leaves(a), optree.tree_leaves(b), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12, msg=lambda text, path=path: f"{path}: {text}")
+
+
 def assert_same(loss: Any, params: Any, *batch: Any, ranks: int = 2, **options: Any) -> Any:
     """Value and gradients of the pipelined loss are the loss's own."""
     plan = fp.pipeline("pipe", **{"microbatches": 4, "schedule": "1f1b", **options})
     step = fp.compile(fp.grad_and_value(plan(loss)), Mesh(pipe=ranks))
-    got, wanted = step(params, *batch), fp.grad_and_value(loss)(params, *batch)
-    for path, a, b in zip(optree.tree_paths(got), optree.tree_leaves(got), optree.tree_leaves(wanted), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, msg=lambda text, path=path: f"{path}: {text}")
+    assert_close(step(params, *batch), fp.grad_and_value(loss)(params, *batch))
     return step.program
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import optree
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +14,7 @@ from torch import Tensor
 import functional_parallel as fp
 from sharding_specs import Mesh, P
 
-from .networks import SYNCHRONOUS, made, pipeline
+from .networks import SYNCHRONOUS, assert_close, made, pipeline
 
 
 def loss(params: list[Tensor], x: Tensor) -> Tensor:
@@ -62,11 +61,6 @@ PLANS = {
     ),
     "accumulated": (fp.accumulate(4), Mesh(data=1), P()),
 }
-
-
-def assert_close(a: Any, b: Any) -> None:
-    for x, y in zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("plan", PLANS)

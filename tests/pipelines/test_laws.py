@@ -14,12 +14,7 @@ import functional_parallel as fp
 from functional_parallel.schedules import Schedule
 from sharding_specs import Mesh
 
-from .networks import SYNCHRONOUS, batch, kinds, made, network, parameters, pipeline, plans, residuals
-
-
-def assert_equal(a: Any, b: Any) -> None:
-    for path, x, y in zip(optree.tree_paths(a), optree.tree_leaves(a), optree.tree_leaves(b), strict=True):
-        assert torch.equal(x, y), (path, x, y)
+from .networks import SYNCHRONOUS, assert_equal, batch, kinds, made, network, parameters, pipeline, plans, residuals
 
 
 @settings(max_examples=60)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import optree
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,20 +15,10 @@ from functional_parallel.schedules import Schedule
 from sharding_specs import Mesh, P
 
 from ..processes import run_on_processes
-from .networks import batch, kinds, made, network, normal, parameters, pipeline, plans
+from .networks import assert_close, assert_equal, batch, kinds, made, network, normal, parameters, pipeline, plans
 from .work import idle_gradients
 
 shapes = st.lists(st.lists(st.integers(1, 6), max_size=3), min_size=1, max_size=3)
-
-
-def assert_equal(a: Any, b: Any) -> None:
-    for path, x, y in zip(optree.tree_paths(a), optree.tree_leaves(a), optree.tree_leaves(b), strict=True):
-        assert torch.equal(x, y), (path, x, y)
-
-
-def assert_close(a: Any, b: Any) -> None:
-    for path, x, y in zip(optree.tree_paths(a), optree.tree_leaves(a), optree.tree_leaves(b), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12, msg=lambda text, path=path: f"{path}: {text}")
 
 
 @settings(max_examples=40)
