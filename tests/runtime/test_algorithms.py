@@ -180,19 +180,23 @@ def a_late_reader(rank: int, size: int) -> None:
     """Rank 0 fills both halves and wants the first one again, long before rank 1 has read it."""
     shared_memory.HALF = connect.HALF = 1 << 14
     team = Team(dist.group.WORLD, rank, list(range(size)))
-    length, under_way = 1 << 11, 16
     for number in range(3):
-        results, running = [], []
-        for index in range(under_way):
-            mine = torch.full((length,), 64 * number + 2 * index + rank, dtype=torch.uint8)
-            results.append(mine.new_empty(size, length))
-            running.append(team.run(ALGORITHMS["shared"].all_gather(team, mine, results[-1].unbind())))
-        if rank == 1:
-            time.sleep(0.3)
-        for index, (result, each) in enumerate(zip(results, running, strict=True)):
-            each.wait()
-            for source in range(size):
-                assert (result[source] == 64 * number + 2 * index + source).all(), (number, index, source)
+        gathers_under_way(team, [1 << 11] * 16, first=64 * number, pause=0.3)
+
+
+def gathers_under_way(team: Team, lengths: list[int], *, first: int = 0, pause: float) -> None:
+    """Gathers of so many bytes, all started before one is read; rank 1 begins to read after so many seconds."""
+    results, running = [], []
+    for index, length in enumerate(lengths):
+        mine = torch.full((length,), first + 2 * index + team.rank, dtype=torch.uint8)
+        results.append(mine.new_empty(team.size, length))
+        running.append(team.run(ALGORITHMS["shared"].all_gather(team, mine, results[-1].unbind())))
+    if team.rank == 1:
+        time.sleep(pause)
+    for index, (result, each) in enumerate(zip(results, running, strict=True)):
+        each.wait()
+        for source in range(team.size):
+            assert (result[source] == first + 2 * index + source).all(), (first, lengths, index, source)
 
 
 def test_nobody_writes_over_what_is_not_read_yet() -> None:
@@ -204,16 +208,7 @@ def growing_halves(rank: int, size: int) -> list[int]:
     team = Team(dist.group.WORLD, rank, list(range(size)))
     held = [shared_bytes()]
     for length in (100, 1 << 20, 300):
-        results, running = [], []
-        for index, elements in enumerate([100, 5000, length, 100, length, 7]):
-            mine = torch.full((elements,), 2 * index + rank, dtype=torch.uint8)
-            results.append(mine.new_empty(size, elements))
-            running.append(team.run(ALGORITHMS["shared"].all_gather(team, mine, results[-1].unbind())))
-        if rank == 1:
-            time.sleep(0.1)
-        for index, (result, each) in enumerate(zip(results, running, strict=True)):
-            each.wait()
-            assert all((result[source] == 2 * index + source).all() for source in range(size)), (length, index)
+        gathers_under_way(team, [100, 5000, length, 100, length, 7], pause=0.1)
         held.append(shared_bytes())
         team.exchange(None)
         if length == 1 << 20:
