@@ -52,17 +52,11 @@ def _by_kind(held: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequenc
 
 def _fused(held: Sequence[Tensor], g: Sequence[Tensor], step: Tensor, lr: Tensor, *options: float) -> None:
     beta1, beta2, eps, decay = options
-    steps = step.to(held[0].device, torch.float32)
-
-    def update(p: Any, m: Any, v: Any, gradients: Any) -> None:
-        _torch.fused_adamw_(p, gradients, m, v, steps, float(lr), beta1, beta2, decay, eps)
-
-    if all(x.is_contiguous() and x.numel() % _VECTOR == 0 for x in (*held, *g)):
-        update(*_by_kind(held), g)
-        return
     pieces = [_in_vectors(x) for x in held]
     p, m, v = ([piece for each in kind for piece in each] for kind in _by_kind(pieces))
-    update(p, m, v, [piece for x in g for piece in _in_vectors(x)])
+    gradients = [piece for x in g for piece in _in_vectors(x)]
+    steps = step.to(p[0].device, torch.float32)
+    _torch.fused_adamw_(p, gradients, m, v, steps, float(lr), beta1, beta2, decay, eps)
     for x, each in zip(held, pieces, strict=True):
         _put_back(x, each)
 
