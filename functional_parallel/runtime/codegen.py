@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -42,10 +43,6 @@ class Writer:
     pending: set[fx.Node] = field(default_factory=set)
     names: dict[fx.Node, str] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
-    _transposed: Mapping[fx.Node, fx.Node] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._transposed = {} if self.differentiable else by_transposes(self.traced)
 
     def function(self, wrap_constant: Callable[[torch.Tensor], Any] = lambda x: x) -> Callable[..., Any]:
         """Compile the whole program to `run(inputs) -> outputs`, lists in and out."""
@@ -108,6 +105,10 @@ class Writer:
         kernel = None if self.differentiable else faster_kernel(node)
         name = self.op(node.target) if kernel is None else self.constant(kernel)
         return f"{name}({', '.join(parts)})"
+
+    @cached_property
+    def _transposed(self) -> Mapping[fx.Node, fx.Node]:
+        return {} if self.differentiable else by_transposes(self.traced)
 
     def _written(self) -> Iterator[fx.Node]:
         """The ops in order, without transposes that only products read which do without."""
