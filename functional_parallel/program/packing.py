@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["PACK", "UNPACK", "UNPACK_INTO", "unpacked"]
+__all__ = ["PACK", "UNPACK", "UNPACK_INTO", "runs_of", "unpacked"]
 
 _library = torch.library.Library("fp", "FRAGMENT")
 _library.define("pack(Tensor[] tensors, int parts, int[] dims) -> Tensor")
@@ -19,15 +19,15 @@ _library.define("unpack(Tensor packed, int parts, int offset, int[] shape, int d
 _library.define("unpack_(Tensor(a!) target, Tensor packed, int parts, int offset, int[] shape, int dim) -> Tensor(a!)")
 
 
-def _pack(tensors: Sequence[torch.Tensor], parts: int, dims: Sequence[int]) -> torch.Tensor:
-    runs = [x.unflatten(d, (parts, -1)).movedim(d, 0).reshape(parts, -1) for x, d in zip(tensors, dims, strict=True)]
-    return torch.cat(runs, 1).reshape(-1)
-
-
-def _pack_whole(tensors: Sequence[torch.Tensor], parts: int, dims: Sequence[int]) -> torch.Tensor:
+def runs_of(tensors: Sequence[torch.Tensor], parts: int, dims: Sequence[int]) -> list[torch.Tensor]:
+    """Of each tensor its part of every run: (parts, elements), to be joined along dim 1."""
     if parts == 1:
-        return torch.cat([x.reshape(-1) for x in tensors])
-    return _pack(tensors, parts, dims)
+        return [x.reshape(1, -1) for x in tensors]
+    return [x.unflatten(d, (parts, -1)).movedim(d, 0).reshape(parts, -1) for x, d in zip(tensors, dims, strict=True)]
+
+
+def _pack(tensors: Sequence[torch.Tensor], parts: int, dims: Sequence[int]) -> torch.Tensor:
+    return torch.cat(runs_of(tensors, parts, dims), 1).reshape(-1)
 
 
 def _unpack(packed: torch.Tensor, parts: int, offset: int, shape: Sequence[int], dim: int) -> torch.Tensor:
@@ -72,7 +72,7 @@ def _fake_unpack_into(target: torch.Tensor, *_: object) -> torch.Tensor:
     return target
 
 
-_library.impl("pack", _pack_whole, "CompositeExplicitAutograd")
+_library.impl("pack", _pack, "CompositeExplicitAutograd")
 _library.impl("unpack", _unpack, "CompositeExplicitAutograd")
 _library.impl("unpack_", _unpack_into, "CompositeExplicitAutograd")
 torch.library.register_fake("fp::unpack_", _fake_unpack_into, lib=_library)

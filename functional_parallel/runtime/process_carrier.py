@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..collectives import group
 from ..collectives.axes import bind
-from .algorithms import SIZES, Algorithm, Chooser, Messages, Steps, Team, setting
+from .algorithms import SIZES, Algorithm, Chooser, Messages, Packed, Team, setting, starting, whole
 from .groups import Group, Groups
 from .pending import CollectiveError, Pending
 from .zero_copy import joined, whole_of
@@ -88,13 +88,20 @@ class ProcessCarrier:
     # --- the primitives ---
 
     def start(
-        self, name: str, x: Tensor, *, axes: tuple[str, ...], params: Sequence[Any], overwrite: bool, where: str
+        self,
+        name: str,
+        x: Tensor | Packed,
+        *,
+        axes: tuple[str, ...],
+        params: Sequence[Any],
+        overwrite: bool,
+        where: str,
     ) -> Pending:
         """Start a primitive, to be waited for later.
 
         Args:
             name: psum, psum_scatter, all_gather or all_to_all.
-            x: its operand, not to be changed before the result is there.
+            x: its operand, not to be changed before the result is there; or tensors to be packed to it.
             axes: the axes it goes over.
             params: what its method takes after `axes`.
             overwrite: the result of a psum may take the operand's memory.
@@ -107,14 +114,16 @@ class ProcessCarrier:
         pending.where = where
         return pending
 
-    def _started(self, name: str, x: Tensor, axes: tuple[str, ...], params: Sequence[Any], overwrite: bool) -> Pending:
+    def _started(
+        self, name: str, x: Tensor | Packed, axes: tuple[str, ...], params: Sequence[Any], overwrite: bool
+    ) -> Pending:
         if name == "psum":
             return self._start_psum(x, axes, overwrite)
         if name == "psum_scatter":
             return self._start_psum_scatter(x, axes, *params)
         if name == "all_gather":
             return self._start_all_gather(x, axes, *params)
-        return self._start_all_to_all(x, axes, *params)
+        return self._start_all_to_all(whole(x), axes, *params)
 
     def psum(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
         return self._start_psum(x, axes, False).wait()
@@ -128,84 +137,60 @@ class ProcessCarrier:
     def all_to_all(self, x: Tensor, axes: tuple[str, ...], split_dim: int, concat_dim: int) -> Tensor:
         return self._start_all_to_all(x, axes, split_dim, concat_dim).wait()
 
-    def _start_psum(self, x: Tensor, axes: tuple[str, ...], overwrite: bool) -> Pending:
-        accumulated = self._accumulation_dtype(x)
+    def _start_psum(self, x: Tensor | Packed, axes: tuple[str, ...], overwrite: bool) -> Pending:
+        accumulated = self._accumulation_dtype(x.dtype)
         if chosen := self._chosen("all_reduce", x, axes):
-            return self._start_summed(chosen, x, axes, overwrite, accumulated)
+            return self._start_steps("psum", x, axes, chosen, starting.all_reduce(*chosen, x, overwrite, accumulated))
+        x = whole(x)
         widened = x.to(accumulated or x.dtype)
         if self._reduces_itself(widened, axes):
             own = overwrite or widened is not x
             return self._start_reduced("psum", widened, axes, dist.ReduceOp.SUM, own, x.dtype)
         return self._start_gathered("psum", x, axes, lambda parts: group.psum(parts, accumulated)[0])
 
-    def _start_psum_scatter(self, x: Tensor, axes: tuple[str, ...], dim: int) -> Pending:
-        accumulated = self._accumulation_dtype(x)
+    def _start_psum_scatter(self, x: Tensor | Packed, axes: tuple[str, ...], dim: int) -> Pending:
+        accumulated = self._accumulation_dtype(x.dtype)
         if chosen := self._chosen("reduce_scatter", x, axes):
-            return self._start_summed_apart(chosen, x, axes, dim, accumulated)
+            started = starting.reduce_scatter(*chosen, x, dim, accumulated)
+            return self._start_steps("psum_scatter", x, axes, chosen, started)
+        x = whole(x)
         if self.reduction == "fast" and self._groups.over(axes).backend == "nccl":
             return self._start_reduce_scattered(x.to(accumulated or x.dtype), axes, dim, x.dtype)
         chunks = x.chunk(len(self._groups.over(axes).ranks), dim)
         return self._start_exchanged("psum_scatter", x, chunks, axes, lambda parts: group.psum(parts, accumulated)[0])
 
-    def _start_all_gather(self, x: Tensor, axes: tuple[str, ...], dim: int) -> Pending:
+    def _start_all_gather(self, x: Tensor | Packed, axes: tuple[str, ...], dim: int) -> Pending:
         if chosen := self._chosen("all_gather", x, axes, len(self._groups.over(axes).ranks)):
-            algorithm, team = chosen
-            operand = _plain(x)
-            parts = operand.new_empty((team.size, *x.shape)).unbind()
-            steps = algorithm.all_gather(team, operand, parts)
-            return self._start_steps("all_gather", x, axes, team, steps, lambda: joined(parts, dim))
-        return self._start_gathered("all_gather", x, axes, lambda parts: joined(parts, dim))
+            return self._start_steps("all_gather", x, axes, chosen, starting.all_gather(*chosen, x, dim))
+        return self._start_gathered("all_gather", whole(x), axes, lambda parts: joined(parts, dim))
 
     def _start_all_to_all(self, x: Tensor, axes: tuple[str, ...], split_dim: int, concat_dim: int) -> Pending:
-        chunks = _plain(x).chunk(len(self._groups.over(axes).ranks), split_dim)
         if (chosen := self._chosen("all_to_all", x, axes)) and chosen[0].all_to_all:
-            team = chosen[1]
-            parts = x.new_empty((team.size, *chunks[0].shape)).unbind()
-            steps = chosen[0].all_to_all(team, chunks, parts)
-            return self._start_steps("all_to_all", x, axes, team, steps, lambda: joined(parts, concat_dim))
+            started = starting.all_to_all(*chosen, x, split_dim, concat_dim)
+            return self._start_steps("all_to_all", x, axes, chosen, started)
+        chunks = starting.plain(x).chunk(len(self._groups.over(axes).ranks), split_dim)
         return self._start_exchanged("all_to_all", x, chunks, axes, lambda parts: joined(parts, concat_dim))
 
     # --- by algorithms of ours ---
 
-    def _chosen(self, kind: str, x: Tensor, axes: tuple[str, ...], times: int = 1) -> tuple[Algorithm, Team] | None:
+    def _chosen(
+        self, kind: str, x: Tensor | Packed, axes: tuple[str, ...], times: int = 1
+    ) -> tuple[Algorithm, Team] | None:
         """How a collective goes, where it does not go the backend's own way."""
         chooser = self._chooser(axes) if x.device.type == "cpu" else None
         algorithm = chooser and chooser.choose(kind, times * x.nbytes)
         return (algorithm, chooser.team) if chooser and algorithm else None
 
-    def _start_summed(
-        self,
-        chosen: tuple[Algorithm, Team],
-        x: Tensor,
-        axes: tuple[str, ...],
-        overwrite: bool,
-        accumulated: torch.dtype | None,
-    ) -> Pending:
-        algorithm, team = chosen
-        operand = _plain(x)
-        in_place = overwrite and operand.is_contiguous()
-        result = operand if in_place else torch.empty_like(operand, memory_format=torch.contiguous_format)
-        steps = algorithm.all_reduce(team, operand, result, accumulated)
-        return self._start_steps("psum", x, axes, team, steps, lambda: result)
-
-    def _start_summed_apart(
-        self,
-        chosen: tuple[Algorithm, Team],
-        x: Tensor,
-        axes: tuple[str, ...],
-        dim: int,
-        accumulated: torch.dtype | None,
-    ) -> Pending:
-        algorithm, team = chosen
-        chunks = _plain(x).chunk(team.size, dim)
-        result = torch.empty_like(chunks[0], memory_format=torch.contiguous_format)
-        steps = algorithm.reduce_scatter(team, chunks, result, accumulated)
-        return self._start_steps("psum_scatter", x, axes, team, steps, lambda: result)
-
     def _start_steps(
-        self, operation: str, x: Tensor, axes: tuple[str, ...], team: Team, steps: Steps, finish: Callable[[], Tensor]
+        self,
+        operation: str,
+        x: Tensor | Packed,
+        axes: tuple[str, ...],
+        chosen: tuple[Algorithm, Team],
+        started: starting.Started,
     ) -> Pending:
-        return Pending(lambda: team.run(steps), finish, self._describe(operation, x, axes))
+        steps, finish = started
+        return Pending(lambda: chosen[1].run(steps), finish, self._describe(operation, x, axes))
 
     # --- by the backend ---
 
@@ -328,7 +313,7 @@ class ProcessCarrier:
             self._describe(operation, x, axes),
         )
 
-    def _describe(self, operation: str, x: Tensor, axes: tuple[str, ...]) -> Callable[[float], str]:
+    def _describe(self, operation: str, x: Tensor | Packed, axes: tuple[str, ...]) -> Callable[[float], str]:
         shape, dtype = list(x.shape), str(x.dtype).removeprefix("torch.")
         ranks = list(self._groups.over(axes).ranks)
 
@@ -378,9 +363,9 @@ class ProcessCarrier:
         """Whether the backend's own reduction may be used: it knows few dtypes, and adds in an order of its own."""
         return self.reduction == "fast" and x.dtype in _REDUCED_BY.get(self._groups.over(axes).backend, _REDUCED_BY_ALL)
 
-    def _accumulation_dtype(self, x: Tensor) -> torch.dtype | None:
+    def _accumulation_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
         wanted = self.reduce_dtype
-        if wanted is None or not x.is_floating_point() or x.dtype.itemsize >= wanted.itemsize:
+        if wanted is None or not dtype.is_floating_point or dtype.itemsize >= wanted.itemsize:
             return None
         return wanted
 
@@ -393,11 +378,6 @@ def _agree(settings: dict[str, str]) -> None:
         values = [each[name] for each in everywhere]
         if len(set(values)) > 1:
             raise ValueError(f"{name} must be the same on every rank, but it is, by rank, {', '.join(values[:16])}")
-
-
-def _plain(x: Tensor) -> Tensor:
-    """The values as they lie in memory."""
-    return x.detach().resolve_conj().resolve_neg()
 
 
 def _as_bytes(x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ seconds instead of hanging in mismatched collectives.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import os
 from collections.abc import Callable, Sequence
@@ -27,10 +28,12 @@ from ..program import Program
 from ..program.checksum import checksum
 from ..program.collectives import primitive_name
 from ..program.overlap import STARTED, is_only_use_of_own_memory, overlapped
+from ..program.packing import PACK
 from ..program.sharing import readers_before_writes
 from ..program.text import first_difference
 from ..tracing import hollow
 from ..varying import run_typed
+from .algorithms import Packed
 from .codegen import Writer, holds_levels
 from .meeting import Meeting
 from .pending import CollectiveError, Pending
@@ -197,12 +200,14 @@ class _OneRank:
 
     def __init__(self, program: Program, carrier: ProcessCarrier) -> None:
         self.program, self.carrier = program, carrier
+        self._packed_when_sent: set[fx.Node] = set()
         if program.backend == "inductor":
             regions = with_regions(program)
             self.writer = Writer(regions.traced, self.line, readers=regions.readers)
             return
         readers = readers_before_writes(program.traced)
         order = overlapped(program.traced, readers)
+        self._packed_when_sent = {node for node, after in itertools.pairwise(order) if self._only_sends(after, node)}
         self.writer = Writer(program.traced, self.line, order=order, readers=readers)
 
     def function(self) -> Callable[..., Any]:
@@ -211,7 +216,7 @@ class _OneRank:
     def line(self, node: fx.Node, writer: Writer) -> str:
         name = primitive_name(node)
         text = writer.names.__getitem__
-        if name is not None and name in STARTED and self.program.mesh.axis_size(tuple(node.args[1])) > 1:
+        if name is not None and self._is_started(node):
             writer.pending.add(node)
             return f"{writer.constant(self._start(node, name))}({text(node.args[0])})"
         if name is not None:
@@ -219,7 +224,16 @@ class _OneRank:
             return f"{writer.constant(self._collective(node, name))}({operand})"
         if node.target is operator.getitem:
             return f"{text(node.args[0])}[{node.args[1]}]"
+        if node in self._packed_when_sent:
+            return f"{writer.constant(Packed)}({', '.join(writer.argument(arg, text) for arg in node.args)})"
         return writer.call(node, text)
+
+    def _is_started(self, node: fx.Node) -> bool:
+        return primitive_name(node) in STARTED and self.program.mesh.axis_size(tuple(node.args[1])) > 1
+
+    def _only_sends(self, node: fx.Node, value: fx.Node) -> bool:
+        """Whether an op packs and the next one starts to send that, which nothing else needs."""
+        return value.target is PACK and self._is_started(node) and list(value.users) == [node]
 
     def _start(self, node: fx.Node, name: str) -> Callable[[torch.Tensor], Pending]:
         axes = tuple(node.args[1])

@@ -19,7 +19,18 @@ from torch import Tensor
 
 from functional_parallel.collectives import group
 from functional_parallel.runtime import CollectiveError, ProcessRuntime
-from functional_parallel.runtime.algorithms import ALGORITHMS, Chooser, Team, connect, setting, shared, shared_memory
+from functional_parallel.runtime.algorithms import (
+    ALGORITHMS,
+    Algorithm,
+    Chooser,
+    Packed,
+    Team,
+    connect,
+    setting,
+    shared,
+    shared_memory,
+    starting,
+)
 from functional_parallel.runtime.algorithms.choose import VARIABLE
 from functional_parallel.runtime.algorithms.model import fitted, work_of
 from functional_parallel.runtime.process_carrier import ProcessCarrier
@@ -48,6 +59,7 @@ def cases(draw: st.DrawFn) -> list[Case]:
             "dtype": st.sampled_from(DTYPES),
             "in_place": st.booleans(),
             "strided": st.booleans(),
+            "packed": st.booleans(),
             "real": st.booleans(),
             "seed": st.integers(0, 1000),
         }
@@ -84,28 +96,38 @@ def start(team: Team, name: str, case: Case) -> Callable[[], None]:
     operands = [operand(case, source, size, algorithm.is_ordered) for source in range(size)]
     mine, kind = operands[rank], case["kind"]
     if kind == "all_reduce":
-        results = [mine if case["in_place"] and mine.is_contiguous() else empty(mine)]
-        steps = algorithm.all_reduce(team, mine, results[0], None)
-        wanted = [group.psum(operands)[rank].clone()]
+        wanted = group.psum(operands)[rank].clone()
+        steps, result = starting.all_reduce(algorithm, team, sent(case, mine, 1), case["in_place"], None)
     elif kind == "reduce_scatter":
-        results = [empty(mine.chunk(size, 0)[rank])]
-        steps = algorithm.reduce_scatter(team, mine.chunk(size, 0), results[0], None)
-        wanted = [group.psum_scatter(operands, 0)[rank]]
+        wanted = group.psum_scatter(operands, 0)[rank]
+        steps, result = starting.reduce_scatter(algorithm, team, sent(case, mine, size), 0, None)
     elif kind == "all_gather":
-        results = list(mine.new_empty(size, *mine.shape).unbind())
-        steps, wanted = algorithm.all_gather(team, mine, results), operands
+        wanted = torch.cat(operands)
+        steps, result = starting.all_gather(algorithm, team, sent(case, mine, 1), 0)
     else:
-        results = list(mine.new_empty(size, *mine.chunk(size, 0)[0].shape).unbind())
-        steps = (algorithm.all_to_all or ALGORITHMS["direct"].all_to_all)(team, mine.chunk(size, 0), results)
-        wanted = [each.chunk(size, 0)[rank] for each in operands]
+        wanted = torch.cat([each.chunk(size, 0)[rank] for each in operands])
+        steps, result = starting.all_to_all(exchanging(algorithm), team, mine, 0, 0)
     running = team.run(steps)
 
     def finish() -> None:
         running.wait()
-        for result, want in zip(results, wanted, strict=True):
-            assert torch.equal(result, want), (name, case)
+        assert torch.equal(result(), wanted), (name, case)
 
     return finish
+
+
+def exchanging(algorithm: Algorithm) -> Algorithm:
+    return algorithm if algorithm.all_to_all else ALGORITHMS["direct"]
+
+
+def sent(case: Case, x: Tensor, parts: int) -> Tensor | Packed:
+    """A flat operand, or two tensors that packed make it: one cut along its first dim, one along its last."""
+    if not case["packed"]:
+        return x
+    first, second = x.reshape(parts, -1).tensor_split([case["seed"] % 7], dim=1)
+    rows = 2 if second.shape[1] % 2 == 0 else 1
+    turned = second.unflatten(1, (rows, -1)).movedim(0, 1).flatten(1)
+    return Packed([first.reshape(-1), turned], parts, [0, 1])
 
 
 def operand(case: Case, source: int, size: int, is_ordered: bool) -> Tensor:
@@ -120,10 +142,6 @@ def operand(case: Case, source: int, size: int, is_ordered: bool) -> Tensor:
     else:
         values = torch.randint(0, 8, (length, 2), generator=generator).to(case["dtype"])
     return values[:, 0] if case["strided"] else values[:, 0].contiguous()
-
-
-def empty(like: Tensor) -> Tensor:
-    return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
 def teams(rank: int, size: int) -> Iterator[tuple[Team, list[str]]]:

@@ -1,10 +1,11 @@
 """Collectives through memory that the ranks of one host share: each byte is written once and read where it is needed.
 
 To send, a rank copies into its own memory; who needs the bytes reads them there, and adds while reading, in rank order.
-A collective of up to `AT_ONCE` bytes is written when it starts, so that a rank which comes later finds it there. A
-larger one goes in pieces that stay in the processor's cache: the first two when it starts, the others while it is
-waited for. Piece `t + 2` is written after piece `t` was read, over piece `t - 2`: that a rank has sent piece `t` says
-that it has read piece `t - 2`, so nobody has to say what was read.
+A collective of up to `AT_ONCE` bytes is written when it starts, so that a rank which comes later finds it there; what
+is packed of several tensors is packed there, and held nowhere else. A larger one goes in pieces that stay in the
+processor's cache: the first two when it starts, the others while it is waited for. Piece `t + 2` is written after piece
+`t` was read, over piece `t - 2`: that a rank has sent piece `t` says that it has read piece `t - 2`, so nobody has to
+say what was read.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .alignment import ALIGNMENT, aligned
+from .packed import Packed
 from .running import Steps
 from .shared_memory import SharedMemory
 from .sums import ordered_sum
@@ -27,10 +29,10 @@ _AHEAD = 2
 ONE_ROUND = 128 << 10  # below, a second round of signals costs more than that every rank adds everything
 
 
-def all_gather(memory: SharedMemory, mine: Tensor, parts: Sequence[Tensor]) -> Steps:
+def all_gather(memory: SharedMemory, mine: Tensor | Packed, parts: Sequence[Tensor]) -> Steps:
     """`parts[i]`, contiguous, becomes the value of rank i."""
-    parts[memory.rank].copy_(mine)
-    for piece in _pieces(memory, [mine]):
+    for piece in _pieces(memory, mine if isinstance(mine, Packed) else [mine]):
+        piece.of(parts[memory.rank]).copy_(piece.own(0))
         yield [memory.all_gave(piece.sent)]
         for rank in _others(memory):
             piece.of(parts[rank]).copy_(piece.read(rank, 0))
@@ -46,7 +48,7 @@ def all_to_all(memory: SharedMemory, chunks: Sequence[Tensor], parts: Sequence[T
 
 
 def reduce_scatter(
-    memory: SharedMemory, chunks: Sequence[Tensor], result: Tensor, accumulated: torch.dtype | None = None
+    memory: SharedMemory, chunks: Sequence[Tensor] | Packed, result: Tensor, accumulated: torch.dtype | None = None
 ) -> Steps:
     """Chunk i of the sum on rank i, into `result`, which is contiguous."""
     for piece in _pieces(memory, chunks, keep=memory.rank):
@@ -56,17 +58,19 @@ def reduce_scatter(
         ordered_sum(parts, piece.of(result), accumulated)
 
 
-def all_reduce(memory: SharedMemory, x: Tensor, result: Tensor, accumulated: torch.dtype | None = None) -> Steps:
+def all_reduce(
+    memory: SharedMemory, x: Tensor | Packed, result: Tensor, accumulated: torch.dtype | None = None
+) -> Steps:
     """The sum, into `result`, which is contiguous and may be `x`.
 
     Two ranks, and more of them with little to add, each add everything. Else each adds a part and reads the others.
     """
     if memory.size == 2 or x.nbytes <= ONE_ROUND:
-        for piece in _pieces(memory, [x]):
+        for piece in _pieces(memory, x if isinstance(x, Packed) else [x]):
             yield [memory.all_gave(piece.sent)]
             ordered_sum([piece.read(rank, 0) for rank in range(memory.size)], piece.of(result), accumulated)
         return
-    for piece in _pieces(memory, [x.reshape(-1)]):
+    for piece in _pieces(memory, x if isinstance(x, Packed) else [x.reshape(-1)]):
         yield [memory.all_gave(piece.sent)]
         written = [piece.read(rank, 0).tensor_split(memory.size) for rank in range(memory.size)]
         results = piece.of(result.view(-1)).tensor_split(memory.size)
@@ -116,15 +120,39 @@ class _Piece:
         self._memory.signal(self.sent)
 
 
-def _pieces(memory: SharedMemory, tensors: Sequence[Tensor], keep: int | None = None) -> Iterator[_Piece]:
+class _PackedPiece(_Piece):
+    """The only piece of what is packed where it is sent from: a rank reads its own there, as the others do."""
+
+    def __init__(self, memory: SharedMemory, packed: Packed, buffers: Sequence[Tensor]) -> None:
+        super().__init__(memory, (), None, buffers)
+        self._length, self._dtype = packed.nbytes // packed.parts, packed.dtype
+        packed.write(buffers[memory.rank][: packed.nbytes].view(packed.dtype))
+        memory.signal(self.sent)
+
+    def read(self, rank: int, index: int) -> Tensor:
+        begin = index * self._length
+        return self._buffers[rank][begin : begin + self._length].view(self._dtype)
+
+    def own(self, index: int) -> Tensor:
+        return self.read(self._memory.rank, index)
+
+
+def _pieces(memory: SharedMemory, tensors: Sequence[Tensor] | Packed, keep: int | None = None) -> Iterator[_Piece]:
     """The pieces of what this rank sends, one after the other, each to be read before the next is asked for.
 
     What it has for itself alone, `tensors[keep]`, is not written.
     """
+    if isinstance(tensors, Packed):
+        if tensors.nbytes <= AT_ONCE:
+            slot = memory.slot(tensors.nbytes)
+            yield _PackedPiece(memory, tensors, slot.parts)
+            slot.done()
+            return
+        tensors = tensors.whole().chunk(tensors.parts)
     places: list[slice | None]
-    whole = len(tensors) * _stride(tensors[0])
-    if whole <= AT_ONCE:
-        tensors, places, length = list(tensors), [None], whole
+    size = len(tensors) * _stride(tensors[0])
+    if size <= AT_ONCE:
+        tensors, places, length = list(tensors), [None], size
     else:
         tensors = [tensor.reshape(-1) for tensor in tensors]
         step = PIECE // len(tensors) // ALIGNMENT * ALIGNMENT // tensors[0].element_size()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +17,10 @@ from .team import Messages, Team
 __all__ = ["ALGORITHMS", "Algorithm"]
 
 Dtype = torch.dtype | None
-AllReduce = Callable[[Team, Tensor, Tensor, Dtype], Steps]
-ReduceScatter = Callable[[Team, Sequence[Tensor], Tensor, Dtype], Steps]
-AllGather = Callable[[Team, Tensor, Sequence[Tensor]], Steps]
+Operand = Any  # Tensor, or Packed where the algorithm packs; of a scatter its chunks, or Packed
+AllReduce = Callable[[Team, Operand, Tensor, Dtype], Steps]
+ReduceScatter = Callable[[Team, Operand, Tensor, Dtype], Steps]
+AllGather = Callable[[Team, Operand, Sequence[Tensor]], Steps]
 AllToAll = Callable[[Team, Sequence[Tensor], Sequence[Tensor]], Steps]
 
 
@@ -34,6 +36,7 @@ class Algorithm:
         reduce_scatter: from chunks by rank, equal in shape; the sum of this rank's into the third argument.
         all_gather: from an operand into parts by rank, which lie one behind the other.
         all_to_all: from chunks by rank into parts by rank; None where the algorithm knows no better way.
+        packs: whether the operand of a sum or gather may be `Packed`, and the chunks of a scatter too.
     """
 
     name: str
@@ -43,6 +46,7 @@ class Algorithm:
     reduce_scatter: ReduceScatter
     all_gather: AllGather
     all_to_all: AllToAll | None = None
+    packs: bool = False
 
 
 # -----------------------------------------------------------------------------
@@ -116,6 +120,7 @@ _SHARED = Algorithm(
     lambda team, *rest: shared.reduce_scatter(_memory(team), *rest),
     lambda team, *rest: shared.all_gather(_memory(team), *rest),
     lambda team, *rest: shared.all_to_all(_memory(team), *rest),
+    packs=True,
 )
 
 # In order of preference: of those about equally fast, the first.

@@ -1,0 +1,81 @@
+"""One collective by one algorithm: its steps, and what makes the result of them.
+
+Results are made before the first step, as algorithms receive into them. Operands are taken as they lie in memory, or
+packed by an algorithm that copies them anyhow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..zero_copy import joined
+from .packed import Packed, whole
+from .running import Steps
+from .table import Algorithm
+from .team import Team
+
+__all__ = ["Started", "all_gather", "all_reduce", "all_to_all", "plain", "reduce_scatter"]
+
+Started = tuple[Steps, Callable[[], Tensor]]
+Operand = Tensor | Packed
+
+
+def all_reduce(
+    algorithm: Algorithm, team: Team, x: Operand, overwrite: bool, accumulated: torch.dtype | None
+) -> Started:
+    """The sum, in the operand's memory where it may be overwritten.
+
+    Args:
+        algorithm: of those that serve the team.
+        team: the ranks.
+        x: this rank's.
+        overwrite: nothing else needs what lies there.
+        accumulated: the type to add in; None is the operand's.
+    """
+    operand = _as_it_lies(algorithm, x)
+    if isinstance(operand, Packed):
+        result = operand.empty()
+    elif overwrite and operand.is_contiguous():
+        result = operand
+    else:
+        result = torch.empty_like(operand, memory_format=torch.contiguous_format)
+    return algorithm.all_reduce(team, operand, result, accumulated), lambda: result
+
+
+def reduce_scatter(algorithm: Algorithm, team: Team, x: Operand, dim: int, accumulated: torch.dtype | None) -> Started:
+    """This rank's chunk of the sum, along a dim."""
+    operand = _as_it_lies(algorithm, x)
+    if isinstance(operand, Packed):
+        result = operand.empty(operand.shape.numel() // team.size)
+        return algorithm.reduce_scatter(team, operand, result, accumulated), lambda: result
+    chunks = operand.chunk(team.size, dim)
+    result = torch.empty_like(chunks[0], memory_format=torch.contiguous_format)
+    return algorithm.reduce_scatter(team, chunks, result, accumulated), lambda: result
+
+
+def all_gather(algorithm: Algorithm, team: Team, x: Operand, dim: int) -> Started:
+    """All ranks' operands, joined along a dim."""
+    operand = _as_it_lies(algorithm, x)
+    shape = (team.size, *operand.shape)
+    parts = torch.empty(shape, dtype=operand.dtype, device=operand.device).unbind()
+    return algorithm.all_gather(team, operand, parts), lambda: joined(parts, dim)
+
+
+def all_to_all(algorithm: Algorithm, team: Team, x: Tensor, split_dim: int, concat_dim: int) -> Started:
+    """Chunks of all ranks for this one, joined along a dim, by an algorithm that knows a way."""
+    assert algorithm.all_to_all is not None, algorithm.name
+    chunks = plain(x).chunk(team.size, split_dim)
+    parts = x.new_empty((team.size, *chunks[0].shape)).unbind()
+    return algorithm.all_to_all(team, chunks, parts), lambda: joined(parts, concat_dim)
+
+
+def plain(x: Tensor) -> Tensor:
+    """The values as they lie in memory."""
+    return x.detach().resolve_conj().resolve_neg()
+
+
+def _as_it_lies(algorithm: Algorithm, x: Operand) -> Operand:
+    return x if isinstance(x, Packed) and algorithm.packs else plain(whole(x))
