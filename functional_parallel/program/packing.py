@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["PACK", "UNPACK", "UNPACK_INTO", "runs_of", "unpacked"]
+__all__ = ["PACK", "UNPACK", "UNPACK_INTO", "packed", "runs_of", "unpacked"]
 
 _library = torch.library.Library("fp", "FRAGMENT")
 _library.define("pack(Tensor[] tensors, int parts, int[] dims) -> Tensor")
@@ -26,7 +26,8 @@ def runs_of(tensors: Sequence[torch.Tensor], parts: int, dims: Sequence[int]) ->
     return [x.unflatten(d, (parts, -1)).movedim(d, 0).reshape(parts, -1) for x, d in zip(tensors, dims, strict=True)]
 
 
-def _pack(tensors: Sequence[torch.Tensor], parts: int, dims: Sequence[int]) -> torch.Tensor:
+def packed(tensors: Sequence[torch.Tensor], parts: int, dims: Sequence[int]) -> torch.Tensor:
+    """The runs, one behind the other."""
     return torch.cat(runs_of(tensors, parts, dims), 1).reshape(-1)
 
 
@@ -72,7 +73,7 @@ def _fake_unpack_into(target: torch.Tensor, *_: object) -> torch.Tensor:
     return target
 
 
-_library.impl("pack", _pack, "CompositeExplicitAutograd")
+_library.impl("pack", packed, "CompositeExplicitAutograd")
 _library.impl("unpack", _unpack, "CompositeExplicitAutograd")
 _library.impl("unpack_", _unpack_into, "CompositeExplicitAutograd")
 torch.library.register_fake("fp::unpack_", _fake_unpack_into, lib=_library)

@@ -20,7 +20,7 @@ class Pending:
 
     Args:
         start: starts it, and returns torch's handle of it, or None when nothing needs to travel.
-        finish: makes the result, once all bytes are there; what it refers to is kept alive until then.
+        finish: makes the result, a tensor or several, once all bytes are there; until then what it refers to is kept.
         describe: who does what, and the sentence for a failure after so many seconds.
 
     Attributes:
@@ -29,9 +29,7 @@ class Pending:
 
     __slots__ = ("_began", "_describe", "_finish", "_work", "where")
 
-    def __init__(
-        self, start: Callable[[], Any], finish: Callable[[], Tensor], describe: Callable[[float], str]
-    ) -> None:
+    def __init__(self, start: Callable[[], Any], finish: Callable[[], Any], describe: Callable[[float], str]) -> None:
         self._finish, self._describe = finish, describe
         self._began = time.monotonic()
         self.where = ""
@@ -40,14 +38,15 @@ class Pending:
         except (RuntimeError, ValueError) as error:
             raise self._failure(error) from error
 
-    def wait(self) -> Tensor:
-        """The result, contiguous."""
+    def wait(self) -> Any:
+        """The result: a tensor, contiguous, or several."""
         try:
             if self._work is not None:
                 self._work.wait()
         except (RuntimeError, ValueError) as error:
             raise self._failure(error) from error
-        return self._finish().contiguous()
+        result = self._finish()
+        return result.contiguous() if isinstance(result, Tensor) else result
 
     def _failure(self, error: Exception) -> CollectiveError:
         where = f"{self.where}: " if self.where else ""

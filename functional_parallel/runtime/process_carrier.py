@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..collectives import group
 from ..collectives.axes import bind
-from .algorithms import SIZES, Algorithm, Chooser, Messages, Packed, Team, setting, starting, whole
+from .algorithms import SIZES, Algorithm, Chooser, Layout, Messages, Packed, Team, setting, starting, whole
 from .groups import Group, Groups
 from .pending import CollectiveError, Pending
 from .zero_copy import joined, whole_of
@@ -103,7 +103,7 @@ class ProcessCarrier:
             name: psum, psum_scatter, all_gather or all_to_all.
             x: its operand, not to be changed before the result is there; or tensors to be packed to it.
             axes: the axes it goes over.
-            params: what its method takes after `axes`.
+            params: what its method takes after `axes`; of a gather also a layout, to get the tensors that lie in it.
             overwrite: the result of a psum may take the operand's memory.
             where: the line that it came from, for messages.
         """
@@ -159,10 +159,13 @@ class ProcessCarrier:
         chunks = x.chunk(len(self._groups.over(axes).ranks), dim)
         return self._start_exchanged("psum_scatter", x, chunks, axes, lambda parts: group.psum(parts, accumulated)[0])
 
-    def _start_all_gather(self, x: Tensor | Packed, axes: tuple[str, ...], dim: int) -> Pending:
+    def _start_all_gather(
+        self, x: Tensor | Packed, axes: tuple[str, ...], dim: int, layout: Layout | None = None
+    ) -> Pending:
         if chosen := self._chosen("all_gather", x, axes, len(self._groups.over(axes).ranks)):
-            return self._start_steps("all_gather", x, axes, chosen, starting.all_gather(*chosen, x, dim))
-        return self._start_gathered("all_gather", whole(x), axes, lambda parts: joined(parts, dim))
+            return self._start_steps("all_gather", x, axes, chosen, starting.all_gather(*chosen, x, dim, layout))
+        end = lambda parts: starting.taken_apart(joined(parts, dim), layout)  # noqa: E731
+        return self._start_gathered("all_gather", whole(x), axes, end)
 
     def _start_all_to_all(self, x: Tensor, axes: tuple[str, ...], split_dim: int, concat_dim: int) -> Pending:
         if (chosen := self._chosen("all_to_all", x, axes)) and chosen[0].all_to_all:
@@ -256,7 +259,7 @@ class ProcessCarrier:
         )
 
     def _start_gathered(
-        self, operation: str, x: Tensor, axes: tuple[str, ...], finish: Callable[[list[Tensor]], Tensor]
+        self, operation: str, x: Tensor, axes: tuple[str, ...], finish: Callable[[list[Tensor]], Any]
     ) -> Pending:
         """All ranks' values, in the order of the axes, go to `finish`."""
         members = self._groups.over(axes)
@@ -269,7 +272,7 @@ class ProcessCarrier:
                 return dist.all_gather_into_tensor(buffer, mine, members.handle, async_op=True)
             return dist.all_gather(parts, mine, members.handle, async_op=True)
 
-        def end() -> Tensor:
+        def end() -> Any:
             return finish([_from_bytes(part, x).reshape(x.shape) for part in members.in_order(parts)])
 
         return Pending(start, end, self._describe(operation, x, axes))

@@ -27,13 +27,13 @@ from ..partition.placement import WHOLE, Shard
 from ..program import Program
 from ..program.checksum import checksum
 from ..program.collectives import primitive_name
-from ..program.overlap import STARTED, is_only_use_of_own_memory, overlapped
-from ..program.packing import PACK
+from ..program.overlap import STARTED, is_only_use_of_own_memory, one_scatter_at_a_time, overlapped
+from ..program.packing import PACK, UNPACK
 from ..program.sharing import readers_before_writes
 from ..program.text import first_difference
 from ..tracing import hollow
 from ..varying import run_typed
-from .algorithms import Packed
+from .algorithms import Layout, Packed
 from .codegen import Writer, holds_levels
 from .meeting import Meeting
 from .pending import CollectiveError, Pending
@@ -200,15 +200,16 @@ class _OneRank:
 
     def __init__(self, program: Program, carrier: ProcessCarrier) -> None:
         self.program, self.carrier = program, carrier
-        self._packed_when_sent: set[fx.Node] = set()
         if program.backend == "inductor":
             regions = with_regions(program)
-            self.writer = Writer(regions.traced, self.line, readers=regions.readers)
-            return
-        readers = readers_before_writes(program.traced)
-        order = overlapped(program.traced, readers)
+            traced, order, readers = regions.traced, list(regions.traced.nodes), regions.readers
+        else:
+            traced, readers = program.traced, readers_before_writes(program.traced)
+            order = overlapped(traced, readers)
+        ended = one_scatter_at_a_time(order)
+        before = {node: [*readers.get(node, ()), *ended.get(node, ())] for node in readers.keys() | ended.keys()}
         self._packed_when_sent = {node for node, after in itertools.pairwise(order) if self._only_sends(after, node)}
-        self.writer = Writer(program.traced, self.line, order=order, readers=readers)
+        self.writer = Writer(traced, self.line, order=order, readers=before)
 
     def function(self) -> Callable[..., Any]:
         return self.writer.function()
@@ -224,6 +225,8 @@ class _OneRank:
             return f"{writer.constant(self._collective(node, name))}({operand})"
         if node.target is operator.getitem:
             return f"{text(node.args[0])}[{node.args[1]}]"
+        if node.target is UNPACK and self._unpacks(node.args[0]):
+            return f"{text(node.args[0])}.take({list(node.args[0].users).index(node)})"
         if node in self._packed_when_sent:
             return f"{writer.constant(Packed)}({', '.join(writer.argument(arg, text) for arg in node.args)})"
         return writer.call(node, text)
@@ -235,9 +238,17 @@ class _OneRank:
         """Whether an op packs and the next one starts to send that, which nothing else needs."""
         return value.target is PACK and self._is_started(node) and list(value.users) == [node]
 
+    def _unpacks(self, node: fx.Node) -> bool:
+        """Whether a collective brings tensors that are packed in one, which nobody needs as such."""
+        is_gather = primitive_name(node) == "all_gather" and self._is_started(node)
+        return is_gather and all(user.target is UNPACK for user in node.users)
+
     def _start(self, node: fx.Node, name: str) -> Callable[[torch.Tensor], Pending]:
         axes = tuple(node.args[1])
         params = [param for param in node.args[2:] if not isinstance(param, str)]
+        if self._unpacks(node):
+            users = [user.args for user in node.users]
+            params.append(Layout(users[0][1], tuple((begin, tuple(shape), dim) for _, _, begin, shape, dim in users)))
         return functools.partial(
             self.carrier.start,
             name,

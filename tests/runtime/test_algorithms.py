@@ -23,6 +23,7 @@ from functional_parallel.runtime.algorithms import (
     ALGORITHMS,
     Algorithm,
     Chooser,
+    Layout,
     Packed,
     Team,
     connect,
@@ -95,23 +96,31 @@ def start(team: Team, name: str, case: Case) -> Callable[[], None]:
     algorithm, size, rank = ALGORITHMS[name], team.size, team.rank
     operands = [operand(case, source, size, algorithm.is_ordered) for source in range(size)]
     mine, kind = operands[rank], case["kind"]
+    layout = None
     if kind == "all_reduce":
-        wanted = group.psum(operands)[rank].clone()
+        wanted = [group.psum(operands)[rank].clone()]
         steps, result = starting.all_reduce(algorithm, team, sent(case, mine, 1), case["in_place"], None)
     elif kind == "reduce_scatter":
-        wanted = group.psum_scatter(operands, 0)[rank]
+        wanted = [group.psum_scatter(operands, 0)[rank]]
         steps, result = starting.reduce_scatter(algorithm, team, sent(case, mine, size), 0, None)
     elif kind == "all_gather":
-        wanted = torch.cat(operands)
-        steps, result = starting.all_gather(algorithm, team, sent(case, mine, 1), 0)
+        wanted = [torch.cat(operands)]
+        if case["packed"]:
+            parts = [leaves(case, x, 1) for x in operands]
+            wanted = [torch.cat([part[index] for part in parts], index) for index in range(2)]
+            first, second = parts[rank]
+            layout = Layout(size, ((0, tuple(first.shape), 0), (first.numel(), tuple(second.shape), 1)))
+        steps, result = starting.all_gather(algorithm, team, sent(case, mine, 1), 0, layout)
     else:
-        wanted = torch.cat([each.chunk(size, 0)[rank] for each in operands])
+        wanted = [torch.cat([each.chunk(size, 0)[rank] for each in operands])]
         steps, result = starting.all_to_all(exchanging(algorithm), team, mine, 0, 0)
     running = team.run(steps)
 
     def finish() -> None:
         running.wait()
-        assert torch.equal(result(), wanted), (name, case)
+        found = result()
+        results = [found] if layout is None else [found.take(index) for index in (1, 0)][::-1]
+        assert all(map(torch.equal, results, wanted)), (name, case)
 
     return finish
 
@@ -121,13 +130,14 @@ def exchanging(algorithm: Algorithm) -> Algorithm:
 
 
 def sent(case: Case, x: Tensor, parts: int) -> Tensor | Packed:
-    """A flat operand, or two tensors that packed make it: one cut along its first dim, one along its last."""
-    if not case["packed"]:
-        return x
+    return Packed(leaves(case, x, parts), parts, [0, 1]) if case["packed"] else x
+
+
+def leaves(case: Case, x: Tensor, parts: int) -> list[Tensor]:
+    """Two tensors that packed make a flat one: the first is cut in parts along its first dim, the other its second."""
     first, second = x.reshape(parts, -1).tensor_split([case["seed"] % 7], dim=1)
     rows = 2 if second.shape[1] % 2 == 0 else 1
-    turned = second.unflatten(1, (rows, -1)).movedim(0, 1).flatten(1)
-    return Packed([first.reshape(-1), turned], parts, [0, 1])
+    return [first.reshape(-1), second.unflatten(1, (rows, -1)).movedim(0, 1).flatten(1)]
 
 
 def operand(case: Case, source: int, size: int, is_ordered: bool) -> Tensor:

@@ -6,6 +6,7 @@ from .packed import Packed, whole
 from .running import Steps
 from .table import ALGORITHMS, Algorithm
 from .team import NOTHING, Messages, Team
+from .unpacked import Layout, Unpacked
 
 __all__ = [
     "ALGORITHMS",
@@ -13,10 +14,12 @@ __all__ = [
     "SIZES",
     "Algorithm",
     "Chooser",
+    "Layout",
     "Messages",
     "Packed",
     "Steps",
     "Team",
+    "Unpacked",
     "setting",
     "starting",
     "whole",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...program.packing import runs_of
+from ...program.packing import packed, runs_of
 
 __all__ = ["Packed", "whole"]
 
@@ -39,15 +39,17 @@ class Packed:
         """Flat memory, for the whole or for so many elements."""
         return torch.empty(self.shape if length is None else length, dtype=self.dtype, device=self.device)
 
-    def write(self, memory: Tensor) -> Tensor:
-        """Pack into flat memory as long as the whole."""
-        torch.cat(runs_of(self._tensors, self.parts, self._dims), 1, out=memory.view(self.parts, -1))
+    def write(self, runs: Sequence[Tensor]) -> None:
+        """Pack into flat memory, one stretch for each run."""
+        pieces = zip(*(x.unbind() for x in runs_of(self._tensors, self.parts, self._dims)), strict=True)
+        for run, piece in zip(runs, pieces, strict=True):
+            torch.cat(piece, out=run)
         self._tensors = ()
-        return memory
 
     def whole(self) -> Tensor:
         """Pack into memory of their own."""
-        return self.write(self.empty())
+        tensors, self._tensors = self._tensors, ()
+        return packed(tensors, self.parts, self._dims)
 
 
 def whole(x: Tensor | Packed) -> Tensor:

@@ -20,6 +20,7 @@ from .packed import Packed
 from .running import Steps
 from .shared_memory import SharedMemory
 from .sums import ordered_sum
+from .unpacked import InPlace
 
 __all__ = ["ONE_ROUND", "all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
 
@@ -29,19 +30,26 @@ _AHEAD = 2
 ONE_ROUND = 128 << 10  # below, a second round of signals costs more than that every rank adds everything
 
 
-def all_gather(memory: SharedMemory, mine: Tensor | Packed, parts: Sequence[Tensor]) -> Steps:
-    """`parts[i]`, contiguous, becomes the value of rank i."""
+def all_gather(memory: SharedMemory, mine: Tensor | Packed, parts: Sequence[Tensor] | InPlace) -> Steps:
+    """`parts[i]`, contiguous, becomes the value of rank i; or tensors get their parts of it."""
     for piece in _pieces(memory, mine if isinstance(mine, Packed) else [mine]):
-        piece.of(parts[memory.rank]).copy_(piece.own(0))
+        _put(piece, piece.own(0), parts, memory.rank)
         yield [memory.all_gave(piece.sent)]
         for rank in _others(memory):
-            piece.of(parts[rank]).copy_(piece.read(rank, 0))
+            _put(piece, piece.read(rank, 0), parts, rank)
+
+
+def _put(piece: _Piece, values: Tensor, parts: Sequence[Tensor] | InPlace, rank: int) -> None:
+    if isinstance(parts, InPlace):
+        parts.write(rank, piece.begin, values)
+    else:
+        piece.of(parts[rank]).copy_(values)
 
 
 def all_to_all(memory: SharedMemory, chunks: Sequence[Tensor], parts: Sequence[Tensor]) -> Steps:
     """Chunk i goes to rank i; `parts[i]`, contiguous, becomes what rank i sent here."""
     parts[memory.rank].copy_(chunks[memory.rank])
-    for piece in _pieces(memory, chunks, keep=memory.rank):
+    for piece in _pieces(memory, chunks, keep=parts[memory.rank]):
         yield [memory.all_gave(piece.sent)]
         for rank in _others(memory):
             piece.of(parts[rank]).copy_(piece.read(rank, memory.rank))
@@ -51,10 +59,10 @@ def reduce_scatter(
     memory: SharedMemory, chunks: Sequence[Tensor] | Packed, result: Tensor, accumulated: torch.dtype | None = None
 ) -> Steps:
     """Chunk i of the sum on rank i, into `result`, which is contiguous."""
-    for piece in _pieces(memory, chunks, keep=memory.rank):
+    for piece in _pieces(memory, chunks, keep=result):
         yield [memory.all_gave(piece.sent)]
-        parts = [piece.read(rank, memory.rank) for rank in range(memory.size)]
-        parts[memory.rank] = piece.own(memory.rank)
+        me = memory.rank
+        parts = [piece.own(me) if rank == me else piece.read(rank, me) for rank in range(memory.size)]
         ordered_sum(parts, piece.of(result), accumulated)
 
 
@@ -94,9 +102,22 @@ class _Piece:
         added: a second number, for algorithms of two rounds.
     """
 
-    def __init__(self, memory: SharedMemory, likes: Sequence[Tensor], where: slice | None, buffers: Sequence[Tensor]):
+    def __init__(
+        self,
+        memory: SharedMemory,
+        likes: Sequence[Tensor],
+        where: slice | None,
+        buffers: Sequence[Tensor],
+        keeps_own: bool,
+    ) -> None:
         self._memory, self._likes, self._where, self._buffers = memory, likes, where, buffers
+        self._keeps_own = keeps_own
         self.sent, self.added = memory.next_number(), memory.next_number()
+
+    @property
+    def begin(self) -> int:
+        """Where it begins in a tensor, as a number of elements."""
+        return 0 if self._where is None else self._where.start
 
     def of(self, x: Tensor) -> Tensor:
         """This piece of a tensor like those that are sent."""
@@ -105,17 +126,21 @@ class _Piece:
     def read(self, rank: int, index: int) -> Tensor:
         """What a rank wrote of its tensor of this index."""
         like = self.own(index)
-        begin = index * _stride(like)
-        return self._buffers[rank][begin : begin + like.nbytes].view(like.dtype).view(like.shape)
+        return self._lies(rank, index, _stride(like))[: like.nbytes].view(like.dtype).view(like.shape)
+
+    def _lies(self, rank: int, index: int, stride: int) -> Tensor:
+        """Where: one behind the other, without the one that a rank keeps for itself."""
+        begin = (index - (self._keeps_own and index > rank)) * stride
+        return self._buffers[rank][begin : begin + stride]
 
     def own(self, index: int) -> Tensor:
         """This rank's own, where it lies."""
         return self.of(self._likes[index])
 
-    def write(self, keep: int | None) -> None:
+    def write(self) -> None:
         """Write this rank's, but for one that no other reads, and tell the others."""
         for index in range(len(self._likes)):
-            if index != keep:
+            if not (self._keeps_own and index == self._memory.rank):
                 self.read(self._memory.rank, index).copy_(self.own(index))
         self._memory.signal(self.sent)
 
@@ -123,53 +148,56 @@ class _Piece:
 class _PackedPiece(_Piece):
     """The only piece of what is packed where it is sent from: a rank reads its own there, as the others do."""
 
-    def __init__(self, memory: SharedMemory, packed: Packed, buffers: Sequence[Tensor]) -> None:
-        super().__init__(memory, (), None, buffers)
-        self._length, self._dtype = packed.nbytes // packed.parts, packed.dtype
-        packed.write(buffers[memory.rank][: packed.nbytes].view(packed.dtype))
+    def __init__(self, memory: SharedMemory, packed: Packed, buffers: Sequence[Tensor], keep: Tensor | None) -> None:
+        super().__init__(memory, (), None, buffers, keep is not None)
+        self._length, self._dtype, self._kept = packed.nbytes // packed.parts, packed.dtype, keep
+        packed.write([self.own(index) for index in range(packed.parts)])
         memory.signal(self.sent)
 
     def read(self, rank: int, index: int) -> Tensor:
-        begin = index * self._length
-        return self._buffers[rank][begin : begin + self._length].view(self._dtype)
+        return self._lies(rank, index, self._length).view(self._dtype)
 
     def own(self, index: int) -> Tensor:
+        if self._kept is not None and index == self._memory.rank:
+            return self._kept
         return self.read(self._memory.rank, index)
 
 
-def _pieces(memory: SharedMemory, tensors: Sequence[Tensor] | Packed, keep: int | None = None) -> Iterator[_Piece]:
+def _pieces(memory: SharedMemory, tensors: Sequence[Tensor] | Packed, keep: Tensor | None = None) -> Iterator[_Piece]:
     """The pieces of what this rank sends, one after the other, each to be read before the next is asked for.
 
-    What it has for itself alone, `tensors[keep]`, is not written.
+    Where a rank needs one of the tensors for itself alone, the one with its number, this is not written: it stays where
+    it is, or is packed into `keep`.
     """
     if isinstance(tensors, Packed):
         if tensors.nbytes <= AT_ONCE:
-            slot = memory.slot(tensors.nbytes)
-            yield _PackedPiece(memory, tensors, slot.parts)
+            slot = memory.slot(tensors.nbytes // tensors.parts * (tensors.parts - (keep is not None)))
+            yield _PackedPiece(memory, tensors, slot.parts, keep)
             slot.done()
             return
         tensors = tensors.whole().chunk(tensors.parts)
     places: list[slice | None]
-    size = len(tensors) * _stride(tensors[0])
-    if size <= AT_ONCE:
-        tensors, places, length = list(tensors), [None], size
+    sent = len(tensors) - (keep is not None)
+    if len(tensors) * _stride(tensors[0]) <= AT_ONCE:
+        tensors, places, length = list(tensors), [None], sent * _stride(tensors[0])
     else:
         tensors = [tensor.reshape(-1) for tensor in tensors]
         step = PIECE // len(tensors) // ALIGNMENT * ALIGNMENT // tensors[0].element_size()
         places = [slice(begin, begin + step) for begin in range(0, tensors[0].numel(), step)]
-        length = len(tensors) * step * tensors[0].element_size()
+        length = sent * step * tensors[0].element_size()
     count = min(len(places), 2 * _AHEAD)
     slot = memory.slot(count * length)
     pieces = []
     for index, place in enumerate(places):
         begin = index % count * length
-        pieces.append(_Piece(memory, tensors, place, [part[begin : begin + length] for part in slot.parts]))
+        buffers = [part[begin : begin + length] for part in slot.parts]
+        pieces.append(_Piece(memory, tensors, place, buffers, keep is not None))
     for piece in pieces[:_AHEAD]:
-        piece.write(keep)
+        piece.write()
     for index, piece in enumerate(pieces):
         yield piece
         if index + _AHEAD < len(pieces):
-            pieces[index + _AHEAD].write(keep)
+            pieces[index + _AHEAD].write()
     slot.done()
 
 

@@ -16,10 +16,11 @@ from .packed import Packed, whole
 from .running import Steps
 from .table import Algorithm
 from .team import Team
+from .unpacked import InPlace, Layout, OutOfWhole, Unpacked
 
-__all__ = ["Started", "all_gather", "all_reduce", "all_to_all", "plain", "reduce_scatter"]
+__all__ = ["Started", "all_gather", "all_reduce", "all_to_all", "plain", "reduce_scatter", "taken_apart"]
 
-Started = tuple[Steps, Callable[[], Tensor]]
+Started = tuple[Steps, Callable[[], Tensor | Unpacked]]
 Operand = Tensor | Packed
 
 
@@ -56,12 +57,28 @@ def reduce_scatter(algorithm: Algorithm, team: Team, x: Operand, dim: int, accum
     return algorithm.reduce_scatter(team, chunks, result, accumulated), lambda: result
 
 
-def all_gather(algorithm: Algorithm, team: Team, x: Operand, dim: int) -> Started:
-    """All ranks' operands, joined along a dim."""
+def all_gather(algorithm: Algorithm, team: Team, x: Operand, dim: int, layout: Layout | None = None) -> Started:
+    """All ranks' operands, joined along a dim; with a layout the tensors that are packed in it.
+
+    Args:
+        algorithm: of those that serve the team.
+        team: the ranks.
+        x: this rank's; flat where there is a layout.
+        dim: along which they are joined.
+        layout: where tensors lie in what is gathered.
+    """
     operand = _as_it_lies(algorithm, x)
+    if layout is not None and algorithm.packs:
+        leaves = InPlace(layout, operand.dtype, operand.device)
+        return algorithm.all_gather(team, operand, leaves), lambda: leaves
     shape = (team.size, *operand.shape)
     parts = torch.empty(shape, dtype=operand.dtype, device=operand.device).unbind()
-    return algorithm.all_gather(team, operand, parts), lambda: joined(parts, dim)
+    return algorithm.all_gather(team, operand, parts), lambda: taken_apart(joined(parts, dim), layout)
+
+
+def taken_apart(whole: Tensor, layout: Layout | None = None) -> Tensor | Unpacked:
+    """A whole, or the tensors in it."""
+    return whole if layout is None else OutOfWhole(layout, whole)
 
 
 def all_to_all(algorithm: Algorithm, team: Team, x: Tensor, split_dim: int, concat_dim: int) -> Started:

@@ -18,7 +18,7 @@ def ordered_sum(parts: Sequence[Tensor], out: Tensor, accumulated: torch.dtype |
 
     Args:
         parts: at least two, all alike.
-        out: where the sum goes; may be one of the first two.
+        out: where the sum goes; may be one of them.
         accumulated: the type to add in; None is their own.
     """
     if accumulated is not None and accumulated != parts[0].dtype:
@@ -26,7 +26,8 @@ def ordered_sum(parts: Sequence[Tensor], out: Tensor, accumulated: torch.dtype |
         for part in parts[2:]:
             total += part
         return out.copy_(total)
-    torch.add(parts[0], parts[1], out=out)
+    disturbs = any(part.data_ptr() == out.data_ptr() for part in parts[2:])
+    total = torch.add(parts[0], parts[1], out=torch.empty_like(out) if disturbs else out)
     for part in parts[2:]:
-        out += part
-    return out
+        total += part
+    return out.copy_(total) if disturbs else out

@@ -18,9 +18,10 @@ __all__ = ["ALGORITHMS", "Algorithm"]
 
 Dtype = torch.dtype | None
 Operand = Any  # Tensor, or Packed where the algorithm packs; of a scatter its chunks, or Packed
+Parts = Any  # Sequence[Tensor], or InPlace where it packs
 AllReduce = Callable[[Team, Operand, Tensor, Dtype], Steps]
 ReduceScatter = Callable[[Team, Operand, Tensor, Dtype], Steps]
-AllGather = Callable[[Team, Operand, Sequence[Tensor]], Steps]
+AllGather = Callable[[Team, Operand, Parts], Steps]
 AllToAll = Callable[[Team, Sequence[Tensor], Sequence[Tensor]], Steps]
 
 
@@ -36,7 +37,8 @@ class Algorithm:
         reduce_scatter: from chunks by rank, equal in shape; the sum of this rank's into the third argument.
         all_gather: from an operand into parts by rank, which lie one behind the other.
         all_to_all: from chunks by rank into parts by rank; None where the algorithm knows no better way.
-        packs: whether the operand of a sum or gather may be `Packed`, and the chunks of a scatter too.
+        packs: whether the operand of a sum or gather may be `Packed`, the chunks of a scatter too, and the parts of a
+            gather `InPlace`.
     """
 
     name: str

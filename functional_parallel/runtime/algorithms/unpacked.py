@@ -1,0 +1,104 @@
+"""What a gather of several tensors in one brings: each received where it belongs, or taken out of a whole.
+
+An algorithm that copies what it receives copies it to its place: there is no whole then, and one copy less.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ...program.packing import UNPACK
+
+__all__ = ["InPlace", "Layout", "OutOfWhole", "Unpacked"]
+
+
+class Unpacked(Protocol):
+    """Tensors by number, each to be taken once."""
+
+    def take(self, index: int) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where tensors lie in a packed one, which is made of a run of every rank.
+
+    Attributes:
+        runs: how many.
+        leaves: of each tensor, what `fp.unpack` takes: where its part of a run begins, that part's shape, and the dim
+            along which the parts are joined.
+    """
+
+    runs: int
+    leaves: tuple[tuple[int, tuple[int, ...], int], ...]
+
+
+class OutOfWhole:
+    """Tensors that are copied out of a whole one when they are taken."""
+
+    def __init__(self, layout: Layout, whole: Tensor) -> None:
+        self._layout, self._whole = layout, whole
+
+    def take(self, index: int) -> Tensor:
+        offset, shape, dim = self._layout.leaves[index]
+        return UNPACK(self._whole, self._layout.runs, offset, shape, dim)
+
+
+class InPlace:
+    """Tensors into which runs are written as they arrive.
+
+    >>> leaves = InPlace(Layout(2, ((0, (2, 1), 1), (2, (1,), 0))), torch.int64, torch.device("cpu"))
+    >>> leaves.write(0, 0, torch.tensor([1, 2, 5]))
+    >>> leaves.write(1, 0, torch.tensor([3]))  # in pieces, from the first to the last
+    >>> leaves.write(1, 1, torch.tensor([4, 6]))
+    >>> leaves.take(0), leaves.take(1)
+    (tensor([[1, 3],
+            [2, 4]]), tensor([5, 6]))
+    """
+
+    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+        self._leaves: list[Any] = []
+        self._parts: list[list[_Part]] = [[] for _ in range(layout.runs)]
+        for begin, shape, dim in layout.leaves:
+            leaf = torch.empty((*shape[:dim], layout.runs, *shape[dim:]), dtype=dtype, device=device)
+            self._leaves.append(leaf.flatten(dim, dim + 1))
+            for parts, place in zip(self._parts, leaf.unbind(dim), strict=True):
+                parts.append(_Part(begin, place))
+
+    def write(self, rank: int, begin: int, values: Tensor) -> None:
+        """Flat elements of a rank's run, from `begin` on."""
+        for part in self._parts[rank]:
+            part.write(begin, values)
+
+    def take(self, index: int) -> Tensor:
+        leaf, self._leaves[index] = self._leaves[index], None
+        self._parts = []  # all is there
+        return leaf
+
+
+class _Part:
+    """A rank's part of a tensor; one that does not lie in one stretch is written when all of it has arrived."""
+
+    __slots__ = ("_begin", "_end", "_flat", "_place")
+
+    def __init__(self, begin: int, place: Tensor) -> None:
+        self._begin, self._end, self._place = begin, begin + place.numel(), place
+        self._flat = place.view(-1) if place.is_contiguous() else None
+
+    def write(self, begin: int, values: Tensor) -> None:
+        first, last = max(begin, self._begin), min(begin + values.numel(), self._end)
+        if first >= last:
+            return
+        values = values[first - begin : last - begin]
+        if self._flat is None and last - first == self._end - self._begin:
+            self._place.copy_(values.view(self._place.shape))
+            return
+        if self._flat is None:
+            self._flat = values.new_empty(self._end - self._begin)
+        self._flat[first - self._begin : last - self._begin].copy_(values)
+        if last == self._end and self._flat.data_ptr() != self._place.data_ptr():
+            self._place.copy_(self._flat.view(self._place.shape))
+            self._flat = None
