@@ -22,6 +22,7 @@ from makespan import ends, ordinary
 from ours import Ours
 
 from functional_parallel.runtime import ProcessRuntime, default_runtime, use_runtime
+from functional_parallel.runtime.algorithms import Layout, Packed, starting, whole
 from functional_parallel.runtime.process_carrier import ProcessCarrier
 from functional_parallel.schedules import Event
 from sharding_specs import Mesh
@@ -122,9 +123,9 @@ class SilentCarrier(ProcessCarrier):
         self._turn, self.seconds = 0, 0.0
 
     def start(
-        self, name: str, x: torch.Tensor, *, axes: Axes, params: Sequence[Any], overwrite: bool, where: str
+        self, name: str, x: torch.Tensor | Packed, *, axes: Axes, params: Sequence[Any], overwrite: bool, where: str
     ) -> Any:
-        return _There(getattr(self, name)(x, axes, *params))
+        return _There(getattr(self, name)(whole(x), axes, *params))
 
     def psum(self, x: torch.Tensor, axes: Axes) -> torch.Tensor:
         return x.contiguous()
@@ -143,8 +144,8 @@ class SilentCarrier(ProcessCarrier):
     def psum_scatter(self, x: torch.Tensor, axes: Axes, dim: int) -> torch.Tensor:
         return self._kept(_divided(x.shape, dim, self._size(axes)), x)
 
-    def all_gather(self, x: torch.Tensor, axes: Axes, dim: int) -> torch.Tensor:
-        return self._kept(_multiplied(x.shape, dim, self._size(axes)), x)
+    def all_gather(self, x: torch.Tensor, axes: Axes, dim: int, layout: Layout | None = None) -> Any:
+        return starting.taken_apart(self._kept(_multiplied(x.shape, dim, self._size(axes)), x), layout)
 
     def all_to_all(self, x: torch.Tensor, axes: Axes, split_dim: int, concat_dim: int) -> torch.Tensor:
         size = self._size(axes)
