@@ -20,6 +20,7 @@ from model import SIZES, Config
 from functional_parallel import _torch
 from functional_parallel.runtime.algorithms.model import Machine, measured
 from functional_parallel.runtime.groups import Groups
+from functional_parallel.runtime.kernels import prefers_onednn
 from sharding_specs import Mesh
 
 __all__ = ["HEAD", "bandwidth", "bound", "cells"]
@@ -50,7 +51,7 @@ def product_rates(config: Config, same_kernels: bool) -> dict[str, float]:
     """Floating-point operations a second of one core, at the model's largest product, by the kernels that are used."""
     a, b = torch.randn(config.batch * config.time, config.embed), torch.randn(config.embed, 4 * config.embed)
     kernels: dict[str, Callable[..., torch.Tensor]] = {"eager": torch.mm}
-    if _torch.has_onednn_linear() and not same_kernels:
+    if prefers_onednn() and not same_kernels:
         kernels["ours"] = _torch.onednn_mm
     work = 2 * a.numel() * b.shape[1]
     return {name: work / _seconds(lambda kernel=kernel: kernel(a, b)) for name, kernel in kernels.items()}  # type: ignore[misc]

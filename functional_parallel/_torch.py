@@ -173,10 +173,7 @@ _ONEDNN_LINEAR: Any = (
 
 
 def has_onednn_linear() -> bool:
-    """Whether oneDNN's matrix product of float32 is there, switched on, and an alternative to MKL's.
-
-    On an AMD EPYC with AVX-512 it was measured at 2.3 times the speed of MKL's; Intel's processors were not measured.
-    """
+    """Whether oneDNN's matrix product of float32 is there, switched on, and an alternative to MKL's."""
     return (
         torch.backends.mkl.is_available()
         and torch.backends.mkldnn.is_available()

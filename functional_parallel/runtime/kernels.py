@@ -14,7 +14,7 @@ from torch import fx
 from .. import _torch
 from ..tracing import Traced
 
-__all__ = ["ONEDNN_MM", "by_transposes", "called_by", "faster_kernel"]
+__all__ = ["ONEDNN_MM", "by_transposes", "called_by", "faster_kernel", "prefers_onednn"]
 
 aten = torch.ops.aten
 
@@ -26,6 +26,15 @@ _library.define("onednn_mm(Tensor a, Tensor b) -> Tensor")
 _library.impl("onednn_mm", _torch.onednn_mm, "CompositeExplicitAutograd")
 torch.library.register_fake("fp::onednn_mm", lambda a, b: a.new_empty(a.shape[0], b.shape[1]), lib=_library)
 ONEDNN_MM = torch.ops.fp.onednn_mm.default  # the same kernel as an op, which a compiler leaves as it is
+
+
+def prefers_onednn() -> bool:
+    """Whether oneDNN's float32 product of matrices is there, and the faster one on this processor.
+
+    On AMD EPYCs it was measured at 2.3 times the speed of MKL's with AVX-512, and at 0.4 (small) to 1.2 times with AVX2
+    alone. Intel's processors were not measured.
+    """
+    return _torch.has_onednn_linear() and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def faster_kernel(node: fx.Node) -> Callable[..., Any] | None:
@@ -41,7 +50,7 @@ def faster_kernel(node: fx.Node) -> Callable[..., Any] | None:
     sides = (*a.shape, b.shape[1])
     fits = a.dtype == torch.float32 and a.device.type == "cpu"
     is_worth_it = math.prod(sides) >= _LEAST_WORK and min(sides) >= _LEAST_SIDE
-    return _torch.onednn_mm if fits and is_worth_it and _torch.has_onednn_linear() else None
+    return _torch.onednn_mm if fits and is_worth_it and prefers_onednn() else None
 
 
 def by_transposes(traced: Traced) -> dict[fx.Node, fx.Node]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import functional_parallel as fp
 from functional_parallel import _torch
+from functional_parallel.runtime import kernels
 from functional_parallel.runtime.codegen import Writer
 from functional_parallel.runtime.kernels import _BOUND, by_transposes, called_by, faster_kernel
 from sharding_specs import Mesh
@@ -19,6 +20,14 @@ from sharding_specs import Mesh
 aten = torch.ops.aten
 ONEDNN = pytest.mark.skipif(not _torch.has_onednn_linear(), reason="this torch has no oneDNN, or no MKL beside it")
 LAYOUTS = ["contiguous", "turned", "slice of columns", "slice of rows", "expanded", "offset"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def onednn_wherever_it_is() -> Iterator[None]:
+    """Not only where it is the faster."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "prefers_onednn", _torch.has_onednn_linear)
+        yield
 
 
 def integers(rows: int, columns: int, layout: str, seed: int) -> torch.Tensor:
@@ -54,7 +63,7 @@ def test_the_product_is_exact_on_integers(m: int, k: int, n: int, layouts: tuple
     assert torch.equal(product, torch.mm(a, b)) and product.is_contiguous()
 
 
-def kernels(size: int, dtype: torch.dtype = torch.float32) -> list[Any]:
+def kernels_of(size: int, dtype: torch.dtype = torch.float32) -> list[Any]:
     compiled, params = step_of(size, dtype)
     nodes = compiled.lower(params, torch.ones(size, size, dtype=dtype)).traced.nodes
     return [faster_kernel(node) for node in nodes if node.target is aten.mm.default]
@@ -71,9 +80,9 @@ def loss(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
 
 @ONEDNN
 def test_it_is_taken_for_large_products_of_float32() -> None:
-    assert set(kernels(128)) == {_torch.onednn_mm}
-    assert set(kernels(16)) == {None}, "too small to be worth it"
-    assert set(kernels(128, torch.float64)) == {None}, "oneDNN has no float64"
+    assert set(kernels_of(128)) == {_torch.onednn_mm}
+    assert set(kernels_of(16)) == {None}, "too small to be worth it"
+    assert set(kernels_of(128, torch.float64)) == {None}, "oneDNN has no float64"
 
 
 @pytest.fixture
@@ -85,7 +94,7 @@ def without_onednn() -> Iterator[None]:
 
 @pytest.mark.usefixtures("without_onednn")
 def test_it_can_be_switched_off() -> None:
-    assert set(kernels(128)) == {None}
+    assert set(kernels_of(128)) == {None}
 
 
 @ONEDNN
