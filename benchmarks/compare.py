@@ -10,8 +10,9 @@ the slowest rank counting. `ideal` is the plain single step over the number of r
 all ranks together: without the waiting, and the same on a busy machine. Last, each of the two runs alone, for bytes,
 memory and start-up. Rows that miss their target (`targets.py`) are listed with what stands against it.
 
-Ours multiplies large float32 matrices with oneDNN, as `torch.compile` does, where eager torch calls MKL: on an AMD
-EPYC that alone makes a step a third shorter. `--same-kernels` leaves all to MKL.
+Ours multiplies large float32 matrices with oneDNN where the processor has AVX-512, as `torch.compile` does, where eager
+torch calls MKL: on an AMD EPYC that alone makes a step a third shorter. `--same-kernels` leaves all to MKL. On a
+processor without it `--write` fills sections of their own.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import machine
 import optional
 import report
 import targets
+import torch
 from by_turns import alone_by_turns, by_turns
 from launch import launched, twice
 from model import SIZES, Config
@@ -102,9 +104,15 @@ def main() -> None:
     print(json.dumps(rows, indent=1) if args.json else "\n\n".join(tables.values()))
     if args.write:
         for section, table in tables.items():
-            report.write(section, table)
+            report.write(section + on_processor(), table)
     if args.write_further:
         report.write("further peers", tables["peers"])
+
+
+def on_processor() -> str:
+    """How the sections are marked that show another processor than the document's own, which has AVX-512."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return "" if capability == "AVX512" else f", {capability}"
 
 
 def arguments() -> argparse.Namespace:

@@ -256,7 +256,7 @@ def test_halves_grow_to_what_is_asked_of_them_and_begin_small_again() -> None:
     for before, small, large, again in run_on_processes(growing_halves, 2, 2):
         page, halves = 2 * 4096, 2 * 2  # of two ranks
         assert before < 64 << 10
-        assert abs(small - before - halves * (512 << 10)) <= halves * page
+        assert abs(small - before - halves * (256 << 10)) <= halves * page
         assert abs(large - before - halves * (1 << 20)) <= halves * page
         assert abs(again - small) <= halves * page
 

@@ -36,7 +36,7 @@ from .running import Running, Steps, Waitable
 __all__ = ["HALF", "Piece", "SharedMemory", "Slot", "anonymous_memory"]
 
 HALF = 2 << 20  # at most; at least:
-_SMALL_HALF = 512 << 10
+_SMALL_HALF = 256 << 10
 _MOST_IN_A_HALF = 32  # more signals than a socket's buffer holds must never be under way
 _SIGNAL = struct.Struct("<q")
 _MADV_POPULATE_WRITE = 23  # Linux's; Python has no name for it
