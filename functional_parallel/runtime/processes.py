@@ -209,6 +209,8 @@ class _OneRank:
         ended = one_scatter_at_a_time(order)
         before = {node: [*readers.get(node, ()), *ended.get(node, ())] for node in readers.keys() | ended.keys()}
         self._packed_when_sent = {node for node, after in itertools.pairwise(order) if self._only_sends(after, node)}
+        gathers = [node for node in order if self._brings_several(node)]
+        self._taken = {user: index for node in gathers for index, user in enumerate(node.users)}
         self.writer = Writer(traced, self.line, order=order, readers=before)
 
     def function(self) -> Callable[..., Any]:
@@ -225,8 +227,8 @@ class _OneRank:
             return f"{writer.constant(self._collective(node, name))}({operand})"
         if node.target is operator.getitem:
             return f"{text(node.args[0])}[{node.args[1]}]"
-        if node.target is UNPACK and self._unpacks(node.args[0]):
-            return f"{text(node.args[0])}.take({list(node.args[0].users).index(node)})"
+        if node in self._taken:
+            return f"{text(node.args[0])}.take({self._taken[node]})"
         if node in self._packed_when_sent:
             return f"{writer.constant(Packed)}({', '.join(writer.argument(arg, text) for arg in node.args)})"
         return writer.call(node, text)
@@ -238,15 +240,15 @@ class _OneRank:
         """Whether an op packs and the next one starts to send that, which nothing else needs."""
         return value.target is PACK and self._is_started(node) and list(value.users) == [node]
 
-    def _unpacks(self, node: fx.Node) -> bool:
-        """Whether a collective brings tensors that are packed in one, which nobody needs as such."""
+    def _brings_several(self, node: fx.Node) -> bool:
+        """Whether an op gathers tensors that are packed in one, which nobody needs as such."""
         is_gather = primitive_name(node) == "all_gather" and self._is_started(node)
-        return is_gather and all(user.target is UNPACK for user in node.users)
+        return is_gather and {user.target for user in node.users} == {UNPACK}
 
     def _start(self, node: fx.Node, name: str) -> Callable[[torch.Tensor], Pending]:
         axes = tuple(node.args[1])
         params = [param for param in node.args[2:] if not isinstance(param, str)]
-        if self._unpacks(node):
+        if self._brings_several(node):
             users = [user.args for user in node.users]
             params.append(Layout(users[0][1], tuple((begin, tuple(shape), dim) for _, _, begin, shape, dim in users)))
         return functools.partial(
