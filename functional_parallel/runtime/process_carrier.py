@@ -164,8 +164,9 @@ class ProcessCarrier:
     ) -> Pending:
         if chosen := self._chosen("all_gather", x, axes, len(self._groups.over(axes).ranks)):
             return self._start_steps("all_gather", x, axes, chosen, starting.all_gather(*chosen, x, dim, layout))
-        end = lambda parts: starting.taken_apart(joined(parts, dim), layout)  # noqa: E731
-        return self._start_gathered("all_gather", whole(x), axes, end)
+        return self._start_gathered(
+            "all_gather", whole(x), axes, lambda parts: starting.taken_apart(joined(parts, dim), layout)
+        )
 
     def _start_all_to_all(self, x: Tensor, axes: tuple[str, ...], split_dim: int, concat_dim: int) -> Pending:
         if (chosen := self._chosen("all_to_all", x, axes)) and chosen[0].all_to_all:
