@@ -139,6 +139,8 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.write_further and (args.quick or args.same_kernels):
         parser.error("--write-further is for the kernels that users get and all peers: no --quick or --same-kernels")
+    if args.write_further and on_processor():
+        parser.error("--write-further is for the document's own processor, which has AVX-512")
     if args.write and (args.quick or args.same_kernels or args.no_footprint):
         parser.error(
             "--write is for all columns and the kernels that users get: no --quick, --same-kernels or --no-footprint"
