@@ -18,9 +18,9 @@ import torch.distributed as dist
 from model import SIZES, Config
 
 from functional_parallel import _torch
+from functional_parallel.products import prefers_onednn
 from functional_parallel.runtime.algorithms.model import Machine, measured
 from functional_parallel.runtime.groups import Groups
-from functional_parallel.runtime.kernels import prefers_onednn
 from sharding_specs import Mesh
 
 __all__ = ["HEAD", "bandwidth", "bound", "cells"]

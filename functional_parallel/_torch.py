@@ -48,12 +48,14 @@ __all__ = [
     "has_onednn_linear",
     "innermost",
     "is_functorch_wrapped",
+    "is_inside_transform",
     "mapped_dims",
     "needs_higher_derivatives",
     "next_node_number",
     "onednn_linear",
     "onednn_mm",
     "stride_free",
+    "under_transforms",
 ]
 
 
@@ -116,6 +118,11 @@ def differentiating_level() -> int:
     return 0 if stack is None else sum(level.key() in differentiating for level in stack)
 
 
+def is_inside_transform() -> bool:
+    """Whether some torch.func level is active here."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
     """Whether the tensor belongs to a torch.func level (a gradient-tracking or batched wrapper)."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
@@ -160,6 +167,11 @@ _VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
 def stride_free(op: Any) -> Any:
     """The op to run for a traced one: a view traced on contiguous fakes may meet a tensor that lies otherwise."""
     return torch.ops.aten.reshape.default if op in _VIEWS else op
+
+
+def under_transforms(op: Any) -> Any:
+    """The op to run for a traced one where torch.func may look on, which cannot map a product into a sum in place."""
+    return torch.ops.aten.addmm.default if op is torch.ops.aten.addmm_.default else stride_free(op)
 
 
 def direct_call(op: object) -> Any:

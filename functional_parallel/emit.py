@@ -31,7 +31,7 @@ def emit_node(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             return target(*args)
         x, axes, *params = args
         return emit(target._schema.name.split("::")[1], x, axes, *params)
-    return _torch.stride_free(target)(*args, **kwargs)
+    return _torch.under_transforms(target)(*args, **kwargs)
 
 
 _explicit: list[bool] = [False]

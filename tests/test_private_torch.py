@@ -202,6 +202,27 @@ def test_stride_free_ops_take_any_layout() -> None:
     assert _torch.stride_free(aten.mm.default) is aten.mm.default
 
 
+def test_what_runs_under_transforms_can_be_mapped() -> None:
+    total, a, b = torch.arange(27.0).view(3, 3, 3)
+    op = _torch.under_transforms(aten.addmm_.default)
+    mapped = torch.func.vmap(op, in_dims=(None, 0, None))(total, torch.stack([a, b]), b)  # not possible in place
+    assert torch.equal(mapped, torch.stack([total + a @ b, total + b @ b]))
+    assert _torch.under_transforms(aten.view.default) is _torch.stride_free(aten.view.default)
+
+
+def test_a_transform_is_seen_from_inside() -> None:
+    seen = []
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        seen.append(_torch.is_inside_transform())
+        return x.sin()
+
+    f(torch.ones(()))
+    torch.func.grad(f)(torch.ones(()))
+    torch.func.vmap(f)(torch.ones(2))
+    assert seen == [False, True, True] and not _torch.is_inside_transform()
+
+
 def test_the_fused_adamw_is_adamw() -> None:
     torch.manual_seed(0)
     p, g = torch.randn(7, dtype=torch.float64), torch.randn(7, dtype=torch.float64)

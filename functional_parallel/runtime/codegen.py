@@ -15,10 +15,11 @@ import torch
 from torch import fx
 
 from .. import _torch
+from ..products import by_transposes, faster_kernel
 from ..program.collectives import primitive_name
 from ..tracing import Traced
 from ..tracing.graph import operands_of
-from .kernels import by_transposes, called_by, faster_kernel
+from .kernels import called_by
 
 __all__ = ["Writer", "is_alias"]
 
@@ -82,7 +83,7 @@ class Writer:
 
     def op(self, target: Any) -> str:
         """A name for what an op is called by."""
-        return self.constant(_torch.stride_free(target) if self.differentiable else called_by(target))
+        return self.constant(_torch.under_transforms(target) if self.differentiable else called_by(target))
 
     def argument(self, value: Any, node_text: Callable[[fx.Node], str]) -> str:
         """An argument as source text; what has no literal form becomes a constant."""
@@ -149,7 +150,11 @@ def is_alias(node: fx.Node, differentiable: bool) -> bool:
 
 def holds_levels(tensors: Sequence[Any]) -> bool:
     """Whether some tensor takes part in a derivative or a vmap."""
-    return any(isinstance(x, torch.Tensor) and (_torch.is_functorch_wrapped(x) or x.requires_grad) for x in tensors)
+    inside = _torch.is_inside_transform()
+    for x in tensors:
+        if isinstance(x, torch.Tensor) and (x.requires_grad or (inside and _torch.is_functorch_wrapped(x))):
+            return True
+    return False
 
 
 def first_args(node: fx.Node) -> Any:

@@ -22,6 +22,7 @@ from torch import fx
 from sharding_specs import Mesh
 
 from .. import _torch
+from ..products import ONEDNN_MM, faster_kernel
 from ..program import Program
 from ..program.collectives import primitive_name
 from ..program.overlap import STARTED, overlapped
@@ -30,7 +31,6 @@ from ..program.sharing import readers_before_writes, root_of, written_by
 from ..tracing import Traced
 from ..tracing.graph import in_order, operands_of, source_of, walk_args
 from .inductor import Region, region_of
-from .kernels import ONEDNN_MM, faster_kernel
 from .repeats import cuts_between_repeats
 
 __all__ = ["Regions", "with_regions"]

@@ -23,13 +23,13 @@ from hypothesis import strategies as st
 from torch import fx
 
 import functional_parallel as fp
-from functional_parallel import _torch
+from functional_parallel import _torch, products
+from functional_parallel.products import ONEDNN_MM
 from functional_parallel.program.collectives import primitive_name
 from functional_parallel.program.overlap import is_only_use_of_own_memory, overlapped
 from functional_parallel.program.sharing import readers_before_writes
-from functional_parallel.runtime import BackendError, DifferentProgramsError, SimulatedRuntime, kernels, regions
+from functional_parallel.runtime import BackendError, DifferentProgramsError, SimulatedRuntime, regions
 from functional_parallel.runtime.inductor import Region
-from functional_parallel.runtime.kernels import ONEDNN_MM
 from functional_parallel.runtime.repeats import cuts_between_repeats
 from sharding_specs import Mesh, P, split
 
@@ -330,7 +330,7 @@ def test_operands_that_lie_otherwise_are_compiled_for(as_is: mock.Mock) -> None:
 
 @pytest.mark.skipif(not _torch.has_onednn_linear(), reason="no other product than torch's own")
 def test_large_products_are_those_of_the_default_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "prefers_onednn", lambda: True)
+    monkeypatch.setattr(products, "prefers_onednn", lambda: True)
 
     def f(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return (2 * a).mm(b.t()).abs() - 1
