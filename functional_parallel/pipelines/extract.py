@@ -12,7 +12,7 @@ from sharding_specs import Mesh, P
 
 from ..collectives.types import Type
 from ..program import Program
-from ..program.variation import Axes, varied_axes
+from ..program.variation import axes_of_nodes
 from ..tracing import Traced
 from ..tracing.graph import operands_of
 
@@ -49,14 +49,10 @@ class Extractor:
     ) -> None:
         self.traced, self.mesh, self.inline, self.hidden = traced, mesh, inline, hidden
         self.position = {node: index for index, node in enumerate(traced.graph.nodes)}
-        self.axes: dict[fx.Node, Axes] = {
-            node: frozenset((spec.axes | spec.unreduced) - {hidden})
-            for node, spec in zip(traced.inputs, in_specs, strict=True)
+        inputs = {
+            node: frozenset(spec.axes | spec.unreduced) for node, spec in zip(traced.inputs, in_specs, strict=True)
         }
-        for node in traced.graph.nodes:
-            if node.op == "call_function":
-                operands = (self.axes.get(operand, frozenset()) for operand in operands_of(node))
-                self.axes[node] = varied_axes(node, operands) - {hidden}
+        self.axes = {node: axes - {hidden} for node, axes in axes_of_nodes(traced, inputs).items()}
 
     def spec(self, node: fx.Node) -> P:
         """A spec that says along which axes a value differs, and no more."""

@@ -9,6 +9,7 @@ from torch import fx
 
 from ..program import Program
 from ..program.collectives import primitive_name
+from ..program.passes import add_products_in_place
 from ..program.sharing import shares_memory
 from ..tracing.graph import operands_of
 from .stages import Work
@@ -32,6 +33,10 @@ def add_in_place(work: Work) -> list[Program]:
                 if _adds_to_input(program, index):
                     program.traced.outputs[index].target = aten.add_.Tensor  # type: ignore[union-attr]
                     changed.setdefault(program)
+    for program in work.programs:
+        if add_products_in_place(program.traced):
+            program.traced.seal()
+            changed.setdefault(program)
     return list(changed)
 
 

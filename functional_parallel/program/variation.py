@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import fx
 
+from ..tracing import Traced
+from ..tracing.graph import operands_of
 from .collectives import primitive_name
 
-__all__ = ["Axes", "varied_axes"]
+__all__ = ["Axes", "axes_of_nodes", "varied_axes"]
 
 Axes = frozenset[str]
 
@@ -27,3 +29,11 @@ def varied_axes(node: fx.Node, operands: Iterable[Axes]) -> Axes:
     if name in _SPREADING:
         return union | frozenset(node.args[1])
     return union
+
+
+def axes_of_nodes(traced: Traced, inputs: Mapping[fx.Node, Axes]) -> dict[fx.Node, Axes]:
+    """The axes of all values of a graph, from those of its inputs."""
+    found = dict(inputs)
+    for node in traced.nodes:
+        found[node] = varied_axes(node, (found.get(operand, frozenset()) for operand in operands_of(node)))
+    return found

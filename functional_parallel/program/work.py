@@ -9,6 +9,7 @@ from torch import fx
 
 from sharding_specs import Mesh
 
+from .. import _torch
 from ..tracing import Aval
 from ..tracing.graph import operands_of, walk_args
 from .collectives import collective_of
@@ -50,8 +51,9 @@ def flops(node: fx.Node) -> int:
     if not isinstance(target, torch._ops.OpOverload):
         return 0
     args, kwargs = walk_args((node.args, node.kwargs), lambda a: _shape(a.meta["val"]) if isinstance(a, fx.Node) else a)
-    if target.overloadpacket in flop_registry:
-        return int(flop_registry[target.overloadpacket](*args, **kwargs, out_val=_shape(node.meta["val"])))
+    counted = (_torch.functional_variant(target) or target).overloadpacket
+    if counted in flop_registry:
+        return int(flop_registry[counted](*args, **kwargs, out_val=_shape(node.meta["val"])))
     if target.namespace == "aten" and target._schema.name.startswith("aten::_scaled_dot_product"):
         # Kernels that torch's counter does not know. A backward computes the scores again, and four gradients.
         backward = "backward" in target._schema.name

@@ -4,6 +4,7 @@ A `ProgramPass` is a value with a `name`, a place in the `order`, and `run(trace
 place and leaves its meaning as it was. Transforms put passes into a function's layout; `fp.compile` runs them.
 """
 
+from .added_products import add_products_in_place
 from .base import LookingAhead, ProgramPass, run_passes
 from .buckets import Buckets
 from .budget import BudgetError, RematWithin
@@ -56,5 +57,6 @@ __all__ = [
     "ShardsFirst",
     "SumsOnce",
     "Turned",
+    "add_products_in_place",
     "run_passes",
 ]

@@ -1,5 +1,7 @@
 """Optimizer updates write into what they update, all parameters in one call, when nobody needs the old values.
 
+And products of matrices into the sums that they are added to (`added_products.py`).
+
 A training step that is given its state for good (`train_step(donate=True)`) may change it. That saves the memory and
 the copies of new parameters and moments, and one call of a kernel per parameter. Parameters whose updated parts are
 gathered from all ranks (ZeRO-1 and 2) are gathered into the old ones.
@@ -21,6 +23,7 @@ from ...tracing.graph import operands_of
 from ..collectives import primitive_name
 from ..packing import PACK, UNPACK, UNPACK_INTO
 from ..sharing import aliases_of, root_of, shares_memory
+from .added_products import add_products_in_place
 from .base import ProgramPass
 
 __all__ = ["InPlace"]
@@ -46,6 +49,7 @@ class InPlace(ProgramPass):
         for group in open_.values():
             _merge(traced, group, before=last)
         _unpack_into_old(traced)
+        add_products_in_place(traced)
 
 
 def _asks_for(node: fx.Node, group: list[fx.Node]) -> bool:
