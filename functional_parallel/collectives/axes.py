@@ -31,6 +31,7 @@ __all__ = [
     "Binding",
     "Environment",
     "UnboundAxisError",
+    "are_bound",
     "axis_parts",
     "axis_size",
     "bind",
@@ -125,6 +126,12 @@ def bind(
     bindings = {name: Binding(size, carrier, samples=cut.get(name)) for name, size in sizes.items()}
     with restored(MappingProxyType({**_environment.get(), **bindings})):
         yield
+
+
+def are_bound(sizes: Mapping[str, int], carrier: Carrier | Lane) -> bool:
+    """Whether these axes mean already what `bind(sizes, carrier)` would have them mean."""
+    found = map(_environment.get().get, sizes)
+    return all(each is not None and each.carrier is carrier and not each.hidden for each in found)
 
 
 @contextmanager

@@ -103,8 +103,13 @@ class PipelineRuntime:
 
     def run(self, program: PipelineProgram, placed: Sequence[Placed]) -> list[Placed]:
         """Run a pipeline on sharded inputs."""
-        if self.carrier is not None:
-            self.base.agree_on(program)
+        if self.carrier is None:
+            return self._run(program, placed)
+        self.base.agree_on(program)
+        with self.carrier.bound():  # once for all programs of the step
+            return self._run(program, placed)
+
+    def _run(self, program: PipelineProgram, placed: Sequence[Placed]) -> list[Placed]:
         self._give_up(program, placed)
         inputs = {rank: self._inputs(program, placed, rank) for rank in self.ranks}
         if program.schedule.versions is not None:

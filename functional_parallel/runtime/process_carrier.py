@@ -9,8 +9,8 @@ the same traffic, the same sums as in `collectives.group`, and no backend's gaps
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..collectives import group
-from ..collectives.axes import bind
+from ..collectives.axes import are_bound, bind
 from .algorithms import SIZES, Algorithm, Chooser, Layout, Messages, Packed, Team, setting, starting, whole
 from .groups import Group, Groups
 from .pending import CollectiveError, Pending
@@ -79,11 +79,9 @@ class ProcessCarrier:
         self._groups = Groups(mesh, self.rank, timeout)
         self._choosers: dict[Group, Chooser] = {}
 
-    @contextmanager
-    def bound(self) -> Iterator[None]:
+    def bound(self) -> AbstractContextManager[None]:
         """Let collectives inside a `with` block name the axes of the mesh."""
-        with bind(self.mesh.shape, self):
-            yield
+        return nullcontext() if are_bound(self.mesh.shape, self) else bind(self.mesh.shape, self)
 
     # --- the primitives ---
 
