@@ -31,7 +31,7 @@ class Work:
 
     Attributes:
         first: the program; the last of its outputs are what `totals` add up.
-        following: the same, and takes what has been added up so far, and adds to it.
+        following: the same, and takes what has been added up so far, and adds to it; where nothing is, that program.
         totals: the sums over microbatches that the last outputs go into, in order, each with a program that only adds.
     """
 
@@ -41,8 +41,9 @@ class Work:
 
     @property
     def programs(self) -> list[Program]:
-        """All programs."""
-        return [self.first.program, self.following.program, *(part.program for part in self.totals.values())]
+        """All programs, each once."""
+        parts = (self.first, self.following, *self.totals.values())
+        return list(dict.fromkeys(part.program for part in parts))
 
 
 @dataclass
@@ -233,6 +234,8 @@ class StageBuilder:
         name = f"{self.name}: stage {index}, {kind}"
         values = [value for _, value in sums]
         first = self.extractor.part(nodes, [*order, *values], name, given)
+        if not sums:
+            return Work(first, first, {})
         added = [(total, combined_by(total, self.roles.axis)) for total, _ in sums]
         following = self.extractor.part(nodes, [*order, *values], f"{name}, adding", given, added)
         adding = {}
