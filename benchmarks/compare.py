@@ -10,9 +10,9 @@ the slowest rank counting. `ideal` is the plain single step over the number of r
 all ranks together: without the waiting, and the same on a busy machine. Last, each of the two runs alone, for bytes,
 memory and start-up. Rows that miss their target (`targets.py`) are listed with what stands against it.
 
-Ours multiplies large float32 matrices with oneDNN where the processor has AVX-512, as `torch.compile` does, where eager
-torch calls MKL: on an AMD EPYC that alone makes a step a third shorter. `--same-kernels` leaves all to MKL. On a
-processor without it `--write` fills sections of their own.
+Ours multiplies large float32 matrices with oneDNN on an AMD processor with AVX-512, as `torch.compile` does, where
+eager torch calls MKL: that alone makes a step a third shorter. `--same-kernels` leaves all to MKL. On other processors,
+where both call MKL, `--write` fills sections of their own.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from by_turns import alone_by_turns, by_turns
 from launch import launched, twice
 from model import SIZES, Config
 from resident import THRESHOLD
+
+from functional_parallel.products import is_from_intel
 
 NAMES = (
     "DDP",
@@ -96,7 +98,7 @@ def main() -> None:
     tables = {
         "peers": report.table(HEAD, [cells(row) for row in rows]),
         "peers alone": report.table(ALONE_HEAD, [alone_cells(row) for row in rows if "ours_start_s" in row]),
-        "misses": targets.misses(rows),
+        "misses": targets.judged(rows),
         "machine": report.table(machine.HEAD, [line for ranks in args.ranks for line in machine.cells(limits[ranks])]),
     }
     if args.no_footprint:
@@ -110,9 +112,11 @@ def main() -> None:
 
 
 def on_processor() -> str:
-    """How the sections are marked that show another processor than the document's own, which has AVX-512."""
+    """How the sections are marked that show another processor than the document's own, AMD's with AVX-512."""
     capability = torch.backends.cpu.get_cpu_capability()
-    return "" if capability == "AVX512" else f", {capability}"
+    if capability != "AVX512":
+        return f", {capability}"
+    return ", Intel" if is_from_intel() else ""
 
 
 def arguments() -> argparse.Namespace:
@@ -140,7 +144,7 @@ def arguments() -> argparse.Namespace:
     if args.write_further and (args.quick or args.same_kernels):
         parser.error("--write-further is for the kernels that users get and all peers: no --quick or --same-kernels")
     if args.write_further and on_processor():
-        parser.error("--write-further is for the document's own processor, which has AVX-512")
+        parser.error("--write-further is for the document's own processor, AMD's with AVX-512")
     if args.write and (args.quick or args.same_kernels or args.no_footprint):
         parser.error(
             "--write is for all columns and the kernels that users get: no --quick, --same-kernels or --no-footprint"

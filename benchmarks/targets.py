@@ -1,4 +1,4 @@
-"""What share of a peer's time ours may take at most, and what stands against it where it takes more.
+"""What share of a peer's time, of the ideal's and of a peer's memory ours may take, and who takes more.
 
 A row that misses its target is set beside a bound: what the same program takes without its communication (`quiet.py`),
 and its bytes by the fastest way between ranks that was measured. Where both together lie above the target already, only
@@ -12,7 +12,7 @@ from typing import Any
 
 import report
 
-__all__ = ["HEAD", "TARGETS", "misses", "target"]
+__all__ = ["HEAD", "TARGETS", "judged", "misses", "target"]
 
 TARGETS = {  # by peer; DeepSpeed and JAX have none
     "DDP": 0.97,
@@ -28,6 +28,14 @@ TARGETS = {  # by peer; DeepSpeed and JAX have none
 }
 TINY = {"DTensor TP": 0.30}
 EACH_TINY = 0.70
+IDEAL = {  # of half a plain step on one rank, and so on; not at tiny, where half the batch takes more than half of it
+    "DDP": 1.05,
+    "ZeroRedundancyOptimizer": 1.05,
+    "FSDP2, resharding": 1.12,
+    "FSDP2, keeping": 1.12,
+    "DTensor TP": 1.15,
+    "DTensor SP": 1.15,
+}
 HEAD = (
     "peer",
     "size",
@@ -47,6 +55,30 @@ def target(name: str, size: str) -> float | None:
     if name not in TARGETS:
         return None
     return min(TARGETS[name], TINY.get(name, EACH_TINY)) if size == "tiny" else TARGETS[name]
+
+
+def judged(rows: Sequence[dict[str, Any]]) -> str:
+    """Who meets which target: against the peer's time, against the ideal, and of memory."""
+    peers = [row for row in rows if row["name"] in TARGETS]
+    ideal = [row for row in peers if row["name"] in IDEAL and row["config"] != "tiny"]
+    beyond = [f"{_named(row)} {row['ideal_ratio']:.2f}" for row in ideal if row["ideal_ratio"] > IDEAL[row["name"]]]
+    measured = [row for row in peers if "tensor_ratio" in row]
+    larger = [f"{_named(row)} {row['tensor_ratio']:.2f}" for row in measured if row["tensor_ratio"] > 1]
+    sentences = [misses(rows)]
+    if ideal:
+        sentences.append(_sentence(ideal, "that have a target against the ideal meet it", beyond))
+    if measured:
+        sentences.append(_sentence(measured, "hold no more tensors than their peer's", larger))
+    return "\n\n".join(sentences)
+
+
+def _named(row: dict[str, Any]) -> str:
+    return f"{row['name']} on {row['config']} with {row['ranks']} ranks:"
+
+
+def _sentence(rows: Sequence[object], what: str, others: Sequence[str]) -> str:
+    ending = f". The others: {'; '.join(others)}." if others else "."
+    return f"{len(rows) - len(others)} of the {len(rows)} rows {what}{ending}"
 
 
 def misses(rows: Sequence[dict[str, Any]]) -> str:

@@ -233,6 +233,25 @@ def test_rows_that_miss_their_target_say_what_stands_against_it() -> None:
     ]
 
 
+def test_who_is_beyond_the_ideal_or_holds_more_is_named() -> None:
+    from targets import judged
+
+    row = {"name": "DDP", "config": "small", "ranks": 2, "ours_s": 0.5, "peer_s": 1.0, "ratio": 0.5}
+    rows = [{**row, "ideal_ratio": 1.05, "tensor_ratio": 1.0}, {**row, "ideal_ratio": 1.06, "tensor_ratio": 1.01}]
+    tiny, jax = ({**rows[1], key: value} for key, value in (("config", "tiny"), ("name", "JAX DP")))
+    assert judged([rows[0], jax]).splitlines() == [
+        "All 1 rows that have a target meet it.",
+        "",
+        "1 of the 1 rows that have a target against the ideal meet it.",
+        "",
+        "1 of the 1 rows hold no more tensors than their peer's.",
+    ]
+    _, _, ideal, _, memory = judged([*rows, tiny]).splitlines()
+    assert ideal.startswith("1 of the 2 rows") and ideal.endswith("The others: DDP on small with 2 ranks: 1.06.")
+    assert memory.startswith("1 of the 3 rows")
+    assert memory.endswith("The others: DDP on small with 2 ranks: 1.01; DDP on tiny with 2 ranks: 1.01.")
+
+
 def test_bytes_of_a_program_of_xla() -> None:
     pytest.importorskip("jax")
     from jax_gpt import bytes_sent
