@@ -37,6 +37,9 @@ _REDUCED_BY = {
 }
 
 
+_GATHERED = 1 << 20  # bytes of all ranks; gathering more would take longer than a ring
+
+
 class ProcessCarrier:
     """Carries the collectives of a mesh between processes of an initialised torch.distributed.
 
@@ -212,14 +215,23 @@ class ProcessCarrier:
         return self._start_exchanged_unevenly("ppermute", x, to_send, expected, axes, finish).wait()
 
     def pmax(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
-        if self._reduces_itself(x, axes):
-            return self._start_reduced("pmax", x, axes, dist.ReduceOp.MAX, False, x.dtype).wait()
-        return self._start_gathered("pmax", x, axes, lambda parts: group.pmax(parts)[0]).wait()
+        return self._start_extreme("pmax", x, axes, dist.ReduceOp.MAX, group.pmax).wait()
 
     def pmin(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
+        return self._start_extreme("pmin", x, axes, dist.ReduceOp.MIN, group.pmin).wait()
+
+    def _start_extreme(
+        self, operation: str, x: Tensor, axes: tuple[str, ...], how: Any, among: Callable[[Any], list[Tensor]]
+    ) -> Pending:
+        """Few values are gathered from all ranks: our algorithms only sum, and the backend takes a millisecond."""
+        count = len(self._groups.over(axes).ranks)
+        if count * x.nbytes <= _GATHERED and (chosen := self._chosen("all_gather", x, axes, count)):
+            parts = x.new_empty((count, *x.shape)).unbind()
+            steps = chosen[0].all_gather(chosen[1], starting.plain(x), parts)
+            return self._start_steps(operation, x, axes, chosen, (steps, lambda: among(parts)[0]))
         if self._reduces_itself(x, axes):
-            return self._start_reduced("pmin", x, axes, dist.ReduceOp.MIN, False, x.dtype).wait()
-        return self._start_gathered("pmin", x, axes, lambda parts: group.pmin(parts)[0]).wait()
+            return self._start_reduced(operation, x, axes, how, False, x.dtype)
+        return self._start_gathered(operation, x, axes, lambda parts: among(parts)[0])
 
     def pbroadcast(self, x: Tensor, axes: tuple[str, ...], source: int) -> Tensor:
         members = self._groups.over(axes)

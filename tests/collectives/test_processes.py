@@ -99,9 +99,17 @@ def on_two_ranks(rank: int) -> dict[str, Any]:
         results["empty"] = fp.all_gather(torch.ones(0, 3), "a"), fp.psum(torch.ones(0), "a")
         ignored = torch.func.grad(lambda y: y.sum() + (0 if rank else 1) * fp.all_gather(y, "a").sum())
         results["ignored"] = ignored(torch.ones(2))
+        results["extremes"] = [(fp.pmax(x, "a"), fp.pmin(x, "a")) for x in extremes(rank)]
     with ProcessCarrier(mesh, timeout=timedelta(seconds=1)).bound():
         results["alone"] = error_of_a_gradient(rank)
     return results
+
+
+def extremes(rank: int) -> list[Tensor]:
+    """Few values, which are gathered: none, one that is no number, a transposed matrix; and many, which are not."""
+    few = value_of(rank)
+    no_number = torch.where(torch.arange(3) == rank, torch.nan, float(rank))
+    return [few, few[:0], few.flatten(1).t(), no_number, integers(1 << 17, seed=rank)]
 
 
 def error_of_a_gradient(rank: int) -> str:
@@ -182,6 +190,13 @@ def test_low_precision_sums_accumulate_in_the_wide_dtype(two: list[dict[str, Any
     third = torch.full((1000,), 1 / 3, dtype=torch.bfloat16)
     expected = ((third * 1000).float() + third.float()).to(torch.bfloat16)
     assert all(torch.equal(result["wide"], expected) for result in two)
+
+
+def test_the_largest_and_the_smallest_of_few_and_of_many(two: list[dict[str, Any]]) -> None:
+    for index, values in enumerate(zip(extremes(0), extremes(1), strict=True)):
+        for result in two:
+            for ours, among in zip(result["extremes"][index], (torch.maximum, torch.minimum), strict=True):
+                torch.testing.assert_close(ours, among(*values), rtol=0, atol=0, equal_nan=True)
 
 
 def test_empty_tensors_travel(two: list[dict[str, Any]]) -> None:
