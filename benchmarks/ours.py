@@ -86,9 +86,9 @@ def tensor_parallel(module: GPT) -> Ours:
 
 
 def sequence_parallel(module: GPT) -> Ours:
-    """As above; the stream between a block's halves is sharded over time, by a constraint on each residual edge."""
-    for block in module.blocks:
-        block.edge = partial(fp.constrain, spec=P(None, "tensor", None))
+    """As above; the residual stream is sharded over time, by a constraint on each of its edges."""
+    for part in (module, *module.blocks):
+        part.edge = partial(fp.constrain, spec=P(None, "tensor", None))
     return tensor_parallel(module)
 
 
