@@ -71,6 +71,10 @@ def all_gather(algorithm: Algorithm, team: Team, x: Operand, dim: int, layout: L
     if layout is not None and algorithm.packs:
         leaves = InPlace(layout, operand.dtype, operand.device)
         return algorithm.all_gather(team, operand, leaves), lambda: leaves
+    if dim > 0 and algorithm.packs:  # each rank's part where it belongs, as if it alone were packed
+        assert isinstance(operand, Tensor)
+        alone = InPlace(Layout(team.size, ((0, tuple(operand.shape), dim),)), operand.dtype, operand.device)
+        return algorithm.all_gather(team, operand.reshape(-1), alone), lambda: alone.take(0)
     shape = (team.size, *operand.shape)
     parts = torch.empty(shape, dtype=operand.dtype, device=operand.device).unbind()
     return algorithm.all_gather(team, operand, parts), lambda: taken_apart(joined(parts, dim), layout)
