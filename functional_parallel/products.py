@@ -34,7 +34,8 @@ def prefers_onednn() -> bool:
 
     MKL runs its kernels for AVX-512 on Intel's processors alone. On AMD EPYCs oneDNN was measured at 2.3 times MKL's
     speed with AVX-512, and at 0.4 (small products) to 1.2 times with AVX2 alone; on an Intel Xeon with AVX-512 at 0.5
-    (small) to 1.0 times.
+    (small) to 1.0 times. Only MKL's adds to a sum as it multiplies, so the programs of ranks that differ in this differ
+    too, and are refused: with `torch.backends.mkldnn.enabled = False` on all of them there is one.
     """
     has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
     return _torch.has_onednn_linear() and has_avx512 and not is_from_intel()
