@@ -9,11 +9,9 @@ from __future__ import annotations
 import ctypes
 import gc
 import linecache
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -25,8 +23,6 @@ __all__ = ["forget_library_lines", "give_back_pages", "keep_pages", "leaving_not
 _MOST_LINES = 10_000  # a megabyte
 _MOST_SHAPES = 1_000  # another
 _MOST_TAKEN_FOR_ORDINARY = 32 << 20  # bytes; glibc's DEFAULT_MMAP_THRESHOLD_MAX
-_TRIM_THRESHOLD = -1  # glibc's M_TRIM_THRESHOLD
-_VARIABLES = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES"}
 
 
 @contextmanager
@@ -85,18 +81,14 @@ def give_back_pages() -> None:
 
 
 def keep_pages() -> None:
-    """Let glibc keep what a step frees for the next step.
+    """Let glibc keep what a step frees for the next step, up to 64 MiB.
 
-    It takes large blocks from the system, and returns the end of its heap to it when that is twice as large as the
-    largest block that was freed so far. A step ends by freeing all gradients, so the next would have to ask for each
-    page anew, a fault per 4 KiB: 3 to 8 % of a small step, 12 % of one with 85 million parameters. A block that nobody
-    writes into costs nothing, and once freed counts as the largest; then glibc is told to return nothing by itself.
-    Who sets one of its variables, as `MALLOC_TRIM_THRESHOLD_`, keeps that.
+    It returns the end of its heap to the system when that is twice as large as the largest block that was freed so far,
+    and a step ends by freeing all gradients: the next would have to ask for each page anew, a fault per 4 KiB, 3 to 8 %
+    of a small step. A block that nobody writes into costs nothing, and once freed counts as the largest.
     """
-    if _trim is not None and not _VARIABLES & os.environ.keys():
+    if _trim is not None:
         torch.empty(_MOST_TAKEN_FOR_ORDINARY - (64 << 10), dtype=torch.uint8)
-        _libc.mallopt(_TRIM_THRESHOLD, -1)
 
 
-_libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
-_trim = getattr(_libc, "malloc_trim", None)
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
