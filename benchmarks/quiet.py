@@ -22,7 +22,7 @@ from makespan import ends, ordinary
 from ours import Ours
 
 from functional_parallel.runtime import ProcessRuntime, default_runtime, use_runtime
-from functional_parallel.runtime.algorithms import Layout, Packed, starting, whole
+from functional_parallel.runtime.algorithms import Layout, Packed, Stretches, starting, whole
 from functional_parallel.runtime.process_carrier import ProcessCarrier
 from functional_parallel.schedules import Event
 from sharding_specs import Mesh
@@ -125,10 +125,12 @@ class SilentCarrier(ProcessCarrier):
     def start(
         self, name: str, x: torch.Tensor | Packed, *, axes: Axes, params: Sequence[Any], overwrite: bool, where: str
     ) -> Any:
-        return _There(getattr(self, name)(whole(x), axes, *params))
+        return _There(getattr(self, name)(x if name == "psum" else whole(x), axes, *params))
 
-    def psum(self, x: torch.Tensor, axes: Axes) -> torch.Tensor:
-        return x.contiguous()
+    def psum(self, x: torch.Tensor | Packed, axes: Axes, layout: Layout | None = None) -> Any:
+        if isinstance(x, Packed) and layout is not None:  # ours packs nothing either: it sends from where each lies
+            return Stretches(x.results())
+        return starting.in_stretches(whole(x).contiguous(), layout)
 
     def pmax(self, x: torch.Tensor, axes: Axes) -> torch.Tensor:
         return x.contiguous()

@@ -19,6 +19,7 @@ from torch import fx
 from ..tracing import Traced
 from ..tracing.graph import in_order, operands_of
 from .collectives import primitive_name
+from .memory import viewed
 from .packing import PACK, UNPACK
 from .sharing import shares_memory, written_by
 
@@ -84,9 +85,19 @@ def _only_looks(node: fx.Node) -> bool:
 
 
 def is_only_use_of_own_memory(value: fx.Node) -> bool:
-    """Whether a value with one user was computed into memory that nothing else refers to."""
-    if value.op != "call_function" or len(value.users) != 1 or primitive_name(value) == "pcast":
+    """Whether a value with one user was computed into memory that nothing else refers to, but for what it is a view of.
+
+    A view may skip elements of that memory, or go through them in another order.
+    """
+    if value.op != "call_function" or len(value.users) != 1:
         return False
-    if value.target is operator.getitem and getattr(value.args[0].target, "owns_results", False):
-        return True
-    return not shares_memory(value)
+    if value.target is operator.getitem:
+        return _owns_results(value.args[0])
+    written = written_by(value)
+    base = written[0] if len(written) == 1 else viewed(value)
+    return not shares_memory(value) if base is None else is_only_use_of_own_memory(base)
+
+
+def _owns_results(node: fx.Node) -> bool:
+    """Whether each of an op's several results is in memory of its own."""
+    return getattr(node.target, "owns_results", False) or not shares_memory(node)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["PACK", "UNPACK", "UNPACK_INTO", "packed", "runs_of", "unpacked"]
+__all__ = ["PACK", "UNPACK", "UNPACK_INTO", "packed", "run_of", "unpacked"]
 
 _library = torch.library.Library("fp", "FRAGMENT")
 _library.define("pack(Tensor[] tensors, int parts, int[] dims) -> Tensor")
@@ -19,16 +19,14 @@ _library.define("unpack(Tensor packed, int parts, int offset, int[] shape, int d
 _library.define("unpack_(Tensor(a!) target, Tensor packed, int parts, int offset, int[] shape, int dim) -> Tensor(a!)")
 
 
-def runs_of(tensors: Sequence[torch.Tensor], parts: int, dims: Sequence[int]) -> list[torch.Tensor]:
-    """Of each tensor its part of every run: (parts, elements), to be joined along dim 1."""
-    if parts == 1:
-        return [x.reshape(1, -1) for x in tensors]
-    return [x.unflatten(d, (parts, -1)).movedim(d, 0).reshape(parts, -1) for x, d in zip(tensors, dims, strict=True)]
+def run_of(x: torch.Tensor, parts: int, dim: int) -> torch.Tensor:
+    """Of a tensor its part of every run: (parts, elements)."""
+    return x.reshape(1, -1) if parts == 1 else x.unflatten(dim, (parts, -1)).movedim(dim, 0).reshape(parts, -1)
 
 
 def packed(tensors: Sequence[torch.Tensor], parts: int, dims: Sequence[int]) -> torch.Tensor:
     """The runs, one behind the other."""
-    return torch.cat(runs_of(tensors, parts, dims), 1).reshape(-1)
+    return torch.cat([run_of(x, parts, dim) for x, dim in zip(tensors, dims, strict=True)], 1).reshape(-1)
 
 
 def _unpack(packed: torch.Tensor, parts: int, offset: int, shape: Sequence[int], dim: int) -> torch.Tensor:

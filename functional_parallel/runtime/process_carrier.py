@@ -35,8 +35,6 @@ _REDUCED_BY = {
     "gloo": _REDUCED_BY_ALL | {torch.float16, torch.bfloat16},
     "nccl": _REDUCED_BY_ALL | {torch.float16, torch.bfloat16},
 }
-
-
 _GATHERED = 1 << 20  # bytes of all ranks; gathering more would take longer than a ring
 
 
@@ -104,7 +102,8 @@ class ProcessCarrier:
             name: psum, psum_scatter, all_gather or all_to_all.
             x: its operand, not to be changed before the result is there; or tensors to be packed to it.
             axes: the axes it goes over.
-            params: what its method takes after `axes`; of a gather also a layout, to get the tensors that lie in it.
+            params: what its method takes after `axes`; of a sum or gather also a layout, to get the tensors that lie
+                in it.
             overwrite: the result of a psum may take the operand's memory.
             where: the line that it came from, for messages.
         """
@@ -119,7 +118,7 @@ class ProcessCarrier:
         self, name: str, x: Tensor | Packed, axes: tuple[str, ...], params: Sequence[Any], overwrite: bool
     ) -> Pending:
         if name == "psum":
-            return self._start_psum(x, axes, overwrite)
+            return self._start_psum(x, axes, overwrite, *params)
         if name == "psum_scatter":
             return self._start_psum_scatter(x, axes, *params)
         if name == "all_gather":
@@ -138,16 +137,21 @@ class ProcessCarrier:
     def all_to_all(self, x: Tensor, axes: tuple[str, ...], split_dim: int, concat_dim: int) -> Tensor:
         return self._start_all_to_all(x, axes, split_dim, concat_dim).wait()
 
-    def _start_psum(self, x: Tensor | Packed, axes: tuple[str, ...], overwrite: bool) -> Pending:
+    def _start_psum(
+        self, x: Tensor | Packed, axes: tuple[str, ...], overwrite: bool, layout: Layout | None = None
+    ) -> Pending:
         accumulated = self._accumulation_dtype(x.dtype)
         if chosen := self._chosen("all_reduce", x, axes):
-            return self._start_steps("psum", x, axes, chosen, starting.all_reduce(*chosen, x, overwrite, accumulated))
+            started = starting.all_reduce(*chosen, x, overwrite, accumulated, layout)
+            return self._start_steps("psum", x, axes, chosen, started)
         x = whole(x)
         widened = x.to(accumulated or x.dtype)
         if self._reduces_itself(widened, axes):
             own = overwrite or widened is not x
-            return self._start_reduced("psum", widened, axes, dist.ReduceOp.SUM, own, x.dtype)
-        return self._start_gathered("psum", x, axes, lambda parts: group.psum(parts, accumulated)[0])
+            return self._start_reduced("psum", widened, axes, dist.ReduceOp.SUM, own, x.dtype, layout)
+        return self._start_gathered(
+            "psum", x, axes, lambda parts: starting.in_stretches(group.psum(parts, accumulated)[0], layout)
+        )
 
     def _start_psum_scatter(self, x: Tensor | Packed, axes: tuple[str, ...], dim: int) -> Pending:
         accumulated = self._accumulation_dtype(x.dtype)
@@ -248,14 +252,21 @@ class ProcessCarrier:
     # --- on process groups ---
 
     def _start_reduced(
-        self, operation: str, x: Tensor, axes: tuple[str, ...], how: Any, overwrite: bool, dtype: torch.dtype
+        self,
+        operation: str,
+        x: Tensor,
+        axes: tuple[str, ...],
+        how: Any,
+        overwrite: bool,
+        dtype: torch.dtype,
+        layout: Layout | None = None,
     ) -> Pending:
         in_place = overwrite and x.is_contiguous()
         result = x.detach() if in_place else x.detach().clone(memory_format=torch.contiguous_format)
         handle = self._groups.over(axes).handle
         return Pending(
             lambda: dist.all_reduce(result, how, handle, async_op=True),
-            lambda: result.to(dtype),
+            lambda: starting.in_stretches(result.to(dtype), layout),
             self._describe(operation, x, axes),
         )
 

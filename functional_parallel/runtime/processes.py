@@ -42,6 +42,8 @@ from .regions import with_regions
 
 __all__ = ["DifferentInputsError", "DifferentProgramsError", "ProcessRuntime"]
 
+aten = torch.ops.aten
+
 
 class DifferentProgramsError(RuntimeError):
     """Ranks that are about to run different programs; names the ranks and the first line that differs."""
@@ -209,8 +211,9 @@ class _OneRank:
         ended = one_scatter_at_a_time(order)
         before = {node: [*readers.get(node, ()), *ended.get(node, ())] for node in readers.keys() | ended.keys()}
         self._packed_when_sent = {node for node, after in itertools.pairwise(order) if self._only_sends(after, node)}
-        gathers = [node for node in order if self._brings_several(node)]
-        self._taken = {user: index for node in gathers for index, user in enumerate(node.users)}
+        layouts = ((node, self._layout(node)) for node in order if self._is_started(node))
+        self._layouts = {node: layout for node, layout in layouts if layout is not None}
+        self._taken = {user: index for node in self._layouts for index, user in enumerate(node.users)}
         self.writer = Writer(traced, self.line, order=order, readers=before)
 
     def function(self) -> Callable[..., Any]:
@@ -230,7 +233,10 @@ class _OneRank:
         if node in self._taken:
             return f"{text(node.args[0])}.take({self._taken[node]})"
         if node in self._packed_when_sent:
-            return f"{writer.constant(Packed)}({', '.join(writer.argument(arg, text) for arg in node.args)})"
+            given_up = [is_only_use_of_own_memory(value) for value in node.args[0]]
+            return (
+                f"{writer.constant(Packed)}({', '.join(writer.argument(arg, text) for arg in (*node.args, given_up))})"
+            )
         return writer.call(node, text)
 
     def _is_started(self, node: fx.Node) -> bool:
@@ -240,17 +246,24 @@ class _OneRank:
         """Whether an op packs and the next one starts to send that, which nothing else needs."""
         return value.target is PACK and self._is_started(node) and list(value.users) == [node]
 
-    def _brings_several(self, node: fx.Node) -> bool:
-        """Whether an op gathers tensors that are packed in one, which nobody needs as such."""
-        is_gather = primitive_name(node) == "all_gather" and self._is_started(node)
-        return is_gather and {user.target for user in node.users} == {UNPACK}
+    def _layout(self, node: fx.Node) -> Layout | None:
+        """Where tensors lie in what a collective brings, if it brings several and nobody needs the whole."""
+        if primitive_name(node) == "all_gather" and {user.target for user in node.users} == {UNPACK}:
+            unpacked = [user.args for user in node.users]
+            return Layout(unpacked[0][1], tuple((begin, tuple(shape), dim) for _, _, begin, shape, dim in unpacked))
+        if primitive_name(node) == "psum" and node.args[0] in self._packed_when_sent:
+            lengths = [value.meta["val"].numel for value in node.args[0].args[0]]
+            ends = itertools.accumulate(lengths)
+            stretches = [(node, 0, end - length, end) for length, end in zip(lengths, ends, strict=True)]
+            if [(user.target, user.args) for user in node.users] == [(aten.slice.Tensor, each) for each in stretches]:
+                return Layout(1, tuple((begin, (end - begin,), 0) for _, _, begin, end in stretches))
+        return None
 
     def _start(self, node: fx.Node, name: str) -> Callable[[torch.Tensor], Pending]:
         axes = tuple(node.args[1])
         params = [param for param in node.args[2:] if not isinstance(param, str)]
-        if self._brings_several(node):
-            users = [user.args for user in node.users]
-            params.append(Layout(users[0][1], tuple((begin, tuple(shape), dim) for _, _, begin, shape, dim in users)))
+        if node in self._layouts:
+            params.append(self._layouts[node])
         return functools.partial(
             self.carrier.start,
             name,

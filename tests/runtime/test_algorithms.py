@@ -61,6 +61,7 @@ def cases(draw: st.DrawFn) -> list[Case]:
             "in_place": st.booleans(),
             "strided": st.booleans(),
             "packed": st.booleans(),
+            "given_up": st.tuples(st.booleans(), st.booleans()),
             "real": st.booleans(),
             "seed": st.integers(0, 1000),
         }
@@ -96,10 +97,17 @@ def start(team: Team, name: str, case: Case) -> Callable[[], None]:
     algorithm, size, rank = ALGORITHMS[name], team.size, team.rank
     operands = [operand(case, source, size, algorithm.is_ordered) for source in range(size)]
     mine, kind = operands[rank], case["kind"]
-    layout = None
+    layout, kept = None, []
     if kind == "all_reduce":
-        wanted = [group.psum(operands)[rank].clone()]
-        steps, result = starting.all_reduce(algorithm, team, sent(case, mine, 1), case["in_place"], None)
+        wanted, x = [group.psum(operands)[rank].clone()], sent(case, mine, 1)
+        if case["packed"]:
+            both = leaves(case, mine, 1)
+            x = Packed(both, 1, [0, 0], case["given_up"])
+            kept = [(each, each.clone()) for each, is_free in zip(both, case["given_up"], strict=True) if not is_free]
+            lengths = [each.numel() for each in both]
+            wanted = list(wanted[0].split(lengths))
+            layout = Layout(1, ((0, (lengths[0],), 0), (lengths[0], (lengths[1],), 0)))
+        steps, result = starting.all_reduce(algorithm, team, x, case["in_place"], None, layout)
     elif kind == "reduce_scatter":
         wanted = [group.psum_scatter(operands, 0)[rank]]
         steps, result = starting.reduce_scatter(algorithm, team, sent(case, mine, size), 0, None)
@@ -121,6 +129,7 @@ def start(team: Team, name: str, case: Case) -> Callable[[], None]:
         found = result()
         results = [found] if layout is None else [found.take(index) for index in (1, 0)][::-1]
         assert all(map(torch.equal, results, wanted)), (name, case)
+        assert all(torch.equal(now, before) for now, before in kept), (name, case)
 
     return finish
 
@@ -202,6 +211,26 @@ def small_halves(rank: int, size: int) -> None:
             finish()
 
     led_by_rank_0(rank, cases(), check)
+
+
+def sums_over_operands(rank: int, size: int) -> None:
+    """Tensors of a large bucket that nobody needs any more become their sums; the others stay as they are."""
+    team = Team(dist.group.WORLD, rank, list(range(size)))
+    length = shared.AT_ONCE // 4
+    free, turned, kept = torch.ones(length), torch.ones(2, length)[:, ::2].t(), torch.ones(3)
+    layout = Layout(1, ((0, (length,), 0), (length, (length,), 0), (2 * length, (3,), 0)))
+    packed = Packed([free, turned, kept], 1, [0, 0, 0], [True, True, False])
+    steps, result = starting.all_reduce(ALGORITHMS["shared"], team, packed, False, None, layout)
+    team.run(steps).wait()
+    sums = [result().take(index) for index in range(3)]
+    assert all((each == size).all() for each in sums)
+    assert sums[0].data_ptr() == free.data_ptr()
+    assert (turned == 1).all() and (kept == 1).all()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_large_bucket_needs_no_memory_of_its_own(size: int) -> None:
+    run_on_processes(sums_over_operands, size, size)
 
 
 def a_late_reader(rank: int, size: int) -> None:

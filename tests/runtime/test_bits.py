@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import functional_parallel as fp
+from functional_parallel.runtime.algorithms import shared
 from sharding_specs import Mesh, split
 
 from ..processes import run_on_processes
@@ -69,6 +70,20 @@ def test_every_stage_gives_the_same_bits(size: int) -> None:
             ]
             assert not differing, f"{name} on rank {rank} of {size}"
     assert simulated["data parallel"][-1] < simulated["data parallel"][-STEPS] - 0.5, "the loss fell"
+
+
+def plans_in_pieces(rank: int, size: int) -> dict[str, list[torch.Tensor]]:
+    """As if all were large: packed piece by piece, and summed over the gradients."""
+    shared.AT_ONCE, shared.PIECE = 1 << 12, 1 << 10
+    return {name: train(plan, Mesh(data=size), "ordered") for name, plan in PLANS.items()}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_large_buckets_give_the_same_bits(size: int) -> None:
+    reference = train(PLANS["data parallel"], Mesh(data=size), "ordered")
+    for found in run_on_processes(plans_in_pieces, size, size, timeout=300):
+        for name, result in found.items():
+            assert all(map(torch.equal, result, reference)), name
 
 
 def flat_plans(rank: int, size: int) -> dict[str, list[torch.Tensor]]:

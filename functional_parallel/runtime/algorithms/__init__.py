@@ -6,7 +6,7 @@ from .packed import Packed, whole
 from .running import Steps
 from .table import ALGORITHMS, Algorithm
 from .team import NOTHING, Messages, Team
-from .unpacked import Layout, Unpacked
+from .unpacked import Layout, Stretches, Unpacked
 
 __all__ = [
     "ALGORITHMS",
@@ -18,6 +18,7 @@ __all__ = [
     "Messages",
     "Packed",
     "Steps",
+    "Stretches",
     "Team",
     "Unpacked",
     "setting",

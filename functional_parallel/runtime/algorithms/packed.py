@@ -1,15 +1,52 @@
-"""Several tensors that travel as one: an algorithm that copies what it sends packs them where it sends from."""
+"""Several tensors that travel as one: an algorithm that copies what it sends packs them where it sends from.
+
+And one that adds what it receives may write the sums over them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from ...program.packing import packed, runs_of
+from ...program.packing import packed, run_of
 
-__all__ = ["Packed", "whole"]
+__all__ = ["EndToEnd", "Packed", "whole"]
+
+
+class EndToEnd:
+    """Tensors that lie one behind the other along their last dim, to be gone through once, from front to back.
+
+    >>> tensors = EndToEnd([torch.tensor([1, 2, 3]), torch.tensor([4])])
+    >>> tensors.next(2), tensors.next(2)
+    ([tensor([1, 2])], [tensor([3]), tensor([4])])
+
+    Args:
+        tensors: asked for one by one, as they are come to, and let go of when they are passed.
+    """
+
+    __slots__ = ("_current", "_done", "_rest")
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._rest = iter(tensors)
+        self._current: Tensor | None = None
+        self._done = 0  # elements of the current one
+
+    def next(self, length: int) -> list[Tensor]:
+        """The stretches that make the next so many elements; none is empty."""
+        found = []
+        while length > 0:
+            current = next(self._rest) if self._current is None else self._current
+            size = current.shape[-1]
+            taken = min(length, size - self._done)
+            if taken > 0:
+                found.append(current if taken == size else current.narrow(-1, self._done, taken))
+            length, self._done = length - taken, self._done + taken
+            self._current = current
+            if self._done == size:
+                self._current, self._done = None, 0
+        return found
 
 
 class Packed:
@@ -22,33 +59,47 @@ class Packed:
         tensors: at least one, of one dtype, on one device.
         parts: how many equal runs it is made of, one per rank.
         dims: per tensor, along which dim it is cut in parts.
+        given_up: per tensor, whether nothing else needs what lies there; None is that all are still needed.
 
     Attributes:
         parts, shape, dtype, device, nbytes: of the whole, which is flat.
+        length: elements of a run.
     """
 
-    __slots__ = ("_dims", "_tensors", "device", "dtype", "nbytes", "parts", "shape")
+    __slots__ = ("_dims", "_given_up", "_runs", "_tensors", "device", "dtype", "length", "nbytes", "parts", "shape")
 
-    def __init__(self, tensors: Sequence[Tensor], parts: int, dims: Sequence[int]) -> None:
+    def __init__(
+        self, tensors: Sequence[Tensor], parts: int, dims: Sequence[int], given_up: Sequence[bool] | None = None
+    ) -> None:
         self._tensors, self.parts, self._dims = tensors, parts, dims
+        self._given_up = [False] * len(tensors) if given_up is None else given_up
+        self._runs = EndToEnd(run_of(x, parts, dim) for x, dim in zip(tensors, dims, strict=True))
         self.dtype, self.device = tensors[0].dtype, tensors[0].device
         self.shape = torch.Size([sum(x.numel() for x in tensors)])
-        self.nbytes = self.shape.numel() * self.dtype.itemsize
+        self.nbytes, self.length = self.shape.numel() * self.dtype.itemsize, self.shape.numel() // parts
 
     def empty(self, length: int | None = None) -> Tensor:
         """Flat memory, for the whole or for so many elements."""
         return torch.empty(self.shape if length is None else length, dtype=self.dtype, device=self.device)
 
+    def results(self) -> list[Tensor]:
+        """Flat memory as large as each tensor: its own, where it is given up and lies in one stretch."""
+        return [
+            x.detach().view(-1) if given_up and x.is_contiguous() else self.empty(x.numel())
+            for x, given_up in zip(self._tensors, self._given_up, strict=True)
+        ]
+
     def write(self, runs: Sequence[Tensor]) -> None:
-        """Pack into flat memory, one stretch for each run."""
-        pieces = zip(*(x.unbind() for x in runs_of(self._tensors, self.parts, self._dims)), strict=True)
-        for run, piece in zip(runs, pieces, strict=True):
-            torch.cat(piece, out=run)
+        """Pack the next elements of each run into flat memory, as many as it has room for."""
         self._tensors = ()
+        if pieces := self._runs.next(runs[0].numel()):
+            for run, piece in zip(runs, zip(*(x.unbind() for x in pieces), strict=True), strict=True):
+                torch.cat(piece, out=run)
 
     def whole(self) -> Tensor:
         """Pack into memory of their own."""
         tensors, self._tensors = self._tensors, ()
+        self._runs = EndToEnd(())
         return packed(tensors, self.parts, self._dims)
 
 

@@ -1,8 +1,8 @@
 """Collectives through memory that the ranks of one host share: each byte is written once and read where it is needed.
 
 To send, a rank copies into its own memory; who needs the bytes reads them there, and adds while reading, in rank order.
-A collective of up to `AT_ONCE` bytes is written when it starts, so that a rank which comes later finds it there; what
-is packed of several tensors is packed there, and held nowhere else. A larger one goes in pieces that stay in the
+What is packed of several tensors is packed there, and held nowhere else. A collective of up to `AT_ONCE` bytes is
+written when it starts, so that a rank which comes later finds it there. A larger one goes in pieces that stay in the
 processor's cache: the first two when it starts, the others while it is waited for. Piece `t + 2` is written after piece
 `t` was read, over piece `t - 2`: that a rank has sent piece `t` says that it has read piece `t - 2`, so nobody has to
 say what was read.
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .alignment import ALIGNMENT, aligned
-from .packed import Packed
+from .packed import EndToEnd, Packed
 from .running import Steps
 from .shared_memory import SharedMemory
 from .sums import ordered_sum
@@ -67,27 +67,44 @@ def reduce_scatter(
 
 
 def all_reduce(
-    memory: SharedMemory, x: Tensor | Packed, result: Tensor, accumulated: torch.dtype | None = None
+    memory: SharedMemory,
+    x: Tensor | Packed,
+    result: Tensor | Sequence[Tensor],
+    accumulated: torch.dtype | None = None,
 ) -> Steps:
-    """The sum, into `result`, which is contiguous and may be `x`.
+    """The sum, into `result`, which is contiguous and may be `x`; or into flat tensors, which lie end to end.
 
     Two ranks, and more of them with little to add, each add everything. Else each adds a part and reads the others.
     """
+    results = EndToEnd([result.view(-1)] if isinstance(result, Tensor) else result)
     if memory.size == 2 or x.nbytes <= ONE_ROUND:
         for piece in _pieces(memory, x if isinstance(x, Packed) else [x]):
             yield [memory.all_gave(piece.sent)]
-            ordered_sum([piece.read(rank, 0) for rank in range(memory.size)], piece.of(result), accumulated)
+            _add([piece.read(rank, 0).view(-1) for rank in range(memory.size)], results, accumulated)
         return
     for piece in _pieces(memory, x if isinstance(x, Packed) else [x.reshape(-1)]):
         yield [memory.all_gave(piece.sent)]
         written = [piece.read(rank, 0).tensor_split(memory.size) for rank in range(memory.size)]
-        results = piece.of(result.view(-1)).tensor_split(memory.size)
-        ordered_sum([parts[memory.rank] for parts in written], results[memory.rank], accumulated)
-        written[memory.rank][memory.rank].copy_(results[memory.rank])
+        mine = [parts[memory.rank] for parts in written]
+        mine[memory.rank].copy_(ordered_sum(mine, torch.empty_like(mine[0]), accumulated))
         memory.signal(piece.added)
         yield [memory.all_gave(piece.added)]
-        for rank in _others(memory):
-            results[rank].copy_(written[rank][rank])
+        for rank in range(memory.size):
+            _move(written[rank][rank], results)
+
+
+def _add(values: Sequence[Tensor], results: EndToEnd, accumulated: torch.dtype | None) -> None:
+    begin = 0
+    for out in (stretches := results.next(values[0].numel())):
+        end = begin + out.numel()
+        ordered_sum(values if len(stretches) == 1 else [each[begin:end] for each in values], out, accumulated)
+        begin = end
+
+
+def _move(values: Tensor, results: EndToEnd) -> None:
+    if stretches := results.next(values.numel()):
+        for out, part in zip(stretches, values.split([out.numel() for out in stretches]), strict=True):
+            out.copy_(part)
 
 
 def _others(memory: SharedMemory) -> list[int]:
@@ -146,52 +163,52 @@ class _Piece:
 
 
 class _PackedPiece(_Piece):
-    """The only piece of what is packed where it is sent from: a rank reads its own there, as the others do."""
+    """A piece of each run of what is packed where it is sent from: a rank reads its own there, as the others do."""
 
-    def __init__(self, memory: SharedMemory, packed: Packed, buffers: Sequence[Tensor], keep: Tensor | None) -> None:
-        super().__init__(memory, (), None, buffers, keep is not None)
-        self._length, self._dtype, self._kept = packed.nbytes // packed.parts, packed.dtype, keep
-        packed.write([self.own(index) for index in range(packed.parts)])
-        memory.signal(self.sent)
+    def __init__(
+        self, memory: SharedMemory, packed: Packed, where: slice, buffers: Sequence[Tensor], keep: Tensor | None
+    ) -> None:
+        super().__init__(memory, (), where, buffers, keep is not None)
+        self._packed, self._kept = packed, keep
+        self._length = (where.stop - where.start) * packed.dtype.itemsize
 
     def read(self, rank: int, index: int) -> Tensor:
-        return self._lies(rank, index, self._length).view(self._dtype)
+        return self._lies(rank, index, aligned(self._length))[: self._length].view(self._packed.dtype)
 
     def own(self, index: int) -> Tensor:
         if self._kept is not None and index == self._memory.rank:
-            return self._kept
+            return self.of(self._kept)
         return self.read(self._memory.rank, index)
 
+    def write(self) -> None:
+        self._packed.write([self.own(index) for index in range(self._packed.parts)])
+        self._memory.signal(self.sent)
 
-def _pieces(memory: SharedMemory, tensors: Sequence[Tensor] | Packed, keep: Tensor | None = None) -> Iterator[_Piece]:
+
+def _pieces(memory: SharedMemory, sent: Sequence[Tensor] | Packed, keep: Tensor | None = None) -> Iterator[_Piece]:
     """The pieces of what this rank sends, one after the other, each to be read before the next is asked for.
 
     Where a rank needs one of the tensors for itself alone, the one with its number, this is not written: it stays where
     it is, or is packed into `keep`.
     """
-    if isinstance(tensors, Packed):
-        if tensors.nbytes <= AT_ONCE:
-            slot = memory.slot(tensors.nbytes // tensors.parts * (tensors.parts - (keep is not None)))
-            yield _PackedPiece(memory, tensors, slot.parts, keep)
-            slot.done()
-            return
-        tensors = tensors.whole().chunk(tensors.parts)
-    places: list[slice | None]
-    sent = len(tensors) - (keep is not None)
-    if len(tensors) * _stride(tensors[0]) <= AT_ONCE:
-        tensors, places, length = list(tensors), [None], sent * _stride(tensors[0])
+    if isinstance(sent, Packed):
+        count, length, itemsize = sent.parts, sent.length, sent.dtype.itemsize
     else:
-        tensors = [tensor.reshape(-1) for tensor in tensors]
-        step = PIECE // len(tensors) // ALIGNMENT * ALIGNMENT // tensors[0].element_size()
-        places = [slice(begin, begin + step) for begin in range(0, tensors[0].numel(), step)]
-        length = sent * step * tensors[0].element_size()
-    count = min(len(places), 2 * _AHEAD)
-    slot = memory.slot(count * length)
-    pieces = []
+        count, length, itemsize = len(sent), sent[0].numel(), sent[0].element_size()
+    places = _places(count, length, itemsize)
+    size = (count - (keep is not None)) * aligned(places[0].stop * itemsize)
+    under_way = min(len(places), 2 * _AHEAD)
+    slot = memory.slot(under_way * size)
+    if len(places) > 1 and not isinstance(sent, Packed):
+        sent = [tensor.reshape(-1) for tensor in sent]
+    pieces: list[_Piece] = []
     for index, place in enumerate(places):
-        begin = index % count * length
-        buffers = [part[begin : begin + length] for part in slot.parts]
-        pieces.append(_Piece(memory, tensors, place, buffers, keep is not None))
+        begin = index % under_way * size
+        buffers = [part[begin : begin + size] for part in slot.parts]
+        if isinstance(sent, Packed):
+            pieces.append(_PackedPiece(memory, sent, place, buffers, keep))
+        else:
+            pieces.append(_Piece(memory, sent, place if len(places) > 1 else None, buffers, keep is not None))
     for piece in pieces[:_AHEAD]:
         piece.write()
     for index, piece in enumerate(pieces):
@@ -199,6 +216,14 @@ def _pieces(memory: SharedMemory, tensors: Sequence[Tensor] | Packed, keep: Tens
         if index + _AHEAD < len(pieces):
             pieces[index + _AHEAD].write()
     slot.done()
+
+
+def _places(count: int, length: int, itemsize: int) -> list[slice]:
+    """Where pieces lie in each of several tensors of so many elements: one for all of it, or several alike."""
+    if count * aligned(length * itemsize) <= AT_ONCE:
+        return [slice(0, length)]
+    step = PIECE // count // ALIGNMENT * ALIGNMENT // itemsize
+    return [slice(begin, min(begin + step, length)) for begin in range(0, length, step)]
 
 
 def _stride(like: Tensor) -> int:

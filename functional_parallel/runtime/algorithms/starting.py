@@ -14,36 +14,55 @@ from torch import Tensor
 from ..zero_copy import joined
 from .packed import Packed, whole
 from .running import Steps
+from .shared import AT_ONCE
 from .table import Algorithm
 from .team import Team
-from .unpacked import InPlace, Layout, OutOfWhole, Unpacked
+from .unpacked import InPlace, Layout, OutOfWhole, Stretches, Unpacked
 
-__all__ = ["Started", "all_gather", "all_reduce", "all_to_all", "plain", "reduce_scatter", "taken_apart"]
+__all__ = [
+    "Started",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "in_stretches",
+    "plain",
+    "reduce_scatter",
+    "taken_apart",
+]
 
 Started = tuple[Steps, Callable[[], Tensor | Unpacked]]
 Operand = Tensor | Packed
 
 
 def all_reduce(
-    algorithm: Algorithm, team: Team, x: Operand, overwrite: bool, accumulated: torch.dtype | None
+    algorithm: Algorithm,
+    team: Team,
+    x: Operand,
+    overwrite: bool,
+    accumulated: torch.dtype | None,
+    layout: Layout | None = None,
 ) -> Started:
     """The sum, in the operand's memory where it may be overwritten.
 
     Args:
         algorithm: of those that serve the team.
         team: the ranks.
-        x: this rank's.
+        x: this rank's; flat where there is a layout.
         overwrite: nothing else needs what lies there.
         accumulated: the type to add in; None is the operand's.
+        layout: which stretches of the sum are wanted; where `x` is packed, one for each tensor, in their order.
     """
     operand = _as_it_lies(algorithm, x)
+    if layout is not None and isinstance(operand, Packed) and operand.nbytes > AT_ONCE:
+        sums = operand.results()
+        return algorithm.all_reduce(team, operand, sums, accumulated), lambda: Stretches(sums)
     if isinstance(operand, Packed):
         result = operand.empty()
     elif overwrite and operand.is_contiguous():
         result = operand
     else:
         result = torch.empty_like(operand, memory_format=torch.contiguous_format)
-    return algorithm.all_reduce(team, operand, result, accumulated), lambda: result
+    return algorithm.all_reduce(team, operand, result, accumulated), lambda: in_stretches(result, layout)
 
 
 def reduce_scatter(algorithm: Algorithm, team: Team, x: Operand, dim: int, accumulated: torch.dtype | None) -> Started:
@@ -78,6 +97,11 @@ def all_gather(algorithm: Algorithm, team: Team, x: Operand, dim: int, layout: L
     shape = (team.size, *operand.shape)
     parts = torch.empty(shape, dtype=operand.dtype, device=operand.device).unbind()
     return algorithm.all_gather(team, operand, parts), lambda: taken_apart(joined(parts, dim), layout)
+
+
+def in_stretches(whole: Tensor, layout: Layout | None = None) -> Tensor | Unpacked:
+    """A whole, or stretches of it."""
+    return whole if layout is None else Stretches.of(whole, layout)
 
 
 def taken_apart(whole: Tensor, layout: Layout | None = None) -> Tensor | Unpacked:

@@ -19,7 +19,8 @@ __all__ = ["ALGORITHMS", "Algorithm"]
 Dtype = torch.dtype | None
 Operand = Any  # Tensor, or Packed where the algorithm packs; of a scatter its chunks, or Packed
 Parts = Any  # Sequence[Tensor], or InPlace where it packs
-AllReduce = Callable[[Team, Operand, Tensor, Dtype], Steps]
+Result = Any  # Tensor, or flat tensors end to end where it packs
+AllReduce = Callable[[Team, Operand, Result, Dtype], Steps]
 ReduceScatter = Callable[[Team, Operand, Tensor, Dtype], Steps]
 AllGather = Callable[[Team, Operand, Parts], Steps]
 AllToAll = Callable[[Team, Sequence[Tensor], Sequence[Tensor]], Steps]
@@ -33,12 +34,12 @@ class Algorithm:
         name: what it is called, in the field and in `FUNCTIONAL_PARALLEL_ALGORITHM`.
         is_ordered: whether it adds in rank order.
         refuses: why it cannot serve a team; None where it can.
-        all_reduce: the sum, into the third argument, which may be the operand.
+        all_reduce: the sum, into the third argument, which may be the operand, or what is packed in it.
         reduce_scatter: from chunks by rank, equal in shape; the sum of this rank's into the third argument.
         all_gather: from an operand into parts by rank, which lie one behind the other.
         all_to_all: from chunks by rank into parts by rank; None where the algorithm knows no better way.
-        packs: whether the operand of a sum or gather may be `Packed`, the chunks of a scatter too, and the parts of a
-            gather `InPlace`.
+        packs: whether the operand of a sum or gather may be `Packed`, the chunks of a scatter too, the parts of a
+            gather `InPlace`, and the result of a sum several tensors end to end.
     """
 
     name: str

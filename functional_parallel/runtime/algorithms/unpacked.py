@@ -1,10 +1,12 @@
-"""What a gather of several tensors in one brings: each received where it belongs, or taken out of a whole.
+"""What a collective of several tensors in one brings: each received where it belongs, or taken out of a whole.
 
-An algorithm that copies what it receives copies it to its place: there is no whole then, and one copy less.
+An algorithm that copies what it receives copies it to its place, and one that adds writes the sum there: there is no
+whole then, and one copy less.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from ...program.packing import UNPACK
 
-__all__ = ["InPlace", "Layout", "OutOfWhole", "Unpacked"]
+__all__ = ["InPlace", "Layout", "OutOfWhole", "Stretches", "Unpacked"]
 
 
 class Unpacked(Protocol):
@@ -45,6 +47,21 @@ class OutOfWhole:
     def take(self, index: int) -> Tensor:
         offset, shape, dim = self._layout.leaves[index]
         return UNPACK(self._whole, self._layout.runs, offset, shape, dim)
+
+
+class Stretches:
+    """Flat tensors, each a stretch of a whole one, or of its own."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors: list[Any] = list(tensors)
+
+    @classmethod
+    def of(cls, whole: Tensor, layout: Layout) -> Stretches:
+        return cls([whole[begin : begin + shape[0]] for begin, shape, _ in layout.leaves])
+
+    def take(self, index: int) -> Tensor:
+        tensor, self._tensors[index] = self._tensors[index], None
+        return tensor
 
 
 class InPlace:

@@ -1,0 +1,72 @@
+"""What a sum may be written over: only what nobody else can see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import getitem
+from typing import Any
+
+import pytest
+from torch import fx, ops
+
+from functional_parallel.program.overlap import is_only_use_of_own_memory
+
+aten = ops.aten
+Call = Callable[..., fx.Node]
+
+OWN: dict[str, Callable[[Call, fx.Node], fx.Node]] = {
+    "what was computed": lambda call, x: call(aten.mm.default, x, x),
+    "a view of it": lambda call, x: call(aten.view.default, call(aten.sum.dim_IntList, x, [0], True), [6]),
+    "a view of a view": lambda call, x: call(
+        aten.t.default, call(aten.view.default, call(aten.mm.default, x, x), [2, 3])
+    ),
+    "a cast of its type": lambda call, x: call(ops.fp.pcast.default, call(aten.mm.default, x, x), ["data"], "i", "v"),
+    "one of several results": lambda call, x: call(
+        getitem, call(aten.native_layer_norm_backward.default, x, x, [6], x, x, None, None, [True, True, True]), 1
+    ),
+    "what products were added to": lambda call, x: call(aten.addmm_.default, call(aten.mm.default, x, x), x, x),
+}
+NOT_OWN: dict[str, Callable[[Call, fx.Node], fx.Node]] = {
+    "an input": lambda call, x: x,
+    "a view of an input": lambda call, x: call(aten.t.default, x),
+    "an input that was written to": lambda call, x: call(aten.addmm_.default, x, x, x),
+    "a part of what was cut": lambda call, x: call(getitem, call(aten.split.Tensor, call(aten.mm.default, x, x), 3), 0),
+    "what may be its operand": lambda call, x: call(aten._to_copy.default, call(aten.mm.default, x, x)),
+}
+
+
+def operand(make: Callable[[Call, fx.Node], fx.Node]) -> tuple[fx.Graph, fx.Node]:
+    """What is made, summed, in a graph that ends there."""
+    graph = fx.Graph()
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        return graph.call_function(target, args)
+
+    made = make(call, graph.placeholder("x"))
+    graph.output(call(ops.fp.psum.default, made, ["data"], "varying"))
+    return graph, made
+
+
+@pytest.mark.parametrize("what", OWN)
+def test_what_may_be_written_over(what: str) -> None:
+    assert is_only_use_of_own_memory(operand(OWN[what])[1])
+
+
+@pytest.mark.parametrize("what", NOT_OWN)
+def test_what_may_not(what: str) -> None:
+    assert not is_only_use_of_own_memory(operand(NOT_OWN[what])[1])
+
+
+@pytest.mark.parametrize("what", [what for what in OWN if what != "one of several results"])
+def test_what_somebody_else_reads_may_not(what: str) -> None:
+    """The value itself, or any that it is a view of."""
+    graph, made = operand(OWN[what])
+    read: fx.Node | None = made
+    while read is not None and read.op == "call_function":
+        with graph.inserting_before(next(iter(reversed(graph.nodes)))):
+            reader = graph.call_function(aten.sin.default, (read,))
+        assert not is_only_use_of_own_memory(made), read
+        graph.erase_node(reader)
+        assert is_only_use_of_own_memory(made)
+        is_fresh = read.target in (aten.mm.default, aten.sum.dim_IntList)
+        read = None if is_fresh else read.args[0]  # type: ignore[assignment]
