@@ -30,20 +30,15 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _sum(tensors: Sequence[Tensor]) -> Tensor:
-    length = min(_BLOCK, max(x.numel() for x in tensors))
-    squares: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-    for x in tensors:
-        if (x.dtype, x.device) not in squares:
-            squares[x.dtype, x.device] = x.new_empty(length)
-    return functools.reduce(torch.add, (_sum_of_one(x, squares[x.dtype, x.device]) for x in tensors))
+    return functools.reduce(torch.add, map(_sum_of_one, tensors))
 
 
-def _sum_of_one(x: Tensor, squares: Tensor) -> Tensor:
-    if not x.is_contiguous():
+def _sum_of_one(x: Tensor) -> Tensor:
+    if x.numel() <= _BLOCK or not x.is_contiguous():
         return (x * x).sum()
-    blocks = x.view(-1).split(_BLOCK)
-    sums = [torch.mul(block, block, out=squares[: block.numel()]).sum() for block in blocks]
-    return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
+    squares = x.new_empty(_BLOCK)
+    sums = [torch.mul(block, block, out=squares[: block.numel()]).sum() for block in x.view(-1).split(_BLOCK)]
+    return torch.stack(sums).sum()
 
 
 def _fake(tensors: Sequence[Tensor]) -> Tensor:
