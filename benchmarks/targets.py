@@ -83,9 +83,11 @@ def _sentence(rows: Sequence[object], what: str, others: Sequence[str]) -> str:
 
 def misses(rows: Sequence[dict[str, Any]]) -> str:
     """A table of the rows that miss their target, or a sentence that says how many met it."""
-    judged = [(row, target(row["name"], row["config"])) for row in rows]
-    missed = [_cells(row, share) for row, share in judged if share is not None and row["ratio"] > share]
-    count = sum(share is not None for _, share in judged)
+    shares = [(row, share) for row in rows if (share := target(row["name"], row["config"])) is not None]
+    missed = [_cells(row, share) for row, share in shares if row["ratio"] > share]
+    count = len(shares)
+    if not shares:
+        return "No row has a target."
     if not missed:
         return f"All {count} rows that have a target meet it."
     return f"{count - len(missed)} of the {count} rows that have a target meet it. The others:\n\n" + report.table(

@@ -171,7 +171,7 @@ def stride_free(op: Any) -> Any:
 
 def under_transforms(op: Any) -> Any:
     """The op to run for a traced one where torch.func may look on, which cannot map a product into a sum in place."""
-    return torch.ops.aten.addmm.default if op is torch.ops.aten.addmm_.default else stride_free(op)
+    return functional_variant(op) if op is torch.ops.aten.addmm_.default else stride_free(op)
 
 
 def direct_call(op: object) -> Any:

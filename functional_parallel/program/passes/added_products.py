@@ -29,10 +29,11 @@ def add_products_in_place(traced: Traced) -> bool:
     kernel that cannot add.
     """
     position = {node: index for index, node in enumerate(traced.graph.nodes)}
-    axes = axes_of_nodes(traced, {node: _axes_of_input(node) for node in traced.inputs})
     sums = [node for node in traced.nodes if node.target in (aten.add.Tensor, aten.add_.Tensor)]
+    of_products = [node for node in sums if _parts(node, position)[1] is not None]
+    axes = axes_of_nodes(traced, {node: _axes_of_input(node) for node in traced.inputs}) if of_products else {}
     found = False
-    for node in sums:
+    for node in of_products:
         total, product = _parts(node, position)
         if product is None or not (node.target is aten.add_.Tensor or _is_given_up(total, node, axes)):
             continue
