@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -64,3 +65,15 @@ def test_one_gradient_at_a_time_waits_to_be_scattered(bucket: int | str | None) 
     assert program.counts()["psum_scatter", ("data",)] == {None: LAYERS, "auto": 1}.get(bucket, LAYERS // 2)
     assert carrier.most["psum_scatter"] == 1
     assert carrier.most["all_gather"] <= 3
+
+
+@pytest.mark.parametrize("length", [4, 6, 24])
+def test_what_is_packed_is_let_go_of_tensor_by_tensor(length: int) -> None:
+    tensors = [torch.full((2, 6), float(number)) for number in range(3)]
+    alive = [weakref.ref(x) for x in tensors]
+    packed, found = Packed(tensors, 2, [0, 0, 0]), torch.empty(2, 18)
+    del tensors
+    for begin in range(0, 18, length):
+        packed.write(list(found[:, begin : begin + length]))
+        assert [ref() is not None for ref in alive] == [min(begin + length, 18) < end for end in (6, 12, 18)]
+    assert torch.equal(found, torch.arange(3.0).repeat_interleave(6).expand(2, 18))

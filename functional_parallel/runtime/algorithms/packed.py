@@ -5,7 +5,8 @@ And one that adds what it receives may write the sums over them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -73,7 +74,7 @@ class Packed:
     ) -> None:
         self._tensors, self.parts, self._dims = tensors, parts, dims
         self._given_up = [False] * len(tensors) if given_up is None else given_up
-        self._runs = EndToEnd(run_of(x, parts, dim) for x, dim in zip(tensors, dims, strict=True))
+        self._runs = EndToEnd(_runs_of(deque(tensors), parts, dims))
         self.dtype, self.device = tensors[0].dtype, tensors[0].device
         self.shape = torch.Size([sum(x.numel() for x in tensors)])
         self.nbytes, self.length = self.shape.numel() * self.dtype.itemsize, self.shape.numel() // parts
@@ -101,6 +102,12 @@ class Packed:
         tensors, self._tensors = self._tensors, ()
         self._runs = EndToEnd(())
         return packed(tensors, self.parts, self._dims)
+
+
+def _runs_of(tensors: deque[Tensor], parts: int, dims: Sequence[int]) -> Iterator[Tensor]:
+    """Each tensor's part of every run; nothing is kept of those that were asked for."""
+    for dim in dims:
+        yield run_of(tensors.popleft(), parts, dim)
 
 
 def whole(x: Tensor | Packed) -> Tensor:
