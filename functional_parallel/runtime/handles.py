@@ -12,7 +12,7 @@ from ..tracing import Aval
 __all__ = ["Placed", "own", "storages"]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Placed:
     """A value that some ranks of a pipeline hold.
 

@@ -307,9 +307,9 @@ class _OnSizes(PipelineRuntime):
     def step(self, program: PipelineProgram, rank: int, inputs: dict[fx.Node, Any]) -> None:
         """A step, without its results being joined."""
         if program.schedule.versions is not None:
-            self._as_one_rank(program, Stream(program, rank, self.one, inputs, self._slices(program, inputs)))
+            self._as_one_rank(program, Stream(program, rank, self.one.run, inputs, self._slices(program, inputs)))
             return
-        worker = Worker(program, rank, self.one, inputs, ordered=True)
+        worker = Worker(program, rank, self.one.run, inputs, ordered=True)
         worker.begin()
         self._as_one_rank(program, worker)
         self.one.step = f"after the pipeline, rank {rank}"

@@ -22,10 +22,11 @@ from ..schedules import Action, Event
 from ..schedules.dependencies import replay
 from ..schedules.messages import Receive, Send, messages
 from ..tracing import Aval, hollow
+from .codegen import holds_levels
 from .handles import Placed, own
 from .mail import Mail
 from .stream import Stream
-from .worker import Worker
+from .worker import Run, Worker
 
 __all__ = ["PipelineRuntime"]
 
@@ -104,18 +105,21 @@ class PipelineRuntime:
     def run(self, program: PipelineProgram, placed: Sequence[Placed]) -> list[Placed]:
         """Run a pipeline on sharded inputs."""
         if self.carrier is None:
-            return self._run(program, placed)
+            return self._run(program, placed, self.base.run)
         self.base.agree_on(program)
-        with self.carrier.bound():  # once for all programs of the step
-            return self._run(program, placed)
+        with self.carrier.bound():  # this and what follows once for all programs of the step
+            if holds_levels([part for each in placed for part in each.parts.values()]):
+                return self._run(program, placed, self.base.run)
+            with torch.no_grad():
+                return self._run(program, placed, self.base.run_plain)
 
-    def _run(self, program: PipelineProgram, placed: Sequence[Placed]) -> list[Placed]:
+    def _run(self, program: PipelineProgram, placed: Sequence[Placed], run: Run) -> list[Placed]:
         self._give_up(program, placed)
         inputs = {rank: self._inputs(program, placed, rank) for rank in self.ranks}
         if program.schedule.versions is not None:
-            return self._stream(program, inputs)
+            return self._stream(program, inputs, run)
         ordered = self.carrier is None or self.carrier.reduction == "ordered"
-        workers = {rank: Worker(program, rank, self.base, inputs[rank], ordered) for rank in self.ranks}
+        workers = {rank: Worker(program, rank, run, inputs[rank], ordered) for rank in self.ranks}
         self._pass_through(program, workers)
         self._end(program, workers)
         return self._results(program, lambda rank, node: workers[rank].late_value(node))
@@ -243,10 +247,8 @@ class PipelineRuntime:
 
     # --- asynchronous ---
 
-    def _stream(self, program: PipelineProgram, inputs: dict[int, dict[fx.Node, Any]]) -> list[Placed]:
-        workers = {
-            rank: Stream(program, rank, self.base, held, self._slices(program, held)) for rank, held in inputs.items()
-        }
+    def _stream(self, program: PipelineProgram, inputs: dict[int, dict[fx.Node, Any]], run: Run) -> list[Placed]:
+        workers = {rank: Stream(program, rank, run, held, self._slices(program, held)) for rank, held in inputs.items()}
         self._pass_through(program, workers)
         program.cache["most versions"] = {rank: worker.most_versions for rank, worker in workers.items()}
         return self._results(program, lambda rank, node: self._last_or_mean(program, node, workers[rank]))

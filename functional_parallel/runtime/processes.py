@@ -129,10 +129,14 @@ class ProcessRuntime:
         with self.carrier.bound():
             if holds_levels(handles):
                 return run_typed(program.traced, handles)
-            if "process" not in program.cache:
-                program.cache["process"] = _OneRank(program, self.carrier).function()
             with torch.no_grad():
-                return program.cache["process"](handles)
+                return self.run_plain(program, handles)
+
+    def run_plain(self, program: Program, handles: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The same where ranks agree, axes are bound, and nothing differentiates: one of many programs of a step."""
+        if "process" not in program.cache:
+            program.cache["process"] = _OneRank(program, self.carrier).function()
+        return program.cache["process"](handles)
 
     def run_whole(self, program: Program, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run a program on whole tensors, the same on every rank, and return whole results."""

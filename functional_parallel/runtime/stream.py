@@ -13,7 +13,7 @@ from torch import fx
 
 from ..pipelines import PipelineProgram
 from ..schedules import Action
-from .worker import Worker
+from .worker import Run, Worker
 
 __all__ = ["Stream"]
 
@@ -24,7 +24,7 @@ class Stream:
     Args:
         program: the pipeline.
         rank: the rank of its axis.
-        runtime: runs single programs.
+        run: runs a single program on a list of inputs, which is given up.
         inputs: the step's inputs that this rank holds, the batch whole.
         slices: a part of the batch → the inputs that hold it.
 
@@ -38,12 +38,12 @@ class Stream:
         self,
         program: PipelineProgram,
         rank: int,
-        runtime: Any,
+        run: Run,
         inputs: dict[fx.Node, Any],
         slices: list[dict[fx.Node, Any]],
     ) -> None:
         assert program.schedule.versions is not None
-        self.program, self.rank, self.runtime, self.slices = program, rank, runtime, slices
+        self.program, self.rank, self.run, self.slices = program, rank, run, slices
         self.reads, self.writes = program.schedule.versions.reads, program.schedule.versions.writes
         self.together = program.schedule.microbatches // len(slices)
         self.versions: dict[int, dict[fx.Node, Any]] = {0: inputs}
@@ -83,7 +83,7 @@ class Stream:
     def _worker(self, group: int, action: Action) -> Worker:
         if group not in self.workers:
             inputs = {**_weights(self.versions[self.reads[action]]), **self.slices[group]}
-            worker = self.workers[group] = Worker(self.program, self.rank, self.runtime, inputs, ordered=True)
+            worker = self.workers[group] = Worker(self.program, self.rank, self.run, inputs, ordered=True)
             worker.begin()
             for mail in self._mail.pop(group, ()):
                 worker.receive(*mail)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx
 
 from ..pipelines import PipelineProgram, Work
+from ..program import Program
 from ..schedules import Action
 
-__all__ = ["Worker"]
+__all__ = ["Run", "Worker"]
+
+Run = Callable[[Program, list[Any]], list[Any]]
 
 
 class Worker:
@@ -18,26 +23,27 @@ class Worker:
     Args:
         program: the pipeline.
         rank: the rank of its axis.
-        runtime: runs single programs.
+        run: runs a single program on a list of inputs, which is given up.
         inputs: the step's inputs that this rank holds.
         ordered: whether microbatches are added up in their order, not in that of the schedule.
 
     Attributes:
         held: per stage and microbatch, the values that are kept: residuals, and what came from other stages.
+        totals: per chain, the sums over microbatches so far.
         late: values of the epilogue.
         turn: per sum and chain, the microbatch to be added next.
         early: per sum and chain, what was there before its turn.
     """
 
     def __init__(
-        self, program: PipelineProgram, rank: int, runtime: Any, inputs: dict[fx.Node, Any], ordered: bool
+        self, program: PipelineProgram, rank: int, run: Run, inputs: dict[fx.Node, Any], ordered: bool
     ) -> None:
         self.ordered = ordered
-        self.program, self.rank, self.runtime, self.inputs = program, rank, runtime, inputs
+        self.program, self.rank, self.run, self.inputs = program, rank, run, inputs
         self.once: dict[fx.Node, Any] = {}
-        self.of_microbatch: dict[tuple[fx.Node, int], Any] = {}
+        self.of_microbatch: defaultdict[int, dict[fx.Node, Any]] = defaultdict(dict)
         self.held: dict[tuple[int, int], dict[fx.Node, Any]] = {}
-        self.totals: dict[tuple[fx.Node, int], Any] = {}
+        self.totals: defaultdict[int, dict[fx.Node, Any]] = defaultdict(dict)
         self.collected: dict[tuple[fx.Node, int], Any] = {}
         self.late: dict[fx.Node, Any] = {}
         self.turn: dict[tuple[fx.Node, int], int] = {}
@@ -48,18 +54,18 @@ class Worker:
     def begin(self) -> None:
         """Run what comes before the pipeline."""
         prologue = self.program.prologues[self.rank]
-        made = self.runtime.run(prologue.program, [self.inputs[node] for node in prologue.inputs])
+        made = self.run(prologue.program, [self.inputs[node] for node in prologue.inputs])
         for (node, microbatch), value in zip(prologue.outputs, made, strict=True):
             if microbatch is None:
                 self.once[node] = value
             else:
-                self.of_microbatch[node, microbatch] = value
+                self.of_microbatch[microbatch][node] = value
 
     def end(self, level: int) -> None:
         """Run a level of what comes after the pipeline."""
         part = self.program.epilogue.parts[level].get(self.rank)
         if part is not None:
-            made = self.runtime.run(part.program, [self.late_value(node) for node in part.inputs])
+            made = self.run(part.program, [self.late_value(node) for node in part.inputs])
             self.late.update(zip(part.outputs, made, strict=True))
 
     def late_value(self, node: fx.Node) -> Any:
@@ -71,7 +77,7 @@ class Worker:
             return self.inputs[value]
         if kind == "once":
             return self.once[value]
-        return self.totals[value, which] if kind == "total" else self.collected[value, which]
+        return self.totals[which][value] if kind == "total" else self.collected[value, which]
 
     # --- actions ---
 
@@ -89,48 +95,65 @@ class Worker:
     def _run(self, work: Work, action: Action, microbatch: int, held: dict[fx.Node, Any], wanted: set[fx.Node]) -> None:
         """Run one of the work's programs: what is not wanted afterwards dies in it, at its last use."""
         chain = action.stage // self.program.schedule.depth
-        sums = [(total, chain) for total in work.totals]
-        in_turn = not self.ordered or all(self.turn.get(key, 0) == action.microbatch for key in sums)
-        adds = in_turn and bool(sums) and all(key in self.totals for key in sums)
+        totals = self.totals[chain]
+        in_turn = not self.ordered or all(
+            self.turn.get((total, chain), 0) == action.microbatch for total in work.totals
+        )
+        adds = in_turn and bool(work.totals) and work.totals.keys() <= totals.keys()
         part = work.following if adds else work.first
-        inputs = [self._value(node, microbatch, chain, held) for node in part.inputs]
+        inputs = self._values(part.inputs, self.of_microbatch[microbatch], totals, held)
         for node in held.keys() - wanted:
             del held[node]
-        made = self.runtime.run(part.program, inputs)
-        ordinary = len(made) - len(sums)
-        for node, value in zip(part.outputs[:ordinary], made[:ordinary], strict=True):
-            held[node] = value
-            if node in self.program.collected:
-                self.collected[node, microbatch] = value
-        for key, value in zip(sums, made[ordinary:], strict=True):
+        made = self.run(part.program, inputs)
+        ordinary = len(made) - len(work.totals)
+        held.update(zip(part.outputs, made[:ordinary], strict=False))
+        for node in self.program.collected.intersection(part.outputs[:ordinary]):
+            self.collected[node, microbatch] = held[node]
+        if adds:
+            totals.update(zip(work.totals, made[ordinary:], strict=True))
+            if not self.ordered:
+                return  # nothing waits for its turn
+        for total, value in zip(work.totals, made[ordinary:], strict=True):
             if adds:
-                self.totals[key] = value
-                self.turn[key] = action.microbatch + 1
+                self.turn[total, chain] = action.microbatch + 1
             else:
-                self.early.setdefault(key, {})[action.microbatch] = value
-            self._catch_up(work, key)
+                self.early.setdefault((total, chain), {})[action.microbatch] = value
+            self._catch_up(work, total, chain)
 
-    def _catch_up(self, work: Work, key: tuple[fx.Node, int]) -> None:
+    def _catch_up(self, work: Work, total: fx.Node, chain: int) -> None:
         """Add what was there before its turn, as far as it is its turn now."""
+        key, totals = (total, chain), self.totals[chain]
         early = self.early.get(key, {})
         while early and (not self.ordered or self.turn.get(key, 0) in early):
             microbatch = self.turn.get(key, 0) if self.ordered else next(iter(early))
-            value, part = early.pop(microbatch), work.totals[key[0]]
-            if key in self.totals:
+            value, part = early.pop(microbatch), work.totals[total]
+            if total in totals:
                 given = {part.outputs[0]: value}
-                inputs = [given[node] if node in given else self.totals[key] for node in part.inputs]
-                (value,) = self.runtime.run(part.program, inputs)
-            self.totals[key] = value
+                inputs = [given[node] if node in given else totals[total] for node in part.inputs]
+                (value,) = self.run(part.program, inputs)
+            totals[total] = value
             self.turn[key] = microbatch + 1
 
-    def _value(self, node: fx.Node, microbatch: int, chain: int, held: dict[fx.Node, Any]) -> Any:
-        if node in held:
-            return held[node]
-        if (node, microbatch) in self.of_microbatch:
-            return self.of_microbatch[node, microbatch]
-        if node in self.once:
-            return self.once[node]
-        return self.totals[node, chain] if (node, chain) in self.totals else self.inputs[node]
+    def _values(
+        self,
+        nodes: Sequence[fx.Node],
+        own: dict[fx.Node, Any],
+        totals: dict[fx.Node, Any],
+        held: dict[fx.Node, Any],
+    ) -> list[Any]:
+        once, inputs = self.once, self.inputs
+        return [
+            held[node]
+            if node in held
+            else own[node]
+            if node in own
+            else once[node]
+            if node in once
+            else totals[node]
+            if node in totals
+            else inputs[node]
+            for node in nodes
+        ]
 
     # --- messages ---
 

@@ -183,8 +183,9 @@ def sums_of(monkeypatch: pytest.MonkeyPatch, f: Any, params: Any, x: Tensor, sch
 
     def watched(self: Worker, action: Action) -> Any:
         sent = act(self, action)
-        for key, value in self.totals.items():
-            found.setdefault((self.rank, key), set()).update(storages(value))
+        for chain, totals in self.totals.items():
+            for total, value in totals.items():
+                found.setdefault((self.rank, chain, total), set()).update(storages(value))
         return sent
 
     with monkeypatch.context() as patch:

@@ -65,11 +65,11 @@ class OneRank(PipelineRuntime):
         inputs = {node: self._input(node) for node in program.inputs if rank in program.holders(node)}
         with torch.no_grad(), tracked((list(inputs.values()), constants)) as tracker:
             if program.schedule.versions is not None:
-                stream = Stream(program, rank, self, inputs, self._slices(program, inputs))
+                stream = Stream(program, rank, self.run, inputs, self._slices(program, inputs))
                 del inputs
                 self._as_one_rank(program, stream)
             else:
-                worker = Worker(program, rank, self, inputs, ordered=True)
+                worker = Worker(program, rank, self.run, inputs, ordered=True)
                 del inputs
                 worker.begin()
                 self._as_one_rank(program, worker)
