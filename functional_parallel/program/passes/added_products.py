@@ -30,12 +30,14 @@ def add_products_in_place(traced: Traced) -> bool:
     """
     position = {node: index for index, node in enumerate(traced.graph.nodes)}
     sums = [node for node in traced.nodes if node.target in (aten.add.Tensor, aten.add_.Tensor)]
-    of_products = [node for node in sums if _parts(node, position)[1] is not None]
-    axes = axes_of_nodes(traced, {node: _axes_of_input(node) for node in traced.inputs}) if of_products else {}
+    axes: dict[fx.Node, Axes] = {}
     found = False
-    for node in of_products:
+    for node in sums:
         total, product = _parts(node, position)
-        if product is None or not (node.target is aten.add_.Tensor or _is_given_up(total, node, axes)):
+        if product is None:
+            continue
+        axes = axes or axes_of_nodes(traced, {node: _axes_of_input(node) for node in traced.inputs})
+        if not (node.target is aten.add_.Tensor or _is_given_up(total, node, axes)):
             continue
         with traced.graph.inserting_before(product):
             into = traced.graph.call_function(aten.addmm_.default, (total, *product.args))

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..zero_copy import joined
+from . import shared
 from .packed import Packed, whole
 from .running import Steps
-from .shared import AT_ONCE
 from .table import Algorithm
 from .team import Team
 from .unpacked import InPlace, Layout, OutOfWhole, Stretches, Unpacked
@@ -53,7 +53,7 @@ def all_reduce(
         layout: which stretches of the sum are wanted; where `x` is packed, one for each tensor, in their order.
     """
     operand = _as_it_lies(algorithm, x)
-    if layout is not None and isinstance(operand, Packed) and operand.nbytes > AT_ONCE:
+    if layout is not None and isinstance(operand, Packed) and operand.nbytes > shared.AT_ONCE:
         sums = operand.results()
         return algorithm.all_reduce(team, operand, sums, accumulated), lambda: Stretches(sums)
     if isinstance(operand, Packed):
