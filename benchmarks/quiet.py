@@ -130,7 +130,7 @@ class SilentCarrier(ProcessCarrier):
     def psum(self, x: torch.Tensor | Packed, axes: Axes, layout: Layout | None = None) -> Any:
         if isinstance(x, Packed) and layout is not None:  # ours packs nothing either: it sends from where each lies
             return Stretches(x.results())
-        return starting.in_stretches(whole(x).contiguous(), layout)
+        return starting.taken_apart(whole(x).contiguous(), layout)
 
     def pmax(self, x: torch.Tensor, axes: Axes) -> torch.Tensor:
         return x.contiguous()

@@ -144,14 +144,16 @@ class ProcessCarrier:
         if chosen := self._chosen("all_reduce", x, axes):
             started = starting.all_reduce(*chosen, x, overwrite, accumulated, layout)
             return self._start_steps("psum", x, axes, chosen, started)
-        x = whole(x)
-        widened = x.to(accumulated or x.dtype)
+        x, dtype = whole(x), x.dtype
+
+        def finish(total: Tensor) -> Any:
+            return starting.taken_apart(total.to(dtype), layout)
+
+        widened = x.to(accumulated or dtype)
         if self._reduces_itself(widened, axes):
             own = overwrite or widened is not x
-            return self._start_reduced("psum", widened, axes, dist.ReduceOp.SUM, own, x.dtype, layout)
-        return self._start_gathered(
-            "psum", x, axes, lambda parts: starting.in_stretches(group.psum(parts, accumulated)[0], layout)
-        )
+            return self._start_reduced("psum", widened, axes, dist.ReduceOp.SUM, own, finish)
+        return self._start_gathered("psum", x, axes, lambda parts: finish(group.psum(parts, accumulated)[0]))
 
     def _start_psum_scatter(self, x: Tensor | Packed, axes: tuple[str, ...], dim: int) -> Pending:
         accumulated = self._accumulation_dtype(x.dtype)
@@ -234,7 +236,7 @@ class ProcessCarrier:
             steps = chosen[0].all_gather(chosen[1], starting.plain(x), parts)
             return self._start_steps(operation, x, axes, chosen, (steps, lambda: among(parts)[0]))
         if self._reduces_itself(x, axes):
-            return self._start_reduced(operation, x, axes, how, False, x.dtype)
+            return self._start_reduced(operation, x, axes, how, False, lambda extreme: extreme)
         return self._start_gathered(operation, x, axes, lambda parts: among(parts)[0])
 
     def pbroadcast(self, x: Tensor, axes: tuple[str, ...], source: int) -> Tensor:
@@ -258,15 +260,14 @@ class ProcessCarrier:
         axes: tuple[str, ...],
         how: Any,
         overwrite: bool,
-        dtype: torch.dtype,
-        layout: Layout | None = None,
+        finish: Callable[[Tensor], Any],
     ) -> Pending:
         in_place = overwrite and x.is_contiguous()
         result = x.detach() if in_place else x.detach().clone(memory_format=torch.contiguous_format)
         handle = self._groups.over(axes).handle
         return Pending(
             lambda: dist.all_reduce(result, how, handle, async_op=True),
-            lambda: starting.in_stretches(result.to(dtype), layout),
+            lambda: finish(result),
             self._describe(operation, x, axes),
         )
 

@@ -80,7 +80,8 @@ def all_reduce(
     if memory.size == 2 or x.nbytes <= ONE_ROUND:
         for piece in _pieces(memory, x if isinstance(x, Packed) else [x]):
             yield [memory.all_gave(piece.sent)]
-            _add([piece.read(rank, 0).view(-1) for rank in range(memory.size)], results, accumulated)
+            for out, parts in _beside(results, [piece.read(rank, 0).view(-1) for rank in range(memory.size)]):
+                ordered_sum(parts, out, accumulated)
         return
     for piece in _pieces(memory, x if isinstance(x, Packed) else [x.reshape(-1)]):
         yield [memory.all_gave(piece.sent)]
@@ -90,21 +91,17 @@ def all_reduce(
         memory.signal(piece.added)
         yield [memory.all_gave(piece.added)]
         for rank in range(memory.size):
-            _move(written[rank][rank], results)
+            for out, (part,) in _beside(results, [written[rank][rank]]):
+                out.copy_(part)
 
 
-def _add(values: Sequence[Tensor], results: EndToEnd, accumulated: torch.dtype | None) -> None:
+def _beside(results: EndToEnd, values: Sequence[Tensor]) -> Iterator[tuple[Tensor, Sequence[Tensor]]]:
+    """The stretches of the results that come next, each with what belongs there of every value."""
     begin = 0
     for out in (stretches := results.next(values[0].numel())):
         end = begin + out.numel()
-        ordered_sum(values if len(stretches) == 1 else [each[begin:end] for each in values], out, accumulated)
+        yield out, values if len(stretches) == 1 else [each[begin:end] for each in values]
         begin = end
-
-
-def _move(values: Tensor, results: EndToEnd) -> None:
-    if stretches := results.next(values.numel()):
-        for out, part in zip(stretches, values.split([out.numel() for out in stretches]), strict=True):
-            out.copy_(part)
 
 
 def _others(memory: SharedMemory) -> list[int]:

@@ -24,7 +24,6 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
-    "in_stretches",
     "plain",
     "reduce_scatter",
     "taken_apart",
@@ -53,7 +52,9 @@ def all_reduce(
         layout: which stretches of the sum are wanted; where `x` is packed, one for each tensor, in their order.
     """
     operand = _as_it_lies(algorithm, x)
-    if layout is not None and isinstance(operand, Packed) and operand.nbytes > shared.AT_ONCE:
+    if (
+        layout is not None and isinstance(operand, Packed) and operand.nbytes > shared.AT_ONCE
+    ):  # less is added in one op
         sums = operand.results()
         return algorithm.all_reduce(team, operand, sums, accumulated), lambda: Stretches(sums)
     if isinstance(operand, Packed):
@@ -62,7 +63,7 @@ def all_reduce(
         result = operand
     else:
         result = torch.empty_like(operand, memory_format=torch.contiguous_format)
-    return algorithm.all_reduce(team, operand, result, accumulated), lambda: in_stretches(result, layout)
+    return algorithm.all_reduce(team, operand, result, accumulated), lambda: taken_apart(result, layout)
 
 
 def reduce_scatter(algorithm: Algorithm, team: Team, x: Operand, dim: int, accumulated: torch.dtype | None) -> Started:
@@ -97,11 +98,6 @@ def all_gather(algorithm: Algorithm, team: Team, x: Operand, dim: int, layout: L
     shape = (team.size, *operand.shape)
     parts = torch.empty(shape, dtype=operand.dtype, device=operand.device).unbind()
     return algorithm.all_gather(team, operand, parts), lambda: taken_apart(joined(parts, dim), layout)
-
-
-def in_stretches(whole: Tensor, layout: Layout | None = None) -> Tensor | Unpacked:
-    """A whole, or stretches of it."""
-    return whole if layout is None else Stretches.of(whole, layout)
 
 
 def taken_apart(whole: Tensor, layout: Layout | None = None) -> Tensor | Unpacked:

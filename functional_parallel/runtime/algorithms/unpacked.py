@@ -39,25 +39,23 @@ class Layout:
 
 
 class OutOfWhole:
-    """Tensors that are copied out of a whole one when they are taken."""
+    """Tensors that are taken out of a whole one: stretches of a single run, copies of what lies in several."""
 
     def __init__(self, layout: Layout, whole: Tensor) -> None:
         self._layout, self._whole = layout, whole
 
     def take(self, index: int) -> Tensor:
         offset, shape, dim = self._layout.leaves[index]
+        if self._layout.runs == 1:
+            return self._whole[offset : offset + torch.Size(shape).numel()].view(shape)
         return UNPACK(self._whole, self._layout.runs, offset, shape, dim)
 
 
 class Stretches:
-    """Flat tensors, each a stretch of a whole one, or of its own."""
+    """Flat tensors, each in memory of its own."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors: list[Any] = list(tensors)
-
-    @classmethod
-    def of(cls, whole: Tensor, layout: Layout) -> Stretches:
-        return cls([whole[begin : begin + shape[0]] for begin, shape, _ in layout.leaves])
 
     def take(self, index: int) -> Tensor:
         tensor, self._tensors[index] = self._tensors[index], None
