@@ -40,7 +40,7 @@ __all__ = [
     "differentiating_level",
     "direct_call",
     "dispatch_modes",
-    "forget_erased",
+    "forget_names",
     "forgetting_shapes",
     "functional_variant",
     "fused_adamw_",
@@ -83,11 +83,9 @@ def forgetting_shapes(most: int) -> Iterator[None]:
                 cache.pop(key, None)
 
 
-def forget_erased(graph: torch.fx.Graph) -> None:
-    """Let a graph forget the nodes that were erased from it, whose names it keeps with all that they hold."""
-    names: dict[Any, str] = graph._graph_namespace._obj_to_name
-    for node in [each for each in names if isinstance(each, torch.fx.Node) and each._erased]:
-        del names[node]
+def forget_names(graph: torch.fx.Graph) -> None:
+    """Let a graph forget the names it gave, and with them the nodes that were erased: new nodes may be called alike."""
+    graph._graph_namespace = type(graph._graph_namespace)()
 
 
 apart_from_modes = _disable_current_modes  # set aside active dispatch modes only

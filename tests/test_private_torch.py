@@ -297,14 +297,15 @@ def test_fake_modes_forget_the_shapes_of_a_trace() -> None:
     assert set(_torch.FakeTensorMode.cache) == known
 
 
-def test_a_graph_forgets_what_was_erased() -> None:
+def test_a_graph_forgets_names_and_what_was_erased() -> None:
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
     erased = weakref.ref(graph.call_function(torch.neg, (x,)))
     graph.erase_node(erased())  # type: ignore[arg-type]
     gc.collect()
-    assert erased() is not None, "graphs forget by themselves now: forget_erased can go"
-    _torch.forget_erased(graph)
+    names = weakref.ref(graph._graph_namespace)
+    assert erased() is not None and names() is not None, "graphs forget by themselves now: forget_names can go"
+    _torch.forget_names(graph)
     gc.collect()
-    assert erased() is None
-    assert graph.call_function(torch.neg, (x,)).name != "", "names are given out as before"
+    assert erased() is None and names() is None
+    assert [graph.call_function(torch.neg, (x,)).name for _ in range(2)] == ["neg", "neg_1"], "as before"

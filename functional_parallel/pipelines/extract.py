@@ -53,10 +53,13 @@ class Extractor:
             node: frozenset(spec.axes | spec.unreduced) for node, spec in zip(traced.inputs, in_specs, strict=True)
         }
         self.axes = {node: axes - {hidden} for node, axes in axes_of_nodes(traced, inputs).items()}
+        self._specs: dict[frozenset[str], P] = {}
+        self._types: dict[Type, Type] = {}
 
     def spec(self, node: fx.Node) -> P:
         """A spec that says along which axes a value differs, and no more."""
-        return P(unreduced=self.axes.get(node, frozenset()))
+        axes = self.axes.get(node, frozenset())
+        return self._specs.setdefault(axes, P(unreduced=axes))
 
     def part(
         self,
@@ -142,5 +145,6 @@ class Extractor:
         """What is said of a value, as it reads outside the whole graph."""
         kept = {key: value for key, value in meta.items() if key not in ("forward", "donated", "becomes")}
         if "type" in kept:
-            kept["type"] = Type({axis: state for axis, state in kept["type"].items() if axis != self.hidden})
+            here = Type({axis: state for axis, state in kept["type"].items() if axis != self.hidden})
+            kept["type"] = self._types.setdefault(here, here)
         return kept

@@ -34,6 +34,7 @@ __all__ = [
 K = TypeVar("K", bound=Hashable)
 
 _CPU = torch.device("cpu")
+_FOR_REWRITES = ("forward", "merged", "implicit_cast")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +157,10 @@ class Traced:
 
 
 def forget_rewrites(graph: fx.Graph) -> None:
-    """Forget what only rewrites ask for: which ops were erased, and what a backward op is the backward of."""
+    """Forget what only rewrites ask for: names, which ops were erased, and what a backward op is the backward of."""
     for node in graph.nodes:
-        node.meta.pop("forward", None)
-        node.meta.pop("merged", None)
-    _torch.forget_erased(graph)
+        node.meta = {key: value for key, value in node.meta.items() if key not in _FOR_REWRITES}
+    _torch.forget_names(graph)
 
 
 def is_collective(node: fx.Node) -> bool:
