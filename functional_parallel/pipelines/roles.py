@@ -21,8 +21,8 @@ from torch import fx
 from sharding_specs import P
 
 from ..program.collectives import primitive_name
-from ..program.memory import viewed
 from ..program.rounds import Rounds, names_axis
+from ..program.sharing import viewed
 from ..tracing import Traced
 from ..tracing.graph import operands_of
 

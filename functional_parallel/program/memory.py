@@ -23,13 +23,12 @@ from ..tracing import Traced
 from ..tracing.graph import operands_of
 from .collectives import primitive_name
 from .explain import readable_bytes
-from .sharing import written_by
+from .sharing import viewed, written_by
 
-__all__ = ["KINDS", "Ledger", "Memory", "draw", "memory_of", "viewed"]
+__all__ = ["KINDS", "Ledger", "Memory", "draw", "memory_of"]
 
 aten = torch.ops.aten
 
-_SHARES_STORAGE = {aten._unsafe_view.default, aten.lift_fresh.default}  # though their schemas do not say so
 KINDS = ("parameters", "optimizer state", "other inputs", "gathered", "residuals", "gradients", "temporaries")
 
 Storage = tuple[fx.Node, int]  # the op that makes it, and which of its results
@@ -254,21 +253,6 @@ class Ledger:
             return "residuals" if later else "temporaries"
         leaves = any(not user.meta["backward"] for user in users) or any(user.op == "output" for user in node.users)
         return "gradients" if summed or leaves or primitive_name(node) in ("psum", "psum_scatter") else "temporaries"
-
-
-def viewed(node: fx.Node) -> fx.Node | None:
-    """The operand whose storage the op's result shares, if it does."""
-    if node.target is operator.getitem:
-        return node.args[0]
-    if primitive_name(node) == "pcast" or node.target in _SHARES_STORAGE:
-        return node.args[0]
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not any(result.alias_info is not None for result in schema.returns):
-        return None
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and not argument.alias_info.is_write:
-            return node.args[position] if position < len(node.args) else None
-    return None
 
 
 def _base(node: fx.Node) -> fx.Node:

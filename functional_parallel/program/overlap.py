@@ -19,11 +19,10 @@ from torch import fx
 from ..tracing import Traced
 from ..tracing.graph import in_order, operands_of
 from .collectives import primitive_name
-from .memory import viewed
 from .packing import PACK, UNPACK
 from .sharing import shares_memory, written_by
 
-__all__ = ["STARTED", "is_only_use_of_own_memory", "one_scatter_at_a_time", "overlapped"]
+__all__ = ["STARTED", "one_scatter_at_a_time", "overlapped"]
 
 STARTED = frozenset({"psum", "psum_scatter", "all_gather", "all_to_all"})  # collectives that can be waited for later
 
@@ -82,22 +81,3 @@ def _only_looks(node: fx.Node) -> bool:
     if primitive_name(node) == "pcast" or node.target in (operator.getitem, UNPACK):
         return True
     return shares_memory(node) and not written_by(node)
-
-
-def is_only_use_of_own_memory(value: fx.Node) -> bool:
-    """Whether a value with one user was computed into memory that nothing else refers to, but for what it is a view of.
-
-    A view may skip elements of that memory, or go through them in another order.
-    """
-    if value.op != "call_function" or len(value.users) != 1:
-        return False
-    if value.target is operator.getitem:
-        return _owns_results(value.args[0])
-    written = written_by(value)
-    base = written[0] if len(written) == 1 else viewed(value)
-    return not shares_memory(value) if base is None else is_only_use_of_own_memory(base)
-
-
-def _owns_results(node: fx.Node) -> bool:
-    """Whether each of an op's several results is in memory of its own."""
-    return getattr(node.target, "owns_results", False) or not shares_memory(node)

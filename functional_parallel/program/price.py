@@ -23,9 +23,8 @@ from ..tracing.graph import operands_of
 from .collectives import Collective, collective_of, primitive_name
 from .explain import columns, readable_bytes
 from .hardware import Hardware
-from .memory import viewed
 from .overlap import STARTED, overlapped
-from .sharing import readers_before_writes
+from .sharing import readers_before_writes, viewed
 from .work import flops, moved
 
 __all__ = ["Item", "Price", "PriceRow", "price_of", "readable_seconds"]

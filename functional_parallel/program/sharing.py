@@ -1,9 +1,11 @@
 """Which values may lie in the same memory, and which ops write into it.
 
-Everything here errs on the safe side: two values may share memory if some runtime lets them.
+All but `viewed` errs on the safe side: two values may share memory if some runtime lets them.
 """
 
 from __future__ import annotations
+
+import operator
 
 import torch
 from torch import fx
@@ -11,11 +13,22 @@ from torch import fx
 from ..tracing import Traced
 from ..tracing.graph import operands_of
 from .collectives import primitive_name
+from .packing import PACK, UNPACK_INTO
 
-__all__ = ["aliases_of", "readers_before_writes", "root_of", "shares_memory", "written_by"]
+__all__ = [
+    "aliases_of",
+    "is_only_use_of_own_memory",
+    "may_stay_in_place",
+    "readers_before_writes",
+    "root_of",
+    "shares_memory",
+    "viewed",
+    "written_by",
+]
 
 aten = torch.ops.aten
 
+_SHARES_STORAGE = {aten._unsafe_view.default, aten.lift_fresh.default}  # though their schemas do not say so
 _MAY_SHARE_MEMORY = {aten._unsafe_view.default, aten.reshape.default, aten.contiguous.default, aten._to_copy.default}
 
 
@@ -25,6 +38,21 @@ def shares_memory(node: fx.Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return True
     return target in _MAY_SHARE_MEMORY or any(each.alias_info is not None for each in target._schema.returns)
+
+
+def viewed(node: fx.Node) -> fx.Node | None:
+    """The operand whose storage the op's result shares, if it does."""
+    if node.target is operator.getitem:
+        return node.args[0]
+    if primitive_name(node) == "pcast" or node.target in _SHARES_STORAGE:
+        return node.args[0]
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not any(result.alias_info is not None for result in schema.returns):
+        return None
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and not argument.alias_info.is_write:
+            return node.args[position] if position < len(node.args) else None
+    return None
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
@@ -64,7 +92,11 @@ def root_of(value: fx.Node) -> fx.Node:
 
 
 def readers_before_writes(traced: Traced) -> dict[fx.Node, list[fx.Node]]:
-    """Per op that writes, the ops that must have read what was there before."""
+    """Per op that writes, the ops that must have read what was there before.
+
+    A gather of what is then unpacked over old values may write there at once, and is among them if it comes after all
+    that read those.
+    """
     position = {node: index for index, node in enumerate(traced.nodes)}
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in position:
@@ -72,4 +104,54 @@ def readers_before_writes(traced: Traced) -> dict[fx.Node, list[fx.Node]]:
         if roots:
             readers = {user: None for root in roots for alias in aliases_of(root) for user in alias.users}
             found[node] = [user for user in readers if position.get(user, len(position)) < position[node]]
+    for gather in position:
+        if primitive_name(gather) == "all_gather":
+            into = [user for user in gather.users if user.target is UNPACK_INTO]
+            readers = dict.fromkeys(reader for user in into for reader in found[user])
+            if into and all(position[reader] < position[gather] for reader in readers):
+                found[gather] = list(readers)
     return found
+
+
+def is_only_use_of_own_memory(value: fx.Node) -> bool:
+    """Whether a value with one user was computed into memory that nothing else refers to, but for what it is a view of.
+
+    A view may skip elements of that memory, or go through them in another order.
+    """
+    if value.op != "call_function" or len(value.users) != 1:
+        return False
+    if value.target is operator.getitem:
+        return _owns_results(value.args[0])
+    written = written_by(value)
+    base = written[0] if len(written) == 1 else viewed(value)
+    return not shares_memory(value) if base is None else is_only_use_of_own_memory(base)
+
+
+def _owns_results(node: fx.Node) -> bool:
+    """Whether each of an op's several results is in memory of its own."""
+    return getattr(node.target, "owns_results", False) or not shares_memory(node)
+
+
+def may_stay_in_place(part: fx.Node) -> bool:
+    """Whether a slice of a parameter, which is there all the time, can do without a copy of its own.
+
+    That is so if nothing keeps what lies there: others make new values of it, or write into it what is only sent.
+    """
+    whole = part.args[0]
+    while primitive_name(whole) == "pcast":
+        whole = whole.args[0]
+    return bool(whole.meta.get("parameter")) and all(_is_done_with(part, user) for user in part.users)
+
+
+def _is_done_with(value: fx.Node, user: fx.Node) -> bool:
+    if user.op != "call_function" or primitive_name(user) is not None or user.target is PACK:
+        return False
+    written = written_by(user)
+    if value not in written:
+        return not shares_memory(user)
+    results = [each for each in user.users if each.target is operator.getitem and written[each.args[1]] is value]
+    return len(written) > 1 and all(_only_sends(each) for result in results for each in result.users)
+
+
+def _only_sends(user: fx.Node) -> bool:
+    return user.target is PACK or primitive_name(user) == "all_gather"

@@ -13,7 +13,7 @@ from .. import _torch
 from ..tracing import Aval
 from ..tracing.graph import operands_of, walk_args
 from .collectives import collective_of
-from .memory import viewed
+from .sharing import viewed
 
 __all__ = ["flops", "moved", "work"]
 

@@ -6,17 +6,12 @@ seconds instead of hanging in mismatched collectives.
 
 from __future__ import annotations
 
-import functools
-import itertools
-import operator
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import fx
 
 from sharding_specs import Mesh, P, shard_leaf, whole_shape
 
@@ -26,23 +21,15 @@ from ..partition.convert import convert
 from ..partition.placement import WHOLE, Shard
 from ..program import Program
 from ..program.checksum import checksum
-from ..program.collectives import primitive_name
-from ..program.overlap import STARTED, is_only_use_of_own_memory, one_scatter_at_a_time, overlapped
-from ..program.packing import PACK, UNPACK
-from ..program.sharing import readers_before_writes
 from ..program.text import first_difference
 from ..tracing import hollow
 from ..varying import run_typed
-from .algorithms import Layout, Packed
-from .codegen import Writer, holds_levels
+from .codegen import holds_levels
 from .meeting import Meeting
-from .pending import CollectiveError, Pending
+from .one_rank import OneRank
 from .process_carrier import ProcessCarrier
-from .regions import with_regions
 
 __all__ = ["DifferentInputsError", "DifferentProgramsError", "ProcessRuntime"]
-
-aten = torch.ops.aten
 
 
 class DifferentProgramsError(RuntimeError):
@@ -135,7 +122,7 @@ class ProcessRuntime:
     def run_plain(self, program: Program, handles: list[torch.Tensor]) -> list[torch.Tensor]:
         """The same where ranks agree, axes are bound, and nothing differentiates: one of many programs of a step."""
         if "process" not in program.cache:
-            program.cache["process"] = _OneRank(program, self.carrier).function()
+            program.cache["process"] = OneRank(program, self.carrier).function()
         return program.cache["process"](handles)
 
     def run_whole(self, program: Program, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -199,100 +186,6 @@ class ProcessRuntime:
                 f"{', '.join(paths[index] for index in wrong[:8])}. "
                 "Seed alike, or use train_step(batch='own') for parts that each rank loads itself"
             )
-
-
-class _OneRank:
-    """The flat function of one program on one rank: collectives start early and are waited for late."""
-
-    def __init__(self, program: Program, carrier: ProcessCarrier) -> None:
-        self.program, self.carrier = program, carrier
-        if program.backend == "inductor":
-            regions = with_regions(program)
-            traced, order, readers = regions.traced, list(regions.traced.nodes), regions.readers
-        else:
-            traced, readers = program.traced, readers_before_writes(program.traced)
-            order = overlapped(traced, readers)
-        ended = one_scatter_at_a_time(order)
-        before = {node: [*readers.get(node, ()), *ended.get(node, ())] for node in readers.keys() | ended.keys()}
-        self._packed_when_sent = {node for node, after in itertools.pairwise(order) if self._only_sends(after, node)}
-        layouts = ((node, self._layout(node)) for node in order if self._is_started(node))
-        self._layouts = {node: layout for node, layout in layouts if layout is not None}
-        self._taken = {user: index for node in self._layouts for index, user in enumerate(node.users)}
-        self.writer = Writer(traced, self.line, order=order, readers=before)
-
-    def function(self) -> Callable[..., Any]:
-        return self.writer.function()
-
-    def line(self, node: fx.Node, writer: Writer) -> str:
-        name = primitive_name(node)
-        text = writer.names.__getitem__
-        if name is not None and self._is_started(node):
-            writer.pending.add(node)
-            return f"{writer.constant(self._start(node, name))}({text(node.args[0])})"
-        if name is not None:
-            operand = "" if name == "axis_index" else text(node.args[0])
-            return f"{writer.constant(self._collective(node, name))}({operand})"
-        if node.target is operator.getitem:
-            return f"{text(node.args[0])}[{node.args[1]}]"
-        if node in self._taken:
-            return f"{text(node.args[0])}.take({self._taken[node]})"
-        if node in self._packed_when_sent:
-            given_up = [is_only_use_of_own_memory(value) for value in node.args[0]]
-            return (
-                f"{writer.constant(Packed)}({', '.join(writer.argument(arg, text) for arg in (*node.args, given_up))})"
-            )
-        return writer.call(node, text)
-
-    def _is_started(self, node: fx.Node) -> bool:
-        return primitive_name(node) in STARTED and self.program.mesh.axis_size(tuple(node.args[1])) > 1
-
-    def _only_sends(self, node: fx.Node, value: fx.Node) -> bool:
-        """Whether an op packs and the next one starts to send that, which nothing else needs."""
-        return value.target is PACK and self._is_started(node) and list(value.users) == [node]
-
-    def _layout(self, node: fx.Node) -> Layout | None:
-        """Where tensors lie in what a collective brings, if it brings several and nobody needs the whole."""
-        if primitive_name(node) == "all_gather" and {user.target for user in node.users} == {UNPACK}:
-            unpacked = [user.args for user in node.users]
-            return Layout(unpacked[0][1], tuple((begin, tuple(shape), dim) for _, _, begin, shape, dim in unpacked))
-        if primitive_name(node) == "psum" and node.args[0] in self._packed_when_sent:
-            lengths = [value.meta["val"].numel for value in node.args[0].args[0]]
-            ends = itertools.accumulate(lengths)
-            stretches = [(node, 0, end - length, end) for length, end in zip(lengths, ends, strict=True)]
-            if [(user.target, user.args) for user in node.users] == [(aten.slice.Tensor, each) for each in stretches]:
-                return Layout(1, tuple((begin, (end - begin,), 0) for _, _, begin, end in stretches))
-        return None
-
-    def _start(self, node: fx.Node, name: str) -> Callable[[torch.Tensor], Pending]:
-        axes = tuple(node.args[1])
-        params = [param for param in node.args[2:] if not isinstance(param, str)]
-        if node in self._layouts:
-            params.append(self._layouts[node])
-        return functools.partial(
-            self.carrier.start,
-            name,
-            axes=axes,
-            params=params,
-            overwrite=is_only_use_of_own_memory(node.args[0]),
-            where=self._where(node),
-        )
-
-    def _where(self, node: fx.Node) -> str:
-        source = node.meta["source"]
-        return f"{source}: `{source.text}`" if source is not None else self.program.name
-
-    def _collective(self, node: fx.Node, name: str) -> Callable[..., torch.Tensor]:
-        target = node.target
-        arguments = node.args if name == "axis_index" else node.args[1:]
-        where = self._where(node)
-
-        def call(*operand: torch.Tensor) -> torch.Tensor:
-            try:
-                return target(*operand, *arguments)
-            except CollectiveError as error:
-                raise CollectiveError(f"{where}: {error}") from error
-
-        return call
 
 
 def _initialise(timeout: float) -> None:

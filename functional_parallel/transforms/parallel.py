@@ -102,8 +102,8 @@ def zero(
     Args:
         stage: 0, 1, 2 or 3.
         axis: the mesh axis.
-        specs: which dim of a parameter, or of its optimizer state, lies along the axis; by default the longest that no
-            other axis takes, an even one if there is one. A dim that does not divide is padded with zeros at rest.
+        specs: which dim of a parameter, or of its optimizer state, lies along the axis; by default, of those that no
+            other axis takes, the first that the axis divides, else the longest, which is padded with zeros at rest.
         layout: how stages 1 and 2 split the optimizer's work and state. "dims": each parameter by a dim. "flat": all
             parameters end to end in one vector (one for each dtype, and where weight decay differs), cut into equal
             runs, as in the paper: one reduce-scatter and one all-gather per step, shares that differ by no shape.
@@ -216,15 +216,18 @@ class _AtRest:
             chosen = optree.tree_leaves(_only(self.given(args[0]), self.axis), is_leaf=_is_spec)
             chosen = [_fitted(leaf, spec, mesh) for leaf, spec in zip(leaves, chosen, strict=True)]
         else:
-            chosen = [self._longest_dim(leaf, spec, mesh) for leaf, spec in zip(leaves, taken, strict=True)]
+            chosen = [self._dim_to_split(leaf, spec, mesh) for leaf, spec in zip(leaves, taken, strict=True)]
         specs = optree.tree_unflatten(tree, chosen)
         places = [_together(a, b, self.axis, mesh) for a, b in zip(taken, chosen, strict=True)]
         local = tuple(local_shape(shape, spec, mesh) for shape, spec in zip(shapes, places, strict=True))
         self.chosen[tree, shapes] = self.chosen[tree, local] = specs
         return specs
 
-    def _longest_dim(self, leaf: Any, taken: P, mesh: Mesh) -> P:
-        """The longest dim that no other axis takes, an even one if there is one, as a spec of this axis alone."""
+    def _dim_to_split(self, leaf: Any, taken: P, mesh: Mesh) -> P:
+        """A dim that no other axis takes, as a spec of this axis alone.
+
+        The first one that the axis divides, so that a part lies in one stretch if it can; else the longest.
+        """
         if not isinstance(leaf, torch.Tensor) or not leaf.ndim or leaf.numel() < self.whole_below:
             return P()
         used = {placement.dim for placement in taken.placements(mesh)} | {getattr(leaf, TAKEN, None)}
@@ -232,7 +235,8 @@ class _AtRest:
         free = [dim for dim in range(leaf.ndim) if dim not in used and leaf.shape[dim]]
         if not free:
             return P()
-        best = max(free, key=lambda dim: (leaf.shape[dim] % size == 0, leaf.shape[dim], -dim))
+        even = [dim for dim in free if leaf.shape[dim] % size == 0]
+        best = even[0] if even else max(free, key=lambda dim: leaf.shape[dim])
         return P(*[None] * best, self.axis).fitted(leaf.shape, mesh)
 
 

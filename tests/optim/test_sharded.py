@@ -102,7 +102,7 @@ def test_adafactor_holds_its_share_of_rows_and_columns() -> None:
     _, optimizer_state = train.whole(state)
     held = [tuple(handle[0].shape) for handle in state.handles]
     assert [tuple(leaf.shape) for leaf in optree.tree_leaves(optimizer_state.square["first"]["w"])] == [(4, 1), (1, 8)]
-    assert (1, 4) in held and (1, 8) not in held, "the columns of first/w, split as ZeRO-1 splits its longest dim"
+    assert (2, 1) in held and (1, 4) not in held, "the rows of first/w, split as ZeRO-1 splits its first even dim"
 
 
 def test_adafactor_on_shards_of_unknown_place_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""What a sum may be written over: only what nobody else can see."""
+"""What may be written over, or left where it lies: only what nobody else can see."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from torch import fx, ops
 
-from functional_parallel.program.overlap import is_only_use_of_own_memory
+from functional_parallel.optim.adamw_kernel import ADAMW_IN_PLACE
+from functional_parallel.program.packing import PACK
+from functional_parallel.program.sharing import is_only_use_of_own_memory, may_stay_in_place
 
 aten = ops.aten
 Call = Callable[..., fx.Node]
@@ -70,3 +72,63 @@ def test_what_somebody_else_reads_may_not(what: str) -> None:
         assert is_only_use_of_own_memory(made)
         is_fresh = read.target in (aten.mm.default, aten.sum.dim_IntList)
         read = None if is_fresh else read.args[0]  # type: ignore[assignment]
+
+
+def updated(call: Call, part: fx.Node) -> fx.Node:
+    """The part after an update in place, of which its moments are given by others."""
+    held = [part, *(call(aten.zeros.default, [3]) for _ in range(2))]
+    return call(getitem, call(ADAMW_IN_PLACE, held, [held[1]], held[1], held[2], 0.9, 0.99, 1e-8, 0.0), 0)
+
+
+STAYS: dict[str, Callable[[Call, fx.Node], fx.Node]] = {
+    "what is computed with": lambda call, part: call(aten.mul.Tensor, part, part),
+    "what is updated and packed": lambda call, part: call(PACK, [updated(call, part)], 1, [0]),
+    "what is updated and gathered": lambda call, part: call(
+        ops.fp.all_gather.default, updated(call, part), ["data"], 0, "invariant"
+    ),
+}
+IS_COPIED: dict[str, Callable[[Call, fx.Node], fx.Node]] = {
+    "what is returned": lambda call, part: part,
+    "what is looked at": lambda call, part: call(aten.view.default, part, [3]),
+    "what is packed": lambda call, part: call(PACK, [part], 1, [0]),
+    "what is sent": lambda call, part: call(ops.fp.ppermute.default, part, ["data"], [0, 1]),
+    "what is updated and returned": updated,
+    "what is updated and computed with": lambda call, part: call(aten.neg.default, updated(call, part)),
+    "what an op returns that writes it": lambda call, part: call(aten.add_.Tensor, part, part),
+}
+
+
+def part_of(kind: str, use: Callable[[Call, fx.Node], fx.Node]) -> fx.Node:
+    """A slice of an input, or of a cast of it, in a graph that uses it and ends there."""
+    graph = fx.Graph()
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        return graph.call_function(target, args)
+
+    whole = graph.placeholder("x")
+    whole.meta["parameter"] = kind != "input"
+    if kind == "cast":
+        whole = call(ops.fp.pcast.default, whole, ["data"], "invariant", "reduced")
+    if kind == "computed":
+        whole = call(aten.neg.default, whole)
+    part = call(ops.fp.pscatter.default, whole, ["data"], 0)
+    graph.output(use(call, part))
+    return part
+
+
+@pytest.mark.parametrize("kind", ["parameter", "cast"])
+@pytest.mark.parametrize("use", STAYS)
+def test_a_slice_of_a_parameter_that_stays_where_it_lies(use: str, kind: str) -> None:
+    assert may_stay_in_place(part_of(kind, STAYS[use]))
+
+
+@pytest.mark.parametrize("use", IS_COPIED)
+def test_a_slice_of_a_parameter_that_is_copied(use: str) -> None:
+    assert not may_stay_in_place(part_of("parameter", IS_COPIED[use]))
+
+
+@pytest.mark.parametrize("kind", ["input", "computed"])
+@pytest.mark.parametrize("use", STAYS)
+def test_a_slice_of_what_else_there_is_is_copied(use: str, kind: str) -> None:
+    """It would keep the whole of it."""
+    assert not may_stay_in_place(part_of(kind, STAYS[use]))

@@ -1,4 +1,4 @@
-"""What one rank has under way at once: what it holds for collectives that have not ended is bounded."""
+"""What one rank has under way at once: what it holds for it is bounded, and is not written over."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 import functional_parallel as fp
+from functional_parallel.program import Program
+from functional_parallel.program.packing import PACK, UNPACK
 from functional_parallel.runtime.algorithms import Packed, starting, whole
-from functional_parallel.runtime.processes import _OneRank
-from sharding_specs import Mesh
+from functional_parallel.runtime.one_rank import OneRank
+from functional_parallel.tracing import Aval, Traced
+from sharding_specs import Mesh, P
 
 LAYERS, WIDTH = 12, 8
 
@@ -27,7 +30,7 @@ class Watching:
 
     def start(self, name: str, x: Tensor | Packed, *, params: list[Any], **_: Any) -> _Held:
         held = self.held.setdefault(name, set())
-        pending = _Held(lambda: held.discard(id(pending)), self.result(name, whole(x), params))
+        pending = _Held(lambda: held.discard(id(pending)), lambda: self.result(name, whole(x), params))
         held.add(id(pending))
         self.most[name] = max(self.most.get(name, 0), len(held))
         return pending
@@ -41,12 +44,12 @@ class Watching:
 
 
 class _Held:
-    def __init__(self, end: Callable[[], None], result: Any) -> None:
+    def __init__(self, end: Callable[[], None], result: Callable[[], Any]) -> None:
         self._end, self._result = end, result
 
     def wait(self) -> Any:
         self._end()
-        return self._result
+        return self._result()
 
 
 def loss(params: list[Tensor], x: Tensor) -> Tensor:
@@ -61,10 +64,29 @@ def test_one_gradient_at_a_time_waits_to_be_scattered(bucket: int | str | None) 
     step = fp.train_step(loss, fp.optim.sgd(0.1), Mesh(data=2), fp.zero(3, "data"), bucket=bucket)
     program = step.lower(step.init(params), torch.zeros(4, WIDTH))
     carrier = Watching()
-    _OneRank(program, carrier).function()([torch.zeros(x.meta["val"].shape) for x in program.traced.inputs])
+    OneRank(program, carrier).function()([torch.zeros(x.meta["val"].shape) for x in program.traced.inputs])
     assert program.counts()["psum_scatter", ("data",)] == {None: LAYERS, "auto": 1}.get(bucket, LAYERS // 2)
     assert carrier.most["psum_scatter"] == 1
     assert carrier.most["all_gather"] <= 3
+
+
+def test_what_is_still_to_be_packed_is_not_written_over() -> None:
+    """A large bucket is packed piece by piece, the last ones while it is waited for."""
+    graph = fx.Graph()
+    inputs = [graph.placeholder(name) for name in "xy"]
+    packed = graph.call_function(PACK, (inputs, 1, [0, 0]))
+    gathered = graph.call_function(torch.ops.fp.all_gather.default, (packed, ["data"], 0, "varying"))
+    both = [graph.call_function(UNPACK, (gathered, 2, begin, [3], 0)) for begin in (0, 3)]
+    written = graph.call_function(torch.ops.aten.add_.Tensor, tuple(inputs))
+    for node, length in [(x, 3) for x in (*inputs, written)] + [(packed, 6), (gathered, 12)] + [(x, 6) for x in both]:
+        node.meta = {"val": Aval((length,), torch.float32), "source": None, "backward": False}
+    traced = Traced(graph, inputs, [*both, written])
+    traced.seal()
+    specs = {"in_specs": [P(), P()], "out_specs": [P()] * 3, "in_paths": ["x", "y"], "out_paths": ["a", "b", "c"]}
+    program = Program(traced, mesh=Mesh(data=2), name="written", **specs)
+    x, y = torch.ones(3), torch.full((3,), 2.0)
+    found = OneRank(program, Watching()).function()([x.clone(), y.clone()])
+    assert all(map(torch.equal, found, [x.repeat(2), y.repeat(2), x + y]))
 
 
 @pytest.mark.parametrize("length", [4, 6, 24])

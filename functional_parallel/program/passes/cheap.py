@@ -20,7 +20,8 @@ from sharding_specs import Mesh
 
 from ...tracing import Traced
 from ...tracing.graph import operands_of
-from ..memory import Ledger, Storage, viewed
+from ..memory import Ledger, Storage
+from ..sharing import viewed
 from .base import ProgramPass
 from .recompute import forward_nodes, recompute
 

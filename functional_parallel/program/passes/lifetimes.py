@@ -16,7 +16,8 @@ from sharding_specs import Mesh
 
 from ...tracing import Traced
 from ...tracing.graph import operands_of
-from ..memory import Ledger, viewed
+from ..memory import Ledger
+from ..sharing import viewed
 from ..work import work
 
 __all__ = ["Curve", "Lifetimes", "Survey"]

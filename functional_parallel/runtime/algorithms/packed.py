@@ -63,16 +63,17 @@ class Packed:
         given_up: per tensor, whether nothing else needs what lies there; None is that all are still needed.
 
     Attributes:
+        tensors: until they are packed.
         parts, shape, dtype, device, nbytes: of the whole, which is flat.
         length: elements of a run.
     """
 
-    __slots__ = ("_dims", "_given_up", "_runs", "_tensors", "device", "dtype", "length", "nbytes", "parts", "shape")
+    __slots__ = ("_dims", "_given_up", "_runs", "device", "dtype", "length", "nbytes", "parts", "shape", "tensors")
 
     def __init__(
         self, tensors: Sequence[Tensor], parts: int, dims: Sequence[int], given_up: Sequence[bool] | None = None
     ) -> None:
-        self._tensors, self.parts, self._dims = tensors, parts, dims
+        self.tensors, self.parts, self._dims = tensors, parts, dims
         self._given_up = [False] * len(tensors) if given_up is None else given_up
         self._runs = EndToEnd(_runs_of(deque(tensors), parts, dims))
         self.dtype, self.device = tensors[0].dtype, tensors[0].device
@@ -87,19 +88,19 @@ class Packed:
         """Flat memory as large as each tensor: its own, where it is given up and lies in one stretch."""
         return [
             x.detach().view(-1) if given_up and x.is_contiguous() else self.empty(x.numel())
-            for x, given_up in zip(self._tensors, self._given_up, strict=True)
+            for x, given_up in zip(self.tensors, self._given_up, strict=True)
         ]
 
     def write(self, runs: Sequence[Tensor]) -> None:
         """Pack the next elements of each run into flat memory, as many as it has room for."""
-        self._tensors = ()
+        self.tensors = ()
         if pieces := self._runs.next(runs[0].numel()):
             for run, piece in zip(runs, zip(*(x.unbind() for x in pieces), strict=True), strict=True):
                 torch.cat(piece, out=run)
 
     def whole(self) -> Tensor:
         """Pack into memory of their own."""
-        tensors, self._tensors = self._tensors, ()
+        tensors, self.tensors = self.tensors, ()
         self._runs = EndToEnd(())
         return packed(tensors, self.parts, self._dims)
 

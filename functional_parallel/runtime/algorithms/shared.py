@@ -192,8 +192,9 @@ def _pieces(memory: SharedMemory, sent: Sequence[Tensor] | Packed, keep: Tensor 
         count, length, itemsize = sent.parts, sent.length, sent.dtype.itemsize
     else:
         count, length, itemsize = len(sent), sent[0].numel(), sent[0].element_size()
-    places = _places(count, length, itemsize)
-    size = (count - (keep is not None)) * aligned(places[0].stop * itemsize)
+    written = count - (keep is not None)
+    places = _places(written, length, itemsize)
+    size = written * aligned(places[0].stop * itemsize)
     under_way = min(len(places), 2 * _AHEAD)
     slot = memory.slot(under_way * size)
     if len(places) > 1 and not isinstance(sent, Packed):

@@ -90,6 +90,8 @@ def all_gather(algorithm: Algorithm, team: Team, x: Operand, dim: int, layout: L
     operand = _as_it_lies(algorithm, x)
     if layout is not None and algorithm.packs:
         leaves = InPlace(layout, operand.dtype, operand.device)
+        if isinstance(operand, Packed):
+            leaves.keep(team.rank, operand.tensors)
         return algorithm.all_gather(team, operand, leaves), lambda: leaves
     if dim > 0 and algorithm.packs:  # each rank's part where it belongs, as if it alone were packed
         assert isinstance(operand, Tensor)

@@ -6,6 +6,7 @@ whole then, and one copy less.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...program.packing import UNPACK
+from ...program.packing import UNPACK, UNPACK_INTO
 
 __all__ = ["InPlace", "Layout", "OutOfWhole", "Stretches", "Unpacked"]
 
@@ -32,10 +33,15 @@ class Layout:
         runs: how many.
         leaves: of each tensor, what `fp.unpack` takes: where its part of a run begins, that part's shape, and the dim
             along which the parts are joined.
+        targets: for each, one that is there to be written over, or None for one that is to be made.
     """
 
     runs: int
     leaves: tuple[tuple[int, tuple[int, ...], int], ...]
+    targets: tuple[Tensor | None, ...] | None = None
+
+    def target(self, index: int) -> Tensor | None:
+        return None if self.targets is None else self.targets[index]
 
 
 class OutOfWhole:
@@ -46,6 +52,8 @@ class OutOfWhole:
 
     def take(self, index: int) -> Tensor:
         offset, shape, dim = self._layout.leaves[index]
+        if (target := self._layout.target(index)) is not None:
+            return UNPACK_INTO(target, self._whole, self._layout.runs, offset, shape, dim)
         if self._layout.runs == 1:
             return self._whole[offset : offset + torch.Size(shape).numel()].view(shape)
         return UNPACK(self._whole, self._layout.runs, offset, shape, dim)
@@ -77,11 +85,20 @@ class InPlace:
     def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
         self._leaves: list[Any] = []
         self._parts: list[list[_Part]] = [[] for _ in range(layout.runs)]
-        for begin, shape, dim in layout.leaves:
-            leaf = torch.empty((*shape[:dim], layout.runs, *shape[dim:]), dtype=dtype, device=device)
-            self._leaves.append(leaf.flatten(dim, dim + 1))
-            for parts, place in zip(self._parts, leaf.unbind(dim), strict=True):
+        for index, (begin, shape, dim) in enumerate(layout.leaves):
+            leaf = layout.target(index)
+            if leaf is None:
+                size = (*shape[:dim], layout.runs * shape[dim], *shape[dim + 1 :])
+                leaf = torch.empty(size, dtype=dtype, device=device)
+            self._leaves.append(leaf)
+            for parts, place in zip(self._parts, leaf.unflatten(dim, (layout.runs, -1)).unbind(dim), strict=True):
                 parts.append(_Part(begin, place))
+
+    def keep(self, rank: int, tensors: Sequence[Tensor]) -> None:
+        """Do not write those of a rank's tensors, end to end its run, that lie where they belong."""
+        ends = itertools.accumulate(x.numel() for x in tensors)
+        begins = {end - x.numel(): x for x, end in zip(tensors, ends, strict=True)}
+        self._parts[rank] = [part for part in self._parts[rank] if not part.is_at(begins[part.begin])]
 
     def write(self, rank: int, begin: int, values: Tensor) -> None:
         """Flat elements of a rank's run, from `begin` on."""
@@ -97,23 +114,26 @@ class InPlace:
 class _Part:
     """A rank's part of a tensor; one that does not lie in one stretch is written when all of it has arrived."""
 
-    __slots__ = ("_begin", "_end", "_flat", "_place")
+    __slots__ = ("_end", "_flat", "_place", "begin")
 
     def __init__(self, begin: int, place: Tensor) -> None:
-        self._begin, self._end, self._place = begin, begin + place.numel(), place
+        self.begin, self._end, self._place = begin, begin + place.numel(), place
         self._flat = place.view(-1) if place.is_contiguous() else None
 
+    def is_at(self, tensor: Tensor) -> bool:
+        return self._flat is not None and tensor.is_contiguous() and tensor.data_ptr() == self._flat.data_ptr()
+
     def write(self, begin: int, values: Tensor) -> None:
-        first, last = max(begin, self._begin), min(begin + values.numel(), self._end)
+        first, last = max(begin, self.begin), min(begin + values.numel(), self._end)
         if first >= last:
             return
         values = values[first - begin : last - begin]
-        if self._flat is None and last - first == self._end - self._begin:
+        if self._flat is None and last - first == self._end - self.begin:
             self._place.copy_(values.view(self._place.shape))
             return
         if self._flat is None:
-            self._flat = values.new_empty(self._end - self._begin)
-        self._flat[first - self._begin : last - self._begin].copy_(values)
+            self._flat = values.new_empty(self._end - self.begin)
+        self._flat[first - self.begin : last - self.begin].copy_(values)
         if last == self._end and self._flat.data_ptr() != self._place.data_ptr():
             self._place.copy_(self._flat.view(self._place.shape))
             self._flat = None
