@@ -150,6 +150,8 @@ def arguments() -> argparse.Namespace:
             "--write is for all columns and the kernels that users get: no --quick, --same-kernels or --no-footprint"
         )
     args.rounds = args.rounds or (5 if args.quick else 40)
+    if args.rounds < 2:
+        parser.error(f"--rounds {args.rounds}: at least 2, or there are no quartiles")
     args.peers = args.peers or (list(targets.TARGETS) if args.quick else NAMES)
     args.no_footprint |= args.quick
     return args

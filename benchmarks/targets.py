@@ -12,7 +12,7 @@ from typing import Any
 
 import report
 
-__all__ = ["HEAD", "TARGETS", "judged", "misses", "target"]
+__all__ = ["HEAD", "IDEAL_HEAD", "TARGETS", "judged", "misses", "target"]
 
 TARGETS = {  # by peer; DeepSpeed and JAX have none
     "DDP": 0.97,
@@ -36,18 +36,11 @@ IDEAL = {  # of half a plain step on one rank, and so on; not at tiny, where hal
     "DTensor TP": 1.15,
     "DTensor SP": 1.15,
 }
-HEAD = (
-    "peer",
-    "size",
-    "ranks",
-    "target",
-    "ours ÷ peer",
-    "target, ms",
-    "ours, ms",
-    "staged compute, ms",
-    "transfer, ms",
-    "both lie above the target",
-)
+BOUND = ("staged compute, ms", "transfer, ms", "both lie above the target")
+HEAD = ("peer", "size", "ranks", "target", "ours ÷ peer", "target, ms", "ours, ms", *BOUND)
+IDEAL_HEAD = ("peer", "size", "ranks", "target", "ours ÷ ideal", "target, ms", "ours, ms", *BOUND)
+
+Row = dict[str, Any]
 
 
 def target(name: str, size: str) -> float | None:
@@ -57,48 +50,48 @@ def target(name: str, size: str) -> float | None:
     return min(TARGETS[name], TINY.get(name, EACH_TINY)) if size == "tiny" else TARGETS[name]
 
 
-def judged(rows: Sequence[dict[str, Any]]) -> str:
+def judged(rows: Sequence[Row]) -> str:
     """Who meets which target: against the peer's time, against the ideal, and of memory."""
     peers = [row for row in rows if row["name"] in TARGETS]
     ideal = [row for row in peers if row["name"] in IDEAL and row["config"] != "tiny"]
-    beyond = [f"{_named(row)} {row['ideal_ratio']:.2f}" for row in ideal if row["ideal_ratio"] > IDEAL[row["name"]]]
     measured = [row for row in peers if "tensor_ratio" in row]
     larger = [f"{_named(row)} {row['tensor_ratio']:.2f}" for row in measured if row["tensor_ratio"] > 1]
     sentences = [misses(rows)]
     if ideal:
-        sentences.append(_sentence(ideal, "that have a target against the ideal meet it", beyond))
+        sentences.append(
+            _late(ideal, [IDEAL[row["name"]] for row in ideal], "ideal_ratio", IDEAL_HEAD, " against the ideal")
+        )
     if measured:
-        sentences.append(_sentence(measured, "hold no more tensors than their peer's", larger))
+        ending = f". The others: {'; '.join(larger)}." if larger else "."
+        held = len(measured) - len(larger)
+        sentences.append(f"{held} of the {len(measured)} rows hold no more tensors than their peer's{ending}")
     return "\n\n".join(sentences)
 
 
-def _named(row: dict[str, Any]) -> str:
+def _named(row: Row) -> str:
     return f"{row['name']} on {row['config']} with {row['ranks']} ranks:"
 
 
-def _sentence(rows: Sequence[object], what: str, others: Sequence[str]) -> str:
-    ending = f". The others: {'; '.join(others)}." if others else "."
-    return f"{len(rows) - len(others)} of the {len(rows)} rows {what}{ending}"
-
-
-def misses(rows: Sequence[dict[str, Any]]) -> str:
-    """A table of the rows that miss their target, or a sentence that says how many met it."""
+def misses(rows: Sequence[Row]) -> str:
+    """A table of the rows that miss their target of the peer's time, or a sentence that says how many met it."""
     shares = [(row, share) for row in rows if (share := target(row["name"], row["config"])) is not None]
-    missed = [_cells(row, share) for row, share in shares if row["ratio"] > share]
-    count = len(shares)
     if not shares:
         return "No row has a target."
+    return _late([row for row, _ in shares], [share for _, share in shares], "ratio", HEAD)
+
+
+def _late(rows: Sequence[Row], shares: Sequence[float], ratio: str, head: Sequence[str], of: str = "") -> str:
+    missed = [_cells(row, share, row[ratio]) for row, share in zip(rows, shares, strict=True) if row[ratio] > share]
     if not missed:
-        return f"All {count} rows that have a target meet it."
-    return f"{count - len(missed)} of the {count} rows that have a target meet it. The others:\n\n" + report.table(
-        HEAD, missed
-    )
+        return f"All {len(rows)} rows that have a target{of} meet it."
+    met = f"{len(rows) - len(missed)} of the {len(rows)} rows that have a target{of} meet it"
+    return f"{met}. The others:\n\n{report.table(head, missed)}"
 
 
-def _cells(row: dict[str, Any], share: float) -> tuple[object, ...]:
-    allowed, held = share * row["peer_s"], ("not measured",) * 3
+def _cells(row: Row, share: float, ratio: float) -> tuple[object, ...]:
+    allowed, held = share * row["ours_s"] / ratio, ("not measured",) * 3
     if "floor_s" in row:
         parts = [f"{1000 * seconds:.1f}" for seconds in (row["quiet_s"], row["floor_s"] - row["quiet_s"])]
         held = (*parts, "yes" if row["floor_s"] > allowed else "no")
     times = [f"{1000 * seconds:.1f}" for seconds in (allowed, row["ours_s"])]
-    return (row["name"], row["config"], row["ranks"], f"{share:.2f}", f"{row['ratio']:.2f}", *times, *held)
+    return (row["name"], row["config"], row["ranks"], f"{share:.2f}", f"{ratio:.2f}", *times, *held)

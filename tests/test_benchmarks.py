@@ -243,12 +243,15 @@ def test_who_is_beyond_the_ideal_or_holds_more_is_named() -> None:
     assert judged([rows[0], jax]).splitlines() == [
         "All 1 rows that have a target meet it.",
         "",
-        "1 of the 1 rows that have a target against the ideal meet it.",
+        "All 1 rows that have a target against the ideal meet it.",
         "",
         "1 of the 1 rows hold no more tensors than their peer's.",
     ]
-    _, _, ideal, _, memory = judged([*rows, tiny]).splitlines()
-    assert ideal.startswith("1 of the 2 rows") and ideal.endswith("The others: DDP on small with 2 ranks: 1.06.")
+    _, _, ideal, _, *table, _, memory = judged([*rows, tiny]).splitlines()
+    assert ideal == "1 of the 2 rows that have a target against the ideal meet it. The others:"
+    assert [[cell.strip() for cell in line.split("|")[1:8]] for line in table[2:]] == [
+        ["DDP", "small", "2", "1.05", "1.06", "495.3", "500.0"]
+    ]
     assert memory.startswith("1 of the 3 rows")
     assert memory.endswith("The others: DDP on small with 2 ranks: 1.01; DDP on tiny with 2 ranks: 1.01.")
 
