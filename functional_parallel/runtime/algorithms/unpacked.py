@@ -91,14 +91,15 @@ class InPlace:
                 size = (*shape[:dim], layout.runs * shape[dim], *shape[dim + 1 :])
                 leaf = torch.empty(size, dtype=dtype, device=device)
             self._leaves.append(leaf)
-            for parts, place in zip(self._parts, leaf.unflatten(dim, (layout.runs, -1)).unbind(dim), strict=True):
+            places = leaf.unflatten(dim, (layout.runs, shape[dim])).unbind(dim)
+            for parts, place in zip(self._parts, places, strict=True):
                 parts.append(_Part(begin, place))
 
     def keep(self, rank: int, tensors: Sequence[Tensor]) -> None:
         """Do not write those of a rank's tensors, end to end its run, that lie where they belong."""
         ends = itertools.accumulate(x.numel() for x in tensors)
         begins = {end - x.numel(): x for x, end in zip(tensors, ends, strict=True)}
-        self._parts[rank] = [part for part in self._parts[rank] if not part.is_at(begins[part.begin])]
+        self._parts[rank] = [part for part in self._parts[rank] if not part.is_at(begins.get(part.begin))]
 
     def write(self, rank: int, begin: int, values: Tensor) -> None:
         """Flat elements of a rank's run, from `begin` on."""
@@ -120,8 +121,10 @@ class _Part:
         self.begin, self._end, self._place = begin, begin + place.numel(), place
         self._flat = place.view(-1) if place.is_contiguous() else None
 
-    def is_at(self, tensor: Tensor) -> bool:
-        return self._flat is not None and tensor.is_contiguous() and tensor.data_ptr() == self._flat.data_ptr()
+    def is_at(self, tensor: Tensor | None) -> bool:
+        if tensor is None or self._flat is None or not tensor.is_contiguous():
+            return False
+        return tensor.data_ptr() == self._flat.data_ptr() and tensor.numel() == self._flat.numel()
 
     def write(self, begin: int, values: Tensor) -> None:
         first, last = max(begin, self.begin), min(begin + values.numel(), self._end)
