@@ -5,10 +5,11 @@ Each name is here because torch offers no public one; `tests/test_private_torch.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint
@@ -52,11 +53,28 @@ __all__ = [
     "mapped_dims",
     "needs_higher_derivatives",
     "next_node_number",
+    "of_thread",
     "onednn_linear",
     "onednn_mm",
     "stride_free",
     "under_transforms",
 ]
+
+
+T = TypeVar("T")
+
+
+def of_thread(name: str, make: Callable[[], T]) -> T:
+    """An object that each thread has one of, but for those in which autograd runs a backward: theirs is the caller's.
+
+    On CUDA a backward runs in such threads, and what stands around it in the program must hold there too, which
+    `threading.local` and context variables do not see to. torch hands these on with the rest of a thread's state.
+    """
+    key = f"functional_parallel.{name}"
+    if not torch._C._is_key_in_tls(key):
+        torch._C._stash_obj_in_tls(key, make())
+    found: T = torch._C._get_obj_in_tls(key)
+    return found
 
 
 @contextmanager
@@ -236,26 +254,63 @@ def checkpointing(region: Callable[[str], AbstractContextManager[None]]) -> Iter
     """Let `torch.utils.checkpoint.checkpoint` call its function plainly, inside `region(name)`.
 
     Its own ways, an autograd.Function and hooks on saved tensors, do not go through torch.func. Models hold references
-    to `checkpoint`, so the two names that it looks up when called are what is replaced.
+    to `checkpoint`, so the two names that it looks up when called are what is replaced, for all threads as long as some
+    thread is inside; those that are not go torch's way.
     """
-    module = torch.utils.checkpoint
-    saved = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
-
-    class Plainly:
-        @staticmethod
-        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-            with region("checkpoint"):
-                return function(*args)
-
-    def plainly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
-        with region("checkpoint"):
-            yield
-
-    module.CheckpointFunction, module._checkpoint_without_reentrant_generator = Plainly, plainly  # type: ignore[assignment, misc]
+    regions = _regions()
+    regions.append(region)
+    _checkpoints.enter()
     try:
         yield
     finally:
-        module.CheckpointFunction, module._checkpoint_without_reentrant_generator = saved  # type: ignore[misc]
+        _checkpoints.leave()
+        regions.pop()
+
+
+def _regions() -> list[Callable[[str], AbstractContextManager[None]]]:
+    return of_thread("checkpointing", list)
+
+
+class _Checkpoints:
+    """The two names, and how many ask for them to be replaced."""
+
+    def __init__(self) -> None:
+        module = torch.utils.checkpoint
+        self._torchs = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
+        self._lock, self._inside = threading.Lock(), 0
+
+    def enter(self) -> None:
+        with self._lock:
+            self._inside += 1
+            self._put(self, self.generator)
+
+    def leave(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._put(*self._torchs)
+
+    def apply(self, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        regions = _regions()
+        if not regions:
+            return self._torchs[0].apply(function, preserve, *args)
+        with regions[-1]("checkpoint"):
+            return function(*args)
+
+    def generator(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+        regions = _regions()
+        if not regions:
+            yield from self._torchs[1](function, *args, **kwargs)
+            return
+        with regions[-1]("checkpoint"):
+            yield
+
+    def _put(self, function: Any, generator: Any) -> None:
+        module = torch.utils.checkpoint
+        module.CheckpointFunction, module._checkpoint_without_reentrant_generator = function, generator  # type: ignore[misc]
+
+
+_checkpoints = _Checkpoints()
 
 
 def compile_by_inductor(

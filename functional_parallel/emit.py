@@ -34,18 +34,20 @@ def emit_node(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return _torch.under_transforms(target)(*args, **kwargs)
 
 
-_explicit: list[bool] = [False]
-
-
 @contextmanager
 def explicit_casts() -> Iterator[None]:
     """What runs inside writes its casts itself, so no torch.func derivative of it can miss one."""
-    _explicit.append(True)
+    explicit = _explicit()
+    explicit.append(True)
     try:
         yield
     finally:
-        _explicit.pop()
+        explicit.pop()
 
 
 def casts_are_explicit() -> bool:
-    return _explicit[-1]
+    return bool(_explicit())
+
+
+def _explicit() -> list[bool]:
+    return _torch.of_thread("explicit casts", list)

@@ -14,10 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from . import _torch
 from . import collectives as fp
 from .collectives.axes import axis_size
 from .collectives.parts import Parts
@@ -116,7 +118,16 @@ def dropout(x: torch.Tensor, p: float = 0.5, *, key: torch.Tensor | None = None)
 # The ambient key
 # -----------------------------------------------------------------------------
 
-_ambient: list[list[Any]] = []  # [key, sites drawn so far]
+
+@dataclass
+class _Ambient:
+    key: torch.Tensor
+    drawn: int = 0  # sites so far
+
+
+def _ambient() -> list[_Ambient]:
+    """The keys around what a thread runs, innermost last."""
+    return _torch.of_thread("random", list[_Ambient])
 
 
 @contextmanager
@@ -129,22 +140,23 @@ def using(key: torch.Tensor) -> Iterator[None]:
     >>> bool((a == b).all())
     False
     """
-    _ambient.append([key, 0])
+    keys = _ambient()
+    keys.append(_Ambient(key))
     try:
         yield
     finally:
-        _ambient.pop()
+        keys.pop()
 
 
 def _next_site(what: str) -> torch.Tensor:
-    if not _ambient:
+    keys = _ambient()
+    if not keys:
         raise RandomKeyError(
             f"{what} draws random numbers, but no key is given: pass key=fp.random.key(seed), wrap the call in "
             "`with fp.random.using(key):`, use train_step(seed=…), or set the model to eval mode"
         )
-    entry = _ambient[-1]
-    entry[1] += 1
-    return fold_in(entry[0], entry[1] - 1)
+    keys[-1].drawn += 1
+    return fold_in(keys[-1].key, keys[-1].drawn - 1)
 
 
 @intercept(torch.nn.functional.dropout, always=True)

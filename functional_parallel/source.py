@@ -19,6 +19,8 @@ import einops
 import optree
 import torch
 
+from . import _torch
+
 __all__ = [
     "Source",
     "current_source",
@@ -65,62 +67,83 @@ class Source:
         return f"Source({self} in {self.function}: {self.text})"
 
 
-_inherited: list[Source | None] = []
-_regions: list[str] = []
+@dataclass
+class _Around:
+    """What stands around the code that a thread runs.
+
+    Attributes:
+        inherited: the lines that ops come from, whatever the stack says, innermost last.
+        regions: names of the regions that it is in.
+        stages: boundaries passed, per function that is being traced.
+    """
+
+    inherited: list[Source | None] = field(default_factory=list)
+    regions: list[str] = field(default_factory=list)
+    stages: list[int] = field(default_factory=lambda: [0])
+
+
 _region_numbers = itertools.count()
-_stages = [0]  # boundaries passed, per function that is being traced, innermost last
+
+
+def _around() -> _Around:
+    return _torch.of_thread("source", _Around)
 
 
 @contextmanager
 def inherit(source: Source | None) -> Iterator[None]:
     """Say that ops recorded inside come from this line, whatever the stack says."""
-    _inherited.append(source)
+    inherited = _around().inherited
+    inherited.append(source)
     try:
         yield
     finally:
-        _inherited.pop()
+        inherited.pop()
 
 
 @contextmanager
 def region(name: str) -> Iterator[None]:
     """Say that ops recorded inside belong together, in one region of that name."""
-    _regions.append(f"{name} {next(_region_numbers)}")
+    regions = _around().regions
+    regions.append(f"{name} {next(_region_numbers)}")
     try:
         yield
     finally:
-        _regions.pop()
+        regions.pop()
 
 
 @contextmanager
 def stages() -> Iterator[None]:
     """Count the stage boundaries passed inside from 0."""
-    _stages.append(0)
+    counts = _around().stages
+    counts.append(0)
     try:
         yield
     finally:
-        _stages.pop()
+        counts.pop()
 
 
 def next_stage() -> None:
     """Say that ops recorded from here on belong to the next stage."""
-    if len(_stages) > 1:
-        _stages[-1] += 1
+    counts = _around().stages
+    if len(counts) > 1:
+        counts[-1] += 1
 
 
 def is_in_region() -> bool:
     """Whether a function marked by `fp.recompute` is running."""
-    return bool(_regions)
+    return bool(_around().regions)
 
 
 def current_source() -> Source | None:
     """The line of user code that is running now, or the inherited one."""
-    if _inherited and _inherited[-1] is not None:
-        return _inherited[-1]
+    around = _around()
+    if around.inherited and around.inherited[-1] is not None:
+        return around.inherited[-1]
     frame = sys._getframe(1)
     while frame is not None:
         if not is_library(frame.f_code.co_filename):
-            code, region = frame.f_code, _regions[-1] if _regions else None
-            return _source(code.co_filename, frame.f_lineno, code.co_name, region, _stages[-1])
+            code, region = frame.f_code, around.regions[-1] if around.regions else None
+            return _source(code.co_filename, frame.f_lineno, code.co_name, region, around.stages[-1])
         frame = frame.f_back  # type: ignore[assignment]
     return None
 

@@ -282,6 +282,17 @@ def test_a_weak_reference_to_a_storage_tells_when_it_is_gone() -> None:
     assert reference.expired()
 
 
+def test_a_thread_has_objects_of_its_own_and_a_backward_its_callers() -> None:
+    own = _torch.of_thread("test", list[str])
+    found: list[list[str]] = []
+    thread = threading.Thread(target=lambda: found.append(_torch.of_thread("test", list)))
+    thread.start()
+    thread.join()
+    in_backward_thread(lambda x: found.append(_torch.of_thread("test", list)) or x, torch.ones(1))
+    assert _torch.of_thread("test", list) is own
+    assert found[0] is not own and found[1] is own
+
+
 def test_fake_modes_forget_the_shapes_of_a_trace() -> None:
 
     def add(size: int) -> None:

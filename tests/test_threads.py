@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
+from torch.utils.checkpoint import checkpoint
 
 import functional_parallel as fp
+from functional_parallel import source
 from functional_parallel.tracing import TracingError, trace
 from functional_parallel.tracing.graph import Traced, aval_of
 from functional_parallel.tracing.record import recorder
@@ -122,6 +125,95 @@ def test_two_traces_at_a_time_are_apart() -> None:
 
     assert torch.equal(shard_map(body)(X), 3 * X * X)
     assert torch.equal(results[0], 2 * X)
+
+
+def test_keys_of_two_threads_are_apart() -> None:
+    """Else one would draw from the key of the other, and nobody would notice."""
+
+    def drawn(number: int) -> torch.Tensor:
+        with fp.random.using(fp.random.key(number)):
+            return fp.random.dropout(torch.ones(64))
+
+    def between() -> torch.Tensor:
+        with pytest.raises(fp.random.RandomKeyError):
+            fp.random.dropout(X)
+        return drawn(2)
+
+    with fp.random.using(fp.random.key(1)):
+        other = in_thread(between)
+        own = fp.random.dropout(torch.ones(64))
+    assert torch.equal(own, drawn(1)) and torch.equal(other, drawn(2)) and not torch.equal(own, other)
+
+
+def test_a_key_holds_in_a_backward_too() -> None:
+    with fp.random.using(fp.random.key(1)):
+        inside = in_backward_thread(fp.random.dropout, torch.ones(64))
+    with fp.random.using(fp.random.key(1)):
+        assert torch.equal(inside, fp.random.dropout(torch.ones(64)))
+
+
+def test_stages_and_regions_of_two_threads_are_apart() -> None:
+    def other(x: torch.Tensor) -> torch.Tensor:
+        with source.region("other"):
+            source.next_stage()
+            return x.exp()
+
+    def body(x: torch.Tensor) -> list[torch.Tensor]:
+        with source.region("own"):
+            found.append(in_thread(lambda: traced(lambda y: [other(y)])))
+            return [x.sin()]
+
+    found: list[Traced] = []
+    own = traced(body)
+    (sin,), (exp,) = ([node.meta["source"] for node in each.nodes] for each in (own, *found))
+    assert (sin.region.split()[0], sin.stage) == ("own", 0)
+    assert (exp.region.split()[0], exp.stage) == ("other", 1)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_in_a_thread_beside_a_trace_computes_again(use_reentrant: bool) -> None:
+    calls: list[torch.Tensor] = []
+
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x)
+        return x.sin()
+
+    def train() -> torch.Tensor:
+        x = X.clone().requires_grad_()
+        checkpoint(counted, x, use_reentrant=use_reentrant).sum().backward()
+        return x.grad
+
+    def body(x: torch.Tensor) -> list[torch.Tensor]:
+        assert in_thread(lambda: torch.equal(train(), X.cos()))
+        return [checkpoint(counted, x, use_reentrant=use_reentrant)]
+
+    assert "checkpoint" in next(iter(traced(body).nodes)).meta["source"].region
+    assert len(calls) == 2 + 1, "twice in the thread, and once, plainly, in the trace"
+
+
+def test_torchs_own_checkpoint_is_there_again_after_two_traces_that_overlap() -> None:
+    module = torch.utils.checkpoint
+    torchs = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
+    inside, go_on = threading.Event(), threading.Event()
+
+    def longer(x: torch.Tensor) -> list[torch.Tensor]:
+        inside.set()
+        assert go_on.wait(60)
+        return [checkpoint(torch.sin, x, use_reentrant=False)]
+
+    found: list[Traced] = []
+    thread = threading.Thread(target=lambda: found.append(traced(longer)))
+
+    def body(x: torch.Tensor) -> list[torch.Tensor]:
+        thread.start()
+        assert inside.wait(60)
+        return [x]
+
+    traced(body)
+    go_on.set()
+    thread.join(60)
+    assert "checkpoint" in next(iter(found[0].nodes)).meta["source"].region
+    assert (module.CheckpointFunction, module._checkpoint_without_reentrant_generator) == torchs
 
 
 @pytest.mark.parametrize("kind", ["op", "backward"])
