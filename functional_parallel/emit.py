@@ -7,16 +7,17 @@ differentiable primitive it stands for.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import fx
 
 from . import _torch
 from .collectives import emit
 from .tracing.stand_ins import differentiable, stand_in
 
-__all__ = ["casts_are_explicit", "differentiable", "emit_node", "explicit_casts"]
+__all__ = ["casts_are_explicit", "differentiable", "emit_node", "explicit_casts", "grad_mode_of"]
 
 ops = torch.ops.fp
 
@@ -32,6 +33,11 @@ def emit_node(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         x, axes, *params = args
         return emit(target._schema.name.split("::")[1], x, axes, *params)
     return _torch.under_transforms(target)(*args, **kwargs)
+
+
+def grad_mode_of(node: fx.Node) -> AbstractContextManager[Any]:
+    """Gradients off around an op if the user had switched them off: tangents go through, unlike through `detach`."""
+    return torch.no_grad() if node.meta["no_grad"] else nullcontext()
 
 
 @contextmanager

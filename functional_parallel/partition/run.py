@@ -17,7 +17,7 @@ from torch import fx
 
 from .. import collectives as fp
 from ..collectives.parts import Parts
-from ..emit import emit_node, explicit_casts
+from ..emit import emit_node, explicit_casts, grad_mode_of
 from ..source import Source, current_source, inherit
 from ..tracing import Aval, Traced, source_of
 from ..tracing.graph import walk_args
@@ -122,8 +122,9 @@ class _Run:
         args, kwargs = self._arguments(node, tensor_operands(node), step.decision, whole)
         if reduced:
             step.decision = replace(step.decision, results=(REDUCED,) * len(step.decision.results))
-        outputs = rule.local(step, *args, **kwargs) if rule.local else step.run(*args, **kwargs)
-        self._store(node, step, outputs)
+        with grad_mode_of(node):
+            outputs = rule.local(step, *args, **kwargs) if rule.local else step.run(*args, **kwargs)
+            self._store(node, step, outputs)
 
     def _operand(self, node: fx.Node) -> Operand:
         value: _Value = self.values[node]
@@ -197,9 +198,8 @@ class _Run:
             return self._converted(value, form)
         step, rule = source
         args, kwargs = self._arguments(node, tensor_operands(node), step.decision, VARYING)
-        with inherit(source_of(node)):
-            part = rule.local(step, *args, **kwargs) if rule.local else step.run(*args, **kwargs)
-        return part.detach() if node.meta["no_grad"] else part
+        with inherit(source_of(node)), grad_mode_of(node):
+            return rule.local(step, *args, **kwargs) if rule.local else step.run(*args, **kwargs)
 
     def _step(self, node: fx.Node) -> Step:
         operands = [self._operand(operand) for operand in tensor_operands(node)]
@@ -210,8 +210,6 @@ class _Run:
         parts = outputs if isinstance(outputs, (tuple, list)) else [outputs]
         if step.decision.extremum:
             parts = [_over_ranks(step.decision.extremum, part, self.axis) for part in parts]
-        if node.meta["no_grad"]:
-            parts = [part.detach() for part in parts]
         values = [_Value(place, part, static) for place, part in zip(step.decision.results, parts, strict=False)]
         self.values[node] = values if isinstance(node.meta["val"], tuple) else values[0]
 

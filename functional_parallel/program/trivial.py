@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import fx
 
 from sharding_specs import Mesh
@@ -34,6 +35,9 @@ def drop_trivial(traced: Traced, mesh: Mesh, kept: Sequence[str] = ()) -> Traced
             continue
         operand = node.args[0]
         assert isinstance(operand, fx.Node)
-        traced.replace(node, operand)
+        if node.meta.get("no_grad"):  # a derivative stops there
+            node.target, node.args = torch.ops.aten.alias.default, (operand,)
+        else:
+            traced.replace(node, operand)
     traced.seal()
     return traced

@@ -58,7 +58,8 @@ class Writer:
             lines += self._waits([*self.operands(node), *self.readers.get(node, ())])
             alias = is_alias(node, self.differentiable)
             right = self.names[node.args[0]] if alias else self.line(node, self)
-            lines.append(f"{self._name(node)} = {right}")
+            stops = f"with {self.constant(torch.no_grad)}(): " if _stops(node, self.differentiable) else ""
+            lines.append(f"{stops}{self._name(node)} = {right}")
             dead = [self.names[value] for value in drops.get(node, ()) if value.op != "get_attr"]
             if dead:
                 lines.append(f"del {', '.join(dead)}")
@@ -143,9 +144,15 @@ class Writer:
 
 
 def is_alias(node: fx.Node, differentiable: bool) -> bool:
-    """Whether the op's result is its operand: casts, and detach when nothing differentiates."""
-    name = primitive_name(node)
-    return name == "pcast" or (node.target is aten.detach.default and not differentiable)
+    """Whether the op's result is its operand: casts that no derivative stops at, and detach when there is none."""
+    if node.target is aten.detach.default:
+        return not differentiable
+    return primitive_name(node) == "pcast" and not _stops(node, differentiable)
+
+
+def _stops(node: fx.Node, differentiable: bool) -> bool:
+    """Whether a derivative in reverse mode stops at the op, as the user had switched gradients off around it."""
+    return differentiable and bool(node.meta.get("no_grad"))
 
 
 def holds_levels(tensors: Sequence[Any]) -> bool:

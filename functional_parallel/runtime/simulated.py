@@ -167,6 +167,8 @@ class _Lockstep:
     def _collective(self, node: fx.Node, name: str, writer: Writer) -> str:
         operand, axes, *params = node.args
         axes = tuple(axes)
+        if name == "pcast":
+            return f"[{writer.op(torch.ops.aten.alias.default)}(a) for a in {writer.names[operand]}]"
         if self.mesh.axis_size(axes) == 1:
             return f"list({writer.names[operand]})"
         jobs = self.classes.jobs(axes, self.axes[node], self.axes[operand])

@@ -275,11 +275,11 @@ class Recorder(_torch.TorchDispatchMode):
             self.on_node(node)
 
     def _gradients_are_off(self, func: Any, backward: bool) -> bool:
-        if backward or torch.is_grad_enabled() or not self.forward_only:
+        if backward or torch.is_grad_enabled():
             return False
         functions = list(_enclosing_autograd_functions())
         foreign = [each for each in functions if each.__module__.split(".")[0] != _PACKAGE]
-        if foreign and not _is_of_a_user(func):
+        if self.forward_only and foreign and not _is_of_a_user(func):
             raise CustomFunctionError(
                 f"{current_source()}: the autograd.Function {foreign[0].__name__} would lose its backward here, "
                 "because derivatives are taken from the traced forward; write it with differentiable ops, or make what "

@@ -10,7 +10,7 @@ from torch import fx
 
 from ..collectives import emit
 from ..collectives.types import State
-from ..emit import emit_node, explicit_casts
+from ..emit import emit_node, explicit_casts, grad_mode_of
 from ..partition.rules.broadcast import tensor_operands
 from ..source import inherit
 from ..tracing import Traced, source_of
@@ -57,8 +57,8 @@ class _Run:
             return self._cast(leaf, wanted.get(next(position), []))
 
         args, kwargs = walk_args((node.args, node.kwargs), visit)
-        result = emit_node(node.target, _resolved(node, args), kwargs)
-        return result.detach() if node.meta["no_grad"] and isinstance(result, torch.Tensor) else result
+        with grad_mode_of(node):
+            return emit_node(node.target, _resolved(node, args), kwargs)
 
     def _cast(self, node: fx.Node, casts: list[tuple[str, State, State]]) -> Any:
         value = self.values[node]

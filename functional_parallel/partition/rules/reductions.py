@@ -93,7 +93,7 @@ def _local_extremum(step: Step, x: torch.Tensor, dims: Any = (), keepdim: bool =
     own = x.detach().amax(wanted, keepdim=True) if largest else x.detach().amin(wanted, keepdim=True)
     best = (fp.pmax if largest else fp.pmin)(own, step.axis)
     whole = best if keepdim else best.squeeze(wanted)
-    if not x.is_floating_point() or step.node.meta["no_grad"]:
+    if not x.is_floating_point():
         return whole
     best = fp.pvary(best, step.axis)
     ties = x == best
