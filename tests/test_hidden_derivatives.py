@@ -13,6 +13,8 @@ import functional_parallel as fp
 from functional_parallel.tracing import CustomFunctionError
 from sharding_specs import Mesh, P
 
+from .processes import run_on_processes
+
 DATA = Mesh(data=2)
 W = torch.arange(16.0, dtype=torch.float64).view(4, 4) % 5 - 2
 X = torch.arange(64.0, dtype=torch.float64).view(4, 1, 4, 4) % 7 - 3
@@ -111,6 +113,24 @@ def test_no_grad_in_a_body_stops_no_tangents(op: Op) -> None:
         return lambda w, x: fp.jvp(lambda v: f(v, x), (w,), (torch.ones_like(w),))[1].expand(4)
 
     close(in_a_body(tangent(stopped(op))), tangent(stopped(doubled if op is summed else op))(W, X))
+
+
+def on_a_process(rank: int) -> list[Any]:
+    """Derivatives of compiled functions, which nothing has called before: not even the runtime is there."""
+    found = []
+    for op in OPS[1:]:
+        f = fp.compile(PLANS[0](stopped(op)), DATA)
+        gradient = torch.func.grad(f)(W, X)
+        found.append((gradient, torch.func.jvp(lambda w, f=f: f(w, X), (W,), (torch.ones_like(W),))))
+    return found
+
+
+def test_no_grad_on_processes() -> None:
+    for found in run_on_processes(on_a_process, 2):
+        for op, (gradient, of_value) in zip(OPS[1:], found, strict=True):
+            f = stopped(op)
+            close(gradient, torch.func.grad(f)(W, X))
+            close(of_value, torch.func.jvp(lambda w, f=f: f(w, X), (W,), (torch.ones_like(W),)))
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from sharding_specs import Mesh
 
+from .. import _torch
 from .processes import ProcessRuntime
 from .simulated import SimulatedRuntime
 
@@ -32,8 +33,9 @@ def default_runtime(mesh: Mesh, reduction: str = "fast") -> Any:
     if mesh in _chosen:
         return _chosen[mesh]
     if (mesh, reduction) not in _made:
-        launched = _is_launched()
-        _made[mesh, reduction] = ProcessRuntime(mesh, reduction=reduction) if launched else SimulatedRuntime(mesh)
+        with _torch.apart_from_transforms():  # a program may be called there for the first time
+            made = ProcessRuntime(mesh, reduction=reduction) if _is_launched() else SimulatedRuntime(mesh)
+        _made[mesh, reduction] = made
     return _made[mesh, reduction]
 
 

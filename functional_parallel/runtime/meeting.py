@@ -2,7 +2,7 @@
 
 A rank that enters a collective which another does not enter waits for it until the timeout. So before ranks do what
 data of their own may keep some of them from doing, they meet: one reduction of three numbers in main memory, for which
-no device has to be waited for.
+no device has to be waited for. Programs may be called inside of torch.func's transforms, of which messages are no part.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .. import _torch
 from .pending import CollectiveError
 
 __all__ = ["Meeting", "OutOfStepError"]
@@ -55,7 +56,8 @@ class Meeting:
         mark = int.from_bytes(hashlib.blake2b(doing.encode(), digest_size=7).digest(), "big")
         found = torch.tensor([mark, -mark, number], dtype=torch.int64, device=self.device)
         try:
-            dist.all_reduce(found, dist.ReduceOp.MAX, self.group)
+            with _torch.apart_from_transforms():
+                dist.all_reduce(found, dist.ReduceOp.MAX, self.group)
         except RuntimeError as error:
             raise CollectiveError(
                 f"rank {self.rank} {doing}: another rank never came to do so, or died. {otherwise}. torch says: {error}"
@@ -78,7 +80,8 @@ class Meeting:
         """
         values: list[Any] = [None] * self.size
         try:
-            dist.all_gather_object(values, value, self.group)
+            with _torch.apart_from_transforms():
+                dist.all_gather_object(values, value, self.group)
         except RuntimeError as error:
             raise CollectiveError(
                 f"rank {self.rank}: another rank never came {purpose}, or died. torch says: {error}"
