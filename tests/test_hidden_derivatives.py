@@ -1,4 +1,5 @@
-"""What hides a derivative from a trace: `torch.no_grad` is kept to, and a user's autograd.Function is refused."""
+"""What hides a derivative from a trace: `torch.no_grad` is kept to, inference mode left for the trace, and a user's
+autograd.Function refused."""
 
 from __future__ import annotations
 
@@ -160,6 +161,21 @@ def test_no_grad_around_a_collective_under_the_vmap_oracle() -> None:
     """With no trace, for comparison: torch itself keeps to it."""
     f = fp.vmap(torch.func.grad(stopped(summed)), (None, 0), axis_name="tensor")
     assert torch.equal(f(W, torch.stack([X, X]))[0], torch.func.grad(stopped(doubled))(W, X))
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_a_function_that_is_first_called_in_inference_mode(plan: Any) -> None:
+    """There torch leaves `matmul` whole, of which no rule says how it is split; and later calls have derivatives."""
+
+    def f(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ w).sum()
+
+    compiled, usual = fp.compile(plan(f), DATA), fp.compile(plan(f), DATA)
+    with torch.inference_mode():
+        close(compiled(W, X), f(W, X))
+    usual(W, X)
+    assert compiled.program.lines() == usual.program.lines()
+    close(torch.func.grad(compiled)(W, X), torch.func.grad(f)(W, X))
 
 
 def hidden(inside: Op) -> Op:

@@ -82,7 +82,7 @@ def trace(
     """
     outer = recorder()
     mode = outer.fake_mode if outer is not None else _torch.FakeTensorMode(allow_non_fake_inputs=True)
-    with _torch.apart_from_transforms(), staging(), torch.enable_grad():
+    with _torch.apart_from_transforms(), staging(), torch.inference_mode(False), torch.enable_grad():
         with mode:
             arguments = [torch.empty(a.shape, dtype=a.dtype, device=a.device) for a in inputs]
         recording = Recorder(mode, forward_only, on_node, outer)
