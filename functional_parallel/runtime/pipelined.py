@@ -2,7 +2,8 @@
 
 Around a mesh's runtime, which runs each single program over the other axes. With simulated ranks all ranks of the
 pipeline are in this process and a message is a value put into another's hands; with real ones this process is one rank,
-and messages are sends and receives that do not wait.
+and messages are sends and receives that do not wait. These carry no derivative: where one is taken of a compiled
+pipeline from outside, every process is all ranks of the axis.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import fx
 
 from sharding_specs import Mesh, P, local_shape, whole_shape
 
-from ..pipelines import Exchange, PipelineProgram
+from ..pipelines import Exchange, PipelineError, PipelineProgram
 from ..schedules import Action, Event
 from ..schedules.dependencies import replay
 from ..schedules.messages import Receive, Send, messages
@@ -37,13 +38,14 @@ class PipelineRuntime:
     Args:
         base: the mesh's own runtime.
         axis: the axis of the pipeline.
+        alone: be all ranks of the axis, whoever else there is.
     """
 
-    def __init__(self, base: Any, axis: str) -> None:
+    def __init__(self, base: Any, axis: str, *, alone: bool = False) -> None:
         self.base, self.axis = base, axis
         self.mesh: Mesh = base.mesh
         self.size = self.mesh.axis_size(axis)
-        self.carrier = getattr(base, "carrier", None)
+        self.carrier = None if alone else getattr(base, "carrier", None)
         self.agree, self.exchange = base.agree, base.exchange
         own = None if self.carrier is None else self.mesh.coordinates(base.rank)[axis]
         self.ranks = tuple(range(self.size)) if own is None else (own,)
@@ -83,7 +85,7 @@ class PipelineRuntime:
         """A whole tensor, on the ranks of the pipeline that take it."""
         aval = Aval(tuple(local_shape(x.shape, spec, self.mesh)), x.dtype, x.device)
         here = holders & frozenset(self.ranks)
-        return Placed(dict.fromkeys(here, self.base.shard(x, spec)) if here else {}, holders, aval)
+        return Placed(dict.fromkeys(here, self.base.entered(x, spec)) if here else {}, holders, aval)
 
     def _everywhere(self, handle: Any) -> Placed:
         tensor = handle if isinstance(handle, torch.Tensor) else handle[0]
@@ -97,6 +99,9 @@ class PipelineRuntime:
         if self.carrier is not None:
             self.base.agree_on(program)
             self.base.agree_on_inputs(program, tensors)
+            if holds_levels(tensors):
+                with self.carrier.bound():
+                    return PipelineRuntime(self.base, self.axis, alone=True).run_whole(program, tensors)
         given = zip(program.inputs, tensors, program.in_specs, strict=True)
         placed = [self._where_taken(program.holders(node), x, spec) for node, x, spec in given]
         results = self.run(program, placed)
@@ -107,11 +112,13 @@ class PipelineRuntime:
         if self.carrier is None:
             return self._run(program, placed, self.base.run)
         self.base.agree_on(program)
-        with self.carrier.bound():  # this and what follows once for all programs of the step
-            if holds_levels([part for each in placed for part in each.parts.values()]):
-                return self._run(program, placed, self.base.run)
-            with torch.no_grad():
-                return self._run(program, placed, self.base.run_plain)
+        if holds_levels([part for each in placed for part in each.parts.values()]):
+            raise PipelineError(
+                f"{program.name} has arguments that take part in a derivative or a vmap, but what ranks of a pipeline "
+                "in different processes send each other carries none: take it of the function, and compile that"
+            )
+        with self.carrier.bound(), torch.no_grad():  # this and what follows once for all programs of the step
+            return self._run(program, placed, self.base.run_plain)
 
     def _run(self, program: PipelineProgram, placed: Sequence[Placed], run: Run) -> list[Placed]:
         self._give_up(program, placed)

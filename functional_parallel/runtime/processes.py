@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from sharding_specs import Mesh, P, shard_leaf, whole_shape
 
+from .. import _torch
 from ..collectives import emit
 from ..collectives.parts import Parts
 from ..partition.convert import convert
@@ -130,11 +131,11 @@ class ProcessRuntime:
         self.agree_on(program)
         self.agree_on_inputs(program, tensors)
         with self.carrier.bound():
-            parts = [self._entered(x, spec) for x, spec in zip(tensors, program.in_specs, strict=True)]
+            parts = [self.entered(x, spec) for x, spec in zip(tensors, program.in_specs, strict=True)]
             results = self.run(program, parts)
         return [self.whole(x, spec) for x, spec in zip(results, program.out_specs, strict=True)]
 
-    def _entered(self, x: torch.Tensor, spec: P) -> torch.Tensor:
+    def entered(self, x: torch.Tensor, spec: P) -> torch.Tensor:
         """This rank's part, taken so that a derivative of it is a derivative of the whole."""
         if not holds_levels([x]):
             return self.shard(x, spec)
@@ -148,10 +149,10 @@ class ProcessRuntime:
     def agree_on(self, program: Program) -> None:
         if program.cache.get("agreed"):
             return
-        mine = program.fingerprint()
-        all_prints = self.exchange(mine, "to compare programs")
-        if len(set(all_prints)) > 1:
-            self._refuse(program, all_prints)
+        with _torch.apart_from_transforms():  # of which the program's constants are no part
+            all_prints = self.exchange(program.fingerprint(), "to compare programs")
+            if len(set(all_prints)) > 1:
+                self._refuse(program, all_prints)
         program.cache["agreed"] = True
 
     def _refuse(self, program: Program, prints: list[str]) -> None:
@@ -166,17 +167,16 @@ class ProcessRuntime:
         )
 
     def agree_on_inputs(self, program: Program, tensors: Sequence[torch.Tensor]) -> None:
-        if not holds_levels(tensors):
-            paths = [path or f"argument {index}" for index, path in enumerate(program.in_paths)]
-            self.check_same(program.name, paths, tensors)
+        paths = [path or f"argument {index}" for index, path in enumerate(program.in_paths)]
+        self.check_same(program.name, paths, tensors)
 
     def check_same(self, name: str, paths: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-        """Make sure that every rank was given the same whole tensors, by their checksums.
+        """Make sure that every rank was given the same whole tensors, by their checksums, unless in a transform.
 
         Raises:
             DifferentInputsError: on every rank, naming those that differ.
         """
-        if self.mesh.size == 1:
+        if self.mesh.size == 1 or holds_levels(tensors):
             return
         all_sums = self.exchange([checksum(x) for x in tensors], "to compare inputs")
         wrong = [i for i in range(len(tensors)) if len({sums[i] for sums in all_sums}) > 1]

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import functional_parallel as fp
+from functional_parallel.pipelines import PipelineError
 from sharding_specs import Mesh, P
 
+from ..processes import run_on_processes
 from .networks import SYNCHRONOUS, assert_close, made, pipeline
 
 
@@ -70,6 +72,29 @@ def test_of_the_compiled_function(transform: str, plan: str) -> None:
     args = drawn(0)
     compiled = fp.compile(chain(loss), mesh)
     assert_close(OF_TORCH[transform](compiled)(*args), OF_TORCH[transform](loss)(*args))
+
+
+def on_a_process(rank: int, plan: str) -> dict[str, Any]:
+    """What messages bring has no derivative: each process runs all stages. Nothing has called the functions before."""
+    chain, mesh, _ = PLANS[plan]
+    params, x = drawn(0)
+    found = {name: transform(fp.compile(chain(loss), mesh))(params, x) for name, transform in OF_TORCH.items()}
+    leaves = [weight.clone().requires_grad_() for weight in params]
+    fp.compile(chain(loss), mesh)(leaves, x).backward()
+    step = fp.train_step(loss, fp.optim.sgd(0.1), mesh, chain)
+    state = step.init(params)
+    with pytest.raises(PipelineError, match="train_step has arguments that take part in a derivative"):
+        torch.func.grad(lambda batch: step(state, batch)[1].loss)(x)
+    return found | {"backward": [leaf.grad for leaf in leaves]}
+
+
+@pytest.mark.parametrize("plan", ["pipe", "pipe and data"])
+def test_of_the_compiled_function_on_processes(plan: str) -> None:
+    wanted = {name: transform(loss)(*drawn(0)) for name, transform in OF_TORCH.items()}
+    wanted["backward"] = wanted["grad"]
+    for found in run_on_processes(on_a_process, PLANS[plan][1].size, plan):
+        for name in wanted:
+            assert_close(found[name], wanted[name])
 
 
 @pytest.mark.parametrize("plan", PLANS)
