@@ -47,6 +47,7 @@ __all__ = [
     "fused_adamw_",
     "has_fused_adamw",
     "has_onednn_linear",
+    "holds_levels",
     "innermost",
     "is_functorch_wrapped",
     "is_inside_transform",
@@ -142,6 +143,13 @@ def is_inside_transform() -> bool:
 def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
     """Whether the tensor belongs to a torch.func level (a gradient-tracking or batched wrapper)."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def holds_levels(tensors: Sequence[Any]) -> bool:
+    """Whether some tensor takes part in a derivative or a vmap."""
+    inside = is_inside_transform()
+    found = (x for x in tensors if isinstance(x, torch.Tensor))
+    return any(x.requires_grad or (inside and is_functorch_wrapped(x)) for x in found)
 
 
 def innermost(tensor: torch.Tensor) -> torch.Tensor:

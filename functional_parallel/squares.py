@@ -8,6 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from . import _torch
+from .tracing.stand_ins import formula
+
 __all__ = ["sum_of_squares"]
 
 _BLOCK = 1 << 16  # elements squared at a time: they stay in the processor's cache
@@ -25,8 +28,14 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     Args:
         tensors: at least one, floating. Squares are computed in each one's dtype.
     """
+    if _torch.holds_levels(tensors):
+        return _in_torchs_ops(tensors)
     result: Tensor = torch.ops.fp.sum_of_squares(list(tensors))
     return result
+
+
+def _in_torchs_ops(tensors: Sequence[Tensor]) -> Tensor:
+    return functools.reduce(torch.add, ((x * x).sum() for x in tensors))
 
 
 def _sum(tensors: Sequence[Tensor]) -> Tensor:
@@ -48,3 +57,4 @@ def _fake(tensors: Sequence[Tensor]) -> Tensor:
 
 _library.impl("sum_of_squares", _sum, "CompositeExplicitAutograd")
 torch.library.register_fake("fp::sum_of_squares", _fake, lib=_library)
+formula(torch.ops.fp.sum_of_squares.default, _in_torchs_ops)

@@ -271,7 +271,7 @@ class TrainStep:
         specs = staged.program.in_specs[count:]
         own = [self.own_batch and bool(spec.axes) for spec in specs]
         extra = [
-            runtime.own(x, spec) if o else runtime.shard(x, spec)
+            runtime.own(x, spec) if o else runtime.entered(x, spec)
             for x, spec, o in zip(tensors, specs, own, strict=True)
         ]
         results = runtime.run(staged.program, [*handles, *extra])

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .adamw_kernel import ADAMW
+from .adamw_kernel import adamw_of_one
 from .decay import Decay, decay_rates
 from .optimizer import Optimizer, Schedule, learning_rate, map_leaves, zeros_like
 
@@ -58,7 +58,7 @@ def adamw(
         def one(
             p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, rate_of_decay: float
         ) -> tuple[torch.Tensor, ...]:
-            return ADAMW(p, g, m, v, step, rate, *betas, eps, rate_of_decay)
+            return adamw_of_one(p, g, m, v, step, rate, *betas, eps, rate_of_decay)
 
         constants = rates(params) if constants is None else constants
         new, mean, square = map_leaves(one, params, grads, state.mean, state.square, constants=constants)

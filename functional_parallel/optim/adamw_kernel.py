@@ -13,17 +13,27 @@ import torch
 from torch import Tensor
 
 from .. import _torch
+from ..tracing.stand_ins import formula
 
-__all__ = ["ADAMW", "ADAMW_IN_PLACE"]
+__all__ = ["ADAMW", "ADAMW_IN_PLACE", "adamw_of_one"]
+
+Triple = tuple[Tensor, Tensor, Tensor]
 
 _OPTIONS = "Tensor step, Tensor lr, float beta1, float beta2, float eps, float weight_decay"
 _library = torch.library.Library("fp", "FRAGMENT")
 _library.define(f"adamw(Tensor p, Tensor g, Tensor m, Tensor v, {_OPTIONS}) -> (Tensor, Tensor, Tensor)")
 _library.define(f"adamw_(Tensor(a!)[] held, Tensor[] g, {_OPTIONS}) -> Tensor(a!)[]")  # held: all p, all m, all v
 
-_VECTOR = 64  # elements; the kernel works on cache lines of so many, of the narrowest dtype
 
-Triple = tuple[Tensor, Tensor, Tensor]
+def adamw_of_one(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *options: Any) -> Triple:
+    """The update of one parameter and its moments: the op, or where a derivative is taken of it, its formula."""
+    if _torch.holds_levels((p, g, m, v)):
+        return _formula(p, g, m, v, *options)
+    found: Triple = ADAMW(p, g, m, v, *options)
+    return found
+
+
+_VECTOR = 64  # elements; the kernel works on cache lines of so many, of the narrowest dtype
 
 
 def _adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *options: Any) -> Triple:
@@ -93,6 +103,12 @@ def _formula(
     return p * (1 - lr * decay) - lr / (1 - beta1**step) * m / denominator, m, v
 
 
+def _formulas(held: Sequence[Tensor], g: Sequence[Tensor], *options: Any) -> list[Tensor]:
+    p, m, v = _by_kind(held)
+    new = [_formula(*each, *options) for each in zip(p, g, m, v, strict=True)]
+    return [x for kind in zip(*new, strict=True) for x in kind]
+
+
 def _fake(p: Any, g: Any, m: Any, v: Any, *_: Any) -> Triple:
     return torch.empty_like(p), torch.empty_like(m), torch.empty_like(v)
 
@@ -107,3 +123,5 @@ torch.library.register_fake("fp::adamw", _fake, lib=_library)
 torch.library.register_fake("fp::adamw_", _fake_in_place, lib=_library)
 ADAMW = torch.ops.fp.adamw.default
 ADAMW_IN_PLACE = torch.ops.fp.adamw_.default
+formula(ADAMW, _formula)
+formula(ADAMW_IN_PLACE, _formulas)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ..tracing.stand_ins import formula
+
 __all__ = ["PACK", "UNPACK", "UNPACK_INTO", "packed", "run_of", "unpacked"]
 
 _library = torch.library.Library("fp", "FRAGMENT")
@@ -80,3 +82,6 @@ torch.library.register_fake("fp::unpack", _fake_unpack, lib=_library)
 PACK = torch.ops.fp.pack.default
 UNPACK = torch.ops.fp.unpack.default
 UNPACK_INTO = torch.ops.fp.unpack_.default
+formula(PACK, packed)
+formula(UNPACK, unpacked)
+formula(UNPACK_INTO, lambda target, *packed: unpacked(*packed))

@@ -19,6 +19,7 @@ from ..products import by_transposes, faster_kernel
 from ..program.collectives import primitive_name
 from ..tracing import Traced
 from ..tracing.graph import operands_of
+from ..tracing.stand_ins import formula_of
 from .kernels import called_by
 
 __all__ = ["Writer", "is_alias"]
@@ -84,7 +85,9 @@ class Writer:
 
     def op(self, target: Any) -> str:
         """A name for what an op is called by."""
-        return self.constant(_torch.under_transforms(target) if self.differentiable else called_by(target))
+        if self.differentiable:
+            return self.constant(formula_of(target) or _torch.under_transforms(target))
+        return self.constant(called_by(target))
 
     def argument(self, value: Any, node_text: Callable[[fx.Node], str]) -> str:
         """An argument as source text; what has no literal form becomes a constant."""
@@ -153,15 +156,6 @@ def is_alias(node: fx.Node, differentiable: bool) -> bool:
 def _stops(node: fx.Node, differentiable: bool) -> bool:
     """Whether a derivative in reverse mode stops at the op, as the user had switched gradients off around it."""
     return differentiable and bool(node.meta.get("no_grad"))
-
-
-def holds_levels(tensors: Sequence[Any]) -> bool:
-    """Whether some tensor takes part in a derivative or a vmap."""
-    inside = _torch.is_inside_transform()
-    for x in tensors:
-        if isinstance(x, torch.Tensor) and (x.requires_grad or (inside and _torch.is_functorch_wrapped(x))):
-            return True
-    return False
 
 
 def first_args(node: fx.Node) -> Any:

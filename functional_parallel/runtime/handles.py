@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .. import _torch
 from ..tracing import Aval
 
 __all__ = ["Placed", "own", "storages"]
@@ -28,11 +29,12 @@ class Placed:
 
 
 def storages(*values: Any) -> set[int]:
-    """Where tensors, and handles of several, lie in memory; of other values nothing."""
+    """Where tensors, and handles of several, lie in memory; of others, and inside a transform, nothing."""
     found: set[int] = set()
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.add(value.untyped_storage().data_ptr())
+            if not _torch.is_functorch_wrapped(value):
+                found.add(value.untyped_storage().data_ptr())
         elif isinstance(value, list):
             found |= storages(*value)
         elif isinstance(value, Placed):

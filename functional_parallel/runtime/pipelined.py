@@ -18,12 +18,12 @@ from torch import fx
 
 from sharding_specs import Mesh, P, local_shape, whole_shape
 
+from .. import _torch
 from ..pipelines import Exchange, PipelineError, PipelineProgram
 from ..schedules import Action, Event
 from ..schedules.dependencies import replay
 from ..schedules.messages import Receive, Send, messages
 from ..tracing import Aval, hollow
-from .codegen import holds_levels
 from .handles import Placed, own
 from .mail import Mail
 from .stream import Stream
@@ -55,6 +55,10 @@ class PipelineRuntime:
     def shard(self, x: torch.Tensor, spec: P) -> Placed:
         """A whole tensor, on every rank of the pipeline until a step says which of them need it."""
         return self._everywhere(self.base.shard(x, spec))
+
+    def entered(self, x: torch.Tensor, spec: P) -> Placed:
+        """The same, so that a derivative of it is one of the whole."""
+        return self._everywhere(self.base.entered(x, spec))
 
     def own(self, x: torch.Tensor, spec: P) -> Placed:
         """A part that this process was given as its own."""
@@ -99,7 +103,7 @@ class PipelineRuntime:
         if self.carrier is not None:
             self.base.agree_on(program)
             self.base.agree_on_inputs(program, tensors)
-            if holds_levels(tensors):
+            if _torch.holds_levels(tensors):
                 with self.carrier.bound():
                     return PipelineRuntime(self.base, self.axis, alone=True).run_whole(program, tensors)
         given = zip(program.inputs, tensors, program.in_specs, strict=True)
@@ -112,7 +116,7 @@ class PipelineRuntime:
         if self.carrier is None:
             return self._run(program, placed, self.base.run)
         self.base.agree_on(program)
-        if holds_levels([part for each in placed for part in each.parts.values()]):
+        if _torch.holds_levels([part for each in placed for part in each.parts.values()]):
             raise PipelineError(
                 f"{program.name} has arguments that take part in a derivative or a vmap, but what ranks of a pipeline "
                 "in different processes send each other carries none: take it of the function, and compile that"

@@ -25,7 +25,6 @@ from ..program.checksum import checksum
 from ..program.text import first_difference
 from ..tracing import hollow
 from ..varying import run_typed
-from .codegen import holds_levels
 from .meeting import Meeting
 from .one_rank import OneRank
 from .process_carrier import ProcessCarrier
@@ -81,7 +80,7 @@ class ProcessRuntime:
         part = shard_leaf(x, spec, self.mesh, self.rank)
         return (
             part.to(self.device)
-            if holds_levels([x])
+            if _torch.holds_levels([x])
             else part.to(self.device).clone(memory_format=torch.contiguous_format)
         )
 
@@ -115,7 +114,7 @@ class ProcessRuntime:
         """Run a program on this rank's parts; the list is given up, so that a part lives to its last use."""
         self.agree_on(program)
         with self.carrier.bound():
-            if holds_levels(handles):
+            if _torch.holds_levels(handles):
                 return run_typed(program.traced, handles)
             with torch.no_grad():
                 return self.run_plain(program, handles)
@@ -137,11 +136,12 @@ class ProcessRuntime:
 
     def entered(self, x: torch.Tensor, spec: P) -> torch.Tensor:
         """This rank's part, taken so that a derivative of it is a derivative of the whole."""
-        if not holds_levels([x]):
+        if not _torch.holds_levels([x]):
             return self.shard(x, spec)
-        for axis, dim, outer in sorted(spec.placements(self.mesh), key=lambda placement: -placement.outer):
-            if self.mesh.axis_size(axis) > 1:
-                x = convert(x, WHOLE, Shard(dim, outer), axis, Parts.of(self.mesh.axis_size(axis)))
+        with self.carrier.bound():
+            for axis, dim, outer in sorted(spec.placements(self.mesh), key=lambda placement: -placement.outer):
+                if self.mesh.axis_size(axis) > 1:
+                    x = convert(x, WHOLE, Shard(dim, outer), axis, Parts.of(self.mesh.axis_size(axis)))
         return x
 
     # --- agreement ---
@@ -176,9 +176,10 @@ class ProcessRuntime:
         Raises:
             DifferentInputsError: on every rank, naming those that differ.
         """
-        if self.mesh.size == 1 or holds_levels(tensors):
+        if self.mesh.size == 1 or _torch.holds_levels(tensors):
             return
-        all_sums = self.exchange([checksum(x) for x in tensors], "to compare inputs")
+        with _torch.apart_from_transforms():
+            all_sums = self.exchange([checksum(x) for x in tensors], "to compare inputs")
         wrong = [i for i in range(len(tensors)) if len({sums[i] for sums in all_sums}) > 1]
         if wrong:
             raise DifferentInputsError(

@@ -16,13 +16,14 @@ from torch import fx
 
 from sharding_specs import Mesh, P, shard_leaf, unshard_leaf, whole_shape
 
+from .. import _torch
 from ..collectives import group
 from ..program import Program
 from ..program.collectives import primitive_name
 from ..program.sharing import written_by
 from ..tracing.graph import hollow, operands_of
 from .classes import Classes, Jobs
-from .codegen import Writer, holds_levels
+from .codegen import Writer
 from .regions import with_regions
 
 __all__ = ["Handle", "SimulatedRuntime"]
@@ -91,7 +92,7 @@ class SimulatedRuntime:
 
     def run(self, program: Program, handles: list[Handle]) -> list[Handle]:
         """Run a program on sharded inputs; the list is given up, so that an input lives to its last use."""
-        differentiable = any(holds_levels(handle) for handle in handles)
+        differentiable = any(_torch.holds_levels(handle) for handle in handles)
         key = f"simulated {self.classes.deduplicate} {differentiable}"
         if key not in program.cache:
             program.cache[key] = _Lockstep(program, self.classes, differentiable).function()
