@@ -147,9 +147,9 @@ def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
 
 def holds_levels(tensors: Sequence[Any]) -> bool:
     """Whether some tensor takes part in a derivative or a vmap."""
-    inside = is_inside_transform()
+    inside, recorded = is_inside_transform(), torch.is_grad_enabled()
     found = (x for x in tensors if isinstance(x, torch.Tensor))
-    return any(x.requires_grad or (inside and is_functorch_wrapped(x)) for x in found)
+    return any((recorded and x.requires_grad) or (inside and is_functorch_wrapped(x)) for x in found)
 
 
 def innermost(tensor: torch.Tensor) -> torch.Tensor:
@@ -283,14 +283,16 @@ class _Checkpoints:
     """The two names, and how many ask for them to be replaced."""
 
     def __init__(self) -> None:
-        module = torch.utils.checkpoint
-        self._torchs = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
+        self._torchs: tuple[Any, Any] = (None, None)
         self._lock, self._inside = threading.Lock(), 0
 
     def enter(self) -> None:
+        module = torch.utils.checkpoint
         with self._lock:
+            if not self._inside:
+                self._torchs = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
+                self._put(self, self.generator)
             self._inside += 1
-            self._put(self, self.generator)
 
     def leave(self) -> None:
         with self._lock:

@@ -37,7 +37,7 @@ def emit_node(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 def grad_mode_of(node: fx.Node) -> AbstractContextManager[Any]:
     """Gradients off around an op if the user had switched them off: tangents go through, unlike through `detach`."""
-    return torch.no_grad() if node.meta["no_grad"] else nullcontext()
+    return torch.no_grad() if node.meta.get("no_grad") else nullcontext()
 
 
 @contextmanager

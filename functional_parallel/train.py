@@ -12,7 +12,7 @@ import torch
 
 from sharding_specs import Mesh, P, broadcast_specs, tree_paths, whole_shape
 
-from . import random
+from . import _torch, random
 from .asynchronous import is_asynchronous, of_one_update
 from .collectives.axes import bind
 from .compile import Staged, runtime_of, stage
@@ -178,7 +178,7 @@ class TrainStep:
         return TrainState(
             step,
             tuple(
-                own(runtime.shard(leaf, spec), given) if isinstance(leaf, torch.Tensor) else _Constant(leaf)
+                own(runtime.shard(_plain(leaf), spec), given) if isinstance(leaf, torch.Tensor) else _Constant(leaf)
                 for leaf, spec in zip(leaves, self._trees["specs"], strict=True)
             ),
         )
@@ -259,13 +259,12 @@ class TrainStep:
         if self.own_batch:
             stay_in_step(runtime, f"takes step {state.step} on {looks_of(batch)}")
         staged = self._stage(state, batch)
-        if not self.own_batch and staged.program.cache.setdefault("first batch", True):
+        tensors = [leaf for leaf in optree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+        unchecked = staged.program.cache.get("first batch", True) and not _torch.holds_levels(tensors)
+        if not self.own_batch and unchecked:
             _check_same(runtime, "train_step", batch)  # a loader that was seeded by rank shows at its first batch
             staged.program.cache["first batch"] = False
-        held = state.give() if self.donate else state.handles
-        handles = [handle for handle in held if not isinstance(handle, _Constant)]
-        count = len(handles)
-        tensors = [leaf for leaf in optree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+        count = sum(not isinstance(handle, _Constant) for handle in state.handles)
         if self.seed is not None:
             tensors.append(random.fold_in(random.key(self.seed), state.step))
         specs = staged.program.in_specs[count:]
@@ -274,6 +273,8 @@ class TrainStep:
             runtime.own(x, spec) if o else runtime.entered(x, spec)
             for x, spec, o in zip(tensors, specs, own, strict=True)
         ]
+        held = state.give() if self.donate else state.handles  # nothing is refused from here on
+        handles = [handle for handle in held if not isinstance(handle, _Constant)]
         results = runtime.run(staged.program, [*handles, *extra])
         whole = [
             runtime.whole(x, spec) for x, spec in zip(results[count:], staged.program.out_specs[count:], strict=True)
@@ -413,6 +414,11 @@ class TrainStep:
 # -----------------------------------------------------------------------------
 # Leaves of a state
 # -----------------------------------------------------------------------------
+
+
+def _plain(leaf: torch.Tensor) -> torch.Tensor:
+    """A module's parameter without what it asks of autograd, which would keep every step; in a transform, itself."""
+    return leaf.detach() if leaf.is_leaf and not _torch.is_functorch_wrapped(leaf) else leaf
 
 
 @dataclass(frozen=True)

@@ -282,6 +282,16 @@ def test_a_weak_reference_to_a_storage_tells_when_it_is_gone() -> None:
     assert reference.expired()
 
 
+def test_who_takes_part_in_a_derivative_or_a_vmap() -> None:
+    x, found = torch.ones(2), list[bool]()
+    assert not _torch.holds_levels([x, None, 1])
+    assert _torch.holds_levels([x, x.clone().requires_grad_()])
+    torch.func.grad(lambda y: found.append(_torch.holds_levels([x, y])) or y.sum())(x)
+    torch.vmap(lambda y: found.append(_torch.holds_levels([y])) or y)(x)
+    torch.func.grad(lambda y: found.append(_torch.holds_levels([x])) or y.sum())(x)
+    assert found == [True, True, False], "what a transform only looks on at takes no part"
+
+
 def test_a_thread_has_objects_of_its_own_and_a_backward_its_callers() -> None:
     own = _torch.of_thread("test", list[str])
     found: list[list[str]] = []

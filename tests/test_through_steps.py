@@ -91,3 +91,32 @@ def test_of_steps_on_processes() -> None:
     for found in run_on_processes(on_a_process, 2):
         for (_, name), gradient in found.items():
             close(gradient, torch.func.grad(after_two_steps(OPTIMIZERS[name]))(X))
+
+
+def test_a_modules_own_parameters_keep_no_steps() -> None:
+    """They ask autograd to record, and it would record one step after the other."""
+    step = fp.train_step(loss, OPTIMIZERS["adamw"], DATA, PLANS["zero 1"])
+    state = step.init({"w": torch.nn.Parameter(W.clone()), "b": torch.nn.Parameter(B.clone())})
+    for _ in range(2):
+        state, metrics = step(state, X)
+    assert not metrics.loss.requires_grad
+    close(loss(step.params(state), X), after_two_steps(OPTIMIZERS["adamw"])(X))
+
+
+def test_where_a_gradient_is_zero_the_update_has_a_derivative() -> None:
+    x = X.clone()
+    x[:, 0] = 0  # and so are the gradients of the first row
+    assert torch.func.grad(trained(OPTIMIZERS["adamw"], PLANS["zero 1"]))(x).isfinite().all()
+
+
+def test_what_is_masked_whole_has_a_largest_value_that_is_none() -> None:
+    """The largest of nothing but -inf, over samples that two ranks share."""
+
+    def largest(w: Tensor, x: Tensor) -> Tensor:
+        masked = (x @ w).masked_fill(torch.tensor([True, False, False, False]), -torch.inf)
+        return masked.amax(0).clamp(min=-1.0).sum() + masked.amax().clamp(min=-1.0)
+
+    for plan in PLANS.values():
+        compiled = fp.compile(plan(largest), DATA)
+        assert torch.equal(compiled(W, X), largest(W, X))
+        close(torch.func.grad(compiled)(W, X), torch.func.grad(largest)(W, X))

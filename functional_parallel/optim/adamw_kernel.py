@@ -99,7 +99,9 @@ def _formula(
     lr, step = lr.to(p.dtype), step.to(p.dtype)
     m = m + (1 - beta1) * (g - m)
     v = beta2 * v + (1 - beta2) * g * g
-    denominator = (v / (1 - beta2**step)).sqrt() + eps
+    square = v / (1 - beta2**step)
+    unused = square == 0  # where the root's derivative would be infinite
+    denominator = torch.where(unused, 0, torch.where(unused, 1, square).sqrt()) + eps
     return p * (1 - lr * decay) - lr / (1 - beta1**step) * m / denominator, m, v
 
 

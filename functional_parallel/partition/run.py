@@ -268,6 +268,6 @@ def _over_ranks(extremum: str, part: torch.Tensor, axis: str) -> torch.Tensor:
     best = combine(part.detach(), axis)
     if not _may_have_gradient(Aval(tuple(part.shape), part.dtype)):
         return best
-    holds = (part == best).to(part.dtype)
-    share = holds / fp.pvary(fp.psum(holds, axis), axis)
-    return best + fp.psum((part - best) * share, axis)
+    holds = part == best
+    share = holds.to(part.dtype) / fp.pvary(fp.psum(holds.to(part.dtype), axis), axis)
+    return best + fp.psum(torch.where(holds & part.isfinite(), part - best, 0) * share, axis)

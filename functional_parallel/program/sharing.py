@@ -135,7 +135,8 @@ def _owns_results(node: fx.Node) -> bool:
 def may_stay_in_place(part: fx.Node) -> bool:
     """Whether a slice of a parameter, which is there all the time, can do without a copy of its own.
 
-    That is so if nothing keeps what lies there: others make new values of it, or write into it what is only sent.
+    That is so if nothing keeps what lies there: others make new values of it, or write into it what is only sent. An
+    update is in place only where the parameter is given up (`passes/in_place.py`).
     """
     whole = part.args[0]
     while primitive_name(whole) == "pcast":

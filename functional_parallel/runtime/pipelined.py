@@ -58,6 +58,8 @@ class PipelineRuntime:
 
     def entered(self, x: torch.Tensor, spec: P) -> Placed:
         """The same, so that a derivative of it is one of the whole."""
+        if self.carrier is not None:
+            _refuse_derivatives([x])
         return self._everywhere(self.base.entered(x, spec))
 
     def own(self, x: torch.Tensor, spec: P) -> Placed:
@@ -116,11 +118,7 @@ class PipelineRuntime:
         if self.carrier is None:
             return self._run(program, placed, self.base.run)
         self.base.agree_on(program)
-        if _torch.holds_levels([part for each in placed for part in each.parts.values()]):
-            raise PipelineError(
-                f"{program.name} has arguments that take part in a derivative or a vmap, but what ranks of a pipeline "
-                "in different processes send each other carries none: take it of the function, and compile that"
-            )
+        _refuse_derivatives([part for each in placed for part in each.parts.values()])
         with self.carrier.bound(), torch.no_grad():  # this and what follows once for all programs of the step
             return self._run(program, placed, self.base.run_plain)
 
@@ -285,3 +283,11 @@ class PipelineRuntime:
         if isinstance(values[0], torch.Tensor):
             return torch.stack(values).mean(0)
         return [torch.stack(parts).mean(0) for parts in zip(*values, strict=True)]
+
+
+def _refuse_derivatives(tensors: Sequence[torch.Tensor]) -> None:
+    if _torch.holds_levels(tensors):
+        raise PipelineError(
+            "a step's batch or state takes part in a derivative or a vmap, but what ranks of a pipeline in different "
+            "processes send each other carries none: take it of the loss, and compile that"
+        )

@@ -98,7 +98,7 @@ def _local_extremum(step: Step, x: torch.Tensor, dims: Any = (), keepdim: bool =
     best = fp.pvary(best, step.axis)
     ties = x == best
     count = fp.psum(ties.to(x.dtype).sum(wanted, keepdim=keepdim), step.axis)
-    excess = torch.where(ties, x - x.detach(), 0)
+    excess = torch.where(ties & x.isfinite(), x - x.detach(), 0)
     return whole + fp.psum(excess.sum(wanted, keepdim=keepdim), step.axis) / count
 
 

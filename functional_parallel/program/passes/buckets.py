@@ -118,7 +118,7 @@ def _key(node: fx.Node) -> Hashable | None:
     aval = node.args[0].meta["val"]
     states = tuple(arg for arg in node.args[2:] if isinstance(arg, str))
     layer = layer_of_gather(node) if parameter and not _is_only_returned(node) else None
-    return (name, tuple(node.args[1]), states, aval.dtype, aval.device, layer)
+    return (name, tuple(node.args[1]), states, aval.dtype, aval.device, layer, node.meta.get("no_grad"))
 
 
 def _looks(node: fx.Node) -> bool:
@@ -255,6 +255,6 @@ def _write(
         "type": like.meta.get("type", Type()),
         "source": like.meta["source"],
         "backward": like.meta["backward"],
-        "no_grad": False,
+        "no_grad": like.meta.get("no_grad", False),
     }
     return node

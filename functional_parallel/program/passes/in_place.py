@@ -92,7 +92,8 @@ def _key(update: fx.Node) -> Hashable:
     while root.op == "call_function" and primitive_name(root) is None and shares_memory(root):
         root = root.args[0]
     source = root if primitive_name(root) is not None and root.args[0].target is PACK else None
-    return (*update.args[4:], aval.dtype, aval.device, update.args[0].meta["type"], source)
+    type_, stops = update.args[0].meta["type"], update.meta.get("no_grad")
+    return (*update.args[4:], aval.dtype, aval.device, type_, stops, source)
 
 
 def _merge(traced: Traced, updates: list[fx.Node], before: fx.Node) -> None:
