@@ -12,7 +12,7 @@ from typing import Any
 
 import report
 
-__all__ = ["HEAD", "IDEAL_HEAD", "TARGETS", "judged", "misses", "target"]
+__all__ = ["TARGETS", "judged", "misses", "target"]
 
 TARGETS = {  # by peer; DeepSpeed and JAX have none
     "DDP": 0.97,
@@ -37,8 +37,6 @@ IDEAL = {  # of half a plain step on one rank, and so on; not at tiny, where hal
     "DTensor SP": 1.15,
 }
 BOUND = ("staged compute, ms", "transfer, ms", "both lie above the target")
-HEAD = ("peer", "size", "ranks", "target", "ours ÷ peer", "target, ms", "ours, ms", *BOUND)
-IDEAL_HEAD = ("peer", "size", "ranks", "target", "ours ÷ ideal", "target, ms", "ours, ms", *BOUND)
 
 Row = dict[str, Any]
 
@@ -58,9 +56,8 @@ def judged(rows: Sequence[Row]) -> str:
     larger = [f"{_named(row)} {row['tensor_ratio']:.2f}" for row in measured if row["tensor_ratio"] > 1]
     sentences = [misses(rows)]
     if ideal:
-        sentences.append(
-            _late(ideal, [IDEAL[row["name"]] for row in ideal], "ideal_ratio", IDEAL_HEAD, " against the ideal")
-        )
+        cases = [(row, IDEAL[row["name"]], row["ideal_ratio"]) for row in ideal]
+        sentences.append(_late(cases, "ours ÷ ideal", " against the ideal"))
     if measured:
         ending = f". The others: {'; '.join(larger)}." if larger else "."
         held = len(measured) - len(larger)
@@ -74,17 +71,18 @@ def _named(row: Row) -> str:
 
 def misses(rows: Sequence[Row]) -> str:
     """A table of the rows that miss their target of the peer's time, or a sentence that says how many met it."""
-    shares = [(row, share) for row in rows if (share := target(row["name"], row["config"])) is not None]
-    if not shares:
-        return "No row has a target."
-    return _late([row for row, _ in shares], [share for _, share in shares], "ratio", HEAD)
+    shares = ((row, target(row["name"], row["config"])) for row in rows)
+    cases = [(row, share, row["ratio"]) for row, share in shares if share is not None]
+    return _late(cases, "ours ÷ peer") if cases else "No row has a target."
 
 
-def _late(rows: Sequence[Row], shares: Sequence[float], ratio: str, head: Sequence[str], of: str = "") -> str:
-    missed = [_cells(row, share, row[ratio]) for row, share in zip(rows, shares, strict=True) if row[ratio] > share]
+def _late(cases: Sequence[tuple[Row, float, float]], compared: str, of: str = "") -> str:
+    """Rows, each with its target and with what it came to."""
+    missed = [_cells(row, share, ratio) for row, share, ratio in cases if ratio > share]
     if not missed:
-        return f"All {len(rows)} rows that have a target{of} meet it."
-    met = f"{len(rows) - len(missed)} of the {len(rows)} rows that have a target{of} meet it"
+        return f"All {len(cases)} rows that have a target{of} meet it."
+    head = ("peer", "size", "ranks", "target", compared, "target, ms", "ours, ms", *BOUND)
+    met = f"{len(cases) - len(missed)} of the {len(cases)} rows that have a target{of} meet it"
     return f"{met}. The others:\n\n{report.table(head, missed)}"
 
 

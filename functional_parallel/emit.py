@@ -15,7 +15,7 @@ from torch import fx
 
 from . import _torch
 from .collectives import emit
-from .tracing.stand_ins import differentiable, formula_of, stand_in
+from .tracing.stand_ins import differentiable, stand_in
 
 __all__ = ["casts_are_explicit", "differentiable", "emit_node", "explicit_casts", "grad_mode_of"]
 
@@ -24,7 +24,7 @@ ops = torch.ops.fp
 
 def emit_node(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one op of a graph on actual values."""
-    function = stand_in(target) or formula_of(target)
+    function = stand_in(target)
     if function is not None:
         return function(*args, **kwargs)
     if isinstance(target, torch._ops.OpOverload) and target.namespace == "fp":

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _torch
-from .tracing.stand_ins import formula
+from .tracing.stand_ins import differentiable
 
 __all__ = ["sum_of_squares"]
 
@@ -57,4 +57,4 @@ def _fake(tensors: Sequence[Tensor]) -> Tensor:
 
 _library.impl("sum_of_squares", _sum, "CompositeExplicitAutograd")
 torch.library.register_fake("fp::sum_of_squares", _fake, lib=_library)
-formula(torch.ops.fp.sum_of_squares.default, _in_torchs_ops)
+differentiable(torch.ops.fp.sum_of_squares.default, _in_torchs_ops)

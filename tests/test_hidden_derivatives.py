@@ -163,6 +163,35 @@ def test_no_grad_around_a_collective_under_the_vmap_oracle() -> None:
     assert torch.equal(f(W, torch.stack([X, X]))[0], torch.func.grad(stopped(doubled))(W, X))
 
 
+library = torch.library.Library("hidden_tests", "DEF")
+library.define("tripled(Tensor x) -> Tensor")
+library.impl("tripled", lambda x: 3 * x, "CompositeExplicitAutograd")
+torch.library.register_fake("hidden_tests::tripled", torch.empty_like, lib=library)
+
+
+class Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.hidden_tests.tripled(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return 3 * cotangent
+
+
+fp.register_rule(torch.ops.hidden_tests.tripled, "~... -> ...", function=Tripled.apply)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_a_users_op_has_its_derivative_in_a_compiled_function_too(plan: Any) -> None:
+    f = total(Tripled.apply)
+    close(torch.func.grad(fp.compile(plan(f), DATA))(W, X), torch.func.grad(lambda w, x: 3 * (x @ w).sum())(W, X))
+
+
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_a_function_that_is_first_called_in_inference_mode(plan: Any) -> None:
     """There torch leaves `matmul` whole, of which no rule says how it is split; and later calls have derivatives."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from ..tracing.stand_ins import formula
+from ..tracing.stand_ins import differentiable
 
 __all__ = ["ADAMW", "ADAMW_IN_PLACE", "adamw_of_one"]
 
@@ -24,6 +24,8 @@ _library = torch.library.Library("fp", "FRAGMENT")
 _library.define(f"adamw(Tensor p, Tensor g, Tensor m, Tensor v, {_OPTIONS}) -> (Tensor, Tensor, Tensor)")
 _library.define(f"adamw_(Tensor(a!)[] held, Tensor[] g, {_OPTIONS}) -> Tensor(a!)[]")  # held: all p, all m, all v
 
+_VECTOR = 64  # elements; the kernel works on cache lines of so many, of the narrowest dtype
+
 
 def adamw_of_one(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *options: Any) -> Triple:
     """The update of one parameter and its moments: the op, or where a derivative is taken of it, its formula."""
@@ -31,9 +33,6 @@ def adamw_of_one(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *options: Any) -> T
         return _formula(p, g, m, v, *options)
     found: Triple = ADAMW(p, g, m, v, *options)
     return found
-
-
-_VECTOR = 64  # elements; the kernel works on cache lines of so many, of the narrowest dtype
 
 
 def _adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *options: Any) -> Triple:
@@ -125,5 +124,5 @@ torch.library.register_fake("fp::adamw", _fake, lib=_library)
 torch.library.register_fake("fp::adamw_", _fake_in_place, lib=_library)
 ADAMW = torch.ops.fp.adamw.default
 ADAMW_IN_PLACE = torch.ops.fp.adamw_.default
-formula(ADAMW, _formula)
-formula(ADAMW_IN_PLACE, _formulas)
+differentiable(ADAMW, _formula)
+differentiable(ADAMW_IN_PLACE, _formulas)

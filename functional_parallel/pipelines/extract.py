@@ -59,7 +59,9 @@ class Extractor:
     def spec(self, node: fx.Node) -> P:
         """A spec that says along which axes a value differs, and no more."""
         axes = self.axes.get(node, frozenset())
-        return self._specs.setdefault(axes, P(unreduced=axes))
+        if axes not in self._specs:
+            self._specs[axes] = P(unreduced=axes)
+        return self._specs[axes]
 
     def part(
         self,

@@ -7,6 +7,8 @@ import hashlib
 
 import torch
 
+from .. import _torch
+
 __all__ = ["checksum"]
 
 
@@ -19,7 +21,8 @@ def checksum(x: torch.Tensor) -> str:
     Args:
         x: a tensor with values, on any device; it is read once and not copied if it lies contiguous in main memory.
     """
-    data = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    with _torch.apart_from_transforms():  # inside of which nothing has an address
+        data = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
     count = data.numel() * data.element_size()
     raw = (ctypes.c_char * count).from_address(data.data_ptr()) if count else b""
     digest = hashlib.blake2b(f"{tuple(x.shape)} {x.dtype}".encode(), digest_size=8)

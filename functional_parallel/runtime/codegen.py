@@ -19,7 +19,7 @@ from ..products import by_transposes, faster_kernel
 from ..program.collectives import primitive_name
 from ..tracing import Traced
 from ..tracing.graph import operands_of
-from ..tracing.stand_ins import formula_of
+from ..tracing.stand_ins import stand_in
 from .kernels import called_by
 
 __all__ = ["Writer", "is_alias"]
@@ -86,7 +86,7 @@ class Writer:
     def op(self, target: Any) -> str:
         """A name for what an op is called by."""
         if self.differentiable:
-            return self.constant(formula_of(target) or _torch.under_transforms(target))
+            return self.constant(stand_in(target) or _torch.under_transforms(target))
         return self.constant(called_by(target))
 
     def argument(self, value: Any, node_text: Callable[[fx.Node], str]) -> str:

@@ -106,8 +106,7 @@ class PipelineRuntime:
             self.base.agree_on(program)
             self.base.agree_on_inputs(program, tensors)
             if _torch.holds_levels(tensors):
-                with self.carrier.bound():
-                    return PipelineRuntime(self.base, self.axis, alone=True).run_whole(program, tensors)
+                return PipelineRuntime(self.base, self.axis, alone=True).run_whole(program, tensors)
         given = zip(program.inputs, tensors, program.in_specs, strict=True)
         placed = [self._where_taken(program.holders(node), x, spec) for node, x, spec in given]
         results = self.run(program, placed)

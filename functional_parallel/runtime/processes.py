@@ -149,10 +149,10 @@ class ProcessRuntime:
     def agree_on(self, program: Program) -> None:
         if program.cache.get("agreed"):
             return
-        with _torch.apart_from_transforms():  # of which the program's constants are no part
-            all_prints = self.exchange(program.fingerprint(), "to compare programs")
-            if len(set(all_prints)) > 1:
-                self._refuse(program, all_prints)
+        mine = program.fingerprint()
+        all_prints = self.exchange(mine, "to compare programs")
+        if len(set(all_prints)) > 1:
+            self._refuse(program, all_prints)
         program.cache["agreed"] = True
 
     def _refuse(self, program: Program, prints: list[str]) -> None:
@@ -178,8 +178,7 @@ class ProcessRuntime:
         """
         if self.mesh.size == 1 or _torch.holds_levels(tensors):
             return
-        with _torch.apart_from_transforms():
-            all_sums = self.exchange([checksum(x) for x in tensors], "to compare inputs")
+        all_sums = self.exchange([checksum(x) for x in tensors], "to compare inputs")
         wrong = [i for i in range(len(tensors)) if len({sums[i] for sums in all_sums}) > 1]
         if wrong:
             raise DifferentInputsError(

@@ -52,9 +52,8 @@ def all_reduce(
         layout: which stretches of the sum are wanted; where `x` is packed, one for each tensor, in their order.
     """
     operand = _as_it_lies(algorithm, x)
-    if (
-        layout is not None and isinstance(operand, Packed) and operand.nbytes > shared.AT_ONCE
-    ):  # less is added in one op
+    # less than goes in pieces is added in one op
+    if layout is not None and isinstance(operand, Packed) and operand.nbytes > shared.AT_ONCE:
         sums = operand.results()
         return algorithm.all_reduce(team, operand, sums, accumulated), lambda: Stretches(sums)
     if isinstance(operand, Packed):
