@@ -140,7 +140,7 @@ class Extractor:
             out_paths=[node.name for node in outputs],
             name=name,
         )
-        program.cache["agreed"] = True  # the ranks compare the whole pipeline, once
+        program.cache["doing"] = f"runs {program.name}"  # the ranks compare the whole pipeline, once
         return Part(program, tuple(taken), tuple(outputs))
 
     def clean(self, meta: dict[str, Any]) -> dict[str, Any]:

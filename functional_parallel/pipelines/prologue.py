@@ -161,5 +161,5 @@ class PrologueBuilder:
             out_paths=[node.name if m is None else f"{node.name} of microbatch {m}" for node, m in self.outputs],
             name=name,
         )
-        program.cache["agreed"] = True  # the ranks compare the whole pipeline, once
+        program.cache["doing"] = f"runs {program.name}"  # the ranks compare the whole pipeline, once
         return program

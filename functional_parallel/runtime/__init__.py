@@ -1,9 +1,9 @@
 """Where programs run: all ranks simulated in this process, or one rank here and its peers in other processes."""
 
+from .algorithms import OutOfStepError
 from .default import default_runtime, is_main_rank, use_runtime
 from .handles import Placed, own, storages
 from .inductor import BackendError, check_backend
-from .meeting import OutOfStepError
 from .on_sizes import pipeline_memory
 from .pending import CollectiveError
 from .pipelined import PipelineRuntime

@@ -18,7 +18,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from sharding_specs import Mesh
 
-from .algorithms import Team
+from .algorithms import Doing, Team
 
 __all__ = ["Group", "Groups"]
 
@@ -36,9 +36,15 @@ class Group:
     """
 
     def __init__(
-        self, handle: Any, rank: int, ranks: tuple[int, ...], timeout: timedelta | None, tags: Iterator[int]
+        self,
+        handle: Any,
+        rank: int,
+        ranks: tuple[int, ...],
+        timeout: timedelta | None,
+        tags: Iterator[int],
+        doing: Doing | None,
     ) -> None:
-        self.handle, self.ranks, self._timeout, self._tags = handle, ranks, timeout, tags
+        self.handle, self.ranks, self._timeout, self._tags, self._doing = handle, ranks, timeout, tags, doing
         self.rank = ranks.index(rank)
         self.seats = tuple(sorted(ranks).index(each) for each in ranks)
         self.backend = str(dist.get_backend(handle))
@@ -56,7 +62,7 @@ class Group:
     def team(self) -> Team:
         """The same ranks, for algorithms of ours. The first use is a collective."""
         timeout = self._timeout or default_pg_timeout
-        return Team(self.handle, self.rank, self.seats, timeout.total_seconds(), tags=self._tags)
+        return Team(self.handle, self.rank, self.seats, timeout.total_seconds(), tags=self._tags, doing=self._doing)
 
 
 class Groups:
@@ -66,10 +72,11 @@ class Groups:
         mesh: the ranks.
         rank: this one.
         timeout: after how long a group's collective fails; None is torch's default.
+        doing: what this rank is doing.
     """
 
-    def __init__(self, mesh: Mesh, rank: int, timeout: timedelta | None) -> None:
-        self._mesh, self._rank, self._timeout = mesh, rank, timeout
+    def __init__(self, mesh: Mesh, rank: int, timeout: timedelta | None, doing: Doing | None = None) -> None:
+        self._mesh, self._rank, self._timeout, self._doing = mesh, rank, timeout, doing
         self._handles = _make_groups(mesh, timeout)
         self._tags: dict[frozenset[int], Iterator[int]] = {ranks: count() for ranks in self._handles}
         self._found: dict[tuple[str, ...], Group] = {}
@@ -92,7 +99,7 @@ class Groups:
                 "or all of them; write one collective per axis"
             )
         members = frozenset(ranks)
-        return Group(self._handles[members], self._rank, ranks, self._timeout, self._tags[members])
+        return Group(self._handles[members], self._rank, ranks, self._timeout, self._tags[members], self._doing)
 
 
 def _make_groups(mesh: Mesh, timeout: timedelta | None) -> dict[frozenset[int], Any]:

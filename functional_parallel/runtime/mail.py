@@ -11,7 +11,7 @@ import torch
 from ..schedules import Action
 from ..schedules.messages import Receive, Send
 from ..tracing import Aval
-from .algorithms import NOTHING
+from .algorithms import NOTHING, OutOfStepError
 from .pending import CollectiveError
 
 __all__ = ["Mail"]
@@ -111,6 +111,8 @@ class Mail:
         """Wait for a message of the schedule, or of an exchange with a rank."""
         try:
             work.wait()
+        except OutOfStepError:
+            raise
         except (RuntimeError, ValueError) as error:
             what = f"exchange with {name}" if isinstance(name, int) else name
             raise CollectiveError(

@@ -15,13 +15,10 @@ import torch
 import torch.distributed as dist
 
 from .. import _torch
+from .algorithms import Doing, OutOfStepError
 from .pending import CollectiveError
 
-__all__ = ["Meeting", "OutOfStepError"]
-
-
-class OutOfStepError(RuntimeError):
-    """Ranks that were about to do different things, and would have waited for each other; says who what."""
+__all__ = ["Meeting"]
 
 
 class Meeting:
@@ -29,9 +26,11 @@ class Meeting:
 
     Args:
         timeout: how long a rank waits for the others.
+        doing: what this rank is doing.
     """
 
-    def __init__(self, timeout: timedelta) -> None:
+    def __init__(self, timeout: timedelta, doing: Doing) -> None:
+        self._doing = doing
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         on_devices = str(dist.get_backend()) == "nccl"
         backend = "gloo" if on_devices and dist.is_gloo_available() else None
@@ -54,6 +53,7 @@ class Meeting:
             CollectiveError: when a rank does not come.
         """
         mark = int.from_bytes(hashlib.blake2b(doing.encode(), digest_size=7).digest(), "big")
+        self._comes("agrees with the others about what to do")
         found = torch.tensor([mark, -mark, number], dtype=torch.int64, device=self.device)
         try:
             with _torch.apart_from_transforms():
@@ -78,6 +78,7 @@ class Meeting:
         Raises:
             CollectiveError: when a rank does not come.
         """
+        self._comes(f"meets the others {purpose}")
         values: list[Any] = [None] * self.size
         try:
             with _torch.apart_from_transforms():
@@ -87,3 +88,7 @@ class Meeting:
                 f"rank {self.rank}: another rank never came {purpose}, or died. torch says: {error}"
             ) from error
         return values
+
+    def _comes(self, why: str) -> None:
+        self._doing.begin(why)
+        self._doing.announce()

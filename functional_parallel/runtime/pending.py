@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from .algorithms.doing import OutOfStepError
+
 __all__ = ["CollectiveError", "Pending"]
 
 
@@ -43,6 +45,8 @@ class Pending:
         try:
             if self._work is not None:
                 self._work.wait()
+        except OutOfStepError as error:
+            raise OutOfStepError(f"{self.where}: {error}" if self.where else str(error)) from None
         except (RuntimeError, ValueError) as error:
             raise self._failure(error) from error
         result = self._finish()

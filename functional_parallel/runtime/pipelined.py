@@ -24,6 +24,7 @@ from ..schedules import Action, Event
 from ..schedules.dependencies import replay
 from ..schedules.messages import Receive, Send, messages
 from ..tracing import Aval, hollow
+from .algorithms import READS
 from .handles import Placed, own
 from .mail import Mail
 from .stream import Stream
@@ -76,6 +77,7 @@ class PipelineRuntime:
         mine = placed.parts.get(self.ranks[0])
         if mine is None:
             mine = torch.empty(placed.aval.shape, dtype=placed.aval.dtype, device=self.base.device)
+        self.carrier.doing.begin(READS)
         with self.carrier.bound():
             return self.base.whole(self.carrier.pbroadcast(mine, (self.axis,), source), spec)
 
@@ -116,7 +118,7 @@ class PipelineRuntime:
         """Run a pipeline on sharded inputs."""
         if self.carrier is None:
             return self._run(program, placed, self.base.run)
-        self.base.agree_on(program)
+        self.base.begin(program)
         _refuse_derivatives([part for each in placed for part in each.parts.values()])
         with self.carrier.bound(), torch.no_grad():  # this and what follows once for all programs of the step
             return self._run(program, placed, self.base.run_plain)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..collectives import group
 from ..collectives.axes import are_bound, bind
-from .algorithms import SIZES, Algorithm, Chooser, Layout, Messages, Packed, Team, setting, starting, whole
+from .algorithms import SIZES, Algorithm, Chooser, Doing, Layout, Messages, Packed, Team, setting, starting, whole
 from .groups import Group, Groups
 from .pending import CollectiveError, Pending
 from .zero_copy import joined, whole_of
@@ -53,6 +53,9 @@ class ProcessCarrier:
     Raises:
         ValueError: when the number of processes is not the mesh's, when `reduction` or `algorithm` is unknown, or when
             ranks differ in them.
+
+    Attributes:
+        doing: what this rank is doing.
     """
 
     def __init__(
@@ -77,7 +80,8 @@ class ProcessCarrier:
         self.reduce_dtype = reduce_dtype
         self.algorithm = setting(algorithm, reduction == "ordered")
         _agree({"reduction": reduction, "reduce_dtype": str(reduce_dtype), "algorithm": self.algorithm})
-        self._groups = Groups(mesh, self.rank, timeout)
+        self.doing = Doing()
+        self._groups = Groups(mesh, self.rank, timeout, self.doing)
         self._choosers: dict[Group, Chooser] = {}
 
     def bound(self) -> AbstractContextManager[None]:
@@ -242,7 +246,7 @@ class ProcessCarrier:
     def pbroadcast(self, x: Tensor, axes: tuple[str, ...], source: int) -> Tensor:
         members = self._groups.over(axes)
         buffer = _as_bytes(x).clone()
-        return Pending(
+        return self._by_backend(
             lambda: dist.broadcast(buffer, members.ranks[source], members.handle, async_op=True),
             lambda: _from_bytes(buffer, x).reshape(x.shape),
             self._describe("pbroadcast", x, axes),
@@ -265,7 +269,7 @@ class ProcessCarrier:
         in_place = overwrite and x.is_contiguous()
         result = x.detach() if in_place else x.detach().clone(memory_format=torch.contiguous_format)
         handle = self._groups.over(axes).handle
-        return Pending(
+        return self._by_backend(
             lambda: dist.all_reduce(result, how, handle, async_op=True),
             lambda: finish(result),
             self._describe(operation, x, axes),
@@ -275,7 +279,7 @@ class ProcessCarrier:
         members = self._groups.over(axes)
         chunks = torch.stack(members.by_seat(x.detach().chunk(len(members.ranks), dim)))
         result = torch.empty_like(chunks[0])
-        return Pending(
+        return self._by_backend(
             lambda: dist.reduce_scatter_tensor(result, chunks, group=members.handle, async_op=True),
             lambda: result.to(dtype),
             self._describe("psum_scatter", x, axes),
@@ -298,7 +302,7 @@ class ProcessCarrier:
         def end() -> Any:
             return finish([_from_bytes(part, x).reshape(x.shape) for part in members.in_order(parts)])
 
-        return Pending(start, end, self._describe(operation, x, axes))
+        return self._by_backend(start, end, self._describe(operation, x, axes))
 
     def _start_exchanged(
         self,
@@ -333,11 +337,18 @@ class ProcessCarrier:
         for seat, elements in zip(members.seats, expected, strict=True):
             sizes[seat] = elements * x.element_size()
         received = sent.new_empty(sum(sizes))
-        return Pending(
+        return self._by_backend(
             lambda: dist.all_to_all_single(received, sent, sizes, lengths, members.handle, async_op=True),
             lambda: finish([_from_bytes(part, x) for part in members.in_order(received.split(sizes))]),
             self._describe(operation, x, axes),
         )
+
+    def _by_backend(
+        self, start: Callable[[], Any], finish: Callable[[], Any], describe: Callable[[float], str]
+    ) -> Pending:
+        """Start what the backend carries: whoever waits for this rank in shared memory shall know."""
+        self.doing.announce()
+        return Pending(start, finish, describe)
 
     def _describe(self, operation: str, x: Tensor | Packed, axes: tuple[str, ...]) -> Callable[[float], str]:
         shape, dtype = list(x.shape), str(x.dtype).removeprefix("torch.")

@@ -25,6 +25,7 @@ from ..program.checksum import checksum
 from ..program.text import first_difference
 from ..tracing import hollow
 from ..varying import run_typed
+from .algorithms import READS
 from .meeting import Meeting
 from .one_rank import OneRank
 from .process_carrier import ProcessCarrier
@@ -61,7 +62,7 @@ class ProcessRuntime:
         self.carrier = ProcessCarrier(
             mesh, reduction=reduction, timeout=timedelta(seconds=timeout), algorithm=algorithm
         )
-        self.rank, self._meeting = self.carrier.rank, Meeting(timedelta(seconds=timeout))
+        self.rank, self._meeting = self.carrier.rank, Meeting(timedelta(seconds=timeout), self.carrier.doing)
         self.agree, self.exchange = self._meeting.agree, self._meeting.exchange
         self.device = torch.device("cuda", torch.cuda.current_device()) if _uses_nccl() else torch.device("cpu")
 
@@ -90,12 +91,15 @@ class ProcessRuntime:
 
     def whole(self, handle: torch.Tensor, spec: P) -> torch.Tensor:
         """The whole tensor, on every rank."""
+        placements = sorted(spec.placements(self.mesh), key=lambda placement: placement.outer)
+        split = [placement for placement in placements if self.mesh.axis_size(placement.axis) > 1]
+        if split or spec.unreduced:
+            self.carrier.doing.begin(READS)
         with self.carrier.bound():
             if spec.unreduced:
                 handle = emit("psum", handle, tuple(sorted(spec.unreduced)), "unreduced")
-            for axis, dim, outer in sorted(spec.placements(self.mesh), key=lambda placement: placement.outer):
-                if self.mesh.axis_size(axis) > 1:
-                    handle = convert(handle, Shard(dim, outer), WHOLE, axis, Parts.of(self.mesh.axis_size(axis)))
+            for axis, dim, outer in split:
+                handle = convert(handle, Shard(dim, outer), WHOLE, axis, Parts.of(self.mesh.axis_size(axis)))
         for dim, size in spec.padded.items():
             handle = handle.narrow(dim, 0, size)
         return handle
@@ -112,12 +116,17 @@ class ProcessRuntime:
 
     def run(self, program: Program, handles: list[torch.Tensor]) -> list[torch.Tensor]:
         """Run a program on this rank's parts; the list is given up, so that a part lives to its last use."""
-        self.agree_on(program)
+        self.begin(program)
         with self.carrier.bound():
             if _torch.holds_levels(handles):
                 return run_typed(program.traced, handles)
             with torch.no_grad():
                 return self.run_plain(program, handles)
+
+    def begin(self, program: Program) -> None:
+        """Say that this rank runs a program from now on, after all have agreed that it is the same."""
+        self.agree_on(program)
+        self.carrier.doing.begin(program.cache["doing"])
 
     def run_plain(self, program: Program, handles: list[torch.Tensor]) -> list[torch.Tensor]:
         """The same where ranks agree, axes are bound, and nothing differentiates: one of many programs of a step."""
@@ -147,13 +156,13 @@ class ProcessRuntime:
     # --- agreement ---
 
     def agree_on(self, program: Program) -> None:
-        if program.cache.get("agreed"):
+        if "doing" in program.cache:
             return
         mine = program.fingerprint()
         all_prints = self.exchange(mine, "to compare programs")
         if len(set(all_prints)) > 1:
             self._refuse(program, all_prints)
-        program.cache["agreed"] = True
+        program.cache["doing"] = f"runs {program.name} ({mine[:8]})"
 
     def _refuse(self, program: Program, prints: list[str]) -> None:
         texts = self.exchange(program.lines(), "to compare programs")

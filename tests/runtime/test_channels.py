@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 
-from functional_parallel.runtime.algorithms import NOTHING, Team, channels, team
+from functional_parallel.runtime.algorithms import NOTHING, Doing, OutOfStepError, Team, channels, team
 from functional_parallel.runtime.algorithms.channels import Channels
 from tests.processes import run_on_processes
 from tests.runtime.test_algorithms import led_by_rank_0
@@ -23,7 +23,11 @@ class Paper:
     """Signals that are written down, not sent."""
 
     def __init__(self) -> None:
+        self.doing = Doing()
         self.told: list[tuple[int, int]] = []
+
+    def refuse(self, rank: int, mark: int) -> None:
+        self.doing.refuse(mark, f"rank {rank}")
 
     def tell(self, rank: int, note: int) -> None:
         self.told.append((rank, note))
@@ -38,11 +42,24 @@ def test_room_that_was_read_is_used_again_lowest_first() -> None:
     for value in range(1, 100):
         message, into = torch.full((100,), value, dtype=torch.uint8), torch.empty(100, dtype=torch.uint8)
         here.send(message, 1)
-        there.told(0, sent.told.pop()[1])
+        there.told(0, sent.told.pop()[1], sent.doing.mark)
         there.receive(into, 0).wait()
         assert torch.equal(into, message)
-        here.told(1, received.told.pop()[1])
+        here.told(1, received.told.pop()[1], received.doing.mark)
     assert not memory[128:].any(), "one message at a time takes the room of one"
+
+
+def test_a_message_of_a_rank_that_does_something_else_is_not_taken() -> None:
+    memory, sent, received = torch.zeros(channels.ROOM, dtype=torch.uint8), Paper(), Paper()
+    here, there = Channels(sent, {1: memory}, {1: memory}), Channels(received, {0: memory}, {0: memory})
+    sent.doing.begin("reads")
+    received.doing.begin("steps")
+    into = torch.zeros(100, dtype=torch.uint8)
+    here.send(torch.ones(100, dtype=torch.uint8), 1)
+    there.told(0, sent.told.pop()[1], sent.doing.mark)
+    with pytest.raises(OutOfStepError, match=r"this one steps \(its call 1\), rank 0 does what this one never did"):
+        there.receive(into, 0).wait()
+    assert not into.any()
 
 
 # -----------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from . import starting
 from .choose import SIZES, Chooser, setting
+from .doing import READS, Doing, OutOfStepError
 from .packed import Packed, whole
 from .running import Steps
 from .table import ALGORITHMS, Algorithm
@@ -11,11 +12,14 @@ from .unpacked import Layout, Stretches, Unpacked
 __all__ = [
     "ALGORITHMS",
     "NOTHING",
+    "READS",
     "SIZES",
     "Algorithm",
     "Chooser",
+    "Doing",
     "Layout",
     "Messages",
+    "OutOfStepError",
     "Packed",
     "Steps",
     "Stretches",

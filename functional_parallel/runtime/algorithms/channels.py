@@ -14,6 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from .alignment import ALIGNMENT, aligned
+from .doing import Doing
 
 __all__ = ["LARGEST", "ROOM", "Channels"]
 
@@ -26,6 +27,9 @@ _TAKEN = 1
 class Signals(Protocol):
     """How a rank tells another, and waits to be told."""
 
+    doing: Doing
+
+    def refuse(self, rank: int, mark: int) -> None: ...
     def tell(self, rank: int, note: int) -> None: ...
     def wait_until(self, missing: Callable[[], set[int]]) -> None: ...
 
@@ -50,19 +54,23 @@ class _Outgoing:
 class _Incoming:
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
-        self.arrived: deque[int] = deque()
+        self.arrived: deque[tuple[int, int]] = deque()  # where, and what its sender did
         self.expected: deque[_Expected] = deque()
 
 
 class _Expected:
-    __slots__ = ("_rank", "_signals", "into", "is_here")
+    __slots__ = ("_rank", "_signals", "into", "mark", "other")
 
     def __init__(self, into: Tensor, rank: int, signals: Signals) -> None:
-        self.into, self._rank, self._signals, self.is_here = into, rank, signals, False
+        self.into, self._rank, self._signals, self.mark = into, rank, signals, signals.doing.mark
+        self.other: int | None = None  # once it is here, what its sender did
 
     def wait(self) -> None:
-        if not self.is_here:
-            self._signals.wait_until(lambda: set() if self.is_here else {self._rank})
+        if self.other is None:
+            self._signals.wait_until(lambda: {self._rank} if self.other is None else set())
+        assert self.other is not None
+        if self.other != self.mark:
+            self._signals.refuse(self._rank, self.other)
 
 
 class Channels:
@@ -96,7 +104,7 @@ class Channels:
         self._signals.tell(to, _TAKEN + 1 + begin // ALIGNMENT)
 
     def receive(self, into: Tensor, source: int) -> _Expected:
-        """Expect the next message of a rank; its `wait()` ends when the message is there.
+        """Expect the next message of a rank; its `wait()` ends when the message is there, or is another one.
 
         Args:
             into: contiguous bytes, as many as the message has.
@@ -107,18 +115,19 @@ class Channels:
         self._take_in(source)
         return expected
 
-    def told(self, rank: int, note: int) -> None:
-        """What another rank told this one."""
+    def told(self, rank: int, note: int, mark: int) -> None:
+        """What another rank told this one, and what it did."""
         if note == _TAKEN:
             self._outgoing[rank].under_way.popleft()
         else:
-            self._incoming[rank].arrived.append((note - _TAKEN - 1) * ALIGNMENT)
+            self._incoming[rank].arrived.append(((note - _TAKEN - 1) * ALIGNMENT, mark))
             self._take_in(rank)
 
     def _take_in(self, rank: int) -> None:
         channel = self._incoming[rank]
         while channel.arrived and channel.expected:
-            begin, expected = channel.arrived.popleft(), channel.expected.popleft()
-            expected.into.copy_(channel.memory[begin : begin + expected.into.numel()])
-            expected.is_here = True
+            (begin, mark), expected = channel.arrived.popleft(), channel.expected.popleft()
+            if mark == expected.mark:
+                expected.into.copy_(channel.memory[begin : begin + expected.into.numel()])
+            expected.other = mark
             self._signals.tell(rank, _TAKEN)

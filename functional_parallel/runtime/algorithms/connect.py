@@ -13,6 +13,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+from .doing import Doing
 from .shared_memory import Piece, SharedMemory, anonymous_memory
 
 __all__ = ["connect", "host_identity"]
@@ -32,7 +33,9 @@ def host_identity() -> str:
     return " ".join(parts)
 
 
-def connect(rank: int, members: Sequence[int], exchange: Exchange, timeout: float) -> SharedMemory | None:
+def connect(
+    rank: int, members: Sequence[int], exchange: Exchange, timeout: float, doing: Doing | None = None
+) -> SharedMemory | None:
     """Share memory with the ranks of the group that are on this host.
 
     Args:
@@ -40,6 +43,7 @@ def connect(rank: int, members: Sequence[int], exchange: Exchange, timeout: floa
         members: the numbers of the ranks on this host, ascending, this one among them.
         exchange: a collective over the whole group; every rank of it takes part here.
         timeout: seconds to wait for a signal, later.
+        doing: what this rank is doing, later.
 
     Returns:
         The memory, in which ranks are numbered by their place in `members`; None, on all ranks of the group, where some
@@ -54,7 +58,7 @@ def connect(rank: int, members: Sequence[int], exchange: Exchange, timeout: floa
         try:
             if listener is None or any(address is None for address, _ in here):
                 raise OSError("no Unix sockets here")
-            shared = _meet(me, listener, here, timeout)
+            shared = _meet(me, listener, here, timeout, doing)
         except OSError:
             shared = None
         everywhere = all(exchange(shared is not None))
@@ -79,7 +83,7 @@ def _listen(stack: ExitStack) -> tuple[socket.socket | None, str | None]:
 
 
 def _meet(
-    me: int, listener: socket.socket, greetings: Sequence[tuple[str, bytes]], timeout: float
+    me: int, listener: socket.socket, greetings: Sequence[tuple[str, bytes]], timeout: float, doing: Doing | None
 ) -> SharedMemory | None:
     """Call those before me, be called by those behind me, and hand out file descriptors of my memory both ways."""
     ranks = len(greetings)
@@ -102,7 +106,7 @@ def _meet(
     memory[me] = Piece(descriptor, ranks)
     for peer in peers.values():
         peer.settimeout(timeout)
-    return SharedMemory(me, peers, [memory[number] for number in range(ranks)], timeout)
+    return SharedMemory(me, peers, [memory[number] for number in range(ranks)], timeout, doing)
 
 
 def _call(me: int, address: str, secret: bytes, descriptor: int) -> socket.socket:

@@ -1,9 +1,9 @@
 """Memory that the ranks of one host share, and the signals that say what lies in it.
 
 Each rank has a piece of anonymous memory that all others map. To send, a rank writes into its own piece and signals;
-who has the signal reads. A signal is eight bytes through a Unix socket: a rank that waits sleeps in the kernel, and one
-that dies is noticed at once, since its socket closes. The memory has no name and is passed from process to process as
-a file descriptor, so there is nothing to clean up, whatever happens to the ranks.
+who has the signal reads. A signal is sixteen bytes through a Unix socket: a rank that waits sleeps in the kernel, and
+one that dies is noticed at once, since its socket closes. The memory has no name and is passed from process to process
+as a file descriptor, so there is nothing to clean up, whatever happens to the ranks.
 
 Memory is given out from two halves in turn. A rank that has filled one half goes on in the other, after all ranks have
 read what lay there. Where this happens follows from the sizes of the collectives alone, so all ranks come to it at the
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from .alignment import aligned
 from .channels import ROOM, Channels
+from .doing import Doing, is_ahead
 from .running import Running, Steps, Waitable
 
 __all__ = ["HALF", "Piece", "SharedMemory", "Slot", "anonymous_memory"]
@@ -38,7 +39,9 @@ __all__ = ["HALF", "Piece", "SharedMemory", "Slot", "anonymous_memory"]
 HALF = 2 << 20  # at most; at least:
 _SMALL_HALF = 256 << 10
 _MOST_IN_A_HALF = 32  # more signals than a socket's buffer holds must never be under way
-_SIGNAL = struct.Struct("<q")
+_SIGNAL = struct.Struct("<qq")  # a number, and what the rank is doing
+_MOST_NOTICES = 8  # that nobody may have read yet
+_WHENEVER = -1  # in the place of what a rank is doing
 _MADV_POPULATE_WRITE = 23  # Linux's; Python has no name for it
 
 
@@ -96,28 +99,38 @@ class SharedMemory:
         peers: a connected stream socket to each other rank, by number.
         memory: every rank's, by number.
         timeout: seconds to wait for a signal.
+        doing: what this rank is doing.
 
     Attributes:
         channels: messages to single ranks, and from them.
     """
 
     def __init__(
-        self, rank: int, peers: dict[int, socket.socket], memory: Sequence[Piece], timeout: float = 600.0
+        self,
+        rank: int,
+        peers: dict[int, socket.socket],
+        memory: Sequence[Piece],
+        timeout: float = 600.0,
+        doing: Doing | None = None,
     ) -> None:
         self.rank, self.size = rank, len(memory)
+        self.doing = doing or Doing()
+        self.doing.tell(self)
         self._peers, self._memory, self._timeout = peers, memory, timeout
         weakref.finalize(self, _close, list(peers.values()))
         self._poll = select.poll()
         self._rank_of = {peer.fileno(): number for number, peer in peers.items()}
         for peer in peers.values():
             self._poll.register(peer, select.POLLIN)
-        self._arrived: defaultdict[int, set[int]] = defaultdict(set)
+        self._arrived: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        self._last: dict[int, int] = {}  # by rank, what it last said it does
+        self._notices = 0
         self._unfinished = {number: b"" for number in peers}
         self._ended: set[int] = set()
         self._numbers = 0
         self._last_slot: Slot | None = None
         self._grown = 0  # bytes of a half that are in use
-        self._halves = [_Half(0, self.signal), _Half(HALF, self.signal)]
+        self._halves = [_Half(0, self._signal_read), _Half(HALF, self._signal_read)]
         self.channels = Channels(
             weakref.proxy(self),
             {number: memory[rank].channels[number] for number in peers},
@@ -133,13 +146,25 @@ class SharedMemory:
 
     def signal(self, number: int) -> None:
         """Tell all others. A rank that has ended is noticed when something is expected of it."""
-        message = _SIGNAL.pack(number)
-        for rank in self._peers:
-            self._send(rank, message)
+        self._send_all(_SIGNAL.pack(number, self.doing.mark))
+
+    def _signal_read(self, number: int) -> None:
+        """Tell all others what may come later here than there: that this rank has read a half."""
+        self._send_all(_SIGNAL.pack(number, _WHENEVER))
+
+    def announce(self) -> None:
+        """Tell all others that this rank waits elsewhere for them."""
+        if self._notices < _MOST_NOTICES:
+            self._notices += 1
+            self._send_all(_SIGNAL.pack(0, self.doing.mark))
 
     def tell(self, rank: int, note: int) -> None:
         """Tell one other rank's channels something, a positive number."""
-        self._send(rank, _SIGNAL.pack(-note))
+        self._send(rank, _SIGNAL.pack(-note, self.doing.mark))
+
+    def _send_all(self, message: bytes) -> None:
+        for rank in self._peers:
+            self._send(rank, message)
 
     def _send(self, rank: int, message: bytes) -> None:
         try:
@@ -153,23 +178,31 @@ class SharedMemory:
         """To wait until every other rank has signalled this number."""
         return _Signal(self, number)
 
-    def wait_for(self, number: int) -> None:
-        """Wait until every other rank has signalled this number.
+    def wait_for(self, number: int, mark: int = _WHENEVER) -> None:
+        """Wait until every other rank has signalled this number, while it did what is marked so.
 
         Raises:
+            OutOfStepError: when a rank did something else.
             RuntimeError: when a rank has ended before it did, or after the timeout; names the rank.
         """
-        self.wait_until(lambda: self._peers.keys() - self._arrived[number])
-        del self._arrived[number]
+        self.wait_until(lambda: self._peers.keys() - self._arrived[number].keys())
+        self._notices = 0
+        for rank, other in self._arrived.pop(number).items():
+            if mark not in (other, _WHENEVER):
+                self.refuse(rank, other)
 
     def wait_until(self, missing: Callable[[], set[int]]) -> None:
         """Read signals until there is no rank that one is missing from.
 
         Raises:
+            OutOfStepError: when such a rank does something else.
             RuntimeError: when such a rank has ended, or after the timeout; names the rank.
         """
         began = time.monotonic()
         while ranks := missing():
+            for rank in ranks & self._last.keys():
+                if is_ahead(self._last[rank], self.doing.mark):
+                    self.refuse(rank, self._last[rank])
             if ended := ranks & self._ended:
                 raise RuntimeError(f"{_ranks(ended)} of the group, on this host, ended")
             seconds = time.monotonic() - began
@@ -177,6 +210,14 @@ class SharedMemory:
                 raise RuntimeError(f"no signal from {_ranks(ranks)} of the group, on this host, in {seconds:.1f} s")
             for descriptor, _ in self._poll.poll((self._timeout - seconds) * 1000 + 1):
                 self._read_signals(self._rank_of[descriptor])
+
+    def refuse(self, rank: int, mark: int) -> None:
+        """Say that a rank does something else.
+
+        Raises:
+            OutOfStepError: always.
+        """
+        self.doing.refuse(mark, f"{_ranks({rank})} of the group, on this host,")
 
     def _read_signals(self, rank: int) -> None:
         try:
@@ -189,11 +230,13 @@ class SharedMemory:
         data = self._unfinished[rank] + data
         whole = len(data) // _SIGNAL.size * _SIGNAL.size
         self._unfinished[rank] = data[whole:]
-        for (number,) in _SIGNAL.iter_unpack(data[:whole]):
+        for number, mark in _SIGNAL.iter_unpack(data[:whole]):
             if number > 0:
-                self._arrived[number].add(rank)
-            else:
-                self.channels.told(rank, -number)
+                self._arrived[number][rank] = mark
+            elif number < 0:
+                self.channels.told(rank, -number, mark)
+            if mark != _WHENEVER:
+                self._last[rank] = mark
 
     # --- memory ---
 
@@ -254,13 +297,13 @@ def _ranks(numbers: set[int]) -> str:
 
 
 class _Signal:
-    __slots__ = ("_memory", "_number")
+    __slots__ = ("_mark", "_memory", "_number")
 
     def __init__(self, memory: SharedMemory, number: int) -> None:
-        self._memory, self._number = memory, number
+        self._memory, self._number, self._mark = memory, number, memory.doing.mark
 
     def wait(self) -> None:
-        self._memory.wait_for(self._number)
+        self._memory.wait_for(self._number, self._mark)
 
 
 # -----------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .channels import LARGEST, Channels
 from .connect import connect, host_identity
+from .doing import Doing
 from .running import Running, Steps, Waitable
 
 __all__ = ["NOTHING", "Messages", "Ranks", "Team"]
@@ -40,6 +41,7 @@ class Team(Ranks):
         timeout: seconds to wait for another rank, where torch does not do the waiting.
         host: equal on ranks that may share memory; None asks the system.
         tags: shared by all teams on one process group, so that no two of their collectives have the same tag.
+        doing: what this rank is doing.
 
     Attributes:
         hosts: the ranks on each host.
@@ -55,6 +57,7 @@ class Team(Ranks):
         timeout: float = 600.0,
         host: str | None = None,
         tags: Iterator[int] | None = None,
+        doing: Doing | None = None,
     ) -> None:
         super().__init__(rank, len(seats))
         self.handle, self._seats = handle, seats
@@ -67,7 +70,7 @@ class Team(Ranks):
         self.hosts = list(by_name.values())
         self.on_my_host = next(ranks for ranks in self.hosts if rank in ranks)
         self.is_on_one_host = len(self.hosts) == 1
-        self.shared = connect(rank, self.on_my_host, self.exchange, timeout)
+        self.shared = connect(rank, self.on_my_host, self.exchange, timeout, doing)
 
     def run(self, steps: Steps) -> Running:
         """Start an algorithm."""

@@ -1,0 +1,85 @@
+"""What each rank is doing, told with every signal: ranks that do different things notice before they mix up messages.
+
+All ranks make the same calls in the same order, so the n-th thing that one does is the n-th of all others. One that
+reads parameters while another takes a step would else take the other's bytes for what it waits for.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+import zlib
+from typing import Protocol
+
+__all__ = ["READS", "Doing", "OutOfStepError", "is_ahead"]
+
+READS = "reads a value that lies in parts"
+_KIND_BITS = 32
+_MANY = 1_000  # descriptions to remember
+
+
+class OutOfStepError(RuntimeError):
+    """Ranks that were about to do different things, and would have waited for each other; says who what."""
+
+
+class Told(Protocol):
+    """Where others are told what this rank waits for outside of their memory."""
+
+    def announce(self) -> None: ...
+
+
+class Doing:
+    """What this rank is doing.
+
+    Attributes:
+        mark: a number for it and for how many things it has done, the same on all ranks that are in step.
+    """
+
+    def __init__(self) -> None:
+        self.mark = self._count = 0
+        self._known = {_kind(READS): READS}
+        self._told: weakref.WeakSet[Told] = weakref.WeakSet()
+
+    def begin(self, what: str) -> None:
+        """Say what this rank does from now on, to be read after "rank 0"."""
+        self._count += 1
+        kind = _kind(what)
+        if kind not in self._known and len(self._known) < _MANY:
+            self._known[kind] = what
+        self.mark = self._count << _KIND_BITS | kind
+
+    def tell(self, told: Told) -> None:
+        """Let `announce` go there too."""
+        self._told.add(told)
+
+    def announce(self) -> None:
+        """Tell the others, before this rank waits for them where their signals do not reach it."""
+        for each in self._told:
+            each.announce()
+
+    def refuse(self, other: int, who: str) -> None:
+        """Say who does what.
+
+        Raises:
+            OutOfStepError: always.
+        """
+        raise OutOfStepError(
+            f"the ranks are doing different things: this one {self._name(self.mark)}, {who} {self._name(other)}. Every "
+            "process must make the same calls in the same order, and train.params, train.whole and every compiled "
+            "function are calls that all take part in: look for one under `if rank == 0`, and for a step more, or a "
+            "batch of another shape, on one rank"
+        )
+
+    def _name(self, mark: int) -> str:
+        count, kind = divmod(mark, 1 << _KIND_BITS)
+        return f"{self._known.get(kind, 'does what this one never did')} (its call {count})"
+
+
+def is_ahead(other: int, own: int) -> bool:
+    """Whether a rank with one mark has left, or never entered, what another with `own` does."""
+    return other != own and other >> _KIND_BITS >= own >> _KIND_BITS
+
+
+@functools.lru_cache(_MANY)
+def _kind(what: str) -> int:
+    return zlib.crc32(what.encode())

@@ -1,0 +1,112 @@
+"""Ranks that make different calls: told at once who does what, before one takes the other's bytes for its own."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import functional_parallel as fp
+from functional_parallel.runtime import ProcessRuntime, use_runtime
+from sharding_specs import Mesh
+from tests.processes import run_on_processes
+
+X = torch.arange(16, dtype=torch.float64).reshape(4, 4) % 5
+
+
+def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+    return ((torch.tanh(x @ params["a"]) @ params["b"] - 1) ** 2).mean()
+
+
+class Training:
+    """Two steps in step, on a runtime of its own: everything that ranks do below has run before."""
+
+    def __init__(self, mesh: Mesh, plan: Any) -> None:
+        use_runtime(ProcessRuntime(mesh, timeout=60, algorithm="shared"))
+        self.train = fp.train_step(loss, fp.optim.sgd(0.1, momentum=0.5), mesh, plan)
+        self.evaluate = fp.compile(plan(loss), mesh)
+        params = {"a": torch.eye(4, dtype=torch.float64), "b": torch.ones(4, 2, dtype=torch.float64)}
+        self.state = self.train.init(params)
+        self.evaluate(params, X)
+        self.step()
+        self.params = self.train.params(self.state)
+        self.step()
+
+    def step(self, x: torch.Tensor = X) -> None:
+        self.state, _ = self.train(self.state, x)
+
+    def outcome(self, run: Any) -> tuple[str, str, float]:
+        begin = time.monotonic()
+        try:
+            run()
+        except (fp.OutOfStepError, fp.CollectiveError) as error:
+            return type(error).__name__, str(error), time.monotonic() - begin
+        return "nothing", "", time.monotonic() - begin
+
+
+def on_sharded_parameters(rank: int) -> dict[str, Any]:
+    found = {}
+    for stage in (1, 3):
+        run = Training(Mesh(data=2), fp.zero(stage, "data"))
+        reads = run.outcome(lambda run=run: run.step() if rank else run.train.whole(run.state))
+        found[f"zero {stage}"] = reads
+    return found
+
+
+def on_a_call_that_compares_inputs(rank: int, pipelined: bool) -> tuple[str, str, float]:
+    mesh = Mesh(pipe=2) if pipelined else Mesh(data=2)
+    run = Training(mesh, fp.pipeline("pipe", microbatches=2) if pipelined else fp.zero(3, "data"))
+    return run.outcome(lambda: run.step() if rank else run.evaluate(run.params, X))
+
+
+def on_a_batch_of_another_shape(rank: int) -> tuple[str, str, float]:
+    run = Training(Mesh(data=2), fp.zero(3, "data"))
+    return run.outcome(lambda: run.step(X[: 4 - 2 * rank]))
+
+
+def on_a_pipeline(rank: int) -> tuple[str, str, float]:
+    run = Training(Mesh(pipe=2), fp.pipeline("pipe", microbatches=2))
+    return run.outcome(lambda: run.step() if rank else run.train.params(run.state))
+
+
+def test_a_state_that_one_rank_reads_while_the_other_takes_a_step() -> None:
+    for rank, result in enumerate(run_on_processes(on_sharded_parameters, 2)):
+        for stage in (1, 3):
+            kind, message, seconds = result[f"zero {stage}"]
+            assert kind == "OutOfStepError" and seconds < 10, message
+            assert _says(message, "reads a value that lies in parts", "runs train_step", rank), message
+            assert "look for one under `if rank == 0`" in message
+
+
+def _says(message: str, first: str, second: str, rank: int) -> bool:
+    """Whether rank 0 is said to do the first thing, rank 1 the second."""
+    mine, other = (second, first) if rank else (first, second)
+    return f"this one {mine}" in message and f"rank {1 - rank} of the group, on this host, {other}" in message
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_a_compiled_function_that_one_rank_calls(pipelined: bool) -> None:
+    """It waits in the backend for the others to compare inputs, where no signal comes from."""
+    waiting, told = run_on_processes(on_a_call_that_compares_inputs, 2, pipelined)
+    _check_told(told, "this one runs train_step", "rank 0 of the group, on this host, meets the others")
+    assert waiting[0] == "CollectiveError" and "another rank never came to compare inputs" in waiting[1]
+
+
+def test_a_batch_of_another_shape_on_one_rank() -> None:
+    told, waiting = run_on_processes(on_a_batch_of_another_shape, 2)
+    _check_told(told, "this one runs train_step", "rank 1 of the group, on this host, meets the others")
+    assert waiting[0] == "CollectiveError" and waiting[2] < 20
+
+
+def test_parameters_of_a_pipeline_that_one_rank_reads() -> None:
+    waiting, told = run_on_processes(on_a_pipeline, 2)
+    _check_told(told, "this one runs train_step", "rank 0 of the group, on this host, reads a value")
+    assert waiting[0] == "CollectiveError" and waiting[2] < 20
+
+
+def _check_told(result: tuple[str, str, float], *texts: str) -> None:
+    kind, message, seconds = result
+    assert kind == "OutOfStepError" and seconds < 10, message
+    assert all(text in message for text in texts), message
