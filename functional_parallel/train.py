@@ -18,6 +18,7 @@ from .collectives.axes import bind
 from .compile import Staged, runtime_of, stage
 from .derivatives import grad_and_value
 from .flat import require_elementwise
+from .loading import expected_state, require_state_of
 from .local_function import LocalFunction, PyTree, SpecTree, unsharded
 from .loss_scaling import LossScale, LossScaleState
 from .optim import Optimizer
@@ -158,12 +159,19 @@ class TrainStep:
         return self._load(params, self.optimizer.init(params), 0, storages(*optree.tree_leaves(params)))
 
     def load(self, params: PyTree, optimizer_state: PyTree, step: int) -> TrainState:
-        """A state from whole parameters and a whole optimizer state, as `whole` returned them."""
-        stacks = self.f.layout.stacks
+        """A state from whole parameters and a whole optimizer state, as `whole` returned them.
+
+        Raises:
+            ValueError: when the optimizer keeps another state for these parameters.
+        """
+        stacks, as_held = self.f.layout.stacks, self.unstacked(params)
+        expected = expected_state(self.optimizer.init, as_held)
+        expected, optimizer_state = (with_scale(each, self.scaling) for each in (expected, optimizer_state))
+        require_state_of(expected if stacks is None else stacks.restack_all(expected), optimizer_state)
         if stacks is not None:
             optimizer_state = stacks.unstack_like(optimizer_state, params)
         given = storages(*optree.tree_leaves((params, optimizer_state)))
-        return self._load(self.unstacked(params), optimizer_state, step, given)
+        return self._load(as_held, optimizer_state, step, given)
 
     def unstacked(self, params: PyTree) -> PyTree:
         """Parameters as a pipeline holds them: layers that were stacked, one by one."""

@@ -24,15 +24,32 @@ _library = torch.library.Library("fp", "FRAGMENT")
 _library.define(f"adamw(Tensor p, Tensor g, Tensor m, Tensor v, {_OPTIONS}) -> (Tensor, Tensor, Tensor)")
 _library.define(f"adamw_(Tensor(a!)[] held, Tensor[] g, {_OPTIONS}) -> Tensor(a!)[]")  # held: all p, all m, all v
 
+_NAMES = ("parameter", "gradient", "mean", "square")
 _VECTOR = 64  # elements; the kernel works on cache lines of so many, of the narrowest dtype
 
 
 def adamw_of_one(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *options: Any) -> Triple:
-    """The update of one parameter and its moments: the op, or where a derivative is taken of it, its formula."""
+    """The update of one parameter and its moments: the op, or where a derivative is taken of it, its formula.
+
+    Raises:
+        ValueError: when they differ in shape or dtype.
+    """
+    _require_alike(p, g, m, v)
     if _torch.holds_levels((p, g, m, v)):
         return _formula(p, g, m, v, *options)
     found: Triple = ADAMW(p, g, m, v, *options)
     return found
+
+
+def _require_alike(p: Any, g: Any, m: Any, v: Any) -> None:
+    """Torch's kernel asks nobody how long the others are, and writes behind their ends."""
+    if p.shape == g.shape == m.shape == v.shape and p.dtype == g.dtype == m.dtype == v.dtype:
+        return
+    looks = (f"{name} {tuple(x.shape)} {x.dtype}" for name, x in zip(_NAMES, (p, g, m, v), strict=True))
+    raise ValueError(
+        f"adamw updates parameter, gradient and moments of one shape and dtype, not {', '.join(looks)}; give it the "
+        "gradients of these parameters, and the state that `init` or `update` returned for them"
+    )
 
 
 def _adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *options: Any) -> Triple:
@@ -111,10 +128,14 @@ def _formulas(held: Sequence[Tensor], g: Sequence[Tensor], *options: Any) -> lis
 
 
 def _fake(p: Any, g: Any, m: Any, v: Any, *_: Any) -> Triple:
+    _require_alike(p, g, m, v)
     return torch.empty_like(p), torch.empty_like(m), torch.empty_like(v)
 
 
-def _fake_in_place(held: Sequence[Tensor], *_: Any) -> list[Tensor]:
+def _fake_in_place(held: Sequence[Tensor], g: Sequence[Tensor], *_: Any) -> list[Tensor]:
+    p, m, v = _by_kind(held)
+    for each in zip(p, g, m, v, strict=True):
+        _require_alike(*each)
     return list(held)
 
 

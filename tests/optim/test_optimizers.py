@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import functional_parallel as fp
 from functional_parallel import _torch
@@ -165,6 +166,25 @@ def test_many_parameters_in_place_get_the_bits_of_one_at_a_time(
     ):
         assert torch.equal(x, want)
         assert x.data_ptr() == held.data_ptr()
+
+
+@pytest.mark.parametrize("wrong", [1, 2, 3])
+@pytest.mark.parametrize("other", [torch.ones(4, 2), torch.ones(4, 64).double()], ids=["shape", "dtype"])
+def test_the_kernel_refuses_what_it_would_write_beside(wrong: int, other: Tensor) -> None:
+    """In torch's own kernel this is a write out of bounds."""
+    operands = [torch.ones(4, 64) for _ in range(4)]
+    operands[wrong] = other
+    p, g, m, v = operands
+    options = (torch.ones(()), torch.ones((), dtype=torch.float64), 0.9, 0.99, 1e-8, 0.0)
+    told = ("gradient", "mean", "square")[wrong - 1]
+    with pytest.raises(ValueError, match=rf"of one shape and dtype, not parameter .*{told} \(4, "):
+        fp.optim.adamw(0.1).update({"w": g}, fp.optim.AdamWState(torch.zeros(()), {"w": m}, {"w": v}), {"w": p})
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) for x in operands]
+        with pytest.raises(ValueError, match="of one shape and dtype"):
+            ADAMW_IN_PLACE(
+                [fakes[0], fakes[2], fakes[3]], [fakes[1]], *map(mode.from_tensor, options[:2]), *options[2:]
+            )
 
 
 def test_the_rate_may_be_a_function_of_the_steps_done() -> None:

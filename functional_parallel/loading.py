@@ -1,0 +1,81 @@
+"""Whether an optimizer's state that was saved belongs to the parameters beside it: kernels write wherever it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import optree
+import torch
+
+from .local_function import PyTree
+
+__all__ = ["expected_state", "require_state_of"]
+
+_MOST = 8  # leaves that an error lists
+
+
+def expected_state(init: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
+    """What an optimizer keeps for parameters, without memory for it.
+
+    >>> from functional_parallel.optim import sgd
+    >>> expected_state(sgd(0.1, momentum=0.9).init, {"w": torch.ones(2)}).velocity["w"].shape
+    torch.Size([2])
+    """
+    return init(optree.tree_map(_without_memory, params))
+
+
+def require_state_of(expected: PyTree, given: PyTree) -> None:
+    """Refuse a state of other parameters, or of another optimizer.
+
+    Args:
+        expected: a state like the one that the optimizer keeps for the parameters.
+        given: the state to load.
+
+    Raises:
+        ValueError: listing what differs, by path.
+    """
+    problems = list(_differences(expected, given))
+    if not problems:
+        return
+    more = f"\n  and {len(problems) - _MOST} more" if len(problems) > _MOST else ""
+    raise ValueError(
+        f"train_step.load: this optimizer state ({type(given).__name__}) does not belong to these parameters under "
+        f"this step's optimizer (which keeps {type(expected).__name__}):\n  "
+        + "\n  ".join(problems[:_MOST])
+        + f"{more}\nLoad both trees of one `train.whole(state)`, made with the same parameters and optimizer; for other "
+        "parameters begin with `train.init(params)`"
+    )
+
+
+def _differences(expected: PyTree, given: PyTree) -> Iterator[str]:
+    wanted, found = _by_path(expected), _by_path(given)
+    for path, leaf in wanted.items():
+        if path not in found:
+            yield f"{path}: missing; the optimizer keeps {_look(leaf)}"
+        elif _look(found[path]) != _look(leaf):
+            yield f"{path}: {_look(found[path])}; the optimizer keeps {_look(leaf)}"
+    yield from (f"{path}: the optimizer keeps nothing of this name" for path in found if path not in wanted)
+    trees = [optree.tree_structure(tree) for tree in (expected, given)]
+    if wanted.keys() == found.keys() and trees[0] != trees[1]:
+        yield f"the optimizer keeps {_on_one_line(trees[0])}, not {_on_one_line(trees[1])}"
+
+
+def _by_path(tree: PyTree) -> dict[str, Any]:
+    """Leaves by the expression that reaches them."""
+    paths = (accessor.codify("optimizer_state") for accessor in optree.tree_accessors(tree))
+    return dict(zip(paths, optree.tree_leaves(tree), strict=True))
+
+
+def _look(leaf: Any) -> str:
+    if not isinstance(leaf, torch.Tensor):
+        return type(leaf).__name__
+    return f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}"
+
+
+def _on_one_line(tree: Any) -> str:
+    return " ".join(str(tree).split())
+
+
+def _without_memory(leaf: Any) -> Any:
+    return torch.empty_like(leaf, device="meta") if isinstance(leaf, torch.Tensor) else leaf
