@@ -38,6 +38,8 @@ class Vectors(NamedTuple):
 class Apart:
     """Every parameter is updated by itself: packing changes nothing."""
 
+    groups: tuple[_Group, ...] = ()
+
     def __init__(self, params: PyTree) -> None:
         self.structure = optree.tree_structure(params)
 

@@ -38,12 +38,12 @@ def require_state_of(expected: PyTree, given: PyTree) -> None:
     problems = list(_differences(expected, given))
     if not problems:
         return
-    more = f"\n  and {len(problems) - _MOST} more" if len(problems) > _MOST else ""
+    more = [f"and {len(problems) - _MOST} more"] if len(problems) > _MOST else []
+    lines = "\n  ".join([*problems[:_MOST], *more])
     raise ValueError(
         f"train_step.load: this optimizer state ({type(given).__name__}) does not belong to these parameters under "
-        f"this step's optimizer (which keeps {type(expected).__name__}):\n  "
-        + "\n  ".join(problems[:_MOST])
-        + f"{more}\nLoad both trees of one `train.whole(state)`, made with the same parameters and optimizer; for other "
+        f"this step's optimizer (which keeps {type(expected).__name__}):\n  {lines}\n"
+        "Load both trees of one `train.whole(state)`, made with the same parameters and optimizer; for other "
         "parameters begin with `train.init(params)`"
     )
 

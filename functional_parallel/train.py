@@ -26,7 +26,7 @@ from .places import Places, find_places
 from .runtime import check_backend, own, storages
 from .scaled import ScaledState, scaled_loss, unless, unscaled, with_scale
 from .tracing import hollow
-from .train_state import TrainState
+from .train_state import Form, TrainState, form_of, look
 from .uneven import looks_of, stay_in_step
 from .updating import global_norm, into_compute, into_update, joined_again, split_further
 
@@ -143,8 +143,8 @@ class TrainStep:
         self.donate = donate and not is_asynchronous(self.f.layout, mesh)  # whose weights have versions
         self.scaling: LossScale | None = self.f.layout.loss_scale
         self.program: Any = None
-        self._staged: dict[Any, Staged] = {}
-        self._trees: dict[str, Any] = {}
+        self._forms: dict[Any, Form] = {}
+        self._staged: dict[Form, dict[Any, Staged]] = {}
 
     # --- state ---
 
@@ -180,29 +180,24 @@ class TrainStep:
 
     def _load(self, params: PyTree, optimizer_state: PyTree, step: int, given: set[int]) -> TrainState:
         """A state in memory of its own, but for what lies elsewhere than what was `given`."""
-        leaves = self._place(params, optimizer_state)
+        form, leaves = self._place(params, optimizer_state)
         runtime = runtime_of(self.mesh, self.f, self.reduction)
         _check_same(runtime, "train_step.init", params)
-        return TrainState(
-            step,
-            tuple(
-                own(runtime.shard(_plain(leaf), spec), given) if isinstance(leaf, torch.Tensor) else _Constant(leaf)
-                for leaf, spec in zip(leaves, self._trees["specs"], strict=True)
-            ),
+        held = tuple(
+            own(runtime.shard(_plain(leaf), spec), given) if isinstance(leaf, torch.Tensor) else _Constant(leaf)
+            for leaf, spec in zip(leaves, form.specs, strict=True)
         )
+        return TrainState(step, held, form)
 
-    def _place(self, params: PyTree, optimizer_state: PyTree) -> list[Any]:
-        """Decide where everything lies; the leaves of parameters and state as a step holds them, whole."""
+    def _place(self, params: PyTree, optimizer_state: PyTree) -> tuple[Form, list[Any]]:
+        """Decide where everything lies; that, and the leaves of parameters and state as a step holds them, whole."""
         places = self.places(params)
         packed = places.packed_state(with_scale(optimizer_state, self.scaling))
-        specs = (places.kept, places.state(packed, self.optimizer))
-        self._trees = {
-            "places": places,
-            "params": optree.tree_structure(params),
-            "state": optree.tree_structure(packed),
-            "specs": optree.tree_leaves(specs, is_leaf=_is_spec),
-        }
-        return optree.tree_leaves((params, packed))
+        specs = optree.tree_leaves((places.kept, places.state(packed, self.optimizer)), is_leaf=_is_spec)
+        found = form_of(self.mesh, places, params, packed, tuple(specs))
+        form = self._forms.setdefault(found.key, found)
+        self._staged.setdefault(form, {})
+        return form, optree.tree_leaves((params, packed))
 
     def places(self, params: PyTree) -> Places:
         """Where everything lies that a step with these parameters holds."""
@@ -214,30 +209,22 @@ class TrainStep:
 
     def copy(self, state: TrainState) -> TrainState:
         """The same state in memory of its own, which steps from the original do not use up."""
-        return TrainState(
-            state.step,
-            tuple(
-                handle if isinstance(handle, _Constant) else own(handle, storages(handle)) for handle in state.handles
-            ),
-        )
+        form = self._form_of(state)
+        held = (handle if isinstance(handle, _Constant) else own(handle, storages(handle)) for handle in state.handles)
+        return TrainState(state.step, tuple(held), form)
 
     def whole(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """Parameters and optimizer state, whole: what a checkpoint saves."""
-        runtime = runtime_of(self.mesh, self.f, self.reduction)
+        form, runtime = self._form_of(state), runtime_of(self.mesh, self.f, self.reduction)
         if self.own_batch:
             stay_in_step(runtime, f"reads the state of step {state.step}")
         leaves = [
             handle.value if isinstance(handle, _Constant) else own(runtime.whole(handle, spec), storages(handle))
-            for handle, spec in zip(state.handles, self._trees["specs"], strict=True)
+            for handle, spec in zip(state.handles, form.specs, strict=True)
         ]
-        params, packed = self._as_trees(leaves)
-        found, stacks = (params, self._trees["places"].unpacked_state(packed)), self.f.layout.stacks
+        params, packed = form.trees(leaves)
+        found, stacks = (params, form.places.unpacked_state(packed)), self.f.layout.stacks
         return found if stacks is None else stacks.restack_all(found)
-
-    def _as_trees(self, leaves: list[Any]) -> tuple[PyTree, PyTree]:
-        """Parameters, and the optimizer's state as the step holds it."""
-        count = self._trees["params"].num_leaves
-        return self._trees["params"].unflatten(leaves[:count]), self._trees["state"].unflatten(leaves[count:])
 
     def check(self, state: TrainState) -> None:
         """Stop a run whose gradients overflow at the lowest loss scale; a loop asks now and then.
@@ -245,6 +232,7 @@ class TrainStep:
         Raises:
             LossScaleError: when a step up to this state did.
         """
+        self._form_of(state)
         if self.scaling is not None:
             runtime = runtime_of(self.mesh, self.f, self.reduction)
             scale = [runtime.whole(handle, P()) for handle in state.handles[-len(LossScaleState._fields) :]]
@@ -261,12 +249,15 @@ class TrainStep:
 
         Returns:
             The new state, and the metrics.
+
+        Raises:
+            TypeError: when the first argument is no state.
+            ValueError: when another step made it, for a state that lies otherwise.
         """
-        self._check_state(state)
-        runtime = runtime_of(self.mesh, self.f, self.reduction)
+        form, runtime = self._form_of(state), runtime_of(self.mesh, self.f, self.reduction)
         if self.own_batch:
             stay_in_step(runtime, f"takes step {state.step} on {looks_of(batch)}")
-        staged = self._stage(state, batch)
+        staged = self._stage(form, state, batch)
         tensors = [leaf for leaf in optree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
         unchecked = staged.program.cache.get("first batch", True) and not _torch.holds_levels(tensors)
         if not self.own_batch and unchecked:
@@ -290,11 +281,27 @@ class TrainStep:
         _, metrics = staged.unflatten([*results[:count], *whole])
         new = iter(results)
         kept = tuple(handle if isinstance(handle, _Constant) else next(new) for handle in held)
-        return TrainState(state.step + 1, kept), metrics
+        return TrainState(state.step + 1, kept, form), metrics
 
-    def _check_state(self, state: TrainState) -> None:
-        if len(state.handles) != len(self._trees.get("specs", ())):
-            raise ValueError("this state was not made by this train_step: begin with train.init(params), or train.load")
+    def _form_of(self, state: TrainState) -> Form:
+        """The form of a state that is not used up, as this step knows it."""
+        if not isinstance(state, TrainState):
+            raise TypeError(
+                f"train_step takes a TrainState, not {type(state).__name__}: make one of whole parameters by "
+                "train.init(params), or of a saved state by train.load(params, optimizer_state, step)"
+            )
+        _, form = state.handles, state.form  # one that is used up has no handles, and says so
+        return form if form in self._staged else self._own_form(form)
+
+    def _own_form(self, form: Form) -> Form:
+        """The same form as this step made it; another step's states have forms of their own."""
+        if form.key in self._forms:
+            return self._forms[form.key]
+        why = f"; {form.difference([*self._forms.values()][-1])}" if self._forms else ", which has made none yet"
+        raise ValueError(
+            f"this state was not made by this train_step{why}: begin with train.init(params), or take it over by "
+            "train.load(*other.whole(state), state.step), where `other` is the step that made it"
+        )
 
     def explain(self, **options: Any) -> Any:
         """Every collective of the step: kind, axis, count, bytes, source line."""
@@ -310,37 +317,38 @@ class TrainStep:
             batch: what the loss takes after the parameters.
         """
         if isinstance(state, TrainState):
-            return self._stage(state, batch).program
+            return self._stage(self._form_of(state), state, batch).program
         params = self.unstacked(state)
-        return self._staged_for(batch, lambda: self._place(params, self.optimizer.init(params))).program
+        form, leaves = self._place(params, self.optimizer.init(params))
+        return self._staged_for(form, batch, lambda: leaves).program
 
     # --- the program ---
 
-    def _stage(self, state: TrainState, batch: tuple[PyTree, ...]) -> Staged:
-        return self._staged_for(batch, lambda: self._shown(state))
+    def _stage(self, form: Form, state: TrainState, batch: tuple[PyTree, ...]) -> Staged:
+        return self._staged_for(form, batch, lambda: self._shown(form, state))
 
-    def _shown(self, state: TrainState) -> list[Any]:
+    def _shown(self, form: Form, state: TrainState) -> list[Any]:
         """The shapes of a state's leaves."""
-        like, specs = runtime_of(self.mesh, self.f, self.reduction).like, self._trees["specs"]
-        return [h.value if isinstance(h, _Constant) else like(h, s) for h, s in zip(state.handles, specs, strict=True)]
+        like, held = runtime_of(self.mesh, self.f, self.reduction).like, zip(state.handles, form.specs, strict=True)
+        return [handle.value if isinstance(handle, _Constant) else like(handle, spec) for handle, spec in held]
 
-    def _staged_for(self, batch: tuple[PyTree, ...], shapes: Callable[[], list[Any]]) -> Staged:
+    def _staged_for(self, form: Form, batch: tuple[PyTree, ...], shapes: Callable[[], list[Any]]) -> Staged:
         leaves, tree = optree.tree_flatten(batch)
-        key = (tree, tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves))
-        if key not in self._staged:
-            self._staged[key] = self._trace(shapes(), batch)
-        self.program = self._staged[key].program
-        return self._staged[key]
+        key, staged = (tree, tuple(map(look, leaves))), self._staged[form]
+        if key not in staged:
+            staged[key] = self._trace(form, shapes(), batch)
+        self.program = staged[key].program
+        return staged[key]
 
-    def _trace(self, shapes: list[Any], batch: tuple[PyTree, ...]) -> Staged:
-        params, optimizer_state = self._as_trees(shapes)
+    def _trace(self, form: Form, shapes: list[Any], batch: tuple[PyTree, ...]) -> Staged:
+        params, optimizer_state = form.trees(shapes)
         if self.own_batch:
             batch = self._global_shapes(params, batch)
         batch = of_one_update(self.f.layout, self.mesh, params, batch)
         key = torch.zeros((), dtype=torch.int64) if self.seed is not None else None
         args = ((params, optimizer_state), batch, key)
         return stage(
-            self._local_step(params, batch),
+            self._local_step(form.places, params, batch),
             self.mesh,
             args,
             name="train_step",
@@ -363,9 +371,8 @@ class TrainStep:
 
         return optree.tree_map(whole, batch, specs)
 
-    def _local_step(self, params: PyTree, batch: tuple[PyTree, ...]) -> LocalFunction:
+    def _local_step(self, places: Places, params: PyTree, batch: tuple[PyTree, ...]) -> LocalFunction:
         """The step on one rank's shards."""
-        places = self._trees["places"]
         packing, whole, update = places.packing, places.whole, places.update
         with bind(self.wide_mesh.shape, None):
             batch_specs = broadcast_specs(tuple(self.f.layout.arguments((params, *batch))[1:]), batch)

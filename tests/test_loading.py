@@ -112,3 +112,114 @@ def test_stacks_of_layers_are_compared_as_the_user_has_them() -> None:
     other = OPTIMIZERS["adamw"].init({"w": torch.ones(2, 4, 5, dtype=torch.float64)})
     with pytest.raises(ValueError, match=r"mean\['w'\]: \(2, 4, 5\) float64; the optimizer keeps \(2, 4, 4\)"):
         train.load(params, other, 0)
+
+
+# -----------------------------------------------------------------------------
+# States of several forms
+# -----------------------------------------------------------------------------
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=3), min_size=2, max_size=4),
+    st.sampled_from(sorted(OPTIMIZERS)),
+    st.sampled_from(sorted(PLANS)),
+    st.booleans(),
+)
+def test_one_step_trains_parameters_of_any_shapes_in_turn(
+    many: list[list[int]], optimizer: str, plan: str, lowered: bool
+) -> None:
+    if optimizer == "adafactor" and plan == "flat":
+        return
+    train, before = step(optimizer, plan), []
+    for columns in many:
+        if lowered:
+            train.lower(weights(*columns), X)
+        before.append(train.init(weights(*columns)))
+    for columns, state in zip(many, before, strict=True):
+        after, metrics = train(state, X)
+        alone = step(optimizer, plan)
+        want, wanted = alone(alone.init(weights(*columns)), X)
+        assert torch.equal(metrics.loss, wanted.loss)
+        assert optree.tree_all(optree.tree_map(torch.equal, train.whole(after), alone.whole(want)))
+
+
+def test_whole_parameters_that_look_like_shards_of_others() -> None:
+    train = step("sgd", "zero 3")
+    for rows in (8, 4, 2):  # two ranks' shards of the first have the second's shapes
+        x = torch.ones(4, rows, dtype=torch.float64)
+        params = {"w": torch.ones(rows, 2, dtype=torch.float64)}
+        state, metrics = train(train.init(params), x)
+        assert torch.equal(metrics.loss, loss(params, x))
+        assert {part.shape[0] for part in state.handles[0]} == {-(-rows // 2)}
+
+
+def test_constants_among_the_parameters_are_not_mixed_up() -> None:
+    train = fp.train_step(lambda p, x: (x @ p["w"]).mean() * p["factor"], OPTIMIZERS["sgd"], DATA, PLANS["data"])
+    params = {"w": torch.ones(4, 2, dtype=torch.float64)}
+    losses = [train(train.init({**params, "factor": factor}), X)[1].loss for factor in (1, 2, 1)]
+    assert losses[1] == 2 * losses[0] and losses[2] == losses[0]
+
+
+USES = {
+    "step": lambda train, state: train(state, X),
+    "whole": lambda train, state: train.whole(state),
+    "params": lambda train, state: train.params(state),
+    "copy": lambda train, state: train.copy(state),
+    "check": lambda train, state: train.check(state),
+    "lower": lambda train, state: train.lower(state, X),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_state_of_another_step_is_refused(use: str) -> None:
+    theirs, ours = step("sgd", "zero 3"), step("sgd", "data")
+    state = theirs.init(weights(4))
+    with pytest.raises(ValueError, match=r"not made by this train_step, which has made none yet: begin with"):
+        USES[use](ours, state)
+    ours.init(weights(4))
+    told = r"not made by this train_step; w0 is \(4, 4\) float64 as P\('data'\) in it, \(4, 4\) float64 as P\(\) in"
+    with pytest.raises(ValueError, match=told + r".*train\.load\(\*other\.whole\(state\), state\.step\)"):
+        USES[use](ours, state)
+    ours(ours.load(*theirs.whole(state), state.step), X)
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (fp.train_step(loss, OPTIMIZERS["sgd"], Mesh(data=4), PLANS["data"]), r"it lies on Mesh\(data=4\), the step's"),
+        (step("adamw"), "it has an optimizer state PyTreeSpec"),
+        (step("sgd", "flat"), "put into other vectors for the update"),
+    ],
+)
+def test_what_differs_in_another_steps_state_is_said(other: Any, told: str) -> None:
+    train, state = step("sgd"), other.init(weights(4))
+    train.init(weights(4))
+    with pytest.raises(ValueError, match=told):
+        train(state, X)
+
+
+def test_vectors_in_another_order_are_told_apart() -> None:
+    def flat(decay: dict[str, float]) -> Any:
+        optimizer = fp.optim.adamw(0.1, weight_decay=0.1, decay=decay)
+        return fp.train_step(loss, optimizer, DATA, PLANS["flat"])
+
+    ours, theirs = flat({"w0": 0.5, "w1": 0.5, "w2": 1.0}), flat({"w0": 0.5, "w1": 1.0, "w2": 0.5})
+    ours.init(weights(4, 4, 4))
+    with pytest.raises(ValueError, match="put into other vectors"):
+        ours(theirs.init(weights(4, 4, 4)), X)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_a_state_of_an_equal_step_is_taken(donate: bool) -> None:
+    ours, theirs = step("adamw", "zero 3"), step("adamw", "zero 3", donate=donate)
+    ours.init(weights(3))
+    state, _ = ours(theirs.init(weights(3)), X)
+    again, _ = theirs(state, X)
+    assert again.step == 2
+
+
+@pytest.mark.parametrize("use", sorted(set(USES) - {"lower"}))  # which takes parameters too
+def test_parameters_in_the_place_of_a_state(use: str) -> None:
+    with pytest.raises(TypeError, match=r"takes a TrainState, not dict: .*train\.init\(params\).*train\.load\("):
+        USES[use](step(), weights(4))
