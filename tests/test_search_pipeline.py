@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import optree
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -66,6 +68,34 @@ def test_layers_add_up_to_the_stages_of_the_pipeline(widths: list[int], depth: i
         }
         assert {f"0/{path}" for layer in own for path in layer.weights} == {p for p in taken if p.startswith("0/")}
     assert first == len(layers)
+
+
+WITH_SEVERAL_RESULTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "layer_norm": lambda x: F.layer_norm(x, (4,)),
+    "topk": lambda x: x.topk(4, -1).values,
+    "sort": lambda x: x.sort(-1).values,
+    "max": lambda x: x.max(-1, keepdim=True).values + x,
+    "chunk": lambda x: torch.cat(x.chunk(2, -1), -1),
+}
+
+
+@pytest.mark.parametrize("op", WITH_SEVERAL_RESULTS)
+@pytest.mark.parametrize("layers", [1, 3])
+def test_of_ops_with_several_results_each_is_kept_by_itself(op: str, layers: int) -> None:
+    """Of the batch alone, in the first layer, and of a stage."""
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        for weight in params:
+            x = x + WITH_SEVERAL_RESULTS[op](x) @ weight
+        return (x**2).mean()
+
+    params, x = [torch.randn(4, 4, dtype=torch.float64) for _ in range(layers)], torch.randn(6, 4, dtype=torch.float64)
+    plan = fp.pipeline("pipe", microbatches=1, schedule="zb-h1")
+    (stage,) = fp.compile(fp.grad(plan(loss)), Mesh(pipe=1)).lower(params, x).stages
+    kept = {name: size for layer in fp.layer_costs(loss, params, x) for name, size in layer.kept.items()}
+    residuals = [node.meta["val"].nbytes for node in stage.after_forward if not node.meta["backward"]]
+    assert len(x) * sum(kept.values()) == pytest.approx(sum(residuals))
+    fp.testing.assert_equivalent(loss, plan, Mesh(pipe=layers), params, x)
 
 
 def test_state_is_what_the_ranks_hold() -> None:

@@ -7,6 +7,7 @@ a stage further on needs is handed on by those between, so skip connections cros
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ from torch import fx
 from ..program import Program
 from ..program.collectives import primitive_name
 from ..program.unroll import combined_by
+from ..tracing import Aval
 from ..tracing.graph import operands_of
 from .extract import Extractor, Part
 from .roles import PipelineError, Role, Roles, is_view
@@ -211,7 +213,7 @@ class StageBuilder:
             for operand in self._operands(node)
             if operand in made
         }
-        return {node for node in taken if not is_view(node)}
+        return {node for node in taken if _is_kept(node)}
 
     def _leaving(self, index: int, kinds: str, nodes: list[fx.Node]) -> set[fx.Node]:
         """What some work makes for other work: of this stage, of others, or for the end of the step."""
@@ -255,3 +257,10 @@ class StageBuilder:
             if crosses:
                 found.append(node)
         return tuple(sorted(found, key=self.extractor.position.__getitem__))
+
+
+def _is_kept(node: fx.Node) -> bool:
+    """Whether a value is worth keeping: no view; of an op with several results the results, not their tuple."""
+    if node.target is operator.getitem:
+        return not is_view(node.args[0])  # type: ignore[arg-type]
+    return isinstance(node.meta["val"], Aval) and not is_view(node)
