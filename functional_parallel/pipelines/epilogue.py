@@ -148,6 +148,8 @@ class EpilogueBuilder:
     def _output(self, output: Any, spec: P) -> Any:
         if not isinstance(output, fx.Node):
             return output
+        if output.op == "get_attr":  # a result must be some op's, which says on which ranks it is
+            return self._with_meta(self.new.graph.call_function(aten.clone.default, (self._value(output),)), output)
         if self.roles.axis not in spec.axes or output.op == "placeholder":
             return self._value(output)
         return self._side_by_side(output, microbatch_dim(spec, self.roles.axis, "a result"), output, self.parts)

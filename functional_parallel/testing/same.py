@@ -10,6 +10,7 @@ import torch
 
 from sharding_specs import Mesh
 
+from ..collectives.types import State
 from ..compile import UNCHECKED, stage
 from ..derivatives import grad
 from ..runtime.simulated import SimulatedRuntime
@@ -64,7 +65,8 @@ def _on_every_rank(f: Callable[..., Any], mesh: Mesh, in_specs: tuple[Any, ...],
     handles = [runtime.shard(x, spec) for x, spec in zip(tensors, program.in_specs, strict=True)]
     results = runtime.run(program, handles)
     by_rank = [[handle[rank] for handle in results] for rank in mesh.ranks]
-    return by_rank, [type_of(output) for output in program.traced.outputs]
+    alone = [axis for axis in mesh.axis_names if mesh.axis_size(axis) == 1]  # there all states say the same
+    return by_rank, [type_of(output).having(alone, State.INVARIANT) for output in program.traced.outputs]
 
 
 def _gradient(f: Callable[..., Any], count: int) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import functional_parallel as fp
+from functional_parallel.testing import strategies
 from sharding_specs import Mesh, P
 
 RANKS = st.integers(2, 5)
@@ -88,6 +89,23 @@ def test_a_postponed_sum_is_the_sum(ranks: int) -> None:
         lambda x: fp.psum(x * 3, "i"),
         ranks,
     )
+
+
+@settings(max_examples=20)
+@given(data=st.data())
+def test_a_sum_over_axes_is_the_sums_over_each(data: st.DataObject) -> None:
+    """In any order, on axes of one rank too, where every state says the same."""
+    mesh = data.draw(strategies.meshes().filter(lambda mesh: mesh.axis_names))
+    axes = mesh.axis_names
+    order = data.draw(st.permutations(axes))
+
+    def one_by_one(x: torch.Tensor) -> torch.Tensor:
+        for axis in order:
+            x = fp.psum(x, axis)
+        return x
+
+    x = torch.arange(2.0 * mesh.size, dtype=torch.float64)
+    fp.testing.assert_same(lambda x: fp.psum(x, axes), one_by_one, mesh, (P(axes),), (x,))
 
 
 def test_what_differs_is_said() -> None:

@@ -118,3 +118,22 @@ def test_results_per_sample_and_auxiliary_ones() -> None:
     assert got[1][1].pop("name") == wanted[1][1].pop("name")
     for a, b in zip(optree.tree_leaves(got), optree.tree_leaves(wanted), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+def test_a_result_may_be_a_constant(name: str) -> None:
+    """The same of every step, though the caller writes into it."""
+    twice = torch.arange(3)
+
+    def loss(w: list[torch.Tensor], x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        for each in w:
+            x = torch.tanh(x @ each)
+        return (x**2).mean(), (torch.tensor(3.0), twice, twice)
+
+    w, x = [torch.eye(3, dtype=torch.float64)] * 4, torch.randn(8, 3, dtype=torch.float64)
+    train = fp.train_step(loss, fp.optim.sgd(0.1), Mesh(pipe=2), pipeline(made(name, 2, 4)), has_aux=True)
+    state = train.init(w)
+    for _ in range(2):
+        state, metrics = train(state, x)
+        assert metrics.aux[0] == 3 and metrics.aux[1].tolist() == metrics.aux[2].tolist() == [0, 1, 2]
+        optree.tree_map(torch.Tensor.zero_, metrics.aux)
