@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import optree
@@ -12,6 +12,7 @@ import torch
 
 from sharding_specs import Mesh, P, broadcast_specs, tree_paths
 
+from .assumptions import Assumption, Programs, assumed
 from .collectives import guards
 from .collectives.axes import bind
 from .collectives.types import CollectiveTypeError, State, Type
@@ -72,7 +73,8 @@ def compile(
             which rounds otherwise and takes its time when the program first runs.
 
     Returns:
-        The compiled function. It traces once per signature of its arguments; `.program` is the last program used.
+        The compiled function. It traces once per signature of its arguments, and mode of its modules (`fp.functional`);
+        what else f closes over counts as it was then. `.program` is the last program used.
 
     Raises:
         LayoutError: when a bare function has no specs, or a local one is given some.
@@ -157,7 +159,7 @@ class Compiled:
         self.backend = backend
         self.program: Any = None
         self._in_specs, self._out_specs = in_specs, out_specs
-        self._staged: dict[Any, Staged] = {}
+        self._staged: Programs[Staged] = Programs()
 
     def __call__(self, *args: PyTree) -> PyTree:
         if recorder() is not None:
@@ -198,21 +200,22 @@ class Compiled:
         leaves, tree = optree.tree_flatten(args)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         key = (tree, tuple(_signature(leaf) for leaf in leaves))
-        staged = self._staged.get(key)
-        if staged is None:
-            staged = self._staged[key] = stage(
-                self.f,
-                self.mesh,
-                args,
-                self._in_specs,
-                self._out_specs,
-                name=self.name,
-                bucket=self.bucket,
-                without=self.without,
-                backend=self.backend,
-            )
+        staged = self._staged.get(key, lambda: self._trace(args))
         self.program = staged.program
         return staged, tensors
+
+    def _trace(self, args: tuple[PyTree, ...]) -> Staged:
+        return stage(
+            self.f,
+            self.mesh,
+            args,
+            self._in_specs,
+            self._out_specs,
+            name=self.name,
+            bucket=self.bucket,
+            without=self.without,
+            backend=self.backend,
+        )
 
 
 @dataclass
@@ -222,6 +225,7 @@ class Staged:
     program: Any  # Program, or PipelineProgram
     out_tree: Any
     outputs: list[Any]
+    assumptions: list[Assumption] = field(default_factory=list)
 
     def unflatten(self, tensors: Sequence[torch.Tensor]) -> PyTree:
         remaining = iter(tensors)
@@ -285,7 +289,7 @@ def stage(
 
         avals = [local_aval(leaves[index], flat_specs[index], wide, parts) for index in chosen]
         types = [declared_type(flat_specs[index]) for index in chosen]
-        with bind(wide.shape, None, {axis: each.samples for axis, each in parts.items()}):
+        with bind(wide.shape, None, {axis: each.samples for axis, each in parts.items()}), assumed() as assumptions:
             traced = trace(flat, avals, types=types, on_node=Typing(wide.shape))
         held = [type_of(output) for output in traced.outputs]
         traced = simplify(drop_trivial(forget_values(traced), wide, kept=_pipelined_axes(layout)))
@@ -337,7 +341,7 @@ def stage(
             part.traced.settle()
     elif isinstance(rewritten, Program):  # else it is what a search wants to know
         rewritten.traced.settle()
-    return Staged(rewritten, found["tree"], found["outputs"])
+    return Staged(rewritten, found["tree"], found["outputs"], assumptions)
 
 
 def _is_in(path: str, parent: str) -> bool:

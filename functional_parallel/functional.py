@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .assumptions import assume
 from .collectives import guards
 
 __all__ = ["functional"]
@@ -23,7 +24,8 @@ def functional(module: nn.Module, *, buffers: bool = False) -> Any:
 
     Args:
         module: any module; Hugging Face models too. It is not changed, and its mode (train or eval) counts as it is
-            when the function is called.
+            when the function is called, also where that is compiled: each mode has a program then. What else it reads
+            of itself, a program has as it was when it was traced.
         buffers: pass buffers in and out as state, which batch norm's running statistics need in training.
 
     Returns:
@@ -43,19 +45,30 @@ def functional(module: nn.Module, *, buffers: bool = False) -> Any:
 
 
 def _without_state(module: nn.Module, state: dict[str, torch.Tensor]) -> Callable[..., Any]:
+    modes = _modes(module)
+
     def fn(params: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        assume(modes)
         return torch.func.functional_call(module, {**params, **state}, args, kwargs)
 
     return _named(fn, module)
 
 
 def _with_state(module: nn.Module) -> Callable[..., Any]:
+    modes = _modes(module)
+
     def fn(params: dict[str, torch.Tensor], state: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        assume(modes)
         own = {name: buffer.clone() for name, buffer in state.items()}
         result = torch.func.functional_call(module, {**params, **own}, args, kwargs)
         return result, own
 
     return _named(fn, module)
+
+
+def _modes(module: nn.Module) -> Callable[[], tuple[bool, ...]]:
+    parts = tuple(module.modules())
+    return lambda: tuple([part.training for part in parts])
 
 
 def _named(fn: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:

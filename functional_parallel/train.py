@@ -13,6 +13,7 @@ import torch
 from sharding_specs import Mesh, P, broadcast_specs, tree_paths, whole_shape
 
 from . import _torch, random
+from .assumptions import Programs
 from .asynchronous import is_asynchronous, of_one_update
 from .collectives.axes import bind
 from .compile import Staged, runtime_of, stage
@@ -144,7 +145,7 @@ class TrainStep:
         self.scaling: LossScale | None = self.f.layout.loss_scale
         self.program: Any = None
         self._forms: dict[Any, Form] = {}
-        self._staged: dict[Form, dict[Any, Staged]] = {}
+        self._staged: dict[Form, Programs[Staged]] = {}
 
     # --- state ---
 
@@ -196,7 +197,7 @@ class TrainStep:
         specs = optree.tree_leaves((places.kept, places.state(packed, self.optimizer)), is_leaf=_is_spec)
         found = form_of(self.mesh, places, params, packed, tuple(specs))
         form = self._forms.setdefault(found.key, found)
-        self._staged.setdefault(form, {})
+        self._staged.setdefault(form, Programs())
         return form, optree.tree_leaves((params, packed))
 
     def places(self, params: PyTree) -> Places:
@@ -334,11 +335,10 @@ class TrainStep:
 
     def _staged_for(self, form: Form, batch: tuple[PyTree, ...], shapes: Callable[[], list[Any]]) -> Staged:
         leaves, tree = optree.tree_flatten(batch)
-        key, staged = (tree, tuple(map(look, leaves))), self._staged[form]
-        if key not in staged:
-            staged[key] = self._trace(form, shapes(), batch)
-        self.program = staged[key].program
-        return staged[key]
+        key = (tree, tuple(map(look, leaves)))
+        staged = self._staged[form].get(key, lambda: self._trace(form, shapes(), batch))
+        self.program = staged.program
+        return staged
 
     def _trace(self, form: Form, shapes: list[Any], batch: tuple[PyTree, ...]) -> Staged:
         params, optimizer_state = form.trees(shapes)

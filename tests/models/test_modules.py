@@ -116,3 +116,33 @@ def test_a_tied_weight_is_one_leaf_whose_gradients_are_summed() -> None:
     plan = fp.chain(fp.tensor_parallel("tensor", {"embed.weight": P("tensor")}), fp.zero(3, "data"))
     step = fp.testing.assert_equivalent(loss, plan, Mesh(data=2, tensor=2), params, torch.arange(8), rtol=1e-12)
     assert step.program.counts()[("psum_scatter", ("data",))] == 1
+
+
+def test_a_module_in_another_mode_is_traced_anew() -> None:
+    """Each mode has its program; nothing else is traced again, and what runs is what the module would do."""
+    traced = []
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4, dtype=torch.float64)
+            self.norm = nn.BatchNorm1d(4, affine=False, track_running_stats=False, dtype=torch.float64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            traced.append(self.training)
+            return self.norm(self.linear(x)) * (1 if self.linear.training else 3)
+
+    module = Scaled()
+    fn, params = fp.functional(module)
+    loss = fp.data_parallel("data")(lambda params, x: fn(params, x).square().mean())
+    compiled = fp.compile(loss, Mesh(data=2))
+    train = fp.train_step(loss, fp.optim.sgd(0.1), Mesh(data=2))
+    state, x = train.init(params), torch.randn(8, 4, dtype=torch.float64)
+    for training in (True, False, True, False):
+        module.linear.train(training)
+        torch.testing.assert_close(compiled(params, x), fn(params, x).square().mean())
+        expected = fn(train.params(state), x).square().mean()
+        state, metrics = train(state, x)
+        torch.testing.assert_close(metrics.loss, expected)
+    calls_of_this_test = 8
+    assert len(traced) - calls_of_this_test == 4, "two programs, in two modes"
