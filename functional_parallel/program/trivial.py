@@ -14,13 +14,11 @@ from .collectives import primitive_name
 
 __all__ = ["drop_trivial"]
 
-_MEAN_SOMETHING_ALONE = ("axis_index", "ppermute")  # an index is still 0; a permutation that sends nothing gives zeros
-
 _REDUCTIONS = ("psum", "pmax", "pmin")
 
 
 def drop_trivial(traced: Traced, mesh: Mesh, kept: Sequence[str] = ()) -> Traced:
-    """Remove every collective and cast over axes of one rank, in place; its result is its operand.
+    """Remove every collective and cast over axes of one rank, in place: its result is its operand, an index is zero.
 
     Args:
         traced: the graph.
@@ -29,7 +27,12 @@ def drop_trivial(traced: Traced, mesh: Mesh, kept: Sequence[str] = ()) -> Traced
     """
     for node in list(traced.nodes):
         name = primitive_name(node)
-        if name is None or name in _MEAN_SOMETHING_ALONE or mesh.axis_size(node.args[1]) > 1:
+        if name is None or name == "ppermute":  # one that sends nothing gives zeros
+            continue
+        if name == "axis_index":
+            _drop_index(node, mesh)
+            continue
+        if mesh.axis_size(node.args[1]) > 1:
             continue
         if name in _REDUCTIONS and any(axis in kept for axis in node.args[1]):
             continue
@@ -41,3 +44,10 @@ def drop_trivial(traced: Traced, mesh: Mesh, kept: Sequence[str] = ()) -> Traced
             traced.replace(node, operand)
     traced.seal()
     return traced
+
+
+def _drop_index(node: fx.Node, mesh: Mesh) -> None:
+    if mesh.axis_size(node.args[0]) == 1:
+        aval = node.meta["val"]
+        node.target, node.args = torch.ops.aten.zeros.default, (list(aval.shape),)
+        node.kwargs = {"dtype": aval.dtype, "device": aval.device}

@@ -104,6 +104,18 @@ def test_outputs_per_sample_come_back_whole() -> None:
     assert torch.equal(step(w, x), x @ w)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_microbatch_knows_its_number(ranks: int) -> None:
+    """A lookup among samples asks which microbatch it is, the first of one as of several."""
+    plan = fp.chain(fp.data_parallel("data"), fp.accumulate(1))
+    w, a, b = (torch.arange(9.0 * rows).reshape(3 * rows, 3) % 5 for rows in (1, 2, 2))
+
+    def pairs(w: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return ((a @ w) @ b.T).index_select(1, torch.tensor([1, 4, 2])).sum()
+
+    fp.testing.assert_equivalent(pairs, plan, Mesh(data=ranks), w, a, b, exact=True)
+
+
 @pytest.mark.parametrize("microbatches", [0, -1, True, 2.0])
 def test_a_number_of_microbatches_is_positive(microbatches: object) -> None:
     with pytest.raises(ValueError, match=r"accumulate\(.*\): give the number of microbatches"):
