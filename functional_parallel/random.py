@@ -208,9 +208,7 @@ def _uniform(
 def _global_index(length: int, splits: Sequence[tuple[int, Parts, str]], device: Any) -> torch.Tensor:
     index = torch.arange(length, device=device)
     for outer, parts, axis in reversed(splits):
-        inner = length // outer
-        sample = inner // parts.rows
-        index = (index // inner * parts.samples + parts.start(fp.axis_index(axis))) * sample + index % inner
+        index = parts.whole_position(index, fp.axis_index(axis), length, outer)
         length = parts.whole(length)
     return index
 

@@ -76,6 +76,43 @@ class Parts:
         short = index - (self.full - 1)
         return index * self.rows - (max(short, 0) if isinstance(short, int) else short.clamp(min=0))
 
+    def whole_position(self, position: Any, index: Any, extent: int, outer: int = 1) -> Any:
+        """Where in the whole dim a position lies that a rank holds; numbers, or tensors.
+
+        >>> parts, held = Parts.of(2), [0, 1, 2, 3]     # rank 1's halves of two blocks of 4
+        >>> [parts.whole_position(position, 1, 4, outer=2) for position in held]
+        [2, 3, 6, 7]
+
+        Args:
+            position: where in what the rank holds.
+            index: the rank.
+            extent: how much of the dim it holds.
+            outer: of how many blocks of the dim it holds its part.
+        """
+        block = extent // outer
+        ahead, inside = (0, position) if outer == 1 else (position // block * self.whole(block), position % block)
+        return ahead + self.start(index) * (block // self.rows) + inside
+
+    def held_position(self, position: Any, index: Any, extent: int, outer: int = 1) -> tuple[Any, Any]:
+        """Where a position of the whole lies in what a rank holds, and whether it does; if not, just any number.
+
+        >>> parts, whole = Parts.of(2), [2, 3, 4, 7]
+        >>> [parts.held_position(position, 1, 4, outer=2) for position in whole]
+        [(0, True), (1, True), (2, False), (3, True)]
+
+        Args:
+            position: where in the whole dim, or beyond it.
+            index, extent, outer: as for `whole_position`.
+        """
+        block = extent // outer
+        offset = position - self.start(index) * (block // self.rows)
+        if outer == 1:
+            return offset, (offset >= 0) & (offset < extent)
+        whole = self.whole(block)
+        inside = offset % whole
+        held = (offset >= 0) & (offset < outer * whole) & (inside < block)
+        return offset // whole * block + inside, held
+
     def held(self, index: int, extent: int) -> tuple[int, int]:
         """Begin and end of what a rank holds, in a dim of which it holds `extent`."""
         begin = self.start(index) * (extent // self.rows)

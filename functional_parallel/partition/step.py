@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..collectives import axis_index
 from ..collectives.parts import Parts
 from ..tracing import Aval, source_of
 from .decide import Choice, Decision, Operand
@@ -70,11 +71,17 @@ class Step:
             return True
         return own(extent, place, self.axis, self.parts, device)
 
-    def part(self, tensor: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
-        """A rank's slice of a small whole tensor along an unsplit dim."""
-        length = self.parts.local(tensor.shape[dim])
-        positions = self.parts.start(index) * (length // self.parts.rows) + torch.arange(length, device=tensor.device)
-        return tensor.index_select(dim, positions)
+    def held_positions(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions along the first operand's sharded dim → those in this rank's part, and which of them lie there.
+
+        Where unequal parts hold a sample twice, it lies with the first. What lies elsewhere gets any legal position.
+        """
+        place = self.decision.operands[0]
+        assert isinstance(place, Shard)
+        extent = self.parts.local(self.operands[0].aval.shape[place.dim])
+        held, inside = self.parts.held_position(index, axis_index(self.axis), extent, place.outer)
+        held, own = held.clamp(0, extent - 1), self.own(extent, index.device)
+        return held, inside if isinstance(own, bool) else inside & own[held]
 
 
 def shard_of(place: Place) -> Shard | None:

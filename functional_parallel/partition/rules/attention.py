@@ -137,7 +137,7 @@ def _decide(step: Step) -> Decision | None:
     """More ranks than groups: query heads stay split, and each rank picks the key heads that its own need."""
     q, k = step.operands[0], step.operands[1]
     heads_dim = q.aval.ndim - 3
-    split = isinstance(q.place, Shard) and q.place == Shard(heads_dim)
+    split = isinstance(q.place, Shard) and q.place.dim == heads_dim
     if not split or k.place != WHOLE or step.parts.divide(k.aval.shape[-3]) or not step.parts.is_even:
         return None
     return Decision((q.place, *[WHOLE] * (len(step.operands) - 1)), (q.place,), None)
@@ -148,7 +148,8 @@ def _local(step: Step, q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale
     duplicated = step.choice is None and isinstance(place, Shard) and q.shape[-3] != step.operands[0].aval.shape[-3]
     if duplicated:
         heads, groups = step.operands[0].aval.shape[-3], k.shape[-3]
-        mine = fp.axis_index(step.axis) * q.shape[-3] + torch.arange(q.shape[-3], device=q.device)
+        held = torch.arange(q.shape[-3], device=q.device)
+        mine = step.parts.whole_position(held, fp.axis_index(step.axis), q.shape[-3], place.outer)
         group = mine // (heads // groups)
         k, v = (x.index_select(x.ndim - 3, group) for x in (k, v))
         if mask is not None and mask.ndim > 2 and mask.shape[-3] != 1:

@@ -7,26 +7,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from ... import collectives as fp
 from ..step import Step
 from .broadcast import dim_names, tensor_operands
 from .registry import Rule, rule
 
 aten = torch.ops.aten
-
-
-def local_index(index: torch.Tensor, length: int, axis: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Global positions along a sharded dim → positions in this rank's part, and which of them lie there.
-
-    Args:
-        index: positions in the whole dim.
-        length: the rank's part of the dim.
-        axis: the mesh axis that shards it.
-    """
-    local = index - fp.axis_index(axis) * length
-    inside = (local >= 0) & (local < length)
-    return local.clamp(0, length - 1), inside
-
 
 # -----------------------------------------------------------------------------
 # Embedding
@@ -38,7 +23,7 @@ def _local_embedding(
 ) -> torch.Tensor:
     if not step.splits("v"):
         return step.run(table, index, padding, *args, **kwargs)
-    local, inside = local_index(index, table.shape[0], step.axis)
+    local, inside = step.held_positions(index)
     rows = aten.embedding.default(table, local)
     if padding >= 0:  # the padding row is looked up but never trained
         rows = torch.where((index == padding).unsqueeze(-1), rows.detach(), rows)
@@ -80,7 +65,7 @@ def _gather_text(node: fx.Node) -> str:
 def _local_gather(step: Step, x: torch.Tensor, dim: int, index: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     if not step.splits("picked"):
         return step.run(x, dim, index, **kwargs)
-    local, inside = local_index(index, x.shape[dim], step.axis)
+    local, inside = step.held_positions(index)
     return torch.where(inside, x.gather(dim, local), torch.zeros((), dtype=x.dtype, device=x.device))
 
 
@@ -94,7 +79,7 @@ def _index_select_text(node: fx.Node) -> str:
 def _local_index_select(step: Step, x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
     if not step.splits("picked"):
         return step.run(x, dim, index)
-    local, inside = local_index(index, x.shape[dim], step.axis)
+    local, inside = step.held_positions(index)
     rows = x.index_select(dim, local)
     shape = [-1 if d == dim % x.ndim else 1 for d in range(x.ndim)]
     return torch.where(inside.reshape(shape), rows, torch.zeros((), dtype=x.dtype, device=x.device))
@@ -152,9 +137,21 @@ def _scatter_text(node: fx.Node) -> str:
             names.append(f"d{d}" if d != dim and same else f"o{position}x{d}^")
         patterns.append(" ".join(names))
     result = " ".join("new" + str(d) if "^" in name else name for d, name in enumerate(patterns[0].split()))
-    return f"{', '.join(patterns)} -> {result}"
+    with_source = len(patterns) == 3
+    return f"{', '.join(_both_linear(patterns) if with_source else patterns)} -> {result}"
+
+
+def _put_text(node: fx.Node) -> str:
+    """`index_put(x, indices, values)`."""
+    operands, _, result = all_whole_text(node).partition(" -> ")
+    return f"{', '.join(_both_linear(operands.split(', ')))} -> {result}"
+
+
+def _both_linear(patterns: list[str]) -> list[str]:
+    """What has elements of its first operand and of its last is linear in the two together."""
+    return [f"&{patterns[0]}", *patterns[1:-1], f"&{patterns[-1]}"]
 
 
 rule([aten.index.Tensor], Rule(_index_text))
-rule([aten.index_put.default], Rule(all_whole_text))
+rule([aten.index_put.default], Rule(_put_text))
 rule([aten.scatter.value, aten.scatter.src, aten.scatter_add.default], Rule(_scatter_text))

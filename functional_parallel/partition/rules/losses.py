@@ -17,7 +17,6 @@ from ...collectives.axes import MICROBATCH, hidden_axes
 from ...tracing import Traced
 from ..duplicates import lowest
 from ..step import Step
-from .lookups import local_index
 from .reductions import logsumexp_over_ranks
 from .registry import Rule, rule
 
@@ -132,11 +131,12 @@ def _token_losses(step: Step, scores: torch.Tensor, target: torch.Tensor) -> tor
         scores = scores.log_softmax(-1) if is_logits else scores
         classes = scores.shape[-1]
         return -scores.gather(-1, target.clamp(0, classes - 1).unsqueeze(-1)).squeeze(-1)
-    local, inside = local_index(target, scores.shape[-1], step.axis)
+    local, inside = step.held_positions(target)
     picked = scores.gather(-1, local.unsqueeze(-1)).squeeze(-1)
     picked = torch.where(inside, picked, torch.zeros((), dtype=scores.dtype, device=scores.device))
     score = fp.psum(picked, step.axis)
-    return logsumexp_over_ranks(scores, [-1], False, step.axis) - score if is_logits else -score
+    counted = step.once(scores, lowest(scores.dtype))
+    return logsumexp_over_ranks(counted, [-1], False, step.axis) - score if is_logits else -score
 
 
 _LIKELIHOOD = Rule(_likelihood_text, _local_likelihood, casts=True, counts=True)
