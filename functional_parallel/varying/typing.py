@@ -32,6 +32,8 @@ _COMPUTE = {"adamw", "attention", "constrain", "sum_of_squares", "uniform"}
 #: zeros beside a value as its tangent, and that value written over them: nothing of the first operand is left
 _OF_THE_SECOND = {torch.ops.aten._new_zeros_with_same_feature_meta.default, torch.ops.aten.copy.default}
 
+_ZEROS = {torch.ops.aten.zeros.default, torch.ops.aten.zeros_like.default, torch.ops.aten.new_zeros.default}
+
 
 class TypingError(CollectiveTypeError):
     """A program that treats a value as something it is not; the message names the source line."""
@@ -88,9 +90,10 @@ class Typing:
         return _V if _V in held else _R if _R in held else _I
 
     def _with_partial_sums(self, node: fx.Node, axis: str, held: Sequence[State]) -> State:
-        marks = _linear_marks(node)
-        partial = [index for index, state in enumerate(held) if state is _U]
+        marks, operands = _linear_marks(node), tensor_operands(node)
         together = [index for index, mark in enumerate(marks) if mark == "&"]
+        held = [_U if index in together and _is_zero(operands[index]) else state for index, state in enumerate(held)]
+        partial = [index for index, state in enumerate(held) if state is _U]
         if _V in held:
             raise TypingError(
                 f"{_where(node)}: partial sums (Unreduced over {axis!r}) meet a value that varies by rank; "
@@ -127,7 +130,7 @@ def casts_of(node: fx.Node) -> list[tuple[int, str, State, State]]:
     for index, operand in enumerate(tensor_operands(node)):
         held = type_of(operand)
         for axis in result:
-            target = _R if result[axis] is _U and held[axis] is _I else result[axis]
+            target = _R if result[axis] is _U and held[axis] is _I and not _is_zero(operand) else result[axis]
             if held[axis] is not target and target is not _U:
                 casts.append((index, axis, held[axis], target))
     return casts
@@ -148,6 +151,13 @@ def _linear_marks(node: fx.Node) -> list[str]:
     if rule.text is None:
         return ["~" if rule.moves_only else ""] * count
     return [pattern.linear for pattern in parse_rule(rule.text_for(node)).operands]
+
+
+def _is_zero(node: fx.Node) -> bool:
+    """Whether a value is made of zeros: those of all ranks add up to it, so it joins partial sums as it is."""
+    while node.target is torch.ops.aten.expand.default:
+        node = node.args[0]
+    return node.target in _ZEROS
 
 
 def _where(node: fx.Node) -> str:

@@ -169,3 +169,21 @@ def test_every_mutation_of_an_out_spec_is_refused(body: Body) -> None:
                 fp.shard_map(body.run, mesh, (spec,), wrong)(whole(mesh))
             refused += 1
     assert refused
+
+
+@pytest.mark.parametrize("fill", [torch.zeros, torch.ones])
+def test_zeros_join_partial_sums(fill: Callable[..., torch.Tensor]) -> None:
+    """Every rank's zeros add up to zeros, its ones do not to ones."""
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        partial = fp.pcast(x, "i", to="unreduced")
+        return fp.psum(fill(4, dtype=x.dtype).index_put((torch.tensor([2, 0]),), partial * 3), "i")
+
+    x = torch.arange(4.0)
+    f = fp.shard_map(body, Mesh(i=2), P("i"), P())
+    if fill is torch.zeros:
+        assert f(x).tolist() == [12, 0, 6, 0]
+        assert torch.func.grad(lambda x: f(x).sum())(x).tolist() == [3, 3, 3, 3]
+    else:
+        with pytest.raises(fp.TypingError, match=r"index_put\.default is not linear"):
+            f(x)

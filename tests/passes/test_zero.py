@@ -67,6 +67,37 @@ def test_all_stages_give_the_same_bits(sizes: list[int], ranks: int, dtype: torc
         assert not differing, f"stage {stage}"
 
 
+PLACES = torch.tensor([0, 2, 1, 1])
+
+#: a parameter of shape (6, 4) → (4, 4): ops whose derivatives write gradients into zeros
+PICKED = {
+    "index": lambda w: w[PLACES],
+    "index of columns": lambda w: w[:4, PLACES],
+    "index of pairs": lambda w: w[PLACES, PLACES].expand(4, 4),
+    "gather": lambda w: w.gather(0, PLACES[:, None].expand(4, 4)),
+    "take_along_dim": lambda w: w.take_along_dim(PLACES[:, None], 0),
+    "index_select": lambda w: w.index_select(0, PLACES),
+    "maximum": lambda w: w.max(0).values.expand(4, 4),
+    "sort": lambda w: w.sort(0).values[1:5],
+    "topk": lambda w: w.topk(4, 0).values,
+    "some of all": lambda w: torch.stack(w.unbind(0)[1:5]),
+    "scatter": lambda w: w.scatter(0, PLACES[None], w[3:4] * 2)[:4],
+    "scatter_add": lambda w: w.scatter_add(0, PLACES[:, None].expand(4, 4), w[:4])[:4],
+    "index_put": lambda w: w.index_put((PLACES,), w[:4], accumulate=True)[:4],
+}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("name", PICKED)
+def test_what_is_picked_from_a_parameter(name: str, stage: int) -> None:
+    """By places that all ranks know: the gradient is a partial sum, laid among zeros."""
+    w, x = (torch.randperm(rows * 4, generator=torch.Generator().manual_seed(rows)) for rows in (6, 8))
+    f = lambda w, x: (x @ PICKED[name](w)).square().sum()  # noqa: E731
+    args = (w.double().reshape(6, 4), x.double().reshape(8, 4))
+    step = fp.testing.assert_equivalent(f, fp.zero(stage, "data"), Mesh(data=2), *args, exact=True)
+    assert step.program.counts().get(("psum_scatter", ("data",)), 0) == (stage == 3)
+
+
 def test_shard_over_one_axis_and_replicate_over_another() -> None:
     """HSDP in two words; the same bits as its own two-level sum with nothing sharded."""
     mesh = Mesh(replica=2, shard=2)
