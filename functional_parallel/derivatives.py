@@ -27,6 +27,7 @@ from .collectives.vmap import vmap as _vmap
 from .local_function import LocalFunction, PyTree, unsharded
 from .tracing.graph import aval_of, hollow
 from .tracing.record import Recorder, recorder, trace
+from .trained import is_trained
 from .varying import Typing, run_typed
 
 __all__ = ["grad", "grad_and_value", "hessian", "jvp", "vmap"]
@@ -127,7 +128,7 @@ def jvp(f: Callable[..., Any], primals: tuple[PyTree, ...], tangents: tuple[PyTr
     """
     leaves, tree = optree.tree_flatten(primals)
     directions = tree.flatten_up_to(tangents)
-    moving = [index for index, leaf in enumerate(leaves) if _is_floating(leaf)]
+    moving = [index for index, leaf in enumerate(leaves) if is_trained(leaf)]
     found: dict[str, Any] = {}
 
     def flat(*values: torch.Tensor) -> tuple[Any, ...]:
@@ -218,8 +219,7 @@ def _varied(args: tuple[PyTree, ...], dims: Sequence[int | None], axis: str) -> 
     """Each rank maps over samples of its own, so what they share is its own too: no sum over ranks in gradients."""
     leaves, tree = optree.tree_flatten(args)
     own = [
-        pvary(leaf, axis) if dim is None and _is_floating(leaf) else leaf
-        for leaf, dim in zip(leaves, dims, strict=True)
+        pvary(leaf, axis) if dim is None and is_trained(leaf) else leaf for leaf, dim in zip(leaves, dims, strict=True)
     ]
     return tree.unflatten(own)  # type: ignore[no-any-return]
 
@@ -255,7 +255,7 @@ def _gradient_call(f: Callable[..., Any], argnums: Argnums, has_aux: bool) -> Ca
         numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
         leaves, tree = optree.tree_flatten(args)
         owners = [number for number, arg in enumerate(args) for _ in optree.tree_leaves(arg)]
-        moving = [i for i, leaf in enumerate(leaves) if owners[i] in numbers and _is_floating(leaf)]
+        moving = [i for i, leaf in enumerate(leaves) if owners[i] in numbers and is_trained(leaf)]
         found: dict[str, Any] = {}
 
         def flat(chosen: list[int], values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[Any]]:
@@ -357,10 +357,6 @@ def _filled(leaves: list[Any], moving: list[int], values: Sequence[Any], tree: A
     for index, value in zip(moving, values, strict=True):
         whole[index] = value
     return tree.unflatten(whole)
-
-
-def _is_floating(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
 def _name(f: Any) -> str:

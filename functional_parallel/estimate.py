@@ -17,6 +17,7 @@ from .pipelines import PipelineError, stage_of_layer
 from .program.explain import readable_bytes
 from .scaled import with_scale
 from .train import TrainStep, train_step
+from .trained import is_trained
 from .updating import over_likes
 
 __all__ = ["CONVENTIONS", "Convention", "Estimate", "activation_bytes", "estimate", "transformer_parameters"]
@@ -173,17 +174,14 @@ def _convention(name: str | Convention) -> Convention:
     return CONVENTIONS[name]
 
 
-def _is_trained(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-
-
 def _bytes(tree: Any, specs: Any, mesh: Mesh, each: int | None = None, others: bool = True) -> int:
     """Bytes of a tree's tensors on a rank: `each` per floating element, own size for `others`, the rest of them."""
     leaves, places = optree.tree_leaves(tree), optree.tree_leaves(broadcast_specs(specs, tree))
     total = 0
     for leaf, spec in zip(leaves, places, strict=True):
-        if isinstance(leaf, torch.Tensor) and (others or _is_trained(leaf)):
-            size = each if each is not None and _is_trained(leaf) else leaf.dtype.itemsize
+        if isinstance(leaf, torch.Tensor) and (others or is_trained(leaf)):
+            counted = each is not None and is_trained(leaf)
+            size = each * (1 + leaf.is_complex()) if counted else leaf.dtype.itemsize
             total += size * math.prod(local_shape(leaf.shape, spec.fitted(leaf.shape, mesh), mesh))
     return total
 

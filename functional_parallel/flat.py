@@ -20,6 +20,7 @@ from sharding_specs import Mesh, P, local_shape, shard_leaf, tree_paths, unshard
 
 from .local_function import PyTree, SpecTree
 from .optim import Optimizer
+from .trained import is_trained
 from .updating import at_rest
 
 __all__ = ["Apart", "EndToEnd", "Vectors", "require_elementwise"]
@@ -90,7 +91,7 @@ class EndToEnd:
         assert optimizer.constants is not None
         self.mesh, self.axis = mesh, axis
         self.tree, self.paths, leaves = optree.tree_structure(params), tree_paths(params), optree.tree_leaves(params)
-        self.shapes = [tuple(leaf.shape) if _is_trained(leaf) else None for leaf in leaves]
+        self.shapes = [tuple(leaf.shape) if is_trained(leaf) else None for leaf in leaves]
         self.computed = self.tree.flatten_up_to(specs)
         self.kept = [at_rest(spec) for spec in self.computed]
         marks = [self._per_leaf(params, optimizer.constants(params)), self._per_leaf(params, apart)]
@@ -105,7 +106,7 @@ class EndToEnd:
     def _grouped(self, leaves: list[Any], constants: list[Hashable], apart: list[Hashable]) -> tuple[_Group, ...]:
         found: dict[tuple[torch.dtype, tuple[str, ...], frozenset[str], Hashable, Hashable], list[int]] = {}
         for number, leaf in enumerate(leaves):
-            if _is_trained(leaf):
+            if is_trained(leaf):
                 axes = tuple(name for name in self.mesh.axis_names if name in self.kept[number].axes)
                 key = (leaf.dtype, axes, self.computed[number].reduced, constants[number], apart[number])
                 found.setdefault(key, []).append(number)
@@ -222,10 +223,6 @@ def require_elementwise(optimizer: Optimizer) -> None:
             "alike (weight decay by path, for example): write fp.optim.Optimizer(init, update, constants=lambda "
             "params: 0) if it treats all alike, with update(grads, state, params, constants=None); or use layout='dims'"
         )
-
-
-def _is_trained(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
 
 
 def _end_to_end(parts: Sequence[torch.Tensor], group: _Group) -> torch.Tensor:

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
+from .trained import is_trained
+
 __all__ = ["LossScale", "LossScaleError", "LossScaleState", "has_overflow"]
 
 
@@ -138,14 +140,13 @@ def has_overflow(gradients: Any) -> torch.Tensor:
     tensor(True)
 
     Args:
-        gradients: a pytree; leaves that are not floating tensors do not count. Sharded, the ranks must agree
-            afterwards: sum it over the axes that split the gradients.
+        gradients: a pytree; leaves that are neither floating nor complex tensors do not count. Sharded, the ranks must
+            agree afterwards: sum it over the axes that split the gradients.
 
     Raises:
         ValueError: when there is no floating tensor.
     """
-    tensors = [leaf for leaf in optree.tree_leaves(gradients) if isinstance(leaf, torch.Tensor)]
-    finite = [torch.isfinite(leaf).all() for leaf in tensors if leaf.is_floating_point()]
+    finite = [torch.isfinite(leaf).all() for leaf in optree.tree_leaves(gradients) if is_trained(leaf)]
     if not finite:
         raise ValueError("has_overflow: there is no floating tensor among the gradients")
     return ~torch.stack(finite).all()

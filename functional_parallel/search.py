@@ -17,6 +17,7 @@ from .optim import Optimizer, sgd
 from .pipelines import MeasuredLayer, measure
 from .schedules import Layer, Machine, Plan, ScheduleError
 from .schedules import search as search_plans
+from .trained import is_trained
 from .transforms import chain, data_parallel, pipeline
 from .transforms.transform import Plan as Chain
 from .transforms.transform import Transform
@@ -158,7 +159,7 @@ def _weights(params: Any, optimizer: Optimizer) -> dict[str, tuple[int, int]]:
     """Per trained parameter the bytes of its gradient, and of it, its gradient and the optimizer's state for it."""
     found = {}
     for path, leaf in zip(tree_paths(params), optree.tree_leaves(params), strict=True):
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+        if is_trained(leaf):
             state = optree.tree_leaves(optimizer.init([leaf]))
             held = sum(each.nbytes for each in state if isinstance(each, torch.Tensor) and each.ndim)
             found[path] = (leaf.nbytes, 2 * leaf.nbytes + held)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import _torch
 from .tracing.stand_ins import differentiable
+from .trained import as_real
 
 __all__ = ["sum_of_squares"]
 
@@ -26,11 +27,12 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     tensor(14.)
 
     Args:
-        tensors: at least one, floating. Squares are computed in each one's dtype.
+        tensors: at least one, floating, or complex, whose parts are squared. Squares are computed in each one's dtype.
     """
+    tensors = list(map(as_real, tensors))
     if _torch.holds_levels(tensors):
         return _in_torchs_ops(tensors)
-    result: Tensor = torch.ops.fp.sum_of_squares(list(tensors))
+    result: Tensor = torch.ops.fp.sum_of_squares(tensors)
     return result
 
 

@@ -9,6 +9,8 @@ import optree
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import functional_parallel as fp
@@ -127,6 +129,39 @@ def test_every_plan_is_the_plain_loop(plan: str, optimizer: str) -> None:
     assert_close((losses, norms, train.params(state)), plain_loop(theirs, clip))
     if clip is not None:
         assert max(norms) > clip, "the bound was felt"
+
+
+def quadratic(params: dict[str, Any], x: Tensor) -> Tensor:
+    y = x @ params["first"] @ params["second"] - params["bias"]
+    return (y * y.conj()).real.sum()
+
+
+@pytest.mark.filterwarnings("ignore::functional_parallel.PartitionWarning")  # conj is computed whole
+@settings(max_examples=15, deadline=None)
+@given(
+    fp.testing.strategies.plans({"first": P(None, "tensor"), "second": P("tensor")}),
+    st.integers(1, 3),
+    st.sampled_from([fp.optim.sgd(0.25), fp.optim.sgd(0.25, momentum=0.5), fp.optim.lion(0.25)]),
+    st.booleans(),
+)
+def test_complex_parameters_are_those_of_one_rank(plan: Any, columns: int, optimizer: Any, donate: bool) -> None:
+    """Exactly: all of it is closed on the integers, and on their quarters."""
+    (transform, mesh), generator = plan, torch.Generator().manual_seed(columns)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.complex(*torch.randint(-1, 2, (2, *shape), generator=generator).double())
+
+    params = {"first": draw(3, 4), "second": draw(4, columns), "bias": draw(columns)}
+    x, runs = draw(16, 3), []
+    for place, on in ((None, Mesh(data=1)), (transform, mesh)):
+        train = fp.train_step(quadratic, optimizer, on, place, donate=donate)
+        state, metrics = train(train.init(params), x)
+        after, second = train(state, x)
+        runs.append((train.whole(after), metrics, second.loss))
+    assert_equal(runs[1], runs[0])
+    wanted = [g.abs().square().sum() for g in optree.tree_leaves(fp.grad(quadratic)(params, x))]
+    assert_close(metrics.grad_norm, sum(wanted).sqrt())
+    assert not torch.equal(train.params(after)["bias"], params["bias"])
 
 
 @pytest.mark.parametrize("plan", ["data_parallel", "zero 1", "zero 3"])

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from sharding_specs import P, broadcast_specs
+from sharding_specs import P, broadcast_specs, tree_paths
 
 from ..collectives import axis_size, psum
 from ..collectives.axes import current_axes
@@ -68,9 +68,11 @@ def adafactor(
 
     Returns:
         An optimizer whose update takes the specs of the parameters as fourth argument; `train_step` gives it them.
+        Its `init` refuses complex parameters, as torch's does.
     """
 
     def init(params: Any) -> AdafactorState:
+        _refuse_complex(params)
         decay_rates(weight_decay, decay, params)  # a pattern that matches nothing is refused here
         return AdafactorState(torch.zeros(()), optree.tree_map(_start, params))
 
@@ -102,6 +104,17 @@ def _known(specs: Any) -> Any:
             "adamw, lion"
         )
     return P() if specs is None else specs
+
+
+def _refuse_complex(params: Any) -> None:
+    leaves = zip(tree_paths(params), optree.tree_leaves(params), strict=True)
+    wrong = [path or "the parameter" for path, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_complex()]
+    if wrong:
+        raise ValueError(
+            f"adafactor: {', '.join(wrong)}: complex parameters have no row and column means of their own; keep them "
+            "as torch.view_as_real(w) and let the loss take torch.view_as_complex of it, or use an elementwise "
+            "optimizer, such as adamw"
+        )
 
 
 # -----------------------------------------------------------------------------

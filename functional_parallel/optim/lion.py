@@ -25,6 +25,8 @@ def lion(
 ) -> Optimizer:
     """p ← p (1 − lr λ) − lr · sign(β₁ m + (1−β₁) g);  m ← β₂ m + (1−β₂) g.
 
+    Of a complex parameter the real and the imaginary parts are updated each by its own sign.
+
     >>> import torch
     >>> optimizer = lion(0.25)
     >>> params = {"w": torch.tensor([1.0, 1.0])}

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
+from ..trained import as_complex, as_real, is_trained
+
 __all__ = ["Optimizer", "Schedule", "clip_value", "learning_rate", "map_leaves", "zeros_like"]
 
 PyTree = Any
@@ -41,7 +43,7 @@ def clip_value(optimizer: Optimizer, bound: float) -> Optimizer:
     """The optimizer, given gradients whose every element is first brought into [-bound, bound].
 
     It needs no sum over ranks, so it is right under every sharding; `train_step(clip=…)` bounds the global norm
-    instead, before this.
+    instead, before this. Of complex gradients it bounds the real and the imaginary parts.
 
     >>> import torch, functional_parallel as fp
     >>> optimizer = fp.optim.clip_value(fp.optim.sgd(1.0), 0.5)
@@ -88,9 +90,10 @@ def zeros_like(params: PyTree) -> PyTree:
 def map_leaves(
     update: Callable[..., tuple[torch.Tensor, ...]], params: PyTree, *trees: PyTree, constants: PyTree = None
 ) -> tuple[PyTree, ...]:
-    """Apply an update to every floating parameter with its gradient and state; returns one tree per result.
+    """Apply an update to every floating or complex parameter with its gradient and state; returns a tree per result.
 
-    Leaves that are not floating tensors stay as they are.
+    A complex parameter is given to it as pairs of real numbers, and so are its gradient and state. Leaves that are
+    neither stay as they are.
 
     Args:
         update: (parameter, gradient, state…[, constant]) → (new parameter, new state…).
@@ -103,9 +106,10 @@ def map_leaves(
     last = [(value,) for value in tree.flatten_up_to(constants)] if constants is not None else [()] * len(leaves)
     rows = []
     for constant, leaf, *others in zip(last, leaves, *columns, strict=True):
-        rows.append(update(leaf, *others, *constant) if is_trained(leaf, others[0]) else (leaf, *others[1:]))
+        if not is_trained(leaf) or others[0] is None:
+            rows.append((leaf, *others[1:]))
+        elif leaf.is_complex():
+            rows.append(tuple(map(as_complex, update(*map(as_real, (leaf, *others)), *constant))))
+        else:
+            rows.append(update(leaf, *others, *constant))
     return tuple(tree.unflatten(column) for column in zip(*rows, strict=True))
-
-
-def is_trained(leaf: Any, gradient: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and gradient is not None

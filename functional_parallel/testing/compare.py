@@ -9,6 +9,8 @@ import torch
 
 from sharding_specs import tree_paths
 
+from ..trained import as_real
+
 __all__ = ["NotEquivalentError", "compare"]
 
 _TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -45,6 +47,7 @@ def _difference(got: torch.Tensor, want: torch.Tensor, exact: bool, rtol: float 
         return f"{got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}"
     if torch.equal(got, want) or not want.numel():
         return None
+    got, want = as_real(got), as_real(want)
     difference = (got.double() - want.double()).abs()
     scale = want.double().abs().max().item()
     allowed = 0.0 if exact else (_TOLERANCE.get(want.dtype, 0.0) if rtol is None else rtol) * scale

@@ -15,6 +15,7 @@ from ..partition.rules.broadcast import tensor_operands
 from ..source import inherit
 from ..tracing import Traced, source_of
 from ..tracing.graph import walk_args
+from ..trained import is_trained
 from .typing import casts_of, type_of
 
 __all__ = ["run_typed"]
@@ -63,7 +64,7 @@ class _Run:
     def _cast(self, node: fx.Node, casts: list[tuple[str, State, State]]) -> Any:
         value = self.values[node]
         done: tuple[tuple[str, State, State], ...] = ()
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        if not is_trained(value):
             return value
         for cast in casts:
             done = (*done, cast)

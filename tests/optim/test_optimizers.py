@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import functional_parallel as fp
 from functional_parallel import _torch
 from functional_parallel.optim.adamw_kernel import ADAMW, ADAMW_IN_PLACE, _formula
+from functional_parallel.trained import as_real
 
 STEPS = 10
 
@@ -32,9 +33,10 @@ class Lion(torch.optim.Optimizer):
             beta1, beta2 = group["betas"]
             for p in group["params"]:
                 m = self.state[p].setdefault("m", torch.zeros_like(p))
-                c = beta1 * m + (1 - beta1) * p.grad
+                p, grad, m = map(as_real, (p, p.grad, m))
+                c = beta1 * m + (1 - beta1) * grad
                 p.sub_(group["lr"] * (c.sign() + group["decay"] * p))
-                m.mul_(beta2).add_((1 - beta2) * p.grad)
+                m.mul_(beta2).add_((1 - beta2) * grad)
 
 
 ADAFACTOR: dict[str, tuple[fp.optim.Optimizer, Callable[[Any], torch.optim.Optimizer]]] = {
@@ -81,7 +83,12 @@ def parameters(dtype: torch.dtype = torch.float64) -> dict[str, Any]:
 
 def gradient(params: Any, step: int) -> Any:
     """Something that depends on the parameters, so that an error grows from step to step."""
-    return optree.tree_map(lambda p: torch.sin(3 * p + step) + 0.1 * p, params)
+
+    def of_one(p: Tensor) -> Tensor:
+        waves = torch.sin(3 * as_real(p) + step)
+        return (torch.view_as_complex(waves) if p.is_complex() else waves) + 0.1 * p
+
+    return optree.tree_map(of_one, params)
 
 
 def run(optimizer: fp.optim.Optimizer, params: Any, steps: int = STEPS) -> tuple[Any, Any]:
@@ -112,6 +119,32 @@ def assert_close(ours: Any, theirs: Any, tolerance: float = 1e-12) -> None:
 def test_ten_steps_equal_torchs(name: str) -> None:
     ours, theirs = ALL[name]
     assert_close(run(ours, parameters())[0], run_torch(theirs, parameters()))
+
+
+@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_parameters_are_updated_as_torch_does(name: str, dtype: torch.dtype) -> None:
+    ours, theirs = TABLE[name]
+    params, tolerance = parameters(dtype), 1e-12 if dtype == torch.complex128 else 1e-4
+    assert_close(run(ours, params)[0], run_torch(theirs, params), tolerance)
+
+
+def test_complex_parameters_that_lie_crosswise_or_are_conjugated() -> None:
+    optimizer, w = fp.optim.adamw(0.1), torch.randn(3, 2, dtype=torch.complex128)
+    want, _ = optimizer.update(w, optimizer.init(w), w)
+    for same in (w.t().contiguous().t(), w.conj().resolve_conj().conj()):
+        assert torch.equal(optimizer.update(same, optimizer.init(same), same)[0], want)
+
+
+def test_values_of_complex_gradients_are_clipped_by_part() -> None:
+    optimizer, w = fp.optim.clip_value(fp.optim.sgd(1.0), 0.5), torch.zeros(1, dtype=torch.complex64)
+    assert optimizer.update(torch.tensor([3 - 0.25j]), optimizer.init(w), w)[0].item() == -0.5 + 0.25j
+
+
+def test_adafactor_refuses_complex_parameters_as_torchs_does() -> None:
+    params = {"w": torch.ones(2, 2, dtype=torch.complex64), "b": torch.ones(2)}
+    with pytest.raises(ValueError, match=r"adafactor: w: complex parameters .* torch\.view_as_real"):
+        fp.optim.adafactor().init(params)
 
 
 @pytest.mark.parametrize("name", ALL)
