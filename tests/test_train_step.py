@@ -16,7 +16,7 @@ from torch import Tensor
 import functional_parallel as fp
 from functional_parallel.runtime import SimulatedRuntime
 from functional_parallel.runtime.default import use_runtime
-from sharding_specs import Mesh, P
+from sharding_specs import Mesh, P, SpecError
 
 STEPS = 6
 RULES = {"first/w": P(None, "tensor"), "first/b": P("tensor"), "second/w": P("tensor")}
@@ -331,6 +331,39 @@ def test_a_batch_may_be_any_pytree() -> None:
     train = fp.train_step(of_tree, fp.optim.sgd(0.1), Mesh(data=2), fp.data_parallel("data"))
     _, metrics = train(train.init(parameters()), {"x": x, "targets": [labels], "weight": 2.0})
     assert_close(metrics.loss, 2 * loss(parameters(), x, labels))
+
+
+CUT = (P("microbatch"), P("microbatch"), P())
+SPLIT = (P("data"), P("data"), P())
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        fp.data_parallel("data", batch=SPLIT),
+        fp.zero(1, "data", batch=SPLIT),
+        fp.zero(1, "data", layout="flat", batch=SPLIT),
+        fp.zero(3, "data", batch=SPLIT),
+        fp.chain(fp.zero(2, "data", batch=SPLIT), fp.accumulate(2, batch=CUT)),
+        fp.chain(fp.data_parallel("data", batch=SPLIT), fp.pipeline("pipe", microbatches=2, batch=CUT)),
+    ],
+    ids=repr,
+)
+def test_arguments_of_the_batch_may_lie_each_in_its_own_way(plan: Any) -> None:
+    def weighted(params: Any, x: Tensor, labels: Tensor, scales: Tensor) -> Tensor:
+        return loss(params, x, labels) * scales.sum()
+
+    scales, (x, labels) = torch.tensor([0.5, 1.0, 0.25], dtype=torch.float64), batches()[0]  # 3: no axis divides it
+    results = []
+    for place, mesh in ((None, Mesh(data=1)), (plan, Mesh(pipe=2, data=2) if "pipe" in repr(plan) else Mesh(data=2))):
+        train = fp.train_step(weighted, fp.optim.sgd(0.1), mesh, place)
+        state, metrics = train(train.init(parameters()), x, labels, scales)
+        results.append((train.params(state), metrics.loss, metrics.grad_norm))
+    assert_close(results[1], results[0])
+    with pytest.raises(
+        SpecError, match=r"specs for 3 arguments after the parameters, but the function .* with 2; give"
+    ):
+        train(state, x, labels)
 
 
 def test_parameters_that_are_not_floating_tensors_stay() -> None:

@@ -65,7 +65,8 @@ def data_parallel(axis: str, *, batch: SpecTree = None, strict: bool = False) ->
 
     Args:
         axis: the mesh axis.
-        batch: how the arguments after the parameters lie; by default dim 0 of every tensor that has one is sharded.
+        batch: how the arguments after the parameters lie, one spec (or tree of specs) for all of them or a tuple with
+            one for each; by default dim 0 of every tensor that has one is sharded.
         strict: refuse ops that have no sharding rule.
     """
     return _zero(0, axis, None, batch, strict, f"data_parallel({axis!r})")
@@ -285,9 +286,20 @@ def _only(specs: SpecTree, axis: str) -> SpecTree:
 
 
 def rest_specs(args: tuple[PyTree, ...], batch: SpecTree, default: P | None = None) -> list[SpecTree]:
-    """Specs of the arguments after the parameters."""
+    """Specs of the arguments after the parameters, none where only the parameters are known.
+
+    Raises:
+        SpecError: when `batch` is a tuple, of specs for other than so many arguments.
+    """
+    if isinstance(batch, tuple):
+        if len(args) > 1 and len(batch) != len(args) - 1:
+            raise SpecError(
+                f"batch={batch!r} gives specs for {len(batch)} arguments after the parameters, but the function is "
+                f"called with {len(args) - 1}; give one for each, or one spec for all of them"
+            )
+        return list(batch[: len(args) - 1])
     if batch is not None:
-        return [batch] * (len(args) - 1) if not isinstance(batch, tuple) else list(batch)
+        return [batch] * (len(args) - 1)
     return [optree.tree_map(lambda leaf: _with_batch(leaf, default), arg) for arg in args[1:]]
 
 
