@@ -379,6 +379,27 @@ def test_parameters_that_are_not_floating_tensors_stay() -> None:
     assert torch.equal(new["order"], params["order"]) and new["factor"] == 2 and not torch.equal(new["w"], params["w"])
 
 
+WITH_NONE = {
+    **PLANS,
+    "flat": (fp.zero(1, "data", layout="flat"), Mesh(data=2)),
+    "pipe": (fp.pipeline("pipe", microbatches=2), Mesh(pipe=2)),
+}
+
+
+@pytest.mark.parametrize("plan", WITH_NONE)
+@pytest.mark.parametrize("optimizer", [fp.optim.sgd(0.2, momentum=0.9), fp.optim.adamw(0.1), fp.optim.lion(0.1)])
+def test_a_parameter_that_is_none_changes_nothing(plan: str, optimizer: Any) -> None:
+    """As `bias=None` in a layer."""
+    transform, mesh = WITH_NONE[plan]
+    train, without = (fp.train_step(loss, optimizer, mesh, transform, clip=0.3) for _ in range(2))
+    params = {**parameters(), "third": {"w": None, "b": [None]}}
+    losses, norms, state = run(train, train.init(params), batches(2))
+    want_losses, want_norms, want = run(without, without.init(parameters()), batches(2))
+    assert (losses, norms) == (want_losses, want_norms)
+    assert_equal(train.params(state), {**without.params(want), "third": {"w": None, "b": [None]}})
+    train(train.load(*train.whole(state), 2), *batches()[0])
+
+
 # -----------------------------------------------------------------------------
 # Randomness, precision
 # -----------------------------------------------------------------------------
