@@ -104,6 +104,10 @@ def train_step(
     check_backend(backend)
     if batch not in ("global", "own"):
         raise ValueError(f"train_step(batch={batch!r}): it is 'global' or 'own'")
+    if clip is not None and not (isinstance(clip, (int, float)) and not isinstance(clip, bool) and clip > 0):
+        raise ValueError(
+            f"train_step(clip={clip!r}): the bound on the gradients' global norm is a number above 0, or None for none"
+        )
     if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         raise TypeError(
             "train_step takes an optimizer from fp.optim, a pair of functions (init, update), "

@@ -17,6 +17,7 @@ from sharding_specs import P, broadcast_specs, tree_paths
 from ..collectives import axis_size, psum
 from ..collectives.axes import current_axes
 from .decay import Decay, decay_rates
+from .hyperparameters import is_number, require_not_negative, require_rate
 from .optimizer import Optimizer, Schedule, learning_rate, map_leaves
 
 __all__ = ["AdafactorState", "Factored", "adafactor"]
@@ -69,7 +70,13 @@ def adafactor(
     Returns:
         An optimizer whose update takes the specs of the parameters as fourth argument; `train_step` gives it them.
         Its `init` refuses complex parameters, as torch's does.
+
+    Raises:
+        ValueError: for a number that is not in its range.
     """
+    require_rate("adafactor", lr)
+    require_not_negative("adafactor", weight_decay=weight_decay)
+    _require_own(beta2_decay, eps, d)
 
     def init(params: Any) -> AdafactorState:
         _refuse_complex(params)
@@ -93,6 +100,16 @@ def adafactor(
         return new, AdafactorState(state.step + 1, square)
 
     return Optimizer(init, update, lambda params, specs: AdafactorState(P(), optree.tree_map(_placed, params, specs)))
+
+
+def _require_own(beta2_decay: Any, eps: Any, d: Any) -> None:
+    if not (is_number(beta2_decay) and beta2_decay <= 0):
+        raise ValueError(f"adafactor(beta2_decay={beta2_decay!r}): γ is a number of at most 0")
+    if not (isinstance(eps, (tuple, list)) and len(eps) == 2):
+        raise ValueError(f"adafactor(eps={eps!r}): give ε₁, a number or None, and ε₂, a number")
+    require_not_negative("adafactor", eps1=0 if eps[0] is None else eps[0], eps2=eps[1])
+    if not (is_number(d) and d > 0):
+        raise ValueError(f"adafactor(d={d!r}): the largest RMS of an update is a number above 0")
 
 
 def _known(specs: Any) -> Any:

@@ -9,6 +9,7 @@ import torch
 
 from .adamw import AdamWState, adamw
 from .decay import Decay, decay_rates
+from .hyperparameters import require_betas, require_not_negative, require_rate
 from .optimizer import Optimizer, Schedule, map_leaves
 from .sgd import decayed
 
@@ -37,7 +38,13 @@ def adam(
         eps: ε, outside the root.
         weight_decay: λ, added to the gradient, and so divided by √v̂ with it; `adamw` keeps the two apart.
         decay: which parameters decay: path pattern → whether, or a predicate of path and leaf; all by default.
+
+    Raises:
+        ValueError: for a number that is not in its range.
     """
+    require_rate("adam", lr)
+    require_betas("adam", betas)
+    require_not_negative("adam", eps=eps, weight_decay=weight_decay)
     plain = adamw(lr, betas=betas, eps=eps, weight_decay=0.0)
 
     rates = partial(decay_rates, weight_decay, decay)

@@ -9,6 +9,7 @@ import torch
 
 from .adamw_kernel import adamw_of_one
 from .decay import Decay, decay_rates
+from .hyperparameters import require_betas, require_not_negative, require_rate
 from .optimizer import Optimizer, Schedule, learning_rate, map_leaves, zeros_like
 
 __all__ = ["AdamWState", "adamw"]
@@ -44,8 +45,13 @@ def adamw(
         eps: ε, outside the root.
         weight_decay: λ, decoupled from the gradient.
         decay: which parameters decay: path pattern → whether, or a predicate of path and leaf; all by default.
-    """
 
+    Raises:
+        ValueError: for a number that is not in its range.
+    """
+    require_rate("adamw", lr)
+    require_betas("adamw", betas)
+    require_not_negative("adamw", eps=eps, weight_decay=weight_decay)
     rates = partial(decay_rates, weight_decay, decay)
 
     def init(params: Any) -> AdamWState:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .decay import Decay, decay_rates
+from .hyperparameters import require_betas, require_not_negative, require_rate
 from .optimizer import Optimizer, Schedule, learning_rate, map_leaves, zeros_like
 
 __all__ = ["LionState", "lion"]
@@ -38,7 +39,13 @@ def lion(
         betas: β₁ for the step, β₂ for the average.
         weight_decay: λ, decoupled from the gradient.
         decay: which parameters decay: path pattern → whether, or a predicate of path and leaf; all by default.
+
+    Raises:
+        ValueError: for a number that is not in its range.
     """
+    require_rate("lion", lr)
+    require_betas("lion", betas)
+    require_not_negative("lion", weight_decay=weight_decay)
     beta1, beta2 = betas
 
     rates = partial(decay_rates, weight_decay, decay)

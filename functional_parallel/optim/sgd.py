@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .decay import Decay, decay_rates
+from .hyperparameters import is_number, require_not_negative, require_rate
 from .optimizer import Optimizer, Schedule, learning_rate, map_leaves, zeros_like
 
 __all__ = ["SGDState", "sgd"]
@@ -46,8 +47,12 @@ def sgd(
         decay: which parameters decay: path pattern → whether, or a predicate of path and leaf; all by default.
 
     Raises:
-        ValueError: Nesterov without momentum, or with dampening.
+        ValueError: for a number that is negative or none, and for Nesterov without momentum, or with dampening.
     """
+    require_rate("sgd", lr)
+    require_not_negative("sgd", momentum=momentum, weight_decay=weight_decay)
+    if not is_number(dampening):
+        raise ValueError(f"sgd(dampening={dampening!r}): give a number")
     if nesterov and (momentum <= 0 or dampening):
         raise ValueError("sgd(nesterov=True) needs momentum > 0 and dampening = 0")
 

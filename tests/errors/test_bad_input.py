@@ -14,6 +14,7 @@ import functional_parallel as fp
 from sharding_specs import Mesh, MeshError, P, SpecError, apply_rules, shard
 
 MESH = Mesh(data=2, tensor=2)
+OPTIMIZERS = (fp.optim.adam, fp.optim.adamw, fp.optim.lion, fp.optim.sgd, fp.optim.adafactor)
 HERE = Path(__file__).name
 
 Params = dict[str, torch.Tensor]
@@ -282,11 +283,51 @@ def test_a_batch_that_does_not_divide() -> None:
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"batch": "bogus"}, "it is 'global' or 'own'"), ({"plan": "zero"}, "train_step takes a plan")],
+    [
+        ({"batch": "bogus"}, "it is 'global' or 'own'"),
+        ({"plan": "zero"}, "train_step takes a plan"),
+        ({"clip": -1}, r"clip=-1\): the bound .* is a number above 0, or None"),
+        ({"clip": 0.0}, "clip=0.0"),
+        ({"clip": float("nan")}, "clip=nan"),
+        ({"clip": "1"}, "clip='1'"),
+    ],
 )
 def test_a_training_steps_arguments(options: dict[str, Any], said: str) -> None:
     with pytest.raises((ValueError, TypeError), match=said):
         fp.train_step(loss, fp.optim.sgd(0.1), MESH, **options)
+
+
+WRONG_NUMBERS: list[tuple[Any, dict[str, Any], str]] = [
+    *((make, {"lr": lr}, "a number of at least 0, or a function") for make in OPTIMIZERS for lr in (-0.1, "0.1", None)),
+    *((make, {"lr": 0.1, "weight_decay": value}, "at least 0") for make in OPTIMIZERS for value in (-0.1, "0.1")),
+    *((make, {"lr": 0.1, "eps": -1e-8}, "at least 0") for make in OPTIMIZERS[:2]),
+    *(
+        (make, {"lr": 0.1, "betas": betas}, "two numbers of at least 0 and less than 1")
+        for make in OPTIMIZERS[:3]
+        for betas in ((0.9, 1.0), (-0.1, 0.9), (0.9, float("nan")), 0.9, (0.9,))
+    ),
+    (fp.optim.sgd, {"lr": float("nan")}, "at least 0"),
+    (fp.optim.sgd, {"lr": torch.ones(2)}, "at least 0"),
+    (fp.optim.sgd, {"lr": 0.1, "momentum": -0.9}, "at least 0"),
+    (fp.optim.sgd, {"lr": 0.1, "momentum": 0.9, "dampening": "0"}, "give a number"),
+    (fp.optim.adafactor, {"beta2_decay": 0.8}, "at most 0"),
+    (fp.optim.adafactor, {"eps": (None, -1e-3)}, "at least 0"),
+    (fp.optim.adafactor, {"eps": 1e-3}, "and ε₂"),
+    (fp.optim.adafactor, {"d": 0.0}, "above 0"),
+]
+
+
+@pytest.mark.parametrize(("make", "options", "said"), WRONG_NUMBERS)
+def test_an_optimizers_numbers(make: Any, options: dict[str, Any], said: str) -> None:
+    *_, (name, value) = options.items()
+    told = message(lambda: make(**options), ValueError)
+    assert told.startswith(f"{make.__name__}({name}") and said in told and (name == "eps" or repr(value) in told)
+
+
+def test_rates_that_are_no_plain_numbers() -> None:
+    for make in OPTIMIZERS:
+        for lr in (0, torch.tensor(0.1), fp.optim.schedules.constant(0.1), lambda step: 0.1):
+            make(lr)
 
 
 def test_torchs_optimizer() -> None:

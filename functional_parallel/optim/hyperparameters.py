@@ -1,0 +1,44 @@
+"""What an optimizer's numbers may be, checked where it is made: a wrong one would train on, and to nothing."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import Any
+
+import torch
+
+__all__ = ["is_number", "require_betas", "require_not_negative", "require_rate"]
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number.
+
+    >>> [is_number(value) for value in (0, 1e-3, "1e-3", True, float("nan"))]
+    [True, True, False, False, False]
+    """
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def require_rate(optimizer: str, lr: Any) -> None:
+    """Refuse what is neither a learning rate, as a number or a scalar tensor, nor a function that makes them."""
+    if callable(lr) or (isinstance(lr, torch.Tensor) and lr.ndim == 0) or (is_number(lr) and lr >= 0):
+        return
+    raise ValueError(
+        f"{optimizer}(lr={lr!r}): a learning rate is a number of at least 0, or a function from the number of updates "
+        "done to one, such as those of fp.optim.schedules"
+    )
+
+
+def require_not_negative(optimizer: str, **values: Any) -> None:
+    """Refuse what is no number of at least 0."""
+    for name, value in values.items():
+        if not (is_number(value) and value >= 0):
+            raise ValueError(f"{optimizer}({name}={value!r}): give a number of at least 0")
+
+
+def require_betas(optimizer: str, betas: Any) -> None:
+    """Refuse weights of moving averages that are no two numbers in [0, 1)."""
+    pair = isinstance(betas, (tuple, list)) and len(betas) == 2
+    if not (pair and all(is_number(beta) and 0 <= beta < 1 for beta in betas)):
+        raise ValueError(f"{optimizer}(betas={betas!r}): give two numbers of at least 0 and less than 1")
