@@ -70,10 +70,13 @@ def batches(steps: int = STEPS, rows: int = 8) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def loss(params: dict[str, Any], x: Tensor, labels: Tensor) -> Tensor:
+def scores(params: dict[str, Any], x: Tensor) -> Tensor:
     hidden = torch.tanh(x.to(params["scale"].dtype) @ params["first"]["w"] + params["first"]["b"])
-    logits = hidden @ params["second"]["w"] + params["second"]["b"]
-    return F.cross_entropy(logits * (1 + params["scale"]), labels)
+    return (hidden @ params["second"]["w"] + params["second"]["b"]) * (1 + params["scale"])
+
+
+def loss(params: dict[str, Any], x: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(scores(params, x), labels)
 
 
 def plain_loop(
@@ -321,6 +324,27 @@ def test_auxiliary_results_come_back_whole(plan: str) -> None:
     assert_close(metrics.loss, loss(parameters(), x, labels))
     assert torch.equal(metrics.aux["hits"], (x.sum(1) > labels).sum())
     assert torch.equal(metrics.aux["rows"], 2 * x)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_one_hot_of_what_is_computed_and_of_a_constant(plan: str) -> None:
+    """In a derivative, where torch cannot see that there are no values to look at."""
+    targets = torch.tensor([2, 0, 1])
+
+    def chosen(params: Any, x: Tensor, labels: Tensor) -> Tensor:
+        found = scores(params, x)
+        weights = F.one_hot(found.argmax(-1), 3) + F.one_hot(labels, 3) * F.one_hot(targets, num_classes=3)[1]
+        return (found * weights).mean()
+
+    transform, mesh = PLANS[plan]
+    params, batch = parameters(), batches()[0]
+    gradients, value = fp.grad_and_value(chosen)(params, *batch)
+    train = fp.train_step(chosen, fp.optim.sgd(1.0), mesh, transform)
+    state, metrics = train(train.init(params), *batch)
+    torch.testing.assert_close(metrics.loss, value, rtol=1e-12, atol=1e-12)
+    wanted = optree.tree_map(torch.sub, params, gradients)
+    for a, b in zip(optree.tree_leaves(train.params(state)), optree.tree_leaves(wanted), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 def test_a_batch_may_be_any_pytree() -> None:

@@ -1,5 +1,6 @@
 """Function → FX graph: own recording of aten ops and collectives on fake tensors."""
 
+from . import one_hot
 from .graph import Aval, Traced, aval_of, hollow, is_collective, source_of
 from .layers import fold_layers
 from .record import CustomFunctionError, MutationError, TracingError, trace
@@ -18,6 +19,7 @@ __all__ = [
     "fuse_views",
     "hollow",
     "is_collective",
+    "one_hot",
     "simplify",
     "source_of",
     "trace",
