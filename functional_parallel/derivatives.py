@@ -98,9 +98,9 @@ def hessian(f: Callable[..., Any], argnums: int = 0) -> Callable[..., Any]:
     Returns:
         A function of the same arguments; its result has the argument's dims twice.
     """
-    call = torch.func.hessian(f.run if isinstance(f, LocalFunction) else f, argnums)
     if not isinstance(f, LocalFunction):
-        return call
+        return torch.func.jacfwd(grad(f, argnums), argnums)  # whose reverse part is typed in a body
+    call = torch.func.hessian(f.run, argnums)
 
     def results(args: tuple[PyTree, ...]) -> P:
         spec = f.layout.arguments(args)[argnums]

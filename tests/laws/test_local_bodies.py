@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import functional_parallel as fp
 from functional_parallel.collectives import group
+from functional_parallel.testing import strategies
 from sharding_specs import Mesh, P, shard_leaf, unshard_leaf
 
 MESHES = [Mesh(i=2), Mesh(i=4), Mesh(i=2, j=2), Mesh(j=3, i=2), Mesh(i=2, j=2, k=2)]
@@ -187,3 +190,28 @@ def test_zeros_join_partial_sums(fill: Callable[..., torch.Tensor]) -> None:
     else:
         with pytest.raises(fp.TypingError, match=r"index_put\.default is not linear"):
             f(x)
+
+
+DERIVATIVES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "grad": lambda f, w: fp.grad(f)(w),
+    "hessian": lambda f, w: fp.hessian(f)(w),
+    "jvp of grad": lambda f, w: fp.jvp(fp.grad(f), (w,), (w + 1,)),
+    "grad of jvp": lambda f, w: fp.grad(lambda w: fp.jvp(f, (w,), (w + 1,))[1])(w),
+}
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+@settings(max_examples=8)
+@given(data=st.data())
+def test_derivatives_by_what_ranks_share_sum_over_what_they_hold(name: str, data: st.DataObject) -> None:
+    """Of a function that closes over shards, which an Invariant meets."""
+    mesh = data.draw(strategies.meshes().filter(lambda mesh: mesh.axis_names))
+    axes, derivative = mesh.axis_names, DERIVATIVES[name]
+    x = torch.arange(3.0 * 2 * mesh.size, dtype=torch.float64).reshape(-1, 3) % 7 - 3
+    w = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
+
+    def body(x: torch.Tensor, w: torch.Tensor) -> Any:
+        return derivative(lambda w: fp.psum(((x @ w) ** 3).sum(), axes), w)
+
+    found = fp.shard_map(body, mesh, (P(axes), P()), P())(x, w)
+    torch.testing.assert_close(found, derivative(lambda w: ((x @ w) ** 3).sum(), w), rtol=0, atol=0)
