@@ -1,11 +1,14 @@
 """Rewrites of a traced forward that keep its rules few and its collectives few.
 
 Biases leave the products they are fused with: under a sharded contraction each rank would add one. Cross entropy is
-named as one op, so that its classes can stay sharded.
+named as one op, so that its classes can stay sharded; that of images, or of a sequence with its classes in the middle,
+is one of rows.
 """
 
 from __future__ import annotations
 
+import math
+import operator
 from typing import Any
 
 import torch
@@ -18,6 +21,7 @@ __all__ = ["prepare"]
 
 aten = torch.ops.aten
 
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
 _PRODUCTS = {aten.addmm.default: aten.mm.default, aten.baddbmm.default: aten.bmm.default}
 
 
@@ -28,6 +32,8 @@ def prepare(traced: Traced) -> Traced:
             _split_product(traced, node)
         elif node.target is aten.convolution.default and node.args[2] is not None:
             _split_convolution(traced, node)
+        elif node.target is aten.nll_loss2d_forward.default:
+            _likelihood_of_rows(traced, node)
         elif node.target is aten.cat.default:
             _drop_empty(node)
     simplify(traced)
@@ -57,6 +63,52 @@ def _split_convolution(traced: Traced, node: fx.Node) -> None:
         column = _call(traced, node, aten.view.default, (bias, sizes), Aval(tuple(sizes), aval.dtype, aval.device))
         total = _call(traced, node, aten.add.Tensor, (product, column))
     traced.replace(node, total)
+
+
+def _likelihood_of_rows(traced: Traced, node: fx.Node) -> None:
+    """`nll_loss2d(z, …)` → `nll_loss` of one row of classes per pixel, and the softmax before it likewise."""
+    scores, target, *rest = node.args
+    pixels = target.meta["val"].shape
+    if scores.target in _VIEWS and scores.args[0].meta["val"].shape[:2] == scores.meta["val"].shape[:2]:
+        scores = scores.args[0]  # of any number of dims, as the user has them
+    with traced.graph.inserting_before(node):
+        if scores.target is aten._log_softmax.default and scores.args[1] == 1:
+            rows = _rows(traced, node, scores.args[0])
+            rows = _call(traced, node, aten._log_softmax.default, (rows, 1, scores.args[2]), _like(rows, scores))
+        else:
+            rows = _rows(traced, node, scores)
+        flat = _viewed(traced, node, target, (math.prod(pixels),))
+        losses = _call(traced, node, aten.nll_loss_forward.default, (rows, flat, *rest))
+        loss, total = node.meta["val"]
+        if loss.ndim:
+            losses.meta["val"] = (Aval((math.prod(pixels),), loss.dtype, loss.device), total)
+    for user in list(node.users):
+        user.replace_input_with(node, losses)
+        if user.target is operator.getitem and user.args[1] == 0 and loss.ndim:
+            with traced.graph.inserting_after(user):
+                whole = _viewed(traced, user, user, pixels)
+            user.meta["val"] = losses.meta["val"][0]
+            user.replace_all_uses_with(whole, delete_user_cb=lambda each, whole=whole: each is not whole)
+            traced.outputs = [whole if out is user else out for out in traced.outputs]
+
+
+def _rows(traced: Traced, like: fx.Node, x: fx.Node) -> fx.Node:
+    """`(n, c, …)` as `(n · …, c)`."""
+    aval = x.meta["val"]
+    order = [0, *range(2, aval.ndim), 1]
+    turned = Aval(tuple(aval.shape[dim] for dim in order), aval.dtype, aval.device)
+    last = _call(traced, like, aten.permute.default, (x, order), turned)
+    return _viewed(traced, like, last, (math.prod(turned.shape[:-1]), turned.shape[-1]))
+
+
+def _viewed(traced: Traced, like: fx.Node, x: fx.Node, shape: tuple[int, ...]) -> fx.Node:
+    aval = x.meta["val"]
+    return _call(traced, like, aten.view.default, (x, list(shape)), Aval(tuple(shape), aval.dtype, aval.device))
+
+
+def _like(rows: fx.Node, scores: fx.Node) -> Aval:
+    aval = scores.meta["val"]
+    return Aval(rows.meta["val"].shape, aval.dtype, aval.device)
 
 
 def _drop_empty(node: fx.Node) -> None:

@@ -74,6 +74,42 @@ def test_cross_entropy(
         assert one.axes != ("tensor",) or not logits
 
 
+@settings(max_examples=40)
+@given(
+    pixels=st.sampled_from([(3,), (2, 3), (1,), (2, 1, 3)]),
+    reduction=st.sampled_from(["mean", "sum", "none"]),
+    smoothing=st.sampled_from([0.0, 0.1]),
+    weighted=st.booleans(),
+    cut=st.sampled_from(["classes", "batch", "both", "microbatches"]),
+    seed=st.integers(0, 99),
+)
+def test_cross_entropy_with_the_classes_in_the_middle(
+    pixels: tuple[int, ...], reduction: str, smoothing: float, weighted: bool, cut: str, seed: int
+) -> None:
+    """Of images, or of sequences whose logits were turned for torch: nothing is gathered here either."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn((4, *pixels, WIDTH), generator=generator, dtype=torch.float64)
+    target = torch.randint(0, VOCABULARY, (4, *pixels), generator=generator)
+    target.view(-1)[seed % target.numel()] = -100
+    weight = torch.arange(1.0, VOCABULARY + 1, dtype=torch.float64) / 8 if weighted else None
+    options: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing, "weight": weight}
+
+    def loss(head: torch.Tensor, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        logits = (x @ head).movedim(-1, 1)
+        return torch.nn.functional.cross_entropy(logits, target, **options).square().sum()
+
+    tensor, data = fp.tensor_parallel("tensor", P(None, "tensor")), fp.data_parallel("data")
+    plans = {
+        "classes": (tensor, Mesh(tensor=2)),
+        "batch": (data, Mesh(data=4)),
+        "both": (fp.chain(tensor, data), Mesh(data=2, tensor=2)),
+        "microbatches": (fp.chain(data, fp.accumulate(2)), Mesh(data=2)),
+    }
+    plan, mesh = plans[cut]
+    step = fp.testing.assert_equivalent(loss, plan, mesh, parameters()["head"], x, target, rtol=1e-9)
+    assert not [kind for kind, _ in step.program.counts() if kind == "all_gather"]
+
+
 def test_what_it_sends() -> None:
     """A maximum and two sums of one number per target."""
 
