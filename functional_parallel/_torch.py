@@ -5,6 +5,7 @@ Each name is here because torch offers no public one; `tests/test_private_torch.
 
 from __future__ import annotations
 
+import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ except ImportError:  # pragma: no cover - an older or newer spelling
 
 __all__ = [
     "DATA_DEPENDENT_ERRORS",
+    "FAKES",
     "FakeTensor",
     "FakeTensorMode",
     "StorageWeakRef",
@@ -59,6 +61,7 @@ __all__ = [
     "onednn_mm",
     "stride_free",
     "under_transforms",
+    "unlogged_fakes",
 ]
 
 
@@ -83,6 +86,21 @@ def apart_from_transforms() -> Iterator[None]:
     """Set aside active dispatch modes and torch.func levels: what runs inside sees plain tensors."""
     with temporarily_clear_interpreter_stack(), _disable_current_modes():
         yield
+
+
+@contextmanager
+def unlogged_fakes() -> Iterator[None]:
+    """What fails on fake tensors inside is raised only: torch also logs it, as twenty lines of its own traceback."""
+    silent = of_thread("silent", list)
+    silent.append(True)
+    try:
+        yield
+    finally:
+        silent.pop()
+
+
+FAKES = logging.getLogger("torch._subclasses.fake_tensor")
+FAKES.addFilter(lambda record: record.levelno != logging.ERROR or not of_thread("silent", list))
 
 
 @contextmanager

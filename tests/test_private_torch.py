@@ -99,6 +99,21 @@ def test_fake_tensors_compute_shapes_and_refuse_values() -> None:
     assert issubclass(_torch.UnsupportedFakeTensor, Exception)
 
 
+def test_torch_logs_what_fails_on_fake_tensors_unless_told_otherwise(caplog: pytest.LogCaptureFixture) -> None:
+    with _torch.FakeTensorMode():
+        x = torch.ones(2, 3)
+        with pytest.raises(RuntimeError, match="reduction dim"), _torch.unlogged_fakes():
+            x @ x
+        assert not caplog.records
+        _torch.FAKES.addHandler(caplog.handler)
+        try:
+            with pytest.raises(RuntimeError, match="reduction dim"):
+                x @ x
+        finally:
+            _torch.FAKES.removeHandler(caplog.handler)
+        assert [record.name for record in caplog.records][:1] == [_torch.FAKES.name]
+
+
 def test_a_backward_node_carries_the_number_that_its_forward_got() -> None:
     running: list[int | None] = []
 

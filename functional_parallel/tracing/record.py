@@ -91,6 +91,7 @@ def trace(
             stack.enter_context(Interception(forward_only and on_node is None))  # in a typed body ops are a rank's own
             stack.enter_context(_torch.checkpointing(region))
             stack.enter_context(stages())
+            stack.enter_context(_torch.unlogged_fakes())
             stack.enter_context(mode)
             stack.enter_context(recording)
             outputs = _call(fn, arguments)
