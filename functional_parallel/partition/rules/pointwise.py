@@ -65,3 +65,4 @@ rule([aten.div.Scalar], Rule("~... -> ..."))
 rule([aten._to_copy.default], Rule(_cast_text))
 rule([aten.where.self], Rule("..., &..., &... -> ..."))
 rule([aten.copy.default], Rule("..., ... -> ..."))
+rule([aten.floor_divide.default], Rule(pointwise_text))  # which torch does not tag so
