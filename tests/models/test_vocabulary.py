@@ -145,6 +145,32 @@ def test_padding_tokens_get_no_gradient(padding: int | None) -> None:
     fp.testing.assert_equivalent(loss, plan, Mesh(data=2, tensor=2), parameters(), tokens, rtol=1e-12)
 
 
+@settings(max_examples=40)
+@given(
+    ranks=st.sampled_from([(1, 2), (2, 1), (2, 2), (4, 1)]),
+    spec=st.sampled_from([P(), P("tensor"), P((4, "tensor")), P(None, "tensor")]),
+    stage=st.integers(0, 3),
+    microbatches=st.sampled_from([1, 2, 3]),
+    padding=st.sampled_from([None, 2]),
+    seed=st.integers(0, 99),
+)
+def test_gradients_divided_by_how_often_a_token_comes(
+    ranks: tuple[int, int], spec: P, stage: int, microbatches: int, padding: int | None, seed: int
+) -> None:
+    """In the whole batch, however it is split: counts are powers of two, so the quotients are exact."""
+
+    def loss(table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        rows = torch.nn.functional.embedding(tokens, table, padding_idx=padding, scale_grad_by_freq=True)
+        return (rows * rows).sum()
+
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.randint(-4, 5, (VOCABULARY, WIDTH), generator=generator).double()
+    tokens = torch.tensor([0, 1, 1, 2, 2, 2, 2, *[7] * 8, 15])[torch.randperm(16, generator=generator)].reshape(8, 2)
+    plan = fp.chain(fp.tensor_parallel("tensor", spec), fp.zero(stage, "data"))
+    plan = fp.chain(plan, fp.accumulate(min(microbatches, 8 // ranks[0])))
+    fp.testing.assert_equivalent(loss, plan, Mesh(data=ranks[0], tensor=ranks[1]), table, tokens, exact=True)
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 def test_cross_entropy_per_token_of_a_split_batch(weighted: bool) -> None:
     weight = torch.arange(1.0, VOCABULARY + 1, dtype=torch.float64) if weighted else None

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..convert import convert
+from ..placement import WHOLE, Shard
 from ..step import Step
 from .broadcast import dim_names, tensor_operands
 from .registry import Rule, rule
@@ -19,15 +21,32 @@ aten = torch.ops.aten
 
 
 def _local_embedding(
-    step: Step, table: torch.Tensor, index: torch.Tensor, padding: int = -1, *args: Any, **kwargs: Any
+    step: Step, table: torch.Tensor, index: torch.Tensor, padding: int = -1, by_frequency: bool = False, *args: Any
 ) -> torch.Tensor:
-    if not step.splits("v"):
-        return step.run(table, index, padding, *args, **kwargs)
-    local, inside = step.held_positions(index)
-    rows = aten.embedding.default(table, local)
+    if step.splits("v"):
+        rows = _held_rows(step, table, index, padding)
+    elif by_frequency and isinstance(step.decision.operands[1], Shard):
+        rows = step.run(table, index, padding)
+    else:
+        return step.run(table, index, padding, by_frequency, *args)
+    return _by_frequency(step, rows, index) if by_frequency else rows
+
+
+def _held_rows(step: Step, table: torch.Tensor, index: torch.Tensor, padding: int) -> torch.Tensor:
+    held, inside = step.held_positions(index)
+    rows = aten.embedding.default(table, held)
     if padding >= 0:  # the padding row is looked up but never trained
         rows = torch.where((index == padding).unsqueeze(-1), rows.detach(), rows)
     return torch.where(inside.unsqueeze(-1), rows, torch.zeros((), dtype=rows.dtype, device=rows.device))
+
+
+def _by_frequency(step: Step, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """The same rows, their gradients divided by how often each is looked up on all ranks."""
+    everywhere = convert(index, step.decision.operands[1], WHOLE, step.axis, step.parts).flatten()
+    none = torch.zeros(step.operands[0].aval.shape[0], dtype=torch.int64, device=index.device)
+    counts = none.scatter_add(0, everywhere.long(), torch.ones_like(everywhere, dtype=torch.int64))
+    difference = torch.where(rows.isfinite(), rows - rows.detach(), 0)  # none, but it has the derivative
+    return rows.detach() + difference / counts[index].unsqueeze(-1)
 
 
 rule([aten.embedding.default], Rule("~v? d, ... -> ... d", _local_embedding))
@@ -65,8 +84,8 @@ def _gather_text(node: fx.Node) -> str:
 def _local_gather(step: Step, x: torch.Tensor, dim: int, index: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     if not step.splits("picked"):
         return step.run(x, dim, index, **kwargs)
-    local, inside = step.held_positions(index)
-    return torch.where(inside, x.gather(dim, local), torch.zeros((), dtype=x.dtype, device=x.device))
+    held, inside = step.held_positions(index)
+    return torch.where(inside, x.gather(dim, held), torch.zeros((), dtype=x.dtype, device=x.device))
 
 
 def _index_select_text(node: fx.Node) -> str:
@@ -79,8 +98,8 @@ def _index_select_text(node: fx.Node) -> str:
 def _local_index_select(step: Step, x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
     if not step.splits("picked"):
         return step.run(x, dim, index)
-    local, inside = step.held_positions(index)
-    rows = x.index_select(dim, local)
+    held, inside = step.held_positions(index)
+    rows = x.index_select(dim, held)
     shape = [-1 if d == dim % x.ndim else 1 for d in range(x.ndim)]
     return torch.where(inside.reshape(shape), rows, torch.zeros((), dtype=x.dtype, device=x.device))
 
