@@ -37,10 +37,29 @@ _MAKERS = {
 }
 
 
+_MAKERS_LIKE = {
+    aten.zeros_like.default: aten.zeros.default,
+    aten.ones_like.default: aten.ones.default,
+    aten.full_like.default: aten.full.default,
+    aten.empty_like.default: aten.empty.memory_format,
+}
+
+
+def _local_like(step: Step, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if not isinstance(step.decision.operands[0], Partial):
+        return step.run(x, *args, **kwargs)
+    kwargs.pop("memory_format", None)
+    return _made(step, _MAKERS_LIKE[step.node.target], x, (list(x.shape), *args), kwargs)
+
+
 def _local_new(step: Step, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return _made(step, _MAKERS[step.node.target], x, args, kwargs)
+
+
+def _made(step: Step, maker: Any, x: torch.Tensor, args: tuple[Any, ...], options: dict[str, Any]) -> torch.Tensor:
     """Made without the operand, which would make it a value of this rank's own."""
-    given = {"dtype": x.dtype, "device": x.device, **{key: value for key, value in kwargs.items() if value is not None}}
-    return step.emit(_MAKERS[step.node.target], args, given)
+    given = {key: value for key, value in options.items() if value is not None}
+    return step.emit(maker, args, {"dtype": x.dtype, "device": x.device, **given})
 
 
 def _fill_text(node: Any) -> str:
@@ -53,12 +72,6 @@ rule(
 )
 rule([aten.arange.default, aten.arange.start, aten.arange.start_step, aten.eye.default], Rule(decide=_decide_whole))
 rule([aten.linspace.default, aten.tril_indices.default, aten.triu_indices.default], Rule(decide=_decide_whole))
-rule(
-    [aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default],
-    Rule(decide=_decide_like),
-)
-rule(
-    _MAKERS,
-    Rule(decide=_decide_new, local=_local_new),
-)
+rule(_MAKERS_LIKE, Rule(decide=_decide_like, local=_local_like))
+rule(_MAKERS, Rule(decide=_decide_new, local=_local_new))
 rule([aten.fill.Scalar, aten.fill.Tensor], Rule(_fill_text))

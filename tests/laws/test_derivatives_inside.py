@@ -1,0 +1,111 @@
+"""A loss may take derivatives itself, of sums over the samples that ranks share: penalties, steps within steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import functional_parallel as fp
+from sharding_specs import Mesh, P
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def cubes(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return ((x @ w) ** 3).sum()
+
+
+def penalty(grad: Any) -> Loss:
+    return lambda w, x: (grad(lambda x: cubes(w, x))(x) ** 2).sum()
+
+
+def inner_step(grad: Any) -> Loss:
+    return lambda w, x: cubes(w - grad(lambda w: ((x @ w) ** 2).sum())(w), x)
+
+
+def _pulled_back(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    y, pull = torch.func.vjp(lambda x: (x @ w) ** 2, x)
+    return (pull(torch.ones_like(y))[0] ** 2).sum()
+
+
+def _pushed(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.func.jvp(lambda w: cubes(w, x), (w,), (torch.ones_like(w),))[1]
+
+
+DERIVATIVES: dict[str, Loss] = {
+    "penalty": penalty(torch.func.grad),
+    "penalty, fp.grad": penalty(fp.grad),
+    "inner step": inner_step(torch.func.grad),
+    "inner step, fp.grad": inner_step(fp.grad),
+    "vjp": _pulled_back,
+    "jvp": _pushed,
+    "twice": lambda w, x: (torch.func.grad(lambda w: penalty(torch.func.grad)(w, x))(w)).sum(),
+}
+
+#: of partial sums: only their shape is asked for
+LIKE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "zeros_like": lambda s: torch.maximum(s, torch.zeros_like(s)),
+    "ones_like": lambda s: s * torch.ones_like(s),
+    "full_like": lambda s: s + torch.full_like(s, 3.0),
+    "empty_like": lambda s: s + torch.empty_like(s).fill_(2.0),
+    "new_full": lambda s: s * s.new_full(s.shape, 2.0),
+    "another dtype": lambda s: s + torch.ones_like(s, dtype=torch.int64),
+}
+
+LOSSES: dict[str, Loss] = {
+    **DERIVATIVES,
+    **{f"{name}, of a sum": lambda w, x, like=like: like((x @ w).sum()) for name, like in LIKE.items()},
+    **{f"{name}, of rows": lambda w, x, like=like: like((x @ w).sum(0)).square().sum() for name, like in LIKE.items()},
+}
+
+
+@settings(max_examples=100)
+@given(
+    name=st.sampled_from(sorted(LOSSES)),
+    ranks=st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)]),
+    spec=st.sampled_from([P(), P("tensor"), P(None, "tensor"), P(None, (2, "tensor"))]),
+    stage=st.integers(0, 3),
+    microbatches=st.sampled_from([None, 1, 2, 3]),
+    seed=st.integers(0, 99),
+)
+def test_values_and_gradients(
+    name: str, ranks: tuple[int, int], spec: P, stage: int, microbatches: int | None, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    w, x = (torch.randint(-2, 3, shape, generator=generator).double() for shape in ((4, 4), (16, 4)))
+    plan = fp.chain(fp.tensor_parallel("tensor", spec), fp.zero(stage, "data"))
+    plan = plan if microbatches is None else fp.chain(plan, fp.accumulate(microbatches))
+    fp.testing.assert_equivalent(LOSSES[name], plan, Mesh(data=ranks[0], tensor=ranks[1]), w, x, exact=True)
+
+
+@pytest.mark.parametrize("spec", [P(), P("tensor"), P(None, "tensor")])
+def test_autograds_own_gradient(spec: P) -> None:
+    def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        return (torch.autograd.grad(cubes(w, x), x, create_graph=True)[0] ** 2).sum()
+
+    w, x = torch.arange(16.0).reshape(4, 4).double() % 5 - 2, torch.arange(32.0).reshape(8, 4).double() % 3 - 1
+    plan = fp.chain(fp.tensor_parallel("tensor", spec), fp.data_parallel("data"))
+    found, value = fp.compile(fp.grad_and_value(plan(loss)), Mesh(data=2, tensor=2))(w, x)
+    whole = w.clone().requires_grad_()
+    wanted = loss(whole, x)
+    wanted.backward()
+    assert value == wanted and torch.equal(found, whole.grad)
+
+
+@pytest.mark.parametrize("spec", [P(), P("tensor"), P(None, "tensor")])
+def test_a_loss_that_makes_zeros_like_a_sum(spec: P) -> None:
+    """torch's cosine embedding loss does."""
+
+    def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cosine_embedding_loss(x @ w, x.exp() @ w, torch.ones(8) * (-1) ** torch.arange(8))
+
+    generator = torch.Generator().manual_seed(0)
+    w, x = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((4, 4), (8, 4)))
+    plan = fp.chain(fp.tensor_parallel("tensor", spec), fp.data_parallel("data"))
+    fp.testing.assert_equivalent(loss, plan, Mesh(data=2, tensor=2), w, x, rtol=1e-12)
