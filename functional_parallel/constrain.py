@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import torch
 
 from sharding_specs import Mesh, P, SpecError, as_spec
 
-from .collectives.axes import hidden_axes, mesh_axis_size
+from .collectives.axes import current_axes, hidden_axes, mesh_axis_size
 from .source import current_source
 from .tracing.marks import define_mark
 
 __all__ = ["OP", "constrain"]
+
+_ALIKE = 0.7  # of difflib's ratio: "tesnor" and "tensor" have 0.83, "seq" and "sequence" 0.55
+_warned: dict[Any, Any] = {}
 
 
 def constrain(x: torch.Tensor, spec: P | str) -> torch.Tensor:
@@ -28,16 +33,21 @@ def constrain(x: torch.Tensor, spec: P | str) -> torch.Tensor:
 
     Args:
         x: any value of the model.
-        spec: its placement; axes that no surrounding transform partitions are ignored.
+        spec: its placement; axes that no surrounding transform partitions are ignored, with a warning where one is
+            spelled almost like an axis of the mesh.
 
     Raises:
         SpecError: when the spec does not fit the value.
     """
     spec = as_spec(spec)
     pending = {axis: mesh_axis_size(axis) for axis in hidden_axes() if axis in spec.axes}
+    if current_axes() or hidden_axes():
+        _warn_of_slips(spec)
     if not pending:
         return x
     placements = spec.only(pending).placements(Mesh(pending))
+    if spec.named > x.ndim:
+        raise SpecError(_misfit(x, spec, f"the spec has {spec.named} dims"))
     for axis, dim, outer in placements:
         _check_fit(x, spec, axis, dim, outer * pending[axis])
     return _Constrain.apply(x, [p.axis for p in placements], [p.dim for p in placements], [p.outer for p in placements])
@@ -52,7 +62,25 @@ def _check_fit(x: torch.Tensor, spec: P, axis: str, dim: int, blocks: int) -> No
         else f"dim {dim} of size {x.shape[dim]} does not divide into {blocks} blocks along {axis!r}; pad it to "
         f"{-(-x.shape[dim] // blocks) * blocks}, or constrain another dim"
     )
-    raise SpecError(f"{current_source()}: constrain a value of shape {tuple(x.shape)} to {spec!r}: {problem}")
+    raise SpecError(_misfit(x, spec, problem))
+
+
+def _misfit(x: torch.Tensor, spec: P, problem: str) -> str:
+    return f"{current_source()}: constrain a value of shape {tuple(x.shape)} to {spec!r}: {problem}"
+
+
+def _warn_of_slips(spec: P) -> None:
+    """A model may name axes that this mesh has not; a name that is nearly one of its own is a slip of the pen."""
+    known = {*current_axes(), *hidden_axes()}
+    for axis in sorted(spec.axes - known):
+        meant = get_close_matches(axis, known, n=1, cutoff=_ALIKE)
+        if meant:
+            text = f"constrain to {spec!r}: the mesh has no axis {axis!r}, which is ignored; did you mean {meant[0]!r}?"
+            source = current_source()
+            if source is None:
+                warnings.warn(text, stacklevel=3)
+            else:
+                warnings.warn_explicit(text, UserWarning, source.file, source.line, registry=_warned)
 
 
 def constrain_rest(x: Any, axes: Sequence[str], dims: Sequence[int], outers: Sequence[int]) -> Any:

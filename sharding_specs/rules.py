@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from difflib import SequenceMatcher
 from fnmatch import translate
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ import optree
 from .spec import P, SpecError, as_spec
 from .trees import tree_paths
 
-__all__ = ["RuleMatch", "apply_rules", "bert", "gpt2", "llama", "match_rules", "matches", "vit"]
+__all__ = ["RuleMatch", "apply_rules", "bert", "gpt2", "llama", "match_rules", "matches", "nearest", "vit"]
 
 Rules = Mapping[str, P | str | None] | Iterable[tuple[str, P | str | None]]
 
@@ -96,6 +97,20 @@ def matches(pattern: str, path: str) -> bool:
     (True, True, False)
     """
     return _expression(pattern).match(path.replace(".", "/")) is not None
+
+
+def nearest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
+    """Of known paths, or names, those that a name or pattern resembles most: for messages.
+
+    >>> nearest("*nrom*", ["head/w", "layers/0/norm/w", "layers/0/w1"], most=1)
+    ['layers/0/norm/w']
+    """
+    bare = name.replace(".", "/").strip("*/")
+
+    def likeness(path: str) -> float:
+        return max(SequenceMatcher(None, bare, part).ratio() for part in (path, *path.replace(".", "/").split("/")))
+
+    return sorted(known, key=likeness, reverse=True)[:most]
 
 
 # -----------------------------------------------------------------------------

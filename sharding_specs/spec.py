@@ -52,7 +52,7 @@ class P:
         SpecError: when an axis is used twice, or a padded dim is not sharded.
     """
 
-    __slots__ = ("_dims", "padded", "reduced", "unreduced")
+    __slots__ = ("_dims", "named", "padded", "reduced", "unreduced")
 
     def __init__(
         self,
@@ -62,6 +62,7 @@ class P:
         padded: Mapping[int, int] | None = None,
     ) -> None:
         self._dims = _trimmed(tuple(_factors(dim) for dim in dims))
+        self.named = len(self._dims)  # how many dims a tensor must have; a string form may name more than it shards
         self.unreduced = frozenset((unreduced,) if isinstance(unreduced, str) else unreduced)
         self.reduced = frozenset((reduced,) if isinstance(reduced, str) else reduced)
         self.padded = dict(sorted((padded or {}).items()))
@@ -89,9 +90,12 @@ class P:
             SpecError: saying what does not read.
         """
         try:
-            return cls(*parse_dims(text, sizes))
+            dims = parse_dims(text, sizes)
         except ValueError as error:
             raise SpecError(str(error)) from None
+        spec = cls(*dims)
+        spec.named = len(dims)
+        return spec
 
     @classmethod
     def from_placements(

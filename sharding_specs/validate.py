@@ -51,8 +51,8 @@ def misfits(shape: Sequence[int], spec: P, mesh: Mesh, *, pad: bool = False) -> 
     'the spec has 2 dims, the tensor has 1; drop the last entries'
     """
     found = []
-    if len(spec.dims) > len(shape):
-        found.append(f"the spec has {len(spec.dims)} dims, the tensor has {len(shape)}; drop the last entries")
+    if spec.named > len(shape):
+        found.append(f"the spec has {spec.named} dims, the tensor has {len(shape)}; drop the last entries")
     for dim, (size, factors) in enumerate(zip(shape, spec.dims, strict=False)):
         if dim in spec.padded:
             if size != spec.padded[dim]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,6 +11,7 @@ import optree
 import torch
 
 from sharding_specs import tree_paths
+from sharding_specs.rules import matches, nearest
 
 from ..local_function import LocalFunction, PyTree, unsharded
 from ..loss_scaling import LossScale
@@ -61,8 +61,10 @@ def mixed_precision(
             and none for bf16, whose range is that of float32.
 
     Raises:
-        ValueError: for a type that is not supported, or a function that does not exist.
+        ValueError: for a type that is not supported, or a function that does not exist; and, when the function is
+            traced, for a pattern that finds no parameter.
     """
+    keep = (keep,) if isinstance(keep, str) else tuple(keep)
     dtype = _type(compute, "compute", ("bf16", "fp16"))
     gathers = _type(compute if params is None else params, "params", (compute, "fp32"))
     reductions = _type(reduce, "reduce", ("fp32", "bf16", "fp16"))
@@ -76,6 +78,7 @@ def mixed_precision(
         inner = f if isinstance(f, LocalFunction) else unsharded(f)
 
         def call(first: PyTree, *batch: PyTree) -> Any:
+            _refuse_unused(keep, first)
             leaves, kept = _cast_parameters(first, dtype, (*keep, *STATISTICS))
             batch, statistics = _cast(batch, dtype, STATISTICS)
             with Computing(dtype, [*kept, *statistics], further):
@@ -86,6 +89,16 @@ def mixed_precision(
         return LocalFunction(call, layout, inner.name).asking(*passes)
 
     return Transform(name, None, Order.PRECISION, apply)
+
+
+def _refuse_unused(keep: Sequence[str], params: PyTree) -> None:
+    paths = tree_paths(params)
+    for pattern in keep:
+        if not any(matches(pattern, path) for path in paths):
+            raise ValueError(
+                f"mixed_precision(keep={list(keep)!r}): no parameter matches {pattern!r}, so nothing would be kept by "
+                f"it; correct the pattern or leave it out. The nearest paths are: {', '.join(nearest(pattern, paths))}"
+            )
 
 
 def _cast_parameters(params: PyTree, dtype: torch.dtype, keep: Sequence[str]) -> tuple[PyTree, list[torch.Tensor]]:
@@ -106,7 +119,7 @@ def _is_kept(keep: Sequence[str], tree: PyTree) -> PyTree:
     """Per leaf whether it stays as it is, which its path says."""
     leaves, structure = optree.tree_flatten(tree)
     return structure.unflatten(
-        is_floating(leaf) and any(fnmatch.fnmatchcase(path, pattern) for pattern in keep)
+        is_floating(leaf) and any(matches(pattern, path) for pattern in keep)
         for path, leaf in zip(tree_paths(tree), leaves, strict=True)
     )
 

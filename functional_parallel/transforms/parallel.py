@@ -9,7 +9,7 @@ from typing import Any
 import optree
 import torch
 
-from sharding_specs import Mesh, P, SpecError, apply_rules, as_spec, broadcast_specs, local_shape, tree_paths
+from sharding_specs import Mesh, P, SpecError, apply_rules, broadcast_specs, local_shape, tree_paths
 
 from ..collectives.axes import current_axes, hidden_axes
 from ..local_function import TAKEN, LocalFunction, PyTree, SpecTree, axis_mesh, whole_arguments
@@ -261,13 +261,25 @@ def _together(inner: P, own: P, axis: str, mesh: Mesh) -> P:
 
 def parameter_specs(specs: Rules) -> Callable[[PyTree], SpecTree]:
     """Rules or a tree of specs → specs of a parameter tree."""
-    if isinstance(specs, (P, str)):
-        return lambda tree: broadcast_specs(as_spec(specs), tree)
-    if isinstance(specs, Mapping) and all(isinstance(spec, (P, str)) for spec in specs.values()):
-        return lambda tree: apply_rules(specs, tree)  # a flat dict of specs reads the same either way
-    if isinstance(specs, (list, tuple)) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in specs):
-        return lambda tree: apply_rules(specs, tree)
-    return lambda tree: broadcast_specs(specs, tree)
+    flat = isinstance(specs, Mapping) and all(isinstance(spec, (P, str)) for spec in specs.values())  # reads either way
+    pairs = isinstance(specs, (list, tuple)) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in specs)
+    if flat or pairs:
+        return lambda tree: _require_dims(apply_rules(specs, tree), tree)
+    return lambda tree: _require_dims(broadcast_specs(specs, tree), tree)
+
+
+def _require_dims(specs: SpecTree, tree: PyTree) -> SpecTree:
+    """The specs, none of which names dims that its parameter has not."""
+    leaves = zip(tree_paths(tree), optree.tree_leaves(tree), optree.tree_leaves(specs, is_leaf=_is_spec), strict=True)
+    wrong = [
+        f"  {path or 'the parameter'}: shape {tuple(leaf.shape)}, {spec!r}: the spec has {spec.named} dims, the tensor "
+        f"has {leaf.ndim}; drop the last entries"
+        for path, leaf, spec in leaves
+        if isinstance(leaf, torch.Tensor) and spec.named > leaf.ndim
+    ]
+    if wrong:
+        raise SpecError("specs do not fit the parameters:\n" + "\n".join(wrong))
+    return specs
 
 
 def _only(specs: SpecTree, axis: str) -> SpecTree:

@@ -63,6 +63,41 @@ def test_a_spec_with_more_dims_than_the_tensor() -> None:
     assert "w1" in said and "(4, 6)" in said and "the spec has 3 dims, the tensor has 2; drop the last entries" in said
 
 
+@pytest.mark.parametrize("specs", [{"w1": "embed hidden/tensor extra", "*": P()}, "embed hidden extra"])
+def test_a_string_that_names_more_dims_than_the_tensor_has(specs: Any) -> None:
+    said = message(under(specs), SpecError)
+    assert "w1: shape (4, 6)" in said and "the spec has 3 dims, the tensor has 2; drop the last entries" in said
+    assert "the spec has 3 dims" in message(lambda: shard(params(), "embed hidden extra", MESH, 0), SpecError)
+
+
+def test_a_string_with_an_ellipsis_names_only_what_stands_before_it() -> None:
+    under({"w1": "embed hidden/tensor ...", "w2": "hidden/tensor ..."})()
+
+
+def test_a_constraint_that_names_more_dims_than_the_value_has() -> None:
+    def f(params: Params, x: torch.Tensor) -> torch.Tensor:
+        return fp.constrain(x @ params["w1"], "batch hidden/tensor extra").sum()
+
+    said = message(under({"*": P()}, f=f), SpecError)
+    assert line_of(f, "fp.constrain") in said and "(8, 6)" in said and "the spec has 3 dims" in said
+
+
+def test_a_constraints_axis_that_is_nearly_one_of_the_mesh() -> None:
+    def f(params: Params, x: torch.Tensor) -> torch.Tensor:
+        return fp.constrain(x @ params["w1"], P(None, "tesnor")).sum()
+
+    with pytest.warns(UserWarning, match=r"has no axis 'tesnor', which is ignored; did you mean 'tensor'\?") as caught:
+        under({"*": P()}, f=f)()
+    assert f"{Path(caught[0].filename).name}:{caught[0].lineno}" == line_of(f, "fp.constrain")
+
+
+def test_a_constraints_axis_that_this_mesh_has_not() -> None:
+    def f(params: Params, x: torch.Tensor) -> torch.Tensor:
+        return fp.constrain(x @ params["w1"], P("sequence", "expert")).sum()
+
+    under({"*": P()}, f=f)()  # the model may name axes that only other meshes have
+
+
 def test_a_dim_that_does_not_divide() -> None:
     said = message(under({"w1": P(None, "tensor"), "w2": P("tensor")}, Mesh(tensor=4)), SpecError)
     assert "0/w1: shape (4, 6), P(None, 'tensor'): dim 1 of size 6 does not divide by 'tensor' of 4 ranks" in said
@@ -328,6 +363,13 @@ def test_rates_that_are_no_plain_numbers() -> None:
     for make in OPTIMIZERS:
         for lr in (0, torch.tensor(0.1), fp.optim.schedules.constant(0.1), lambda step: 0.1):
             make(lr)
+
+
+@pytest.mark.parametrize("keep", [["w2", "*W1*"], "*W1*"])
+def test_a_pattern_of_parameters_to_keep_that_finds_none(keep: Any) -> None:
+    plan = fp.chain(fp.mixed_precision("bf16", keep=keep), fp.data_parallel("data"))
+    said = message(lambda: fp.compile(plan(loss), Mesh(data=2))(params(), torch.ones(8, 4)), ValueError)
+    assert "no parameter matches '*W1*'" in said and "The nearest paths are: w1" in said
 
 
 def test_torchs_optimizer() -> None:
