@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import optree
@@ -14,9 +16,10 @@ from sharding_specs import Mesh, tree_paths
 from .compile import stage
 from .derivatives import grad
 from .optim import Optimizer, sgd
-from .pipelines import MeasuredLayer, measure
+from .pipelines import MeasuredLayer, PipelineMemory, measure
 from .schedules import Layer, Machine, Plan, ScheduleError
 from .schedules import search as search_plans
+from .train import train_step
 from .trained import is_trained
 from .transforms import chain, data_parallel, pipeline
 from .transforms.transform import Plan as Chain
@@ -40,6 +43,11 @@ class PipelineChoice:
     plan: Plan
     mesh: Mesh
     transform: Chain = field(repr=False)
+    lowered: Callable[[], PipelineMemory] = field(repr=False, compare=False)
+
+    def memory(self) -> PipelineMemory:
+        """What each rank holds in a training step, as `train_step(…).lower(…).memory()` says it; lowers it once."""
+        return self.lowered()
 
 
 def layer_costs(
@@ -82,7 +90,9 @@ def layer_costs(
     Raises:
         PipelineError: when the model cannot be streamed, or has nothing to train.
         ValueError: when the batch has no samples.
+        TypeError: when the optimizer is none.
     """
+    _check_optimizer(optimizer)
     samples = _samples(batch)
     whole = pipeline("pipe", microbatches=1)(loss if inner is None else inner(loss))
     measuring = replace(whole.layout, pipeline=replace(whole.layout.pipeline, measure=measure))
@@ -102,8 +112,11 @@ def search_pipeline(
     inner: Transform | Chain | None = None,
     names: Sequence[str] | None = None,
     chunks: int = 2,
+    most: int = 8,
 ) -> list[PipelineChoice]:
     """Depth, replicas, microbatch and schedule for a model on a machine, the fastest that fits first.
+
+    Where the machine limits memory, the training step of every choice has been lowered, and fits: `choice.memory()`.
 
     >>> import torch, functional_parallel as fp
     >>> def loss(params, x):
@@ -113,8 +126,8 @@ def search_pipeline(
     >>> params, x = [torch.randn(64, 64) / 8 for _ in range(8)], torch.randn(16, 64)
     >>> machine = fp.schedules.Machine(ranks=4, memory=200e3, reduce_bandwidth=1e9)
     >>> best = fp.search_pipeline(loss, params, x, machine=machine, optimizer=fp.optim.adamw(1e-3))[0]
-    >>> best.plan.depth, best.plan.replicas, best.mesh
-    (4, 1, Mesh(pipe=4, data=1))
+    >>> best.plan.depth, best.plan.replicas, best.mesh, best.memory().peak <= 200e3
+    (4, 1, Mesh(pipe=4, data=1), True)
     >>> step = fp.compile(fp.grad(best.transform(loss)), best.mesh)
     >>> bool(torch.isclose(step(params, x)[0], fp.grad(loss)(params, x)[0], atol=1e-6).all())
     True
@@ -128,6 +141,7 @@ def search_pipeline(
             action in seconds.
         names: the schedules to try; every synchronous one by default.
         chunks: stages per rank, for schedules that leave that open.
+        most: how many choices to return where the machine limits memory; else it is all of them.
 
     Returns:
         The choices. A choice's transform cuts the model anew, where the work is in balance.
@@ -135,17 +149,62 @@ def search_pipeline(
     Raises:
         ScheduleError: when nothing fits; names what comes closest.
         PipelineError, ValueError: as for `layer_costs`.
+        TypeError: when the machine or the optimizer is none.
     """
+    if not isinstance(machine, Machine):
+        raise TypeError(f"search_pipeline(machine=…) takes an fp.schedules.Machine(ranks=…, memory=…), not {machine!r}")
     layers = layer_costs(loss, params, *batch, speed=speed, optimizer=optimizer, inner=inner)
-    chosen = {} if names is None else {"names": names}
-    plans = search_plans(layers, machine, _samples(batch), chunks=chunks, **chosen)
-    return [_choice(plan, inner) for plan in plans]
+    shapes, samples = optree.tree_map(_without_memory, (params, *batch)), _samples(batch)
+    held = sum(leaf.nbytes for leaf in optree.tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+    options: dict[str, Any] = {} if names is None else {"names": names}
+    plans = search_plans(layers, machine, samples, chunks=chunks, sample=held / samples, **options)
+    choices = (_choice(plan, inner, loss, optimizer or sgd(0.0), shapes) for plan in plans)
+    return list(choices) if math.isinf(machine.memory) else _fitting(choices, machine.memory, most)
 
 
-def _choice(plan: Plan, inner: Transform | Chain | None) -> PipelineChoice:
+def _choice(
+    plan: Plan, inner: Transform | Chain | None, loss: Callable[..., Any], optimizer: Optimizer, shapes: Any
+) -> PipelineChoice:
     mesh = Mesh(pipe=plan.depth, data=plan.replicas)
     outer = [data_parallel("data"), pipeline("pipe", schedule=plan.schedule, microbatches=plan.schedule.microbatches)]
-    return PipelineChoice(plan, mesh, chain(*outer) if inner is None else chain(inner, *outer))
+    transform = chain(*outer) if inner is None else chain(inner, *outer)
+
+    @cache
+    def lowered() -> PipelineMemory:
+        found: PipelineMemory = train_step(loss, optimizer, mesh, transform).lower(*shapes).memory()
+        return found
+
+    return PipelineChoice(plan, mesh, transform, lowered)
+
+
+def _fitting(choices: Iterable[PipelineChoice], limit: float, most: int) -> list[PipelineChoice]:
+    """The first choices whose training step fits.
+
+    What does not fit with one microbatch is not tried with a larger one: only more is held then.
+    """
+    found: list[PipelineChoice] = []
+    least: dict[tuple[str, int], int] = {}  # per schedule and depth, the smallest microbatch that does not fit
+    closest: PipelineChoice | None = None
+    for choice in choices:
+        plan = choice.plan
+        key = plan.name, plan.depth
+        if plan.microbatch >= least.get(key, plan.microbatch + 1):
+            continue
+        if choice.memory().peak <= limit:
+            found.append(choice)
+            if len(found) == most:
+                break
+            continue
+        least[key] = plan.microbatch
+        if closest is None or choice.memory().peak < closest.memory().peak:
+            closest = choice
+    if not found:
+        assert closest is not None, "the search of plans raises when it finds none"
+        raise ScheduleError(
+            f"no plan's training step fits in {limit:g} bytes per rank; the smallest takes {closest.memory().peak:g}: "
+            f"{closest.plan!r}. Use more ranks, recompute activations, or shard the optimizer's state over replicas"
+        )
+    return found
 
 
 def _layer(found: MeasuredLayer, samples: int, speed: float, weights: dict[str, tuple[int, int]]) -> Layer:
@@ -164,6 +223,11 @@ def _weights(params: Any, optimizer: Optimizer) -> dict[str, tuple[int, int]]:
             held = sum(each.nbytes for each in state if isinstance(each, torch.Tensor) and each.ndim)
             found[path] = (leaf.nbytes, 2 * leaf.nbytes + held)
     return found
+
+
+def _check_optimizer(optimizer: object) -> None:
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer= takes an optimizer such as fp.optim.adamw(1e-3), not {optimizer!r}")
 
 
 def _samples(batch: tuple[Any, ...]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -22,6 +23,8 @@ from functional_parallel.pipelines import PipelineError
 from functional_parallel.program.work import work
 from functional_parallel.schedules import Layer, Machine, ScheduleError
 from sharding_specs import Mesh, split
+
+from .pipelines.networks import SYNCHRONOUS
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import gpt
@@ -111,7 +114,34 @@ def test_state_is_what_the_ranks_hold() -> None:
     held = [sum(t.nbytes for h in state.handles if r in h.holders for t in h.parts[r] if t.ndim) for r in ranks]
     assert held == [3 * 2 * 2 * 4 * 8 * 4] * 4  # value and two moments, two layers of two matrices
     activations = max(choice.plan.timeline.peaks)
-    assert choice.plan.memory == held[0] * 4 / 3 + activations
+    assert choice.plan.memory == held[0] * 4 / 3 + activations + x.nbytes
+
+
+@settings(max_examples=12)
+@given(data=st.data())
+def test_a_choice_fits_as_it_is_lowered(data: st.DataObject) -> None:
+    """Batch, temporaries and messages included: what it says it holds is what the program of its training step says."""
+    widths = data.draw(st.lists(st.sampled_from([4, 16]), min_size=2, max_size=5))
+    params, x = chain_params(widths), torch.randn(data.draw(st.sampled_from([8, 32])), 4)
+    optimizer = data.draw(st.sampled_from([fp.optim.sgd(0.1), fp.optim.adamw(0.1)]))
+    inner = data.draw(st.sampled_from([None, fp.remat("nothing"), fp.mixed_precision("bf16")]))
+    names = data.draw(st.sets(st.sampled_from(SYNCHRONOUS), min_size=1, max_size=3))
+    ranks = data.draw(st.sampled_from([2, 4]))
+    options: dict[str, Any] = {"optimizer": optimizer, "inner": inner, "names": sorted(names)}
+    try:
+        plans = fp.search_pipeline(chain_loss, params, x, machine=Machine(ranks), **options)
+    except ScheduleError:
+        assume(False)
+    limit = data.draw(st.floats(1.0, 2.0)) * min(choice.plan.memory for choice in plans)
+    try:
+        found = fp.search_pipeline(chain_loss, params, x, machine=Machine(ranks, memory=limit), most=3, **options)
+    except ScheduleError as error:
+        assert re.search(r"no plan's training step fits in .* the smallest takes \d+", str(error))
+        return
+    assert 1 <= len(found) <= 3
+    for choice in found:
+        train = fp.train_step(chain_loss, optimizer, choice.mesh, choice.transform)
+        assert train.lower(train.init(params), x).memory().peak == choice.memory().peak <= limit
 
 
 def test_what_it_finds_runs_and_is_right() -> None:
@@ -180,5 +210,9 @@ def test_what_is_refused() -> None:
         fp.layer_costs(lambda p, b: chain_loss(p, b[0]) + b[1].sum(), params, (x, torch.ones(6)))
     with pytest.raises(ScheduleError, match="here it is missing"):
         fp.layer_costs(lambda p: p["layers"][0]["a"].sum(), params)
+    with pytest.raises(TypeError, match=r"takes an fp.schedules.Machine\(ranks=…, memory=…\), not None"):
+        fp.search_pipeline(chain_loss, params, x, machine=None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"takes an optimizer such as fp.optim.adamw\(1e-3\), not 'adam'"):
+        fp.search_pipeline(chain_loss, params, x, machine=Machine(2), optimizer="adam")  # type: ignore[arg-type]
     with pytest.raises(PipelineError, match="no backward to pipeline"):
         fp.layer_costs(lambda p, x: (p * x).sum(), torch.arange(4), x)

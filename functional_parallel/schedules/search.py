@@ -81,7 +81,8 @@ class Plan:
         microbatch: samples in a microbatch.
         cuts: the layers of each stage, as (first, one past the last).
         time: of a step, with the sum of gradients.
-        memory: bytes that the fullest rank holds.
+        memory: bytes of state, of the batch, and of what forwards keep, on the fullest rank; what an action takes while
+            it runs, and messages, come on top.
         timeline: the simulated step of one pipeline.
     """
 
@@ -101,7 +102,12 @@ class Plan:
 
 
 def search(
-    layers: Sequence[Layer], machine: Machine, batch: int, names: Sequence[str] = SYNCHRONOUS, chunks: int = 2
+    layers: Sequence[Layer],
+    machine: Machine,
+    batch: int,
+    names: Sequence[str] = SYNCHRONOUS,
+    chunks: int = 2,
+    sample: float = 0.0,
 ) -> list[Plan]:
     """All plans that fit, the fastest first.
 
@@ -121,6 +127,7 @@ def search(
         batch: samples in a step, over all replicas.
         names: the schedules to try.
         chunks: stages per rank, for schedules that leave that open.
+        sample: bytes of a sample of the batch, of which every rank of a pipeline holds its replica's part.
 
     Returns:
         The plans by time, then by memory.
@@ -128,7 +135,7 @@ def search(
     Raises:
         ScheduleError: when nothing fits; names what comes closest.
     """
-    plans = [_plan(*choice) for choice in _choices(layers, machine, batch, names, chunks)]
+    plans = [_plan(*choice, sample * batch) for choice in _choices(layers, machine, batch, names, chunks)]
     fitting = [plan for plan in plans if plan.memory <= machine.memory]
     if fitting:
         return sorted(fitting, key=lambda plan: (plan.time, plan.memory))
@@ -170,7 +177,13 @@ def _divisors(number: int) -> list[int]:
 
 
 def _plan(
-    layers: Sequence[Layer], machine: Machine, name: str, schedule: Schedule, replicas: int, microbatch: int
+    layers: Sequence[Layer],
+    machine: Machine,
+    name: str,
+    schedule: Schedule,
+    replicas: int,
+    microbatch: int,
+    batch: float,
 ) -> Plan:
     cuts = balanced_cut([layer.time for layer in layers], schedule.depth)
     stages = [layers[first:end] for first, end in cuts] * schedule.chains
@@ -199,7 +212,7 @@ def _plan(
         row[-1].end + 2 * (copies - 1) / copies * size / machine.reduce_bandwidth
         for row, size in zip(timeline.events, reduced, strict=True)
     ]
-    memory = max(state + peak for state, peak in zip(held, timeline.peaks, strict=True))
+    memory = batch / replicas + max(state + peak for state, peak in zip(held, timeline.peaks, strict=True))
     return Plan(name, schedule.ranks, replicas, microbatch, cuts, max(ends), memory, timeline)
 
 
