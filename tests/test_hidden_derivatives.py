@@ -76,8 +76,56 @@ def close(found: Any, wanted: Any) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-9)
 
 
-OPS = [attention, doubled, viewed, normalised, halved, largest]
+def overwritten(x: torch.Tensor) -> torch.Tensor:
+    """No gradient goes to what was there before, which has none itself."""
+    return (x * 2).relu_().add_(x).flatten()[: x.numel()].mul_(3).view(x.shape)
+
+
+def changed(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Whose gradient goes where it would without the changes: torch does not see them."""
+    h = x @ w
+    with torch.no_grad():
+        h.mul_(2)
+        h[..., 0].clamp_min_(h.sum())
+        w.add_(1)
+    return (h * h).sum() + (w * w).sum()
+
+
+OPS = [attention, doubled, viewed, normalised, halved, largest, overwritten]
 PLANS = [fp.data_parallel("data"), fp.zero(3, "data"), fp.tensor_parallel("data", {"": P(None, "data")})]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_changed_in_place_without_gradients(plan: Any) -> None:
+    def derivatives(f: Callable[..., Any], gradient: Callable[..., Any]) -> list[Any]:
+        tangent = torch.func.jvp(lambda w: f(w, X), (W.clone(),), (torch.ones_like(W),))
+        second = torch.func.jvp(lambda w: gradient(w, X), (W.clone(),), (torch.ones_like(W),))
+        return [gradient(W.clone(), X), tangent, second, torch.func.grad(f)(W.clone(), X)]
+
+    found = derivatives(fp.compile(plan(changed), DATA), fp.compile(fp.grad(plan(changed)), DATA))
+    close(found, derivatives(changed, torch.func.grad(changed)))
+    twice = fp.chain(plan, fp.data_parallel("replicas", batch=P()))  # its trace is traced again
+    close(fp.compile(fp.grad(twice(changed)), Mesh(data=2, replicas=2))(W, X), found[0])
+
+
+def test_changed_in_place_without_gradients_in_a_body() -> None:
+    close(in_a_body(fp.grad(changed)), torch.func.grad(changed)(W.clone(), X))
+
+
+def test_each_samples_gradient_of_what_is_changed_without_gradients() -> None:
+    f = fp.compile(fp.vmap(fp.grad(fp.zero(0, "data", batch=P())(changed)), (None, 0)), DATA)
+    close(f(W, X), torch.func.vmap(torch.func.grad(lambda w, x: changed(w * 1, x)), (None, 0))(W, X))
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_cosine_similarity(plan: Any) -> None:
+    """Of whose norms torch bounds the numbers alone."""
+
+    def f(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return F.cosine_similarity(x @ w, (x @ w).roll(1, 1), dim=-1).sum()
+
+    w = W + torch.eye(4, dtype=W.dtype) / 3
+    close(fp.compile(fp.grad(plan(f)), DATA)(w, X), torch.func.grad(f)(w, X))
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -1,4 +1,7 @@
-"""In-place ops in traced functions: recorded where their effect is known, refused where another view would miss it."""
+"""In-place ops in traced functions: all views of a memory see what one of them writes; refused where that is not known.
+
+`laws/test_in_place.py` has random ones, with derivatives.
+"""
 
 from __future__ import annotations
 
@@ -48,11 +51,33 @@ def view_of_a_view(x: torch.Tensor) -> torch.Tensor:
     return row
 
 
+def chunks_of_a_product(x: torch.Tensor) -> torch.Tensor:
+    """As torch's own LSTM does."""
+    first, second = (x * torch.ones(3, 2, dtype=x.dtype)).unsafe_chunk(2, 1)
+    return first.sigmoid_() + second.tanh_()
+
+
+def copied_from_another_type(x: torch.Tensor) -> torch.Tensor:
+    y = torch.zeros(3, 2, dtype=x.dtype)
+    y.copy_(x.int())
+    return y
+
+
+def constant_of_its_own(x: torch.Tensor) -> torch.Tensor:
+    y = torch.tensor([1.0, 2.0])
+    y[0] = 7
+    return x * y
+
+
 def compiled(f: Callable[..., torch.Tensor]) -> fp.Compiled:
     return fp.compile(f, Mesh(data=2), in_specs=P(), out_specs=P())
 
 
-@pytest.mark.parametrize("f", [filled_by_parts, filled_diagonal])
+SEEN = [filled_by_parts, filled_diagonal, view_changed_twice, base_changed_under_a_view, view_of_a_view]
+SEEN += [chunks_of_a_product, copied_from_another_type, constant_of_its_own]
+
+
+@pytest.mark.parametrize("f", SEEN)
 def test_writing_to_a_view_changes_what_it_is_a_view_of(f: Callable[..., torch.Tensor]) -> None:
     x = torch.tensor([5.0, 6.0])
     assert torch.equal(compiled(f)(x), f(x))
@@ -75,10 +100,57 @@ def test_reshaping_in_place_reshapes(f: Callable[..., torch.Tensor]) -> None:
     assert torch.equal(compiled(f)(x), f(x))
 
 
-@pytest.mark.parametrize("f", [view_changed_twice, base_changed_under_a_view, view_of_a_view])
-def test_an_effect_that_another_view_would_miss_is_refused(f: Callable[..., torch.Tensor]) -> None:
+def changed_apart(x: torch.Tensor) -> torch.Tensor:
+    y = x * 1
+    y.detach().mul_(2)
+    return y
+
+
+def changed_by_strides(x: torch.Tensor) -> torch.Tensor:
+    y = x * 1
+    y.as_strided((1,), (1,)).mul_(2)
+    return y
+
+
+@pytest.mark.parametrize("f", [changed_apart, changed_by_strides])
+def test_an_effect_that_is_not_known_is_refused(f: Callable[..., torch.Tensor]) -> None:
     with pytest.raises(MutationError, match="another view of shape"):
         compiled(f)(torch.tensor([5.0, 6.0]))
+
+
+OUTSIDE = torch.zeros(2)
+
+
+@pytest.mark.parametrize("view", [lambda y: y, lambda y: y[1:], lambda y: (y + 1, y.view(1, 2))[1]])
+def test_a_change_of_what_the_function_closes_over_is_refused(view: Callable[..., torch.Tensor]) -> None:
+    with pytest.raises(MutationError, match="closes over"):
+        compiled(lambda x: x + view(OUTSIDE).add_(1).sum())(torch.tensor([5.0, 6.0]))
+    assert not OUTSIDE.any()
+
+
+def test_another_shape_without_gradients_is_refused() -> None:
+    """torch gives the gradient of the old shape, or an error."""
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        y = x * 1
+        with torch.no_grad():
+            y.unsqueeze_(0)
+        return y
+
+    with pytest.raises(MutationError, match=r"under torch.no_grad\(\) changes the shape"):
+        compiled(turned)(torch.tensor([5.0, 6.0]))
+
+
+def test_without_gradients_a_product_with_a_vector() -> None:
+    """Which torch squeezes in place, and which has no gradient to lose."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            factor = torch.ones(3, 2) @ x
+        return x.sum() * factor.relu_()
+
+    x = torch.tensor([5.0, 6.0])
+    assert torch.equal(compiled(f)(x), f(x))
 
 
 @pytest.mark.parametrize("transform", [torch.func.hessian, torch.func.jacrev, torch.func.jacfwd])
@@ -90,3 +162,10 @@ def test_jacobians_that_torch_builds_from_a_diagonal(transform: Callable[..., Ca
 
     x = torch.tensor([5.0, 6.0, 1.0])
     assert torch.equal(compiled(transform(f))(x), transform(f)(x))
+
+
+@pytest.mark.parametrize("norm", [lambda y: y.norm(p=3), lambda y: torch.nn.functional.normalize(y, p=3).sum()])
+def test_gradient_of_a_norm(norm: Callable[..., torch.Tensor]) -> None:
+    """Whose backward takes a power in place, by an op with an overload of another name."""
+    x, w = torch.randn(4, 3, dtype=torch.float64), torch.randn(3, 3, dtype=torch.float64)
+    fp.testing.assert_equivalent(lambda w, x: norm(x @ w), fp.data_parallel("data"), Mesh(data=2), w, x, rtol=1e-12)

@@ -1,9 +1,10 @@
 """Function → FX graph: own recording of aten ops and collectives on fake tensors."""
 
 from . import one_hot
+from .errors import CustomFunctionError, MutationError, TracingError
 from .graph import Aval, Traced, aval_of, hollow, is_collective, source_of
 from .layers import fold_layers
-from .record import CustomFunctionError, MutationError, TracingError, trace
+from .record import trace
 from .simplify import forget_values, simplify
 from .views import fuse_views
 

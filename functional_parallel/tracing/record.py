@@ -28,8 +28,11 @@ from ..collectives import guards
 from ..collectives.axes import staging
 from ..collectives.grad_mode import called_without_gradients
 from ..source import current_source, raising_source, region, stages
+from .aliases import Aliases
+from .errors import CustomFunctionError, MutationError, TracingError
 from .graph import Aval, Traced, aval_of, walk_args
 from .intercept import Interception
+from .mutation import mutate
 from .stand_ins import stand_in
 
 __all__ = ["CustomFunctionError", "MutationError", "Recorder", "TracingError", "recorder", "trace"]
@@ -37,24 +40,6 @@ __all__ = ["CustomFunctionError", "MutationError", "Recorder", "TracingError", "
 aten = torch.ops.aten
 
 _PACKAGE = __name__.split(".")[0]
-
-_SCATTERS = {  # the op that writes a part back where a view took it from
-    aten.diagonal.default: aten.diagonal_scatter.default,
-    aten.select.int: aten.select_scatter.default,
-    aten.slice.Tensor: aten.slice_scatter.default,
-}
-
-
-class TracingError(ValueError):
-    """The function cannot be traced: it needs values, or does what a pure function must not."""
-
-
-class MutationError(TracingError):
-    """An in-place op whose effect another view would have to see."""
-
-
-class CustomFunctionError(TracingError):
-    """A user's autograd.Function inside a function whose backward is derived from its traced forward."""
 
 
 def trace(
@@ -137,6 +122,8 @@ class Recorder(_torch.TorchDispatchMode):
         self._nodes: dict[int, fx.Node] = {}
         self._references: dict[int, weakref.ref[torch.Tensor]] = {}
         self._outer = outer
+        self.aliases = Aliases(self.create)
+        self.closed_over: set[fx.Node] = set()
         self.notes: dict[Any, Any] = {} if outer is None else outer.notes  # of all of an outermost trace
         self._forwards: dict[int, fx.Node] = {}  # by number of the autograd node
         self._thread = threading.get_ident()
@@ -170,6 +157,7 @@ class Recorder(_torch.TorchDispatchMode):
         if node is not None:
             return node
         node = self._capture(tensor) if isinstance(tensor, _torch.FakeTensor) else self._constant(tensor)
+        self.closed_over.add(node)
         node.meta.update(val=aval_of(tensor), source=None, backward=False, no_grad=False)
         self.bind(tensor, node)
         return node
@@ -212,10 +200,10 @@ class Recorder(_torch.TorchDispatchMode):
         if func is aten.lift_fresh.default and not isinstance(args[0], _torch.FakeTensor):
             return self._lift(func, args[0])
         if func._schema.is_mutable:
-            return self._mutate(func, args, kwargs)
+            return mutate(self, func, args, kwargs)
         result = func(*args, **kwargs)
         if _has_tensor(result):
-            self._write(func, args, kwargs, result)
+            self.write(func, args, kwargs, result)
         return result
 
     def _lift(self, func: Any, value: torch.Tensor) -> torch.Tensor:
@@ -226,7 +214,7 @@ class Recorder(_torch.TorchDispatchMode):
         self.bind(lifted, node)
         return lifted
 
-    def _write(self, func: Any, args: Any, kwargs: Any, result: Any) -> fx.Node:
+    def write(self, func: Any, args: Any, kwargs: Any, result: Any) -> fx.Node:
         node_args, node_kwargs = walk_args((tuple(args), dict(kwargs)), self._as_node)
         node = self.traced.graph.call_function(func, node_args, node_kwargs)
         number = _torch.backward_node_number()
@@ -288,63 +276,24 @@ class Recorder(_torch.TorchDispatchMode):
             )
         return not functions or called_without_gradients()
 
-    # --- mutation ---
+    # --- for those who record more than one op for one ---
 
-    def _mutate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """Record an in-place op as its functional twin and let its target name the new value."""
-        target = args[0] if args else None
-        twin = _torch.functional_variant(func)
-        if twin is None or not isinstance(target, torch.Tensor):
-            raise MutationError(f"{current_source()}: {func} changes a tensor in place and has no functional twin")
-        if not isinstance(target, _torch.FakeTensor) or id(target) not in self._nodes:
-            raise MutationError(
-                f"{current_source()}: {func} changes in place a tensor of shape {tuple(target.shape)} that the "
-                "function closes over, and the change would be lost; pass it in and return it (for a module's buffers: "
-                "fp.functional(module, buffers=True))"
-            )
-        reshapes = torch.Tag.inplace_view in func.tags  # squeeze_ and its like change no value, and no other view
-        view = self._nodes[id(target)]
-        bases = [] if reshapes else self._aliases_to_write_through(func, target)
-        result = twin(*args, **kwargs)
-        node = self._write(twin, args, kwargs, result)
-        if reshapes:
-            func(*args, **kwargs)
-        if result.dtype != target.dtype:
-            cast = {"dtype": target.dtype}
-            result = aten._to_copy.default(result, **cast)
-            node = self._write(aten._to_copy.default, (result,), cast, result)
-        self.bind(target, node)
-        if bases:
-            self._write_through(view, result, bases)
-        return target
+    def value(self, tensor: torch.Tensor) -> fx.Node | None:
+        """The node that a tensor names, if it is one of this trace."""
+        return self._nodes.get(id(tensor))
 
-    def _write_through(self, view: fx.Node, part: torch.Tensor, bases: list[torch.Tensor]) -> None:
-        """Let the tensors that a changed view was taken of name their value with the new part in it."""
-        scatter, where = _SCATTERS[view.target], view.args[1:]
-        whole = scatter(bases[0], part, *where, **view.kwargs)
-        node = self._write(scatter, (bases[0], part, *where), view.kwargs, whole)
-        for base in bases:
-            self.bind(base, node)
+    def living(self) -> Iterator[_torch.FakeTensor]:
+        """The tensors that name a node and that someone may still use."""
+        references = [reference for key, reference in self._references.items() if key in self._nodes]
+        found = (reference() for reference in references)
+        return (tensor for tensor in found if isinstance(tensor, _torch.FakeTensor))
 
-    def _aliases_to_write_through(self, func: Any, target: torch.Tensor) -> list[torch.Tensor]:
-        """The living tensors that share the target's memory: what it is a view of, directly, or an error."""
-        view = self._nodes[id(target)]
-        storage = target.untyped_storage()._cdata
-        living = [reference() for key, reference in self._references.items() if key in self._nodes]
-        sharing: list[torch.Tensor] = [
-            other
-            for other in living
-            if isinstance(other, _torch.FakeTensor)
-            and other is not target
-            and other.untyped_storage()._cdata == storage
-        ]
-        for other in sharing:
-            if view.target not in _SCATTERS or self._nodes[id(other)] is not view.args[0]:
-                raise MutationError(
-                    f"{current_source()}: {func} changes in place a tensor of shape {tuple(target.shape)} of which "
-                    f"another view of shape {tuple(other.shape)} is still alive; use the out-of-place op"
-                )
-        return sharing
+    def create(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], meta: dict[str, Any]) -> fx.Node:
+        """Write an op that no tensor names yet, with the shape and the source line in `meta`."""
+        node = self.traced.graph.call_function(op, args, kwargs)
+        node.meta.update(meta)
+        self._announce(node)
+        return node
 
     def finish(self, outputs: Sequence[Any]) -> Traced:
         self.traced.outputs = [self._as_node(value) for value in outputs]

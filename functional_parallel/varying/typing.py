@@ -26,7 +26,7 @@ __all__ = ["Typing", "TypingError", "casts_of", "type_of"]
 _V, _I, _U, _R = State.VARYING, State.INVARIANT, State.UNREDUCED, State.REDUCED
 
 #: library ops whose results follow the ordinary rule
-_COMPUTE = {"adamw", "attention", "constrain", "sum_of_squares", "uniform"}
+_COMPUTE = {"adamw", "attention", "constrain", "straight_through", "sum_of_squares", "uniform"}
 
 
 #: zeros beside a value as its tangent, and that value written over them: nothing of the first operand is left

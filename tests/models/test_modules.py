@@ -146,3 +146,38 @@ def test_a_module_in_another_mode_is_traced_anew() -> None:
         torch.testing.assert_close(metrics.loss, expected)
     calls_of_this_test = 8
     assert len(traced) - calls_of_this_test == 4, "two programs, in two modes"
+
+
+@pytest.mark.parametrize("plan", [fp.data_parallel("data"), fp.zero(3, "data")], ids=str)
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.LSTM(4, 4, batch_first=True, num_layers=2, bidirectional=True),
+        nn.GRU(4, 4, batch_first=True),
+        nn.RNN(4, 4, batch_first=True),
+        nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.SiLU(inplace=True)),
+        nn.Conv1d(3, 4, 3, padding=1, padding_mode="circular"),
+    ],
+    ids=lambda module: type(module).__name__,
+)
+def test_modules_that_write_through_views(module: nn.Module, plan: Any) -> None:
+    fn, params = fp.functional(module.double())
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        result = fn(params, x)
+        return (result[0] if isinstance(result, tuple) else result).sin().sum()
+
+    x = torch.randn(4, 3, 4, dtype=torch.float64)
+    fp.testing.assert_equivalent(loss, plan, Mesh(data=2), params, x, rtol=1e-12)
+
+
+@pytest.mark.parametrize("cell", [nn.LSTMCell(4, 4), nn.GRUCell(4, 4)], ids=lambda cell: type(cell).__name__)
+def test_cells_that_write_through_views(cell: nn.Module) -> None:
+    fn, params = fp.functional(cell.double())
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        result = fn(params, x)
+        return sum(state.sin().sum() for state in (result if isinstance(result, tuple) else [result]))  # type: ignore
+
+    x = torch.randn(8, 4, dtype=torch.float64)
+    fp.testing.assert_equivalent(loss, fp.data_parallel("data"), Mesh(data=2), params, x, rtol=1e-12)

@@ -12,6 +12,7 @@ from torch import fx
 
 from ... import collectives as fp
 from ...collectives.axes import MICROBATCH, hidden_axes
+from ...tracing.straight_through import OP as STRAIGHT_THROUGH
 from ..decide import Decision
 from ..placement import PARTIAL, WHOLE
 from ..step import Step
@@ -66,3 +67,4 @@ rule([aten._to_copy.default], Rule(_cast_text))
 rule([aten.where.self], Rule("..., &..., &... -> ..."))
 rule([aten.copy.default], Rule("..., ... -> ..."))
 rule([aten.floor_divide.default], Rule(pointwise_text))  # which torch does not tag so
+rule([STRAIGHT_THROUGH], Rule("&..., &... -> ..."))

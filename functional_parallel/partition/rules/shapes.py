@@ -292,14 +292,29 @@ def _scatter_slice_text(node: fx.Node) -> str:
     return f"&{left}, &{part} -> {' '.join('new' if index == dim else name for index, name in enumerate(names))}"
 
 
+def _scatter_selection_text(node: fx.Node) -> str:
+    """`select_scatter(x, part, dim, index)`: alike in all other dims, whole along that one."""
+    dim = node.args[2] % _ndim(node)
+    names = [f"d{index}" for index in range(_ndim(node))]
+    left = " ".join(f"{name}^" if index == dim else name for index, name in enumerate(names))
+    part = " ".join(name for index, name in enumerate(names) if index != dim)
+    return (
+        f"&{left}, &{part or '()'} -> {' '.join('new' if index == dim else name for index, name in enumerate(names))}"
+    )
+
+
 rule([aten.slice.Tensor], Rule(_slice_text, _local_slice, _decide_slice))
 rule([aten.constant_pad_nd.default], Rule(_pad_text))
 rule([aten.select.int], Rule(_removed_dim_text(1, False)))
 rule([aten.unbind.int], Rule(_removed_dim_text(1, True)))
-rule([aten.split.Tensor, aten.split_with_sizes.default], Rule(_split_text, _local_split, _decide_split))
+rule(
+    [aten.split.Tensor, aten.split_with_sizes.default, aten.unsafe_split.Tensor],
+    Rule(_split_text, _local_split, _decide_split),
+)
 rule([aten.cat.default], Rule(_cat_text))
 rule([aten.stack.default], Rule(_stack_text))
 rule([aten.flip.default, aten.roll.default], Rule(_dims_text()))
 rule([aten.tril.default, aten.triu.default], Rule(_last_two_text))
 rule([aten.repeat.default], Rule(_repeat_text))
 rule([aten.slice_scatter.default], Rule(_scatter_slice_text))
+rule([aten.select_scatter.default], Rule(_scatter_selection_text))

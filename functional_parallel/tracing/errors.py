@@ -1,0 +1,17 @@
+"""What a trace refuses."""
+
+from __future__ import annotations
+
+__all__ = ["CustomFunctionError", "MutationError", "TracingError"]
+
+
+class TracingError(ValueError):
+    """The function cannot be traced: it needs values, or does what a pure function must not."""
+
+
+class MutationError(TracingError):
+    """An in-place op whose effect would be lost, or is not known."""
+
+
+class CustomFunctionError(TracingError):
+    """A user's autograd.Function inside a function whose backward is derived from its traced forward."""

@@ -1,0 +1,145 @@
+"""In-place ops in a trace, which has values alone: the functional twin is recorded, and tensors name what it gives.
+
+What shares the target's memory names its new contents too (see `aliases`). With gradients off torch changes numbers and
+keeps each tensor's history, so the new numbers have the old ones' gradient (see `straight_through`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from .. import _torch
+from ..source import current_source
+from .aliases import View, are_apart
+from .errors import MutationError
+from .straight_through import OP as STRAIGHT_THROUGH
+
+if TYPE_CHECKING:
+    from .record import Recorder
+
+__all__ = ["mutate"]
+
+aten = torch.ops.aten
+
+
+def mutate(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Record an in-place op.
+
+    Args:
+        recording: the trace.
+        func: the op.
+        args, kwargs: what it is called on; the target first.
+
+    Returns:
+        The target.
+
+    Raises:
+        MutationError: when the effect would be lost, or is not known.
+    """
+    target = args[0] if args else None
+    twin = _torch.functional_variant(func)
+    if twin is None or not isinstance(target, torch.Tensor):
+        raise MutationError(f"{current_source()}: {func} changes a tensor in place and has no functional twin")
+    old = recording.value(target)
+    if old is None or recording.aliases.chain(old)[0] in recording.closed_over:
+        raise MutationError(
+            f"{current_source()}: {func} changes in place a tensor of shape {tuple(target.shape)} that the function "
+            "closes over, and the change would be lost; pass it in and return it (for a module's buffers: "
+            "fp.functional(module, buffers=True))"
+        )
+    if torch.Tag.inplace_view in func.tags:  # squeeze_ and its like change no value, and no other view
+        new = recording.write(twin, args, kwargs, twin(*args, **kwargs))
+        _refuse_lost_shape(func, old, new)
+        func(*args, **kwargs)
+        recording.bind(target, new)
+    else:
+        _write_through(recording, func, target, old, _new_value(recording, func, twin, args, kwargs))
+    return target
+
+
+def _new_value(recording: Recorder, func: Any, twin: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+    target = args[0]
+    with recording:  # so that what is called here is recorded
+        if func is aten.copy_.default:  # its twin has no derivative
+            result = aten.clone.default(aten.expand.default(_like(args[1], target), list(target.shape)))
+        else:
+            result = _like(twin(*args, **kwargs), target)
+    return recording.node_of(result)
+
+
+def _like(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Of the target's dtype, on its device."""
+    if (x.dtype, x.device) == (target.dtype, target.device):
+        return x
+    return aten._to_copy.default(x, dtype=target.dtype, device=target.device)  # type: ignore[no-any-return]
+
+
+def _write_through(recording: Recorder, func: Any, target: torch.Tensor, old: fx.Node, new: fx.Node) -> None:
+    """Let all tensors that share the target's memory name what they have in them now."""
+    aliases = recording.aliases
+    root, views = aliases.chain(old)
+    others = _others(recording, func, target, root)
+    whole = aliases.written(root, views, new, new.meta)
+    if whole is None and others:
+        raise _unknown(func, target, others[0][0])
+    new = _with_history(recording, old, new)
+    whole = new if whole is None or not views else _with_history(recording, root, whole)
+    aliases.is_root(whole)
+    for other, its_views in others:
+        if are_apart(views, its_views):
+            aliases.is_view_of(recording.node_of(other), whole, its_views)
+        else:
+            recording.bind(other, aliases.taken(whole, its_views))
+    if whole is not new:
+        aliases.is_view_of(new, whole, views)
+    recording.bind(target, new)
+
+
+def _others(
+    recording: Recorder, func: Any, target: torch.Tensor, root: fx.Node
+) -> list[tuple[torch.Tensor, list[View]]]:
+    """The other living tensors that lie in the target's memory, and which views of the root they are."""
+    storage, found = target.untyped_storage()._cdata, []
+    for other in recording.living():
+        if other is not target and other.untyped_storage()._cdata == storage:
+            its_root, views = recording.aliases.chain(recording.node_of(other))
+            if its_root is not root:
+                raise _unknown(func, target, other)
+            found.append((other, views))
+    return found
+
+
+def _unknown(func: Any, target: torch.Tensor, other: torch.Tensor) -> MutationError:
+    return MutationError(
+        f"{current_source()}: {func} changes in place a tensor of shape {tuple(target.shape)} of which another view of "
+        f"shape {tuple(other.shape)} is still alive, and what becomes of that is not known; use the out-of-place op"
+    )
+
+
+# -----------------------------------------------------------------------------
+# With gradients off
+# -----------------------------------------------------------------------------
+
+
+def _with_history(recording: Recorder, old: fx.Node, new: fx.Node) -> fx.Node:
+    """The new numbers, with the old ones' gradient if that may be asked for."""
+    if not _loses_history(old, new):
+        return new
+    return recording.create(STRAIGHT_THROUGH, (old, new), {}, {**new.meta, "no_grad": False})
+
+
+def _loses_history(old: fx.Node, new: fx.Node) -> bool:
+    dtype = old.meta["val"].dtype
+    has_any = old.op != "get_attr" and not old.meta["no_grad"] and (dtype.is_floating_point or dtype.is_complex)
+    return has_any and bool(new.meta["no_grad"])
+
+
+def _refuse_lost_shape(func: Any, old: fx.Node, new: fx.Node) -> None:
+    if _loses_history(old, new):
+        raise MutationError(
+            f"{current_source()}: {func} under torch.no_grad() changes the shape {old.meta['val'].shape} of a tensor "
+            f"to {new.meta['val'].shape}, and its gradient would keep the old one; use the out-of-place op"
+        )
