@@ -190,6 +190,9 @@ def test_wrappers_are_recognised_and_taken_off(transform: Callable[..., Callable
 def test_in_place_ops_have_functional_twins() -> None:
     assert _torch.functional_variant(aten.add_.Tensor) is aten.add.Tensor
     assert _torch.functional_variant(aten.copy_.default) is aten.copy.default
+    assert _torch.functional_variant(aten.pow_.Scalar) is aten.pow.Tensor_Scalar  # its `Scalar` is a number's power
+    assert _torch.functional_variant(aten.transpose_.default) is aten.transpose.int
+    assert _torch.functional_variant(aten.add.Tensor) is None
     assert _torch.functional_variant(aten.fill_.Scalar) is aten.fill.Scalar
     assert _torch.functional_variant(aten.index_put_.default) is aten.index_put.default
     assert _torch.functional_variant(aten.add.Tensor) is None
