@@ -148,12 +148,11 @@ def _member(node: fx.Node) -> tuple[fx.Node, View] | None:
     source = members.args[0]
     given = dict(zip(("self", "sizes", "dim"), members.args, strict=False), **members.kwargs)
     if members.target is aten.unbind.int:
-        op, args = aten.select.int, (given.get("sizes", 0), index)
-    else:
-        dim = given.get("dim", 0)
-        ends = list(accumulate(aval.shape[dim] for aval in members.meta["val"]))
-        op, args = aten.slice.Tensor, (dim, [0, *ends][index], ends[index])
-    return source, View(op, args, {}, source.meta["val"], node.meta)
+        return source, View(aten.select.int, (given.get("sizes", 0), index), {}, source.meta["val"], node.meta)
+    dim = given.get("dim", 0)
+    ends = list(accumulate(aval.shape[dim] for aval in members.meta["val"]))
+    args = (dim, [0, *ends][index], ends[index])
+    return source, View(aten.slice.Tensor, args, {}, source.meta["val"], node.meta)
 
 
 _SCATTERS = {  # the op that writes a part back where a view took it from

@@ -102,7 +102,8 @@ def _others(
     recording: Recorder, func: Any, target: torch.Tensor, root: fx.Node
 ) -> list[tuple[torch.Tensor, list[View]]]:
     """The other living tensors that lie in the target's memory, and which views of the root they are."""
-    storage, found = target.untyped_storage()._cdata, []
+    storage = target.untyped_storage()._cdata
+    found: list[tuple[torch.Tensor, list[View]]] = []
     for other in recording.living():
         if other is not target and other.untyped_storage()._cdata == storage:
             its_root, views = recording.aliases.chain(recording.node_of(other))

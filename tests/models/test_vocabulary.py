@@ -181,3 +181,24 @@ def test_cross_entropy_per_token_of_a_split_batch(weighted: bool) -> None:
 
     y = targets(0, 0.3, -100)
     fp.testing.assert_equivalent(loss, fp.zero(0, "data"), Mesh(data=2), parameters(), y.clamp(min=0), y, rtol=1e-12)
+
+
+@pytest.mark.parametrize("classes", [5, -1])
+def test_one_hot_rows_of_what_is_closed_over(classes: int) -> None:
+    """torch reads a constant's contents to check them."""
+    labels = torch.arange(8).view(4, 2) % 5
+
+    def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return ((x @ w)[:, None] * torch.nn.functional.one_hot(labels, classes)).sum()
+
+    w, x = torch.ones(3, 5, dtype=torch.float64), torch.arange(12.0, dtype=torch.float64).view(4, 3)
+    fp.testing.assert_equivalent(loss, fp.data_parallel("data"), Mesh(data=2), w, x, exact=True)
+    in_a_body = fp.compile(fp.grad(loss), Mesh(data=2), in_specs=(P(), P()), out_specs=P())
+    assert torch.equal(in_a_body(w, x), torch.func.grad(loss)(w, x))
+
+
+def test_one_hot_rows_of_a_class_that_is_none() -> None:
+    labels = torch.tensor([0, 5])
+    step = fp.compile(lambda x: x * torch.nn.functional.one_hot(labels, 5), Mesh(data=2), in_specs=P(), out_specs=P())
+    with pytest.raises(RuntimeError, match="Class values must be smaller than num_classes"):
+        step(torch.ones(2, 5))
