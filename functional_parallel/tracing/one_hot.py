@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .. import _torch
 from .intercept import intercept
 
 __all__: list[str] = []
@@ -17,6 +18,11 @@ __all__: list[str] = []
 
 @intercept(torch.nn.functional.one_hot, always=True)
 def _one_hot(tensor: Any, num_classes: int = -1) -> Any:
-    if tensor.dtype != torch.int64 or num_classes < 1:  # torch says what is wrong, or counts the classes
+    if tensor.dtype != torch.int64:  # torch says what is wrong
+        return NotImplemented
+    if not isinstance(tensor, _torch.FakeTensor) and not _torch.is_functorch_wrapped(tensor) and tensor.numel():
+        with _torch.apart_from_modes():  # a constant: to check it and to count the classes its extremes are enough
+            num_classes = torch.nn.functional.one_hot(torch.stack(tensor.aminmax()), num_classes).shape[-1]
+    if num_classes < 1:
         return NotImplemented
     return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).to(torch.int64)
