@@ -51,6 +51,7 @@ __all__ = [
     "has_onednn_linear",
     "holds_levels",
     "innermost",
+    "is_above_autograd",
     "is_functorch_wrapped",
     "is_inside_transform",
     "mapped_dims",
@@ -86,6 +87,15 @@ def apart_from_transforms() -> Iterator[None]:
     """Set aside active dispatch modes and torch.func levels: what runs inside sees plain tensors."""
     with temporarily_clear_interpreter_stack(), _disable_current_modes():
         yield
+
+
+def is_above_autograd() -> bool:
+    """Whether an op was called where autograd would still see it, though dispatch modes see it already.
+
+    So torch detaches a result that a backward op saves, to save it and each time that it is looked up: it has its
+    gradient again then, unlike what a user detaches.
+    """
+    return not torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
 
 
 @contextmanager

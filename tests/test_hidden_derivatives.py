@@ -302,3 +302,36 @@ def test_a_function_around_a_plan_keeps_its_backward() -> None:
     y = hidden(inside)(x)
     y.sum().backward()
     assert torch.equal(y, 2 * X) and torch.equal(x.grad, torch.full_like(X, 1000))  # type: ignore[arg-type]
+
+
+SAVED = {
+    "tanh": torch.tanh,
+    "exp": torch.exp,
+    "sigmoid": torch.sigmoid,
+    "softmax": lambda x: x.softmax(-1),
+    "log_softmax": lambda x: x.log_softmax(-1),
+    "sqrt": lambda x: (x.square() + 1).sqrt(),
+    "norm": lambda x: x.norm(dim=-1),
+    "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
+    "cumprod": lambda x: (x.sin() + 2).cumprod(-1),
+    "data": lambda x: x.tanh() * x.sin().data,
+    "detach": lambda x: x.tanh() * x.sin().detach(),
+}
+
+
+@pytest.mark.filterwarnings("ignore::functional_parallel.PartitionWarning")  # backward ops have no rules
+@pytest.mark.parametrize("plan", [fp.data_parallel("data"), fp.zero(3, "data")], ids=str)
+@pytest.mark.parametrize("name", SAVED)
+def test_autograds_own_derivatives_inside_a_loss(name: str, plan: Any) -> None:
+    """A backward that saves a result detaches it, which is not the user's doing; and `.data` is."""
+
+    def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        z = x.clone().requires_grad_()
+        (found,) = torch.autograd.grad(SAVED[name](z @ w).sum(), z, create_graph=True)
+        return found.square().sum() + SAVED[name](x @ w).sum()
+
+    w, x = torch.randn(3, 4, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+    leaf = w.clone().requires_grad_()
+    (wanted,) = torch.autograd.grad(loss(leaf, x), leaf)
+    found = fp.compile(fp.grad(plan(loss)), DATA)(w, x)
+    torch.testing.assert_close(found, wanted)

@@ -99,6 +99,27 @@ def test_fake_tensors_compute_shapes_and_refuse_values() -> None:
     assert issubclass(_torch.UnsupportedFakeTensor, Exception)
 
 
+def test_what_a_backward_saves_is_detached_above_autograd() -> None:
+    class Detached(_torch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.detach.default:
+                found.append(_torch.is_above_autograd())
+            return func(*args, **(kwargs or {}))
+
+    found: list[bool] = []
+    with _torch.FakeTensorMode(), Detached():
+        x = torch.ones(3, requires_grad=True)
+        y = torch.tanh(x).sum()
+        torch.autograd.grad(y, x, create_graph=True)
+        assert found and all(found), "its result, saved and looked up"
+        found.clear()
+        x.detach()
+        with torch.no_grad():
+            (x * 2).detach()
+        torch.func.grad(lambda x: (x.detach() * torch.tanh(x)).sum())(torch.ones(3))
+        assert found and not any(found)
+
+
 def test_torch_logs_what_fails_on_fake_tensors_unless_told_otherwise(caplog: pytest.LogCaptureFixture) -> None:
     with _torch.FakeTensorMode():
         x = torch.ones(2, 3)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.overrides import TorchFunctionMode
 
 from .. import _torch
@@ -48,3 +49,9 @@ class Interception(TorchFunctionMode):
         if self.forward_only and func in _in_forwards and not _torch.differentiating_level():
             return _in_forwards[func](*args, **kwargs)
         return func(*args, **kwargs)
+
+
+@intercept(torch.Tensor.data.__get__, always=True)  # type: ignore[attr-defined]
+def _data(x: torch.Tensor) -> torch.Tensor:
+    """As a `detach` that the recording sees for what it is."""
+    return x.detach()

@@ -202,6 +202,8 @@ class Recorder(_torch.TorchDispatchMode):
         if func._schema.is_mutable:
             return mutate(self, func, args, kwargs)
         result = func(*args, **kwargs)
+        if func is aten.detach.default and _torch.is_above_autograd():
+            func = aten.alias.default
         if _has_tensor(result):
             self.write(func, args, kwargs, result)
         return result
