@@ -86,6 +86,7 @@ def compile(
     guards.check_callable(f)
     check_backend(backend)
     if isinstance(f, LocalFunction):
+        f.layout.mesh(mesh)
         _check_synchronous(f, mesh)
         if in_specs is not None or out_specs is not None:
             raise LayoutError(f"{f!r} carries its layout; leave in_specs and out_specs out")

@@ -7,18 +7,28 @@ bound to the object itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
 import optree
 
-from sharding_specs import Mesh, P
+from sharding_specs import Mesh, MeshError, P, SpecError, tree_paths
 
 from .collectives.axes import current_axes, hidden_axes, mesh_axis_size
 from .declared import checked_arguments
 
-__all__ = ["TAKEN", "Layout", "LocalFunction", "PyTree", "SpecTree", "axis_mesh", "unsharded", "whole_arguments"]
+__all__ = [
+    "TAKEN",
+    "Layout",
+    "LocalFunction",
+    "PyTree",
+    "SpecTree",
+    "axis_mesh",
+    "refuse_unknown_axes",
+    "unsharded",
+    "whole_arguments",
+]
 
 PyTree = Any
 SpecTree = Any
@@ -61,11 +71,17 @@ class Layout:
     stacks: Any = None
 
     def mesh(self, mesh: Mesh) -> Mesh:
-        """A mesh together with the virtual axes."""
+        """A mesh together with the virtual axes, after a check that it has the others."""
         clash = [name for name, _ in self.virtual if name in mesh.axis_names]
         if clash:
             raise ValueError(f"{mesh!r} has an axis {clash[0]!r}, the name of the axis of microbatches; rename it")
-        return Mesh({**mesh.shape, **self.virtual_sizes(mesh)})
+        wide = Mesh({**mesh.shape, **self.virtual_sizes(mesh)})
+        for axis in self.axes:
+            if axis not in wide.axis_names:
+                by = next((words for words in self.describe if repr(axis) in words), "a transform")
+                known = ", ".join(mesh.axis_names) or "none"
+                raise MeshError(f"{mesh!r} has no axis {axis!r}, over which {by} splits; its axes are: {known}")
+        return wide
 
     def virtual_sizes(self, mesh: Mesh) -> dict[str, int]:
         """The sizes of the virtual axes beside a mesh."""
@@ -149,3 +165,22 @@ def unsharded(f: Callable[..., PyTree]) -> LocalFunction:
 def axis_mesh() -> Mesh:
     """A mesh of all axes bound here, hidden ones included."""
     return Mesh({name: mesh_axis_size(name) for name in (*hidden_axes(), *current_axes())})
+
+
+def refuse_unknown_axes(specs: tuple[SpecTree, ...], who: str, known: Collection[str] = ()) -> None:
+    """Refuse specs of arguments that name an axis that no mesh bound here has: a slip of the pen.
+
+    Args:
+        specs: a tree of specs per argument.
+        who: asks for them.
+        known: axes that may be bound elsewhere.
+    """
+    names = axis_mesh().axis_names
+    leaves = optree.tree_leaves(specs, is_leaf=lambda x: isinstance(x, P))
+    wrong = [
+        f"  {path}: {spec!r}: the mesh has no axis {axis!r} (its axes: {', '.join(names) or 'none'})"
+        for path, spec in zip(tree_paths(specs), leaves, strict=True)
+        for axis in sorted((spec.axes | spec.unreduced | spec.reduced).difference(names, known))
+    ]
+    if wrong:
+        raise SpecError(f"specs of {who} name axes that the mesh does not have:\n" + "\n".join(wrong))

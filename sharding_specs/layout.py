@@ -97,7 +97,7 @@ def shard(tree: Any, specs: Any, mesh: Mesh, rank: int, *, pad: bool = False) ->
     """
     full = broadcast_specs(specs, tree)
     fitting = optree.tree_map(lambda leaf, spec: spec if isinstance(leaf, torch.Tensor) else P(), tree, full)
-    validate(tree, fitting, mesh, pad=pad)
+    validate(tree, fitting, mesh, pad=pad, advice="or pad what lies at rest, with shard(…, pad=True)")
 
     def one(leaf: Any, spec: P) -> Any:
         return shard_leaf(leaf, spec, mesh, rank, pad=pad) if isinstance(leaf, torch.Tensor) else leaf

@@ -14,7 +14,7 @@ from .trees import broadcast_specs, tree_paths
 __all__ = ["misfits", "validate"]
 
 
-def validate(tree: Any, specs: Any, mesh: Mesh, *, pad: bool = False) -> None:
+def validate(tree: Any, specs: Any, mesh: Mesh, *, pad: bool = False, advice: str = "") -> None:
     """Check a spec tree against a tree of tensors (or of anything with a shape).
 
     >>> import torch
@@ -22,7 +22,7 @@ def validate(tree: Any, specs: Any, mesh: Mesh, *, pad: bool = False) -> None:
     Traceback (most recent call last):
     sharding_specs.spec.SpecError: specs do not fit on Mesh(data=2):
       w: shape (5, 4), P('data', 'model'): dim 0 of size 5 does not divide by 'data' of 2 ranks; make it 6, shard \
-another dim, leave it whole, or pad it at rest (pad=True)
+another dim, or leave it whole
       w: shape (5, 4), P('data', 'model'): the mesh has no axis 'model' (its axes: data)
 
     Args:
@@ -30,18 +30,22 @@ another dim, leave it whole, or pad it at rest (pad=True)
         specs: a pytree prefix of specs.
         mesh: the mesh.
         pad: for tensors at rest, whose uneven dims are padded.
+        advice: what else to do about uneven dims, in a line of its own.
 
     Raises:
         SpecError: listing every offending leaf with path, shape, spec, axis and sizes.
     """
     full = optree.tree_leaves(broadcast_specs(specs, tree))
-    problems = []
+    problems, uneven = [], False
     for path, leaf, spec in zip(tree_paths(tree), optree.tree_leaves(tree), full, strict=True):
         shape = tuple(getattr(leaf, "shape", ()))
         where = f"  {path or 'the value'}: shape {shape}, {spec!r}"
-        problems += [f"{where}: {text}" for text in misfits(shape, spec, mesh, pad=pad)]
+        found = misfits(shape, spec, mesh, pad=pad)
+        problems += [f"{where}: {text}" for text in found]
+        uneven |= len(found) > len(misfits(shape, spec, mesh, pad=True))
     if problems:
-        raise SpecError(f"specs do not fit on {mesh!r}:\n" + "\n".join(problems))
+        more = [f"  {advice}"] if uneven and advice else []
+        raise SpecError(f"specs do not fit on {mesh!r}:\n" + "\n".join(problems + more))
 
 
 def misfits(shape: Sequence[int], spec: P, mesh: Mesh, *, pad: bool = False) -> list[str]:
@@ -78,7 +82,6 @@ def _uneven(dim: int, size: int, factors: Sequence[str | int], mesh: Mesh, pad: 
         if size % blocks:
             what = f"{factor!r} of {count} ranks" if isinstance(factor, str) else f"the factor {factor}"
             more = f" (with the factors outside it, {blocks} blocks)" if blocks != count else ""
-            rest = ", or leave it whole" if inner else ", leave it whole, or pad it at rest (pad=True)"
-            way_out = f"make it {-(-size // blocks) * blocks}, shard another dim{rest}"
+            way_out = f"make it {-(-size // blocks) * blocks}, shard another dim, or leave it whole"
             return [f"dim {dim} of size {size} does not divide by {what}{more}; {way_out}"]
     return []

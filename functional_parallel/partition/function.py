@@ -17,7 +17,15 @@ from sharding_specs import P, Placement, broadcast_specs, tree_paths
 
 from ..collectives.axes import axis_parts, current_axes, hidden_axes, hide, mesh_axis_size
 from ..collectives.parts import Parts
-from ..local_function import Layout, LocalFunction, PyTree, SpecTree, axis_mesh, whole_arguments
+from ..local_function import (
+    Layout,
+    LocalFunction,
+    PyTree,
+    SpecTree,
+    axis_mesh,
+    refuse_unknown_axes,
+    whole_arguments,
+)
 from ..tracing import Aval, Traced, trace
 from ..tracing.record import recorder
 from .convert import convert
@@ -72,6 +80,7 @@ def partition(
         PartitionError: when called, if a dim does not divide or (strict) an op has no rule.
         SpecError: when called, if the specs do not fit the arguments.
     """
+    name = describe or f"partition({axis!r})"
     inner = f.layout if isinstance(f, LocalFunction) else Layout(whole_arguments)
     if axis in inner.axes:
         raise PartitionError(f"{f!r} is local to {axis!r} already; each axis is taken by one transform")
@@ -79,14 +88,15 @@ def partition(
 
     def arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
         own = _full_specs(specs(args), args)
+        refuse_unknown_axes(own, name, {axis})
         before = _full_specs(inner.arguments(args), args)
         return tuple(_merge_trees(a, b, axis, inner.axes) for a, b in zip(before, own, strict=True))
 
-    described = (*inner.describe, describe or f"partition({axis!r})")
+    described = (*inner.describe, name)
     layout = replace(inner, arguments=arguments, axes=(*inner.axes, axis), describe=described)
     local = _Partition(f, axis, specs, out_specs, parameters, tuple(gathered), strict, inner)
-    name: str = getattr(f, "name", "") or getattr(f, "__name__", "function")
-    return LocalFunction(local, layout, name)
+    of: str = getattr(f, "name", "") or getattr(f, "__name__", "function")
+    return LocalFunction(local, layout, of)
 
 
 @dataclass

@@ -6,7 +6,7 @@ from typing import Any
 
 import optree
 
-from sharding_specs import Mesh, P, SpecError, as_spec
+from sharding_specs import Mesh, SpecError, as_spec, tree_paths
 
 from .parallel import data_parallel, tensor_parallel, zero
 from .pipeline import pipeline
@@ -50,10 +50,11 @@ def from_specs(
     Raises:
         SpecError: when specs name an axis that the mesh does not have.
     """
-    named = _axes(specs)
-    missing = sorted(named - set(mesh.axis_names))
+    axes = _axes(specs)
+    named = {axis for _, axis in axes}
+    missing = [f"  {path}: {axis!r}" if path else f"  {axis!r}" for path, axis in axes if axis not in mesh.axis_names]
     if missing:
-        raise SpecError(f"the specs name {', '.join(missing)}, which {mesh!r} does not have")
+        raise SpecError(f"the specs name axes that {mesh!r} does not have:\n" + "\n".join(missing))
     chosen = [
         tensor_parallel(axis, specs, strict=strict)
         for axis in reversed(mesh.axis_names)
@@ -73,12 +74,8 @@ def from_specs(
     return chain(*chosen)
 
 
-def _axes(specs: Any) -> set[str]:
-    leaves = optree.tree_leaves(specs, is_leaf=lambda x: x is None or isinstance(x, (P, str)))
-    found = [as_spec(leaf) for leaf in leaves if not _is_pattern(leaf, specs)]
-    return {axis for spec in found for axis in spec.axes}
-
-
-def _is_pattern(leaf: Any, specs: Any) -> bool:
-    """In a list of (pattern, spec) pairs, the patterns are leaves too."""
-    return isinstance(specs, (list, tuple)) and isinstance(leaf, str) and any(pair[0] == leaf for pair in specs)
+def _axes(specs: Any) -> list[tuple[str, str]]:
+    """Where specs name which axis: a path, or of a rule its pattern."""
+    pairs = isinstance(specs, (list, tuple)) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in specs)
+    by_path = specs if pairs else zip(tree_paths(specs), optree.tree_leaves(specs), strict=True)
+    return [(path, axis) for path, spec in by_path for axis in sorted(as_spec(spec).axes)]

@@ -11,8 +11,15 @@ import torch
 
 from sharding_specs import Mesh, P, SpecError, apply_rules, broadcast_specs, local_shape, tree_paths
 
-from ..collectives.axes import current_axes, hidden_axes
-from ..local_function import TAKEN, LocalFunction, PyTree, SpecTree, axis_mesh, whole_arguments
+from ..local_function import (
+    TAKEN,
+    LocalFunction,
+    PyTree,
+    SpecTree,
+    axis_mesh,
+    refuse_unknown_axes,
+    whole_arguments,
+)
 from ..partition import partition
 from ..program.passes import Gathers, ShardsFirst
 from .transform import Order, Transform
@@ -48,7 +55,7 @@ def tensor_parallel(axis: str, specs: Rules, *, batch: SpecTree = None, strict: 
     find = parameter_specs(specs)
 
     def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
-        return (_only(find(args[0]), axis), *rest_specs(args, batch))
+        return (_only(find(args[0]), axis, name), *rest_specs(args, batch))
 
     name = f"tensor_parallel({axis!r})"
     return Transform(name, axis, Order.TENSOR, lambda f: partition(f, axis, in_specs, strict=strict, describe=name))
@@ -160,7 +167,7 @@ def _zero(
     def apply(f: Callable[..., Any]) -> LocalFunction:
         inner = f.layout.arguments if isinstance(f, LocalFunction) else whole_arguments
         given = None if specs is None else parameter_specs(specs)
-        at_rest = _AtRest(axis, inner, given, whole_below)
+        at_rest = _AtRest(axis, inner, given, whole_below, name)
 
         def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
             parameters = at_rest(args) if stage == 3 else P() if stage == 0 else P(reduced={axis})
@@ -200,8 +207,9 @@ class _AtRest:
         inner: Callable[[tuple[PyTree, ...]], tuple[SpecTree, ...]],
         given: Callable[[PyTree], SpecTree] | None,
         whole_below: int,
+        name: str,
     ) -> None:
-        self.axis, self.inner, self.given, self.whole_below = axis, inner, given, whole_below
+        self.axis, self.inner, self.given, self.whole_below, self.name = axis, inner, given, whole_below, name
         self.chosen: dict[Any, SpecTree] = {}
 
     def __call__(self, args: tuple[PyTree, ...]) -> SpecTree:
@@ -214,7 +222,7 @@ class _AtRest:
         taken = optree.tree_leaves(broadcast_specs(self.inner(args)[0], args[0]), is_leaf=_is_spec)
         mesh = axis_mesh()
         if self.given is not None:
-            chosen = optree.tree_leaves(_only(self.given(args[0]), self.axis), is_leaf=_is_spec)
+            chosen = optree.tree_leaves(_only(self.given(args[0]), self.axis, self.name), is_leaf=_is_spec)
             chosen = [_fitted(leaf, spec, mesh) for leaf, spec in zip(leaves, chosen, strict=True)]
         else:
             chosen = [self._dim_to_split(leaf, spec, mesh) for leaf, spec in zip(leaves, taken, strict=True)]
@@ -282,18 +290,9 @@ def _require_dims(specs: SpecTree, tree: PyTree) -> SpecTree:
     return specs
 
 
-def _only(specs: SpecTree, axis: str) -> SpecTree:
-    """What specs say of one axis. They may name others, of this mesh; a name that it has not is a slip of the pen."""
-    known = {*hidden_axes(), *current_axes()}
-    unknown = [
-        f"  {path}: {spec!r}"
-        for path, spec in zip(tree_paths(specs), optree.tree_leaves(specs, is_leaf=_is_spec), strict=True)
-        if not spec.axes <= known
-    ]
-    if unknown:
-        raise SpecError(
-            f"specs name axes that the mesh has not (its axes: {', '.join(sorted(known))}):\n" + "\n".join(unknown)
-        )
+def _only(specs: SpecTree, axis: str, who: str) -> SpecTree:
+    """What specs of the parameters say of one axis; they may name others of the mesh."""
+    refuse_unknown_axes((specs,), who)
     return optree.tree_map(lambda spec: spec.only({axis}), specs, is_leaf=_is_spec)
 
 

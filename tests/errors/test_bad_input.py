@@ -314,6 +314,37 @@ def test_a_batch_that_does_not_divide() -> None:
     step = fp.compile(fp.data_parallel("data")(loss), Mesh(data=3))
     said = message(lambda: step(params(), torch.ones(8, 4)), SpecError)
     assert "1: shape (8, 4), P('data'): dim 0 of size 8 does not divide by 'data' of 3 ranks" in said
+    assert "fp.pad_batch(batch, rows) fills up a batch" in said and "pad=True" not in said
+
+
+def test_a_transform_over_an_axis_that_the_mesh_does_not_have() -> None:
+    local = fp.tensor_parallel("tp", {"w": P("tp")})(loss)
+    for call in (fp.compile, lambda f, mesh: fp.train_step(f, fp.optim.sgd(0.1), mesh)):
+        said = message(lambda call=call: call(local, MESH), MeshError)
+        assert f"{MESH!r} has no axis 'tp', over which tensor_parallel('tp') splits; its axes are: " in said
+
+
+@pytest.mark.parametrize(
+    ("plan", "who", "where"),
+    [
+        (fp.tensor_parallel("tensor", {"w1": P("model")}), "tensor_parallel('tensor')", "0/w1: P('model')"),
+        (fp.zero(3, "data", {"w1": P("model")}), "zero(3, 'data')", "0/w1: P('model')"),
+        (fp.data_parallel("data", batch=P("model")), "data_parallel('data')", "1: P('model')"),
+        (fp.accumulate(2, batch=P("model")), "accumulate(2)", "1: P('model')"),
+        (fp.partition, "partition('data')", "1: P('model')"),
+    ],
+)
+def test_a_spec_of_an_axis_that_the_mesh_does_not_have(plan: Any, who: str, where: str) -> None:
+    local = plan(loss, "data", (P(), P("model"))) if plan is fp.partition else plan(loss)
+    said = message(lambda: fp.compile(local, Mesh(data=2, tensor=2))(params(), torch.ones(8, 4)), SpecError)
+    assert f"specs of {who} name axes that the mesh does not have" in said
+    assert f"{where}: the mesh has no axis 'model' (its axes: " in said and "data" in said
+
+
+def test_a_spec_tree_of_an_axis_that_the_mesh_does_not_have() -> None:
+    for specs, where in (({"w1": P("model")}, "w1: "), ([("*", "rows/model")], "*: "), (P("model"), "")):
+        said = message(lambda specs=specs: fp.from_specs(specs, Mesh(data=2)), SpecError)
+        assert f"Mesh(data=2) does not have:\n  {where}'model'" in said
 
 
 @pytest.mark.parametrize(

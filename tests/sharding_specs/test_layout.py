@@ -155,7 +155,10 @@ def test_one_error_lists_every_leaf_that_does_not_fit() -> None:
     assert "fine" not in text
     with pytest.raises(SpecError) as again:
         shard(tree, wrong, GRID, 0)
-    assert str(again.value) == text
+    assert str(again.value) == text + "\n  or pad what lies at rest, with shard(…, pad=True)"
+    with pytest.raises(SpecError) as inside:  # which nothing pads
+        shard(tree["c"], wrong["c"], GRID, 0)
+    assert "pad" not in str(inside.value)
 
 
 def test_numbers_outside_an_axis_count_when_dividing() -> None:
