@@ -145,8 +145,7 @@ def _decide(step: Step) -> Decision | None:
 
 def _local(step: Step, q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float | None) -> torch.Tensor:
     place = step.decision.operands[0]
-    duplicated = step.choice is None and isinstance(place, Shard) and q.shape[-3] != step.operands[0].aval.shape[-3]
-    if duplicated:
+    if step.choice is None and isinstance(place, Shard) and q.shape[-3] != step.operands[0].aval.shape[-3]:
         heads, groups = step.operands[0].aval.shape[-3], k.shape[-3]
         held = torch.arange(q.shape[-3], device=q.device)
         mine = step.parts.whole_position(held, fp.axis_index(step.axis), q.shape[-3], place.outer)
