@@ -1,4 +1,7 @@
-"""Whether an optimizer's state that was saved belongs to the parameters beside it: kernels write wherever it says."""
+"""What is loaded: whether an optimizer's state that was saved belongs to the parameters beside it.
+
+Kernels write wherever its shapes say.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,20 @@ from typing import Any
 import optree
 import torch
 
+from . import optim
 from .local_function import PyTree
+from .loss_scaling import LossScaleState
+from .scaled import ScaledState
 
 __all__ = ["expected_state", "require_state_of"]
+
+# Tuples of tensors: torch.load(weights_only=True), its default, may make them of what train.whole returned.
+torch.serialization.add_safe_globals(
+    [
+        *(optim.AdafactorState, optim.AdamWState, optim.Factored, optim.LionState, optim.SGDState),
+        *(LossScaleState, ScaledState),
+    ]
+)
 
 _MOST = 8  # leaves that an error lists
 

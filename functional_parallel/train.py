@@ -209,7 +209,7 @@ class TrainStep:
         return find_places(self.f.layout, self.mesh, params, self.optimizer, self.clip is not None)
 
     def params(self, state: TrainState) -> PyTree:
-        """The parameters of a state, whole; later steps do not change them."""
+        """The parameters of a state, whole; later steps do not change them. A collective: every process calls it."""
         return self.whole(state)[0]
 
     def copy(self, state: TrainState) -> TrainState:
@@ -219,7 +219,7 @@ class TrainStep:
         return TrainState(state.step, tuple(held), form)
 
     def whole(self, state: TrainState) -> tuple[PyTree, PyTree]:
-        """Parameters and optimizer state, whole: what a checkpoint saves."""
+        """Parameters and optimizer state, whole: what a checkpoint saves. A collective: every process calls it."""
         form, runtime = self._form_of(state), runtime_of(self.mesh, self.f, self.reduction)
         if self.own_batch:
             stay_in_step(runtime, f"reads the state of step {state.step}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import optree
@@ -112,6 +113,19 @@ def test_stacks_of_layers_are_compared_as_the_user_has_them() -> None:
     other = OPTIMIZERS["adamw"].init({"w": torch.ones(2, 4, 5, dtype=torch.float64)})
     with pytest.raises(ValueError, match=r"mean\['w'\]: \(2, 4, 5\) float64; the optimizer keeps \(2, 4, 4\)"):
         train.load(params, other, 0)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_saved_state_is_read_without_running_code(optimizer: str, scaled: bool, tmp_path: Path) -> None:
+    plan = fp.chain(fp.mixed_precision("fp16"), PLANS["data"]) if scaled else PLANS["zero 1"]
+    train = fp.train_step(loss, OPTIMIZERS[optimizer], DATA, plan)
+    state, _ = train(train.init(weights(2, 3)), X)
+    whole = train.whole(state)
+    torch.save(whole, tmp_path / "saved.pt")
+    loaded = torch.load(tmp_path / "saved.pt", weights_only=True)
+    assert optree.tree_structure(loaded) == optree.tree_structure(whole)
+    assert optree.tree_all(optree.tree_map(torch.equal, train.whole(train.load(*loaded, 1)), whole))
 
 
 # -----------------------------------------------------------------------------
