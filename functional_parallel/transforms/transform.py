@@ -85,7 +85,8 @@ def chain(*transforms: Transform | Plan) -> Plan:
 
     Raises:
         TypeError: when something is no transform.
-        OrderError: when the order is another one, naming the right one; or when two of them take the same axis.
+        OrderError: when the order is another one, naming the right one; when two of them take the same axis; or for
+            accumulate and pipeline at once, which both take the batch apart.
     """
     for transform in transforms:
         if not isinstance(transform, (Transform, Plan)):
@@ -94,9 +95,19 @@ def chain(*transforms: Transform | Plan) -> Plan:
                 "apply other functions, grad and vmap among them, to plan(loss)"
             )
     flat = tuple(single for transform in transforms for single in transform.transforms)
+    _check_microbatches(flat)
     _check_order(flat)
     _check_axes(flat)
     return Plan(flat)
+
+
+def _check_microbatches(transforms: tuple[Transform, ...]) -> None:
+    by_order = {transform.order: transform for transform in transforms}
+    if {Order.ACCUMULATE, Order.PIPELINE} <= by_order.keys():
+        raise OrderError(
+            f"{by_order[Order.PIPELINE]!r} sums the gradients of its microbatches itself: leave "
+            f"{by_order[Order.ACCUMULATE]!r} out, and give the pipeline as many times more microbatches"
+        )
 
 
 def _check_order(transforms: tuple[Transform, ...]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +284,12 @@ def test_a_wrong_order() -> None:
 def test_two_transforms_on_one_axis() -> None:
     said = message(lambda: fp.chain(fp.data_parallel("data"), fp.zero(1, "data")), fp.OrderError)
     assert "both take the axis 'data'" in said
+
+
+def test_two_transforms_that_take_the_batch_apart() -> None:
+    for both in itertools.permutations([fp.accumulate(2), fp.pipeline("pipe", microbatches=4)]):
+        said = message(partial(fp.chain, *both), fp.OrderError)
+        assert "leave accumulate(2) out, and give the pipeline as many times more microbatches" in said
 
 
 def test_what_is_no_transform() -> None:

@@ -316,7 +316,7 @@ BAD = {
         r"fp\.remat\(budget=…\)",
     ),
     "accumulation inside": (
-        lambda: fp.chain(fp.accumulate(2), fp.pipeline("pipe", microbatches=2))(chain_of(4)),
+        lambda: fp.pipeline("pipe", microbatches=2)(fp.accumulate(2)(chain_of(4))),
         r"leave fp\.accumulate out",
     ),
 }
