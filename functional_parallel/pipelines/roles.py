@@ -14,17 +14,21 @@ its ops
 
 from __future__ import annotations
 
+import operator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 
 from torch import fx
 
 from sharding_specs import P
 
+from ..partition.rules import lookup
 from ..program.collectives import primitive_name
 from ..program.rounds import Rounds, names_axis
 from ..program.sharing import viewed
 from ..tracing import Traced
-from ..tracing.graph import operands_of
+from ..tracing.graph import operands_of, source_of
 
 __all__ = ["PipelineError", "Role", "Roles", "is_view"]
 
@@ -103,11 +107,10 @@ class Roles:
         if not found:
             return
         barrier = next((node for node in found if self.rounds.is_barrier(node)), found[-1])
-        raise PipelineError(
-            f"{barrier.meta['source']}: {primitive_name(barrier) or barrier.target} needs all microbatches before the "
-            "backward of any can begin, so a pipeline cannot stream them (batch norm over the whole batch does this, "
-            "or a loss divided by what the model computes); normalise within a microbatch, or use fp.accumulate"
-        )
+        raise PipelineError(f"{barrier.meta['source']}: {_why_all(barrier, self._leads_to_backward(barrier))}")
+
+    def _leads_to_backward(self, node: fx.Node) -> bool:
+        return any(each in self.backward for each in _reached(node, lambda each: each.users))
 
     def is_inline(self, node: fx.Node) -> bool:
         """Whether an op is repeated wherever its value is needed: it costs nothing, or its value may not be kept."""
@@ -132,3 +135,40 @@ class Roles:
 def is_view(node: fx.Node) -> bool:
     """Whether an op computes nothing: a view, or a cast without communication."""
     return node.op == "call_function" and viewed(node) is not None
+
+
+def _why_all(barrier: fx.Node, wanted: bool) -> str:
+    """Which op needs all microbatches at once, and what to do about it."""
+    op, fix = _meant(barrier), "normalise within a microbatch, or use fp.accumulate"
+    if primitive_name(barrier) == "all_gather" and lookup(op.target) is None:
+        fix = f"it has no sharding rule: give it one with fp.register_rule({op.target}, '… -> …'), or use fp.accumulate"
+    elif not wanted:
+        fix = "no gradient needs it: return what it is computed of, per sample, and compute it there; or fp.accumulate"
+    return (
+        f"{op.target} needs all microbatches before the backward of any can begin, so a pipeline cannot stream them "
+        f"(batch norm over the whole batch does this, or a loss divided by what the model computes); {fix}"
+    )
+
+
+def _meant(barrier: fx.Node) -> fx.Node:
+    """The user's op that a collective over microbatches stands for: that which takes it whole, or left parts of it."""
+    if primitive_name(barrier) != "all_gather":
+        return next((node for node in _reached(barrier, operands_of) if _is_of_user(node)), barrier)
+    near = [node for node in _reached(barrier, lambda each: each.users) if source_of(node) == source_of(barrier)]
+    without = (node for node in near if _is_of_user(node) and lookup(node.target) is None)
+    return next(without, next(filter(_is_of_user, near), barrier))
+
+
+def _is_of_user(node: fx.Node) -> bool:
+    return node.op == "call_function" and primitive_name(node) is None and node.target is not operator.getitem
+
+
+def _reached(node: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]]) -> Iterator[fx.Node]:
+    """What is reached from an op, the nearest first, each once."""
+    waiting, seen = deque(step(node)), {node}
+    while waiting:
+        each = waiting.popleft()
+        if each not in seen:
+            seen.add(each)
+            yield each
+            waiting += step(each)

@@ -315,6 +315,15 @@ BAD = {
         )(FOUR, X),
         r"fp\.remat\(budget=…\)",
     ),
+    "a metric that needs all samples": (
+        lambda: fp.compile(
+            fp.grad(
+                fp.pipeline("pipe", microbatches=2)(lambda w, x: ((x @ w[0]).mean(), (x @ w[0]).std())), has_aux=True
+            ),
+            Mesh(pipe=1),
+        )(FOUR, X),
+        r"test_cuts.py:\d+: aten\..* needs all microbatches .*; no gradient needs it: return what it is computed of",
+    ),
     "accumulation inside": (
         lambda: fp.pipeline("pipe", microbatches=2)(fp.accumulate(2)(chain_of(4))),
         r"leave fp\.accumulate out",
@@ -327,3 +336,17 @@ def test_bad_input(case: str) -> None:
     call, message = BAD[case]
     with pytest.raises((ValueError, PipelineError), match=message):
         call()
+
+
+@pytest.mark.filterwarnings("ignore::functional_parallel.PartitionWarning")
+@pytest.mark.parametrize("samples", [8, 7])
+@pytest.mark.parametrize("outer", [[], [fp.data_parallel("data")]], ids=["alone", "beside data"])
+def test_an_op_without_a_rule_is_named(samples: int, outer: list[Any]) -> None:
+    def loss(w: Any, x: Tensor) -> Tensor:
+        return ((x @ w[0]).unfold(1, 1, 1) ** 2).mean()
+
+    plan = fp.chain(*outer, fp.pipeline("pipe", microbatches=2))
+    step = fp.compile(fp.grad(plan(loss)), Mesh(pipe=1, data=1))
+    said = r"test_cuts.py:\d+: aten.unfold.default needs all microbatches .*; it has no sharding rule: give it one with"
+    with pytest.raises(PipelineError, match=said):
+        step(FOUR, torch.ones(samples, 2, dtype=torch.float64))

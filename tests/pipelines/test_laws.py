@@ -137,3 +137,19 @@ def test_a_result_may_be_a_constant(name: str) -> None:
         state, metrics = train(state, x)
         assert metrics.aux[0] == 3 and metrics.aux[1].tolist() == metrics.aux[2].tolist() == [0, 1, 2]
         optree.tree_map(torch.Tensor.zero_, metrics.aux)
+
+
+@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-v"])
+def test_extrema_that_no_gradient_needs_are_streamed(name: str, data: int) -> None:
+    def loss(w: list[torch.Tensor], x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        for each in w:
+            x = torch.tanh(x @ each)
+        return (x**2).mean(), (x.detach().max(), (-x).detach().amin(), x.detach().abs().amax(0))
+
+    w, x = [torch.randn(3, 3, dtype=torch.float64) for _ in range(4)], torch.randn(16, 3, dtype=torch.float64)
+    plan = fp.chain(fp.data_parallel("data"), pipeline(made(name, 2, 4)))
+    got = fp.compile(fp.grad_and_value(plan(loss), has_aux=True), Mesh(pipe=2, data=data))(w, x)
+    wanted = fp.grad_and_value(loss, has_aux=True)(w, x)
+    for a, b in zip(optree.tree_leaves(got), optree.tree_leaves(wanted), strict=True):
+        torch.testing.assert_close(a, b)

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from ... import collectives as fp
+from ...tracing.graph import operands_of
 from ..duplicates import lowest
 from ..step import Step
 from .registry import Rule, rule
@@ -93,13 +94,26 @@ def _local_extremum(step: Step, x: torch.Tensor, dims: Any = (), keepdim: bool =
     own = x.detach().amax(wanted, keepdim=True) if largest else x.detach().amin(wanted, keepdim=True)
     best = (fp.pmax if largest else fp.pmin)(own, step.axis)
     whole = best if keepdim else best.squeeze(wanted)
-    if not x.is_floating_point():
+    if not x.is_floating_point() or _is_detached(step.node):
         return whole
     best = fp.pvary(best, step.axis)
     ties = x == best
     count = fp.psum(ties.to(x.dtype).sum(wanted, keepdim=keepdim), step.axis)
     excess = torch.where(ties & x.isfinite(), x - x.detach(), 0)
     return whole + fp.psum(excess.sum(wanted, keepdim=keepdim), step.axis) / count
+
+
+def _is_detached(node: fx.Node) -> bool:
+    """Whether no derivative comes to a value, since `detach` stands before all that it was computed of."""
+    pending, seen = [node], {node}
+    while pending:
+        each = pending.pop()
+        if each.op == "placeholder":
+            return False
+        operands = [] if each.target is aten.detach.default else operands_of(each)
+        pending += [operand for operand in operands if operand not in seen]
+        seen.update(operands)
+    return True
 
 
 def _norm_text(node: fx.Node) -> str:
