@@ -31,6 +31,7 @@ import torch.distributed as dist
 from sharding_specs import Mesh, MeshError, SpecError, memory_table, validate
 
 from .estimate import CONVENTIONS, estimate
+from .pipelines import PipelineError
 from .program.explain import readable_bytes
 from .program.hardware import HARDWARE
 from .schedules import ScheduleError, command
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     try:
         print(chosen.run(chosen))
-    except (UsageError, MeshError, SpecError, ScheduleError) as error:
+    except (UsageError, MeshError, SpecError, ScheduleError, PipelineError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     return 0
@@ -177,7 +178,11 @@ def _price(chosen: argparse.Namespace) -> str:
 
 
 def _program(chosen: argparse.Namespace) -> Any:
-    compiled, args = _result(chosen, "a compiled function or training step, and the tuple of its arguments")
+    wanted = "a compiled function or training step, and the tuple of its arguments"
+    compiled, args = _result(chosen, wanted)
+    if not hasattr(compiled, "lower") or not isinstance(args, tuple):
+        found = f"a pair of {type(compiled).__name__} and {type(args).__name__}"
+        raise UsageError(f"{chosen.target} returned {found}; it shall return {wanted}")
     return compiled.lower(*args)
 
 
@@ -223,6 +228,9 @@ def _function(target: str) -> Callable[[Mesh], Any]:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        return getattr(importlib.import_module(module), name)
+        found = getattr(importlib.import_module(module), name)
     except (ModuleNotFoundError, AttributeError) as error:
         raise UsageError(f"{target!r} is not to be found: {error}") from error
+    if not callable(found):
+        raise UsageError(f"{target} is a {type(found).__name__}; it shall be a function that takes the mesh")
+    return found  # type: ignore[no-any-return]

@@ -44,3 +44,8 @@ def wrong(mesh: Mesh) -> Any:
 def layers(mesh: Mesh) -> Any:
     params = {"w": torch.empty(8, 4, 6, device="meta"), "head": torch.empty(4, 2, device="meta")}
     return params, {"w": P("pipe"), "head": P()}
+
+
+def pipelined(mesh: Mesh) -> Any:
+    plan = fp.pipeline("pipe", microbatches=2)
+    return fp.compile(fp.grad(plan(loss)), mesh), (parameters(), torch.empty(2, 4, device="meta"))

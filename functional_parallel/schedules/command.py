@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +47,22 @@ def run(chosen: argparse.Namespace) -> str:
     schedule = check(_schedule(chosen, costs))
     timeline = simulate(schedule, costs)
     if chosen.trace:
-        chosen.trace.write_text(chrome_trace(timeline))
+        _write("--trace", chosen.trace, lambda path: path.write_text(chrome_trace(timeline)))
     if chosen.plot:
-        plot(timeline, chosen.plot)
+        _write("--plot", chosen.plot, lambda path: plot(timeline, path))
     if chosen.csv:
         return to_csv(schedule).rstrip()
     if chosen.json:
         return json.dumps(_numbers(timeline))
     return f"{schedule.title()}\n\n{timeline_text(timeline)}\n\n{summary(timeline)}"
+
+
+def _write(option: str, path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file, or say why it cannot be: no such folder, no such kind of picture, no matplotlib."""
+    try:
+        write(path)
+    except (OSError, ValueError, ImportError) as error:
+        raise ScheduleError(f"{option} {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _schedule(chosen: argparse.Namespace, costs: Costs) -> Schedule:

@@ -17,6 +17,8 @@ __all__ = ["chrome_trace", "plot", "summary", "timeline_text"]
 
 _TIME = {False: "time", True: "time (paler: the later stages of a rank)"}
 _LETTERS = 130  # that fit into the width of a picture
+_WIDTH = 900.0  # of the widest axes, in points
+_EDGE = 0.1  # of the width of a bar, what its white edge may take
 _COLORS = {"F": "#4c78a8", "B": "#59a14f", "I": "#76b7b2", "W": "#edc948"}
 _DARK = "FB"  # colors on which black cannot be read
 
@@ -168,18 +170,21 @@ def _draw(axes: Any, timeline: Timeline, until: float) -> None:
     together = {(event.rank, event.start) for event in events if event.action in schedule.pairs} & {
         (event.rank, event.start) for event in events if event.action.kind in "BI"
     }
+    bars: dict[Any, list[tuple[float, float]]] = {}
     for rank, action, start, end in events:
         # Two actions that run at once share the height of the row.
         half = (rank, start) in together
         low, height = (rank - 0.42 + 0.42 * (half and action.kind != "F"), 0.42 if half else 0.84)
         shade = 1 - 0.5 * (action.stage // schedule.ranks) / max(1, schedule.stages / schedule.ranks - 1)
-        axes.broken_barh(
-            [(start, end - start)], (low, height), facecolors=_COLORS[action.kind], alpha=shade, edgecolor="w"
-        )
+        bars.setdefault((low, height, action.kind, shade), []).append((start, end - start))
         if (end - start) * _LETTERS > until * len(str(action.microbatch)) and end <= until:
             ink = "w" if action.kind in _DARK and shade > 0.75 else "k"
             text = str(action.microbatch)
             axes.text((start + end) / 2, low + height / 2, text, ha="center", va="center", fontsize=7, color=ink)
+    for (low, height, kind, shade), spans in bars.items():
+        edges = [min(1.0, _EDGE * _WIDTH * width / until) for _, width in spans]  # white ones, thinner than the bar
+        colors = {"facecolors": _COLORS[kind], "alpha": shade, "edgecolor": "w"}
+        axes.broken_barh(spans, (low, height), **colors, linewidth=edges)
     axes.set(
         xlim=(-0.01 * until, 1.01 * until),
         ylim=(schedule.ranks - 0.5, -0.5),

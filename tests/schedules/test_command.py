@@ -101,8 +101,24 @@ def test_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (("1f1b", "--ranks", "2", "--microbatches", "2", "--latency", "nan"), "Costs(latency=nan)"),
         (("1f1b", "--ranks", "2", "--microbatches", "2", "--limit", "2"), "--limit is what zb-auto is searched within"),
         (("zb-auto", "--ranks", "2", "--microbatches", "2", "--limit", "0"), "got limit=0"),
+        (
+            ("1f1b", "--ranks", "2", "--microbatches", "2", "--trace", "/nowhere/t.json"),
+            "--trace /nowhere/t.json: No such",
+        ),
+        (("1f1b", "--ranks", "2", "--microbatches", "2", "--plot", "/nowhere/p.png"), "--plot /nowhere/p.png: No such"),
+        (("1f1b", "--ranks", "2", "--microbatches", "2", "--plot", "p.nothing"), "'nothing' is not supported"),
     ],
 )
 def test_what_is_refused(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str) -> None:
     assert main(("schedule", *words)) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("microbatches", [8, 400])
+def test_the_bars_of_many_microbatches_are_seen(tmp_path: Path, microbatches: int) -> None:
+    """Their white edges leave most of each: of the pixels of a row two thirds have a color."""
+    image = pytest.importorskip("matplotlib.image")
+    schedules.plot(schedules.simulate(schedules.gpipe(2, microbatches), schedules.Costs()), tmp_path / "picture.png")
+    pixels = image.imread(tmp_path / "picture.png")[..., :3]
+    rows = (pixels.max(-1) - pixels.min(-1) > 0.1).mean(1)
+    assert rows.max() > 2 / 3
