@@ -180,8 +180,8 @@ def _bytes(tree: Any, specs: Any, mesh: Mesh, each: int | None = None, others: b
     total = 0
     for leaf, spec in zip(leaves, places, strict=True):
         if isinstance(leaf, torch.Tensor) and (others or is_trained(leaf)):
-            counted = each is not None and is_trained(leaf)
-            size = each * (1 + leaf.is_complex()) if counted else leaf.dtype.itemsize
+            parts = 1 + leaf.is_complex()  # each of them is an element, to a convention
+            size = each * parts if each is not None and is_trained(leaf) else leaf.dtype.itemsize
             total += size * math.prod(local_shape(leaf.shape, spec.fitted(leaf.shape, mesh), mesh))
     return total
 
