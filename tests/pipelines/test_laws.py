@@ -153,3 +153,21 @@ def test_extrema_that_no_gradient_needs_are_streamed(name: str, data: int) -> No
     wanted = fp.grad_and_value(loss, has_aux=True)(w, x)
     for a, b in zip(optree.tree_leaves(got), optree.tree_leaves(wanted), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-v"])
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_narrow_head_has_the_same_bits(name: str, width: int) -> None:
+    """The gradient of a column is a matrix by a vector, whose kernel rounds otherwise when it adds to a sum."""
+
+    def loss(w: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        for each in w:
+            x = torch.tanh(x @ each)
+        return torch.nn.functional.softplus(x).mean()
+
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(6, 6), (6, 6), (6, 6), (6, width)]
+    w = [torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes]
+    x = torch.randn(64, 6, generator=generator, dtype=torch.float64)
+    found = fp.compile(fp.grad_and_value(pipeline(made(name, 2, 4))(loss)), Mesh(pipe=2))(w, x)
+    assert_equal(found, fp.compile(fp.grad_and_value(fp.accumulate(4)(loss)), Mesh(pipe=1))(w, x))

@@ -60,6 +60,7 @@ def _parts(node: fx.Node, position: Mapping[fx.Node, int]) -> tuple[fx.Node, fx.
     total, product = sorted(node.args, key=position.__getitem__)  # type: ignore[arg-type]
     fits = total.meta["val"] == product.meta["val"] == node.meta["val"]
     is_product = product.target is aten.mm.default and list(product.users) == [node] and total is not product
+    fits = fits and 1 not in product.meta["val"].shape  # a kernel for vectors adds term by term, and rounds otherwise
     return (total, product) if fits and is_product and faster_kernel(product) is None else (None, None)
 
 
