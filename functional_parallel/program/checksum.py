@@ -9,7 +9,9 @@ import torch
 
 from .. import _torch
 
-__all__ = ["checksum"]
+__all__ = ["checksum", "contents"]
+
+_FEW = 8  # elements that are shown as they are
 
 
 def checksum(x: torch.Tensor) -> str:
@@ -28,3 +30,18 @@ def checksum(x: torch.Tensor) -> str:
     digest = hashlib.blake2b(f"{tuple(x.shape)} {x.dtype}".encode(), digest_size=8)
     digest.update(raw)
     return digest.hexdigest()
+
+
+def contents(x: torch.Tensor) -> str:
+    """A tensor's values if they are few, else its checksum: the same text for tensors of the same contents alone.
+
+    >>> contents(torch.tensor(0.5)), contents(torch.arange(3)), len(contents(torch.zeros(99)))
+    ('0.5', '[0, 1, 2]', 16)
+
+    Args:
+        x: as for `checksum`.
+    """
+    if x.numel() > _FEW:
+        return checksum(x)
+    with _torch.apart_from_transforms():
+        return repr(x.detach().tolist())

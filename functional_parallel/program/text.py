@@ -13,7 +13,7 @@ from sharding_specs import Mesh
 from ..collectives.types import Type
 from ..tracing import Aval, Traced
 from ..tracing.graph import walk_args
-from .checksum import checksum
+from .checksum import contents
 from .collectives import primitive_name
 
 __all__ = ["canonical_lines", "first_difference", "program_text"]
@@ -49,7 +49,7 @@ def program_text(traced: Traced, mesh: Mesh, in_names: list[str], out_names: lis
         add(node, f"input {name}")
     for node in traced.graph.nodes:
         if node.op == "get_attr":
-            add(node, f"constant {checksum(traced.constants[node.target])}")
+            add(node, f"constant {contents(traced.constants[node.target])}", _comment(node))
         elif node.op == "call_function":
             add(node, _call(node, names), _comment(node))
     for output, name in zip(traced.outputs, out_names, strict=True):

@@ -37,6 +37,7 @@ def on_disagreeing_ranks(rank: int) -> dict[str, Any]:
     train = fp.train_step(lambda p, x: (x @ p["w"]).sum(), fp.optim.sgd(0.1), MESH, fp.data_parallel("data"))
     return {
         "programs": error_and_time(lambda: product_of(rank == 2)(X)),
+        "constants": error_and_time(lambda: learning(0.1 if rank else 0.25)(X)),
         "shapes": error_and_time(lambda: product_of(False)(X if rank else X[:, :2])),
         "inputs": error_and_time(lambda: loss_step()({"layers": [X, X + (rank == 1)]}, X)),
         "parameters": error_and_time(lambda: train.init({"w": X + (rank == 1)})),
@@ -56,6 +57,10 @@ def product_of(other: bool) -> Any:
         return fp.psum(y, "tensor")
 
     return product
+
+
+def learning(rate: float) -> Any:
+    return fp.shard_map(MESH, in_specs=P("data"), out_specs=P("data"))(lambda x: x * torch.tensor(rate))
 
 
 def loss_step() -> Any:
@@ -135,6 +140,13 @@ def test_different_programs_are_refused_on_every_rank(disagreeing: list[dict[str
         assert f"it first differs from that of rank {other} in" in message
         assert "sin(" in message and "psum(" in message, "the first line that differs, from both programs"
         assert "look for code that depends on the rank" in message
+
+
+def test_constants_that_differ_are_shown(disagreeing: list[dict[str, Any]]) -> None:
+    for result in disagreeing:
+        kind, message, _ = result["constants"]
+        assert kind == "DifferentProgramsError"
+        assert "constant 0.25" in message and "constant 0.1" in message
 
 
 def test_different_shapes_are_different_programs(disagreeing: list[dict[str, Any]]) -> None:
