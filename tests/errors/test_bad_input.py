@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import functional_parallel as fp
+from functional_parallel.partition.notation import RuleError
 from sharding_specs import Mesh, MeshError, P, SpecError, apply_rules, shard
 
 MESH = Mesh(data=2, tensor=2)
@@ -269,6 +270,21 @@ def test_an_op_without_a_rule() -> None:
     strict = fp.tensor_parallel("tensor", specs, strict=True)
     said = message(lambda: fp.compile(strict(f), MESH)(params(), torch.ones(8, 4)), fp.PartitionError)
     assert "linalg" in said and line_of(f, "linalg.det") in said
+
+
+def test_a_rule_that_is_no_text() -> None:
+    library = torch.library.Library("bad_input_tests", "DEF")
+    library.define("same(Tensor x) -> Tensor")
+    library.impl("same", torch.clone, "CompositeExplicitAutograd")
+    torch.library.register_fake("bad_input_tests::same", torch.clone, lib=library)
+    fp.register_rule(torch.ops.bad_input_tests.same, lambda node: 3)  # type: ignore[arg-type, return-value]
+
+    def f(params: Params, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.bad_input_tests.same(x @ params["w1"]).sum()
+
+    said = message(lambda: fp.compile(fp.data_parallel("data")(f), MESH)(params(), torch.ones(8, 4)), RuleError)
+    assert "same.default" in said and line_of(f, "same") in said
+    assert "is a function that returned 3; it shall return the rule's text" in said
 
 
 # -----------------------------------------------------------------------------

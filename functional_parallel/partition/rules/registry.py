@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from ...tracing import source_of
 from ...tracing.stand_ins import differentiable
-from ..notation import parse_rule
+from ..notation import RuleError, parse_rule
 from .broadcast import pointwise_text
 
 if TYPE_CHECKING:
@@ -44,7 +45,13 @@ class Rule:
 
     def text_for(self, node: fx.Node) -> str:
         assert self.text is not None
-        return self.text if isinstance(self.text, str) else self.text(node)
+        text = self.text if isinstance(self.text, str) else self.text(node)
+        if not isinstance(text, str):
+            where = f"{node.target} at {source_of(node) or 'an unknown line'}"
+            raise RuleError(
+                f"the rule of {where} is a function that returned {text!r}; it shall return the rule's text"
+            )
+        return text
 
 
 _rules: dict[Any, Rule] = {}
