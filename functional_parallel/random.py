@@ -24,7 +24,7 @@ from . import collectives as fp
 from .collectives.axes import axis_size
 from .collectives.parts import Parts
 from .emit import differentiable
-from .tracing.intercept import intercept
+from .tracing.intercept import intercept, intercept_op
 
 __all__ = ["RandomKeyError", "dropout", "fold_in", "key", "normal", "uniform", "using"]
 
@@ -109,9 +109,14 @@ def dropout(x: torch.Tensor, p: float = 0.5, *, key: torch.Tensor | None = None)
         return x
     if p == 1:
         return x * 0
-    like = x.detach().float() if x.dtype.itemsize < 4 else x  # enough digits to hit p
-    kept = uniform(_next_site("dropout") if key is None else key, like) >= p
+    kept = ~_happens(p, x, _next_site("dropout") if key is None else key)
     return x * (kept.to(x.dtype) / (1 - p))
+
+
+def _happens(p: float, x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """For each element, whether something of that probability does."""
+    like = torch.empty_like(x, dtype=torch.float32) if x.dtype.itemsize < 4 else x  # enough digits to hit p
+    return uniform(key, like) < p
 
 
 # -----------------------------------------------------------------------------
@@ -162,6 +167,23 @@ def _next_site(what: str) -> torch.Tensor:
 @intercept(torch.nn.functional.dropout, always=True)
 def _traced_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
     return dropout(input, p) if training else input
+
+
+@intercept_op(torch.ops.aten.bernoulli_.float)
+def _keyed_bernoulli_(target: torch.Tensor, p: float = 0.5, *, generator: Any = None) -> Any:
+    """What the dropouts that torch has in C++ draw: of features, alpha dropout, that between layers of an LSTM."""
+    if generator is not None:
+        return NotImplemented
+    return target.copy_(_happens(p, target, _next_site("dropout")))
+
+
+@intercept_op(torch.ops.aten.native_dropout.default)
+def _keyed_native_dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:
+    """The kernel of dropout on CUDA: what is left, and of which elements."""
+    if train is False or p == 0:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    kept = ~_happens(p, x, _next_site("dropout"))
+    return x * kept / (1 - p) if p < 1 else x * 0, kept
 
 
 # -----------------------------------------------------------------------------

@@ -1,23 +1,29 @@
 """Torch functions that a trace records as something else: attention as one op, dropout as a keyed draw.
 
 The replacement must be written where the function still has its name, above the dispatcher, which by then has picked a
-kernel for one device. Modules enter theirs with `intercept`.
+kernel for one device. Modules enter theirs with `intercept`. What torch's functions in C++ call has no such name; of
+the ops that they come to, draws are replaced, with `intercept_op`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from .. import _torch
 
-__all__ = ["Interception", "intercept"]
+__all__ = ["Interception", "intercept", "intercept_op", "replacement_of"]
 
 _in_forwards: dict[Any, Callable[..., Any]] = {}
 _always: dict[Any, Callable[..., Any]] = {}
+_ops: dict[Any, Callable[..., Any]] = {}
+
+_QUESTIONS = {"has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"}
 
 
 def intercept(function: Any, *, always: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -31,6 +37,21 @@ def intercept(function: Any, *, always: bool = False) -> Callable[[Callable[...,
         return replacement
 
     return register
+
+
+def intercept_op(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register what a trace records for an op, whoever calls it; it may return NotImplemented."""
+
+    def register(replacement: Callable[..., Any]) -> Callable[..., Any]:
+        _ops[op] = replacement
+        return replacement
+
+    return register
+
+
+def replacement_of(op: Any) -> Callable[..., Any] | None:
+    """What is recorded for an op, if something else is."""
+    return _ops.get(op)
 
 
 class Interception(TorchFunctionMode):
@@ -48,7 +69,27 @@ class Interception(TorchFunctionMode):
                 return result
         if self.forward_only and func in _in_forwards and not _torch.differentiating_level():
             return _in_forwards[func](*args, **kwargs)
-        return func(*args, **kwargs)
+        inside = _unasked(func)
+        if inside is None:
+            return func(*args, **kwargs)
+        with self:  # which torch has set aside for as long as this method runs
+            return inside(*args, **kwargs)
+
+
+def _unasked(function: Any) -> Callable[..., Any] | None:
+    """A function of `torch.nn.functional` as it is after its first question, whether a mode stands for it.
+
+    Called as it is it would ask again, forever, if the mode were active; and if not, nothing that it calls would be
+    seen, such as the attention in `F.multi_head_attention_forward`.
+    """
+    if not isinstance(function, FunctionType) or function.__module__ != functional.__name__:
+        return None
+    if _QUESTIONS.isdisjoint(function.__code__.co_names):  # one that stands for those which ask
+        return None
+    answered = {**function.__globals__, **dict.fromkeys(_QUESTIONS, lambda *_: False)}
+    copy = FunctionType(function.__code__, answered, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 @intercept(torch.Tensor.data.__get__, always=True)  # type: ignore[attr-defined]

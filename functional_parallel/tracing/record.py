@@ -31,7 +31,7 @@ from ..source import current_source, raising_source, region, stages
 from .aliases import Aliases
 from .errors import CustomFunctionError, MutationError, TracingError
 from .graph import Aval, Traced, aval_of, walk_args
-from .intercept import Interception
+from .intercept import Interception, replacement_of
 from .mutation import mutate
 from .stand_ins import stand_in
 
@@ -196,6 +196,12 @@ class Recorder(_torch.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         guards.check_op(func)
+        replacement = replacement_of(func)
+        if replacement is not None:
+            with self:  # so that what it calls is recorded
+                result = replacement(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         _refuse_foreign_draws(func, args, kwargs)
         if func is aten.lift_fresh.default and not isinstance(args[0], _torch.FakeTensor):
             return self._lift(func, args[0])

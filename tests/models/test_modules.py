@@ -181,3 +181,45 @@ def test_cells_that_write_through_views(cell: nn.Module) -> None:
 
     x = torch.randn(8, 4, dtype=torch.float64)
     fp.testing.assert_equivalent(loss, fp.data_parallel("data"), Mesh(data=2), params, x, rtol=1e-12)
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_what_torchs_attention_calls_is_seen(weights: bool) -> None:
+    """`F.multi_head_attention_forward` hands itself to a mode first; what it calls is replaced all the same."""
+    fn, params = fp.functional(nn.MultiheadAttention(8, 2, batch_first=True))
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return fn(params, x, x, x, need_weights=weights)[0].square().sum()
+
+    x = torch.randn(4, 6, 8)
+    step = fp.testing.assert_equivalent(loss, fp.data_parallel("data"), Mesh(data=2), params, x)
+    assert set(step.program.counts()) == {("psum", ("data",))}
+
+
+@pytest.mark.parametrize("layer", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
+def test_torchs_transformer_layers(layer: Any) -> None:
+    fn, params = fp.functional(layer(8, 2, 16, dropout=0.0, batch_first=True).double())
+    memory = [] if layer is nn.TransformerEncoderLayer else [torch.randn(4, 5, 8, dtype=torch.float64)]
+
+    def loss(params: Any, *inputs: torch.Tensor) -> torch.Tensor:
+        return fn(params, *inputs).sin().sum()
+
+    x = torch.randn(4, 6, 8, dtype=torch.float64)
+    fp.testing.assert_equivalent(loss, fp.zero(3, "data"), Mesh(data=2), params, x, *memory, rtol=1e-11)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_of_one_length(mode: str) -> None:
+    fn, params = fp.functional(nn.EmbeddingBag(9, 4, mode=mode).double())
+    plan = fp.chain(fp.tensor_parallel("tensor", {"weight": P(None, "tensor")}), fp.zero(3, "data"))
+    bags = torch.arange(12).view(4, 3) % 9
+    fp.testing.assert_equivalent(
+        lambda p, bags: fn(p, bags).sin().sum(), plan, Mesh(data=2, tensor=2), params, bags, rtol=1e-12
+    )
+
+
+def test_bags_that_are_refused() -> None:
+    fn, params = fp.functional(nn.EmbeddingBag(9, 4))
+    step = fp.compile(fp.data_parallel("data", batch=P())(lambda p, x, at: fn(p, x, at).sum()), Mesh(data=2))
+    with pytest.raises(ValueError, match="bags of one length"):
+        step(params, torch.arange(8), torch.tensor([0, 3]))

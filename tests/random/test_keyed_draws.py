@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -162,6 +164,66 @@ def test_fused_dims_draw_by_their_place_in_the_whole() -> None:
 
     plan = fp.tensor_parallel("tensor", P((3, "tensor")))
     fp.testing.assert_equivalent(f, plan, Mesh(tensor=2), torch.ones(12, dtype=torch.float64), exact=True)
+
+
+class Dropped(torch.nn.Module):
+    """One of torch's dropouts behind a linear layer."""
+
+    def __init__(self, drop: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.drop = torch.nn.Linear(4, 6), drop
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.layer(x))
+
+
+TORCHS = {
+    "Dropout1d": lambda: Dropped(torch.nn.Dropout1d(0.4)),
+    "Dropout, in place": lambda: Dropped(torch.nn.Dropout(0.4, inplace=True)),
+    "AlphaDropout": lambda: Dropped(torch.nn.AlphaDropout(0.4)),
+    "FeatureAlphaDropout": lambda: Dropped(torch.nn.FeatureAlphaDropout(0.4)),
+    "torch.dropout": lambda: Dropped(lambda x: torch.dropout(x, 0.4, True)),
+    "the kernel on CUDA": lambda: Dropped(lambda x: torch.native_dropout(x, 0.4, True)[0]),
+    "LSTM": lambda: torch.nn.LSTM(4, 4, num_layers=2, dropout=0.4, batch_first=True),
+    "attention": lambda: torch.nn.TransformerEncoderLayer(4, 2, 8, dropout=0.4, batch_first=True),
+}
+
+
+@pytest.mark.parametrize("name", TORCHS)
+def test_torchs_own_dropouts_are_alike_on_every_mesh(name: str) -> None:
+    fn, params = fp.functional(TORCHS[name]().double())
+    x = torch.randn(4, 3, 4, dtype=torch.float64)
+
+    def loss(params: Any, x: Tensor, key: Tensor) -> Tensor:
+        with fp.random.using(key):
+            result = fn(params, x)
+        return (result[0] if isinstance(result, tuple) else result).sin().sum()
+
+    def of(ranks: int, key: Tensor) -> Any:
+        plan = fp.data_parallel("data", batch=(P("data"), P()))
+        return fp.compile(fp.grad_and_value(plan(loss)), Mesh(data=ranks))(params, x, key)
+
+    torch.testing.assert_close(of(2, KEY), of(1, KEY), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(of(2, KEY), of(2, KEY), rtol=0, atol=0)
+    assert of(2, fp.random.fold_in(KEY, 1))[1] != of(2, KEY)[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("drop", [torch.nn.Dropout1d(0.25), lambda x: torch.dropout(x, 0.25, True)])
+def test_what_torchs_own_dropouts_leave(drop: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    with fp.random.using(KEY):
+        step = fp.compile(lambda x: drop(x), Mesh(data=2), in_specs=P("data"), out_specs=P("data"))
+        y = step(torch.ones(64, 64, 2, dtype=dtype))
+    assert (
+        set(y.unique().tolist()) == {0, torch.tensor(1 / 0.75, dtype=dtype).item()} and abs(float(y.mean()) - 1) < 0.05
+    )
+    assert isinstance(drop, torch.nn.Dropout1d) == torch.equal(y[..., 0], y[..., 1])
+
+
+def test_torchs_own_dropouts_without_a_key() -> None:
+    step = fp.compile(torch.nn.Dropout1d(0.25), Mesh(data=2), in_specs=P(), out_specs=P())
+    with pytest.raises(RandomKeyError, match=r"train_step\(seed=…\)"):
+        step(torch.ones(4, 4, 2))
 
 
 # -----------------------------------------------------------------------------

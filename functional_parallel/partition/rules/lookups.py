@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...source import current_source
+from ...tracing import TracingError
+from ...tracing.intercept import intercept
 from ..convert import convert
 from ..placement import WHOLE, Shard
 from ..step import Step
@@ -174,3 +177,34 @@ def _both_linear(patterns: list[str]) -> list[str]:
 rule([aten.index.Tensor], Rule(_index_text))
 rule([aten.index_put.default], Rule(_put_text))
 rule([aten.scatter.value, aten.scatter.src, aten.scatter_add.default], Rule(_scatter_text))
+
+
+# -----------------------------------------------------------------------------
+# Bags of rows
+# -----------------------------------------------------------------------------
+
+
+@intercept(torch.nn.functional.embedding_bag, always=True)
+def _embedding_bag(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: Any = None,
+    max_norm: Any = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Any = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> torch.Tensor:
+    """Rows looked up and reduced: the kernel that does both has no derivative in a trace."""
+    if input.ndim != 2 or offsets is not None or not (max_norm is padding_idx is None) or scale_grad_by_freq:
+        raise TracingError(
+            f"{current_source()}: embedding_bag is traced for bags of one length alone, a matrix of indices without "
+            "offsets, max_norm, scale_grad_by_freq and padding_idx; write it with F.embedding and a sum"
+        )
+    rows = torch.nn.functional.embedding(input, weight)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(-1)
+    return rows.max(1).values if mode == "max" else getattr(rows, mode)(1)  # type: ignore[no-any-return]
