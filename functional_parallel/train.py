@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import optree
@@ -27,7 +27,7 @@ from .places import Places, find_places
 from .runtime import check_backend, own, storages
 from .scaled import ScaledState, scaled_loss, unless, unscaled, with_scale
 from .tracing import hollow
-from .train_state import Form, TrainState, form_of, look
+from .train_state import Constant, Form, TrainState, form_of, look, plain
 from .uneven import looks_of, stay_in_step
 from .updating import global_norm, into_compute, into_update, joined_again, split_further
 
@@ -189,7 +189,7 @@ class TrainStep:
         runtime = runtime_of(self.mesh, self.f, self.reduction)
         _check_same(runtime, "train_step.init", params)
         held = tuple(
-            own(runtime.shard(_plain(leaf), spec), given) if isinstance(leaf, torch.Tensor) else _Constant(leaf)
+            own(runtime.shard(plain(leaf), spec), given) if isinstance(leaf, torch.Tensor) else Constant(leaf)
             for leaf, spec in zip(leaves, form.specs, strict=True)
         )
         return TrainState(step, held, form)
@@ -215,7 +215,7 @@ class TrainStep:
     def copy(self, state: TrainState) -> TrainState:
         """The same state in memory of its own, which steps from the original do not use up."""
         form = self._form_of(state)
-        held = (handle if isinstance(handle, _Constant) else own(handle, storages(handle)) for handle in state.handles)
+        held = (handle if isinstance(handle, Constant) else own(handle, storages(handle)) for handle in state.handles)
         return TrainState(state.step, tuple(held), form)
 
     def whole(self, state: TrainState) -> tuple[PyTree, PyTree]:
@@ -224,7 +224,7 @@ class TrainStep:
         if self.own_batch:
             stay_in_step(runtime, f"reads the state of step {state.step}")
         leaves = [
-            handle.value if isinstance(handle, _Constant) else own(runtime.whole(handle, spec), storages(handle))
+            handle.value if isinstance(handle, Constant) else own(runtime.whole(handle, spec), storages(handle))
             for handle, spec in zip(state.handles, form.specs, strict=True)
         ]
         params, packed = form.trees(leaves)
@@ -268,7 +268,7 @@ class TrainStep:
         if not self.own_batch and unchecked:
             _check_same(runtime, "train_step", batch)  # a loader that was seeded by rank shows at its first batch
             staged.program.cache["first batch"] = False
-        count = sum(not isinstance(handle, _Constant) for handle in state.handles)
+        count = sum(not isinstance(handle, Constant) for handle in state.handles)
         if self.seed is not None:
             tensors.append(random.fold_in(random.key(self.seed), state.step))
         specs = staged.program.in_specs[count:]
@@ -278,14 +278,14 @@ class TrainStep:
             for x, spec, o in zip(tensors, specs, own, strict=True)
         ]
         held = state.give() if self.donate else state.handles  # nothing is refused from here on
-        handles = [handle for handle in held if not isinstance(handle, _Constant)]
+        handles = [handle for handle in held if not isinstance(handle, Constant)]
         results = runtime.run(staged.program, [*handles, *extra])
         whole = [
             runtime.whole(x, spec) for x, spec in zip(results[count:], staged.program.out_specs[count:], strict=True)
         ]
         _, metrics = staged.unflatten([*results[:count], *whole])
         new = iter(results)
-        kept = tuple(handle if isinstance(handle, _Constant) else next(new) for handle in held)
+        kept = tuple(handle if isinstance(handle, Constant) else next(new) for handle in held)
         return TrainState(state.step + 1, kept, form), metrics
 
     def _form_of(self, state: TrainState) -> Form:
@@ -335,7 +335,7 @@ class TrainStep:
     def _shown(self, form: Form, state: TrainState) -> list[Any]:
         """The shapes of a state's leaves."""
         like, held = runtime_of(self.mesh, self.f, self.reduction).like, zip(state.handles, form.specs, strict=True)
-        return [handle.value if isinstance(handle, _Constant) else like(handle, spec) for handle, spec in held]
+        return [handle.value if isinstance(handle, Constant) else like(handle, spec) for handle, spec in held]
 
     def _staged_for(self, form: Form, batch: tuple[PyTree, ...], shapes: Callable[[], list[Any]]) -> Staged:
         leaves, tree = optree.tree_flatten(batch)
@@ -428,23 +428,6 @@ class TrainStep:
             f = scaled_loss(self.f, scale.scale, self.has_aux)
             gradients, (_, value) = grad_and_value(f, has_aux=True)(params, *batch)
         return (gradients, *value) if self.has_aux else (gradients, value, None)
-
-
-# -----------------------------------------------------------------------------
-# Leaves of a state
-# -----------------------------------------------------------------------------
-
-
-def _plain(leaf: torch.Tensor) -> torch.Tensor:
-    """A module's parameter without what it asks of autograd, which would keep every step; in a transform, itself."""
-    return leaf.detach() if leaf.is_leaf and not _torch.is_functorch_wrapped(leaf) else leaf
-
-
-@dataclass(frozen=True)
-class _Constant:
-    """A leaf of the parameters that is no tensor, in the place of a handle."""
-
-    value: Any
 
 
 # -----------------------------------------------------------------------------

@@ -11,10 +11,23 @@ import torch
 
 from sharding_specs import Mesh, P, tree_paths
 
+from . import _torch
 from .local_function import PyTree
 from .places import Places
 
-__all__ = ["DonatedStateError", "Form", "TrainState", "form_of", "look"]
+__all__ = ["Constant", "DonatedStateError", "Form", "TrainState", "form_of", "look", "plain"]
+
+
+def plain(leaf: torch.Tensor) -> torch.Tensor:
+    """A module's parameter without what it asks of autograd, which would keep every step; in a transform, itself."""
+    return leaf.detach() if leaf.is_leaf and not _torch.is_functorch_wrapped(leaf) else leaf
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A leaf of the parameters that is no tensor, in the place of a handle."""
+
+    value: Any
 
 
 @dataclass(eq=False)
