@@ -92,7 +92,8 @@ class SilentRuntime(ProcessRuntime):
         return [value]
 
     def agree_on(self, program: Any) -> None:
-        """Nothing to do: nobody else runs it."""
+        """Nobody else runs it."""
+        program.cache["doing"] = f"runs {program.name}"
 
     def check_same(self, name: str, paths: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
         """Nothing to do."""
