@@ -91,7 +91,7 @@ def _measured(settings: dict[str, Any], ranks: int, ours: Told, peer: Told, file
     losses = [(ours("step", i)[0]["loss"], peer("step", i)[0]["loss"]) for i in range(CHECKED_STEPS)]
     contestants = [(ours, "step"), (peer, "step"), (ours, "plain")]
     if settings["bounds"]:
-        contestants += [(ours, "staged"), (ours, "quiet")]
+        contestants += [(ours, "staged"), (ours, "plain at once"), (ours, "quiet")]
     times: list[list[float]] = [[0.0] * settings["rounds"] for _ in contestants]
     work: list[list[float]] = [[0.0] * settings["rounds"] for _ in contestants]
     for which, step, place in turns_of(len(contestants), settings["rounds"]):

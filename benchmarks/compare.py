@@ -5,10 +5,11 @@
 
 Ranks are gloo processes with one thread each, started here. First the machine is measured. Then, of every pair, all
 gradients of the first step are compared, then the losses of a few steps, then steps are timed: ours, the peer's, one
-plain step on a single rank, our staged one there, and ours without its communication, in turn, each between barriers,
-the slowest rank counting. `ideal` is the plain single step over the number of ranks; `work` is the processor time of
-all ranks together: without the waiting, and the same on a busy machine. Last, each of the two runs alone, for bytes,
-memory and start-up. Rows that miss their target (`targets.py`) are listed with what stands against it.
+plain step on a single rank, our staged one there, a plain one on every rank at once, and ours without its
+communication, in turn, each between barriers, the slowest rank counting. `ideal` is the plain single step over the
+number of ranks, `at once` that of all ranks; `work` is the processor time of all ranks together: without the waiting,
+and the same on a busy machine. Last, each of the two runs alone, for bytes, memory and start-up. Rows that miss their
+target (`targets.py`) are listed with what stands against it.
 
 Ours multiplies large float32 matrices with oneDNN on an AMD processor with AVX-512, as `torch.compile` does, where
 eager torch calls MKL: that alone makes a step a third shorter. `--same-kernels` leaves all to MKL. On other processors,
@@ -78,6 +79,8 @@ ALONE_HEAD = (
     "ours ÷ peer",
     "ours starts, s",
     "peer starts, s",
+    "ours ÷ at once",
+    "peer ÷ at once",
     "ours ÷ bound",
     "peer ÷ bound",
     "staged + transfer, ms",
@@ -264,6 +267,8 @@ def alone_cells(row: dict[str, Any]) -> tuple[object, ...]:
         *pair("tensor_bytes", 1 << 20, 1),
         f"{row['tensor_ratio']:.2f}",
         *pair("start_s", 1, 2),
+        f"{row['at_once_ratio']:.2f}",
+        f"{row['peer_at_once_ratio']:.2f}",
         f"{row['bound_ratio']:.2f}",
         f"{row['peer_bound_ratio']:.2f}",
         f"{1000 * row['floor_s']:.1f}",

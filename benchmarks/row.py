@@ -38,13 +38,16 @@ def row_of(
         settings: the pair's name and size.
         ranks: how many.
         times: seconds of the slowest rank in every round: ours, the peer's, one plain step; with bounds, our staged
-            one too, and ours without communication.
+            one too, a plain one on every rank at once, and ours without communication.
         work: processor seconds of all ranks, likewise.
         losses: of the first steps, ours and the peer's.
         worst: the largest difference of a gradient, as a share of that gradient's largest element.
     """
     ours, peer, single, *bounds = (statistics.median(series) for series in times)
     our_work, peer_work, *_ = (statistics.median(series) for series in work)
+    bound = dict(zip(("staged_single_s", "at_once_s", "quiet_s"), bounds, strict=False))
+    if bound:
+        bound["at_once_ratio"], bound["peer_at_once_ratio"] = (s * ranks / bound["at_once_s"] for s in (ours, peer))
     return {
         "name": settings["name"],
         "config": settings["size"],
@@ -55,7 +58,7 @@ def row_of(
         "quartiles": report.spread([a / b for a, b in zip(times[0], times[1], strict=True)]),
         "work_ratio": our_work / peer_work,
         "single_s": single,
-        **dict(zip(("staged_single_s", "quiet_s"), bounds, strict=False)),
+        **bound,
         "ideal_ratio": ours * ranks / single,
         "peer_ideal_ratio": peer * ranks / single,
         "gradients_differ_by": worst,

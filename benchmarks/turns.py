@@ -47,6 +47,7 @@ def ours(settings: Any) -> dict[str, Callable[..., Answer]]:
     dist.init_process_group("gloo")
     size, config = settings["size"], SIZES[settings["size"]]
     contestant, first = OURS[settings["name"]](make(config)), dist.get_rank() == 0
+    single = plain(config)
 
     def gradients(index: int) -> Answer:
         found = contestant.gradients(batch(config, index))
@@ -66,7 +67,8 @@ def ours(settings: Any) -> dict[str, Callable[..., Answer]]:
     return {
         "gradients": gradients,
         "step": Timed(size, lambda tokens: contestant.whole(contestant.step(tokens)), dist.barrier),
-        "plain": on_rank_0(plain(config)),
+        "plain": on_rank_0(single),
+        "plain at once": Timed(size, without_loss(single), dist.barrier),
         "staged": on_rank_0(staged(make(config)).step),
         "quiet": Timed(size, without_loss(Quiet(OURS[settings["name"]](make(config))).step), dist.barrier),
     }

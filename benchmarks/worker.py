@@ -28,10 +28,11 @@ def main() -> None:
     ours, peer = OURS[settings["name"]](make(config)), PEERS[settings["name"]](make(config))
     worst = difference(ours.gradients(batch(config, 0)), peer.gradients(batch(config, 0)))
     losses = [(ours.whole(ours.step(tokens)), peer.whole(peer.step(tokens))) for tokens in data(config)]
-    steps = [ours.step, peer.step, on_rank_0(plain(config))]
+    single = plain(config)
+    steps = [ours.step, peer.step, on_rank_0(single)]
     quiet = Quiet(OURS[settings["name"]](make(config))) if settings["bounds"] else None
     if quiet is not None:
-        steps += [on_rank_0(staged(make(config)).step), quiet.step]
+        steps += [on_rank_0(staged(make(config)).step), single, quiet.step]
     times, work = interleaved(steps, config, settings["rounds"])
     if quiet is not None and (makespan := quiet.makespan()):
         times[-1] = [makespan]

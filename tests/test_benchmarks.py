@@ -43,7 +43,7 @@ def test_a_comparison_gives_rows_with_equal_losses_and_the_bytes_of_the_program(
     rows = json.loads(done.stdout)
     assert [row["name"] for row in rows] == ["DDP", "ZBV"]
     for row in rows:
-        assert row.keys() >= ROW | ALONE | {"bound_ratio", "floor_ratio", "core_flops", "bandwidth"}
+        assert row.keys() >= ROW | ALONE | {"at_once_ratio", "bound_ratio", "floor_ratio", "core_flops", "bandwidth"}
         assert row["losses_equal"] is True
     ddp, zbv = rows
     assert ddp["ours_sent_bytes"] == ddp["ours_program_bytes"]
@@ -254,6 +254,18 @@ def test_who_is_beyond_the_ideal_or_holds_more_is_named() -> None:
     ]
     assert memory.startswith("1 of the 3 rows")
     assert memory.endswith("The others: DDP on small with 2 ranks: 1.01; DDP on tiny with 2 ranks: 1.01.")
+
+
+def test_a_row_is_set_against_a_plain_step_of_one_rank_and_against_those_of_all_at_once() -> None:
+    from row import row_of
+
+    times = [[6.0, 6.5], [9.0, 9.5], [10.0, 10.5], [8.0, 8.5], [12.0, 13.0], [5.0, 5.5]]
+    settings = {"name": "DDP", "size": "small"}
+    row = row_of(settings, 2, times, [[1.0, 1.0]] * 6, [(1.0, 1.0)], 0.0)
+    assert (row["single_s"], row["staged_single_s"], row["at_once_s"], row["quiet_s"]) == (10.25, 8.25, 12.5, 5.25)
+    assert (row["at_once_ratio"], row["peer_at_once_ratio"]) == (1.0, 1.48)
+    assert row["ideal_ratio"] == 12.5 / 10.25
+    assert "at_once_s" not in row_of(settings, 2, times[:3], [[1.0, 1.0]] * 3, [(1.0, 1.0)], 0.0)
 
 
 def test_bytes_of_a_program_of_xla() -> None:
