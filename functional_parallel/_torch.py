@@ -60,6 +60,7 @@ __all__ = [
     "of_thread",
     "onednn_linear",
     "onednn_mm",
+    "reads_no_memory",
     "stride_free",
     "under_transforms",
     "unlogged_fakes",
@@ -229,6 +230,14 @@ _VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
 def stride_free(op: Any) -> Any:
     """The op to run for a traced one: a view traced on contiguous fakes may meet a tensor that lies otherwise."""
     return torch.ops.aten.reshape.default if op in _VIEWS else op
+
+
+def reads_no_memory(error: Exception) -> bool:
+    """Whether a function of torch's in C++ wanted the memory of a tensor that has none, being a fake."""
+    return isinstance(error, RuntimeError) and any(each in str(error) for each in _NO_MEMORY)
+
+
+_NO_MEMORY = ("its data is not allocated yet", "Cannot access data pointer of Tensor that doesn't have storage")
 
 
 def under_transforms(op: Any) -> Any:

@@ -166,7 +166,9 @@ def _next_site(what: str) -> torch.Tensor:
 
 @intercept(torch.nn.functional.dropout, always=True)
 def _traced_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    return dropout(input, p) if training else input
+    if not training:
+        return input
+    return input.copy_(dropout(input, p)) if inplace else dropout(input, p)
 
 
 @intercept_op(torch.ops.aten.bernoulli_.float)

@@ -96,6 +96,10 @@ def test_fake_tensors_compute_shapes_and_refuse_values() -> None:
         x.sum().item()
     with pytest.raises(_torch.DATA_DEPENDENT_ERRORS):
         x.nonzero()
+    for split in (lambda x, at: torch.tensor_split(x, at)[0].sum(), torch.func.grad(lambda x, at: x.tensor_split(at))):
+        with _torch.FakeTensorMode(), pytest.raises(RuntimeError) as found:
+            split(torch.ones(4), torch.arange(2))
+        assert _torch.reads_no_memory(found.value)
     assert issubclass(_torch.UnsupportedFakeTensor, Exception)
 
 

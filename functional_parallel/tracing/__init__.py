@@ -1,6 +1,6 @@
 """Function → FX graph: own recording of aten ops and collectives on fake tensors."""
 
-from . import one_hot
+from . import without_values
 from .errors import CustomFunctionError, MutationError, TracingError
 from .graph import Aval, Traced, aval_of, hollow, is_collective, source_of
 from .layers import fold_layers
@@ -20,8 +20,8 @@ __all__ = [
     "fuse_views",
     "hollow",
     "is_collective",
-    "one_hot",
     "simplify",
     "source_of",
     "trace",
+    "without_values",
 ]

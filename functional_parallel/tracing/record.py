@@ -86,7 +86,9 @@ def trace(
 def _call(fn: Callable[..., Sequence[Any]], arguments: list[torch.Tensor]) -> Sequence[Any]:
     try:
         return fn(*arguments)
-    except _torch.DATA_DEPENDENT_ERRORS as error:
+    except Exception as error:
+        if not (isinstance(error, _torch.DATA_DEPENDENT_ERRORS) or _torch.reads_no_memory(error)):
+            raise
         raise TracingError(
             f"{raising_source(error) or 'the function'}: {getattr(error, 'func', 'an op')} needs a tensor's values "
             "(`.item()`, `if tensor:`, a boolean index), which a traced function does not have; "

@@ -1,28 +1,129 @@
-"""`F.one_hot` by comparison, wherever it is traced.
+"""torch's functions that look at values on their way, which a trace does not have, written so that they do not.
 
-torch's own looks for the smallest and largest class, unless it can tell that its operand has no values; under a
-torch.func transform, or for a constant that the function closes over, it cannot.
+What they look for is how many there are of something, or a mistake in what they are given: a negative variance, or
+weights without a sum. Such a mistake shows in the numbers then.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from .. import _torch
-from .intercept import intercept
+from .intercept import intercept, intercept_op
 
 __all__: list[str] = []
 
+aten = torch.ops.aten
 
-@intercept(torch.nn.functional.one_hot, always=True)
+
+@intercept(functional.one_hot, always=True)
 def _one_hot(tensor: Any, num_classes: int = -1) -> Any:
+    """By comparison. torch's own looks for the smallest and the largest class, unless it can tell that there are none.
+
+    Under a torch.func transform, or for a constant that the function closes over, it cannot.
+    """
     if tensor.dtype != torch.int64:  # torch says what is wrong
         return NotImplemented
     if not isinstance(tensor, _torch.FakeTensor) and not _torch.is_functorch_wrapped(tensor) and tensor.numel():
         with _torch.apart_from_modes():  # a constant: to check it and to count the classes its extremes are enough
-            num_classes = torch.nn.functional.one_hot(torch.stack(tensor.aminmax()), num_classes).shape[-1]
+            num_classes = functional.one_hot(torch.stack(tensor.aminmax()), num_classes).shape[-1]
     if num_classes < 1:
         return NotImplemented
     return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).to(torch.int64)
+
+
+# -----------------------------------------------------------------------------
+# Writes where a mask or a list says: a choice between two values
+# -----------------------------------------------------------------------------
+
+
+@intercept_op(aten.index_put.default)
+def _put_where(x: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
+    """`x[mask] = values`, of values that are the same wherever the mask is true. torch's derivative counts those."""
+    masks = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if len(masks) != 1 or masks[0][1].dtype != torch.bool:
+        return NotImplemented
+    dim, mask = masks[0]
+    trailing = x.ndim - dim - mask.ndim
+    if values.ndim > trailing:
+        ahead, (each, *rest) = values.shape[: values.ndim - trailing - 1], values.shape[values.ndim - trailing - 1 :]
+        if each != 1:
+            return NotImplemented
+        values = values.reshape(*ahead, *[1] * mask.ndim, *rest)
+    mask = mask.reshape(*mask.shape, *[1] * trailing)
+    return torch.where(mask, x + values if accumulate else values, x)
+
+
+@intercept_op(aten.index_fill.int_Tensor)
+def _fill_where(x: Any, dim: int, index: Any, value: Any) -> Any:
+    """Of which torch's derivative looks for indices that are given twice."""
+    if x.ndim == 0:
+        return _fill_where(x.reshape(1), 0, index, value).reshape(())
+    size = x.shape[dim]
+    none = torch.zeros(size, dtype=torch.bool, device=x.device)
+    chosen = none.scatter(0, index.reshape(-1).long() % size, True)
+    return torch.where(chosen.reshape([-1 if each == dim % x.ndim else 1 for each in range(x.ndim)]), value, x)
+
+
+# -----------------------------------------------------------------------------
+# Losses and statistics
+# -----------------------------------------------------------------------------
+
+
+@intercept(functional.gaussian_nll_loss, always=True)
+def _gaussian_nll_loss(
+    input: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+) -> Any:
+    if isinstance(var, float) or reduction not in ("none", "mean", "sum"):
+        return NotImplemented
+    if var.shape == input.shape[:-1]:
+        var = var.unsqueeze(-1)
+    if var.ndim != input.ndim or any(
+        size not in (1, whole) for size, whole in zip(var.shape, input.shape, strict=True)
+    ):
+        raise ValueError(
+            f"gaussian_nll_loss: var of shape {tuple(var.shape)} is not one of input's {tuple(input.shape)}"
+        )
+    bounded = var.clone()
+    with torch.no_grad():
+        bounded.clamp_(min=eps)
+    loss = 0.5 * (bounded.log() + (input - target) ** 2 / bounded)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    return loss if reduction == "none" else getattr(loss, reduction)()
+
+
+@intercept(torch.cov, always=True)
+def _cov(input: Any, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
+    if fweights is not None or aweights is not None or input.ndim > 2:
+        return NotImplemented
+    centred = _centred(input)
+    return (centred @ centred.mH / max(centred.shape[1] - correction, 0)).squeeze()
+
+
+@intercept(torch.corrcoef, always=True)
+def _corrcoef(input: Any) -> Any:
+    if input.ndim > 2 or input.is_complex():
+        return NotImplemented
+    centred = _centred(input)
+    directions = centred / (centred * centred).sum(1, keepdim=True).sqrt()
+    return (directions @ directions.mT).clamp(-1, 1).squeeze()
+
+
+def _centred(input: Any) -> Any:
+    """One row per variable, of mean 0."""
+    rows = input if input.ndim == 2 else input.reshape(1, -1)
+    return rows - rows.sum(1, keepdim=True) / rows.shape[1]
+
+
+def _linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Any:
+    """Without chunks, whose op computes its gradient with its value and cannot be differentiated by transforms."""
+    return NotImplemented if options is None else functional.linear_cross_entropy(*args, **kwargs)
+
+
+if hasattr(functional, "linear_cross_entropy"):  # torch 2.13
+    intercept(functional.linear_cross_entropy, always=True)(_linear_cross_entropy)

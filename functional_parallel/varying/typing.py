@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..collectives.types import CollectiveTypeError, State, Type, result_type
+from ..collectives.types import CollectiveTypeError, State, Type, dual, result_type
 from ..emit import casts_are_explicit
 from ..partition.notation import parse_rule
 from ..partition.rules import lookup
@@ -32,7 +32,8 @@ _COMPUTE = {"adamw", "attention", "constrain", "straight_through", "sum_of_squar
 #: zeros beside a value as its tangent, and that value written over them: nothing of the first operand is left
 _OF_THE_SECOND = {torch.ops.aten._new_zeros_with_same_feature_meta.default, torch.ops.aten.copy.default}
 
-_ZEROS = {torch.ops.aten.zeros.default, torch.ops.aten.zeros_like.default, torch.ops.aten.new_zeros.default}
+_MADE_OF_ZEROS = {torch.ops.aten.zeros.default, torch.ops.aten._efficientzerotensor.default}
+_ZEROS = {*_MADE_OF_ZEROS, torch.ops.aten.zeros_like.default, torch.ops.aten.new_zeros.default}
 
 
 class TypingError(CollectiveTypeError):
@@ -61,6 +62,8 @@ class Typing:
             return self._primitive(node)
         if node.target in _OF_THE_SECOND:
             return type_of(node.args[1])
+        if node.target in _MADE_OF_ZEROS and "forward" in node.meta:  # a derivative that is 0: it lies as any other
+            return dual(type_of(node.meta["forward"]))
         types = [type_of(operand) for operand in tensor_operands(node)]
         self._refuse_missed_casts(node)
         mixed = False

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional as F
 
 import functional_parallel as fp
 from functional_parallel.random import RandomKeyError
@@ -180,6 +181,7 @@ class Dropped(torch.nn.Module):
 TORCHS = {
     "Dropout1d": lambda: Dropped(torch.nn.Dropout1d(0.4)),
     "Dropout, in place": lambda: Dropped(torch.nn.Dropout(0.4, inplace=True)),
+    "F.dropout, of which only the effect is used": lambda: Dropped(lambda x: (F.dropout(x, 0.4, inplace=True), x)[1]),
     "AlphaDropout": lambda: Dropped(torch.nn.AlphaDropout(0.4)),
     "FeatureAlphaDropout": lambda: Dropped(torch.nn.FeatureAlphaDropout(0.4)),
     "torch.dropout": lambda: Dropped(lambda x: torch.dropout(x, 0.4, True)),

@@ -47,6 +47,19 @@ def attention(q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float |
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale)
 
 
+def _with_batch_of_all(*operands: Any) -> tuple[Any, ...]:
+    """Queries, keys and values with the batch dims that they broadcast to, and with dims for heads if any has heads."""
+    if all(x.ndim <= 2 for x in operands):
+        return operands
+    batch = torch.broadcast_shapes(*(x.shape[:-3] for x in operands))
+    heads, *groups = (x.shape[-3] if x.ndim > 2 else 1 for x in operands)
+    shared = max(groups)
+    shapes = (
+        (*batch, count, *x.shape[-2:]) for count, x in zip((max(heads, shared), shared, shared), operands, strict=True)
+    )
+    return tuple(x if x.shape == shape else x.expand(shape) for x, shape in zip(operands, shapes, strict=True))
+
+
 def _for_every_head(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
     if k.ndim <= 2 or k.shape[-3] == q.shape[-3]:
         return k, v
@@ -76,6 +89,7 @@ def record_attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """`F.scaled_dot_product_attention`, recorded as one op."""
+    q, k, v = _with_batch_of_all(q, k, v)
     return torch.ops.fp.attention(q, k, v, attn_mask, is_causal, scale)
 
 
@@ -93,6 +107,7 @@ def _with_dropout(
     """The kernels drop probabilities by draws of their own, so with dropout the definition is computed, keyed."""
     if not dropout_p:
         return NotImplemented
+    q, k, v = _with_batch_of_all(q, k, v)
     k, v = _for_every_head(q, k, v)
     return random.dropout(_probabilities(q, k, attn_mask, is_causal, scale), dropout_p) @ v
 

@@ -19,7 +19,9 @@ def tensor_operands(node: fx.Node) -> list[fx.Node]:
 
 
 def pointwise_text(node: fx.Node) -> str:
-    return ", ".join(["..."] * len(tensor_operands(node))) + " -> ..."
+    results = node.meta["val"]
+    count = len(results) if isinstance(results, tuple) else 1  # `frexp` has two
+    return ", ".join(["..."] * len(tensor_operands(node))) + " -> " + ", ".join(["..."] * count)
 
 
 def linear_text(marks: str) -> Callable[[fx.Node], str]:

@@ -68,6 +68,8 @@ def _index_dim(node: fx.Node) -> int:
 def _gather_text(node: fx.Node) -> str:
     """Other dims pair up where their sizes agree; `gather` allows a shorter index, which needs them whole."""
     x, index = node.args[0].meta["val"].shape, node.args[2].meta["val"].shape
+    if len(x) != len(index):  # a scalar, or an index without elements
+        return all_whole_text(node)
     dim = _index_dim(node)
     left, right = [], []
     for d in range(len(x)):
@@ -93,6 +95,8 @@ def _local_gather(step: Step, x: torch.Tensor, dim: int, index: torch.Tensor, **
 
 def _index_select_text(node: fx.Node) -> str:
     names = dim_names(len(node.args[0].meta["val"].shape))
+    if not names or not node.args[2].meta["val"].shape:
+        return all_whole_text(node)
     dim = _index_dim(node)
     left = " ".join("picked?" if d == dim else name for d, name in enumerate(names))
     return f"~{left}, slots -> {' '.join('slots' if d == dim else name for d, name in enumerate(names))}"

@@ -108,7 +108,7 @@ def _local_likelihood(step: Step, scores: torch.Tensor, target: torch.Tensor, we
         kept = kept & step.own(target.shape[0], target.device)
     counts = kept.to(losses.dtype)
     if weight is not None:
-        counts = counts * weight[torch.where(kept, target, 0)]
+        counts = counts * aten.index.Tensor(weight, [torch.where(kept, target, 0)])
     losses = torch.where(kept, losses, torch.zeros((), dtype=losses.dtype, device=losses.device)) * counts
     if reduction not in (_MEAN, _SUM):
         return losses, torch.zeros((), dtype=losses.dtype, device=losses.device)

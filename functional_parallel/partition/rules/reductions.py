@@ -24,7 +24,7 @@ def reduced_dims(node: fx.Node) -> list[int]:
     given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     if isinstance(given, int):
         given = [given]
-    return sorted(dim % ndim for dim in given) if given else list(range(ndim))
+    return sorted(dim % ndim for dim in given) if given and ndim else list(range(ndim))
 
 
 def _reduction_text(mark: str, linear: str = "", results: int = 1) -> Callable[[fx.Node], str]:
@@ -80,6 +80,7 @@ def _local_logsumexp(step: Step, x: torch.Tensor, dims: Any, keepdim: bool = Fal
 def logsumexp_over_ranks(x: torch.Tensor, dims: list[int], keepdim: bool, axis: str) -> torch.Tensor:
     """log Σ exp over dims of which one is sharded: one pmax, without a gradient, and one psum."""
     top = fp.pmax(x.detach().amax(dims, keepdim=True), axis)
+    top = torch.where(top.isfinite(), top, 0)  # of nothing but -inf, less than nothing is to be taken
     total = fp.psum((x - top).exp().sum(dims, keepdim=keepdim), axis)
     return total.log() + (top if keepdim else top.reshape(total.shape))
 
@@ -120,7 +121,7 @@ def _norm_text(node: fx.Node) -> str:
     """`linalg_vector_norm(x, ord, dim)` names its dims third; a norm is not a sum, so they must be whole."""
     ndim = len(node.args[0].meta["val"].shape)
     given = node.args[2] if len(node.args) > 2 else None
-    dims = [dim % ndim for dim in given] if given else range(ndim)
+    dims = [dim % ndim for dim in given] if given and ndim else range(ndim)
     left = [f"d{dim}^" if dim in dims else f"d{dim}" for dim in range(ndim)]
     keepdim = len(node.meta["val"].shape) == ndim
     right = ["1" if dim in dims else f"d{dim}" for dim in range(ndim) if keepdim or dim not in dims]
@@ -154,7 +155,7 @@ def _along_text(linear: str = "", results: int = 1, position: int = 1) -> Callab
         dim = given % max(ndim, 1)
         left = [f"d{index}^" if index == dim else f"d{index}" for index in range(ndim)]
         right = ["new" if index == dim else f"d{index}" for index in range(ndim)]
-        return f"{linear}{' '.join(left)} -> {', '.join([' '.join(right)] * results)}"
+        return f"{linear}{' '.join(left) or '()'} -> {', '.join([' '.join(right)] * results)}"
 
     return text
 

@@ -45,6 +45,8 @@ def reshaped_place(before: Sequence[int], after: Sequence[int], place: Place, pa
     """
     if not isinstance(place, Shard):
         return place
+    if 0 in after:
+        return None
     major = math.prod(before[: place.dim]) * place.outer
     ahead = 1
     for dim, extent in enumerate(after):
@@ -111,7 +113,7 @@ def _squeeze_text(node: fx.Node) -> str:
     shape = _shape(node.args[0])
     dims = node.args[1] if len(node.args) > 1 else range(len(shape))
     dims = [dims] if isinstance(dims, int) else dims
-    dropped = {dim % len(shape) for dim in dims if shape[dim] == 1}
+    dropped = {dim % len(shape) for dim in dims if shape and shape[dim] == 1}
     left = ["1" if dim in dropped else f"d{dim}" for dim in range(len(shape))]
     right = [name for dim, name in enumerate(left) if dim not in dropped]
     return f"~{' '.join(left) or '()'} -> {' '.join(right) or '()'}"
