@@ -139,7 +139,6 @@ def quadratic(params: dict[str, Any], x: Tensor) -> Tensor:
     return (y * y.conj()).real.sum()
 
 
-@pytest.mark.filterwarnings("ignore::functional_parallel.PartitionWarning")  # conj is computed whole
 @settings(max_examples=15, deadline=None)
 @given(
     fp.testing.strategies.plans({"first": P(None, "tensor"), "second": P("tensor")}),

@@ -51,7 +51,8 @@ def viewed(node: fx.Node) -> fx.Node | None:
         return None
     for position, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and not argument.alias_info.is_write:
-            return node.args[position] if position < len(node.args) else None
+            base = node.args[position] if position < len(node.args) else None
+            return base if isinstance(base, fx.Node) else None  # autograd takes conj of a number
     return None
 
 

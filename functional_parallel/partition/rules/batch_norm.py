@@ -1,4 +1,4 @@
-"""Batch norm, recorded as the sums it is made of: over a sharded batch it is SyncBN by construction."""
+"""Batch norm, recorded as the sums it is made of, so that over a sharded batch it is SyncBN; and instance norm."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from ...tracing.intercept import intercept
 
-__all__ = ["batch_norm"]
+__all__ = ["batch_norm", "instance_norm"]
 
 
 @intercept(torch.nn.functional.batch_norm)
@@ -46,5 +46,31 @@ def batch_norm(
     else:
         centred, variance = input - running_mean.reshape(shape), running_var
     result = centred * torch.rsqrt(variance + eps).reshape(shape)
+    result = result * weight.reshape(shape) if weight is not None else result
+    return result + bias.reshape(shape) if bias is not None else result
+
+
+@intercept(torch.nn.functional.instance_norm, always=True)
+def instance_norm(
+    input: torch.Tensor,
+    running_mean: Any = None,
+    running_var: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """`F.instance_norm` by the statistics of each sample and channel, where no others are kept.
+
+    Args:
+        input, weight, bias, eps: as for `batch_norm`.
+        running_mean, running_var, use_input_stats, momentum: with statistics that are kept torch's own is recorded.
+    """
+    if running_mean is not None or not use_input_stats or input.ndim < 3:
+        return NotImplemented
+    dims, shape = list(range(2, input.ndim)), [1, -1] + [1] * (input.ndim - 2)
+    centred = input - input.mean(dims, keepdim=True)
+    result = centred * torch.rsqrt((centred * centred).mean(dims, keepdim=True) + eps)
     result = result * weight.reshape(shape) if weight is not None else result
     return result + bias.reshape(shape) if bias is not None else result

@@ -15,4 +15,4 @@ aten = torch.ops.aten
 rule([aten.mm.default], Rule("~i k+, ~k+ j -> i j"))
 rule([aten.bmm.default], Rule("~b i k+, ~b k+ j -> b i j"))
 rule([aten.mv.default], Rule("~i k+, ~k+ -> i"))
-rule([aten.dot.default], Rule("~k+, ~k+ -> ()"))
+rule([aten.dot.default, aten.vdot.default], Rule("~k+, ~k+ -> ()"))

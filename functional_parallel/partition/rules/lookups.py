@@ -178,9 +178,23 @@ def _both_linear(patterns: list[str]) -> list[str]:
     return [f"&{patterns[0]}", *patterns[1:-1], f"&{patterns[-1]}"]
 
 
+def _rows_text(node: fx.Node) -> str:
+    """`index_add(x, dim, index, source)`: whole along that dim."""
+    dim, ndim = _index_dim(node), len(node.args[0].meta["val"].shape)
+    if not ndim or len(node.args[3].meta["val"].shape) != ndim:
+        return all_whole_text(node)
+    x, source, result = (
+        " ".join(name if d == dim else f"d{d}" for d in range(ndim)) for name in ("row^", "part^", "new")
+    )
+    return f"&{x}, i^, &{source} -> {result}"
+
+
 rule([aten.index.Tensor], Rule(_index_text))
 rule([aten.index_put.default], Rule(_put_text))
 rule([aten.scatter.value, aten.scatter.src, aten.scatter_add.default], Rule(_scatter_text))
+rule([aten.scatter_reduce.two], Rule(lambda node: _scatter_text(node).replace("&", "")))
+rule([aten.index_add.default, aten.index_copy.default], Rule(_rows_text))
+rule([aten.index_reduce.default], Rule(lambda node: _rows_text(node).replace("&", "")))
 
 
 # -----------------------------------------------------------------------------

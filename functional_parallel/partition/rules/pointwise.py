@@ -16,6 +16,7 @@ from ...tracing.straight_through import OP as STRAIGHT_THROUGH
 from ..decide import Decision
 from ..placement import PARTIAL, WHOLE
 from ..step import Step
+from .batched import batched_text
 from .broadcast import linear_text, pointwise_text, tensor_operands
 from .registry import Rule, rule
 
@@ -57,6 +58,17 @@ def _local_quotient(step: Step, a: Any, b: Any, **kwargs: Any) -> Any:
     return step.run(a, b, **kwargs)
 
 
+def _with_buffer_text(node: fx.Node) -> str:
+    """A result, and on some devices as much memory for the backward."""
+    x, buffer = node.args[0].meta["val"].shape, node.meta["val"][1].shape
+    return "... -> ..., ..." if x == buffer else batched_text(len(x))(node)
+
+
+def _membership_text(node: fx.Node) -> str:
+    """`isin(elements, test_elements)`: each element is looked for among all of the others."""
+    return f"..., {' '.join(f't{dim}^' for dim in range(len(node.args[1].meta['val'].shape))) or '()'} -> ..."
+
+
 rule([aten.add.Tensor, aten.sub.Tensor], Rule(_sum_text))
 rule([aten.mul.Tensor], Rule(linear_text("~~")))
 rule([aten.mul.Scalar, aten.neg.default, aten.clone.default, aten.detach.default], Rule("~... -> ..."))
@@ -68,3 +80,11 @@ rule([aten.where.self], Rule("..., &..., &... -> ..."))
 rule([aten.copy.default], Rule("..., ... -> ..."))
 rule([aten.floor_divide.default], Rule(pointwise_text))  # which torch does not tag so
 rule([STRAIGHT_THROUGH], Rule("&..., &... -> ..."))
+rule([aten.rsub.Tensor], Rule(_sum_text))
+rule([aten._conj.default, aten._conj_physical.default], Rule("~... -> ..."))
+rule([aten.complex.default], Rule("&..., &... -> ..."))
+rule([aten.polar.default, aten._prelu_kernel.default, aten.hardswish.default], Rule(pointwise_text))
+rule([aten.masked_fill.Tensor], Rule(pointwise_text))
+rule([aten.log_sigmoid_forward.default], Rule(_with_buffer_text))
+rule([aten.bucketize.Tensor], Rule("..., boundary^ -> ..."))
+rule([aten.isin.Tensor_Tensor], Rule(_membership_text))

@@ -50,7 +50,7 @@ def _local_mean(step: Step, x: torch.Tensor, dims: Any = None, keepdim: bool = F
 
 
 def _local_variance(step: Step, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Var, std and var_mean of the whole, from two sums over ranks when a reduced dim is sharded."""
+    """Var, std and both with the mean, of the whole, from two sums over ranks when a reduced dim is sharded."""
     if not _reduces_ranks(step):
         return step.run(x, *args, **kwargs)
     dims, keepdim = reduced_dims(step.node), bool(step.node.kwargs.get("keepdim", False))
@@ -60,9 +60,10 @@ def _local_variance(step: Step, x: torch.Tensor, *args: Any, **kwargs: Any) -> A
     centred = step.once(x - fp.pvary(mean, step.axis))
     total = fp.psum((centred * centred).sum(dims, keepdim=keepdim), step.axis)
     variance = total / max(count - (1 if correction is None else correction), 0)
-    if step.node.target is aten.var_mean.correction:
-        return variance, mean if keepdim else mean.reshape(variance.shape)
-    return variance.sqrt() if step.node.target is aten.std.correction else variance
+    spread = variance.sqrt() if step.node.target in (aten.std.correction, aten.std_mean.correction) else variance
+    if step.node.target in (aten.var_mean.correction, aten.std_mean.correction):
+        return spread, mean if keepdim else mean.reshape(variance.shape)
+    return spread
 
 
 def _reduces_ranks(step: Step) -> bool:
@@ -136,10 +137,17 @@ rule(
 )
 rule([aten.max.dim, aten.min.dim], Rule(_reduction_text("^", results=2)))
 rule([aten.argmax.default, aten.argmin.default, aten.prod.default, aten.prod.dim_int], Rule(_reduction_text("^")))
-rule([aten.any.default, aten.any.dim, aten.all.default, aten.all.dim], Rule(_reduction_text("^")))
+rule([aten.any.default, aten.any.dim, aten.any.dims], Rule(_reduction_text("^")))
+rule([aten.all.default, aten.all.dim, aten.all.dims], Rule(_reduction_text("^")))
+rule([aten.count_nonzero.default, aten.count_nonzero.dim_IntList, aten.nansum.default], Rule(_reduction_text("+")))
+rule([aten.aminmax.default, aten.median.dim, aten.nanmedian.dim], Rule(_reduction_text("^", results=2)))
+rule([aten.norm.ScalarOpt_dim], Rule(_norm_text))
 rule([aten.linalg_vector_norm.default], Rule(_norm_text))
 rule([aten.var.correction, aten.std.correction], Rule(_reduction_text("!"), _local_variance, casts=True, counts=True))
-rule([aten.var_mean.correction], Rule(_reduction_text("!", results=2), _local_variance, casts=True, counts=True))
+rule(
+    [aten.var_mean.correction, aten.std_mean.correction],
+    Rule(_reduction_text("!", results=2), _local_variance, casts=True, counts=True),
+)
 rule([aten.logsumexp.default], Rule(_reduction_text("!"), _local_logsumexp, casts=True, counts=True))
 
 
@@ -161,5 +169,8 @@ def _along_text(linear: str = "", results: int = 1, position: int = 1) -> Callab
 
 
 rule([aten.cumsum.default], Rule(_along_text("~")))
-rule([aten.sort.default], Rule(_along_text(results=2)))
+rule([aten.cumprod.default, aten.logcumsumexp.default], Rule(_along_text()))
+rule([aten.cummax.default, aten.cummin.default], Rule(_along_text(results=2)))
+rule([aten.sort.default, aten.sort.stable], Rule(_along_text(results=2)))
+rule([aten.glu.default], Rule(_along_text()))
 rule([aten.topk.default], Rule(_along_text(results=2, position=2)))

@@ -13,6 +13,7 @@ from ...collectives.parts import Parts
 from ..decide import Decision
 from ..placement import WHOLE, Place, Shard
 from ..step import Step
+from .batched import batched_text
 from .broadcast import dim_names, tensor_operands
 from .registry import Rule, rule
 
@@ -149,7 +150,7 @@ rule([aten.expand.default], Rule(_expand_text, _local_expand))
 # -----------------------------------------------------------------------------
 
 
-def _whole_along(*dims: int, ndim: int, results: int = 1, marks: str = "~", operands: int = 1) -> str:
+def whole_along(*dims: int, ndim: int, results: int = 1, marks: str = "~", operands: int = 1) -> str:
     left = [f"d{dim}^" if dim in dims else f"d{dim}" for dim in range(ndim)]
     operand = f"{marks}{' '.join(left) or '()'}"
     right = [f"new{dim}" if dim in dims else f"d{dim}" for dim in range(ndim)]
@@ -162,7 +163,7 @@ def _dim(node: fx.Node, position: int, default: int = 0) -> int:
 
 
 def _slice_text(node: fx.Node) -> str:
-    return _whole_along(_dim(node, 1), ndim=_ndim(node))
+    return whole_along(_dim(node, 1), ndim=_ndim(node))
 
 
 def _cut_place(place: Place, dim: int, extent: int, start: int, length: int) -> Place | None:
@@ -218,7 +219,7 @@ def _local_split(step: Step, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _split_text(node: fx.Node) -> str:
-    return _whole_along(_dim(node, 2), ndim=_ndim(node), results=len(node.meta["val"]))
+    return whole_along(_dim(node, 2), ndim=_ndim(node), results=len(node.meta["val"]))
 
 
 def _removed_dim_text(position: int, results: bool) -> Any:
@@ -259,7 +260,7 @@ def _dims_text(marks: str = "~") -> Any:
         dims = (
             [dim % ndim for dim in given] if node.target is not aten.roll.default or len(node.args) > 2 else range(ndim)
         )
-        return _whole_along(*dims, ndim=ndim, marks=marks)
+        return whole_along(*dims, ndim=ndim, marks=marks)
 
     return text
 
@@ -268,12 +269,12 @@ def _pad_text(node: fx.Node) -> str:
     ndim, pads = _ndim(node), node.args[1]
     padded = [ndim - 1 - index // 2 for index, amount in enumerate(pads) if amount]
     value = node.args[2] if len(node.args) > 2 else node.kwargs.get("value", 0)
-    return _whole_along(*padded, ndim=ndim, marks="~" if not value else "")
+    return whole_along(*padded, ndim=ndim, marks="~" if not value else "")
 
 
 def _last_two_text(node: fx.Node) -> str:
     ndim = _ndim(node)
-    return _whole_along(ndim - 2, ndim - 1, ndim=ndim)
+    return whole_along(ndim - 2, ndim - 1, ndim=ndim)
 
 
 def _repeat_text(node: fx.Node) -> str:
@@ -305,6 +306,35 @@ def _scatter_selection_text(node: fx.Node) -> str:
     )
 
 
+def _unfold_text(node: fx.Node) -> str:
+    """`unfold(x, dim, size, step)`: windows along a dim, their elements in a new last one."""
+    return f"{whole_along(_dim(node, 1), ndim=_ndim(node))} newsize"
+
+
+def _diagonal_dims(node: fx.Node) -> tuple[int, int]:
+    given = dict(zip(_names_of(node.target), node.args, strict=False), **node.kwargs)
+    return given.get("dim1", 0) % _ndim(node), given.get("dim2", 1) % _ndim(node)
+
+
+def _names_of(op: Any) -> list[str]:
+    return [argument.name for argument in op._schema.arguments]
+
+
+def _diagonal_text(node: fx.Node) -> str:
+    whole = _diagonal_dims(node)
+    left = [f"d{dim}^" if dim in whole else f"d{dim}" for dim in range(_ndim(node))]
+    return f"~{' '.join(left)} -> {' '.join([f'd{dim}' for dim in range(_ndim(node)) if dim not in whole] + ['new'])}"
+
+
+def _scatter_diagonal_text(node: fx.Node) -> str:
+    """`diagonal_scatter(x, part, offset, dim1, dim2)`: both lie alike, whole along the two dims and the diagonal."""
+    whole = _diagonal_dims(node)
+    left = [f"d{dim}^" if dim in whole else f"d{dim}" for dim in range(_ndim(node))]
+    part = [f"d{dim}" for dim in range(_ndim(node)) if dim not in whole]
+    right = [f"new{dim}" if dim in whole else f"d{dim}" for dim in range(_ndim(node))]
+    return f"&{' '.join(left)}, &{' '.join([*part, 'part^'])} -> {' '.join(right)}"
+
+
 rule([aten.slice.Tensor], Rule(_slice_text, _local_slice, _decide_slice))
 rule([aten.constant_pad_nd.default], Rule(_pad_text))
 rule([aten.select.int], Rule(_removed_dim_text(1, False)))
@@ -320,3 +350,10 @@ rule([aten.tril.default, aten.triu.default], Rule(_last_two_text))
 rule([aten.repeat.default], Rule(_repeat_text))
 rule([aten.slice_scatter.default], Rule(_scatter_slice_text))
 rule([aten.select_scatter.default], Rule(_scatter_selection_text))
+rule([aten.unfold.default], Rule(_unfold_text))
+rule([aten.diagonal.default], Rule(_diagonal_text))
+rule([aten.diagonal_scatter.default], Rule(_scatter_diagonal_text))
+rule([aten.diag_embed.default], Rule(batched_text(1, linear="~")))
+rule([aten.trace.default], Rule("~a^ b^ -> ()"))
+rule([aten.view_as_real.default], Rule(batched_text(0, linear="~")))
+rule([aten.view_as_complex.default], Rule(batched_text(1, linear="~")))

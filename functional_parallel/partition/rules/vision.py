@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import fx
 
+from .batched import batched_text
 from .registry import Rule, rule
 
 aten = torch.ops.aten
@@ -25,19 +24,49 @@ def _convolution_text(node: fx.Node) -> str:
     return f"~n c+ {space}, {weight} -> n co {out}"
 
 
-def _pooling_text(spatial: int, results: int = 1, linear: str = "") -> Callable[[fx.Node], str]:
-    def text(node: fx.Node) -> str:
-        ndim = len(node.args[0].meta["val"].shape)
-        batch = " ".join(f"b{dim}" for dim in range(ndim - spatial))
-        space = " ".join(f"s{dim}^" for dim in range(spatial))
-        out = f"{batch} {' '.join(f'new{dim}' for dim in range(spatial))}"
-        return f"{linear}{batch} {space} -> {', '.join([out] * results)}"
-
-    return text
+def _sampling_text(node: fx.Node) -> str:
+    """`grid_sampler(x, grid)`: of each image and channel, at the places that the grid of that image names."""
+    space = [f"s{dim}" for dim in range(len(node.args[0].meta["val"].shape) - 2)]
+    places = [f"g{dim}" for dim in range(len(space))]
+    return f"~n c {'^ '.join(space)}^, n {' '.join(places)} xy^ -> n c {' '.join(places)}"
 
 
 rule([aten.convolution.default], Rule(_convolution_text))
-rule([aten.max_pool2d_with_indices.default], Rule(_pooling_text(2, results=2)))
-rule([aten.avg_pool2d.default, aten._adaptive_avg_pool2d.default], Rule(_pooling_text(2, linear="~")))
-rule([aten.upsample_nearest2d.default, aten.upsample_bilinear2d.default], Rule(_pooling_text(2, linear="~")))
-rule([aten.upsample_nearest2d.vec, aten.upsample_bilinear2d.vec], Rule(_pooling_text(2, linear="~")))
+rule([aten.grid_sampler_2d.default, aten.grid_sampler_3d.default], Rule(_sampling_text))
+rule([aten.max_pool2d_with_indices.default, aten.adaptive_max_pool2d.default], Rule(batched_text(2)))
+rule([aten.max_pool3d_with_indices.default, aten.adaptive_max_pool3d.default], Rule(batched_text(3)))
+rule([aten.max_unpool2d.default], Rule(batched_text(2)))
+rule([aten.max_unpool3d.default], Rule(batched_text(3)))
+
+#: linear ops on images: how many dims of an image they need whole
+_OF_IMAGES = {
+    aten.upsample_nearest1d: 1,
+    aten.upsample_linear1d: 1,
+    aten._upsample_nearest_exact1d: 1,
+    aten.reflection_pad1d: 1,
+    aten.replication_pad1d: 1,
+    aten.avg_pool2d: 2,
+    aten._adaptive_avg_pool2d: 2,
+    aten.upsample_nearest2d: 2,
+    aten.upsample_bilinear2d: 2,
+    aten.upsample_bicubic2d: 2,
+    aten._upsample_nearest_exact2d: 2,
+    aten._upsample_bilinear2d_aa: 2,
+    aten._upsample_bicubic2d_aa: 2,
+    aten.reflection_pad2d: 2,
+    aten.replication_pad2d: 2,
+    aten.avg_pool3d: 3,
+    aten._adaptive_avg_pool3d: 3,
+    aten.upsample_nearest3d: 3,
+    aten.upsample_trilinear3d: 3,
+    aten._upsample_nearest_exact3d: 3,
+    aten.reflection_pad3d: 3,
+    aten.replication_pad3d: 3,
+    aten.pixel_shuffle: 3,
+    aten.pixel_unshuffle: 3,
+    aten.im2col: 3,
+    aten.col2im: 2,
+}
+for packet, count in _OF_IMAGES.items():
+    overloads = [getattr(packet, name) for name in ("default", "vec") if name in packet.overloads()]
+    rule(overloads, Rule(batched_text(count, linear="~")))
