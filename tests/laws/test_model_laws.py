@@ -168,3 +168,15 @@ def test_key_heads_shared_by_more_ranks_than_there_are() -> None:
     fp.testing.assert_equivalent(
         plain_llama, fp.tensor_parallel("tensor", rules), Mesh(tensor=4), llama_parameters(), tokens(), rtol=1e-12
     )
+
+
+@pytest.mark.filterwarnings("ignore::functional_parallel.PartitionWarning")  # view_as_real is computed whole
+@pytest.mark.parametrize("plan", [fp.data_parallel("data"), fp.chain(fp.remat("layers"), fp.zero(3, "data"))], ids=repr)
+def test_a_complex_number_in_the_code(plan: Any) -> None:
+    """Its conjugate, by which the gradient is multiplied, is an op of a literal alone."""
+
+    def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_real((x @ w) * 2j * (1 - 3j)).square().sum()
+
+    w, x = torch.arange(12.0, dtype=torch.float64).reshape(4, 3), torch.arange(32.0, dtype=torch.float64).reshape(8, 4)
+    fp.testing.assert_equivalent(loss, plan, Mesh(data=2), w, x, exact=True)
