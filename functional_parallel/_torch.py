@@ -52,6 +52,7 @@ __all__ = [
     "holds_levels",
     "innermost",
     "is_above_autograd",
+    "is_all_true",
     "is_functorch_wrapped",
     "is_inside_transform",
     "mapped_dims",
@@ -137,6 +138,9 @@ def forget_names(graph: torch.fx.Graph) -> None:
 
 
 apart_from_modes = _disable_current_modes  # set aside active dispatch modes only
+
+
+is_all_true = torch._is_all_true  # what torch.distributions ask about values, under vmap too
 
 
 def dispatch_modes() -> list[TorchDispatchMode]:

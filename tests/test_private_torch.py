@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
+from torch.overrides import TorchFunctionMode
 
 from functional_parallel import _torch
 
@@ -53,6 +54,18 @@ def test_modes_can_be_set_aside() -> None:
             torch.ones(2) + 1
         assert mode.seen == []
         assert _torch.dispatch_modes() == [mode]
+
+
+def test_what_distributions_ask_about_values_has_a_name() -> None:
+    class Asked(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            questions.append(func)
+            return func(*args, **(kwargs or {}))
+
+    questions: list[Any] = []
+    with Asked():
+        torch.distributions.Normal(torch.zeros(2), 1.0).log_prob(torch.ones(2))
+    assert questions.count(_torch.is_all_true) == 3, "mean, deviation and sample"
 
 
 def test_transforms_can_be_set_aside() -> None:

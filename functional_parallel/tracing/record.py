@@ -14,6 +14,7 @@ from __future__ import annotations
 import operator
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -92,8 +93,22 @@ def _call(fn: Callable[..., Sequence[Any]], arguments: list[torch.Tensor]) -> Se
         raise TracingError(
             f"{raising_source(error) or 'the function'}: {getattr(error, 'func', 'an op')} needs a tensor's values "
             "(`.item()`, `if tensor:`, a boolean index), which a traced function does not have; "
-            "write it with torch.where or fixed shapes"
+            f"{_way_out(error)}"
         ) from error
+
+
+_ASKED_BY_TORCH = {  # functions of torch's that read values where the user's line does not show it
+    "torch.nn.modules.transformer._detect_is_causal_mask": "torch looks whether the mask is causal, unless it is told: "
+    "is_causal=True or False for an nn.TransformerEncoder, tgt_is_causal= for a decoder",
+    "torch.distributions.distribution.__init__": "torch checks the distribution's parameters; give it "
+    "validate_args=False",
+}
+
+
+def _way_out(error: Exception) -> str:
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    passed = (f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}" for frame in frames)
+    return next(filter(None, map(_ASKED_BY_TORCH.get, passed)), "write it with torch.where or fixed shapes")
 
 
 def recorder() -> Recorder | None:

@@ -74,6 +74,12 @@ def _fill_where(x: Any, dim: int, index: Any, value: Any) -> Any:
 # -----------------------------------------------------------------------------
 
 
+@intercept(_torch.is_all_true, always=True)
+def _are_valid(valid: Any) -> bool:
+    """What torch.distributions ask of parameters and samples; a trace takes them for good, as torch.compile does."""
+    return True
+
+
 @intercept(functional.gaussian_nll_loss, always=True)
 def _gaussian_nll_loss(
     input: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"

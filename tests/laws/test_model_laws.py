@@ -170,7 +170,6 @@ def test_key_heads_shared_by_more_ranks_than_there_are() -> None:
     )
 
 
-@pytest.mark.filterwarnings("ignore::functional_parallel.PartitionWarning")  # view_as_real is computed whole
 @pytest.mark.parametrize("plan", [fp.data_parallel("data"), fp.chain(fp.remat("layers"), fp.zero(3, "data"))], ids=repr)
 def test_a_complex_number_in_the_code(plan: Any) -> None:
     """Its conjugate, by which the gradient is multiplied, is an op of a literal alone."""

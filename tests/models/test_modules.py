@@ -223,3 +223,51 @@ def test_bags_that_are_refused() -> None:
     step = fp.compile(fp.data_parallel("data", batch=P())(lambda p, x, at: fn(p, x, at).sum()), Mesh(data=2))
     with pytest.raises(ValueError, match="bags of one length"):
         step(params, torch.arange(8), torch.tensor([0, 3]))
+
+
+@pytest.mark.parametrize("plan", [fp.data_parallel("data"), fp.zero(3, "data")], ids=str)
+def test_values_that_torch_would_check(plan: Any) -> None:
+    """Distributions and one loss ask whether all values are valid, which a trace cannot say."""
+
+    def loss(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        y = x @ weight
+        normal, given = torch.distributions.Normal(y, y.exp()), torch.distributions.Normal(0.0, 1.0)
+        likelihood = normal.log_prob(y.detach()) + torch.distributions.Categorical(logits=y).entropy()[:, None]
+        losses = [
+            nn.functional.gaussian_nll_loss(y, y.sin(), variance, full=full, eps=0.5, reduction=reduction)
+            for variance, full, reduction in [
+                (y.square(), True, "mean"),
+                (y[:, :1].exp(), False, "sum"),
+                (y[:, 0].exp(), False, "none"),
+                (2.0, False, "none"),
+            ]
+        ]
+        divergence = torch.distributions.kl_divergence(normal, given)
+        return likelihood.sum() + divergence.mean() + sum(each.sum() for each in losses)
+
+    weight, x = torch.randn(3, 2, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+    fp.testing.assert_equivalent(loss, plan, Mesh(data=2), weight, x, rtol=1e-12)
+
+
+def test_a_mask_that_torch_would_look_at() -> None:
+    mask = nn.Transformer.generate_square_subsequent_mask(6, dtype=torch.float64)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).double()
+    fn, params = fp.functional(nn.TransformerEncoder(layer, 1))
+    plan, x = fp.zero(3, "data"), torch.randn(4, 6, 8, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"whether the mask is causal, unless it is told: is_causal="):
+        fp.compile(plan(lambda p, x: fn(p, x, mask=mask).sum()), Mesh(data=2))(params, x)
+    for causal in (True, False):
+        loss = lambda p, x, causal=causal: fn(p, x, mask=mask, is_causal=causal).sin().sum()  # noqa: E731
+        fp.testing.assert_equivalent(loss, plan, Mesh(data=2), params, x, rtol=1e-11)
+
+
+def test_a_distribution_whose_check_is_refused() -> None:
+    def loss(weight: torch.Tensor, x: torch.Tensor, **options: Any) -> torch.Tensor:
+        gaussian = torch.distributions.MultivariateNormal(x @ weight, torch.eye(2, dtype=torch.float64), **options)
+        return gaussian.log_prob(x[:, :2]).sum()
+
+    weight, x = torch.randn(3, 2, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+    with pytest.raises(ValueError, match="validate_args=False"):
+        fp.compile(fp.data_parallel("data")(loss), Mesh(data=2))(weight, x)
+    unchecked = lambda weight, x: loss(weight, x, validate_args=False)  # noqa: E731
+    fp.testing.assert_equivalent(unchecked, fp.data_parallel("data"), Mesh(data=2), weight, x, rtol=1e-12)
