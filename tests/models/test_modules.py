@@ -226,6 +226,23 @@ def test_bags_that_are_refused() -> None:
 
 
 @pytest.mark.parametrize("plan", [fp.data_parallel("data"), fp.zero(3, "data")], ids=str)
+@pytest.mark.parametrize("inside", [False, True], ids=["forward", "derivative inside"])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_a_global_average_of_what_lies_channels_last(dims: int, inside: bool, plan: Any) -> None:
+    """torch relabels strides of its mean then, in place."""
+    pool = [nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d][dims - 1](1)
+
+    def score(x: torch.Tensor) -> torch.Tensor:
+        return pool(x.movedim(-1, 1) * 4).square().sum()
+
+    def loss(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.grad(score)(x * weight).square().sum() if inside else score(x * weight)
+
+    x = torch.arange(4.0 * 2**dims * 3, dtype=torch.float64).reshape(4, *[2] * dims, 3)
+    fp.testing.assert_equivalent(loss, plan, Mesh(data=2), torch.arange(3.0, dtype=torch.float64), x, exact=True)
+
+
+@pytest.mark.parametrize("plan", [fp.data_parallel("data"), fp.zero(3, "data")], ids=str)
 def test_values_that_torch_would_check(plan: Any) -> None:
     """Distributions and one loss ask whether all values are valid, which a trace cannot say."""
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch import fx
+from torch.nn import functional
 
+from ...tracing.intercept import intercept
 from .batched import batched_text
 from .registry import Rule, rule
 
@@ -70,3 +75,17 @@ _OF_IMAGES = {
 for packet, count in _OF_IMAGES.items():
     overloads = [getattr(packet, name) for name in ("default", "vec") if name in packet.overloads()]
     rule(overloads, Rule(batched_text(count, linear="~")))
+
+
+def _pool_to_one(dims: int, input: torch.Tensor, output_size: Any) -> Any:
+    """As the mean that torch makes of it too, but without relabelling strides, which it does to what is channels-last.
+
+    To do so it changes the tensor in place by an op for which there is no rule, and a backward without a trace.
+    """
+    sizes = output_size if isinstance(output_size, (tuple, list)) else [output_size]
+    return input.mean(tuple(range(-dims, 0)), keepdim=True) if set(sizes) == {1} else NotImplemented
+
+
+intercept(functional.adaptive_avg_pool1d, always=True)(functools.partial(_pool_to_one, 1))
+intercept(functional.adaptive_avg_pool2d, always=True)(functools.partial(_pool_to_one, 2))
+intercept(functional.adaptive_avg_pool3d, always=True)(functools.partial(_pool_to_one, 3))
