@@ -6,7 +6,7 @@ blocks the partitioner fills in; run, it is integer arithmetic (the finaliser of
 2014).
 
 Models draw from the ambient key (`with fp.random.using(key)`, which `train_step(seed=…)` enters anew each step), each
-call being a site of its own, counted in the order of the trace; or from a key passed by hand.
+call of `dropout` or `next_key` being a site of its own, counted in the order of the trace; or from a key by hand.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .collectives.parts import Parts
 from .emit import differentiable
 from .tracing.intercept import intercept, intercept_op
 
-__all__ = ["RandomKeyError", "dropout", "fold_in", "key", "normal", "uniform", "using"]
+__all__ = ["RandomKeyError", "dropout", "fold_in", "key", "next_key", "normal", "uniform", "using"]
 
 
 class RandomKeyError(RuntimeError):
@@ -151,6 +151,21 @@ def using(key: torch.Tensor) -> Iterator[None]:
         yield
     finally:
         keys.pop()
+
+
+def next_key() -> torch.Tensor:
+    """A key for one draw in a model: the ambient key, with a site of its own.
+
+    >>> import torch, functional_parallel as fp
+    >>> with fp.random.using(fp.random.key(0)):
+    ...     a, b = (fp.random.normal(fp.random.next_key(), torch.empty(8)) for _ in range(2))
+    >>> bool((a == b).any())
+    False
+
+    Raises:
+        RandomKeyError: when there is none.
+    """
+    return _next_site("fp.random.next_key()")
 
 
 def _next_site(what: str) -> torch.Tensor:

@@ -334,8 +334,9 @@ def _refuse_foreign_draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     if "dropout_p" in {argument.name for argument in func._schema.arguments} and not given.get("dropout_p"):
         return
     raise TracingError(
-        f"{current_source()}: {func} draws from torch's own generator, of which every rank has another one; draw with "
-        "fp.random.uniform, fp.random.normal or fp.random.dropout, or pass the numbers in as an argument"
+        f"{current_source()}: {func} draws from torch's own generator, of which every rank has another one; draw "
+        "with fp.random.uniform or fp.random.normal, from fp.random.next_key(), or with fp.random.dropout, or pass the "
+        "numbers in as an argument"
     )
 
 

@@ -228,6 +228,37 @@ def test_torchs_own_dropouts_without_a_key() -> None:
         step(torch.ones(4, 4, 2))
 
 
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_model_draws_from_the_steps_key_on_every_mesh(name: str) -> None:
+    """New numbers at each site and in each step, the same on every mesh and in microbatches."""
+
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        first, second = (DRAWS[name](fp.random.next_key(), x) for _ in range(2))
+        return ((x + first - second) @ params["w"]).square().mean()
+
+    def train(mesh: Mesh, plan: Any) -> list[Tensor]:
+        step = fp.train_step(loss, fp.optim.sgd(0.0), mesh, plan, seed=3)
+        state, losses = step.init({"w": torch.ones(4, 2, dtype=torch.float64)}), []
+        for _ in range(2):
+            state, metrics = step(state, torch.zeros(8, 4, dtype=torch.float64))
+            losses.append(metrics.loss)
+        return losses
+
+    wanted = train(Mesh(data=1), fp.data_parallel("data"))
+    assert wanted[0] > 0.1 and wanted[0] != wanted[1]
+    for mesh, plan in (
+        (Mesh(data=4), fp.zero(3, "data")),
+        (Mesh(data=2), fp.chain(fp.data_parallel("data"), fp.accumulate(2))),
+        (Mesh(data=2, tensor=2), fp.chain(fp.tensor_parallel("tensor", {"w": P("tensor")}), fp.data_parallel("data"))),
+    ):
+        torch.testing.assert_close(train(mesh, plan), wanted, rtol=1e-12, atol=0)
+
+
+def test_a_key_for_a_draw_without_one_around() -> None:
+    with pytest.raises(RandomKeyError, match=r"next_key\(\) draws random numbers, but no key is given: .*train_step"):
+        fp.random.next_key()
+
+
 # -----------------------------------------------------------------------------
 # Under torch.func
 # -----------------------------------------------------------------------------
