@@ -169,3 +169,11 @@ def test_gradient_of_a_norm(norm: Callable[..., torch.Tensor]) -> None:
     """Whose backward takes a power in place, by an op with an overload of another name."""
     x, w = torch.randn(4, 3, dtype=torch.float64), torch.randn(3, 3, dtype=torch.float64)
     fp.testing.assert_equivalent(lambda w, x: norm(x @ w), fp.data_parallel("data"), Mesh(data=2), w, x, rtol=1e-12)
+
+
+def test_a_result_written_where_the_caller_says() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return torch.add(x, x, out=torch.empty_like(x)).sum()
+
+    with pytest.raises(MutationError, match=r"aten\.add\.out .* use what it returns, without out="):
+        compiled(f)(torch.ones(2))

@@ -96,3 +96,11 @@ def _unasked(function: Any) -> Callable[..., Any] | None:
 def _data(x: torch.Tensor) -> torch.Tensor:
     """As a `detach` that the recording sees for what it is."""
     return x.detach()
+
+
+@intercept(torch.Tensor.fill_diagonal_, always=True)
+def _fill_diagonal_(x: torch.Tensor, fill_value: Any, wrap: bool = False) -> Any:
+    """By a mask: torch fills a strided view of the memory, and what the other views of that then hold is not known."""
+    if x.ndim != 2 or wrap:
+        return NotImplemented
+    return x.masked_fill_(torch.eye(*x.shape, dtype=torch.bool, device=x.device), fill_value)

@@ -42,7 +42,10 @@ def mutate(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[s
     target = args[0] if args else None
     twin = _torch.functional_variant(func)
     if twin is None or not isinstance(target, torch.Tensor):
-        raise MutationError(f"{current_source()}: {func} changes a tensor in place and has no functional twin")
+        raise MutationError(
+            f"{current_source()}: {func} changes a tensor in place and has no functional twin; use what it returns, "
+            "without out= or the underscore"
+        )
     old = recording.value(target)
     if old is None or recording.aliases.chain(old)[0] in recording.closed_over:
         raise MutationError(

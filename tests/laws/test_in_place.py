@@ -39,6 +39,7 @@ WRITES: dict[str, Op] = {
     "cut": lambda v: v.relu_(),
     "bound": lambda v: v.clamp_min_(1),
     "fill": lambda v: v.fill_(3),
+    "fill the diagonal": lambda v: v.fill_diagonal_(3),
     "add its sum": lambda v: v.add_(v.detach().sum()),
     "copy": lambda v: v.copy_(v * 3),
 }
@@ -112,3 +113,16 @@ def test_values_gradients_and_tangents(
     found = torch.func.jvp(lambda w: forward(w, x), (w,), (direction,))
     assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
     assert torch.equal(torch.func.grad(forward)(w, x), gradient)
+
+
+def test_a_diagonal_that_does_not_count() -> None:
+    """As in a contrastive loss: no sample is its own negative."""
+
+    def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        scores = (x @ w) @ (x @ w).T
+        others = torch.ones_like(scores, dtype=torch.bool).fill_diagonal_(False)
+        return scores.fill_diagonal_(-7).relu().sum() + (scores * others).sum()
+
+    w, _, x = arguments(0)
+    for transform, ranks in PLANS.values():
+        fp.testing.assert_equivalent(loss, transform, Mesh(d=ranks), w, x, exact=True)
