@@ -27,22 +27,38 @@ def compare(got: Any, want: Any, what: str, *, exact: bool = False, rtol: float 
         got, want: pytrees of the same structure.
         what: what they are, for the message.
         exact: whether every bit counts.
-        rtol: largest |got − want| allowed, relative to the largest |want| of the leaf; by dtype without it.
+        rtol: largest |got − want| allowed, relative to the largest |want| of the leaf; by dtype without it. What the
+            largest leaf would be rounded by is allowed to all: a leaf may be rounding alone, as the gradient of keys'
+            biases is, which shift all scores of a query alike.
 
     Raises:
         NotEquivalentError: naming the first leaf that differs, both values there, and the size of the difference.
     """
     if optree.tree_structure(got) != optree.tree_structure(want):
         raise NotEquivalentError(f"{what}: structures differ: {tree_paths(got)} and {tree_paths(want)}")
+    rtol, rounding = (0.0, 0.0) if exact else (rtol, _rounding(want))
     for path, a, b in zip(tree_paths(want), optree.tree_leaves(got), optree.tree_leaves(want), strict=True):
         problem = (
-            _difference(a, b, exact, rtol) if isinstance(b, torch.Tensor) else None if a == b else f"{a!r}, not {b!r}"
+            _difference(a, b, rtol, rounding)
+            if isinstance(b, torch.Tensor)
+            else None
+            if a == b
+            else f"{a!r}, not {b!r}"
         )
         if problem:
             raise NotEquivalentError(f"{what}{f', leaf {path}' if path else ''}: {problem}")
 
 
-def _difference(got: torch.Tensor, want: torch.Tensor, exact: bool, rtol: float | None) -> str | None:
+def _rounding(tree: Any) -> float:
+    """By how much the largest finite value in a tree may be off for rounding alone; 0 where nothing is rounded."""
+    leaves = (as_real(leaf.detach()) for leaf in optree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    sizes = ((leaf[leaf.isfinite()].abs(), leaf.dtype) for leaf in leaves if leaf.is_floating_point())
+    precise = torch.finfo(torch.float32).eps  # of a narrower type it would be too much to look away from
+    found = (size.max().item() * min(torch.finfo(dtype).eps, precise) for size, dtype in sizes if size.numel())
+    return max(found, default=0.0)
+
+
+def _difference(got: torch.Tensor, want: torch.Tensor, rtol: float | None, rounding: float) -> str | None:
     if got.shape != want.shape or got.dtype != want.dtype:
         return f"{got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}"
     if torch.equal(got, want) or not want.numel():
@@ -50,7 +66,7 @@ def _difference(got: torch.Tensor, want: torch.Tensor, exact: bool, rtol: float 
     got, want = as_real(got), as_real(want)
     difference = (got.double() - want.double()).abs()
     scale = want.double().abs().max().item()
-    allowed = 0.0 if exact else (_TOLERANCE.get(want.dtype, 0.0) if rtol is None else rtol) * scale
+    allowed = (_TOLERANCE.get(want.dtype, 0.0) if rtol is None else rtol) * scale + rounding
     if difference.max().item() <= allowed:
         return None
     index = int(difference.argmax())

@@ -39,7 +39,8 @@ def assert_equivalent(
         mesh: the mesh.
         params, batch: whole arguments.
         exact: whether every bit counts; true for functions closed on the integers, given integers in float64.
-        rtol: largest difference allowed, relative to a leaf's largest value; by dtype without it.
+        rtol: largest difference allowed, relative to a leaf's largest value; by dtype without it. A gradient that is
+            rounding alone may differ by what the largest gradient is rounded by.
 
     Returns:
         The compiled gradient, to look at its program.

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import functional_parallel as fp
 from functional_parallel.testing import strategies
+from functional_parallel.testing.compare import compare
 from sharding_specs import Mesh, P
 
 RANKS = st.integers(2, 5)
@@ -115,3 +116,28 @@ def test_what_differs_is_said() -> None:
         same(lambda x: fp.psum(x, "i"), lambda x: fp.psum(x, "i") * 2, 2)
     with pytest.raises(fp.testing.NotEquivalentError, match="gradients on rank 0"):
         same(lambda x: x * x, lambda x: x.detach() * x.detach() + 0 * x, 2)
+
+
+def test_a_gradient_that_is_rounding_alone_is_no_difference() -> None:
+    """A bias of all scores changes no softmax; and what is small, but no rounding, is compared as before."""
+
+    def loss(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        scores = x @ params["w"] + params["shift"]
+        return (scores.softmax(-1) * torch.arange(5.0, dtype=torch.float64)).sum().square()
+
+    generator = torch.Generator().manual_seed(0)
+    params = {"w": torch.randn(3, 5, generator=generator).double(), "shift": torch.zeros(1, dtype=torch.float64)}
+    x = torch.randn(64, 3, generator=generator).double()
+    assert 0 < fp.grad(loss)(params, x)["shift"].abs() < 1e-10, "rounding alone"
+    fp.testing.assert_equivalent(loss, fp.data_parallel("data"), Mesh(data=4), params, x)
+    small = {"large": torch.ones(2).double(), "small": torch.full((2,), 1e-12).double()}
+    with pytest.raises(fp.testing.NotEquivalentError, match="leaf small"):
+        compare(small, {**small, "small": small["small"] * 1.01}, "gradient")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.complex64, torch.int64], ids=str)
+def test_exactly_is_to_the_bit(dtype: torch.dtype) -> None:
+    zero, ones = torch.zeros(2, dtype=torch.float64), torch.ones(2, dtype=dtype)
+    compare([ones, zero], [ones, zero], "results", exact=True)
+    with pytest.raises(fp.testing.NotEquivalentError, match="leaf 1"):
+        compare([ones, zero + 1e-300], [ones, zero], "results", exact=True)
