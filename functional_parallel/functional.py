@@ -31,36 +31,40 @@ def functional(module: nn.Module, *, buffers: bool = False) -> Any:
     Returns:
         `(fn, params)` with `fn(params, *args, **kwargs)`; with `buffers`, `(fn, params, state)` with
         `fn(params, state, *args, **kwargs)` returning `(result, new_state)`. Parameters are keyed by dotted path; a
-        tied weight is one leaf.
+        tied weight is one leaf. A frozen one, with `requires_grad=False`, is none, as it is not trained, but a constant
+        that all ranks hold whole; unless all are frozen, as for inference.
 
     Raises:
         ForeignCollectiveError: for a DDP or FSDP module, whose hidden hooks torch.func does not see.
     """
     guards.check_callable(module)
-    params = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    every = dict(module.named_parameters())
+    trained = {name: parameter for name, parameter in every.items() if parameter.requires_grad} or every
+    params = {name: parameter.detach() for name, parameter in trained.items()}
+    frozen = {name: parameter.detach() for name, parameter in every.items() if name not in trained}
     state = {name: buffer.detach() for name, buffer in module.named_buffers()}
     if not buffers:
-        return _without_state(module, state), params
-    return _with_state(module), params, state
+        return _without_state(module, {**frozen, **state}), params
+    return _with_state(module, frozen), params, state
 
 
-def _without_state(module: nn.Module, state: dict[str, torch.Tensor]) -> Callable[..., Any]:
+def _without_state(module: nn.Module, constants: dict[str, torch.Tensor]) -> Callable[..., Any]:
     modes = _modes(module)
 
     def fn(params: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         assume(modes)
-        return torch.func.functional_call(module, {**params, **state}, args, kwargs)
+        return torch.func.functional_call(module, {**constants, **params}, args, kwargs)
 
     return _named(fn, module)
 
 
-def _with_state(module: nn.Module) -> Callable[..., Any]:
+def _with_state(module: nn.Module, constants: dict[str, torch.Tensor]) -> Callable[..., Any]:
     modes = _modes(module)
 
     def fn(params: dict[str, torch.Tensor], state: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         assume(modes)
         own = {name: buffer.clone() for name, buffer in state.items()}
-        result = torch.func.functional_call(module, {**params, **own}, args, kwargs)
+        result = torch.func.functional_call(module, {**constants, **params, **own}, args, kwargs)
         return result, own
 
     return _named(fn, module)

@@ -148,6 +148,39 @@ def test_a_module_in_another_mode_is_traced_anew() -> None:
     assert len(traced) - calls_of_this_test == 4, "two programs, in two modes"
 
 
+@pytest.mark.parametrize("buffers", [False, True])
+def test_a_frozen_parameter_stays_as_it_is(buffers: bool) -> None:
+    """It is no leaf, so that neither a gradient nor the decay of weights reaches it; a hand may still pass it in."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    module[0].requires_grad_(False)
+    fn, params, *state = fp.functional(module, buffers=buffers)
+    assert sorted(params) == ["2.bias", "2.weight"]
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        result = fn(params, *state, x)
+        return (result[0] if buffers else result).square().mean()
+
+    x = torch.randn(8, 4, dtype=torch.float64)
+    fp.testing.assert_equivalent(loss, fp.zero(3, "data"), Mesh(data=2), params, x, rtol=1e-12)
+    train = fp.train_step(loss, fp.optim.adamw(0.1, weight_decay=0.1), Mesh(data=2), fp.zero(3, "data"))
+    trained, _ = train(train.init(params), x)
+    head = {name[2:]: value for name, value in train.params(trained).items()}
+    frozen = torch.tanh(module[0](x))
+    torch.testing.assert_close(
+        loss(train.params(trained), x), torch.func.functional_call(module[2], head, frozen).square().mean()
+    )
+    zeros = {name: torch.zeros_like(value) for name, value in module.named_parameters()}
+    assert loss(zeros, x) == 0
+
+
+def test_a_model_for_inference_has_all_its_parameters() -> None:
+    fn, params = fp.functional(nn.Linear(4, 2).double().requires_grad_(False))
+    assert sorted(params) == ["bias", "weight"]
+    split, x = fp.tensor_parallel("tensor", {"*": P("tensor")}), torch.randn(3, 4, dtype=torch.float64)
+    torch.testing.assert_close(fp.compile(split(fn), Mesh(tensor=2))(params, x), fn(params, x))
+
+
 @pytest.mark.parametrize("plan", [fp.data_parallel("data"), fp.zero(3, "data")], ids=str)
 @pytest.mark.parametrize(
     "module",
