@@ -203,21 +203,22 @@ def mapped_dims(tensor: torch.Tensor) -> list[int]:
 
 
 def functional_variant(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    """The out-of-place twin of an in-place op (`aten.add_.Tensor` → `aten.add.Tensor`), or None.
+    """The out-of-place twin of an in-place op (`aten.add_.Tensor` → `aten.add.Tensor`), or of one with `out=`, or None.
 
     Where it has another overload's name it is the one of the same arguments (`aten.transpose_` → `aten.transpose.int`).
     """
     name = op._schema.name.split("::")[1]
-    packet = getattr(torch.ops.aten, name[:-1], None) if name.endswith("_") else None
+    has_out = [argument.name for argument in op._schema.arguments if argument.is_out] == ["out"]
+    packet = getattr(torch.ops.aten, name if has_out else name[:-1], None) if has_out or name.endswith("_") else None
     if packet is None:
         return None
     overloads = [getattr(packet, each) for each in sorted(packet.overloads(), key=lambda e: e != op._overloadname)]
-    return next((each for each in overloads if _taken(each) == _taken(op)), None)
+    return next((each for each in overloads if each is not op and _taken(each) == _taken(op)), None)
 
 
 def _taken(op: torch._ops.OpOverload) -> list[tuple[str, str]]:
-    """Names and types of an op's arguments."""
-    return [(argument.name, str(argument.type)) for argument in op._schema.arguments]
+    """Names and types of an op's arguments, without those that are there for its results."""
+    return [(argument.name, str(argument.type)) for argument in op._schema.arguments if not argument.is_out]
 
 
 def needs_higher_derivatives() -> bool:

@@ -172,8 +172,32 @@ def test_gradient_of_a_norm(norm: Callable[..., torch.Tensor]) -> None:
 
 
 def test_a_result_written_where_the_caller_says() -> None:
-    def f(x: torch.Tensor) -> torch.Tensor:
-        return torch.add(x, x, out=torch.empty_like(x)).sum()
+    """As the op without `out=`, and a copy, which all views of that memory see; torch wants gradients off for it."""
 
-    with pytest.raises(MutationError, match=r"aten\.add\.out .* use what it returns, without out="):
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = x * 3
+        with torch.no_grad():
+            z = torch.zeros(3, 2, dtype=x.dtype)
+            torch.add(y, x, alpha=2, out=z[1])
+            torch.sum(y[None], 0, out=z[2])
+        return (y * z).sum()
+
+    x = torch.tensor([5.0, 6.0])
+    assert torch.equal(compiled(f)(x), f(x))
+    assert torch.equal(compiled(torch.func.grad(f))(x), torch.func.grad(f)(x))
+
+
+def test_a_result_that_does_not_fit_where_the_caller_says() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return torch.add(x, x, out=torch.empty(0)).sum()
+
+    with pytest.raises(MutationError, match=r"aten\.add\.out .* \(0,\) .* to \(2,\); use what the op returns"):
+        compiled(f)(torch.ones(2))
+
+
+def test_results_written_where_the_caller_says() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return torch.max(x, 0, out=(torch.empty(()), torch.empty((), dtype=torch.int64)))[0]
+
+    with pytest.raises(MutationError, match=r"aten\.max\.dim_max .* use what it returns, without out="):
         compiled(f)(torch.ones(2))

@@ -233,6 +233,8 @@ def test_in_place_ops_have_functional_twins() -> None:
     assert _torch.functional_variant(aten.add.Tensor) is None
     assert _torch.functional_variant(aten.fill_.Scalar) is aten.fill.Scalar
     assert _torch.functional_variant(aten.index_put_.default) is aten.index_put.default
+    assert _torch.functional_variant(aten.div.out) is aten.div.Tensor
+    assert _torch.functional_variant(aten.sum.IntList_out) is aten.sum.dim_IntList
     assert _torch.functional_variant(aten.add.Tensor) is None
 
 

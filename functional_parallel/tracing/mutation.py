@@ -39,8 +39,10 @@ def mutate(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[s
     Raises:
         MutationError: when the effect would be lost, or is not known.
     """
-    target = args[0] if args else None
     twin = _torch.functional_variant(func)
+    if twin is not None and "out" in kwargs:
+        return _written_out(recording, func, twin, args, dict(kwargs))
+    target = args[0] if args else None
     if twin is None or not isinstance(target, torch.Tensor):
         raise MutationError(
             f"{current_source()}: {func} changes a tensor in place and has no functional twin; use what it returns, "
@@ -61,6 +63,21 @@ def mutate(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[s
     else:
         _write_through(recording, func, target, old, _new_value(recording, func, twin, args, kwargs))
     return target
+
+
+def _written_out(
+    recording: Recorder, func: Any, twin: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """Record an op with `out=` as the op without, then a copy."""
+    target = kwargs.pop("out")
+    with recording:
+        result = twin(*args, **kwargs)
+    if result.shape != target.shape:
+        raise MutationError(
+            f"{current_source()}: {func} would change the shape {tuple(target.shape)} of what is given as out= to "
+            f"{tuple(result.shape)}; use what the op returns, without out="
+        )
+    return mutate(recording, aten.copy_.default, (target, result), {})
 
 
 def _new_value(recording: Recorder, func: Any, twin: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:

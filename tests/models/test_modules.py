@@ -90,6 +90,27 @@ def test_running_statistics_are_the_whole_batchs(mesh: Mesh) -> None:
     assert int(new["norm.num_batches_tracked"]) == 1
 
 
+@pytest.mark.parametrize("mesh", [Mesh(data=2), Mesh(data=4)], ids=str)
+def test_spectral_norm_takes_its_steps(mesh: Mesh) -> None:
+    """Its power iteration writes with `out=`, into buffers."""
+    torch.manual_seed(0)
+    module = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3).double().train())
+    fn, params, state = fp.functional(module, buffers=True)
+
+    def loss(params: Any, x: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+        result, new = fn(params, state, x)
+        return result.square().mean(), new
+
+    x, plan = torch.randn(8, 4, dtype=torch.float64), fp.zero(2, "data", batch=(P("data"), P()))
+    grads, (value, new) = fp.compile(fp.grad_and_value(plan(loss), has_aux=True), mesh)(params, x, state)
+    module(x).square().mean().backward()
+    torch.testing.assert_close(value, loss(params, x, state)[0], rtol=1e-12, atol=0)
+    torch.testing.assert_close(new, dict(module.named_buffers()), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        grads, {name: parameter.grad for name, parameter in module.named_parameters()}, rtol=1e-10, atol=1e-13
+    )
+
+
 def test_statistics_that_would_be_lost_are_refused() -> None:
     fn, params = fp.functional(Net().train())
     with pytest.raises(ValueError, match=r"for a module's buffers: fp.functional\(module, buffers=True\)"):
