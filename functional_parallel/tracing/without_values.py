@@ -1,18 +1,21 @@
 """torch's functions that look at values on their way, which a trace does not have, written so that they do not.
 
 What they look for is how many there are of something, or a mistake in what they are given: a negative variance, or
-weights without a sum. Such a mistake shows in the numbers then.
+weights without a sum. Such a mistake shows in the numbers then. Who wants values in numpy is told that there are none.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from .. import _torch
+from ..source import current_source
+from .errors import TracingError
 from .intercept import intercept, intercept_op
 
 __all__: list[str] = []
@@ -133,3 +136,29 @@ def _linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Any
 
 if hasattr(functional, "linear_cross_entropy"):  # torch 2.13
     intercept(functional.linear_cross_entropy, always=True)(_linear_cross_entropy)
+
+
+# -----------------------------------------------------------------------------
+# numpy
+# -----------------------------------------------------------------------------
+
+
+@intercept(torch.Tensor.numpy, always=True)
+def _numpy(x: torch.Tensor, *, force: bool = False) -> Any:
+    return _of_constant(x, lambda: x.numpy(force=force))
+
+
+@intercept(torch.Tensor.__array__, always=True)
+def _array(x: torch.Tensor, dtype: Any = None) -> Any:
+    return _of_constant(x, lambda: x.__array__(dtype))
+
+
+def _of_constant(x: torch.Tensor, read: Callable[[], Any]) -> Any:
+    """What is read of a tensor that the function closes over; the modes of a trace would take its values away."""
+    if isinstance(x, _torch.FakeTensor) or _torch.is_functorch_wrapped(x):
+        raise TracingError(
+            f"{current_source() or 'the function'}: numpy needs a tensor's values, which a traced function does not "
+            "have; write it with torch, or compute it outside and pass it in as an argument"
+        )
+    with _torch.apart_from_modes():
+        return read()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from einops import rearrange
@@ -342,3 +343,18 @@ def test_a_distribution_whose_check_is_refused() -> None:
         fp.compile(fp.data_parallel("data")(loss), Mesh(data=2))(weight, x)
     unchecked = lambda weight, x: loss(weight, x, validate_args=False)  # noqa: E731
     fp.testing.assert_equivalent(unchecked, fp.data_parallel("data"), Mesh(data=2), weight, x, rtol=1e-12)
+
+
+@pytest.mark.parametrize("read", [torch.Tensor.numpy, numpy.asarray], ids=["numpy", "asarray"])
+def test_values_read_into_numpy(read: Any) -> None:
+    """Of a constant they are there; under the modes of a trace torch hands out memory that was never written."""
+    constant, x = torch.tensor(2.0), torch.ones(4, 2)
+
+    def compiled(f: Any) -> Any:
+        return fp.compile(fp.data_parallel("data")(f), Mesh(data=2))(torch.ones(2), x)
+
+    assert compiled(lambda w, x: (x @ w).sum() * read(constant).item()) == 16
+    with pytest.raises(
+        ValueError, match=r"test_modules\.py:\d+: numpy needs a tensor's values, .* write it with torch"
+    ):
+        compiled(lambda w, x: (x @ w).sum() * read(x @ w).sum())
