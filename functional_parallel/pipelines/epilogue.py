@@ -179,7 +179,16 @@ class EpilogueBuilder:
             return self._total(node)
         if self._begins(node):
             return self._placeholder(Given("once", node), self.whole.spec(node))
+        if self.roles.rounds.is_barrier(node):
+            return self._multiple(node)
         return self._with_meta(self.new.graph.node_copy(node, self._value), node)
+
+    def _multiple(self, node: fx.Node) -> fx.Node:
+        """A sum to which every microbatch brings the same, added up as others are."""
+        total = part = self._value(node.args[0])
+        for _ in range(1, self.parts.ranks):
+            total = self._with_meta(self.new.graph.call_function(aten.add.Tensor, (total, part)), node)
+        return total
 
     def _total(self, node: fx.Node) -> fx.Node:
         combine = combined_by(node, self.roles.axis)

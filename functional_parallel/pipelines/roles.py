@@ -9,7 +9,8 @@ its ops
 - those that depend on the batch alone, such as masks, run beside their use, on any rank (LOCAL);
 - the others belong to a stage (STAGED), forward or backward;
 - sums over microbatches add up where their operands are made (TOTAL);
-- what follows from such sums, as the optimizer's update, runs after the pipeline has drained (AFTER).
+- what follows from such sums, as the optimizer's update, runs after the pipeline has drained (AFTER), and so do sums
+  to which every microbatch brings the same.
 """
 
 from __future__ import annotations
@@ -92,6 +93,8 @@ class Roles:
 
     def _role(self, node: fx.Node, operands: list[fx.Node], barrier: bool) -> Role:
         in_last_round = self.rounds.of[node] >= self.rounds.last
+        if barrier and node in self.backward and self._sums_alike(node):
+            return Role.AFTER
         if barrier:
             made = node.args[0] in self.varying and node.args[0].op != "placeholder"  # not the batch as it is
             return Role.TOTAL if in_last_round and made else Role.EARLY
@@ -101,6 +104,10 @@ class Roles:
         if self._begins(node) or not in_last_round:
             return Role.EARLY
         return Role.STAGED if node in self.on_parameters or node in self.backward else Role.LOCAL
+
+    def _sums_alike(self, node: fx.Node) -> bool:
+        """Whether every microbatch brings the same to a sum, as to the gradient of a linear function's bias."""
+        return primitive_name(node) == "psum" and node.args[0] not in self.varying
 
     def _check_early(self) -> None:
         found = [node for node, role in self.of.items() if role is Role.EARLY and node in self.on_parameters]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import functional_parallel as fp
-from sharding_specs import P
+from sharding_specs import Mesh, P
 
-from .networks import assert_same, normal
+from .networks import assert_close, assert_equal, assert_same, normal
 
 
 def test_several_tensors_skip_connections_and_values_of_every_type() -> None:
@@ -151,3 +152,30 @@ def test_no_batch_dim_first() -> None:
         return x.mean()
 
     assert_same(loss, [normal(3, 3) for _ in range(4)], normal(5, 8, 3), batch=P(None, "microbatch"))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "dualpipe"])
+@pytest.mark.parametrize("bend", [torch.relu, lambda x: x])
+def test_gradients_that_are_the_same_for_every_microbatch(schedule: str, bend: Any) -> None:
+    """As those of the last bias, where the loss is linear in what the model returns; of every one in a linear model."""
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        for weight, bias in p:
+            x = bend(x) @ weight + bias
+        return x.sum()
+
+    def params() -> Any:
+        return [(torch.full((2, 2), 2.0).double(), torch.ones(2).double()) for _ in range(4)]
+
+    def trained(mesh: Mesh, plan: Any, clip: float | None) -> Any:
+        train = fp.train_step(loss, fp.optim.sgd(0.5), mesh, plan, clip=clip)
+        state = train.init(params())
+        for _ in range(2):
+            state, _ = train(state, x)
+        return train.params(state)
+
+    x, mesh = torch.ones(8, 2).double(), Mesh(pipe=2, data=2)
+    plan = fp.chain(fp.zero(1, "data"), fp.pipeline("pipe", schedule=schedule, microbatches=4))
+    fp.testing.assert_equivalent(loss, plan, mesh, params(), x, exact=True)
+    assert_equal(trained(mesh, plan, None), trained(Mesh(), None, None))
+    assert_close(trained(mesh, plan, 1.0), trained(Mesh(), None, 1.0))
