@@ -97,8 +97,8 @@ def estimate(
     """
     shapes = optree.tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, params)
     train = train_step(lambda *_: None, optimizer or sgd(0.0), mesh, plan)
-    shapes = train.unstacked(shapes)
-    kept = _kept(shapes, train, optimizer, convention)
+    shapes, state = train.begun(shapes)
+    kept = _kept(shapes, state, train, convention if optimizer is None else None)
     axis = None if train.f.layout.pipeline is None else train.f.layout.pipeline.axis
     note = "" if axis is None else f"the rank of {axis!r} that holds most, with all that is no layer of a stack"
     found = []
@@ -108,14 +108,14 @@ def estimate(
     return max(found, key=lambda each: each.total)
 
 
-def _kept(shapes: Any, train: TrainStep, optimizer: Optimizer | None, convention: str | Convention) -> list[Any]:
-    """Parameters, gradients and optimizer state: a tree, its specs, and how `_bytes` counts."""
+def _kept(shapes: Any, state: Any, train: TrainStep, convention: str | Convention | None) -> list[Any]:
+    """Parameters, gradients and optimizer state, this one if by no convention: a tree, its specs, how to count it."""
     places = train.places(shapes)
     packed = places.packing.pack_whole(shapes)
     partial = (shapes, places.kept) if train.f.layout.whole_gradients else (packed, places.update)
-    if optimizer is not None:
-        state = places.packed_state(with_scale(optimizer.init(shapes), train.scaling))
-        return [(shapes, places.kept), (*partial, None, False), (state, places.state(state, optimizer))]
+    if convention is None:
+        state = places.packed_state(with_scale(state, train.scaling))
+        return [(shapes, places.kept), (*partial, None, False), (state, places.state(state, train.optimizer))]
     each = _convention(convention)
     return [
         (shapes, places.kept, each.parameters),

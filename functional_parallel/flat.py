@@ -37,12 +37,17 @@ class Vectors(NamedTuple):
 
 
 class Apart:
-    """Every parameter is updated by itself: packing changes nothing."""
+    """Every parameter is updated by itself: packing changes nothing.
+
+    Args:
+        params: the parameters.
+        constants: what the optimizer treats each differently by, where it says so.
+    """
 
     groups: tuple[_Group, ...] = ()
 
-    def __init__(self, params: PyTree) -> None:
-        self.structure = optree.tree_structure(params)
+    def __init__(self, params: PyTree, constants: PyTree = None) -> None:
+        self.structure, self.constants = optree.tree_structure(params), constants
 
     def pack(self, tree: PyTree) -> PyTree:
         return tree
@@ -50,7 +55,9 @@ class Apart:
     unpack = pack_whole = unpack_whole = pack
 
     def update(self, optimizer: Optimizer, *args: PyTree, places: SpecTree) -> tuple[PyTree, PyTree]:
-        return optimizer.update(*args, places) if getattr(optimizer, "specs", None) else optimizer.update(*args)
+        if getattr(optimizer, "specs", None):
+            return optimizer.update(*args, places)
+        return optimizer.update(*args) if self.constants is None else optimizer.update(*args, constants=self.constants)
 
 
 @dataclass(frozen=True)

@@ -76,9 +76,12 @@ def find_places(f: Layout, mesh: Mesh, params: PyTree, optimizer: Optimizer, cli
             packing = EndToEnd(shapes, compute, mesh, f.update_axis, optimizer, apart)
             split = packing.split
             return Places(shapes, packing, compute, kept, packing.summed, packing.whole, split, split)
+        if f.stacks is not None:
+            f.stacks.require_elementwise(optimizer, shapes)
         update = _split_over(f.update_specs, shapes, kept, mesh)
         counted = _split_over(f.norm_specs if clipped else None, shapes, update, mesh)
-        return Places(shapes, Apart(shapes), compute, kept, compute, kept, update, counted)
+        constants = _constants(f, shapes, optimizer)
+        return Places(shapes, Apart(shapes, constants), compute, kept, compute, kept, update, counted)
 
 
 def _refuse_stages(f: Layout) -> None:
@@ -87,6 +90,16 @@ def _refuse_stages(f: Layout) -> None:
             f"zero(…, {f.update_axis!r}, layout='flat') lays all parameters end to end, but a pipeline's ranks hold "
             "those of their own stages: use layout='dims' with fp.pipeline"
         )
+
+
+def _constants(f: Layout, shapes: PyTree, optimizer: Optimizer) -> PyTree:
+    """What the optimizer treats parameters differently by, decided on whole ones, and for layers on their stack."""
+    decide = getattr(optimizer, "constants", None)  # a user's own pair need not have it
+    if decide is None:
+        return None
+    if f.stacks is not None:
+        return f.stacks.per_layer(decide, shapes)
+    return optree.tree_broadcast_prefix(decide(shapes), shapes)
 
 
 def _split_over(

@@ -160,8 +160,8 @@ class TrainStep:
             params: whole parameters, the same on every rank (which is checked); or a function without arguments that
                 makes them.
         """
-        params = self.unstacked(params() if callable(params) else params)
-        return self._load(params, self.optimizer.init(params), 0, storages(*optree.tree_leaves(params)))
+        held, state = self.begun(params() if callable(params) else params)
+        return self._load(held, state, 0, storages(*optree.tree_leaves(held)))
 
     def load(self, params: PyTree, optimizer_state: PyTree, step: int) -> TrainState:
         """A state from whole parameters and a whole optimizer state, as `whole` returned them.
@@ -169,19 +169,20 @@ class TrainStep:
         Raises:
             ValueError: when the optimizer keeps another state for these parameters.
         """
-        stacks, as_held = self.f.layout.stacks, self.unstacked(params)
-        expected = expected_state(self.optimizer.init, as_held)
+        stacks, expected = self.f.layout.stacks, expected_state(self.optimizer.init, params)
         expected, optimizer_state = (with_scale(each, self.scaling) for each in (expected, optimizer_state))
-        require_state_of(expected if stacks is None else stacks.restack_all(expected), optimizer_state)
-        if stacks is not None:
-            optimizer_state = stacks.unstack_like(optimizer_state, params)
+        require_state_of(expected, optimizer_state)
         given = storages(*optree.tree_leaves((params, optimizer_state)))
-        return self._load(as_held, optimizer_state, step, given)
+        if stacks is not None:
+            params, optimizer_state = stacks.unstack(params), stacks.unstack_like(optimizer_state, params)
+        return self._load(params, optimizer_state, step, given)
 
-    def unstacked(self, params: PyTree) -> PyTree:
-        """Parameters as a pipeline holds them: layers that were stacked, one by one."""
+    def begun(self, params: PyTree) -> tuple[PyTree, PyTree]:
+        """Parameters and first state as they are held: in a pipeline, layers that were stacked one by one."""
         stacks = self.f.layout.stacks
-        return params if stacks is None else stacks.unstack(params)
+        if stacks is None:
+            return params, self.optimizer.init(params)
+        return stacks.unstack(params), stacks.first_state(self.optimizer.init, params)
 
     def _load(self, params: PyTree, optimizer_state: PyTree, step: int, given: set[int]) -> TrainState:
         """A state in memory of its own, but for what lies elsewhere than what was `given`."""
@@ -323,8 +324,7 @@ class TrainStep:
         """
         if isinstance(state, TrainState):
             return self._stage(self._form_of(state), state, batch).program
-        params = self.unstacked(state)
-        form, leaves = self._place(params, self.optimizer.init(params))
+        form, leaves = self._place(*self.begun(state))
         return self._staged_for(form, batch, lambda: leaves).program
 
     # --- the program ---

@@ -28,9 +28,9 @@ class Optimizer(NamedTuple):
         update: (gradients, state, params) → (new params, new state). Elementwise, so it may be given shards.
         specs: (params, their specs) → specs of the state; None for a state that lies as the parameters do.
         constants: params → what the update treats parameters differently by, such as their weight decay: a number (or
-            anything hashable) for each, as a tree, or one for all. With it parameters may be laid end to end
-            (`fp.zero(1, "data", layout="flat")`): those with equal constants are given to `update` as one, and the
-            constants as keyword.
+            anything hashable) for each, as a tree, or one for all. It is asked of whole parameters, stacks of layers
+            too, and what it says is given to `update` as keyword. With it parameters may be laid end to end
+            (`fp.zero(1, "data", layout="flat")`): those with equal constants are given to `update` as one.
     """
 
     init: Callable[[PyTree], Any]

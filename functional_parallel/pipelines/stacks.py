@@ -108,6 +108,33 @@ class Stacks:
         new = [[_of_layer(s)] * lengths[i] if i in lengths else s for i, s in enumerate(found)]
         return tree.unflatten(new)
 
+    def per_layer(self, decide: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
+        """What is decided of each parameter, for unstacked ones: of a layer, what is of its stack."""
+        tree, lengths = self._known[optree.tree_structure(params)]
+        stacked = self.restack(optree.tree_map(_without_memory, params))
+        found = tree.flatten_up_to(optree.tree_broadcast_prefix(decide(stacked), stacked))
+        return tree.unflatten([[one] * lengths[i] if i in lengths else one for i, one in enumerate(found)])
+
+    def require_elementwise(self, optimizer: Any, params: PyTree) -> None:
+        """Refuse an optimizer that needs a stack as a whole, if these parameters have one.
+
+        Raises:
+            ValueError: when it is not elementwise.
+        """
+        if getattr(optimizer, "specs", None) is not None and self._known[optree.tree_structure(params)][1]:
+            raise ValueError(
+                f"{next(iter(self.paths)).rpartition('/')[0] or 'the parameter'} is a stack of layers, each updated on "
+                "the rank of its stage, but this optimizer is not elementwise (it has `specs`, as that of adafactor, "
+                "whose means go over a whole parameter). Make every layer a parameter of its own, a list of them in "
+                "place of the stack, and leave the stacks out of fp.pipeline's specs; or take an elementwise one such "
+                "as fp.optim.adamw"
+            )
+
+    def first_state(self, init: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
+        """The state that an optimizer begins with for stacked parameters, its layers apart, in memory of their own."""
+        state = self.unstack_like(init(params), params)
+        return optree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, state)
+
 
 def unstacked(f: LocalFunction, stacks: Stacks) -> LocalFunction:
     """A function of stacked parameters as one of the unstacked ones; it takes stacked ones too."""

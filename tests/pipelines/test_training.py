@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import functional_parallel as fp
-from sharding_specs import Mesh, split
+from sharding_specs import Mesh, P, split
 
 from ..processes import run_on_processes
 
@@ -89,3 +89,43 @@ def test_two_hundred_steps_on_eight_processes() -> None:
     one = losses(Mesh(), 0, 200)
     for found in run_on_processes(on_eight, 8, timeout=1200):
         assert apart(found, one) < 1e-10
+
+
+# -----------------------------------------------------------------------------
+# What an optimizer sees of stacked layers
+# -----------------------------------------------------------------------------
+
+STACKED = {"blocks": {"b": P("pipe"), "w": P("pipe")}}
+
+
+def blocks() -> dict[str, Any]:
+    return {"blocks": {"b": torch.full((4, 2), 3.0).double(), "w": torch.eye(2).double().repeat(4, 1, 1)}}
+
+
+def through_blocks(params: Any, x: torch.Tensor) -> torch.Tensor:
+    for w, b in zip(params["blocks"]["w"], params["blocks"]["b"], strict=True):
+        x = x @ w + b
+    return x.sum()
+
+
+@pytest.mark.parametrize("kind", [fp.optim.adamw, fp.optim.sgd])
+@pytest.mark.parametrize(
+    "decay",
+    [{"*/b": False}, {"blocks/b": 0.5}, lambda path, leaf: leaf.ndim > 2, lambda path, leaf: path.endswith("b")],
+)
+def test_a_layer_decays_as_its_stack_does(kind: Any, decay: Any) -> None:
+    def trained(mesh: Mesh, plan: Any) -> Any:
+        train = fp.train_step(through_blocks, kind(0.5, weight_decay=0.5, decay=decay), mesh, plan)
+        state, _ = train(train.init(blocks()), torch.ones(4, 2).double())
+        return train.params(train.load(*train.whole(state), state.step))
+
+    piped = trained(Mesh(pipe=2), fp.pipeline("pipe", STACKED, microbatches=2))
+    assert optree.tree_all(optree.tree_map(torch.equal, piped, trained(Mesh(), None)))
+
+
+def test_an_optimizer_that_needs_a_whole_stack_is_refused() -> None:
+    train = fp.train_step(
+        through_blocks, fp.optim.adafactor(0.1), Mesh(pipe=2), fp.pipeline("pipe", STACKED, microbatches=2)
+    )
+    with pytest.raises(ValueError, match=r"blocks/b is a stack of layers, .* not elementwise"):
+        train.init(blocks())
