@@ -81,7 +81,7 @@ class Schedule:
 
     @staticmethod
     def of(
-        ranks: Iterable[str | Iterable[Action]], microbatches: int, *, chains: int = 1, name: str = "schedule"
+        ranks: Iterable[str | Iterable[str | Action]], microbatches: int, *, chains: int = 1, name: str = "schedule"
     ) -> Schedule:
         """A schedule from each rank's actions, as text or as a list; each stage lives where its actions are.
 
@@ -90,7 +90,8 @@ class Schedule:
         (0, 0)
 
         Args:
-            ranks: for each rank its actions, in order: "0F0 (0F1;1B0)" or a list of `Action`.
+            ranks: for each rank its actions, in order: "0F0 (0F1;1B0)", a list of such texts as `rows` gives, or a list
+                of `Action`.
             microbatches: how many microbatches a step has, over all chains.
             chains: how many copies of the model run at once.
             name: what to call it.
@@ -214,17 +215,16 @@ def table(schedule: Schedule) -> str:
 
 
 def parse_ranks(
-    ranks: Iterable[str | Iterable[Action]],
+    ranks: Iterable[str | Iterable[str | Action]],
 ) -> tuple[tuple[tuple[Action, ...], ...], frozenset[Action]]:
     """Each rank's actions from text or lists, and the first of each pair."""
+    if isinstance(ranks, str):
+        raise ScheduleError(f"{ranks!r} are the actions of one rank: give a list with a text for each rank")
     actions, pairs = [], []
     for rank, row in enumerate(ranks):
-        if not isinstance(row, str):
-            actions.append(tuple(Action(*action) for action in row))
-            continue
         found: list[Action] = []
-        for cell in row.split():
-            pair = _PAIR.fullmatch(cell)
+        for cell in row.split() if isinstance(row, str) else row:
+            pair = _PAIR.fullmatch(cell) if isinstance(cell, str) else None
             if pair:
                 pairs.append(_parse(pair[1], rank))
             found += [_parse(part, rank) for part in (pair.groups() if pair else (cell,))]
@@ -232,8 +232,10 @@ def parse_ranks(
     return tuple(actions), frozenset(pairs)
 
 
-def _parse(text: str, rank: int) -> Action:
-    match = _ACTION.fullmatch(text)
+def _parse(text: str | Action, rank: int) -> Action:
+    if isinstance(text, tuple) and list(map(type, text)) == [str, int, int]:
+        return Action(*text)
+    match = _ACTION.fullmatch(text) if isinstance(text, str) else None
     if not match:
         raise ScheduleError(
             f"rank {rank} has {text!r}, which is no action: write stage, kind and microbatch as in 2F0, the kind "

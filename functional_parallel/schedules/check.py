@@ -108,6 +108,10 @@ def _versions_of_stage(row: tuple[Action, ...], schedule: Schedule, stage: int) 
 
 def _check_sizes(schedule: Schedule) -> None:
     name = schedule.name
+    for number in ("microbatches", "chains"):
+        value = getattr(schedule, number)
+        if not isinstance(value, int) or (number == "chains" and value < 1):
+            raise ScheduleError(f"{name}: {number}={value!r}; it is a whole number of at least 1")
     if not schedule.stages or schedule.stages % schedule.chains:
         raise ScheduleError(f"{name}: {count(schedule.stages, 'stage')} cannot form {schedule.chains} equal chains")
     if schedule.microbatches < 1 or schedule.microbatches % schedule.chains:

@@ -69,6 +69,8 @@ def _schedule(chosen: argparse.Namespace, costs: Costs) -> Schedule:
     name = chosen.name or chosen.positional
     if name is None:
         raise ScheduleError(f"no schedule is named; there are {', '.join(FAMILIES)}")
+    if chosen.name and chosen.positional and chosen.name != chosen.positional:
+        raise ScheduleError(f"{chosen.positional} and --name {chosen.name} are two schedules: name one")
     options: dict[str, Any] = {}
     if family(name).schedule is zb_auto:
         options = {"limit": chosen.limit, "costs": costs}

@@ -121,7 +121,8 @@ class Timeline:
     @property
     def bubble_fraction(self) -> float:
         """The share of all ranks' time in which they do nothing."""
-        return 1 - sum(self.busy) / (self.makespan * self.schedule.ranks)
+        whole = self.makespan * self.schedule.ranks
+        return 1 - sum(self.busy) / whole if whole else 0.0  # where nothing takes time, nobody waits
 
     @property
     def span_bubble(self) -> float:

@@ -59,7 +59,7 @@ def _unit(timeline: Timeline, first: float) -> float:
     times = [Fraction(time - first) for row in timeline.events for event in row for time in event[2:]]
     scale = math.lcm(*(time.denominator for time in times))
     common = Fraction(math.gcd(*(int(time * scale) for time in times)), scale)
-    return max(float(common), timeline.makespan / 200)
+    return max(float(common), timeline.makespan / 200) or 1.0  # of any length where nothing takes time
 
 
 def _label(action: Action, named: bool) -> str:
@@ -150,7 +150,7 @@ def plot(timeline: Timeline | Sequence[Timeline], path: str | Path) -> None:
     columns = 1 if len(timelines) == 1 else 2
     lines = -(-len(timelines) // columns)
     usual = 2 * sorted(each.makespan for each in timelines)[len(timelines) // 2]
-    until = max(each.makespan for each in timelines if each.makespan <= usual)
+    until = max(each.makespan for each in timelines if each.makespan <= usual) or 1.0
     ranks = max(each.schedule.ranks for each in timelines)
     figure = Figure(figsize=(14 if columns == 1 else 18, lines * (1.2 + 0.5 * ranks)), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)

@@ -10,7 +10,7 @@ from .. import source
 from ..collectives.axes import MICROBATCH
 from ..local_function import LocalFunction, SpecTree, unsharded
 from ..pipelines import BALANCES, Cut, PipelineError, PipelinePlan, Stacks, unstacked
-from ..schedules import FAMILIES, Schedule, check, for_ranks, get
+from ..schedules import FAMILIES, Schedule, check, for_ranks, get, stages_for
 from .microbatched import microbatched
 from .parallel import Rules, parameter_specs
 from .transform import Order, Transform
@@ -65,13 +65,13 @@ def pipeline(
         schedule: a name in `fp.schedules.FAMILIES`, or its function; a `Schedule`, your own too; or a function of
             `stages` and `microbatches` that makes one.
         chunks: how many stages a rank holds, for schedules that leave it open: 2 by default for "interleaved" and
-            "looped-bfs", 1 for a function of your own.
+            "looped-bfs", 1 for a function of your own. Others refuse another number than theirs.
         batch: how the arguments after the parameters are cut, as specs over the axis "microbatch"; by default dim 0 of
             every tensor that has one.
         balance: without marks, what the stages have equal parts of: "work", or "memory" of parameters and residuals.
 
     Raises:
-        ValueError: when there is not at least one microbatch, no such balance, or no schedule.
+        ValueError: when there is not at least one microbatch, no such balance, no schedule, or chunks it does not take.
         ScheduleError: when there is no such schedule; when called, if it is not made for these numbers.
         PipelineError: when called, if the model cannot be cut so.
         SpecError: when called, if there are more microbatches than samples.
@@ -116,6 +116,23 @@ class _Maker:
         self.schedule = next(known, schedule)
         self.microbatches, self.chunks, self.axis = microbatches, chunks, axis
         self._found: dict[int, Schedule] = {}
+        self._check_chunks()
+
+    def _check_chunks(self) -> None:
+        if self.chunks is None:
+            return
+        if isinstance(self.chunks, bool) or not isinstance(self.chunks, int) or self.chunks < 1:
+            raise ValueError(f"pipeline(chunks={self.chunks!r}): give how many stages a rank holds, 1 or more")
+        if isinstance(self.schedule, str):
+            name, taken = self.schedule, stages_for(self.schedule, 1, self.chunks) == self.chunks
+        else:
+            name, taken = getattr(self.schedule, "name", ""), not isinstance(self.schedule, Schedule)
+        if not taken:
+            left_open = ", ".join(repr(name) for name, family in FAMILIES.items() if family.chunks is None)
+            raise ValueError(
+                f"pipeline(chunks={self.chunks}): {name!r} says itself how many stages a rank holds; leave chunks out, "
+                f"or take a schedule that leaves it open: {left_open}, or a function of your own"
+            )
 
     def __call__(self, ranks: int) -> Schedule:
         if ranks not in self._found:
@@ -124,6 +141,11 @@ class _Maker:
 
     def _checked(self, ranks: int) -> Schedule:
         made = self.schedule if isinstance(self.schedule, Schedule) else self._made(ranks)
+        if not isinstance(made, Schedule):
+            raise PipelineError(
+                f"the function that shall make the schedule, {getattr(self.schedule, '__name__', self.schedule)!r}, "
+                f"made a {type(made).__name__}; it returns an fp.schedules.Schedule (Schedule.of makes one of text)"
+            )
         if made.ranks != ranks or made.microbatches != self.microbatches:
             raise PipelineError(
                 f"{made.name} is for {made.ranks} ranks and {made.microbatches} microbatches, but the axis "

@@ -290,6 +290,19 @@ BAD = {
         "stage 0 of 2 uses no parameter .* depends on the batch alone",
     ),
     "no microbatch": (lambda: fp.pipeline("pipe", microbatches=0), "1 or more"),
+    "chunks of a schedule that has its own": (
+        lambda: fp.pipeline("pipe", microbatches=2, chunks=2),
+        "'1f1b' says itself how many stages a rank holds; .* 'interleaved', 'looped-bfs'",
+    ),
+    "chunks of a schedule that is made": (
+        lambda: fp.pipeline("pipe", schedule=fp.schedules.gpipe(2, 2), microbatches=2, chunks=2),
+        "'gpipe' says itself",
+    ),
+    "no chunk": (lambda: fp.pipeline("pipe", schedule="interleaved", microbatches=2, chunks=0), "1 or more"),
+    "a function that makes no schedule": (
+        lambda: run(chain_of(4), FOUR, X, schedule=lambda stages, microbatches: ["0F0 0B0"]),
+        "'<lambda>', made a list; it returns an fp.schedules.Schedule",
+    ),
     "no such balance": (lambda: fp.pipeline("pipe", microbatches=2, balance="luck"), "'work' or 'memory'"),
     "outside a schedule's domain": (
         lambda: run(chain_of(4), FOUR, X, schedule="dualpipe", microbatches=2),

@@ -149,6 +149,8 @@ def test_sizes_that_do_not_fit() -> None:
     good = made("gpipe", 2, 4)
     for wrong, message in (
         ({"chains": 3}, "2 stages cannot form 3 equal chains"),
+        ({"chains": 0}, "chains=0; it is a whole number of at least 1"),
+        ({"microbatches": "4"}, "microbatches='4'; it is a whole number"),
         ({"microbatches": 0}, "0 microbatches cannot be dealt out to 1 chain"),
         ({"rank_of_stage": (0, 5)}, "stage 1 lives on rank 5; the ranks are 0 to 1"),
     ):
@@ -163,6 +165,16 @@ def test_sizes_that_do_not_fit() -> None:
         Schedule.of(["0F0 2F0"], microbatches=1)
     with pytest.raises(ScheduleError, match="rank 0 has '0F1junk', which is no action"):
         Schedule.of(["0F1junk"], microbatches=1)
+    with pytest.raises(ScheduleError, match=r"rank 0 has \(0, 'F', 0\), which is no action"):
+        Schedule.of([[(0, "F", 0)]], microbatches=1)  # type: ignore[list-item]
+    with pytest.raises(ScheduleError, match="actions of one rank: give a list"):
+        Schedule.of("0F0 0B0", microbatches=1)
+
+
+@given(drawn())
+def test_rows_are_read_again(schedule: Schedule) -> None:
+    again = Schedule.of(schedules.rows(schedule), schedule.microbatches, chains=schedule.chains)
+    assert dataclasses.replace(again, versions=schedule.versions) == schedule
 
 
 # -----------------------------------------------------------------------------

@@ -101,6 +101,7 @@ def test_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (("1f1b", "--ranks", "2", "--microbatches", "2", "--latency", "nan"), "Costs(latency=nan)"),
         (("1f1b", "--ranks", "2", "--microbatches", "2", "--limit", "2"), "--limit is what zb-auto is searched within"),
         (("zb-auto", "--ranks", "2", "--microbatches", "2", "--limit", "0"), "got limit=0"),
+        (("1f1b", "--name", "gpipe", "--ranks", "2", "--microbatches", "2"), "1f1b and --name gpipe are two schedules"),
         (
             ("1f1b", "--ranks", "2", "--microbatches", "2", "--trace", "/nowhere/t.json"),
             "--trace /nowhere/t.json: No such",

@@ -143,6 +143,13 @@ def test_text_shows_every_rank_over_the_same_time(schedule: Schedule, costs: Cos
     assert max(map(len, lines)) < 3000
 
 
+def test_nothing_takes_time(tmp_path: Path) -> None:
+    timeline = schedules.simulate(schedules.gpipe(2, 2), Costs(0, 0, 0))
+    assert schedules.timeline_text(timeline) == "rank 0\nrank 1"
+    assert schedules.summary(timeline).split("\n")[1] == "bubble       0, 0.0 % of all ranks' time"
+    schedules.plot(timeline, tmp_path / "picture.png")
+
+
 def test_long_timelines_are_scaled() -> None:
     text = schedules.timeline_text(schedules.simulate(schedules.gpipe(2, 3), Costs(forward=1.2345678)))
     assert len(text.split("\n")[0].split()) == 202
