@@ -47,6 +47,7 @@ __all__ = [
     "forgetting_shapes",
     "functional_variant",
     "fused_adamw_",
+    "has_derivative",
     "has_fused_adamw",
     "has_onednn_linear",
     "holds_levels",
@@ -214,6 +215,12 @@ def functional_variant(op: torch._ops.OpOverload) -> torch._ops.OpOverload | Non
         return None
     overloads = [getattr(packet, each) for each in sorted(packet.overloads(), key=lambda e: e != op._overloadname)]
     return next((each for each in overloads if each is not op and _taken(each) == _taken(op)), None)
+
+
+def has_derivative(op: torch._ops.OpOverload) -> bool:
+    """Whether autograd knows an op; of what one without makes, torch.func takes the gradient for zero."""
+    keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
+    return op.namespace in ("aten", "prims") or any(map(op.has_kernel_for_dispatch_key, keys))
 
 
 def _taken(op: torch._ops.OpOverload) -> list[tuple[str, str]]:

@@ -10,11 +10,14 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import optree
 import torch
 from torch import fx
 
 from . import _torch
 from .collectives import emit
+from .source import current_source
+from .tracing.errors import CustomFunctionError
 from .tracing.stand_ins import differentiable, stand_in
 
 __all__ = ["casts_are_explicit", "differentiable", "emit_node", "explicit_casts", "grad_mode_of"]
@@ -32,7 +35,21 @@ def emit_node(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             return target(*args)
         x, axes, *params = args
         return emit(target._schema.name.split("::")[1], x, axes, *params)
+    if isinstance(target, torch._ops.OpOverload) and not _torch.has_derivative(target):
+        _refuse_derivative(target, args, kwargs)
     return _torch.under_transforms(target)(*args, **kwargs)
+
+
+def _refuse_derivative(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse an op that would lose the gradient of its operands."""
+    operands = [leaf for leaf in optree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if torch.is_grad_enabled() and any(operand.requires_grad for operand in operands):
+        raise CustomFunctionError(
+            f"{current_source()}: {op} has no derivative that torch.func knows, so the gradient through it would "
+            "silently be zero: write a torch.autograd.Function that calls it, and say so, "
+            f"fp.register_rule(torch.ops.{op}, '… -> …', function=YourFunction.apply), see docs/rules.md; or call it "
+            "under torch.no_grad() where no gradient is wanted"
+        )
 
 
 def grad_mode_of(node: fx.Node) -> AbstractContextManager[Any]:

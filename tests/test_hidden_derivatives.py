@@ -211,10 +211,10 @@ def test_no_grad_around_a_collective_under_the_vmap_oracle() -> None:
     assert torch.equal(f(W, torch.stack([X, X]))[0], torch.func.grad(stopped(doubled))(W, X))
 
 
-library = torch.library.Library("hidden_tests", "DEF")
-library.define("tripled(Tensor x) -> Tensor")
-library.impl("tripled", lambda x: 3 * x, "CompositeExplicitAutograd")
-torch.library.register_fake("hidden_tests::tripled", torch.empty_like, lib=library)
+LIBRARY = torch.library.Library("hidden_tests", "DEF")
+LIBRARY.define("tripled(Tensor x) -> Tensor")
+LIBRARY.impl("tripled", lambda x: 3 * x, "CompositeExplicitAutograd")
+torch.library.register_fake("hidden_tests::tripled", torch.empty_like, lib=LIBRARY)
 
 
 class Tripled(torch.autograd.Function):
@@ -335,3 +335,37 @@ def test_autograds_own_derivatives_inside_a_loss(name: str, plan: Any) -> None:
     (wanted,) = torch.autograd.grad(loss(leaf, x), leaf)
     found = fp.compile(fp.grad(plan(loss)), DATA)(w, x)
     torch.testing.assert_close(found, wanted)
+
+
+# -----------------------------------------------------------------------------
+# Library ops that have none
+# -----------------------------------------------------------------------------
+
+LIBRARY.define("squared(Tensor x) -> Tensor")
+LIBRARY.impl("squared", lambda x: x * x, "CompositeExplicitAutograd")
+torch.library.register_fake("hidden_tests::squared", torch.empty_like, lib=LIBRARY)
+fp.register_rule(torch.ops.hidden_tests.squared, "... -> ...")
+
+
+@pytest.mark.parametrize(
+    ("plan", "mesh"),
+    [
+        (fp.data_parallel("data"), Mesh(data=2)),
+        (fp.tensor_parallel("tensor", P("tensor")), Mesh(tensor=2)),
+        (fp.pipeline("pipe", microbatches=2), Mesh(pipe=2)),
+    ],
+)
+def test_an_op_without_a_derivative_is_refused_where_one_is_taken(plan: Any, mesh: Mesh) -> None:
+    def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(torch.ops.hidden_tests.squared(x * w)).sum() + w.sum()
+
+    w, x = torch.ones(4), torch.ones(4, 4)
+    with pytest.raises(CustomFunctionError, match=r"test_hidden_derivatives.*squared.* would silently be zero"):
+        fp.compile(fp.grad(plan(loss)), mesh)(w, x)
+
+    def without(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            peak = torch.ops.hidden_tests.squared(x * w)
+        return torch.tanh(torch.tanh(x * w) * w).sum() + peak.sum()
+
+    assert torch.isfinite(fp.compile(fp.grad(plan(without)), mesh)(w, x)).all()

@@ -260,6 +260,19 @@ def test_stride_free_ops_take_any_layout() -> None:
     assert _torch.stride_free(aten.mm.default) is aten.mm.default
 
 
+def test_a_library_op_may_have_no_derivative() -> None:
+    library = torch.library.Library("private_torch_tests", "DEF")
+    kinds = ("CompositeExplicitAutograd", "CPU", "Autograd", "CompositeImplicitAutograd")
+    for number, kind in enumerate(kinds):
+        library.define(f"op{number}(Tensor x) -> Tensor")
+        library.impl(f"op{number}", lambda x: x * x, kind)
+    found = [getattr(torch.ops.private_torch_tests, f"op{number}").default for number in range(len(kinds))]
+    assert [_torch.has_derivative(op) for op in found] == [False, False, True, True]
+    assert _torch.has_derivative(aten.mm.default)
+    with pytest.warns(UserWarning, match="an autograd kernel was not registered"):
+        assert torch.equal(torch.func.grad(lambda x: found[0](x).sum())(torch.ones(2)), torch.zeros(2))  # it is 2
+
+
 def test_what_runs_under_transforms_can_be_mapped() -> None:
     total, a, b = torch.arange(27.0).view(3, 3, 3)
     op = _torch.under_transforms(aten.addmm_.default)
