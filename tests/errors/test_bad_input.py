@@ -272,6 +272,13 @@ def test_an_op_without_a_rule() -> None:
     assert "kthvalue" in said and line_of(f, "kthvalue") in said
 
 
+def test_a_rule_of_no_op() -> None:
+    said = message(lambda: fp.register_rule(torch.sin, "... -> ..."), TypeError)
+    assert "takes an op, as torch.ops.mylib.scale_rows, not" in said
+    said = message(lambda: fp.register_rule(torch.ops.aten.sin, 3), TypeError)  # type: ignore[arg-type]
+    assert "a rule is a text such as '~r c, r -> r c', or a function, not 3" in said
+
+
 def test_a_rule_that_is_no_text() -> None:
     library = torch.library.Library("bad_input_tests", "DEF")
     library.define("same(Tensor x) -> Tensor")

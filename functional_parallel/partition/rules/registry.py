@@ -72,14 +72,22 @@ def register_rule(
 
     Raises:
         RuleError: when the text does not parse.
+        TypeError: when the op is none, or the rule neither text nor function.
 
     >>> import torch, functional_parallel as fp
     >>> lib = torch.library.Library("doctest_rules", "DEF")
     >>> _ = lib.define("double(Tensor x) -> Tensor")
     >>> fp.register_rule(torch.ops.doctest_rules.double, "~... -> ...")
     """
+    if not isinstance(op, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        raise TypeError(
+            f"register_rule takes an op, as torch.ops.mylib.scale_rows, not {op!r}; a function that is made of torch's "
+            "ops needs no rule"
+        )
     if isinstance(text, str):
         parse_rule(text)
+    elif not callable(text):
+        raise TypeError(f"register_rule({op}): a rule is a text such as '~r c, r -> r c', or a function, not {text!r}")
     overloads = [getattr(op, name) for name in op.overloads()] if isinstance(op, torch._ops.OpOverloadPacket) else [op]
     for overload in overloads:
         _rules[overload] = Rule(text, local)
