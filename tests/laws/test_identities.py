@@ -141,3 +141,10 @@ def test_exactly_is_to_the_bit(dtype: torch.dtype) -> None:
     compare([ones, zero], [ones, zero], "results", exact=True)
     with pytest.raises(fp.testing.NotEquivalentError, match="leaf 1"):
         compare([ones, zero + 1e-300], [ones, zero], "results", exact=True)
+
+
+@pytest.mark.parametrize("x", [torch.arange(8), torch.arange(8.0)])
+def test_integers_have_values_alone(x: torch.Tensor) -> None:
+    fp.testing.assert_same(lambda x: x.long() + x.long(), lambda x: 2 * x.long(), Mesh(i=2), (P("i"),), (x,))
+    with pytest.raises(fp.testing.NotEquivalentError, match="results on rank 0"):
+        fp.testing.assert_same(lambda x: x.long() + 1, lambda x: x.long() + 2, Mesh(i=2), (P("i"),), (x,))
