@@ -89,10 +89,12 @@ def layer_costs(
 
     Raises:
         PipelineError: when the model cannot be streamed, or has nothing to train.
-        ValueError: when the batch has no samples.
+        ValueError: when the batch has no samples, or the speed is none.
         TypeError: when the optimizer is none.
     """
     _check_optimizer(optimizer)
+    if not speed > 0:
+        raise ValueError(f"layer_costs(speed={speed!r}): give the flops per second that a rank gets done, above 0")
     samples = _samples(batch)
     whole = pipeline("pipe", microbatches=1)(loss if inner is None else inner(loss))
     measuring = replace(whole.layout, pipeline=replace(whole.layout.pipeline, measure=measure))

@@ -210,6 +210,8 @@ def test_what_is_refused() -> None:
         fp.layer_costs(lambda p, b: chain_loss(p, b[0]) + b[1].sum(), params, (x, torch.ones(6)))
     with pytest.raises(ScheduleError, match="here it is missing"):
         fp.layer_costs(lambda p: p["layers"][0]["a"].sum(), params)
+    with pytest.raises(ValueError, match=r"layer_costs\(speed=0\): give the flops per second"):
+        fp.search_pipeline(chain_loss, params, x, machine=Machine(ranks=2), speed=0)
     with pytest.raises(TypeError, match=r"takes an fp.schedules.Machine\(ranks=…, memory=…\), not None"):
         fp.search_pipeline(chain_loss, params, x, machine=None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"takes an optimizer such as fp.optim.adamw\(1e-3\), not 'adam'"):
