@@ -15,8 +15,9 @@ from . import optim
 from .local_function import PyTree
 from .loss_scaling import LossScaleState
 from .scaled import ScaledState
+from .trained import is_trained
 
-__all__ = ["expected_state", "require_state_of"]
+__all__ = ["expected_state", "require_state_of", "steps_done"]
 
 # Tuples of tensors: torch.load(weights_only=True), its default, may make them of what train.whole returned.
 torch.serialization.add_safe_globals(
@@ -60,6 +61,23 @@ def require_state_of(expected: PyTree, given: PyTree) -> None:
         "Load both trees of one `train.whole(state)`, made with the same parameters and optimizer; for other "
         "parameters begin with `train.init(params)`"
     )
+
+
+def steps_done(step: Any) -> int:
+    """The number of steps done, which a file may have as a tensor.
+
+    >>> steps_done(torch.tensor(3))
+    3
+
+    Raises:
+        ValueError: when it is no such number.
+    """
+    whole = isinstance(step, int) or (isinstance(step, torch.Tensor) and step.ndim == 0 and not is_trained(step))
+    if not whole or isinstance(step, bool) or step < 0:
+        raise ValueError(
+            f"train_step.load(step={step!r}): give the number of steps done, `state.step` of what was saved"
+        )
+    return int(step)
 
 
 def _differences(expected: PyTree, given: PyTree) -> Iterator[str]:

@@ -19,7 +19,7 @@ from .collectives.axes import bind
 from .compile import Staged, runtime_of, stage
 from .derivatives import grad_and_value
 from .flat import require_elementwise
-from .loading import expected_state, require_state_of
+from .loading import expected_state, require_state_of, steps_done
 from .local_function import LocalFunction, PyTree, SpecTree, unsharded
 from .loss_scaling import LossScale, LossScaleState
 from .optim import Optimizer
@@ -167,7 +167,7 @@ class TrainStep:
         """A state from whole parameters and a whole optimizer state, as `whole` returned them.
 
         Raises:
-            ValueError: when the optimizer keeps another state for these parameters.
+            ValueError: when the optimizer keeps another state for these parameters, or the step is no number.
         """
         stacks, expected = self.f.layout.stacks, expected_state(self.optimizer.init, params)
         expected, optimizer_state = (with_scale(each, self.scaling) for each in (expected, optimizer_state))
@@ -175,7 +175,7 @@ class TrainStep:
         given = storages(*optree.tree_leaves((params, optimizer_state)))
         if stacks is not None:
             params, optimizer_state = stacks.unstack(params), stacks.unstack_like(optimizer_state, params)
-        return self._load(params, optimizer_state, step, given)
+        return self._load(params, optimizer_state, steps_done(step), given)
 
     def begun(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """Parameters and first state as they are held: in a pipeline, layers that were stacked one by one."""

@@ -237,3 +237,13 @@ def test_a_state_of_an_equal_step_is_taken(donate: bool) -> None:
 def test_parameters_in_the_place_of_a_state(use: str) -> None:
     with pytest.raises(TypeError, match=r"takes a TrainState, not dict: .*train\.init\(params\).*train\.load\("):
         USES[use](step(), weights(4))
+
+
+def test_the_step_is_a_number() -> None:
+    train = fp.train_step(lambda w, x: (w * x).sum(), fp.optim.adamw(0.1), Mesh(data=2), fp.zero(1, "data"), seed=0)
+    saved = train.whole(train.init(torch.ones(2)))
+    loaded = train.load(*saved, torch.tensor(3))  # type: ignore[arg-type]
+    assert loaded.step == 3 and type(loaded.step) is int
+    for wrong in (-1, "3", 3.5, True, None):
+        with pytest.raises(ValueError, match=r"step=.* give the number of steps done"):
+            train.load(*saved, wrong)  # type: ignore[arg-type]
