@@ -265,14 +265,13 @@ class TrainStep:
             stay_in_step(runtime, f"takes step {state.step} on {looks_of(batch)}")
         staged = self._stage(form, state, batch)
         tensors = [leaf for leaf in optree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
-        unchecked = staged.program.cache.get("first batch", True) and not _torch.holds_levels(tensors)
-        if not self.own_batch and unchecked:
-            _check_same(runtime, "train_step", batch)  # a loader that was seeded by rank shows at its first batch
-            staged.program.cache["first batch"] = False
         count = sum(not isinstance(handle, Constant) for handle in state.handles)
+        specs = staged.program.in_specs[count:]
+        if staged.program.cache.get("first batch", True):  # where a loader that was seeded or split wrongly shows
+            _check_same(runtime, "train_step", batch, specs[: len(tensors)] if self.own_batch else None)
+            staged.program.cache["first batch"] = _torch.holds_levels(tensors)
         if self.seed is not None:
             tensors.append(random.fold_in(random.key(self.seed), state.step))
-        specs = staged.program.in_specs[count:]
         own = [self.own_batch and bool(spec.axes) for spec in specs]
         extra = [
             runtime.own(x, spec) if o else runtime.entered(x, spec)
@@ -435,11 +434,11 @@ class TrainStep:
 # -----------------------------------------------------------------------------
 
 
-def _check_same(runtime: Any, name: str, tree: PyTree) -> None:
+def _check_same(runtime: Any, name: str, tree: PyTree, parts: list[P] | None = None) -> None:
     """Nothing would be further from data parallelism than ranks that begin with parameters of their own."""
     leaves = [(path, leaf) for path, leaf in zip(tree_paths(tree), optree.tree_leaves(tree), strict=True)]
     tensors = [(path or "parameters", leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
-    runtime.check_same(name, [path for path, _ in tensors], [leaf for _, leaf in tensors])
+    runtime.check_same(name, [path for path, _ in tensors], [leaf for _, leaf in tensors], parts)
 
 
 def _aux_specs(aux: PyTree, f: LocalFunction) -> SpecTree:

@@ -85,9 +85,11 @@ class PipelineRuntime:
         """A tensor of the whole shape, without memory for it."""
         return hollow(placed.aval, whole_shape(placed.aval.shape, spec, self.mesh))
 
-    def check_same(self, name: str, paths: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-        """Make sure that every rank was given the same whole tensors."""
-        self.base.check_same(name, paths, tensors)
+    def check_same(
+        self, name: str, paths: Sequence[str], tensors: Sequence[torch.Tensor], parts: Sequence[P] | None = None
+    ) -> None:
+        """Make sure that every rank was given the same whole tensors, or parts."""
+        self.base.check_same(name, paths, tensors, parts)
 
     def _where_taken(self, holders: frozenset[int], x: torch.Tensor, spec: P) -> Placed:
         """A whole tensor, on the ranks of the pipeline that take it."""

@@ -179,8 +179,12 @@ class ProcessRuntime:
         paths = [path or f"argument {index}" for index, path in enumerate(program.in_paths)]
         self.check_same(program.name, paths, tensors)
 
-    def check_same(self, name: str, paths: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+    def check_same(
+        self, name: str, paths: Sequence[str], tensors: Sequence[torch.Tensor], parts: Sequence[P] | None = None
+    ) -> None:
         """Make sure that every rank was given the same whole tensors, by their checksums, unless in a transform.
+
+        With `parts`, how each lies, ranks were given their own part of it: the same where no axis tells them apart.
 
         Raises:
             DifferentInputsError: on every rank, naming those that differ.
@@ -188,13 +192,31 @@ class ProcessRuntime:
         if self.mesh.size == 1 or _torch.holds_levels(tensors):
             return
         all_sums = self.exchange([checksum(x) for x in tensors], "to compare inputs")
-        wrong = [i for i in range(len(tensors)) if len({sums[i] for sums in all_sums}) > 1]
-        if wrong:
+        wrong = [
+            i for i in range(len(tensors)) if self._differ([sums[i] for sums in all_sums], parts[i] if parts else P())
+        ]
+        if not wrong:
+            return
+        told = ", ".join(paths[index] for index in wrong[:8])
+        if parts is None:
             raise DifferentInputsError(
-                f"{name} takes whole tensors, the same on every rank, but ranks passed different "
-                f"{', '.join(paths[index] for index in wrong[:8])}. "
+                f"{name} takes whole tensors, the same on every rank, but ranks passed different {told}. "
                 "Seed alike, or use train_step(batch='own') for parts that each rank loads itself"
             )
+        axes = [axis for axis in self.mesh.axis_names if axis not in parts[wrong[0]].axes]
+        raise DifferentInputsError(
+            f"{name}(batch='own') takes each rank's part of the batch, which ranks share that differ along "
+            f"{', '.join(map(repr, axes))} alone, but such ranks passed different {told}. Let the loader split the "
+            "samples along the other axes only, as fp.Sampler(length, batch, mesh) does"
+        )
+
+    def _differ(self, sums: list[str], spec: P) -> bool:
+        """Whether ranks differ that hold the same part; all do of what is whole."""
+        axes = [axis for axis in self.mesh.axis_names if axis in spec.axes]
+        held: dict[tuple[int, ...], set[str]] = {}
+        for rank, one in enumerate(sums):
+            held.setdefault(tuple(self.mesh.coordinates(rank)[axis] for axis in axes), set()).add(one)
+        return any(len(ones) > 1 for ones in held.values())
 
 
 def _initialise(timeout: float) -> None:

@@ -65,7 +65,9 @@ class SimulatedRuntime:
             "whole batch: leave batch= out"
         )
 
-    def check_same(self, name: str, paths: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+    def check_same(
+        self, name: str, paths: Sequence[str], tensors: Sequence[torch.Tensor], parts: Sequence[P] | None = None
+    ) -> None:
         """Nothing to do: in one process everybody is given the same tensors."""
 
     def agree(self, doing: str, otherwise: str, number: int = 0) -> int:

@@ -34,7 +34,11 @@ TIMEOUT = 4.0
 
 def on_disagreeing_ranks(rank: int) -> dict[str, Any]:
     use_runtime(ProcessRuntime(MESH, timeout=20))
-    train = fp.train_step(lambda p, x: (x @ p["w"]).sum(), fp.optim.sgd(0.1), MESH, fp.data_parallel("data"))
+    plan = fp.data_parallel("data")
+    train, own = (
+        fp.train_step(lambda p, x: (x @ p["w"]).sum(), fp.optim.sgd(0.1), MESH, plan, batch=batch)
+        for batch in ("global", "own")
+    )
     return {
         "programs": error_and_time(lambda: product_of(rank == 2)(X)),
         "constants": error_and_time(lambda: learning(0.1 if rank else 0.25)(X)),
@@ -42,6 +46,8 @@ def on_disagreeing_ranks(rank: int) -> dict[str, Any]:
         "inputs": error_and_time(lambda: loss_step()({"layers": [X, X + (rank == 1)]}, X)),
         "parameters": error_and_time(lambda: train.init({"w": X + (rank == 1)})),
         "batch": error_and_time(lambda: train(train.init({"w": X}), X + (rank == 3))),
+        "parts": error_and_time(lambda: own(own.init({"w": X}), X + rank)),
+        "shared parts": error_and_time(lambda: own(own.init({"w": X}), X + rank // 2)),
         "agreeing": product_of(False)(X),
     }
 
@@ -176,6 +182,16 @@ def test_parameters_and_batches_of_training_are_compared(disagreeing: list[dict[
             kind == "DifferentInputsError" and "train_step takes whole tensors" in message and "different 0" in message
         )
         assert "Seed alike, or use train_step(batch='own')" in message
+
+
+def test_ranks_that_share_a_part_of_the_batch_are_given_the_same(disagreeing: list[dict[str, Any]]) -> None:
+    """A loader that splits samples among all processes, where tensor ranks are not told apart by the batch."""
+    for result in disagreeing:
+        kind, message, _ = result["parts"]
+        assert kind == "DifferentInputsError"
+        assert "ranks share that differ along 'tensor' alone, but such ranks passed different 0." in message
+        assert "fp.Sampler(length, batch, mesh)" in message
+        assert result["shared parts"][0] == "nothing"
 
 
 def test_ranks_go_on_after_a_refusal(disagreeing: list[dict[str, Any]]) -> None:
