@@ -37,7 +37,7 @@ __all__ = ["Metrics", "TrainState", "TrainStep", "train_step"]
 class Metrics(NamedTuple):
     """What a step reports: scalars, whole on every rank.
 
-    An asynchronous pipeline has no gradient norm to report, and its loss is the mean over the step's updates.
+    An asynchronous pipeline has no gradient norm to report, and its loss and aux are means over the step's updates.
 
     With a loss scale, `skipped` says whether gradients overflowed, so that nothing was updated, and `loss_scale` what
     the step's loss was multiplied by; `loss` and `grad_norm` are without it.

@@ -163,9 +163,25 @@ class _Build:
         )
         if self.schedule.versions is not None:
             _check_stream(result)
+            self._check_means(result)
         self._finish(result)
         forget_ops(names_in(result))
         return result
+
+    def _check_means(self, result: PipelineProgram) -> None:
+        """What an asynchronous pipeline reports is a mean over its updates, and shall have one."""
+        epilogue = result.epilogue
+        for node, spec, path in zip(epilogue.outputs, self.program.out_specs, self.program.out_paths, strict=True):
+            if not isinstance(node, fx.Node) or node in epilogue.replaces:
+                continue
+            per_sample, dtype = self.plan.virtual in spec.axes, node.meta["val"].dtype
+            if per_sample or not (dtype.is_floating_point or dtype.is_complex):
+                why = "has a value per sample" if per_sample else f"is of {dtype}, which has no mean"
+                raise PipelineError(
+                    f"{source_of(node)}: {result.schedule.name} updates weights many times in a step, and reports of "
+                    f"everything the mean over the updates, but result {path!r} {why}: return a floating mean of it, "
+                    "or take a synchronous schedule"
+                )
 
     def _finish(self, result: PipelineProgram) -> None:
         for program in list(result.every_program()):

@@ -124,6 +124,32 @@ def test_what_needs_all_stages_is_refused() -> None:
         train(train.init(params), x[:7])
 
 
+@pytest.mark.parametrize(
+    ("report", "why"),
+    [
+        (lambda x: {"each": x.mean(1)}, "'1/2/each' has a value per sample"),
+        (lambda x: {"right": (x > 0).sum()}, "'1/2/right' is of torch.int64, which has no mean"),
+        (lambda x: {"mean": x.mean(), "name": "x"}, None),
+    ],
+)
+def test_what_has_no_mean_over_updates_is_refused(report: Callable[..., Any], why: str | None) -> None:
+    def loss(params: list[torch.Tensor], x: torch.Tensor) -> Any:
+        x = torch.tanh(fp.stage_boundary(torch.tanh(x @ params[0])) @ params[1])
+        return (x**2).mean(), report(x)
+
+    params, x = drawn(2, 8, 0)
+    plan = fp.pipeline("pipe", schedule="pipedream", microbatches=4)
+    train = fp.train_step(loss, fp.optim.adamw(0.0), Mesh(pipe=2), plan, has_aux=True)
+    if why is None:
+        wanted = loss(params, x)[1]["mean"]
+        aux = train(train.init(params), x)[1].aux
+        torch.testing.assert_close(aux["mean"], wanted)
+        assert aux["name"] == "x"
+        return
+    with pytest.raises(PipelineError, match=rf"test_asynchronous.*{why}: return a floating mean"):
+        train(train.init(params), x)
+
+
 def test_versions_are_actions_of_the_schedule() -> None:
     schedule = schedules.pipedream(2, 4)
     assert schedule.versions is not None
