@@ -360,6 +360,8 @@ def test_an_op_without_a_rule_is_named(samples: int, outer: list[Any]) -> None:
 
     plan = fp.chain(*outer, fp.pipeline("pipe", microbatches=2))
     step = fp.compile(fp.grad(plan(loss)), Mesh(pipe=1, data=1))
-    said = r"test_cuts.py:\d+: aten.kthvalue.default needs all microbatches .*; it has no sharding rule: give it one with"
+    said = (
+        r"test_cuts.py:\d+: aten.kthvalue.default needs all microbatches .*; it has no sharding rule: give it one with"
+    )
     with pytest.raises(PipelineError, match=said):
         step(FOUR, torch.ones(samples, 2, dtype=torch.float64))
