@@ -111,7 +111,7 @@ def main() -> None:
         for section, table in tables.items():
             report.write(section + on_processor(), table)
     if args.write_further:
-        report.write("further peers", tables["peers"])
+        report.write("further peers" + on_processor(), tables["peers"])
 
 
 def on_processor() -> str:
@@ -146,8 +146,6 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.write_further and (args.quick or args.same_kernels):
         parser.error("--write-further is for the kernels that users get and all peers: no --quick or --same-kernels")
-    if args.write_further and on_processor():
-        parser.error("--write-further is for the document's own processor, AMD's with AVX-512")
     if args.write and (args.quick or args.same_kernels or args.no_footprint):
         parser.error(
             "--write is for all columns and the kernels that users get: no --quick, --same-kernels or --no-footprint"

@@ -95,7 +95,7 @@ class SilentRuntime(ProcessRuntime):
         """Nobody else runs it."""
         program.cache["doing"] = f"runs {program.name}"
 
-    def check_same(self, name: str, paths: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+    def check_same(self, name: str, paths: Sequence[str], tensors: Sequence[torch.Tensor], parts: Any = None) -> None:
         """Nothing to do."""
 
 

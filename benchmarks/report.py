@@ -22,7 +22,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 def write(section: str, text: str, document: Path = DOCUMENT) -> None:
     """Replace what stands between `<!-- section -->` and `<!-- end section -->`."""
     begin, end = f"<!-- {section} -->", f"<!-- end {section} -->"
-    before, rest = document.read_text().split(begin)
+    before, found, rest = document.read_text().partition(begin)
+    if not found:
+        raise ValueError(f"{document} has no section {begin}, into which to write a table")
     document.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}")
 
 

@@ -219,7 +219,8 @@ def functional_variant(op: torch._ops.OpOverload) -> torch._ops.OpOverload | Non
 
 def has_derivative(op: torch._ops.OpOverload) -> bool:
     """Whether autograd knows an op; of what one without makes, torch.func takes the gradient for zero."""
-    keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
+    names = ("Autograd", "AutogradCPU", "AutogradCUDA", "AutogradOther", "CompositeImplicitAutograd")
+    keys = (getattr(torch._C.DispatchKey, name) for name in names)
     return op.namespace in ("aten", "prims") or any(map(op.has_kernel_for_dispatch_key, keys))
 
 

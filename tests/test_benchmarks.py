@@ -207,6 +207,17 @@ def test_a_pipeline_ends_when_its_last_rank_has_done_all_else() -> None:
     assert ends(schedule, events, [0.0, 4.0]) == 10 + 4
 
 
+def test_a_table_goes_between_its_marks(tmp_path: Path) -> None:
+    import report
+
+    document = tmp_path / "document.md"
+    document.write_text("a\n<!-- b -->\nold\n<!-- end b -->\nc\n")
+    report.write("b", report.table(["x"], [[1]]), document)
+    assert document.read_text() == "a\n<!-- b -->\n| x |\n|---|\n| 1 |\n<!-- end b -->\nc\n"
+    with pytest.raises(ValueError, match="has no section <!-- d -->"):
+        report.write("d", "", document)
+
+
 def test_rows_that_miss_their_target_say_what_stands_against_it() -> None:
     from targets import misses, target
 
