@@ -123,6 +123,8 @@ def _drop_empty(node: fx.Node) -> None:
 
 
 def _scaled(traced: Traced, node: fx.Node, value: Any, factor: Any) -> Any:
+    if not value.meta["val"].dtype.is_floating_point and not value.meta["val"].dtype.is_complex:
+        factor = int(factor)  # as torch's kernels of products take it
     return value if factor == 1 else _call(traced, node, aten.mul.Tensor, (value, factor), value.meta["val"])
 
 

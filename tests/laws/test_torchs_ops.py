@@ -186,11 +186,15 @@ def outcome(f: Callable[..., Any], values: Sequence[torch.Tensor]) -> Any:
 
 
 def is_equal(found: Any, wanted: Any) -> bool:
-    found, wanted = (optree.tree_leaves(each) for each in (found, wanted))
+    found, wanted = (list(map(dense, optree.tree_leaves(each))) for each in (found, wanted))
     return len(found) == len(wanted) and all(
         is_close(a, b) if is_inexact(b) else torch.equal(a, b) if isinstance(b, torch.Tensor) else a == b
         for a, b in zip(found, wanted, strict=True)
     )
+
+
+def dense(x: Any) -> Any:
+    return x.to_dense() if isinstance(x, torch.Tensor) and x.layout is not torch.strided else x
 
 
 def is_inexact(x: Any) -> bool:

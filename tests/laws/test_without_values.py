@@ -211,3 +211,13 @@ def test_attention_of_batches_that_broadcast(q: Any, k: Any, v: Any, split: int)
 def test_results_of_an_elementwise_op_with_two() -> None:
     mantissas, exponents = fp.compile(fp.partition(torch.frexp, "axis", (P("axis"),)), MESH)(integers(4))
     assert torch.equal(torch.ldexp(mantissas, exponents), integers(4))
+
+
+def test_factors_of_products_of_integers_are_integers() -> None:
+    values = torch.tensor([5, 7]), torch.tensor([[1, 2], [3, 4]]), torch.tensor([1, 3])
+
+    def f(bias: torch.Tensor, matrix: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.addmv(bias, matrix, x, beta=0.9, alpha=2.5)
+
+    local = fp.partition(f, "axis", (P(), P(None, "axis"), P("axis")))
+    assert torch.equal(fp.compile(local, MESH)(*values), f(*values))
