@@ -32,7 +32,7 @@ def trace(rules: LossScale, steps: Iterable[bool]) -> list[tuple[float, int]]:
 # -----------------------------------------------------------------------------
 
 GOLDEN: dict[str, tuple[dict[str, bool], list[tuple[float, int]]]] = {
-    "XXXXXXX": ({}, [(16, 1), (8, 1), (4, 1), (2, 1), (1, 1)]),
+    "X" * 7: ({}, [(16, 1), (8, 1), (4, 1), (2, 1), (1, 1)]),
     "X.X.X.X.": ({}, [(16, 1), (16, 1), (8, 1), (8, 1), (4, 1), (4, 1), (2, 1), (2, 1)]),
     "X.X.X.": ({"consecutive_hysteresis": True}, [(16, 1), (16, 2)] * 3),
 }

@@ -29,7 +29,7 @@ from ..program.overlap import STARTED, overlapped
 from ..program.packing import UNPACK, unpacked
 from ..program.sharing import readers_before_writes, root_of, written_by
 from ..tracing import Traced
-from ..tracing.graph import in_order, operands_of, source_of, walk_args
+from ..tracing.graph import in_order, named_arguments, operands_of, source_of, walk_args
 from .inductor import Region, region_of
 from .repeats import cuts_between_repeats
 
@@ -110,8 +110,7 @@ def _is_random(node: fx.Node) -> bool:
     """Whether an op draws numbers of torch's own; attention is marked so, and draws none without dropout."""
     if torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
-    values = {arg.name: value for arg, value in zip(node.target._schema.arguments, node.args, strict=False)}
-    return {**values, **node.kwargs}.get("dropout_p") != 0.0
+    return named_arguments(node.target, node.args, node.kwargs).get("dropout_p") != 0.0
 
 
 def _is_fusible(node: fx.Node) -> bool:

@@ -38,13 +38,7 @@ def compare(got: Any, want: Any, what: str, *, exact: bool = False, rtol: float 
         raise NotEquivalentError(f"{what}: structures differ: {tree_paths(got)} and {tree_paths(want)}")
     rtol, rounding = (0.0, 0.0) if exact else (rtol, _rounding(want))
     for path, a, b in zip(tree_paths(want), optree.tree_leaves(got), optree.tree_leaves(want), strict=True):
-        problem = (
-            _difference(a, b, rtol, rounding)
-            if isinstance(b, torch.Tensor)
-            else None
-            if a == b
-            else f"{a!r}, not {b!r}"
-        )
+        problem = _difference(a, b, rtol, rounding)
         if problem:
             raise NotEquivalentError(f"{what}{f', leaf {path}' if path else ''}: {problem}")
 
@@ -58,7 +52,9 @@ def _rounding(tree: Any) -> float:
     return max(found, default=0.0)
 
 
-def _difference(got: torch.Tensor, want: torch.Tensor, rtol: float | None, rounding: float) -> str | None:
+def _difference(got: Any, want: Any, rtol: float | None, rounding: float) -> str | None:
+    if not isinstance(want, torch.Tensor):
+        return None if got == want else f"{got!r}, not {want!r}"
     if got.shape != want.shape or got.dtype != want.dtype:
         return f"{got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}"
     if torch.equal(got, want) or not want.numel():

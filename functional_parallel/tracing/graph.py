@@ -7,7 +7,7 @@ Every node carries in `node.meta`: `val` (an `Aval`, or a tuple of them), `sourc
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ __all__ = [
     "hollow",
     "in_order",
     "is_collective",
+    "named_arguments",
     "operands_of",
     "source_of",
     "walk_args",
@@ -205,6 +206,11 @@ def in_order(wanted: K, needed: Callable[[K], Iterable[K]], done: Container[K]) 
         waiting.pop()
         if last not in done:
             yield last
+
+
+def named_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What an op is called on, by the names in its schema; without those that it was not given."""
+    return {**dict(zip((each.name for each in op._schema.arguments), args, strict=False)), **kwargs}
 
 
 def walk_args(args: Any, visit: Callable[[Any], Any]) -> Any:

@@ -31,7 +31,7 @@ from ..collectives.grad_mode import called_without_gradients
 from ..source import current_source, raising_source, region, stages
 from .aliases import Aliases
 from .errors import CustomFunctionError, MutationError, TracingError
-from .graph import Aval, Traced, aval_of, walk_args
+from .graph import Aval, Traced, aval_of, named_arguments, walk_args
 from .intercept import Interception, replacement_of
 from .mutation import mutate
 from .stand_ins import stand_in
@@ -330,7 +330,7 @@ def _refuse_foreign_draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     """Draws from torch's generators: every rank has its own, so values that should be alike would not be."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False), **kwargs)
+    given = named_arguments(func, args, kwargs)
     if "dropout_p" in {argument.name for argument in func._schema.arguments} and not given.get("dropout_p"):
         return
     raise TracingError(

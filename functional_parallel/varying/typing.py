@@ -20,6 +20,7 @@ from ..partition.notation import parse_rule
 from ..partition.rules import lookup
 from ..partition.rules.broadcast import tensor_operands
 from ..tracing import source_of
+from ..tracing.graph import named_arguments
 
 __all__ = ["Typing", "TypingError", "casts_of", "type_of"]
 
@@ -77,9 +78,7 @@ class Typing:
 
     def _primitive(self, node: fx.Node) -> Type:
         name = node.target._schema.name.split("::")[1]
-        schema = [argument.name for argument in node.target._schema.arguments]
-        params = dict(zip(schema, node.args, strict=False))
-        params.update(node.kwargs)
+        params = named_arguments(node.target, node.args, node.kwargs)
         operand = type_of(params.pop("x")) if "x" in params else Type()
         axes = tuple(params.pop("axes"))
         try:

@@ -45,9 +45,13 @@ def batch_norm(
             running_var.copy_(running_var * (1 - momentum) + unbiased * momentum)
     else:
         centred, variance = input - running_mean.reshape(shape), running_var
-    result = centred * torch.rsqrt(variance + eps).reshape(shape)
-    result = result * weight.reshape(shape) if weight is not None else result
-    return result + bias.reshape(shape) if bias is not None else result
+    return _scaled(centred * torch.rsqrt(variance + eps).reshape(shape), weight, bias, shape)
+
+
+def _scaled(x: torch.Tensor, weight: Any, bias: Any, shape: list[int]) -> torch.Tensor:
+    """Times a weight and plus a bias per channel, if there are any."""
+    x = x * weight.reshape(shape) if weight is not None else x
+    return x + bias.reshape(shape) if bias is not None else x
 
 
 @intercept(torch.nn.functional.instance_norm, always=True)
@@ -71,6 +75,4 @@ def instance_norm(
         return NotImplemented
     dims, shape = list(range(2, input.ndim)), [1, -1] + [1] * (input.ndim - 2)
     centred = input - input.mean(dims, keepdim=True)
-    result = centred * torch.rsqrt((centred * centred).mean(dims, keepdim=True) + eps)
-    result = result * weight.reshape(shape) if weight is not None else result
-    return result + bias.reshape(shape) if bias is not None else result
+    return _scaled(centred * torch.rsqrt((centred * centred).mean(dims, keepdim=True) + eps), weight, bias, shape)

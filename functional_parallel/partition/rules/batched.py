@@ -8,7 +8,7 @@ from torch import fx
 
 from .broadcast import tensor_operands
 
-__all__ = ["batched_text"]
+__all__ = ["all_whole_text", "batched_text"]
 
 
 def batched_text(*trailing: int, linear: str = "") -> Callable[[fx.Node], str]:
@@ -37,6 +37,11 @@ def batched_text(*trailing: int, linear: str = "") -> Callable[[fx.Node], str]:
         return f"{', '.join(operands)} -> {', '.join(results)}"
 
     return text
+
+
+def all_whole_text(node: fx.Node) -> str:
+    """A rule by which no dim is free."""
+    return batched_text(*(len(operand.meta["val"].shape) for operand in tensor_operands(node)))(node)
 
 
 def _aligned(batch: tuple[int, ...], batches: list[tuple[int, ...]]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from .batched import batched_text
+from .batched import all_whole_text, batched_text
 from .registry import Rule, rule
 from .shapes import whole_along
 
@@ -27,7 +27,7 @@ def _cross_text(node: fx.Node) -> str:
     a, b = (operand.meta["val"].shape for operand in node.args[:2])
     dim = (node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", -1)) % len(a)
     if a != b:
-        return batched_text(len(a), len(b))(node)
+        return all_whole_text(node)
     return whole_along(dim, ndim=len(a), operands=2)
 
 
@@ -46,7 +46,7 @@ def _distances_text(node: fx.Node) -> str:
     """`cdist(x, y)`: of each pair of rows, over the last dim."""
     a, b = (operand.meta["val"].shape for operand in node.args[:2])
     if a[:-2] != b[:-2]:
-        return batched_text(len(a), len(b))(node)
+        return all_whole_text(node)
     batch = " ".join(f"b{index}" for index in range(len(a) - 2))
     return f"{batch} n d^, {batch} m d^ -> {batch} n m"
 

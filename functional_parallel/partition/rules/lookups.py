@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from ...tracing.intercept import intercept
 from ..convert import convert
 from ..placement import WHOLE, Shard
 from ..step import Step
+from .batched import all_whole_text
 from .broadcast import dim_names, tensor_operands
 from .registry import Rule, rule
 
@@ -141,16 +143,6 @@ def _index_text(node: fx.Node) -> str:
     return f"{operands} -> {' '.join(right) or '()'}"
 
 
-def all_whole_text(node: fx.Node) -> str:
-    left = []
-    for position, operand in enumerate(tensor_operands(node)):
-        left.append(" ".join(f"o{position}x{dim}^" for dim in range(operand.meta["val"].ndim)) or "()")
-    value = node.meta["val"]
-    results = value if isinstance(value, tuple) else (value,)
-    right = [" ".join(f"new{k}x{dim}" for dim in range(aval.ndim)) or "()" for k, aval in enumerate(results)]
-    return f"{', '.join(left)} -> {', '.join(right)}"
-
-
 def _scatter_text(node: fx.Node) -> str:
     """`scatter(x, dim, index, source)`: the indexed dim whole, others pair up where every operand has their size."""
     shapes = [operand.meta["val"].shape for operand in tensor_operands(node)]
@@ -178,6 +170,11 @@ def _both_linear(patterns: list[str]) -> list[str]:
     return [f"&{patterns[0]}", *patterns[1:-1], f"&{patterns[-1]}"]
 
 
+def _without_marks(text: Callable[[fx.Node], str]) -> Callable[[fx.Node], str]:
+    """The rule of an op that moves as another does, but is not linear: it takes a largest, or a product."""
+    return lambda node: text(node).replace("&", "")
+
+
 def _rows_text(node: fx.Node) -> str:
     """`index_add(x, dim, index, source)`: whole along that dim."""
     dim, ndim = _index_dim(node), len(node.args[0].meta["val"].shape)
@@ -192,9 +189,9 @@ def _rows_text(node: fx.Node) -> str:
 rule([aten.index.Tensor], Rule(_index_text))
 rule([aten.index_put.default], Rule(_put_text))
 rule([aten.scatter.value, aten.scatter.src, aten.scatter_add.default], Rule(_scatter_text))
-rule([aten.scatter_reduce.two], Rule(lambda node: _scatter_text(node).replace("&", "")))
+rule([aten.scatter_reduce.two], Rule(_without_marks(_scatter_text)))
 rule([aten.index_add.default, aten.index_copy.default], Rule(_rows_text))
-rule([aten.index_reduce.default], Rule(lambda node: _rows_text(node).replace("&", "")))
+rule([aten.index_reduce.default], Rule(_without_marks(_rows_text)))
 
 
 # -----------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from ...tracing.straight_through import OP as STRAIGHT_THROUGH
 from ..decide import Decision
 from ..placement import PARTIAL, WHOLE
 from ..step import Step
-from .batched import batched_text
+from .batched import all_whole_text
 from .broadcast import linear_text, pointwise_text, tensor_operands
 from .registry import Rule, rule
 
@@ -61,7 +61,7 @@ def _local_quotient(step: Step, a: Any, b: Any, **kwargs: Any) -> Any:
 def _with_buffer_text(node: fx.Node) -> str:
     """A result, and on some devices as much memory for the backward."""
     x, buffer = node.args[0].meta["val"].shape, node.meta["val"][1].shape
-    return "... -> ..., ..." if x == buffer else batched_text(len(x))(node)
+    return "... -> ..., ..." if x == buffer else all_whole_text(node)
 
 
 def _membership_text(node: fx.Node) -> str:

@@ -18,19 +18,19 @@ from .registry import Rule, rule
 aten = torch.ops.aten
 
 
-def reduced_dims(node: fx.Node) -> list[int]:
-    """The dims an op sums over, from its second argument; all of them when it names none."""
+def reduced_dims(node: fx.Node, position: int = 1) -> list[int]:
+    """The dims an op sums over, from the argument at a position; all of them when it names none."""
     ndim = len(node.args[0].meta["val"].shape)
-    given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    given = node.args[position] if len(node.args) > position else node.kwargs.get("dim")
     if isinstance(given, int):
         given = [given]
     return sorted(dim % ndim for dim in given) if given and ndim else list(range(ndim))
 
 
-def _reduction_text(mark: str, linear: str = "", results: int = 1) -> Callable[[fx.Node], str]:
+def _reduction_text(mark: str, linear: str = "", results: int = 1, position: int = 1) -> Callable[[fx.Node], str]:
     def text(node: fx.Node) -> str:
         ndim = len(node.args[0].meta["val"].shape)
-        dims = reduced_dims(node)
+        dims = reduced_dims(node, position)
         value = node.meta["val"]
         keepdim = len((value[0] if isinstance(value, tuple) else value).shape) == ndim
         left = [f"d{dim}{mark}" if dim in dims else f"d{dim}" for dim in range(ndim)]
@@ -118,17 +118,6 @@ def _is_detached(node: fx.Node) -> bool:
     return True
 
 
-def _norm_text(node: fx.Node) -> str:
-    """`linalg_vector_norm(x, ord, dim)` names its dims third; a norm is not a sum, so they must be whole."""
-    ndim = len(node.args[0].meta["val"].shape)
-    given = node.args[2] if len(node.args) > 2 else None
-    dims = [dim % ndim for dim in given] if given and ndim else range(ndim)
-    left = [f"d{dim}^" if dim in dims else f"d{dim}" for dim in range(ndim)]
-    keepdim = len(node.meta["val"].shape) == ndim
-    right = ["1" if dim in dims else f"d{dim}" for dim in range(ndim) if keepdim or dim not in dims]
-    return f"{' '.join(left) or '()'} -> {' '.join(right) or '()'}"
-
-
 rule([aten.sum.dim_IntList, aten.sum.default], Rule(_reduction_text("+", "~")))
 rule([aten.mean.dim, aten.mean.default], Rule(_reduction_text("+", "~"), _local_mean))
 rule(
@@ -141,8 +130,7 @@ rule([aten.any.default, aten.any.dim, aten.any.dims], Rule(_reduction_text("^"))
 rule([aten.all.default, aten.all.dim, aten.all.dims], Rule(_reduction_text("^")))
 rule([aten.count_nonzero.default, aten.count_nonzero.dim_IntList, aten.nansum.default], Rule(_reduction_text("+")))
 rule([aten.aminmax.default, aten.median.dim, aten.nanmedian.dim], Rule(_reduction_text("^", results=2)))
-rule([aten.norm.ScalarOpt_dim], Rule(_norm_text))
-rule([aten.linalg_vector_norm.default], Rule(_norm_text))
+rule([aten.norm.ScalarOpt_dim, aten.linalg_vector_norm.default], Rule(_reduction_text("^", position=2)))
 rule([aten.var.correction, aten.std.correction], Rule(_reduction_text("!"), _local_variance, casts=True, counts=True))
 rule(
     [aten.var_mean.correction, aten.std_mean.correction],

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from ...collectives.parts import Parts
+from ...tracing.graph import named_arguments
 from ..decide import Decision
 from ..placement import WHOLE, Place, Shard
 from ..step import Step
@@ -312,12 +313,8 @@ def _unfold_text(node: fx.Node) -> str:
 
 
 def _diagonal_dims(node: fx.Node) -> tuple[int, int]:
-    given = dict(zip(_names_of(node.target), node.args, strict=False), **node.kwargs)
+    given = named_arguments(node.target, node.args, node.kwargs)
     return given.get("dim1", 0) % _ndim(node), given.get("dim2", 1) % _ndim(node)
-
-
-def _names_of(op: Any) -> list[str]:
-    return [argument.name for argument in op._schema.arguments]
 
 
 def _diagonal_text(node: fx.Node) -> str:
