@@ -17,8 +17,10 @@ from .compile import stage
 from .derivatives import grad
 from .optim import Optimizer, sgd
 from .pipelines import MeasuredLayer, PipelineMemory, measure
+from .quantities import is_count
 from .schedules import Layer, Machine, Plan, ScheduleError
 from .schedules import search as search_plans
+from .schedules.search import check_search
 from .train import train_step
 from .trained import is_trained
 from .transforms import chain, data_parallel, pipeline
@@ -149,12 +151,13 @@ def search_pipeline(
         The choices. A choice's transform cuts the model anew, where the work is in balance.
 
     Raises:
-        ScheduleError: when nothing fits; names what comes closest.
-        PipelineError, ValueError: as for `layer_costs`.
-        TypeError: when the machine or the optimizer is none.
+        ScheduleError: when nothing fits; names what comes closest. When `chunks` is no count.
+        PipelineError, ValueError: as for `layer_costs`. When `most` is no count.
+        TypeError: when the machine or the optimizer is none, or `names` is one name.
     """
-    if not isinstance(machine, Machine):
-        raise TypeError(f"search_pipeline(machine=…) takes an fp.schedules.Machine(ranks=…, memory=…), not {machine!r}")
+    check_search(machine, names, chunks)
+    if not is_count(most):
+        raise ValueError(f"search_pipeline(most={most!r}): how many choices to return is an integer of at least 1")
     layers = layer_costs(loss, params, *batch, speed=speed, optimizer=optimizer, inner=inner)
     shapes, samples = optree.tree_map(_without_memory, (params, *batch)), _samples(batch)
     held = sum(leaf.nbytes for leaf in optree.tree_leaves(batch) if isinstance(leaf, torch.Tensor))

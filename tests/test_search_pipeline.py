@@ -212,6 +212,8 @@ def test_what_is_refused() -> None:
         fp.layer_costs(lambda p: p["layers"][0]["a"].sum(), params)
     with pytest.raises(ValueError, match=r"layer_costs\(speed=0\): give the flops per second"):
         fp.search_pipeline(chain_loss, params, x, machine=Machine(ranks=2), speed=0)
+    with pytest.raises(ValueError, match=r"search_pipeline\(most=0\): how many choices"):
+        fp.search_pipeline(chain_loss, params, x, machine=Machine(2), most=0)
     with pytest.raises(TypeError, match=r"takes an fp.schedules.Machine\(ranks=…, memory=…\), not None"):
         fp.search_pipeline(chain_loss, params, x, machine=None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"takes an optimizer such as fp.optim.adamw\(1e-3\), not 'adam'"):

@@ -16,8 +16,9 @@ from sharding_specs import P, broadcast_specs, tree_paths
 
 from ..collectives import axis_size, psum
 from ..collectives.axes import current_axes
+from ..quantities import is_number
 from .decay import Decay, decay_rates
-from .hyperparameters import is_number, require_not_negative, require_rate
+from .hyperparameters import require_not_negative, require_rate
 from .optimizer import Optimizer, Schedule, learning_rate, map_leaves
 
 __all__ = ["AdafactorState", "Factored", "adafactor"]

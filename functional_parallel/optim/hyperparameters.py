@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from numbers import Real
 from typing import Any
 
 import torch
 
-__all__ = ["is_number", "require_betas", "require_not_negative", "require_rate"]
+from ..quantities import is_amount, is_number
 
-
-def is_number(value: Any) -> bool:
-    """Whether a value is a finite number.
-
-    >>> [is_number(value) for value in (0, 1e-3, "1e-3", True, float("nan"))]
-    [True, True, False, False, False]
-    """
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+__all__ = ["require_betas", "require_not_negative", "require_rate"]
 
 
 def require_rate(optimizer: str, lr: Any) -> None:
     """Refuse what is neither a learning rate, as a number or a scalar tensor, nor a function that makes them."""
-    if callable(lr) or (isinstance(lr, torch.Tensor) and lr.ndim == 0) or (is_number(lr) and lr >= 0):
+    if callable(lr) or (isinstance(lr, torch.Tensor) and lr.ndim == 0) or is_amount(lr):
         return
     raise ValueError(
         f"{optimizer}(lr={lr!r}): a learning rate is a number of at least 0, or a function from the number of updates "
@@ -33,7 +24,7 @@ def require_rate(optimizer: str, lr: Any) -> None:
 def require_not_negative(optimizer: str, **values: Any) -> None:
     """Refuse what is no number of at least 0."""
     for name, value in values.items():
-        if not (is_number(value) and value >= 0):
+        if not is_amount(value):
             raise ValueError(f"{optimizer}({name}={value!r}): give a number of at least 0")
 
 

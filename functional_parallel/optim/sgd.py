@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..quantities import is_number
 from .decay import Decay, decay_rates
-from .hyperparameters import is_number, require_not_negative, require_rate
+from .hyperparameters import require_not_negative, require_rate
 from .optimizer import Optimizer, Schedule, learning_rate, map_leaves, zeros_like
 
 __all__ = ["SGDState", "sgd"]

@@ -170,7 +170,13 @@ def reach_of(mesh: Mesh, axes: Iterable[str], ranks_per_host: int) -> Reach:
 
 def hardware_of(hardware: Hardware | str) -> Hardware:
     """A description, or a known one by its name."""
-    return Hardware.named(hardware) if isinstance(hardware, str) else hardware
+    if isinstance(hardware, str):
+        return Hardware.named(hardware)
+    if not isinstance(hardware, Hardware):
+        raise TypeError(
+            f"a price is for hardware known by name, such as 'h100', or an fp.Hardware(…), not {hardware!r}"
+        )
+    return hardware
 
 
 # Peaks without sparsity from NVIDIA's data sheets (SXM); float32 products as torch does them, without TF32. Links one

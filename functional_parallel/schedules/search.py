@@ -6,9 +6,11 @@ more overhead. No formula weighs these for a given model and machine, but a simu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from ..quantities import is_amount, is_count, is_limit
 from .actions import Schedule, ScheduleError
 from .registry import FAMILIES, for_ranks, stages_for
 from .simulate import Costs, Timeline, simulate
@@ -32,6 +34,9 @@ class Layer:
             once, on top of `activation`.
         weights: by name, weights that other layers may use too, as (gradient, state): a rank holds each once, on top of
             the two above.
+
+    Raises:
+        ScheduleError: for a time or size that is no number of at least 0.
     """
 
     forward: float
@@ -43,6 +48,10 @@ class Layer:
     state: float = 0.0
     kept: Mapping[str, float] = field(default_factory=dict)
     weights: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "input_gradient", "weight_gradient", "activation", "output", "gradient", "state"):
+            _require("Layer", name, getattr(self, name), is_amount, "a number of at least 0")
 
     @property
     def time(self) -> float:
@@ -60,6 +69,9 @@ class Machine:
         latency, bandwidth: of a message between two stages.
         reduce_bandwidth: bytes per time that a rank sends while replicas sum gradients.
         overhead: time that an action takes however small its microbatch.
+
+    Raises:
+        ScheduleError: for what is no number of ranks, a negative time, or no room or rate at all.
     """
 
     ranks: int
@@ -68,6 +80,18 @@ class Machine:
     bandwidth: float = float("inf")
     reduce_bandwidth: float = float("inf")
     overhead: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require("Machine", "ranks", self.ranks, is_count, "an integer of at least 1")
+        for name in ("memory", "bandwidth", "reduce_bandwidth"):
+            _require("Machine", name, getattr(self, name), is_limit, "a number above 0, in bytes")
+        for name in ("latency", "overhead"):
+            _require("Machine", name, getattr(self, name), is_amount, "a number of at least 0")
+
+
+def _require(what: str, name: str, value: object, legal: Callable[[Any], bool], range_: str) -> None:
+    if not legal(value):
+        raise ScheduleError(f"{what}({name}={value!r}): it is {range_}")
 
 
 @dataclass(frozen=True)
@@ -133,8 +157,11 @@ def search(
         The plans by time, then by memory.
 
     Raises:
-        ScheduleError: when nothing fits; names what comes closest.
+        ScheduleError: when nothing fits; names what comes closest. For a batch or chunks that are no counts.
+        TypeError: for a machine that is none, or one name where a list of them belongs.
     """
+    check_search(machine, names, chunks)
+    _require("search", "batch", batch, is_count, "an integer of at least 1")
     plans = [_plan(*choice, sample * batch) for choice in _choices(layers, machine, batch, names, chunks)]
     fitting = [plan for plan in plans if plan.memory <= machine.memory]
     if fitting:
@@ -149,6 +176,15 @@ def search(
         f"no plan fits in {machine.memory:g} bytes per rank; the smallest takes {least.memory:g}: {least!r}. Use more "
         "ranks, recompute activations, or shard the optimizer's state over replicas"
     )
+
+
+def check_search(machine: object, names: object, chunks: object) -> None:
+    """Refuse what would leave schedules out without a word, or stop somewhere within."""
+    if not isinstance(machine, Machine):
+        raise TypeError(f"machine= takes an fp.schedules.Machine(ranks=…, memory=…), not {machine!r}")
+    if isinstance(names, str):
+        raise TypeError(f"names= takes a list of schedules, [{names!r}], not one name")
+    _require("search", "chunks", chunks, is_count, "an integer of at least 1")
 
 
 _Choice = tuple[Sequence[Layer], Machine, str, Schedule, int, int]

@@ -8,12 +8,12 @@ first action and its last. Zero-bubble schedules are zero in the second.
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..quantities import is_amount, is_limit
 from .actions import Action, Schedule, ScheduleError
 from .dependencies import gradients_of_input, waits_for
 
@@ -55,12 +55,13 @@ class Costs:
     def __post_init__(self) -> None:
         for name in ("forward", "input_gradient", "weight_gradient", "latency", "message", "activation"):
             given = getattr(self, name)
-            for value in (given,) if isinstance(given, (int, float)) else given:
-                _require(name, value, 0 <= value < math.inf, "0 or more")
+            for value in given if isinstance(given, Sequence) and not isinstance(given, str) else [given]:
+                _require(name, value, is_amount(value), "0 or more")
         for name in ("overlap", "kept_by_weight_gradient", "jitter"):
             share = getattr(self, name)
-            _require(name, share, share is None or 0 <= share <= 1, "from 0 to 1")
-        _require("bandwidth", self.bandwidth, self.bandwidth > 0, "more than 0")
+            nothing = name == "overlap" and share is None
+            _require(name, share, nothing or (is_amount(share) and share <= 1), "from 0 to 1")
+        _require("bandwidth", self.bandwidth, is_limit(self.bandwidth), "more than 0")
 
     def time(self, action: Action) -> float:
         """The time of an action without jitter."""
@@ -70,7 +71,7 @@ class Costs:
         return at({"F": self.forward, "I": self.input_gradient, "W": self.weight_gradient}[action.kind], stage)
 
 
-def _require(name: str, value: float | None, legal: bool, range_: str) -> None:
+def _require(name: str, value: object, legal: bool, range_: str) -> None:
     if not legal:
         raise ScheduleError(f"Costs({name}={value!r}): a schedule cannot be priced with that; it is {range_}")
 

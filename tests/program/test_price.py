@@ -353,6 +353,8 @@ def test_unknown_hardware_says_what_is_known() -> None:
     program = step(Mesh(data=2), fp.data_parallel("data"))
     with pytest.raises(ValueError, match=r"no hardware is known as 'abacus', only 'h100', 'a100', 'v100'; or describe"):
         program.price("abacus")
+    with pytest.raises(TypeError, match=r"hardware known by name, such as 'h100', or an fp.Hardware\(…\), not None"):
+        program.price(None)
     with pytest.raises(ValueError, match=r"price\.rows\(group='day'\): it is 'kind' or 'line'"):
         program.price().rows("day")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from itertools import combinations, pairwise
 
 import pytest
@@ -76,6 +78,34 @@ def test_nothing_fits() -> None:
         search([LAYER] * 4, Machine(ranks=4, memory=50), batch=4)
     with pytest.raises(ScheduleError, match="can run 2 layers on 3 ranks with a batch of 4"):
         search([LAYER] * 2, Machine(ranks=3), batch=4, names=["1f1b"])
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (
+            lambda: search([LAYER] * 4, Machine(4), batch=8, chunks=0),
+            r"search\(chunks=0\): it is an integer of at least 1",
+        ),
+        (lambda: search([LAYER] * 4, Machine(4), batch=-8), r"search\(batch=-8\): it is an integer of at least 1"),
+        (lambda: Machine(ranks=2.5), r"Machine\(ranks=2.5\): it is an integer of at least 1"),  # type: ignore[arg-type]
+        (lambda: Machine(4, memory="80GB"), r"Machine\(memory='80GB'\): it is a number above 0"),  # type: ignore[arg-type]
+        (lambda: Machine(4, bandwidth=0), r"Machine\(bandwidth=0\): it is a number above 0"),
+        (lambda: Machine(4, latency=-1), r"Machine\(latency=-1\): it is a number of at least 0"),
+        (lambda: Layer(-1.0, 1.0, 1.0), r"Layer\(forward=-1.0\): it is a number of at least 0"),
+        (lambda: Layer(1.0, 1.0, 1.0, state=math.nan), r"Layer\(state=nan\): it is a number of at least 0"),
+    ],
+)
+def test_numbers_that_nothing_can_be_planned_with(made: Callable[[], object], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        made()
+
+
+def test_arguments_of_another_kind() -> None:
+    with pytest.raises(TypeError, match=r"takes an fp.schedules.Machine\(ranks=…, memory=…\), not 4"):
+        search([LAYER] * 4, 4, batch=8)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"takes a list of schedules, \['1f1b'\], not one name"):
+        search([LAYER] * 4, Machine(4), batch=8, names="1f1b")
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.integers(1, 9))

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -93,9 +94,13 @@ def test_costs_per_stage() -> None:
         ({"bandwidth": 0}, "bandwidth=0.*more than 0"),
         ({"overlap": 1.5}, "overlap=1.5.*from 0 to 1"),
         ({"jitter": 2}, "jitter=2.*from 0 to 1"),
+        ({"forward": "slow"}, "forward='slow'.*0 or more"),
+        ({"message": ["1", "2"]}, "message='1'.*0 or more"),
+        ({"jitter": "0.1"}, "jitter='0.1'.*from 0 to 1"),
+        ({"bandwidth": None}, "bandwidth=None.*more than 0"),
     ],
 )
-def test_costs_that_make_no_sense(wrong: dict[str, float], message: str) -> None:
+def test_costs_that_make_no_sense(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         Costs(**wrong)
 

@@ -1,0 +1,33 @@
+"""What counts as a quantity: a caller's number is checked where it comes in, before it makes nonsense of a result."""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral, Real
+from typing import Any
+
+__all__ = ["is_amount", "is_count", "is_limit", "is_number"]
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number.
+
+    >>> [is_number(value) for value in (0, 1e-3, "1e-3", True, float("nan"))]
+    [True, True, False, False, False]
+    """
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_amount(value: Any) -> bool:
+    """Whether a value is a finite number of at least 0, as times and sizes are."""
+    return is_number(value) and value >= 0
+
+
+def is_limit(value: Any) -> bool:
+    """Whether a value is a number above 0, infinity included, as rates and capacities are."""
+    return value == math.inf or (is_number(value) and value > 0)
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value is an integer of at least 1."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
