@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -12,13 +11,12 @@ import torch
 from sharding_specs import Mesh, P, SpecError, as_spec
 
 from .collectives.axes import current_axes, hidden_axes, mesh_axis_size
-from .source import current_source
+from .source import current_source, warn_at
 from .tracing.marks import define_mark
 
 __all__ = ["OP", "constrain"]
 
 _ALIKE = 0.7  # of difflib's ratio: "tesnor" and "tensor" have 0.83, "seq" and "sequence" 0.55
-_warned: dict[Any, Any] = {}
 
 
 def constrain(x: torch.Tensor, spec: P | str) -> torch.Tensor:
@@ -76,11 +74,7 @@ def _warn_of_slips(spec: P) -> None:
         meant = get_close_matches(axis, known, n=1, cutoff=_ALIKE)
         if meant:
             text = f"constrain to {spec!r}: the mesh has no axis {axis!r}, which is ignored; did you mean {meant[0]!r}?"
-            source = current_source()
-            if source is None:
-                warnings.warn(text, stacklevel=3)
-            else:
-                warnings.warn_explicit(text, UserWarning, source.file, source.line, registry=_warned)
+            warn_at(current_source(), text)
 
 
 def constrain_rest(x: Any, axes: Sequence[str], dims: Sequence[int], outers: Sequence[int]) -> Any:

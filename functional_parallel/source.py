@@ -10,10 +10,12 @@ import itertools
 import linecache
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import einops
 import optree
@@ -31,6 +33,7 @@ __all__ = [
     "raising_source",
     "region",
     "stages",
+    "warn_at",
 ]
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -158,6 +161,17 @@ def raising_source(error: BaseException) -> Source | None:
             found = _source(code.co_filename, step.tb_lineno, code.co_name)
         step = step.tb_next
     return found or current_source()
+
+
+def warn_at(source: Source | None, message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the user's line, so that Python's filters count its repetitions as theirs."""
+    if source is None:
+        warnings.warn(message, category, stacklevel=3)
+    else:
+        warnings.warn_explicit(message, category, source.file, source.line, registry=_warned)
+
+
+_warned: dict[Any, Any] = {}
 
 
 @lru_cache(maxsize=4096)

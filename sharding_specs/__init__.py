@@ -4,7 +4,7 @@ from .annotate import annotate, split
 from .layout import local_shape, padded_shape, reshard, shard, shard_leaf, unshard, unshard_leaf, whole_shape
 from .memory import MemoryRow, bytes_per_rank, memory_table
 from .mesh import Mesh, MeshError
-from .rules import RuleMatch, apply_rules, match_rules
+from .rules import RuleMatch, apply_rules, match_rules, optional
 from .spec import P, Placement, SpecError, as_spec
 from .trees import broadcast_specs, tree_paths
 from .validate import validate
@@ -25,6 +25,7 @@ __all__ = [
     "local_shape",
     "match_rules",
     "memory_table",
+    "optional",
     "padded_shape",
     "reshard",
     "shard",

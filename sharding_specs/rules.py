@@ -18,13 +18,23 @@ import optree
 from .spec import P, SpecError, as_spec
 from .trees import tree_paths
 
-__all__ = ["RuleMatch", "apply_rules", "bert", "gpt2", "llama", "match_rules", "matches", "nearest", "vit"]
+__all__ = ["RuleMatch", "apply_rules", "bert", "gpt2", "llama", "match_rules", "matches", "nearest", "optional", "vit"]
 
 Rules = Mapping[str, P | str | None] | Iterable[tuple[str, P | str | None]]
 
 
+class optional(str):
+    """A pattern that need not find a leaf: rules that serve several models have parameters in them that one lacks.
+
+    >>> match_rules({"*/weight": P("tensor"), optional("*/bias"): P("tensor")}, {"head": {"weight": 0}}).unused
+    []
+    """
+
+    __slots__ = ()
+
+
 class RuleMatch(NamedTuple):
-    """The specs found, the leaves that no pattern matched, and the patterns that matched no leaf."""
+    """The specs found, the leaves that no pattern matched, and the patterns, not optional, that matched no leaf."""
 
     specs: Any
     unmatched: list[str]
@@ -52,7 +62,7 @@ def match_rules(rules: Rules, tree: Any, *, default: P | None = None) -> RuleMat
         else:
             used.add(found[0])
             specs.append(found[1])
-    unused = [pattern for pattern, _ in pairs if pattern not in used]
+    unused = [pattern for pattern, _ in pairs if pattern not in used and not isinstance(pattern, optional)]
     return RuleMatch(optree.tree_unflatten(optree.tree_structure(tree), specs), unmatched, unused)
 
 
@@ -114,8 +124,12 @@ def nearest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
 
 
 # -----------------------------------------------------------------------------
-# Ready rules: Megatron's column and row splits for Hugging Face's parameter names
+# Ready rules: Megatron's column and row splits for Hugging Face's parameter names, all of them optional
 # -----------------------------------------------------------------------------
+
+
+def _ready(rules: Mapping[str, P]) -> dict[str, P]:
+    return {optional(pattern): spec for pattern, spec in {**rules, "*": P()}.items()}
 
 
 def gpt2(axis: str = "tensor") -> dict[str, P]:
@@ -124,7 +138,7 @@ def gpt2(axis: str = "tensor") -> dict[str, P]:
     >>> gpt2()["*/c_attn/weight"]
     P(None, (3, 'tensor'))
     """
-    return {
+    rules = {
         "*/wte/weight": P(axis),
         "lm_head/weight": P(axis),
         "*/c_attn/weight": P.parse(f"embed (3 heads/{axis} dim)"),
@@ -133,8 +147,8 @@ def gpt2(axis: str = "tensor") -> dict[str, P]:
         "*/c_fc/weight": P(None, axis),
         "*/c_fc/bias": P(axis),
         "*/mlp/c_proj/weight": P(axis),
-        "*": P(),
     }
+    return _ready(rules)
 
 
 def llama(axis: str = "tensor") -> dict[str, P]:
@@ -146,7 +160,7 @@ def llama(axis: str = "tensor") -> dict[str, P]:
     first = ("q", "k", "v", "gate", "up")
     columns = {f"*/{name}_proj/{kind}": P(axis) for name in first for kind in ("weight", "bias")}
     rows = {f"*/{name}_proj/weight": P(None, axis) for name in ("o", "down")}
-    return {**columns, **rows, "*/embed_tokens/weight": P(axis), "lm_head/weight": P(axis), "*": P()}
+    return _ready({**columns, **rows, "*/embed_tokens/weight": P(axis), "lm_head/weight": P(axis)})
 
 
 def bert(axis: str = "tensor") -> dict[str, P]:
@@ -159,7 +173,7 @@ def bert(axis: str = "tensor") -> dict[str, P]:
     rules |= {f"*/intermediate/dense/{kind}": P(axis) for kind in ("weight", "bias")}
     rules |= {"*/attention/output/dense/weight": P(None, axis), "*/output/dense/weight": P(None, axis)}
     rules |= {"*/word_embeddings/weight": P(axis), "*/decoder/weight": P(axis), "*/predictions/*bias": P(axis)}
-    return {"*/transform/*": P(), **rules, "*": P()}
+    return _ready({"*/transform/*": P(), **rules})
 
 
 def vit(axis: str = "tensor") -> dict[str, P]:
@@ -172,4 +186,4 @@ def vit(axis: str = "tensor") -> dict[str, P]:
     second = ("o_proj", "fc2", "attention/output/dense", "output/dense")
     rules = {f"*/{name}/{kind}": P(axis) for name in first for kind in ("weight", "bias")}
     rules |= {f"*/{name}/weight": P(None, axis) for name in second}
-    return {**rules, "*": P()}
+    return _ready(rules)

@@ -37,6 +37,10 @@ def model(mesh: Mesh) -> Any:
     return parameters(), RULES
 
 
+def misspelt(mesh: Mesh) -> Any:
+    return parameters(), {"w1": P(None, "tensor"), "w_2": P("tensor")}
+
+
 def wrong(mesh: Mesh) -> Any:
     return parameters()
 

@@ -81,6 +81,11 @@ def test_memory_counts_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[-1] == "total 128 B per rank on Mesh(data=2, tensor=2)"
 
 
+def test_memory_names_rules_that_find_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = output(capsys, "memory", "tests.cli_targets:misspelt", *MESH).splitlines()
+    assert lines[-2:] == ["total 192 B per rank on Mesh(data=2, tensor=2)", "rules that find no parameter: w_2"]
+
+
 def test_memory_of_a_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
     """Four of eight layers of 4 × 6 in 16 bytes a parameter, and what is in no stack."""
     found = output(capsys, "memory", "tests.cli_targets:layers", "--mesh", "pipe=2,data=1", "--zero", "1")

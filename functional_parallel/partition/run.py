@@ -7,7 +7,6 @@ collectives included.
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +17,7 @@ from torch import fx
 from .. import collectives as fp
 from ..collectives.parts import Parts
 from ..emit import emit_node, explicit_casts, grad_mode_of
-from ..source import Source, current_source, inherit
+from ..source import current_source, inherit, warn_at
 from ..tracing import Aval, Traced, source_of
 from ..tracing.graph import walk_args
 from .convert import VARYING, Form, convert
@@ -92,17 +91,6 @@ def run_partitioned(
         return run.results(traced.outputs, out_places)
 
 
-def _warn_once(message: str, source: Source | None) -> None:
-    """Warn at the user's line, so that Python's filters count its repetitions as theirs."""
-    if source is None:
-        warnings.warn(message, PartitionWarning, stacklevel=2)
-    else:
-        warnings.warn_explicit(message, PartitionWarning, source.file, source.line, registry=_warned)
-
-
-_warned: dict[Any, Any] = {}
-
-
 class _Run:
     def __init__(self, axis: str, cut: Parts, strict: bool) -> None:
         self.axis, self.cut, self.strict = axis, cut, strict
@@ -144,7 +132,7 @@ class _Run:
         if any(not isinstance(operand.place, (Whole, Reduced)) for operand in step.operands):
             if self.strict:
                 raise PartitionError(message)
-            _warn_once(message, source_of(step.node))
+            warn_at(source_of(step.node), message, PartitionWarning)
         return _REPLICATED
 
     def _arguments(self, node: fx.Node, operands: list[fx.Node], decision: Decision, whole: Form) -> tuple[Any, Any]:

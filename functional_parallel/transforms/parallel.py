@@ -9,7 +9,8 @@ from typing import Any
 import optree
 import torch
 
-from sharding_specs import Mesh, P, SpecError, apply_rules, broadcast_specs, local_shape, tree_paths
+from sharding_specs import Mesh, P, SpecError, as_spec, broadcast_specs, local_shape, match_rules, tree_paths
+from sharding_specs.rules import nearest
 
 from ..local_function import (
     TAKEN,
@@ -22,9 +23,10 @@ from ..local_function import (
 )
 from ..partition import partition
 from ..program.passes import Gathers, ShardsFirst
+from ..source import Source, current_source, warn_at
 from .transform import Order, Transform
 
-__all__ = ["data_parallel", "parameter_specs", "rest_specs", "tensor_parallel", "zero"]
+__all__ = ["are_rules", "data_parallel", "parameter_specs", "rest_specs", "tensor_parallel", "zero"]
 
 Rules = Any  # pattern → spec, a list of such pairs, or a tree of specs
 
@@ -52,12 +54,12 @@ def tensor_parallel(axis: str, specs: Rules, *, batch: SpecTree = None, strict: 
         The transform. Its collectives follow from the specs: a row split ends in one psum forward, a column split in
         one psum backward (Megatron-LM, arXiv 1909.08053 §3).
     """
-    find = parameter_specs(specs)
+    name = f"tensor_parallel({axis!r})"
+    find = parameter_specs(specs, axis, name)
 
     def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
         return (_only(find(args[0]), axis, name), *rest_specs(args, batch))
 
-    name = f"tensor_parallel({axis!r})"
     return Transform(name, axis, Order.TENSOR, lambda f: partition(f, axis, in_specs, strict=strict, describe=name))
 
 
@@ -164,9 +166,10 @@ def _zero(
     whole_below: int = 0,
     flat: bool = False,
 ) -> Transform:
+    given = None if specs is None else parameter_specs(specs, axis, name)
+
     def apply(f: Callable[..., Any]) -> LocalFunction:
         inner = f.layout.arguments if isinstance(f, LocalFunction) else whole_arguments
-        given = None if specs is None else parameter_specs(specs)
         at_rest = _AtRest(axis, inner, given, whole_below, name)
 
         def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
@@ -267,13 +270,40 @@ def _together(inner: P, own: P, axis: str, mesh: Mesh) -> P:
 # -----------------------------------------------------------------------------
 
 
-def parameter_specs(specs: Rules) -> Callable[[PyTree], SpecTree]:
-    """Rules or a tree of specs → specs of a parameter tree."""
-    flat = isinstance(specs, Mapping) and all(isinstance(spec, (P, str)) for spec in specs.values())  # reads either way
-    pairs = isinstance(specs, (list, tuple)) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in specs)
-    if flat or pairs:
-        return lambda tree: _require_dims(apply_rules(specs, tree), tree)
-    return lambda tree: _require_dims(broadcast_specs(specs, tree), tree)
+def parameter_specs(specs: Rules, axis: str, who: str) -> Callable[[PyTree], SpecTree]:
+    """Rules or a tree of specs → specs of a parameter tree; a rule that shall split over the axis and finds nothing to
+    split is warned of.
+    """
+    if not are_rules(specs):
+        return lambda tree: _require_dims(broadcast_specs(specs, tree), tree)
+    source = current_source()  # where the transform is made, which names the rules
+
+    def find(tree: PyTree) -> SpecTree:
+        match = match_rules(specs, tree)
+        _warn_of_unused(match.unused, specs, axis, who, tree, source)
+        return _require_dims(match.specs, tree)
+
+    return find
+
+
+def are_rules(specs: Rules) -> bool:
+    """Whether specs are path rules, and no tree of specs; a flat dict reads either way."""
+    flat = isinstance(specs, Mapping) and all(isinstance(spec, (P, str)) for spec in specs.values())
+    return flat or (
+        isinstance(specs, (list, tuple)) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in specs)
+    )
+
+
+def _warn_of_unused(unused: list[str], rules: Rules, axis: str, who: str, tree: PyTree, source: Source | None) -> None:
+    said = dict(rules.items() if isinstance(rules, Mapping) else rules)
+    for pattern in unused:
+        if axis in as_spec(said[pattern]).axes:
+            near = ", ".join(nearest(pattern, tree_paths(tree)))
+            warn_at(
+                source,
+                f"{who}: rule {pattern!r} finds no parameter, so it splits none; the nearest are {near}. If the model "
+                f"need not have it, write sharding_specs.optional({pattern!r})",
+            )
 
 
 def _require_dims(specs: SpecTree, tree: PyTree) -> SpecTree:

@@ -89,7 +89,7 @@ def pipeline(
         )
     title = schedule if isinstance(schedule, str) else getattr(schedule, "name", getattr(schedule, "__name__", "own"))
     name = f"pipeline({axis!r}, {title!r}, {microbatches})"
-    stacks = None if specs is None else Stacks(axis, parameter_specs(specs))
+    stacks = None if specs is None else Stacks(axis, parameter_specs(specs, axis, name))
     plan = PipelinePlan(axis, MICROBATCH, _Maker(schedule, microbatches, chunks, axis), Cut(balance, stacks))
 
     def apply(f: Callable[..., Any]) -> LocalFunction:

@@ -17,6 +17,7 @@ from sharding_specs import (
     bytes_per_rank,
     match_rules,
     memory_table,
+    optional,
     rules,
     shard,
     split,
@@ -68,6 +69,14 @@ def test_strict_rules_list_all_that_fits_nothing() -> None:
     for part in ("no pattern matches a/b", "no pattern matches c", "'*/gone' finds no leaf", "'*/lost' finds no leaf"):
         assert part in text
     assert apply_rules({"*/w": P("data")}, {"w": 0, "b": 0}, default=P("tensor")) == {"w": P("data"), "b": P("tensor")}
+
+
+def test_an_optional_pattern_need_not_find_a_leaf() -> None:
+    """Where it finds one it is a rule as any other; merged into other rules it stays optional."""
+    given = {optional("*/b"): P("data"), "*/c": P("data"), **rules.gpt2()}
+    found = match_rules(given, {"x": {"a": 0, "b": 0}})
+    assert found.specs == {"x": {"a": P(), "b": P("data")}} and found.unused == ["*/c"] and not found.unmatched
+    assert apply_rules({"*/a": P(), optional("*/c"): P()}, {"x": {"a": 0}}, strict=True) == {"x": {"a": P()}}
 
 
 def test_annotations_come_off_together() -> None:
