@@ -13,12 +13,13 @@ import torch
 from sharding_specs import Mesh, P, broadcast_specs, tree_paths
 
 from .assumptions import Assumption, Programs, assumed
+from .by_place import by_place
 from .collectives import guards
 from .collectives.axes import bind
 from .collectives.types import CollectiveTypeError, State, Type
 from .declared import declared_type, say_specs
 from .leftovers import leaving_nothing
-from .local_function import Layout, LocalFunction, PyTree, SpecTree, whole_arguments
+from .local_function import Layout, LocalFunction, PyTree, SpecTree, layout_of
 from .microbatches import local_aval, parts_of
 from .pipelines import PipelineError, PipelineProgram
 from .program import Program, drop_trivial
@@ -73,8 +74,9 @@ def compile(
             which rounds otherwise and takes its time when the program first runs.
 
     Returns:
-        The compiled function. It traces once per signature of its arguments, and mode of its modules (`fp.functional`);
-        what else f closes over counts as it was then. `.program` is the last program used.
+        The compiled function, of the same arguments, by place or name. It traces once per signature of its arguments,
+        and mode of its modules (`fp.functional`); what else f closes over counts as it was then. `.program` is the last
+        program used.
 
     Raises:
         LayoutError: when a bare function has no specs, or a local one is given some.
@@ -162,13 +164,13 @@ class Compiled:
         self._in_specs, self._out_specs = in_specs, out_specs
         self._staged: Programs[Staged] = Programs()
 
-    def __call__(self, *args: PyTree) -> PyTree:
+    def __call__(self, *args: PyTree, **named: PyTree) -> PyTree:
         if recorder() is not None:
             raise LayoutError(
                 f"{current_source() or 'a call'}: {self!r} is called inside a function that is being traced, where "
                 "every rank would run the program of all ranks; call there what it was compiled from"
             )
-        staged, tensors = self._stage(args)
+        staged, tensors = self._stage(self._by_place(args, named))
         result = staged.unflatten(runtime_of(self.mesh, self.f).run_whole(staged.program, tensors))
         return result if self._stacks is None else self._stacks.restack_all(result)
 
@@ -176,9 +178,9 @@ class Compiled:
     def _stacks(self) -> Any:
         return self.f.layout.stacks if isinstance(self.f, LocalFunction) else None
 
-    def lower(self, *args: PyTree) -> Any:
+    def lower(self, *args: PyTree, **named: PyTree) -> Any:
         """The program for these arguments, tensors of any device (meta included); nothing runs."""
-        return self._stage(args)[0].program
+        return self._stage(self._by_place(args, named))[0].program
 
     def explain(self, *args: PyTree, **options: Any) -> Any:
         """Every collective of the program: kind, axis, count, bytes, source line.
@@ -194,6 +196,9 @@ class Compiled:
 
     def __repr__(self) -> str:
         return f"compile({self.f!r}, {self.mesh!r})" if isinstance(self.f, LocalFunction) else f"compile({self.name})"
+
+    def _by_place(self, args: tuple[PyTree, ...], named: dict[str, PyTree]) -> tuple[PyTree, ...]:
+        return by_place(layout_of(self.f).signature, self.name, args, named) if named else args
 
     def _stage(self, args: tuple[PyTree, ...]) -> tuple[Staged, list[torch.Tensor]]:
         if self._stacks is not None:
@@ -263,7 +268,7 @@ def stage(
         carried: the path of the argument that steps hand on: parameters and optimizer state; None for none.
         donate: whether the program may write into that.
     """
-    layout = f.layout if isinstance(f, LocalFunction) else Layout(whole_arguments)
+    layout = layout_of(f)
     wide = layout.mesh(mesh)
     with bind(wide.shape, None):
         specs = layout.arguments(args) if isinstance(f, LocalFunction) else _per_argument(in_specs, args)

@@ -19,6 +19,7 @@ import torch
 from sharding_specs import P, broadcast_specs
 
 from . import _torch
+from .by_place import called_as
 from .collectives import pvary
 from .collectives.axes import current_axes
 from .collectives.types import dual
@@ -53,7 +54,7 @@ def grad_and_value(f: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = 
     """
     call = _gradient_call(f, argnums, has_aux)
     if not isinstance(f, LocalFunction):
-        return call
+        return called_as(f, call)
     return _local(f, call, lambda args: (_gradient_specs(f, args, argnums), f.results), "grad_and_value")
 
 
@@ -72,15 +73,15 @@ def grad(f: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> 
     """
     both = _gradient_call(f, argnums, has_aux)
 
-    def gradients(*args: PyTree) -> Any:
-        grads, value = both(*args)
+    def gradients(*args: PyTree, **named: PyTree) -> Any:
+        grads, value = both(*args, **named)
         return (grads, value[1]) if has_aux else grads
 
     def specs(args: tuple[PyTree, ...]) -> Any:
         own = _gradient_specs(f, args, argnums)  # type: ignore[arg-type]
         return (own, f.results[1]) if has_aux else own  # type: ignore[attr-defined]
 
-    return _local(f, gradients, specs, "grad") if isinstance(f, LocalFunction) else gradients
+    return _local(f, gradients, specs, "grad") if isinstance(f, LocalFunction) else called_as(f, gradients)
 
 
 def hessian(f: Callable[..., Any], argnums: int = 0) -> Callable[..., Any]:
@@ -251,7 +252,7 @@ def _with_mapped(spec: P, leaf: Any, dim: int | None, axis: str | None) -> P:
 def _gradient_call(f: Callable[..., Any], argnums: Argnums, has_aux: bool) -> Callable[..., Any]:
     run = f.run if isinstance(f, LocalFunction) else f  # the gradient carries the layout, and checks it when called
 
-    def call(*args: PyTree) -> Any:
+    def call(*args: PyTree, **named: PyTree) -> Any:
         numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
         leaves, tree = optree.tree_flatten(args)
         owners = [number for number, arg in enumerate(args) for _ in optree.tree_leaves(arg)]
@@ -259,7 +260,7 @@ def _gradient_call(f: Callable[..., Any], argnums: Argnums, has_aux: bool) -> Ca
         found: dict[str, Any] = {}
 
         def flat(chosen: list[int], values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[Any]]:
-            result = run(*_filled(leaves, chosen, values, tree))
+            result = run(*_filled(leaves, chosen, values, tree), **named)
             if has_aux and not (isinstance(result, tuple) and len(result) == 2):
                 raise ValueError(f"has_aux=True: {_name(f)} must return (value, aux), not {type(result).__name__}")
             value, aux = result if has_aux else (result, None)

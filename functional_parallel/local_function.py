@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from inspect import Signature
 from typing import Any
 
 import optree
 
 from sharding_specs import Mesh, MeshError, P, SpecError, tree_paths
 
+from .by_place import by_place, signature_of
 from .collectives.axes import current_axes, hidden_axes, mesh_axis_size
 from .declared import checked_arguments
 
@@ -25,6 +27,7 @@ __all__ = [
     "PyTree",
     "SpecTree",
     "axis_mesh",
+    "layout_of",
     "refuse_unknown_axes",
     "unsharded",
     "whole_arguments",
@@ -50,7 +53,8 @@ class Layout:
     then (ZeRO-1).
     `norm_specs(args)` says in which further parts the squares of gradients are summed, so that every ZeRO stage adds up
     the same numbers in the same order. `summed_as(params)` is a tree that tells parameters apart whose gradients are
-    summed in different types. `loss_scale` holds the rules of a loss scale, for `train_step`; `pipeline` says how the
+    summed in different types. `signature` is that of the user's function, so that arguments may be given by name.
+    `loss_scale` holds the rules of a loss scale, for `train_step`; `pipeline` says how the
     compiled program is cut into stages, and `stacks` which parameters are stacks of layers.
     """
 
@@ -69,6 +73,7 @@ class Layout:
     loss_scale: Any = None
     pipeline: Any = None
     stacks: Any = None
+    signature: Signature | None = None
 
     def mesh(self, mesh: Mesh) -> Mesh:
         """A mesh together with the virtual axes, after a check that it has the others."""
@@ -103,7 +108,8 @@ class LocalFunction:
         self.name = name
         self.results: SpecTree = None
 
-    def __call__(self, *args: PyTree) -> PyTree:
+    def __call__(self, *args: PyTree, **named: PyTree) -> PyTree:
+        args = by_place(self.layout.signature, self.name, args, named)
         return self.run(*checked_arguments(self, self.layout.axes, self.layout.arguments, args))
 
     def run(self, *args: PyTree) -> PyTree:
@@ -152,6 +158,11 @@ def whole_arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
     return tuple(P() for _ in args)
 
 
+def layout_of(f: Callable[..., PyTree]) -> Layout:
+    """A local function's own layout; of a plain one that everything is whole."""
+    return f.layout if isinstance(f, LocalFunction) else Layout(whole_arguments, signature=signature_of(f))
+
+
 def unsharded(f: Callable[..., PyTree]) -> LocalFunction:
     """A plain function as a local one: every rank does all of it."""
 
@@ -159,7 +170,7 @@ def unsharded(f: Callable[..., PyTree]) -> LocalFunction:
         result = f(*args)
         return result, optree.tree_map(lambda _: P(), result)
 
-    return LocalFunction(call, Layout(whole_arguments), getattr(f, "__name__", type(f).__name__))
+    return LocalFunction(call, layout_of(f), getattr(f, "__name__", type(f).__name__))
 
 
 def axis_mesh() -> Mesh:

@@ -15,6 +15,7 @@ from sharding_specs import Mesh, P, broadcast_specs, tree_paths, whole_shape
 from . import _torch, random
 from .assumptions import Programs
 from .asynchronous import is_asynchronous, of_one_update
+from .by_place import by_place
 from .collectives.axes import bind
 from .compile import Staged, runtime_of, stage
 from .derivatives import grad_and_value
@@ -246,12 +247,12 @@ class TrainStep:
 
     # --- stepping ---
 
-    def __call__(self, state: TrainState, *batch: PyTree) -> tuple[TrainState, Metrics]:
+    def __call__(self, state: TrainState, *batch: PyTree, **named: PyTree) -> tuple[TrainState, Metrics]:
         """One step.
 
         Args:
             state: from `init` or the step before; used up, unless the step was built with `donate=False`.
-            batch: what the loss takes after the parameters.
+            batch, named: what the loss takes after the parameters, by place or name.
 
         Returns:
             The new state, and the metrics.
@@ -261,6 +262,7 @@ class TrainStep:
             ValueError: when another step made it, for a state that lies otherwise.
         """
         form, runtime = self._form_of(state), runtime_of(self.mesh, self.f, self.reduction)
+        batch = self._by_place(batch, named)
         if self.own_batch:
             stay_in_step(runtime, f"takes step {state.step} on {looks_of(batch)}")
         staged = self._stage(form, state, batch)
@@ -314,19 +316,23 @@ class TrainStep:
             raise ValueError("train_step has not run yet: take one step, or call train.lower(state, batch), first")
         return self.program.explain(**options)
 
-    def lower(self, state: TrainState | PyTree, *batch: PyTree) -> Any:
+    def lower(self, state: TrainState | PyTree, *batch: PyTree, **named: PyTree) -> Any:
         """The program of a step for these arguments; nothing runs.
 
         Args:
             state: from `init`; or whole parameters, which may be on the meta device: then no state is made.
-            batch: what the loss takes after the parameters.
+            batch, named: what the loss takes after the parameters, by place or name.
         """
+        batch = self._by_place(batch, named)
         if isinstance(state, TrainState):
             return self._stage(self._form_of(state), state, batch).program
         form, leaves = self._place(*self.begun(state))
         return self._staged_for(form, batch, lambda: leaves).program
 
     # --- the program ---
+
+    def _by_place(self, batch: tuple[PyTree, ...], named: dict[str, PyTree]) -> tuple[PyTree, ...]:
+        return by_place(self.f.layout.signature, self.f.name, (None, *batch), named)[1:] if named else batch
 
     def _stage(self, form: Form, state: TrainState, batch: tuple[PyTree, ...]) -> Staged:
         return self._staged_for(form, batch, lambda: self._shown(form, state))

@@ -23,8 +23,8 @@ from ..local_function import (
     PyTree,
     SpecTree,
     axis_mesh,
+    layout_of,
     refuse_unknown_axes,
-    whole_arguments,
 )
 from ..tracing import Aval, Traced, trace
 from ..tracing.record import recorder
@@ -81,7 +81,7 @@ def partition(
         SpecError: when called, if the specs do not fit the arguments.
     """
     name = describe or f"partition({axis!r})"
-    inner = f.layout if isinstance(f, LocalFunction) else Layout(whole_arguments)
+    inner = layout_of(f)
     if axis in inner.axes:
         raise PartitionError(f"{f!r} is local to {axis!r} already; each axis is taken by one transform")
     specs = in_specs if callable(in_specs) else (lambda args: _as_tuple(in_specs, args))

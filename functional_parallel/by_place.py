@@ -1,0 +1,63 @@
+"""Arguments that are given by name, put in their places: layouts tell arguments apart by place alone."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+__all__ = ["by_place", "called_as", "signature_of"]
+
+_PLACED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def signature_of(f: Callable[..., Any]) -> inspect.Signature | None:
+    """What a function says of its arguments; None where it says nothing, as some that are written in C."""
+    try:
+        return inspect.signature(f)
+    except (TypeError, ValueError):
+        return None
+
+
+def called_as(f: Callable[..., Any], made: Callable[..., Any]) -> Callable[..., Any]:
+    """What was made of a function, which takes the same arguments."""
+    made.__signature__ = signature_of(f)  # type: ignore[attr-defined]
+    return made
+
+
+def by_place(
+    signature: inspect.Signature | None, name: str, args: tuple[Any, ...], named: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """All arguments by place; those between that were left out have their defaults.
+
+    >>> by_place(signature_of(lambda params, x, mask=None, scale=1.0: None), "loss", (0, 1), {"scale": 2.0})
+    (0, 1, None, 2.0)
+
+    Args:
+        signature: of the function, if it is known.
+        name: of the function, for messages.
+        args, named: as it was called.
+
+    Raises:
+        TypeError: for a name that it has not, or takes by name alone.
+    """
+    if not named:
+        return args
+    if signature is None:
+        raise TypeError(f"{name} does not say what its arguments are called: give {_listed(named)} by place")
+    try:
+        given = signature.bind(*args, **named).arguments
+    except TypeError as error:
+        raise TypeError(f"{name}{signature}: {error}") from None
+    places = [parameter for parameter in signature.parameters.values() if parameter.kind in _PLACED]
+    if unplaced := named.keys() - {parameter.name for parameter in places}:
+        raise TypeError(
+            f"{name}{signature} has no place for {_listed(sorted(unplaced))}, and specs go by place: let it take "
+            "them by place, or bind what is the same in every call by functools.partial"
+        )
+    last = max(index for index, parameter in enumerate(places) if parameter.name in given)
+    return tuple(given.get(parameter.name, parameter.default) for parameter in places[: last + 1])
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(map(repr, names))
