@@ -279,6 +279,8 @@ class TrainStep:
             runtime.own(x, spec) if o else runtime.entered(x, spec)
             for x, spec, o in zip(tensors, specs, own, strict=True)
         ]
+        if not self.own_batch:
+            runtime.glance_at(tensors)
         held = state.give() if self.donate else state.handles  # nothing is refused from here on
         handles = [handle for handle in held if not isinstance(handle, Constant)]
         results = runtime.run(staged.program, [*handles, *extra])

@@ -1,15 +1,16 @@
-"""A short hash of a tensor's contents, by which ranks compare what each of them holds."""
+"""Short hashes of a tensor's contents, by which ranks compare what each of them holds."""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import zlib
 
 import torch
 
 from .. import _torch
 
-__all__ = ["checksum", "contents"]
+__all__ = ["checksum", "contents", "glance"]
 
 _FEW = 8  # elements that are shown as they are
 
@@ -30,6 +31,20 @@ def checksum(x: torch.Tensor) -> str:
     digest = hashlib.blake2b(f"{tuple(x.shape)} {x.dtype}".encode(), digest_size=8)
     digest.update(raw)
     return digest.hexdigest()
+
+
+def glance(x: torch.Tensor) -> int:
+    """A number from a few of a tensor's values, in microseconds: tensors with different ones are different.
+
+    >>> glance(torch.arange(100)) == glance(torch.arange(100)), glance(torch.arange(100)) == glance(torch.ones(100))
+    (True, False)
+
+    Args:
+        x: a tensor with values, in main memory.
+    """
+    most = {1: 32, 2: 6}.get(x.ndim, 3)  # along each dim
+    few = x.detach()[tuple(slice(None, None, -(-size // most) or 1) for size in x.shape)]
+    return zlib.crc32(repr(few.tolist()).encode())
 
 
 def contents(x: torch.Tensor) -> str:

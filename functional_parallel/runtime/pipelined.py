@@ -91,6 +91,10 @@ class PipelineRuntime:
         """Make sure that every rank was given the same whole tensors, or parts."""
         self.base.check_same(name, paths, tensors, parts)
 
+    def glance_at(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Take note of what the next program runs with."""
+        self.base.glance_at(tensors)
+
     def _where_taken(self, holders: frozenset[int], x: torch.Tensor, spec: P) -> Placed:
         """A whole tensor, on the ranks of the pipeline that take it."""
         aval = Aval(tuple(local_shape(x.shape, spec, self.mesh)), x.dtype, x.device)

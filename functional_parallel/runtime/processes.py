@@ -21,7 +21,7 @@ from ..collectives.parts import Parts
 from ..partition.convert import convert
 from ..partition.placement import WHOLE, Shard
 from ..program import Program
-from ..program.checksum import checksum
+from ..program.checksum import checksum, glance
 from ..program.text import first_difference
 from ..tracing import hollow
 from ..varying import run_typed
@@ -64,6 +64,7 @@ class ProcessRuntime:
         )
         self.rank, self._meeting = self.carrier.rank, Meeting(timedelta(seconds=timeout), self.carrier.doing)
         self.agree, self.exchange = self._meeting.agree, self._meeting.exchange
+        self._values = 0  # what the next program runs with
         self.device = torch.device("cuda", torch.cuda.current_device()) if _uses_nccl() else torch.device("cpu")
 
     def algorithms(self, *axes: str) -> str:
@@ -126,7 +127,8 @@ class ProcessRuntime:
     def begin(self, program: Program) -> None:
         """Say that this rank runs a program from now on, after all have agreed that it is the same."""
         self.agree_on(program)
-        self.carrier.doing.begin(program.cache["doing"])
+        self.carrier.doing.begin(program.cache["doing"], self._values)
+        self._values = 0
 
     def run_plain(self, program: Program, handles: list[torch.Tensor]) -> list[torch.Tensor]:
         """The same where ranks agree, axes are bound, and nothing differentiates: one of many programs of a step."""
@@ -174,6 +176,14 @@ class ProcessRuntime:
             f"{first_difference(texts[self.rank], texts[other])}\n"
             "Every rank must trace the same function with the same shapes: look for code that depends on the rank."
         )
+
+    def glance_at(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Take note of whole tensors that the next program runs with: signals between its ranks compare them.
+
+        It costs microseconds, so that every step can: it looks at a few values of each that lies in main memory.
+        """
+        if self.mesh.size > 1 and not _torch.holds_levels(tensors):
+            self._values = sum(glance(x) for x in tensors if x.device.type == "cpu")
 
     def agree_on_inputs(self, program: Program, tensors: Sequence[torch.Tensor]) -> None:
         paths = [path or f"argument {index}" for index, path in enumerate(program.in_paths)]

@@ -70,6 +70,9 @@ class SimulatedRuntime:
     ) -> None:
         """Nothing to do: in one process everybody is given the same tensors."""
 
+    def glance_at(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Nothing to do, likewise."""
+
     def agree(self, doing: str, otherwise: str, number: int = 0) -> int:
         """Nothing to do: nobody else is there to do something else."""
         return number

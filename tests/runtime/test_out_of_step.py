@@ -10,7 +10,7 @@ import torch
 
 import functional_parallel as fp
 from functional_parallel.runtime import ProcessRuntime, use_runtime
-from sharding_specs import Mesh
+from sharding_specs import Mesh, P
 from tests.processes import run_on_processes
 
 X = torch.arange(16, dtype=torch.float64).reshape(4, 4) % 5
@@ -64,6 +64,36 @@ def on_a_call_that_compares_inputs(rank: int, pipelined: bool) -> tuple[str, str
 def on_a_batch_of_another_shape(rank: int) -> tuple[str, str, float]:
     run = Training(Mesh(data=2), fp.zero(3, "data"))
     return run.outcome(lambda: run.step(X[: 4 - 2 * rank]))
+
+
+PLANS: dict[str, tuple[Mesh, Any]] = {
+    "data": (Mesh(data=2), fp.data_parallel("data")),
+    "zero 1": (Mesh(data=2), fp.zero(1, "data")),
+    "zero 3": (Mesh(data=2), fp.zero(3, "data")),
+    "tensor": (Mesh(tensor=2), fp.tensor_parallel("tensor", {"a": P(None, "tensor"), "b": P("tensor")})),
+    "pipeline": (Mesh(pipe=2), fp.pipeline("pipe", microbatches=2)),
+}
+
+
+def on_another_batch_of_one_shape(rank: int) -> dict[str, list[tuple[str, str, float]]]:
+    """The third step of each is on one batch again, the fourth is not; X[0, 0] is one of the values looked at."""
+    found = {}
+    for name, (mesh, plan) in PLANS.items():
+        run = Training(mesh, plan)
+        batches = [X + 1, X + torch.eye(4, dtype=X.dtype) * rank]
+        found[name] = [run.outcome(lambda run=run, batch=batch: run.step(batch)) for batch in batches]
+    return found
+
+
+def test_another_batch_of_one_shape_on_one_rank() -> None:
+    for rank, found in enumerate(run_on_processes(on_another_batch_of_one_shape, 2)):
+        for name, (same, other) in found.items():
+            assert same[0] == "nothing", same
+            assert other[0] == "OutOfStepError" and other[2] < 10, (name, other)
+            assert other[1].count("the ranks were given different batches: this one runs train_step") == 1, other
+            assert f"rank {1 - rank} of the group, on this host, does with other values. Every process" in other[1], (
+                other
+            )
 
 
 def on_a_pipeline(rank: int) -> tuple[str, str, float]:

@@ -14,7 +14,7 @@ from typing import Protocol
 __all__ = ["READS", "Doing", "OutOfStepError", "is_ahead"]
 
 READS = "reads a value that lies in parts"
-_KIND_BITS = 32
+_COUNT_FROM, _KIND_FROM = 32, 12  # bits of a mark: how many things, above which thing, above with what values
 _MANY = 1_000  # descriptions to remember
 
 
@@ -40,13 +40,18 @@ class Doing:
         self._known = {_kind(READS): READS}
         self._told: weakref.WeakSet[Told] = weakref.WeakSet()
 
-    def begin(self, what: str) -> None:
-        """Say what this rank does from now on, to be read after "rank 0"."""
+    def begin(self, what: str, values: int = 0) -> None:
+        """Say what this rank does from now on.
+
+        Args:
+            what: to be read after "rank 0".
+            values: a number from what it does it with, which all ranks shall have alike.
+        """
         self._count += 1
         kind = _kind(what)
         if kind not in self._known and len(self._known) < _MANY:
             self._known[kind] = what
-        self.mark = self._count << _KIND_BITS | kind
+        self.mark = self._count << _COUNT_FROM | kind << _KIND_FROM | values % (1 << _KIND_FROM)
 
     def tell(self, told: Told) -> None:
         """Let `announce` go there too."""
@@ -63,6 +68,12 @@ class Doing:
         Raises:
             OutOfStepError: always.
         """
+        if other >> _KIND_FROM == self.mark >> _KIND_FROM:
+            raise OutOfStepError(
+                f"the ranks were given different batches: this one {self._name(self.mark)}, and {who} does with other "
+                "values. Every process takes the whole batch: seed loaders alike, and let no rank draw more random "
+                "numbers than another; or use train_step(batch='own') for parts that each rank loads itself"
+            )
         raise OutOfStepError(
             f"the ranks are doing different things: this one {self._name(self.mark)}, {who} {self._name(other)}. Every "
             "process must make the same calls in the same order, and train.params, train.whole and every compiled "
@@ -71,15 +82,15 @@ class Doing:
         )
 
     def _name(self, mark: int) -> str:
-        count, kind = divmod(mark, 1 << _KIND_BITS)
-        return f"{self._known.get(kind, 'does what this one never did')} (its call {count})"
+        count, rest = divmod(mark, 1 << _COUNT_FROM)
+        return f"{self._known.get(rest >> _KIND_FROM, 'does what this one never did')} (its call {count})"
 
 
 def is_ahead(other: int, own: int) -> bool:
     """Whether a rank with one mark has left, or never entered, what another with `own` does."""
-    return other != own and other >> _KIND_BITS >= own >> _KIND_BITS
+    return other != own and other >> _COUNT_FROM >= own >> _COUNT_FROM
 
 
 @functools.lru_cache(_MANY)
 def _kind(what: str) -> int:
-    return zlib.crc32(what.encode())
+    return zlib.crc32(what.encode()) >> _KIND_FROM  # what is left fits between the two others
