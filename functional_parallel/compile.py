@@ -143,6 +143,7 @@ class Compiled:
     """A compiled function: calls run, and it shows what it runs.
 
     Attributes:
+        f: what it was compiled from.
         mesh: the mesh it was compiled for.
         program: the `Program` used last; None before the first call.
     """
@@ -168,7 +169,7 @@ class Compiled:
         if recorder() is not None:
             raise LayoutError(
                 f"{current_source() or 'a call'}: {self!r} is called inside a function that is being traced, where "
-                "every rank would run the program of all ranks; call there what it was compiled from"
+                "every rank would run the program of all ranks; call there what it was compiled from, its `.f`"
             )
         staged, tensors = self._stage(self._by_place(args, named))
         result = staged.unflatten(runtime_of(self.mesh, self.f).run_whole(staged.program, tensors))
