@@ -5,7 +5,9 @@ Each name is here because torch offers no public one; `tests/test_private_torch.
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -80,9 +82,17 @@ def of_thread(name: str, make: Callable[[], T]) -> T:
     """
     key = f"functional_parallel.{name}"
     if not torch._C._is_key_in_tls(key):
-        torch._C._stash_obj_in_tls(key, make())
+        _stash(key, make())
     found: T = torch._C._get_obj_in_tls(key)
     return found
+
+
+def _stash(key: str, value: object) -> None:
+    """Have torch keep an object for this thread. Before 2.12 it lets go of one that it never took hold of."""
+    before = sys.getrefcount(value)
+    torch._C._stash_obj_in_tls(key, value)
+    if sys.getrefcount(value) == before:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
 @contextmanager

@@ -374,6 +374,15 @@ def test_a_thread_has_objects_of_its_own_and_a_backward_its_callers() -> None:
     assert found[0] is not own and found[1] is own
 
 
+def test_what_a_thread_has_lives_on_when_nobody_else_holds_it() -> None:
+    class Held:
+        pass
+
+    held = weakref.ref(_torch.of_thread("held", Held))
+    gc.collect()
+    assert held() is not None and held() is _torch.of_thread("held", Held)
+
+
 def test_fake_modes_forget_the_shapes_of_a_trace() -> None:
 
     def add(size: int) -> None:
