@@ -54,7 +54,7 @@ def cut_of(traced: Traced, roles: Roles, cut: Cut, stages: int, mesh: Mesh) -> d
     forward = _staged_forward(traced, roles)
     marks = 1 + max((source.stage for node in roles.of if (source := source_of(node)) is not None), default=0)
     if marks > 1:
-        return _by_marks(forward, marks, stages)
+        return _by_marks(forward, roles, marks, stages)
     if cut.stacks is not None and cut.stacks.paths:
         return _by_layers(traced, roles, forward, cut.stacks.paths, stages)
     if stages == 1:
@@ -71,7 +71,7 @@ def _staged_forward(traced: Traced, roles: Roles) -> list[fx.Node]:
 # -----------------------------------------------------------------------------
 
 
-def _by_marks(forward: list[fx.Node], marks: int, stages: int) -> dict[fx.Node, int]:
+def _by_marks(forward: list[fx.Node], roles: Roles, marks: int, stages: int) -> dict[fx.Node, int]:
     if marks != stages:
         raise PipelineError(
             f"the model's {marks - 1} fp.stage_boundary() make {marks} stages, but the schedule has {stages}: mark "
@@ -82,7 +82,8 @@ def _by_marks(forward: list[fx.Node], marks: int, stages: int) -> dict[fx.Node, 
         source = source_of(node)
         last = last if source is None else source.stage
         found[node] = last
-    empty = sorted(set(range(stages)) - set(found.values()))
+    backward = {source.stage for node in roles.backward if (source := source_of(node)) is not None}
+    empty = sorted(set(range(stages)) - set(found.values()) - backward)  # of a linear end only the backward is left
     if empty:
         raise PipelineError(
             f"stage {empty[0]} of {stages} uses no parameter and makes no value that a later stage needs: two "

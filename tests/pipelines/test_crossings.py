@@ -179,3 +179,29 @@ def test_gradients_that_are_the_same_for_every_microbatch(schedule: str, bend: A
     fp.testing.assert_equivalent(loss, plan, mesh, params(), x, exact=True)
     assert_equal(trained(mesh, plan, None), trained(Mesh(), None, None))
     assert_close(trained(mesh, plan, 1.0), trained(Mesh(), None, 1.0))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-v", "dualpipe"])
+def test_of_a_linear_end_only_the_backward_is_left(schedule: str) -> None:
+    """A gradient without the value computes no sum, no last product: a stage that was marked has no forward then."""
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        for weight in p[:-1]:
+            x = fp.stage_boundary(torch.tanh(x @ weight))
+        return (x @ p[-1]).sum()
+
+    stages = 4 if schedule == "zb-v" else 2
+    params, x = [normal(3, 3) for _ in range(stages)], normal(8, 3)
+    step = fp.compile(fp.grad(fp.pipeline("pipe", schedule=schedule, microbatches=4)(loss)), Mesh(pipe=2))
+    assert_close(step(params, x), fp.grad(loss)(params, x))
+
+
+def test_a_linear_end_of_two_stages() -> None:
+    def loss(p: Any, x: Tensor) -> Tensor:
+        h = fp.stage_boundary(torch.tanh(x @ p["first"]))
+        h = fp.stage_boundary(3 * h)
+        return (h + p["last"]).sum()
+
+    params, x = {"first": normal(3, 3), "last": normal(3)}, normal(8, 3)
+    step = fp.compile(fp.grad(fp.pipeline("pipe", microbatches=4)(loss)), Mesh(pipe=3))
+    assert_close(step(params, x), fp.grad(loss)(params, x))
