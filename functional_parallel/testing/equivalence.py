@@ -29,7 +29,7 @@ def assert_equivalent(
     >>> from sharding_specs import Mesh
     >>> step = fp.testing.assert_equivalent(
     ...     lambda w, x: (x @ w).relu().sum(), fp.data_parallel("data"), Mesh(data=2), torch.ones(3), torch.ones(4, 3),
-    exact=True)
+    ...     exact=True)
     >>> step.program.counts()
     {('psum', ('data',)): 2}
 
