@@ -44,6 +44,9 @@ def key(seed: int) -> torch.Tensor:
     >>> import functional_parallel as fp
     >>> fp.random.key(3).shape
     torch.Size([])
+
+    Args:
+        seed: any integer of 64 bits.
     """
     return _mix(torch.tensor(seed, dtype=torch.int64) + _GOLDEN)
 
@@ -54,6 +57,10 @@ def fold_in(key: torch.Tensor, number: int | torch.Tensor) -> torch.Tensor:
     >>> import functional_parallel as fp
     >>> bool(fp.random.fold_in(fp.random.key(0), 1) == fp.random.fold_in(fp.random.key(0), 2))
     False
+
+    Args:
+        key: an int64 scalar.
+        number: which key of those that this one makes; it may be a tensor, as `axis_index` is.
     """
     number = torch.as_tensor(number, dtype=torch.int64, device=key.device)
     return _mix(key * _GOLDEN + _mix(number + _GOLDEN))  # not symmetric: step 1 of seed 0 is not step 0 of seed 1
@@ -81,6 +88,9 @@ def normal(key: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     >>> x = fp.random.normal(fp.random.key(0), torch.empty(10_000))
     >>> bool(x.mean().abs() < 0.05 and (x.std() - 1).abs() < 0.05)
     True
+
+    Args:
+        key, like: as for `uniform`.
     """
     radius = torch.sqrt(-2 * torch.log1p(-uniform(fold_in(key, 1), like)))
     return radius * torch.cos(2 * math.pi * uniform(fold_in(key, 2), like))
@@ -144,6 +154,9 @@ def using(key: torch.Tensor) -> Iterator[None]:
     ...     a, b = (fp.random.dropout(torch.ones(8)) for _ in range(2))
     >>> bool((a == b).all())
     False
+
+    Args:
+        key: an int64 scalar, from `key` or `fold_in`.
     """
     keys = _ambient()
     keys.append(_Ambient(key))

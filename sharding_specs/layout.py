@@ -22,6 +22,11 @@ def local_shape(shape: Sequence[int], spec: P, mesh: Mesh) -> tuple[int, ...]:
     >>> local_shape((8, 6), P(("data", "tensor"), None), Mesh(data=2, tensor=2))
     (2, 6)
 
+    Args:
+        shape: the whole shape.
+        spec: how the tensor lies.
+        mesh: the mesh.
+
     Raises:
         SpecError: when a dim does not divide, the spec has more dims, or the mesh has no such axis.
     """
@@ -37,6 +42,11 @@ def whole_shape(local: Sequence[int], spec: P, mesh: Mesh) -> tuple[int, ...]:
 
     >>> whole_shape((3, 2), P("data", padded={0: 5}), Mesh(data=2))
     (5, 2)
+
+    Args:
+        local: the shape of a rank's part.
+        spec: how the tensor lies.
+        mesh: the mesh.
     """
     sizes = list(local)
     for axis, dim, _ in spec.placements(mesh):
@@ -172,7 +182,19 @@ def reshard(
 
 
 def shard_leaf(x: torch.Tensor, spec: P, mesh: Mesh, rank: int, *, pad: bool = False) -> torch.Tensor:
-    """One rank's part of a whole tensor. Partial sums: the first rank of a group holds it all, the others zeros."""
+    """One rank's part of a whole tensor. Partial sums: the first rank of a group holds it all, the others zeros.
+
+    >>> shard_leaf(torch.arange(4), P("data"), Mesh(data=2), rank=1)
+    tensor([2, 3])
+
+    Args:
+        x: the whole tensor.
+        spec: how it shall lie.
+        mesh, rank, pad: as for `shard`.
+
+    Raises:
+        SpecError: when the tensor does not fit the spec.
+    """
     _check(x.shape, spec, mesh, pad=pad)
     if pad or spec.padded:
         x = _padded(x, padded_shape(x.shape, spec, mesh))
@@ -190,7 +212,16 @@ def shard_leaf(x: torch.Tensor, spec: P, mesh: Mesh, rank: int, *, pad: bool = F
 
 
 def unshard_leaf(parts: Sequence[torch.Tensor], spec: P, mesh: Mesh) -> torch.Tensor:
-    """The whole tensor from every rank's part; partial sums are summed in rank order."""
+    """The whole tensor from every rank's part; partial sums are summed in rank order.
+
+    >>> unshard_leaf([torch.tensor([0, 1]), torch.tensor([2, 3])], P(unreduced={"data"}), Mesh(data=2))
+    tensor([2, 4])
+
+    Args:
+        parts: one tensor per rank, in rank order.
+        spec: how they lie.
+        mesh: the mesh.
+    """
     values = dict(enumerate(parts))
     for axis in sorted(spec.unreduced):
         for group in mesh.groups(axis):

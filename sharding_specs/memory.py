@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import optree
@@ -39,10 +40,7 @@ def memory_table(tree: Any, specs: Any, mesh: Mesh) -> list[MemoryRow]:
     rows = []
     for path, leaf, spec in zip(tree_paths(tree), optree.tree_leaves(tree), full, strict=True):
         shape = local_shape(leaf.shape, spec.fitted(leaf.shape, mesh), mesh)
-        count = 1
-        for size in shape:
-            count *= size
-        rows.append(MemoryRow(path, tuple(leaf.shape), spec, count * leaf.dtype.itemsize))
+        rows.append(MemoryRow(path, tuple(leaf.shape), spec, math.prod(shape) * leaf.dtype.itemsize))
     return rows
 
 
@@ -53,5 +51,8 @@ def bytes_per_rank(tree: Any, specs: Any, mesh: Mesh) -> int:
     >>> from sharding_specs import P
     >>> bytes_per_rank([torch.empty(8, 4)], P("data"), Mesh(data=4))
     32
+
+    Args:
+        tree, specs, mesh: as for `memory_table`.
     """
     return sum(row.bytes for row in memory_table(tree, specs, mesh))

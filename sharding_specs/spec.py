@@ -221,6 +221,12 @@ def as_spec(spec: P | str | None) -> P:
 
     >>> as_spec("vocab/tensor embed"), as_spec(None)
     (P('tensor'), P())
+
+    Args:
+        spec: what stands for a spec.
+
+    Raises:
+        SpecError: for anything else, or a string form that does not read.
     """
     if isinstance(spec, P):
         return spec

@@ -30,6 +30,9 @@ def tree_paths(tree: Any) -> list[str]:
 
     >>> tree_paths({"b": [1, 2], "a": 3})
     ['a', 'b/0', 'b/1']
+
+    Args:
+        tree: any optree pytree.
     """
     return [path_text(path) for path in optree.tree_paths(tree)]
 

@@ -208,17 +208,20 @@ def hidden_axes() -> tuple[str, ...]:
     return tuple(name for name, binding in _environment.get().items() if binding.hidden)
 
 
-def axis_size(axes: Axes) -> int:
+def axis_size(axis: Axes) -> int:
     """The number of ranks along an axis, or the product over several; a Python number, without communication.
 
     >>> with bind({"data": 4, "tensor": 2}, None):
     ...     axis_size("data"), axis_size(("data", "tensor"))
     (4, 8)
 
+    Args:
+        axis: mesh axis or axes.
+
     Raises:
         UnboundAxisError: when an axis is not bound here, or is hidden.
     """
-    return prod(_visible("axis_size", name).size for name in normalize_axes(axes))
+    return prod(_visible("axis_size", name).size for name in normalize_axes(axis))
 
 
 def axis_parts(name: str) -> Parts:

@@ -13,12 +13,17 @@ class Line:
 
     >>> print(Line(5e-6, 1 / 50e9))
     5 µs + n / 50.0 GB/s
+
+    Attributes:
+        alpha: seconds of a message of no bytes.
+        beta: seconds of a byte.
     """
 
     alpha: float
     beta: float
 
     def seconds(self, size: float) -> float:
+        """How long a message of so many bytes takes."""
         return self.alpha + self.beta * size
 
     def __str__(self) -> str:

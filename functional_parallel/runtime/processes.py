@@ -158,6 +158,7 @@ class ProcessRuntime:
     # --- agreement ---
 
     def agree_on(self, program: Program) -> None:
+        """Make sure, before its first run, that all ranks have the same program."""
         if "doing" in program.cache:
             return
         mine = program.fingerprint()
@@ -186,6 +187,7 @@ class ProcessRuntime:
             self._values = sum(glance(x) for x in tensors if x.device.type == "cpu")
 
     def agree_on_inputs(self, program: Program, tensors: Sequence[torch.Tensor]) -> None:
+        """Make sure that every rank runs a program on the same whole tensors."""
         paths = [path or f"argument {index}" for index, path in enumerate(program.in_paths)]
         self.check_same(program.name, paths, tensors)
 

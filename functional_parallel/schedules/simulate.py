@@ -34,7 +34,7 @@ class Costs:
             share of the shorter: 0 saves nothing, 1 hides the shorter.
         activation: what a forward's activations take until they are released.
         kept_by_weight_gradient: the share of them that an I leaves for its W.
-        jitter: the largest relative change of a time, drawn per action with `seed`.
+        jitter, seed: the largest relative change of a time, and what the changes are drawn from, one per action.
 
     Raises:
         ScheduleError: for a negative time or size, a bandwidth of 0, or a share that is not from 0 to 1.
