@@ -16,13 +16,12 @@ from torch import fx
 
 from . import _torch
 from .collectives import emit
+from .collectives.ops import primitive_of
 from .source import current_source
 from .tracing.errors import CustomFunctionError
-from .tracing.stand_ins import differentiable, stand_in
+from .tracing.stand_ins import stand_in
 
-__all__ = ["casts_are_explicit", "differentiable", "emit_node", "explicit_casts", "grad_mode_of"]
-
-ops = torch.ops.fp
+__all__ = ["casts_are_explicit", "emit_node", "explicit_casts", "grad_mode_of"]
 
 
 def emit_node(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -30,11 +29,12 @@ def emit_node(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     function = stand_in(target)
     if function is not None:
         return function(*args, **kwargs)
-    if isinstance(target, torch._ops.OpOverload) and target.namespace == "fp":
-        if target is ops.axis_index.default:
-            return target(*args)
+    primitive = primitive_of(target)
+    if primitive == "axis_index":
+        return target(*args)
+    if primitive is not None:
         x, axes, *params = args
-        return emit(target._schema.name.split("::")[1], x, axes, *params)
+        return emit(primitive, x, axes, *params)
     if isinstance(target, torch._ops.OpOverload) and not _torch.has_derivative(target):
         _refuse_derivative(target, args, kwargs)
     return _torch.under_transforms(target)(*args, **kwargs)

@@ -23,8 +23,8 @@ from . import _torch
 from . import collectives as fp
 from .collectives.axes import axis_size
 from .collectives.parts import Parts
-from .emit import differentiable
 from .tracing.intercept import intercept, intercept_op
+from .tracing.stand_ins import differentiable
 
 __all__ = ["RandomKeyError", "dropout", "fold_in", "key", "next_key", "normal", "uniform", "using"]
 

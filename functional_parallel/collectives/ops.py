@@ -20,12 +20,18 @@ from .axes import axis_size, carrier_for
 from .carrier import Carrier
 from .vmap import Lane
 
-__all__ = ["NAMES"]
+__all__ = ["primitive_of"]
 
 _library = torch.library.Library("fp", "DEF")
+_names: dict[Any, str] = {}
 
 
-def _define(schema: str, kernel: Callable[..., Tensor], fake: Callable[..., Tensor]) -> str:
+def primitive_of(op: Any) -> str | None:
+    """The name of the primitive that a library op is, `"psum"` for `torch.ops.fp.psum.default`; None for others."""
+    return _names.get(op)
+
+
+def _define(schema: str, kernel: Callable[..., Tensor], fake: Callable[..., Tensor]) -> None:
     name = schema.split("(")[0]
     _library.define(schema)
     _library.impl(name, kernel, "CompositeExplicitAutograd")
@@ -33,7 +39,7 @@ def _define(schema: str, kernel: Callable[..., Tensor], fake: Callable[..., Tens
     if name != "axis_index":
         _library.impl(name, _underivable(name), "Autograd", with_keyset=True)
         _library.impl(name, _unbatchable(name), "FuncTorchBatched")
-    return name
+    _names[getattr(torch.ops.fp, name).default] = name
 
 
 def _underivable(name: str) -> Callable[..., Tensor]:
@@ -138,22 +144,18 @@ def _fake_axis_index(axes: Sequence[str]) -> Tensor:
     return torch.empty((), dtype=torch.int64)
 
 
-NAMES = (
-    _define("psum(Tensor x, str[] axes, str src) -> Tensor", _carried("psum"), _same_shape),
-    _define(
-        "psum_scatter(Tensor x, str[] axes, int dim, str src) -> Tensor", _carried("psum_scatter"), _fake_psum_scatter
-    ),
-    _define("all_gather(Tensor x, str[] axes, int dim, str dst) -> Tensor", _carried("all_gather"), _fake_all_gather),
-    _define("pscatter(Tensor x, str[] axes, int dim) -> Tensor", _pscatter, _fake_pscatter),
-    _define(
-        "all_to_all(Tensor x, str[] axes, int split_dim, int concat_dim) -> Tensor",
-        _carried("all_to_all"),
-        _fake_all_to_all,
-    ),
-    _define("ppermute(Tensor x, str[] axes, int[] pairs) -> Tensor", _carried("ppermute"), _same_shape),
-    _define("pmax(Tensor x, str[] axes) -> Tensor", _carried("pmax"), _same_shape),
-    _define("pmin(Tensor x, str[] axes) -> Tensor", _carried("pmin"), _same_shape),
-    _define("pbroadcast(Tensor x, str[] axes, int source) -> Tensor", _carried("pbroadcast"), _same_shape),
-    _define("pcast(Tensor x, str[] axes, str src, str dst) -> Tensor", _pcast, _same_shape),
-    _define("axis_index(str[] axes) -> Tensor", _axis_index, _fake_axis_index),
+_define("psum(Tensor x, str[] axes, str src) -> Tensor", _carried("psum"), _same_shape)
+_define("psum_scatter(Tensor x, str[] axes, int dim, str src) -> Tensor", _carried("psum_scatter"), _fake_psum_scatter)
+_define("all_gather(Tensor x, str[] axes, int dim, str dst) -> Tensor", _carried("all_gather"), _fake_all_gather)
+_define("pscatter(Tensor x, str[] axes, int dim) -> Tensor", _pscatter, _fake_pscatter)
+_define(
+    "all_to_all(Tensor x, str[] axes, int split_dim, int concat_dim) -> Tensor",
+    _carried("all_to_all"),
+    _fake_all_to_all,
 )
+_define("ppermute(Tensor x, str[] axes, int[] pairs) -> Tensor", _carried("ppermute"), _same_shape)
+_define("pmax(Tensor x, str[] axes) -> Tensor", _carried("pmax"), _same_shape)
+_define("pmin(Tensor x, str[] axes) -> Tensor", _carried("pmin"), _same_shape)
+_define("pbroadcast(Tensor x, str[] axes, int source) -> Tensor", _carried("pbroadcast"), _same_shape)
+_define("pcast(Tensor x, str[] axes, str src, str dst) -> Tensor", _pcast, _same_shape)
+_define("axis_index(str[] axes) -> Tensor", _axis_index, _fake_axis_index)

@@ -18,11 +18,10 @@ from torch import fx
 from sharding_specs import P
 
 from ..collectives.parts import Parts
-from ..program.collectives import primitive_name
 from ..program.sharing import aliases_of, root_of
 from ..program.unroll import combined_by, microbatch_dim, resized, shortened
 from ..tracing import Aval, Traced
-from ..tracing.graph import in_order, operands_of
+from ..tracing.graph import in_order, operands_of, primitive_name
 from .extract import Extractor, Part
 from .roles import Role, Roles, is_view
 

@@ -13,11 +13,10 @@ from sharding_specs import P
 
 from ..collectives.parts import Parts
 from ..program import Program
-from ..program.collectives import primitive_name
 from ..program.rounds import names_axis
 from ..program.unroll import combined_by, microbatch_dim, resized
 from ..tracing import Traced
-from ..tracing.graph import in_order, operands_of
+from ..tracing.graph import in_order, operands_of, primitive_name
 from .extract import Extractor
 from .roles import Roles
 

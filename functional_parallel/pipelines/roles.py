@@ -25,11 +25,10 @@ from torch import fx
 from sharding_specs import P
 
 from ..partition.rules import lookup
-from ..program.collectives import primitive_name
 from ..program.rounds import Rounds, names_axis
 from ..program.sharing import viewed
 from ..tracing import Traced
-from ..tracing.graph import operands_of, source_of
+from ..tracing.graph import operands_of, primitive_name, source_of
 
 __all__ = ["PipelineError", "Role", "Roles", "is_view"]
 

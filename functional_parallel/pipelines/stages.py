@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from ..program import Program
-from ..program.collectives import primitive_name
 from ..program.unroll import combined_by
 from ..tracing import Aval
-from ..tracing.graph import operands_of
+from ..tracing.graph import operands_of, primitive_name
 from .extract import Extractor, Part
 from .roles import PipelineError, Role, Roles, is_view
 

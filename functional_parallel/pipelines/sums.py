@@ -8,10 +8,9 @@ import torch
 from torch import fx
 
 from ..program import Program
-from ..program.collectives import primitive_name
 from ..program.passes import add_products_in_place
 from ..program.sharing import shares_memory
-from ..tracing.graph import operands_of
+from ..tracing.graph import operands_of, primitive_name
 from .stages import Work
 
 __all__ = ["add_in_place"]

@@ -19,27 +19,24 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from sharding_specs import Mesh
 
 from ..source import Source
 from ..tracing import Aval, Traced
+from ..tracing.graph import primitive_name
 
 __all__ = [
     "COMMUNICATING",
-    "PRIMITIVES",
     "Collective",
     "bytes_of",
     "collective_of",
     "collectives_of",
     "counts_of",
-    "primitive_name",
 ]
 
 COMMUNICATING = ("psum", "psum_scatter", "all_gather", "all_to_all", "ppermute", "pmax", "pmin", "pbroadcast")
-PRIMITIVES = (*COMMUNICATING, "pscatter", "pcast", "axis_index")
 
 
 @dataclass(frozen=True)
@@ -58,15 +55,6 @@ class Collective:
     @property
     def phase(self) -> str:
         return "backward" if self.backward else "forward"
-
-
-def primitive_name(node: fx.Node) -> str | None:
-    """`"psum"` for a node that calls `torch.ops.fp.psum`; None for an op that is no primitive."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "fp":
-        return None
-    name = target._schema.name.split("::")[1]
-    return name if name in PRIMITIVES else None
 
 
 def collectives_of(traced: Traced, mesh: Mesh, *, casts: bool = False) -> Iterator[Collective]:

@@ -20,8 +20,7 @@ import torch
 from torch import fx
 
 from ..tracing import Traced
-from ..tracing.graph import operands_of
-from .collectives import primitive_name
+from ..tracing.graph import operands_of, primitive_name
 from .explain import readable_bytes
 from .sharing import viewed, written_by
 

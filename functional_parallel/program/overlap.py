@@ -17,8 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import fx
 
 from ..tracing import Traced
-from ..tracing.graph import in_order, operands_of
-from .collectives import primitive_name
+from ..tracing.graph import in_order, operands_of, primitive_name
 from .packing import PACK, UNPACK
 from .sharing import shares_memory, written_by
 

@@ -19,8 +19,8 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..tracing import Aval, Traced
-from ..tracing.graph import operands_of
-from .collectives import Collective, collective_of, primitive_name
+from ..tracing.graph import operands_of, primitive_name
+from .collectives import Collective, collective_of
 from .explain import columns, readable_bytes
 from .hardware import Hardware
 from .overlap import STARTED, overlapped

@@ -12,8 +12,7 @@ from torch import fx
 from sharding_specs import P
 
 from ..tracing import Traced
-from ..tracing.graph import operands_of
-from .collectives import primitive_name
+from ..tracing.graph import operands_of, primitive_name
 
 __all__ = ["Rounds", "UnrollError", "names_axis"]
 

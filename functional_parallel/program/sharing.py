@@ -11,8 +11,7 @@ import torch
 from torch import fx
 
 from ..tracing import Traced
-from ..tracing.graph import operands_of
-from .collectives import primitive_name
+from ..tracing.graph import operands_of, primitive_name
 from .packing import PACK, UNPACK_INTO
 
 __all__ = [

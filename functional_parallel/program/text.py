@@ -12,9 +12,8 @@ from sharding_specs import Mesh
 
 from ..collectives.types import Type
 from ..tracing import Aval, Traced
-from ..tracing.graph import walk_args
+from ..tracing.graph import primitive_name, walk_args
 from .checksum import contents
-from .collectives import primitive_name
 
 __all__ = ["canonical_lines", "first_difference", "program_text"]
 

@@ -10,7 +10,7 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..tracing import Traced
-from .collectives import primitive_name
+from ..tracing.graph import primitive_name
 
 __all__ = ["drop_trivial"]
 

@@ -21,8 +21,7 @@ from sharding_specs import P
 from ..collectives.parts import Parts
 from ..collectives.types import Type
 from ..tracing import Aval, Traced
-from ..tracing.graph import operands_of
-from .collectives import primitive_name
+from ..tracing.graph import operands_of, primitive_name
 from .rounds import CASTS, Rounds, UnrollError, names_axis
 
 __all__ = ["UnrollError", "combined_by", "microbatch_dim", "resized", "shortened", "unroll"]

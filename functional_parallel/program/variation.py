@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from torch import fx
 
 from ..tracing import Traced
-from ..tracing.graph import operands_of
-from .collectives import primitive_name
+from ..tracing.graph import operands_of, primitive_name
 
 __all__ = ["Axes", "axes_of_nodes", "varied_axes"]
 

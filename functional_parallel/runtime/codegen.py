@@ -16,9 +16,8 @@ from torch import fx
 
 from .. import _torch
 from ..products import by_transposes, faster_kernel
-from ..program.collectives import primitive_name
 from ..tracing import Traced
-from ..tracing.graph import operands_of
+from ..tracing.graph import operands_of, primitive_name
 from ..tracing.stand_ins import stand_in
 from .kernels import called_by
 

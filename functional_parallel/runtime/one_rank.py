@@ -13,10 +13,10 @@ import torch
 from torch import fx
 
 from ..program import Program
-from ..program.collectives import primitive_name
 from ..program.overlap import STARTED, one_scatter_at_a_time, overlapped
 from ..program.packing import PACK, UNPACK, UNPACK_INTO
 from ..program.sharing import is_only_use_of_own_memory, may_stay_in_place, readers_before_writes
+from ..tracing.graph import primitive_name
 from .algorithms import Layout, Packed
 from .codegen import Writer
 from .pending import CollectiveError, Pending

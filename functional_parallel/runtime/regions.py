@@ -24,12 +24,11 @@ from sharding_specs import Mesh
 from .. import _torch
 from ..products import ONEDNN_MM, faster_kernel
 from ..program import Program
-from ..program.collectives import primitive_name
 from ..program.overlap import STARTED, overlapped
 from ..program.packing import UNPACK, unpacked
 from ..program.sharing import readers_before_writes, root_of, written_by
 from ..tracing import Traced
-from ..tracing.graph import in_order, named_arguments, operands_of, source_of, walk_args
+from ..tracing.graph import in_order, named_arguments, operands_of, primitive_name, source_of, walk_args
 from .inductor import Region, region_of
 from .repeats import cuts_between_repeats
 

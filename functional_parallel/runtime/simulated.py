@@ -19,9 +19,8 @@ from sharding_specs import Mesh, P, shard_leaf, unshard_leaf, whole_shape
 from .. import _torch
 from ..collectives import group
 from ..program import Program
-from ..program.collectives import primitive_name
 from ..program.sharing import written_by
-from ..tracing.graph import hollow, operands_of
+from ..tracing.graph import hollow, operands_of, primitive_name
 from .classes import Classes, Jobs
 from .codegen import Writer
 from .regions import with_regions

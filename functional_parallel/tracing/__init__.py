@@ -2,7 +2,7 @@
 
 from . import without_values
 from .errors import CustomFunctionError, MutationError, TracingError
-from .graph import Aval, Traced, aval_of, hollow, is_collective, source_of
+from .graph import Aval, Traced, aval_of, hollow, source_of
 from .layers import fold_layers
 from .record import trace
 from .simplify import forget_values, simplify
@@ -19,7 +19,6 @@ __all__ = [
     "forget_values",
     "fuse_views",
     "hollow",
-    "is_collective",
     "simplify",
     "source_of",
     "trace",

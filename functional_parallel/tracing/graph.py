@@ -16,20 +16,24 @@ import torch
 from torch import fx
 
 from .. import _torch
+from ..collectives.ops import primitive_of
 from ..source import Source
 
 __all__ = [
     "Aval",
     "Traced",
+    "argument",
     "aval_of",
     "forget_rewrites",
     "hollow",
     "in_order",
-    "is_collective",
     "named_arguments",
     "operands_of",
+    "primitive_name",
     "source_of",
+    "tensor_operands",
     "walk_args",
+    "without_memory",
 ]
 
 K = TypeVar("K", bound=Hashable)
@@ -73,6 +77,11 @@ def aval_of(value: torch.Tensor) -> Aval:
 
 
 _aval = lru_cache(maxsize=4096)(Aval)
+
+
+def without_memory(leaf: Any) -> Any:
+    """A tensor of the same shape and dtype on the meta device; what is no tensor is itself."""
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, torch.Tensor) else leaf
 
 
 def hollow(like: Any, shape: Sequence[int] | None = None) -> Any:
@@ -164,20 +173,25 @@ def forget_rewrites(graph: fx.Graph) -> None:
     _torch.forget_names(graph)
 
 
-def is_collective(node: fx.Node) -> bool:
-    """Whether the node is one of the library's typed primitives, casts included."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "fp"
+def primitive_name(node: fx.Node) -> str | None:
+    """`"psum"` for a node that calls `torch.ops.fp.psum`; None for an op that is no primitive."""
+    return primitive_of(node.target)
 
 
 def source_of(node: fx.Node) -> Source | None:
     return node.meta.get("source")
 
 
+def tensor_operands(node: fx.Node) -> list[fx.Node]:
+    """The node's operands in order of appearance, each occurrence counted."""
+    found: list[fx.Node] = []
+    walk_args((node.args, node.kwargs), lambda value: found.append(value) if isinstance(value, fx.Node) else None)
+    return found
+
+
 def operands_of(node: fx.Node) -> list[fx.Node]:
     """The values an op takes, each once."""
-    found: dict[fx.Node, None] = {}
-    walk_args((node.args, node.kwargs), lambda a: found.setdefault(a) if isinstance(a, fx.Node) else None)
-    return list(found)
+    return list(dict.fromkeys(tensor_operands(node)))
 
 
 def in_order(wanted: K, needed: Callable[[K], Iterable[K]], done: Container[K]) -> Iterator[K]:
@@ -211,6 +225,24 @@ def in_order(wanted: K, needed: Callable[[K], Iterable[K]], done: Container[K]) 
 def named_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """What an op is called on, by the names in its schema; without those that it was not given."""
     return {**dict(zip((each.name for each in op._schema.arguments), args, strict=False)), **kwargs}
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """What an op takes under a name of its schema: as it was given, else the default; None where there is no such name.
+
+    >>> x = fx.Graph().placeholder("x")
+    >>> unbind = x.graph.call_function(torch.ops.aten.unbind.int, (x,))
+    >>> argument(unbind, "dim"), argument(unbind, "keepdim")
+    (0, None)
+    """
+    position, default = _parameters(node.target).get(name, (len(node.args), None))
+    return node.args[position] if position < len(node.args) else node.kwargs.get(name, default)
+
+
+@lru_cache(maxsize=4096)
+def _parameters(op: Any) -> dict[str, tuple[int, Any]]:
+    """Where an op takes its arguments, and what stands for them if it is not given any."""
+    return {each.name: (index, each.default_value) for index, each in enumerate(op._schema.arguments)}
 
 
 def walk_args(args: Any, visit: Callable[[Any], Any]) -> Any:

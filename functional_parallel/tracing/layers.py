@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .graph import Aval, Traced
+from .graph import Aval, Traced, primitive_name
 
 __all__ = ["fold_layers"]
 
@@ -83,9 +83,7 @@ class _Fold:
             return True
         if target in (aten.slice.Tensor, aten.constant_pad_nd.default):
             return _dims_of(node) > 0
-        if not isinstance(target, torch._ops.OpOverload) or target.namespace != "fp":
-            return False
-        name = target._schema.name.split("::")[1]
+        name = primitive_name(node)
         return name in ("pcast", "psum") or (name in ("all_gather", "psum_scatter", "pscatter") and node.args[2] > 0)
 
     def _sum(self, stacked: fx.Node, parts: list[Any]) -> Any:
@@ -140,10 +138,9 @@ def _dims_of(node: fx.Node) -> int:
 
 def _without_first_dim(node: fx.Node) -> tuple[Any, ...]:
     """The op's other arguments, where the first dim is gone."""
-    name = node.target._schema.name.split("::")[1]
     rest = list(node.args[1:])
     if node.target is aten.slice.Tensor:
         rest[0] -= 1
-    elif name in ("all_gather", "psum_scatter", "pscatter"):
+    elif primitive_name(node) in ("all_gather", "psum_scatter", "pscatter"):
         rest[1] -= 1
     return tuple(rest)

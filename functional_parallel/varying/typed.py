@@ -11,10 +11,9 @@ from torch import fx
 from ..collectives import emit
 from ..collectives.types import State
 from ..emit import emit_node, explicit_casts, grad_mode_of
-from ..partition.rules.broadcast import tensor_operands
 from ..source import inherit
 from ..tracing import Traced, source_of
-from ..tracing.graph import walk_args
+from ..tracing.graph import tensor_operands, walk_args
 from ..trained import is_trained
 from .typing import casts_of, type_of
 

@@ -18,17 +18,12 @@ from ..collectives.types import CollectiveTypeError, State, Type, dual, result_t
 from ..emit import casts_are_explicit
 from ..partition.notation import parse_rule
 from ..partition.rules import lookup
-from ..partition.rules.broadcast import tensor_operands
 from ..tracing import source_of
-from ..tracing.graph import named_arguments
+from ..tracing.graph import named_arguments, primitive_name, tensor_operands
 
 __all__ = ["Typing", "TypingError", "casts_of", "type_of"]
 
 _V, _I, _U, _R = State.VARYING, State.INVARIANT, State.UNREDUCED, State.REDUCED
-
-#: library ops whose results follow the ordinary rule
-_COMPUTE = {"adamw", "attention", "constrain", "straight_through", "sum_of_squares", "uniform"}
-
 
 #: zeros beside a value as its tangent, and that value written over them: nothing of the first operand is left
 _OF_THE_SECOND = {torch.ops.aten._new_zeros_with_same_feature_meta.default, torch.ops.aten.copy.default}
@@ -59,8 +54,8 @@ class Typing:
     def _infer(self, node: fx.Node) -> Type:
         if node.target is operator.getitem:
             return type_of(node.args[0])
-        if _is_primitive(node):
-            return self._primitive(node)
+        if (primitive := primitive_name(node)) is not None:
+            return self._primitive(primitive, node)
         if node.target in _OF_THE_SECOND:
             return type_of(node.args[1])
         if node.target in _MADE_OF_ZEROS and "forward" in node.meta:  # a derivative that is 0: it lies as any other
@@ -76,8 +71,7 @@ class Typing:
         node.meta["implicit_cast"] = mixed and not casts_are_explicit()
         return Type(states)
 
-    def _primitive(self, node: fx.Node) -> Type:
-        name = node.target._schema.name.split("::")[1]
+    def _primitive(self, name: str, node: fx.Node) -> Type:
         params = named_arguments(node.target, node.args, node.kwargs)
         operand = type_of(params.pop("x")) if "x" in params else Type()
         axes = tuple(params.pop("axes"))
@@ -136,13 +130,6 @@ def casts_of(node: fx.Node) -> list[tuple[int, str, State, State]]:
             if held[axis] is not target and target is not _U:
                 casts.append((index, axis, held[axis], target))
     return casts
-
-
-def _is_primitive(node: fx.Node) -> bool:
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "fp":
-        return False
-    return target._schema.name.split("::")[1] not in _COMPUTE
 
 
 def _linear_marks(node: fx.Node) -> list[str]:

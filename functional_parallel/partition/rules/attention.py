@@ -14,12 +14,12 @@ from torch import fx
 
 from ... import _torch, random
 from ... import collectives as fp
-from ...emit import differentiable
+from ...tracing.graph import tensor_operands
 from ...tracing.intercept import intercept
+from ...tracing.stand_ins import differentiable
 from ..decide import Decision
 from ..placement import WHOLE, Shard
 from ..step import Step
-from .broadcast import tensor_operands
 from .registry import Rule, rule
 
 __all__ = ["attention", "record_attention"]

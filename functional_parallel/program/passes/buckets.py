@@ -18,8 +18,7 @@ from sharding_specs import Mesh
 
 from ...collectives.types import Type
 from ...tracing import Aval, Traced
-from ...tracing.graph import operands_of
-from ..collectives import primitive_name
+from ...tracing.graph import operands_of, primitive_name
 from ..packing import PACK, UNPACK
 from .base import ProgramPass
 from .gathers import layer_of_gather

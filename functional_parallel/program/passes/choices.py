@@ -20,8 +20,8 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ...tracing import Traced
-from ...tracing.graph import operands_of
-from ..collectives import COMMUNICATING, primitive_name
+from ...tracing.graph import operands_of, primitive_name
+from ..collectives import COMMUNICATING
 from ..work import flops
 from .groups import Layers, made_of_parameters
 from .lifetimes import Lifetimes, Survey

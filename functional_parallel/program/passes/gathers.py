@@ -15,8 +15,7 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ...tracing import Traced
-from ...tracing.graph import operands_of
-from ..collectives import primitive_name
+from ...tracing.graph import operands_of, primitive_name
 from .base import ProgramPass
 from .groups import is_numbered, layer_of_path
 from .recompute import forward_nodes, recompute

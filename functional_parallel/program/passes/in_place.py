@@ -19,8 +19,7 @@ from sharding_specs import Mesh
 
 from ...optim.adamw_kernel import ADAMW, ADAMW_IN_PLACE
 from ...tracing import Traced
-from ...tracing.graph import operands_of
-from ..collectives import primitive_name
+from ...tracing.graph import operands_of, primitive_name
 from ..packing import PACK, UNPACK, UNPACK_INTO
 from ..sharing import aliases_of, root_of, shares_memory
 from .added_products import add_products_in_place

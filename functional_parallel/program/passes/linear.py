@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ..collectives import primitive_name
+from ...tracing.graph import primitive_name
 
 __all__ = ["is_linear"]
 

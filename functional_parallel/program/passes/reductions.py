@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from sharding_specs import Mesh
 
 from ...tracing import Traced
-from ..collectives import primitive_name
+from ...tracing.graph import primitive_name
 from .base import ProgramPass
 
 __all__ = ["Reductions"]

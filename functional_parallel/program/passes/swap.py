@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from ...tracing import Traced
-from ..collectives import primitive_name
+from ...tracing.graph import primitive_name
 from .linear import is_linear
 
 __all__ = ["is_cast", "let_pass"]
