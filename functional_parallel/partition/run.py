@@ -19,14 +19,13 @@ from ..collectives.parts import Parts
 from ..emit import emit_node, explicit_casts, grad_mode_of
 from ..source import current_source, inherit, warn_at
 from ..tracing import Aval, Traced, source_of
-from ..tracing.graph import walk_args
+from ..tracing.graph import tensor_operands, walk_args
 from .convert import VARYING, Form, convert
 from .decide import Decision, Operand, decide
 from .duplicates import once
 from .notation import parse_rule
 from .placement import PARTIAL, REDUCED, WHOLE, Place, Reduced, Shard, Whole
 from .rules import Rule, lookup
-from .rules.broadcast import tensor_operands
 from .slicing import split_backwards
 from .step import Step
 

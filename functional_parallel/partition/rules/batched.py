@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from torch import fx
 
-from .broadcast import tensor_operands
+from ...tracing.graph import tensor_operands
+from .texts import pattern
 
 __all__ = ["all_whole_text", "batched_text"]
 
@@ -54,4 +55,4 @@ def _aligned(batch: tuple[int, ...], batches: list[tuple[int, ...]]) -> list[str
 
 
 def _pattern(batch: list[str], count: int, prefix: str, mark: str = "") -> str:
-    return " ".join([*batch, *(f"{prefix}{index}{mark}" for index in range(count))]) or "()"
+    return pattern([*batch, *(f"{prefix}{index}{mark}" for index in range(count))])

@@ -16,6 +16,7 @@ from ..decide import Decision
 from ..placement import WHOLE, Place, Shard
 from ..step import Step
 from .registry import Rule, rule
+from .texts import ndim_of, whole_along
 
 ops = torch.ops.fp
 _CONSTRAIN = _constrain.OP
@@ -46,11 +47,7 @@ def _decide_scatter(step: Step) -> Decision:
 
 
 def _exchange_text(node: fx.Node) -> str:
-    ndim = len(node.args[0].meta["val"].shape)
-    dims = node.args[2:4]
-    left = " ".join(f"d{dim}^" if dim in dims else f"d{dim}" for dim in range(ndim))
-    right = " ".join(f"new{dim}" if dim in dims else f"d{dim}" for dim in range(ndim))
-    return f"~{left} -> {right}"
+    return whole_along(*node.args[2:4], ndim=ndim_of(node))
 
 
 def _decide_index(step: Step) -> Decision:

@@ -7,7 +7,7 @@ from torch import fx
 
 from .batched import all_whole_text, batched_text
 from .registry import Rule, rule
-from .shapes import whole_along
+from .texts import dim_of, ndim_of, whole_along
 
 aten = torch.ops.aten
 
@@ -25,10 +25,7 @@ def _solve_text(node: fx.Node) -> str:
 
 def _cross_text(node: fx.Node) -> str:
     a, b = (operand.meta["val"].shape for operand in node.args[:2])
-    dim = (node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", -1)) % len(a)
-    if a != b:
-        return all_whole_text(node)
-    return whole_along(dim, ndim=len(a), operands=2)
+    return whole_along(dim_of(node), ndim=len(a), operands=2) if a == b else all_whole_text(node)
 
 
 rule([aten._linalg_det.default, aten._linalg_slogdet.default, aten.linalg_inv_ex.default], Rule(batched_text(2)))
@@ -60,7 +57,7 @@ rule([aten._cdist_forward.default], Rule(_distances_text))
 
 
 def _transform_text(node: fx.Node) -> str:
-    ndim = len(node.args[0].meta["val"].shape)
+    ndim = ndim_of(node)
     return whole_along(*(dim % ndim for dim in node.args[1]), ndim=ndim)
 
 

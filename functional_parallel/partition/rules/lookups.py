@@ -10,13 +10,14 @@ from torch import fx
 
 from ...source import current_source
 from ...tracing import TracingError
+from ...tracing.graph import tensor_operands
 from ...tracing.intercept import intercept
 from ..convert import convert
 from ..placement import WHOLE, Shard
 from ..step import Step
 from .batched import all_whole_text
-from .broadcast import dim_names, tensor_operands
 from .registry import Rule, rule
+from .texts import dim_names, dim_of, ndim_of, pattern
 
 aten = torch.ops.aten
 
@@ -62,30 +63,16 @@ rule([aten.embedding.default], Rule("~v? d, ... -> ... d", _local_embedding))
 # -----------------------------------------------------------------------------
 
 
-def _index_dim(node: fx.Node) -> int:
-    ndim = len(node.args[0].meta["val"].shape)
-    return node.args[1] % max(ndim, 1)
-
-
 def _gather_text(node: fx.Node) -> str:
     """Other dims pair up where their sizes agree; `gather` allows a shorter index, which needs them whole."""
     x, index = node.args[0].meta["val"].shape, node.args[2].meta["val"].shape
     if len(x) != len(index):  # a scalar, or an index without elements
         return all_whole_text(node)
-    dim = _index_dim(node)
-    left, right = [], []
-    for d in range(len(x)):
-        if d == dim:
-            left.append("picked?")
-            right.append("slots")
-        elif x[d] == index[d]:
-            left.append(f"d{d}")
-            right.append(f"d{d}")
-        else:
-            left.append(f"d{d}^")
-            right.append(f"shorter{d}^")
-    result = " ".join(name.rstrip("^") for name in right)
-    return f"~{' '.join(left)}, {' '.join(right)} -> {result}"
+    shorter = [dim for dim in range(len(x)) if x[dim] != index[dim]]
+    left = {dim: f"d{dim}^" for dim in shorter} | {dim_of(node): "picked?"}
+    right = {dim: f"shorter{dim}^" for dim in shorter} | {dim_of(node): "slots"}
+    slots = pattern(dim_names(len(x), right))
+    return f"~{pattern(dim_names(len(x), left))}, {slots} -> {slots.replace('^', '')}"
 
 
 def _local_gather(step: Step, x: torch.Tensor, dim: int, index: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -96,12 +83,10 @@ def _local_gather(step: Step, x: torch.Tensor, dim: int, index: torch.Tensor, **
 
 
 def _index_select_text(node: fx.Node) -> str:
-    names = dim_names(len(node.args[0].meta["val"].shape))
-    if not names or not node.args[2].meta["val"].shape:
+    ndim, dim = ndim_of(node), dim_of(node)
+    if not ndim or not node.args[2].meta["val"].shape:
         return all_whole_text(node)
-    dim = _index_dim(node)
-    left = " ".join("picked?" if d == dim else name for d, name in enumerate(names))
-    return f"~{left}, slots -> {' '.join('slots' if d == dim else name for d, name in enumerate(names))}"
+    return f"~{pattern(dim_names(ndim, {dim: 'picked?'}))}, slots -> {pattern(dim_names(ndim, {dim: 'slots'}))}"
 
 
 def _local_index_select(step: Step, x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
@@ -135,27 +120,22 @@ def _index_text(node: fx.Node) -> str:
     if boolean or len({aval.shape for aval in tensors}) > 1:
         return all_whole_text(node)
     together = where == list(range(where[0], where[-1] + 1))
-    left = " ".join(f"d{dim}^" if dim in where else f"d{dim}" for dim in range(len(x)))
+    left = pattern(dim_names(len(x), {dim: f"d{dim}^" for dim in where}))
     kept = [f"d{dim}" for dim in range(len(x)) if dim not in where]
     ahead = sum(dim < where[0] for dim in range(len(x)) if dim not in where) if together else 0
     right = [*kept[:ahead], *shared, *kept[ahead:]]
-    operands = ", ".join([f"~{left}", *[" ".join(shared) or "()"] * len(tensors)])
-    return f"{operands} -> {' '.join(right) or '()'}"
+    operands = ", ".join([f"~{left}", *[pattern(shared)] * len(tensors)])
+    return f"{operands} -> {pattern(right)}"
 
 
 def _scatter_text(node: fx.Node) -> str:
     """`scatter(x, dim, index, source)`: the indexed dim whole, others pair up where every operand has their size."""
     shapes = [operand.meta["val"].shape for operand in tensor_operands(node)]
-    dim = _index_dim(node)
-    patterns = []
-    for position, _ in enumerate(shapes):
-        names = []
-        for d in range(len(shapes[0])):
-            same = len({shape[d] for shape in shapes}) == 1
-            names.append(f"d{d}" if d != dim and same else f"o{position}x{d}^")
-        patterns.append(" ".join(names))
-    result = " ".join("new" + str(d) if "^" in name else name for d, name in enumerate(patterns[0].split()))
+    ndim = len(shapes[0])
+    whole = [dim for dim in range(ndim) if dim == dim_of(node) or len({shape[dim] for shape in shapes}) > 1]
+    patterns = [pattern(dim_names(ndim, {d: f"o{position}x{d}^" for d in whole})) for position in range(len(shapes))]
     with_source = len(patterns) == 3
+    result = pattern(dim_names(ndim, {dim: f"new{dim}" for dim in whole}))
     return f"{', '.join(_both_linear(patterns) if with_source else patterns)} -> {result}"
 
 
@@ -177,12 +157,10 @@ def _without_marks(text: Callable[[fx.Node], str]) -> Callable[[fx.Node], str]:
 
 def _rows_text(node: fx.Node) -> str:
     """`index_add(x, dim, index, source)`: whole along that dim."""
-    dim, ndim = _index_dim(node), len(node.args[0].meta["val"].shape)
+    ndim, dim = ndim_of(node), dim_of(node)
     if not ndim or len(node.args[3].meta["val"].shape) != ndim:
         return all_whole_text(node)
-    x, source, result = (
-        " ".join(name if d == dim else f"d{d}" for d in range(ndim)) for name in ("row^", "part^", "new")
-    )
+    x, source, result = (pattern(dim_names(ndim, {dim: name})) for name in ("row^", "part^", "new"))
     return f"&{x}, i^, &{source} -> {result}"
 
 

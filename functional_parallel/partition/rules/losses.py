@@ -19,6 +19,7 @@ from ..duplicates import lowest
 from ..step import Step
 from .reductions import logsumexp_over_ranks
 from .registry import Rule, rule
+from .texts import dim_names, dim_of, ndim_of, pattern
 
 aten = torch.ops.aten
 
@@ -51,9 +52,7 @@ def fuse_cross_entropy(traced: Traced) -> None:
 
 
 def _softmax_text(node: fx.Node) -> str:
-    ndim = len(node.args[0].meta["val"].shape)
-    dim = node.args[1] % max(ndim, 1)
-    names = " ".join("classes" if d == dim else f"d{d}" for d in range(ndim)) or "()"
+    names = pattern(dim_names(ndim_of(node), {dim_of(node): "classes"}))
     return f"{names} -> {names}"
 
 
@@ -82,7 +81,7 @@ rule([aten._log_softmax.default], Rule(_softmax_text, _local_log_softmax, casts=
 
 def _likelihood_text(node: fx.Node) -> str:
     """Batched `(n, c)` or one sample `(c)`; a summed loss stays partial, a mean is a quotient of two whole sums."""
-    batched = len(node.args[0].meta["val"].shape) == 2
+    batched = ndim_of(node) == 2
     weighted = isinstance(node.args[2], fx.Node)
     weight = ", w^" if weighted else ""
     if not batched:

@@ -10,6 +10,7 @@ from torch import fx
 
 from ..step import Step
 from .registry import Rule, rule
+from .texts import ndim_of
 
 aten = torch.ops.aten
 
@@ -18,9 +19,8 @@ def _trailing_text(statistics: int) -> Callable[[fx.Node], str]:
     """`x` and its optional weight and bias over the normalised dims; the statistics keep those dims at size one."""
 
     def text(node: fx.Node) -> str:
-        ndim = len(node.args[0].meta["val"].shape)
         trailing = len(node.args[1])
-        batch = [f"b{dim}" for dim in range(ndim - trailing)]
+        batch = [f"b{dim}" for dim in range(ndim_of(node) - trailing)]
         normed = [f"n{dim}^" for dim in range(trailing)]
         scales = sum(isinstance(arg, fx.Node) for arg in node.args[2:4])
         operands = [" ".join(batch + normed)] + [" ".join(normed)] * scales
@@ -33,8 +33,7 @@ def _trailing_text(statistics: int) -> Callable[[fx.Node], str]:
 
 def _group_norm_text(node: fx.Node) -> str:
     """`native_group_norm(x, weight, bias, N, C, HxW, groups, eps)`: only the batch is free."""
-    ndim = len(node.args[0].meta["val"].shape)
-    rest = " ".join(f"r{dim}^" for dim in range(1, ndim))
+    rest = " ".join(f"r{dim}^" for dim in range(1, ndim_of(node)))
     scales = ["r1^"] * sum(isinstance(arg, fx.Node) for arg in node.args[1:3])
     plain = rest.replace("^", "")
     return f"{', '.join([f'n {rest}', *scales])} -> n {plain}, n newg, n newg"

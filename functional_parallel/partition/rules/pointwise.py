@@ -12,13 +12,14 @@ from torch import fx
 
 from ... import collectives as fp
 from ...collectives.axes import MICROBATCH, hidden_axes
+from ...tracing.graph import tensor_operands
 from ...tracing.straight_through import OP as STRAIGHT_THROUGH
 from ..decide import Decision
 from ..placement import PARTIAL, WHOLE
 from ..step import Step
 from .batched import all_whole_text
-from .broadcast import linear_text, pointwise_text, tensor_operands
 from .registry import Rule, rule
+from .texts import linear_text, pattern, pointwise_text
 
 aten = torch.ops.aten
 
@@ -66,7 +67,7 @@ def _with_buffer_text(node: fx.Node) -> str:
 
 def _membership_text(node: fx.Node) -> str:
     """`isin(elements, test_elements)`: each element is looked for among all of the others."""
-    return f"..., {' '.join(f't{dim}^' for dim in range(len(node.args[1].meta['val'].shape))) or '()'} -> ..."
+    return f"..., {pattern(f't{dim}^' for dim in range(node.args[1].meta['val'].ndim))} -> ..."
 
 
 rule([aten.add.Tensor, aten.sub.Tensor], Rule(_sum_text))

@@ -10,32 +10,30 @@ import torch
 from torch import fx
 
 from ... import collectives as fp
-from ...tracing.graph import operands_of
+from ...tracing.graph import argument, operands_of
 from ..duplicates import lowest
 from ..step import Step
 from .registry import Rule, rule
+from .texts import along_text, dim_names, ndim_of, pattern, results_of
 
 aten = torch.ops.aten
 
 
-def reduced_dims(node: fx.Node, position: int = 1) -> list[int]:
-    """The dims an op sums over, from the argument at a position; all of them when it names none."""
-    ndim = len(node.args[0].meta["val"].shape)
-    given = node.args[position] if len(node.args) > position else node.kwargs.get("dim")
+def reduced_dims(node: fx.Node) -> list[int]:
+    """The dims an op sums over; all of them when it names none."""
+    ndim, given = ndim_of(node), argument(node, "dim")
     if isinstance(given, int):
         given = [given]
     return sorted(dim % ndim for dim in given) if given and ndim else list(range(ndim))
 
 
-def _reduction_text(mark: str, linear: str = "", results: int = 1, position: int = 1) -> Callable[[fx.Node], str]:
+def _reduction_text(mark: str, linear: str = "") -> Callable[[fx.Node], str]:
     def text(node: fx.Node) -> str:
-        ndim = len(node.args[0].meta["val"].shape)
-        dims = reduced_dims(node, position)
-        value = node.meta["val"]
-        keepdim = len((value[0] if isinstance(value, tuple) else value).shape) == ndim
-        left = [f"d{dim}{mark}" if dim in dims else f"d{dim}" for dim in range(ndim)]
-        right = ["1" if dim in dims else f"d{dim}" for dim in range(ndim) if keepdim or dim not in dims]
-        return f"{linear}{' '.join(left) or '()'} -> {', '.join([' '.join(right) or '()'] * results)}"
+        ndim, dims, value = ndim_of(node), reduced_dims(node), node.meta["val"]
+        keepdim = (value[0] if isinstance(value, tuple) else value).ndim == ndim
+        left = pattern(dim_names(ndim, {dim: f"d{dim}{mark}" for dim in dims}))
+        right = pattern(dim_names(ndim, dict.fromkeys(dims, "1" if keepdim else "")))
+        return f"{linear}{left} -> {', '.join([right] * results_of(node))}"
 
     return text
 
@@ -124,17 +122,16 @@ rule(
     [aten.amax.default, aten.max.default, aten.amin.default, aten.min.default],
     Rule(_reduction_text("!"), _local_extremum, casts=True, counts=True),
 )
-rule([aten.max.dim, aten.min.dim], Rule(_reduction_text("^", results=2)))
+rule([aten.max.dim, aten.min.dim], Rule(_reduction_text("^")))
 rule([aten.argmax.default, aten.argmin.default, aten.prod.default, aten.prod.dim_int], Rule(_reduction_text("^")))
 rule([aten.any.default, aten.any.dim, aten.any.dims], Rule(_reduction_text("^")))
 rule([aten.all.default, aten.all.dim, aten.all.dims], Rule(_reduction_text("^")))
 rule([aten.count_nonzero.default, aten.count_nonzero.dim_IntList, aten.nansum.default], Rule(_reduction_text("+")))
-rule([aten.aminmax.default, aten.median.dim, aten.nanmedian.dim], Rule(_reduction_text("^", results=2)))
-rule([aten.norm.ScalarOpt_dim, aten.linalg_vector_norm.default], Rule(_reduction_text("^", position=2)))
-rule([aten.var.correction, aten.std.correction], Rule(_reduction_text("!"), _local_variance, casts=True, counts=True))
+rule([aten.aminmax.default, aten.median.dim, aten.nanmedian.dim], Rule(_reduction_text("^")))
+rule([aten.norm.ScalarOpt_dim, aten.linalg_vector_norm.default], Rule(_reduction_text("^")))
 rule(
-    [aten.var_mean.correction, aten.std_mean.correction],
-    Rule(_reduction_text("!", results=2), _local_variance, casts=True, counts=True),
+    [aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction],
+    Rule(_reduction_text("!"), _local_variance, casts=True, counts=True),
 )
 rule([aten.logsumexp.default], Rule(_reduction_text("!"), _local_logsumexp, casts=True, counts=True))
 
@@ -144,21 +141,7 @@ rule([aten.logsumexp.default], Rule(_reduction_text("!"), _local_logsumexp, cast
 # -----------------------------------------------------------------------------
 
 
-def _along_text(linear: str = "", results: int = 1, position: int = 1) -> Callable[[fx.Node], str]:
-    def text(node: fx.Node) -> str:
-        ndim = len(node.args[0].meta["val"].shape)
-        given = node.args[position] if len(node.args) > position else node.kwargs.get("dim", -1)
-        dim = given % max(ndim, 1)
-        left = [f"d{index}^" if index == dim else f"d{index}" for index in range(ndim)]
-        right = ["new" if index == dim else f"d{index}" for index in range(ndim)]
-        return f"{linear}{' '.join(left) or '()'} -> {', '.join([' '.join(right)] * results)}"
-
-    return text
-
-
-rule([aten.cumsum.default], Rule(_along_text("~")))
-rule([aten.cumprod.default, aten.logcumsumexp.default], Rule(_along_text()))
-rule([aten.cummax.default, aten.cummin.default], Rule(_along_text(results=2)))
-rule([aten.sort.default, aten.sort.stable], Rule(_along_text(results=2)))
-rule([aten.glu.default], Rule(_along_text()))
-rule([aten.topk.default], Rule(_along_text(results=2, position=2)))
+rule([aten.cumsum.default], Rule(along_text("~")))
+rule([aten.cumprod.default, aten.logcumsumexp.default, aten.glu.default], Rule(along_text()))
+rule([aten.cummax.default, aten.cummin.default], Rule(along_text()))
+rule([aten.sort.default, aten.sort.stable, aten.topk.default], Rule(along_text()))

@@ -12,7 +12,7 @@ from torch import fx
 from ...tracing import source_of
 from ...tracing.stand_ins import differentiable
 from ..notation import RuleError, parse_rule
-from .broadcast import pointwise_text
+from .texts import pointwise_text
 
 if TYPE_CHECKING:
     from ..decide import Decision

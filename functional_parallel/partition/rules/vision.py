@@ -12,13 +12,14 @@ from torch.nn import functional
 from ...tracing.intercept import intercept
 from .batched import batched_text
 from .registry import Rule, rule
+from .texts import ndim_of
 
 aten = torch.ops.aten
 
 
 def _convolution_text(node: fx.Node) -> str:
     """`convolution(x, w, None, stride, padding, dilation, transposed, output_padding, groups)`; biases come after."""
-    ndim = len(node.args[0].meta["val"].shape)
+    ndim = ndim_of(node)
     transposed, groups = node.args[6], node.args[8]
     space = " ".join(f"s{dim}^" for dim in range(ndim - 2))
     kernel = " ".join(f"k{dim}^" for dim in range(ndim - 2))
@@ -31,7 +32,7 @@ def _convolution_text(node: fx.Node) -> str:
 
 def _sampling_text(node: fx.Node) -> str:
     """`grid_sampler(x, grid)`: of each image and channel, at the places that the grid of that image names."""
-    space = [f"s{dim}" for dim in range(len(node.args[0].meta["val"].shape) - 2)]
+    space = [f"s{dim}" for dim in range(ndim_of(node) - 2)]
     places = [f"g{dim}" for dim in range(len(space))]
     return f"~n c {'^ '.join(space)}^, n {' '.join(places)} xy^ -> n c {' '.join(places)}"
 
