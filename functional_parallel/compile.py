@@ -276,7 +276,7 @@ def stage(
         full = tuple(broadcast_specs(spec, arg) for spec, arg in zip(specs, args, strict=True))
         parts = parts_of(args, full, wide, layout.virtual_sizes(mesh))
         leaves, tree = optree.tree_flatten(args)
-        flat_specs = optree.tree_leaves(full, is_leaf=_is_spec)
+        flat_specs = optree.tree_leaves(full)
         chosen = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         found: dict[str, Any] = {}
         run = f.run if isinstance(f, LocalFunction) else f
@@ -289,7 +289,7 @@ def stage(
             result = run(*optree.tree_unflatten(tree, filled))
             outputs, found["tree"] = optree.tree_flatten(result)
             declared = f.results if isinstance(f, LocalFunction) else None if out_specs is UNCHECKED else out_specs
-            found["specs"] = optree.tree_leaves(broadcast_specs(declared, result), is_leaf=_is_spec)
+            found["specs"] = optree.tree_leaves(broadcast_specs(declared, result))
             found["paths"] = tree_paths(result)
             found["outputs"] = [_TENSOR if isinstance(output, torch.Tensor) else output for output in outputs]
             return [output for output in outputs if isinstance(output, torch.Tensor)]
@@ -426,7 +426,3 @@ def _signature(leaf: Any) -> Any:
 
 def _name(f: Any) -> str:
     return getattr(f, "name", None) or getattr(f, "__name__", None) or type(f).__name__
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, P)

@@ -194,7 +194,7 @@ def _mapped(f: LocalFunction, in_dims: Any, out_dims: Any, axis: str | None, opt
         dims = dims_of_leaves(in_dims, args)
         of_one = tree.unflatten([_of_one(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)])
         full = [broadcast_specs(spec, arg) for spec, arg in zip(f.layout.arguments(of_one), of_one, strict=True)]
-        specs = optree.tree_leaves(full, is_leaf=_is_spec)
+        specs = optree.tree_leaves(full)
         mapped = [_with_mapped(*each, axis) for each in zip(specs, leaves, dims, strict=True)]
         return tree.unflatten(mapped)  # type: ignore[no-any-return]
 
@@ -202,7 +202,7 @@ def _mapped(f: LocalFunction, in_dims: Any, out_dims: Any, axis: str | None, opt
 
     def call(*args: PyTree) -> tuple[Any, Any]:
         value = mapped(*args if axis is None else _varied(args, dims_of_leaves(in_dims, args), axis))
-        specs = optree.tree_leaves(broadcast_specs(f.results, value), is_leaf=_is_spec)
+        specs = optree.tree_leaves(broadcast_specs(f.results, value))
         leaves, tree = optree.tree_flatten(value)
         dims = dims_of_leaves((out_dims,), (value,))
         return value, tree.unflatten([_with_mapped(*each, axis) for each in zip(specs, leaves, dims, strict=True)])
@@ -336,16 +336,8 @@ def _local(f: LocalFunction, call: Callable[..., Any], results: Callable[[tuple[
 def _gradient_specs(f: LocalFunction, args: tuple[PyTree, ...], argnums: Argnums) -> Any:
     """Gradients lie as what they belong to, but Reduced becomes Unreduced."""
     specs = f.layout.arguments(args)
-    duals = [optree.tree_map(_dual, spec, is_leaf=_is_spec) for spec in specs]
+    duals = [optree.tree_map(P.dual, spec) for spec in specs]
     return duals[argnums] if isinstance(argnums, int) else tuple(duals[number] for number in argnums)
-
-
-def _dual(spec: P) -> P:
-    return spec.dual()
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, P)
 
 
 # -----------------------------------------------------------------------------

@@ -15,6 +15,8 @@ from . import optim
 from .local_function import PyTree
 from .loss_scaling import LossScaleState
 from .scaled import ScaledState
+from .tracing.graph import without_memory
+from .train_state import on_one_line
 from .trained import is_trained
 
 __all__ = ["expected_state", "require_state_of", "steps_done"]
@@ -37,7 +39,7 @@ def expected_state(init: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
     >>> expected_state(sgd(0.1, momentum=0.9).init, {"w": torch.ones(2)}).velocity["w"].shape
     torch.Size([2])
     """
-    return init(optree.tree_map(_without_memory, params))
+    return init(optree.tree_map(without_memory, params))
 
 
 def require_state_of(expected: PyTree, given: PyTree) -> None:
@@ -90,7 +92,7 @@ def _differences(expected: PyTree, given: PyTree) -> Iterator[str]:
     yield from (f"{path}: the optimizer keeps nothing of this name" for path in found if path not in wanted)
     trees = [optree.tree_structure(tree) for tree in (expected, given)]
     if wanted.keys() == found.keys() and trees[0] != trees[1]:
-        yield f"the optimizer keeps {_on_one_line(trees[0])}, not {_on_one_line(trees[1])}"
+        yield f"the optimizer keeps {on_one_line(trees[0])}, not {on_one_line(trees[1])}"
 
 
 def _by_path(tree: PyTree) -> dict[str, Any]:
@@ -103,11 +105,3 @@ def _look(leaf: Any) -> str:
     if not isinstance(leaf, torch.Tensor):
         return type(leaf).__name__
     return f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}"
-
-
-def _on_one_line(tree: Any) -> str:
-    return " ".join(str(tree).split())
-
-
-def _without_memory(leaf: Any) -> Any:
-    return torch.empty_like(leaf, device="meta") if isinstance(leaf, torch.Tensor) else leaf

@@ -187,7 +187,7 @@ def refuse_unknown_axes(specs: tuple[SpecTree, ...], who: str, known: Collection
         known: axes that may be bound elsewhere.
     """
     names = axis_mesh().axis_names
-    leaves = optree.tree_leaves(specs, is_leaf=lambda x: isinstance(x, P))
+    leaves = optree.tree_leaves(specs)
     wrong = [
         f"  {path}: {spec!r}: the mesh has no axis {axis!r} (its axes: {', '.join(names) or 'none'})"
         for path, spec in zip(tree_paths(specs), leaves, strict=True)

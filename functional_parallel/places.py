@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import optree
 
@@ -69,7 +68,7 @@ def find_places(f: Layout, mesh: Mesh, params: PyTree, optimizer: Optimizer, cli
     shapes = optree.tree_map(hollow, params)
     with bind(f.mesh(mesh).shape, None):
         compute = broadcast_specs(f.arguments((shapes,))[0], shapes)
-        kept = optree.tree_map(at_rest, compute, is_leaf=_is_spec)
+        kept = optree.tree_map(at_rest, compute)
         if f.update_axis is not None and f.flat_update:
             _refuse_stages(f)
             apart = 0 if f.summed_as is None else f.summed_as(shapes)
@@ -112,8 +111,4 @@ def _split_over(
         places = [*a.placements(mesh), *b.placements(mesh)]
         return P.from_placements(places, mesh, padded={**a.padded, **b.padded})
 
-    return optree.tree_map(joined, specs, broadcast_specs(further((params,)), params), is_leaf=_is_spec)
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, P)
+    return optree.tree_map(joined, specs, broadcast_specs(further((params,)), params))

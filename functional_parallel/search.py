@@ -21,6 +21,7 @@ from .quantities import is_count
 from .schedules import Layer, Machine, Plan, ScheduleError
 from .schedules import search as search_plans
 from .schedules.search import check_search
+from .tracing.graph import without_memory
 from .train import train_step
 from .trained import is_trained
 from .transforms import chain, data_parallel, pipeline
@@ -100,7 +101,7 @@ def layer_costs(
     samples = _samples(batch)
     whole = pipeline("pipe", microbatches=1)(loss if inner is None else inner(loss))
     measuring = replace(whole.layout, pipeline=replace(whole.layout.pipeline, measure=measure))
-    args = optree.tree_map(_without_memory, (params, *batch))
+    args = optree.tree_map(without_memory, (params, *batch))
     found = stage(grad(whole.with_layout(measuring)), Mesh(pipe=1), args, name=whole.name).program
     weights = _weights(args[0], optimizer or sgd(0.0))
     return [_layer(each, samples, speed, weights) for each in found]
@@ -159,7 +160,7 @@ def search_pipeline(
     if not is_count(most):
         raise ValueError(f"search_pipeline(most={most!r}): how many choices to return is an integer of at least 1")
     layers = layer_costs(loss, params, *batch, speed=speed, optimizer=optimizer, inner=inner)
-    shapes, samples = optree.tree_map(_without_memory, (params, *batch)), _samples(batch)
+    shapes, samples = optree.tree_map(without_memory, (params, *batch)), _samples(batch)
     held = sum(leaf.nbytes for leaf in optree.tree_leaves(batch) if isinstance(leaf, torch.Tensor))
     options: dict[str, Any] = {} if names is None else {"names": names}
     plans = search_plans(layers, machine, samples, chunks=chunks, sample=held / samples, **options)
@@ -243,7 +244,3 @@ def _samples(batch: tuple[Any, ...]) -> int:
             "with one number of samples, at least 1"
         )
     return int(sizes.pop())
-
-
-def _without_memory(leaf: Any) -> Any:
-    return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf

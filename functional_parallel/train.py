@@ -200,7 +200,7 @@ class TrainStep:
         """Decide where everything lies; that, and the leaves of parameters and state as a step holds them, whole."""
         places = self.places(params)
         packed = places.packed_state(with_scale(optimizer_state, self.scaling))
-        specs = optree.tree_leaves((places.kept, places.state(packed, self.optimizer)), is_leaf=_is_spec)
+        specs = optree.tree_leaves((places.kept, places.state(packed, self.optimizer)))
         found = form_of(self.mesh, places, params, packed, tuple(specs))
         form = self._forms.setdefault(found.key, found)
         self._staged.setdefault(form, Programs())
@@ -451,7 +451,3 @@ def _check_same(runtime: Any, name: str, tree: PyTree, parts: list[P] | None = N
 
 def _aux_specs(aux: PyTree, f: LocalFunction) -> SpecTree:
     return None if aux is None else f.results[1]
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, P)

@@ -15,7 +15,7 @@ from . import _torch
 from .local_function import PyTree
 from .places import Places
 
-__all__ = ["Constant", "DonatedStateError", "Form", "TrainState", "form_of", "look", "plain"]
+__all__ = ["Constant", "DonatedStateError", "Form", "TrainState", "form_of", "look", "on_one_line", "plain"]
 
 
 def plain(leaf: torch.Tensor) -> torch.Tensor:
@@ -69,7 +69,7 @@ class Form:
             mine, theirs = getattr(self, kind), getattr(other, kind)
             if mine != theirs:
                 what = "parameters" if kind == "params" else "an optimizer state"
-                return f"it has {what} {_on_one_line(mine)}, the step's {_on_one_line(theirs)}"
+                return f"it has {what} {on_one_line(mine)}, the step's {on_one_line(theirs)}"
         for path, mine, theirs in zip(self._paths(), self._lies(), other._lies(), strict=True):
             if mine != theirs:
                 return f"{path or 'the parameter'} is {mine} in it, {theirs} in the step's"
@@ -98,7 +98,8 @@ def _text(look: Any) -> str:
     return look if isinstance(look, str) else f"{look[0]} {str(look[1]).removeprefix('torch.')}"
 
 
-def _on_one_line(tree: Any) -> str:
+def on_one_line(tree: Any) -> str:
+    """A tree's structure as text, for messages."""
     return " ".join(str(tree).split())
 
 

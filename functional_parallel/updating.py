@@ -85,7 +85,7 @@ def _filled(x: torch.Tensor, axis: str, dim: int, update: P) -> torch.Tensor:
 def global_norm(gradients: PyTree, specs: SpecTree) -> torch.Tensor:
     """The norm of all gradients together, each element counted once: one psum per set of axes."""
     counted: dict[tuple[str, ...], list[torch.Tensor]] = {}
-    leaves = optree.tree_leaves(specs, is_leaf=_is_spec, none_is_leaf=True)  # a parameter that is None has none
+    leaves = optree.tree_leaves(specs, none_is_leaf=True)  # a parameter that is None has none
     for gradient, spec in zip(optree.tree_leaves(gradients, none_is_leaf=True), leaves, strict=True):
         if gradient is not None:
             counted.setdefault(tuple(sorted(spec.axes)), []).append(gradient)
@@ -120,7 +120,3 @@ def _is_like(structure: Any) -> Callable[[Any], bool]:
 
 def _is_scalar_leaf(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.ndim == 0
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, P)

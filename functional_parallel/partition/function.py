@@ -148,7 +148,7 @@ class _Partition:
         return optree.tree_unflatten(entry.out_tree, outputs), optree.tree_unflatten(entry.out_tree, specs_out)
 
     def _leaf_specs(self, args: tuple[PyTree, ...]) -> list[P]:
-        return optree.tree_leaves(_full_specs(self.specs(args), args), is_leaf=_is_spec)
+        return optree.tree_leaves(_full_specs(self.specs(args), args))
 
     def _argument_flags(self, args: tuple[PyTree, ...], numbers: Sequence[int | None]) -> list[bool]:
         return [number in numbers for number, arg in enumerate(args) for _ in optree.tree_leaves(arg)]
@@ -174,7 +174,7 @@ class _Partition:
         if self.out_specs is None:
             return None
         outputs = optree.tree_unflatten(entry.out_tree, entry.traced.outputs)
-        specs = optree.tree_leaves(broadcast_specs(self.out_specs, outputs), is_leaf=_is_spec)
+        specs = optree.tree_leaves(broadcast_specs(self.out_specs, outputs))
         return [_place(spec, self.axis, self.inner.axes) for spec in specs]
 
     # --- tracing ---
@@ -203,7 +203,7 @@ class _Partition:
             result = run(*optree.tree_unflatten(tree, filled))
             outputs, found["tree"] = optree.tree_flatten(result)
             specs = self.f.results if isinstance(self.f, LocalFunction) else None
-            found["specs"] = optree.tree_leaves(specs, is_leaf=_is_spec) if specs is not None else [P()] * len(outputs)
+            found["specs"] = optree.tree_leaves(specs) if specs is not None else [P()] * len(outputs)
             return outputs
 
         with hide(self.axis):
@@ -214,10 +214,6 @@ class _Partition:
 # -----------------------------------------------------------------------------
 # Specs and places
 # -----------------------------------------------------------------------------
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, P)
 
 
 def _as_tuple(specs: Any, args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
@@ -289,4 +285,4 @@ def _merge_trees(before: SpecTree, own: SpecTree, axis: str, inner: Sequence[str
         mine = b.only({axis})
         return _with_place(a, _place(mine, axis, ()), axis, mine.padded)
 
-    return optree.tree_map(merge, before, own, is_leaf=_is_spec)
+    return optree.tree_map(merge, before, own)

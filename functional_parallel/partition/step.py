@@ -82,7 +82,3 @@ class Step:
         held, inside = self.parts.held_position(index, axis_index(self.axis), extent, place.outer)
         held, own = held.clamp(0, extent - 1), self.own(extent, index.device)
         return held, inside if isinstance(own, bool) else inside & own[held]
-
-
-def shard_of(place: Place) -> Shard | None:
-    return place if isinstance(place, Shard) else None

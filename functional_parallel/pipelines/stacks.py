@@ -16,6 +16,7 @@ import torch
 from sharding_specs import P, SpecError, broadcast_specs, tree_paths
 
 from ..local_function import TAKEN, Layout, LocalFunction, PyTree, SpecTree
+from ..tracing.graph import without_memory
 
 __all__ = ["Stacks", "unstacked"]
 
@@ -43,7 +44,7 @@ class Stacks:
         leaves, tree = optree.tree_flatten(params)
         if tree in self._known:
             return params
-        specs = optree.tree_leaves(self.find(params), is_leaf=_is_spec)
+        specs = optree.tree_leaves(self.find(params))
         lengths, new = {}, list(leaves)
         for index, (path, leaf, spec) in enumerate(zip(tree_paths(params), leaves, specs, strict=True)):
             if self._is_stacked(path, leaf, spec):
@@ -104,14 +105,14 @@ class Stacks:
     def specs(self, specs: SpecTree, params: PyTree) -> SpecTree:
         """Specs of the unstacked tree, from those of the stacked one: layers lie as their stack does."""
         tree, lengths = self._known[optree.tree_structure(params)]
-        found = optree.tree_leaves(broadcast_specs(specs, tree.unflatten([0] * tree.num_leaves)), is_leaf=_is_spec)
+        found = optree.tree_leaves(broadcast_specs(specs, tree.unflatten([0] * tree.num_leaves)))
         new = [[_of_layer(s)] * lengths[i] if i in lengths else s for i, s in enumerate(found)]
         return tree.unflatten(new)
 
     def per_layer(self, decide: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
         """What is decided of each parameter, for unstacked ones: of a layer, what is of its stack."""
         tree, lengths = self._known[optree.tree_structure(params)]
-        stacked = self.restack(optree.tree_map(_without_memory, params))
+        stacked = self.restack(optree.tree_map(without_memory, params))
         found = tree.flatten_up_to(optree.tree_broadcast_prefix(decide(stacked), stacked))
         return tree.unflatten([[one] * lengths[i] if i in lengths else one for i, one in enumerate(found)])
 
@@ -141,7 +142,7 @@ def unstacked(f: LocalFunction, stacks: Stacks) -> LocalFunction:
     inner = f.layout
 
     def shapes(args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
-        like = optree.tree_map(_without_memory, stacks.unstack(args[0]))
+        like = optree.tree_map(without_memory, stacks.unstack(args[0]))
         return (stacks.restack(like), *args[1:])
 
     def through(specs: Callable[[tuple[PyTree, ...]], SpecTree] | None) -> Any:
@@ -185,11 +186,3 @@ def _stack(layers: list[Any]) -> Any:
         setattr(stack, TAKEN, 0)
         return stack
     return torch.stack(layers)
-
-
-def _without_memory(leaf: Any) -> Any:
-    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, P)

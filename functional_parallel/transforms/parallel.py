@@ -222,10 +222,10 @@ class _AtRest:
         return self._choose(args, leaves, tree, shapes) if found is None else found
 
     def _choose(self, args: tuple[PyTree, ...], leaves: list[Any], tree: Any, shapes: tuple[Any, ...]) -> SpecTree:
-        taken = optree.tree_leaves(broadcast_specs(self.inner(args)[0], args[0]), is_leaf=_is_spec)
+        taken = optree.tree_leaves(broadcast_specs(self.inner(args)[0], args[0]))
         mesh = axis_mesh()
         if self.given is not None:
-            chosen = optree.tree_leaves(_only(self.given(args[0]), self.axis, self.name), is_leaf=_is_spec)
+            chosen = optree.tree_leaves(_only(self.given(args[0]), self.axis, self.name))
             chosen = [_fitted(leaf, spec, mesh) for leaf, spec in zip(leaves, chosen, strict=True)]
         else:
             chosen = [self._dim_to_split(leaf, spec, mesh) for leaf, spec in zip(leaves, taken, strict=True)]
@@ -308,7 +308,7 @@ def _warn_of_unused(unused: list[str], rules: Rules, axis: str, who: str, tree: 
 
 def _require_dims(specs: SpecTree, tree: PyTree) -> SpecTree:
     """The specs, none of which names dims that its parameter has not."""
-    leaves = zip(tree_paths(tree), optree.tree_leaves(tree), optree.tree_leaves(specs, is_leaf=_is_spec), strict=True)
+    leaves = zip(tree_paths(tree), optree.tree_leaves(tree), optree.tree_leaves(specs), strict=True)
     wrong = [
         f"  {path or 'the parameter'}: shape {tuple(leaf.shape)}, {spec!r}: the spec has {spec.named} dims, the tensor "
         f"has {leaf.ndim}; drop the last entries"
@@ -323,7 +323,7 @@ def _require_dims(specs: SpecTree, tree: PyTree) -> SpecTree:
 def _only(specs: SpecTree, axis: str, who: str) -> SpecTree:
     """What specs of the parameters say of one axis; they may name others of the mesh."""
     refuse_unknown_axes((specs,), who)
-    return optree.tree_map(lambda spec: spec.only({axis}), specs, is_leaf=_is_spec)
+    return optree.tree_map(lambda spec: spec.only({axis}), specs)
 
 
 def rest_specs(args: tuple[PyTree, ...], batch: SpecTree, default: P | None = None) -> list[SpecTree]:
@@ -346,7 +346,3 @@ def rest_specs(args: tuple[PyTree, ...], batch: SpecTree, default: P | None = No
 
 def _with_batch(leaf: Any, spec: P | None) -> P:
     return spec if spec is not None and isinstance(leaf, torch.Tensor) and leaf.ndim else P()
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, P)
