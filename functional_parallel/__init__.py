@@ -29,7 +29,7 @@ from .collectives import (
     scatter,
     send,
 )
-from .compile import Compiled, LayoutError, OutSpecError, compile, shard_map
+from .compile import Compiled, compile, shard_map
 from .constrain import constrain
 from .declared import ArgumentSpecError
 from .derivatives import grad, grad_and_value, hessian, jvp, vmap
@@ -43,6 +43,7 @@ from .program import BudgetError, Hardware, Line, Price, Program
 from .runtime import BackendError, CollectiveError, OutOfStepError, is_main_rank
 from .sampler import Sampler
 from .search import PipelineChoice, layer_costs, search_pipeline
+from .staging import LayoutError, OutSpecError
 from .train import Metrics, train_step
 from .train_state import DonatedStateError, TrainState
 from .transforms import (

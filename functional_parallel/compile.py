@@ -1,44 +1,27 @@
-"""From a local function to a program that runs: trace at local shapes, type, check the results, hand to a runtime."""
+"""Functions on shards compiled for a mesh: called on whole tensors, they give whole tensors."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
 from typing import Any
 
 import optree
 import torch
 
-from sharding_specs import Mesh, P, broadcast_specs, tree_paths
+from sharding_specs import Mesh
 
-from .assumptions import Assumption, Programs, assumed
+from .assumptions import Programs
 from .by_place import by_place
 from .collectives import guards
-from .collectives.axes import bind
-from .collectives.types import CollectiveTypeError, State, Type
-from .declared import declared_type, say_specs
-from .leftovers import leaving_nothing
-from .local_function import Layout, LocalFunction, PyTree, SpecTree, layout_of
-from .microbatches import local_aval, parts_of
-from .pipelines import PipelineError, PipelineProgram
-from .program import Program, drop_trivial
-from .rewrite import rewrite
-from .runtime import PipelineRuntime, check_backend, default_runtime, pipeline_memory
+from .local_function import LocalFunction, PyTree, layout_of
+from .pipelines import PipelineError
+from .runtime import PipelineRuntime, check_backend, default_runtime
 from .source import current_source
-from .tracing import forget_values, hollow, simplify, trace
+from .staging import LayoutError, Staged, stage
 from .tracing.record import recorder
-from .varying import Typing, type_of
 
-__all__ = ["UNCHECKED", "Compiled", "LayoutError", "OutSpecError", "compile", "runtime_of", "shard_map", "stage"]
-
-
-class LayoutError(ValueError):
-    """A function whose arguments' layout nobody declared, or declared twice."""
-
-
-class OutSpecError(CollectiveTypeError):
-    """Results that do not lie as their specs say; lists every one."""
+__all__ = ["Compiled", "compile", "runtime_of", "shard_map"]
 
 
 def compile(
@@ -225,136 +208,6 @@ class Compiled:
         )
 
 
-@dataclass
-class Staged:
-    """A program with what is needed to give its flat results their tree back."""
-
-    program: Any  # Program, or PipelineProgram
-    out_tree: Any
-    outputs: list[Any]
-    assumptions: list[Assumption] = field(default_factory=list)
-
-    def unflatten(self, tensors: Sequence[torch.Tensor]) -> PyTree:
-        remaining = iter(tensors)
-        return optree.tree_unflatten(self.out_tree, [next(remaining) if x is _TENSOR else x for x in self.outputs])
-
-
-_TENSOR = object()
-UNCHECKED = object()  # for out_specs: take the results rank by rank, whatever their types
-
-
-@leaving_nothing()
-def stage(
-    f: Callable[..., PyTree],
-    mesh: Mesh,
-    args: tuple[PyTree, ...],
-    in_specs: Any = None,
-    out_specs: Any = None,
-    *,
-    name: str,
-    parameters: str = "0",
-    carried: str | None = None,
-    donate: bool = False,
-    bucket: int | str | None = None,
-    without: Collection[str] = (),
-    backend: str = "eager",
-    watch: Callable[[str, Program, Mesh], None] = lambda *_: None,
-) -> Staged:
-    """Trace a function on shards, type its values, check how its results lie, and run the passes that it asks for.
-
-    Args:
-        f, mesh, args, in_specs, out_specs, name, bucket, without, backend: as for `compile`.
-        parameters: the path of the argument that holds the model's parameters.
-        watch: called with the name of each rewrite after it, the program, and the mesh with its virtual axes.
-        carried: the path of the argument that steps hand on: parameters and optimizer state; None for none.
-        donate: whether the program may write into that.
-    """
-    layout = layout_of(f)
-    wide = layout.mesh(mesh)
-    with bind(wide.shape, None):
-        specs = layout.arguments(args) if isinstance(f, LocalFunction) else _per_argument(in_specs, args)
-        full = tuple(broadcast_specs(spec, arg) for spec, arg in zip(specs, args, strict=True))
-        parts = parts_of(args, full, wide, layout.virtual_sizes(mesh))
-        leaves, tree = optree.tree_flatten(args)
-        flat_specs = optree.tree_leaves(full)
-        chosen = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        found: dict[str, Any] = {}
-        run = f.run if isinstance(f, LocalFunction) else f
-
-        def flat(*values: torch.Tensor) -> list[Any]:
-            filled = list(leaves)
-            for index, value in zip(chosen, values, strict=True):
-                filled[index] = value
-            say_specs([flat_specs[index] for index in chosen])
-            result = run(*optree.tree_unflatten(tree, filled))
-            outputs, found["tree"] = optree.tree_flatten(result)
-            declared = f.results if isinstance(f, LocalFunction) else None if out_specs is UNCHECKED else out_specs
-            found["specs"] = optree.tree_leaves(broadcast_specs(declared, result))
-            found["paths"] = tree_paths(result)
-            found["outputs"] = [_TENSOR if isinstance(output, torch.Tensor) else output for output in outputs]
-            return [output for output in outputs if isinstance(output, torch.Tensor)]
-
-        avals = [local_aval(leaves[index], flat_specs[index], wide, parts) for index in chosen]
-        types = [declared_type(flat_specs[index]) for index in chosen]
-        with bind(wide.shape, None, {axis: each.samples for axis, each in parts.items()}), assumed() as assumptions:
-            traced = trace(flat, avals, types=types, on_node=Typing(wide.shape))
-        held = [type_of(output) for output in traced.outputs]
-        traced = simplify(drop_trivial(forget_values(traced), wide, kept=_pipelined_axes(layout)))
-    kept = [index for index, output in enumerate(found["outputs"]) if output is _TENSOR]
-    paths = tree_paths(args)
-    returned = {found["paths"][index]: position for position, index in enumerate(kept)}
-    for node, index in zip(traced.inputs, chosen, strict=True):
-        node.meta.update(
-            path=paths[index],
-            parameter=_is_in(paths[index], parameters),
-            carried=carried is not None and _is_in(paths[index], carried),
-            donated=donate and carried is not None and _is_in(paths[index], carried),
-            becomes=returned.get(paths[index]),
-        )
-        if node.meta["parameter"]:
-            node.meta["own_path"] = paths[index][len(parameters) + 1 :]
-    program = Program(
-        traced,
-        mesh=mesh,
-        in_specs=[flat_specs[index] for index in chosen],
-        out_specs=[found["specs"][index] for index in kept],
-        in_paths=[paths[index] for index in chosen],
-        out_paths=[found["paths"][index] for index in kept],
-        name=name,
-        backend=backend,
-    )
-    shapes = optree.tree_map(hollow, args)
-    program.restage = functools.partial(
-        stage,
-        f,
-        mesh,
-        shapes,
-        in_specs,
-        out_specs,
-        name=name,
-        parameters=parameters,
-        carried=carried,
-        donate=donate,
-        bucket=bucket,
-        without=without,
-        backend=backend,
-    )
-    if out_specs is not UNCHECKED:
-        _check_results(program, held)
-    rewritten = rewrite(program, layout, parts, bucket, donate, without, watch)
-    if isinstance(rewritten, PipelineProgram):
-        rewritten.memory_by = pipeline_memory
-        for part in rewritten.every_program():
-            part.traced.settle()
-    elif isinstance(rewritten, Program):  # else it is what a search wants to know
-        rewritten.traced.settle()
-    return Staged(rewritten, found["tree"], found["outputs"], assumptions)
-
-
-def _is_in(path: str, parent: str) -> bool:
-    return f"{path}/".startswith(f"{parent}/")
-
-
 def _check_synchronous(f: LocalFunction, mesh: Mesh) -> None:
     plan = f.layout.pipeline
     if plan is not None and plan.on(mesh).versions is not None:
@@ -364,58 +217,11 @@ def _check_synchronous(f: LocalFunction, mesh: Mesh) -> None:
         )
 
 
-def _pipelined_axes(layout: Layout) -> tuple[str, ...]:
-    """Axes whose sums say where a pipeline ends, even over one microbatch."""
-    return () if layout.pipeline is None else (layout.pipeline.virtual,)
-
-
 def runtime_of(mesh: Mesh, f: Any, reduction: str = "fast") -> Any:
     """What runs a function's programs: the mesh's runtime, around it that of the pipeline if there is one."""
     base = default_runtime(mesh, reduction)
     plan = f.layout.pipeline if isinstance(f, LocalFunction) else None
     return base if plan is None else PipelineRuntime(base, plan.axis)
-
-
-# -----------------------------------------------------------------------------
-# Specs and types
-# -----------------------------------------------------------------------------
-
-
-def _check_results(program: Program, types: list[Type]) -> None:
-    """A result's type is what its spec says: no less, or ranks disagree; no more, or copies are taken for shards."""
-    wrong = []
-    for held, spec, path in zip(types, program.out_specs, program.out_paths, strict=True):
-        wanted = declared_type(spec)
-        for axis in sorted({*held, *wanted}):
-            if held[axis] is not wanted[axis]:
-                wrong.append(f"  {path or 'the result'}: {_mismatch(axis, held[axis], wanted[axis], spec)}")
-    if wrong:
-        raise OutSpecError(f"{program.name}: results do not lie as out_specs say:\n" + "\n".join(wrong))
-
-
-def _mismatch(axis: str, held: State, wanted: State, spec: P) -> str:
-    fixes = {
-        (
-            State.VARYING,
-            State.INVARIANT,
-        ): f"differs by rank along {axis!r}, but {spec!r} says that all ranks hold the same; "
-        f"a missing psum? write fp.psum(x, {axis!r}) or mention {axis!r} in the spec",
-        (
-            State.INVARIANT,
-            State.VARYING,
-        ): f"is the same on all ranks along {axis!r}, but {spec!r} says that it is sharded; "
-        f"leave {axis!r} out of the spec, or write fp.pscatter(x, {axis!r}) or fp.pvary(x, {axis!r})",
-        (State.UNREDUCED, State.INVARIANT): f"holds partial sums along {axis!r}, but {spec!r} does not say so; "
-        f"write fp.psum(x, {axis!r}) or P(…, unreduced={{{axis!r}}})",
-    }
-    return fixes.get((held, wanted), f"is {held} along {axis!r}, but {spec!r} says {wanted}")
-
-
-def _per_argument(specs: Any, args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
-    given = specs if isinstance(specs, tuple) else (specs,)
-    if len(given) != len(args):
-        raise LayoutError(f"in_specs has {len(given)} entries for {len(args)} arguments; give one per argument")
-    return given
 
 
 def _signature(leaf: Any) -> Any:

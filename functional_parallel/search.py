@@ -13,7 +13,6 @@ import torch
 
 from sharding_specs import Mesh, tree_paths
 
-from .compile import stage
 from .derivatives import grad
 from .optim import Optimizer, sgd
 from .pipelines import MeasuredLayer, PipelineMemory, measure
@@ -21,6 +20,7 @@ from .quantities import is_count
 from .schedules import Layer, Machine, Plan, ScheduleError
 from .schedules import search as search_plans
 from .schedules.search import check_search
+from .staging import stage
 from .tracing.graph import without_memory
 from .train import train_step
 from .trained import is_trained

@@ -17,7 +17,7 @@ from .assumptions import Programs
 from .asynchronous import is_asynchronous, of_one_update
 from .by_place import by_place
 from .collectives.axes import bind
-from .compile import Staged, runtime_of, stage
+from .compile import runtime_of
 from .derivatives import grad_and_value
 from .flat import require_elementwise
 from .loading import expected_state, require_state_of, steps_done
@@ -27,6 +27,7 @@ from .optim import Optimizer
 from .places import Places, find_places
 from .runtime import check_backend, own, storages
 from .scaled import ScaledState, scaled_loss, unless, unscaled, with_scale
+from .staging import Staged, stage
 from .tracing import hollow
 from .train_state import Constant, Form, TrainState, form_of, look, plain
 from .uneven import looks_of, stay_in_step

@@ -12,7 +12,18 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 # Each imports from those on its left alone; a sub-package that is not named here lies beside them.
-LAYERS = ["collectives", "tracing", "program", "partition", "transforms", "runtime", "compile", "train", "cli"]
+LAYERS = [
+    "collectives",
+    "tracing",
+    "program",
+    "partition",
+    "transforms",
+    "runtime",
+    "staging",
+    "compile",
+    "train",
+    "cli",
+]
 
 
 def imports(path: Path) -> Iterator[tuple[str, ...]]:

@@ -11,9 +11,9 @@ import torch
 from sharding_specs import Mesh
 
 from ..collectives.types import State
-from ..compile import UNCHECKED, stage
 from ..derivatives import grad
 from ..runtime.simulated import SimulatedRuntime
+from ..staging import UNCHECKED, stage
 from ..varying import type_of
 from .compare import NotEquivalentError, compare
 
