@@ -35,6 +35,7 @@ from .declared import ArgumentSpecError
 from .derivatives import grad, grad_and_value, hessian, jvp, vmap
 from .estimate import activation_bytes, estimate
 from .functional import functional
+from .local_step import Metrics
 from .loss_scaling import LossScale, LossScaleError
 from .partition import PartitionError, PartitionWarning, partition
 from .partition.rules import register_rule
@@ -44,7 +45,7 @@ from .runtime import BackendError, CollectiveError, OutOfStepError, is_main_rank
 from .sampler import Sampler
 from .search import PipelineChoice, layer_costs, search_pipeline
 from .staging import LayoutError, OutSpecError
-from .train import Metrics, train_step
+from .train import train_step
 from .train_state import DonatedStateError, TrainState
 from .transforms import (
     OrderError,

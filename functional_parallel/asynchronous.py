@@ -7,9 +7,9 @@ from typing import Any
 import optree
 import torch
 
-from sharding_specs import Mesh, P, broadcast_specs
+from sharding_specs import Mesh, P
 
-from .collectives.axes import MICROBATCH, bind
+from .collectives.axes import MICROBATCH
 from .local_function import Layout, PyTree
 from .pipelines import updates_of
 
@@ -26,8 +26,6 @@ def of_one_update(layout: Layout, mesh: Mesh, params: PyTree, batch: tuple[PyTre
     if not is_asynchronous(layout, mesh):
         return batch
     updates = updates_of(layout.pipeline.on(mesh))
-    with bind(layout.mesh(mesh).shape, None):
-        specs = broadcast_specs(layout.arguments((params, *batch))[1:], batch)
 
     def part(leaf: Any, spec: P) -> Any:
         dims = [dim for dim, axes in enumerate(spec.dim_axes()) if MICROBATCH in axes]
@@ -40,4 +38,4 @@ def of_one_update(layout: Layout, mesh: Mesh, params: PyTree, batch: tuple[PyTre
             )
         return leaf.narrow(dims[0], 0, length)
 
-    return optree.tree_map(part, batch, specs)
+    return optree.tree_map(part, batch, layout.batch_specs(mesh, params, batch))

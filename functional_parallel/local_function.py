@@ -14,10 +14,10 @@ from typing import Any
 
 import optree
 
-from sharding_specs import Mesh, MeshError, P, SpecError, tree_paths
+from sharding_specs import Mesh, MeshError, P, SpecError, broadcast_specs, tree_paths
 
 from .by_place import by_place, signature_of
-from .collectives.axes import current_axes, hidden_axes, mesh_axis_size
+from .collectives.axes import bind, current_axes, hidden_axes, mesh_axis_size
 from .declared import checked_arguments
 
 __all__ = [
@@ -87,6 +87,11 @@ class Layout:
                 known = ", ".join(mesh.axis_names) or "none"
                 raise MeshError(f"{mesh!r} has no axis {axis!r}, over which {by} splits; its axes are: {known}")
         return wide
+
+    def batch_specs(self, mesh: Mesh, params: PyTree, batch: tuple[PyTree, ...]) -> SpecTree:
+        """How the arguments after the parameters lie, a spec for every leaf."""
+        with bind(self.mesh(mesh).shape, None):
+            return broadcast_specs(tuple(self.arguments((params, *batch))[1:]), batch)
 
     def virtual_sizes(self, mesh: Mesh) -> dict[str, int]:
         """The sizes of the virtual axes beside a mesh."""

@@ -3,53 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from contextlib import nullcontext
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
 
-from sharding_specs import Mesh, P, broadcast_specs, tree_paths, whole_shape
+from sharding_specs import Mesh, P, tree_paths, whole_shape
 
 from . import _torch, random
 from .assumptions import Programs
 from .asynchronous import is_asynchronous, of_one_update
 from .by_place import by_place
-from .collectives.axes import bind
 from .compile import runtime_of
-from .derivatives import grad_and_value
 from .flat import require_elementwise
 from .loading import expected_state, require_state_of, steps_done
-from .local_function import LocalFunction, PyTree, SpecTree, unsharded
+from .local_function import LocalFunction, PyTree, unsharded
+from .local_step import LocalStep, Metrics
 from .loss_scaling import LossScale, LossScaleState
 from .optim import Optimizer
 from .places import Places, find_places
 from .runtime import check_backend, own, storages
-from .scaled import ScaledState, scaled_loss, unless, unscaled, with_scale
+from .scaled import with_scale
 from .staging import Staged, stage
 from .tracing import hollow
 from .train_state import Constant, Form, TrainState, form_of, look, plain
 from .uneven import looks_of, stay_in_step
-from .updating import global_norm, into_compute, into_update, joined_again, split_further
 
-__all__ = ["Metrics", "TrainState", "TrainStep", "train_step"]
-
-
-class Metrics(NamedTuple):
-    """What a step reports: scalars, whole on every rank.
-
-    An asynchronous pipeline has no gradient norm to report, and its loss and aux are means over the step's updates.
-
-    With a loss scale, `skipped` says whether gradients overflowed, so that nothing was updated, and `loss_scale` what
-    the step's loss was multiplied by; `loss` and `grad_norm` are without it.
-    """
-
-    loss: Any
-    grad_norm: Any
-    aux: PyTree = None
-    skipped: Any = None
-    loss_scale: Any = None
+__all__ = ["TrainStep", "train_step"]
 
 
 def train_step(
@@ -142,7 +122,7 @@ class TrainStep:
     ) -> None:
         self.f = f if isinstance(f, LocalFunction) else unsharded(f)
         self.optimizer, self.mesh, self.clip, self.seed = optimizer, mesh, clip, seed
-        self.wide_mesh = self.f.layout.mesh(mesh)  # with microbatches as an axis
+        self.f.layout.mesh(mesh)  # refuses one without the axes that the plan splits over
         self.has_aux, self.own_batch, self.bucket, self.reduction = has_aux, own_batch, bucket, reduction
         if self.f.layout.flat_update:
             require_elementwise(optimizer)
@@ -359,8 +339,10 @@ class TrainStep:
         batch = of_one_update(self.f.layout, self.mesh, params, batch)
         key = torch.zeros((), dtype=torch.int64) if self.seed is not None else None
         args = ((params, optimizer_state), batch, key)
+        specs = self.f.layout.batch_specs(self.mesh, params, batch)
+        step = LocalStep(self.f, self.optimizer, self.clip, self.has_aux, not is_asynchronous(self.f.layout, self.mesh))
         return stage(
-            self._local_step(form.places, params, batch),
+            step.on(form.places, specs),
             self.mesh,
             args,
             name="train_step",
@@ -373,74 +355,12 @@ class TrainStep:
         )
 
     def _global_shapes(self, params: PyTree, batch: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
-        with bind(self.wide_mesh.shape, None):
-            specs = broadcast_specs(self.f.layout.arguments((params, *batch))[1:], batch)
-
         def whole(leaf: Any, spec: P) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             return hollow(leaf, whole_shape(leaf.shape, spec.only(self.mesh.axis_names), self.mesh))
 
-        return optree.tree_map(whole, batch, specs)
-
-    def _local_step(self, places: Places, params: PyTree, batch: tuple[PyTree, ...]) -> LocalFunction:
-        """The step on one rank's shards."""
-        packing, whole, update = places.packing, places.whole, places.update
-        with bind(self.wide_mesh.shape, None):
-            batch_specs = broadcast_specs(tuple(self.f.layout.arguments((params, *batch))[1:]), batch)
-
-        def call(held: tuple[PyTree, PyTree], batch: tuple[PyTree, ...], key: Any) -> Any:
-            params, state = held
-            scale = state.loss_scale if isinstance(state, ScaledState) else None
-            inputs = optree.tree_map(into_compute, params, places.compute)
-            with random.using(key) if key is not None else nullcontext():
-                gradients, value, aux = self._gradients(inputs, batch, scale)
-            gradients = packing.pack(gradients)
-            gradients = optree.tree_map(into_update, gradients, update, whole, places.summed, none_is_leaf=True)
-            gradients = gradients if scale is None else unscaled(gradients, scale.scale)
-            norm = None if is_asynchronous(self.f.layout, self.mesh) else self._norm(gradients, places)
-            if self.clip is not None:
-                norm = self._norm(gradients, places) if norm is None else norm
-                factor = torch.clamp(self.clip / (norm + 1e-6), max=1.0)
-                gradients = optree.tree_map(lambda g: g * factor.to(g.dtype), gradients)
-            own = optree.tree_map(split_further, packing.pack(params), update, whole)
-            before = state if scale is None else state.optimizer
-            new, after = packing.update(self.optimizer, gradients, before, own, places=update)
-            metrics = Metrics(value, norm, aux)
-            if self.scaling is not None and scale is not None:
-                norm = self._norm(gradients, places) if norm is None else norm
-                overflow = ~torch.isfinite(norm)  # a sum over all ranks, so all of them agree
-                new, after = unless(overflow, new, own), unless(overflow, after, before)
-                after = ScaledState(after, self.scaling.update(scale, overflow))
-                metrics = metrics._replace(skipped=overflow, loss_scale=scale.scale)
-            new = packing.unpack(optree.tree_map(joined_again, new, update, whole))
-            reported = None if scale is None else P()
-            specs = Metrics(P(), None if norm is None else P(), _aux_specs(aux, self.f), reported, reported)
-            return ((new, after), metrics), ((places.kept, places.state(after, self.optimizer)), specs)
-
-        def arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
-            return ((places.kept, places.state(args[0][1], self.optimizer)), batch_specs, P())
-
-        layout = replace(self.f.layout, arguments=arguments, update_axis=None, update_specs=None)
-        return LocalFunction(call, layout, "train_step")
-
-    def _norm(self, gradients: PyTree, places: Places) -> torch.Tensor:
-        parts = optree.tree_map(split_further, gradients, places.counted, places.update, none_is_leaf=True)
-        return global_norm(parts, places.counted)
-
-    def _gradients(self, params: PyTree, batch: tuple[PyTree, ...], scale: Any) -> tuple[PyTree, Any, PyTree]:
-        """Gradients of the loss, times the loss scale if there is one; its value; and what comes beside it."""
-        if scale is None:
-            gradients, value = grad_and_value(self.f, has_aux=self.has_aux)(params, *batch)
-        else:
-            f = scaled_loss(self.f, scale.scale, self.has_aux)
-            gradients, (_, value) = grad_and_value(f, has_aux=True)(params, *batch)
-        return (gradients, *value) if self.has_aux else (gradients, value, None)
-
-
-# -----------------------------------------------------------------------------
-# Specs
-# -----------------------------------------------------------------------------
+        return optree.tree_map(whole, batch, self.f.layout.batch_specs(self.mesh, params, batch))
 
 
 def _check_same(runtime: Any, name: str, tree: PyTree, parts: list[P] | None = None) -> None:
@@ -448,7 +368,3 @@ def _check_same(runtime: Any, name: str, tree: PyTree, parts: list[P] | None = N
     leaves = [(path, leaf) for path, leaf in zip(tree_paths(tree), optree.tree_leaves(tree), strict=True)]
     tensors = [(path or "parameters", leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
     runtime.check_same(name, [path for path, _ in tensors], [leaf for _, leaf in tensors], parts)
-
-
-def _aux_specs(aux: PyTree, f: LocalFunction) -> SpecTree:
-    return None if aux is None else f.results[1]
