@@ -8,7 +8,7 @@ from typing import Any
 import optree
 import torch
 
-from sharding_specs import Mesh, P, tree_paths, whole_shape
+from sharding_specs import Mesh, P, tree_paths, validate, whole_shape
 
 from . import _torch, random
 from .assumptions import Programs
@@ -180,6 +180,7 @@ class TrainStep:
     def _place(self, params: PyTree, optimizer_state: PyTree) -> tuple[Form, list[Any]]:
         """Decide where everything lies; that, and the leaves of parameters and state as a step holds them, whole."""
         places = self.places(params)
+        validate(params, places.kept, self.mesh, advice="fp.zero(3, …) pads parameters by itself")
         packed = places.packed_state(with_scale(optimizer_state, self.scaling))
         specs = optree.tree_leaves((places.kept, places.state(packed, self.optimizer)))
         found = form_of(self.mesh, places, params, packed, tuple(specs))

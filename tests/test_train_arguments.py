@@ -57,6 +57,15 @@ def test_arguments_of_the_batch_may_lie_each_in_its_own_way(plan: Any) -> None:
         train(state, x, labels)
 
 
+def test_parameters_that_ranks_do_not_divide_are_all_named() -> None:
+    plan = fp.tensor_parallel("tensor", {"w": P(None, "tensor"), "v": P("tensor")})
+    train = fp.train_step(lambda p, x: (x @ p["w"] @ p["v"]).sum(), fp.optim.sgd(0.1), Mesh(tensor=2), plan)
+    params = {"w": torch.ones(3, 5), "v": torch.ones(5)}
+    for begin in (train.init, lambda params: train.load(params, fp.optim.sgd(0.1).init(params), 0)):
+        with pytest.raises(SpecError, match=r"(?s)v: shape \(5,\).* make it 6, .*w: shape \(3, 5\)"):
+            begin(params)
+
+
 def test_parameters_that_are_not_floating_tensors_stay() -> None:
     def of_table(params: Any, x: Tensor) -> Tensor:
         return ((x @ params["w"])[:, params["order"]] * torch.arange(3.0) * params["factor"]).sum()
