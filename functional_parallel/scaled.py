@@ -49,7 +49,12 @@ def scaled_loss(f: LocalFunction, scale: torch.Tensor, has_aux: bool) -> LocalFu
 
 def unscaled(gradients: PyTree, scale: torch.Tensor) -> PyTree:
     """Gradients without the scale that the forward used, in the type of the parameters; None stays."""
-    return optree.tree_map(lambda gradient: gradient / scale.to(gradient.dtype), gradients)
+
+    def one(gradient: torch.Tensor) -> torch.Tensor:
+        wide = gradient.float() if gradient.dtype.itemsize < 4 else gradient  # float16 does not hold 2 ** 16
+        return (wide / scale.to(wide.dtype)).to(gradient.dtype)
+
+    return optree.tree_map(one, gradients)
 
 
 def unless(skip: torch.Tensor, new: PyTree, old: PyTree) -> PyTree:

@@ -27,7 +27,8 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     tensor(14.)
 
     Args:
-        tensors: at least one, floating, or complex, whose parts are squared. Squares are computed in each one's dtype.
+        tensors: at least one, floating, or complex, whose parts are squared. Squares are computed in each one's dtype,
+            but in float32 at least: float16 holds none of more than 255.
     """
     tensors = list(map(as_real, tensors))
     if _torch.holds_levels(tensors):
@@ -37,7 +38,11 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _in_torchs_ops(tensors: Sequence[Tensor]) -> Tensor:
-    return functools.reduce(torch.add, ((x * x).sum() for x in tensors))
+    return functools.reduce(torch.add, ((x * x).sum() for x in map(_wide, tensors)))
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype.itemsize < 4 else x
 
 
 def _sum(tensors: Sequence[Tensor]) -> Tensor:
@@ -46,14 +51,20 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
 
 def _sum_of_one(x: Tensor) -> Tensor:
     if x.numel() <= _BLOCK or not x.is_contiguous():
+        x = _wide(x)
         return (x * x).sum()
-    squares = x.new_empty(_BLOCK)
-    sums = [torch.mul(block, block, out=squares[: block.numel()]).sum() for block in x.view(-1).split(_BLOCK)]
+    squares = _wide(x.new_empty(_BLOCK))
+    sums = [_square(block, squares[: block.numel()]).sum() for block in x.view(-1).split(_BLOCK)]
     return torch.stack(sums).sum()
+
+
+def _square(x: Tensor, out: Tensor) -> Tensor:
+    return torch.mul(x, x, out=out) if x.dtype == out.dtype else out.copy_(x).square_()
 
 
 def _fake(tensors: Sequence[Tensor]) -> Tensor:
     dtype = functools.reduce(torch.promote_types, (x.dtype for x in tensors))
+    dtype = dtype if dtype.itemsize >= 4 else torch.float32
     return tensors[0].new_empty((), dtype=dtype)
 
 

@@ -93,7 +93,7 @@ def global_norm(gradients: PyTree, specs: SpecTree) -> torch.Tensor:
         raise ValueError("no parameter is a floating tensor, so there is nothing to train")
     squares = {axes: sum_of_squares(counted[axes]) for axes in sorted(counted)}
     sums = [psum(square, axes) if axes else square for axes, square in squares.items()]
-    total = sums[0].float() if sums[0].dtype.itemsize < 4 else sums[0]
+    total = sums[0]
     for square in sums[1:]:
         total = total + square.to(total.dtype)
     return total.sqrt()

@@ -32,6 +32,18 @@ def test_it_is_near_the_truth(dtype: torch.dtype) -> None:
     assert abs(found.double() - wanted) <= 8 * torch.finfo(dtype).eps * wanted
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [3, 2 * _BLOCK + 5])
+def test_squares_of_narrow_numbers_are_wide(dtype: torch.dtype, size: int) -> None:
+    """float16 ends at 65504, so a norm of 256 was infinite, and clipping to it left nothing of the gradients."""
+    x = torch.full((size,), 256.0, dtype=dtype)
+    for tensors in ([x], [x[1:], x[:1]]):
+        found = sum_of_squares(tensors)
+        assert found.dtype == torch.float32
+        assert found == size * 256.0**2
+    assert torch.func.vmap(lambda x: sum_of_squares([x]))(x[None]) == size * 256.0**2
+
+
 def test_a_part_of_a_buffer_gives_the_bits_of_a_tensor_of_its_own() -> None:
     x = torch.randn(3 * _BLOCK + 1, generator=torch.Generator().manual_seed(0))
     for offset in (1, 3, 17):

@@ -115,6 +115,20 @@ def test_updates_do_not_depend_on_the_scale(stage: int, clip: float | None) -> N
         assert same(growing[1].optimizer, constant[1].optimizer if scale else constant[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_parameters_that_are_narrow_themselves_train_at_a_scale_that_their_type_does_not_hold(
+    dtype: torch.dtype,
+) -> None:
+    w, x = torch.full((4,), 0.5), torch.linspace(0.01, 0.1, 32).reshape(8, 4)
+    plan = fp.chain(fp.mixed_precision("fp16", loss_scale=2.0**16), fp.zero(1, "data"))
+    train = fp.train_step(lambda w, x: (x @ w).square().mean(), fp.optim.sgd(1.0), MESH, plan)
+    state, metrics = train(train.init(w.to(dtype)), x)
+    want = torch.func.grad(lambda w: (x @ w).square().mean())(w)
+    assert not metrics.skipped
+    torch.testing.assert_close(metrics.grad_norm, want.norm(), rtol=0.01, atol=0)
+    torch.testing.assert_close(train.params(state).float(), w - want, rtol=0.01, atol=0)
+
+
 def test_metrics_are_those_of_the_loss_itself() -> None:
     scaled = fp.train_step(loss, fp.optim.sgd(0.1), MESH, plan(3, 4096.0))
     plain = fp.train_step(loss, fp.optim.sgd(0.1), MESH, plan(3, None))
