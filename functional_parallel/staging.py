@@ -16,6 +16,7 @@ from .assumptions import Assumption, assumed
 from .collectives.axes import bind
 from .collectives.parts import Parts
 from .collectives.types import CollectiveTypeError, State, Type
+from .constants import require_transparent
 from .declared import declared_type, say_specs
 from .leftovers import leaving_nothing
 from .local_function import Layout, LocalFunction, PyTree, SpecTree, layout_of
@@ -86,13 +87,14 @@ def stage(
         donate: whether the program may write into that.
         watch: called with the name of each rewrite after it, the program, and the mesh with its virtual axes.
     """
+    require_transparent(args, f"{name}, arguments")
     layout = layout_of(f)
     wide = layout.mesh(mesh)
     with bind(wide.shape, None):
         specs = layout.arguments(args) if isinstance(f, LocalFunction) else _per_argument(in_specs, args)
         full = tuple(broadcast_specs(spec, arg) for spec, arg in zip(specs, args, strict=True))
         parts = parts_of(args, full, wide, layout.virtual_sizes(mesh))
-        flat = _Flat(f, args, full, out_specs)
+        flat = _Flat(f, args, full, out_specs, name)
         traced, types, assumptions = _traced(flat, wide, parts, layout)
     _mark_inputs(traced, flat, parameters, carried, donate)
     program = Program(
@@ -144,9 +146,9 @@ class _Flat:
     out_paths: list[str]
 
     def __init__(
-        self, f: Callable[..., PyTree], args: tuple[PyTree, ...], specs: tuple[SpecTree, ...], out_specs: Any
+        self, f: Callable[..., PyTree], args: tuple[PyTree, ...], specs: tuple[SpecTree, ...], out_specs: Any, name: str
     ) -> None:
-        self._f, self._out_specs = f, None if out_specs is UNCHECKED else out_specs
+        self._f, self._out_specs, self._name = f, None if out_specs is UNCHECKED else out_specs, name
         self._leaves, self._tree = optree.tree_flatten(args)
         self._chosen = [index for index, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor)]
         self.tensors: list[torch.Tensor] = _of(self._chosen, self._leaves)
@@ -160,6 +162,7 @@ class _Flat:
         say_specs(self.in_specs)
         run = self._f.run if isinstance(self._f, LocalFunction) else self._f
         result = run(*optree.tree_unflatten(self._tree, filled))
+        require_transparent(result, f"{self._name}, results")
         specs = self._f.results if isinstance(self._f, LocalFunction) else self._out_specs
         leaves, self.out_tree = optree.tree_flatten(result)
         self.outputs = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
