@@ -121,7 +121,9 @@ class Roles:
     def is_inline(self, node: fx.Node) -> bool:
         """Whether an op is repeated wherever its value is needed: it costs nothing, or its value may not be kept."""
         role = self.of.get(node)
-        if role is Role.LOCAL or role is Role.EARLY:
+        if role is Role.LOCAL:  # what follows from sums that come before it too: those it is given
+            return True
+        if role is Role.EARLY:
             return node not in self.late and not self._begins(node)
         if role is not Role.ONCE:
             return False

@@ -122,6 +122,23 @@ def test_encoder_and_decoder() -> None:
     assert_same(loss, params, *batch, ranks=2, schedule="zb-v")
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1", "dualpipe"])
+@pytest.mark.parametrize("samples", [8, 11])
+def test_what_follows_from_a_sum_of_the_whole_batch(schedule: str, samples: int) -> None:
+    """Weights that sum to one, inputs in units of their deviation, rows chosen by index: every stage takes them."""
+
+    def loss(p: Any, x: Tensor, weight: Tensor) -> Tensor:
+        share = weight / weight.sum()
+        chosen = (weight[torch.arange(len(weight))] > 0.5).double()
+        h = (x - x.mean(0)) / x.std(0)
+        for layer in p:
+            h = torch.tanh(h @ layer) * (1 + chosen[:, None])
+        return (h.square().mean(1) * share).sum()
+
+    batch = normal(samples, 3), torch.rand(samples, dtype=torch.float64)
+    assert_same(loss, [normal(3, 3) for _ in range(4)], *batch, schedule=schedule)
+
+
 def test_u_net() -> None:
     """Skips from each level down to the same level up, across the middle stages."""
 
