@@ -102,7 +102,7 @@ class Chooser:
         lines = [
             f"{team.size} ranks on {len(team.hosts)} host{'s' * (len(team.hosts) > 1)}",
             f"{'a message':24} {machine.message}, {1e6 * machine.further:.0f} µs for each further one of a round",
-            f"{'shared memory':24} {machine.memory or 'none'}",
+            f"{'shared memory':24} {machine.memory or ('none' if team.has_hosts_alike else 'not used')}",
             *(f"{f'{name} {kind}':24} {line}" for (name, kind), line in sorted(machine.whole.items())),
             "",
         ]

@@ -58,7 +58,7 @@ class Machine:
         message: one message each to and from a neighbour; between hosts where there are several.
         further: seconds for each further message of a round.
         memory: one round through shared memory, and what each byte costs that a rank writes or reads there; None where
-            there is none.
+            there is none, or no collective can use it, as on hosts with different numbers of ranks.
         whole: by algorithm and kind, collectives that were measured as they are: the backend's own, and those through
             shared memory where all ranks share it.
     """
@@ -226,7 +226,7 @@ def _trials(team: Team, size: int) -> dict[tuple[str, str], Callable[[], object]
         ("backend", "all_to_all"): lambda: _exchanged(team, whole),
     }
     memory = team.shared
-    if memory is not None:
+    if memory is not None and team.has_hosts_alike:  # else some ranks would have a trial more than others
         local = [torch.zeros(size // 4 // memory.size) for _ in range(memory.size)]
         steps = lambda: shared.all_gather(memory, local[0], _parts(memory, local[0]))  # noqa: E731
         trials["memory", ""] = lambda: team.run(steps()).wait()
@@ -254,10 +254,20 @@ def _exchanged(team: Team, whole: Tensor) -> list[Tensor]:
 
 
 def _shift(team: Team, sent: Tensor, count: int) -> None:
-    """Send to the next rank, or to the one with the same place on the next host, in so many messages."""
-    step = len(team.on_my_host) if len(team.hosts) > 1 else 1
-    after, before = (team.rank + step) % team.size, (team.rank - step) % team.size
+    """Send to a neighbour and receive from one, in so many messages."""
+    after, before = _neighbours(team)
     messages = team.messages()
     receiving = [messages.receive(part, before) for part in torch.empty_like(sent).chunk(count)]
     for message in [*receiving, *(messages.send(part, after) for part in sent.chunk(count))]:
         message.wait()
+
+
+def _neighbours(team: Team) -> tuple[int, int]:
+    """Whom a rank sends to, and whom it hears: on another host where there are several, if none has most of the ranks.
+
+    In a ring of all ranks, host by host, one further by as many as the largest host has.
+    """
+    ring = [rank for ranks in team.hosts for rank in ranks]
+    step = 1 if team.is_on_one_host else max(map(len, team.hosts))
+    place = ring.index(team.rank)
+    return ring[(place + step) % team.size], ring[(place - step) % team.size]

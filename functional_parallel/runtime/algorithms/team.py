@@ -46,6 +46,8 @@ class Team(Ranks):
     Attributes:
         hosts: the ranks on each host.
         on_my_host: those on this one's.
+        is_on_one_host: whether there is no other.
+        has_hosts_alike: whether every host has as many ranks.
         shared: the memory that it shares with the ranks of its host, if it can.
     """
 
@@ -70,6 +72,7 @@ class Team(Ranks):
         self.hosts = list(by_name.values())
         self.on_my_host = next(ranks for ranks in self.hosts if rank in ranks)
         self.is_on_one_host = len(self.hosts) == 1
+        self.has_hosts_alike = len({len(ranks) for ranks in self.hosts}) == 1
         self.shared = connect(rank, self.on_my_host, self.exchange, timeout, doing)
 
     def run(self, steps: Steps) -> Running:
