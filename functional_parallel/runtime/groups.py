@@ -18,7 +18,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from sharding_specs import Mesh
 
-from .algorithms import Doing, Team
+from .algorithms import Doing, RollCall, Team
 
 __all__ = ["Group", "Groups"]
 
@@ -33,6 +33,8 @@ class Group:
         rank: this rank's place in `ranks`.
         ranks: global ranks in the order of the axes, the first axis major.
         seats: for each of them, its position in torch's group, which is sorted by global rank.
+        roll_call: whether all do the same, before bytes of one are taken for what another waits for; None where asking
+            would take a device's time.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Group:
         self.rank = ranks.index(rank)
         self.seats = tuple(sorted(ranks).index(each) for each in ranks)
         self.backend = str(dist.get_backend(handle))
+        self.roll_call = RollCall(handle, self.seats, doing) if doing and self.backend == "gloo" else None
 
     def in_order(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """From torch's order to the order of the axes."""

@@ -37,6 +37,8 @@ class Pending:
         self.where = ""
         try:
             self._work = start()
+        except OutOfStepError:
+            raise
         except (RuntimeError, ValueError) as error:
             raise self._failure(error) from error
 

@@ -20,7 +20,20 @@ from torch import Tensor
 
 from ..collectives import group
 from ..collectives.axes import are_bound, bind
-from .algorithms import SIZES, Algorithm, Chooser, Doing, Layout, Messages, Packed, Team, setting, starting, whole
+from .algorithms import (
+    SIZES,
+    Algorithm,
+    Chooser,
+    Doing,
+    Layout,
+    Messages,
+    OutOfStepError,
+    Packed,
+    Team,
+    setting,
+    starting,
+    whole,
+)
 from .groups import Group, Groups
 from .pending import CollectiveError, Pending
 from .zero_copy import joined, whole_of
@@ -113,8 +126,8 @@ class ProcessCarrier:
         """
         try:
             pending = self._started(name, x, axes, params, overwrite)
-        except CollectiveError as error:
-            raise CollectiveError(f"{where}: {error}") from error
+        except (CollectiveError, OutOfStepError) as error:
+            raise type(error)(f"{where}: {error}") from error
         pending.where = where
         return pending
 
@@ -204,8 +217,10 @@ class ProcessCarrier:
         chosen: tuple[Algorithm, Team],
         started: starting.Started,
     ) -> Pending:
-        steps, finish = started
-        return Pending(lambda: chosen[1].run(steps), finish, self._describe(operation, x, axes))
+        (algorithm, team), (steps, finish) = chosen, started
+        if not algorithm.signals and (roll_call := self._groups.over(axes).roll_call):
+            steps = roll_call.before(steps)
+        return Pending(lambda: team.run(steps), finish, self._describe(operation, x, axes))
 
     # --- by the backend ---
 
@@ -247,9 +262,11 @@ class ProcessCarrier:
         members = self._groups.over(axes)
         buffer = _as_bytes(x).clone()
         return self._by_backend(
+            "pbroadcast",
+            x,
+            axes,
             lambda: dist.broadcast(buffer, members.ranks[source], members.handle, async_op=True),
             lambda: _from_bytes(buffer, x).reshape(x.shape),
-            self._describe("pbroadcast", x, axes),
         ).wait()
 
     def axis_index(self, axes: tuple[str, ...]) -> int:
@@ -270,9 +287,11 @@ class ProcessCarrier:
         result = x.detach() if in_place else x.detach().clone(memory_format=torch.contiguous_format)
         handle = self._groups.over(axes).handle
         return self._by_backend(
+            operation,
+            x,
+            axes,
             lambda: dist.all_reduce(result, how, handle, async_op=True),
             lambda: finish(result),
-            self._describe(operation, x, axes),
         )
 
     def _start_reduce_scattered(self, x: Tensor, axes: tuple[str, ...], dim: int, dtype: torch.dtype) -> Pending:
@@ -280,9 +299,11 @@ class ProcessCarrier:
         chunks = torch.stack(members.by_seat(x.detach().chunk(len(members.ranks), dim)))
         result = torch.empty_like(chunks[0])
         return self._by_backend(
+            "psum_scatter",
+            x,
+            axes,
             lambda: dist.reduce_scatter_tensor(result, chunks, group=members.handle, async_op=True),
             lambda: result.to(dtype),
-            self._describe("psum_scatter", x, axes),
         )
 
     def _start_gathered(
@@ -302,7 +323,7 @@ class ProcessCarrier:
         def end() -> Any:
             return finish([_from_bytes(part, x).reshape(x.shape) for part in members.in_order(parts)])
 
-        return self._by_backend(start, end, self._describe(operation, x, axes))
+        return self._by_backend(operation, x, axes, start, end)
 
     def _start_exchanged(
         self,
@@ -338,17 +359,31 @@ class ProcessCarrier:
             sizes[seat] = elements * x.element_size()
         received = sent.new_empty(sum(sizes))
         return self._by_backend(
+            operation,
+            x,
+            axes,
             lambda: dist.all_to_all_single(received, sent, sizes, lengths, members.handle, async_op=True),
             lambda: finish([_from_bytes(part, x) for part in members.in_order(received.split(sizes))]),
-            self._describe(operation, x, axes),
         )
 
     def _by_backend(
-        self, start: Callable[[], Any], finish: Callable[[], Any], describe: Callable[[float], str]
+        self,
+        operation: str,
+        x: Tensor,
+        axes: tuple[str, ...],
+        start: Callable[[], Any],
+        finish: Callable[[], Any],
     ) -> Pending:
         """Start what the backend carries: whoever waits for this rank in shared memory shall know."""
         self.doing.announce()
-        return Pending(start, finish, describe)
+        roll_call = self._groups.over(axes).roll_call
+
+        def start_together() -> Any:
+            if roll_call is not None:  # before, as gloo ends a process that is sent more than it expects
+                roll_call.ask().wait()
+            return start()
+
+        return Pending(start_together, finish, self._describe(operation, x, axes))
 
     def _describe(self, operation: str, x: Tensor | Packed, axes: tuple[str, ...]) -> Callable[[float], str]:
         shape, dtype = list(x.shape), str(x.dtype).removeprefix("torch.")

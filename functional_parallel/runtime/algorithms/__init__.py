@@ -4,6 +4,7 @@ from . import starting
 from .choose import SIZES, Chooser, setting
 from .doing import READS, Doing, OutOfStepError
 from .packed import Packed, whole
+from .roll_call import RollCall
 from .running import Steps
 from .table import ALGORITHMS, Algorithm
 from .team import NOTHING, Messages, Team
@@ -21,6 +22,7 @@ __all__ = [
     "Messages",
     "OutOfStepError",
     "Packed",
+    "RollCall",
     "Steps",
     "Stretches",
     "Team",

@@ -53,6 +53,11 @@ class Doing:
             self._known[kind] = what
         self.mark = self._count << _COUNT_FROM | kind << _KIND_FROM | values % (1 << _KIND_FROM)
 
+    def brief(self, bits: int) -> int:
+        """The mark in so many bits: another one for the next call, and for another kind of call almost always."""
+        count, kind = divmod(self.mark, 1 << _KIND_BITS)
+        return (count + kind) % (1 << bits)
+
     def tell(self, told: Told) -> None:
         """Let `announce` go there too."""
         self._told.add(told)

@@ -40,6 +40,7 @@ class Algorithm:
         all_to_all: from chunks by rank into parts by rank; None where the algorithm knows no better way.
         packs: whether the operand of a sum or gather may be `Packed`, the chunks of a scatter too, the parts of a
             gather `InPlace`, and the result of a sum several tensors end to end.
+        signals: whether ranks see what the others do before they take something of theirs.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Algorithm:
     all_gather: AllGather
     all_to_all: AllToAll | None = None
     packs: bool = False
+    signals: bool = False
 
 
 # -----------------------------------------------------------------------------
@@ -124,6 +126,7 @@ _SHARED = Algorithm(
     lambda team, *rest: shared.all_gather(_memory(team), *rest),
     lambda team, *rest: shared.all_to_all(_memory(team), *rest),
     packs=True,
+    signals=True,
 )
 
 # In order of preference: of those about equally fast, the first.

@@ -16,8 +16,9 @@ from .running import Running, Steps, Waitable
 
 __all__ = ["NOTHING", "Messages", "Ranks", "Team"]
 
-_TAGS = (1 << 31) - 1
-_SINGLE = 0  # the tag of messages that belong to no collective
+_TAG_BITS = 31
+_COUNT_BITS = 12  # so many collectives of a group are never under way at once
+_SINGLE = 0  # in the place of the count, of messages that belong to no collective
 
 
 class Ranks:
@@ -63,8 +64,7 @@ class Team(Ranks):
     ) -> None:
         super().__init__(rank, len(seats))
         self.handle, self._seats = handle, seats
-        self._tags = tags or count()
-        self._single = Messages(handle, seats)
+        self._tags, self._doing = tags or count(), doing or Doing()
         names = self.exchange(host_identity() if host is None else host)
         by_name: dict[str, list[int]] = {}
         for number, name in enumerate(names):
@@ -73,7 +73,7 @@ class Team(Ranks):
         self.on_my_host = next(ranks for ranks in self.hosts if rank in ranks)
         self.is_on_one_host = len(self.hosts) == 1
         self.has_hosts_alike = len({len(ranks) for ranks in self.hosts}) == 1
-        self.shared = connect(rank, self.on_my_host, self.exchange, timeout, doing)
+        self.shared = connect(rank, self.on_my_host, self.exchange, timeout, self._doing)
 
     def run(self, steps: Steps) -> Running:
         """Start an algorithm."""
@@ -81,7 +81,12 @@ class Team(Ranks):
 
     def messages(self) -> Messages:
         """The messages of one collective: all ranks call this in the same order."""
-        return Messages(self.handle, self._seats, 1 + next(self._tags) % _TAGS)
+        return self._tagged(1 + next(self._tags) % ((1 << _COUNT_BITS) - 1))
+
+    def _tagged(self, number: int) -> Messages:
+        """Messages that no rank takes for its own which does something else."""
+        doing = self._doing.brief(_TAG_BITS - _COUNT_BITS)
+        return Messages(self.handle, self._seats, doing << _COUNT_BITS | number)
 
     # --- messages to single ranks, received in the order in which they were sent ---
 
@@ -89,7 +94,7 @@ class Team(Ranks):
         """Start to send contiguous bytes, which must not change until this is waited for."""
         channels = self._channels(x, to)
         if channels is None:
-            return self._single.send(x, to)
+            return self._tagged(_SINGLE).send(x, to)
         channels.send(x, self.on_my_host.index(to))
         return NOTHING
 
@@ -97,7 +102,7 @@ class Team(Ranks):
         """Start to receive into contiguous bytes."""
         channels = self._channels(into, source)
         if channels is None:
-            return self._single.receive(into, source)
+            return self._tagged(_SINGLE).receive(into, source)
         return channels.receive(into, self.on_my_host.index(source))
 
     def _channels(self, x: Tensor, other: int) -> Channels | None:
@@ -141,7 +146,7 @@ class Messages:
 
     __slots__ = ("_handle", "_seats", "_tag")
 
-    def __init__(self, handle: Any, seats: Sequence[int], tag: int = _SINGLE) -> None:
+    def __init__(self, handle: Any, seats: Sequence[int], tag: int = 0) -> None:
         self._handle, self._seats, self._tag = handle, seats, tag
 
     def among(self, ranks: Sequence[int]) -> Messages:

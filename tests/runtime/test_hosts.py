@@ -1,0 +1,165 @@
+"""Ranks on several hosts: processes of this one that do not know it, and so neither share memory nor signal."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import optree
+import pytest
+import torch
+
+import functional_parallel as fp
+from functional_parallel.runtime import ProcessRuntime, SimulatedRuntime, use_runtime
+from functional_parallel.runtime.algorithms import team
+from sharding_specs import Mesh
+from tests.processes import run_on_processes
+
+X = torch.arange(96, dtype=torch.float64).reshape(12, 8) % 5
+
+
+def on_hosts(hosts: str) -> None:
+    """Let this process believe that it is on the host that the letter of its rank names."""
+    team.host_identity = lambda: hosts[int(os.environ["RANK"])]
+
+
+def training(mesh: Mesh, plan: Any, shift: float = 0.0) -> Any:
+    return fp.train_step(lambda p, x: ((x @ p["w"] - shift) ** 2).mean(), fp.optim.sgd(0.1, momentum=0.5), mesh, plan)
+
+
+def parameters() -> dict[str, torch.Tensor]:
+    return {"w": torch.eye(8, dtype=torch.float64)}
+
+
+def outcome(run: Any) -> tuple[str, str, float]:
+    began = time.monotonic()
+    try:
+        run()
+    except (fp.OutOfStepError, fp.CollectiveError) as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    return "nothing", "", time.monotonic() - began
+
+
+# -----------------------------------------------------------------------------
+# Ranks that do different things
+# -----------------------------------------------------------------------------
+
+
+def two_models_in_another_order(rank: int, algorithm: str, hosts: str) -> tuple[str, str, float]:
+    """Their collectives are of the same kinds and sizes."""
+    on_hosts(hosts)
+    mesh = Mesh(data=2)
+    use_runtime(ProcessRuntime(mesh, timeout=60, algorithm=algorithm))
+    both = [training(mesh, fp.zero(3, "data"), shift) for shift in (0.0, 1.0)]
+    states = [train(train.init(parameters()), X)[0] for train in both]
+    return outcome(lambda: both[rank](states[rank], X))
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "ring", "auto", "backend"])
+def test_ranks_on_two_hosts_that_train_different_models(algorithm: str) -> None:
+    """One's gradients went into the other's sums, without a word."""
+    for rank, (kind, message, seconds) in enumerate(run_on_processes(two_models_in_another_order, 2, algorithm, "ab")):
+        assert kind == "OutOfStepError" and seconds < 20, message
+        assert "this one runs train_step" in message and f"rank {1 - rank} of the group runs train_step" in message
+        assert "test_hosts.py" in message, "the line"
+
+
+def reading_while_others_train(rank: int, algorithm: str) -> tuple[str, str, float]:
+    """Their first messages have different sizes, which gloo takes for an attack and ends the process."""
+    on_hosts("ab")
+    mesh = Mesh(data=2)
+    use_runtime(ProcessRuntime(mesh, timeout=60, algorithm=algorithm))
+    train = training(mesh, fp.zero(1, "data"))
+    state, _ = train(train.init(parameters()), X)
+    train.whole(state)
+    return outcome(lambda: train(state, X) if rank else train.whole(state))
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "ring"])
+def test_a_rank_on_another_host_that_reads_parameters(algorithm: str) -> None:
+    reading, training = run_on_processes(reading_while_others_train, 2, algorithm)
+    assert reading[0] == training[0] == "OutOfStepError"
+    assert "this one reads a value that lies in parts" in reading[1] and "rank 1 of the group runs train_" in reading[1]
+    assert "rank 0 of the group reads a value that lies in parts" in training[1]
+
+
+def messages_of_different_calls(rank: int) -> list[float]:
+    """Each sends in a call of its own what the other expects in another one, and both then go on in step."""
+    doing = team.Doing()
+    pair = team.Team(torch.distributed.group.WORLD, rank, [0, 1], host=str(rank), doing=doing)
+    received = []
+    for calls in (["first", "second"], ["second", "first"]):
+        arriving = []
+        for call in calls if rank else calls[::-1]:
+            doing.mark = 1 << 32 | sum(call.encode())
+            into, value = torch.zeros(1, dtype=torch.float64), torch.full((1,), float(len(call)), dtype=torch.float64)
+            arriving.append((into, [pair.receive(into, 1 - rank), pair.send(value, 1 - rank)]))
+        for into, works in arriving:
+            for work in works:
+                work.wait()
+            received.append(into.item())
+    return received
+
+
+def test_messages_of_another_call_are_not_taken() -> None:
+    assert run_on_processes(messages_of_different_calls, 2) == [[6.0, 5.0, 5.0, 6.0], [5.0, 6.0, 6.0, 5.0]]
+
+
+def test_a_short_mark_tells_calls_apart() -> None:
+    doing, seen = team.Doing(), set()
+    for step in range(200):
+        doing.begin("runs train_step" if step % 2 else "reads")
+        seen.add(doing.brief(19))
+    assert len(seen) == 200 and max(seen) < 1 << 19
+
+
+# -----------------------------------------------------------------------------
+# Ranks in step
+# -----------------------------------------------------------------------------
+
+
+def trained(mesh: Mesh, plan: Any) -> list[torch.Tensor]:
+    train = training(mesh, plan)
+    state = train.init(parameters())
+    for _ in range(3):
+        state, _ = train(state, X)
+    return optree.tree_leaves(train.whole(state))
+
+
+def on_two_and_one(rank: int) -> list[list[torch.Tensor]]:
+    on_hosts("aab")
+    data, pipe = Mesh(data=3), Mesh(pipe=3)
+    use_runtime(ProcessRuntime(data, timeout=60, reduction="ordered"))
+    use_runtime(ProcessRuntime(pipe, timeout=60, reduction="ordered"))
+    return in_step(data, pipe)
+
+
+def in_step(data: Mesh, pipe: Mesh) -> list[list[torch.Tensor]]:
+    return [trained(data, fp.zero(3, "data")), four_layers(pipe)]
+
+
+def four_layers(mesh: Mesh) -> list[torch.Tensor]:
+    """A pipeline, some of whose messages go through shared memory and some between hosts."""
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        for w in params["layers"]:
+            x = torch.tanh(x @ w)
+        return (x**2).mean()
+
+    plan = fp.pipeline("pipe", schedule="1f1b", microbatches=4)
+    train = fp.train_step(loss, fp.optim.adamw(0.1), mesh, plan)
+    state = train.init({"layers": [torch.eye(8, dtype=torch.float64) * (1 + layer) for layer in range(6)]})
+    for _ in range(3):
+        state, _ = train(state, X)
+    return optree.tree_leaves(train.whole(state))
+
+
+def test_training_on_two_hosts_with_two_ranks_and_one() -> None:
+    data, pipe = Mesh(data=3), Mesh(pipe=3)
+    for mesh in (data, pipe):
+        use_runtime(SimulatedRuntime(mesh))
+    wanted = in_step(data, pipe)
+    for found in run_on_processes(on_two_and_one, 3):
+        for some, others in zip(found, wanted, strict=True):
+            assert all(map(torch.equal, some, others))
