@@ -115,6 +115,30 @@ def test_a_short_mark_tells_calls_apart() -> None:
 
 
 # -----------------------------------------------------------------------------
+# Ranks that die
+# -----------------------------------------------------------------------------
+
+
+def with_a_rank_that_dies_on_the_second_host(rank: int) -> tuple[str, str, float]:
+    on_hosts("aabb")
+    mesh = Mesh(data=4)
+    runtime = ProcessRuntime(mesh, timeout=20, algorithm="two_level")
+    total = lambda: runtime.carrier.psum(torch.ones(8), ("data",))  # noqa: E731
+    total()
+    if rank == 3:
+        os._exit(17)
+    return outcome(total)
+
+
+def test_a_rank_that_dies_on_another_host_is_named_by_its_number_in_the_group() -> None:
+    """On its host it is the second; the error called it by that."""
+    results = run_on_processes(with_a_rank_that_dies_on_the_second_host, 4, deaths=True)
+    kind, message, seconds = results[2]
+    assert kind == "CollectiveError" and seconds < 15
+    assert "rank 3 of the group, on this host, ended" in message
+
+
+# -----------------------------------------------------------------------------
 # Ranks in step
 # -----------------------------------------------------------------------------
 

@@ -58,7 +58,7 @@ def connect(
         try:
             if listener is None or any(address is None for address, _ in here):
                 raise OSError("no Unix sockets here")
-            shared = _meet(me, listener, here, timeout, doing)
+            shared = _meet(me, listener, here, timeout, doing, members)
         except OSError:
             shared = None
         everywhere = all(exchange(shared is not None))
@@ -83,7 +83,12 @@ def _listen(stack: ExitStack) -> tuple[socket.socket | None, str | None]:
 
 
 def _meet(
-    me: int, listener: socket.socket, greetings: Sequence[tuple[str, bytes]], timeout: float, doing: Doing | None
+    me: int,
+    listener: socket.socket,
+    greetings: Sequence[tuple[str, bytes]],
+    timeout: float,
+    doing: Doing | None,
+    members: Sequence[int],
 ) -> SharedMemory | None:
     """Call those before me, be called by those behind me, and hand out file descriptors of my memory both ways."""
     ranks = len(greetings)
@@ -106,7 +111,7 @@ def _meet(
     memory[me] = Piece(descriptor, ranks)
     for peer in peers.values():
         peer.settimeout(timeout)
-    return SharedMemory(me, peers, [memory[number] for number in range(ranks)], timeout, doing)
+    return SharedMemory(me, peers, [memory[number] for number in range(ranks)], timeout, doing, members)
 
 
 def _call(me: int, address: str, secret: bytes, descriptor: int) -> socket.socket:

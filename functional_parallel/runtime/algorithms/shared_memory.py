@@ -100,6 +100,7 @@ class SharedMemory:
         memory: every rank's, by number.
         timeout: seconds to wait for a signal.
         doing: what this rank is doing.
+        members: the ranks' numbers in the group, for messages; None where they are these.
 
     Attributes:
         channels: messages to single ranks, and from them.
@@ -112,8 +113,10 @@ class SharedMemory:
         memory: Sequence[Piece],
         timeout: float = 600.0,
         doing: Doing | None = None,
+        members: Sequence[int] | None = None,
     ) -> None:
         self.rank, self.size = rank, len(memory)
+        self._members = members or range(self.size)
         self.doing = doing or Doing()
         self.doing.tell(self)
         self._peers, self._memory, self._timeout = peers, memory, timeout
@@ -172,7 +175,7 @@ class SharedMemory:
         except ConnectionError:
             return
         except TimeoutError as error:
-            raise RuntimeError(f"{_ranks({rank})} of the group, on this host, reads no signals") from error
+            raise RuntimeError(f"{self._called({rank})} reads no signals") from error
 
     def all_gave(self, number: int) -> Waitable:
         """To wait until every other rank has signalled this number."""
@@ -204,10 +207,10 @@ class SharedMemory:
                 if is_ahead(self._last[rank], self.doing.mark):
                     self.refuse(rank, self._last[rank])
             if ended := ranks & self._ended:
-                raise RuntimeError(f"{_ranks(ended)} of the group, on this host, ended")
+                raise RuntimeError(f"{self._called(ended)} ended")
             seconds = time.monotonic() - began
             if seconds > self._timeout:
-                raise RuntimeError(f"no signal from {_ranks(ranks)} of the group, on this host, in {seconds:.1f} s")
+                raise RuntimeError(f"no signal from {self._called(ranks)} in {seconds:.1f} s")
             for descriptor, _ in self._poll.poll((self._timeout - seconds) * 1000 + 1):
                 self._read_signals(self._rank_of[descriptor])
 
@@ -217,7 +220,12 @@ class SharedMemory:
         Raises:
             OutOfStepError: always.
         """
-        self.doing.refuse(mark, f"{_ranks({rank})} of the group, on this host,")
+        self.doing.refuse(mark, self._called({rank}))
+
+    def _called(self, ranks: set[int]) -> str:
+        """Ranks by their numbers in the group, of which some may be on other hosts."""
+        numbers = sorted(self._members[rank] for rank in ranks)
+        return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))} of the group, on this host,"
 
     def _read_signals(self, rank: int) -> None:
         try:
@@ -290,10 +298,6 @@ class SharedMemory:
 def _close(sockets: Sequence[socket.socket]) -> None:
     for each in sockets:
         each.close()
-
-
-def _ranks(numbers: set[int]) -> str:
-    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, sorted(numbers)))}"
 
 
 class _Signal:
