@@ -9,8 +9,9 @@ the same traffic, the same sums as in `collectives.group`, and no backend's gaps
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -205,9 +206,23 @@ class ProcessCarrier:
         self, kind: str, x: Tensor | Packed, axes: tuple[str, ...], times: int = 1
     ) -> tuple[Algorithm, Team] | None:
         """How a collective goes, where it does not go the backend's own way."""
-        chooser = self._chooser(axes) if x.device.type == "cpu" else None
-        algorithm = chooser and chooser.choose(kind, times * x.nbytes)
+        with self._first_use(axes):
+            chooser = self._chooser(axes) if x.device.type == "cpu" else None
+            algorithm = chooser and chooser.choose(kind, times * x.nbytes)
         return (algorithm, chooser.team) if chooser and algorithm else None
+
+    @contextmanager
+    def _first_use(self, axes: tuple[str, ...]) -> Iterator[None]:
+        """Where the ranks of a group meet and measure it, if they have not: what fails there says so."""
+        began = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"{self._myself()}: the first collective over {axes}, in which its ranks find and measure each other, "
+                f"failed after {time.monotonic() - began:.1f} s. Another rank of {list(self._groups.over(axes).ranks)} "
+                f"died, or never came to it. torch says: {error}"
+            ) from error
 
     def _start_steps(
         self,
@@ -390,13 +405,16 @@ class ProcessCarrier:
         ranks = list(self._groups.over(axes).ranks)
 
         def describe(seconds: float) -> str:
-            coordinates = ", ".join(f"{axis}={index}" for axis, index in self.mesh.coordinates(self.rank).items())
             return (
-                f"rank {self.rank} ({coordinates}): {operation} over {axes} of {dtype}{shape} failed after "
+                f"{self._myself()}: {operation} over {axes} of {dtype}{shape} failed after "
                 f"{seconds:.1f} s. A timeout means that another rank of {ranks} never came to it."
             )
 
         return describe
+
+    def _myself(self) -> str:
+        coordinates = ", ".join(f"{axis}={index}" for axis, index in self.mesh.coordinates(self.rank).items())
+        return f"rank {self.rank} ({coordinates})"
 
     # --- looking up ---
 
@@ -407,7 +425,8 @@ class ProcessCarrier:
             axes: the axes.
             device: where the tensors are.
         """
-        members, chooser = self._groups.over(axes), self._chooser(axes) if device.type == "cpu" else None
+        with self._first_use(axes):
+            members, chooser = self._groups.over(axes), self._chooser(axes) if device.type == "cpu" else None
         return Messages(members.handle, members.seats) if chooser is None else chooser.team
 
     def algorithms(self, axes: tuple[str, ...], sizes: Sequence[int] = SIZES) -> str:
@@ -417,10 +436,11 @@ class ProcessCarrier:
             axes: the axes.
             sizes: bytes.
         """
-        chooser = self._chooser(axes)
-        if chooser is None:
-            return f"collectives over {axes} go the way of the backend, {self._groups.over(axes).backend}"
-        return chooser.table(sizes)
+        with self._first_use(axes):
+            chooser = self._chooser(axes)
+            if chooser is None:
+                return f"collectives over {axes} go the way of the backend, {self._groups.over(axes).backend}"
+            return chooser.table(sizes)
 
     def _chooser(self, axes: tuple[str, ...]) -> Chooser | None:
         """None where all is left to the backend."""

@@ -138,6 +138,30 @@ def test_a_rank_that_dies_on_another_host_is_named_by_its_number_in_the_group() 
     assert "rank 3 of the group, on this host, ended" in message
 
 
+def with_a_rank_that_dies_in_a_ring(rank: int) -> list[tuple[str, str, float]]:
+    """In the one mesh before its first collective, in the other after it."""
+    on_hosts("abc")
+    before, after = (ProcessRuntime(Mesh(data=3), timeout=20, algorithm=name) for name in ("auto", "ring"))
+    after.carrier.psum(torch.ones(8), ("data",))
+    if rank == 1:
+        os._exit(17)
+    both = [lambda each=each: each.carrier.psum(torch.ones(8), ("data",)) for each in (after, before)]
+    return [outcome(run) for run in both]
+
+
+def test_a_rank_that_dies_on_another_host_is_named_by_who_waits_for_it() -> None:
+    results = run_on_processes(with_a_rank_that_dies_in_a_ring, 3, deaths=True)
+    kind, message, seconds = results[2][0]
+    assert kind == "CollectiveError" and seconds < 15
+    assert "rank 2 (data=2): psum over ('data',) of float32[8] failed" in message
+    assert "a message from rank 1 did not arrive: " in message
+    for rank in (0, 2):
+        kind, message, _ = results[rank][1]
+        assert kind == "CollectiveError"
+        assert f"rank {rank} (data={rank}): the first collective over ('data',), in which its ranks find" in message
+        assert "Another rank of [0, 1, 2] died, or never came to it" in message
+
+
 # -----------------------------------------------------------------------------
 # Ranks in step
 # -----------------------------------------------------------------------------

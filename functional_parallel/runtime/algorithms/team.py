@@ -155,16 +155,36 @@ class Messages:
 
     def send(self, x: Tensor, to: int) -> Waitable:
         """Start to send a contiguous tensor, which must not change until this is waited for."""
-        return self._started(dist.isend, x, group_dst=self._seats[to])
+        return self._started(dist.isend, x, self._seats[to], "group_dst")
 
     def receive(self, into: Tensor, source: int) -> Waitable:
         """Start to receive into a contiguous tensor."""
-        return self._started(dist.irecv, into, group_src=self._seats[source])
+        return self._started(dist.irecv, into, self._seats[source], "group_src")
 
-    def _started(self, operation: Callable[..., Any], x: Tensor, **other: int) -> Waitable:
+    def _started(self, operation: Callable[..., Any], x: Tensor, seat: int, end: str) -> Waitable:
         if x.numel() == 0:
             return NOTHING
-        return operation(x, group=self._handle, tag=self._tag, **other)
+        work = operation(x, group=self._handle, tag=self._tag, **{end: seat})
+        return _UnderWay(work, self._handle, seat, "to" if end == "group_dst" else "from")
+
+
+class _UnderWay:
+    """A message to or from another rank, which an error names: torch names an address."""
+
+    __slots__ = ("_direction", "_handle", "_seat", "_work")
+
+    def __init__(self, work: Any, handle: Any, seat: int, direction: str) -> None:
+        self._work, self._handle, self._seat, self._direction = work, handle, seat, direction
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            rank = dist.get_global_rank(self._handle, self._seat)
+            raise RuntimeError(f"a message {self._direction} rank {rank} did not arrive: {error}") from error
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
 
 
 class _Nothing:
