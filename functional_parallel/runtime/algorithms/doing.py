@@ -55,8 +55,8 @@ class Doing:
 
     def brief(self, bits: int) -> int:
         """The mark in so many bits: another one for the next call, and for another kind of call almost always."""
-        count, kind = divmod(self.mark, 1 << _KIND_BITS)
-        return (count + kind) % (1 << bits)
+        count, rest = divmod(self.mark, 1 << _COUNT_FROM)
+        return (count + (rest >> _KIND_FROM)) % (1 << bits)
 
     def tell(self, told: Told) -> None:
         """Let `announce` go there too."""
