@@ -11,7 +11,8 @@ from torch import Tensor
 import functional_parallel as fp
 from sharding_specs import Mesh, P, SpecError
 
-from .test_train_step import PLANS, assert_close, assert_equal, batches, loss, parameters, run
+from .test_train_step import PLANS, batches, loss, parameters, run
+from .trees import assert_close, assert_equal
 
 
 def test_a_batch_may_be_any_pytree() -> None:

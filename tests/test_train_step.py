@@ -18,6 +18,8 @@ from functional_parallel.runtime import SimulatedRuntime
 from functional_parallel.runtime.default import use_runtime
 from sharding_specs import Mesh, P
 
+from .trees import assert_close, assert_equal
+
 STEPS = 6
 RULES = {"first/w": P(None, "tensor"), "first/b": P("tensor"), "second/w": P("tensor")}
 TENSOR = fp.tensor_parallel("tensor", RULES)
@@ -103,18 +105,6 @@ def run(train: Any, state: Any, data: list[Any]) -> tuple[list[float], list[floa
         losses.append(metrics.loss.item())
         norms.append(metrics.grad_norm.item())
     return losses, norms, state
-
-
-def assert_close(got: Any, want: Any, tolerance: float = 1e-12) -> None:
-    assert optree.tree_structure(got) == optree.tree_structure(want)
-    for a, b in zip(optree.tree_leaves(got), optree.tree_leaves(want), strict=True):
-        a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (a, b))
-        assert (a - b).abs().max() <= tolerance * b.abs().max()
-
-
-def assert_equal(got: Any, want: Any) -> None:
-    assert optree.tree_structure(got) == optree.tree_structure(want)
-    assert all(map(torch.equal, optree.tree_leaves(got), optree.tree_leaves(want)))
 
 
 # -----------------------------------------------------------------------------

@@ -38,8 +38,8 @@ def _gathered(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return x + torch.nn.functional.embedding(rows, w)
 
 
-def _apart(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Without ties along a dim: three of them would get a third of a gradient each, which no float holds."""
+def apart(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Without ties along a dim, which an order would break as it likes; and a third of a gradient is no float."""
     numbers = torch.arange(x.shape[dim], dtype=x.dtype)
     return x * 16 + (numbers if dim else numbers[:, None])
 
@@ -52,11 +52,11 @@ STEPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "add": lambda x, w: x + w.sum(0),
     "multiply": lambda x, w: x * w[0],
     "relu": lambda x, w: torch.relu(x),
-    "row maximum": lambda x, w: x - _apart(x, 1).amax(1, keepdim=True),
-    "column maximum": lambda x, w: x - _apart(x, 0).amax(0),
+    "row maximum": lambda x, w: x - apart(x, 1).amax(1, keepdim=True),
+    "column maximum": lambda x, w: x - apart(x, 0).amax(0),
     "row sum": lambda x, w: x + x.sum(1, keepdim=True),
     "column sum": lambda x, w: x + x.sum(0),
-    "where": lambda x, w: torch.where(x > w.mean().floor(), x, _apart(w, 0).amin(0)),
+    "where": lambda x, w: torch.where(x > w.mean().floor(), x, apart(w, 0).amin(0)),
     "join": lambda x, w: torch.cat([x[:, :4], w[: x.shape[0], 4:]], 1),
     "flatten": lambda x, w: (x.reshape(-1) + 1).reshape(x.shape),
 }

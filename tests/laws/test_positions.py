@@ -19,18 +19,14 @@ import functional_parallel as fp
 from functional_parallel.collectives.parts import Parts
 from sharding_specs import Mesh, P
 
+from .random_functions import apart
+
 SIZE, SAMPLES = 12, 8
 
 #: (blocks, ranks) of which every product divides SIZE
 BLOCKS = st.sampled_from([(1, 2), (2, 2), (3, 2), (6, 2), (1, 4), (3, 4), (2, 1)])
 
 Along = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
-
-
-def _apart(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Without ties along a dim, which an order would break as it likes."""
-    numbers = torch.arange(x.shape[dim], dtype=x.dtype)
-    return x * 16 + (numbers if dim else numbers[:, None])
 
 
 def _triangle(x: torch.Tensor) -> torch.Tensor:
@@ -64,11 +60,11 @@ ALONG: dict[str, Along] = {
     "triu": lambda x, i, dim: x.triu(2),
     "mask of positions": lambda x, i, dim: x.masked_fill(_triangle(x), 0),
     "arange": lambda x, i, dim: x * (torch.arange(SIZE) if dim else torch.arange(SIZE)[:, None]),
-    "sort": lambda x, i, dim: _apart(x, dim).sort(dim).values,
-    "topk": lambda x, i, dim: _apart(x, dim).topk(3, dim).values,
-    "maximum": lambda x, i, dim: _apart(x, dim).max(dim).values,
-    "argmax": lambda x, i, dim: x.sum(1 - dim) * _apart(x, dim).argmax(dim),
-    "order": lambda x, i, dim: x * _apart(x, dim).sort(dim).indices,
+    "sort": lambda x, i, dim: apart(x, dim).sort(dim).values,
+    "topk": lambda x, i, dim: apart(x, dim).topk(3, dim).values,
+    "maximum": lambda x, i, dim: apart(x, dim).max(dim).values,
+    "argmax": lambda x, i, dim: x.sum(1 - dim) * apart(x, dim).argmax(dim),
+    "order": lambda x, i, dim: x * apart(x, dim).sort(dim).indices,
     "scatter": lambda x, i, dim: x.scatter(0, i.sort().values[None, :].clone(), 3.0),
     "scatter_add": lambda x, i, dim: x.scatter_add(0, _columns(i), torch.ones(SAMPLES, SIZE, dtype=x.dtype)),
     "index_put": lambda x, i, dim: x.index_put((i,), x[:SAMPLES] * 2, accumulate=True),

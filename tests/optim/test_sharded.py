@@ -14,6 +14,8 @@ import functional_parallel as fp
 from functional_parallel.optim import Optimizer, schedules
 from sharding_specs import Mesh, P
 
+from ..trees import assert_close
+
 RATE = schedules.cosine(0.1, 10, warmup=3)
 OPTIMIZERS: dict[str, Optimizer] = {
     "adam": fp.optim.adam(RATE, weight_decay=0.1),
@@ -76,12 +78,6 @@ def by_hand(optimizer: Optimizer) -> Any:
     for batch in batches():
         params, state = optimizer.update(fp.grad(loss)(params, batch), state, params)
     return params, state
-
-
-def assert_close(got: Any, want: Any) -> None:
-    assert optree.tree_structure(got) == optree.tree_structure(want)
-    for a, b in zip(optree.tree_leaves(got), optree.tree_leaves(want), strict=True):
-        assert (a - b).abs().max() <= 1e-12 * b.abs().max()
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

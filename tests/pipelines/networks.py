@@ -116,11 +116,6 @@ def pipeline(schedule: Schedule) -> Any:
     return fp.pipeline("pipe", schedule=schedule, microbatches=schedule.microbatches)
 
 
-def assert_equal(a: Any, b: Any) -> None:
-    for path, x, y in zip(optree.tree_paths(a), optree.tree_leaves(a), optree.tree_leaves(b), strict=True):
-        assert torch.equal(x, y), (path, x, y)
-
-
 def assert_close(a: Any, b: Any) -> None:
     for path, x, y in zip(optree.tree_paths(a), optree.tree_leaves(a), optree.tree_leaves(b), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12, msg=lambda text, path=path: f"{path}: {text}")

@@ -12,7 +12,8 @@ from torch import Tensor
 import functional_parallel as fp
 from sharding_specs import Mesh, P
 
-from .networks import assert_close, assert_equal, assert_same, normal
+from ..trees import assert_equal
+from .networks import assert_close, assert_same, normal
 
 
 def test_several_tensors_skip_connections_and_values_of_every_type() -> None:

@@ -14,7 +14,8 @@ import functional_parallel as fp
 from functional_parallel.schedules import Schedule
 from sharding_specs import Mesh
 
-from .networks import SYNCHRONOUS, assert_equal, batch, kinds, made, network, parameters, pipeline, plans, residuals
+from ..trees import assert_equal
+from .networks import SYNCHRONOUS, batch, kinds, made, network, parameters, pipeline, plans, residuals
 
 
 @settings(max_examples=60)

@@ -19,7 +19,8 @@ from sharding_specs import Mesh, P, SpecError
 
 from ..passes.test_uneven_microbatches import LOSSES, arguments
 from ..processes import run_on_processes
-from .networks import SYNCHRONOUS, assert_equal, batch, kinds, made, network, parameters, pipeline, plans
+from ..trees import assert_equal
+from .networks import SYNCHRONOUS, batch, kinds, made, network, parameters, pipeline, plans
 from .test_asynchronous import drawn, replayed
 from .test_asynchronous import network as tanh_network
 from .test_laws import trained_both_ways

@@ -15,7 +15,8 @@ from functional_parallel.schedules import Schedule
 from sharding_specs import Mesh, P
 
 from ..processes import run_on_processes
-from .networks import assert_close, assert_equal, batch, kinds, made, network, normal, parameters, pipeline, plans
+from ..trees import assert_equal
+from .networks import assert_close, batch, kinds, made, network, normal, parameters, pipeline, plans
 from .work import idle_gradients
 
 shapes = st.lists(st.lists(st.integers(1, 6), max_size=3), min_size=1, max_size=3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import optree
 import pytest
 import torch
 
@@ -13,6 +12,7 @@ from functional_parallel.runtime import ProcessRuntime, default_runtime, use_run
 from sharding_specs import Mesh
 from tests.processes import RankError, run_on_processes
 
+from ..trees import assert_close, assert_equal
 from . import work
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -74,17 +74,6 @@ def simulated() -> dict[int, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def real() -> dict[int, list[dict[str, Any]]]:
     return {size: run_on_processes(on_ranks, size, size, timeout=120.0) for size in SIZES}
-
-
-def assert_close(got: Any, want: Any) -> None:
-    assert optree.tree_structure(got) == optree.tree_structure(want)
-    for a, b in zip(optree.tree_leaves(got), optree.tree_leaves(want), strict=True):
-        assert a.dtype == b.dtype and (a - b).abs().max() <= 1e-12 * b.abs().max()
-
-
-def assert_equal(got: Any, want: Any) -> None:
-    assert optree.tree_structure(got) == optree.tree_structure(want)
-    assert all(map(torch.equal, optree.tree_leaves(got), optree.tree_leaves(want)))
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -233,9 +233,14 @@ def test_stages_of_one_rank_need_no_message() -> None:
 
 @pytest.mark.parametrize(
     ("name", "number"),
-    [("gpipe", 48), ("1f1b", 48), ("zb-h2", 48), ("interleaved", 112), ("looped-bfs", 112), ("zb-v", 96)],
+    [
+        *[(name, 48) for name in ("naive", "gpipe", "1f1b", "zb-h2")],
+        *[(name, 112) for name in ("interleaved", "looped-bfs")],
+        *[(name, 96) for name in ("zb-v", "v-half", "v-min", "dualpipe-v")],
+    ],
 )
 def test_number_of_messages(name: str, number: int) -> None:
+    """One per microbatch, way and boundary between ranks; a rank's own stages need none."""
     assert sum(isinstance(step, Send) for row in schedules.messages(made(name, 4, 8)) for step in row) == number
 
 

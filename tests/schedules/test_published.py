@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from functional_parallel import schedules
-from functional_parallel.schedules import Costs, Schedule, ScheduleError, Send
+from functional_parallel.schedules import Costs, Schedule, ScheduleError
 
 from .cases import made
 from .test_check import received_before_use
@@ -63,11 +63,6 @@ def test_controllable_memory_of_deep_pipelines(ranks: int) -> None:
         "v-half": {12: 14, 16: 18, 24: 26}[ranks],
         "v-min": {12: 10, 16: 12, 24: 18}[ranks],
     }
-
-
-@pytest.mark.parametrize(("name", "number"), [("v-half", 96), ("v-min", 96), ("dualpipe-v", 96), ("naive", 48)])
-def test_number_of_messages(name: str, number: int) -> None:
-    assert sum(isinstance(step, Send) for row in schedules.messages(made(name, 4, 8)) for step in row) == number
 
 
 # Whether PyTorch 2.13 gets wrong gradients when it receives right before use, as measured with `defer_pp_recv=True`.
