@@ -2,7 +2,7 @@
 
 The replacement must be written where the function still has its name, above the dispatcher, which by then has picked a
 kernel for one device. Modules enter theirs with `intercept`. What torch's functions in C++ call has no such name; of
-the ops that they come to, draws are replaced, with `intercept_op`.
+the ops that they come to, draws and writes where a mask says are replaced, with `intercept_op`.
 """
 
 from __future__ import annotations

@@ -23,6 +23,12 @@ __all__: list[str] = []
 aten = torch.ops.aten
 
 
+@intercept(_torch.is_all_true, always=True)
+def _are_valid(valid: Any) -> bool:
+    """What torch.distributions ask of parameters and samples; a trace takes them for good, as torch.compile does."""
+    return True
+
+
 @intercept(functional.one_hot, always=True)
 def _one_hot(tensor: Any, num_classes: int = -1) -> Any:
     """By comparison. torch's own looks for the smallest and the largest class, unless it can tell that there are none.
@@ -75,12 +81,6 @@ def _fill_where(x: Any, dim: int, index: Any, value: Any) -> Any:
 # -----------------------------------------------------------------------------
 # Losses and statistics
 # -----------------------------------------------------------------------------
-
-
-@intercept(_torch.is_all_true, always=True)
-def _are_valid(valid: Any) -> bool:
-    """What torch.distributions ask of parameters and samples; a trace takes them for good, as torch.compile does."""
-    return True
 
 
 @intercept(functional.gaussian_nll_loss, always=True)
