@@ -115,9 +115,7 @@ class _Run:
 
     def _operand(self, node: fx.Node) -> Operand:
         value: _Value = self.values[node]
-        completed = (
-            value.place == PARTIAL and WHOLE in value.forms
-        )  # the sum is there: to go on with parts would cost another
+        completed = value.place == PARTIAL and WHOLE in value.forms  # to go on with parts would cost another sum
         return Operand(node.meta["val"], WHOLE if completed else value.place, value.is_parameter)
 
     def _rule(self, step: Step) -> Rule:

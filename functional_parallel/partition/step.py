@@ -11,7 +11,8 @@ from torch import fx
 
 from ..collectives import axis_index
 from ..collectives.parts import Parts
-from ..tracing import Aval, source_of
+from ..tracing import Aval
+from ..tracing.graph import where
 from .decide import Choice, Decision, Operand
 from .duplicates import once, own
 from .placement import Place, Shard, local_shape
@@ -39,7 +40,7 @@ class Step:
     @property
     def where(self) -> str:
         """The op and its source line, for messages."""
-        return f"{self.node.target} at {source_of(self.node) or 'an unknown line'}"
+        return where(self.node)
 
     @property
     def choice(self) -> Choice | None:

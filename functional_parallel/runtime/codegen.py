@@ -155,8 +155,3 @@ def is_alias(node: fx.Node, differentiable: bool) -> bool:
 def _stops(node: fx.Node, differentiable: bool) -> bool:
     """Whether a derivative in reverse mode stops at the op, as the user had switched gradients off around it."""
     return differentiable and bool(node.meta.get("no_grad"))
-
-
-def first_args(node: fx.Node) -> Any:
-    """A collective's operand and axes."""
-    return node.args[0], tuple(node.args[1])

@@ -33,6 +33,7 @@ __all__ = [
     "source_of",
     "tensor_operands",
     "walk_args",
+    "where",
     "without_memory",
 ]
 
@@ -180,6 +181,11 @@ def primitive_name(node: fx.Node) -> str | None:
 
 def source_of(node: fx.Node) -> Source | None:
     return node.meta.get("source")
+
+
+def where(node: fx.Node) -> str:
+    """An op and its source line, for messages."""
+    return f"{node.target} at {source_of(node) or 'an unknown line'}"
 
 
 def tensor_operands(node: fx.Node) -> list[fx.Node]:

@@ -111,9 +111,7 @@ class _Fold:
         return zero
 
     def _replace(self, node: fx.Node, layer: fx.Node) -> None:
-        node.replace_all_uses_with(layer)
-        node.meta["merged"] = layer
-        self.traced.outputs = [layer if output is node else output for output in self.traced.outputs]
+        self.traced.replace(node, layer)
         self.found = {key: layer if value is node else value for key, value in self.found.items()}
 
 

@@ -30,13 +30,13 @@ from ..collectives.axes import staging
 from ..collectives.grad_mode import called_without_gradients
 from ..source import current_source, raising_source, region, stages
 from .aliases import Aliases
-from .errors import CustomFunctionError, MutationError, TracingError
+from .errors import CustomFunctionError, TracingError
 from .graph import Aval, Traced, aval_of, named_arguments, walk_args
 from .intercept import Interception, replacement_of
 from .mutation import mutate
 from .stand_ins import stand_in
 
-__all__ = ["CustomFunctionError", "MutationError", "Recorder", "TracingError", "recorder", "trace"]
+__all__ = ["Recorder", "recorder", "trace"]
 
 aten = torch.ops.aten
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ...tracing import source_of
+from ...tracing.graph import where
 from ...tracing.stand_ins import differentiable
 from ..notation import RuleError, parse_rule
 from .texts import pointwise_text
@@ -47,9 +47,8 @@ class Rule:
         assert self.text is not None
         text = self.text if isinstance(self.text, str) else self.text(node)
         if not isinstance(text, str):
-            where = f"{node.target} at {source_of(node) or 'an unknown line'}"
             raise RuleError(
-                f"the rule of {where} is a function that returned {text!r}; it shall return the rule's text"
+                f"the rule of {where(node)} is a function that returned {text!r}; it shall return the rule's text"
             )
         return text
 
