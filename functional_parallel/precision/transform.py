@@ -32,14 +32,16 @@ def mixed_precision(
     keep: Sequence[str] = (),
     islands: Iterable[str | Callable[..., Any]] = (),
     params: str | None = None,
+    inputs: str | None = None,
     reduce: str = "fp32",
     loss_scale: LossScale | float | str | None = "auto",
 ) -> Transform:
     """Compute in a narrow type, with parameters, gradients, optimizer and all that must not round in float32.
 
     Parameters are cast where the function begins, so the master copy stays float32, and so do gradients (Micikevicius
-    et al., arXiv 1710.03740). Products are computed in the narrow type; softmax, norms, losses, powers and sums in
-    float32, by the lists of `functional_parallel/precision/tables.py`; results are float32.
+    et al., arXiv 1710.03740). The batch is cast too, unless `inputs` says otherwise. Products are computed in the
+    narrow type; softmax, norms, losses, powers and sums in float32, by the lists of
+    `functional_parallel/precision/tables.py`; results are float32.
 
     >>> import torch, functional_parallel as fp
     >>> from sharding_specs import Mesh
@@ -56,6 +58,9 @@ def mixed_precision(
             and products with them. Running statistics of batch norms always stay.
         islands: further functions to compute in float32: torch functions, or their names.
         params: the type in which ZeRO-3 gathers parameters: `compute`, the default, or "fp32".
+        inputs: the type in which floating tensors of the batch come in: `compute`, the default, or "fp32", which leaves
+            them as they are: for targets in the thousands, say, of which bfloat16 keeps three digits. Products of them
+            are narrow all the same.
         reduce: the type in which gradients of parameters are summed over ranks: "fp32", "bf16" or "fp16".
         loss_scale: how `train_step` scales the loss: rules, a constant, or None; by default `fp.LossScale()` for fp16
             and none for bf16, whose range is that of float32.
@@ -67,6 +72,7 @@ def mixed_precision(
     keep = (keep,) if isinstance(keep, str) else tuple(keep)
     dtype = _type(compute, "compute", ("bf16", "fp16"))
     gathers = _type(compute if params is None else params, "params", (compute, "fp32"))
+    entering = dtype if inputs is None or _type(inputs, "inputs", (compute, "fp32")) is dtype else None
     reductions = _type(reduce, "reduce", ("fp32", "bf16", "fp16"))
     further = functions_named(islands)
     scale = _rules(loss_scale, compute)
@@ -80,7 +86,7 @@ def mixed_precision(
         def call(first: PyTree, *batch: PyTree) -> Any:
             _refuse_unused(keep, first)
             leaves, kept = _cast_parameters(first, dtype, (*keep, *STATISTICS))
-            batch, statistics = _cast(batch, dtype, STATISTICS)
+            batch, statistics = _cast(batch, entering, STATISTICS)
             with Computing(dtype, [*kept, *statistics], further):
                 result = inner.run(leaves, *batch)
             return optree.tree_map(lambda leaf: _result(leaf, dtype), result), inner.results
@@ -108,10 +114,10 @@ def _cast_parameters(params: PyTree, dtype: torch.dtype, keep: Sequence[str]) ->
         return _cast(params, dtype, keep)
 
 
-def _cast(tree: PyTree, dtype: torch.dtype, keep: Sequence[str]) -> tuple[PyTree, list[torch.Tensor]]:
+def _cast(tree: PyTree, dtype: torch.dtype | None, keep: Sequence[str]) -> tuple[PyTree, list[torch.Tensor]]:
     leaves, structure = optree.tree_flatten(tree)
     kept = optree.tree_leaves(_is_kept(keep, tree))
-    moved = [leaf if stays else cast(leaf, dtype) for leaf, stays in zip(leaves, kept, strict=True)]
+    moved = [leaf if stays or dtype is None else cast(leaf, dtype) for leaf, stays in zip(leaves, kept, strict=True)]
     return structure.unflatten(moved), [leaf for leaf, stays in zip(leaves, kept, strict=True) if stays]
 
 

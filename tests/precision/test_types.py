@@ -237,6 +237,25 @@ def test_kept_parameters_stay_and_so_do_products_with_them() -> None:
     assert seen(fp.mixed_precision("bf16"), types, params, X) == [BF16, BF16, BF16]
 
 
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+@pytest.mark.parametrize("outer", [(fp.zero(3, "data"),), (fp.zero(1, "data"), fp.accumulate(2))])
+def test_a_batch_keeps_its_digits_where_asked(kind: str, outer: tuple[Any, ...]) -> None:
+    """A target of 1000.3 is 1000 in bfloat16, and its square is infinite in float16; products stay narrow."""
+    w, x, y = torch.zeros(4), torch.ones(8, 4), torch.full((8,), 1000.3)
+
+    def loss(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        product = x @ w
+        assert product.dtype == (BF16 if kind == "bf16" else FP16)
+        return ((product - y) ** 2).mean()
+
+    want = torch.func.grad_and_value(lambda w: ((x @ w - y) ** 2).mean())(w)
+    plan = fp.chain(fp.mixed_precision(kind, inputs="fp32", loss_scale=None), *outer)
+    train = fp.train_step(loss, fp.optim.sgd(1.0), Mesh(data=2), plan)
+    state, metrics = train(train.init(w), x, y)
+    torch.testing.assert_close(metrics.loss, want[1])
+    torch.testing.assert_close(-train.params(state), want[0], rtol=0.01, atol=0)
+
+
 def test_users_add_islands_by_name_or_function() -> None:
     f = lambda w, x: torch.tanh(x * 1.01).sum()  # noqa: E731
     types = [
@@ -271,6 +290,7 @@ def test_running_statistics_are_not_rounded() -> None:
         ({"compute": "fp8"}, r"compute='fp8'\) is not supported; it is 'bf16' or 'fp16'"),
         ({"compute": "bf16", "reduce": "int8"}, r"reduce='int8'\) is not supported; it is 'fp32' or 'bf16' or 'fp16'"),
         ({"compute": "bf16", "params": "fp16"}, r"params='fp16'\) is not supported; it is 'bf16' or 'fp32'"),
+        ({"compute": "bf16", "inputs": "fp16"}, r"inputs='fp16'\) is not supported; it is 'bf16' or 'fp32'"),
         ({"compute": "bf16", "islands": ["tahn"]}, r"no torch function or method 'tahn'"),
         ({"compute": "fp16", "loss_scale": -1.0}, r"loss_scale=-1.0\): it is fp.LossScale"),
         ({"compute": "fp16", "loss_scale": "dynamic"}, r"or 'auto'"),
