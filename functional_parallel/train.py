@@ -143,7 +143,7 @@ class TrainStep:
                 makes them.
         """
         held, state = self.begun(params() if callable(params) else params)
-        return self._load(held, state, 0, storages(*optree.tree_leaves(held)))
+        return self._load("init", held, held, state, 0, storages(*optree.tree_leaves(held)))
 
     def load(self, params: PyTree, optimizer_state: PyTree, step: int) -> TrainState:
         """A state from whole parameters and a whole optimizer state, as `whole` returned them.
@@ -154,10 +154,11 @@ class TrainStep:
         stacks, expected = self.f.layout.stacks, expected_state(self.optimizer.init, params)
         expected, optimizer_state = (with_scale(each, self.scaling) for each in (expected, optimizer_state))
         require_state_of(expected, optimizer_state)
-        given = storages(*optree.tree_leaves((params, optimizer_state)))
+        given, done = storages(*optree.tree_leaves((params, optimizer_state))), steps_done(step)
+        loaded = {"params": params, "optimizer_state": optimizer_state, "step": torch.tensor(done)}
         if stacks is not None:
             params, optimizer_state = stacks.unstack(params), stacks.unstack_like(optimizer_state, params)
-        return self._load(params, optimizer_state, steps_done(step), given)
+        return self._load("load", loaded, params, optimizer_state, done, given)
 
     def begun(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """Parameters and first state as they are held: in a pipeline, layers that were stacked one by one."""
@@ -166,11 +167,19 @@ class TrainStep:
             return params, self.optimizer.init(params)
         return stacks.unstack(params), stacks.first_state(self.optimizer.init, params)
 
-    def _load(self, params: PyTree, optimizer_state: PyTree, step: int, given: set[int]) -> TrainState:
-        """A state in memory of its own, but for what lies elsewhere than what was `given`."""
+    def _load(
+        self, by: str, whole: PyTree, params: PyTree, optimizer_state: PyTree, step: int, given: set[int]
+    ) -> TrainState:
+        """A state in memory of its own, but for what lies elsewhere than what was `given`.
+
+        Args:
+            by: the method's name.
+            whole: what every rank must have passed to it alike.
+            params, optimizer_state, step, given: what the state is made of.
+        """
         form, leaves = self._place(params, optimizer_state)
         runtime = runtime_of(self.mesh, self.f, self.reduction)
-        _check_same(runtime, "train_step.init", params)
+        _check_same(runtime, f"train_step.{by}", whole)
         held = tuple(
             own(runtime.shard(plain(leaf), spec), given) if isinstance(leaf, torch.Tensor) else Constant(leaf)
             for leaf, spec in zip(leaves, form.specs, strict=True)
@@ -365,7 +374,7 @@ class TrainStep:
 
 
 def _check_same(runtime: Any, name: str, tree: PyTree, parts: list[P] | None = None) -> None:
-    """Nothing would be further from data parallelism than ranks that begin with parameters of their own."""
+    """Nothing would be further from data parallelism than ranks that begin with parameters or moments of their own."""
     leaves = [(path, leaf) for path, leaf in zip(tree_paths(tree), optree.tree_leaves(tree), strict=True)]
     tensors = [(path or "parameters", leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
     runtime.check_same(name, [path for path, _ in tensors], [leaf for _, leaf in tensors], parts)

@@ -213,7 +213,8 @@ class ProcessRuntime:
         if parts is None:
             raise DifferentInputsError(
                 f"{name} takes whole tensors, the same on every rank, but ranks passed different {told}. "
-                "Seed alike, or use train_step(batch='own') for parts that each rank loads itself"
+                "Seed alike, or use train_step(batch='own') for parts that each rank loads itself; "
+                "of a checkpoint every rank loads the whole file"
             )
         axes = [axis for axis in self.mesh.axis_names if axis not in parts[wrong[0]].axes]
         raise DifferentInputsError(

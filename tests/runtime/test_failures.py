@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import functional_parallel as fp
+from functional_parallel.optim import SGDState
 from functional_parallel.runtime import (
     DifferentInputsError,
     DifferentProgramsError,
@@ -39,12 +40,15 @@ def on_disagreeing_ranks(rank: int) -> dict[str, Any]:
         fp.train_step(lambda p, x: (x @ p["w"]).sum(), fp.optim.sgd(0.1), MESH, plan, batch=batch)
         for batch in ("global", "own")
     )
+    momentum = fp.train_step(lambda p, x: (x @ p["w"]).sum(), fp.optim.sgd(0.1, momentum=0.9), MESH, plan)
     return {
         "programs": error_and_time(lambda: product_of(rank == 2)(X)),
         "constants": error_and_time(lambda: learning(0.1 if rank else 0.25)(X)),
         "shapes": error_and_time(lambda: product_of(False)(X if rank else X[:, :2])),
         "inputs": error_and_time(lambda: loss_step()({"layers": [X, X + (rank == 1)]}, X)),
         "parameters": error_and_time(lambda: train.init({"w": X + (rank == 1)})),
+        "loaded": error_and_time(lambda: momentum.load({"w": X}, SGDState(torch.ones(()), {"w": X + (rank == 2)}), 1)),
+        "steps": error_and_time(lambda: momentum.load({"w": X}, SGDState(torch.ones(()), {"w": X}), 1 + (rank == 2))),
         "batch": error_and_time(lambda: train(train.init({"w": X}), X + (rank == 3))),
         "parts": error_and_time(lambda: own(own.init({"w": X}), X + rank)),
         "shared parts": error_and_time(lambda: own(own.init({"w": X}), X + rank // 2)),
@@ -182,6 +186,17 @@ def test_parameters_and_batches_of_training_are_compared(disagreeing: list[dict[
             kind == "DifferentInputsError" and "train_step takes whole tensors" in message and "different 0" in message
         )
         assert "Seed alike, or use train_step(batch='own')" in message
+
+
+def test_loaded_states_are_compared(disagreeing: list[dict[str, Any]]) -> None:
+    """Ranks that read files of their own went on with moments of their own, and their parameters drifted apart."""
+    for result in disagreeing:
+        for case, told in (("loaded", "optimizer_state/1/w"), ("steps", "step")):
+            kind, message, _ = result[case]
+            assert kind == "DifferentInputsError"
+            assert "train_step.load takes whole tensors, the same on every rank" in message
+            assert f"but ranks passed different {told}. " in message
+            assert "of a checkpoint every rank loads the whole file" in message
 
 
 def test_ranks_that_share_a_part_of_the_batch_are_given_the_same(disagreeing: list[dict[str, Any]]) -> None:
