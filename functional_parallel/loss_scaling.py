@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
+from .quantities import is_count, is_number
 from .trained import is_trained
 
 __all__ = ["LossScale", "LossScaleError", "LossScaleState", "has_overflow"]
@@ -78,8 +79,13 @@ class LossScale:
     fail_at_minimum: bool = True
 
     def __post_init__(self) -> None:
-        if self.window < 1 or self.hysteresis < 1 or not self.factor > 1 or not 0 <= self.minimum <= self.initial:
-            raise ValueError(f"{self!r}: window and hysteresis ≥ 1, factor > 1 and 0 ≤ minimum ≤ initial are needed")
+        counts = is_count(self.window) and is_count(self.hysteresis)
+        numbers = all(map(is_number, (self.initial, self.minimum, self.factor)))  # an infinite scale never falls
+        if not (counts and numbers and self.factor > 1 and 0 <= self.minimum <= self.initial):
+            raise ValueError(
+                f"{self!r}: integers window and hysteresis ≥ 1, and finite numbers with factor > 1 and "
+                "0 ≤ minimum ≤ initial are needed"
+            )
 
     @classmethod
     def like_megatron(cls, initial: float = 2.0**32, window: int = 1000, hysteresis: int = 2) -> LossScale:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -169,7 +170,13 @@ def test_the_minimum_says_what_to_do() -> None:
         rules.check(state)
 
 
-@pytest.mark.parametrize("options", [{"window": 0}, {"hysteresis": 0}, {"factor": 1.0}, {"initial": 0.5}])
-def test_numbers_that_make_no_scale_are_refused(options: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"window": 0}, {"hysteresis": 0}, {"factor": 1.0}, {"initial": 0.5}, {"window": 2.5}, {"hysteresis": True}),
+        *({"initial": float("inf")}, {"factor": float("inf")}, {"initial": "16"}),
+    ],
+)
+def test_numbers_that_make_no_scale_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="are needed"):
         LossScale(**options)  # type: ignore[arg-type]
