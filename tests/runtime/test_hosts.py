@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 import functional_parallel as fp
 from functional_parallel.runtime import ProcessRuntime, SimulatedRuntime, use_runtime
-from functional_parallel.runtime.algorithms import team
+from functional_parallel.runtime.algorithms import connect, team
 from sharding_specs import Mesh
 from tests.processes import run_on_processes
 
@@ -112,6 +113,28 @@ def test_a_short_mark_tells_calls_apart() -> None:
         doing.begin("runs train_step" if step % 2 else "reads")
         seen.add(doing.brief(19))
     assert len(seen) == 200 and max(seen) < 1 << 19
+
+
+# -----------------------------------------------------------------------------
+# Ranks that only seem to be on one host, as on copies of a virtual machine
+# -----------------------------------------------------------------------------
+
+
+def calling_where_nobody_is(rank: int) -> tuple[bool, float, list[float]]:
+    listen = connect._listen
+    connect._listen = lambda stack: (listen(stack)[0], "\0functional_parallel-nobody")
+    runtime = ProcessRuntime(Mesh(data=3), timeout=60)
+    began = time.monotonic()
+    pair = runtime.carrier._groups.over(("data",)).team
+    seconds = time.monotonic() - began
+    return pair.shared is None, seconds, runtime.carrier.psum(torch.ones(2), ("data",)).tolist()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of sockets outside the file system")
+def test_ranks_that_cannot_reach_each_other_do_without_shared_memory_at_once() -> None:
+    """Those that were to be called waited for it for 20 seconds, in every group."""
+    for without, seconds, total in run_on_processes(calling_where_nobody_is, 3):
+        assert without and seconds < 10 and total == [3.0, 3.0]
 
 
 # -----------------------------------------------------------------------------

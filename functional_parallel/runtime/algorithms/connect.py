@@ -55,14 +55,42 @@ def connect(
         secret = secrets.token_bytes(16)
         greetings = exchange((address, secret))
         here = [greetings[member] for member in members]
-        try:
-            if listener is None or any(address is None for address, _ in here):
-                raise OSError("no Unix sockets here")
-            shared = _meet(me, listener, here, timeout, doing, members)
-        except OSError:
-            shared = None
+        seconds = min(_SECONDS_TO_MEET, timeout)
+        calls = _Calls(me, here, seconds)
+        stack.callback(calls.close)
+        reached = exchange(listener is not None and calls.reached)  # else those who are not called would wait for it
+        shared = None
+        if listener is not None and all(reached):
+            with suppress(OSError):
+                shared = _meet(me, listener, here, calls, seconds, timeout, doing, members)
         everywhere = all(exchange(shared is not None))
         return shared if everywhere and len(members) > 1 else None
+
+
+class _Calls:
+    """Connections to those before me, with what they need to map my memory; they need not have answered.
+
+    Attributes:
+        reached: whether all could be called, as ranks cannot that only seem to be on one host.
+    """
+
+    def __init__(self, me: int, greetings: Sequence[tuple[str | None, bytes]], seconds: float) -> None:
+        self.peers: dict[int, socket.socket] = {}
+        self.descriptor: int | None = None
+        try:
+            self.descriptor = anonymous_memory(Piece.size(len(greetings)))
+            for number, (address, secret) in enumerate(greetings[:me]):
+                self.peers[number] = _call(me, address, secret, self.descriptor, seconds)
+            self.reached = True
+        except OSError:
+            self.reached = False
+
+    def close(self) -> None:
+        """Close what nobody has taken over."""
+        for peer in self.peers.values():
+            peer.close()
+        if self.descriptor is not None:
+            os.close(self.descriptor)
 
 
 def _listen(stack: ExitStack) -> tuple[socket.socket | None, str | None]:
@@ -86,48 +114,50 @@ def _meet(
     me: int,
     listener: socket.socket,
     greetings: Sequence[tuple[str, bytes]],
+    calls: _Calls,
+    seconds: float,
     timeout: float,
     doing: Doing | None,
     members: Sequence[int],
-) -> SharedMemory | None:
-    """Call those before me, be called by those behind me, and hand out file descriptors of my memory both ways."""
+) -> SharedMemory:
+    """Hear those before me answer, answer those behind me, and hand out file descriptors of my memory both ways."""
     ranks = len(greetings)
-    descriptor = anonymous_memory(Piece.size(ranks))
-    peers: dict[int, socket.socket] = {}
-    memory: dict[int, Piece] = {}
-    try:
-        for number in range(me):
-            peers[number] = _call(me, *greetings[number], descriptor)
-        while len(peers) < ranks - 1:
-            number, peer, memory[number] = _answer(listener, greetings[me][1], descriptor, ranks)
-            peers[number] = peer
-        for number in range(me):
-            memory[number] = _received(peers[number], 1, ranks)[1]
-    except BaseException:
-        for peer in peers.values():
-            peer.close()
-        os.close(descriptor)
-        raise
+    peers, memory = calls.peers, {}
+    assert calls.descriptor is not None
+    while len(peers) < ranks - 1:
+        number, peers[number], memory[number] = _answer(listener, greetings[me][1], calls.descriptor, ranks, seconds)
+    for number in range(me):
+        memory[number] = _received(peers[number], 1, ranks)[1]
+    descriptor, calls.descriptor = calls.descriptor, None
     memory[me] = Piece(descriptor, ranks)
+    calls.peers = {}
     for peer in peers.values():
         peer.settimeout(timeout)
     return SharedMemory(me, peers, [memory[number] for number in range(ranks)], timeout, doing, members)
 
 
-def _call(me: int, address: str, secret: bytes, descriptor: int) -> socket.socket:
+def _call(me: int, address: str | None, secret: bytes, descriptor: int, seconds: float) -> socket.socket:
+    if address is None:
+        raise OSError("no Unix sockets there")
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    peer.settimeout(_SECONDS_TO_MEET)
-    peer.connect(address)
-    socket.send_fds(peer, [_HELLO.pack(secret, me)], [descriptor])
+    try:
+        peer.settimeout(seconds)
+        peer.connect(address)
+        socket.send_fds(peer, [_HELLO.pack(secret, me)], [descriptor])
+    except OSError:
+        peer.close()
+        raise
     return peer
 
 
-def _answer(listener: socket.socket, secret: bytes, descriptor: int, ranks: int) -> tuple[int, socket.socket, Piece]:
+def _answer(
+    listener: socket.socket, secret: bytes, descriptor: int, ranks: int, seconds: float
+) -> tuple[int, socket.socket, Piece]:
     """The next rank that calls and knows the secret."""
-    listener.settimeout(_SECONDS_TO_MEET)
+    listener.settimeout(seconds)
     while True:
         peer, _ = listener.accept()
-        peer.settimeout(_SECONDS_TO_MEET)
+        peer.settimeout(seconds)
         data, memory = _received(peer, _HELLO.size, ranks)
         said, number = _HELLO.unpack(data)
         if secrets.compare_digest(said, secret):
