@@ -7,6 +7,7 @@ seconds instead of hanging in mismatched collectives.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -28,6 +29,7 @@ from ..varying import run_typed
 from .algorithms import READS
 from .meeting import Meeting
 from .one_rank import OneRank
+from .pending import CollectiveError
 from .process_carrier import ProcessCarrier
 
 __all__ = ["DifferentInputsError", "DifferentProgramsError", "ProcessRuntime"]
@@ -52,6 +54,7 @@ class ProcessRuntime:
 
     Raises:
         ValueError: when the number of processes is not the mesh's.
+        CollectiveError: when they do not find each other.
     """
 
     def __init__(
@@ -238,7 +241,19 @@ def _initialise(timeout: float) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    except RuntimeError as error:
+        variable = "GLOO_SOCKET_IFNAME" if backend == "gloo" else "NCCL_SOCKET_IFNAME"
+        environ = {
+            name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", variable)
+        }
+        raise CollectiveError(
+            f"rank {environ['RANK']} on {socket.gethostname()}: the processes did not find each other, with "
+            f"{', '.join(f'{name}={value}' for name, value in environ.items())}. Start all {environ['WORLD_SIZE']}; on "
+            f"several hosts set {variable} on each to the network interface by which the others reach it, as eth0: the "
+            f"host's name alone may lead to 127.0.0.1. torch says: {error}"
+        ) from error
 
 
 def _uses_nccl() -> bool:

@@ -137,6 +137,18 @@ def test_ranks_that_cannot_reach_each_other_do_without_shared_memory_at_once() -
         assert without and seconds < 10 and total == [3.0, 3.0]
 
 
+def test_processes_that_do_not_find_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a host's name leads to itself alone: an interface that is not there."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere")
+    with pytest.raises(
+        fp.CollectiveError, match=r"rank 0 on .*: the processes did not find each other, with RANK=0, "
+    ) as caught:
+        ProcessRuntime(Mesh(data=1))
+    assert "MASTER_ADDR=127.0.0.1" in str(caught.value) and "set GLOO_SOCKET_IFNAME on each" in str(caught.value)
+
+
 # -----------------------------------------------------------------------------
 # Ranks that die
 # -----------------------------------------------------------------------------
