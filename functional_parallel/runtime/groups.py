@@ -18,7 +18,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from sharding_specs import Mesh
 
-from .algorithms import Doing, RollCall, Team
+from .algorithms import ROLL_CALL, Doing, Messages, Ranks, RollCall, Team
 
 __all__ = ["Group", "Groups"]
 
@@ -50,7 +50,10 @@ class Group:
         self.rank = ranks.index(rank)
         self.seats = tuple(sorted(ranks).index(each) for each in ranks)
         self.backend = str(dist.get_backend(handle))
-        self.roll_call = RollCall(handle, self.seats, doing) if doing and self.backend == "gloo" else None
+        self.roll_call: RollCall | None = None
+        if doing is not None and self.backend == "gloo":
+            messages = Messages(handle, self.seats, ROLL_CALL)
+            self.roll_call = RollCall(Ranks(self.rank, len(ranks)), messages, doing)
 
     def in_order(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """From torch's order to the order of the axes."""

@@ -184,6 +184,28 @@ def with_a_rank_that_dies_in_a_ring(rank: int) -> list[tuple[str, str, float]]:
     return [outcome(run) for run in both]
 
 
+def with_a_rank_that_dies_before_a_step(rank: int, algorithm: str) -> tuple[str, str, float]:
+    on_hosts("abcd")
+    mesh = Mesh(data=4)
+    use_runtime(ProcessRuntime(mesh, timeout=20, algorithm=algorithm))
+    train = training(mesh, fp.zero(3, "data"))
+    state, _ = train(train.init(parameters()), X)
+    if rank == 3:
+        time.sleep(1.0)  # the others wait for it
+        os._exit(17)
+    found = outcome(lambda: train(state, X))
+    time.sleep(2.0)  # else one that knows less would find this one ended
+    return found
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "backend"])
+def test_a_rank_that_dies_before_a_step_is_named_on_all_hosts(algorithm: str) -> None:
+    results = run_on_processes(with_a_rank_that_dies_before_a_step, 4, algorithm, deaths=True)
+    for rank, (kind, message, _) in enumerate(results[:3]):
+        assert kind == "CollectiveError" and f"rank {rank} (data={rank}): " in message
+        assert "a message from rank 3 did not arrive: " in message, message
+
+
 def test_a_rank_that_dies_on_another_host_is_named_by_who_waits_for_it() -> None:
     results = run_on_processes(with_a_rank_that_dies_in_a_ring, 3, deaths=True)
     kind, message, seconds = results[2][0]

@@ -7,13 +7,14 @@ from .packed import Packed, whole
 from .roll_call import RollCall
 from .running import Steps
 from .table import ALGORITHMS, Algorithm
-from .team import NOTHING, Messages, Team
+from .team import NOTHING, ROLL_CALL, Messages, Ranks, Team
 from .unpacked import Layout, Stretches, Unpacked
 
 __all__ = [
     "ALGORITHMS",
     "NOTHING",
     "READS",
+    "ROLL_CALL",
     "SIZES",
     "Algorithm",
     "Chooser",
@@ -22,6 +23,7 @@ __all__ = [
     "Messages",
     "OutOfStepError",
     "Packed",
+    "Ranks",
     "RollCall",
     "Steps",
     "Stretches",

@@ -6,14 +6,11 @@ collective of every call the ranks tell each other what they do. The answer come
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
-import torch.distributed as dist
 
 from .doing import Doing
 from .running import Steps, Waitable
+from .team import NOTHING, Messages, Ranks
 
 __all__ = ["RollCall"]
 
@@ -22,15 +19,15 @@ class RollCall:
     """One rank's end of it.
 
     Args:
-        handle: torch's process group.
-        seats: for each rank, its number in torch's group.
+        ranks: of the group.
+        messages: between them, under the tag `ROLL_CALL`, since who does something else must be heard too.
         doing: what this rank is doing.
     """
 
-    def __init__(self, handle: Any, seats: Sequence[int], doing: Doing) -> None:
-        self._handle, self._seats, self._doing = handle, seats, doing
-        self._asked = doing.mark
-        self._answer: Waitable = _Known()
+    def __init__(self, ranks: Ranks, messages: Messages, doing: Doing) -> None:
+        self._ranks, self._messages, self._doing = ranks, messages, doing
+        self._asked = 0  # nothing yet
+        self._answer: Waitable = NOTHING
 
     def ask(self) -> Waitable:
         """Tell the others what this rank does, if it has not; to be waited for before anything of theirs is used.
@@ -39,7 +36,7 @@ class RollCall:
         """
         if self._doing.mark != self._asked:
             self._asked = self._doing.mark
-            self._answer = _Answer(self._handle, self._seats, self._doing)
+            self._answer = _Answer(self._ranks, self._messages, self._doing)
         return self._answer
 
     def before(self, steps: Steps) -> Steps:
@@ -49,23 +46,20 @@ class RollCall:
             yield [answer, *awaited]
 
 
-class _Known:
-    def wait(self) -> None:
-        pass
-
-
 class _Answer:
-    def __init__(self, handle: Any, seats: Sequence[int], doing: Doing) -> None:
-        self._seats, self._doing = seats, doing
-        self._marks = [torch.zeros(1, dtype=torch.int64) for _ in seats]
-        mine = torch.tensor([doing.mark], dtype=torch.int64)
-        self._work: Any = dist.all_gather(self._marks, mine, group=handle, async_op=True)
+    def __init__(self, ranks: Ranks, messages: Messages, doing: Doing) -> None:
+        self._doing = doing
+        self._mine = torch.tensor([doing.mark], dtype=torch.int64, device="cpu")  # kept until it has left
+        self._marks = {rank: torch.zeros(1, dtype=torch.int64, device="cpu") for rank in ranks.others()}
+        receiving = [messages.receive(mark, rank) for rank, mark in self._marks.items()]
+        self._under_way = [*receiving, *(messages.send(self._mine, rank) for rank in self._marks)]
 
     def wait(self) -> None:
-        if self._work is None:
+        if not self._under_way:
             return
-        self._work.wait()
-        for rank, seat in enumerate(self._seats):
-            if (mark := int(self._marks[seat])) != self._doing.mark:
-                self._doing.refuse(mark, f"rank {rank} of the group")
-        self._work = None
+        for message in self._under_way:
+            message.wait()
+        for rank, mark in self._marks.items():
+            if int(mark) != int(self._mine):
+                self._doing.refuse(int(mark), f"rank {rank} of the group")
+        self._under_way = []

@@ -14,11 +14,12 @@ from .connect import connect, host_identity
 from .doing import Doing
 from .running import Running, Steps, Waitable
 
-__all__ = ["NOTHING", "Messages", "Ranks", "Team"]
+__all__ = ["NOTHING", "ROLL_CALL", "Messages", "Ranks", "Team"]
 
 _TAG_BITS = 31
 _COUNT_BITS = 12  # so many collectives of a group are never under way at once
 _SINGLE = 0  # in the place of the count, of messages that belong to no collective
+ROLL_CALL = (1 << _TAG_BITS) - 1  # a tag that no other messages have
 
 
 class Ranks:
@@ -81,7 +82,7 @@ class Team(Ranks):
 
     def messages(self) -> Messages:
         """The messages of one collective: all ranks call this in the same order."""
-        return self._tagged(1 + next(self._tags) % ((1 << _COUNT_BITS) - 1))
+        return self._tagged(1 + next(self._tags) % ((1 << _COUNT_BITS) - 2))
 
     def _tagged(self, number: int) -> Messages:
         """Messages that no rank takes for its own which does something else."""
