@@ -13,6 +13,8 @@ class Line:
 
     >>> print(Line(5e-6, 1 / 50e9))
     5 µs + n / 50.0 GB/s
+    >>> print(Line(20e-3, 1 / 2.5e6))
+    20000 µs + n / 2.5 MB/s
 
     Attributes:
         alpha: seconds of a message of no bytes.
@@ -27,4 +29,5 @@ class Line:
         return self.alpha + self.beta * size
 
     def __str__(self) -> str:
-        return f"{1e6 * self.alpha:.0f} µs + n / {1e-9 / self.beta:.1f} GB/s"
+        unit, name = (1e9, "GB/s") if self.beta * 1e8 <= 1 else (1e6, "MB/s")
+        return f"{1e6 * self.alpha:.0f} µs + n / {1 / unit / self.beta:.1f} {name}"
