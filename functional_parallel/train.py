@@ -142,8 +142,10 @@ class TrainStep:
             params: whole parameters, the same on every rank (which is checked); or a function without arguments that
                 makes them.
         """
-        held, state = self.begun(params() if callable(params) else params)
-        return self._load("init", held, held, state, 0, storages(*optree.tree_leaves(held)))
+        whole = params() if callable(params) else params
+        _check_same(runtime_of(self.mesh, self.f, self.reduction), "train_step.init", whole)
+        held, state = self.begun(whole)
+        return self._load(held, state, 0, storages(*optree.tree_leaves(held)))
 
     def load(self, params: PyTree, optimizer_state: PyTree, step: int) -> TrainState:
         """A state from whole parameters and a whole optimizer state, as `whole` returned them.
@@ -156,9 +158,10 @@ class TrainStep:
         require_state_of(expected, optimizer_state)
         given, done = storages(*optree.tree_leaves((params, optimizer_state))), steps_done(step)
         loaded = {"params": params, "optimizer_state": optimizer_state, "step": torch.tensor(done)}
+        _check_same(runtime_of(self.mesh, self.f, self.reduction), "train_step.load", loaded)
         if stacks is not None:
             params, optimizer_state = stacks.unstack(params), stacks.unstack_like(optimizer_state, params)
-        return self._load("load", loaded, params, optimizer_state, done, given)
+        return self._load(params, optimizer_state, done, given)
 
     def begun(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """Parameters and first state as they are held: in a pipeline, layers that were stacked one by one."""
@@ -167,19 +170,10 @@ class TrainStep:
             return params, self.optimizer.init(params)
         return stacks.unstack(params), stacks.first_state(self.optimizer.init, params)
 
-    def _load(
-        self, by: str, whole: PyTree, params: PyTree, optimizer_state: PyTree, step: int, given: set[int]
-    ) -> TrainState:
-        """A state in memory of its own, but for what lies elsewhere than what was `given`.
-
-        Args:
-            by: the method's name.
-            whole: what every rank must have passed to it alike.
-            params, optimizer_state, step, given: what the state is made of.
-        """
+    def _load(self, params: PyTree, optimizer_state: PyTree, step: int, given: set[int]) -> TrainState:
+        """A state in memory of its own, but for what lies elsewhere than what was `given`."""
         form, leaves = self._place(params, optimizer_state)
         runtime = runtime_of(self.mesh, self.f, self.reduction)
-        _check_same(runtime, f"train_step.{by}", whole)
         held = tuple(
             own(runtime.shard(plain(leaf), spec), given) if isinstance(leaf, torch.Tensor) else Constant(leaf)
             for leaf, spec in zip(leaves, form.specs, strict=True)

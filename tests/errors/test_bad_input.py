@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 import inspect
 import itertools
 from collections.abc import Callable
@@ -11,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -349,60 +346,6 @@ def test_a_batch_that_does_not_divide() -> None:
     said = message(lambda: step(params(), torch.ones(8, 4)), SpecError)
     assert "1: shape (8, 4), P('data'): dim 0 of size 8 does not divide by 'data' of 3 ranks" in said
     assert "fp.pad_batch(batch, rows) fills up a batch" in said and "pad=True" not in said
-
-
-@dataclasses.dataclass
-class Record:
-    x: torch.Tensor
-
-
-class Slotted:
-    __slots__ = ("x",)
-
-    def __init__(self, x: torch.Tensor) -> None:
-        self.x = x
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        torch.Tensor.numpy,
-        lambda x: collections.UserDict(x=x),
-        lambda x: collections.UserDict(nested=collections.UserDict(x=[x])),
-        Record,
-        Slotted,
-    ],
-)
-@pytest.mark.parametrize("trained", [False, True])
-def test_a_batch_that_is_no_pytree_of_tensors(wrap: Callable[[torch.Tensor], Any], trained: bool) -> None:
-    """As a tokenizer's BatchEncoding: every later batch that prints alike was taken for the first."""
-
-    def of_batch(w: torch.Tensor, batch: Any) -> torch.Tensor:
-        found = batch[0]
-        while not isinstance(found, torch.Tensor):
-            found = torch.as_tensor(found) if hasattr(found, "shape") else getattr(found, "x", None) or found["x"]
-        return (found @ w).sum()
-
-    plan, batch = fp.data_parallel("data"), [wrap(torch.ones(8, 4)), 2.0, np.float32(1)]
-    train = fp.train_step(of_batch, fp.optim.sgd(0.1), Mesh(data=2), plan)
-    run = partial(train, train.init(torch.ones(4))) if trained else partial(fp.compile(plan(of_batch), Mesh(data=2)), 0)
-    said = message(lambda: run(batch), TypeError)
-    assert f"  {'1/0/0' if trained else '1/0'}: " in said and "1/1" not in said
-    assert "a constant of the program" in said and "torch.as_tensor(array)" in said and "dict(batch)" in said
-
-
-def test_a_parameter_that_is_an_array() -> None:
-    """It was never trained."""
-    train = fp.train_step(lambda p, x: (x @ torch.as_tensor(p["w"]) + p["b"]).sum(), fp.optim.sgd(0.1), Mesh(data=2))
-    state = train.init({"w": np.ones(4, np.float32), "b": torch.ones(1)})
-    assert "0/0/w: an array, numpy.ndarray of shape (4,)" in message(lambda: train(state, torch.ones(8, 4)), TypeError)
-
-
-def test_a_result_that_is_no_pytree_of_tensors() -> None:
-    plan = fp.data_parallel("data")
-    step = fp.compile(plan(lambda w, x: {"record": Record(x @ w)}), Mesh(data=2))
-    assert "results" in (said := message(lambda: step(torch.ones(4), torch.ones(8, 4)), TypeError))
-    assert "  record: " in said and "Record, which is no pytree and holds tensors" in said
 
 
 def test_a_transform_over_an_axis_that_the_mesh_does_not_have() -> None:
