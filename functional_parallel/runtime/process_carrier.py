@@ -9,9 +9,8 @@ the same traffic, the same sums as in `collectives.group`, and no backend's gaps
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +36,8 @@ from .algorithms import (
 )
 from .groups import Group, Groups
 from .pending import CollectiveError, Pending
-from .zero_copy import joined, whole_of
+from .reports import described, first_use
+from .zero_copy import as_bytes, from_bytes, joined, whole_of
 
 if TYPE_CHECKING:
     from sharding_specs import Mesh
@@ -211,18 +211,8 @@ class ProcessCarrier:
             algorithm = chooser and chooser.choose(kind, times * x.nbytes)
         return (algorithm, chooser.team) if chooser and algorithm else None
 
-    @contextmanager
-    def _first_use(self, axes: tuple[str, ...]) -> Iterator[None]:
-        """Where the ranks of a group meet and measure it, if they have not: what fails there says so."""
-        began = time.monotonic()
-        try:
-            yield
-        except RuntimeError as error:
-            raise CollectiveError(
-                f"{self._myself()}: the first collective over {axes}, in which its ranks find and measure each other, "
-                f"failed after {time.monotonic() - began:.1f} s. Another rank of {list(self._groups.over(axes).ranks)} "
-                f"died, or never came to it. torch says: {error}"
-            ) from error
+    def _first_use(self, axes: tuple[str, ...]) -> AbstractContextManager[None]:
+        return first_use(self.mesh, self.rank, axes, self._groups.over(axes).ranks)
 
     def _start_steps(
         self,
@@ -275,13 +265,13 @@ class ProcessCarrier:
 
     def pbroadcast(self, x: Tensor, axes: tuple[str, ...], source: int) -> Tensor:
         members = self._groups.over(axes)
-        buffer = _as_bytes(x).clone()
+        buffer = as_bytes(x).clone()
         return self._by_backend(
             "pbroadcast",
             x,
             axes,
             lambda: dist.broadcast(buffer, members.ranks[source], members.handle, async_op=True),
-            lambda: _from_bytes(buffer, x).reshape(x.shape),
+            lambda: from_bytes(buffer, x).reshape(x.shape),
         ).wait()
 
     def axis_index(self, axes: tuple[str, ...]) -> int:
@@ -326,7 +316,7 @@ class ProcessCarrier:
     ) -> Pending:
         """All ranks' values, in the order of the axes, go to `finish`."""
         members = self._groups.over(axes)
-        mine = _as_bytes(x)
+        mine = as_bytes(x)
         buffer = mine.new_empty(len(members.ranks) * mine.numel())
         parts = list(buffer.split(mine.numel()) if mine.numel() else [mine] * len(members.ranks))
 
@@ -336,7 +326,7 @@ class ProcessCarrier:
             return dist.all_gather(parts, mine, members.handle, async_op=True)
 
         def end() -> Any:
-            return finish([_from_bytes(part, x).reshape(x.shape) for part in members.in_order(parts)])
+            return finish([from_bytes(part, x).reshape(x.shape) for part in members.in_order(parts)])
 
         return self._by_backend(operation, x, axes, start, end)
 
@@ -366,7 +356,7 @@ class ProcessCarrier:
         finish: Callable[[list[Tensor]], Tensor],
     ) -> Pending:
         members = self._groups.over(axes)
-        to_send = [_as_bytes(chunk) for chunk in members.by_seat(chunks)]
+        to_send = [as_bytes(chunk) for chunk in members.by_seat(chunks)]
         lengths = [part.numel() for part in to_send]
         sent = whole_of(to_send)
         sizes = [0] * len(expected)
@@ -378,7 +368,7 @@ class ProcessCarrier:
             x,
             axes,
             lambda: dist.all_to_all_single(received, sent, sizes, lengths, members.handle, async_op=True),
-            lambda: finish([_from_bytes(part, x) for part in members.in_order(received.split(sizes))]),
+            lambda: finish([from_bytes(part, x) for part in members.in_order(received.split(sizes))]),
         )
 
     def _by_backend(
@@ -401,20 +391,7 @@ class ProcessCarrier:
         return Pending(start_together, finish, self._describe(operation, x, axes))
 
     def _describe(self, operation: str, x: Tensor | Packed, axes: tuple[str, ...]) -> Callable[[float], str]:
-        shape, dtype = list(x.shape), str(x.dtype).removeprefix("torch.")
-        ranks = list(self._groups.over(axes).ranks)
-
-        def describe(seconds: float) -> str:
-            return (
-                f"{self._myself()}: {operation} over {axes} of {dtype}{shape} failed after "
-                f"{seconds:.1f} s. A timeout means that another rank of {ranks} never came to it."
-            )
-
-        return describe
-
-    def _myself(self) -> str:
-        coordinates = ", ".join(f"{axis}={index}" for axis, index in self.mesh.coordinates(self.rank).items())
-        return f"rank {self.rank} ({coordinates})"
+        return described(self.mesh, self.rank, operation, x, axes, self._groups.over(axes).ranks)
 
     # --- looking up ---
 
@@ -470,11 +447,3 @@ def _agree(settings: dict[str, str]) -> None:
         values = [each[name] for each in everywhere]
         if len(set(values)) > 1:
             raise ValueError(f"{name} must be the same on every rank, but it is, by rank, {', '.join(values[:16])}")
-
-
-def _as_bytes(x: Tensor) -> Tensor:
-    return x.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _from_bytes(buffer: Tensor, like: Tensor) -> Tensor:
-    return buffer.contiguous().view(like.dtype)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["joined", "whole_of"]
+__all__ = ["as_bytes", "from_bytes", "joined", "whole_of"]
 
 
 def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
@@ -33,3 +33,13 @@ def _follow_each_other(parts: Sequence[Tensor]) -> bool:
             return False
         end += part.numel()
     return True
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """What moves bytes without adding them takes these: every dtype travels on every backend."""
+    return x.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def from_bytes(buffer: Tensor, like: Tensor) -> Tensor:
+    """The flat values that bytes of this dtype are."""
+    return buffer.contiguous().view(like.dtype)

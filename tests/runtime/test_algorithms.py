@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +33,7 @@ from functional_parallel.runtime.algorithms import (
     starting,
 )
 from functional_parallel.runtime.algorithms.choose import VARIABLE
-from functional_parallel.runtime.algorithms.model import _neighbours, fitted, work_of
+from functional_parallel.runtime.algorithms.model import fitted, work_of
 from functional_parallel.runtime.process_carrier import ProcessCarrier
 from sharding_specs import Mesh
 from tests.processes import run_on_processes
@@ -371,33 +370,6 @@ def test_all_ranks_choose_alike_and_say_why() -> None:
     assert "2 ranks on 2 hosts" in first["apart"] and "none" in first["apart"]
     assert first["ordered"] == ["direct", "naive"], "only what adds in rank order"
     assert first["gathers"] == ["direct", "halving", "ring", "naive", "backend"]
-
-
-def on_uneven_hosts(rank: int, size: int) -> str:
-    team = Team(dist.group.WORLD, rank, list(range(size)), host="aab"[rank])
-    return Chooser(team, "auto", False).table()
-
-
-def test_hosts_with_different_numbers_of_ranks_are_measured() -> None:
-    """Each rank once sent to whom did not listen, and not all timed the same."""
-    first, *others = run_on_processes(on_uneven_hosts, 3, 3, timeout=60)
-    assert all(other == first for other in others)
-    assert "3 ranks on 2 hosts" in first and "shared memory            not used" in first
-    assert "two_level" not in first and "direct" in first
-
-
-@pytest.mark.parametrize("hosts", ["aaaa", "aabb", "abab", "abc", "aab", "aba", "aaab", "aabbc"])
-def test_what_is_measured_are_messages_between_hosts(hosts: str) -> None:
-    ranks = range(len(hosts))
-    by_host = [[rank for rank in ranks if hosts[rank] == name] for name in sorted(set(hosts))]
-    teams = [
-        SimpleNamespace(rank=rank, size=len(hosts), hosts=by_host, is_on_one_host="b" not in hosts) for rank in ranks
-    ]
-    found = [_neighbours(team) for team in teams]
-    assert all(found[after][1] == rank for rank, (after, _) in enumerate(found)), "who is sent to listens"
-    within = sum(hosts[after] == hosts[rank] for rank, (after, _) in enumerate(found))
-    largest = max(map(len, by_host))
-    assert within == max(0, 2 * largest - len(hosts)), "only where one host has most of the ranks"
 
 
 # -----------------------------------------------------------------------------
