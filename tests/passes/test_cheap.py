@@ -16,13 +16,17 @@ from hypothesis import strategies as st
 import functional_parallel as fp
 from functional_parallel.program.passes import cheap
 from functional_parallel.tracing import Traced
-from sharding_specs import Mesh, split
+from sharding_specs import Mesh, optional, split
 
 from ..program.test_memory import gpt, measured
 
 OFF = ("cheap ops again",)
 WIDTH = 8
-SPLIT = {"layers/*/a": "inner outer/tensor", "layers/*/c": "inner outer/tensor", "layers/*/b": "inner/tensor outer"}
+SPLIT = {
+    optional("layers/*/a"): "inner outer/tensor",
+    optional("layers/*/c"): "inner outer/tensor",
+    optional("layers/*/b"): "inner/tensor outer",
+}
 KINDS = {  # and the parameters that they use
     **{"gelu": "ab", "gate": "abc", "norm": "abgh", "rms": "abg", "scale": "gh"},
     **{"cast": "ab", "dropout": "ab", "shared": "abg", "late": "ab"},
