@@ -95,7 +95,7 @@ def messages_of_different_calls(rank: int) -> list[float]:
     for calls in (["first", "second"], ["second", "first"]):
         arriving = []
         for call in calls if rank else calls[::-1]:
-            doing.mark = 1 << 32 | sum(call.encode())
+            doing.mark = 1 << 32 | sum(call.encode()) << 12  # the first thing that each does
             into, value = torch.zeros(1, dtype=torch.float64), torch.full((1,), float(len(call)), dtype=torch.float64)
             arriving.append((into, [pair.receive(into, 1 - rank), pair.send(value, 1 - rank)]))
         for into, works in arriving:
