@@ -20,9 +20,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
+import functional_parallel as fp
+
 from . import process_settings  # noqa: F401
 
-__all__ = ["RankError", "run_on_processes"]
+__all__ = ["RankError", "outcome", "run_on_processes"]
 
 
 class RankError(AssertionError):
@@ -113,3 +115,13 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def outcome(run: Callable[[], Any]) -> tuple[str, str, float]:
+    """What became of a call on this rank: the kind of error and its text, or "nothing", and seconds."""
+    began = time.monotonic()
+    try:
+        run()
+    except (fp.OutOfStepError, fp.CollectiveError) as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    return "nothing", "", time.monotonic() - began

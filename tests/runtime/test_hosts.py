@@ -17,7 +17,7 @@ from functional_parallel.runtime import ProcessRuntime, SimulatedRuntime, use_ru
 from functional_parallel.runtime.algorithms import Chooser, connect, team
 from functional_parallel.runtime.algorithms.model import _neighbours
 from sharding_specs import Mesh
-from tests.processes import run_on_processes
+from tests.processes import outcome, run_on_processes
 
 X = torch.arange(96, dtype=torch.float64).reshape(12, 8) % 5
 
@@ -31,17 +31,15 @@ def training(mesh: Mesh, plan: Any, shift: float = 0.0) -> Any:
     return fp.train_step(lambda p, x: ((x @ p["w"] - shift) ** 2).mean(), fp.optim.sgd(0.1, momentum=0.5), mesh, plan)
 
 
+def begun(mesh: Mesh, plan: Any, algorithm: str, timeout: float) -> tuple[Any, Any]:
+    """A training step that was taken once, and the state after it."""
+    use_runtime(ProcessRuntime(mesh, timeout=timeout, algorithm=algorithm))
+    train = training(mesh, plan)
+    return train, train(train.init(parameters()), X)[0]
+
+
 def parameters() -> dict[str, torch.Tensor]:
     return {"w": torch.eye(8, dtype=torch.float64)}
-
-
-def outcome(run: Any) -> tuple[str, str, float]:
-    began = time.monotonic()
-    try:
-        run()
-    except (fp.OutOfStepError, fp.CollectiveError) as error:
-        return type(error).__name__, str(error), time.monotonic() - began
-    return "nothing", "", time.monotonic() - began
 
 
 # -----------------------------------------------------------------------------
@@ -71,10 +69,7 @@ def test_ranks_on_two_hosts_that_train_different_models(algorithm: str) -> None:
 def reading_while_others_train(rank: int, algorithm: str) -> tuple[str, str, float]:
     """Their first messages have different sizes, which gloo takes for an attack and ends the process."""
     on_hosts("ab")
-    mesh = Mesh(data=2)
-    use_runtime(ProcessRuntime(mesh, timeout=60, algorithm=algorithm))
-    train = training(mesh, fp.zero(1, "data"))
-    state, _ = train(train.init(parameters()), X)
+    train, state = begun(Mesh(data=2), fp.zero(1, "data"), algorithm, 60)
     train.whole(state)
     return outcome(lambda: train(state, X) if rank else train.whole(state))
 
@@ -220,10 +215,7 @@ def with_a_rank_that_dies_in_a_ring(rank: int) -> list[tuple[str, str, float]]:
 
 def with_a_rank_that_dies_before_a_step(rank: int, algorithm: str) -> tuple[str, str, float]:
     on_hosts("abcd")
-    mesh = Mesh(data=4)
-    use_runtime(ProcessRuntime(mesh, timeout=20, algorithm=algorithm))
-    train = training(mesh, fp.zero(3, "data"))
-    state, _ = train(train.init(parameters()), X)
+    train, state = begun(Mesh(data=4), fp.zero(3, "data"), algorithm, 20)
     if rank == 3:
         time.sleep(1.0)  # the others wait for it
         os._exit(17)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 import functional_parallel as fp
 from functional_parallel.runtime import ProcessRuntime, use_runtime
 from sharding_specs import Mesh, P
-from tests.processes import run_on_processes
+from tests.processes import outcome, run_on_processes
 
 X = torch.arange(16, dtype=torch.float64).reshape(4, 4) % 5
 
@@ -37,20 +36,12 @@ class Training:
     def step(self, x: torch.Tensor = X) -> None:
         self.state, _ = self.train(self.state, x)
 
-    def outcome(self, run: Any) -> tuple[str, str, float]:
-        begin = time.monotonic()
-        try:
-            run()
-        except (fp.OutOfStepError, fp.CollectiveError) as error:
-            return type(error).__name__, str(error), time.monotonic() - begin
-        return "nothing", "", time.monotonic() - begin
-
 
 def on_sharded_parameters(rank: int) -> dict[str, Any]:
     found = {}
     for stage in (1, 3):
         run = Training(Mesh(data=2), fp.zero(stage, "data"))
-        reads = run.outcome(lambda run=run: run.step() if rank else run.train.whole(run.state))
+        reads = outcome(lambda run=run: run.step() if rank else run.train.whole(run.state))
         found[f"zero {stage}"] = reads
     return found
 
@@ -58,12 +49,12 @@ def on_sharded_parameters(rank: int) -> dict[str, Any]:
 def on_a_call_that_compares_inputs(rank: int, pipelined: bool) -> tuple[str, str, float]:
     mesh = Mesh(pipe=2) if pipelined else Mesh(data=2)
     run = Training(mesh, fp.pipeline("pipe", microbatches=2) if pipelined else fp.zero(3, "data"))
-    return run.outcome(lambda: run.step() if rank else run.evaluate(run.params, X))
+    return outcome(lambda: run.step() if rank else run.evaluate(run.params, X))
 
 
 def on_a_batch_of_another_shape(rank: int) -> tuple[str, str, float]:
     run = Training(Mesh(data=2), fp.zero(3, "data"))
-    return run.outcome(lambda: run.step(X[: 4 - 2 * rank]))
+    return outcome(lambda: run.step(X[: 4 - 2 * rank]))
 
 
 PLANS: dict[str, tuple[Mesh, Any]] = {
@@ -81,7 +72,7 @@ def on_another_batch_of_one_shape(rank: int, algorithm: str) -> dict[str, list[t
     for name, (mesh, plan) in PLANS.items():
         run = Training(mesh, plan, algorithm)
         batches = [X + 1, X + torch.eye(4, dtype=X.dtype) * rank]
-        found[name] = [run.outcome(lambda run=run, batch=batch: run.step(batch)) for batch in batches]
+        found[name] = [outcome(lambda run=run, batch=batch: run.step(batch)) for batch in batches]
     return found
 
 
@@ -98,7 +89,7 @@ def test_another_batch_of_one_shape_on_one_rank(algorithm: str) -> None:
 
 def on_a_pipeline(rank: int) -> tuple[str, str, float]:
     run = Training(Mesh(pipe=2), fp.pipeline("pipe", microbatches=2))
-    return run.outcome(lambda: run.step() if rank else run.train.params(run.state))
+    return outcome(lambda: run.step() if rank else run.train.params(run.state))
 
 
 def test_a_state_that_one_rank_reads_while_the_other_takes_a_step() -> None:
