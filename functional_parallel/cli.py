@@ -28,7 +28,7 @@ import optree
 import torch
 import torch.distributed as dist
 
-from sharding_specs import Mesh, MeshError, SpecError, apply_rules, broadcast_specs, match_rules, memory_table, validate
+from sharding_specs import Mesh, MeshError, SpecError, memory_table, validate
 
 from .estimate import CONVENTIONS, estimate
 from .pipelines import PipelineError
@@ -36,7 +36,7 @@ from .program.explain import readable_bytes
 from .program.hardware import HARDWARE
 from .schedules import ScheduleError, command
 from .transforms import chain, pipeline, tensor_parallel, zero
-from .transforms.parallel import are_rules
+from .transforms.parallel import matched
 
 __all__ = ["main"]
 
@@ -189,7 +189,7 @@ def _program(chosen: argparse.Namespace) -> Any:
 def _memory(chosen: argparse.Namespace) -> str:
     params, rules = _result(chosen, "parameters, and their specs or path rules")
     mesh = Mesh.parse(chosen.mesh)
-    specs = apply_rules(rules, params) if are_rules(rules) else broadcast_specs(rules, params)
+    specs, _, unused = matched(rules, params)
     validate(params, specs, mesh)
     rows = sorted(memory_table(params, specs, mesh), key=lambda row: -row.bytes)
     cells = [(row.path, str(list(row.shape)), repr(row.spec), readable_bytes(row.bytes)) for row in rows]
@@ -197,7 +197,7 @@ def _memory(chosen: argparse.Namespace) -> str:
     lines = ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in cells]
     total = readable_bytes(sum(row.bytes for row in rows))
     lines.append(f"total {total} per rank on {mesh!r}")
-    if are_rules(rules) and (unused := match_rules(rules, params).unused):
+    if unused:
         lines.append(f"rules that find no parameter: {', '.join(unused)}")
     if chosen.zero is not None:
         lines += ["", _to_train(chosen, params, specs, mesh)]

@@ -264,11 +264,9 @@ class TrainStep:
             runtime.own(x, spec) if o else runtime.entered(x, spec)
             for x, spec, o in zip(tensors, specs, own, strict=True)
         ]
-        if not self.own_batch:
-            runtime.glance_at(tensors)
         held = state.give() if self.donate else state.handles  # nothing is refused from here on
         handles = [handle for handle in held if not isinstance(handle, Constant)]
-        results = runtime.run(staged.program, [*handles, *extra])
+        results = runtime.run(staged.program, [*handles, *extra], () if self.own_batch else tensors)
         whole = [
             runtime.whole(x, spec) for x, spec in zip(results[count:], staged.program.out_specs[count:], strict=True)
         ]
@@ -319,7 +317,7 @@ class TrainStep:
     # --- the program ---
 
     def _by_place(self, batch: tuple[PyTree, ...], named: dict[str, PyTree]) -> tuple[PyTree, ...]:
-        return by_place(self.f.layout.signature, self.f.name, (None, *batch), named)[1:] if named else batch
+        return by_place(self.f.layout.signature, self.f.name, (None, *batch), named)[1:]
 
     def _stage(self, form: Form, state: TrainState, batch: tuple[PyTree, ...]) -> Staged:
         return self._staged_for(form, batch, lambda: self._shown(form, state))

@@ -91,10 +91,6 @@ class PipelineRuntime:
         """Make sure that every rank was given the same whole tensors, or parts."""
         self.base.check_same(name, paths, tensors, parts)
 
-    def glance_at(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Take note of what the next program runs with."""
-        self.base.glance_at(tensors)
-
     def _where_taken(self, holders: frozenset[int], x: torch.Tensor, spec: P) -> Placed:
         """A whole tensor, on the ranks of the pipeline that take it."""
         aval = Aval(tuple(local_shape(x.shape, spec, self.mesh)), x.dtype, x.device)
@@ -120,11 +116,13 @@ class PipelineRuntime:
         results = self.run(program, placed)
         return [self.whole(x, spec) for x, spec in zip(results, program.out_specs, strict=True)]
 
-    def run(self, program: PipelineProgram, placed: Sequence[Placed]) -> list[Placed]:
-        """Run a pipeline on sharded inputs."""
+    def run(
+        self, program: PipelineProgram, placed: Sequence[Placed], batch: Sequence[torch.Tensor] = ()
+    ) -> list[Placed]:
+        """Run a pipeline on sharded inputs, made of a batch that every rank was given whole."""
         if self.carrier is None:
             return self._run(program, placed, self.base.run)
-        self.base.begin(program)
+        self.base.begin(program, batch)
         _refuse_derivatives([part for each in placed for part in each.parts.values()])
         with self.carrier.bound(), torch.no_grad():  # this and what follows once for all programs of the step
             return self._run(program, placed, self.base.run_plain)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -206,13 +207,9 @@ class ProcessCarrier:
         self, kind: str, x: Tensor | Packed, axes: tuple[str, ...], times: int = 1
     ) -> tuple[Algorithm, Team] | None:
         """How a collective goes, where it does not go the backend's own way."""
-        with self._first_use(axes):
-            chooser = self._chooser(axes) if x.device.type == "cpu" else None
-            algorithm = chooser and chooser.choose(kind, times * x.nbytes)
+        chooser = self._chooser(axes) if x.device.type == "cpu" else None
+        algorithm = chooser and chooser.choose(kind, times * x.nbytes)
         return (algorithm, chooser.team) if chooser and algorithm else None
-
-    def _first_use(self, axes: tuple[str, ...]) -> AbstractContextManager[None]:
-        return first_use(self.mesh, self.rank, axes, self._groups.over(axes).ranks)
 
     def _start_steps(
         self,
@@ -402,8 +399,7 @@ class ProcessCarrier:
             axes: the axes.
             device: where the tensors are.
         """
-        with self._first_use(axes):
-            members, chooser = self._groups.over(axes), self._chooser(axes) if device.type == "cpu" else None
+        members, chooser = self._groups.over(axes), self._chooser(axes) if device.type == "cpu" else None
         return Messages(members.handle, members.seats) if chooser is None else chooser.team
 
     def algorithms(self, axes: tuple[str, ...], sizes: Sequence[int] = SIZES) -> str:
@@ -413,11 +409,10 @@ class ProcessCarrier:
             axes: the axes.
             sizes: bytes.
         """
-        with self._first_use(axes):
-            chooser = self._chooser(axes)
-            if chooser is None:
-                return f"collectives over {axes} go the way of the backend, {self._groups.over(axes).backend}"
-            return chooser.table(sizes)
+        chooser = self._chooser(axes)
+        if chooser is None:
+            return f"collectives over {axes} go the way of the backend, {self._groups.over(axes).backend}"
+        return chooser.table(sizes)
 
     def _chooser(self, axes: tuple[str, ...]) -> Chooser | None:
         """None where all is left to the backend."""
@@ -425,7 +420,10 @@ class ProcessCarrier:
         if self.algorithm == "backend" or members.backend != "gloo":
             return None
         if members not in self._choosers:
-            self._choosers[members] = Chooser(members.team, self.algorithm, self.reduction == "ordered")
+            first = partial(first_use, self.mesh, self.rank, axes, members.ranks)
+            with first():
+                team = members.team
+            self._choosers[members] = Chooser(team, self.algorithm, self.reduction == "ordered", first)
         return self._choosers[members]
 
     def _reduces_itself(self, x: Tensor, axes: tuple[str, ...]) -> bool:

@@ -67,7 +67,6 @@ class ProcessRuntime:
         )
         self.rank, self._meeting = self.carrier.rank, Meeting(timedelta(seconds=timeout), self.carrier.doing)
         self.agree, self.exchange = self._meeting.agree, self._meeting.exchange
-        self._values = 0  # what the next program runs with
         self.device = torch.device("cuda", torch.cuda.current_device()) if _uses_nccl() else torch.device("cpu")
 
     def algorithms(self, *axes: str) -> str:
@@ -118,20 +117,34 @@ class ProcessRuntime:
 
     # --- running ---
 
-    def run(self, program: Program, handles: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Run a program on this rank's parts; the list is given up, so that a part lives to its last use."""
-        self.begin(program)
+    def run(
+        self, program: Program, handles: list[torch.Tensor], batch: Sequence[torch.Tensor] = ()
+    ) -> list[torch.Tensor]:
+        """Run a program on this rank's parts; the list is given up, so that a part lives to its last use.
+
+        Args:
+            program: on every rank the same.
+            handles: this rank's parts.
+            batch: what every rank was given whole, where it was.
+        """
+        self.begin(program, batch)
         with self.carrier.bound():
             if _torch.holds_levels(handles):
                 return run_typed(program.traced, handles)
             with torch.no_grad():
                 return self.run_plain(program, handles)
 
-    def begin(self, program: Program) -> None:
-        """Say that this rank runs a program from now on, after all have agreed that it is the same."""
+    def begin(self, program: Program, batch: Sequence[torch.Tensor] = ()) -> None:
+        """Say that this rank runs a program from now on, after all have agreed that it is the same.
+
+        A few values of the batch, of what lies in main memory, are part of what it says: that takes microseconds, so
+        every step can.
+        """
         self.agree_on(program)
-        self.carrier.doing.begin(program.cache["doing"], self._values)
-        self._values = 0
+        values = 0
+        if self.mesh.size > 1 and not _torch.holds_levels(batch):
+            values = sum(glance(x) for x in batch if x.device.type == "cpu")
+        self.carrier.doing.begin(program.cache["doing"], values)
 
     def run_plain(self, program: Program, handles: list[torch.Tensor]) -> list[torch.Tensor]:
         """The same where ranks agree, axes are bound, and nothing differentiates: one of many programs of a step."""
@@ -180,14 +193,6 @@ class ProcessRuntime:
             f"{first_difference(texts[self.rank], texts[other])}\n"
             "Every rank must trace the same function with the same shapes: look for code that depends on the rank."
         )
-
-    def glance_at(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Take note of whole tensors that the next program runs with: signals between its ranks compare them.
-
-        It costs microseconds, so that every step can: it looks at a few values of each that lies in main memory.
-        """
-        if self.mesh.size > 1 and not _torch.holds_levels(tensors):
-            self._values = sum(glance(x) for x in tensors if x.device.type == "cpu")
 
     def agree_on_inputs(self, program: Program, tensors: Sequence[torch.Tensor]) -> None:
         """Make sure that every rank runs a program on the same whole tensors."""

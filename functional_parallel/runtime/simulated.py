@@ -69,9 +69,6 @@ class SimulatedRuntime:
     ) -> None:
         """Nothing to do: in one process everybody is given the same tensors."""
 
-    def glance_at(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Nothing to do, likewise."""
-
     def agree(self, doing: str, otherwise: str, number: int = 0) -> int:
         """Nothing to do: nobody else is there to do something else."""
         return number
@@ -94,8 +91,11 @@ class SimulatedRuntime:
         wanted, held = self.classes.of_spec(spec), self.classes.of_spec(made)
         return handle if wanted == held else [handle[index] for index in self.classes.picks(wanted, held)]
 
-    def run(self, program: Program, handles: list[Handle]) -> list[Handle]:
-        """Run a program on sharded inputs; the list is given up, so that an input lives to its last use."""
+    def run(self, program: Program, handles: list[Handle], batch: Sequence[torch.Tensor] = ()) -> list[Handle]:
+        """Run a program on sharded inputs; the list is given up, so that an input lives to its last use.
+
+        With all ranks in one process there is nobody to compare the batch with.
+        """
         differentiable = any(_torch.holds_levels(handle) for handle in handles)
         key = f"simulated {self.classes.deduplicate} {differentiable}"
         if key not in program.cache:

@@ -9,7 +9,17 @@ from typing import Any
 import optree
 import torch
 
-from sharding_specs import Mesh, P, SpecError, as_spec, broadcast_specs, local_shape, match_rules, tree_paths
+from sharding_specs import (
+    Mesh,
+    P,
+    RuleMatch,
+    SpecError,
+    as_spec,
+    broadcast_specs,
+    local_shape,
+    match_rules,
+    tree_paths,
+)
 from sharding_specs.rules import nearest
 
 from ..local_function import (
@@ -26,7 +36,7 @@ from ..program.passes import Gathers, ShardsFirst
 from ..source import Source, current_source, warn_at
 from .transform import Order, Transform
 
-__all__ = ["are_rules", "data_parallel", "parameter_specs", "rest_specs", "tensor_parallel", "zero"]
+__all__ = ["data_parallel", "matched", "parameter_specs", "rest_specs", "tensor_parallel", "zero"]
 
 Rules = Any  # pattern → spec, a list of such pairs, or a tree of specs
 
@@ -274,28 +284,25 @@ def parameter_specs(specs: Rules, axis: str, who: str) -> Callable[[PyTree], Spe
     """Rules or a tree of specs → specs of a parameter tree; a rule that shall split over the axis and finds nothing to
     split is warned of.
     """
-    if not are_rules(specs):
-        return lambda tree: _require_dims(broadcast_specs(specs, tree), tree)
     source = current_source()  # where the transform is made, which names the rules
 
     def find(tree: PyTree) -> SpecTree:
-        match = match_rules(specs, tree)
+        match = matched(specs, tree)
         _warn_of_unused(match.unused, specs, axis, who, tree, source)
         return _require_dims(match.specs, tree)
 
     return find
 
 
-def are_rules(specs: Rules) -> bool:
-    """Whether specs are path rules, and no tree of specs; a flat dict reads either way."""
-    flat = isinstance(specs, Mapping) and all(isinstance(spec, (P, str)) for spec in specs.values())
-    return flat or (
-        isinstance(specs, (list, tuple)) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in specs)
-    )
+def matched(specs: Rules, tree: PyTree) -> RuleMatch:
+    """What rules find in a tree, or a tree of specs, which has no patterns that could find nothing."""
+    flat = isinstance(specs, Mapping) and all(isinstance(spec, (P, str)) for spec in specs.values())  # reads either way
+    pairs = isinstance(specs, (list, tuple)) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in specs)
+    return match_rules(specs, tree) if flat or pairs else RuleMatch(broadcast_specs(specs, tree), [], [])
 
 
 def _warn_of_unused(unused: list[str], rules: Rules, axis: str, who: str, tree: PyTree, source: Source | None) -> None:
-    said = dict(rules.items() if isinstance(rules, Mapping) else rules)
+    said = dict(rules.items() if isinstance(rules, Mapping) else rules) if unused else {}
     for pattern in unused:
         if axis in as_spec(said[pattern]).axes:
             near = ", ".join(nearest(pattern, tree_paths(tree)))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from .model import KINDS, Machine, measured, work_of
 from .table import ALGORITHMS, Algorithm
@@ -49,13 +50,20 @@ class Chooser:
         team: the ranks.
         setting: "auto", or the name of an algorithm.
         ordered: whether sums must be in rank order.
+        measuring: makes what stands around the collective that measures.
 
     Raises:
         ValueError: when the algorithm that was asked for cannot serve this team.
     """
 
-    def __init__(self, team: Team, setting: str, ordered: bool) -> None:
-        self.team, self.ordered = team, ordered
+    def __init__(
+        self,
+        team: Team,
+        setting: str,
+        ordered: bool,
+        measuring: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.team, self.ordered, self._measuring = team, ordered, measuring
         self._forced = ALGORITHMS.get(setting)
         if self._forced is not None and (reason := self._forced.refuses(team)):
             raise ValueError(f"algorithm={setting!r} (or {VARIABLE}) cannot be used here: {reason}; write 'auto'")
@@ -66,7 +74,8 @@ class Chooser:
     def machine(self) -> Machine:
         """What was measured; the first use is a collective."""
         if self._machine is None:
-            self._machine = measured(self.team)
+            with self._measuring():
+                self._machine = measured(self.team)
         return self._machine
 
     def choose(self, kind: str, size: int) -> Algorithm | None:
