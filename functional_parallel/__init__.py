@@ -31,22 +31,18 @@ from .collectives import (
 )
 from .compile import Compiled, compile, shard_map
 from .constrain import constrain
+from .data import Sampler, UnevenBatchError, even_batches, pad_batch
 from .declared import ArgumentSpecError
 from .derivatives import grad, grad_and_value, hessian, jvp, vmap
-from .estimate import activation_bytes, estimate
 from .functional import functional
-from .local_step import Metrics
-from .loss_scaling import LossScale, LossScaleError
 from .partition import PartitionError, PartitionWarning, partition
 from .partition.rules import register_rule
-from .precision import mixed_precision
+from .precision import LossScale, LossScaleError, mixed_precision
 from .program import BudgetError, Hardware, Line, Price, Program
 from .runtime import BackendError, CollectiveError, OutOfStepError, is_main_rank
-from .sampler import Sampler
 from .search import PipelineChoice, layer_costs, search_pipeline
 from .staging import LayoutError, OutSpecError
-from .train import train_step
-from .train_state import DonatedStateError, TrainState
+from .training import DonatedStateError, Metrics, TrainState, activation_bytes, estimate, train_step
 from .transforms import (
     OrderError,
     accumulate,
@@ -60,7 +56,6 @@ from .transforms import (
     tensor_parallel,
     zero,
 )
-from .uneven import UnevenBatchError, even_batches, pad_batch
 from .varying import TypingError
 
 __all__ = [

@@ -30,11 +30,11 @@ import torch.distributed as dist
 
 from sharding_specs import Mesh, MeshError, SpecError, memory_table, validate
 
-from .estimate import CONVENTIONS, estimate
 from .pipelines import PipelineError
 from .program.explain import readable_bytes
 from .program.hardware import HARDWARE
 from .schedules import ScheduleError, command
+from .training import CONVENTIONS, estimate
 from .transforms import chain, pipeline, tensor_parallel, zero
 from .transforms.parallel import matched
 

@@ -22,8 +22,8 @@ from .schedules import search as search_plans
 from .schedules.search import check_search
 from .staging import stage
 from .tracing.graph import without_memory
-from .train import train_step
 from .trained import is_trained
+from .training import train_step
 from .transforms import chain, data_parallel, pipeline
 from .transforms.transform import Plan as Chain
 from .transforms.transform import Transform

@@ -21,7 +21,8 @@ LAYERS = [
     "runtime",
     "staging",
     "compile",
-    "train",
+    "training",
+    "search",
     "cli",
 ]
 

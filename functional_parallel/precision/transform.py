@@ -14,10 +14,10 @@ from sharding_specs import tree_paths
 from sharding_specs.rules import matches, nearest
 
 from ..local_function import LocalFunction, PyTree, unsharded
-from ..loss_scaling import LossScale
 from ..program.passes import NarrowGathers, ReduceIn
 from ..source import Source, current_source, inherit
 from ..transforms.transform import Order, Transform
+from .loss_scaling import LossScale
 from .mode import Computing, cast, is_floating
 from .tables import STATISTICS, functions_named
 

@@ -1,0 +1,208 @@
+"""Ranks with unequal numbers of samples: batches filled up to one size, with a mask of what is really there.
+
+A program has one shape on all ranks, and every rank comes to every collective. So a rank with fewer samples computes
+copies of one that count for nothing, and a rank that has run out of batches computes batches of nothing else. The loss,
+written for the whole batch, says what counts: its mean is one over the samples that are there, on whichever rank.
+(PyTorch's Join shadows the missing ranks' collectives instead, and takes means of the ranks' means.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import optree
+import torch
+
+from sharding_specs import Mesh, tree_paths
+
+from ..local_function import PyTree
+from ..runtime import default_runtime
+
+__all__ = ["UnevenBatchError", "even_batches", "looks_of", "pad_batch", "stay_in_step"]
+
+
+class UnevenBatchError(ValueError):
+    """A batch that cannot be filled up: too large, of several lengths, or of other samples than another rank's."""
+
+
+def pad_batch(batch: PyTree, rows: int, *, like: PyTree = None) -> tuple[PyTree, torch.Tensor]:
+    """Fill a batch up to a number of rows with copies of its first one, and say which rows are its own.
+
+    >>> import torch, functional_parallel as fp
+    >>> fp.pad_batch({"x": torch.tensor([[1, 2], [3, 4]])}, 3)
+    ({'x': tensor([[1, 2],
+            [3, 4],
+            [1, 2]])}, tensor([ True,  True, False]))
+
+    Args:
+        batch: a pytree whose tensors have the samples in dim 0; scalars and leaves that are no tensors stay.
+        rows: how many rows it shall have.
+        like: a batch with a row to copy, for one that has none.
+
+    Returns:
+        The batch, and a mask of `rows` booleans. Losses per sample times the mask, summed, over the sum of the mask, is
+        their mean over the samples that are there.
+
+    Raises:
+        UnevenBatchError: when the batch has more rows, tensors of different lengths, or no row to copy.
+    """
+    count = _rows_that_fit(batch, rows)
+    source = batch if count else like
+    if count < rows and (source is None or not _rows(source)):
+        raise UnevenBatchError("a batch without rows has none to copy: give pad_batch(like=…), a batch that has one")
+    present = torch.arange(rows, device=_with_rows(batch)[0][1].device) < count
+    if count == rows:
+        return batch, present
+
+    def filled(leaf: Any, other: Any) -> Any:
+        if not _has_rows(leaf):
+            return leaf
+        return torch.cat([leaf, other[:1].to(leaf.device).expand(rows - count, *other.shape[1:])])
+
+    return optree.tree_map(filled, batch, source), present
+
+
+def even_batches(batches: Iterable[PyTree], rows: int, mesh: Mesh) -> Iterator[tuple[PyTree, torch.Tensor]]:
+    """Go through a rank's own batches, each filled up to one size, as often as the rank with the most has batches.
+
+    Every rank goes through its own at the same time: before each batch they tell each other whether they have one. A
+    rank that has none left, or never had one, is given copies of a sample of another rank, all masked.
+
+    >>> import torch, functional_parallel as fp
+    >>> from sharding_specs import Mesh
+    >>> for x, present in fp.even_batches(torch.arange(5).split(2), rows=2, mesh=Mesh(data=1)):
+    ...     print(x.tolist(), present.tolist())
+    [0, 1] [True, True]
+    [2, 3] [True, True]
+    [4, 4] [True, False]
+
+    Args:
+        batches: what this rank has, as `pad_batch` takes it. Batches without rows are left out.
+        rows: how many rows every batch shall have, on every rank.
+        mesh: the mesh. Where its ranks are simulated in one process, batches are global ones, and `rows` is theirs.
+
+    Returns:
+        Pairs of a batch and its mask, as many on every rank.
+
+    Raises:
+        UnevenBatchError: on every rank, when a batch of one of them cannot be filled up, when that rank's iterable
+            raises, or when ranks have different samples.
+        OutOfStepError: on every rank, when one of them leaves before all have gone through.
+    """
+    runtime, own = default_runtime(mesh), _Own(batches, rows)
+    name, advice = f"fp.even_batches(rows={rows})", "Every rank goes through it to the end, or all leave at one batch"
+    batch, number = own.take(), 0
+    runtime.agree(f"begins {name}", advice)
+    sample = _common_sample(runtime.exchange(_sample(batch), "to compare samples"))
+    while True:
+        worst = runtime.agree(f"asks {name} for batch {number}", advice, own.status(batch))
+        if worst == _PROBLEM:
+            own.fail(runtime.exchange(repr(own.problem) if own.problem else None, "to say what is wrong"))
+        if worst == _NOTHING:
+            return
+        yield pad_batch(_nothing_of(sample) if batch is None else batch, rows, like=sample)
+        batch, number = own.take(), number + 1
+
+
+def stay_in_step(runtime: Any, doing: str) -> None:
+    """Make sure that ranks with batches of their own are about to do the same; `doing` reads on after "rank 0"."""
+    runtime.agree(
+        doing,
+        "With batch='own' every rank takes as many steps, on batches of one shape: go through "
+        "fp.even_batches(batches, rows, mesh), which fills up what is short, masks it, and lets all ranks end together",
+    )
+
+
+_NOTHING, _BATCH, _PROBLEM = range(3)
+
+
+class _Own:
+    """This rank's batches; what goes wrong with them is kept until the other ranks know."""
+
+    def __init__(self, batches: Iterable[PyTree], rows: int) -> None:
+        self.batches, self.rows = iter(batches), rows
+        self.problem: Exception | None = None
+
+    def take(self) -> PyTree | None:
+        """The next batch that has rows; None at the end, or when there is a problem."""
+        try:
+            for batch in self.batches:
+                if _rows_that_fit(batch, self.rows):
+                    return batch
+        except Exception as error:
+            self.problem = error
+        return None
+
+    def status(self, batch: PyTree | None) -> int:
+        return _PROBLEM if self.problem is not None else _NOTHING if batch is None else _BATCH
+
+    def fail(self, problems: list[str | None]) -> None:
+        if self.problem is not None:
+            raise self.problem
+        told = "; ".join(f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem)
+        raise UnevenBatchError(f"the batches of other ranks end with an error, so all stop here. {told}")
+
+
+# -----------------------------------------------------------------------------
+# Rows and samples
+# -----------------------------------------------------------------------------
+
+
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.ndim > 0
+
+
+def _with_rows(batch: PyTree) -> list[tuple[str, torch.Tensor]]:
+    leaves = zip(tree_paths(batch), optree.tree_leaves(batch), strict=True)
+    return [(path or "the batch", leaf) for path, leaf in leaves if _has_rows(leaf)]
+
+
+def _rows(batch: PyTree) -> int:
+    found = {path: leaf.shape[0] for path, leaf in _with_rows(batch)}
+    if len(set(found.values())) != 1:
+        told = ", ".join(f"{path} has {rows}" for path, rows in found.items()) or "there is no tensor"
+        raise UnevenBatchError(f"the tensors of a batch have the samples in dim 0, equally many: {told}")
+    return next(iter(found.values()))
+
+
+def _rows_that_fit(batch: PyTree, rows: int) -> int:
+    count = _rows(batch)
+    if count > rows:
+        raise UnevenBatchError(
+            f"a batch has {count} rows, more than the {rows} that it shall have: give a larger rows="
+        )
+    return count
+
+
+def _sample(batch: PyTree | None) -> PyTree | None:
+    """A batch of one row, in memory of its own, to be sent."""
+    if batch is None:
+        return None
+    return optree.tree_map(lambda leaf: leaf[:1].detach().cpu().clone() if _has_rows(leaf) else leaf, batch)
+
+
+def _nothing_of(sample: PyTree) -> PyTree:
+    return optree.tree_map(lambda leaf: leaf[:0] if _has_rows(leaf) else leaf, sample)
+
+
+def _common_sample(samples: list[PyTree | None]) -> PyTree | None:
+    """The first rank's that has one; all of them must look alike."""
+    looks = {rank: looks_of(sample, begin=1) for rank, sample in enumerate(samples) if sample is not None}
+    if len(set(looks.values())) > 1:
+        first = {look: rank for rank, look in reversed(looks.items())}
+        told = "; ".join(f"rank {rank} has {look}" for look, rank in sorted(first.items(), key=lambda pair: pair[1]))
+        raise UnevenBatchError(f"ranks have different samples: {told}")
+    return samples[min(looks)] if looks else None
+
+
+def looks_of(batch: PyTree, begin: int = 0) -> str:
+    """Path, type and shape (from a dim on) of every tensor of a batch, and the rest as it is."""
+    leaves = zip(tree_paths(batch), optree.tree_leaves(batch), strict=True)
+    return ", ".join(f"{path}: {_look(leaf, begin)}".removeprefix(": ") for path, leaf in leaves)
+
+
+def _look(leaf: Any, begin: int) -> str:
+    if not isinstance(leaf, torch.Tensor):
+        return repr(leaf)
+    return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape[begin:])}"

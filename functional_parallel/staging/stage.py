@@ -1,0 +1,259 @@
+"""From a function on shards to a program that runs: trace at local shapes, type, check the results, rewrite."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import optree
+import torch
+
+from sharding_specs import Mesh, P, broadcast_specs, tree_paths
+
+from ..assumptions import Assumption, assumed
+from ..collectives.axes import bind
+from ..collectives.parts import Parts
+from ..collectives.types import CollectiveTypeError, State, Type
+from ..declared import declared_type, say_specs
+from ..local_function import Layout, LocalFunction, PyTree, SpecTree, layout_of
+from ..pipelines import PipelineProgram
+from ..program import Program, drop_trivial
+from ..runtime import pipeline_memory
+from ..tracing import Traced, forget_values, hollow, simplify, trace
+from ..varying import Typing, type_of
+from .constants import require_transparent
+from .leftovers import leaving_nothing
+from .microbatches import local_aval, parts_of
+from .rewrite import Watch, rewrite
+
+__all__ = ["UNCHECKED", "LayoutError", "OutSpecError", "Staged", "stage"]
+
+_V, _I, _U = State.VARYING, State.INVARIANT, State.UNREDUCED
+
+T = TypeVar("T")
+
+
+class LayoutError(ValueError):
+    """A function whose arguments' layout nobody declared, or declared twice."""
+
+
+class OutSpecError(CollectiveTypeError):
+    """Results that do not lie as their specs say; lists every one."""
+
+
+@dataclass
+class Staged:
+    """A program with what is needed to give its flat results their tree back."""
+
+    program: Any  # Program, or PipelineProgram
+    out_tree: Any
+    outputs: list[Any]
+    assumptions: list[Assumption] = field(default_factory=list)
+
+    def unflatten(self, tensors: Sequence[torch.Tensor]) -> PyTree:
+        remaining = iter(tensors)
+        return optree.tree_unflatten(self.out_tree, [next(remaining) if x is _TENSOR else x for x in self.outputs])
+
+
+_TENSOR = object()
+UNCHECKED = object()  # for out_specs: take the results rank by rank, whatever their types
+
+
+@leaving_nothing()
+def stage(
+    f: Callable[..., PyTree],
+    mesh: Mesh,
+    args: tuple[PyTree, ...],
+    in_specs: Any = None,
+    out_specs: Any = None,
+    *,
+    name: str,
+    parameters: str = "0",
+    carried: str | None = None,
+    donate: bool = False,
+    bucket: int | str | None = None,
+    without: Collection[str] = (),
+    backend: str = "eager",
+    watch: Watch = lambda *_: None,
+) -> Staged:
+    """Trace a function on shards, type its values, check how its results lie, and run the passes that it asks for.
+
+    Args:
+        f, mesh, args, in_specs, out_specs, name, bucket, without, backend: as for `compile`.
+        parameters: the path of the argument that holds the model's parameters.
+        carried: the path of the argument that steps hand on: parameters and optimizer state; None for none.
+        donate: whether the program may write into that.
+        watch: called with the name of each rewrite after it, the program, and the mesh with its virtual axes.
+    """
+    require_transparent(args, f"{name}, arguments")
+    layout = layout_of(f)
+    wide = layout.mesh(mesh)
+    with bind(wide.shape, None):
+        specs = layout.arguments(args) if isinstance(f, LocalFunction) else _per_argument(in_specs, args)
+        full = tuple(broadcast_specs(spec, arg) for spec, arg in zip(specs, args, strict=True))
+        parts = parts_of(args, full, wide, layout.virtual_sizes(mesh))
+        flat = _Flat(f, args, full, out_specs, name)
+        traced, types, assumptions = _traced(flat, wide, parts, layout)
+    _mark_inputs(traced, flat, parameters, carried, donate)
+    program = Program(
+        traced,
+        mesh=mesh,
+        in_specs=flat.in_specs,
+        out_specs=flat.out_specs,
+        in_paths=flat.in_paths,
+        out_paths=flat.out_paths,
+        name=name,
+        backend=backend,
+    )
+    program.restage = functools.partial(
+        stage,
+        f,
+        mesh,
+        optree.tree_map(hollow, args),
+        in_specs,
+        out_specs,
+        name=name,
+        parameters=parameters,
+        carried=carried,
+        donate=donate,
+        bucket=bucket,
+        without=without,
+        backend=backend,
+    )
+    if out_specs is not UNCHECKED:
+        _check_results(program, types)
+    rewritten = rewrite(program, layout, parts, bucket, donate, without, watch)
+    _settle(rewritten)
+    return Staged(rewritten, flat.out_tree, flat.outputs, assumptions)
+
+
+class _Flat:
+    """A function of tensors side by side, which says, once it was called, what it returned.
+
+    Attributes:
+        tensors: those of the arguments.
+        in_specs, in_paths: of these.
+        outputs: the leaves of the result, a mark in the place of each tensor.
+        out_tree: what they are the leaves of.
+        out_specs, out_paths: of the tensors among them.
+    """
+
+    out_tree: Any
+    outputs: list[Any]
+    out_specs: list[P]
+    out_paths: list[str]
+
+    def __init__(
+        self, f: Callable[..., PyTree], args: tuple[PyTree, ...], specs: tuple[SpecTree, ...], out_specs: Any, name: str
+    ) -> None:
+        self._f, self._out_specs, self._name = f, None if out_specs is UNCHECKED else out_specs, name
+        self._leaves, self._tree = optree.tree_flatten(args)
+        self._chosen = [index for index, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor)]
+        self.tensors: list[torch.Tensor] = _of(self._chosen, self._leaves)
+        self.in_specs: list[P] = _of(self._chosen, optree.tree_leaves(specs))
+        self.in_paths: list[str] = _of(self._chosen, tree_paths(args))
+
+    def __call__(self, *values: torch.Tensor) -> list[torch.Tensor]:
+        filled = list(self._leaves)
+        for index, value in zip(self._chosen, values, strict=True):
+            filled[index] = value
+        say_specs(self.in_specs)
+        run = self._f.run if isinstance(self._f, LocalFunction) else self._f
+        result = run(*optree.tree_unflatten(self._tree, filled))
+        require_transparent(result, f"{self._name}, results")
+        specs = self._f.results if isinstance(self._f, LocalFunction) else self._out_specs
+        leaves, self.out_tree = optree.tree_flatten(result)
+        self.outputs = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        kept = [index for index, output in enumerate(self.outputs) if output is _TENSOR]
+        self.out_specs = _of(kept, optree.tree_leaves(broadcast_specs(specs, result)))
+        self.out_paths = _of(kept, tree_paths(result))
+        return _of(kept, leaves)
+
+
+def _of(chosen: Sequence[int], values: Sequence[T]) -> list[T]:
+    return [values[index] for index in chosen]
+
+
+def _traced(
+    flat: _Flat, wide: Mesh, parts: Mapping[str, Parts], layout: Layout
+) -> tuple[Traced, list[Type], list[Assumption]]:
+    """The graph, the types of its results, and what it takes for granted."""
+    avals = [local_aval(leaf, spec, wide, parts) for leaf, spec in zip(flat.tensors, flat.in_specs, strict=True)]
+    types = [declared_type(spec) for spec in flat.in_specs]
+    with bind(wide.shape, None, {axis: each.samples for axis, each in parts.items()}), assumed() as assumptions:
+        traced = trace(flat, avals, types=types, on_node=Typing(wide.shape))
+    held = [type_of(output) for output in traced.outputs]
+    return simplify(drop_trivial(forget_values(traced), wide, kept=_pipelined_axes(layout))), held, assumptions
+
+
+def _pipelined_axes(layout: Layout) -> tuple[str, ...]:
+    """Axes whose sums say where a pipeline ends, even over one microbatch."""
+    return () if layout.pipeline is None else (layout.pipeline.virtual,)
+
+
+def _mark_inputs(traced: Traced, flat: _Flat, parameters: str, carried: str | None, donate: bool) -> None:
+    """Say of every input what it is to the step: a parameter, handed on, given up, replaced by which result."""
+    returned = {path: index for index, path in enumerate(flat.out_paths)}
+    for node, path in zip(traced.inputs, flat.in_paths, strict=True):
+        is_carried = carried is not None and _is_in(path, carried)
+        node.meta.update(
+            path=path,
+            parameter=_is_in(path, parameters),
+            carried=is_carried,
+            donated=donate and is_carried,
+            becomes=returned.get(path),
+        )
+        if node.meta["parameter"]:
+            node.meta["own_path"] = path[len(parameters) + 1 :]
+
+
+def _is_in(path: str, parent: str) -> bool:
+    return f"{path}/".startswith(f"{parent}/")
+
+
+def _settle(rewritten: Any) -> None:
+    """Let go of what only rewrites ask for, once there are no more."""
+    if isinstance(rewritten, PipelineProgram):
+        rewritten.memory_by = pipeline_memory
+        for part in rewritten.every_program():
+            part.traced.settle()
+    elif isinstance(rewritten, Program):  # else it is what a search wants to know
+        rewritten.traced.settle()
+
+
+# -----------------------------------------------------------------------------
+# Specs and types
+# -----------------------------------------------------------------------------
+
+
+def _check_results(program: Program, types: list[Type]) -> None:
+    """A result's type is what its spec says: no less, or ranks disagree; no more, or copies are taken for shards."""
+    wrong = []
+    for held, spec, path in zip(types, program.out_specs, program.out_paths, strict=True):
+        wanted = declared_type(spec)
+        for axis in sorted({*held, *wanted}):
+            if held[axis] is not wanted[axis]:
+                wrong.append(f"  {path or 'the result'}: {_mismatch(axis, held[axis], wanted[axis], spec)}")
+    if wrong:
+        raise OutSpecError(f"{program.name}: results do not lie as out_specs say:\n" + "\n".join(wrong))
+
+
+def _mismatch(axis: str, held: State, wanted: State, spec: P) -> str:
+    fixes = {
+        (_V, _I): f"differs by rank along {axis!r}, but {spec!r} says that all ranks hold the same; "
+        f"a missing psum? write fp.psum(x, {axis!r}) or mention {axis!r} in the spec",
+        (_I, _V): f"is the same on all ranks along {axis!r}, but {spec!r} says that it is sharded; "
+        f"leave {axis!r} out of the spec, or write fp.pscatter(x, {axis!r}) or fp.pvary(x, {axis!r})",
+        (_U, _I): f"holds partial sums along {axis!r}, but {spec!r} does not say so; "
+        f"write fp.psum(x, {axis!r}) or P(…, unreduced={{{axis!r}}})",
+    }
+    return fixes.get((held, wanted), f"is {held} along {axis!r}, but {spec!r} says {wanted}")
+
+
+def _per_argument(specs: Any, args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
+    given = specs if isinstance(specs, tuple) else (specs,)
+    if len(given) != len(args):
+        raise LayoutError(f"in_specs has {len(given)} entries for {len(args)} arguments; give one per argument")
+    return given

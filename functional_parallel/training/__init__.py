@@ -1,0 +1,16 @@
+"""Training steps: gradient, clipping and optimizer as one program, with everything sharded as the plan says."""
+
+from .estimate import CONVENTIONS, activation_bytes, estimate
+from .local_step import Metrics
+from .state import DonatedStateError, TrainState
+from .step import train_step
+
+__all__ = [
+    "CONVENTIONS",
+    "DonatedStateError",
+    "Metrics",
+    "TrainState",
+    "activation_bytes",
+    "estimate",
+    "train_step",
+]

@@ -1,0 +1,41 @@
+"""Training steps whose weights change while microbatches are under way: an asynchronous pipeline's schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import torch
+
+from sharding_specs import Mesh, P
+
+from ..collectives.axes import MICROBATCH
+from ..local_function import Layout, PyTree
+from ..pipelines import updates_of
+
+__all__ = ["is_asynchronous", "of_one_update"]
+
+
+def is_asynchronous(layout: Layout, mesh: Mesh) -> bool:
+    """Whether weights change while microbatches are under way."""
+    return layout.pipeline is not None and layout.pipeline.on(mesh).versions is not None
+
+
+def of_one_update(layout: Layout, mesh: Mesh, params: PyTree, batch: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
+    """The part of a batch that one update sees: all of it, but for an asynchronous pipeline."""
+    if not is_asynchronous(layout, mesh):
+        return batch
+    updates = updates_of(layout.pipeline.on(mesh))
+
+    def part(leaf: Any, spec: P) -> Any:
+        dims = [dim for dim, axes in enumerate(spec.dim_axes()) if MICROBATCH in axes]
+        if not isinstance(leaf, torch.Tensor) or not dims:
+            return leaf
+        length, rest = divmod(leaf.shape[dims[0]], updates)
+        if rest:
+            raise ValueError(
+                f"a batch of {leaf.shape[dims[0]]} samples cannot be cut for the {updates} updates of this pipeline"
+            )
+        return leaf.narrow(dims[0], 0, length)
+
+    return optree.tree_map(part, batch, layout.batch_specs(mesh, params, batch))

@@ -1,0 +1,248 @@
+"""Parameters end to end in one vector: the 1-D partition of ZeRO-1 and 2 (Rajbhandari et al., arXiv 1910.02054 §5).
+
+Every rank updates one run of the vector, wherever parameters begin and end in it: one reduce-scatter of gradients, one
+all-gather of new parameters, and a balance that no shape disturbs. Leaves share a vector where they have one dtype, are
+split over the same axes, and are treated alike by the optimizer; on each rank it holds that rank's shards of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import optree
+import torch
+
+from sharding_specs import Mesh, P, local_shape, shard_leaf, tree_paths, unshard_leaf
+
+from ..local_function import PyTree, SpecTree
+from ..optim import Optimizer
+from ..trained import is_trained
+from .updating import at_rest
+
+__all__ = ["Apart", "EndToEnd", "Vectors", "require_elementwise"]
+
+_VECTOR = 64  # elements: a multiple per rank, so that kernels meet no tail, which they may round otherwise
+_LINE = 64  # bytes: a leaf that begins elsewhere than at a multiple of them is copied out of its vector
+
+
+class Vectors(NamedTuple):
+    """A tree of parameters, of gradients or of a moment, with what is trained in vectors."""
+
+    vectors: tuple[Any, ...]  # one per group
+    rest: list[Any]  # leaves that are not trained
+
+
+class Apart:
+    """Every parameter is updated by itself: packing changes nothing.
+
+    Args:
+        params: the parameters.
+        constants: what the optimizer treats each differently by, where it says so.
+    """
+
+    groups: tuple[_Group, ...] = ()
+
+    def __init__(self, params: PyTree, constants: PyTree = None) -> None:
+        self.structure, self.constants = optree.tree_structure(params), constants
+
+    def pack(self, tree: PyTree) -> PyTree:
+        return tree
+
+    unpack = pack_whole = unpack_whole = pack
+
+    def update(self, optimizer: Optimizer, *args: PyTree, places: SpecTree) -> tuple[PyTree, PyTree]:
+        if getattr(optimizer, "specs", None):
+            return optimizer.update(*args, places)
+        return optimizer.update(*args) if self.constants is None else optimizer.update(*args, constants=self.constants)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Leaves that share a vector."""
+
+    dtype: torch.dtype
+    axes: tuple[str, ...]  # that split its leaves, outermost first
+    reduced: frozenset[str]
+    constant: Hashable
+    leaves: tuple[int, ...]  # their numbers, in path order
+    shapes: tuple[tuple[int, ...], ...]  # on one rank
+    length: int  # on one rank, filled up
+
+    @property
+    def sizes(self) -> list[int]:
+        return [math.prod(shape) for shape in self.shapes]
+
+
+class EndToEnd:
+    """Packs trees shaped like the parameters into vectors: a rank's own, or whole ones.
+
+    A whole vector is the ranks' vectors one after another, so that the axes that split its leaves split dim 0.
+
+    Args:
+        params: the whole parameters, of which only paths, shapes and dtypes count.
+        specs: how each is computed with: split over some axes, its gradient wanted as partial sums over others.
+        mesh: the mesh.
+        axis: over which the vectors are split.
+        optimizer: says by its `constants` which parameters it treats alike.
+        apart: a tree of what else tells parameters apart, that shall not share a vector.
+    """
+
+    def __init__(
+        self, params: PyTree, specs: SpecTree, mesh: Mesh, axis: str, optimizer: Optimizer, apart: PyTree = 0
+    ) -> None:
+        require_elementwise(optimizer)
+        assert optimizer.constants is not None
+        self.mesh, self.axis = mesh, axis
+        self.tree, self.paths, leaves = optree.tree_structure(params), tree_paths(params), optree.tree_leaves(params)
+        self.shapes = [tuple(leaf.shape) if is_trained(leaf) else None for leaf in leaves]
+        self.computed = self.tree.flatten_up_to(specs)
+        self.kept = [at_rest(spec) for spec in self.computed]
+        marks = [self._per_leaf(params, optimizer.constants(params)), self._per_leaf(params, apart)]
+        self.groups = self._grouped(leaves, *marks)
+        taken = {number for group in self.groups for number in group.leaves}
+        self.rest = [number for number in range(len(leaves)) if number not in taken]
+        self.structure = optree.tree_structure(self._specs(lambda group: P(), self.kept))
+
+    def _per_leaf(self, params: PyTree, prefix: PyTree) -> list[Any]:
+        return self.tree.flatten_up_to(optree.tree_broadcast_prefix(prefix, params))
+
+    def _grouped(self, leaves: list[Any], constants: list[Hashable], apart: list[Hashable]) -> tuple[_Group, ...]:
+        found: dict[tuple[torch.dtype, tuple[str, ...], frozenset[str], Hashable, Hashable], list[int]] = {}
+        for number, leaf in enumerate(leaves):
+            if is_trained(leaf):
+                axes = tuple(name for name in self.mesh.axis_names if name in self.kept[number].axes)
+                key = (leaf.dtype, axes, self.computed[number].reduced, constants[number], apart[number])
+                found.setdefault(key, []).append(number)
+        unit = _VECTOR * self.mesh.axis_size(self.axis)
+        groups = []
+        for (dtype, axes, reduced, constant, _), members in found.items():
+            shapes = [local_shape(leaves[number].shape, self.kept[number], self.mesh) for number in members]
+            length = max(1, -(-sum(map(math.prod, shapes)) // unit)) * unit
+            groups.append(_Group(dtype, axes, reduced, constant, tuple(members), tuple(shapes), length))
+        return tuple(groups)
+
+    # --- specs ---
+
+    @property
+    def summed(self) -> Vectors:
+        """How vectors of gradients come out of the loss: partial sums wherever the parameters are reduced."""
+        return self._specs(lambda group: P(group.axes, reduced=group.reduced), self.computed)
+
+    @property
+    def whole(self) -> Vectors:
+        """How vectors lie that the axis does not split."""
+        return self._specs(lambda group: P(group.axes), self.kept)
+
+    @property
+    def split(self) -> Vectors:
+        """How vectors lie that the axis splits, innermost."""
+        return self._specs(lambda group: P((*group.axes, self.axis)), self.kept)
+
+    def _specs(self, of_group: Callable[[_Group], P], of_leaves: list[P]) -> Vectors:
+        return Vectors(tuple(map(of_group, self.groups)), [of_leaves[number] for number in self.rest])
+
+    # --- on one rank ---
+
+    def pack(self, tree: PyTree) -> Vectors:
+        """A rank's vectors, from its shards; None where there is no gradient."""
+        leaves = self.tree.flatten_up_to(tree)
+        vectors = tuple(_end_to_end([leaves[number] for number in group.leaves], group) for group in self.groups)
+        return Vectors(vectors, [leaves[number] for number in self.rest])
+
+    def unpack(self, packed: Vectors) -> PyTree:
+        """A rank's shards, from its vectors: views, but for those that would begin within a line of memory."""
+        leaves: list[Any] = [None] * self.tree.num_leaves
+        for group, vector in zip(self.groups, packed.vectors, strict=True):
+            for number, part, begin in _cut(vector, group):
+                aligned = begin * group.dtype.itemsize % _LINE == 0  # kernels are slow elsewhere, or add otherwise
+                leaves[number] = part if aligned else part.clone()
+        for number, leaf in zip(self.rest, packed.rest, strict=True):
+            leaves[number] = leaf
+        return self.tree.unflatten(leaves)
+
+    def update(self, optimizer: Optimizer, *args: PyTree, places: SpecTree) -> tuple[PyTree, PyTree]:
+        """The optimizer's update of vectors: to it each is one parameter."""
+        constants = Vectors(tuple(group.constant for group in self.groups), [None] * len(self.rest))
+        return optimizer.update(*args, constants=constants)
+
+    # --- whole ---
+
+    def pack_whole(self, tree: PyTree) -> Vectors:
+        """Whole vectors, from whole leaves.
+
+        Raises:
+            ValueError: when a leaf has not its parameter's shape, so that no place in a vector is its own.
+        """
+        leaves = self.tree.flatten_up_to(tree)
+        for number in (number for group in self.groups for number in group.leaves):
+            self._require_shape(number, leaves[number])
+        vectors = []
+        for group in self.groups:
+            mesh, rows = self._ranks(group), []
+            for rank in mesh.ranks:
+                parts = [shard_leaf(leaves[number], self.kept[number], mesh, rank) for number in group.leaves]
+                rows.append(_end_to_end(parts, group))
+            vectors.append(rows[0] if len(rows) == 1 else torch.cat(rows))
+        return Vectors(tuple(vectors), [leaves[number] for number in self.rest])
+
+    def unpack_whole(self, packed: Vectors) -> PyTree:
+        """Whole leaves, from whole vectors."""
+        leaves: list[Any] = [None] * self.tree.num_leaves
+        for group, vector in zip(self.groups, packed.vectors, strict=True):
+            rows = [[part for _, part, _ in _cut(row, group)] for row in vector.split(group.length)]
+            for number, parts in zip(group.leaves, zip(*rows, strict=True), strict=True):
+                leaves[number] = unshard_leaf(parts, self.kept[number], self._ranks(group)).clone()
+        for number, leaf in zip(self.rest, packed.rest, strict=True):
+            leaves[number] = leaf
+        return self.tree.unflatten(leaves)
+
+    def _ranks(self, group: _Group) -> Mesh:
+        """The ranks that hold different vectors, in the order in which a whole vector has them."""
+        return Mesh({axis: self.mesh.axis_size(axis) for axis in group.axes})
+
+    def _require_shape(self, number: int, leaf: Any) -> None:
+        shape = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+        if shape != self.shapes[number]:
+            raise ValueError(
+                f"layout='flat': the optimizer keeps {shape} for {self.paths[number] or 'the parameter'}, which is "
+                f"{self.shapes[number]}; a state that lies in vectors has its parameters' shapes. Use layout='dims'"
+            )
+
+
+def require_elementwise(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that cannot be given a vector made of several parameters.
+
+    Raises:
+        ValueError: when it is not elementwise, or does not say by what it treats parameters differently.
+    """
+    if getattr(optimizer, "specs", None) is not None:
+        raise ValueError(
+            "layout='flat' cuts parameters anywhere, but this optimizer is not elementwise (it has `specs`, as that of "
+            "adafactor, whose means go along dims): use layout='dims', or an elementwise one such as fp.optim.adamw"
+        )
+    if getattr(optimizer, "constants", None) is None:
+        raise ValueError(
+            "layout='flat' gives the optimizer several parameters as one, but this one does not say which it treats "
+            "alike (weight decay by path, for example): write fp.optim.Optimizer(init, update, constants=lambda "
+            "params: 0) if it treats all alike, with update(grads, state, params, constants=None); or use layout='dims'"
+        )
+
+
+def _end_to_end(parts: Sequence[torch.Tensor], group: _Group) -> torch.Tensor:
+    """One vector of several tensors, with zeros behind the last."""
+    flat = [part.reshape(-1) for part in parts]
+    missing = group.length - sum(group.sizes)
+    if missing:
+        flat[-1] = torch.nn.functional.pad(flat[-1], [0, missing])
+    return torch.cat(flat)
+
+
+def _cut(vector: torch.Tensor, group: _Group) -> Iterator[tuple[int, torch.Tensor, int]]:
+    """The tensors that a vector is made of, as views: number, tensor, where it begins."""
+    begins = itertools.accumulate(group.sizes, initial=0)
+    for number, shape, size, begin in zip(group.leaves, group.shapes, group.sizes, begins, strict=False):
+        yield number, vector.narrow(0, begin, size).view(shape), begin

@@ -1,0 +1,107 @@
+"""What is loaded: whether an optimizer's state that was saved belongs to the parameters beside it.
+
+Kernels write wherever its shapes say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import optree
+import torch
+
+from .. import optim
+from ..local_function import PyTree
+from ..precision import LossScaleState
+from ..tracing.graph import without_memory
+from ..trained import is_trained
+from .scaled import ScaledState
+from .state import on_one_line
+
+__all__ = ["expected_state", "require_state_of", "steps_done"]
+
+# Tuples of tensors: torch.load(weights_only=True), its default, may make them of what train.whole returned.
+torch.serialization.add_safe_globals(
+    [
+        *(optim.AdafactorState, optim.AdamWState, optim.Factored, optim.LionState, optim.SGDState),
+        *(LossScaleState, ScaledState),
+    ]
+)
+
+_MOST = 8  # leaves that an error lists
+
+
+def expected_state(init: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
+    """What an optimizer keeps for parameters, without memory for it.
+
+    >>> from functional_parallel.optim import sgd
+    >>> expected_state(sgd(0.1, momentum=0.9).init, {"w": torch.ones(2)}).velocity["w"].shape
+    torch.Size([2])
+    """
+    return init(optree.tree_map(without_memory, params))
+
+
+def require_state_of(expected: PyTree, given: PyTree) -> None:
+    """Refuse a state of other parameters, or of another optimizer.
+
+    Args:
+        expected: a state like the one that the optimizer keeps for the parameters.
+        given: the state to load.
+
+    Raises:
+        ValueError: listing what differs, by path.
+    """
+    problems = list(_differences(expected, given))
+    if not problems:
+        return
+    more = [f"and {len(problems) - _MOST} more"] if len(problems) > _MOST else []
+    lines = "\n  ".join([*problems[:_MOST], *more])
+    raise ValueError(
+        f"train_step.load: this optimizer state ({type(given).__name__}) does not belong to these parameters under "
+        f"this step's optimizer (which keeps {type(expected).__name__}):\n  {lines}\n"
+        "Load both trees of one `train.whole(state)`, made with the same parameters and optimizer; for other "
+        "parameters begin with `train.init(params)`"
+    )
+
+
+def steps_done(step: Any) -> int:
+    """The number of steps done, which a file may have as a tensor.
+
+    >>> steps_done(torch.tensor(3))
+    3
+
+    Raises:
+        ValueError: when it is no such number.
+    """
+    whole = isinstance(step, int) or (isinstance(step, torch.Tensor) and step.ndim == 0 and not is_trained(step))
+    if not whole or isinstance(step, bool) or step < 0:
+        raise ValueError(
+            f"train_step.load(step={step!r}): give the number of steps done, `state.step` of what was saved"
+        )
+    return int(step)
+
+
+def _differences(expected: PyTree, given: PyTree) -> Iterator[str]:
+    wanted, found = _by_path(expected), _by_path(given)
+    for path, leaf in wanted.items():
+        if path not in found:
+            yield f"{path}: missing; the optimizer keeps {_look(leaf)}"
+        elif _look(found[path]) != _look(leaf):
+            yield f"{path}: {_look(found[path])}; the optimizer keeps {_look(leaf)}"
+    yield from (f"{path}: the optimizer keeps nothing of this name" for path in found if path not in wanted)
+    trees = [optree.tree_structure(tree) for tree in (expected, given)]
+    if wanted.keys() == found.keys() and trees[0] != trees[1]:
+        yield f"the optimizer keeps {on_one_line(trees[0])}, not {on_one_line(trees[1])}"
+
+
+def _by_path(tree: PyTree) -> dict[str, Any]:
+    """Leaves by the expression that reaches them."""
+    paths = (accessor.codify("optimizer_state") for accessor in optree.tree_accessors(tree))
+    return dict(zip(paths, optree.tree_leaves(tree), strict=True))
+
+
+def _look(leaf: Any) -> str:
+    if not isinstance(leaf, torch.Tensor):
+        return type(leaf).__name__
+    return f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}"

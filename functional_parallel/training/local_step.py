@@ -1,0 +1,127 @@
+"""What a training step does on one rank's shards: gradient, clipping, optimizer.
+
+Where a parameter lies otherwise than it is computed with, or updated, it goes from one to the other here; the types of
+what lies between decide the collectives.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import optree
+import torch
+
+from sharding_specs import P
+
+from .. import random
+from ..derivatives import grad_and_value
+from ..local_function import LocalFunction, PyTree, SpecTree
+from ..optim import Optimizer
+from .places import Places
+from .scaled import ScaledState, scaled_loss, unless, unscaled
+from .updating import global_norm, into_compute, into_update, joined_again, split_further
+
+__all__ = ["LocalStep", "Metrics"]
+
+
+class Metrics(NamedTuple):
+    """What a step reports: scalars, whole on every rank.
+
+    An asynchronous pipeline has no gradient norm to report, and its loss and aux are means over the step's updates.
+
+    With a loss scale, `skipped` says whether gradients overflowed, so that nothing was updated, and `loss_scale` what
+    the step's loss was multiplied by; `loss` and `grad_norm` are without it.
+    """
+
+    loss: Any
+    grad_norm: Any
+    aux: PyTree = None
+    skipped: Any = None
+    loss_scale: Any = None
+
+
+@dataclass(frozen=True)
+class LocalStep:
+    """The training step of a loss.
+
+    Attributes:
+        f: the loss, local.
+        optimizer: as for `train_step`.
+        clip: bound on the gradient's global norm; None for none.
+        has_aux: whether the loss returns `(scalar, aux)`.
+        has_norm: whether the gradient's norm is reported.
+    """
+
+    f: LocalFunction
+    optimizer: Optimizer
+    clip: float | None
+    has_aux: bool
+    has_norm: bool
+
+    def on(self, places: Places, batch_specs: SpecTree) -> LocalFunction:
+        """The step as a function of ((parameters, state), batch, key) to ((parameters, state), metrics).
+
+        Args:
+            places: where parameters and state lie.
+            batch_specs: how the batch lies.
+        """
+
+        def call(held: tuple[PyTree, PyTree], batch: tuple[PyTree, ...], key: Any) -> Any:
+            new, metrics = self._stepped(places, held, batch, key)
+            return (new, metrics), ((places.kept, places.state(new[1], self.optimizer)), self._metric_specs(metrics))
+
+        def arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
+            return ((places.kept, places.state(args[0][1], self.optimizer)), batch_specs, P())
+
+        layout = replace(self.f.layout, arguments=arguments, update_axis=None, update_specs=None)
+        return LocalFunction(call, layout, "train_step")
+
+    def _stepped(
+        self, places: Places, held: tuple[PyTree, PyTree], batch: tuple[PyTree, ...], key: Any
+    ) -> tuple[tuple[PyTree, PyTree], Metrics]:
+        params, state = held
+        scale = state.loss_scale if isinstance(state, ScaledState) else None
+        inputs = optree.tree_map(into_compute, params, places.compute)
+        with random.using(key) if key is not None else nullcontext():
+            gradients, value, aux = self._gradients(inputs, batch, scale)
+        gradients = places.packing.pack(gradients)
+        gradients = optree.tree_map(
+            into_update, gradients, places.update, places.whole, places.summed, none_is_leaf=True
+        )
+        gradients = gradients if scale is None else unscaled(gradients, scale.scale)
+        wanted = self.has_norm or self.clip is not None or scale is not None
+        norm: Any = _norm(gradients, places) if wanted else None
+        if self.clip is not None:
+            factor = torch.clamp(self.clip / (norm + 1e-6), max=1.0)
+            gradients = optree.tree_map(lambda g: g * factor.to(g.dtype), gradients)
+        own = optree.tree_map(split_further, places.packing.pack(params), places.update, places.whole)
+        before = state if scale is None else state.optimizer
+        new, after = places.packing.update(self.optimizer, gradients, before, own, places=places.update)
+        metrics = Metrics(value, norm, aux)
+        if scale is not None:
+            overflow = ~torch.isfinite(norm)  # a sum over all ranks, so all of them agree
+            new, after = unless(overflow, new, own), unless(overflow, after, before)
+            after = ScaledState(after, self.f.layout.loss_scale.update(scale, overflow))
+            metrics = metrics._replace(skipped=overflow, loss_scale=scale.scale)
+        new = places.packing.unpack(optree.tree_map(joined_again, new, places.update, places.whole))
+        return (new, after), metrics
+
+    def _gradients(self, params: PyTree, batch: tuple[PyTree, ...], scale: Any) -> tuple[PyTree, Any, PyTree]:
+        """Gradients of the loss, times the loss scale if there is one; its value; and what comes beside it."""
+        if scale is None:
+            gradients, value = grad_and_value(self.f, has_aux=self.has_aux)(params, *batch)
+        else:
+            f = scaled_loss(self.f, scale.scale, self.has_aux)
+            gradients, (_, value) = grad_and_value(f, has_aux=True)(params, *batch)
+        return (gradients, *value) if self.has_aux else (gradients, value, None)
+
+    def _metric_specs(self, metrics: Metrics) -> Metrics:
+        aux = None if metrics.aux is None else self.f.results[1]
+        return Metrics(*(None if each is None else P() for each in metrics))._replace(aux=aux)
+
+
+def _norm(gradients: PyTree, places: Places) -> torch.Tensor:
+    parts = optree.tree_map(split_further, gradients, places.counted, places.update, none_is_leaf=True)
+    return global_norm(parts, places.counted)

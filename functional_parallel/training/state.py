@@ -1,0 +1,151 @@
+"""The state of a training run: what a step takes and returns, and may use up; and how it lies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import optree
+import torch
+
+from sharding_specs import Mesh, P, tree_paths
+
+from .. import _torch
+from ..local_function import PyTree
+from .places import Places
+
+__all__ = ["Constant", "DonatedStateError", "Form", "TrainState", "form_of", "look", "on_one_line", "plain"]
+
+
+def plain(leaf: torch.Tensor) -> torch.Tensor:
+    """A module's parameter without what it asks of autograd, which would keep every step; in a transform, itself."""
+    return leaf.detach() if leaf.is_leaf and not _torch.is_functorch_wrapped(leaf) else leaf
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A leaf of the parameters that is no tensor, in the place of a handle."""
+
+    value: Any
+
+
+@dataclass(eq=False)
+class Form:
+    """How a state lies: what a step's program is made for, beside the batch.
+
+    Forms are compared by identity, which costs a step nothing; a step keeps one of each `key`.
+
+    Attributes:
+        mesh: the mesh.
+        places: how parameters and state lie.
+        params, state: the trees of parameters and of the optimizer's state, as the step holds them.
+        specs: how each leaf lies.
+        looks: what each leaf is, whole.
+    """
+
+    mesh: Mesh
+    places: Places
+    params: Any
+    state: Any
+    specs: tuple[P, ...]
+    looks: tuple[Any, ...]
+
+    @cached_property
+    def key(self) -> Any:
+        """What two states share that one program takes."""
+        return (self.mesh, self.params, self.state, self.specs, self.looks, self.places.packing.groups)
+
+    def trees(self, leaves: list[Any]) -> tuple[PyTree, PyTree]:
+        """Parameters, and the optimizer's state."""
+        count = self.params.num_leaves
+        return self.params.unflatten(leaves[:count]), self.state.unflatten(leaves[count:])
+
+    def difference(self, other: Form) -> str:
+        """Where another form differs first, said of this one."""
+        if self.mesh != other.mesh:
+            return f"it lies on {self.mesh!r}, the step's on {other.mesh!r}"
+        for kind in ("params", "state"):
+            mine, theirs = getattr(self, kind), getattr(other, kind)
+            if mine != theirs:
+                what = "parameters" if kind == "params" else "an optimizer state"
+                return f"it has {what} {on_one_line(mine)}, the step's {on_one_line(theirs)}"
+        for path, mine, theirs in zip(self._paths(), self._lies(), other._lies(), strict=True):
+            if mine != theirs:
+                return f"{path or 'the parameter'} is {mine} in it, {theirs} in the step's"
+        return "its parameters are put into other vectors for the update"
+
+    def _paths(self) -> list[str]:
+        params, state = self.trees(list(self.specs))
+        return [*tree_paths(params), *(f"optimizer state, {path}" for path in tree_paths(state))]
+
+    def _lies(self) -> list[str]:
+        return [f"{_text(look)} as {spec!r}" for look, spec in zip(self.looks, self.specs, strict=True)]
+
+
+def form_of(mesh: Mesh, places: Places, params: PyTree, state: PyTree, specs: tuple[P, ...]) -> Form:
+    """The form of whole parameters and a packed state."""
+    looks = tuple(map(look, optree.tree_leaves((params, state))))
+    return Form(mesh, places, optree.tree_structure(params), optree.tree_structure(state), specs, looks)
+
+
+def look(leaf: Any) -> Any:
+    """What a program depends on of a leaf: a tensor's shape and dtype, anything else itself."""
+    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf)
+
+
+def _text(look: Any) -> str:
+    return look if isinstance(look, str) else f"{look[0]} {str(look[1]).removeprefix('torch.')}"
+
+
+def on_one_line(tree: Any) -> str:
+    """A tree's structure as text, for messages."""
+    return " ".join(str(tree).split())
+
+
+class DonatedStateError(RuntimeError):
+    """A state that was given to a step, and whose memory now holds a later one."""
+
+
+class TrainState:
+    """Parameters and optimizer state as the runtime holds them, sharded."""
+
+    __slots__ = ("_form", "_handles", "_step")
+
+    def __init__(self, step: int, handles: tuple[Any, ...], form: Form) -> None:
+        self._step, self._form = step, form
+        self._handles: tuple[Any, ...] | None = handles
+
+    @property
+    def step(self) -> int:
+        """Number of steps done."""
+        return self._step
+
+    @property
+    def form(self) -> Form:
+        """How it lies."""
+        return self._form
+
+    @property
+    def handles(self) -> tuple[Any, ...]:
+        """What the runtime holds per leaf.
+
+        Raises:
+            DonatedStateError: when a step has used them up.
+        """
+        if self._handles is None:
+            raise DonatedStateError(
+                f"this state, of step {self.step}, was given to a step, which wrote the next state into its memory. "
+                "Use the state that the step returned; to keep an old one, give the step train.copy(state), or build "
+                "it by train_step(donate=False), at the price of a second copy of parameters and optimizer state"
+            )
+        return self._handles
+
+    def give(self) -> tuple[Any, ...]:
+        """The handles, for good."""
+        handles = self.handles
+        self._handles = None
+        return handles
+
+    def __repr__(self) -> str:
+        return f"TrainState(step={self.step}{', donated' if self._handles is None else ''})"

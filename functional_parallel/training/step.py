@@ -1,0 +1,372 @@
+"""A training step with everything sharded as the plan says: gradient, clipping, optimizer, one program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import optree
+import torch
+
+from sharding_specs import Mesh, P, tree_paths, validate, whole_shape
+
+from .. import _torch, random
+from ..assumptions import Programs
+from ..by_place import by_place
+from ..compile import runtime_of
+from ..data import looks_of, stay_in_step
+from ..local_function import LocalFunction, PyTree, unsharded
+from ..optim import Optimizer
+from ..precision import LossScale, LossScaleState
+from ..runtime import check_backend, own, storages
+from ..staging import Staged, stage
+from ..tracing import hollow
+from .asynchronous import is_asynchronous, of_one_update
+from .flat import require_elementwise
+from .loading import expected_state, require_state_of, steps_done
+from .local_step import LocalStep, Metrics
+from .places import Places, find_places
+from .scaled import with_scale
+from .state import Constant, Form, TrainState, form_of, look, plain
+
+__all__ = ["TrainStep", "train_step"]
+
+
+def train_step(
+    loss: Callable[..., Any],
+    optimizer: Optimizer,
+    mesh: Mesh,
+    plan: Callable[..., Any] | None = None,
+    *,
+    clip: float | None = None,
+    seed: int | None = None,
+    has_aux: bool = False,
+    batch: str = "global",
+    bucket: int | str | None = "auto",
+    reduction: str = "fast",
+    donate: bool = True,
+    without: Collection[str] = (),
+    backend: str = "eager",
+) -> TrainStep:
+    """Build a training step: gradient, clipping, optimizer, all sharded as the plan says.
+
+    >>> import torch, functional_parallel as fp
+    >>> from sharding_specs import Mesh
+    >>> def loss(w, x):
+    ...     return ((x @ w - 1) ** 2).mean()
+    >>> train = fp.train_step(loss, fp.optim.sgd(0.1), Mesh(data=2), fp.zero(3, "data"))
+    >>> state = train.init(torch.zeros(2))
+    >>> for _ in range(50):
+    ...     state, metrics = train(state, torch.eye(2))
+    >>> train.params(state).round(decimals=1)
+    tensor([1., 1.])
+
+    Args:
+        loss: `loss(params, *batch) -> scalar`, the mean over the global batch; or `(scalar, aux)` with `has_aux`.
+        optimizer: from `fp.optim`, or another `fp.optim.Optimizer`, elementwise or with `specs`.
+        mesh: the mesh.
+        plan: a transform or a chain; without it nothing is split.
+        clip: bound on the gradient's global norm.
+        seed: makes a key for `fp.random` and dropout, another one each step.
+        has_aux: whether the loss returns `(scalar, aux)`.
+        batch: "global" (every rank is given the whole batch and takes its part) or "own" (each process is given its own
+            part, as a sharded loader makes it; `even_batches` makes unequal parts equal).
+        bucket: bytes of gradients, or of a layer's gathered parameters, that travel in one collective; "auto" for a
+            quarter of all gradients, between 1 and 25 MiB, and a layer's parameters; None for one collective each.
+        reduction: on real processes, "fast" for the backend's own sums, "ordered" for sums in rank order: the bits of
+            simulated ranks, and of every ZeRO stage.
+        donate: whether a step may write the new state into the memory of the old one, which then cannot be used again
+            (an error says so); `train.copy(state)` keeps one. Without it a step holds both.
+        without: names of rewrites to switch off, as `program.passes` lists them.
+        backend: what computes between collectives, "eager" or "inductor", as for `fp.compile`.
+
+    Returns:
+        The step: `state = train.init(params)`, `state, metrics = train(state, *batch)`, `train.params(state)`.
+    """
+    check_backend(backend)
+    if batch not in ("global", "own"):
+        raise ValueError(f"train_step(batch={batch!r}): it is 'global' or 'own'")
+    if clip is not None and not (isinstance(clip, (int, float)) and not isinstance(clip, bool) and clip > 0):
+        raise ValueError(
+            f"train_step(clip={clip!r}): the bound on the gradients' global norm is a number above 0, or None for none"
+        )
+    if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
+        raise TypeError(
+            "train_step takes an optimizer from fp.optim, a pair of functions (init, update), "
+            f"not {type(optimizer).__name__}"
+        )
+    if plan is not None and not callable(plan):
+        raise TypeError(f"train_step takes a plan, a transform or fp.chain of them, not {plan!r}")
+    f = plan(loss) if plan is not None else loss
+    options = (batch == "own", bucket, reduction, donate, frozenset(without), backend)
+    return TrainStep(f, optimizer, mesh, clip, seed, has_aux, *options)
+
+
+class TrainStep:
+    """A compiled training step; see `train_step`."""
+
+    def __init__(
+        self,
+        f: Callable[..., Any],
+        optimizer: Optimizer,
+        mesh: Mesh,
+        clip: float | None,
+        seed: int | None,
+        has_aux: bool,
+        own_batch: bool,
+        bucket: int | str | None,
+        reduction: str,
+        donate: bool = True,
+        without: Collection[str] = (),
+        backend: str = "eager",
+    ) -> None:
+        self.f = f if isinstance(f, LocalFunction) else unsharded(f)
+        self.optimizer, self.mesh, self.clip, self.seed = optimizer, mesh, clip, seed
+        self.f.layout.mesh(mesh)  # refuses one without the axes that the plan splits over
+        self.has_aux, self.own_batch, self.bucket, self.reduction = has_aux, own_batch, bucket, reduction
+        if self.f.layout.flat_update:
+            require_elementwise(optimizer)
+        self.without, self.backend = without, backend
+        self.donate = donate and not is_asynchronous(self.f.layout, mesh)  # whose weights have versions
+        self.scaling: LossScale | None = self.f.layout.loss_scale
+        self.program: Any = None
+        self._forms: dict[Any, Form] = {}
+        self._staged: dict[Form, Programs[Staged]] = {}
+
+    # --- state ---
+
+    def init(self, params: PyTree) -> TrainState:
+        """Shard parameters and make the optimizer's state.
+
+        Args:
+            params: whole parameters, the same on every rank (which is checked); or a function without arguments that
+                makes them.
+        """
+        whole = params() if callable(params) else params
+        _check_same(runtime_of(self.mesh, self.f, self.reduction), "train_step.init", whole)
+        held, state = self.begun(whole)
+        return self._load(held, state, 0, storages(*optree.tree_leaves(held)))
+
+    def load(self, params: PyTree, optimizer_state: PyTree, step: int) -> TrainState:
+        """A state from whole parameters and a whole optimizer state, as `whole` returned them.
+
+        Raises:
+            ValueError: when the optimizer keeps another state for these parameters, or the step is no number.
+        """
+        stacks, expected = self.f.layout.stacks, expected_state(self.optimizer.init, params)
+        expected, optimizer_state = (with_scale(each, self.scaling) for each in (expected, optimizer_state))
+        require_state_of(expected, optimizer_state)
+        given, done = storages(*optree.tree_leaves((params, optimizer_state))), steps_done(step)
+        loaded = {"params": params, "optimizer_state": optimizer_state, "step": torch.tensor(done)}
+        _check_same(runtime_of(self.mesh, self.f, self.reduction), "train_step.load", loaded)
+        if stacks is not None:
+            params, optimizer_state = stacks.unstack(params), stacks.unstack_like(optimizer_state, params)
+        return self._load(params, optimizer_state, done, given)
+
+    def begun(self, params: PyTree) -> tuple[PyTree, PyTree]:
+        """Parameters and first state as they are held: in a pipeline, layers that were stacked one by one."""
+        stacks = self.f.layout.stacks
+        if stacks is None:
+            return params, self.optimizer.init(params)
+        return stacks.unstack(params), stacks.first_state(self.optimizer.init, params)
+
+    def _load(self, params: PyTree, optimizer_state: PyTree, step: int, given: set[int]) -> TrainState:
+        """A state in memory of its own, but for what lies elsewhere than what was `given`."""
+        form, leaves = self._place(params, optimizer_state)
+        runtime = runtime_of(self.mesh, self.f, self.reduction)
+        held = tuple(
+            own(runtime.shard(plain(leaf), spec), given) if isinstance(leaf, torch.Tensor) else Constant(leaf)
+            for leaf, spec in zip(leaves, form.specs, strict=True)
+        )
+        return TrainState(step, held, form)
+
+    def _place(self, params: PyTree, optimizer_state: PyTree) -> tuple[Form, list[Any]]:
+        """Decide where everything lies; that, and the leaves of parameters and state as a step holds them, whole."""
+        places = self.places(params)
+        validate(params, places.kept, self.mesh, advice="fp.zero(3, …) pads parameters by itself")
+        packed = places.packed_state(with_scale(optimizer_state, self.scaling))
+        specs = optree.tree_leaves((places.kept, places.state(packed, self.optimizer)))
+        found = form_of(self.mesh, places, params, packed, tuple(specs))
+        form = self._forms.setdefault(found.key, found)
+        self._staged.setdefault(form, Programs())
+        return form, optree.tree_leaves((params, packed))
+
+    def places(self, params: PyTree) -> Places:
+        """Where everything lies that a step with these parameters holds."""
+        return find_places(self.f.layout, self.mesh, params, self.optimizer, self.clip is not None)
+
+    def params(self, state: TrainState) -> PyTree:
+        """The parameters of a state, whole; later steps do not change them. A collective: every process calls it."""
+        return self.whole(state)[0]
+
+    def copy(self, state: TrainState) -> TrainState:
+        """The same state in memory of its own, which steps from the original do not use up."""
+        form = self._form_of(state)
+        held = (handle if isinstance(handle, Constant) else own(handle, storages(handle)) for handle in state.handles)
+        return TrainState(state.step, tuple(held), form)
+
+    def whole(self, state: TrainState) -> tuple[PyTree, PyTree]:
+        """Parameters and optimizer state, whole: what a checkpoint saves. A collective: every process calls it."""
+        form, runtime = self._form_of(state), runtime_of(self.mesh, self.f, self.reduction)
+        if self.own_batch:
+            stay_in_step(runtime, f"reads the state of step {state.step}")
+        leaves = [
+            handle.value if isinstance(handle, Constant) else own(runtime.whole(handle, spec), storages(handle))
+            for handle, spec in zip(state.handles, form.specs, strict=True)
+        ]
+        params, packed = form.trees(leaves)
+        found, stacks = (params, form.places.unpacked_state(packed)), self.f.layout.stacks
+        return found if stacks is None else stacks.restack_all(found)
+
+    def check(self, state: TrainState) -> None:
+        """Stop a run whose gradients overflow at the lowest loss scale; a loop asks now and then.
+
+        Raises:
+            LossScaleError: when a step up to this state did.
+        """
+        self._form_of(state)
+        if self.scaling is not None:
+            runtime = runtime_of(self.mesh, self.f, self.reduction)
+            scale = [runtime.whole(handle, P()) for handle in state.handles[-len(LossScaleState._fields) :]]
+            self.scaling.check(LossScaleState(*scale))
+
+    # --- stepping ---
+
+    def __call__(self, state: TrainState, *batch: PyTree, **named: PyTree) -> tuple[TrainState, Metrics]:
+        """One step.
+
+        Args:
+            state: from `init` or the step before; used up, unless the step was built with `donate=False`.
+            batch, named: what the loss takes after the parameters, by place or name.
+
+        Returns:
+            The new state, and the metrics.
+
+        Raises:
+            TypeError: when the first argument is no state.
+            ValueError: when another step made it, for a state that lies otherwise.
+        """
+        form, runtime = self._form_of(state), runtime_of(self.mesh, self.f, self.reduction)
+        batch = self._by_place(batch, named)
+        if self.own_batch:
+            stay_in_step(runtime, f"takes step {state.step} on {looks_of(batch)}")
+        staged = self._stage(form, state, batch)
+        tensors = [leaf for leaf in optree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+        count = sum(not isinstance(handle, Constant) for handle in state.handles)
+        specs = staged.program.in_specs[count:]
+        if staged.program.cache.get("first batch", True):  # where a loader that was seeded or split wrongly shows
+            _check_same(runtime, "train_step", batch, specs[: len(tensors)] if self.own_batch else None)
+            staged.program.cache["first batch"] = _torch.holds_levels(tensors)
+        if self.seed is not None:
+            tensors.append(random.fold_in(random.key(self.seed), state.step))
+        own = [self.own_batch and bool(spec.axes) for spec in specs]
+        extra = [
+            runtime.own(x, spec) if o else runtime.entered(x, spec)
+            for x, spec, o in zip(tensors, specs, own, strict=True)
+        ]
+        held = state.give() if self.donate else state.handles  # nothing is refused from here on
+        handles = [handle for handle in held if not isinstance(handle, Constant)]
+        results = runtime.run(staged.program, [*handles, *extra], () if self.own_batch else tensors)
+        whole = [
+            runtime.whole(x, spec) for x, spec in zip(results[count:], staged.program.out_specs[count:], strict=True)
+        ]
+        _, metrics = staged.unflatten([*results[:count], *whole])
+        new = iter(results)
+        kept = tuple(handle if isinstance(handle, Constant) else next(new) for handle in held)
+        return TrainState(state.step + 1, kept, form), metrics
+
+    def _form_of(self, state: TrainState) -> Form:
+        """The form of a state that is not used up, as this step knows it."""
+        if not isinstance(state, TrainState):
+            raise TypeError(
+                f"train_step takes a TrainState, not {type(state).__name__}: make one of whole parameters by "
+                "train.init(params), or of a saved state by train.load(params, optimizer_state, step)"
+            )
+        _, form = state.handles, state.form  # one that is used up has no handles, and says so
+        return form if form in self._staged else self._own_form(form)
+
+    def _own_form(self, form: Form) -> Form:
+        """The same form as this step made it; another step's states have forms of their own."""
+        if form.key in self._forms:
+            return self._forms[form.key]
+        why = f"; {form.difference([*self._forms.values()][-1])}" if self._forms else ", which has made none yet"
+        raise ValueError(
+            f"this state was not made by this train_step{why}: begin with train.init(params), or take it over by "
+            "train.load(*other.whole(state), state.step), where `other` is the step that made it"
+        )
+
+    def explain(self, **options: Any) -> Any:
+        """Every collective of the step: kind, axis, count, bytes, source line."""
+        if self.program is None:
+            raise ValueError("train_step has not run yet: take one step, or call train.lower(state, batch), first")
+        return self.program.explain(**options)
+
+    def lower(self, state: TrainState | PyTree, *batch: PyTree, **named: PyTree) -> Any:
+        """The program of a step for these arguments; nothing runs.
+
+        Args:
+            state: from `init`; or whole parameters, which may be on the meta device: then no state is made.
+            batch, named: what the loss takes after the parameters, by place or name.
+        """
+        batch = self._by_place(batch, named)
+        if isinstance(state, TrainState):
+            return self._stage(self._form_of(state), state, batch).program
+        form, leaves = self._place(*self.begun(state))
+        return self._staged_for(form, batch, lambda: leaves).program
+
+    # --- the program ---
+
+    def _by_place(self, batch: tuple[PyTree, ...], named: dict[str, PyTree]) -> tuple[PyTree, ...]:
+        return by_place(self.f.layout.signature, self.f.name, (None, *batch), named)[1:]
+
+    def _stage(self, form: Form, state: TrainState, batch: tuple[PyTree, ...]) -> Staged:
+        return self._staged_for(form, batch, lambda: self._shown(form, state))
+
+    def _shown(self, form: Form, state: TrainState) -> list[Any]:
+        """The shapes of a state's leaves."""
+        like, held = runtime_of(self.mesh, self.f, self.reduction).like, zip(state.handles, form.specs, strict=True)
+        return [handle.value if isinstance(handle, Constant) else like(handle, spec) for handle, spec in held]
+
+    def _staged_for(self, form: Form, batch: tuple[PyTree, ...], shapes: Callable[[], list[Any]]) -> Staged:
+        leaves, tree = optree.tree_flatten(batch)
+        key = (tree, tuple(map(look, leaves)))
+        staged = self._staged[form].get(key, lambda: self._trace(form, shapes(), batch))
+        self.program = staged.program
+        return staged
+
+    def _trace(self, form: Form, shapes: list[Any], batch: tuple[PyTree, ...]) -> Staged:
+        params, optimizer_state = form.trees(shapes)
+        if self.own_batch:
+            batch = self._global_shapes(params, batch)
+        batch = of_one_update(self.f.layout, self.mesh, params, batch)
+        key = torch.zeros((), dtype=torch.int64) if self.seed is not None else None
+        args = ((params, optimizer_state), batch, key)
+        specs = self.f.layout.batch_specs(self.mesh, params, batch)
+        step = LocalStep(self.f, self.optimizer, self.clip, self.has_aux, not is_asynchronous(self.f.layout, self.mesh))
+        return stage(
+            step.on(form.places, specs),
+            self.mesh,
+            args,
+            name="train_step",
+            parameters="0/0",
+            carried="0",
+            donate=self.donate,
+            bucket=self.bucket,
+            without=self.without,
+            backend=self.backend,
+        )
+
+    def _global_shapes(self, params: PyTree, batch: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
+        def whole(leaf: Any, spec: P) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            return hollow(leaf, whole_shape(leaf.shape, spec.only(self.mesh.axis_names), self.mesh))
+
+        return optree.tree_map(whole, batch, self.f.layout.batch_specs(self.mesh, params, batch))
+
+
+def _check_same(runtime: Any, name: str, tree: PyTree, parts: list[P] | None = None) -> None:
+    """Nothing would be further from data parallelism than ranks that begin with parameters or moments of their own."""
+    leaves = [(path, leaf) for path, leaf in zip(tree_paths(tree), optree.tree_leaves(tree), strict=True)]
+    tensors = [(path or "parameters", leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
+    runtime.check_same(name, [path for path, _ in tensors], [leaf for _, leaf in tensors], parts)
