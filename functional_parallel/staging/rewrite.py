@@ -118,7 +118,7 @@ def _pipelined(
         part.backend = program.backend
         watch("cut", part, part.mesh)
         donated = any(node.meta.get("donated") for node in part.traced.inputs)
-        passes: list[ProgramPass] = [*_buckets(bucket), *([InPlace()] if donated else [])]
+        passes: list[ProgramPass] = [Reductions(), *_buckets(bucket), *([InPlace()] if donated else [])]
         part.passes, _ = run_passes(passes, part.traced, part.mesh, without, lambda name: watch(name, part, part.mesh))
         fuse_views(part.traced)
         watch("views", part, part.mesh)

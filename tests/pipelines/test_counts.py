@@ -7,10 +7,12 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import optree
 import pytest
 import torch
+from torch import Tensor
 
 import functional_parallel as fp
 from sharding_specs import Mesh, split
@@ -19,6 +21,14 @@ from .networks import normal, tied_table
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples"))
 import gpt
+
+SUMS = ("psum", "psum_scatter")
+
+
+def tanh_layers(params: Any, x: Tensor) -> Tensor:
+    for layer in params:
+        x = torch.tanh(x @ layer["w"] + layer["b"])
+    return (x**2).mean()
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
@@ -66,6 +76,26 @@ def test_a_tied_weight_is_never_sent_and_its_gradient_once(microbatches: int) ->
     assert all(len(shape) < 2 or shape[1] == 4 for shape in sent)
     exchanged = [each for level in train.program.epilogue.exchanges for each in level if each.node.meta["val"].ndim]
     assert {(each.source, each.target) for each in exchanged} == {(0, 3), (3, 0)}
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("schedule, clip", [("gpipe", None), ("1f1b", 1.0), ("zb-v", None)])
+def test_gradients_are_summed_in_buckets_at_the_end(zero: int, schedule: str, clip: float | None) -> None:
+    """One sum on each rank of the pipeline, of all its gradients: the same bytes, the same bits."""
+    params = [{"w": normal(8, 8), "b": normal(8)} for _ in range(8)]
+    plan = fp.chain(fp.zero(zero, "data"), fp.pipeline("pipe", schedule=schedule, microbatches=4))
+    batch, sent, found, results = normal(16, 8), [], [], []
+    for bucket in (None, "auto"):
+        train = fp.train_step(tanh_layers, fp.optim.adamw(0.1), Mesh(pipe=2, data=2), plan, clip=clip, bucket=bucket)
+        program = train.lower(train.init(params), batch)
+        found.append([each.operand.numel for each in program.collectives() if each.kind in SUMS and each.operand.shape])
+        sent.append(program.bytes_sent())
+        results.append(train.whole(train(train.init(params), batch)[0]))
+    assert sent[0] == sent[1]
+    assert sorted(found[0]) == [8] * 8 + [64] * 8
+    assert found[1] == [4 * 72] * 2
+    for plain, bucketed in zip(*map(optree.tree_leaves, results), strict=True):
+        assert torch.equal(plain, bucketed)
 
 
 def test_the_global_batch_is_printed() -> None:
