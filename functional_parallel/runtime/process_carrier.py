@@ -1,10 +1,8 @@
 """Collectives between real processes, over torch.distributed with nccl, gloo or mpi.
 
 On gloo, sums, gathers and exchanges go by the algorithms of `algorithms`, which are faster than gloo's own.
-
-Elsewhere they are the backend's. What moves bytes without adding them goes as raw bytes, so that every dtype travels on
-every backend. A reduce-scatter is an exchange of chunks and a sum in rank order, except on nccl, whose own is faster:
-the same traffic, the same sums as in `collectives.group`, and no backend's gaps.
+Elsewhere they are the backend's. A reduce-scatter is an exchange of chunks and a sum in rank order, except on nccl,
+whose own is faster: the same traffic, the same sums as in `collectives.group`, and no backend's gaps.
 """
 
 from __future__ import annotations
@@ -35,10 +33,11 @@ from .algorithms import (
     starting,
     whole,
 )
+from .backend import Backend
 from .groups import Group, Groups
 from .pending import CollectiveError, Pending
 from .reports import described, first_use
-from .zero_copy import as_bytes, from_bytes, joined, whole_of
+from .zero_copy import joined
 
 if TYPE_CHECKING:
     from sharding_specs import Mesh
@@ -97,6 +96,7 @@ class ProcessCarrier:
         _agree({"reduction": reduction, "reduce_dtype": str(reduce_dtype), "algorithm": self.algorithm})
         self.doing = Doing()
         self._groups = Groups(mesh, self.rank, timeout, self.doing)
+        self._backend = Backend(self._groups, self.doing, self._describe)
         self._choosers: dict[Group, Chooser] = {}
 
     def bound(self) -> AbstractContextManager[None]:
@@ -171,8 +171,8 @@ class ProcessCarrier:
         widened = x.to(accumulated or dtype)
         if self._reduces_itself(widened, axes):
             own = overwrite or widened is not x
-            return self._start_reduced("psum", widened, axes, dist.ReduceOp.SUM, own, finish)
-        return self._start_gathered("psum", x, axes, lambda parts: finish(group.psum(parts, accumulated)[0]))
+            return self._backend.all_reduce("psum", widened, axes, dist.ReduceOp.SUM, own, finish)
+        return self._backend.all_gather("psum", x, axes, lambda parts: finish(group.psum(parts, accumulated)[0]))
 
     def _start_psum_scatter(self, x: Tensor | Packed, axes: tuple[str, ...], dim: int) -> Pending:
         accumulated = self._accumulation_dtype(x.dtype)
@@ -181,16 +181,20 @@ class ProcessCarrier:
             return self._start_steps("psum_scatter", x, axes, chosen, started)
         x = whole(x)
         if self.reduction == "fast" and self._groups.over(axes).backend == "nccl":
-            return self._start_reduce_scattered(x.to(accumulated or x.dtype), axes, dim, x.dtype)
+            return self._backend.reduce_scatter(x.to(accumulated or x.dtype), axes, dim, x.dtype)
+
+        def finish(parts: list[Tensor]) -> Tensor:
+            return group.psum(parts, accumulated)[0]
+
         chunks = x.chunk(len(self._groups.over(axes).ranks), dim)
-        return self._start_exchanged("psum_scatter", x, chunks, axes, lambda parts: group.psum(parts, accumulated)[0])
+        return self._backend.all_to_all("psum_scatter", x, chunks, axes, finish)
 
     def _start_all_gather(
         self, x: Tensor | Packed, axes: tuple[str, ...], dim: int, layout: Layout | None = None
     ) -> Pending:
         if chosen := self._chosen("all_gather", x, axes, len(self._groups.over(axes).ranks)):
             return self._start_steps("all_gather", x, axes, chosen, starting.all_gather(*chosen, x, dim, layout))
-        return self._start_gathered(
+        return self._backend.all_gather(
             "all_gather", whole(x), axes, lambda parts: starting.taken_apart(joined(parts, dim), layout)
         )
 
@@ -199,7 +203,7 @@ class ProcessCarrier:
             started = starting.all_to_all(*chosen, x, split_dim, concat_dim)
             return self._start_steps("all_to_all", x, axes, chosen, started)
         chunks = starting.plain(x).chunk(len(self._groups.over(axes).ranks), split_dim)
-        return self._start_exchanged("all_to_all", x, chunks, axes, lambda parts: joined(parts, concat_dim))
+        return self._backend.all_to_all("all_to_all", x, chunks, axes, lambda parts: joined(parts, concat_dim))
 
     # --- by algorithms of ours ---
 
@@ -239,7 +243,7 @@ class ProcessCarrier:
         def finish(received: list[Tensor]) -> Tensor:
             return received[sources[me]].reshape(x.shape) if me in sources else torch.zeros_like(x)
 
-        return self._start_exchanged_unevenly("ppermute", x, to_send, expected, axes, finish).wait()
+        return self._backend.all_to_all_unevenly("ppermute", x, to_send, expected, axes, finish).wait()
 
     def pmax(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
         return self._start_extreme("pmax", x, axes, dist.ReduceOp.MAX, group.pmax).wait()
@@ -257,140 +261,19 @@ class ProcessCarrier:
             steps = chosen[0].all_gather(chosen[1], starting.plain(x), parts)
             return self._start_steps(operation, x, axes, chosen, (steps, lambda: among(parts)[0]))
         if self._reduces_itself(x, axes):
-            return self._start_reduced(operation, x, axes, how, False, lambda extreme: extreme)
-        return self._start_gathered(operation, x, axes, lambda parts: among(parts)[0])
+            return self._backend.all_reduce(operation, x, axes, how, False, lambda extreme: extreme)
+        return self._backend.all_gather(operation, x, axes, lambda parts: among(parts)[0])
 
     def pbroadcast(self, x: Tensor, axes: tuple[str, ...], source: int) -> Tensor:
-        members = self._groups.over(axes)
-        buffer = as_bytes(x).clone()
-        return self._by_backend(
-            "pbroadcast",
-            x,
-            axes,
-            lambda: dist.broadcast(buffer, members.ranks[source], members.handle, async_op=True),
-            lambda: from_bytes(buffer, x).reshape(x.shape),
-        ).wait()
+        return self._backend.broadcast("pbroadcast", x, axes, source).wait()
 
     def axis_index(self, axes: tuple[str, ...]) -> int:
         return self.mesh.axis_index(self.rank, axes)
 
-    # --- on process groups ---
-
-    def _start_reduced(
-        self,
-        operation: str,
-        x: Tensor,
-        axes: tuple[str, ...],
-        how: Any,
-        overwrite: bool,
-        finish: Callable[[Tensor], Any],
-    ) -> Pending:
-        in_place = overwrite and x.is_contiguous()
-        result = x.detach() if in_place else x.detach().clone(memory_format=torch.contiguous_format)
-        handle = self._groups.over(axes).handle
-        return self._by_backend(
-            operation,
-            x,
-            axes,
-            lambda: dist.all_reduce(result, how, handle, async_op=True),
-            lambda: finish(result),
-        )
-
-    def _start_reduce_scattered(self, x: Tensor, axes: tuple[str, ...], dim: int, dtype: torch.dtype) -> Pending:
-        members = self._groups.over(axes)
-        chunks = torch.stack(members.by_seat(x.detach().chunk(len(members.ranks), dim)))
-        result = torch.empty_like(chunks[0])
-        return self._by_backend(
-            "psum_scatter",
-            x,
-            axes,
-            lambda: dist.reduce_scatter_tensor(result, chunks, group=members.handle, async_op=True),
-            lambda: result.to(dtype),
-        )
-
-    def _start_gathered(
-        self, operation: str, x: Tensor, axes: tuple[str, ...], finish: Callable[[list[Tensor]], Any]
-    ) -> Pending:
-        """All ranks' values, in the order of the axes, go to `finish`."""
-        members = self._groups.over(axes)
-        mine = as_bytes(x)
-        buffer = mine.new_empty(len(members.ranks) * mine.numel())
-        parts = list(buffer.split(mine.numel()) if mine.numel() else [mine] * len(members.ranks))
-
-        def start() -> Any:
-            if self._groups.over(axes).backend == "nccl":
-                return dist.all_gather_into_tensor(buffer, mine, members.handle, async_op=True)
-            return dist.all_gather(parts, mine, members.handle, async_op=True)
-
-        def end() -> Any:
-            return finish([from_bytes(part, x).reshape(x.shape) for part in members.in_order(parts)])
-
-        return self._by_backend(operation, x, axes, start, end)
-
-    def _start_exchanged(
-        self,
-        operation: str,
-        x: Tensor,
-        chunks: Sequence[Tensor],
-        axes: tuple[str, ...],
-        finish: Callable[[list[Tensor]], Tensor],
-    ) -> Pending:
-        """Chunk i goes to rank i; the chunks that arrive, in the order of the axes, go to `finish`."""
-        sizes = [chunk.numel() for chunk in chunks]
-
-        def end(received: list[Tensor]) -> Tensor:
-            return finish([part.reshape(chunk.shape) for part, chunk in zip(received, chunks, strict=True)])
-
-        return self._start_exchanged_unevenly(operation, x, chunks, sizes, axes, end)
-
-    def _start_exchanged_unevenly(
-        self,
-        operation: str,
-        x: Tensor,
-        chunks: Sequence[Tensor],
-        expected: Sequence[int],
-        axes: tuple[str, ...],
-        finish: Callable[[list[Tensor]], Tensor],
-    ) -> Pending:
-        members = self._groups.over(axes)
-        to_send = [as_bytes(chunk) for chunk in members.by_seat(chunks)]
-        lengths = [part.numel() for part in to_send]
-        sent = whole_of(to_send)
-        sizes = [0] * len(expected)
-        for seat, elements in zip(members.seats, expected, strict=True):
-            sizes[seat] = elements * x.element_size()
-        received = sent.new_empty(sum(sizes))
-        return self._by_backend(
-            operation,
-            x,
-            axes,
-            lambda: dist.all_to_all_single(received, sent, sizes, lengths, members.handle, async_op=True),
-            lambda: finish([from_bytes(part, x) for part in members.in_order(received.split(sizes))]),
-        )
-
-    def _by_backend(
-        self,
-        operation: str,
-        x: Tensor,
-        axes: tuple[str, ...],
-        start: Callable[[], Any],
-        finish: Callable[[], Any],
-    ) -> Pending:
-        """Start what the backend carries: whoever waits for this rank in shared memory shall know."""
-        self.doing.announce()
-        roll_call = self._groups.over(axes).roll_call
-
-        def start_together() -> Any:
-            if roll_call is not None:  # before, as gloo ends a process that is sent more than it expects
-                roll_call.ask().wait()
-            return start()
-
-        return Pending(start_together, finish, self._describe(operation, x, axes))
+    # --- looking up ---
 
     def _describe(self, operation: str, x: Tensor | Packed, axes: tuple[str, ...]) -> Callable[[float], str]:
         return described(self.mesh, self.rank, operation, x, axes, self._groups.over(axes).ranks)
-
-    # --- looking up ---
 
     def messages(self, axes: tuple[str, ...], device: torch.device) -> Team | Messages:
         """What brings messages to single ranks along some axes, numbered in their order; all ranks must ask.
