@@ -2,8 +2,9 @@
 
 from .build import PipelinePlan, build
 from .cut import BALANCES, Cut, stage_of_layer
-from .epilogue import Epilogue, Exchange, Given
+from .epilogue import Epilogue, Exchange
 from .extract import Part
+from .late_graph import Given
 from .layers import MeasuredLayer, measure
 from .memory import PipelineMemory
 from .program import PipelineProgram, updates_of

@@ -24,7 +24,9 @@ from .cheap import compute_cheap_again
 from .cut import Cut, cut_of
 from .epilogue import EpilogueBuilder
 from .extract import Extractor
+from .late_graph import LateGraph
 from .names import forget_ops, names_in
+from .placing import Placing
 from .program import PipelineProgram, parts_of_rank, updates_of
 from .prologue import Prologue, PrologueBuilder, Wanted
 from .roles import PipelineError, Roles
@@ -123,7 +125,7 @@ class _Build:
         ranks = range(self.schedule.ranks)
         parts = [list(parts_of_rank(stages, self.schedule, rank)) for rank in ranks]
         taken = [{node for part in each for node in part.inputs} for each in parts]
-        builder = EpilogueBuilder(
+        graph = LateGraph(
             self.roles,
             self.extractor,
             self.program.in_specs,
@@ -131,13 +133,11 @@ class _Build:
             self.program.in_paths,
             self.program.out_paths,
             self.parts,
-            self._ranks_of_total,
-            self._rank_of_collected,
-            [self._inputs_below(each) for each in taken],
-            self.program.name,
-            apart=self.schedule.versions is not None,
+            self.schedule.chains,
         )
-        epilogue = builder.build()
+        used, apart = [self._inputs_below(each) for each in taken], self.schedule.versions is not None
+        placing = Placing(graph, self._ranks_of_total, self._rank_of_collected, used, apart)
+        epilogue = EpilogueBuilder(graph, placing, self.program.name).build()
         late = [given.node for given in epilogue.given.values() if given.kind == "once"]
         prologues = [self._prologue(rank, {*taken[rank], *late}) for rank in ranks]
         hidden = {self.plan.virtual}

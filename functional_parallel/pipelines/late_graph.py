@@ -1,0 +1,185 @@
+"""What follows from a pipeline's sums over microbatches, as one graph: from totals to the step's results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from sharding_specs import P
+
+from ..collectives.parts import Parts
+from ..program.unroll import combined_by, microbatch_dim, resized, shortened
+from ..tracing import Traced
+from ..tracing.graph import in_order, operands_of
+from .extract import Extractor
+from .roles import Role, Roles
+
+__all__ = ["Given", "LateGraph"]
+
+aten = torch.ops.aten
+
+
+class Given(NamedTuple):
+    """A value that the epilogue begins with.
+
+    kind is "input" (of the step), "once" (made before the pipeline filled), "total" (a sum over a chain's
+    microbatches; `which` is the chain) or "collected" (a microbatch's own value; `which` is the microbatch).
+    """
+
+    kind: str
+    node: fx.Node
+    which: int = 0
+
+
+class LateGraph:
+    """Writes it.
+
+    Args:
+        roles: the roles of the step's ops.
+        extractor: for the step's graph.
+        in_specs, out_specs: how the step's inputs and results lie, microbatches included.
+        in_paths, out_paths: their pytree paths; a result at the path of an input takes its place.
+        parts: into which microbatches the batch is cut.
+        chains: how many copies of the model run at once, each with sums of its own.
+
+    Attributes:
+        traced: the graph.
+        given: per input of it, what that is.
+        specs: per input, along which axes it differs.
+        links: per index of a result that takes the place of an input, that input.
+    """
+
+    def __init__(
+        self,
+        roles: Roles,
+        extractor: Extractor,
+        in_specs: list[P],
+        out_specs: list[P],
+        in_paths: Sequence[str],
+        out_paths: Sequence[str],
+        parts: Parts,
+        chains: int,
+    ) -> None:
+        self.roles, self.whole, self.parts, self.chains = roles, extractor, parts, chains
+        self.in_specs = dict(zip(roles.traced.inputs, in_specs, strict=True))
+        self.traced = Traced(fx.Graph(), constants=roles.traced.constants)
+        self.given: dict[fx.Node, Given] = {}
+        self.specs: list[P] = []
+        self._made: dict[Any, fx.Node] = {}
+        for node in roles.traced.inputs:
+            self._placeholder(Given("input", node), in_specs[len(self.specs)].without({roles.axis}))
+        inputs = list(self.traced.inputs)
+        results = zip(roles.traced.outputs, out_specs, strict=True)
+        self.traced.outputs = [self._output(output, spec) for output, spec in results]
+        self._seal()
+        self.links = self._links(inputs, in_paths, out_paths)
+
+    def _placeholder(self, given: Given, spec: P) -> fx.Node:
+        if given not in self._made:
+            node = self.traced.graph.placeholder(f"{given.kind}_{given.node.name}_{given.which}")
+            node.meta = self.whole.clean(given.node.meta)
+            if given.kind == "input" and given.node in self.roles.varying:
+                dim = microbatch_dim(self.in_specs[given.node], self.roles.axis, given.node.name)
+                node.meta["val"] = resized(given.node.meta["val"], dim, self.parts)
+            self.traced.inputs.append(node)
+            self.given[node], self._made[given] = given, node
+            self.specs.append(spec)
+        return self._made[given]
+
+    def _output(self, output: Any, spec: P) -> Any:
+        if not isinstance(output, fx.Node):
+            return output
+        if output.op == "get_attr":  # a result must be some op's, which says on which ranks it is
+            return self._with_meta(self.traced.graph.call_function(aten.clone.default, (self._value(output),)), output)
+        if self.roles.axis not in spec.axes or output.op == "placeholder":
+            return self._value(output)
+        return self._side_by_side(output, microbatch_dim(spec, self.roles.axis, "a result"), output, self.parts)
+
+    def _value(self, node: fx.Node) -> fx.Node:
+        if node.op == "placeholder":
+            return self._made[Given("input", node)]
+        for each in in_order(node, self._needed, self._made):
+            self._made[each] = self._written(each)
+        return self._made[node]
+
+    def _needed(self, node: fx.Node) -> list[fx.Node]:
+        """What must have been written before an op that is copied."""
+        if node.op != "call_function" or self._begins(node):
+            return []
+        return [operand for operand in operands_of(node) if operand.op != "placeholder"]
+
+    def _begins(self, node: fx.Node) -> bool:
+        """Whether the epilogue is given this value."""
+        role = self.roles.of[node]
+        return role is Role.TOTAL or (node in self.roles.late and role in (Role.ONCE, Role.EARLY))
+
+    def _written(self, node: fx.Node) -> fx.Node:
+        if node.op == "get_attr":
+            return self._with_meta(self.traced.graph.get_attr(node.target), node)
+        if self.roles.of[node] is Role.TOTAL:
+            return self._total(node)
+        if self._begins(node):
+            return self._placeholder(Given("once", node), self.whole.spec(node))
+        if self.roles.rounds.is_barrier(node):
+            return self._multiple(node)
+        return self._with_meta(self.traced.graph.node_copy(node, self._value), node)
+
+    def _multiple(self, node: fx.Node) -> fx.Node:
+        """A sum to which every microbatch brings the same, added up as others are."""
+        total = part = self._value(node.args[0])
+        for _ in range(1, self.parts.ranks):
+            total = self._with_meta(self.traced.graph.call_function(aten.add.Tensor, (total, part)), node)
+        return total
+
+    def _total(self, node: fx.Node) -> fx.Node:
+        combine = combined_by(node, self.roles.axis)
+        if combine is None:
+            return self._side_by_side(node.args[0], node.args[2], node, Parts.of(self.parts.ranks))
+        parts = [self._placeholder(Given("total", node, chain), self.whole.spec(node)) for chain in range(self.chains)]
+        total = parts[0]
+        for part in parts[1:]:
+            total = self._with_meta(self.traced.graph.call_function(combine, (total, part)), node)
+        return total
+
+    def _side_by_side(self, node: fx.Node, dim: int, like: fx.Node, parts: Parts) -> fx.Node:
+        each = [self._collected(node, dim, microbatch, parts) for microbatch in parts]
+        joined = self._with_meta(self.traced.graph.call_function(aten.cat.default, (each, dim)), like)
+        joined.meta["val"] = resized(node.meta["val"], dim, parts)
+        return joined
+
+    def _collected(self, node: fx.Node, dim: int, microbatch: int, parts: Parts) -> fx.Node:
+        """Of a microbatch's value what no other microbatch before it has."""
+        given, aval = Given("collected", node, microbatch), node.meta["val"]
+        varies = node in self.roles.varying
+        value = self._placeholder(given, self.whole.spec(node)) if varies else self._value(node)
+        begin, end = parts.own(microbatch, aval.shape[dim])
+        if begin == 0:
+            return value
+        key = (node, dim, microbatch)
+        if key not in self._made:
+            args = (value, dim, begin, end)
+            self._made[key] = self._with_meta(self.traced.graph.call_function(aten.slice.Tensor, args), node)
+            self._made[key].meta["val"] = shortened(aval, dim, end - begin)
+        return self._made[key]
+
+    def _with_meta(self, new: fx.Node, like: fx.Node) -> fx.Node:
+        new.meta = self.whole.clean(like.meta)
+        return new
+
+    def _seal(self) -> None:
+        self.traced.seal()
+        for node in list(self.traced.inputs):
+            if not node.users and self.given[node].kind != "input":
+                raise AssertionError(f"nothing uses {node}")
+
+    def _links(self, inputs: list[fx.Node], in_paths: Sequence[str], out_paths: Sequence[str]) -> dict[int, fx.Node]:
+        """Per result the input whose place it takes: a new parameter, a new moment."""
+        by_path = {(path, node.meta["val"]): node for path, node in zip(in_paths, inputs, strict=True)}
+        found = {}
+        for index, (path, output) in enumerate(zip(out_paths, self.traced.outputs, strict=True)):
+            if isinstance(output, fx.Node) and (path, output.meta["val"]) in by_path:
+                found[index] = by_path[path, output.meta["val"]]
+        return found

@@ -1,0 +1,132 @@
+"""On which ranks of a pipeline each op after it runs: where its operands are, and where its result is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from torch import fx
+
+from ..tracing import Aval
+from ..tracing.graph import operands_of
+from .late_graph import LateGraph
+
+__all__ = ["Placing", "Ranks"]
+
+_SMALL = 64  # elements: what costs a message and no more
+
+Ranks = frozenset[int]
+
+
+class Placing:
+    """Places the ops of a graph.
+
+    Args:
+        graph: what follows from the pipeline's sums.
+        ranks_of_total: per sum over microbatches, per chain, the rank that adds it up.
+        rank_of_collected: for a value and a microbatch, the rank that has it.
+        used: per rank, the step's inputs that its stages take.
+        apart: whether ranks end by themselves, and exchange nothing that no other needs.
+
+    Attributes:
+        at: per value, the ranks that make it.
+        wanted: per value, the ranks that take it.
+    """
+
+    def __init__(
+        self,
+        graph: LateGraph,
+        ranks_of_total: Callable[[fx.Node], Sequence[int]],
+        rank_of_collected: Callable[[fx.Node, int], int],
+        used: Sequence[Collection[fx.Node]],
+        apart: bool,
+    ) -> None:
+        self.traced, self.given, self.links, self.apart = graph.traced, graph.given, graph.links, apart
+        self.ranks = frozenset(range(len(used)))
+        self.ranks_of_total, self.rank_of_collected, self.used = ranks_of_total, rank_of_collected, used
+        self._place_until_it_holds()
+
+    def _place_until_it_holds(self) -> None:
+        """A result that takes an input's place must end up wherever the next step will want that input."""
+        self.needed: dict[int, Ranks] = {}
+        while True:
+            self._place()
+            needed = {index: self.at[node] | self._users_of(node) for index, node in self.links.items()}
+            if all(ranks <= self.needed.get(index, frozenset()) for index, ranks in needed.items()):
+                return
+            self.needed = {index: ranks | self.needed.get(index, frozenset()) for index, ranks in needed.items()}
+
+    def _place(self) -> None:
+        self.met: set[fx.Node] = set()
+        self.available: dict[fx.Node, Ranks | None] = {node: self._first_ranks(node) for node in self.traced.inputs}
+        for node in self.traced.nodes:
+            self.available[node] = self._meeting(node)
+        wanted: dict[fx.Node, set[int]] = {node: set() for node in self.traced.graph.nodes}
+        for index, output in enumerate(self.traced.outputs):
+            wanted[output] |= self._wanted_of_output(index, output)
+        self.at: dict[fx.Node, Ranks] = {}
+        for node in reversed(list(self.traced.graph.nodes)):
+            if node.op == "output":
+                continue
+            possible = self.available.get(node) or self.ranks
+            here = wanted[node] & possible
+            if wanted[node] - here:
+                here |= {min(possible)}
+            self.at[node] = frozenset(here)
+            for operand in operands_of(node):
+                wanted[operand] |= here
+        self.wanted = {node: frozenset(ranks) for node, ranks in wanted.items()}
+
+    def _first_ranks(self, node: fx.Node) -> Ranks | None:
+        kind, value, which = self.given[node]
+        if kind == "total":
+            return frozenset({self.ranks_of_total(value)[which]})
+        if kind == "collected":
+            return frozenset({self.rank_of_collected(value, which)})
+        if kind == "input" and value.meta.get("parameter"):
+            return frozenset(rank for rank, inputs in enumerate(self.used) if value in inputs) or None
+        return None
+
+    def _meeting(self, node: fx.Node) -> Ranks | None:
+        """The ranks on which an op can run; None for any. What is small, and no parameter, may be sent elsewhere.
+
+        What follows from small values of several ranks, as a norm does, runs on every rank that wants it: one exchange,
+        where a chain from rank to rank would take many.
+        """
+        operands = operands_of(node)
+        known = {o: ranks for o in operands if (ranks := self.available.get(o)) is not None}
+        fixed = [ranks for operand, ranks in known.items() if not self._may_move(operand)]
+        chosen = fixed or list(known.values())
+        common = frozenset.intersection(*chosen) if chosen else None
+        if fixed:
+            return common or frozenset.union(*fixed)
+        if common == frozenset() or any(operand in self.met for operand in operands):
+            self.met.add(node)
+            return None
+        return common
+
+    def _may_move(self, node: fx.Node) -> bool:
+        return _is_small(node.meta["val"]) and not self._is_of_parameter(node)
+
+    def _is_of_parameter(self, node: fx.Node) -> bool:
+        """Whether a value is a parameter, or made of one alone, as the slice that a rank updates."""
+        while len(operands := operands_of(node)) == 1:
+            (node,) = operands
+        given = self.given.get(node)
+        return given is not None and given.kind == "input" and bool(given.node.meta.get("parameter"))
+
+    def _wanted_of_output(self, index: int, output: fx.Node) -> Ranks:
+        possible = self.available.get(output)
+        if index in self.links:
+            kept = self.available[self.links[index]] or possible or self.ranks
+            return kept | self.needed.get(index, frozenset())
+        if output.meta["val"].numel == 1 and not self.apart:
+            return self.ranks  # with the exchange that there is, instead of a broadcast later
+        return frozenset({min(possible or self.ranks)})
+
+    def _users_of(self, node: fx.Node) -> Ranks:
+        return frozenset(rank for rank, inputs in enumerate(self.used) if self.given[node].node in inputs)
+
+
+def _is_small(aval: Any) -> bool:
+    return isinstance(aval, Aval) and aval.numel <= _SMALL
