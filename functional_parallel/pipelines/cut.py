@@ -59,6 +59,12 @@ def cut_of(traced: Traced, roles: Roles, cut: Cut, stages: int, mesh: Mesh) -> d
         return _by_layers(traced, roles, forward, cut.stacks.paths, stages)
     if stages == 1:
         return dict.fromkeys(forward, 0)
+    if not forward:
+        raise PipelineError(
+            "all of the model is computed in its backward, where fp.pipeline does not look for cuts: nobody asks for "
+            "the loss, and fp.remat('nothing') keeps nothing of the forward; compile fp.grad_and_value, or mark the "
+            "stages with fp.stage_boundary"
+        )
     return _balanced(forward, _costs(forward, roles, cut.balance, mesh), stages)
 
 

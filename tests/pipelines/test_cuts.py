@@ -270,6 +270,12 @@ BAD = {
     ),
     "more microbatches than samples": (lambda: run(chain_of(4), FOUR, X, microbatches=16), "16"),
     "too many marks": (lambda: run(marked(0, 1), FOUR, X), "make 3 stages, but the schedule has 2: mark 1"),
+    "a forward of which nothing is left": (
+        lambda: fp.compile(
+            fp.grad(fp.chain(fp.remat("nothing"), fp.pipeline("pipe", microbatches=4))(chain_of(4))), Mesh(pipe=2)
+        )(FOUR, X),
+        "all of the model is computed in its backward.*compile fp.grad_and_value",
+    ),
     "a stage that uses nothing": (lambda: run(marked(1, 1), FOUR, X, ranks=3), "stage 1 of 3 uses no parameter"),
     "a mark in a block that is computed again": (lambda: run(recomputed, FOUR, X), r"test_cuts\.py.*fp\.recompute"),
     "a batch norm over all microbatches": (lambda: run(normalised, FOUR, X), "needs all microbatches"),
