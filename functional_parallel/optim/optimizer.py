@@ -17,19 +17,22 @@ Schedule = float | Callable[[torch.Tensor], Any]
 
 
 class Optimizer(NamedTuple):
-    """A pair of pure functions, elementwise unless `specs` is there.
+    """A pair of pure functions.
 
-    A state has subtrees of the parameters' own structure (the moments), which lie as the parameters do, and scalars.
-    One with other shapes (Adafactor's row and column means) says itself how it lies, by `specs`; its `update` then
-    takes the specs of the parameters as a fourth argument, which tell it over which axes a sum over a dim must go.
+    A state has subtrees of the parameters' own structure (the moments), whose leaves lie as the parameters do where
+    they have their shapes; all else in it is whole on every rank. `update` is written for whole parameters. One that
+    is not elementwise is partitioned by `train_step`, unless it says by `specs` that it is made for shards, as
+    Adafactor, whose row and column means lie as those dims of the parameters do.
 
     Attributes:
         init: params → state.
-        update: (gradients, state, params) → (new params, new state). Elementwise, so it may be given shards.
-        specs: (params, their specs) → specs of the state; None for a state that lies as the parameters do.
+        update: (gradients, state, params) → (new params, new state).
+        specs: (params, their specs) → specs of the state. With it `update` is given shards, and the specs of the
+            parameters as a fourth argument, which tell it over which axes a sum over a dim must go.
         constants: params → what the update treats parameters differently by, such as their weight decay: a number (or
             anything hashable) for each, as a tree, or one for all. It is asked of whole parameters, stacks of layers
-            too, and what it says is given to `update` as keyword. With it parameters may be laid end to end
+            too, and what it says is given to `update` as keyword. It promises that `update` is elementwise, and may
+            be given shards as they are. With it parameters may be laid end to end
             (`fp.zero(1, "data", layout="flat")`): those with equal constants are given to `update` as one.
     """
 

@@ -116,20 +116,34 @@ class Stacks:
         found = tree.flatten_up_to(optree.tree_broadcast_prefix(decide(stacked), stacked))
         return tree.unflatten([[one] * lengths[i] if i in lengths else one for i, one in enumerate(found)])
 
-    def require_elementwise(self, optimizer: Any, params: PyTree) -> None:
+    def require_elementwise(
+        self, optimizer: Any, params: PyTree, alike: Callable[[PyTree, Callable[[Any], bool]], bool] | None = None
+    ) -> None:
         """Refuse an optimizer that needs a stack as a whole, if these parameters have one.
+
+        Args:
+            optimizer: the optimizer.
+            params: the unstacked parameters.
+            alike: (stacked parameters, which are stacks) → whether it does to a layer what it does to it in a stack;
+                for one that does not say so itself.
 
         Raises:
             ValueError: when it is not elementwise.
         """
-        if getattr(optimizer, "specs", None) is not None and self._known[optree.tree_structure(params)][1]:
-            raise ValueError(
-                f"{next(iter(self.paths)).rpartition('/')[0] or 'the parameter'} is a stack of layers, each updated on "
-                "the rank of its stage, but this optimizer is not elementwise (it has `specs`, as that of adafactor, "
-                "whose means go over a whole parameter). Make every layer a parameter of its own, a list of them in "
-                "place of the stack, and leave the stacks out of fp.pipeline's specs; or take an elementwise one such "
-                "as fp.optim.adamw"
-            )
+        if not self._known[optree.tree_structure(params)][1]:
+            return
+        why = "it has `specs`, as that of adafactor, whose means go over a whole parameter"
+        if getattr(optimizer, "specs", None) is None:
+            stacked = self.restack(optree.tree_map(without_memory, params))
+            if alike is None or alike(stacked, lambda leaf: getattr(leaf, TAKEN, None) == 0):
+                return
+            why = "its update looks further than an element, or at a parameter's shape"
+        raise ValueError(
+            f"{next(iter(self.paths)).rpartition('/')[0] or 'the parameter'} is a stack of layers, each updated on the "
+            f"rank of its stage, but this optimizer is not elementwise ({why}). Make every layer a parameter of its "
+            "own, a list of them in place of the stack, and leave the stacks out of fp.pipeline's specs; or take an "
+            "elementwise one such as fp.optim.adamw"
+        )
 
     def first_state(self, init: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
         """The state that an optimizer begins with for stacked parameters, its layers apart, in memory of their own."""

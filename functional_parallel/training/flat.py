@@ -20,7 +20,9 @@ from sharding_specs import Mesh, P, local_shape, shard_leaf, tree_paths, unshard
 
 from ..local_function import PyTree, SpecTree
 from ..optim import Optimizer
+from ..tracing import hollow
 from ..trained import is_trained
+from .partitioned_update import updated
 from .updating import at_rest
 
 __all__ = ["Apart", "EndToEnd", "Vectors", "require_elementwise"]
@@ -47,17 +49,20 @@ class Apart:
     groups: tuple[_Group, ...] = ()
 
     def __init__(self, params: PyTree, constants: PyTree = None) -> None:
-        self.structure, self.constants = optree.tree_structure(params), constants
+        self.structure, self.like, self.constants = optree.tree_structure(params), params, constants
 
     def pack(self, tree: PyTree) -> PyTree:
         return tree
 
     unpack = pack_whole = unpack_whole = pack
 
-    def update(self, optimizer: Optimizer, *args: PyTree, places: SpecTree) -> tuple[PyTree, PyTree]:
+    def update(self, optimizer: Optimizer, *args: PyTree, specs: tuple[SpecTree, ...]) -> tuple[PyTree, PyTree]:
+        """The optimizer's update of gradients, state and parameters that lie as the specs say."""
         if getattr(optimizer, "specs", None):
-            return optimizer.update(*args, places)
-        return optimizer.update(*args) if self.constants is None else optimizer.update(*args, constants=self.constants)
+            return optimizer.update(*args, specs[0])
+        if self.constants is not None:
+            return optimizer.update(*args, constants=self.constants)
+        return updated(optimizer.update, args, specs)
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,9 @@ class EndToEnd:
         taken = {number for group in self.groups for number in group.leaves}
         self.rest = [number for number in range(len(leaves)) if number not in taken]
         self.structure = optree.tree_structure(self._specs(lambda group: P(), self.kept))
+        lengths = [group.length * self._ranks(group).size for group in self.groups]
+        vectors = (hollow(leaves[group.leaves[0]], (n,)) for group, n in zip(self.groups, lengths, strict=True))
+        self.like = Vectors(tuple(vectors), [leaves[number] for number in self.rest])  # whole, for their shapes
 
     def _per_leaf(self, params: PyTree, prefix: PyTree) -> list[Any]:
         return self.tree.flatten_up_to(optree.tree_broadcast_prefix(prefix, params))
@@ -164,7 +172,7 @@ class EndToEnd:
             leaves[number] = leaf
         return self.tree.unflatten(leaves)
 
-    def update(self, optimizer: Optimizer, *args: PyTree, places: SpecTree) -> tuple[PyTree, PyTree]:
+    def update(self, optimizer: Optimizer, *args: PyTree, specs: tuple[SpecTree, ...]) -> tuple[PyTree, PyTree]:
         """The optimizer's update of vectors: to it each is one parameter."""
         constants = Vectors(tuple(group.constant for group in self.groups), [None] * len(self.rest))
         return optimizer.update(*args, constants=constants)

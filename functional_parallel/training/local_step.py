@@ -60,26 +60,27 @@ class LocalStep:
     has_aux: bool
     has_norm: bool
 
-    def on(self, places: Places, batch_specs: SpecTree) -> LocalFunction:
+    def on(self, places: Places, state_specs: SpecTree, batch_specs: SpecTree) -> LocalFunction:
         """The step as a function of ((parameters, state), batch, key) to ((parameters, state), metrics).
 
         Args:
-            places: where parameters and state lie.
+            places: where parameters lie.
+            state_specs: how the state lies, leaf by leaf.
             batch_specs: how the batch lies.
         """
 
         def call(held: tuple[PyTree, PyTree], batch: tuple[PyTree, ...], key: Any) -> Any:
-            new, metrics = self._stepped(places, held, batch, key)
-            return (new, metrics), ((places.kept, places.state(new[1], self.optimizer)), self._metric_specs(metrics))
+            new, metrics = self._stepped(places, state_specs, held, batch, key)
+            return (new, metrics), ((places.kept, state_specs), self._metric_specs(metrics))
 
         def arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
-            return ((places.kept, places.state(args[0][1], self.optimizer)), batch_specs, P())
+            return ((places.kept, state_specs), batch_specs, P())
 
         layout = replace(self.f.layout, arguments=arguments, update_axis=None, update_specs=None)
         return LocalFunction(call, layout, "train_step")
 
     def _stepped(
-        self, places: Places, held: tuple[PyTree, PyTree], batch: tuple[PyTree, ...], key: Any
+        self, places: Places, state_specs: SpecTree, held: tuple[PyTree, PyTree], batch: tuple[PyTree, ...], key: Any
     ) -> tuple[tuple[PyTree, PyTree], Metrics]:
         params, state = held
         scale = state.loss_scale if isinstance(state, ScaledState) else None
@@ -97,8 +98,9 @@ class LocalStep:
             factor = torch.clamp(self.clip / (norm + 1e-6), max=1.0)
             gradients = optree.tree_map(lambda g: g * factor.to(g.dtype), gradients)
         own = optree.tree_map(split_further, places.packing.pack(params), places.update, places.whole)
-        before = state if scale is None else state.optimizer
-        new, after = places.packing.update(self.optimizer, gradients, before, own, places=places.update)
+        before, lies = (state, state_specs) if scale is None else (state.optimizer, state_specs.optimizer)
+        specs = (places.update, lies, places.update)
+        new, after = places.packing.update(self.optimizer, gradients, before, own, specs=specs)
         metrics = Metrics(value, norm, aux)
         if scale is not None:
             overflow = ~torch.isfinite(norm)  # a sum over all ranks, so all of them agree

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import optree
 
@@ -13,6 +14,7 @@ from ..collectives.axes import bind
 from ..local_function import Layout, PyTree, SpecTree
 from ..optim import Optimizer
 from ..tracing import hollow
+from .elementwise import is_of_each_layer
 from .flat import Apart, EndToEnd
 from .scaled import ScaledState, scaled_specs
 from .updating import at_rest, like_params, over_likes
@@ -39,12 +41,12 @@ class Places:
     counted: SpecTree
 
     def state(self, state: PyTree, optimizer: Optimizer) -> SpecTree:
-        """How a packed state lies: as the optimizer says, or else as the parameters that it sees do."""
+        """How a packed state, whole, lies: as the optimizer says, or else as the parameters that it sees do."""
         own = state.optimizer if isinstance(state, ScaledState) else state
         by_itself = getattr(optimizer, "specs", None)  # a user's own pair need not have it
         if by_itself is not None:
             return scaled_specs(by_itself(self.params, self.update), state)
-        return scaled_specs(like_params(own, self.packing.structure, self.update), state)
+        return scaled_specs(like_params(own, self.packing.like, self.update), state)
 
     def packed_state(self, state: PyTree) -> PyTree:
         """A whole state as the step holds it."""
@@ -76,7 +78,9 @@ def find_places(f: Layout, mesh: Mesh, params: PyTree, optimizer: Optimizer, cli
             split = packing.split
             return Places(shapes, packing, compute, kept, packing.summed, packing.whole, split, split)
         if f.stacks is not None:
-            f.stacks.require_elementwise(optimizer, shapes)
+            declared = any(getattr(optimizer, name, None) is not None for name in ("specs", "constants"))
+            alike = partial(is_of_each_layer, optimizer) if not declared else None
+            f.stacks.require_elementwise(optimizer, shapes, alike)
         update = _split_over(f.update_specs, shapes, kept, mesh)
         counted = _split_over(f.norm_specs if clipped else None, shapes, update, mesh)
         constants = _constants(f, shapes, optimizer)

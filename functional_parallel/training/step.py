@@ -336,6 +336,7 @@ class TrainStep:
 
     def _trace(self, form: Form, shapes: list[Any], batch: tuple[PyTree, ...]) -> Staged:
         params, optimizer_state = form.trees(shapes)
+        _, state_specs = form.trees(list(form.specs))
         if self.own_batch:
             batch = self._global_shapes(params, batch)
         batch = of_one_update(self.f.layout, self.mesh, params, batch)
@@ -344,7 +345,7 @@ class TrainStep:
         specs = self.f.layout.batch_specs(self.mesh, params, batch)
         step = LocalStep(self.f, self.optimizer, self.clip, self.has_aux, not is_asynchronous(self.f.layout, self.mesh))
         return stage(
-            step.on(form.places, specs),
+            step.on(form.places, state_specs, specs),
             self.mesh,
             args,
             name="train_step",

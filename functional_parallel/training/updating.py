@@ -99,10 +99,20 @@ def global_norm(gradients: PyTree, specs: SpecTree) -> torch.Tensor:
     return total.sqrt()
 
 
-def like_params(state: PyTree, structure: Any, specs: SpecTree) -> SpecTree:
-    """Specs of an optimizer state: those of the parameters for every subtree shaped like them, whole for the rest."""
-    is_like = _is_like(structure)
-    return optree.tree_map(lambda x: specs if is_like(x) else P(), state, is_leaf=is_like)
+def like_params(state: PyTree, params: PyTree, specs: SpecTree) -> SpecTree:
+    """Specs of a whole optimizer state: in every subtree with the parameters' own structure a leaf of its parameter's
+    shape lies as that does; all else is whole, as a step count or a statistic per parameter.
+    """
+    is_like = _is_like(optree.tree_structure(params))
+
+    def placed(x: Any) -> SpecTree:
+        return optree.tree_map(_as_its_parameter, x, params, specs) if is_like(x) else P()
+
+    return optree.tree_map(placed, state, is_leaf=is_like)
+
+
+def _as_its_parameter(leaf: Any, param: Any, spec: P) -> P:
+    return spec if getattr(leaf, "shape", None) == getattr(param, "shape", None) else P()
 
 
 def over_likes(change: Callable[[PyTree], PyTree], state: PyTree, structure: Any) -> PyTree:
