@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint
+from torch._decomp import decomposition_table
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import UnsupportedFakeTensorException as UnsupportedFakeTensor
@@ -42,6 +43,7 @@ __all__ = [
     "backward_node_number",
     "checkpointing",
     "compile_by_inductor",
+    "decomposition_of",
     "differentiating_level",
     "direct_call",
     "dispatch_modes",
@@ -227,6 +229,12 @@ def functional_variant(op: torch._ops.OpOverload) -> torch._ops.OpOverload | Non
     return next((each for each in overloads if each is not op and _taken(each) == _taken(op)), None)
 
 
+def decomposition_of(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
+    """What torch writes an op as in terms of simpler ones, or None."""
+    found: Callable[..., Any] | None = decomposition_table.get(op)
+    return found
+
+
 def has_derivative(op: torch._ops.OpOverload) -> bool:
     """Whether autograd knows an op; of what one without makes, torch.func takes the gradient for zero."""
     names = ("Autograd", "AutogradCPU", "AutogradCUDA", "AutogradOther", "CompositeImplicitAutograd")
@@ -251,8 +259,28 @@ _VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
 
 
 def stride_free(op: Any) -> Any:
-    """The op to run for a traced one: a view traced on contiguous fakes may meet a tensor that lies otherwise."""
-    return torch.ops.aten.reshape.default if op in _VIEWS else op
+    """The op to run for a traced one: what was traced on contiguous fakes may meet a tensor that lies otherwise.
+
+    A view cannot be made of it then; and attention's kernels, which torch chooses only for operands whose rows are in
+    one piece, would read beside them.
+    """
+    return torch.ops.aten.reshape.default if op in _VIEWS else _OF_ROWS.get(op, op)
+
+
+def _on_rows(op: Any) -> Callable[..., Any]:
+    def row(x: Any) -> Any:
+        scattered = isinstance(x, torch.Tensor) and x.ndim > 2 and x.shape[-1] > 1 and x.stride(-1) != 1
+        return x.contiguous() if scattered else x
+
+    return lambda *args, **kwargs: op(*map(row, args), **{name: row(x) for name, x in kwargs.items()})
+
+
+_OF_ROWS = {
+    getattr(torch.ops.aten, name).default: _on_rows(getattr(torch.ops.aten, name).default)
+    for kernel in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+    for name in (f"_scaled_dot_product_{kernel}", f"_scaled_dot_product_{kernel}_backward")
+    if hasattr(torch.ops.aten, name)
+}
 
 
 def reads_no_memory(error: Exception) -> bool:

@@ -410,3 +410,22 @@ def test_a_graph_forgets_names_and_what_was_erased() -> None:
     gc.collect()
     assert erased() is None and names() is None
     assert [graph.call_function(torch.neg, (x,)).name for _ in range(2)] == ["neg", "neg_1"], "as before"
+
+
+def test_torch_writes_an_op_in_simpler_ones() -> None:
+    x, y = torch.randn(3, 4), torch.randn(3, 4)
+    softmax = x.softmax(-1)
+    formula = _torch.decomposition_of(aten._softmax_backward_data.default)
+    assert formula is not None and _torch.decomposition_of(aten.mm.default) is None
+    torch.testing.assert_close(
+        formula(y, softmax, 1, x.dtype), aten._softmax_backward_data.default(y, softmax, 1, x.dtype)
+    )
+
+
+def test_attention_runs_on_rows_in_pieces() -> None:
+    """torch's own kernel for the CPU does not look how its operands lie."""
+    op = aten._scaled_dot_product_flash_attention_for_cpu.default
+    q = torch.randn(2, 2, 4, 6).mT
+    whole, _ = op(*[q.contiguous()] * 3)
+    found, _ = _torch.stride_free(op)(q, q, q)
+    assert torch.equal(found, whole)

@@ -61,7 +61,7 @@ class Decision:
 def decide(
     rule: RuleText,
     operands: Sequence[Operand],
-    results: Sequence[Aval],
+    results: Sequence[Aval | None],
     parts: Parts,
     where: str,
     counts: bool = False,
@@ -80,8 +80,11 @@ def decide(
         return _without_choice(rule, operands, len(results))
     required = tuple(placed(fit, choice, sizes) or WHOLE for fit in fits)
     mark = rule.marks.get(choice.factor, "")
-    places = []
+    places: list[Place] = []
     for pattern, aval in zip(rule.results, results, strict=False):
+        if aval is None:  # a gradient that nobody wants
+            places.append(WHOLE)
+            continue
         place = placed(pattern.fit(aval.shape, where, ones=ones), choice, sizes)
         if place is None and not mark:
             raise RuleError(f"{where}: {rule.text!r} drops factor {choice.factor}, which needs a mark (+, >, ^, …)")

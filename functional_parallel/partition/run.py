@@ -22,6 +22,7 @@ from ..tracing import Aval, Traced, source_of
 from ..tracing.graph import tensor_operands, walk_args
 from .convert import VARYING, Form, convert
 from .decide import Decision, Operand, decide
+from .decompose import decomposed
 from .duplicates import once
 from .notation import parse_rule
 from .placement import PARTIAL, REDUCED, WHOLE, Place, Reduced, Shard, Whole
@@ -94,6 +95,7 @@ class _Run:
     def __init__(self, axis: str, cut: Parts, strict: bool) -> None:
         self.axis, self.cut, self.strict = axis, cut, strict
         self.values: dict[fx.Node, Any] = {}
+        self.stands_for: dict[fx.Node, fx.Node] = {}  # of a graph that is run in place of an op, its inputs
 
     # --- one op ---
 
@@ -102,6 +104,8 @@ class _Run:
             self.values[node] = self.values[node.args[0]][node.args[1]]
             return
         step = self._step(node)
+        if lookup(node.target) is None and _is_split(step) and self._decompose(node):
+            return
         rule = self._rule(step)
         step.decision = _decision(rule, step)
         reduced = not step.decision.varying and any(isinstance(operand.place, Reduced) for operand in step.operands)
@@ -112,6 +116,22 @@ class _Run:
         with grad_mode_of(node):
             outputs = rule.local(step, *args, **kwargs) if rule.local else step.run(*args, **kwargs)
             self._store(node, step, outputs)
+
+    def _decompose(self, node: fx.Node) -> bool:
+        """Compute an op from simpler ones, if it can be."""
+        traced = decomposed(node)
+        if traced is None:
+            return False
+        for inner in traced.graph.nodes:
+            if inner.op == "get_attr":
+                self.values[inner] = _Value(WHOLE, traced.constants[inner.target])
+        for inner, operand in zip(traced.inputs, tensor_operands(node), strict=True):
+            self.values[inner], self.stands_for[inner] = self.values[operand], self.stands_for.get(operand, operand)
+        for inner in traced.nodes:
+            self.compute(inner)
+        values = [self.values[output] if isinstance(output, fx.Node) else output for output in traced.outputs]
+        self.values[node] = values if isinstance(node.meta["val"], tuple) else values[0]
+        return True
 
     def _operand(self, node: fx.Node) -> Operand:
         value: _Value = self.values[node]
@@ -126,7 +146,7 @@ class _Run:
             f"no sharding rule for {step.where}: it is computed whole on every rank of axis {self.axis!r}. "
             f"Give it one with fp.register_rule({step.node.target}, '… -> …')"
         )
-        if any(not isinstance(operand.place, (Whole, Reduced)) for operand in step.operands):
+        if _is_split(step):
             if self.strict:
                 raise PartitionError(message)
             warn_at(source_of(step.node), message, PartitionWarning)
@@ -149,6 +169,7 @@ class _Run:
         return walk_args((node.args, node.kwargs), visit)
 
     def _in_form(self, node: fx.Node, form: Form) -> Any:
+        node = self.stands_for.get(node, node)
         value = self.values[node]
         if form == value.place:
             return value.part
@@ -221,6 +242,10 @@ class _Run:
         if value.place == REDUCED and place == WHOLE and _may_have_gradient(output.meta["val"]):
             return convert(value.part, REDUCED, WHOLE, self.axis, self.cut)
         return self._in_form(output, place)
+
+
+def _is_split(step: Step) -> bool:
+    return any(not isinstance(operand.place, (Whole, Reduced)) for operand in step.operands)
 
 
 def _results(node: fx.Node) -> list[Aval]:

@@ -20,20 +20,24 @@ from .. import _torch
 __all__ = ["Interception", "intercept", "intercept_op", "replacement_of"]
 
 _in_forwards: dict[Any, Callable[..., Any]] = {}
+_in_derivatives: dict[Any, Callable[..., Any]] = {}
 _always: dict[Any, Callable[..., Any]] = {}
 _ops: dict[Any, Callable[..., Any]] = {}
 
 _QUESTIONS = {"has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"}
 
 
-def intercept(function: Any, *, always: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a replacement for a torch function in forward traces; `always`: under derivatives too.
+def intercept(
+    function: Any, *, always: bool = False, inside: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a replacement for a torch function in forward traces; `always`: in others, and under derivatives, too.
 
-    One that is always asked may return NotImplemented, to leave a call to the others.
+    One that is always asked may return NotImplemented, to leave a call to the others. `inside` is for what a forward
+    takes derivatives of itself.
     """
 
     def register(replacement: Callable[..., Any]) -> Callable[..., Any]:
-        (_always if always else _in_forwards)[function] = replacement
+        (_always if always else _in_derivatives if inside else _in_forwards)[function] = replacement
         return replacement
 
     return register
@@ -55,7 +59,7 @@ def replacement_of(op: Any) -> Callable[..., Any] | None:
 
 
 class Interception(TorchFunctionMode):
-    """Active during a trace. What is replaced in forwards alone runs as it is inside a torch.func derivative."""
+    """Active during a trace. What is replaced in forwards alone runs as it is in a trace of derivatives."""
 
     def __init__(self, forward_only: bool) -> None:
         super().__init__()
@@ -67,8 +71,10 @@ class Interception(TorchFunctionMode):
             result = _always[func](*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        if self.forward_only and func in _in_forwards and not _torch.differentiating_level():
-            return _in_forwards[func](*args, **kwargs)
+        if self.forward_only:
+            others = _in_derivatives if _torch.differentiating_level() else _in_forwards
+            if func in others:
+                return others[func](*args, **kwargs)
         inside = _unasked(func)
         if inside is None:
             return func(*args, **kwargs)

@@ -11,6 +11,7 @@ from ...tracing.intercept import intercept
 __all__ = ["batch_norm", "instance_norm"]
 
 
+@intercept(torch.nn.functional.batch_norm, inside=True)
 @intercept(torch.nn.functional.batch_norm)
 def batch_norm(
     input: torch.Tensor,
