@@ -126,13 +126,14 @@ class _Lockstep:
             self.axes[node] = classes.of_spec(spec)
         for node in self.traced.graph.nodes:
             if node.op == "get_attr":
-                self.axes[node] = frozenset()
+                self.axes[node] = classes.of_spec(P())
             elif node.op == "call_function":
                 decisive = written_by(node) or operands_of(node)  # what is overwritten is overwritten once per class
                 self.axes[node] = classes.of_node(node, (self.axes[operand] for operand in decisive))
 
     def function(self) -> Callable[..., Any]:
-        run = self.writer.function(wrap_constant=lambda x: [x])
+        copies = len(self.classes.representatives(self.classes.of_spec(P())))
+        run = self.writer.function(wrap_constant=lambda x: [x] * copies)
         wanted = [self.classes.of_spec(spec) for spec in self.program.out_specs]
         held = [self.axes[out] for out in self.traced.outputs]
         if wanted == held:

@@ -84,6 +84,15 @@ def test_computing_what_is_the_same_once_changes_nothing(
             assert all(torch.equal(result[group[0]], result[rank]) for rank in group)
 
 
+def test_every_rank_has_what_a_function_closes_over() -> None:
+    w, params, x = torch.arange(4.0).reshape(2, 2), torch.ones(2, 2), torch.arange(8.0).reshape(4, 2)
+    mesh = Mesh(data=2)
+    plan = fp.zero(3, "data")
+    program = fp.compile(fp.grad(plan(lambda p, x: (torch.relu(x @ w) @ p).sum())), mesh).lower(params, x)
+    (found,) = SimulatedRuntime(mesh, deduplicate=False).run_whole(program, [params, x])
+    assert torch.equal(found, (x @ w).sum(0)[:, None].expand(2, 2))
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("keepdim", [True, False])
 def test_ties_share_a_maximums_gradient(sign: int, keepdim: bool) -> None:
