@@ -38,6 +38,7 @@ __all__ = [
     "StorageWeakRef",
     "TorchDispatchMode",
     "UnsupportedFakeTensor",
+    "apart_from_functions",
     "apart_from_modes",
     "apart_from_transforms",
     "backward_node_number",
@@ -70,6 +71,7 @@ __all__ = [
     "stride_free",
     "under_transforms",
     "unlogged_fakes",
+    "without_constant",
 ]
 
 
@@ -152,6 +154,8 @@ def forget_names(graph: torch.fx.Graph) -> None:
 
 apart_from_modes = _disable_current_modes  # set aside active dispatch modes only
 
+apart_from_functions = torch._C.DisableTorchFunction  # and those that see torch's functions
+
 
 is_all_true = torch._is_all_true  # what torch.distributions ask about values, under vmap too
 
@@ -203,6 +207,13 @@ def innermost(tensor: torch.Tensor) -> torch.Tensor:
     while is_functorch_wrapped(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
+
+
+def without_constant(fake: torch.Tensor) -> torch.Tensor:
+    """A fake without torch's note of its value, which a trace's writes in place would not change."""
+    if isinstance(fake, FakeTensor):
+        fake.constant = None
+    return fake
 
 
 def mapped_dims(tensor: torch.Tensor) -> list[int]:

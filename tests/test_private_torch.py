@@ -56,6 +56,25 @@ def test_modes_can_be_set_aside() -> None:
         assert _torch.dispatch_modes() == [mode]
 
 
+def test_functions_are_not_seen_where_what_sees_them_is_set_aside() -> None:
+    class Seen(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            raise AssertionError(func)
+
+    with Seen(), _torch.apart_from_functions():
+        assert torch.ones(2).numpy().tolist() == [1, 1]
+
+
+def test_a_fake_may_know_its_value_until_told_otherwise() -> None:
+    with _torch.FakeTensorMode():
+        x = torch.tensor(3)
+        assert x.item() == 3
+        assert _torch.without_constant(x) is x
+        with pytest.raises(_torch.DATA_DEPENDENT_ERRORS):
+            x.item()
+    assert _torch.without_constant(torch.tensor(3)).item() == 3
+
+
 def test_what_distributions_ask_about_values_has_a_name() -> None:
     class Asked(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -33,6 +33,7 @@ from .aliases import Aliases
 from .errors import CustomFunctionError, TracingError
 from .graph import Aval, Traced, aval_of, named_arguments, walk_args
 from .intercept import Interception, replacement_of
+from .known import asks_for_values, computed
 from .mutation import mutate
 from .stand_ins import stand_in
 
@@ -138,7 +139,7 @@ class Recorder(_torch.TorchDispatchMode):
         self.traced = Traced(fx.Graph())
         self._nodes: dict[int, fx.Node] = {}
         self._references: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._outer = outer
+        self.outer = outer
         self.aliases = Aliases(self.create)
         self.closed_over: set[fx.Node] = set()
         self.notes: dict[Any, Any] = {} if outer is None else outer.notes  # of all of an outermost trace
@@ -191,7 +192,7 @@ class Recorder(_torch.TorchDispatchMode):
         return self._at_front(lambda: self.traced.graph.create_node("get_attr", name))
 
     def _capture(self, tensor: _torch.FakeTensor) -> fx.Node:
-        if self._outer is None and tensor.fake_mode is self.fake_mode:
+        if self.outer is None and tensor.fake_mode is self.fake_mode:
             raise TracingError(
                 f"{current_source() or 'the function'}: a tensor of shape {tuple(tensor.shape)} was computed where the "
                 "trace does not see it, in a thread that the function started; compute it without one"
@@ -200,8 +201,8 @@ class Recorder(_torch.TorchDispatchMode):
         node = self._at_front(lambda: self.traced.graph.placeholder(name))
         self.traced.captured.append(tensor)
         self.traced.captured_inputs.append(node)
-        if self._outer is not None:
-            node.meta["type"] = self._outer.node_of(tensor).meta.get("type")
+        if self.outer is not None:
+            node.meta["type"] = self.outer.node_of(tensor).meta.get("type")
         return node
 
     def _at_front(self, create: Callable[[], fx.Node]) -> fx.Node:
@@ -224,6 +225,9 @@ class Recorder(_torch.TorchDispatchMode):
             return self._lift(func, args[0])
         if func._schema.is_mutable:
             return mutate(self, func, args, kwargs)
+        result = self._known(func, args, kwargs) if asks_for_values(func) else NotImplemented
+        if result is not NotImplemented:
+            return result
         result = func(*args, **kwargs)
         if func is aten.detach.default and _torch.is_above_autograd():
             func = aten.alias.default
@@ -232,12 +236,20 @@ class Recorder(_torch.TorchDispatchMode):
         return result
 
     def _lift(self, func: Any, value: torch.Tensor) -> torch.Tensor:
-        lifted = func(value)
+        lifted = _torch.without_constant(func(value))
         with _torch.apart_from_modes():
             node = self._constant(value.clone())
         node.meta.update(val=aval_of(value), source=current_source(), backward=False, no_grad=False)
         self.bind(lifted, node)
         return lifted
+
+    def _known(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = computed(self, func, args, kwargs)
+        if isinstance(result, torch.Tensor):
+            return self._lift(aten.lift_fresh.default, result)
+        if _has_tensor(result):
+            return tuple(self._lift(aten.lift_fresh.default, part) for part in result)
+        return result
 
     def write(self, func: Any, args: Any, kwargs: Any, result: Any) -> fx.Node:
         node_args, node_kwargs = walk_args((tuple(args), dict(kwargs)), self._as_node)

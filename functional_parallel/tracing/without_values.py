@@ -17,6 +17,8 @@ from .. import _torch
 from ..source import current_source
 from .errors import TracingError
 from .intercept import intercept, intercept_op
+from .known import plainly, value_of
+from .record import recorder
 
 __all__: list[str] = []
 
@@ -37,9 +39,10 @@ def _one_hot(tensor: Any, num_classes: int = -1) -> Any:
     """
     if tensor.dtype != torch.int64:  # torch says what is wrong
         return NotImplemented
-    if not isinstance(tensor, _torch.FakeTensor) and not _torch.is_functorch_wrapped(tensor) and tensor.numel():
-        with _torch.apart_from_modes():  # a constant: to check it and to count the classes its extremes are enough
-            num_classes = functional.one_hot(torch.stack(tensor.aminmax()), num_classes).shape[-1]
+    value = _known(tensor)
+    if value is not None and value.numel():
+        with plainly():  # to check it and to count the classes its extremes are enough
+            num_classes = functional.one_hot(torch.stack(value.aminmax()), num_classes).shape[-1]
     if num_classes < 1:
         return NotImplemented
     return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).to(torch.int64)
@@ -139,26 +142,68 @@ if hasattr(functional, "linear_cross_entropy"):  # torch 2.13
 
 
 # -----------------------------------------------------------------------------
-# numpy
+# Values of constants
 # -----------------------------------------------------------------------------
+
+
+@intercept_op(aten.index.Tensor)
+def _index_by_numbers(x: Any, indices: Any) -> Any:
+    """`x[mask]`, of a mask that is known."""
+    if not any(index is not None and index.dtype == torch.bool for index in indices):
+        return NotImplemented
+    return aten.index.Tensor(x, _numbers(indices))
+
+
+@intercept_op(aten.masked_select.default)
+def _masked_select(x: Any, mask: Any) -> Any:
+    shape = torch.broadcast_shapes(x.shape, mask.shape)
+    return aten.index.Tensor(x.expand(shape), _numbers([mask.expand(shape)]))
+
+
+def _numbers(indices: Any) -> list[Any]:
+    """Masks as the indices of what is true in them; a mask that is not known ends in an error that says so."""
+    found: list[Any] = []
+    for index in indices:
+        found += index.nonzero().unbind(1) if index is not None and index.dtype == torch.bool else [index]
+    return found
+
+
+@intercept(torch.Tensor.tolist, always=True)
+def _tolist(x: torch.Tensor) -> Any:
+    value = _known(x)
+    if value is None:
+        return NotImplemented
+    with plainly():
+        return value.tolist()
 
 
 @intercept(torch.Tensor.numpy, always=True)
 def _numpy(x: torch.Tensor, *, force: bool = False) -> Any:
-    return _of_constant(x, lambda: x.numpy(force=force))
+    return _of_constant(x, lambda value: value.numpy(force=force))
 
 
 @intercept(torch.Tensor.__array__, always=True)
 def _array(x: torch.Tensor, dtype: Any = None) -> Any:
-    return _of_constant(x, lambda: x.__array__(dtype))
+    return _of_constant(x, lambda value: value.__array__(dtype))
 
 
-def _of_constant(x: torch.Tensor, read: Callable[[], Any]) -> Any:
-    """What is read of a tensor that the function closes over; the modes of a trace would take its values away."""
-    if isinstance(x, _torch.FakeTensor) or _torch.is_functorch_wrapped(x):
+def _of_constant(x: torch.Tensor, read: Callable[[torch.Tensor], Any]) -> Any:
+    """What is read of a tensor that is known; the modes of a trace would take its values away."""
+    value = _known(x)
+    if value is None:
         raise TracingError(
             f"{current_source() or 'the function'}: numpy needs a tensor's values, which a traced function does not "
             "have; write it with torch, or compute it outside and pass it in as an argument"
         )
-    with _torch.apart_from_modes():
-        return read()
+    with plainly():
+        return read(value)
+
+
+def _known(x: torch.Tensor) -> torch.Tensor | None:
+    """The values of a tensor, if this trace knows them; of one that a transform maps, those of one entry are not."""
+    active = recorder()
+    if active is None or _torch.mapped_dims(x):
+        return None
+    plain = _torch.innermost(x)
+    with _torch.apart_from_transforms():  # whose constants would belong to it
+        return value_of(active, plain)

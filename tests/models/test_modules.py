@@ -325,17 +325,19 @@ def test_a_mask_that_torch_would_look_at() -> None:
     mask = nn.Transformer.generate_square_subsequent_mask(6, dtype=torch.float64)
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).double()
     fn, params = fp.functional(nn.TransformerEncoder(layer, 1))
-    plan, x = fp.zero(3, "data"), torch.randn(4, 6, 8, dtype=torch.float64)
+    plan, x = fp.zero(3, "data", batch=(P("data"), P())), torch.randn(4, 6, 8, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"whether the mask is causal, unless it is told: is_causal="):
-        fp.compile(plan(lambda p, x: fn(p, x, mask=mask).sum()), Mesh(data=2))(params, x)
-    for causal in (True, False):
+        fp.compile(plan(lambda p, x, mask: fn(p, x, mask=mask).sum()), Mesh(data=2))(params, x, mask)
+    plan = fp.zero(3, "data")
+    for causal in (True, False, None):  # a mask that is closed over is known
         loss = lambda p, x, causal=causal: fn(p, x, mask=mask, is_causal=causal).sin().sum()  # noqa: E731
         fp.testing.assert_equivalent(loss, plan, Mesh(data=2), params, x, rtol=1e-11)
 
 
 def test_a_distribution_whose_check_is_refused() -> None:
     def loss(weight: torch.Tensor, x: torch.Tensor, **options: Any) -> torch.Tensor:
-        gaussian = torch.distributions.MultivariateNormal(x @ weight, torch.eye(2, dtype=torch.float64), **options)
+        covariance = weight.mT @ weight + torch.eye(2, dtype=torch.float64)
+        gaussian = torch.distributions.MultivariateNormal(x @ weight, covariance, **options)
         return gaussian.log_prob(x[:, :2]).sum()
 
     weight, x = torch.randn(3, 2, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)

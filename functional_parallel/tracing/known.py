@@ -1,0 +1,131 @@
+"""Values that a trace knows: literals, what the function closes over, and what is computed of these alone.
+
+A trace runs on tensors without values, so `int(torch.tensor(sizes).cumsum(0)[-1])` would have none either, though no
+argument takes part. Who asks for such a value gets it by computing the recorded nodes. torch's own note of a literal's
+value is no help: writes in place are recorded as their functional twins, which do not change it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from .. import _torch
+from ..assumptions import assume
+from .graph import getitem, hollow, in_order, operands_of, walk_args
+from .straight_through import OP as STRAIGHT_THROUGH
+
+if TYPE_CHECKING:
+    from .record import Recorder
+
+__all__ = ["asks_for_values", "computed", "plainly", "value_of"]
+
+aten = torch.ops.aten
+
+_ASKING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_OF_A_SHAPE = {  # the values of their first operand do not matter
+    getattr(aten, name).default
+    for name in ("ones_like", "zeros_like", "full_like", "empty_like", "new_ones", "new_zeros", "new_full", "new_empty")
+}
+
+
+def asks_for_values(func: Any) -> bool:
+    """Whether an op's result, or the shape of it, depends on the values of its operands."""
+    return func is not aten.index.Tensor and not _ASKING.isdisjoint(func.tags)  # by numbers, or see `without_values`
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """Compute on values, without any trace or transform that is under way."""
+    with _torch.apart_from_transforms(), _torch.apart_from_functions(), torch.no_grad():
+        yield
+
+
+def value_of(recording: Recorder, x: torch.Tensor) -> torch.Tensor | None:
+    """The values of a tensor, if neither an argument nor the rank takes part in them; else None.
+
+    The program is used only as long as what the function closes over, and is read here, stays the same.
+    """
+    node = recording.value(x)
+    if node is None and isinstance(x, _torch.FakeTensor):
+        return None if recording.outer is None else value_of(recording.outer, x)
+    return _evaluated(recording, recording.node_of(x) if node is None else node)
+
+
+def computed(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an op gives for operands that are all known; NotImplemented if one is not."""
+    operands = [x for x in _leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    values: dict[int, torch.Tensor] = {}
+    for x in operands:
+        value = value_of(recording, x)
+        if value is None:
+            return NotImplemented
+        values[id(x)] = value
+    return _run(func, *walk_args((tuple(args), dict(kwargs)), lambda leaf: values.get(id(leaf), leaf)))
+
+
+def _leaves(args: Any) -> list[Any]:
+    found: list[Any] = []
+    walk_args(args, found.append)
+    return found
+
+
+def _evaluated(recording: Recorder, wanted: fx.Node) -> Any:
+    values: dict[fx.Node, Any] = {}
+    for node in in_order(wanted, _needed, values):
+        values[node] = None if node.op == "call_function" else _given(recording, node)
+        if values[node] is None and not _is_computable(node):
+            return None
+    for node in values:
+        if node.op == "call_function":
+            values[node] = _computed_node(node, values)
+    return values[wanted]
+
+
+def _needed(node: fx.Node) -> Sequence[fx.Node]:
+    return () if node.target in _OF_A_SHAPE else operands_of(node)
+
+
+def _given(recording: Recorder, node: fx.Node) -> torch.Tensor | None:
+    """The value of a constant, or of what an enclosing trace knows."""
+    traced = recording.traced
+    if node.op == "get_attr":
+        value = traced.constants[str(node.target)]
+        if node in recording.closed_over:
+            assume(partial(_content, value))
+        return value
+    if recording.outer is None or node not in traced.captured_inputs:
+        return None
+    return value_of(recording.outer, traced.captured[traced.captured_inputs.index(node)])
+
+
+def _is_computable(node: fx.Node) -> bool:
+    """Whether an op gives the same on all ranks; the library's own may not."""
+    op = node.target
+    return op in (getitem, STRAIGHT_THROUGH) or getattr(op, "namespace", None) in ("aten", "prims")
+
+
+def _computed_node(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    def value(leaf: Any) -> Any:
+        return values.get(leaf, leaf) if isinstance(leaf, fx.Node) else leaf
+
+    args, kwargs = walk_args((node.args, node.kwargs), value)
+    if node.target in _OF_A_SHAPE:
+        with plainly():
+            args = (hollow(node.args[0].meta["val"]), *args[1:])  # type: ignore[union-attr]
+    return _run(node.target, args, kwargs)
+
+
+def _run(op: Any, args: Any, kwargs: Any) -> Any:
+    with plainly():
+        return op(*args, **kwargs)
+
+
+def _content(x: torch.Tensor) -> bytes:
+    with plainly():
+        return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
