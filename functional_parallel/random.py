@@ -75,9 +75,14 @@ def uniform(key: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     True
 
     Args:
-        key: an int64 scalar, from `key` or `fold_in`.
+        key: an int64 scalar, from `key` or `fold_in`; for many draws map over keys, by torch.func.vmap.
         like: gives shape, dtype and device; sharded as it is, the numbers are those of the whole tensor.
+
+    Raises:
+        ValueError: when the key is no scalar.
     """
+    if key.ndim:
+        raise ValueError(f"a draw takes one key, a scalar, not {tuple(key.shape)}: map over keys by torch.func.vmap")
     return torch.ops.fp.uniform(like.detach(), key, list(like.shape), [], [], [], [])
 
 
@@ -238,7 +243,8 @@ def _uniform(
     """The numbers at this rank's positions of a tensor of the given whole shape.
 
     `axes`, `dims`, `outers`, `samples` list the splits, innermost transform first; each views its dim as
-    (outer, samples, rest), of whose samples a rank has its part.
+    (outer, samples, rest), of whose samples a rank has its part. Of many keys each gives numbers of its own, its dims
+    in front.
     """
     position = torch.zeros((), dtype=torch.int64, device=like.device)
     stride = 1
@@ -251,10 +257,10 @@ def _uniform(
         index = _global_index(like.shape[dim], splits, like.device)
         position = position + (index * stride).reshape([-1 if d == dim else 1 for d in range(len(shape))])
         stride *= shape[dim]
-    bits = _mix(_mix(position * _GOLDEN + key))
+    bits = _mix(_mix(position * _GOLDEN + key.reshape(*key.shape, *[1] * len(shape))))
     digits = 53 if like.dtype == torch.float64 else 24 if like.dtype == torch.float32 else 8
     whole = (bits >> (64 - digits)) & ((1 << digits) - 1)
-    return (whole.to(torch.float64) * 2.0**-digits).to(like.dtype).expand(like.shape)
+    return (whole.to(torch.float64) * 2.0**-digits).to(like.dtype).expand(*key.shape, *like.shape)
 
 
 def _global_index(length: int, splits: Sequence[tuple[int, Parts, str]], device: Any) -> torch.Tensor:
@@ -277,8 +283,8 @@ def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _fake(like: torch.Tensor, *_: Any) -> torch.Tensor:
-    return torch.empty_like(like, memory_format=torch.contiguous_format)
+def _fake(like: torch.Tensor, key: torch.Tensor, *_: Any) -> torch.Tensor:
+    return like.new_empty(*key.shape, *like.shape)
 
 
 def _kernel(*args: Any) -> torch.Tensor:
@@ -287,5 +293,16 @@ def _kernel(*args: Any) -> torch.Tensor:
 
 _library.impl("uniform", _kernel, "CompositeExplicitAutograd")
 torch.library.register_fake("fp::uniform", _fake, lib=_library)
+
+
+def _vmap(info: Any, in_dims: Any, like: torch.Tensor, key: torch.Tensor, *where: Any) -> tuple[torch.Tensor, Any]:
+    """Of what is like drawn for only the shape is asked."""
+    of_like, of_key, *_ = in_dims
+    one = like if of_like is None else like.select(of_like, 0)
+    keys = key if of_key is None else key.movedim(of_key, 0)
+    return OP(one, keys, *where), None if of_key is None else 0
+
+
+torch.library.register_vmap("fp::uniform", _vmap, lib=_library)
 OP = torch.ops.fp.uniform.default
 differentiable(OP, _uniform)

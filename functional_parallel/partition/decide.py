@@ -52,6 +52,7 @@ class Decision:
     choice: Choice | None = None
     extremum: str = ""
     masked: tuple[int, ...] = ()
+    of_shapes: bool = False
 
     @property
     def varying(self) -> bool:

@@ -20,6 +20,7 @@ from ..emit import emit_node, explicit_casts, grad_mode_of
 from ..source import current_source, inherit, warn_at
 from ..tracing import Aval, Traced, source_of
 from ..tracing.graph import tensor_operands, walk_args
+from ..trained import is_trained
 from .convert import VARYING, Form, convert
 from .decide import Decision, Operand, decide
 from .decompose import decomposed
@@ -108,11 +109,12 @@ class _Run:
             return
         rule = self._rule(step)
         step.decision = _decision(rule, step)
-        reduced = not step.decision.varying and any(isinstance(operand.place, Reduced) for operand in step.operands)
+        reduced = _is_reduced(step)
         whole = REDUCED if reduced else VARYING if step.decision.varying and not rule.casts else WHOLE
         args, kwargs = self._arguments(node, tensor_operands(node), step.decision, whole)
         if reduced:
-            step.decision = replace(step.decision, results=(REDUCED,) * len(step.decision.results))
+            places = tuple(REDUCED if result.is_differentiable else WHOLE for result in step.results)
+            step.decision = replace(step.decision, results=places)
         with grad_mode_of(node):
             outputs = rule.local(step, *args, **kwargs) if rule.local else step.run(*args, **kwargs)
             self._store(node, step, outputs)
@@ -174,7 +176,7 @@ class _Run:
         if form == value.place:
             return value.part
         held_whole = isinstance(value.place, (Whole, Reduced))
-        if held_whole and (form == WHOLE or not (isinstance(form, Shard) or _may_have_gradient(node.meta["val"]))):
+        if held_whole and (form == WHOLE or not (isinstance(form, Shard) or node.meta["val"].is_differentiable)):
             return value.part
         if form not in value.forms:
             if isinstance(form, Shard) and value.place == WHOLE:
@@ -239,13 +241,21 @@ class _Run:
 
     def _result(self, output: fx.Node, place: Place) -> Any:
         value = self.values[output]
-        if value.place == REDUCED and place == WHOLE and _may_have_gradient(output.meta["val"]):
-            return convert(value.part, REDUCED, WHOLE, self.axis, self.cut)
+        if value.place == REDUCED and place == WHOLE:
+            if output.meta["val"].is_differentiable:
+                return convert(value.part, REDUCED, WHOLE, self.axis, self.cut)
+            return value.part.clone()  # of a parameter: what is computed without a gradient lies whole
         return self._in_form(output, place)
 
 
 def _is_split(step: Step) -> bool:
     return any(not isinstance(operand.place, (Whole, Reduced)) for operand in step.operands)
+
+
+def _is_reduced(step: Step) -> bool:
+    """Whether an op is computed of a value whose gradient is wanted as partial sums."""
+    free = step.decision.varying or step.decision.of_shapes
+    return not free and any(isinstance(operand.place, Reduced) for operand in step.operands)
 
 
 def _results(node: fx.Node) -> list[Aval]:
@@ -268,15 +278,11 @@ def _whole(step: Step) -> Decision:
 _REPLICATED = Rule(decide=_whole)
 
 
-def _may_have_gradient(aval: Aval) -> bool:
-    return aval.dtype.is_floating_point or aval.dtype.is_complex
-
-
 def _over_ranks(extremum: str, part: torch.Tensor, axis: str) -> torch.Tensor:
     """The maximum (minimum) over ranks, its gradient shared evenly by the ranks that hold it."""
     combine = fp.pmax if extremum == "pmax" else fp.pmin
     best = combine(part.detach(), axis)
-    if not _may_have_gradient(Aval(tuple(part.shape), part.dtype)):
+    if not is_trained(part):
         return best
     holds = part == best
     share = holds.to(part.dtype) / fp.pvary(fp.psum(holds.to(part.dtype), axis), axis)

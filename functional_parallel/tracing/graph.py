@@ -67,6 +67,10 @@ class Aval:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
+    @property
+    def is_differentiable(self) -> bool:
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("torch.").replace("float", "f").replace("bf16", "bf16").replace("int", "i")
         return f"{name}[{', '.join(map(str, self.shape))}]"

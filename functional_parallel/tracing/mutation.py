@@ -153,8 +153,7 @@ def _with_history(recording: Recorder, old: fx.Node, new: fx.Node) -> fx.Node:
 
 
 def _loses_history(old: fx.Node, new: fx.Node) -> bool:
-    dtype = old.meta["val"].dtype
-    has_any = old.op != "get_attr" and not old.meta["no_grad"] and (dtype.is_floating_point or dtype.is_complex)
+    has_any = old.op != "get_attr" and not old.meta["no_grad"] and old.meta["val"].is_differentiable
     return has_any and bool(new.meta["no_grad"])
 
 

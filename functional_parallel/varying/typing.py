@@ -53,7 +53,7 @@ class Typing:
 
     def _infer(self, node: fx.Node) -> Type:
         if node.target is operator.getitem:
-            return type_of(node.args[0])
+            return _of_gradient(node, type_of(node.args[0]))
         if (primitive := primitive_name(node)) is not None:
             return self._primitive(primitive, node)
         if node.target in _OF_THE_SECOND:
@@ -69,7 +69,7 @@ class Typing:
             states[axis] = self._union(node, axis, held)
             mixed |= any(state is not states[axis] for state in held)
         node.meta["implicit_cast"] = mixed and not casts_are_explicit()
-        return Type(states)
+        return _of_gradient(node, Type(states))
 
     def _primitive(self, name: str, node: fx.Node) -> Type:
         params = named_arguments(node.target, node.args, node.kwargs)
@@ -119,6 +119,14 @@ def type_of(node: Any) -> Type:
     return node.meta.get("type", Type())
 
 
+def _of_gradient(node: fx.Node, found: Type) -> Type:
+    """Numbers that have no gradient do not want one as partial sums: they are the same on all ranks, and no more."""
+    value = node.meta["val"]
+    if _R not in found.values() or isinstance(value, tuple) or value.is_differentiable:
+        return found
+    return Type({axis: _I if state is _R else state for axis, state in found.items()})
+
+
 def casts_of(node: fx.Node) -> list[tuple[int, str, State, State]]:
     """The casts an ordinary op implies: (operand, axis, from, to), where an operand's state is not the op's."""
     result = type_of(node)
@@ -127,6 +135,8 @@ def casts_of(node: fx.Node) -> list[tuple[int, str, State, State]]:
         held = type_of(operand)
         for axis in result:
             target = _R if result[axis] is _U and held[axis] is _I and not _is_zero(operand) else result[axis]
+            if (held[axis], target) == (_R, _I):
+                continue  # of a result without a gradient
             if held[axis] is not target and target is not _U:
                 casts.append((index, axis, held[axis], target))
     return casts

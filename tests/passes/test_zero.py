@@ -98,6 +98,35 @@ def test_what_is_picked_from_a_parameter(name: str, stage: int) -> None:
     assert step.program.counts().get(("psum_scatter", ("data",)), 0) == (stage == 3)
 
 
+#: results of the parameters alone, or of their shapes, that have no gradient
+WITHOUT_GRADIENT = {
+    "count": lambda p: (p["w"] > 0).sum(),
+    "maximum and where": lambda p: p["w"].max(0),
+    "an integer of them": lambda p: p["steps"],
+    "integers back": lambda p: p["w"].long().double(),
+    "chosen": lambda p: torch.where(p["w"] > 0, p["w"], 0) * p["steps"],
+    "draws": lambda p: fp.random.normal(fp.random.key(0), p["w"]),
+    "draws, mapped": lambda p: torch.vmap(lambda key: fp.random.uniform(key, p["w"]))(torch.arange(3)),
+    "new": lambda p: p["w"].new_full((2,), 3.0),
+}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", WITHOUT_GRADIENT)
+def test_what_has_no_gradient_is_no_partial_sum(name: str, stage: int) -> None:
+    f, params = WITHOUT_GRADIENT[name], {"w": torch.arange(-5.0, 7.0).reshape(4, 3), "steps": torch.arange(3)}
+    plan, mesh = fp.zero(stage, "data"), Mesh(data=2)
+    found = fp.compile(plan(lambda p, x: f(p)), mesh)(params, torch.zeros(2))
+    torch.testing.assert_close(tuple(optree.tree_leaves(found)), tuple(optree.tree_leaves(f(params))), rtol=0, atol=0)
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return sum(leaf.double().sum() for leaf in optree.tree_leaves(f(p))) + (p["w"] * x.sum()).sum()
+
+    x = torch.arange(2.0)
+    found, wanted = fp.compile(fp.grad(plan(loss)), mesh)(params, x), fp.grad(loss)(params, x)
+    assert torch.equal(found["w"], wanted["w"]) and found["steps"] is None
+
+
 def test_shard_over_one_axis_and_replicate_over_another() -> None:
     """HSDP in two words; the same bits as its own two-level sum with nothing sharded."""
     mesh = Mesh(replica=2, shard=2)

@@ -167,6 +167,40 @@ def test_fused_dims_draw_by_their_place_in_the_whole() -> None:
     fp.testing.assert_equivalent(f, plan, Mesh(tensor=2), torch.ones(12, dtype=torch.float64), exact=True)
 
 
+MAPPED = {
+    "keys": (P("data"), P()),
+    "keys and rows": (P("data"), P("data")),
+    "rows": (P(), P("data")),
+    "columns": (P(), P(None, "data")),
+    "nothing": (P(), P()),
+}
+
+
+@pytest.mark.parametrize("split", MAPPED)
+def test_draws_mapped_over_keys(split: str) -> None:
+    """One op for all of them, however its operands lie; torch would call an op without a rule once per key."""
+    keys = torch.stack([fp.random.fold_in(KEY, number) for number in range(4)])
+    like = torch.zeros(6, 2, dtype=torch.float64)
+
+    def draws(keys: Tensor, like: Tensor) -> Tensor:
+        return torch.func.vmap(fp.random.normal, (0, None))(keys, like)
+
+    wanted = torch.stack([fp.random.normal(key, like) for key in keys])
+    assert torch.equal(draws(keys, like), wanted)
+    step = fp.compile(fp.partition(draws, "data", MAPPED[split], parameters=None), Mesh(data=2))
+    assert torch.equal(step(keys, like), wanted)
+    twice = torch.func.vmap(lambda rows, own: draws(own, rows), (0, None))
+    assert torch.equal(twice(like[None].expand(3, 6, 2), keys), wanted.expand(3, 4, 6, 2))
+    assert torch.equal(torch.func.vmap(twice, (None, 0))(like[None], keys[:, None])[:, 0], wanted[:, None])
+    ambient = torch.func.vmap(lambda row: fp.random.uniform(KEY, row))(like)
+    assert torch.equal(ambient, fp.random.uniform(KEY, like[0]).expand(6, 2)), "one key, the same numbers"
+
+
+def test_a_draw_takes_one_key() -> None:
+    with pytest.raises(ValueError, match=r"takes one key, a scalar, not \(3,\): map over keys by torch.func.vmap"):
+        fp.random.uniform(torch.arange(3), torch.zeros(3))
+
+
 class Dropped(torch.nn.Module):
     """One of torch's dropouts behind a linear layer."""
 

@@ -26,7 +26,7 @@ def _decide_like(step: Step) -> Decision:
 
 def _decide_new(step: Step) -> Decision:
     """`x.new_zeros(shape)`: only dtype and device are asked for."""
-    return Decision((step.operands[0].place,), (WHOLE,))
+    return Decision((step.operands[0].place,), (WHOLE,), of_shapes=True)
 
 
 _MAKERS = {
