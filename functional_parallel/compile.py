@@ -18,7 +18,7 @@ from .local_function import LocalFunction, PyTree, layout_of
 from .pipelines import PipelineError
 from .runtime import PipelineRuntime, check_backend, default_runtime
 from .source import current_source
-from .staging import LayoutError, Staged, stage
+from .staging import LayoutError, Staged, call_region, stage
 from .tracing.record import recorder
 
 __all__ = ["Compiled", "compile", "runtime_of", "shard_map"]
@@ -107,7 +107,8 @@ def shard_map(
         out_specs: specs of the results.
 
     Returns:
-        A function of whole tensors; torch.func's transforms apply to it.
+        A function of whole tensors; torch.func's transforms apply to it. In a plan's function, or a body, it is a part
+        of that, over axes that are not split there: slices are taken and results gathered.
 
     Raises:
         LayoutError: when specs or mesh are missing.
@@ -150,13 +151,19 @@ class Compiled:
 
     def __call__(self, *args: PyTree, **named: PyTree) -> PyTree:
         if recorder() is not None:
+            return self._inside(self._by_place(args, named))
+        staged, tensors = self._stage(self._by_place(args, named))
+        result = staged.unflatten(runtime_of(self.mesh, self.f).run_whole(staged.program, tensors))
+        return result if self._stacks is None else self._stacks.restack_all(result)
+
+    def _inside(self, args: tuple[PyTree, ...]) -> PyTree:
+        """Called in a trace, a bare function is a part of it; what has a plan of its own is not."""
+        if isinstance(self.f, LocalFunction):
             raise LayoutError(
                 f"{current_source() or 'a call'}: {self!r} is called inside a function that is being traced, where "
                 "every rank would run the program of all ranks; call there what it was compiled from, its `.f`"
             )
-        staged, tensors = self._stage(self._by_place(args, named))
-        result = staged.unflatten(runtime_of(self.mesh, self.f).run_whole(staged.program, tensors))
-        return result if self._stacks is None else self._stacks.restack_all(result)
+        return call_region(self.f, self.mesh, self._in_specs, self._out_specs, self.name, args)
 
     @property
     def _stacks(self) -> Any:

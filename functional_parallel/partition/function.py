@@ -33,7 +33,7 @@ from .placement import REDUCED, WHOLE, Place, Shard
 from .prepare import prepare
 from .run import PartitionError, run_partitioned
 
-__all__ = ["partition"]
+__all__ = ["partition", "place_of"]
 
 Specs = Callable[[tuple[PyTree, ...]], tuple[SpecTree, ...]]
 
@@ -128,7 +128,7 @@ class _Partition:
         cut = axis_parts(self.axis)
         specs = self._leaf_specs(args)
         leaves, tree = optree.tree_flatten(args)
-        places = [_place(spec, self.axis, self.inner.axes) for spec in specs]
+        places = [place_of(spec, self.axis, self.inner.axes) for spec in specs]
         leaves, places = self._gather(args, leaves, places, specs, cut)
         tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         entry = self._entry(leaves, tree, tensors, places, cut)
@@ -175,7 +175,7 @@ class _Partition:
             return None
         outputs = optree.tree_unflatten(entry.out_tree, entry.traced.outputs)
         specs = optree.tree_leaves(broadcast_specs(self.out_specs, outputs))
-        return [_place(spec, self.axis, self.inner.axes) for spec in specs]
+        return [place_of(spec, self.axis, self.inner.axes) for spec in specs]
 
     # --- tracing ---
 
@@ -234,8 +234,14 @@ def _trimmed(x: torch.Tensor, spec: P) -> torch.Tensor:
     return x
 
 
-def _place(spec: P, axis: str, inner: Sequence[str]) -> Place:
-    """Where a spec puts a value on one axis, in a view that is local to the inner axes already."""
+def place_of(spec: P, axis: str, inner: Sequence[str]) -> Place:
+    """Where a spec puts a value on one axis, in a view that is local to the inner axes already.
+
+    Args:
+        spec: how the value lies.
+        axis: the axis.
+        inner: the axes that the view is local to.
+    """
     if axis in spec.reduced:
         return REDUCED
     if axis not in spec.axes:
@@ -283,6 +289,6 @@ def _merge_trees(before: SpecTree, own: SpecTree, axis: str, inner: Sequence[str
         if a.axes <= b.axes:
             return b.only(keep)
         mine = b.only({axis})
-        return _with_place(a, _place(mine, axis, ()), axis, mine.padded)
+        return _with_place(a, place_of(mine, axis, ()), axis, mine.padded)
 
     return optree.tree_map(merge, before, own)

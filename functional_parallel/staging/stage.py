@@ -28,7 +28,7 @@ from .leftovers import leaving_nothing
 from .microbatches import local_aval, parts_of
 from .rewrite import Watch, rewrite
 
-__all__ = ["UNCHECKED", "LayoutError", "OutSpecError", "Staged", "stage"]
+__all__ = ["UNCHECKED", "LayoutError", "OutSpecError", "Staged", "mismatch", "per_argument", "stage"]
 
 _V, _I, _U = State.VARYING, State.INVARIANT, State.UNREDUCED
 
@@ -91,7 +91,7 @@ def stage(
     layout = layout_of(f)
     wide = layout.mesh(mesh)
     with bind(wide.shape, None):
-        specs = layout.arguments(args) if isinstance(f, LocalFunction) else _per_argument(in_specs, args)
+        specs = layout.arguments(args) if isinstance(f, LocalFunction) else per_argument(in_specs, args)
         full = tuple(broadcast_specs(spec, arg) for spec, arg in zip(specs, args, strict=True))
         parts = parts_of(args, full, wide, layout.virtual_sizes(mesh))
         flat = _Flat(f, args, full, out_specs, name)
@@ -123,7 +123,7 @@ def stage(
         backend=backend,
     )
     if out_specs is not UNCHECKED:
-        _check_results(program, types)
+        _check_results(program, types, layout.axes if isinstance(f, LocalFunction) else wide.axis_names)
     rewritten = rewrite(program, layout, parts, bucket, donate, without, watch)
     _settle(rewritten)
     return Staged(rewritten, flat.out_tree, flat.outputs, assumptions)
@@ -228,19 +228,28 @@ def _settle(rewritten: Any) -> None:
 # -----------------------------------------------------------------------------
 
 
-def _check_results(program: Program, types: list[Type]) -> None:
+def _check_results(program: Program, types: list[Type], known: Collection[str]) -> None:
     """A result's type is what its spec says: no less, or ranks disagree; no more, or copies are taken for shards."""
     wrong = []
     for held, spec, path in zip(types, program.out_specs, program.out_paths, strict=True):
         wanted = declared_type(spec)
         for axis in sorted({*held, *wanted}):
             if held[axis] is not wanted[axis]:
-                wrong.append(f"  {path or 'the result'}: {_mismatch(axis, held[axis], wanted[axis], spec)}")
+                wrong.append(f"  {path or 'the result'}: {mismatch(axis, held[axis], wanted[axis], spec)}")
+                if (held[axis], wanted[axis]) == (_V, _I) and axis not in known:
+                    wrong.append(_BY_HAND.format(axis=axis))
     if wrong:
         raise OutSpecError(f"{program.name}: results do not lie as out_specs say:\n" + "\n".join(wrong))
 
 
-def _mismatch(axis: str, held: State, wanted: State, spec: P) -> str:
+_BY_HAND = (
+    "    no transform splits over {axis!r}, so collectives over it were written by hand; what a gradient lacks then "
+    "is fp.pvary(x, {axis!r}) on what meets a value that varies; in an fp.shard_map that the plan calls it is implied"
+)
+
+
+def mismatch(axis: str, held: State, wanted: State, spec: P) -> str:
+    """What is wrong with a result that is in one state along an axis, and shall be in another; and the way out."""
     fixes = {
         (_V, _I): f"differs by rank along {axis!r}, but {spec!r} says that all ranks hold the same; "
         f"a missing psum? write fp.psum(x, {axis!r}) or mention {axis!r} in the spec",
@@ -252,7 +261,8 @@ def _mismatch(axis: str, held: State, wanted: State, spec: P) -> str:
     return fixes.get((held, wanted), f"is {held} along {axis!r}, but {spec!r} says {wanted}")
 
 
-def _per_argument(specs: Any, args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
+def per_argument(specs: Any, args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
+    """The specs of each argument; what is no tuple is those of one argument."""
     given = specs if isinstance(specs, tuple) else (specs,)
     if len(given) != len(args):
         raise LayoutError(f"in_specs has {len(given)} entries for {len(args)} arguments; give one per argument")

@@ -202,7 +202,7 @@ class Recorder(_torch.TorchDispatchMode):
         self.traced.captured.append(tensor)
         self.traced.captured_inputs.append(node)
         if self.outer is not None:
-            node.meta["type"] = self.outer.node_of(tensor).meta.get("type")
+            node.meta.update({key: value for key, value in self.outer.node_of(tensor).meta.items() if key == "type"})
         return node
 
     def _at_front(self, create: Callable[[], fx.Node]) -> fx.Node:
