@@ -12,6 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -59,6 +60,7 @@ __all__ = [
     "innermost",
     "is_above_autograd",
     "is_all_true",
+    "is_composite",
     "is_functorch_wrapped",
     "is_inside_transform",
     "mapped_dims",
@@ -251,6 +253,12 @@ def has_derivative(op: torch._ops.OpOverload) -> bool:
     names = ("Autograd", "AutogradCPU", "AutogradCUDA", "AutogradOther", "CompositeImplicitAutograd")
     keys = (getattr(torch._C.DispatchKey, name) for name in names)
     return op.namespace in ("aten", "prims") or any(map(op.has_kernel_for_dispatch_key, keys))
+
+
+@lru_cache(maxsize=4096)
+def is_composite(op: torch._ops.OpOverload) -> bool:
+    """Whether one of torch's ops is made of others alone; called beneath autograd, nobody has taken it apart yet."""
+    return op.namespace == "aten" and op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
 def _taken(op: torch._ops.OpOverload) -> list[tuple[str, str]]:

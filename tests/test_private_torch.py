@@ -56,6 +56,15 @@ def test_modes_can_be_set_aside() -> None:
         assert _torch.dispatch_modes() == [mode]
 
 
+def test_an_op_may_be_made_of_others() -> None:
+    composite = [aten.matmul.default, aten.linear.default, aten.broadcast_tensors.default]
+    assert all(map(_torch.is_composite, composite))
+    assert not any(map(_torch.is_composite, [aten.mm.default, aten.add.Tensor, aten.view.default]))
+    with Count() as mode:
+        aten.matmul.default.decompose(torch.ones(2, 3), torch.ones(3, 2))
+    assert aten.mm.default in mode.seen
+
+
 def test_functions_are_not_seen_where_what_sees_them_is_set_aside() -> None:
     class Seen(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]

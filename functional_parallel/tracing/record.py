@@ -30,6 +30,7 @@ from ..collectives.axes import staging
 from ..collectives.grad_mode import called_without_gradients
 from ..source import current_source, raising_source, region, stages
 from .aliases import Aliases
+from .control_flow import unrolled
 from .errors import CustomFunctionError, TracingError
 from .graph import Aval, Traced, aval_of, named_arguments, walk_args
 from .intercept import Interception, replacement_of
@@ -125,6 +126,8 @@ def recorder() -> Recorder | None:
 class Recorder(_torch.TorchDispatchMode):
     """The dispatch mode that writes the graph."""
 
+    supports_higher_order_operators = True
+
     def __init__(
         self,
         fake_mode: _torch.FakeTensorMode,
@@ -213,6 +216,8 @@ class Recorder(_torch.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):
+            return unrolled(self, func, args, kwargs)
         guards.check_op(func)
         replacement = replacement_of(func)
         if replacement is not None:
@@ -220,6 +225,9 @@ class Recorder(_torch.TorchDispatchMode):
                 result = replacement(*args, **kwargs)
             if result is not NotImplemented:
                 return result
+        if _torch.is_composite(func):
+            with self:
+                return func.decompose(*args, **kwargs)
         _refuse_foreign_draws(func, args, kwargs)
         if func is aten.lift_fresh.default and not isinstance(args[0], _torch.FakeTensor):
             return self._lift(func, args[0])

@@ -1,0 +1,81 @@
+"""torch's control flow in a trace, a straight line: loops are unrolled, and a branch is chosen if it is known.
+
+What it depends on must be known in the trace: the length of what `scan` goes over, the counter of a `while_loop`, a
+predicate that no argument takes part in. Else the way out is to compute both sides, or a fixed number of rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..source import current_source
+from .errors import TracingError
+from .known import plainly, value_of
+
+if TYPE_CHECKING:
+    from .record import Recorder
+
+__all__ = ["unrolled"]
+
+Branch = Callable[..., Any]
+
+
+def unrolled(recording: Recorder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Record what a higher-order op computes.
+
+    Raises:
+        TracingError: when that depends on values that the trace does not have, or the op is another.
+    """
+    rules: dict[str, Branch] = {"cond": _cond, "while_loop": _while_loop, "scan": _scan}
+    rule = rules.get(op.name())
+    if rule is None:
+        raise TracingError(
+            f"{current_source() or 'the function'}: torch's higher-order op {op.name()} is not traced; write what it "
+            "does with torch's own ops: Python's loops and branches are run by the trace"
+        )
+    with recording:
+        return rule(recording, *args, **kwargs)
+
+
+def _cond(recording: Recorder, pred: Any, true_fn: Branch, false_fn: Branch, operands: Sequence[Any] = ()) -> Any:
+    known = _truth(
+        recording, pred, "the branch of torch.cond", "compute both and choose, torch.where(pred, on_true, on_false)"
+    )
+    return (true_fn if known else false_fn)(*operands)
+
+
+def _while_loop(
+    recording: Recorder, cond_fn: Branch, body_fn: Branch, carried: Sequence[Any], additional: Sequence[Any] = ()
+) -> tuple[Any, ...]:
+    values = tuple(carried)
+    advice = "run a fixed number of rounds, and keep what is done by torch.where(done, old, new)"
+    while _truth(recording, cond_fn(*values, *additional), "the end of torch's while_loop", advice):
+        values = tuple(body_fn(*values, *additional))
+    return values
+
+
+def _scan(
+    recording: Recorder, combine_fn: Branch, init: Sequence[Any], xs: Sequence[Any], additional: Sequence[Any] = ()
+) -> tuple[Any, ...]:
+    carry, rows = list(init), []
+    for row in zip(*(x.unbind(0) for x in xs), strict=True):
+        results = combine_fn(*carry, *row, *additional)
+        carry = list(results[: len(init)])
+        rows.append(results[len(init) :])
+    return (*carry, *(torch.stack(column) for column in zip(*rows, strict=True)))
+
+
+def _truth(recording: Recorder, value: Any, what: str, advice: str) -> bool:
+    if isinstance(value, (tuple, list)):
+        (value,) = value
+    known = value_of(recording, value) if isinstance(value, torch.Tensor) else value
+    if known is None:
+        raise TracingError(
+            f"{current_source() or 'the function'}: {what} depends on values, which a traced function does not have; "
+            f"{advice}"
+        )
+    with plainly():
+        return bool(known)
