@@ -11,7 +11,8 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import timedelta
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -71,6 +72,7 @@ __all__ = [
     "onednn_mm",
     "reads_no_memory",
     "stride_free",
+    "timeout_of_all_ranks",
     "under_transforms",
     "unlogged_fakes",
     "without_constant",
@@ -438,6 +440,16 @@ class _Checkpoints:
 
 
 _checkpoints = _Checkpoints()
+
+
+def timeout_of_all_ranks() -> timedelta | None:
+    """After how long collectives of the process group of all ranks fail; None where its backend does not say."""
+    world = torch.distributed.group.WORLD
+    assert world is not None, "nobody has initialised torch.distributed"
+    for device in ("cpu", "cuda"):
+        with suppress(RuntimeError, AttributeError):  # no backend for this device, or one without options, as mpi
+            return world._get_backend(torch.device(device)).options._timeout  # type: ignore[no-any-return]
+    return None
 
 
 def compile_by_inductor(

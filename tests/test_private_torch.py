@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -457,3 +458,12 @@ def test_attention_runs_on_rows_in_pieces() -> None:
     whole, _ = op(*[q.contiguous()] * 3)
     found, _ = _torch.stride_free(op)(q, q, q)
     assert torch.equal(found, whole)
+
+
+def test_the_timeout_of_all_ranks_is_told() -> None:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=77))
+    try:
+        assert _torch.timeout_of_all_ranks() == timedelta(seconds=77)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -2,13 +2,14 @@
 
 from .algorithms import OutOfStepError
 from .default import default_runtime, is_main_rank, use_runtime
-from .handles import Placed, own, storages
+from .handles import Placed, own, storages, who_holds
 from .inductor import BackendError, check_backend
 from .on_sizes import pipeline_memory
 from .pending import CollectiveError
 from .pipelined import PipelineRuntime
 from .processes import DifferentInputsError, DifferentProgramsError, ProcessRuntime
 from .simulated import SimulatedRuntime
+from .turn import OverlapError
 
 __all__ = [
     "BackendError",
@@ -16,6 +17,7 @@ __all__ = [
     "DifferentInputsError",
     "DifferentProgramsError",
     "OutOfStepError",
+    "OverlapError",
     "PipelineRuntime",
     "Placed",
     "ProcessRuntime",
@@ -27,4 +29,5 @@ __all__ = [
     "pipeline_memory",
     "storages",
     "use_runtime",
+    "who_holds",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 import torch.distributed as dist
@@ -10,13 +11,22 @@ import torch.distributed as dist
 from sharding_specs import Mesh
 
 from .. import _torch
+from .pending import CollectiveError
 from .processes import ProcessRuntime
 from .simulated import SimulatedRuntime
 
 __all__ = ["default_runtime", "is_main_rank", "use_runtime"]
 
 _chosen: dict[Mesh, Any] = {}
-_made: dict[tuple[Mesh, str], Any] = {}
+_made: dict[tuple[Mesh, str], tuple[Any, Any]] = {}  # a runtime, and the process group that it was made on
+
+# Who starts several processes, and how many: torchrun's own variables, and those that others set in their place.
+_LAUNCHERS = {
+    "WORLD_SIZE": "a launcher",
+    "OMPI_COMM_WORLD_SIZE": "mpirun",
+    "PMI_SIZE": "mpirun",
+    "SLURM_STEP_NUM_TASKS": "srun",
+}
 
 
 def default_runtime(mesh: Mesh, reduction: str = "fast") -> Any:
@@ -29,14 +39,23 @@ def default_runtime(mesh: Mesh, reduction: str = "fast") -> Any:
     Args:
         mesh: its size must be the number of processes, if there are several.
         reduction: "fast", the backend's own sums, or "ordered", sums in rank order, as simulated ranks always add.
+
+    Raises:
+        CollectiveError: when the processes were let go, by `destroy_process_group`, since the mesh was used.
     """
     if mesh in _chosen:
         return _chosen[mesh]
-    if (mesh, reduction) not in _made:
+    runtime, world = _made.get((mesh, reduction), (None, None))
+    if runtime is None or world is not _world():
+        if world is not None and _world() is None:
+            raise CollectiveError(
+                f"{mesh!r} lay on processes that torch.distributed.destroy_process_group() has let go: call it after "
+                "the last step, train.params and train.whole, or torch.distributed.init_process_group once more"
+            )
         with _torch.apart_from_transforms():  # a program may be called there for the first time
-            made = ProcessRuntime(mesh, reduction=reduction) if _is_launched() else SimulatedRuntime(mesh)
-        _made[mesh, reduction] = made
-    return _made[mesh, reduction]
+            runtime = ProcessRuntime(mesh, reduction=reduction) if _is_launched() else _simulated(mesh)
+        _made[mesh, reduction] = (runtime, _world())
+    return runtime
 
 
 def use_runtime(runtime: Any) -> None:
@@ -58,6 +77,30 @@ def is_main_rank() -> bool:
     return int(os.environ.get("RANK", "0")) == 0 if not dist.is_initialized() else dist.get_rank() == 0
 
 
+def _world() -> Any:
+    """The process group of all ranks, another one whenever processes are initialised anew; None while there is none."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
 def _is_launched() -> bool:
     under_launcher = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
     return dist.is_available() and (dist.is_initialized() or under_launcher)
+
+
+def _simulated(mesh: Mesh) -> SimulatedRuntime:
+    """All ranks here; several processes that each simulate all of them are hardly what somebody wants."""
+    sizes = {name: os.environ[name] for name in _LAUNCHERS if os.environ.get(name, "1") not in ("", "1")}
+    if "RANK" not in os.environ:
+        sizes.pop("WORLD_SIZE", None)  # says nothing by itself
+    if mesh.size > 1 and sizes:
+        name, size = next(iter(sizes.items()))
+        missing = [each for each in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if each not in os.environ]
+        warnings.warn(
+            f"this looks like one of {size} processes that {_LAUNCHERS[name]} started ({name}={size}), yet it "
+            f"simulates all {mesh.size} ranks of {mesh!r} by itself, and so will the others: the environment lacks "
+            f"{', '.join(missing)}, and nobody has called torch.distributed.init_process_group. Start with torchrun, "
+            "or do either before the mesh is first used",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return SimulatedRuntime(mesh)

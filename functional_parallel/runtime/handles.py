@@ -10,7 +10,7 @@ import torch
 from .. import _torch
 from ..tracing import Aval
 
-__all__ = ["Placed", "own", "storages"]
+__all__ = ["Placed", "own", "storages", "who_holds"]
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +40,16 @@ def storages(*values: Any) -> set[int]:
         elif isinstance(value, Placed):
             found |= storages(*value.parts.values())
     return found
+
+
+def who_holds(handle: Any) -> str:
+    """Where a handle's parts are: with "simulated ranks", or "real processes".
+
+    >>> who_holds([torch.ones(2), torch.zeros(2)])
+    'simulated ranks'
+    """
+    part = next(iter(handle.parts.values()), None) if isinstance(handle, Placed) else handle
+    return "simulated ranks" if isinstance(part, list) else "real processes"
 
 
 def own(handle: Any, taken: set[int]) -> Any:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from .. import _torch
 from .algorithms import Doing, OutOfStepError
 from .pending import CollectiveError
+from .turn import Turn
 
 __all__ = ["Meeting"]
 
@@ -27,10 +28,11 @@ class Meeting:
     Args:
         timeout: how long a rank waits for the others.
         doing: what this rank is doing.
+        turn: held while this rank meets the others.
     """
 
-    def __init__(self, timeout: timedelta, doing: Doing) -> None:
-        self._doing = doing
+    def __init__(self, timeout: timedelta | None, doing: Doing, turn: Turn) -> None:
+        self._doing, self._turn = doing, turn
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         on_devices = str(dist.get_backend()) == "nccl"
         backend = "gloo" if on_devices and dist.is_gloo_available() else None
@@ -52,6 +54,10 @@ class Meeting:
             OutOfStepError: on every rank, when they are about to do different things.
             CollectiveError: when a rank does not come.
         """
+        with self._turn:
+            return self._agree(doing, otherwise, number)
+
+    def _agree(self, doing: str, otherwise: str, number: int) -> int:
         mark = int.from_bytes(hashlib.blake2b(doing.encode(), digest_size=7).digest(), "big")
         self._comes("agrees with the others about what to do")
         found = torch.tensor([mark, -mark, number], dtype=torch.int64, device=self.device)
@@ -68,7 +74,7 @@ class Meeting:
         return int(largest)
 
     def _refuse(self, doing: str, otherwise: str) -> None:
-        plans = self.exchange(doing, "to say what it does")
+        plans = self._exchange(doing, "to say what it does")
         told = "; ".join(f"rank {plans.index(plan)} {plan}" for plan in dict.fromkeys(plans))
         raise OutOfStepError(f"rank {self.rank}: the ranks are about to do different things: {told}. {otherwise}")
 
@@ -78,6 +84,10 @@ class Meeting:
         Raises:
             CollectiveError: when a rank does not come.
         """
+        with self._turn:
+            return self._exchange(value, purpose)
+
+    def _exchange(self, value: Any, purpose: str) -> list[Any]:
         self._comes(f"meets the others {purpose}")
         values: list[Any] = [None] * self.size
         try:

@@ -47,7 +47,7 @@ class PipelineRuntime:
         self.mesh: Mesh = base.mesh
         self.size = self.mesh.axis_size(axis)
         self.carrier = None if alone else getattr(base, "carrier", None)
-        self.agree, self.exchange = base.agree, base.exchange
+        self.agree, self.exchange, self.holders = base.agree, base.exchange, base.holders
         own = None if self.carrier is None else self.mesh.coordinates(base.rank)[axis]
         self.ranks = tuple(range(self.size)) if own is None else (own,)
 
@@ -77,9 +77,10 @@ class PipelineRuntime:
         mine = placed.parts.get(self.ranks[0])
         if mine is None:
             mine = torch.empty(placed.aval.shape, dtype=placed.aval.dtype, device=self.base.device)
-        self.carrier.doing.begin(READS)
-        with self.carrier.bound():
-            return self.base.whole(self.carrier.pbroadcast(mine, (self.axis,), source), spec)
+        with self.base.turn, self.carrier.bound():
+            self.carrier.doing.begin(READS)
+            mine = self.carrier.pbroadcast(mine, (self.axis,), source)
+        return self.base.whole(mine, spec)
 
     def like(self, placed: Placed, spec: P) -> torch.Tensor:
         """A tensor of the whole shape, without memory for it."""
@@ -90,6 +91,10 @@ class PipelineRuntime:
     ) -> None:
         """Make sure that every rank was given the same whole tensors, or parts."""
         self.base.check_same(name, paths, tensors, parts)
+
+    def agree_on(self, program: PipelineProgram) -> None:
+        """Make sure, before its first run, that all ranks have the same program."""
+        self.base.agree_on(program)
 
     def _where_taken(self, holders: frozenset[int], x: torch.Tensor, spec: P) -> Placed:
         """A whole tensor, on the ranks of the pipeline that take it."""
@@ -122,10 +127,15 @@ class PipelineRuntime:
         """Run a pipeline on sharded inputs, made of a batch that every rank was given whole."""
         if self.carrier is None:
             return self._run(program, placed, self.base.run)
-        self.base.begin(program, batch)
+        self.base.agree_on(program)
         _refuse_derivatives([part for each in placed for part in each.parts.values()])
-        with self.carrier.bound(), torch.no_grad():  # this and what follows once for all programs of the step
-            return self._run(program, placed, self.base.run_plain)
+        with self.base.turn, self.carrier.bound(), torch.no_grad():  # once for all programs of the step
+            self.base.begin(program, batch)
+            results = self._run(program, placed, self.base.run_plain)
+        if program.events is not None:
+            everywhere = self.base.exchange(program.events, "to compare times")
+            program.events[:] = [event for events in everywhere for event in events]
+        return results
 
     def _run(self, program: PipelineProgram, placed: Sequence[Placed], run: Run) -> list[Placed]:
         self._give_up(program, placed)
@@ -148,10 +158,6 @@ class PipelineRuntime:
             self._in_lockstep(program, workers)
         else:
             self._as_one_rank(program, workers[self.ranks[0]])
-            if program.events is not None:
-                program.events[:] = [
-                    event for events in self.base.exchange(program.events, "to compare times") for event in events
-                ]
 
     def _give_up(self, program: PipelineProgram, placed: Sequence[Placed]) -> None:
         """Of what a step may write into, drop the copies that no rank will hold, and give each rank one of its own."""

@@ -31,8 +31,12 @@ from .meeting import Meeting
 from .one_rank import OneRank
 from .pending import CollectiveError
 from .process_carrier import ProcessCarrier
+from .turn import Turn
 
 __all__ = ["DifferentInputsError", "DifferentProgramsError", "ProcessRuntime"]
+
+
+_SECONDS = 600.0
 
 
 class DifferentProgramsError(RuntimeError):
@@ -48,7 +52,8 @@ class ProcessRuntime:
 
     Args:
         mesh: as many ranks as processes. The process group is made from the launcher's environment if nobody made it.
-        timeout: seconds after which a collective that some rank does not come to fails.
+        timeout: seconds after which a collective that some rank does not come to fails; None is the process group's own
+            where somebody else made it, else 600.
         reduction: "fast" (any order) or "ordered" (in rank order, bit-equal to simulated ranks).
         algorithm: how collectives travel on gloo, as in `ProcessCarrier`.
 
@@ -57,15 +62,16 @@ class ProcessRuntime:
         CollectiveError: when they do not find each other.
     """
 
+    holders = "real processes"
+
     def __init__(
-        self, mesh: Mesh, *, timeout: float = 600.0, reduction: str = "fast", algorithm: str | None = None
+        self, mesh: Mesh, *, timeout: float | None = None, reduction: str = "fast", algorithm: str | None = None
     ) -> None:
-        _initialise(timeout)
-        self.mesh = mesh
-        self.carrier = ProcessCarrier(
-            mesh, reduction=reduction, timeout=timedelta(seconds=timeout), algorithm=algorithm
-        )
-        self.rank, self._meeting = self.carrier.rank, Meeting(timedelta(seconds=timeout), self.carrier.doing)
+        _initialise(_SECONDS if timeout is None else timeout)
+        limit = _torch.timeout_of_all_ranks() if timeout is None else timedelta(seconds=timeout)
+        self.mesh, self.turn = mesh, Turn()
+        self.carrier = ProcessCarrier(mesh, reduction=reduction, timeout=limit, algorithm=algorithm)
+        self.rank, self._meeting = self.carrier.rank, Meeting(limit, self.carrier.doing, self.turn)
         self.agree, self.exchange = self._meeting.agree, self._meeting.exchange
         self.device = torch.device("cuda", torch.cuda.current_device()) if _uses_nccl() else torch.device("cpu")
 
@@ -97,12 +103,12 @@ class ProcessRuntime:
         placements = sorted(spec.placements(self.mesh), key=lambda placement: placement.outer)
         split = [placement for placement in placements if self.mesh.axis_size(placement.axis) > 1]
         if split or spec.unreduced:
-            self.carrier.doing.begin(READS)
-        with self.carrier.bound():
-            if spec.unreduced:
-                handle = emit("psum", handle, tuple(sorted(spec.unreduced)), "unreduced")
-            for axis, dim, outer in split:
-                handle = convert(handle, Shard(dim, outer), WHOLE, axis, Parts.of(self.mesh.axis_size(axis)))
+            with self.turn, self.carrier.bound():
+                self.carrier.doing.begin(READS)
+                if spec.unreduced:
+                    handle = emit("psum", handle, tuple(sorted(spec.unreduced)), "unreduced")
+                for axis, dim, outer in split:
+                    handle = convert(handle, Shard(dim, outer), WHOLE, axis, Parts.of(self.mesh.axis_size(axis)))
         for dim, size in spec.padded.items():
             handle = handle.narrow(dim, 0, size)
         return handle
@@ -127,20 +133,20 @@ class ProcessRuntime:
             handles: this rank's parts.
             batch: what every rank was given whole, where it was.
         """
-        self.begin(program, batch)
-        with self.carrier.bound():
+        self.agree_on(program)
+        with self.turn, self.carrier.bound():
+            self.begin(program, batch)
             if _torch.holds_levels(handles):
                 return run_typed(program.traced, handles)
             with torch.no_grad():
                 return self.run_plain(program, handles)
 
     def begin(self, program: Program, batch: Sequence[torch.Tensor] = ()) -> None:
-        """Say that this rank runs a program from now on, after all have agreed that it is the same.
+        """Say that this rank runs a program from now on, of which all have agreed that it is the same.
 
         A few values of the batch, of what lies in main memory, are part of what it says: that takes microseconds, so
         every step can.
         """
-        self.agree_on(program)
         values = 0
         if self.mesh.size > 1 and not _torch.holds_levels(batch):
             values = sum(glance(x) for x in batch if x.device.type == "cpu")
@@ -148,9 +154,10 @@ class ProcessRuntime:
 
     def run_plain(self, program: Program, handles: list[torch.Tensor]) -> list[torch.Tensor]:
         """The same where ranks agree, axes are bound, and nothing differentiates: one of many programs of a step."""
-        if "process" not in program.cache:
-            program.cache["process"] = OneRank(program, self.carrier).function()
-        return program.cache["process"](handles)
+        made = program.cache.get("process")
+        if made is None or made[0] is not self.carrier:  # as after another init_process_group
+            made = program.cache["process"] = (self.carrier, OneRank(program, self.carrier).function())
+        return made[1](handles)
 
     def run_whole(self, program: Program, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run a program on whole tensors, the same on every rank, and return whole results."""
@@ -175,13 +182,13 @@ class ProcessRuntime:
 
     def agree_on(self, program: Program) -> None:
         """Make sure, before its first run, that all ranks have the same program."""
-        if "doing" in program.cache:
+        if "doing" in program.cache and program.cache.setdefault("agreed", self.carrier) is self.carrier:
             return
         mine = program.fingerprint()
         all_prints = self.exchange(mine, "to compare programs")
         if len(set(all_prints)) > 1:
             self._refuse(program, all_prints)
-        program.cache["doing"] = f"runs {program.name} ({mine[:8]})"
+        program.cache.update(doing=f"runs {program.name} ({mine[:8]})", agreed=self.carrier)
 
     def _refuse(self, program: Program, prints: list[str]) -> None:
         texts = self.exchange(program.lines(), "to compare programs")

@@ -44,6 +44,8 @@ class SimulatedRuntime:
         deduplicate: compute what is the same on several ranks once; else on every rank.
     """
 
+    holders = "simulated ranks"
+
     def __init__(self, mesh: Mesh, *, deduplicate: bool = True) -> None:
         self.mesh = mesh
         self.classes = Classes(mesh, deduplicate)
@@ -76,6 +78,9 @@ class SimulatedRuntime:
     def exchange(self, value: Any, purpose: str) -> list[Any]:
         """All ranks' values: in one process there is one."""
         return [value]
+
+    def agree_on(self, program: Program) -> None:
+        """Nothing to do: all ranks have this program."""
 
     def whole(self, handle: Handle, spec: P) -> torch.Tensor:
         """The whole tensor from the ranks' parts."""

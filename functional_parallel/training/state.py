@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,9 +15,12 @@ from sharding_specs import Mesh, P, tree_paths
 
 from .. import _torch
 from ..local_function import PyTree
+from ..runtime import OverlapError
 from .places import Places
 
 __all__ = ["Constant", "DonatedStateError", "Form", "TrainState", "form_of", "look", "on_one_line", "plain"]
+
+_MOST_OF_A_FAILURE = 200  # characters; the error itself was raised
 
 
 def plain(leaf: torch.Tensor) -> torch.Tensor:
@@ -104,16 +109,16 @@ def on_one_line(tree: Any) -> str:
 
 
 class DonatedStateError(RuntimeError):
-    """A state that was given to a step, and whose memory now holds a later one."""
+    """A state that was given to a step, and whose memory now holds a later one, or part of one."""
 
 
 class TrainState:
     """Parameters and optimizer state as the runtime holds them, sharded."""
 
-    __slots__ = ("_form", "_handles", "_step")
+    __slots__ = ("_failure", "_form", "_handles", "_step")
 
     def __init__(self, step: int, handles: tuple[Any, ...], form: Form) -> None:
-        self._step, self._form = step, form
+        self._step, self._form, self._failure = step, form, ""
         self._handles: tuple[Any, ...] | None = handles
 
     @property
@@ -133,6 +138,13 @@ class TrainState:
         Raises:
             DonatedStateError: when a step has used them up.
         """
+        if self._handles is None and self._failure:
+            raise DonatedStateError(
+                f"this state, of step {self.step}, was given to a step that failed ({self._failure}) and may have "
+                "written over part of it: begin again from what was saved, on all ranks. To have a state that a "
+                "failure leaves as it is, build the step by train_step(donate=False), at the price of a second copy "
+                "of parameters and optimizer state"
+            )
         if self._handles is None:
             raise DonatedStateError(
                 f"this state, of step {self.step}, was given to a step, which wrote the next state into its memory. "
@@ -146,6 +158,19 @@ class TrainState:
         handles = self.handles
         self._handles = None
         return handles
+
+    @contextmanager
+    def used_by_a_step(self, given: tuple[Any, ...]) -> Iterator[None]:
+        """Around the step: one that is refused gives back what it was given; of one that fails is kept why."""
+        try:
+            yield
+        except OverlapError:
+            self._handles = given
+            raise
+        except BaseException as error:
+            if self._handles is None:
+                self._failure = on_one_line(f"{type(error).__name__}: {error}")[:_MOST_OF_A_FAILURE]
+            raise
 
     def __repr__(self) -> str:
         return f"TrainState(step={self.step}{', donated' if self._handles is None else ''})"

@@ -18,7 +18,7 @@ from ..data import looks_of, stay_in_step
 from ..local_function import LocalFunction, PyTree, unsharded
 from ..optim import Optimizer
 from ..precision import LossScale, LossScaleState
-from ..runtime import check_backend, own, storages
+from ..runtime import check_backend, own, storages, who_holds
 from ..staging import Staged, stage
 from ..tracing import hollow
 from .asynchronous import is_asynchronous, of_one_update
@@ -207,7 +207,7 @@ class TrainStep:
 
     def whole(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """Parameters and optimizer state, whole: what a checkpoint saves. A collective: every process calls it."""
-        form, runtime = self._form_of(state), runtime_of(self.mesh, self.f, self.reduction)
+        form, runtime = self._form_of(state), self._runtime_of(state)
         if self.own_batch:
             stay_in_step(runtime, f"reads the state of step {state.step}")
         leaves = [
@@ -226,7 +226,7 @@ class TrainStep:
         """
         self._form_of(state)
         if self.scaling is not None:
-            runtime = runtime_of(self.mesh, self.f, self.reduction)
+            runtime = self._runtime_of(state)
             scale = [runtime.whole(handle, P()) for handle in state.handles[-len(LossScaleState._fields) :]]
             self.scaling.check(LossScaleState(*scale))
 
@@ -246,7 +246,7 @@ class TrainStep:
             TypeError: when the first argument is no state.
             ValueError: when another step made it, for a state that lies otherwise.
         """
-        form, runtime = self._form_of(state), runtime_of(self.mesh, self.f, self.reduction)
+        form, runtime = self._form_of(state), self._runtime_of(state)
         batch = self._by_place(batch, named)
         if self.own_batch:
             stay_in_step(runtime, f"takes step {state.step} on {looks_of(batch)}")
@@ -264,9 +264,11 @@ class TrainStep:
             runtime.own(x, spec) if o else runtime.entered(x, spec)
             for x, spec, o in zip(tensors, specs, own, strict=True)
         ]
-        held = state.give() if self.donate else state.handles  # nothing is refused from here on
+        runtime.agree_on(staged.program)
+        held = state.give() if self.donate else state.handles
         handles = [handle for handle in held if not isinstance(handle, Constant)]
-        results = runtime.run(staged.program, [*handles, *extra], () if self.own_batch else tensors)
+        with state.used_by_a_step(held):
+            results = runtime.run(staged.program, [*handles, *extra], () if self.own_batch else tensors)
         whole = [
             runtime.whole(x, spec) for x, spec in zip(results[count:], staged.program.out_specs[count:], strict=True)
         ]
@@ -284,6 +286,17 @@ class TrainStep:
             )
         _, form = state.handles, state.form  # one that is used up has no handles, and says so
         return form if form in self._staged else self._own_form(form)
+
+    def _runtime_of(self, state: TrainState) -> Any:
+        """What runs the step, for a state that lies with the ranks that it runs on."""
+        runtime = runtime_of(self.mesh, self.f, self.reduction)
+        handle = next((each for each in state.handles if not isinstance(each, Constant)), None)
+        if handle is not None and who_holds(handle) != runtime.holders:
+            raise ValueError(
+                f"this state, of step {state.step}, lies with {who_holds(handle)}, and {self.mesh!r} is "
+                f"{runtime.holders} by now: call torch.distributed.init_process_group before train.init or train.load"
+            )
+        return runtime
 
     def _own_form(self, form: Form) -> Form:
         """The same form as this step made it; another step's states have forms of their own."""

@@ -121,6 +121,7 @@ class SharedMemory:
         self.doing.tell(self)
         self._peers, self._memory, self._timeout = peers, memory, timeout
         weakref.finalize(self, _close, list(peers.values()))
+        _living.add(self)
         self._poll = select.poll()
         self._rank_of = {peer.fileno(): number for number, peer in peers.items()}
         for peer in peers.values():
@@ -293,6 +294,17 @@ class SharedMemory:
             self.wait_for(new.left_as)
         new.enter()
         self._halves = [new, old]
+
+
+def _close_in_child() -> None:
+    """A forked process is no rank: while it held connections, its parent's death would go unnoticed."""
+    for memory in list(_living):
+        _close([*memory._peers.values()])
+
+
+_living: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _close(sockets: Sequence[socket.socket]) -> None:
