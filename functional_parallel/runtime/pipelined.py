@@ -67,10 +67,15 @@ class PipelineRuntime:
         """A part that this process was given as its own."""
         return self._everywhere(self.base.own(x, spec))
 
-    def whole(self, placed: Placed, spec: P) -> torch.Tensor:
+    @property
+    def calls(self) -> int:
+        """How many things this rank has done with the others."""
+        return int(self.base.calls)
+
+    def whole(self, placed: Placed, spec: P, whose: str = "") -> torch.Tensor:
         """The whole tensor."""
         if placed.holders is None or placed.holders >= frozenset(range(self.size)):
-            return self.base.whole(next(iter(placed.parts.values())), spec)
+            return self.base.whole(next(iter(placed.parts.values())), spec, whose)
         source = min(placed.holders)
         if self.carrier is None:
             return self.base.whole(placed.parts[source], spec)
@@ -78,9 +83,9 @@ class PipelineRuntime:
         if mine is None:
             mine = torch.empty(placed.aval.shape, dtype=placed.aval.dtype, device=self.base.device)
         with self.base.turn, self.carrier.bound():
-            self.carrier.doing.begin(READS)
+            self.carrier.doing.begin(READS + whose)
             mine = self.carrier.pbroadcast(mine, (self.axis,), source)
-        return self.base.whole(mine, spec)
+        return self.base.whole(mine, spec, whose)
 
     def like(self, placed: Placed, spec: P) -> torch.Tensor:
         """A tensor of the whole shape, without memory for it."""
@@ -122,7 +127,7 @@ class PipelineRuntime:
         return [self.whole(x, spec) for x, spec in zip(results, program.out_specs, strict=True)]
 
     def run(
-        self, program: PipelineProgram, placed: Sequence[Placed], batch: Sequence[torch.Tensor] = ()
+        self, program: PipelineProgram, placed: Sequence[Placed], batch: Sequence[torch.Tensor] = (), whose: str = ""
     ) -> list[Placed]:
         """Run a pipeline on sharded inputs, made of a batch that every rank was given whole."""
         if self.carrier is None:
@@ -130,7 +135,7 @@ class PipelineRuntime:
         self.base.agree_on(program)
         _refuse_derivatives([part for each in placed for part in each.parts.values()])
         with self.base.turn, self.carrier.bound(), torch.no_grad():  # once for all programs of the step
-            self.base.begin(program, batch)
+            self.base.begin(program, batch, whose)
             results = self._run(program, placed, self.base.run_plain)
         if program.events is not None:
             everywhere = self.base.exchange(program.events, "to compare times")

@@ -83,6 +83,11 @@ class ProcessRuntime:
         """
         return self.carrier.algorithms(axes or tuple(name for name, size in self.mesh.shape.items() if size > 1))
 
+    @property
+    def calls(self) -> int:
+        """How many things this rank has done with the others, who have done as many."""
+        return self.carrier.doing.count
+
     # --- handles ---
 
     def shard(self, x: torch.Tensor, spec: P) -> torch.Tensor:
@@ -98,13 +103,13 @@ class ProcessRuntime:
         """A part that this rank was given as its own, as sharded by the first axis that splits it."""
         return x.to(self.device)
 
-    def whole(self, handle: torch.Tensor, spec: P) -> torch.Tensor:
-        """The whole tensor, on every rank."""
+    def whole(self, handle: torch.Tensor, spec: P, whose: str = "") -> torch.Tensor:
+        """The whole tensor, on every rank; `whose` says of what, to the others."""
         placements = sorted(spec.placements(self.mesh), key=lambda placement: placement.outer)
         split = [placement for placement in placements if self.mesh.axis_size(placement.axis) > 1]
         if split or spec.unreduced:
             with self.turn, self.carrier.bound():
-                self.carrier.doing.begin(READS)
+                self.carrier.doing.begin(READS + whose)
                 if spec.unreduced:
                     handle = emit("psum", handle, tuple(sorted(spec.unreduced)), "unreduced")
                 for axis, dim, outer in split:
@@ -124,7 +129,7 @@ class ProcessRuntime:
     # --- running ---
 
     def run(
-        self, program: Program, handles: list[torch.Tensor], batch: Sequence[torch.Tensor] = ()
+        self, program: Program, handles: list[torch.Tensor], batch: Sequence[torch.Tensor] = (), whose: str = ""
     ) -> list[torch.Tensor]:
         """Run a program on this rank's parts; the list is given up, so that a part lives to its last use.
 
@@ -132,16 +137,17 @@ class ProcessRuntime:
             program: on every rank the same.
             handles: this rank's parts.
             batch: what every rank was given whole, where it was.
+            whose: what else it runs with, in words that are the same on every rank.
         """
         self.agree_on(program)
         with self.turn, self.carrier.bound():
-            self.begin(program, batch)
+            self.begin(program, batch, whose)
             if _torch.holds_levels(handles):
                 return run_typed(program.traced, handles)
             with torch.no_grad():
                 return self.run_plain(program, handles)
 
-    def begin(self, program: Program, batch: Sequence[torch.Tensor] = ()) -> None:
+    def begin(self, program: Program, batch: Sequence[torch.Tensor] = (), whose: str = "") -> None:
         """Say that this rank runs a program from now on, of which all have agreed that it is the same.
 
         A few values of the batch, of what lies in main memory, are part of what it says: that takes microseconds, so
@@ -150,7 +156,7 @@ class ProcessRuntime:
         values = 0
         if self.mesh.size > 1 and not _torch.holds_levels(batch):
             values = sum(glance(x) for x in batch if x.device.type == "cpu")
-        self.carrier.doing.begin(program.cache["doing"], values)
+        self.carrier.doing.begin(program.cache["doing"] + whose, values)
 
     def run_plain(self, program: Program, handles: list[torch.Tensor]) -> list[torch.Tensor]:
         """The same where ranks agree, axes are bound, and nothing differentiates: one of many programs of a step."""

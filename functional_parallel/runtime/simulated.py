@@ -45,6 +45,7 @@ class SimulatedRuntime:
     """
 
     holders = "simulated ranks"
+    calls = 0  # of one rank to the others
 
     def __init__(self, mesh: Mesh, *, deduplicate: bool = True) -> None:
         self.mesh = mesh
@@ -82,7 +83,7 @@ class SimulatedRuntime:
     def agree_on(self, program: Program) -> None:
         """Nothing to do: all ranks have this program."""
 
-    def whole(self, handle: Handle, spec: P) -> torch.Tensor:
+    def whole(self, handle: Handle, spec: P, whose: str = "") -> torch.Tensor:
         """The whole tensor from the ranks' parts."""
         axes = self.classes.of_spec(spec)
         return unshard_leaf([handle[self.classes.index(rank, axes)] for rank in self.mesh.ranks], spec, self.mesh)
@@ -96,10 +97,12 @@ class SimulatedRuntime:
         wanted, held = self.classes.of_spec(spec), self.classes.of_spec(made)
         return handle if wanted == held else [handle[index] for index in self.classes.picks(wanted, held)]
 
-    def run(self, program: Program, handles: list[Handle], batch: Sequence[torch.Tensor] = ()) -> list[Handle]:
+    def run(
+        self, program: Program, handles: list[Handle], batch: Sequence[torch.Tensor] = (), whose: str = ""
+    ) -> list[Handle]:
         """Run a program on sharded inputs; the list is given up, so that an input lives to its last use.
 
-        With all ranks in one process there is nobody to compare the batch with.
+        With all ranks in one process there is nobody to compare the batch with, or to tell whose state it is.
         """
         differentiable = any(_torch.holds_levels(handle) for handle in handles)
         key = f"simulated {self.classes.deduplicate} {differentiable}"

@@ -113,12 +113,16 @@ class DonatedStateError(RuntimeError):
 
 
 class TrainState:
-    """Parameters and optimizer state as the runtime holds them, sharded."""
+    """Parameters and optimizer state as the runtime holds them, sharded.
 
-    __slots__ = ("_failure", "_form", "_handles", "_step")
+    Attributes:
+        whose: says of its parameters and state where they began, in the same words on every rank.
+    """
 
-    def __init__(self, step: int, handles: tuple[Any, ...], form: Form) -> None:
-        self._step, self._form, self._failure = step, form, ""
+    __slots__ = ("_failure", "_form", "_handles", "_step", "whose")
+
+    def __init__(self, step: int, handles: tuple[Any, ...], form: Form, whose: str) -> None:
+        self._step, self._form, self.whose, self._failure = step, form, whose, ""
         self._handles: tuple[Any, ...] | None = handles
 
     @property

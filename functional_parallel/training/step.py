@@ -178,7 +178,7 @@ class TrainStep:
             own(runtime.shard(plain(leaf), spec), given) if isinstance(leaf, torch.Tensor) else Constant(leaf)
             for leaf, spec in zip(leaves, form.specs, strict=True)
         )
-        return TrainState(step, held, form)
+        return TrainState(step, held, form, f", of the state that call {runtime.calls} made")
 
     def _place(self, params: PyTree, optimizer_state: PyTree) -> tuple[Form, list[Any]]:
         """Decide where everything lies; that, and the leaves of parameters and state as a step holds them, whole."""
@@ -203,7 +203,7 @@ class TrainStep:
         """The same state in memory of its own, which steps from the original do not use up."""
         form = self._form_of(state)
         held = (handle if isinstance(handle, Constant) else own(handle, storages(handle)) for handle in state.handles)
-        return TrainState(state.step, tuple(held), form)
+        return TrainState(state.step, tuple(held), form, state.whose)
 
     def whole(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """Parameters and optimizer state, whole: what a checkpoint saves. A collective: every process calls it."""
@@ -211,7 +211,9 @@ class TrainStep:
         if self.own_batch:
             stay_in_step(runtime, f"reads the state of step {state.step}")
         leaves = [
-            handle.value if isinstance(handle, Constant) else own(runtime.whole(handle, spec), storages(handle))
+            handle.value
+            if isinstance(handle, Constant)
+            else own(runtime.whole(handle, spec, state.whose), storages(handle))
             for handle, spec in zip(state.handles, form.specs, strict=True)
         ]
         params, packed = form.trees(leaves)
@@ -227,7 +229,8 @@ class TrainStep:
         self._form_of(state)
         if self.scaling is not None:
             runtime = self._runtime_of(state)
-            scale = [runtime.whole(handle, P()) for handle in state.handles[-len(LossScaleState._fields) :]]
+            held = state.handles[-len(LossScaleState._fields) :]
+            scale = [runtime.whole(handle, P(), state.whose) for handle in held]
             self.scaling.check(LossScaleState(*scale))
 
     # --- stepping ---
@@ -268,14 +271,15 @@ class TrainStep:
         held = state.give() if self.donate else state.handles
         handles = [handle for handle in held if not isinstance(handle, Constant)]
         with state.used_by_a_step(held):
-            results = runtime.run(staged.program, [*handles, *extra], () if self.own_batch else tensors)
+            shown = () if self.own_batch else tensors
+            results = runtime.run(staged.program, [*handles, *extra], shown, state.whose)
         whole = [
             runtime.whole(x, spec) for x, spec in zip(results[count:], staged.program.out_specs[count:], strict=True)
         ]
         _, metrics = staged.unflatten([*results[:count], *whole])
         new = iter(results)
         kept = tuple(handle if isinstance(handle, Constant) else next(new) for handle in held)
-        return TrainState(state.step + 1, kept, form), metrics
+        return TrainState(state.step + 1, kept, form, state.whose), metrics
 
     def _form_of(self, state: TrainState) -> Form:
         """The form of a state that is not used up, as this step knows it."""

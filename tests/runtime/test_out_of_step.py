@@ -131,3 +131,27 @@ def _check_told(result: tuple[str, str, float], *texts: str) -> None:
     kind, message, seconds = result
     assert kind == "OutOfStepError" and seconds < 10, message
     assert all(text in message for text in texts), message
+
+
+def on_two_models_in_another_order(rank: int) -> list[tuple[str, str, float]]:
+    mesh = Mesh(data=2)
+    use_runtime(ProcessRuntime(mesh, timeout=60))
+    train = fp.train_step(loss, fp.optim.sgd(0.1), mesh, fp.zero(3, "data"))
+    params = {"a": torch.eye(4, dtype=torch.float64), "b": torch.ones(4, 2, dtype=torch.float64)}
+    states = {name: train.init({"a": params["a"] * scale, "b": params["b"]}) for name, scale in (("x", 1), ("y", 2))}
+    for name in states:
+        states[name], _ = train(states[name], X)
+        train.params(states[name])
+    order = ["x", "y"][:: 1 - 2 * rank]
+    return [outcome(lambda: train.params(states[order[0]])), outcome(lambda: train(states[order[0]], X))]
+
+
+def test_two_models_that_ranks_go_through_in_another_order() -> None:
+    """As those in a set: their programs are the same, and each rank took the other model's parts for its own."""
+    for rank, found in enumerate(run_on_processes(on_two_models_in_another_order, 2)):
+        for (kind, message, _), does in zip(
+            found, ("reads a value that lies in parts", "runs train_step"), strict=True
+        ):
+            assert kind == "OutOfStepError" and does in message
+            mine, other = (message.index(f"of the state that call {call} made") for call in (1 + rank, 2 - rank))
+            assert mine < message.index(f"rank {1 - rank} of the group, on this host,") < other

@@ -33,10 +33,11 @@ class Doing:
 
     Attributes:
         mark: a number for it and for how many things it has done, the same on all ranks that are in step.
+        count: how many things it has done.
     """
 
     def __init__(self) -> None:
-        self.mark = self._count = 0
+        self.mark = self.count = 0
         self._known = {_kind(READS): READS}
         self._told: weakref.WeakSet[Told] = weakref.WeakSet()
 
@@ -47,11 +48,11 @@ class Doing:
             what: to be read after "rank 0".
             values: a number from what it does it with, which all ranks shall have alike.
         """
-        self._count += 1
+        self.count += 1
         kind = _kind(what)
         if kind not in self._known and len(self._known) < _MANY:
             self._known[kind] = what
-        self.mark = self._count << _COUNT_FROM | kind << _KIND_FROM | values % (1 << _KIND_FROM)
+        self.mark = self.count << _COUNT_FROM | kind << _KIND_FROM | values % (1 << _KIND_FROM)
 
     def brief(self, bits: int) -> int:
         """The mark in so many bits: another one for the next call, and for another kind of call almost always."""
@@ -82,8 +83,9 @@ class Doing:
         raise OutOfStepError(
             f"the ranks are doing different things: this one {self._name(self.mark)}, {who} {self._name(other)}. Every "
             "process must make the same calls in the same order, and train.params, train.whole and every compiled "
-            "function are calls that all take part in: look for one under `if rank == 0`, and for a step more, or a "
-            "batch of another shape, on one rank"
+            "function are calls that all take part in: look for one under `if rank == 0`, for a step more, or a batch "
+            "of another shape, on one rank, and for models in a set, which each process goes through in its own order. "
+            "Where a call failed on one rank, all begin again from what was saved"
         )
 
     def _name(self, mark: int) -> str:
