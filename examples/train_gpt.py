@@ -11,8 +11,8 @@ residual stream over time. An axis `pipe` cuts the model into stages: `--mesh pi
 from __future__ import annotations
 
 import argparse
-import json
 import math
+import os
 import time
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,9 @@ import torch
 
 import functional_parallel as fp
 from sharding_specs import Mesh, split
+
+FILE = "run.pt"
+SHAPES = ("layers", "embed", "heads", "tied")  # what a saved model must have in common with one that goes on
 
 
 def main() -> None:
@@ -43,7 +46,9 @@ def main() -> None:
         plan(specs, mesh, args),
         clip=1.0,
     )
-    state, losses = start(train, params, args.resume)
+    if args.save:  # a folder that cannot be written shall not be found out at the end
+        Path(args.save).mkdir(parents=True, exist_ok=True)
+    state, losses = start(train, params, args)
     say = print if fp.is_main_rank() else (lambda *_: None)
     say(f"{count(params):,} parameters on {mesh!r}, {len(train_text):,} bytes of text, {len(held_out):,} held out\n")
 
@@ -66,7 +71,8 @@ def main() -> None:
         return
     score = evaluate(final, held_out, config, args)
     if args.save:
-        save(Path(args.save), final, optimizer_state, state.step, losses, vars(args))
+        done: dict[str, Any] = {"step": state.step, "losses": losses, "settings": vars(args)}
+        save(Path(args.save), params=final, optimizer_state=optimizer_state, **done)
     reporting.plot(losses, score, Path(args.plot))
     text = gpt.sample(final, torch.tensor(list(b"def ")), args.sample, config)
     print(f"\nsample: {bytes(text.tolist()).decode(errors='replace')}")
@@ -106,34 +112,27 @@ def evaluate(params: Any, held_out: torch.Tensor, config: gpt.Config, args: argp
 
 
 # -----------------------------------------------------------------------------
-# Saving and resuming: whole tensors in safetensors, the rest in JSON
+# Saving and resuming: one file of whole tensors, whatever mesh, plan and precision wrote it
 # -----------------------------------------------------------------------------
 
 
-def save(
-    folder: Path, params: Any, optimizer_state: Any, step: int, losses: list[float], settings: dict[str, Any]
-) -> None:
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    leaves = optree.tree_leaves((params, optimizer_state))
-    save_file({f"{i:04d}": leaf.contiguous() for i, leaf in enumerate(leaves)}, str(folder / "state.safetensors"))
-    (folder / "run.json").write_text(json.dumps({"step": step, "losses": losses, "settings": settings}, indent=1))
-    print(f"saved step {step} to {folder}")
+def save(folder: Path, **run: Any) -> None:
+    """Beside the old file first: one that is half written, by a run that was killed, would be the only one."""
+    torch.save(run, folder / "new.pt")
+    os.replace(folder / "new.pt", folder / FILE)
+    print(f"saved step {run['step']} to {folder / FILE}")
 
 
-def start(train: Any, params: Any, folder: str | None) -> tuple[Any, list[float]]:
-    """A fresh state, or the saved one: the same tensors whatever mesh wrote them."""
-    state = train.init(params)
-    if folder is None:
-        return state, []
-    from safetensors.torch import load_file
-
-    run = json.loads((Path(folder) / "run.json").read_text())
-    stored = load_file(str(Path(folder) / "state.safetensors"))
-    tree = optree.tree_structure(train.whole(state))
-    params, optimizer_state = tree.unflatten([stored[name] for name in sorted(stored)])
-    return train.load(params, optimizer_state, run["step"]), run["losses"]
+def start(train: Any, params: Any, args: argparse.Namespace) -> tuple[Any, list[float]]:
+    """A fresh state, or the saved one."""
+    if args.resume is None:
+        return train.init(params), []
+    run = torch.load(Path(args.resume) / FILE)
+    changed = [name for name in SHAPES if run["settings"].get(name) != getattr(args, name)]
+    if changed:
+        told = ", ".join(f"--{name} {run['settings'].get(name)}" for name in changed)
+        raise SystemExit(f"{args.resume} holds a model of {told}: resume with the same")
+    return train.load(run["params"], run["optimizer_state"], run["step"]), run["losses"]
 
 
 def count(params: Any) -> int:

@@ -153,7 +153,7 @@ def _launcher() -> str:
 
 
 def _extras() -> str:
-    names = ("tqdm", "matplotlib", "safetensors", "hypothesis")
+    names = ("tqdm", "matplotlib", "hypothesis")
     return ", ".join(f"{name} {'yes' if importlib.util.find_spec(name) else 'no'}" for name in names)
 
 

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -48,6 +50,26 @@ def test_train_gpt_on_any_mesh(tmp_path: Path) -> None:
     assert abs(last["data=1"] - last["data=2,tensor=2"]) < 1e-4
     assert abs(last["data=1"] - last["pipe=2,data=2"]) < 1e-4
     assert (tmp_path / "runs" / "loss.png").exists()
+
+
+def test_train_gpt_goes_on_from_what_it_saved(tmp_path: Path) -> None:
+    """On another mesh, and in another precision, whose optimizer state has a loss scale beside it."""
+    size = ["--layers", "1", "--embed", "16", "--heads", "2", "--time", "32", "--batch", "8", "--plot", "loss.png"]
+    short = [*size, "--sample", "8", "--evaluations", "1"]
+    saved = run(
+        "train_gpt.py", "--mesh", "data=2", "--zero", "3", "--steps", "2", "--save", "kept", *short, cwd=tmp_path
+    )
+    assert "saved step 2 to kept/run.pt" in saved
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["run.pt"], "nothing half written is left"
+    on = ["--steps", "3", "--resume", "kept", *short]
+    texts = [
+        run("train_gpt.py", *options, *on, cwd=tmp_path)
+        for options in (["--mesh", "data=1"], ["--mesh", "tensor=2", "--precision", "fp16"])
+    ]
+    last = [float(re.findall(r"1 steps in .*, last loss (\S+)", text)[0]) for text in texts]
+    assert abs(last[0] - last[1]) < 1e-2
+    with pytest.raises(AssertionError, match="kept holds a model of --layers 1: resume with the same"):
+        run("train_gpt.py", "--mesh", "data=1", *on, "--layers", "2", cwd=tmp_path)
 
 
 def test_zero_stages(tmp_path: Path) -> None:
