@@ -40,6 +40,7 @@ from .transforms.parallel import matched
 
 __all__ = ["main"]
 
+_TARGETS = (__doc__ or "\n\n").split("\n\n", 1)[1]  # python -OO leaves docstrings out
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -109,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     for looks in (explain, price, memory):
         looks.add_argument("target", metavar="module:function", help="called with the mesh, see below")
         looks.add_argument("--mesh", required=True, help="axes and sizes: data=2,tensor=4")
-        looks.epilog, looks.formatter_class = __doc__.split("\n\n", 1)[1], argparse.RawDescriptionHelpFormatter
+        looks.epilog, looks.formatter_class = _TARGETS, argparse.RawDescriptionHelpFormatter
     return parser
 
 
@@ -225,14 +226,20 @@ def _result(chosen: argparse.Namespace, wanted: str) -> tuple[Any, Any]:
 
 def _function(target: str) -> Callable[[Mesh], Any]:
     module, colon, name = target.partition(":")
-    if not colon:
-        raise UsageError(f"{target!r} reads module:function, for example examples.model:step")
+    if not (colon and all(part.isidentifier() for part in module.split("."))):
+        raise UsageError(f"{target!r} reads module:function, for example examples.model:step for examples/model.py")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found = getattr(importlib.import_module(module), name)
-    except (ModuleNotFoundError, AttributeError) as error:
-        raise UsageError(f"{target!r} is not to be found: {error}") from error
+        loaded = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # of something that the module imports
+        hint = "; a module is named without .py" if module.endswith(".py") else ""
+        raise UsageError(f"{target!r} is not to be found: {error}{hint}") from error
+    if not hasattr(loaded, name):
+        raise UsageError(f"{target!r} is not to be found: {loaded.__file__} has no {name!r}")
+    found = getattr(loaded, name)
     if not callable(found):
         raise UsageError(f"{target} is a {type(found).__name__}; it shall be a function that takes the mesh")
     return found  # type: ignore[no-any-return]

@@ -28,6 +28,23 @@ def test_it_runs_as_a_module() -> None:
     assert f"torch     {torch.__version__}" in done.stdout
 
 
+def test_help_without_docstrings() -> None:
+    command = [sys.executable, "-OO", "-m", "functional_parallel", "explain", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    assert "module:function" in done.stdout
+
+
+def test_a_module_that_fails_to_import_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was not to be found, and the line that failed nowhere to be seen."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "imports_what_is_missing.py").write_text("import nowhere_to_be_found\n")
+    (tmp_path / "misspells.py").write_text("import torch\ntorch.nowhere_to_be_found\n")
+    with pytest.raises(ModuleNotFoundError, match="nowhere_to_be_found"):
+        main(["explain", "imports_what_is_missing:step", *MESH])
+    with pytest.raises(AttributeError, match="nowhere_to_be_found"):
+        main(["explain", "misspells:step", *MESH])
+
+
 def test_doctor_names_backends_and_launcher(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,7 +125,9 @@ def test_memory_counts_what_training_takes(capsys: pytest.CaptureFixture[str]) -
     ("words", "message"),
     [
         (("explain", "tests.cli_targets", *MESH), "reads module:function"),
+        (("explain", "tests/cli_targets:gradient", *MESH), "reads module:function"),
         (("explain", "tests.nowhere:step", *MESH), "not to be found"),
+        (("explain", "tests.cli_targets.py:step", *MESH), "a module is named without .py"),
         (("explain", "tests.cli_targets:nothing", *MESH), "not to be found"),
         (("explain", "tests.cli_targets:wrong", *MESH), "shall return a compiled function"),
         (("explain", "tests.cli_targets:RULES", *MESH), "is a dict; it shall be a function that takes the mesh"),
