@@ -147,7 +147,7 @@ class Compiled:
         self.backend = backend
         self.program: Any = None
         self._in_specs, self._out_specs = in_specs, out_specs
-        self._staged: Programs[Staged] = Programs()
+        self._staged: Programs[Staged] = Programs(name, below=2)
 
     def __call__(self, *args: PyTree, **named: PyTree) -> PyTree:
         if recorder() is not None:

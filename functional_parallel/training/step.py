@@ -188,7 +188,7 @@ class TrainStep:
         specs = optree.tree_leaves((places.kept, places.state(packed, self.optimizer)))
         found = form_of(self.mesh, places, params, packed, tuple(specs))
         form = self._forms.setdefault(found.key, found)
-        self._staged.setdefault(form, Programs())
+        self._staged.setdefault(form, Programs("train_step", below=3))
         return form, optree.tree_leaves((params, packed))
 
     def places(self, params: PyTree) -> Places:
