@@ -80,7 +80,8 @@ class Roles:
                 marked.add(node)
         if node.meta["backward"] or any(operand in self.backward for operand in operands):
             self.backward.add(node)
-        if not barrier and (self._begins(node) or any(operand in self.varying for operand in operands)):
+        shared = barrier and primitive_name(node) != "psum_scatter"  # of which every microbatch gets a part
+        if not shared and (self._begins(node) or any(operand in self.varying for operand in operands)):
             self.varying.add(node)
         self.of[node] = self._role(node, operands, barrier)
         if barrier and self.of[node] is Role.EARLY:

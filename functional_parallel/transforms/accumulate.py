@@ -34,8 +34,8 @@ def accumulate(microbatches: int, *, batch: SpecTree = None, reduce: str = "once
     Args:
         microbatches: how many; each rank's part of the batch is cut into that many pieces, the last ones a sample
             shorter where they cannot be equal.
-        batch: how the arguments after the parameters are cut, as specs over the axis "microbatch"; by default dim 0 of
-            every tensor that has one.
+        batch: how the arguments after the parameters are cut, as specs over the axis "microbatch"; by default the dims
+            that data axes split, or without these dim 0 of every tensor that has one.
         reduce: "once", gradients are summed over ranks after the last microbatch, or "each", after every one (ZeRO-2 as
             published): more is sent, and a rank holds its part of the sum alone.
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sharding_specs import P
+import optree
+
+from sharding_specs import P, broadcast_specs
 
 from ..collectives.axes import MICROBATCH, snapshot
-from ..local_function import LocalFunction, PyTree, SpecTree, unsharded
+from ..local_function import Layout, LocalFunction, PyTree, SpecTree, unsharded
 from ..partition import partition
 from .parallel import rest_specs
 
@@ -23,14 +25,17 @@ def microbatched(f: Callable[..., Any], batch: SpecTree, describe: str) -> Local
 
     Args:
         f: the function.
-        batch: how the arguments after the parameters are cut, as specs over the axis "microbatch"; by default dim 0.
+        batch: how the arguments after the parameters are cut, as specs over the axis "microbatch"; by default where
+            the data axes split them, or if there are none dim 0.
         describe: what is done to it, in words.
     """
 
-    def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
-        return (P(), *rest_specs(args, batch, P(MICROBATCH)))
-
     inner = f if isinstance(f, LocalFunction) else unsharded(f)
+
+    def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
+        cut = _as_data_axes_cut(inner.layout, args) if batch is None else None
+        return (P(), *(rest_specs(args, batch, P(MICROBATCH)) if cut is None else cut))
+
     local = partition(f, MICROBATCH, in_specs, describe=describe)
 
     def call(*args: PyTree) -> tuple[PyTree, SpecTree]:
@@ -39,3 +44,19 @@ def microbatched(f: Callable[..., Any], batch: SpecTree, describe: str) -> Local
         return inner(*args), inner.results  # checked: the layout with microbatches was not
 
     return LocalFunction(call, local.layout, local.name)
+
+
+def _as_data_axes_cut(layout: Layout, args: tuple[PyTree, ...]) -> tuple[SpecTree, ...] | None:
+    """The dims of the batch that data axes split; None if they split nothing.
+
+    What they leave whole, as a teacher's weights, is no batch.
+    """
+    data = set(layout.data_axes)
+
+    def cut(spec: P) -> P:
+        dim = next((dim for dim, axes in enumerate(spec.dim_axes()) if data.intersection(axes)), None)
+        return P() if dim is None else P(*[None] * dim, MICROBATCH)
+
+    full = zip(layout.arguments(args)[1:], args[1:], strict=False)
+    specs = tuple(optree.tree_map(cut, broadcast_specs(spec, arg)) for spec, arg in full)
+    return specs if any(spec.axes for spec in optree.tree_leaves(specs)) else None

@@ -66,8 +66,8 @@ def pipeline(
             `stages` and `microbatches` that makes one.
         chunks: how many stages a rank holds, for schedules that leave it open: 2 by default for "interleaved" and
             "looped-bfs", 1 for a function of your own. Others refuse another number than theirs.
-        batch: how the arguments after the parameters are cut, as specs over the axis "microbatch"; by default dim 0 of
-            every tensor that has one.
+        batch: how the arguments after the parameters are cut, as specs over the axis "microbatch"; by default the dims
+            that data axes split, or without these dim 0 of every tensor that has one.
         balance: without marks, what the stages have equal parts of: "work", or "memory" of parameters and residuals.
 
     Raises:
