@@ -20,6 +20,7 @@ from ..derivatives import grad_and_value
 from ..local_function import LocalFunction, PyTree, SpecTree
 from ..optim import Optimizer
 from .places import Places
+from .returned import require_alike
 from .scaled import ScaledState, scaled_loss, unless, unscaled
 from .updating import global_norm, into_compute, into_update, joined_again, split_further
 
@@ -100,7 +101,8 @@ class LocalStep:
         own = optree.tree_map(split_further, places.packing.pack(params), places.update, places.whole)
         before, lies = (state, state_specs) if scale is None else (state.optimizer, state_specs.optimizer)
         specs = (places.update, lies, places.update)
-        new, after = places.packing.update(self.optimizer, gradients, before, own, specs=specs)
+        returned = places.packing.update(self.optimizer, gradients, before, own, specs=specs)
+        new, after = require_alike(returned, own, before)
         metrics = Metrics(value, norm, aux)
         if scale is not None:
             overflow = ~torch.isfinite(norm)  # a sum over all ranks, so all of them agree

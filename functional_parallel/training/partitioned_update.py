@@ -20,6 +20,7 @@ from ..collectives import all_gather, axis_size, pscatter
 from ..local_function import PyTree, SpecTree, axis_mesh
 from ..partition import partition
 from .elementwise import Update, is_elementwise
+from .returned import require_alike
 
 __all__ = ["updated"]
 
@@ -37,12 +38,16 @@ def updated(update: Update, args: tuple[PyTree, ...], specs: tuple[SpecTree, ...
     if not axes or is_elementwise(update, args, full):
         return update(*args)
     even = optree.tree_map(_even, full)
-    local: Callable[..., Any] = update
+    local: Callable[..., Any] = _checked(update)
     for axis in (name for name in reversed(axis_mesh().axis_names) if name in axes):
         own = optree.tree_map(partial(_of_axis, axis), even)
         local = partition(local, axis, own, (own[2], own[1]), parameters=2, describe="the optimizer's update")
     new = local(*optree.tree_map(_without_filling, args, full))
     return optree.tree_map(_filled, new, (full[2], full[1]))  # type: ignore[return-value]
+
+
+def _checked(update: Update) -> Update:
+    return lambda gradients, state, params: require_alike(update(gradients, state, params), params, state)
 
 
 def _of_axis(axis: str, spec: P) -> P:

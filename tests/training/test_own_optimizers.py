@@ -178,3 +178,46 @@ def test_stacked_layers_of_a_pipeline_are_refused_where_it_is_not(step: Callable
     train = fp.train_step(deep_loss, with_momentum(step), Mesh(pipe=2), plan)
     with pytest.raises(ValueError, match=r"layers/b is a stack of layers.*not elementwise \(its update looks further"):
         train.init(deep())
+
+
+def returning(change: Callable[[Any, Any], Any]) -> fp.optim.Optimizer:
+    """One that counts its steps, and returns what is made of its parameters and its state."""
+    init = lambda params: {"steps": torch.zeros((), dtype=torch.int64), "calls": 0}  # noqa: E731
+    return fp.optim.Optimizer(init, lambda grads, state, params: change(params, state))
+
+
+UNLIKE: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "a number": (
+        lambda p, s: (p, {**s, "calls": s["calls"] + 1}),
+        r"state/calls: given as 0, returned as 1; .*torch.tensor",
+    ),
+    "a dtype": (
+        lambda p, s: (p, {**s, "steps": s["steps"] + 0.5}),
+        r"state/steps: given as \(\) int64, returned as \(\) float",
+    ),
+    "a shape": (
+        lambda p, s: (p, {**s, "steps": s["steps"][None]}),
+        r"state/steps: given as \(\) int64, returned as \(1,\)",
+    ),
+    "a tree": (lambda p, s: (p, {"steps": s["steps"]}), r"state: given as \{'calls': \*, 'steps': \*\}, returned as"),
+    "a parameter": (
+        lambda p, s: ({**p, "bias": p["bias"].float()}, s),
+        r"parameters/bias: given as .* returned as .*float32",
+    ),
+    "no pair": (lambda p, s: p, "returned a dict; it returns"),
+}
+
+
+@pytest.mark.parametrize("bound", [False, True], ids=["elementwise", "partitioned"])
+@pytest.mark.parametrize("name", UNLIKE)
+def test_what_an_update_returns_is_like_what_it_was_given(name: str, bound: bool) -> None:
+    """A number that Python counts would stay as it is: the step that was traced has it as a constant."""
+    change, message = UNLIKE[name]
+
+    def changed(params: Any, state: Any) -> Any:
+        factor = (1 / params["first"].norm()).detach() if bound else 1
+        return change({key: p * factor for key, p in params.items()}, state)
+
+    train = fp.train_step(loss, returning(changed), Mesh(data=2), fp.zero(1, "data"))
+    with pytest.raises((ValueError, TypeError), match=message):
+        train(train.init(parameters()), *batch())
