@@ -30,6 +30,10 @@ _OF_THE_SECOND = {torch.ops.aten._new_zeros_with_same_feature_meta.default, torc
 
 _MADE_OF_ZEROS = {torch.ops.aten.zeros.default, torch.ops.aten._efficientzerotensor.default}
 _ZEROS = {*_MADE_OF_ZEROS, torch.ops.aten.zeros_like.default, torch.ops.aten.new_zeros.default}
+_FILLED = {  # with what is no sum over ranks, even where they are made like one
+    *(torch.ops.aten.ones_like.default, torch.ops.aten.full_like.default),
+    *(torch.ops.aten.new_ones.default, torch.ops.aten.new_full.default),
+}
 
 
 class TypingError(CollectiveTypeError):
@@ -66,6 +70,8 @@ class Typing:
         states = {}
         for axis in (axis for axis in self.axes if any(axis in type_ for type_ in types)):
             held = [type_[axis] for type_ in types]
+            if node.target in _FILLED:
+                held = [_I if state is _U else state for state in held]
             states[axis] = self._union(node, axis, held)
             mixed |= any(state is not states[axis] for state in held)
         node.meta["implicit_cast"] = mixed and not casts_are_explicit()
@@ -97,6 +103,9 @@ class Typing:
             )
         if together and partial == together:
             return _U
+        if len(held) > len(partial) and all(_is_zero(operands[i]) and marks[i] != "~" for i in partial):
+            rest = [state for state in held if state is not _U]  # what is put into zeros lies as it did
+            return self._union(node, axis, rest)
         if len(partial) == 1 and (marks[partial[0]] == "~" or node.meta["backward"]):
             return _U  # a backward op is linear in its gradient, and no other partial sum gets that far
         raise TypingError(
@@ -133,7 +142,11 @@ def casts_of(node: fx.Node) -> list[tuple[int, str, State, State]]:
     casts = []
     for index, operand in enumerate(tensor_operands(node)):
         held = type_of(operand)
+        if node.target in _FILLED:
+            continue  # which reads nothing but a shape
         for axis in result:
+            if held[axis] is _U and _is_zero(operand):
+                continue
             target = _R if result[axis] is _U and held[axis] is _I and not _is_zero(operand) else result[axis]
             if (held[axis], target) == (_R, _I):
                 continue  # of a result without a gradient
