@@ -316,8 +316,10 @@ class Recorder(_torch.TorchDispatchMode):
         if self.forward_only and foreign and not _is_of_a_user(func):
             raise CustomFunctionError(
                 f"{current_source()}: the autograd.Function {foreign[0].__name__} would lose its backward here, "
-                "because derivatives are taken from the traced forward; write it with differentiable ops, or make what "
-                "it does one library op with a rule: fp.register_rule(op, text, function=…), see docs/rules.md"
+                "because derivatives are taken from the traced forward; write it with differentiable ops (a "
+                "straight-through f is x + (f(x) - x).detach(), a gradient times -k is (1 + k) * x.detach() - k * x), "
+                "or make what it does one library op with a rule: fp.register_rule(op, text, function=…), see "
+                "docs/rules.md"
             )
         return not functions or called_without_gradients()
 

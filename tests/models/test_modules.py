@@ -11,6 +11,7 @@ from einops import rearrange
 from torch import nn
 
 import functional_parallel as fp
+from functional_parallel.tracing import TracingError
 from sharding_specs import Mesh, P
 
 HEADS, DIM = 4, 4
@@ -360,3 +361,25 @@ def test_values_read_into_numpy(read: Any) -> None:
         ValueError, match=r"test_modules\.py:\d+: numpy needs a tensor's values, .* write it with torch"
     ):
         compiled(lambda w, x: (x @ w).sum() * read(x @ w).sum())
+
+
+@pytest.mark.parametrize("plan", [fp.data_parallel("data"), fp.zero(3, "data")], ids=repr)
+def test_a_table_with_sparse_gradients_has_dense_ones(plan: Any) -> None:
+    torch.manual_seed(0)
+    sparse = nn.Embedding(10, 4, padding_idx=1, sparse=True).double()
+    dense = nn.Embedding.from_pretrained(sparse.weight.detach().clone(), freeze=False, padding_idx=1)
+    tokens, steps = torch.arange(24).reshape(8, 3) * 7 % 10, []
+    for table in (sparse, dense):
+        fn, params = fp.functional(table)
+        loss = lambda params, tokens, fn=fn: fn(params, tokens).sin().mean()  # noqa: E731
+        train = fp.train_step(loss, fp.optim.adamw(0.1), Mesh(data=2), plan)
+        state, _ = train(train.init(params), tokens)
+        steps.append(train.params(state)["weight"])
+    assert torch.equal(*steps)
+
+
+def test_a_table_that_changes_where_it_is_looked_up() -> None:
+    fn, params = fp.functional(nn.Embedding(10, 4, max_norm=1.0))
+    step = fp.compile(fp.grad(fp.data_parallel("data")(lambda p, x: fn(p, x).sum())), Mesh(data=2))
+    with pytest.raises(TracingError, match=r"embedding\(max_norm=1.0\) changes the table itself.*clamp\(max=1\)"):
+        step(params, torch.arange(4))

@@ -58,6 +58,28 @@ def _by_frequency(step: Step, rows: torch.Tensor, index: torch.Tensor) -> torch.
 rule([aten.embedding.default], Rule("~v? d, ... -> ... d", _local_embedding))
 
 
+@intercept(torch.nn.functional.embedding, always=True)
+def _embedding(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    """Without what is no function of its arguments, and with a dense gradient, which is the same as the sparse one."""
+    if max_norm is not None:
+        raise TracingError(
+            f"{current_source()}: embedding(max_norm={max_norm}) changes the table itself where rows are looked up, "
+            "which a pure function cannot; bring its rows below the norm in the loss, "
+            "table * (max_norm / table.norm(dim=-1, keepdim=True)).clamp(max=1), or in the optimizer's update"
+        )
+    if not sparse:
+        return NotImplemented
+    return torch.nn.functional.embedding(input, weight, padding_idx, None, norm_type, scale_grad_by_freq)
+
+
 # -----------------------------------------------------------------------------
 # gather and index_select
 # -----------------------------------------------------------------------------
