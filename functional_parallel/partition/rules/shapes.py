@@ -12,7 +12,7 @@ from torch import fx
 from ...collectives.parts import Parts
 from ...tracing.graph import argument, tensor_operands
 from ..decide import Decision
-from ..placement import WHOLE, Place, Shard
+from ..placement import REDUCED, WHOLE, Place, Shard
 from ..step import Step
 from .batched import batched_text
 from .registry import Rule, rule
@@ -231,6 +231,25 @@ def _cat_text(node: fx.Node) -> str:
     return f"{', '.join(parts)} -> {pattern(dim_names(ndim, {dim: 'new'}))}"
 
 
+def _decide_cat(step: Step) -> Decision | None:
+    """Blocks of equal lengths that ranks split alike lie side by side, as both halves of a batch of pairs do.
+
+    What is whole beside them is sliced, unless it is the larger part.
+    """
+    dim = argument(step.node, "dim") % len(step.results[0].shape)
+    held = [operand for operand in step.operands if isinstance(operand.place, Shard)]
+    whole = [operand for operand in step.operands if operand.place in (WHOLE, REDUCED)]
+    places = [place for operand in held if isinstance(place := operand.place, Shard)]
+    if not step.parts.is_even or len(held) + len(whole) < len(step.operands) or {p.dim for p in places} != {dim}:
+        return None
+    block, *others = {operand.aval.shape[dim] // p.outer for operand, p in zip(held, places, strict=True)}
+    lengths = [operand.aval.shape[dim] for operand in step.operands]
+    larger = sum(operand.aval.nbytes for operand in whole) > sum(operand.aval.nbytes for operand in held)
+    if others or larger or any(length % block for length in lengths):
+        return None
+    return Decision(tuple(Shard(dim, n // block) for n in lengths), (Shard(dim, sum(lengths) // block),))
+
+
 def _stack_text(node: fx.Node) -> str:
     names, dim = dim_names(len(_shape(node)) - 1), argument(node, "dim") % len(_shape(node))
     parts = [f"&{pattern(names)}"] * len(tensor_operands(node))
@@ -275,7 +294,7 @@ rule(
     [aten.split.Tensor, aten.split_with_sizes.default, aten.unsafe_split.Tensor],
     Rule(along_text("~"), _local_split, _decide_split),
 )
-rule([aten.cat.default], Rule(_cat_text))
+rule([aten.cat.default], Rule(_cat_text, decide=_decide_cat))
 rule([aten.stack.default], Rule(_stack_text))
 rule([aten.flip.default, aten.roll.default], Rule(_turned_text))
 rule([aten.tril.default, aten.triu.default], Rule(batched_text(2, linear="~")))
