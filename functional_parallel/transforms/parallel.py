@@ -19,6 +19,7 @@ from sharding_specs import (
     local_shape,
     match_rules,
     tree_paths,
+    validate,
 )
 from sharding_specs.rules import nearest
 
@@ -241,6 +242,7 @@ class _AtRest:
             chosen = [self._dim_to_split(leaf, spec, mesh) for leaf, spec in zip(leaves, taken, strict=True)]
         specs = optree.tree_unflatten(tree, chosen)
         places = [_together(a, b, self.axis, mesh) for a, b in zip(taken, chosen, strict=True)]
+        validate(args[0], optree.tree_unflatten(tree, places), mesh)  # which lists all that does not fit, by path
         local = tuple(local_shape(shape, spec, mesh) for shape, spec in zip(shapes, places, strict=True))
         self.chosen[tree, shapes] = self.chosen[tree, local] = specs
         return specs
