@@ -33,6 +33,7 @@ class Position(NamedTuple):
 
 
 START = Position()
+torch.serialization.add_safe_globals([Position])  # torch.load(weights_only=True), its default, may make one
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,23 @@ class Sampler:
 
         Returns:
             Pairs of the position after a batch, which a checkpoint keeps (it is two numbers), and the batch's samples.
+
+        Raises:
+            ValueError: for a position that no epoch of this sampler has, as of one with smaller batches.
         """
+        return self._run(rank, self._checked(start))
+
+    def _checked(self, start: Position) -> Position:
+        epoch, batch = start
+        if epoch < 0 or not 0 <= batch < self.batches:
+            raise ValueError(
+                f"Sampler.run(start={Position(epoch, batch)}): an epoch of {self.length} samples in batches of "
+                f"{self.batch} has batches 0 to {self.batches - 1}; a run goes on with the length and the batch that "
+                "it began with, on any mesh"
+            )
+        return Position(epoch, batch)
+
+    def _run(self, rank: int, start: Position) -> Iterator[tuple[Position, list[int]]]:
         epoch, batch = start
         index = self.mesh.axis_index(rank, self.axis)
         while True:

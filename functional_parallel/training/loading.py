@@ -16,6 +16,7 @@ from ..local_function import PyTree
 from ..precision import LossScaleState
 from ..tracing.graph import without_memory
 from ..trained import is_trained
+from .local_step import Metrics
 from .scaled import ScaledState
 from .state import on_one_line
 
@@ -25,7 +26,7 @@ __all__ = ["expected_state", "require_state_of", "steps_done"]
 torch.serialization.add_safe_globals(
     [
         *(optim.AdafactorState, optim.AdamWState, optim.Factored, optim.LionState, optim.SGDState),
-        *(LossScaleState, ScaledState),
+        *(LossScaleState, ScaledState, Metrics),
     ]
 )
 

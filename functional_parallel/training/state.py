@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -162,6 +163,16 @@ class TrainState:
         handles = self.handles
         self._handles = None
         return handles
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a TrainState is what this process holds of a run, its rank's parts alone: save "
+            "(*train.whole(state), state.step), which all ranks call, and go on from train.load(*saved), on any mesh; "
+            "train.copy(state) keeps one in memory"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainState:
+        return TrainState(self.step, deepcopy(self.handles, memo), self.form, self.whose)
 
     @contextmanager
     def used_by_a_step(self, given: tuple[Any, ...]) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -160,3 +161,18 @@ def test_what_cannot_be_read_is_refused(options: dict[str, object], said: str) -
 def test_an_axis_that_the_mesh_has_not_is_refused() -> None:
     with pytest.raises(MeshError, match="no axis 'batch'"):
         Sampler(10, 4, Mesh(data=4), "batch")
+
+
+def test_a_position_is_read_from_a_checkpoint(tmp_path: Path) -> None:
+    sampler = Sampler(10, 4, Mesh(data=2))
+    position, _ = next(sampler.run(0))
+    torch.save({"position": position}, tmp_path / "run.pt")
+    again = torch.load(tmp_path / "run.pt")["position"]
+    assert next(sampler.run(0, again)) == list(itertools.islice(sampler.run(0), 2))[1]
+
+
+@pytest.mark.parametrize("start", [(0, 3), (0, -1), (-1, 0)])
+def test_a_position_of_another_sampler(start: tuple[int, int]) -> None:
+    """Of one with smaller batches: the rest of the epoch was left out."""
+    with pytest.raises(ValueError, match=r"an epoch of 10 samples in batches of 4 has batches 0 to 2"):
+        Sampler(10, 4, Mesh(data=2)).run(0, Position(*start))

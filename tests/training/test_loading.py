@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -247,3 +249,37 @@ def test_the_step_is_a_number() -> None:
     for wrong in (-1, "3", 3.5, True, None):
         with pytest.raises(ValueError, match=r"step=.* give the number of steps done"):
             train.load(*saved, wrong)  # type: ignore[arg-type]
+
+
+# -----------------------------------------------------------------------------
+# What is written into files
+# -----------------------------------------------------------------------------
+
+
+def test_a_state_itself_is_not_written(tmp_path: Path) -> None:
+    """Rank 0's parts, read on every rank, were taken for theirs."""
+    train = step(plan="zero 3")
+    state = train.init(weights(2))
+    for write in (
+        lambda: torch.save(state, tmp_path / "state.pt"),
+        lambda: pickle.dumps(state),
+        lambda: copy.copy(state),
+    ):
+        with pytest.raises(TypeError, match=r"its rank's parts alone: save \(\*train\.whole\(state\), state\.step\)"):
+            write()
+
+
+def test_a_state_is_copied_with_what_holds_it() -> None:
+    train = step(plan="zero 3")
+    state = train.init(weights(2))
+    kept = copy.deepcopy({"best": state})["best"]
+    after, _ = train(state, X)
+    again, _ = train(kept, X)
+    assert torch.equal(train.params(after)["w0"], train.params(again)["w0"])
+
+
+def test_metrics_are_read_from_a_file(tmp_path: Path) -> None:
+    train = step()
+    _, metrics = train(train.init(weights(2)), X)
+    torch.save([metrics], tmp_path / "metrics.pt")
+    assert torch.load(tmp_path / "metrics.pt")[0].loss == metrics.loss
