@@ -20,7 +20,7 @@ from .local_step import Metrics
 from .scaled import ScaledState
 from .state import on_one_line
 
-__all__ = ["expected_state", "require_state_of", "steps_done"]
+__all__ = ["expected_state", "require_parameters", "require_state_of", "steps_done"]
 
 # Tuples of tensors: torch.load(weights_only=True), its default, may make them of what train.whole returned.
 torch.serialization.add_safe_globals(
@@ -64,6 +64,25 @@ def require_state_of(expected: PyTree, given: PyTree) -> None:
         "Load both trees of one `train.whole(state)`, made with the same parameters and optimizer; for other "
         "parameters begin with `train.init(params)`"
     )
+
+
+def require_parameters(params: PyTree, where: str) -> None:
+    """Refuse what holds parameters but is no pytree of tensors, which would be trained as a constant.
+
+    Args:
+        params: what was given as parameters.
+        where: to whom.
+
+    Raises:
+        TypeError: for a module, an iterator, arrays.
+    """
+    leaves = optree.tree_leaves(params)
+    if leaves and not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves}))
+        raise TypeError(
+            f"{where} takes parameters, a pytree of tensors, and found {kinds}: of a module, "
+            "`fn, params = fp.functional(module)` makes them; torch.as_tensor(array) makes one of an array"
+        )
 
 
 def steps_done(step: Any) -> int:

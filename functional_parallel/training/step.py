@@ -23,7 +23,7 @@ from ..staging import Staged, stage
 from ..tracing import hollow
 from .asynchronous import is_asynchronous, of_one_update
 from .flat import require_elementwise
-from .loading import expected_state, require_state_of, steps_done
+from .loading import expected_state, require_parameters, require_state_of, steps_done
 from .local_step import LocalStep, Metrics
 from .places import Places, find_places
 from .scaled import with_scale
@@ -142,7 +142,8 @@ class TrainStep:
             params: whole parameters, the same on every rank (which is checked); or a function without arguments that
                 makes them.
         """
-        whole = params() if callable(params) else params
+        whole = params() if callable(params) and not isinstance(params, torch.nn.Module) else params
+        require_parameters(whole, "train_step.init")
         _check_same(runtime_of(self.mesh, self.f, self.reduction), "train_step.init", whole)
         held, state = self.begun(whole)
         return self._load(held, state, 0, storages(*optree.tree_leaves(held)))
@@ -153,6 +154,7 @@ class TrainStep:
         Raises:
             ValueError: when the optimizer keeps another state for these parameters, or the step is no number.
         """
+        require_parameters(params, "train_step.load")
         stacks, expected = self.f.layout.stacks, expected_state(self.optimizer.init, params)
         expected, optimizer_state = (with_scale(each, self.scaling) for each in (expected, optimizer_state))
         require_state_of(expected, optimizer_state)

@@ -251,6 +251,22 @@ def test_the_step_is_a_number() -> None:
             train.load(*saved, wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda w: w.numpy(), lambda w: iter([w]), lambda w: torch.nn.Linear(2, 2)],
+    ids=["array", "iterator", "module"],
+)
+def test_what_is_no_pytree_of_parameters(wrap: Any) -> None:
+    """An iterator, as `module.parameters()`, was a constant that steps went on without."""
+    train = step()
+    state = train.whole(train.init(weights(2)))[1]
+    for take in (train.init, lambda params: train.load(params, state, 0)):
+        with pytest.raises(
+            TypeError, match=r"takes parameters, a pytree of tensors, and found \w+: of a module, `fn, params"
+        ):
+            take(wrap(torch.ones(4, 2)))
+
+
 # -----------------------------------------------------------------------------
 # What is written into files
 # -----------------------------------------------------------------------------
