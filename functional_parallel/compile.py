@@ -19,6 +19,7 @@ from .pipelines import PipelineError
 from .runtime import PipelineRuntime, check_backend, default_runtime
 from .source import current_source
 from .staging import LayoutError, Staged, call_region, stage
+from .switches import switched_off
 from .tracing.record import recorder
 
 __all__ = ["Compiled", "compile", "runtime_of", "shard_map"]
@@ -153,7 +154,8 @@ class Compiled:
         if recorder() is not None:
             return self._inside(self._by_place(args, named))
         staged, tensors = self._stage(self._by_place(args, named))
-        result = staged.unflatten(runtime_of(self.mesh, self.f).run_whole(staged.program, tensors))
+        with switched_off():
+            result = staged.unflatten(runtime_of(self.mesh, self.f).run_whole(staged.program, tensors))
         return result if self._stacks is None else self._stacks.restack_all(result)
 
     def _inside(self, args: tuple[PyTree, ...]) -> PyTree:

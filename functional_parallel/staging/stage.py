@@ -12,7 +12,7 @@ import torch
 
 from sharding_specs import Mesh, P, broadcast_specs, tree_paths
 
-from ..assumptions import Assumption, assumed
+from ..assumptions import Assumption, assume, assumed
 from ..collectives.axes import bind
 from ..collectives.parts import Parts
 from ..collectives.types import CollectiveTypeError, State, Type
@@ -21,6 +21,7 @@ from ..local_function import Layout, LocalFunction, PyTree, SpecTree, layout_of
 from ..pipelines import PipelineProgram
 from ..program import Program, drop_trivial
 from ..runtime import pipeline_memory
+from ..switches import autocasts
 from ..tracing import Traced, forget_values, hollow, simplify, trace
 from ..varying import Typing, type_of
 from .constants import require_transparent
@@ -183,6 +184,7 @@ def _traced(
     avals = [local_aval(leaf, spec, wide, parts) for leaf, spec in zip(flat.tensors, flat.in_specs, strict=True)]
     types = [declared_type(spec) for spec in flat.in_specs]
     with bind(wide.shape, None, {axis: each.samples for axis, each in parts.items()}), assumed() as assumptions:
+        assume(autocasts)
         traced = trace(flat, avals, types=types, on_node=Typing(wide.shape))
     held = [type_of(output) for output in traced.outputs]
     return simplify(drop_trivial(forget_values(traced), wide, kept=_pipelined_axes(layout))), held, assumptions

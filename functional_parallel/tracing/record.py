@@ -80,6 +80,7 @@ def trace(
             stack.enter_context(_torch.checkpointing(region))
             stack.enter_context(stages())
             stack.enter_context(_torch.unlogged_fakes())
+            stack.enter_context(torch.autograd.set_detect_anomaly(False))  # it would look at values
             stack.enter_context(mode)
             stack.enter_context(recording)
             outputs = _call(fn, arguments)

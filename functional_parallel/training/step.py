@@ -20,6 +20,7 @@ from ..optim import Optimizer
 from ..precision import LossScale, LossScaleState
 from ..runtime import check_backend, own, storages, who_holds
 from ..staging import Staged, stage
+from ..switches import switched_off
 from ..tracing import hollow
 from .asynchronous import is_asynchronous, of_one_update
 from .flat import require_elementwise
@@ -145,8 +146,9 @@ class TrainStep:
         whole = params() if callable(params) and not isinstance(params, torch.nn.Module) else params
         require_parameters(whole, "train_step.init")
         _check_same(runtime_of(self.mesh, self.f, self.reduction), "train_step.init", whole)
-        held, state = self.begun(whole)
-        return self._load(held, state, 0, storages(*optree.tree_leaves(held)))
+        with switched_off():
+            held, state = self.begun(whole)
+            return self._load(held, state, 0, storages(*optree.tree_leaves(held)))
 
     def load(self, params: PyTree, optimizer_state: PyTree, step: int) -> TrainState:
         """A state from whole parameters and a whole optimizer state, as `whole` returned them.
@@ -163,7 +165,8 @@ class TrainStep:
         _check_same(runtime_of(self.mesh, self.f, self.reduction), "train_step.load", loaded)
         if stacks is not None:
             params, optimizer_state = stacks.unstack(params), stacks.unstack_like(optimizer_state, params)
-        return self._load(params, optimizer_state, done, given)
+        with switched_off():
+            return self._load(params, optimizer_state, done, given)
 
     def begun(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """Parameters and first state as they are held: in a pipeline, layers that were stacked one by one."""
@@ -272,7 +275,7 @@ class TrainStep:
         runtime.agree_on(staged.program)
         held = state.give() if self.donate else state.handles
         handles = [handle for handle in held if not isinstance(handle, Constant)]
-        with state.used_by_a_step(held):
+        with state.used_by_a_step(held), switched_off():
             shown = () if self.own_batch else tensors
             results = runtime.run(staged.program, [*handles, *extra], shown, state.whose)
         whole = [
