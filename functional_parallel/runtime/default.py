@@ -17,8 +17,9 @@ from .simulated import SimulatedRuntime
 
 __all__ = ["default_runtime", "is_main_rank", "use_runtime"]
 
-_chosen: dict[Mesh, Any] = {}
-_made: dict[tuple[Mesh, str], tuple[Any, Any]] = {}  # a runtime, and the process group that it was made on
+# A runtime, and the process group of all ranks when it was made.
+_chosen: dict[Mesh, tuple[Any, Any]] = {}
+_made: dict[tuple[Mesh, str], tuple[Any, Any]] = {}
 
 # Who starts several processes, and how many: torchrun's own variables, and those that others set in their place.
 _LAUNCHERS = {
@@ -44,17 +45,18 @@ def default_runtime(mesh: Mesh, reduction: str = "fast") -> Any:
         CollectiveError: when the processes were let go, by `destroy_process_group`, since the mesh was used.
     """
     if mesh in _chosen:
-        return _chosen[mesh]
+        runtime, world = _chosen[mesh]
+        if world is not None and world is not _world():
+            raise _let_go(mesh, "torch.distributed.init_process_group and use_runtime")
+        return runtime
     runtime, world = _made.get((mesh, reduction), (None, None))
-    if runtime is None or world is not _world():
-        if world is not None and _world() is None:
-            raise CollectiveError(
-                f"{mesh!r} lay on processes that torch.distributed.destroy_process_group() has let go: call it after "
-                "the last step, train.params and train.whole, or torch.distributed.init_process_group once more"
-            )
-        with _torch.apart_from_transforms():  # a program may be called there for the first time
-            runtime = ProcessRuntime(mesh, reduction=reduction) if _is_launched() else _simulated(mesh)
-        _made[mesh, reduction] = (runtime, _world())
+    if runtime is not None and world is _world():
+        return runtime
+    if world is not None and _world() is None:
+        raise _let_go(mesh, "torch.distributed.init_process_group")
+    with _torch.apart_from_transforms():  # a program may be called there for the first time
+        runtime = ProcessRuntime(mesh, reduction=reduction) if _is_launched() else _simulated(mesh)
+    _made[mesh, reduction] = (runtime, _world())
     return runtime
 
 
@@ -65,7 +67,7 @@ def use_runtime(runtime: Any) -> None:
     >>> from functional_parallel.runtime import SimulatedRuntime
     >>> use_runtime(SimulatedRuntime(Mesh(data=2), deduplicate=False))
     """
-    _chosen[runtime.mesh] = runtime
+    _chosen[runtime.mesh] = (runtime, _world() if isinstance(runtime, ProcessRuntime) else None)
 
 
 def is_main_rank() -> bool:
@@ -75,6 +77,13 @@ def is_main_rank() -> bool:
     True
     """
     return int(os.environ.get("RANK", "0")) == 0 if not dist.is_initialized() else dist.get_rank() == 0
+
+
+def _let_go(mesh: Mesh, once_more: str) -> CollectiveError:
+    return CollectiveError(
+        f"{mesh!r} lay on processes that torch.distributed.destroy_process_group() has let go: call it after the last "
+        f"step, train.params and train.whole, or {once_more} once more"
+    )
 
 
 def _world() -> Any:

@@ -81,12 +81,18 @@ def on_processes_that_are_let_go(rank: int, folder: str) -> dict[str, Any]:
     init_again(rank, folder, "again")
     first = default_runtime(MESH)
     losses += [run.step() for _ in range(2)]
+    wanted = [other.step() for _ in range(4)]
     program = run.train.program.cache["process"][0]
+    use_runtime(ProcessRuntime(MESH, reduction="ordered"))
+    run.step()
+    dist.destroy_process_group()
+    init_again(rank, folder, "once more")
     return {
+        "chosen": outcome(run.step),
         "let go": let_go,
         "losses": losses,
-        "wanted": [other.step() for _ in range(4)],
-        "new": program is first.carrier and default_runtime(MESH) is first,
+        "wanted": wanted,
+        "new": program is first.carrier,
     }
 
 
@@ -95,6 +101,7 @@ def test_processes_that_are_let_go_and_initialised_again(tmp_path: Path) -> None
         kind, message, _ = found["let go"]
         assert kind == "CollectiveError" and "destroy_process_group() has let go" in message
         assert found["losses"] == found["wanted"] and found["new"]
+        assert found["chosen"][0] == "CollectiveError" and "init_process_group and use_runtime" in found["chosen"][1]
 
 
 def on_processes_that_are_initialised_late(rank: int, folder: str) -> dict[str, Any]:
