@@ -37,6 +37,7 @@ __all__ = ["DifferentInputsError", "DifferentProgramsError", "ProcessRuntime"]
 
 
 _SECONDS = 600.0
+_DERIVED = ", on tensors that require a gradient"  # collectives one by one, which carry it
 
 
 class DifferentProgramsError(RuntimeError):
@@ -141,8 +142,9 @@ class ProcessRuntime:
         """
         self.agree_on(program)
         with self.turn, self.carrier.bound():
-            self.begin(program, batch, whose)
-            if _torch.holds_levels(handles):
+            derived = _torch.holds_levels(handles)
+            self.begin(program, batch, whose + _DERIVED * derived)
+            if derived:
                 return run_typed(program.traced, handles)
             with torch.no_grad():
                 return self.run_plain(program, handles)

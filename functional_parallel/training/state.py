@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -19,8 +20,19 @@ from ..local_function import PyTree
 from ..runtime import OverlapError
 from .places import Places
 
-__all__ = ["Constant", "DonatedStateError", "Form", "TrainState", "form_of", "look", "on_one_line", "plain"]
+__all__ = [
+    "Constant",
+    "DonatedStateError",
+    "Form",
+    "TrainState",
+    "form_of",
+    "look",
+    "on_one_line",
+    "plain",
+    "recorded_steps",
+]
 
+_MANY_RECORDED = 32
 _MOST_OF_A_FAILURE = 200  # characters; the error itself was raised
 
 
@@ -104,6 +116,21 @@ def _text(look: Any) -> str:
     return look if isinstance(look, str) else f"{look[0]} {str(look[1]).removeprefix('torch.')}"
 
 
+def recorded_steps(before: int, loss: torch.Tensor) -> int:
+    """Of how many steps autograd keeps the graph, after one with this loss; says so when they become many."""
+    if not loss.requires_grad:
+        return 0
+    if before + 1 == _MANY_RECORDED:
+        warnings.warn(
+            f"the last {_MANY_RECORDED} steps took a batch, or began with parameters, that require a gradient, and the "
+            "state keeps the graph of each for a derivative through them: memory grows with every step. Where none is "
+            "wanted, as of a batch that another model computed, give x.detach()",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return before + 1
+
+
 def on_one_line(tree: Any) -> str:
     """A tree's structure as text, for messages."""
     return " ".join(str(tree).split())
@@ -118,12 +145,14 @@ class TrainState:
 
     Attributes:
         whose: says of its parameters and state where they began, in the same words on every rank.
+        recorded: of how many steps up to it autograd keeps the graph.
     """
 
-    __slots__ = ("_failure", "_form", "_handles", "_step", "whose")
+    __slots__ = ("_failure", "_form", "_handles", "_step", "recorded", "whose")
 
-    def __init__(self, step: int, handles: tuple[Any, ...], form: Form, whose: str) -> None:
+    def __init__(self, step: int, handles: tuple[Any, ...], form: Form, whose: str, recorded: int = 0) -> None:
         self._step, self._form, self.whose, self._failure = step, form, whose, ""
+        self.recorded = recorded
         self._handles: tuple[Any, ...] | None = handles
 
     @property
@@ -172,7 +201,7 @@ class TrainState:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainState:
-        return TrainState(self.step, deepcopy(self.handles, memo), self.form, self.whose)
+        return TrainState(self.step, deepcopy(self.handles, memo), self.form, self.whose, self.recorded)
 
     @contextmanager
     def used_by_a_step(self, given: tuple[Any, ...]) -> Iterator[None]:

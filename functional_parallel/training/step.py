@@ -28,7 +28,7 @@ from .loading import expected_state, require_parameters, require_state_of, steps
 from .local_step import LocalStep, Metrics
 from .places import Places, find_places
 from .scaled import with_scale
-from .state import Constant, Form, TrainState, form_of, look, plain
+from .state import Constant, Form, TrainState, form_of, look, plain, recorded_steps
 
 __all__ = ["TrainStep", "train_step"]
 
@@ -208,7 +208,7 @@ class TrainStep:
         """The same state in memory of its own, which steps from the original do not use up."""
         form = self._form_of(state)
         held = (handle if isinstance(handle, Constant) else own(handle, storages(handle)) for handle in state.handles)
-        return TrainState(state.step, tuple(held), form, state.whose)
+        return TrainState(state.step, tuple(held), form, state.whose, state.recorded)
 
     def whole(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """Parameters and optimizer state, whole: what a checkpoint saves. A collective: every process calls it."""
@@ -284,7 +284,8 @@ class TrainStep:
         _, metrics = staged.unflatten([*results[:count], *whole])
         new = iter(results)
         kept = tuple(handle if isinstance(handle, Constant) else next(new) for handle in held)
-        return TrainState(state.step + 1, kept, form, state.whose), metrics
+        recorded = recorded_steps(state.recorded, metrics.loss)
+        return TrainState(state.step + 1, kept, form, state.whose, recorded), metrics
 
     def _form_of(self, state: TrainState) -> Form:
         """The form of a state that is not used up, as this step knows it."""

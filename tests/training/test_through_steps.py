@@ -12,7 +12,7 @@ from torch import Tensor
 import functional_parallel as fp
 from sharding_specs import Mesh
 
-from ..processes import run_on_processes
+from ..processes import outcome, run_on_processes
 
 GENERATOR = torch.Generator().manual_seed(0)
 W, B = (torch.randn(size, dtype=torch.float64, generator=GENERATOR) for size in ((4, 4), (4,)))
@@ -120,3 +120,33 @@ def test_what_is_masked_whole_has_a_largest_value_that_is_none() -> None:
         compiled = fp.compile(plan(largest), DATA)
         assert torch.equal(compiled(W, X), largest(W, X))
         close(torch.func.grad(compiled)(W, X), torch.func.grad(largest)(W, X))
+
+
+def test_many_steps_that_are_kept_for_a_derivative() -> None:
+    """As on what another model computed: the state grew with every step, without a word."""
+    step = fp.train_step(loss, fp.optim.sgd(0.1), DATA, fp.zero(3, "data"))
+
+    def train(x: Tensor, state: Any, steps: int) -> Any:
+        for _ in range(steps):
+            state, _ = step(state, x)
+        return state
+
+    state = train(X.clone().requires_grad_(), step.init({"w": W, "b": B}), 31)
+    with pytest.warns(RuntimeWarning, match=r"the last 32 steps took a batch.*that require a gradient.*x\.detach\(\)"):
+        train(X.clone().requires_grad_(), state, 1)
+    assert train(X, step.init({"w": W, "b": B}), 40).recorded == 0
+    with torch.no_grad():
+        assert train(X.clone().requires_grad_(), step.init({"w": W, "b": B}), 40).recorded == 0
+
+
+def on_a_rank_whose_batch_requires_a_gradient(rank: int) -> tuple[str, str, float]:
+    step = fp.train_step(loss, fp.optim.sgd(0.1), DATA, fp.zero(3, "data"))
+    state, _ = step(step.init({"w": W, "b": B}), X)
+    return outcome(lambda: step(state, X.clone().requires_grad_(rank == 1)))
+
+
+def test_a_batch_that_requires_a_gradient_on_one_rank() -> None:
+    """Its values were said to differ, which they do not."""
+    for kind, message, _ in run_on_processes(on_a_rank_whose_batch_requires_a_gradient, 2):
+        assert kind == "OutOfStepError" and "doing different things" in message
+    assert ", on tensors that require a gradient (its call" in message, "as the rank itself tells"
