@@ -20,7 +20,7 @@ from .local_step import Metrics
 from .scaled import ScaledState
 from .state import on_one_line
 
-__all__ = ["expected_state", "require_parameters", "require_state_of", "steps_done"]
+__all__ = ["expected_state", "require_parameters", "require_state_of", "require_values", "steps_done"]
 
 # Tuples of tensors: torch.load(weights_only=True), its default, may make them of what train.whole returned.
 torch.serialization.add_safe_globals(
@@ -85,6 +85,22 @@ def require_parameters(params: PyTree, where: str) -> None:
         )
 
 
+def require_values(params: PyTree, state: PyTree) -> None:
+    """Refuse what lies on the meta device, where steps would compute nothing.
+
+    Raises:
+        ValueError: listing what does, by path.
+    """
+    found = [*_by_path(params, "params").items(), *_by_path(state).items()]
+    missing = [path for path, leaf in found if isinstance(leaf, torch.Tensor) and leaf.is_meta]
+    if missing:
+        told = ", ".join([*missing[:_MOST], *(["…"] if len(missing) > _MOST else [])])
+        raise ValueError(
+            f"a train state has values, and {told} are on the meta device, which has none: make parameters, and call "
+            "train.init, outside of torch.device('meta'); train.lower(params, batch) takes parameters without values"
+        )
+
+
 def steps_done(step: Any) -> int:
     """The number of steps done, which a file may have as a tensor.
 
@@ -115,9 +131,9 @@ def _differences(expected: PyTree, given: PyTree) -> Iterator[str]:
         yield f"the optimizer keeps {on_one_line(trees[0])}, not {on_one_line(trees[1])}"
 
 
-def _by_path(tree: PyTree) -> dict[str, Any]:
+def _by_path(tree: PyTree, name: str = "optimizer_state") -> dict[str, Any]:
     """Leaves by the expression that reaches them."""
-    paths = (accessor.codify("optimizer_state") for accessor in optree.tree_accessors(tree))
+    paths = (accessor.codify(name) for accessor in optree.tree_accessors(tree))
     return dict(zip(paths, optree.tree_leaves(tree), strict=True))
 
 

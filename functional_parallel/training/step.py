@@ -24,7 +24,7 @@ from ..switches import switched_off
 from ..tracing import hollow
 from .asynchronous import is_asynchronous, of_one_update
 from .flat import require_elementwise
-from .loading import expected_state, require_parameters, require_state_of, steps_done
+from .loading import expected_state, require_parameters, require_state_of, require_values, steps_done
 from .local_step import LocalStep, Metrics
 from .places import Places, find_places
 from .scaled import with_scale
@@ -177,6 +177,7 @@ class TrainStep:
 
     def _load(self, params: PyTree, optimizer_state: PyTree, step: int, given: set[int]) -> TrainState:
         """A state in memory of its own, but for what lies elsewhere than what was `given`."""
+        require_values(params, optimizer_state)
         form, leaves = self._place(params, optimizer_state)
         runtime = runtime_of(self.mesh, self.f, self.reduction)
         held = tuple(

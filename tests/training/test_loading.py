@@ -267,6 +267,17 @@ def test_what_is_no_pytree_of_parameters(wrap: Any) -> None:
             take(wrap(torch.ones(4, 2)))
 
 
+def test_parameters_and_states_without_values() -> None:
+    """A state that is made inside torch.device("meta") trained nothing, and its losses said nothing of it."""
+    train = step()
+    given = weights(2)
+    with torch.device("meta"), pytest.raises(ValueError, match=r"and optimizer_state\.step are on the meta device"):
+        train.init(given)
+    nowhere = {name: weight.to("meta") for name, weight in weights(1, 2).items()}
+    with pytest.raises(ValueError, match=r"and params\['w0'\], params\['w1'\], .*train\.lower\(params, batch\)"):
+        train.init(nowhere)
+
+
 # -----------------------------------------------------------------------------
 # What is written into files
 # -----------------------------------------------------------------------------
