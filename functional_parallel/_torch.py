@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint
-from torch._decomp import decomposition_table
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import UnsupportedFakeTensorException as UnsupportedFakeTensor
@@ -246,8 +245,9 @@ def functional_variant(op: torch._ops.OpOverload) -> torch._ops.OpOverload | Non
 
 def decomposition_of(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
     """What torch writes an op as in terms of simpler ones, or None."""
-    found: Callable[..., Any] | None = decomposition_table.get(op)
-    return found
+    from torch._decomp import decomposition_table  # which takes a while, and few ask
+
+    return decomposition_table.get(op)
 
 
 def has_derivative(op: torch._ops.OpOverload) -> bool:

@@ -30,6 +30,7 @@ from ..collectives.axes import staging
 from ..collectives.grad_mode import called_without_gradients
 from ..source import current_source, raising_source, region, stages
 from .aliases import Aliases
+from .backwards import parts_of
 from .control_flow import unrolled
 from .errors import CustomFunctionError, TracingError
 from .graph import Aval, Traced, aval_of, named_arguments, walk_args
@@ -37,6 +38,7 @@ from .intercept import Interception, replacement_of
 from .known import asks_for_values, computed
 from .mutation import mutate
 from .stand_ins import stand_in
+from .zeros import MADE, with_zeros
 
 __all__ = ["Recorder", "recorder", "trace"]
 
@@ -146,6 +148,7 @@ class Recorder(_torch.TorchDispatchMode):
         self.outer = outer
         self.aliases = Aliases(self.create)
         self.closed_over: set[fx.Node] = set()
+        self.zeros: set[fx.Node] = set()
         self.notes: dict[Any, Any] = {} if outer is None else outer.notes  # of all of an outermost trace
         self._forwards: dict[int, fx.Node] = {}  # by number of the autograd node
         self._thread = threading.get_ident()
@@ -226,9 +229,14 @@ class Recorder(_torch.TorchDispatchMode):
                 result = replacement(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        if _torch.is_composite(func):
+        parts = self._parts_of(func)
+        if parts is not None:
             with self:
-                return func.decompose(*args, **kwargs)
+                return parts(*args, **kwargs)
+        if func is MADE or self.zeros:
+            result = with_zeros(self, func, args, kwargs)
+            if result is not NotImplemented:
+                return result
         _refuse_foreign_draws(func, args, kwargs)
         if func is aten.lift_fresh.default and not isinstance(args[0], _torch.FakeTensor):
             return self._lift(func, args[0])
@@ -251,6 +259,12 @@ class Recorder(_torch.TorchDispatchMode):
         node.meta.update(val=aval_of(value), source=current_source(), backward=False, no_grad=False)
         self.bind(lifted, node)
         return lifted
+
+    def _parts_of(self, func: Any) -> Callable[..., Any] | None:
+        """What to record for an op that is made of others."""
+        if _torch.is_composite(func):
+            return func.decompose  # type: ignore[no-any-return]
+        return parts_of(func) if self.forward_only and self.on_node is None else None
 
     def _known(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = computed(self, func, args, kwargs)

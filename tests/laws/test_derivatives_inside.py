@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -109,3 +110,91 @@ def test_a_loss_that_makes_zeros_like_a_sum(spec: P) -> None:
     w, x = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((4, 4), (8, 4)))
     plan = fp.chain(fp.tensor_parallel("tensor", spec), fp.data_parallel("data"))
     fp.testing.assert_equivalent(loss, plan, Mesh(data=2, tensor=2), w, x, rtol=1e-12)
+
+
+# -----------------------------------------------------------------------------
+# Of what torch has fused backward ops for
+# -----------------------------------------------------------------------------
+
+FUSED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "slice": lambda x: x[:, 1:5:2],
+    "select": lambda x: x[:, 1],
+    "softmax": lambda x: x.softmax(1),
+    "log_softmax": lambda x: x.log_softmax(1),
+    "layer_norm": lambda x: F.layer_norm(x, (6,), x[0].detach().cos(), eps=0.1),
+    "group_norm": lambda x: F.group_norm(x.view(8, 6, 1), 2, eps=0.1),
+    "logsigmoid": F.logsigmoid,
+    "softplus": F.softplus,
+    "elu": F.elu,
+    "selu": F.selu,
+    "hardswish": F.hardswish,
+    "glu": F.glu,
+    "prelu": lambda x: F.prelu(x, torch.full((6,), 0.3, dtype=x.dtype)),
+    "cross_entropy": lambda x: F.cross_entropy(x, torch.arange(8) % 6, ignore_index=2, label_smoothing=0.1),
+    "cross_entropy of pixels": lambda x: F.cross_entropy(x.view(8, 3, 1, 2), torch.arange(16).view(8, 1, 2) % 3),
+    "mse_loss": lambda x: F.mse_loss(x, x.flip(1).sin()),
+    "huber_loss": lambda x: F.huber_loss(x, x.flip(1).sin()),
+    "smooth_l1_loss": lambda x: F.smooth_l1_loss(x, x.flip(1).sin()),
+    "binary_cross_entropy": lambda x: F.binary_cross_entropy(x.sigmoid(), x.flip(1).sigmoid().detach()),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_derivatives_of_fused_ops(name: str) -> None:
+    """Nothing is computed whole for want of a rule, which would be a warning, and its own derivative is torch's."""
+    op = FUSED[name]
+
+    def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        inner = lambda w, x: op(x * w).sin().sum()  # noqa: E731
+        adapted = w - 0.1 * torch.func.grad(inner)(w, x)
+        return (torch.func.grad(inner, 1)(adapted, x) ** 2).sum() + inner(adapted, x)
+
+    w, x = (torch.linspace(-2, 3, 6 * rows, dtype=torch.float64).view(rows, 6).cos().squeeze(0) for rows in (1, 8))
+    for plan in (fp.data_parallel("data"), fp.zero(3, "data")):
+        fp.testing.assert_equivalent(loss, plan, Mesh(data=2), w, x, rtol=1e-10)
+
+
+# -----------------------------------------------------------------------------
+# Per sample, forward over reverse: tangents that torch knows to be zero, in two vmaps
+# -----------------------------------------------------------------------------
+
+SECOND: dict[str, Loss] = {
+    "tanh": lambda w, x: torch.tanh(x * w).sum(),
+    "powers": lambda w, x: ((x * w) ** 3).sum(),
+    "views": lambda w, x: (torch.sigmoid(x.view(2, 2) @ w.view(2, 2)).T.reshape(4)[1:] * x[1:]).sum(),
+    "quotients": lambda w, x: (x / (2 + w.square()) - 3 * x.square()).sum(),
+    "one layer": lambda w, x: torch.tanh(x @ w.outer(w)).square().mean(),
+}
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_hessians_per_sample(name: str) -> None:
+    loss = SECOND[name]
+    w, x = (torch.linspace(-1, 1, 4 * rows, dtype=torch.float64).view(rows, 4).squeeze(0) for rows in (1, 6))
+    wanted = torch.func.vmap(torch.func.hessian(loss), (None, 0))(w, x)
+    each = torch.func.vmap(torch.func.hessian(loss), (None, 0))
+    found = [
+        fp.compile(each, Mesh(data=2), in_specs=(P(), P()), out_specs=P())(w, x),
+        fp.compile(fp.data_parallel("data")(each), Mesh(data=2))(w, x),
+        fp.compile(fp.vmap(fp.hessian(loss), (None, 0), spmd_axis="data"), Mesh(data=2))(w, x),
+    ]
+    for result in found:
+        torch.testing.assert_close(result, wanted, rtol=1e-12, atol=1e-12)
+    squares = lambda w, x: each(w, x).square().sum()  # noqa: E731
+    step = fp.compile(fp.grad(fp.zero(3, "data")(squares)), Mesh(data=2))
+    torch.testing.assert_close(step(w, x), torch.func.grad(squares)(w, x), rtol=1e-10, atol=1e-10)
+
+
+def test_a_tangent_of_zeros_that_is_viewed() -> None:
+    """Zero times infinity is zero for it; and what it is added to is not written to with the sum."""
+
+    def f(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        zero = torch._efficientzerotensor((2, 2))
+        total = x + zero.view(4)
+        total += 1
+        return total, x * 1, zero.reshape(4) * torch.inf, x - zero.view(4), zero.view(4) - x, zero.view(4) / x
+
+    x = torch.arange(4.0) + 1
+    found = fp.compile(f, Mesh(data=2), in_specs=P(), out_specs=(P(),) * 6)(x)
+    for result, wanted in zip(found, (x + 1, x, 0 * x, x, -x, 0 * x), strict=True):
+        torch.testing.assert_close(result, wanted, rtol=0, atol=0)
