@@ -113,8 +113,7 @@ class _Run:
         whole = REDUCED if reduced else VARYING if step.decision.varying and not rule.casts else WHOLE
         args, kwargs = self._arguments(node, tensor_operands(node), step.decision, whole)
         if reduced:
-            places = tuple(REDUCED if result.is_differentiable else WHOLE for result in step.results)
-            step.decision = replace(step.decision, results=places)
+            step.decision = replace(step.decision, results=tuple(map(_reduced, step.results)))
         with grad_mode_of(node):
             outputs = rule.local(step, *args, **kwargs) if rule.local else step.run(*args, **kwargs)
             self._store(node, step, outputs)
@@ -256,6 +255,11 @@ def _is_reduced(step: Step) -> bool:
     """Whether an op is computed of a value whose gradient is wanted as partial sums."""
     free = step.decision.varying or step.decision.of_shapes
     return not free and any(isinstance(operand.place, Reduced) for operand in step.operands)
+
+
+def _reduced(result: Aval | None) -> Place:
+    """Where that leaves a result; an op may leave out one that it was not asked for."""
+    return REDUCED if result is not None and result.is_differentiable else WHOLE
 
 
 def _results(node: fx.Node) -> list[Aval]:

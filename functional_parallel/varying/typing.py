@@ -120,7 +120,7 @@ class Typing:
         raise TypingError(
             f"{_where(forward)}: a torch.func derivative was taken inside this body of an op where a value that is the "
             "same on all ranks meets one that varies; its gradient would lack the sum over ranks. Use fp.grad "
-            "(fp.grad_and_value, fp.vjp) instead of torch.func's, or write fp.pvary on the invariant value"
+            "(fp.grad_and_value, fp.hessian) instead of torch.func's, or write fp.pvary on the invariant value"
         )
 
 

@@ -154,6 +154,19 @@ def test_derivatives_of_fused_ops(name: str) -> None:
         fp.testing.assert_equivalent(loss, plan, Mesh(data=2), w, x, rtol=1e-10)
 
 
+@pytest.mark.filterwarnings("ignore:no sharding rule for aten.convolution_backward")
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_fused_op_that_leaves_results_out(stage: int) -> None:
+    """A penalty on the gradient by images asks a convolution for that alone, and not for its weight's."""
+
+    def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        by_images = torch.func.grad(lambda x: F.conv2d(x, w).square().sum())(x)
+        return (by_images.flatten(1).square().sum(1) - 1).square().sum()
+
+    w, x = torch.randint(-2, 3, (3, 2, 2, 2)).double(), torch.randint(-2, 3, (4, 2, 4, 4)).double()
+    fp.testing.assert_equivalent(loss, fp.zero(stage, "data"), Mesh(data=2), w, x, exact=True)
+
+
 # -----------------------------------------------------------------------------
 # Per sample, forward over reverse: tangents that torch knows to be zero, in two vmaps
 # -----------------------------------------------------------------------------
