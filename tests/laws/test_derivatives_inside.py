@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import optree
 import pytest
 import torch
 import torch.nn.functional as F
@@ -154,17 +155,30 @@ def test_derivatives_of_fused_ops(name: str) -> None:
         fp.testing.assert_equivalent(loss, plan, Mesh(data=2), w, x, rtol=1e-10)
 
 
-@pytest.mark.filterwarnings("ignore:no sharding rule for aten.convolution_backward")
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_fused_op_that_leaves_results_out(stage: int) -> None:
-    """A penalty on the gradient by images asks a convolution for that alone, and not for its weight's."""
+PLANS = {
+    **{f"zero {stage}": fp.zero(stage, "data") for stage in (0, 1, 3)},
+    "accumulated": fp.chain(fp.zero(2, "data"), fp.accumulate(2)),
+    "unequal microbatches": fp.chain(fp.data_parallel("data"), fp.accumulate(3)),
+    "channels": fp.tensor_parallel("data", {"w": P("data"), "b": P("data")}),
+}
 
-    def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        by_images = torch.func.grad(lambda x: F.conv2d(x, w).square().sum())(x)
-        return (by_images.flatten(1).square().sum(1) - 1).square().sum()
 
-    w, x = torch.randint(-2, 3, (3, 2, 2, 2)).double(), torch.randint(-2, 3, (4, 2, 4, 4)).double()
-    fp.testing.assert_equivalent(loss, fp.zero(stage, "data"), Mesh(data=2), w, x, exact=True)
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("by", ["images", "weights", "both"])
+def test_penalties_on_a_convolution(by: str, plan: str) -> None:
+    """One on the gradient by images alone asks it for nothing else."""
+    numbers = {"images": 1, "weights": 0, "both": (0, 1)}[by]
+
+    def loss(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        inner = torch.func.grad(lambda p, x: F.conv2d(x, p["w"], p["b"], stride=2).square().sum(), numbers)
+        return sum((leaf - 1).square().sum() for leaf in optree.tree_leaves(inner(p, x)))
+
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randint(-2, 3, shape, generator=generator).double()  # noqa: E731
+    params, x = {"w": draw(4, 2, 2, 2), "b": draw(4)}, draw(8, 2, 4, 4)
+    step = fp.testing.assert_equivalent(loss, PLANS[plan], Mesh(data=2), params, x, exact=True)
+    if plan == "zero 0" and by == "images":
+        assert step.program.counts() == {("psum", ("data",)): 3}, "the loss and two gradients"
 
 
 # -----------------------------------------------------------------------------
