@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
-from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -257,7 +256,6 @@ def has_derivative(op: torch._ops.OpOverload) -> bool:
     return op.namespace in ("aten", "prims") or any(map(op.has_kernel_for_dispatch_key, keys))
 
 
-@lru_cache(maxsize=4096)
 def is_composite(op: torch._ops.OpOverload) -> bool:
     """Whether one of torch's ops is made of others alone; called beneath autograd, nobody has taken it apart yet."""
     return op.namespace == "aten" and op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)

@@ -36,7 +36,7 @@ def unrolled(recording: Recorder, op: Any, args: tuple[Any, ...], kwargs: dict[s
             f"{current_source() or 'the function'}: torch's higher-order op {op.name()} is not traced; write what it "
             "does with torch's own ops: Python's loops and branches are run by the trace"
         )
-    with recording:
+    with recording.unrolling():
         return rule(recording, *args, **kwargs)
 
 

@@ -17,7 +17,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -32,8 +32,9 @@ from ..source import current_source, raising_source, region, stages
 from .aliases import Aliases
 from .backwards import parts_of
 from .control_flow import unrolled
+from .draws import refuse_draws
 from .errors import CustomFunctionError, TracingError
-from .graph import Aval, Traced, aval_of, named_arguments, walk_args
+from .graph import Aval, Traced, aval_of, walk_args
 from .intercept import Interception, replacement_of
 from .known import asks_for_values, computed
 from .mutation import mutate
@@ -149,6 +150,7 @@ class Recorder(_torch.TorchDispatchMode):
         self.aliases = Aliases(self.create)
         self.closed_over: set[fx.Node] = set()
         self.zeros: set[fx.Node] = set()
+        self._is_unrolling = False
         self.notes: dict[Any, Any] = {} if outer is None else outer.notes  # of all of an outermost trace
         self._forwards: dict[int, fx.Node] = {}  # by number of the autograd node
         self._thread = threading.get_ident()
@@ -231,13 +233,13 @@ class Recorder(_torch.TorchDispatchMode):
                 return result
         parts = self._parts_of(func)
         if parts is not None:
-            with self:
+            with self.unrolling():
                 return parts(*args, **kwargs)
         if func is MADE or self.zeros:
             result = with_zeros(self, func, args, kwargs)
             if result is not NotImplemented:
                 return result
-        _refuse_foreign_draws(func, args, kwargs)
+        refuse_draws(func, args, kwargs)
         if func is aten.lift_fresh.default and not isinstance(args[0], _torch.FakeTensor):
             return self._lift(func, args[0])
         if func._schema.is_mutable:
@@ -260,9 +262,19 @@ class Recorder(_torch.TorchDispatchMode):
         self.bind(lifted, node)
         return lifted
 
+    @contextmanager
+    def unrolling(self) -> Iterator[None]:
+        """Record what stands for an op that was called beneath autograd, where composite ops come as they are."""
+        outer, self._is_unrolling = self._is_unrolling, True
+        try:
+            with self:
+                yield
+        finally:
+            self._is_unrolling = outer
+
     def _parts_of(self, func: Any) -> Callable[..., Any] | None:
         """What to record for an op that is made of others."""
-        if _torch.is_composite(func):
+        if self._is_unrolling and _torch.is_composite(func):
             return func.decompose  # type: ignore[no-any-return]
         return parts_of(func) if self.forward_only and self.on_node is None else None
 
@@ -361,20 +373,6 @@ class Recorder(_torch.TorchDispatchMode):
         self.traced.outputs = [self._as_node(value) for value in outputs]
         self.traced.seal()
         return self.traced
-
-
-def _refuse_foreign_draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Draws from torch's generators: every rank has its own, so values that should be alike would not be."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return
-    given = named_arguments(func, args, kwargs)
-    if "dropout_p" in {argument.name for argument in func._schema.arguments} and not given.get("dropout_p"):
-        return
-    raise TracingError(
-        f"{current_source()}: {func} draws from torch's own generator, of which every rank has another one; draw "
-        "with fp.random.uniform or fp.random.normal, from fp.random.next_key(), or with fp.random.dropout, or pass the "
-        "numbers in as an argument"
-    )
 
 
 def _has_tensor(result: Any) -> bool:

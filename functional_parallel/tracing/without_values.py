@@ -156,8 +156,8 @@ def _index_by_numbers(x: Any, indices: Any) -> Any:
 
 @intercept_op(aten.masked_select.default)
 def _masked_select(x: Any, mask: Any) -> Any:
-    x, mask = torch.broadcast_tensors(x, mask)
-    return aten.index.Tensor(x, _numbers([mask]))
+    shape = torch.broadcast_shapes(x.shape, mask.shape)
+    return aten.index.Tensor(x.expand(shape), _numbers([mask.expand(shape)]))
 
 
 def _numbers(indices: Any) -> list[Any]:
