@@ -53,6 +53,8 @@ REFUSED = {
     *("as_strided", "as_strided.partial_views", "as_strided_copy", "as_strided_scatter"),
     "nn.functional.embedding_bag",
 }
+if torch.__version__ < "2.12":  # of some samples they compare values there
+    REFUSED |= {"nanquantile", "quantile"}
 
 
 @pytest.mark.parametrize("name", sorted(OPS.keys() - UNDEFINED))
