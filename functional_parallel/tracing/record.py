@@ -30,7 +30,6 @@ from ..collectives.axes import staging
 from ..collectives.grad_mode import called_without_gradients
 from ..source import current_source, raising_source, region, stages
 from .aliases import Aliases
-from .backwards import parts_of
 from .control_flow import unrolled
 from .draws import refuse_draws
 from .errors import CustomFunctionError, TracingError
@@ -231,10 +230,9 @@ class Recorder(_torch.TorchDispatchMode):
                 result = replacement(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        parts = self._parts_of(func)
-        if parts is not None:
-            with self.unrolling():
-                return parts(*args, **kwargs)
+        if self._is_unrolling and _torch.is_composite(func):
+            with self:
+                return func.decompose(*args, **kwargs)
         if func is MADE or self.zeros:
             result = with_zeros(self, func, args, kwargs)
             if result is not NotImplemented:
@@ -271,12 +269,6 @@ class Recorder(_torch.TorchDispatchMode):
                 yield
         finally:
             self._is_unrolling = outer
-
-    def _parts_of(self, func: Any) -> Callable[..., Any] | None:
-        """What to record for an op that is made of others."""
-        if self._is_unrolling and _torch.is_composite(func):
-            return func.decompose  # type: ignore[no-any-return]
-        return parts_of(func) if self.forward_only and self.on_node is None else None
 
     def _known(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = computed(self, func, args, kwargs)

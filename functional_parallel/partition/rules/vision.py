@@ -10,9 +10,6 @@ from torch import fx
 from torch.nn import functional
 
 from ...tracing.intercept import intercept
-from ..decide import Decision
-from ..placement import PARTIAL, WHOLE, Shard
-from ..step import Step
 from .batched import batched_text
 from .registry import Rule, rule
 from .texts import ndim_of
@@ -33,17 +30,6 @@ def _convolution_text(node: fx.Node) -> str:
     return f"~n c+ {space}, {weight} -> n co {out}"
 
 
-def _of_derivative(step: Step) -> Decision:
-    """`convolution_backward(gradient, x, w, …)` → gradients by x, w and the bias, as a loss that takes them has it.
-
-    Of a split batch those by w and the bias are partial sums; a sample that two uneven parts hold would count twice.
-    """
-    splits = [operand.place == Shard(0) for operand in step.operands[:2]]
-    if not any(splits) or not step.parts.is_even:
-        return Decision((WHOLE,) * 3, (WHOLE,) * 3)
-    return Decision((Shard(0), Shard(0), WHOLE), (Shard(0), PARTIAL, PARTIAL))
-
-
 def _sampling_text(node: fx.Node) -> str:
     """`grid_sampler(x, grid)`: of each image and channel, at the places that the grid of that image names."""
     space = [f"s{dim}" for dim in range(ndim_of(node) - 2)]
@@ -52,7 +38,6 @@ def _sampling_text(node: fx.Node) -> str:
 
 
 rule([aten.convolution.default], Rule(_convolution_text))
-rule([aten.convolution_backward.default], Rule(decide=_of_derivative))
 rule([aten.grid_sampler_2d.default, aten.grid_sampler_3d.default], Rule(_sampling_text))
 rule([aten.max_pool2d_with_indices.default, aten.adaptive_max_pool2d.default], Rule(batched_text(2)))
 rule([aten.max_pool3d_with_indices.default, aten.adaptive_max_pool3d.default], Rule(batched_text(3)))
