@@ -1,4 +1,4 @@
-"""Each private torch API in `functional_parallel/_torch.py` does what the library relies on.
+"""Each private torch API in `functional_parallel/_torch` does what the library relies on.
 
 When a test here fails after an upgrade of torch, that one file is the place to look.
 """

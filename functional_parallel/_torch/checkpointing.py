@@ -1,0 +1,81 @@
+"""`torch.utils.checkpoint` inside a model that is traced."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+
+from .threads import of_thread
+
+__all__ = ["checkpointing"]
+
+
+@contextmanager
+def checkpointing(region: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:
+    """Let `torch.utils.checkpoint.checkpoint` call its function plainly, inside `region(name)`.
+
+    Its own ways, an autograd.Function and hooks on saved tensors, do not go through torch.func. Models hold references
+    to `checkpoint`, so the two names that it looks up when called are what is replaced, for all threads as long as some
+    thread is inside; those that are not go torch's way.
+    """
+    regions = _regions()
+    regions.append(region)
+    _checkpoints.enter()
+    try:
+        yield
+    finally:
+        _checkpoints.leave()
+        regions.pop()
+
+
+def _regions() -> list[Callable[[str], AbstractContextManager[None]]]:
+    return of_thread("checkpointing", list)
+
+
+class _Checkpoints:
+    """The two names, and how many ask for them to be replaced."""
+
+    def __init__(self) -> None:
+        self._torchs: tuple[Any, Any] = (None, None)
+        self._lock, self._inside = threading.Lock(), 0
+
+    def enter(self) -> None:
+        module = torch.utils.checkpoint
+        with self._lock:
+            if not self._inside:
+                self._torchs = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
+                self._put(self, self.generator)
+            self._inside += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._put(*self._torchs)
+
+    def apply(self, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        regions = _regions()
+        if not regions:
+            return self._torchs[0].apply(function, preserve, *args)
+        with regions[-1]("checkpoint"):
+            return function(*args)
+
+    def generator(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+        regions = _regions()
+        if not regions:
+            yield from self._torchs[1](function, *args, **kwargs)
+            return
+        with regions[-1]("checkpoint"):
+            yield
+
+    def _put(self, function: Any, generator: Any) -> None:
+        module = torch.utils.checkpoint
+        module.CheckpointFunction, module._checkpoint_without_reentrant_generator = function, generator  # type: ignore[misc]
+
+
+_checkpoints = _Checkpoints()

@@ -1,0 +1,94 @@
+"""Ops of torch: the twin that writes nothing, what one is made of, how it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = [
+    "decomposition_of",
+    "direct_call",
+    "functional_variant",
+    "has_derivative",
+    "is_composite",
+    "stride_free",
+    "under_transforms",
+]
+
+
+def functional_variant(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """The out-of-place twin of an in-place op (`aten.add_.Tensor` → `aten.add.Tensor`), or of one with `out=`, or None.
+
+    Where it has another overload's name it is the one of the same arguments (`aten.transpose_` → `aten.transpose.int`).
+    """
+    name = op._schema.name.split("::")[1]
+    has_out = [argument.name for argument in op._schema.arguments if argument.is_out] == ["out"]
+    packet = getattr(torch.ops.aten, name if has_out else name[:-1], None) if has_out or name.endswith("_") else None
+    if packet is None:
+        return None
+    overloads = [getattr(packet, each) for each in sorted(packet.overloads(), key=lambda e: e != op._overloadname)]
+    return next((each for each in overloads if each is not op and _taken(each) == _taken(op)), None)
+
+
+def decomposition_of(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
+    """What torch writes an op as in terms of simpler ones, or None."""
+    from torch._decomp import decomposition_table  # which takes a while, and few ask
+
+    return decomposition_table.get(op)
+
+
+def has_derivative(op: torch._ops.OpOverload) -> bool:
+    """Whether autograd knows an op; of what one without makes, torch.func takes the gradient for zero."""
+    names = ("Autograd", "AutogradCPU", "AutogradCUDA", "AutogradOther", "CompositeImplicitAutograd")
+    keys = (getattr(torch._C.DispatchKey, name) for name in names)
+    return op.namespace in ("aten", "prims") or any(map(op.has_kernel_for_dispatch_key, keys))
+
+
+def is_composite(op: torch._ops.OpOverload) -> bool:
+    """Whether one of torch's ops is made of others alone; called beneath autograd, nobody has taken it apart yet."""
+    return op.namespace == "aten" and op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
+def _taken(op: torch._ops.OpOverload) -> list[tuple[str, str]]:
+    """Names and types of an op's arguments, without those that are there for its results."""
+    return [(argument.name, str(argument.type)) for argument in op._schema.arguments if not argument.is_out]
+
+
+_VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
+
+
+def stride_free(op: Any) -> Any:
+    """The op to run for a traced one: what was traced on contiguous fakes may meet a tensor that lies otherwise.
+
+    A view cannot be made of it then; and attention's kernels, which torch chooses only for operands whose rows are in
+    one piece, would read beside them.
+    """
+    return torch.ops.aten.reshape.default if op in _VIEWS else _OF_ROWS.get(op, op)
+
+
+def _on_rows(op: Any) -> Callable[..., Any]:
+    def row(x: Any) -> Any:
+        scattered = isinstance(x, torch.Tensor) and x.ndim > 2 and x.shape[-1] > 1 and x.stride(-1) != 1
+        return x.contiguous() if scattered else x
+
+    return lambda *args, **kwargs: op(*map(row, args), **{name: row(x) for name, x in kwargs.items()})
+
+
+_OF_ROWS = {
+    getattr(torch.ops.aten, name).default: _on_rows(getattr(torch.ops.aten, name).default)
+    for kernel in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+    for name in (f"_scaled_dot_product_{kernel}", f"_scaled_dot_product_{kernel}_backward")
+    if hasattr(torch.ops.aten, name)
+}
+
+
+def under_transforms(op: Any) -> Any:
+    """The op to run for a traced one where torch.func may look on, which cannot map a product into a sum in place."""
+    return functional_variant(op) if op is torch.ops.aten.addmm_.default else stride_free(op)
+
+
+def direct_call(op: object) -> Any:
+    """What an op's Python object calls into, without the Python frame around it."""
+    return getattr(op, "_op", op) if isinstance(op, torch._ops.OpOverload) else op
