@@ -83,7 +83,7 @@ def test_importing_loads_nothing_optional() -> None:
 
 
 def test_private_torch_stays_in_one_place() -> None:
-    """Imports of torch's underscored modules; `tests/test_private_torch.py` watches that one package."""
+    """Imports of torch's underscored modules; `tests/private_torch` watches that one package."""
     guilty = [
         (path.name, ".".join(name))
         for path in (ROOT / "functional_parallel").rglob("*.py")

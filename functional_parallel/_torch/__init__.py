@@ -1,6 +1,6 @@
 """Every private torch API that the library touches, in one place.
 
-Each name is here because torch offers no public one; `tests/test_private_torch.py` fails loudly when torch moves it.
+Each name is here because torch offers no public one; `tests/private_torch` fails loudly when torch moves it.
 """
 
 from .backends import (

@@ -70,7 +70,8 @@ def stride_free(op: Any) -> Any:
 
 def _on_rows(op: Any) -> Callable[..., Any]:
     def row(x: Any) -> Any:
-        scattered = isinstance(x, torch.Tensor) and x.ndim > 2 and x.shape[-1] > 1 and x.stride(-1) != 1
+        # Sums of exponentials, which a kernel keeps for its backward, have a dim less, and lie as it left them.
+        scattered = isinstance(x, torch.Tensor) and x.ndim > 3 and x.shape[-1] > 1 and x.stride(-1) != 1
         return x.contiguous() if scattered else x
 
     return lambda *args, **kwargs: op(*map(row, args), **{name: row(x) for name, x in kwargs.items()})

@@ -1,0 +1,98 @@
+"""Each private torch API in `functional_parallel/_torch/ops.py` does what the library relies on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.utils.checkpoint
+
+from functional_parallel import _torch
+
+aten = torch.ops.aten
+
+
+class Count(_torch.TorchDispatchMode):
+    """Counts the ops it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[object] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_op_may_be_made_of_others() -> None:
+    composite = [aten.matmul.default, aten.linear.default, aten.broadcast_tensors.default]
+    assert all(map(_torch.is_composite, composite))
+    assert not any(map(_torch.is_composite, [aten.mm.default, aten.add.Tensor, aten.view.default]))
+    with Count() as mode:
+        aten.matmul.default.decompose(torch.ones(2, 3), torch.ones(3, 2))
+    assert aten.mm.default in mode.seen
+
+
+def test_in_place_ops_have_functional_twins() -> None:
+    assert _torch.functional_variant(aten.add_.Tensor) is aten.add.Tensor
+    assert _torch.functional_variant(aten.copy_.default) is aten.copy.default
+    assert _torch.functional_variant(aten.pow_.Scalar) is aten.pow.Tensor_Scalar  # its `Scalar` is a number's power
+    assert _torch.functional_variant(aten.transpose_.default) is aten.transpose.int
+    assert _torch.functional_variant(aten.add.Tensor) is None
+    assert _torch.functional_variant(aten.fill_.Scalar) is aten.fill.Scalar
+    assert _torch.functional_variant(aten.index_put_.default) is aten.index_put.default
+    assert _torch.functional_variant(aten.div.out) is aten.div.Tensor
+    assert _torch.functional_variant(aten.sum.IntList_out) is aten.sum.dim_IntList
+    assert _torch.functional_variant(aten.add.Tensor) is None
+
+
+def test_an_op_is_called_without_its_python_frame() -> None:
+    direct = _torch.direct_call(aten.mm.default)
+    assert direct is not aten.mm.default
+    assert torch.equal(direct(torch.eye(2), torch.eye(2)), torch.eye(2))
+    assert _torch.direct_call(len) is len
+
+
+def test_stride_free_ops_take_any_layout() -> None:
+    transposed = torch.arange(6.0).reshape(2, 3).t()
+    assert torch.equal(_torch.stride_free(aten.view.default)(transposed, [6]), transposed.reshape(6))
+    assert _torch.stride_free(aten.mm.default) is aten.mm.default
+
+
+def test_a_library_op_may_have_no_derivative() -> None:
+    library = torch.library.Library("private_torch_tests", "DEF")
+    kinds = ("CompositeExplicitAutograd", "CPU", "Autograd", "CompositeImplicitAutograd")
+    for number, kind in enumerate(kinds):
+        library.define(f"op{number}(Tensor x) -> Tensor")
+        library.impl(f"op{number}", lambda x: x * x, kind)
+    found = [getattr(torch.ops.private_torch_tests, f"op{number}").default for number in range(len(kinds))]
+    assert [_torch.has_derivative(op) for op in found] == [False, False, True, True]
+    assert _torch.has_derivative(aten.mm.default)
+    with pytest.warns(UserWarning, match="an autograd kernel was not registered"):
+        assert torch.equal(torch.func.grad(lambda x: found[0](x).sum())(torch.ones(2)), torch.zeros(2))  # it is 2
+
+
+def test_what_runs_under_transforms_can_be_mapped() -> None:
+    total, a, b = torch.arange(27.0).view(3, 3, 3)
+    op = _torch.under_transforms(aten.addmm_.default)
+    mapped = torch.func.vmap(op, in_dims=(None, 0, None))(total, torch.stack([a, b]), b)  # not possible in place
+    assert torch.equal(mapped, torch.stack([total + a @ b, total + b @ b]))
+    assert _torch.under_transforms(aten.view.default) is _torch.stride_free(aten.view.default)
+
+
+def test_torch_writes_an_op_in_simpler_ones() -> None:
+    x, y = torch.randn(3, 4), torch.randn(3, 4)
+    softmax = x.softmax(-1)
+    formula = _torch.decomposition_of(aten._softmax_backward_data.default)
+    assert formula is not None and _torch.decomposition_of(aten.mm.default) is None
+    torch.testing.assert_close(
+        formula(y, softmax, 1, x.dtype), aten._softmax_backward_data.default(y, softmax, 1, x.dtype)
+    )
+
+
+def test_attention_runs_on_rows_in_pieces() -> None:
+    """torch's own kernel for the CPU does not look how its operands lie."""
+    op = aten._scaled_dot_product_flash_attention_for_cpu.default
+    q = torch.randn(2, 2, 4, 6).mT
+    whole, _ = op(*[q.contiguous()] * 3)
+    found, _ = _torch.stride_free(op)(q, q, q)
+    assert torch.equal(found, whole)

@@ -1,0 +1,34 @@
+"""Each private torch API in `functional_parallel/_torch/threads.py` does what the library relies on."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import torch
+import torch.utils.checkpoint
+
+from functional_parallel import _torch
+
+from ..threads import in_backward_thread
+
+
+def test_a_thread_has_objects_of_its_own_and_a_backward_its_callers() -> None:
+    own = _torch.of_thread("test", list[str])
+    found: list[list[str]] = []
+    thread = threading.Thread(target=lambda: found.append(_torch.of_thread("test", list)))
+    thread.start()
+    thread.join()
+    in_backward_thread(lambda x: found.append(_torch.of_thread("test", list)) or x, torch.ones(1))
+    assert _torch.of_thread("test", list) is own
+    assert found[0] is not own and found[1] is own
+
+
+def test_what_a_thread_has_lives_on_when_nobody_else_holds_it() -> None:
+    class Held:
+        pass
+
+    held = weakref.ref(_torch.of_thread("held", Held))
+    gc.collect()
+    assert held() is not None and held() is _torch.of_thread("held", Held)

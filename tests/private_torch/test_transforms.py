@@ -1,0 +1,202 @@
+"""Each private torch API in `functional_parallel/_torch/transforms.py` does what the library relies on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch.overrides import TorchFunctionMode
+
+from functional_parallel import _torch
+
+from ..threads import in_backward_thread
+
+aten = torch.ops.aten
+
+
+class Count(_torch.TorchDispatchMode):
+    """Counts the ops it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[object] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_dispatch_mode_sees_ops_below_autograd() -> None:
+    with Count() as mode:
+        torch.nn.functional.linear(torch.ones(2, 3, requires_grad=True), torch.ones(4, 3))
+    assert aten.mm.default in mode.seen and aten.linear.default not in mode.seen
+
+
+def test_modes_can_be_set_aside() -> None:
+    with Count() as mode:
+        with _torch.apart_from_modes():
+            torch.ones(2) + 1
+        assert mode.seen == []
+        assert _torch.dispatch_modes() == [mode]
+
+
+def test_functions_are_not_seen_where_what_sees_them_is_set_aside() -> None:
+    class Seen(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            raise AssertionError(func)
+
+    with Seen(), _torch.apart_from_functions():
+        assert torch.ones(2).numpy().tolist() == [1, 1]
+
+
+def test_transforms_can_be_set_aside() -> None:
+    """Inside, plain tensors are plain even while an enclosing grad is active."""
+    found = []
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        assert _torch.differentiating_level() == 1
+        with _torch.apart_from_transforms():
+            found.append((_torch.differentiating_level(), _torch.is_functorch_wrapped(torch.ones(2) * 2)))
+        assert _torch.differentiating_level() == 1
+        return (x * x).sum()
+
+    assert torch.equal(torch.func.grad(f)(torch.ones(2)), torch.full((2,), 2.0))
+    assert found == [(0, False)]
+
+
+def test_mapped_dims_of_the_plain_tensor() -> None:
+    """The innermost level first; what an inner level took away an outer one does not count."""
+    found = []
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        found.append((tuple(x.shape), _torch.mapped_dims(x), tuple(_torch.innermost(x).shape)))
+        return x.sum()
+
+    torch.func.vmap(torch.func.vmap(torch.func.grad(f), 1), 2)(torch.ones(2, 3, 4, 5))
+    ((seen, dims, whole),) = found
+    left = list(whole)
+    for dim in dims:
+        del left[dim]
+    assert tuple(left) == seen == (2, 5) and len(dims) == 2
+    assert _torch.mapped_dims(torch.ones(2)) == []
+
+
+def test_what_a_backward_saves_is_detached_above_autograd() -> None:
+    class Detached(_torch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.detach.default:
+                found.append(_torch.is_above_autograd())
+            return func(*args, **(kwargs or {}))
+
+    found: list[bool] = []
+    with _torch.FakeTensorMode(), Detached():
+        x = torch.ones(3, requires_grad=True)
+        y = torch.tanh(x).sum()
+        torch.autograd.grad(y, x, create_graph=True)
+        assert found and all(found), "its result, saved and looked up"
+        found.clear()
+        x.detach()
+        with torch.no_grad():
+            (x * 2).detach()
+        torch.func.grad(lambda x: (x.detach() * torch.tanh(x)).sum())(torch.ones(3))
+        assert found and not any(found)
+
+
+def test_a_backward_node_carries_the_number_that_its_forward_got() -> None:
+    running: list[int | None] = []
+
+    class Note(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[no-untyped-def]
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, cotangent):  # type: ignore[no-untyped-def]
+            running.append(_torch.backward_node_number())
+            return cotangent
+
+    x = torch.ones(2, requires_grad=True)
+    first = _torch.next_node_number()
+    y = Note.apply(x)
+    assert _torch.next_node_number() > first
+    second = _torch.next_node_number()
+    (y * 2).sum().backward()
+    assert running[0] is not None and first <= running[0] < second
+    assert _torch.backward_node_number() is None
+
+
+def test_autograd_hands_dispatch_modes_on_to_its_threads() -> None:
+    """And to no other thread; CUDA's backwards run in such threads, on which the recorder of a trace is found so."""
+    seen: list[tuple[int, list[Any]]] = []
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        seen.append((threading.get_ident(), _torch.dispatch_modes()))
+        return x
+
+    with _torch.FakeTensorMode() as outer, Count() as inner:
+        in_backward_thread(note, torch.ones(2))
+        thread = threading.Thread(target=note, args=(torch.ones(2),))
+        thread.start()
+        thread.join()
+        with _torch.apart_from_modes():
+            assert _torch.dispatch_modes() == []
+    assert [modes for _, modes in seen] == [[outer, inner], []]
+    assert threading.get_ident() not in {thread for thread, _ in seen}
+
+
+def test_levels_of_torch_func_are_counted() -> None:
+    seen: list[tuple[int, bool]] = []
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        seen.append((_torch.differentiating_level(), _torch.needs_higher_derivatives()))
+        return (x * x).sum()
+
+    x = torch.ones(2)
+    f(x)
+    torch.func.vmap(f)(torch.ones(3, 2))
+    torch.func.grad(f)(x)
+    torch.func.vmap(torch.func.grad(f))(torch.ones(3, 2))
+    torch.func.grad(lambda x: torch.func.grad(f)(x).sum())(x)
+    torch.func.jvp(f, (x,), (x,))
+    torch.func.hessian(f)(x)
+    assert seen == [(0, False), (0, False), (1, False), (1, False), (2, True), (1, True), (2, True)]
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, lambda f: torch.func.grad(torch.func.grad(f))])
+def test_wrappers_are_recognised_and_taken_off(transform: Callable[..., Callable[..., torch.Tensor]]) -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        assert _torch.is_functorch_wrapped(x)
+        plain = _torch.innermost(x)
+        assert not _torch.is_functorch_wrapped(plain) and plain.data_ptr() == data.data_ptr()
+        return x * x
+
+    data = torch.ones(()) if transform is not torch.func.vmap else torch.ones(3)
+    transform(f)(data)
+    assert not _torch.is_functorch_wrapped(data) and _torch.innermost(data) is data
+
+
+def test_a_transform_is_seen_from_inside() -> None:
+    seen = []
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        seen.append(_torch.is_inside_transform())
+        return x.sin()
+
+    f(torch.ones(()))
+    torch.func.grad(f)(torch.ones(()))
+    torch.func.vmap(f)(torch.ones(2))
+    assert seen == [False, True, True] and not _torch.is_inside_transform()
+
+
+def test_who_takes_part_in_a_derivative_or_a_vmap() -> None:
+    x, found = torch.ones(2), list[bool]()
+    assert not _torch.holds_levels([x, None, 1])
+    assert _torch.holds_levels([x, x.clone().requires_grad_()])
+    torch.func.grad(lambda y: found.append(_torch.holds_levels([x, y])) or y.sum())(x)
+    torch.vmap(lambda y: found.append(_torch.holds_levels([y])) or y)(x)
+    torch.func.grad(lambda y: found.append(_torch.holds_levels([x])) or y.sum())(x)
+    assert found == [True, True, False], "what a transform only looks on at takes no part"
