@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.utils.checkpoint
 
 from functional_parallel import _torch
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.utils.checkpoint
 from torch.overrides import TorchFunctionMode
 
 from functional_parallel import _torch

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.utils.checkpoint
 
 from functional_parallel import _torch
 

@@ -7,7 +7,6 @@ import threading
 import weakref
 
 import torch
-import torch.utils.checkpoint
 
 from functional_parallel import _torch
 
