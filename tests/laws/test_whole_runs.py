@@ -78,7 +78,7 @@ def check(run: Run) -> None:
         torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-8, msg=lambda text, path=path: f"{path}: {text}")
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(runs())
 def test_a_run_is_that_of_one_rank(run: Run) -> None:
     check(run)
@@ -102,7 +102,7 @@ def check_all(rank: int, sample: list[Run]) -> int:
 def test_a_sample_on_processes(ranks: int) -> None:
     sample: list[Run] = []
 
-    @settings(max_examples=5, phases=[Phase.generate])
+    @settings(max_examples=3, phases=[Phase.generate])
     @given(runs(ranks))
     def draw(run: Run) -> None:
         sample.append(run)
