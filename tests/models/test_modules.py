@@ -252,6 +252,44 @@ def test_what_torchs_attention_calls_is_seen(weights: bool) -> None:
     assert set(step.program.counts()) == {("psum", ("data",))}
 
 
+def attending(params: Any, x: torch.Tensor, **options: Any) -> torch.Tensor:
+    heads = (x @ params["w"]).unflatten(-1, (2, -1)).transpose(1, 2)
+    return nn.functional.scaled_dot_product_attention(query=heads, key=heads, value=heads * 2, **options).sin().sum()
+
+
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.5}, {"is_causal": True}], ids=str)
+@pytest.mark.parametrize("inner", [False, True])
+def test_attention_by_torchs_keywords(options: dict[str, Any], inner: bool) -> None:
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        if not inner:
+            return attending(params, x, **options)
+        return torch.func.grad(lambda x: attending(params, x, **options))(x).square().sum()
+
+    def keyed(params: Any, x: torch.Tensor) -> torch.Tensor:
+        with fp.random.using(fp.random.key(0)):
+            return loss(params, x)
+
+    params, x = {"w": torch.randn(8, 8, dtype=torch.float64)}, torch.randn(4, 6, 8, dtype=torch.float64)
+    sharded = fp.zero(3, "data")(keyed)
+    one, two = (fp.compile(fp.grad_and_value(sharded), Mesh(data=size))(params, x) for size in (1, 2))
+    torch.testing.assert_close(two, one, rtol=1e-11, atol=1e-12)
+    if not options.get("dropout_p"):
+        torch.testing.assert_close(one[1], loss(params, x), rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_attention_takes_a_mask_or_is_causal(dropout_p: float) -> None:
+    params, x = {"w": torch.randn(8, 8)}, torch.randn(4, 6, 8)
+    mask = torch.ones(6, 6, dtype=torch.bool)
+
+    def both_given(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return attending(params, x, attn_mask=mask, is_causal=True, dropout_p=dropout_p)
+
+    both = fp.compile(fp.data_parallel("data")(both_given), Mesh(data=2))
+    with pytest.raises(ValueError, match="attn_mask or is_causal=True, not both"):
+        both(params, x)
+
+
 @pytest.mark.parametrize("layer", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
 def test_torchs_transformer_layers(layer: Any) -> None:
     fn, params = fp.functional(layer(8, 2, 16, dropout=0.0, batch_first=True).double())

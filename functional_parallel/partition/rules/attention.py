@@ -7,6 +7,7 @@ second or a forward derivative is asked, which the fused kernels do not have.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from ..placement import WHOLE, Shard
 from ..step import Step
 from .registry import Rule, rule
 
-__all__ = ["attention", "record_attention"]
+__all__ = ["attention"]
 
 _library = torch.library.Library("fp", "FRAGMENT")
 _library.define(
@@ -41,9 +42,9 @@ def attention(q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float |
         is_causal: each query attends to keys no later than itself.
         scale: factor on the scores, 1/√dim if None.
     """
-    k, v = _for_every_head(q, k, v)
     if _torch.needs_higher_derivatives():
-        return _probabilities(q, k, mask, is_causal, scale) @ v
+        return _as_defined(q, k, v, mask, is_causal, scale)
+    k, v = _for_every_head(q, k, v)
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale)
 
 
@@ -67,66 +68,59 @@ def _for_every_head(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
     return k.repeat_interleave(repeats, -3), v.repeat_interleave(repeats, -3)
 
 
-def _probabilities(q: Any, k: Any, mask: Any, is_causal: bool, scale: float | None) -> torch.Tensor:
+def _as_defined(
+    q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float | None, dropout: float = 0.0
+) -> torch.Tensor:
+    k, v = _for_every_head(q, k, v)
     scores = q @ k.transpose(-2, -1) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if is_causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None:
         hidden = torch.full((), -math.inf, dtype=scores.dtype, device=scores.device)
         scores = torch.where(mask, scores, hidden) if mask.dtype == torch.bool else scores + mask
-    return scores.softmax(-1)
+    probabilities = scores.softmax(-1)
+    return (random.dropout(probabilities, dropout) if dropout else probabilities) @ v
+
+
+def _in_torchs_words(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """What takes the arguments of `F.scaled_dot_product_attention`."""
+
+    def taking(
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        if attn_mask is not None and is_causal:
+            raise ValueError(
+                "scaled_dot_product_attention takes attn_mask or is_causal=True, not both, as in torch: "
+                "write what is causal into the mask"
+            )
+        return compute(*_with_batch_of_all(query, key, value), attn_mask, is_causal, scale, dropout_p)
+
+    return taking
 
 
 @intercept(torch.nn.functional.scaled_dot_product_attention)
-def record_attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """`F.scaled_dot_product_attention`, recorded as one op."""
-    q, k, v = _with_batch_of_all(q, k, v)
-    return torch.ops.fp.attention(q, k, v, attn_mask, is_causal, scale)
-
-
-@intercept(torch.nn.functional.scaled_dot_product_attention, inside=True)
-def _as_defined(
-    q: Any,
-    k: Any,
-    v: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """In a derivative that a loss takes itself, whose own derivative no kernel has."""
-    q, k, v = _with_batch_of_all(q, k, v)
-    k, v = _for_every_head(q, k, v)
-    return _probabilities(q, k, attn_mask, is_causal, scale) @ v
+@_in_torchs_words
+def _recorded(q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float | None, dropout: float) -> torch.Tensor:
+    """As one op; where there is dropout, `_with_dropout` was asked before."""
+    return torch.ops.fp.attention(q, k, v, mask, is_causal, scale)
 
 
 @intercept(torch.nn.functional.scaled_dot_product_attention, always=True)
-def _with_dropout(
-    q: Any,
-    k: Any,
-    v: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
+@_in_torchs_words
+def _with_dropout(*args: Any) -> Any:
     """The kernels drop probabilities by draws of their own, so with dropout the definition is computed, keyed."""
-    if not dropout_p:
-        return NotImplemented
-    q, k, v = _with_batch_of_all(q, k, v)
-    k, v = _for_every_head(q, k, v)
-    return random.dropout(_probabilities(q, k, attn_mask, is_causal, scale), dropout_p) @ v
+    return _as_defined(*args) if args[-1] else NotImplemented
+
+
+# In a derivative that a loss takes itself, whose own derivative no kernel has:
+intercept(torch.nn.functional.scaled_dot_product_attention, inside=True)(_in_torchs_words(_as_defined))
 
 
 def _fake(q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float | None) -> torch.Tensor:
