@@ -28,8 +28,7 @@ _V, _I, _U, _R = State.VARYING, State.INVARIANT, State.UNREDUCED, State.REDUCED
 #: zeros beside a value as its tangent, and that value written over them: nothing of the first operand is left
 _OF_THE_SECOND = {torch.ops.aten._new_zeros_with_same_feature_meta.default, torch.ops.aten.copy.default}
 
-_MADE_OF_ZEROS = {torch.ops.aten.zeros.default, torch.ops.aten._efficientzerotensor.default}
-_ZEROS = {*_MADE_OF_ZEROS, torch.ops.aten.zeros_like.default, torch.ops.aten.new_zeros.default}
+_ZEROS = {torch.ops.aten.zeros.default, torch.ops.aten.zeros_like.default, torch.ops.aten.new_zeros.default}
 _FILLED = {  # with what is no sum over ranks, even where they are made like one
     *(torch.ops.aten.ones_like.default, torch.ops.aten.full_like.default),
     *(torch.ops.aten.new_ones.default, torch.ops.aten.new_full.default),
@@ -62,7 +61,9 @@ class Typing:
             return self._primitive(primitive, node)
         if node.target in _OF_THE_SECOND:
             return type_of(node.args[1])
-        if node.target in _MADE_OF_ZEROS and "forward" in node.meta:  # a derivative that is 0: it lies as any other
+        if (
+            node.target is torch.ops.aten.zeros.default and "forward" in node.meta
+        ):  # a derivative that is 0: it lies as any other
             return dual(type_of(node.meta["forward"]))
         types = [type_of(operand) for operand in tensor_operands(node)]
         self._refuse_missed_casts(node)

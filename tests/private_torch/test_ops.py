@@ -7,19 +7,9 @@ import torch
 
 from functional_parallel import _torch
 
+from .count import Count
+
 aten = torch.ops.aten
-
-
-class Count(_torch.TorchDispatchMode):
-    """Counts the ops it sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[object] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.seen.append(func)
-        return func(*args, **(kwargs or {}))
 
 
 def test_an_op_may_be_made_of_others() -> None:

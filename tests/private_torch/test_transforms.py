@@ -13,20 +13,9 @@ from torch.overrides import TorchFunctionMode
 from functional_parallel import _torch
 
 from ..threads import in_backward_thread
+from .count import Count
 
 aten = torch.ops.aten
-
-
-class Count(_torch.TorchDispatchMode):
-    """Counts the ops it sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[object] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.seen.append(func)
-        return func(*args, **(kwargs or {}))
 
 
 def test_a_dispatch_mode_sees_ops_below_autograd() -> None:
