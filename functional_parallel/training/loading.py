@@ -17,8 +17,8 @@ from ..precision import LossScaleState
 from ..tracing.graph import without_memory
 from ..trained import is_trained
 from .local_step import Metrics
+from .looks import listed, look, look_as_text, structure_as_text
 from .scaled import ScaledState
-from .state import on_one_line
 
 __all__ = ["expected_state", "require_parameters", "require_state_of", "require_values", "steps_done"]
 
@@ -29,8 +29,6 @@ torch.serialization.add_safe_globals(
         *(LossScaleState, ScaledState, Metrics),
     ]
 )
-
-_MOST = 8  # leaves that an error lists
 
 
 def expected_state(init: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
@@ -56,8 +54,7 @@ def require_state_of(expected: PyTree, given: PyTree) -> None:
     problems = list(_differences(expected, given))
     if not problems:
         return
-    more = [f"and {len(problems) - _MOST} more"] if len(problems) > _MOST else []
-    lines = "\n  ".join([*problems[:_MOST], *more])
+    lines = "\n  ".join(listed(problems))
     raise ValueError(
         f"train_step.load: this optimizer state ({type(given).__name__}) does not belong to these parameters under "
         f"this step's optimizer (which keeps {type(expected).__name__}):\n  {lines}\n"
@@ -94,7 +91,7 @@ def require_values(params: PyTree, state: PyTree) -> None:
     found = [*_by_path(params, "params").items(), *_by_path(state).items()]
     missing = [path for path, leaf in found if isinstance(leaf, torch.Tensor) and leaf.is_meta]
     if missing:
-        told = ", ".join([*missing[:_MOST], *(["…"] if len(missing) > _MOST else [])])
+        told = ", ".join(listed(missing))
         raise ValueError(
             f"a train state has values, and {told} are on the meta device, which has none: make parameters, and call "
             "train.init, outside of torch.device('meta'); train.lower(params, batch) takes parameters without values"
@@ -122,13 +119,13 @@ def _differences(expected: PyTree, given: PyTree) -> Iterator[str]:
     wanted, found = _by_path(expected), _by_path(given)
     for path, leaf in wanted.items():
         if path not in found:
-            yield f"{path}: missing; the optimizer keeps {_look(leaf)}"
-        elif _look(found[path]) != _look(leaf):
-            yield f"{path}: {_look(found[path])}; the optimizer keeps {_look(leaf)}"
+            yield f"{path}: missing; the optimizer keeps {_kind(leaf)}"
+        elif _kind(found[path]) != _kind(leaf):
+            yield f"{path}: {_kind(found[path])}; the optimizer keeps {_kind(leaf)}"
     yield from (f"{path}: the optimizer keeps nothing of this name" for path in found if path not in wanted)
     trees = [optree.tree_structure(tree) for tree in (expected, given)]
     if wanted.keys() == found.keys() and trees[0] != trees[1]:
-        yield f"the optimizer keeps {on_one_line(trees[0])}, not {on_one_line(trees[1])}"
+        yield f"the optimizer keeps {structure_as_text(trees[0])}, not {structure_as_text(trees[1])}"
 
 
 def _by_path(tree: PyTree, name: str = "optimizer_state") -> dict[str, Any]:
@@ -137,7 +134,6 @@ def _by_path(tree: PyTree, name: str = "optimizer_state") -> dict[str, Any]:
     return dict(zip(paths, optree.tree_leaves(tree), strict=True))
 
 
-def _look(leaf: Any) -> str:
-    if not isinstance(leaf, torch.Tensor):
-        return type(leaf).__name__
-    return f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}"
+def _kind(leaf: Any) -> str:
+    """What an optimizer keeps of a kind: numbers change from step to step."""
+    return look_as_text(look(leaf)) if isinstance(leaf, torch.Tensor) else type(leaf).__name__

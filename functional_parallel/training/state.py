@@ -18,6 +18,7 @@ from sharding_specs import Mesh, P, tree_paths
 from .. import _torch
 from ..local_function import PyTree
 from ..runtime import OverlapError
+from .looks import look, look_as_text, on_one_line, structure_as_text
 from .places import Places
 
 __all__ = [
@@ -26,8 +27,6 @@ __all__ = [
     "Form",
     "TrainState",
     "form_of",
-    "look",
-    "on_one_line",
     "plain",
     "recorded_steps",
 ]
@@ -87,7 +86,7 @@ class Form:
             mine, theirs = getattr(self, kind), getattr(other, kind)
             if mine != theirs:
                 what = "parameters" if kind == "params" else "an optimizer state"
-                return f"it has {what} {on_one_line(mine)}, the step's {on_one_line(theirs)}"
+                return f"it has {what} {structure_as_text(mine)}, the step's {structure_as_text(theirs)}"
         for path, mine, theirs in zip(self._paths(), self._lies(), other._lies(), strict=True):
             if mine != theirs:
                 return f"{path or 'the parameter'} is {mine} in it, {theirs} in the step's"
@@ -98,22 +97,13 @@ class Form:
         return [*tree_paths(params), *(f"optimizer state, {path}" for path in tree_paths(state))]
 
     def _lies(self) -> list[str]:
-        return [f"{_text(look)} as {spec!r}" for look, spec in zip(self.looks, self.specs, strict=True)]
+        return [f"{look_as_text(look)} as {spec!r}" for look, spec in zip(self.looks, self.specs, strict=True)]
 
 
 def form_of(mesh: Mesh, places: Places, params: PyTree, state: PyTree, specs: tuple[P, ...]) -> Form:
     """The form of whole parameters and a packed state."""
     looks = tuple(map(look, optree.tree_leaves((params, state))))
     return Form(mesh, places, optree.tree_structure(params), optree.tree_structure(state), specs, looks)
-
-
-def look(leaf: Any) -> Any:
-    """What a program depends on of a leaf: a tensor's shape and dtype, anything else itself."""
-    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf)
-
-
-def _text(look: Any) -> str:
-    return look if isinstance(look, str) else f"{look[0]} {str(look[1]).removeprefix('torch.')}"
 
 
 def recorded_steps(before: int, loss: torch.Tensor) -> int:
@@ -129,11 +119,6 @@ def recorded_steps(before: int, loss: torch.Tensor) -> int:
             stacklevel=3,
         )
     return before + 1
-
-
-def on_one_line(tree: Any) -> str:
-    """A tree's structure as text, for messages."""
-    return " ".join(str(tree).split())
 
 
 class DonatedStateError(RuntimeError):

@@ -26,9 +26,10 @@ from .asynchronous import is_asynchronous, of_one_update
 from .flat import require_elementwise
 from .loading import expected_state, require_parameters, require_state_of, require_values, steps_done
 from .local_step import LocalStep, Metrics
+from .looks import look
 from .places import Places, find_places
 from .scaled import with_scale
-from .state import Constant, Form, TrainState, form_of, look, plain, recorded_steps
+from .state import Constant, Form, TrainState, form_of, plain, recorded_steps
 
 __all__ = ["TrainStep", "train_step"]
 

@@ -204,7 +204,7 @@ def test_a_state_of_another_step_is_refused(use: str) -> None:
     ("other", "told"),
     [
         (fp.train_step(loss, OPTIMIZERS["sgd"], Mesh(data=4), PLANS["data"]), r"it lies on Mesh\(data=4\), the step's"),
-        (step("adamw"), "it has an optimizer state PyTreeSpec"),
+        (step("adamw"), "it has an optimizer state AdamWState"),
         (step("sgd", "flat"), "put into other vectors for the update"),
     ],
 )
