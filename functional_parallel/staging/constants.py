@@ -71,4 +71,5 @@ def _content(leaf: Any) -> list[Any]:
 def _kind(leaf: Any) -> str:
     if _is_array(leaf):
         return f"an array, {type(leaf).__module__}.{type(leaf).__name__} of shape {tuple(leaf.shape)}"
-    return f"{type(leaf).__module__}.{type(leaf).__name__}, which is no pytree and holds tensors"
+    name = f"{type(leaf).__module__}.{type(leaf).__name__}"
+    return f"{name}, {getattr(leaf, 'as_argument', 'which is no pytree and holds tensors')}"

@@ -34,7 +34,10 @@ def parts_of(args: tuple[Any, ...], specs: tuple[Any, ...], mesh: Mesh, virtual:
     """
     found = {axis: Parts.of(count, _samples(args, specs, mesh, axis, count)) for axis, count in virtual.items()}
     uneven = [axis for axis, parts in found.items() if not parts.is_even]
-    advice = "fp.pad_batch(batch, rows) fills up a batch and says what counts; fp.zero(3, …) pads parameters by itself"
+    advice = (
+        "fp.pad_batch(batch, rows) fills up a batch and says what counts; fp.zero(3, …) pads parameters by itself; an "
+        "argument that is no batch has a layout of its own, as in fp.zero(3, …, batch=(P(), P('data')))"
+    )
     validate(args, optree.tree_map(lambda spec: spec.without(uneven), specs), mesh, advice=advice)
     return found
 

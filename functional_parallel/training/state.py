@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import optree
 import torch
@@ -131,7 +131,10 @@ class TrainState:
     Attributes:
         whose: says of its parameters and state where they began, in the same words on every rank.
         recorded: of how many steps up to it autograd keeps the graph.
+        as_argument: what an error says of one that is given to a function as its parameters, or in a batch.
     """
+
+    as_argument: ClassVar = "in whose place train.params(state) goes, its parameters, whole"
 
     __slots__ = ("_failure", "_form", "_handles", "_step", "recorded", "whose")
 

@@ -70,3 +70,16 @@ def test_a_result_that_is_no_pytree_of_tensors() -> None:
     step = fp.compile(plan(lambda w, x: {"record": Record(x @ w)}), Mesh(data=2))
     assert "results" in (said := message(lambda: step(torch.ones(4), torch.ones(8, 4)), TypeError))
     assert "  record: " in said and "Record, which is no pytree and holds tensors" in said
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_train_state_as_an_argument(trained: bool) -> None:
+    """As to evaluate it, or another model's in an adversarial game."""
+    plan, ones = fp.data_parallel("data"), torch.ones(4)
+    train = fp.train_step(lambda w, other, x: (x @ w).sum(), fp.optim.sgd(0.1), Mesh(data=2), plan)
+    evaluate = fp.compile(plan(lambda w, x: (x @ w).sum()), Mesh(data=2))
+    state, other = train.init(ones), train.init(ones)
+    run = partial(train, state, other) if trained else partial(evaluate, other)
+    said = message(lambda: run(torch.ones(8, 4)), TypeError)
+    assert f"  {'1/0' if trained else '0'}: functional_parallel.training.state.TrainState, in whose place" in said
+    assert "train.params(state)" in said
