@@ -9,6 +9,7 @@ pipeline from outside, every process is all ranks of the axis.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -76,16 +77,22 @@ class PipelineRuntime:
         """The whole tensor."""
         if placed.holders is None or placed.holders >= frozenset(range(self.size)):
             return self.base.whole(next(iter(placed.parts.values())), spec, whose)
-        source = min(placed.holders)
         if self.carrier is None:
-            return self.base.whole(placed.parts[source], spec)
+            return self.base.whole(self._from_a_holder(placed), spec)
+        with self.base.turn, self.carrier.bound():
+            self.carrier.doing.begin(READS + whose)
+            mine = self._from_a_holder(placed)
+        return self.base.whole(mine, spec, whose)
+
+    def _from_a_holder(self, placed: Placed) -> Any:
+        """What some ranks of the pipeline hold, on this one too."""
+        source = min(placed.holders or (0,))
+        if self.carrier is None:
+            return placed.parts[source]
         mine = placed.parts.get(self.ranks[0])
         if mine is None:
             mine = torch.empty(placed.aval.shape, dtype=placed.aval.dtype, device=self.base.device)
-        with self.base.turn, self.carrier.bound():
-            self.carrier.doing.begin(READS + whose)
-            mine = self.carrier.pbroadcast(mine, (self.axis,), source)
-        return self.base.whole(mine, spec, whose)
+        return self.carrier.pbroadcast(mine, (self.axis,), source)
 
     def like(self, placed: Placed, spec: P) -> torch.Tensor:
         """A tensor of the whole shape, without memory for it."""
@@ -143,6 +150,7 @@ class PipelineRuntime:
         return results
 
     def _run(self, program: PipelineProgram, placed: Sequence[Placed], run: Run) -> list[Placed]:
+        placed = self._brought(program, placed)
         self._give_up(program, placed)
         inputs = {rank: self._inputs(program, placed, rank) for rank in self.ranks}
         if program.schedule.versions is not None:
@@ -163,6 +171,19 @@ class PipelineRuntime:
             self._in_lockstep(program, workers)
         else:
             self._as_one_rank(program, workers[self.ranks[0]])
+
+    def _brought(self, program: PipelineProgram, placed: Sequence[Placed]) -> list[Placed]:
+        """Everything where this program needs it, which another one, cut into other stages, left with other ranks."""
+        found = list(placed)
+        for index, (node, each) in enumerate(zip(program.inputs, placed, strict=True)):
+            needed = program.holders(node)
+            if each.holders is None or needed <= each.holders:
+                continue
+            _say_that_stages_moved(program, self.axis)
+            holders, got = needed | each.holders, self._from_a_holder(each)
+            parts = {rank: each.parts.get(rank, got) for rank in self.ranks if rank in holders}
+            found[index] = Placed(parts, holders, each.aval)
+        return found
 
     def _give_up(self, program: PipelineProgram, placed: Sequence[Placed]) -> None:
         """Of what a step may write into, drop the copies that no rank will hold, and give each rank one of its own."""
@@ -299,6 +320,19 @@ class PipelineRuntime:
         if isinstance(values[0], torch.Tensor):
             return torch.stack(values).mean(0)
         return [torch.stack(parts).mean(0) for parts in zip(*values, strict=True)]
+
+
+def _say_that_stages_moved(program: PipelineProgram, axis: str) -> None:
+    if program.cache.setdefault("stages moved", False):
+        return
+    program.cache["stages moved"] = True
+    warnings.warn(
+        f"{program.name} is cut into other stages than the program that made the state, so that ranks of {axis!r} send "
+        "each other parameters first, whenever it follows upon that one. fp.stage_boundary(x) in the model, or stacked "
+        "layers, cut it the same for batches of every shape, and for everything that is computed with it",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def _refuse_derivatives(tensors: Sequence[torch.Tensor]) -> None:

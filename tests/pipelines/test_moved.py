@@ -1,0 +1,61 @@
+"""A state goes on where the next batch's shape cuts the model into other stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import functional_parallel as fp
+from sharding_specs import Mesh
+
+from ..processes import run_on_processes
+
+WIDTH, WORDS, LENGTHS = 16, 2000, (2, 400, 2)
+
+
+def parameters() -> dict[str, Any]:
+    torch.manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, dtype=torch.float64) / 4  # noqa: E731
+    return {"layers": [draw(WIDTH, WIDTH) for _ in range(4)], "head": draw(WIDTH, WORDS)}
+
+
+def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+    """Layers that grow with the length of the sequence, and a head that does not."""
+    for layer in params["layers"]:
+        x = x + ((x @ layer) @ x.mT).softmax(-1) @ x
+    return (x[:, -1] @ params["head"]).logsumexp(-1).mean()
+
+
+def trained(mesh: Mesh, plan: Any) -> tuple[list[Any], Any]:
+    train = fp.train_step(loss, fp.optim.adamw(0.1), mesh, plan)
+    state, losses = train.init(parameters()), []
+    for length in LENGTHS:
+        x = torch.randn(8, length, WIDTH, generator=torch.Generator().manual_seed(length), dtype=torch.float64)
+        state, metrics = train(state, x)
+        losses.append(metrics.loss)
+    return losses, train.whole(state)
+
+
+def plan(stage: int) -> Any:
+    return fp.chain(fp.zero(stage, "data"), fp.pipeline("pipe", schedule="1f1b", microbatches=2))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_what_other_ranks_need_now_is_brought_to_them(stage: int) -> None:
+    wanted = trained(Mesh(data=1), fp.data_parallel("data"))
+    with pytest.warns(RuntimeWarning, match=r"other stages .* fp\.stage_boundary"):
+        found = trained(Mesh(pipe=2, data=2), plan(stage))
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-10)
+
+
+def on_a_rank(rank: int) -> Any:
+    with pytest.warns(RuntimeWarning, match="other stages"):
+        return trained(Mesh(pipe=2, data=2), plan(3))
+
+
+def test_between_processes() -> None:
+    wanted = trained(Mesh(data=1), fp.data_parallel("data"))
+    for found in run_on_processes(on_a_rank, 4):
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-10)
