@@ -22,7 +22,7 @@ from .staging import LayoutError, Staged, call_region, stage
 from .switches import switched_off
 from .tracing.record import recorder
 
-__all__ = ["Compiled", "compile", "runtime_of", "shard_map"]
+__all__ = ["Compiled", "compile", "refuse_asynchronous", "runtime_of", "shard_map"]
 
 
 def compile(
@@ -73,7 +73,7 @@ def compile(
     check_backend(backend)
     if isinstance(f, LocalFunction):
         f.layout.mesh(mesh)
-        _check_synchronous(f, mesh)
+        refuse_asynchronous(f, mesh)
         if in_specs is not None or out_specs is not None:
             raise LayoutError(f"{f!r} carries its layout; leave in_specs and out_specs out")
     elif in_specs is None or out_specs is None:
@@ -217,7 +217,8 @@ class Compiled:
         )
 
 
-def _check_synchronous(f: LocalFunction, mesh: Mesh) -> None:
+def refuse_asynchronous(f: LocalFunction, mesh: Mesh) -> None:
+    """Refuse a pipeline whose weights change on the way, of which only a training step makes sense."""
     plan = f.layout.pipeline
     if plan is not None and plan.on(mesh).versions is not None:
         raise PipelineError(

@@ -8,25 +8,25 @@ from typing import Any
 import optree
 import torch
 
-from sharding_specs import Mesh, P, tree_paths, validate, whole_shape
+from sharding_specs import Mesh, P, validate
 
-from .. import _torch, random
+from .. import random
 from ..assumptions import Programs
-from ..by_place import by_place
 from ..compile import runtime_of
-from ..data import looks_of, stay_in_step
+from ..data import stay_in_step
 from ..local_function import LocalFunction, PyTree, unsharded
 from ..optim import Optimizer
 from ..precision import LossScale, LossScaleState
 from ..runtime import check_backend, own, storages, who_holds
 from ..staging import Staged, stage
 from ..switches import switched_off
-from ..tracing import hollow
 from .asynchronous import is_asynchronous, of_one_update
+from .batches import Batches, check_same
 from .flat import require_elementwise
 from .loading import expected_state, require_parameters, require_state_of, require_values, steps_done
 from .local_step import LocalStep, Metrics
 from .looks import look
+from .on_state import OnState
 from .places import Places, find_places
 from .scaled import with_scale
 from .state import Constant, Form, TrainState, form_of, plain, recorded_steps
@@ -125,7 +125,8 @@ class TrainStep:
         self.f = f if isinstance(f, LocalFunction) else unsharded(f)
         self.optimizer, self.mesh, self.clip, self.seed = optimizer, mesh, clip, seed
         self.f.layout.mesh(mesh)  # refuses one without the axes that the plan splits over
-        self.has_aux, self.own_batch, self.bucket, self.reduction = has_aux, own_batch, bucket, reduction
+        self.batches = Batches(self.f, mesh, own_batch)
+        self.has_aux, self.bucket, self.reduction = has_aux, bucket, reduction
         if self.f.layout.flat_update:
             require_elementwise(optimizer)
         self.without, self.backend = without, backend
@@ -146,7 +147,7 @@ class TrainStep:
         """
         whole = params() if callable(params) and not isinstance(params, torch.nn.Module) else params
         require_parameters(whole, "train_step.init")
-        _check_same(runtime_of(self.mesh, self.f, self.reduction), "train_step.init", whole)
+        check_same(runtime_of(self.mesh, self.f, self.reduction), "train_step.init", whole)
         with switched_off():
             held, state = self.begun(whole)
             return self._load(held, state, 0, storages(*optree.tree_leaves(held)))
@@ -163,7 +164,7 @@ class TrainStep:
         require_state_of(expected, optimizer_state)
         given, done = storages(*optree.tree_leaves((params, optimizer_state))), steps_done(step)
         loaded = {"params": params, "optimizer_state": optimizer_state, "step": torch.tensor(done)}
-        _check_same(runtime_of(self.mesh, self.f, self.reduction), "train_step.load", loaded)
+        check_same(runtime_of(self.mesh, self.f, self.reduction), "train_step.load", loaded)
         if stacks is not None:
             params, optimizer_state = stacks.unstack(params), stacks.unstack_like(optimizer_state, params)
         with switched_off():
@@ -208,14 +209,14 @@ class TrainStep:
 
     def copy(self, state: TrainState) -> TrainState:
         """The same state in memory of its own, which steps from the original do not use up."""
-        form = self._form_of(state)
+        form = self.known_form(state)
         held = (handle if isinstance(handle, Constant) else own(handle, storages(handle)) for handle in state.handles)
         return TrainState(state.step, tuple(held), form, state.whose, state.recorded)
 
     def whole(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """Parameters and optimizer state, whole: what a checkpoint saves. A collective: every process calls it."""
-        form, runtime = self._form_of(state), self._runtime_of(state)
-        if self.own_batch:
+        form, runtime = self.known_form(state), self.runtime_for(state)
+        if self.batches.own:
             stay_in_step(runtime, f"reads the state of step {state.step}")
         leaves = [
             handle.value
@@ -233,9 +234,9 @@ class TrainStep:
         Raises:
             LossScaleError: when a step up to this state did.
         """
-        self._form_of(state)
+        self.known_form(state)
         if self.scaling is not None:
-            runtime = self._runtime_of(state)
+            runtime = self.runtime_for(state)
             held = state.handles[-len(LossScaleState._fields) :]
             scale = [runtime.whole(handle, P(), state.whose) for handle in held]
             self.scaling.check(LossScaleState(*scale))
@@ -256,29 +257,17 @@ class TrainStep:
             TypeError: when the first argument is no state.
             ValueError: when another step made it, for a state that lies otherwise.
         """
-        form, runtime = self._form_of(state), self._runtime_of(state)
-        batch = self._by_place(batch, named)
-        if self.own_batch:
-            stay_in_step(runtime, f"takes step {state.step} on {looks_of(batch)}")
+        form, runtime = self.known_form(state), self.runtime_for(state)
+        batch = self.batches.by_place(batch, named)
+        self.batches.stay_in_step(runtime, f"takes step {state.step}", batch)
         staged = self._stage(form, state, batch)
-        tensors = [leaf for leaf in optree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
         count = sum(not isinstance(handle, Constant) for handle in state.handles)
-        specs = staged.program.in_specs[count:]
-        if staged.program.cache.get("first batch", True):  # where a loader that was seeded or split wrongly shows
-            _check_same(runtime, "train_step", batch, specs[: len(tensors)] if self.own_batch else None)
-            staged.program.cache["first batch"] = _torch.holds_levels(tensors)
-        if self.seed is not None:
-            tensors.append(random.fold_in(random.key(self.seed), state.step))
-        own = [self.own_batch and bool(spec.axes) for spec in specs]
-        extra = [
-            runtime.own(x, spec) if o else runtime.entered(x, spec)
-            for x, spec, o in zip(tensors, specs, own, strict=True)
-        ]
+        key = [] if self.seed is None else [random.fold_in(random.key(self.seed), state.step)]
+        extra, shown = self.batches.entered(runtime, staged.program, "train_step", batch, *key)
         runtime.agree_on(staged.program)
         held = state.give() if self.donate else state.handles
         handles = [handle for handle in held if not isinstance(handle, Constant)]
         with state.used_by_a_step(held), switched_off():
-            shown = () if self.own_batch else tensors
             results = runtime.run(staged.program, [*handles, *extra], shown, state.whose)
         whole = [
             runtime.whole(x, spec) for x, spec in zip(results[count:], staged.program.out_specs[count:], strict=True)
@@ -289,7 +278,29 @@ class TrainStep:
         recorded = recorded_steps(state.recorded, metrics.loss)
         return TrainState(state.step + 1, kept, form, state.whose, recorded), metrics
 
-    def _form_of(self, state: TrainState) -> Form:
+    def compile(self, f: Callable[..., Any]) -> OnState:
+        """Compile another function of the parameters, called on a state, whose parameters stay as they lie.
+
+        >>> import torch, functional_parallel as fp
+        >>> from sharding_specs import Mesh
+        >>> plan = fp.zero(3, "data")
+        >>> train = fp.train_step(lambda w, x: ((x @ w - 1) ** 2).mean(), fp.optim.sgd(0.1), Mesh(data=2), plan)
+        >>> predict = train.compile(plan(lambda w, x: x @ w))
+        >>> predict(train.init(torch.ones(2)), torch.eye(2))
+        tensor([1., 1.])
+
+        Args:
+            f: what the step's plan made of the function; or one of a plan under which parameters lie alike.
+
+        Returns:
+            The function, `result = predict(state, *batch)`: results whole; the state can be used on.
+
+        Raises:
+            TypeError, ValueError: when called, on what is no state; for parameters that lie otherwise.
+        """
+        return OnState(self, f)
+
+    def known_form(self, state: TrainState) -> Form:
         """The form of a state that is not used up, as this step knows it."""
         if not isinstance(state, TrainState):
             raise TypeError(
@@ -299,7 +310,7 @@ class TrainStep:
         _, form = state.handles, state.form  # one that is used up has no handles, and says so
         return form if form in self._staged else self._own_form(form)
 
-    def _runtime_of(self, state: TrainState) -> Any:
+    def runtime_for(self, state: TrainState) -> Any:
         """What runs the step, for a state that lies with the ranks that it runs on."""
         runtime = runtime_of(self.mesh, self.f, self.reduction)
         handle = next((each for each in state.handles if not isinstance(each, Constant)), None)
@@ -333,40 +344,37 @@ class TrainStep:
             state: from `init`; or whole parameters, which may be on the meta device: then no state is made.
             batch, named: what the loss takes after the parameters, by place or name.
         """
-        batch = self._by_place(batch, named)
+        batch = self.batches.by_place(batch, named)
         if isinstance(state, TrainState):
-            return self._stage(self._form_of(state), state, batch).program
+            return self._stage(self.known_form(state), state, batch).program
         form, leaves = self._place(*self.begun(state))
-        return self._staged_for(form, batch, lambda: leaves).program
+        return self._staged_for(form, batch, lambda: form.trees(leaves)).program
 
     # --- the program ---
 
-    def _by_place(self, batch: tuple[PyTree, ...], named: dict[str, PyTree]) -> tuple[PyTree, ...]:
-        return by_place(self.f.layout.signature, self.f.name, (None, *batch), named)[1:]
-
     def _stage(self, form: Form, state: TrainState, batch: tuple[PyTree, ...]) -> Staged:
-        return self._staged_for(form, batch, lambda: self._shown(form, state))
+        return self._staged_for(form, batch, lambda: self.shapes(form, state))
 
-    def _shown(self, form: Form, state: TrainState) -> list[Any]:
-        """The shapes of a state's leaves."""
+    def shapes(self, form: Form, state: TrainState) -> tuple[PyTree, PyTree]:
+        """Parameters and optimizer state as they are held, without values."""
         like, held = runtime_of(self.mesh, self.f, self.reduction).like, zip(state.handles, form.specs, strict=True)
-        return [handle.value if isinstance(handle, Constant) else like(handle, spec) for handle, spec in held]
+        leaves = [handle.value if isinstance(handle, Constant) else like(handle, spec) for handle, spec in held]
+        return form.trees(leaves)
 
-    def _staged_for(self, form: Form, batch: tuple[PyTree, ...], shapes: Callable[[], list[Any]]) -> Staged:
+    def _staged_for(self, form: Form, batch: tuple[PyTree, ...], shapes: Callable[[], tuple[PyTree, PyTree]]) -> Staged:
         leaves, tree = optree.tree_flatten(batch)
         key = (tree, tuple(map(look, leaves)))
         staged = self._staged[form].get(key, lambda: self._trace(form, shapes(), batch))
         self.program = staged.program
         return staged
 
-    def _trace(self, form: Form, shapes: list[Any], batch: tuple[PyTree, ...]) -> Staged:
-        params, optimizer_state = form.trees(shapes)
+    def _trace(self, form: Form, held: tuple[PyTree, PyTree], batch: tuple[PyTree, ...]) -> Staged:
+        params, _ = held
         _, state_specs = form.trees(list(form.specs))
-        if self.own_batch:
-            batch = self._global_shapes(params, batch)
+        batch = self.batches.global_shapes(params, batch)
         batch = of_one_update(self.f.layout, self.mesh, params, batch)
         key = torch.zeros((), dtype=torch.int64) if self.seed is not None else None
-        args = ((params, optimizer_state), batch, key)
+        args = (held, batch, key)
         specs = self.f.layout.batch_specs(self.mesh, params, batch)
         step = LocalStep(self.f, self.optimizer, self.clip, self.has_aux, not is_asynchronous(self.f.layout, self.mesh))
         return stage(
@@ -381,18 +389,3 @@ class TrainStep:
             without=self.without,
             backend=self.backend,
         )
-
-    def _global_shapes(self, params: PyTree, batch: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
-        def whole(leaf: Any, spec: P) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
-            return hollow(leaf, whole_shape(leaf.shape, spec.only(self.mesh.axis_names), self.mesh))
-
-        return optree.tree_map(whole, batch, self.f.layout.batch_specs(self.mesh, params, batch))
-
-
-def _check_same(runtime: Any, name: str, tree: PyTree, parts: list[P] | None = None) -> None:
-    """Nothing would be further from data parallelism than ranks that begin with parameters or moments of their own."""
-    leaves = [(path, leaf) for path, leaf in zip(tree_paths(tree), optree.tree_leaves(tree), strict=True)]
-    tensors = [(path or "parameters", leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
-    runtime.check_same(name, [path for path, _ in tensors], [leaf for _, leaf in tensors], parts)

@@ -48,7 +48,7 @@ def runs(ranks: int | None = None) -> st.SearchStrategy[Run]:
 def trained(
     model: Model, plans: tuple[Choice, ...], optimizer: str, clip: float | None, samples: int
 ) -> tuple[list[Any], Any]:
-    """The metrics of four steps, and parameters and optimizer state after them."""
+    """The metrics of four steps, what every second state is worth, and parameters and optimizer state after them."""
     found, whole = [], None
     for half, choice in enumerate(plans):
         train = fp.train_step(
@@ -65,8 +65,20 @@ def trained(
         for step in (0, 1):
             state, metrics = train(state, model.batch(2 * half + step, samples))
             found.append((metrics.loss, metrics.aux, metrics.grad_norm if clip else None))
+        evaluate = train.compile(choice.plan(model)(keyed(model)))
+        found.append(evaluate(state, model.batch(4, samples)))
         whole = train.whole(state)
     return found, whole
+
+
+def keyed(model: Model) -> Any:
+    """The model outside of a step, which gives it no key."""
+
+    def evaluated(params: Any, batch: Any) -> Any:
+        with fp.random.using(fp.random.key(5)):
+            return model(params, batch)
+
+    return evaluated
 
 
 def check(run: Run) -> None:

@@ -1,0 +1,153 @@
+"""Another function of a training step's parameters, called on its states: to evaluate them, or to generate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import optree
+import torch
+
+from sharding_specs import SpecError, broadcast_specs, tree_paths
+
+from ..assumptions import Programs
+from ..collectives.axes import bind
+from ..compile import refuse_asynchronous
+from ..local_function import LocalFunction, PyTree, SpecTree, unsharded
+from ..runtime import own, storages
+from ..staging import Staged, stage
+from ..switches import switched_off
+from ..tracing import hollow
+from .batches import Batches
+from .looks import listed, look, structure_as_text
+from .state import Constant, Form, TrainState
+from .updating import at_rest, into_compute
+
+if TYPE_CHECKING:
+    from .step import TrainStep
+
+__all__ = ["OnState"]
+
+
+class OnState:
+    """A function compiled for a step's states; see `TrainStep.compile`.
+
+    Attributes:
+        program: the `Program` used last; None before the first call.
+    """
+
+    def __init__(self, train: TrainStep, f: Callable[..., Any]) -> None:
+        self.train, self.f = train, f if isinstance(f, LocalFunction) else unsharded(f)
+        self.f.layout.mesh(train.mesh)
+        refuse_asynchronous(self.f, train.mesh)
+        _require_alike_pipelines(self.f, train.f)
+        self.batches = Batches(self.f, train.mesh, train.batches.own)
+        self.program: Any = None
+        self._staged: dict[Form, Programs[Staged]] = {}
+
+    def __call__(self, state: TrainState, *batch: PyTree, **named: PyTree) -> PyTree:
+        """The function of a state's parameters and a batch; results are whole. A collective: every process calls it."""
+        form, runtime = self.train.known_form(state), self.train.runtime_for(state)
+        batch = self.batches.by_place(batch, named)
+        self.batches.stay_in_step(runtime, f"calls {self.f.name} on the state of step {state.step}", batch)
+        handles = [each for each in state.handles[: form.params.num_leaves] if not isinstance(each, Constant)]
+        staged = self._stage(form, state, batch)
+        extra, shown = self.batches.entered(runtime, staged.program, self.f.name, batch)
+        taken, specs = storages(*handles), staged.program.out_specs  # a later step writes into the state's memory
+        with switched_off():
+            results = runtime.run(staged.program, [*handles, *extra], shown, state.whose)
+        whole = [own(runtime.whole(x, spec), taken) for x, spec in zip(results, specs, strict=True)]
+        result, stacks = staged.unflatten(whole), self.f.layout.stacks
+        return result if stacks is None else stacks.restack_all(result)
+
+    def lower(self, state: TrainState, *batch: PyTree, **named: PyTree) -> Any:
+        """The program for these arguments; nothing runs."""
+        return self._stage(self.train.known_form(state), state, self.batches.by_place(batch, named)).program
+
+    def explain(self, **options: Any) -> Any:
+        """Every collective of the program used last: kind, axis, count, bytes, source line."""
+        if self.program is None:
+            raise ValueError(f"{self.f.name} has not run yet: call it, or call .lower(state, batch), first")
+        return self.program.explain(**options)
+
+    def __repr__(self) -> str:
+        return f"compile({self.f!r}, {self.train.mesh!r})"
+
+    # --- the program ---
+
+    def _stage(self, form: Form, state: TrainState, batch: tuple[PyTree, ...]) -> Staged:
+        leaves, tree = optree.tree_flatten(batch)
+        programs = self._staged.setdefault(form, Programs(self.f.name, below=2))
+        staged = programs.get((tree, tuple(map(look, leaves))), lambda: self._trace(form, state, batch))
+        self.program = staged.program
+        return staged
+
+    def _trace(self, form: Form, state: TrainState, batch: tuple[PyTree, ...]) -> Staged:
+        params = self._own_layers(self.train.shapes(form, state)[0])
+        batch = self.batches.global_shapes(params, batch)
+        kept = form.params.unflatten(form.specs[: form.params.num_leaves])
+        compute = self._compute_specs(params, kept)
+
+        def call(params: PyTree, *batch: PyTree) -> tuple[PyTree, SpecTree]:
+            return self.f.run(optree.tree_map(into_compute, params, compute), *batch), self.f.results
+
+        def arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
+            return (kept, *self.f.layout.arguments(args)[1:])
+
+        local = LocalFunction(call, replace(self.f.layout, arguments=arguments), self.f.name)
+        train = self.train
+        return stage(
+            local,
+            train.mesh,
+            (params, *batch),
+            name=self.f.name,
+            bucket=train.bucket,
+            without=train.without,
+            backend=train.backend,
+        )
+
+    def _own_layers(self, params: PyTree) -> PyTree:
+        """The parameters, after a check that the function's plan has stacks of layers where the step's has them."""
+        mine, theirs = self.f.layout.stacks, self.train.f.layout.stacks
+        if mine is theirs:
+            return params
+        stacked = params if theirs is None else theirs.restack(optree.tree_map(hollow, params))
+        trees = [optree.tree_structure(each) for each in (params, stacked if mine is None else mine.unstack(stacked))]
+        if trees[0] != trees[1]:
+            held, taken = map(structure_as_text, trees)
+            raise ValueError(
+                f"train_step.compile: parameters lie as {held} in the state, as {taken} for {self.f!r}: of a pipeline "
+                "take the step's own plan, or one with the same stacks of layers"
+            )
+        return params
+
+    def _compute_specs(self, params: PyTree, kept: SpecTree) -> SpecTree:
+        """How the function takes the parameters, after a check that it is how they lie."""
+        shapes = optree.tree_map(hollow, params)
+        with bind(self.f.layout.mesh(self.train.mesh).shape, None):
+            compute = broadcast_specs(self.f.layout.arguments((shapes,))[0], shapes)
+        found = zip(tree_paths(params), *map(optree.tree_leaves, (params, kept, compute)), strict=True)
+        wrong = [
+            f"{path or 'the parameters'}: {lies!r} in the state, {at_rest(taken)!r} for {self.f.name}"
+            for path, leaf, lies, taken in found
+            if isinstance(leaf, torch.Tensor) and at_rest(taken) != lies
+        ]
+        if wrong:
+            raise SpecError(
+                f"{self.f!r} takes parameters that lie otherwise than the state's do:\n  "
+                + "\n  ".join(listed(wrong))
+                + f"\nGive what the step's plan makes of the function, as train.compile(plan({self.f.name}))"
+            )
+        return compute
+
+
+def _require_alike_pipelines(f: LocalFunction, loss: LocalFunction) -> None:
+    plans = [each.layout.pipeline for each in (loss, f)]
+    axes = [None if plan is None else plan.axis for plan in plans]
+    if axes[0] != axes[1]:
+        of_loss, of_f = ("no pipeline" if axis is None else f"a pipeline over {axis!r}" for axis in axes)
+        raise ValueError(
+            f"train_step.compile: the step's plan has {of_loss}, that of {f!r} has {of_f}: give what the step's plan "
+            f"makes of the function, as train.compile(plan({f.name}))"
+        )
