@@ -57,6 +57,16 @@ def chunks_of_a_product(x: torch.Tensor) -> torch.Tensor:
     return first.sigmoid_() + second.tanh_()
 
 
+def parts_of_complex_numbers(x: torch.Tensor) -> torch.Tensor:
+    """As torch's derivative of a complex QR decomposition does."""
+    pairs = torch.stack([x, 2 * x], -1)
+    y = torch.view_as_complex(pairs)
+    y.real.mul_(3)
+    y.conj().imag.add_(x)
+    y[1:].conj().mul_(1 + 2j)
+    return torch.view_as_real(y) + pairs
+
+
 def copied_from_another_type(x: torch.Tensor) -> torch.Tensor:
     y = torch.zeros(3, 2, dtype=x.dtype)
     y.copy_(x.int())
@@ -74,7 +84,7 @@ def compiled(f: Callable[..., torch.Tensor]) -> fp.Compiled:
 
 
 SEEN = [filled_by_parts, filled_diagonal, view_changed_twice, base_changed_under_a_view, view_of_a_view]
-SEEN += [chunks_of_a_product, copied_from_another_type, constant_of_its_own]
+SEEN += [chunks_of_a_product, parts_of_complex_numbers, copied_from_another_type, constant_of_its_own]
 
 
 @pytest.mark.parametrize("f", SEEN)

@@ -46,7 +46,7 @@ def lowest(dtype: torch.dtype, sign: int = 1) -> float:
     """What no maximum notices; with sign -1, no minimum."""
     if dtype == torch.bool:
         return sign < 0
-    if dtype.is_floating_point:
+    if dtype.is_floating_point or dtype.is_complex:
         return -sign * math.inf
     return torch.iinfo(dtype).min if sign > 0 else torch.iinfo(dtype).max
 

@@ -186,4 +186,8 @@ _INVERSES: dict[Any, Callable[[View], tuple[Any, tuple[Any, ...]]]] = {
     aten.unsqueeze.default: _reshaped,
     aten.view.default: _reshaped,
     aten._unsafe_view.default: _reshaped,
+    aten._conj.default: _again,
+    aten._neg_view.default: _again,
+    aten.view_as_complex.default: lambda _: (aten.view_as_real.default, ()),
+    aten.view_as_real.default: lambda _: (aten.view_as_complex.default, ()),
 }

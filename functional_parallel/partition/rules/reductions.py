@@ -78,7 +78,8 @@ def _local_logsumexp(step: Step, x: torch.Tensor, dims: Any, keepdim: bool = Fal
 
 def logsumexp_over_ranks(x: torch.Tensor, dims: list[int], keepdim: bool, axis: str) -> torch.Tensor:
     """log Σ exp over dims of which one is sharded: one pmax, without a gradient, and one psum."""
-    top = fp.pmax(x.detach().amax(dims, keepdim=True), axis)
+    sizes = x.detach().real if x.is_complex() else x.detach()
+    top = fp.pmax(sizes.amax(dims, keepdim=True), axis)
     top = torch.where(top.isfinite(), top, 0)  # of nothing but -inf, less than nothing is to be taken
     total = fp.psum((x - top).exp().sum(dims, keepdim=keepdim), axis)
     return total.log() + (top if keepdim else top.reshape(total.shape))
