@@ -302,11 +302,13 @@ def test_torchs_transformer_layers(layer: Any) -> None:
     fp.testing.assert_equivalent(loss, fp.zero(3, "data"), Mesh(data=2), params, x, *memory, rtol=1e-11)
 
 
+@pytest.mark.parametrize("padding", [None, 3, -9])
+@pytest.mark.parametrize("spec", [P(None, "tensor"), P("tensor")], ids=str)
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-def test_bags_of_one_length(mode: str) -> None:
-    fn, params = fp.functional(nn.EmbeddingBag(9, 4, mode=mode).double())
-    plan = fp.chain(fp.tensor_parallel("tensor", {"weight": P(None, "tensor")}), fp.zero(3, "data"))
-    bags = torch.arange(12).view(4, 3) % 9
+def test_bags_of_one_length(mode: str, spec: P, padding: int | None) -> None:
+    fn, params = fp.functional(nn.EmbeddingBag(10, 4, mode=mode, padding_idx=padding).double())
+    plan = fp.chain(fp.tensor_parallel("tensor", {"weight": spec}), fp.zero(3, "data"))
+    bags = torch.tensor([[0, 1, 2], [3, 4, 5], [1, 7, 1], [3, 3, 3]])
     fp.testing.assert_equivalent(
         lambda p, bags: fn(p, bags).sin().sum(), plan, Mesh(data=2, tensor=2), params, bags, rtol=1e-12
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -214,12 +215,23 @@ def _embedding_bag(
     padding_idx: int | None = None,
 ) -> torch.Tensor:
     """Rows looked up and reduced: the kernel that does both has no derivative in a trace."""
-    if input.ndim != 2 or offsets is not None or not (max_norm is padding_idx is None) or scale_grad_by_freq:
+    if input.ndim != 2 or offsets is not None or max_norm is not None or scale_grad_by_freq:
         raise TracingError(
             f"{current_source()}: embedding_bag is traced for bags of one length alone, a matrix of indices without "
-            "offsets, max_norm, scale_grad_by_freq and padding_idx; write it with F.embedding and a sum"
+            "offsets, max_norm and scale_grad_by_freq; write it with F.embedding and a sum"
         )
-    rows = torch.nn.functional.embedding(input, weight)
+    rows = torch.nn.functional.embedding(input, weight, padding_idx)
     if per_sample_weights is not None:
         rows = rows * per_sample_weights.unsqueeze(-1)
+    if padding_idx is not None:
+        return _without_padding(rows, (input != padding_idx % len(weight)).unsqueeze(-1), mode)
     return rows.max(1).values if mode == "max" else getattr(rows, mode)(1)  # type: ignore[no-any-return]
+
+
+def _without_padding(rows: torch.Tensor, counts: torch.Tensor, mode: str) -> torch.Tensor:
+    """Bags reduced over the rows that count; one of padding alone is zero."""
+    if mode == "max":
+        largest = rows.masked_fill(~counts, -math.inf).max(1).values
+        return torch.where(counts.any(1), largest, 0)
+    total = torch.where(counts, rows, 0).sum(1)
+    return total / counts.sum(1).clamp(min=1) if mode == "mean" else total
