@@ -54,6 +54,7 @@ OPS: dict[str, tuple[Op, tuple[int, ...]]] = {
     "pinv": (lambda x: torch.linalg.pinv(spd(x)), MATRICES),
     "cross": (lambda x: torch.linalg.cross(x, x.flip(1)), MATRICES),
     "cdist": (lambda x: torch.cdist(x, x.flip(1)), MATRICES),
+    "every other sample": (lambda x: x[1::2] * x[::2], ROWS),
     "diagonal": (lambda x: x.diagonal(dim1=1, dim2=2), MATRICES),
     "diag_embed": (torch.diag_embed, ROWS),
     "fft": (lambda x: torch.fft.rfft(x).abs(), ROWS),

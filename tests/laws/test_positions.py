@@ -50,6 +50,7 @@ ALONG: dict[str, Along] = {
     "select": lambda x, i, dim: x.select(dim, 7),
     "slice": lambda x, i, dim: x.narrow(dim, 3, 6),
     "every other": lambda x, i, dim: x[1::2] if dim == 0 else x[:, 1::2],
+    "every third": lambda x, i, dim: x[2:11:3] if dim == 0 else x[:, ::3],
     "split": lambda x, i, dim: x.split([4, 8], dim)[1],
     "chunk": lambda x, i, dim: x.chunk(3, dim)[1],
     "roll": lambda x, i, dim: x.roll(5, dim),

@@ -156,10 +156,24 @@ def _cut_place(place: Place, dim: int, extent: int, start: int, length: int) -> 
     return Shard(dim, length // block) if aligned else None
 
 
+def _strided_place(
+    place: Place, dim: int, extent: int, start: int, length: int, stride: int, parts: Parts
+) -> Place | None:
+    """Where every other element of a dim lies, or of every so many one, when each rank takes the same of its own."""
+    if not isinstance(place, Shard) or place.dim != dim or start >= stride:
+        return None
+    divides = (extent // place.outer) % (parts.samples * stride) == 0
+    return place if divides and length * stride == extent else None
+
+
 def _decide_slice(step: Step) -> Decision | None:
     dim, (start, end, stride) = dim_of(step.node), _bounds(step.node)
-    operand = step.operands[0]
-    place = _cut_place(operand.place, dim, operand.aval.shape[dim], start, end - start) if stride == 1 else None
+    operand, length = step.operands[0], step.results[0].shape[dim_of(step.node)]
+    extent = operand.aval.shape[dim]
+    if stride == 1:
+        place = _cut_place(operand.place, dim, extent, start, end - start)
+    else:
+        place = _strided_place(operand.place, dim, extent, start, length, stride, step.parts)
     return None if place is None else Decision((operand.place,), (place,))
 
 
@@ -167,7 +181,7 @@ def _local_slice(step: Step, x: torch.Tensor, *args: Any, **kwargs: Any) -> torc
     dim, (start, end, stride) = dim_of(step.node), _bounds(step.node)
     place = step.decision.operands[0]
     if isinstance(place, Shard) and place.dim == dim:
-        start, end = step.parts.local(start), step.parts.local(end)
+        start, end = (step.parts.local(start), step.parts.local(end)) if stride == 1 else (start, x.shape[dim])
     return step.run(x, dim, start, end, stride)
 
 
