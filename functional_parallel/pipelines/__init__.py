@@ -7,6 +7,7 @@ from .extract import Part
 from .late_graph import Given
 from .layers import MeasuredLayer, measure
 from .memory import PipelineMemory
+from .one_microbatch import end_one_microbatch
 from .program import PipelineProgram, updates_of
 from .roles import PipelineError
 from .stacks import Stacks, unstacked
@@ -30,6 +31,7 @@ __all__ = [
     "Work",
     "add_in_place",
     "build",
+    "end_one_microbatch",
     "measure",
     "stage_of_layer",
     "unstacked",

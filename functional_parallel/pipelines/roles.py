@@ -110,11 +110,19 @@ class Roles:
         return primitive_name(node) == "psum" and node.args[0] not in self.varying
 
     def _check_early(self) -> None:
-        found = [node for node, role in self.of.items() if role is Role.EARLY and node in self.on_parameters]
+        found = [
+            node
+            for node, role in self.of.items()
+            if role is Role.EARLY and node in self.on_parameters and not self._is_slice_of_shared(node)
+        ]
         if not found:
             return
         barrier = next((node for node in found if self.rounds.is_barrier(node)), found[-1])
         raise PipelineError(f"{barrier.meta['source']}: {_why_all(barrier, self._leads_to_backward(barrier))}")
+
+    def _is_slice_of_shared(self, node: fx.Node) -> bool:
+        """Whether every microbatch takes its slice of what is computed once a step: there is nobody to wait for."""
+        return primitive_name(node) == "pscatter" and self.of.get(node.args[0]) is Role.ONCE  # type: ignore[call-overload]
 
     def _leads_to_backward(self, node: fx.Node) -> bool:
         return any(each in self.backward for each in _reached(node, lambda each: each.users))
@@ -152,7 +160,11 @@ def _why_all(barrier: fx.Node, wanted: bool) -> str:
     if primitive_name(barrier) == "all_gather" and lookup(op.target) is None:
         fix = f"it has no sharding rule: give it one with fp.register_rule({op.target}, '… -> …'), or use fp.accumulate"
     elif not wanted:
-        fix = "no gradient needs it: return what it is computed of, per sample, and compute it there; or fp.accumulate"
+        detached = "take it of x.detach(), or " if primitive_name(barrier) in ("pmax", "pmin") else ""
+        fix = (
+            f"no gradient needs it: {detached}return what it is computed of, per sample, and compute it there; or "
+            "fp.accumulate"
+        )
     return (
         f"{op.target} needs all microbatches before the backward of any can begin, so a pipeline cannot stream them "
         f"(batch norm over the whole batch does this, or a loss divided by what the model computes); {fix}"

@@ -8,7 +8,7 @@ from sharding_specs import Mesh
 
 from ..collectives.parts import Parts
 from ..local_function import Layout
-from ..pipelines import PipelineError, PipelineProgram, add_in_place, build
+from ..pipelines import PipelineError, PipelineProgram, add_in_place, build, end_one_microbatch
 from ..program import Program
 from ..program.passes import (
     NAMES,
@@ -105,6 +105,8 @@ def _pipelined(
             "fp.remat(budget=…) looks for the peak of a whole step, and a pipeline's ranks reach theirs one by one: "
             "choose what is recomputed, as fp.remat('layers') or fp.remat('attention')"
         )
+    if parts.ranks == 1:
+        end_one_microbatch(program.traced, plan.virtual, program.in_specs, program.out_specs)
     fold_layers(program.traced)
     simplify(program.traced)
     late = [Marked(), Turned(), *(each for each in layout.passes if each.order >= 0)]

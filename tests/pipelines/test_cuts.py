@@ -343,6 +343,15 @@ BAD = {
         )(FOUR, X),
         r"test_cuts.py:\d+: aten\..* needs all microbatches .*; no gradient needs it: return what it is computed of",
     ),
+    "a largest value that has a derivative": (
+        lambda: fp.compile(
+            fp.grad(
+                fp.pipeline("pipe", microbatches=2)(lambda w, x: ((x @ w[0]).mean(), (x @ w[0]).max())), has_aux=True
+            ),
+            Mesh(pipe=1),
+        )(FOUR, X),
+        r"test_cuts.py:\d+: aten\..* needs all microbatches .*; no gradient needs it: take it of x\.detach\(\), or",
+    ),
     "accumulation inside": (
         lambda: fp.pipeline("pipe", microbatches=2)(fp.accumulate(2)(chain_of(4))),
         r"leave fp\.accumulate out",
