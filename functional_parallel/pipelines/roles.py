@@ -156,7 +156,8 @@ def is_view(node: fx.Node) -> bool:
 
 def _why_all(barrier: fx.Node, wanted: bool) -> str:
     """Which op needs all microbatches at once, and what to do about it."""
-    op, fix = _meant(barrier), "normalise within a microbatch, or use fp.accumulate"
+    op = _meant(barrier)
+    fix = "normalise within groups of a microbatch's samples, x.unflatten(0, (groups, -1)), or use fp.accumulate"
     if primitive_name(barrier) == "all_gather" and lookup(op.target) is None:
         fix = f"it has no sharding rule: give it one with fp.register_rule({op.target}, '… -> …'), or use fp.accumulate"
     elif not wanted:

@@ -126,3 +126,18 @@ def test_pairs_side_by_side_stream(samples: int) -> None:
 
     params = {"a": normal(4, 4), "b": normal(4, 4)}
     assert_same(loss, params, normal(samples, 4), normal(samples // 2))
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_normalised_within_groups_of_samples(data: int) -> None:
+    """As the message says that refuses a batch norm."""
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        h = (x @ params["a"]).unflatten(0, (4, -1))
+        h = torch.func.vmap(lambda group: F.batch_norm(group, None, None, training=True))(h)
+        return (torch.tanh(h.flatten(0, 1)) @ params["b"]).square().mean()
+
+    params, x = {"a": normal(4, 4), "b": normal(4, 4)}, normal(16, 4)
+    plan = fp.chain(fp.zero(3, "data"), fp.pipeline("pipe", microbatches=4 // data))
+    step = fp.compile(fp.grad_and_value(plan(loss)), Mesh(pipe=2, data=data))
+    assert_close(step(params, x), fp.grad_and_value(loss)(params, x))
