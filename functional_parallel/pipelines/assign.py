@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from ..tracing import Traced
+from ..program.sharing import viewed
+from ..tracing import Aval, Traced
 from ..tracing.graph import operands_of
 from .roles import Role, Roles
 
@@ -37,6 +38,7 @@ def assign(traced: Traced, roles: Roles, cut: Mapping[fx.Node, int], last: int) 
         else:
             stage[node] = _of_backward(node, roles, stage, last)
             _keep_what_crosses(node, stage)
+    _view_where_used(traced, roles, stage)
     return stage
 
 
@@ -49,6 +51,26 @@ def _of_backward(node: fx.Node, roles: Roles, stage: dict[fx.Node, int], last: i
     if found:
         return min(found)
     return max((stage[each] for each in operands), default=last)
+
+
+def _view_where_used(traced: Traced, roles: Roles, stage: dict[fx.Node, int]) -> None:
+    """Other stages make the views of a value that only they use: they are sent the value once, not every view."""
+    kept = {*traced.outputs, *(total.args[0] for total in roles.totals)}
+    for node in reversed(list(traced.nodes)):
+        if node not in stage or node in kept or node.meta.get("recomputed") or not _is_whole_view(node):
+            continue
+        users = [stage[user] for user in node.users if user in stage]
+        nearest = (max if node in roles.backward else min)(users, default=stage[node])
+        if len(users) == len(node.users) and nearest != stage[node]:
+            stage[node] = nearest
+
+
+def _is_whole_view(node: fx.Node) -> bool:
+    """Whether an op is a view of all of a value, which is no larger than the view."""
+    base = viewed(node)
+    if base is None or not isinstance(base.meta["val"], Aval) or not isinstance(node.meta["val"], Aval):
+        return False
+    return base.meta["val"].nbytes <= node.meta["val"].nbytes
 
 
 def _forward(node: fx.Node) -> fx.Node | None:

@@ -35,6 +35,28 @@ def test_several_tensors_skip_connections_and_values_of_every_type() -> None:
     assert len(program.stages[2].sends_forward) == 2  # the last layer's input, and the first stage's
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_a_value_and_views_of_it_cross_as_one(schedule: str) -> None:
+    """Cut before a residual is added, the gradient of the sum goes back as it is, as rows, and as these transposed."""
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        for number, weight in enumerate(p):
+            rows = torch.tanh(x.flatten(0, 1)) @ weight
+            x = x + fp.stage_boundary(rows).view_as(x) if number < len(p) - 1 else x + rows.view_as(x)
+        heads = x.unflatten(-1, (2, -1)).transpose(1, 2)
+        return (heads.softmax(-1) * heads).mean()
+
+    program = assert_same(
+        loss,
+        [normal(4, 4) for _ in range(4)],
+        normal(8, 3, 4),
+        ranks=4 if schedule == "1f1b" else 2,
+        schedule=schedule,
+    )
+    assert [len(stage.sends_forward) for stage in program.stages] == [1, 2, 2, 0]  # the batch itself is on every rank
+    assert [len(stage.sends_backward) for stage in program.stages] == [0, 1, 1, 1]
+
+
 def test_a_branch_chosen_per_stage() -> None:
     """What a stage does may hang on what was handed to it: strings, numbers, None."""
 
