@@ -118,7 +118,18 @@ class Roles:
         if not found:
             return
         barrier = next((node for node in found if self.rounds.is_barrier(node)), found[-1])
-        raise PipelineError(f"{barrier.meta['source']}: {_why_all(barrier, self._leads_to_backward(barrier))}")
+        why = _why_all(barrier, self._leads_to_backward(barrier)) + self._no_batch(barrier)
+        raise PipelineError(f"{barrier.meta['source']}: {why}")
+
+    def _no_batch(self, barrier: fx.Node) -> str:
+        """What to do where not the batch is gathered, but something beside it that was taken for a part of it."""
+        batch = [node for node in self.traced.inputs if node in self.varying]
+        below = set(_reached(barrier, operands_of))
+        gathered = [node for node in batch if node in below]
+        if primitive_name(barrier) != "all_gather" or not gathered or len(gathered) == len(batch):
+            return ""
+        paths = " and ".join(str(node.meta.get("path", node.name)) for node in gathered)
+        return f". It is computed of {paths}: if that has no samples, say with batch= that it is not to be cut"
 
     def _is_slice_of_shared(self, node: fx.Node) -> bool:
         """Whether every microbatch takes its slice of what is computed once a step: there is nobody to wait for."""
@@ -158,7 +169,7 @@ def _why_all(barrier: fx.Node, wanted: bool) -> str:
     """Which op needs all microbatches at once, and what to do about it."""
     op = _meant(barrier)
     fix = "normalise within groups of a microbatch's samples, x.unflatten(0, (groups, -1)), or use fp.accumulate"
-    if primitive_name(barrier) == "all_gather" and lookup(op.target) is None:
+    if primitive_name(barrier) == "all_gather" and lookup(op.target) is None and not op.meta["backward"]:
         fix = f"it has no sharding rule: give it one with fp.register_rule({op.target}, '… -> …'), or use fp.accumulate"
     elif not wanted:
         detached = "take it of x.detach(), or " if primitive_name(barrier) in ("pmax", "pmin") else ""
@@ -177,8 +188,9 @@ def _meant(barrier: fx.Node) -> fx.Node:
     if primitive_name(barrier) != "all_gather":
         return next((node for node in _reached(barrier, operands_of) if _is_of_user(node)), barrier)
     near = [node for node in _reached(barrier, lambda each: each.users) if source_of(node) == source_of(barrier)]
-    without = (node for node in near if _is_of_user(node) and lookup(node.target) is None)
-    return next(without, next(filter(_is_of_user, near), barrier))
+    forward = [node for node in near if _is_of_user(node) and not node.meta["backward"]]
+    without = (node for node in forward if lookup(node.target) is None)
+    return next(without, next(iter(forward), next(filter(_is_of_user, near), barrier)))
 
 
 def _is_of_user(node: fx.Node) -> bool:

@@ -102,8 +102,8 @@ def chrome_trace(timeline: Timeline, microseconds: float = 1.0) -> str:
     ['0F0', '0B0', '1F0', '1B0']
 
     Args:
-        timeline: of `simulate`.
-        microseconds: how many a unit of time is.
+        timeline: of `simulate`, or a program's own.
+        microseconds: how many a unit of time is; 1e6 for the seconds of `program.timeline()`.
 
     Returns:
         The text of the file.

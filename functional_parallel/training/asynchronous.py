@@ -31,10 +31,13 @@ def of_one_update(layout: Layout, mesh: Mesh, params: PyTree, batch: tuple[PyTre
         dims = [dim for dim, axes in enumerate(spec.dim_axes()) if MICROBATCH in axes]
         if not isinstance(leaf, torch.Tensor) or not dims:
             return leaf
-        length, rest = divmod(leaf.shape[dims[0]], updates)
+        extent = leaf.shape[dims[0]]
+        length, rest = divmod(extent, updates)
         if rest:
+            fitting = " or ".join(str(updates * count) for count in (length, length + 1) if count)
             raise ValueError(
-                f"a batch of {leaf.shape[dims[0]]} samples cannot be cut for the {updates} updates of this pipeline"
+                f"a batch of {extent} samples cannot be cut for the {updates} updates of this pipeline: give "
+                f"{fitting} samples, or another number of microbatches"
             )
         return leaf.narrow(dims[0], 0, length)
 

@@ -352,6 +352,14 @@ BAD = {
         )(FOUR, X),
         r"test_cuts.py:\d+: aten\..* needs all microbatches .*; no gradient needs it: take it of x\.detach\(\), or",
     ),
+    "what is no batch, cut as one": (
+        lambda: run(
+            lambda w, batch: (batch["x"] @ w[0] + w[1][batch["positions"] % 2]).square().sum(),
+            FOUR,
+            {"x": torch.ones(8, 8, 2, dtype=torch.float64), "positions": torch.arange(8)},
+        ),
+        r"It is computed of 1/positions: if that has no samples, say with batch= that it is not to be cut",
+    ),
     "accumulation inside": (
         lambda: fp.pipeline("pipe", microbatches=2)(fp.accumulate(2)(chain_of(4))),
         r"leave fp\.accumulate out",
