@@ -222,8 +222,8 @@ def refuse_asynchronous(f: LocalFunction, mesh: Mesh) -> None:
     plan = f.layout.pipeline
     if plan is not None and plan.on(mesh).versions is not None:
         raise PipelineError(
-            f"{plan.on(mesh).name} updates weights while microbatches are under way, which a gradient cannot: run it "
-            "with fp.train_step, or take a synchronous schedule"
+            f"{plan.on(mesh).name} updates weights while microbatches are under way: train with it by fp.train_step; "
+            "for a gradient, or to evaluate, take a synchronous schedule, such as '1f1b'"
         )
 
 
