@@ -43,14 +43,14 @@ TAKEN = "taken_dim"  # an attribute of a tensor that stands for a stack of layer
 class Layout:
     """Where the arguments and results of a local function lie.
 
-    `arguments(args)` is a tuple of full spec trees, one per argument, made from the arguments' paths and shapes alone
-    (whole or local shapes give the same). `axes` are the mesh axes that the function is local to, innermost transform
-    first; `describe` says in words what each transform did. `passes` are the rewrites that transforms ask of the
-    compiled program; `data_axes` are those that split the batch, `virtual` axes that no mesh has, microbatches, with
-    their sizes or functions that make them from the mesh. `update_axis` names an axis over which the optimizer's work
-    and state are split though the parameters are not (ZeRO-1 and 2), and `update_specs(args)` how, unless `flat_update`
-    says that they are laid end to end and cut anywhere; `whole_gradients` says that gradients count as held whole until
-    then (ZeRO-1).
+    `arguments(args)` is a tuple of full spec trees, one per argument, made from the arguments' paths and shapes alone;
+    in a trace, which sees local shapes, it gives what it gave for the whole ones before. `axes` are the mesh axes that
+    the function is local to, innermost transform first; `describe` says in words what each transform did. `passes` are
+    the rewrites that transforms ask of the compiled program; `data_axes` are those that split the batch, `virtual` axes
+    that no mesh has, microbatches, with their sizes or functions that make them from the mesh. `update_axes` are
+    those over which the optimizer's work and state are split though the parameters are not (ZeRO-1 and 2), in the order
+    of the chain, and `update_specs(args)` says how, unless `flat_update` says that they are laid end to end and cut
+    anywhere; `whole_gradients` says that gradients count as held whole until then (ZeRO-1).
     `norm_specs(args)` says in which further parts the squares of gradients are summed, so that every ZeRO stage adds up
     the same numbers in the same order. `summed_as(params)` is a tree that tells parameters apart whose gradients are
     summed in different types. `signature` is that of the user's function, so that arguments may be given by name.
@@ -64,7 +64,7 @@ class Layout:
     passes: tuple[Any, ...] = ()
     virtual: tuple[tuple[str, int | Callable[[Mesh], int]], ...] = ()
     data_axes: tuple[str, ...] = ()
-    update_axis: str | None = None
+    update_axes: tuple[str, ...] = ()
     update_specs: Callable[[tuple[PyTree, ...]], SpecTree] | None = None
     norm_specs: Callable[[tuple[PyTree, ...]], SpecTree] | None = None
     flat_update: bool = False
@@ -139,10 +139,14 @@ class LocalFunction:
         flat: bool = False,
         whole_gradients: bool = False,
     ) -> LocalFunction:
-        """The same function, its optimizer's work split over an axis."""
+        """The same function, its optimizer's work split over one more axis; `specs` say how it is over all of them."""
         return self.with_layout(
             replace(
-                self.layout, update_axis=axis, update_specs=specs, flat_update=flat, whole_gradients=whole_gradients
+                self.layout,
+                update_axes=(*self.layout.update_axes, axis),
+                update_specs=specs,
+                flat_update=flat or self.layout.flat_update,
+                whole_gradients=whole_gradients,
             )
         )
 

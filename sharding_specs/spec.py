@@ -183,6 +183,18 @@ class P:
         }
         return P(*self._dims, unreduced=self.unreduced, reduced=self.reduced, padded=uneven)
 
+    def divided(self, further: P, mesh: Mesh) -> P:
+        """The spec of parts that another one divides further: on a dim of both, its axes are the inner ones.
+
+        >>> P("tensor").divided(P("data"), Mesh(data=2, tensor=2))
+        P(('tensor', 'data'))
+        """
+        held = self.placements(mesh)
+        blocks = {placement.dim: placement.outer * mesh.axis_size(placement.axis) for placement in held}
+        inside = [p._replace(outer=p.outer * blocks.get(p.dim, 1)) for p in further.placements(mesh)]
+        padded = {**self.padded, **further.padded}
+        return P.from_placements([*held, *inside], mesh, self.unreduced, self.reduced, padded)
+
     def without(self, axes: Iterable[str]) -> P:
         """The spec without some axes."""
         return self.only((self.axes | self.unreduced | self.reduced) - set(axes))

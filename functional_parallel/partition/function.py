@@ -285,9 +285,10 @@ def _merge_trees(before: SpecTree, own: SpecTree, axis: str, inner: Sequence[str
             return P(*a.dims, unreduced=a.unreduced, reduced=a.reduced | {axis}, padded=a.padded)
         if axis not in b.axes:
             return a
-        keep = {name for name in (*inner, axis)}
         if a.axes <= b.axes:
-            return b.only(keep)
+            told = b.only((*inner, axis))
+            reduced, unreduced = told.reduced | a.reduced, told.unreduced | a.unreduced
+            return P(*told.dims, unreduced=unreduced, reduced=reduced, padded=told.padded)
         mine = b.only({axis})
         return _with_place(a, place_of(mine, axis, ()), axis, mine.padded)
 

@@ -91,17 +91,23 @@ class EndToEnd:
         params: the whole parameters, of which only paths, shapes and dtypes count.
         specs: how each is computed with: split over some axes, its gradient wanted as partial sums over others.
         mesh: the mesh.
-        axis: over which the vectors are split.
+        over: the axes that split the vectors, the first one outermost.
         optimizer: says by its `constants` which parameters it treats alike.
         apart: a tree of what else tells parameters apart, that shall not share a vector.
     """
 
     def __init__(
-        self, params: PyTree, specs: SpecTree, mesh: Mesh, axis: str, optimizer: Optimizer, apart: PyTree = 0
+        self,
+        params: PyTree,
+        specs: SpecTree,
+        mesh: Mesh,
+        over: tuple[str, ...],
+        optimizer: Optimizer,
+        apart: PyTree = 0,
     ) -> None:
         require_elementwise(optimizer)
         assert optimizer.constants is not None
-        self.mesh, self.axis = mesh, axis
+        self.mesh, self.over = mesh, over
         self.tree, self.paths, leaves = optree.tree_structure(params), tree_paths(params), optree.tree_leaves(params)
         self.shapes = [tuple(leaf.shape) if is_trained(leaf) else None for leaf in leaves]
         self.computed = self.tree.flatten_up_to(specs)
@@ -125,7 +131,7 @@ class EndToEnd:
                 axes = tuple(name for name in self.mesh.axis_names if name in self.kept[number].axes)
                 key = (leaf.dtype, axes, self.computed[number].reduced, constants[number], apart[number])
                 found.setdefault(key, []).append(number)
-        unit = _VECTOR * self.mesh.axis_size(self.axis)
+        unit = _VECTOR * self.mesh.axis_size(self.over)
         groups = []
         for (dtype, axes, reduced, constant, _), members in found.items():
             shapes = [local_shape(leaves[number].shape, self.kept[number], self.mesh) for number in members]
@@ -142,13 +148,13 @@ class EndToEnd:
 
     @property
     def whole(self) -> Vectors:
-        """How vectors lie that the axis does not split."""
+        """How vectors lie that these axes do not split."""
         return self._specs(lambda group: P(group.axes), self.kept)
 
     @property
     def split(self) -> Vectors:
-        """How vectors lie that the axis splits, innermost."""
-        return self._specs(lambda group: P((*group.axes, self.axis)), self.kept)
+        """How vectors lie that these axes split, inside all others."""
+        return self._specs(lambda group: P((*group.axes, *self.over)), self.kept)
 
     def _specs(self, of_group: Callable[[_Group], P], of_leaves: list[P]) -> Vectors:
         return Vectors(tuple(map(of_group, self.groups)), [of_leaves[number] for number in self.rest])

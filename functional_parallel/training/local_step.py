@@ -61,13 +61,12 @@ class LocalStep:
     has_aux: bool
     has_norm: bool
 
-    def on(self, places: Places, state_specs: SpecTree, batch_specs: SpecTree) -> LocalFunction:
+    def on(self, places: Places, state_specs: SpecTree) -> LocalFunction:
         """The step as a function of ((parameters, state), batch, key) to ((parameters, state), metrics).
 
         Args:
             places: where parameters lie.
             state_specs: how the state lies, leaf by leaf.
-            batch_specs: how the batch lies.
         """
 
         def call(held: tuple[PyTree, PyTree], batch: tuple[PyTree, ...], key: Any) -> Any:
@@ -75,9 +74,10 @@ class LocalStep:
             return (new, metrics), ((places.kept, state_specs), self._metric_specs(metrics))
 
         def arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
-            return ((places.kept, state_specs), batch_specs, P())
+            (params, _), batch, _ = args
+            return ((places.kept, state_specs), tuple(self.f.layout.arguments((params, *batch))[1:]), P())
 
-        layout = replace(self.f.layout, arguments=arguments, update_axis=None, update_specs=None)
+        layout = replace(self.f.layout, arguments=arguments, update_axes=(), update_specs=None)
         return LocalFunction(call, layout, "train_step")
 
     def _stepped(

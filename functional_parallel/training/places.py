@@ -8,7 +8,7 @@ from functools import partial
 
 import optree
 
-from sharding_specs import Mesh, P, broadcast_specs
+from sharding_specs import Mesh, broadcast_specs
 
 from ..collectives.axes import bind
 from ..local_function import Layout, PyTree, SpecTree
@@ -71,10 +71,10 @@ def find_places(f: Layout, mesh: Mesh, params: PyTree, optimizer: Optimizer, cli
     with bind(f.mesh(mesh).shape, None):
         compute = broadcast_specs(f.arguments((shapes,))[0], shapes)
         kept = optree.tree_map(at_rest, compute)
-        if f.update_axis is not None and f.flat_update:
+        if f.update_axes and f.flat_update:
             _refuse_stages(f)
             apart = 0 if f.summed_as is None else f.summed_as(shapes)
-            packing = EndToEnd(shapes, compute, mesh, f.update_axis, optimizer, apart)
+            packing = EndToEnd(shapes, compute, mesh, f.update_axes, optimizer, apart)
             split = packing.split
             return Places(shapes, packing, compute, kept, packing.summed, packing.whole, split, split)
         if f.stacks is not None:
@@ -90,7 +90,7 @@ def find_places(f: Layout, mesh: Mesh, params: PyTree, optimizer: Optimizer, cli
 def _refuse_stages(f: Layout) -> None:
     if f.pipeline is not None:
         raise ValueError(
-            f"zero(…, {f.update_axis!r}, layout='flat') lays all parameters end to end, but a pipeline's ranks hold "
+            f"zero(…, {f.update_axes[0]!r}, layout='flat') lays all parameters end to end, but a pipeline's ranks hold "
             "those of their own stages: use layout='dims' with fp.pipeline"
         )
 
@@ -110,9 +110,4 @@ def _split_over(
 ) -> SpecTree:
     if further is None:
         return specs
-
-    def joined(a: P, b: P) -> P:
-        places = [*a.placements(mesh), *b.placements(mesh)]
-        return P.from_placements(places, mesh, padded={**a.padded, **b.padded})
-
-    return optree.tree_map(joined, specs, broadcast_specs(further((params,)), params))
+    return optree.tree_map(lambda a, b: a.divided(b, mesh), specs, broadcast_specs(further((params,)), params))

@@ -375,10 +375,9 @@ class TrainStep:
         batch = of_one_update(self.f.layout, self.mesh, params, batch)
         key = torch.zeros((), dtype=torch.int64) if self.seed is not None else None
         args = (held, batch, key)
-        specs = self.f.layout.batch_specs(self.mesh, params, batch)
         step = LocalStep(self.f, self.optimizer, self.clip, self.has_aux, not is_asynchronous(self.f.layout, self.mesh))
         return stage(
-            step.on(form.places, state_specs, specs),
+            step.on(form.places, state_specs),
             self.mesh,
             args,
             name="train_step",

@@ -42,9 +42,8 @@ def into_compute(param: torch.Tensor, spec: P) -> torch.Tensor:
 
 
 def _new_splits(update: P, kept: P) -> list[tuple[str, int]]:
-    """The axes, with their dims, on which the update is split and the parameter is not."""
-    dims = {axis: dim for dim, axes in enumerate(update.dim_axes()) for axis in axes}
-    return [(axis, dims[axis]) for axis in sorted(update.axes - kept.axes)]
+    """The axes, with their dims, on which the update is split and the parameter is not; of one dim the outer first."""
+    return [(axis, dim) for dim, axes in enumerate(update.dim_axes()) for axis in axes if axis not in kept.axes]
 
 
 def into_update(gradient: torch.Tensor | None, update: P, kept: P, compute: P) -> torch.Tensor | None:

@@ -16,25 +16,17 @@ from sharding_specs import (
     SpecError,
     as_spec,
     broadcast_specs,
-    local_shape,
     match_rules,
     tree_paths,
     validate,
 )
 from sharding_specs.rules import nearest
 
-from ..local_function import (
-    TAKEN,
-    LocalFunction,
-    PyTree,
-    SpecTree,
-    axis_mesh,
-    refuse_unknown_axes,
-    whole_arguments,
-)
+from ..local_function import TAKEN, Layout, LocalFunction, PyTree, SpecTree, axis_mesh, layout_of, refuse_unknown_axes
 from ..partition import partition
 from ..program.passes import Gathers, ShardsFirst
 from ..source import Source, current_source, warn_at
+from ..tracing.record import recorder
 from .transform import Order, Transform
 
 __all__ = ["data_parallel", "matched", "parameter_specs", "rest_specs", "tensor_parallel", "zero"]
@@ -180,8 +172,8 @@ def _zero(
     given = None if specs is None else parameter_specs(specs, axis, name)
 
     def apply(f: Callable[..., Any]) -> LocalFunction:
-        inner = f.layout.arguments if isinstance(f, LocalFunction) else whole_arguments
-        at_rest = _AtRest(axis, inner, given, whole_below, name)
+        inner = layout_of(f)
+        at_rest = _AtRest(axis, _taken(inner), given, whole_below, name)
 
         def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
             parameters = at_rest(args) if stage == 3 else P() if stage == 0 else P(reduced={axis})
@@ -193,7 +185,8 @@ def _zero(
         local = _with_data_axis(local, axis)
         if stage in (0, 3):
             return local.asking(*passes)
-        return local.updating(axis, at_rest, flat=flat, whole_gradients=stage == 1)
+        also = _dividing(inner.update_specs, at_rest)
+        return local.updating(axis, also, flat=flat, whole_gradients=stage == 1)
 
     return Transform(name, axis, Order.DATA, apply)
 
@@ -208,44 +201,72 @@ def _nothing(args: tuple[PyTree, ...]) -> SpecTree:
     return P()
 
 
-class _AtRest:
-    """Chooses, once per parameter tree, the dim of each parameter that lies along an axis, if nobody gave it.
+def _taken(layout: Layout) -> Callable[[tuple[PyTree, ...]], SpecTree]:
+    """What inner transforms split of the parameters: as they lie, and as ZeRO-1 and 2 divide their update."""
 
-    The choice is made from whole shapes, when the function is compiled; the function itself sees its shards, whose
-    shapes are recognised.
+    def kept(args: tuple[PyTree, ...]) -> SpecTree:
+        return optree.tree_map(lambda spec: spec.without(spec.reduced), layout.arguments(args)[0])
+
+    return _dividing(kept, None if layout.flat_update else layout.update_specs)
+
+
+def _dividing(
+    outer: Callable[[tuple[PyTree, ...]], SpecTree] | None, inner: Callable[[tuple[PyTree, ...]], SpecTree] | None
+) -> Callable[[tuple[PyTree, ...]], SpecTree]:
+    """Specs of the parameters, the parts of one divided by the other, if there are both."""
+    if outer is None or inner is None:
+        return outer or inner or _nothing
+
+    def divided(args: tuple[PyTree, ...]) -> SpecTree:
+        mesh = axis_mesh()
+        one, other = (broadcast_specs(specs(args), args[0]) for specs in (outer, inner))
+        return optree.tree_map(lambda a, b: a.divided(b, mesh), one, other)
+
+    return divided
+
+
+class _AtRest:
+    """Chooses, once per parameter tree and mesh, the dim of each parameter that lies along an axis, if nobody gave it.
+
+    The choice is made from whole shapes, before the function is traced. A trace shows shards, which might be the whole
+    parameters of another model, so there the latest choice for such a tree holds.
     """
 
     def __init__(
         self,
         axis: str,
-        inner: Callable[[tuple[PyTree, ...]], tuple[SpecTree, ...]],
+        taken: Callable[[tuple[PyTree, ...]], SpecTree],
         given: Callable[[PyTree], SpecTree] | None,
         whole_below: int,
         name: str,
     ) -> None:
-        self.axis, self.inner, self.given, self.whole_below, self.name = axis, inner, given, whole_below, name
+        self.axis, self.taken, self.given, self.whole_below, self.name = axis, taken, given, whole_below, name
         self.chosen: dict[Any, SpecTree] = {}
+        self.latest: dict[Any, SpecTree] = {}
 
     def __call__(self, args: tuple[PyTree, ...]) -> SpecTree:
         leaves, tree = optree.tree_flatten(args[0])
-        shapes = tuple(tuple(getattr(leaf, "shape", ())) for leaf in leaves)
-        found = self.chosen.get((tree, shapes))
-        return self._choose(args, leaves, tree, shapes) if found is None else found
-
-    def _choose(self, args: tuple[PyTree, ...], leaves: list[Any], tree: Any, shapes: tuple[Any, ...]) -> SpecTree:
-        taken = optree.tree_leaves(broadcast_specs(self.inner(args)[0], args[0]))
+        if tree in self.latest and recorder() is not None:
+            return self.latest[tree]
         mesh = axis_mesh()
+        taken = optree.tree_leaves(broadcast_specs(self.taken(args), args[0]))  # inner ones choose, and note it, too
+        key = (tree, tuple(tuple(getattr(leaf, "shape", ())) for leaf in leaves), mesh)
+        if key not in self.chosen:
+            self.chosen[key] = tree.unflatten(self._choose(args[0], leaves, taken, mesh))
+        self.latest[tree] = self.chosen[key]
+        return self.chosen[key]
+
+    def _choose(self, params: PyTree, leaves: list[Any], taken: list[P], mesh: Mesh) -> list[P]:
         if self.given is not None:
-            chosen = optree.tree_leaves(_only(self.given(args[0]), self.axis, self.name))
+            chosen = optree.tree_leaves(_only(self.given(params), self.axis, self.name))
             chosen = [_fitted(leaf, spec, mesh) for leaf, spec in zip(leaves, chosen, strict=True)]
         else:
             chosen = [self._dim_to_split(leaf, spec, mesh) for leaf, spec in zip(leaves, taken, strict=True)]
-        specs = optree.tree_unflatten(tree, chosen)
-        places = [_together(a, b, self.axis, mesh) for a, b in zip(taken, chosen, strict=True)]
-        validate(args[0], optree.tree_unflatten(tree, places), mesh)  # which lists all that does not fit, by path
-        local = tuple(local_shape(shape, spec, mesh) for shape, spec in zip(shapes, places, strict=True))
-        self.chosen[tree, shapes] = self.chosen[tree, local] = specs
-        return specs
+        places = [_together(a, b, mesh) for a, b in zip(taken, chosen, strict=True)]
+        validate(
+            params, optree.tree_structure(params).unflatten(places), mesh
+        )  # which lists what does not fit, by path
+        return chosen
 
     def _dim_to_split(self, leaf: Any, taken: P, mesh: Mesh) -> P:
         """A dim that no other axis takes, as a spec of this axis alone.
@@ -268,13 +289,13 @@ def _fitted(leaf: Any, spec: P, mesh: Mesh) -> P:
     return spec.fitted(leaf.shape, mesh) if isinstance(leaf, torch.Tensor) and len(spec.dims) <= leaf.ndim else spec
 
 
-def _together(inner: P, own: P, axis: str, mesh: Mesh) -> P:
-    """What two transforms say of one parameter: `own` names all axes, or one that is cut inside what `inner` says."""
-    if axis not in own.axes:
-        return inner
-    blocks = {placement.dim: placement.outer * mesh.axis_size(placement.axis) for placement in inner.placements(mesh)}
-    mine = [placement._replace(outer=blocks.get(placement.dim, 1)) for placement in own.placements(mesh)]
-    return P.from_placements([*inner.placements(mesh), *mine], mesh, padded={**inner.padded, **own.padded})
+def _together(inner: P, own: P, mesh: Mesh) -> P:
+    """What two transforms say of one parameter. A dim that both split must divide: zeros at the end of each part of one
+    are no zeros at the end of the whole dim.
+    """
+    both = inner.divided(own, mesh)
+    shared = {placement.dim for placement in own.placements(mesh) if len(both.dim_axes()[placement.dim]) > 1}
+    return P(*both.dims, padded={dim: size for dim, size in both.padded.items() if dim not in shared})
 
 
 # -----------------------------------------------------------------------------
