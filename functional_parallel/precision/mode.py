@@ -10,12 +10,13 @@ import optree
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .tables import ISLANDS, LOSSES, PRODUCTS, SAME_TYPE, functions_named
+from .tables import FAR, ISLANDS, LOSSES, PRODUCTS, SAME_TYPE, functions_named
 
 __all__ = ["Computing", "cast", "is_floating"]
 
 _products = functools.cache(lambda: functions_named(PRODUCTS))
 _islands = functools.cache(lambda: functions_named(ISLANDS))
+_far = functools.cache(lambda: functions_named(FAR))
 _losses = functools.cache(lambda: functions_named(LOSSES))
 _same_type = functools.cache(lambda: functions_named(SAME_TYPE))
 _with_statistics = functools.cache(lambda: functions_named(["batch_norm", "instance_norm"]))
@@ -23,6 +24,8 @@ _with_statistics = functools.cache(lambda: functions_named(["batch_norm", "insta
 
 class Computing(TorchFunctionMode):
     """Active while a function runs: products in `dtype`, islands and losses in float32.
+
+    An island's result is narrow again where its operand was, but for what float16 may not hold.
 
     What is computed from `kept` tensors alone counts as kept, and products of kept tensors are computed in float32.
     """
@@ -64,6 +67,8 @@ class Computing(TorchFunctionMode):
         if func in _with_statistics():
             _write_back((args, kwargs), widened)
         if kwargs.get("dtype") is not None:  # the caller has named the result's type
+            return result
+        if self.dtype is torch.float16 and func in _far():
             return result
         return _map(functools.partial(_narrowed, dtype=dtype), result)
 

@@ -41,7 +41,8 @@ def mixed_precision(
     Parameters are cast where the function begins, so the master copy stays float32, and so do gradients (Micikevicius
     et al., arXiv 1710.03740). The batch is cast too, unless `inputs` says otherwise. Products are computed in the
     narrow type; softmax, norms, losses, powers and sums in float32, by the lists of
-    `functional_parallel/precision/tables.py`; results are float32.
+    `functional_parallel/precision/tables.py`; results are float32. In between values are narrow, but for what float16
+    may not hold of powers and sums.
 
     >>> import torch, functional_parallel as fp
     >>> from sharding_specs import Mesh

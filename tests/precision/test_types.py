@@ -102,6 +102,49 @@ def test_reducing_each_microbatch_sums_in_float32_too(stage: int) -> None:
     assert train.params(state).tolist() == [-259.0, 0.0]
 
 
+BEYOND_FLOAT16 = {
+    "square": torch.square,
+    "power": lambda x: x**2,
+    "power of a number": lambda x: 2 ** (x / 16),
+    "exponential": lambda x: torch.exp(x / 20),
+    "reciprocal": lambda x: 1 / (x / 2**26),
+    "sum": lambda x: (x * 100).sum(-1, keepdim=True),
+    "cumulative sum": lambda x: (x * 100).cumsum(-1),
+    "product": lambda x: x.prod(-1, keepdim=True),
+    "norm": lambda x: torch.linalg.vector_norm(x * 150, dim=-1, keepdim=True),
+    "variance": lambda x: torch.cat([x, -x], -1).var(-1, keepdim=True),
+    "distance": lambda x: torch.cdist(x * 150, 0 * x),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND_FLOAT16)
+def test_what_float16_does_not_hold_stays_in_float32(name: str) -> None:
+    """Operands that it holds, results up to 10 ** 10 that it does not, and what is normalized by them."""
+
+    def scale(x: Tensor) -> Tensor:
+        return torch.log(BEYOND_FLOAT16[name](x))
+
+    x = torch.full((8, 4), 300.0)
+    assert BEYOND_FLOAT16[name](x).max() > torch.finfo(FP16).max
+    found = fp.compile(fp.chain(fp.mixed_precision("fp16"), fp.data_parallel("data"))(lambda w, x: scale(x)), MESH)
+    torch.testing.assert_close(found(torch.zeros(1), x), scale(x), rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+def test_a_norm_written_by_hand(kind: str) -> None:
+    """The squares of a stream of hundreds are in the millions; infinite, they would make it zero."""
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return ((x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)) @ w).square().mean()
+
+    generator = torch.Generator().manual_seed(0)
+    w, x = torch.randn(8, 8, generator=generator), 1000 * torch.randn(16, 8, generator=generator)
+    plan = fp.chain(fp.mixed_precision(kind), fp.zero(3, "data"))
+    found = fp.compile(fp.grad_and_value(plan(loss)), Mesh(data=2))(w, x)
+    for a, b in zip(found, fp.grad_and_value(loss)(w, x), strict=True):
+        assert (a - b).norm() <= (0.02 if kind == "bf16" else 0.002) * b.norm()
+
+
 def test_a_tied_weight_is_summed_in_float32() -> None:
     f = fp.chain(fp.mixed_precision("bf16"), fp.data_parallel("data"))(lambda w, x, y: (x @ w).sum() + (y @ w).sum())
     x, y = torch.tensor([[256.0], [0.0]]), torch.tensor([[0.0], [1.0]])
