@@ -16,7 +16,7 @@ from sharding_specs.rules import matches, nearest
 from ..local_function import LocalFunction, PyTree, unsharded
 from ..program.passes import NarrowGathers, ReduceIn
 from ..source import Source, current_source, inherit
-from ..transforms.transform import Order, Transform
+from ..transforms.transform import Order, OrderError, Transform
 from .loss_scaling import LossScale
 from .mode import Computing, cast, is_floating
 from .tables import STATISTICS, functions_named
@@ -83,6 +83,7 @@ def mixed_precision(
 
     def apply(f: Callable[..., Any]) -> LocalFunction:
         inner = f if isinstance(f, LocalFunction) else unsharded(f)
+        _refuse_twice(inner, name)
 
         def call(first: PyTree, *batch: PyTree) -> Any:
             _refuse_unused(keep, first)
@@ -96,6 +97,12 @@ def mixed_precision(
         return LocalFunction(call, layout, inner.name).asking(*passes)
 
     return Transform(name, None, Order.PRECISION, apply)
+
+
+def _refuse_twice(f: LocalFunction, name: str) -> None:
+    inner = [each for each in f.layout.describe if each.startswith("mixed_precision(")]
+    if inner:
+        raise OrderError(f"{name} around {inner[0]}: a function is computed in one type; leave one of them out")
 
 
 def _refuse_unused(keep: Sequence[str], params: PyTree) -> None:

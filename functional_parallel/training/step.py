@@ -27,6 +27,7 @@ from .loading import expected_state, require_parameters, require_state_of, requi
 from .local_step import LocalStep, Metrics
 from .looks import look
 from .on_state import OnState
+from .options import require_options
 from .places import Places, find_places
 from .scaled import with_scale
 from .state import Constant, Form, TrainState, form_of, plain, recorded_steps
@@ -86,19 +87,7 @@ def train_step(
         The step: `state = train.init(params)`, `state, metrics = train(state, *batch)`, `train.params(state)`.
     """
     check_backend(backend)
-    if batch not in ("global", "own"):
-        raise ValueError(f"train_step(batch={batch!r}): it is 'global' or 'own'")
-    if clip is not None and not (isinstance(clip, (int, float)) and not isinstance(clip, bool) and clip > 0):
-        raise ValueError(
-            f"train_step(clip={clip!r}): the bound on the gradients' global norm is a number above 0, or None for none"
-        )
-    if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
-        raise TypeError(
-            "train_step takes an optimizer from fp.optim, a pair of functions (init, update), "
-            f"not {type(optimizer).__name__}"
-        )
-    if plan is not None and not callable(plan):
-        raise TypeError(f"train_step takes a plan, a transform or fp.chain of them, not {plan!r}")
+    require_options(optimizer, plan, clip, seed, batch, reduction)
     f = plan(loss) if plan is not None else loss
     options = (batch == "own", bucket, reduction, donate, frozenset(without), backend)
     return TrainStep(f, optimizer, mesh, clip, seed, has_aux, *options)

@@ -25,6 +25,7 @@ from sharding_specs.rules import nearest
 from ..local_function import TAKEN, Layout, LocalFunction, PyTree, SpecTree, axis_mesh, layout_of, refuse_unknown_axes
 from ..partition import partition
 from ..program.passes import Gathers, ShardsFirst
+from ..quantities import is_count
 from ..source import Source, current_source, warn_at
 from ..tracing.record import recorder
 from .transform import Order, Transform
@@ -129,8 +130,11 @@ def zero(
     Raises:
         ValueError: when there is no such stage or layout, or the layout is not for this stage or these options.
     """
-    if stage not in (0, 1, 2, 3):
+    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
         raise ValueError(f"zero(stage={stage!r}): the stages are 0 (data parallel), 1, 2 and 3")
+    for what, number in (("whole_below", whole_below), ("prefetch", prefetch)):
+        if number != 0 and not is_count(number):
+            raise ValueError(f"zero({stage}, {axis!r}, {what}={number!r}): it is an integer of at least 0")
     _check_layout(layout, stage, axis, specs, whole_below)
     passes = (Gathers(axis, keep_gathered, prefetch),) if stage == 3 else ()
     flat = layout == "flat"

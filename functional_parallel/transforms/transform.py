@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from types import NoneType
 from typing import Any
 
 from ..local_function import LocalFunction
@@ -45,6 +46,13 @@ class Transform:
     axis: str | None
     order: Order
     apply: Callable[[Callable[..., Any]], LocalFunction]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.axis, (str, NoneType)):
+            raise TypeError(
+                f"{self.name}: a transform takes one axis of the mesh, by its name, not {self.axis!r}; for several "
+                "fp.chain one transform for each, the first innermost"
+            )
 
     def __call__(self, f: Callable[..., Any]) -> LocalFunction:
         return self.apply(f)
