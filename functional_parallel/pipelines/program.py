@@ -145,9 +145,8 @@ class PipelineProgram(BaseProgram):
 
     def _send(self, node: fx.Node) -> Collective:
         value = node.meta["val"]
-        return Collective(
-            "send", (self.axis,), value, value, value.nbytes, source_of(node), node.meta["backward"], node
-        )
+        phase = "backward" if node.meta["backward"] else "forward"
+        return Collective("send", (self.axis,), value, value, value.nbytes, source_of(node), phase, node)
 
     def per_microbatch(self) -> dict[tuple[str, tuple[str, ...]], tuple[float, float]]:
         """Of `collectives()`, without messages between stages, those that every microbatch does anew: count and bytes.

@@ -34,6 +34,7 @@ __all__ = [
     "collective_of",
     "collectives_of",
     "counts_of",
+    "phases_of",
 ]
 
 COMMUNICATING = ("psum", "psum_scatter", "all_gather", "all_to_all", "ppermute", "pmax", "pmin", "pbroadcast")
@@ -49,12 +50,12 @@ class Collective:
     result: Aval
     bytes: int
     source: Source | None
-    backward: bool
+    phase: str  # "forward", "backward" or "update"
     node: fx.Node
 
     @property
-    def phase(self) -> str:
-        return "backward" if self.backward else "forward"
+    def backward(self) -> bool:
+        return self.phase == "backward"
 
 
 def collectives_of(traced: Traced, mesh: Mesh, *, casts: bool = False) -> Iterator[Collective]:
@@ -65,18 +66,29 @@ def collectives_of(traced: Traced, mesh: Mesh, *, casts: bool = False) -> Iterat
         mesh: the sizes of the axes.
         casts: whether to include the primitives that never send: casts, slices and indices.
     """
-    for node in traced.nodes:
-        found = collective_of(node, mesh)
+    for node, phase in phases_of(traced).items():
+        found = collective_of(node, mesh, phase)
         if found is not None and (casts or found.kind in COMMUNICATING):
             yield found
 
 
-def collective_of(node: fx.Node, mesh: Mesh) -> Collective | None:
+def phases_of(traced: Traced) -> dict[fx.Node, str]:
+    """Per op, the part of a step that it belongs to: after the last op of the backward comes the update."""
+    nodes = list(traced.nodes)
+    last = max((index for index, node in enumerate(nodes) if node.meta["backward"]), default=len(nodes))
+    return {
+        node: "backward" if node.meta["backward"] else "update" if index > last else "forward"
+        for index, node in enumerate(nodes)
+    }
+
+
+def collective_of(node: fx.Node, mesh: Mesh, phase: str = "forward") -> Collective | None:
     """The primitive that an op is, over the axes of more than one rank; None when there are none, or it is another op.
 
     Args:
         node: an op of a program.
         mesh: the sizes of the axes.
+        phase: the part of a step that it belongs to.
     """
     name = primitive_name(node)
     if name is None:
@@ -88,7 +100,7 @@ def collective_of(node: fx.Node, mesh: Mesh) -> Collective | None:
     operand, result = x.meta["val"], node.meta["val"]
     size = math.prod(mesh.axis_size(axis) for axis in axes)
     sent = _bytes(name, operand, result, size, params) if name in COMMUNICATING else 0
-    return Collective(name, axes, operand, result, sent, node.meta["source"], node.meta["backward"], node)
+    return Collective(name, axes, operand, result, sent, node.meta["source"], phase, node)
 
 
 def _bytes(kind: str, operand: Aval, result: Aval, size: int, params: list[Any]) -> int:

@@ -20,7 +20,7 @@ from sharding_specs import Mesh
 
 from ..tracing import Aval, Traced
 from ..tracing.graph import operands_of, primitive_name
-from .collectives import Collective, collective_of
+from .collectives import Collective, collective_of, phases_of
 from .explain import columns, readable_bytes
 from .hardware import Hardware
 from .overlap import STARTED, overlapped
@@ -241,7 +241,7 @@ class _Run:
         self.ready: dict[fx.Node, float] = {}
         self.underway: deque[tuple[int, float]] = deque()  # which item, and when it is through
         self.waited: dict[int, float] = defaultdict(float)
-        self.phases = _phases(traced)
+        self.phases = phases_of(traced)
         readers = readers_before_writes(traced)
         for node in overlapped(traced, readers):
             self._wait([*operands_of(node), *readers.get(node, ())])
@@ -289,16 +289,6 @@ class _Run:
 
 def _exposed(item: Item, seconds: float) -> Item:
     return item if item.exposed == seconds else replace(item, exposed=seconds)
-
-
-def _phases(traced: Traced) -> dict[fx.Node, str]:
-    """Per op, the part of a step that it belongs to: after the last op of the backward comes the update."""
-    nodes = list(traced.nodes)
-    last = max((index for index, node in enumerate(nodes) if node.meta["backward"]), default=len(nodes))
-    return {
-        node: "backward" if node.meta["backward"] else "update" if index > last else "forward"
-        for index, node in enumerate(nodes)
-    }
 
 
 def _dtype(node: fx.Node) -> torch.dtype:

@@ -369,3 +369,16 @@ def test_what_does_not_fit_is_said() -> None:
     price = step(Mesh(data=2), fp.data_parallel("data")).price(replace(H100, capacity=1000))
     assert "note: that is more than the 1000 B that a rank has" in str(price)
     assert price.to_dict()["memory"] == price.memory
+
+
+@pytest.mark.parametrize(
+    "plan", [fp.zero(1, "data"), fp.zero(3, "data"), fp.chain(fp.zero(2, "data"), fp.accumulate(2))], ids=repr
+)
+def test_a_price_and_a_table_name_the_same_phases(plan: Any) -> None:
+    """What the optimizer sends is no part of a forward."""
+    train = fp.train_step(lambda w, x: (x @ w).square().mean(), fp.optim.adamw(0.1), Mesh(data=2), plan, clip=1.0)
+    program = train.lower(torch.empty(4, 4, device="meta"), torch.empty(4, 4, device="meta"))
+    told = {(row.kind, row.phase) for row in program.explain(group="axis").rows}
+    assert told == {(item.what, item.phase) for item in program.price("h100").items if item.axes}
+    assert ("psum", "update") in told  # of the norm
+    assert (("all_gather", "update") in told) == ("zero(3" not in repr(plan))
