@@ -18,7 +18,7 @@ from functional_parallel.collectives import group
 from functional_parallel.testing import strategies
 from sharding_specs import Mesh, P, shard_leaf, unshard_leaf
 
-MESHES = [Mesh(i=2), Mesh(i=4), Mesh(i=2, j=2), Mesh(j=3, i=2), Mesh(i=2, j=2, k=2)]
+MESHES = [Mesh(i=2), Mesh(i=4), Mesh(i=2, j=2), Mesh(j=3, i=2), Mesh(i=2, j=2, k=2), Mesh(j=2, i=1)]
 SPECS = [P(), P("i"), P(None, "i"), P("j"), P("i", "j"), P(("i", "j")), P(("j", "i")), P(None, ("i", "j")), P("j", "i")]
 
 
@@ -91,6 +91,12 @@ BODIES = [
         "ring",
         lambda x: fp.ppermute(x, "i", [(r, (r + 1) % fp.axis_size("i")) for r in range(fp.axis_size("i"))]),
         over("i", lambda parts: [parts[n - 1] for n in range(len(parts))]),
+        if_varying("i", lambda spec: spec),
+    ),
+    Body(
+        "shift",
+        lambda x: fp.ppermute(x, "i", [(r, r + 1) for r in range(fp.axis_size("i") - 1)]),
+        over("i", lambda parts: [torch.zeros_like(parts[0]), *parts[:-1]]),
         if_varying("i", lambda spec: spec),
     ),
     Body(
