@@ -14,6 +14,7 @@ from ..trained import as_real
 __all__ = ["NotEquivalentError", "compare"]
 
 _TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+_NOT_A_NUMBER = "NaN on both sides, where nothing can be compared; choose arguments that have a value and a gradient"
 
 
 class NotEquivalentError(AssertionError):
@@ -53,21 +54,39 @@ def _rounding(tree: Any) -> float:
 
 
 def _difference(got: Any, want: Any, rtol: float | None, rounding: float) -> str | None:
-    if not isinstance(want, torch.Tensor):
-        return None if got == want else f"{got!r}, not {want!r}"
+    if not (isinstance(got, torch.Tensor) and isinstance(want, torch.Tensor)):
+        return None if type(got) is type(want) and got == want else f"{got!r}, not {want!r}"
     if got.shape != want.shape or got.dtype != want.dtype:
         return f"{got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}"
     if torch.equal(got, want) or not want.numel():
         return None
-    got, want = as_real(got), as_real(want)
+    return _of_elements(as_real(got), as_real(want), rtol, rounding)
+
+
+def _of_elements(got: torch.Tensor, want: torch.Tensor, rtol: float | None, rounding: float) -> str | None:
+    allowed, scale = 0.0, _largest(want)
+    if want.is_floating_point():
+        allowed = (_TOLERANCE.get(want.dtype, 0.0) if rtol is None else rtol) * scale + rounding
+    neither = got.isnan() & want.isnan()
     difference = (got.double() - want.double()).abs()
-    scale = want.double().abs().max().item()
-    allowed = (_TOLERANCE.get(want.dtype, 0.0) if rtol is None else rtol) * scale + rounding
-    if difference.max().item() <= allowed:
-        return None
-    index = int(difference.argmax())
-    where = tuple(int(i) for i in torch.unravel_index(torch.tensor(index), want.shape))
+    wrong = (got != want) & ~neither  # as they are: past 2^53 float64 rounds integers
+    if allowed:
+        wrong &= ~(difference <= allowed)
+    if not wrong.any():
+        return f"at {_place(neither)}: {_NOT_A_NUMBER}" if neither.any() else None
+    largest = torch.where(wrong, difference, -1.0)  # NaN counts as the largest
+    where = _place(largest)
     return (
-        f"at {where}: {got.reshape(-1)[index].item()!r}, not {want.reshape(-1)[index].item()!r}; largest difference "
-        f"{difference.max().item():.3g}, allowed {allowed:.3g} (largest value {scale:.3g})"
+        f"at {where}: {got[where].item()!r}, not {want[where].item()!r}; largest difference "
+        f"{largest[where].item():.3g}, allowed {allowed:.3g} (largest value {scale:.3g})"
     )
+
+
+def _largest(x: torch.Tensor) -> float:
+    finite = x[x.isfinite()].double().abs()
+    return finite.max().item() if finite.numel() else 0.0
+
+
+def _place(x: torch.Tensor) -> tuple[int, ...]:
+    """The index of the largest element."""
+    return tuple(int(i) for i in torch.unravel_index(x.double().argmax(), x.shape))

@@ -143,6 +143,54 @@ def test_exactly_is_to_the_bit(dtype: torch.dtype) -> None:
         compare([ones, zero + 1e-300], [ones, zero], "results", exact=True)
 
 
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(
+    ("got", "want", "said"),
+    [
+        ([5.0, 7.0], [INF, 1.0], r"at \(0,\): 5.0, not inf"),
+        ([INF, 7.0], [INF, 1.0], r"at \(1,\): 7.0, not 1.0; largest difference 6, .* \(largest value 1\)"),
+        ([-INF, 1.0], [INF, 1.0], r"at \(0,\): -inf, not inf"),
+        ([NAN, 1.0], [NAN, 1.0], r"at \(0,\): NaN on both sides"),
+        ([NAN, 2.0], [NAN, 1.0], r"at \(1,\): 2.0, not 1.0"),
+        ([1.0, NAN], [1.0, 1.0], r"at \(1,\): nan, not 1.0"),
+        ([2**60 + 1], [2**60], r"at \(0,\): 1152921504606846977, not"),
+    ],
+)
+def test_what_is_not_finite_hides_nothing(got: list[float], want: list[float], said: str) -> None:
+    """Nor does what float64 rounds."""
+    kind = torch.int64 if isinstance(want[0], int) else torch.float64
+    with pytest.raises(fp.testing.NotEquivalentError, match=said):
+        compare(torch.tensor(got, dtype=kind), torch.tensor(want, dtype=kind), "results")
+
+
+def test_equal_infinities_are_equal_beside_rounding() -> None:
+    want = torch.tensor([INF, -INF, 1.0], dtype=torch.float64)
+    compare(want * torch.tensor([1, 1, 1 + 1e-15], dtype=torch.float64), want, "results")
+
+
+def test_a_number_is_no_tensor() -> None:
+    with pytest.raises(fp.testing.NotEquivalentError, match=r"1.0, not tensor\(1.\)"):
+        compare(1.0, torch.ones(()), "results")
+
+
+def test_a_loss_that_is_no_function_is_said_to_be_none() -> None:
+    calls = iter(range(10))
+
+    def counting(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return (x @ w).sum() + next(calls)
+
+    def writing(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            w.mul_(2)
+        return (x @ w).sum()
+
+    for loss in (counting, writing):
+        with pytest.raises(fp.testing.NotEquivalentError, match="when called again with the same arguments"):
+            fp.testing.assert_equivalent(loss, fp.data_parallel("data"), Mesh(data=2), torch.ones(3), torch.ones(4, 3))
+
+
 @pytest.mark.parametrize("x", [torch.arange(8), torch.arange(8.0)])
 def test_integers_have_values_alone(x: torch.Tensor) -> None:
     fp.testing.assert_same(lambda x: x.long() + x.long(), lambda x: 2 * x.long(), Mesh(i=2), (P("i"),), (x,))
