@@ -57,15 +57,24 @@ def forget_values(traced: Traced) -> Traced:
     """Write `ones_like(x)` and `zeros_like(x)` without x, whose value they do not need, in place.
 
     A gradient begins with ones like the loss; without this the loss, and its psum, would be computed for their shape.
+    Numbers that torch's vmap makes tensors of, by an op that else has an operand, are written so too.
     """
     for node in traced.nodes:
-        if node.target in _FILLED_LIKE:
+        filling = _filling_of(node)
+        if filling is not None:
             aval = node.meta["val"]
-            node.args = (list(aval.shape), _FILLED_LIKE[node.target])
+            node.args = (list(aval.shape), filling)
             node.kwargs = {"dtype": aval.dtype, "device": aval.device}
             node.target = aten.full.default
     traced.seal()
     return traced
+
+
+def _filling_of(node: fx.Node) -> Any:
+    """The number that all elements of a value are known to be; None for any other."""
+    if node.target is aten._to_copy.default and not isinstance(node.args[0], fx.Node):
+        return node.args[0]
+    return _FILLED_LIKE.get(node.target)
 
 
 def _identity_of(node: fx.Node) -> fx.Node | None:
