@@ -29,7 +29,7 @@ from .local_function import LocalFunction, PyTree, unsharded
 from .tracing.graph import aval_of, hollow
 from .tracing.record import Recorder, recorder, trace
 from .trained import is_trained
-from .varying import Typing, run_typed
+from .varying import Typing, run_typed, type_of
 
 __all__ = ["grad", "grad_and_value", "hessian", "jvp", "vmap"]
 
@@ -291,7 +291,7 @@ def _type_zeros(active: Recorder, inputs: Sequence[torch.Tensor], gradients: Seq
     for x, gradient in zip(inputs, gradients, strict=True):
         node, source = active.node_of(_torch.innermost(gradient)), active.node_of(_torch.innermost(x))
         if node.target is torch.ops.aten.zeros_like.default and node.args[0] is source:
-            node.meta["type"] = dual(source.meta["type"])
+            node.meta["type"] = dual(type_of(source))
 
 
 def _typed(
@@ -305,7 +305,7 @@ def _typed(
     traced = trace(
         lambda *inputs: _joined(*flat(tensors, inputs)),
         [aval_of(leaves[index]) for index in tensors],
-        types=[active.node_of(_torch.innermost(leaves[index])).meta["type"] for index in tensors],
+        types=[type_of(active.node_of(_torch.innermost(leaves[index]))) for index in tensors],
         forward_only=True,
         on_node=Typing(current_axes()),
     )

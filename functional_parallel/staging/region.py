@@ -92,7 +92,7 @@ def _traced(
     if active.on_node is None:
         types = [declared_type(spec) for spec in specs]
     else:
-        types = [active.node_of(_torch.innermost(tensor)).meta["type"] for tensor in tensors]
+        types = [type_of(active.node_of(_torch.innermost(tensor))) for tensor in tensors]
     others = [axis for axis in current_axes() if axis not in visible]
     typing = Typing(current_axes())
     with hide(others) if others else nullcontext():

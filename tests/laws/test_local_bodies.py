@@ -221,3 +221,21 @@ def test_derivatives_by_what_ranks_share_sum_over_what_they_hold(name: str, data
 
     found = fp.shard_map(body, mesh, (P(axes), P()), P())(x, w)
     torch.testing.assert_close(found, derivative(lambda w: ((x @ w) ** 3).sum(), w), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_derivatives_by_a_constant(name: str) -> None:
+    """Which no argument gave a type: all ranks hold it."""
+    x = torch.arange(12.0, dtype=torch.float64).reshape(4, 3) % 7 - 3
+    w = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
+    f = fp.shard_map(
+        lambda x: DERIVATIVES[name](lambda w: fp.psum(((x @ w) ** 3).sum(), "i"), w), Mesh(i=2), P("i"), P()
+    )
+    torch.testing.assert_close(f(x), DERIVATIVES[name](lambda w: ((x @ w) ** 3).sum(), w), rtol=0, atol=0)
+
+
+def test_a_body_in_a_body_takes_a_constant() -> None:
+    whole = torch.arange(4.0)
+    inner = fp.shard_map(lambda w: fp.psum(w.sum(), "j"), Mesh(j=2), P("j"), P())
+    f = fp.shard_map(lambda x: fp.psum(x.sum(), "i") * inner(whole), Mesh(i=2, j=2), P("i"), P())
+    assert f(torch.ones(4)) == 4 * 6
