@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from .. import _torch
+from .enclosing import Enclosed
 
 __all__ = ["Interception", "intercept", "intercept_op", "replacement_of"]
 
@@ -61,12 +62,14 @@ def replacement_of(op: Any) -> Callable[..., Any] | None:
 class Interception(TorchFunctionMode):
     """Active during a trace. What is replaced in forwards alone runs as it is in a trace of derivatives."""
 
-    def __init__(self, forward_only: bool) -> None:
+    def __init__(self, forward_only: bool, enclosed: Enclosed) -> None:
         super().__init__()
-        self.forward_only = forward_only
+        self.forward_only, self.enclosed = forward_only, enclosed
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.enclosed.are_in(args, kwargs):
+            return self.enclosed.refuse(func, args, kwargs)
         if func in _always:
             result = _always[func](*args, **kwargs)
             if result is not NotImplemented:

@@ -32,6 +32,7 @@ from ..source import current_source, raising_source, region, stages
 from .aliases import Aliases
 from .control_flow import unrolled
 from .draws import refuse_draws
+from .enclosing import Enclosed
 from .errors import CustomFunctionError, TracingError
 from .graph import Aval, Traced, aval_of, walk_args
 from .intercept import Interception, replacement_of
@@ -71,6 +72,7 @@ def trace(
         TracingError: when the function reads values, mutates what it must not, or computes in threads that it starts.
     """
     outer = recorder()
+    enclosed = Enclosed(fn)
     mode = outer.fake_mode if outer is not None else _torch.FakeTensorMode(allow_non_fake_inputs=True)
     with _torch.apart_from_transforms(), staging(), torch.inference_mode(False), torch.enable_grad():
         with mode:
@@ -78,7 +80,8 @@ def trace(
         recording = Recorder(mode, forward_only, on_node, outer)
         recording.start(arguments, types)
         with ExitStack() as stack:
-            stack.enter_context(Interception(forward_only and on_node is None))  # in a typed body ops are a rank's own
+            alone = forward_only and on_node is None  # in a typed body ops are a rank's own
+            stack.enter_context(Interception(alone, enclosed))
             stack.enter_context(_torch.checkpointing(region))
             stack.enter_context(stages())
             stack.enter_context(_torch.unlogged_fakes())

@@ -1,0 +1,100 @@
+"""Tensors that a traced function closes over and that belong to a torch.func transform around the trace.
+
+The levels of such transforms are set aside during a trace, and torch then takes these tensors for constants, or for
+those of a level that the function itself opens: a derivative would be wrong, and nothing would say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import optree
+import torch
+
+from .. import _torch
+from ..source import current_source
+from .errors import TracingError
+
+__all__ = ["Enclosed"]
+
+_CONTAINERS = (list, tuple, dict, set)
+
+
+class Enclosed:
+    """The wrapped tensors that a function reaches by its closure, and the refusal to compute with them.
+
+    Args:
+        function: what will be traced; outside all torch.func transforms it reaches none.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        found = _reached(function) if _torch.is_inside_transform() else ()
+        self._tensors = {id(tensor): tensor for tensor in found if _torch.is_functorch_wrapped(tensor)}
+
+    def are_in(self, args: Any, kwargs: Any) -> bool:
+        """Whether one of them is an argument."""
+        return bool(self._tensors) and any(id(leaf) in self._tensors for leaf in optree.tree_leaves((args, kwargs)))
+
+    def refuse(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Their shapes, and what else is no tensor, may be asked for.
+
+        Raises:
+            TracingError: when a tensor is to be made of one of them.
+        """
+        result = func(*args, **kwargs) if getattr(func, "__name__", "") in _QUESTIONS else NotImplemented
+        if result is not NotImplemented and not isinstance(result, torch.Tensor):
+            return result
+        one = next(leaf for leaf in optree.tree_leaves((args, kwargs)) if id(leaf) in self._tensors)
+        raise TracingError(
+            f"{current_source() or 'the function'}: it closes over a tensor that a torch.func transform around it is "
+            f"differentiating or mapping (shape {tuple(one.shape)}), which would be a constant here; pass it as an "
+            "argument"
+        )
+
+
+_QUESTIONS = {"__get__", "size", "dim", "numel", "stride", "is_floating_point", "is_complex", "__len__", "__repr__"}
+
+
+def _reached(function: Callable[..., Any]) -> Iterator[torch.Tensor]:
+    """Every tensor that a function holds, through other functions, containers and objects; not by global names."""
+    pending: list[Any] = [function]
+    seen: set[int] = set()
+    while pending:
+        held = pending.pop()
+        if isinstance(held, torch.Tensor):
+            yield held
+        elif id(held) not in seen:
+            seen.add(id(held))
+            pending.extend(_held_by(held))
+
+
+def _held_by(held: Any) -> Iterable[Any]:
+    if isinstance(held, dict):
+        return list(held.values())
+    if isinstance(held, _CONTAINERS):
+        return held
+    if isinstance(held, CellType):
+        return _contents(held)
+    if isinstance(held, FunctionType):
+        return (*(held.__closure__ or ()), *(held.__defaults__ or ()), held.__kwdefaults__ or {})
+    if isinstance(held, MethodType):
+        return (held.__func__, held.__self__)
+    if isinstance(held, partial):
+        return (held.func, held.args, held.keywords)
+    if isinstance(held, type) or type(held).__module__.startswith(_OPAQUE):
+        return ()
+    slots = (getattr(held, name, None) for name in getattr(type(held), "__slots__", ()) if name != "__weakref__")
+    return (*vars(held).values(), *slots) if hasattr(held, "__dict__") else tuple(slots)
+
+
+_OPAQUE = ("torch.fx", "torch._", "builtins", "sharding_specs")
+
+
+def _contents(cell: CellType) -> tuple[Any, ...]:
+    try:
+        return (cell.cell_contents,)
+    except ValueError:  # nothing was assigned yet
+        return ()
