@@ -267,5 +267,8 @@ def per_argument(specs: Any, args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
     """The specs of each argument; what is no tuple is those of one argument."""
     given = specs if isinstance(specs, tuple) else (specs,)
     if len(given) != len(args):
-        raise LayoutError(f"in_specs has {len(given)} entries for {len(args)} arguments; give one per argument")
+        listed = (
+            "; a list is the specs of one argument that is a list: write a tuple" if isinstance(specs, list) else ""
+        )
+        raise LayoutError(f"in_specs has {len(given)} entries for {len(args)} arguments; give one per argument{listed}")
     return given

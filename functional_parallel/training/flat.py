@@ -242,7 +242,8 @@ def require_elementwise(optimizer: Optimizer) -> None:
         raise ValueError(
             "layout='flat' gives the optimizer several parameters as one, but this one does not say which it treats "
             "alike (weight decay by path, for example): write fp.optim.Optimizer(init, update, constants=lambda "
-            "params: 0) if it treats all alike, with update(grads, state, params, constants=None); or use layout='dims'"
+            "params: 0) if it is elementwise, without a norm of a parameter say, and treats all alike, with "
+            "update(grads, state, params, constants=None); or use layout='dims'"
         )
 
 

@@ -239,3 +239,8 @@ def test_a_body_in_a_body_takes_a_constant() -> None:
     inner = fp.shard_map(lambda w: fp.psum(w.sum(), "j"), Mesh(j=2), P("j"), P())
     f = fp.shard_map(lambda x: fp.psum(x.sum(), "i") * inner(whole), Mesh(i=2, j=2), P("i"), P())
     assert f(torch.ones(4)) == 4 * 6
+
+
+def test_in_specs_are_a_tuple() -> None:
+    with pytest.raises(fp.LayoutError, match=r"1 entries for 2 arguments.*a list .* write a tuple"):
+        fp.shard_map(torch.add, Mesh(i=2), [P("i"), P("i")], P("i"))(torch.ones(2), torch.ones(2))
