@@ -59,7 +59,7 @@ _QUESTIONS = {"__get__", "size", "dim", "numel", "stride", "is_floating_point", 
 
 
 def _reached(function: Callable[..., Any]) -> Iterator[torch.Tensor]:
-    """Every tensor that a function holds, through other functions, containers and objects; not by global names."""
+    """Every tensor that a function holds, through other functions, containers and objects, or names as a global."""
     pending: list[Any] = [function]
     seen: set[int] = set()
     while pending:
@@ -79,7 +79,9 @@ def _held_by(held: Any) -> Iterable[Any]:
     if isinstance(held, CellType):
         return _contents(held)
     if isinstance(held, FunctionType):
-        return (*(held.__closure__ or ()), *(held.__defaults__ or ()), held.__kwdefaults__ or {})
+        named = (held.__globals__.get(name) for name in held.__code__.co_names)
+        tensors = (value for value in named if isinstance(value, torch.Tensor))
+        return (*(held.__closure__ or ()), *(held.__defaults__ or ()), held.__kwdefaults__ or {}, *tensors)
     if isinstance(held, MethodType):
         return (held.__func__, held.__self__)
     if isinstance(held, partial):

@@ -46,10 +46,17 @@ def in_list(a: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return fp.shard_map(lambda x: fp.psum((x * torch.stack(holder["a"])).sum(), "i"), MESH, P("i"), P())(x)
 
 
+def in_a_global(a: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    global shared
+    shared = a
+    return fp.shard_map(lambda x: body(shared, x), MESH, P("i"), P())(x)
+
+
 CLOSING: dict[str, Function] = {
     "shard_map": lambda a, x: fp.shard_map(lambda x: body(a, x), MESH, P("i"), P())(x),
     "a plan": lambda a, x: fp.compile(fp.data_parallel("i")(lambda w, x: cubes(a * w, x)), MESH)(W, x),
     "in a list": in_list,
+    "in a global": in_a_global,
 }
 GIVEN: dict[str, Function] = {
     "shard_map": lambda a, x: fp.shard_map(body, MESH, (P(), P("i")), P())(a, x),
