@@ -107,7 +107,8 @@ class SimulatedRuntime:
         differentiable = any(_torch.holds_levels(handle) for handle in handles)
         key = f"simulated {self.classes.deduplicate} {differentiable}"
         if key not in program.cache:
-            program.cache[key] = _Lockstep(program, self.classes, differentiable).function()
+            with _torch.apart_from_transforms():  # constants made here would belong to their levels, later calls too
+                program.cache[key] = _Lockstep(program, self.classes, differentiable).function()
         if differentiable:
             return program.cache[key](handles)
         with torch.no_grad():

@@ -98,3 +98,13 @@ def test_derivatives_in_a_body(transform: str) -> None:
         on_a_rank(True)
     wanted = INNER[transform](lambda a: mixed(a, X, torch.func.grad, True))
     torch.testing.assert_close(on_a_rank(False), wanted, rtol=0, atol=0)
+
+
+def test_a_program_first_run_in_a_transform_is_run_in_another() -> None:
+    """What it keeps, such as the numbers of ranks, belongs to no level."""
+    numbered = fp.shard_map(lambda x: fp.psum((x**3).sum() * (1 + fp.axis_index("i")), "i"), MESH, P("i"), P())
+    gradient = torch.func.grad(numbered)
+    torch.func.jvp(gradient, (W.repeat(2),), (W.repeat(2),))
+    rows = torch.stack([W.repeat(2), W.repeat(2) + 1])
+    wanted = 3 * rows**2 * torch.tensor([1.0, 1, 1, 2, 2, 2], dtype=torch.float64)
+    torch.testing.assert_close(torch.func.vmap(gradient)(rows), wanted, rtol=0, atol=0)
