@@ -35,7 +35,7 @@ from .program.explain import readable_bytes
 from .program.hardware import HARDWARE
 from .schedules import ScheduleError, command
 from .training import CONVENTIONS, estimate
-from .transforms import chain, pipeline, tensor_parallel, zero
+from .transforms import OrderError, chain, pipeline, tensor_parallel, zero
 from .transforms.parallel import matched
 
 __all__ = ["main"]
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     try:
         print(chosen.run(chosen))
-    except (UsageError, MeshError, SpecError, ScheduleError, PipelineError) as error:
+    except (UsageError, MeshError, SpecError, ScheduleError, PipelineError, OrderError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     return 0

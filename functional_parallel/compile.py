@@ -16,6 +16,7 @@ from .by_place import by_place
 from .collectives import guards
 from .local_function import LocalFunction, PyTree, layout_of
 from .pipelines import PipelineError
+from .program.passes import named
 from .runtime import PipelineRuntime, check_backend, default_runtime
 from .source import current_source
 from .staging import LayoutError, Staged, call_region, stage
@@ -53,7 +54,7 @@ def compile(
         name: for messages; the function's own by default.
         bucket: bytes of gradients, or of a layer's gathered parameters, that travel in one collective; "auto" for what
             fits their sum; None for one collective each.
-        without: names of rewrites to switch off; `program.passes` lists those that ran.
+        without: rewrites to switch off, one name or several; `program.passes` lists those that ran.
         backend: what computes between collectives: "eager", torch's kernels op by op, or "inductor", torch's compiler,
             which rounds otherwise and takes its time when the program first runs.
 
@@ -81,7 +82,7 @@ def compile(
             f"{_name(f)} does not carry a layout: pass in_specs= and out_specs=, or compile what a transform returned. "
             "torch.func's transforms drop the layout; fp.grad, fp.grad_and_value and fp.hessian keep it"
         )
-    return Compiled(f, mesh, in_specs, out_specs, name or _name(f), bucket, frozenset(without), backend)
+    return Compiled(f, mesh, in_specs, out_specs, name or _name(f), bucket, named(without), backend)
 
 
 def shard_map(

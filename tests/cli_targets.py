@@ -45,6 +45,10 @@ def wrong(mesh: Mesh) -> Any:
     return parameters()
 
 
+def turned_round(mesh: Mesh) -> Any:
+    return fp.compile(fp.chain(fp.zero(3, "data"), fp.mixed_precision("bf16"))(loss), mesh), ()
+
+
 def layers(mesh: Mesh) -> Any:
     params = {"w": torch.empty(8, 4, 6, device="meta"), "head": torch.empty(4, 2, device="meta")}
     return params, {"w": P("pipe"), "head": P()}

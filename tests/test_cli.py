@@ -133,6 +133,7 @@ def test_memory_counts_what_training_takes(capsys: pytest.CaptureFixture[str]) -
         (("explain", "tests.cli_targets:RULES", *MESH), "is a dict; it shall be a function that takes the mesh"),
         (("price", "tests.cli_targets:model", *MESH), "returned a pair of dict and dict; it shall return a compiled"),
         (("explain", "tests.cli_targets:pipelined", *MESH), "has no axis 'pipe' for the pipeline"),
+        (("explain", "tests.cli_targets:turned_round", *MESH), "mixed_precision"),
         (("memory", "tests.cli_targets:model", "--mesh", "data=2"), "has no axis 'tensor'"),
         (("memory", "tests.cli_targets:model", "--mesh", "data=two"), "data=two"),
         (("memory", "tests.cli_targets:model", *MESH, "--zero", "1", "--axis", "batch"), "has no axis 'batch'"),

@@ -17,6 +17,7 @@ from ..data import stay_in_step
 from ..local_function import LocalFunction, PyTree, unsharded
 from ..optim import Optimizer
 from ..precision import LossScale, LossScaleState
+from ..program.passes import named
 from ..runtime import check_backend, own, storages, who_holds
 from ..staging import Staged, stage
 from ..switches import switched_off
@@ -80,7 +81,7 @@ def train_step(
             simulated ranks, and of every ZeRO stage.
         donate: whether a step may write the new state into the memory of the old one, which then cannot be used again
             (an error says so); `train.copy(state)` keeps one. Without it a step holds both.
-        without: names of rewrites to switch off, as `program.passes` lists them.
+        without: rewrites to switch off, one name or several, as `program.passes` lists them.
         backend: what computes between collectives, "eager" or "inductor", as for `fp.compile`.
 
     Returns:
@@ -89,7 +90,7 @@ def train_step(
     check_backend(backend)
     require_options(optimizer, plan, clip, seed, batch, reduction)
     f = plan(loss) if plan is not None else loss
-    options = (batch == "own", bucket, reduction, donate, frozenset(without), backend)
+    options = (batch == "own", bucket, reduction, donate, named(without), backend)
     return TrainStep(f, optimizer, mesh, clip, seed, has_aux, *options)
 
 

@@ -5,7 +5,7 @@ place and leaves its meaning as it was. Transforms put passes into a function's 
 """
 
 from .added_products import add_products_in_place
-from .base import LookingAhead, ProgramPass, run_passes
+from .base import LookingAhead, ProgramPass, named, run_passes
 from .buckets import Buckets
 from .budget import BudgetError, RematWithin
 from .casts import NarrowGathers
@@ -58,5 +58,6 @@ __all__ = [
     "SumsOnce",
     "Turned",
     "add_products_in_place",
+    "named",
     "run_passes",
 ]

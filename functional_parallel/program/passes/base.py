@@ -13,7 +13,7 @@ from sharding_specs import Mesh
 
 from ...tracing import Traced
 
-__all__ = ["LookingAhead", "ProgramPass", "run_passes"]
+__all__ = ["LookingAhead", "ProgramPass", "named", "run_passes"]
 
 
 class ProgramPass(ABC):
@@ -44,6 +44,15 @@ class LookingAhead(Protocol):
     def run_before(self, traced: Traced, mesh: Mesh, rest: Callable[[Traced], None]) -> str | None:
         """Rewrite the graph in place; `rest` runs the later passes on a graph. Returns a note for `explain`."""
         ...
+
+
+def named(without: str | Collection[str]) -> frozenset[str]:
+    """The names of rewrites, of which one may be given by itself.
+
+    >>> named("buckets") == named(["buckets"])
+    True
+    """
+    return frozenset([without] if isinstance(without, str) else without)
 
 
 def run_passes(
