@@ -274,7 +274,8 @@ def _with_place(spec: P, place: Place, axis: str, padded: Mapping[int, int] | No
         if other.outer // reached <= place.outer:  # outside this split: its ranks are a factor ahead of it
             size = mesh.axis_size(other.axis)
             outer, reached = outer * size, reached * size
-    return P.from_placements([*held, Placement(axis, place.dim, outer)], mesh, padded={**spec.padded, **(padded or {})})
+    places, padded = [*held, Placement(axis, place.dim, outer)], {**spec.padded, **(padded or {})}
+    return P.from_placements(places, mesh, spec.unreduced, spec.reduced, padded)
 
 
 def _merge_trees(before: SpecTree, own: SpecTree, axis: str, inner: Sequence[str]) -> SpecTree:

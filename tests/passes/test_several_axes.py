@@ -53,6 +53,14 @@ def test_a_run_is_that_of_one_rank(sizes: list[int], first: Any, second: Any, cl
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
 
 
+def test_parameters_split_by_some_axes_and_updated_over_another() -> None:
+    """One small enough to stay whole over the axis between two that split it."""
+    zeros = [fp.zero(3, "replica"), fp.zero(1, "shard", whole_below=6), fp.zero(3, "third")]
+    found, wanted = (trained([run], [1, 1, 1], None) for run in ((MESHES[2], fp.chain(*zeros)), ONE))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
+
+
 @pytest.mark.parametrize("layout", ["dims", "flat"])
 def test_every_axis_divides_the_optimizers_state(layout: str) -> None:
     """Each of two stages halves what a rank keeps; none is taken for the other."""
