@@ -97,7 +97,7 @@ def test_a_run_is_that_of_one_rank(run: Run) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=400)
+@settings(max_examples=250)
 @given(runs())
 def test_many_runs_are_those_of_one_rank(run: Run) -> None:
     check(run)
