@@ -112,15 +112,16 @@ def _recorded(q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float |
     return torch.ops.fp.attention(q, k, v, mask, is_causal, scale)
 
 
-@intercept(torch.nn.functional.scaled_dot_product_attention, always=True)
-@_in_torchs_words
-def _with_dropout(*args: Any) -> Any:
-    """The kernels drop probabilities by draws of their own, so with dropout the definition is computed, keyed."""
-    return _as_defined(*args) if args[-1] else NotImplemented
-
-
 # In a derivative that a loss takes itself, whose own derivative no kernel has:
-intercept(torch.nn.functional.scaled_dot_product_attention, inside=True)(_in_torchs_words(_as_defined))
+_defined = intercept(torch.nn.functional.scaled_dot_product_attention, inside=True)(_in_torchs_words(_as_defined))
+
+
+@intercept(torch.nn.functional.scaled_dot_product_attention, always=True)
+def _with_dropout(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *rest: Any, **named: Any
+) -> Any:
+    """The kernels drop probabilities by draws of their own, so with dropout the definition is computed, keyed."""
+    return _defined(query, key, value, attn_mask, dropout_p, *rest, **named) if dropout_p else NotImplemented
 
 
 def _fake(q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float | None) -> torch.Tensor:
