@@ -86,7 +86,8 @@ class PipelineRuntime:
 
     def _from_a_holder(self, placed: Placed) -> Any:
         """What some ranks of the pipeline hold, on this one too."""
-        source = min(placed.holders or (0,))
+        assert placed.holders is not None
+        source = min(placed.holders)
         if self.carrier is None:
             return placed.parts[source]
         mine = placed.parts.get(self.ranks[0])
@@ -323,7 +324,7 @@ class PipelineRuntime:
 
 
 def _say_that_stages_moved(program: PipelineProgram, axis: str) -> None:
-    if program.cache.setdefault("stages moved", False):
+    if program.cache.get("stages moved"):
         return
     program.cache["stages moved"] = True
     warnings.warn(

@@ -20,7 +20,7 @@ from .errors import TracingError
 
 __all__ = ["Enclosed"]
 
-_CONTAINERS = (list, tuple, dict, set)
+_CONTAINERS = (list, tuple, set)
 
 
 class Enclosed:

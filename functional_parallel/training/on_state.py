@@ -18,7 +18,6 @@ from ..local_function import LocalFunction, PyTree, SpecTree, unsharded
 from ..runtime import own, storages
 from ..staging import Staged, stage
 from ..switches import switched_off
-from ..tracing import hollow
 from .batches import Batches
 from .looks import listed, look, structure_as_text
 from .state import Constant, Form, TrainState
@@ -112,7 +111,7 @@ class OnState:
         mine, theirs = self.f.layout.stacks, self.train.f.layout.stacks
         if mine is theirs:
             return params
-        stacked = params if theirs is None else theirs.restack(optree.tree_map(hollow, params))
+        stacked = params if theirs is None else theirs.restack(params)
         trees = [optree.tree_structure(each) for each in (params, stacked if mine is None else mine.unstack(stacked))]
         if trees[0] != trees[1]:
             held, taken = map(structure_as_text, trees)
@@ -124,9 +123,8 @@ class OnState:
 
     def _compute_specs(self, params: PyTree, kept: SpecTree) -> SpecTree:
         """How the function takes the parameters, after a check that it is how they lie."""
-        shapes = optree.tree_map(hollow, params)
         with bind(self.f.layout.mesh(self.train.mesh).shape, None):
-            compute = broadcast_specs(self.f.layout.arguments((shapes,))[0], shapes)
+            compute = broadcast_specs(self.f.layout.arguments((params,))[0], params)
         found = zip(tree_paths(params), *map(optree.tree_leaves, (params, kept, compute)), strict=True)
         wrong = [
             f"{path or 'the parameters'}: {lies!r} in the state, {at_rest(taken)!r} for {self.f.name}"

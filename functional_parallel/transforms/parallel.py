@@ -267,9 +267,8 @@ class _AtRest:
         else:
             chosen = [self._dim_to_split(leaf, spec, mesh) for leaf, spec in zip(leaves, taken, strict=True)]
         places = [_together(a, b, mesh) for a, b in zip(taken, chosen, strict=True)]
-        validate(
-            params, optree.tree_structure(params).unflatten(places), mesh
-        )  # which lists what does not fit, by path
+        specs = optree.tree_structure(params).unflatten(places)
+        validate(params, specs, mesh)  # which lists what does not fit, by path
         return chosen
 
     def _dim_to_split(self, leaf: Any, taken: P, mesh: Mesh) -> P:
