@@ -11,9 +11,9 @@ number of ranks, `at once` that of all ranks; `work` is the processor time of al
 and the same on a busy machine. Last, each of the two runs alone, for bytes, memory and start-up. Rows that miss their
 target (`targets.py`) are listed with what stands against it.
 
-Ours multiplies large float32 matrices with oneDNN on an AMD processor with AVX-512, as `torch.compile` does, where
-eager torch calls MKL: that alone makes a step a third shorter. `--same-kernels` leaves all to MKL. On other processors,
-where both call MKL, `--write` fills sections of their own.
+Ours multiplies large float32 matrices with oneDNN on AMD's processors of Zen 5, as `torch.compile` does, where eager
+torch calls MKL: that alone makes a step a third shorter. `--same-kernels` leaves all to MKL. On other processors, where
+both call MKL, `--write` fills sections of their own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from launch import launched, twice
 from model import SIZES, Config
 from resident import THRESHOLD
 
-from functional_parallel.products import is_from_intel
+from functional_parallel.products import is_wide, processor
 
 NAMES = (
     "DDP",
@@ -115,11 +115,11 @@ def main() -> None:
 
 
 def on_processor() -> str:
-    """How the sections are marked that show another processor than the document's own, AMD's with AVX-512."""
+    """How the sections are marked that show another processor than the document's own, AMD's of Zen 5."""
     capability = torch.backends.cpu.get_cpu_capability()
     if capability != "AVX512":
         return f", {capability}"
-    return ", Intel" if is_from_intel() else ""
+    return "" if is_wide(processor()) else ", Intel" if "GenuineIntel" in processor() else ", Zen 4"
 
 
 def arguments() -> argparse.Namespace:
@@ -150,6 +150,8 @@ def arguments() -> argparse.Namespace:
         parser.error(
             "--write is for all columns and the kernels that users get: no --quick, --same-kernels or --no-footprint"
         )
+    for section in ["peers"] * args.write + ["further peers"] * args.write_further:
+        report.parts_around(section + on_processor())  # or else, after all is measured, there is no place for it
     args.rounds = args.rounds or (5 if args.quick else 40)
     if args.rounds < 2:
         parser.error(f"--rounds {args.rounds}: at least 2, or there are no quartiles")

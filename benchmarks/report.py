@@ -21,11 +21,21 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 def write(section: str, text: str, document: Path = DOCUMENT) -> None:
     """Replace what stands between `<!-- section -->` and `<!-- end section -->`."""
+    before, after = parts_around(section, document)
+    document.write_text(f"{before}<!-- {section} -->\n{text}\n<!-- end {section} -->{after}")
+
+
+def parts_around(section: str, document: Path = DOCUMENT) -> tuple[str, str]:
+    """What stands before a section, and after it.
+
+    Raises:
+        ValueError: when there is none.
+    """
     begin, end = f"<!-- {section} -->", f"<!-- end {section} -->"
     before, found, rest = document.read_text().partition(begin)
     if not found:
         raise ValueError(f"{document} has no section {begin}, into which to write a table")
-    document.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}")
+    return before, rest.split(end)[1]
 
 
 def spread(values: Sequence[float]) -> tuple[float, float]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import functional_parallel as fp
 from functional_parallel import _torch, products
-from functional_parallel.products import by_transposes, faster_kernel
+from functional_parallel.products import by_transposes, faster_kernel, is_wide
 from functional_parallel.runtime.codegen import Writer
 from sharding_specs import Mesh
 
@@ -60,6 +60,22 @@ def test_the_product_is_exact_on_integers(m: int, k: int, n: int, layouts: tuple
     a, b = integers(m, k, layouts[0], seed), integers(k, n, layouts[1], seed + 1)
     product = _torch.onednn_mm(a, b)
     assert torch.equal(product, torch.mm(a, b)) and product.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("processor", "wide"),
+    [
+        ("vendor_id\t: AuthenticAMD\ncpu family\t: 26\nmodel\t\t: 2\n", True),
+        ("vendor_id\t: AuthenticAMD\ncpu family\t: 25\nmodel\t\t: 17\n", False),
+        ("vendor_id\t: GenuineIntel\ncpu family\t: 6\nmodel\t\t: 143\n", False),
+        ("AMD64 Family 26 Model 68 Stepping 0, AuthenticAMD", True),
+        ("Intel64 Family 6 Model 158 Stepping 10, GenuineIntel", False),
+        ("arm", False),
+        ("", False),
+    ],
+)
+def test_processors_that_multiply_512_bits_at_once(processor: str, wide: bool) -> None:
+    assert is_wide(processor) == wide
 
 
 def kernels_of(size: int, dtype: torch.dtype = torch.float32) -> list[Any]:
