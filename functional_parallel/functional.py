@@ -36,6 +36,7 @@ def functional(module: nn.Module, *, buffers: bool = False) -> Any:
 
     Raises:
         ForeignCollectiveError: for a DDP or FSDP module, whose hidden hooks torch.func does not see.
+        ValueError: when the function is called, of a module whose buffers are on the meta device.
     """
     guards.check_callable(module)
     every = dict(module.named_parameters())
@@ -49,10 +50,12 @@ def functional(module: nn.Module, *, buffers: bool = False) -> Any:
 
 
 def _without_state(module: nn.Module, constants: dict[str, torch.Tensor]) -> Callable[..., Any]:
-    modes = _modes(module)
+    modes, valueless = _modes(module), [name for name, constant in constants.items() if constant.is_meta]
 
     def fn(params: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         assume(modes)
+        if valueless and not any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in params.values()):
+            raise ValueError(_VALUELESS.format(module=type(module).__name__, names=", ".join(valueless)))
         return torch.func.functional_call(module, {**constants, **params}, args, kwargs)
 
     return _named(fn, module)
@@ -78,3 +81,10 @@ def _modes(module: nn.Module) -> Callable[[], tuple[bool, ...]]:
 def _named(fn: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
     fn.__name__ = type(module).__name__
     return fn
+
+
+_VALUELESS = (
+    "{module}: {names} (buffers, or parameters that are not trained) are on the meta device, and have no values to "
+    "compute with: make the module elsewhere, or these where they are used; or pass buffers in, by "
+    "fp.functional(module, buffers=True)"
+)

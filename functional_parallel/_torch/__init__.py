@@ -20,6 +20,7 @@ from .fakes import (
     FakeTensorMode,
     StorageWeakRef,
     UnsupportedFakeTensor,
+    forget_fakes,
     forget_names,
     forgetting_shapes,
     is_all_true,
@@ -27,6 +28,7 @@ from .fakes import (
     unlogged_fakes,
     without_constant,
 )
+from .initialisers import default_generator, inits_by
 from .ops import (
     decomposition_of,
     direct_call,
@@ -70,9 +72,11 @@ __all__ = [
     "checkpointing",
     "compile_by_inductor",
     "decomposition_of",
+    "default_generator",
     "differentiating_level",
     "direct_call",
     "dispatch_modes",
+    "forget_fakes",
     "forget_names",
     "forgetting_shapes",
     "functional_variant",
@@ -81,6 +85,7 @@ __all__ = [
     "has_fused_adamw",
     "has_onednn_linear",
     "holds_levels",
+    "inits_by",
     "innermost",
     "is_above_autograd",
     "is_all_true",

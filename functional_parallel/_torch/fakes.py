@@ -21,6 +21,7 @@ __all__ = [
     "FakeTensorMode",
     "StorageWeakRef",
     "UnsupportedFakeTensor",
+    "forget_fakes",
     "forget_names",
     "forgetting_shapes",
     "is_all_true",
@@ -72,6 +73,11 @@ def forgetting_shapes(most: int) -> Iterator[None]:
 def forget_names(graph: torch.fx.Graph) -> None:
     """Let a graph forget the names it gave, and with them the nodes that were erased: new nodes may be called alike."""
     graph._graph_namespace = type(graph._graph_namespace)()
+
+
+def forget_fakes(mode: FakeTensorMode) -> None:
+    """Let a mode forget which tensors without memory it made: its notes of them keep `swap_tensors` from them."""
+    mode.fake_tensor_converter.tensor_memo.clear()
 
 
 is_all_true = torch._is_all_true  # what torch.distributions ask about values, under vmap too

@@ -105,6 +105,16 @@ class PipelineRuntime:
         """Make sure that every rank was given the same whole tensors, or parts."""
         self.base.check_same(name, paths, tensors, parts)
 
+    def checksum(self, x: torch.Tensor) -> str:
+        """What a tensor is compared by."""
+        return str(self.base.checksum(x))
+
+    def check_sums(
+        self, name: str, paths: Sequence[str], sums: Sequence[str], parts: Sequence[P] | None = None
+    ) -> None:
+        """Make sure that every rank has the same tensors, by what was found of them."""
+        self.base.check_sums(name, paths, sums, parts)
+
     def agree_on(self, program: PipelineProgram) -> None:
         """Make sure, before its first run, that all ranks have the same program."""
         self.base.agree_on(program)

@@ -224,11 +224,28 @@ class ProcessRuntime:
         Raises:
             DifferentInputsError: on every rank, naming those that differ.
         """
-        if self.mesh.size == 1 or _torch.holds_levels(tensors):
+        if not _torch.holds_levels(tensors):
+            self.check_sums(name, paths, [self.checksum(x) for x in tensors], parts)
+
+    def checksum(self, x: torch.Tensor) -> str:
+        """What a tensor is compared by; nothing where nobody else is there."""
+        return "" if self.mesh.size == 1 else checksum(x)
+
+    def check_sums(
+        self, name: str, paths: Sequence[str], sums: Sequence[str], parts: Sequence[P] | None = None
+    ) -> None:
+        """The same by what was found of the tensors, or of their shapes: so that they need not be there at once.
+
+        Raises:
+            DifferentInputsError: on every rank, naming those that differ.
+        """
+        if self.mesh.size == 1:
             return
-        all_sums = self.exchange([checksum(x) for x in tensors], "to compare inputs")
+        every = self.exchange((list(paths), list(sums)), "to compare inputs")
+        self._require_same_paths(name, [found for found, _ in every])
+        all_sums = [found for _, found in every]
         wrong = [
-            i for i in range(len(tensors)) if self._differ([sums[i] for sums in all_sums], parts[i] if parts else P())
+            i for i in range(len(sums)) if self._differ([found[i] for found in all_sums], parts[i] if parts else P())
         ]
         if not wrong:
             return
@@ -245,6 +262,16 @@ class ProcessRuntime:
             f"{', '.join(map(repr, axes))} alone, but such ranks passed different {told}. Let the loader split the "
             "samples along the other axes only, as fp.Sampler(length, batch, mesh) does"
         )
+
+    def _require_same_paths(self, name: str, paths: list[list[str]]) -> None:
+        mine = paths[self.rank]
+        other = next((rank for rank, found in enumerate(paths) if found != mine), None)
+        if other is None:
+            return
+        lacks = [f"rank {other} has no {path}" for path in mine if path not in paths[other]]
+        lacks += [f"rank {self.rank} has no {path}" for path in paths[other] if path not in mine]
+        told = ", ".join(lacks[:8]) or f"rank {other} has its leaves in another order"
+        raise DifferentInputsError(f"{name} takes one tree, the same on every rank, but {told}")
 
     def _differ(self, sums: list[str], spec: P) -> bool:
         """Whether ranks differ that hold the same part; all do of what is whole."""

@@ -18,7 +18,7 @@ import torch
 from .. import _torch
 from ..source import is_library
 
-__all__ = ["forget_library_lines", "give_back_pages", "keep_pages", "leaving_nothing"]
+__all__ = ["forget_library_lines", "give_back_pages", "keep_pages", "leaving_nothing", "traced_in"]
 
 _MOST_LINES = 1_000  # a tenth of a megabyte; to read ten times as many takes a millisecond
 _MOST_SHAPES = 1_000  # a megabyte
@@ -30,12 +30,19 @@ def leaving_nothing() -> Iterator[None]:
     """Make a program inside; afterwards caches are small, and memory that is free now is the system's again."""
     forget_library_lines()
     try:
-        with _collected(), _torch.forgetting_shapes(_MOST_SHAPES):
+        with traced_in():
             yield
     finally:
         forget_library_lines()
         give_back_pages()
         keep_pages()
+
+
+@contextmanager
+def traced_in() -> Iterator[None]:
+    """Trace inside; afterwards what became garbage is gone, and shapes that were cached."""
+    with _collected(), _torch.forgetting_shapes(_MOST_SHAPES):
+        yield
 
 
 @contextmanager

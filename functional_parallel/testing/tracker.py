@@ -41,7 +41,7 @@ class StorageTracker(_torch.TorchDispatchMode):
 
     def _see(self, tree: Any) -> None:
         for leaf in optree.tree_leaves(tree):
-            if isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, torch.Tensor) and not (leaf.is_meta or isinstance(leaf, _torch.FakeTensor)):
                 storage = leaf.untyped_storage()
                 self._living[storage._cdata] = (_torch.StorageWeakRef(storage), storage.nbytes())
         self._living = {key: entry for key, entry in self._living.items() if not entry[0].expired()}

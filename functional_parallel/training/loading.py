@@ -89,7 +89,7 @@ def require_values(params: PyTree, state: PyTree) -> None:
         ValueError: listing what does, by path.
     """
     found = [*_by_path(params, "params").items(), *_by_path(state).items()]
-    missing = [path for path, leaf in found if isinstance(leaf, torch.Tensor) and leaf.is_meta]
+    missing = [path for path, leaf in found if isinstance(leaf, torch.Tensor) and leaf.device.type == "meta"]
     if missing:
         told = ", ".join(listed(missing))
         raise ValueError(

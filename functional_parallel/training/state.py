@@ -35,9 +35,10 @@ _MANY_RECORDED = 32
 _MOST_OF_A_FAILURE = 200  # characters; the error itself was raised
 
 
-def plain(leaf: torch.Tensor) -> torch.Tensor:
-    """A module's parameter without what it asks of autograd, which would keep every step; in a transform, itself."""
-    return leaf.detach() if leaf.is_leaf and not _torch.is_functorch_wrapped(leaf) else leaf
+def plain(leaf: Any) -> Any:
+    """A module's parameter without what it asks of autograd, which would keep every step; all else is itself."""
+    is_parameter = isinstance(leaf, torch.Tensor) and leaf.is_leaf and not _torch.is_functorch_wrapped(leaf)
+    return leaf.detach() if is_parameter else leaf
 
 
 @dataclass(frozen=True)

@@ -8,30 +8,24 @@ from typing import Any
 import optree
 import torch
 
-from sharding_specs import Mesh, P, validate
+from sharding_specs import Mesh
 
 from .. import random
 from ..assumptions import Programs
-from ..compile import runtime_of
-from ..data import stay_in_step
-from ..local_function import LocalFunction, PyTree, unsharded
+from ..local_function import PyTree
 from ..optim import Optimizer
-from ..precision import LossScale, LossScaleState
 from ..program.passes import named
-from ..runtime import check_backend, own, storages, who_holds
+from ..runtime import check_backend
 from ..staging import Staged, stage
 from ..switches import switched_off
 from .asynchronous import is_asynchronous, of_one_update
-from .batches import Batches, check_same
 from .flat import require_elementwise
-from .loading import expected_state, require_parameters, require_state_of, require_values, steps_done
 from .local_step import LocalStep, Metrics
 from .looks import look
 from .on_state import OnState
 from .options import require_options
-from .places import Places, find_places
-from .scaled import with_scale
-from .state import Constant, Form, TrainState, form_of, plain, recorded_steps
+from .state import Constant, Form, TrainState, recorded_steps
+from .states import States
 
 __all__ = ["TrainStep", "train_step"]
 
@@ -94,7 +88,7 @@ def train_step(
     return TrainStep(f, optimizer, mesh, clip, seed, has_aux, *options)
 
 
-class TrainStep:
+class TrainStep(States):
     """A compiled training step; see `train_step`."""
 
     def __init__(
@@ -112,124 +106,14 @@ class TrainStep:
         without: Collection[str] = (),
         backend: str = "eager",
     ) -> None:
-        self.f = f if isinstance(f, LocalFunction) else unsharded(f)
-        self.optimizer, self.mesh, self.clip, self.seed = optimizer, mesh, clip, seed
-        self.f.layout.mesh(mesh)  # refuses one without the axes that the plan splits over
-        self.batches = Batches(self.f, mesh, own_batch)
-        self.has_aux, self.bucket, self.reduction = has_aux, bucket, reduction
+        super().__init__(f, optimizer, mesh, clip, reduction, own_batch)
+        self.seed, self.has_aux, self.bucket = seed, has_aux, bucket
         if self.f.layout.flat_update:
             require_elementwise(optimizer)
         self.without, self.backend = without, backend
         self.donate = donate and not is_asynchronous(self.f.layout, mesh)  # whose weights have versions
-        self.scaling: LossScale | None = self.f.layout.loss_scale
         self.program: Any = None
-        self._forms: dict[Any, Form] = {}
         self._staged: dict[Form, Programs[Staged]] = {}
-
-    # --- state ---
-
-    def init(self, params: PyTree) -> TrainState:
-        """Shard parameters and make the optimizer's state.
-
-        Args:
-            params: whole parameters, the same on every rank (which is checked); or a function without arguments that
-                makes them.
-        """
-        whole = params() if callable(params) and not isinstance(params, torch.nn.Module) else params
-        require_parameters(whole, "train_step.init")
-        check_same(runtime_of(self.mesh, self.f, self.reduction), "train_step.init", whole)
-        with switched_off():
-            held, state = self.begun(whole)
-            return self._load(held, state, 0, storages(*optree.tree_leaves(held)))
-
-    def load(self, params: PyTree, optimizer_state: PyTree, step: int) -> TrainState:
-        """A state from whole parameters and a whole optimizer state, as `whole` returned them.
-
-        Raises:
-            ValueError: when the optimizer keeps another state for these parameters, or the step is no number.
-        """
-        require_parameters(params, "train_step.load")
-        stacks, expected = self.f.layout.stacks, expected_state(self.optimizer.init, params)
-        expected, optimizer_state = (with_scale(each, self.scaling) for each in (expected, optimizer_state))
-        require_state_of(expected, optimizer_state)
-        given, done = storages(*optree.tree_leaves((params, optimizer_state))), steps_done(step)
-        loaded = {"params": params, "optimizer_state": optimizer_state, "step": torch.tensor(done)}
-        check_same(runtime_of(self.mesh, self.f, self.reduction), "train_step.load", loaded)
-        if stacks is not None:
-            params, optimizer_state = stacks.unstack(params), stacks.unstack_like(optimizer_state, params)
-        with switched_off():
-            return self._load(params, optimizer_state, done, given)
-
-    def begun(self, params: PyTree) -> tuple[PyTree, PyTree]:
-        """Parameters and first state as they are held: in a pipeline, layers that were stacked one by one."""
-        stacks = self.f.layout.stacks
-        if stacks is None:
-            return params, self.optimizer.init(params)
-        return stacks.unstack(params), stacks.first_state(self.optimizer.init, params)
-
-    def _load(self, params: PyTree, optimizer_state: PyTree, step: int, given: set[int]) -> TrainState:
-        """A state in memory of its own, but for what lies elsewhere than what was `given`."""
-        require_values(params, optimizer_state)
-        form, leaves = self._place(params, optimizer_state)
-        runtime = runtime_of(self.mesh, self.f, self.reduction)
-        held = tuple(
-            own(runtime.shard(plain(leaf), spec), given) if isinstance(leaf, torch.Tensor) else Constant(leaf)
-            for leaf, spec in zip(leaves, form.specs, strict=True)
-        )
-        return TrainState(step, held, form, f", of the state that call {runtime.calls} made")
-
-    def _place(self, params: PyTree, optimizer_state: PyTree) -> tuple[Form, list[Any]]:
-        """Decide where everything lies; that, and the leaves of parameters and state as a step holds them, whole."""
-        places = self.places(params)
-        validate(params, places.kept, self.mesh, advice="fp.zero(3, …) pads parameters by itself")
-        packed = places.packed_state(with_scale(optimizer_state, self.scaling))
-        specs = optree.tree_leaves((places.kept, places.state(packed, self.optimizer)))
-        found = form_of(self.mesh, places, params, packed, tuple(specs))
-        form = self._forms.setdefault(found.key, found)
-        self._staged.setdefault(form, Programs("train_step", below=3))
-        return form, optree.tree_leaves((params, packed))
-
-    def places(self, params: PyTree) -> Places:
-        """Where everything lies that a step with these parameters holds."""
-        return find_places(self.f.layout, self.mesh, params, self.optimizer, self.clip is not None)
-
-    def params(self, state: TrainState) -> PyTree:
-        """The parameters of a state, whole; later steps do not change them. A collective: every process calls it."""
-        return self.whole(state)[0]
-
-    def copy(self, state: TrainState) -> TrainState:
-        """The same state in memory of its own, which steps from the original do not use up."""
-        form = self.known_form(state)
-        held = (handle if isinstance(handle, Constant) else own(handle, storages(handle)) for handle in state.handles)
-        return TrainState(state.step, tuple(held), form, state.whose, state.recorded)
-
-    def whole(self, state: TrainState) -> tuple[PyTree, PyTree]:
-        """Parameters and optimizer state, whole: what a checkpoint saves. A collective: every process calls it."""
-        form, runtime = self.known_form(state), self.runtime_for(state)
-        if self.batches.own:
-            stay_in_step(runtime, f"reads the state of step {state.step}")
-        leaves = [
-            handle.value
-            if isinstance(handle, Constant)
-            else own(runtime.whole(handle, spec, state.whose), storages(handle))
-            for handle, spec in zip(state.handles, form.specs, strict=True)
-        ]
-        params, packed = form.trees(leaves)
-        found, stacks = (params, form.places.unpacked_state(packed)), self.f.layout.stacks
-        return found if stacks is None else stacks.restack_all(found)
-
-    def check(self, state: TrainState) -> None:
-        """Stop a run whose gradients overflow at the lowest loss scale; a loop asks now and then.
-
-        Raises:
-            LossScaleError: when a step up to this state did.
-        """
-        self.known_form(state)
-        if self.scaling is not None:
-            runtime = self.runtime_for(state)
-            held = state.handles[-len(LossScaleState._fields) :]
-            scale = [runtime.whole(handle, P(), state.whose) for handle in held]
-            self.scaling.check(LossScaleState(*scale))
 
     # --- stepping ---
 
@@ -290,37 +174,6 @@ class TrainStep:
         """
         return OnState(self, f)
 
-    def known_form(self, state: TrainState) -> Form:
-        """The form of a state that is not used up, as this step knows it."""
-        if not isinstance(state, TrainState):
-            raise TypeError(
-                f"train_step takes a TrainState, not {type(state).__name__}: make one of whole parameters by "
-                "train.init(params), or of a saved state by train.load(params, optimizer_state, step)"
-            )
-        _, form = state.handles, state.form  # one that is used up has no handles, and says so
-        return form if form in self._staged else self._own_form(form)
-
-    def runtime_for(self, state: TrainState) -> Any:
-        """What runs the step, for a state that lies with the ranks that it runs on."""
-        runtime = runtime_of(self.mesh, self.f, self.reduction)
-        handle = next((each for each in state.handles if not isinstance(each, Constant)), None)
-        if handle is not None and who_holds(handle) != runtime.holders:
-            raise ValueError(
-                f"this state, of step {state.step}, lies with {who_holds(handle)}, and {self.mesh!r} is "
-                f"{runtime.holders} by now: call torch.distributed.init_process_group before train.init or train.load"
-            )
-        return runtime
-
-    def _own_form(self, form: Form) -> Form:
-        """The same form as this step made it; another step's states have forms of their own."""
-        if form.key in self._forms:
-            return self._forms[form.key]
-        why = f"; {form.difference([*self._forms.values()][-1])}" if self._forms else ", which has made none yet"
-        raise ValueError(
-            f"this state was not made by this train_step{why}: begin with train.init(params), or take it over by "
-            "train.load(*other.whole(state), state.step), where `other` is the step that made it"
-        )
-
     def explain(self, **options: Any) -> Any:
         """Every collective of the step: kind, axis, count, bytes, source line."""
         if self.program is None:
@@ -345,16 +198,11 @@ class TrainStep:
     def _stage(self, form: Form, state: TrainState, batch: tuple[PyTree, ...]) -> Staged:
         return self._staged_for(form, batch, lambda: self.shapes(form, state))
 
-    def shapes(self, form: Form, state: TrainState) -> tuple[PyTree, PyTree]:
-        """Parameters and optimizer state as they are held, without values."""
-        like, held = runtime_of(self.mesh, self.f, self.reduction).like, zip(state.handles, form.specs, strict=True)
-        leaves = [handle.value if isinstance(handle, Constant) else like(handle, spec) for handle, spec in held]
-        return form.trees(leaves)
-
     def _staged_for(self, form: Form, batch: tuple[PyTree, ...], shapes: Callable[[], tuple[PyTree, PyTree]]) -> Staged:
         leaves, tree = optree.tree_flatten(batch)
         key = (tree, tuple(map(look, leaves)))
-        staged = self._staged[form].get(key, lambda: self._trace(form, shapes(), batch))
+        programs = self._staged.setdefault(form, Programs("train_step", below=3))
+        staged = programs.get(key, lambda: self._trace(form, shapes(), batch))
         self.program = staged.program
         return staged
 

@@ -102,3 +102,16 @@ def test_a_graph_forgets_names_and_what_was_erased() -> None:
     gc.collect()
     assert erased() is None and names() is None
     assert [graph.call_function(torch.neg, (x,)).name for _ in range(2)] == ["neg", "neg_1"], "as before"
+
+
+def test_a_fake_that_its_mode_has_forgotten_can_be_put_in_anothers_place() -> None:
+    """As a module does that is cast; a mode's own weak reference to it stands against that."""
+    mode = _torch.FakeTensorMode()
+    with mode:
+        x = torch.empty(2)
+        y = x.half() + 1
+    with pytest.raises(RuntimeError, match="weakref"):
+        torch.utils.swap_tensors(x, y)
+    _torch.forget_fakes(mode)
+    torch.utils.swap_tensors(x, y)
+    assert x.dtype == torch.float16 and y.dtype == torch.float32

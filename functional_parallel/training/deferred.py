@@ -1,0 +1,328 @@
+"""Tensors made one after the other, each when it is wanted: what a function does is recorded, and done again by parts.
+
+The function runs on tensors without memory. Of what it did to them a value keeps what it takes, so that parameters and
+an optimizer's first state can be cut into shards one by one, and no rank ever holds a model. Every op can be recorded,
+for nothing is partitioned; random numbers are drawn when the ops are done, in order and from the states that their
+generators had, so values are the function's own, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import optree
+import torch
+from torch.overrides import TorchFunctionMode
+
+from .. import _torch
+from ..local_function import PyTree
+from ..staging.leftovers import traced_in
+from ..tracing import hollow
+from .generators import Draw, Generators, draws
+
+__all__ = ["CannotDeferError", "Deferred", "deferred"]
+
+T = TypeVar("T")
+
+_SMALL = 1024  # elements; of so few a value may be asked for, as of torch.linspace(0, rate, layers)
+
+
+class CannotDeferError(Exception):
+    """A function that cannot be recorded: it looks at values, or does what leaves no trace."""
+
+
+def deferred(f: Callable[[], tuple[T, list[Any]]]) -> tuple[T, Deferred]:
+    """What a function says of the tensors that it makes, and who makes those.
+
+    >>> from torch.nn.init import orthogonal_
+    >>> said, recording = deferred(lambda: ("square", [orthogonal_(torch.empty(64, 64)), 3]))
+    >>> said, [getattr(leaf, "shape", None) for leaf in recording.leaves]
+    ('square', [torch.Size([64, 64]), None])
+    >>> for index, value in recording.made():
+    ...     print(index, value if index else (value @ value.T).trace().round())
+    1 3
+    0 tensor(64.)
+
+    Args:
+        f: a function of no arguments that returns anything, which holds none of its tensors, and a list of leaves.
+
+    Raises:
+        CannotDeferError: when it has to be called as it is; no generator of random numbers has been moved on.
+    """
+    if _torch.is_inside_transform():
+        raise CannotDeferError("torch.func transforms look on")
+    recording = Deferred()
+    try:
+        with traced_in():
+            said = recording.record(f)
+        recording.require_all()
+    except Exception as error:
+        recording.generators.forget()
+        if isinstance(error, CannotDeferError):
+            raise
+        raise CannotDeferError(f"on tensors without memory it raises {type(error).__name__}: {error}") from error
+    return said, recording
+
+
+@dataclass(frozen=True)
+class _View:
+    """Part of a memory, as a tensor was when an op took it: later its `data` may be another's."""
+
+    memory: Any
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+@dataclass
+class _Op:
+    call: Callable[..., Any]
+    given: PyTree  # its arguments and keywords
+    results: list[_View | None]
+    memories: set[Any]
+    draw: Draw | None
+
+
+class Deferred(_torch.TorchDispatchMode):
+    """A recording of what is called while it is the active mode; see `deferred`.
+
+    Attributes:
+        leaves: what is made; of tensors the shapes, dtypes and devices alone, but what was there before is itself.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generators, self.leaves = Generators(), list[Any]()
+        self._fakes = _torch.FakeTensorMode(allow_non_fake_inputs=True)
+        self._ops: list[_Op] = []
+        self._memory: dict[Any, torch.UntypedStorage] = {}  # of what is there
+        self._twins: dict[Any, torch.Tensor] = {}  # of that, so that all its parts lie in one memory
+        self._fresh: set[Any] = set()  # of that what was made since
+        self._touched: set[Any] = set()  # by ops that are not done yet
+        self._wanted: list[_View | None] = []  # by leaf
+        self._is_there: list[bool] = []
+
+    # --- recording ---
+
+    def record(self, f: Callable[[], tuple[T, list[Any]]]) -> T:
+        """Call a function of which everything is recorded."""
+        with self, _Addresses(), _torch.inits_by(self.call), _torch.unlogged_fakes():
+            said, leaves = f()
+        self._wanted = [self._view_of(leaf) for leaf in leaves]
+        self._is_there = [not isinstance(leaf, _torch.FakeTensor) for leaf in leaves]
+        self.leaves = [leaf if there else hollow(leaf) for leaf, there in zip(leaves, self._is_there, strict=True)]
+        return said
+
+    def _view_of(self, leaf: Any) -> _View | None:
+        return _view(self._fake(leaf.detach(), None)) if isinstance(leaf, torch.Tensor) else None
+
+    def require_all(self) -> None:
+        """Refuse a function that keeps a tensor, which will never have a value."""
+        made = {view.memory: view for op in self._ops for view in op.results if view is not None}
+        for memory, view in made.items():
+            if not memory.expired():
+                raise CannotDeferError(f"it keeps a tensor of shape {view.shape} elsewhere than in what it returns")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves, tree = optree.tree_flatten((args, kwargs or {}))
+        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        fakes = [self._fake(leaf, func) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        before = [_view(fake) for fake in fakes if isinstance(fake, torch.Tensor)]
+        known = {view.memory for view in before}
+        at_once = self._may_be_done(func, given, known)
+        try:
+            result = self._of_shapes(func, tree.unflatten(fakes))
+        except _torch.DATA_DEPENDENT_ERRORS:
+            if at_once:
+                return self._done(func, tree.unflatten(leaves), given)
+            raise CannotDeferError(f"{func} looks at the values of a tensor") from None
+        results = _tensors(result)
+        new = {_memory_of(leaf) for leaf in results} - known
+        if at_once and sum(leaf.numel() for leaf in results if _memory_of(leaf) in new) <= _SMALL:
+            return self._done(func, tree.unflatten(leaves), given)
+        if not new and not func._schema.is_mutable:
+            return result  # a view, which whoever takes it says what it is of; or an answer about a shape
+        if any(_view(self._fake(leaf, func)) != view for leaf, view in zip(given, before, strict=True)):
+            raise CannotDeferError(f"{func} changes in place where a tensor lies")
+        self._note(func, tree.unflatten(fakes), results, new, draws(func))
+        return _put_back(result, fakes, leaves)
+
+    def call(self, function: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Record a function that fills a tensor, and looks at values on its way, as if it were one op."""
+        with _torch.apart_from_modes():  # as it is where an op is dispatched
+            fake = self._fake(tensor, function)
+            self._note(function, ((fake, *args), kwargs), [fake], set(), True)
+        return tensor
+
+    def _fake(self, tensor: torch.Tensor, func: Any) -> torch.Tensor:
+        if isinstance(tensor, _torch.FakeTensor):
+            return tensor
+        memory = _memory_of(tensor)
+        if torch.is_grad_enabled() and tensor.requires_grad and not (memory in self._fresh or func in _CUTS):
+            raise CannotDeferError("it computes something of a tensor that requires a gradient, and was there before")
+        if memory not in self._twins:
+            self._enter(memory, tensor.detach())
+        twin = self._twins[memory]
+        if twin.dtype != tensor.dtype:
+            raise CannotDeferError("it takes one memory for numbers of several types")
+        with self._fakes:
+            return twin.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def _enter(self, memory: Any, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        twin = self._fakes.from_tensor(tensor.new_empty(0).set_(storage))  # type: ignore[call-overload]
+        self._twins[memory], self._memory[_memory_of(twin)] = twin, storage
+
+    def _may_be_done(self, func: Any, given: list[torch.Tensor], known: set[Any]) -> bool:
+        """Whether nothing that is not there yet, or that was there before, stands against doing an op at once."""
+        if draws(func) or self._touched & known or any(isinstance(leaf, _torch.FakeTensor) for leaf in given):
+            return False
+        return not func._schema.is_mutable or set(map(_memory_of, given)) <= self._fresh
+
+    def _of_shapes(self, func: Any, given: PyTree) -> Any:
+        """An op of tensors without memory. It draws nothing; a generator would have to be one of their device."""
+        args, kwargs = given
+        without = {name: None if isinstance(value, torch.Generator) else value for name, value in kwargs.items()}
+        with self._fakes:
+            result = func(*args, **without)
+        _torch.forget_fakes(self._fakes)
+        return result
+
+    def _done(self, func: Any, of: PyTree, given: list[torch.Tensor]) -> Any:
+        args, kwargs = of
+        result = func(*args, **kwargs)
+        self._fresh |= set(map(_memory_of, _tensors(result))) - set(map(_memory_of, given))
+        return result
+
+    def _note(self, call: Callable[..., Any], given: PyTree, results: list[Any], new: set[Any], is_draw: bool) -> None:
+        views = [_view(leaf) if _memory_of(leaf) in new else None for leaf in results]
+        given = _of_shape(call, given)
+        taken = optree.tree_map(lambda leaf: _view(leaf) if isinstance(leaf, _torch.FakeTensor) else leaf, given)
+        seen = (*optree.tree_leaves(taken), *views)
+        memories = {leaf.memory for leaf in seen if isinstance(leaf, _View)}
+        draw = self._draw(given[1].get("generator"), results[0].device) if is_draw else None
+        self._ops.append(_Op(call, taken, views, memories, draw))
+        self._touched |= memories
+
+    def _draw(self, generator: torch.Generator | None, device: torch.device) -> Draw:
+        generator = generator or _torch.default_generator(device)
+        if generator is None:
+            raise CannotDeferError(f"it draws random numbers on {device}, whose generator is not known")
+        return self.generators.noted(generator, len(self._ops))
+
+    # --- doing it ---
+
+    def made(self) -> Iterator[tuple[int, Any]]:
+        """The leaves, each with its number, in the order in which they come to be.
+
+        Of what one lies in nothing is kept once the next is asked for; so who cuts each into parts has one at a time.
+        To be called once.
+        """
+        waiting: dict[Any, list[int]] = {}
+        for index, view in enumerate(self._wanted):
+            if view is None or view.memory not in self._touched:
+                yield index, self._value(index)
+            else:
+                waiting.setdefault(view.memory, []).append(index)
+        last = {memory: number for number, op in enumerate(self._ops) for memory in op.memories}
+        replay = self.generators.replay(op.draw for op in self._ops)
+        for number, op in enumerate(self._ops):
+            with replay(number, op.draw):
+                self._do(op)
+            for memory in (each for each in op.memories if last[each] == number):
+                for index in waiting.pop(memory, ()):
+                    yield index, self._value(index)
+                del self._memory[memory]
+        replay.end()
+
+    def _do(self, op: _Op) -> None:
+        args, kwargs = optree.tree_map(lambda leaf: self._tensor(leaf) if isinstance(leaf, _View) else leaf, op.given)
+        with torch.no_grad():
+            results = _tensors(op.call(*args, **kwargs))
+        for leaf, view in zip(results, op.results, strict=True):
+            if view is not None:
+                self._memory[view.memory] = _laid_out(leaf, view).untyped_storage()
+
+    def _value(self, index: int) -> Any:
+        view = self._wanted[index]
+        return self.leaves[index] if view is None or self._is_there[index] else self._tensor(view)
+
+    def _tensor(self, view: _View) -> torch.Tensor:
+        empty = torch.empty(0, dtype=view.dtype, device=view.device)
+        return empty.set_(self._memory[view.memory], view.offset, view.shape, view.strides)  # type: ignore[call-overload]
+
+
+class _Addresses(TorchFunctionMode):
+    """For what torch would look at an address, of a tensor that has none: its copy, as modules copy their layers."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if args and isinstance(args[0], _torch.FakeTensor):
+            if func is torch.Tensor.data_ptr:
+                raise CannotDeferError("it asks where a tensor lies")
+            if func is torch.Tensor.__deepcopy__:
+                return _copied(*args)
+        if func == _SET_DATA and isinstance(args[0], _torch.FakeTensor) != isinstance(args[1], _torch.FakeTensor):
+            raise CannotDeferError("it puts a new tensor's data into one that was there before")
+        return func(*args, **(kwargs or {}))
+
+
+def _copied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    if id(tensor) not in memo:
+        copy = tensor.detach().clone()
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        memo[id(tensor)] = torch.nn.Parameter(copy, tensor.requires_grad) if is_parameter else copy
+    return memo[id(tensor)]  # type: ignore[no-any-return]
+
+
+aten = torch.ops.aten
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_CUTS = (None, aten.detach.default)  # through which no derivative goes
+_LIKES = {
+    *(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default),
+    *(aten.rand_like.default, aten.randn_like.default, aten.new_empty.default, aten.new_empty_strided.default),
+    *(aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
+}
+
+
+def _of_shape(call: Callable[..., Any], given: PyTree) -> PyTree:
+    """The arguments, without the values of a tensor that is asked for its shape alone: it need not live for that."""
+    if call not in _LIKES:
+        return given
+    (like, *rest), kwargs = given
+    hollow = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+    return (hollow, *rest), {**kwargs, "device": kwargs.get("device") or like.device}
+
+
+def _tensors(tree: PyTree) -> list[torch.Tensor]:
+    return [leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _memory_of(tensor: torch.Tensor) -> Any:
+    return _torch.StorageWeakRef(tensor.untyped_storage())
+
+
+def _view(fake: torch.Tensor) -> _View:
+    if fake.layout != torch.strided or fake.is_conj() or fake.is_neg():
+        raise CannotDeferError(f"it makes a tensor of layout {fake.layout}, or one that is conjugated when it is read")
+    where = (tuple(fake.shape), tuple(fake.stride()), int(fake.storage_offset()))
+    return _View(_memory_of(fake), fake.dtype, fake.device, *where)
+
+
+def _put_back(result: PyTree, fakes: list[Any], leaves: list[Any]) -> PyTree:
+    """What an op in place returns is the tensor that it was called on."""
+    given = {id(fake): leaf for fake, leaf in zip(fakes, leaves, strict=True)}
+    return optree.tree_map(lambda leaf: given.get(id(leaf), leaf), result)
+
+
+def _laid_out(tensor: torch.Tensor, view: _View) -> torch.Tensor:
+    """A result as its op's shapes said that it would lie, which kernels do not always keep to."""
+    if tensor.stride() == view.strides and tensor.storage_offset() == view.offset:
+        return tensor
+    size = view.offset + 1 + sum((n - 1) * s for n, s in zip(view.shape, view.strides, strict=True))
+    memory = torch.empty(size, dtype=view.dtype, device=view.device)
+    memory.as_strided(view.shape, view.strides, view.offset).copy_(tensor)
+    return memory
