@@ -100,7 +100,8 @@ class Deferred(_torch.TorchDispatchMode):
         self._fakes = _torch.FakeTensorMode(allow_non_fake_inputs=True)
         self._ops: list[_Op] = []
         self._memory: dict[Any, torch.UntypedStorage] = {}  # of what is there
-        self._twins: dict[Any, torch.Tensor] = {}  # of that, so that all its parts lie in one memory
+        self._twins: dict[Any, torch.Tensor] = {}  # of that, without memory
+        self._parts: dict[Any, torch.Tensor] = {}  # of those
         self._fresh: set[Any] = set()  # of that what was made since
         self._touched: set[Any] = set()  # by ops that are not done yet
         self._wanted: list[_View | None] = []  # by leaf
@@ -118,7 +119,10 @@ class Deferred(_torch.TorchDispatchMode):
         return said
 
     def _view_of(self, leaf: Any) -> _View | None:
-        return _view(self._fake(leaf.detach(), None)) if isinstance(leaf, torch.Tensor) else None
+        is_there = not isinstance(leaf, _torch.FakeTensor)
+        if is_there and not (isinstance(leaf, torch.Tensor) and _memory_of(leaf) in self._twins):
+            return None  # nothing was done to it
+        return _view(self._fake(leaf, None))
 
     def require_all(self) -> None:
         """Refuse a function that keeps a tensor, which will never have a value."""
@@ -144,9 +148,10 @@ class Deferred(_torch.TorchDispatchMode):
         new = {_memory_of(leaf) for leaf in results} - known
         if at_once and sum(leaf.numel() for leaf in results if _memory_of(leaf) in new) <= _SMALL:
             return self._done(func, tree.unflatten(leaves), given)
-        if not new and not func._schema.is_mutable:
+        writes = func._schema.is_mutable
+        if not new and not writes:
             return result  # a view, which whoever takes it says what it is of; or an answer about a shape
-        if any(_view(self._fake(leaf, func)) != view for leaf, view in zip(given, before, strict=True)):
+        if writes and any(_view(self._fake(leaf, func)) != view for leaf, view in zip(given, before, strict=True)):
             raise CannotDeferError(f"{func} changes in place where a tensor lies")
         self._note(func, tree.unflatten(fakes), results, new, draws(func))
         return _put_back(result, fakes, leaves)
@@ -169,8 +174,11 @@ class Deferred(_torch.TorchDispatchMode):
         twin = self._twins[memory]
         if twin.dtype != tensor.dtype:
             raise CannotDeferError("it takes one memory for numbers of several types")
-        with self._fakes:
-            return twin.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        place = (memory, tensor.shape, tensor.stride(), tensor.storage_offset())
+        if place not in self._parts:
+            with self._fakes:
+                self._parts[place] = twin.as_strided(*place[1:])
+        return self._parts[place]
 
     def _enter(self, memory: Any, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()

@@ -87,7 +87,8 @@ class States:
             DifferentInputsError: when ranks have different ones.
         """
         makes = callable(params) and not isinstance(params, torch.nn.Module)
-        make = params if makes else partial(optree.tree_map, plain, params)
+        given = None if makes else optree.tree_map(plain, params)
+        make = params if makes else lambda: given
         why = ""
         with switched_off():
             try:
