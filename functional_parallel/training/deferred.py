@@ -301,8 +301,8 @@ def _of_shape(call: Callable[..., Any], given: PyTree) -> PyTree:
     if call not in _LIKES:
         return given
     (like, *rest), kwargs = given
-    hollow = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
-    return (hollow, *rest), {**kwargs, "device": kwargs.get("device") or like.device}
+    shape = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+    return (shape, *rest), {**kwargs, "device": kwargs.get("device") or like.device}
 
 
 def _tensors(tree: PyTree) -> list[torch.Tensor]:
