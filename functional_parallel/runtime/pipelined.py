@@ -58,6 +58,10 @@ class PipelineRuntime:
         """A whole tensor, on every rank of the pipeline until a step says which of them need it."""
         return self._everywhere(self.base.shard(x, spec))
 
+    def shard_for(self, program: PipelineProgram, number: int, x: torch.Tensor, spec: P) -> Placed:
+        """A whole tensor that is an input of a program, on the ranks that hold it."""
+        return self._where_taken(program.holders(program.inputs[number]), x, spec)
+
     def entered(self, x: torch.Tensor, spec: P) -> Placed:
         """The same, so that a derivative of it is one of the whole."""
         if self.carrier is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import optree
@@ -17,6 +18,7 @@ from ..compile import runtime_of
 from ..data import stay_in_step
 from ..local_function import LocalFunction, PyTree, unsharded
 from ..optim import Optimizer
+from ..pipelines import PipelineProgram
 from ..precision import LossScale, LossScaleState
 from ..runtime import own, storages, who_holds
 from ..switches import switched_off
@@ -61,6 +63,7 @@ class States:
         self.scaling: LossScale | None = self.f.layout.loss_scale
         self._forms: dict[Any, Form] = {}
         self._known: set[Form] = set()
+        self._latest: dict[Form, Any] = {}  # programs
 
     def init(self, params: PyTree) -> TrainState:
         """Shard parameters and make the optimizer's state, one leaf after the other.
@@ -163,14 +166,22 @@ class States:
         self, form: Form, made: Made, given: set[int], see: Callable[[int, Any], None] = lambda *_: None
     ) -> tuple[Any, ...]:
         """Leaves as the runtime holds them, in memory of their own; what was `given` lies in others'."""
-        runtime = runtime_of(self.mesh, self.f, self.reduction)
         held: list[Any] = [None] * len(form.specs)
+        shard = self._sharding(form)
         for index, leaf in made:
             see(index, leaf)
-            is_tensor, spec = isinstance(leaf, torch.Tensor), form.specs[index]
-            held[index] = own(runtime.shard(plain(leaf), spec), given) if is_tensor else Constant(leaf)
+            is_tensor = isinstance(leaf, torch.Tensor)
+            held[index] = own(shard(index, plain(leaf)), given) if is_tensor else Constant(leaf)
             del leaf  # or it would be there while the next is made
         return tuple(held)
+
+    def _sharding(self, form: Form) -> Callable[[int, torch.Tensor], Any]:
+        """How a leaf is sharded: in a pipeline that is cut already, for the ranks whose stages take it."""
+        runtime, program = runtime_of(self.mesh, self.f, self.reduction), self._latest.get(form)
+        if not isinstance(program, PipelineProgram) or program.schedule.versions is not None:
+            return lambda index, leaf: runtime.shard(leaf, form.specs[index])
+        numbers = list(accumulate(isinstance(look, tuple) for look in form.looks))  # of what is a tensor, from one
+        return lambda index, leaf: runtime.shard_for(program, numbers[index] - 1, leaf, form.specs[index])
 
     def _place(self, params: PyTree, optimizer_state: PyTree) -> tuple[Form, list[Any]]:
         """Decide where everything lies; that, and the leaves of parameters and state as a step holds them, whole."""

@@ -184,7 +184,8 @@ class TrainStep(States):
         """The program of a step for these arguments; nothing runs.
 
         Args:
-            state: from `init`; or whole parameters, which may be on the meta device: then no state is made.
+            state: from `init`; or whole parameters, which may be on the meta device: then no state is made, and of one
+                that is made of such parameters later, a pipeline's rank holds what its own stages take.
             batch, named: what the loss takes after the parameters, by place or name.
         """
         batch = self.batches.by_place(batch, named)
@@ -203,7 +204,7 @@ class TrainStep(States):
         key = (tree, tuple(map(look, leaves)))
         programs = self._staged.setdefault(form, Programs("train_step", below=3))
         staged = programs.get(key, lambda: self._trace(form, shapes(), batch))
-        self.program = staged.program
+        self.program = self._latest[form] = staged.program
         return staged
 
     def _trace(self, form: Form, held: tuple[PyTree, PyTree], batch: tuple[PyTree, ...]) -> Staged:

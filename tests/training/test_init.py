@@ -180,6 +180,32 @@ def test_no_rank_holds_a_model() -> None:
         assert all(map(torch.equal, params, expected))
 
 
+def through(params: Params, x: Tensor) -> Tensor:
+    for layer in range(LAYERS):
+        x = torch.tanh(x @ params[f"{layer}.weight"].T + params[f"{layer}.bias"])
+    return x.square().mean()
+
+
+def pipelined_on_a_rank(rank: int) -> tuple[int, Any]:
+    plan = fp.pipeline("pipe", microbatches=2)
+    train = fp.train_step(through, fp.optim.adamw(0.1), Mesh(pipe=2), plan)
+    with torch.device("meta"):
+        shapes = deep()
+    train.lower(shapes, torch.ones(4, 256))
+    with torch.no_grad(), tracked() as tracker:
+        state = train.init(deep)
+    torch.testing.assert_close(train.params(state), deep(), rtol=0, atol=0)
+    return tracker.peak, train(state, torch.ones(4, 256))[1].loss
+
+
+def test_a_pipeline_that_is_cut_holds_a_ranks_own_stages() -> None:
+    leaf, model = 256 * 256 * 4, LAYERS * (256 * 256 + 256) * 4
+    expected = through(deep(), torch.ones(4, 256))
+    for peak, loss in run_on_processes(pipelined_on_a_rank, 2):
+        assert peak <= 3 * model / 2 + 3 * leaf  # stages need not have one number of layers
+        torch.testing.assert_close(loss, expected)
+
+
 def different(rank: int, cases: list[str]) -> list[str]:
     def make(what: str) -> Params:
         torch.manual_seed(rank if what == "values" else 0)
