@@ -13,6 +13,8 @@ __all__ = [
     "functional_variant",
     "has_derivative",
     "is_composite",
+    "is_foreach",
+    "one_by_one",
     "stride_free",
     "under_transforms",
 ]
@@ -49,6 +51,16 @@ def has_derivative(op: torch._ops.OpOverload) -> bool:
 def is_composite(op: torch._ops.OpOverload) -> bool:
     """Whether one of torch's ops is made of others alone; called beneath autograd, nobody has taken it apart yet."""
     return op.namespace == "aten" and op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
+def is_foreach(op: torch._ops.OpOverload) -> bool:
+    """Whether one of torch's ops does to every tensor of a list what another op does to one, as `_foreach_add`."""
+    return op._schema.name.startswith("aten::_foreach_")
+
+
+def one_by_one(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Call such an op by torch's kernel for all devices, which calls the other op on every tensor."""
+    return op._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
 
 def _taken(op: torch._ops.OpOverload) -> list[tuple[str, str]]:

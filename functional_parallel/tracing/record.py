@@ -233,6 +233,9 @@ class Recorder(_torch.TorchDispatchMode):
                 result = replacement(*args, **kwargs)
             if result is not NotImplemented:
                 return result
+        if _torch.is_foreach(func):
+            with self:
+                return _torch.one_by_one(func, *args, **kwargs)
         if self._is_unrolling and _torch.is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)

@@ -21,6 +21,19 @@ def test_an_op_may_be_made_of_others() -> None:
     assert aten.mm.default in mode.seen
 
 
+def test_an_op_of_lists_is_made_of_one_per_tensor() -> None:
+    assert _torch.is_foreach(aten._foreach_add_.List) and not _torch.is_foreach(aten.add.Tensor)
+    x, y = torch.ones(2), torch.ones(3)
+    with Count() as mode:
+        found = _torch.one_by_one(aten._foreach_mul.Scalar, [x, y], 2.0)
+        _torch.one_by_one(aten._foreach_add_.List, [x, y], found, alpha=2)
+    assert mode.seen.count(aten.mul.Scalar) == mode.seen.count(aten.add_.Tensor) == 2
+    assert torch.equal(found[1], torch.full((3,), 2.0)) and torch.equal(y, torch.full((3,), 5.0))
+    packets = (getattr(aten, name) for name in dir(aten) if name.startswith("_foreach_"))
+    ops = [getattr(each, name) for each in packets for name in each.overloads() if "out" not in name]
+    assert all(op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeExplicitAutograd) for op in ops)
+
+
 def test_in_place_ops_have_functional_twins() -> None:
     assert _torch.functional_variant(aten.add_.Tensor) is aten.add.Tensor
     assert _torch.functional_variant(aten.copy_.default) is aten.copy.default
