@@ -10,7 +10,7 @@ import torch
 from .adamw import AdamWState, adamw
 from .decay import Decay, decay_rates
 from .hyperparameters import require_betas, require_not_negative, require_rate
-from .optimizer import Optimizer, Schedule, map_leaves
+from .optimizer import Optimizer, Schedule, known_elementwise, map_leaves
 from .sgd import decayed
 
 __all__ = ["adam"]
@@ -53,6 +53,7 @@ def adam(
         rates(params)  # a pattern that matches nothing is refused here
         return plain.init(params)
 
+    @known_elementwise
     def update(grads: Any, state: AdamWState, params: Any, constants: Any = None) -> tuple[Any, AdamWState]:
         def one(p: torch.Tensor, g: torch.Tensor, rate: float) -> tuple[torch.Tensor]:
             return (decayed(g, p, rate),)

@@ -10,7 +10,7 @@ import torch
 from .adamw_kernel import adamw_of_one
 from .decay import Decay, decay_rates
 from .hyperparameters import require_betas, require_not_negative, require_rate
-from .optimizer import Optimizer, Schedule, learning_rate, map_leaves, zeros_like
+from .optimizer import Optimizer, Schedule, known_elementwise, learning_rate, map_leaves, zeros_like
 
 __all__ = ["AdamWState", "adamw"]
 
@@ -58,6 +58,7 @@ def adamw(
         rates(params)  # a pattern that matches nothing is refused here
         return AdamWState(torch.zeros(()), zeros_like(params), zeros_like(params))
 
+    @known_elementwise
     def update(grads: Any, state: AdamWState, params: Any, constants: Any = None) -> tuple[Any, AdamWState]:
         rate, step = learning_rate(lr, state.step), state.step + 1
 

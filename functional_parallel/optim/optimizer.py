@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakSet
 
 import optree
 import torch
 
 from ..trained import as_complex, as_real, is_trained
 
-__all__ = ["Optimizer", "Schedule", "clip_value", "learning_rate", "map_leaves", "zeros_like"]
+__all__ = [
+    "Optimizer",
+    "Schedule",
+    "clip_value",
+    "is_known_elementwise",
+    "known_elementwise",
+    "learning_rate",
+    "map_leaves",
+    "zeros_like",
+]
 
 PyTree = Any
+F = TypeVar("F", bound=Callable[..., Any])
 Schedule = float | Callable[[torch.Tensor], Any]
 
 
@@ -32,14 +43,29 @@ class Optimizer(NamedTuple):
         constants: params → what the update treats parameters differently by, such as their weight decay: a number (or
             anything hashable) for each, as a tree, or one for all. It is asked of whole parameters, stacks of layers
             too, and what it says is given to `update` as keyword. It promises that `update` is elementwise, and may
-            be given shards as they are. With it parameters may be laid end to end
-            (`fp.zero(1, "data", layout="flat")`): those with equal constants are given to `update` as one.
+            be given shards as they are; `train_step` refuses one of which it sees that it is not. With it parameters
+            may be laid end to end (`fp.zero(1, "data", layout="flat")`): those with equal constants are given to
+            `update` as one.
     """
 
     init: Callable[[PyTree], Any]
     update: Callable[..., tuple[PyTree, Any]]
     specs: Callable[[PyTree, PyTree], Any] | None = None
     constants: Callable[[PyTree], PyTree] | None = None
+
+
+_known: WeakSet[Any] = WeakSet()  # by identity: a wrapper's attributes would be those of what it wraps
+
+
+def known_elementwise(update: F) -> F:
+    """Mark an update of ours that tests show to be elementwise: to read that off a trace takes time at every start."""
+    _known.add(update)
+    return update
+
+
+def is_known_elementwise(update: Callable[..., Any]) -> bool:
+    """Whether an update is one of those."""
+    return update in _known
 
 
 def clip_value(optimizer: Optimizer, bound: float) -> Optimizer:
@@ -71,6 +97,8 @@ def clip_value(optimizer: Optimizer, bound: float) -> Optimizer:
         (clipped,) = map_leaves(lambda _, grad: (grad.clamp(-bound, bound),), params, grads)
         return optimizer.update(clipped, state, params, *specs, **constants)
 
+    if is_known_elementwise(optimizer.update):
+        known_elementwise(update)
     return Optimizer(optimizer.init, update, optimizer.specs, optimizer.constants)
 
 

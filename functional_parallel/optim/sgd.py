@@ -10,7 +10,7 @@ import torch
 from ..quantities import is_number
 from .decay import Decay, decay_rates
 from .hyperparameters import require_not_negative, require_rate
-from .optimizer import Optimizer, Schedule, learning_rate, map_leaves, zeros_like
+from .optimizer import Optimizer, Schedule, known_elementwise, learning_rate, map_leaves, zeros_like
 
 __all__ = ["SGDState", "sgd"]
 
@@ -64,6 +64,7 @@ def sgd(
         velocity = zeros_like(params) if momentum else None
         return SGDState(torch.zeros(()), velocity)
 
+    @known_elementwise
     def update(grads: Any, state: SGDState, params: Any, constants: Any = None) -> tuple[Any, SGDState]:
         rate = learning_rate(lr, state.step)
         constants = rates(params) if constants is None else constants

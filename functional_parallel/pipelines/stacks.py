@@ -117,15 +117,15 @@ class Stacks:
         return tree.unflatten([[one] * lengths[i] if i in lengths else one for i, one in enumerate(found)])
 
     def require_elementwise(
-        self, optimizer: Any, params: PyTree, alike: Callable[[PyTree, Callable[[Any], bool]], bool] | None = None
+        self, optimizer: Any, params: PyTree, beyond: Callable[[PyTree, Callable[[Any], bool]], str | None]
     ) -> None:
         """Refuse an optimizer that needs a stack as a whole, if these parameters have one.
 
         Args:
             optimizer: the optimizer.
             params: the unstacked parameters.
-            alike: (stacked parameters, which are stacks) → whether it does to a layer what it does to it in a stack;
-                for one that does not say so itself.
+            beyond: (stacked parameters, which are stacks) → what keeps it from doing to a layer what it does to it in a
+                stack, or None.
 
         Raises:
             ValueError: when it is not elementwise.
@@ -135,9 +135,10 @@ class Stacks:
         why = "it has `specs`, as that of adafactor, whose means go over a whole parameter"
         if getattr(optimizer, "specs", None) is None:
             stacked = self.restack(optree.tree_map(without_memory, params))
-            if alike is None or alike(stacked, lambda leaf: getattr(leaf, TAKEN, None) == 0):
+            found = beyond(stacked, lambda leaf: getattr(leaf, TAKEN, None) == 0)
+            if found is None:
                 return
-            why = "its update looks further than an element, or at a parameter's shape"
+            why = found
         raise ValueError(
             f"{next(iter(self.paths)).rpartition('/')[0] or 'the parameter'} is a stack of layers, each updated on the "
             f"rank of its stage, but this optimizer is not elementwise ({why}). Make every layer a parameter of its "

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import optree
@@ -20,10 +21,12 @@ from sharding_specs import Mesh, P, local_shape, shard_leaf, tree_paths, unshard
 
 from ..local_function import PyTree, SpecTree
 from ..optim import Optimizer
+from ..optim.optimizer import is_known_elementwise
 from ..tracing import hollow
 from ..trained import is_trained
-from .partitioned_update import updated
-from .updating import at_rest
+from .elementwise import Call, Update, difference, require_promise_kept
+from .partitioned_update import require_kept, updated
+from .updating import at_rest, over_likes
 
 __all__ = ["Apart", "EndToEnd", "Vectors", "require_elementwise"]
 
@@ -50,6 +53,7 @@ class Apart:
 
     def __init__(self, params: PyTree, constants: PyTree = None) -> None:
         self.structure, self.like, self.constants = optree.tree_structure(params), params, constants
+        self._is_checked = False
 
     def pack(self, tree: PyTree) -> PyTree:
         return tree
@@ -61,7 +65,11 @@ class Apart:
         if getattr(optimizer, "specs", None):
             return optimizer.update(*args, specs[0])
         if self.constants is not None:
-            return optimizer.update(*args, constants=self.constants)
+            update = partial(optimizer.update, constants=self.constants)
+            if not (self._is_checked or is_known_elementwise(optimizer.update)):
+                require_kept(update, args, specs)
+                self._is_checked = True
+            return update(*args)
         return updated(optimizer.update, args, specs)
 
 
@@ -113,6 +121,7 @@ class EndToEnd:
         self.computed = self.tree.flatten_up_to(specs)
         self.kept = [at_rest(spec) for spec in self.computed]
         marks = [self._per_leaf(params, optimizer.constants(params)), self._per_leaf(params, apart)]
+        self.constants, self._is_checked = self.tree.unflatten(marks[0]), False
         self.groups = self._grouped(leaves, *marks)
         taken = {number for group in self.groups for number in group.leaves}
         self.rest = [number for number in range(len(leaves)) if number not in taken]
@@ -181,7 +190,34 @@ class EndToEnd:
     def update(self, optimizer: Optimizer, *args: PyTree, specs: tuple[SpecTree, ...]) -> tuple[PyTree, PyTree]:
         """The optimizer's update of vectors: to it each is one parameter."""
         constants = Vectors(tuple(group.constant for group in self.groups), [None] * len(self.rest))
-        return optimizer.update(*args, constants=constants)
+        update = partial(optimizer.update, constants=constants)
+        if not (self._is_checked or is_known_elementwise(optimizer.update)):
+            require_promise_kept(self._beyond_vectors(optimizer, update, args), _LAY_APART)
+            self._is_checked = True
+        return update(*args)
+
+    def _beyond_vectors(self, optimizer: Optimizer, update: Update, args: tuple[PyTree, ...]) -> str | None:
+        """What keeps an update from doing to every element of a vector what it does to it in its parameter."""
+        numbers = itertools.count()
+        named = optree.tree_map(lambda leaf: f"{next(numbers)}" if isinstance(leaf, torch.Tensor) else False, args)
+        whole = self._apart(args, lambda leaf, number: hollow(leaf, self.shapes[number]))
+        names, numbered = self._apart(named, lambda name, _: name), self._apart(named, lambda _, number: number)
+        labels = [None if isinstance(each, str) else each for each in _named(numbered)]
+        by_leaf = Call(partial(optimizer.update, constants=self.constants), whole, _named(names))
+        return difference(by_leaf, Call(update, args, _named(named)), labels, "a vector of several parameters")
+
+    def _apart(self, args: tuple[PyTree, ...], of: Callable[[Any, int], Any]) -> tuple[PyTree, ...]:
+        """Gradients, state and parameters with, in the place of vectors, what is said of each leaf in them."""
+
+        def spread(packed: Vectors) -> PyTree:
+            leaves = [packed.rest[self.rest.index(i)] if i in self.rest else None for i in range(self.tree.num_leaves)]
+            for group, vector in zip(self.groups, packed.vectors, strict=True):
+                for number in group.leaves:
+                    leaves[number] = of(vector, number)
+            return self.tree.unflatten(leaves)
+
+        gradients, state, params = args
+        return spread(gradients), over_likes(spread, state, self.structure), spread(params)
 
     # --- whole ---
 
@@ -245,6 +281,16 @@ def require_elementwise(optimizer: Optimizer) -> None:
             "params: 0) if it is elementwise, without a norm of a parameter say, and treats all alike, with "
             "update(grads, state, params, constants=None); or use layout='dims'"
         )
+
+
+_LAY_APART = (
+    "Use layout='dims', and leave `constants` away: the update is then partitioned, and `explain` lists what it sends; "
+    "what differs from parameter to parameter alone, `constants` can say"
+)
+
+
+def _named(tree: PyTree) -> list[Any]:
+    return [each for each in optree.tree_leaves(tree) if each is not False]
 
 
 def _end_to_end(parts: Sequence[torch.Tensor], group: _Group) -> torch.Tensor:

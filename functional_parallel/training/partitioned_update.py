@@ -19,10 +19,10 @@ from sharding_specs import P, broadcast_specs
 from ..collectives import all_gather, axis_size, pscatter
 from ..local_function import PyTree, SpecTree, axis_mesh
 from ..partition import partition
-from .elementwise import Update, is_elementwise
+from .elementwise import Update, beyond_shards, require_promise_kept
 from .returned import require_alike
 
-__all__ = ["updated"]
+__all__ = ["require_kept", "updated"]
 
 
 def updated(update: Update, args: tuple[PyTree, ...], specs: tuple[SpecTree, ...]) -> tuple[PyTree, PyTree]:
@@ -33,9 +33,9 @@ def updated(update: Update, args: tuple[PyTree, ...], specs: tuple[SpecTree, ...
         args: a rank's.
         specs: how they lie.
     """
-    full = tuple(broadcast_specs(spec, arg) for spec, arg in zip(specs, args, strict=True))
-    axes = {axis for spec in optree.tree_leaves(full) for axis in spec.axes}
-    if not axes or is_elementwise(update, args, full):
+    full = _full(args, specs)
+    axes = _axes_of(full)
+    if not axes or beyond_shards(update, args, full) is None:
         return update(*args)
     even = optree.tree_map(_even, full)
     local: Callable[..., Any] = _checked(update)
@@ -44,6 +44,35 @@ def updated(update: Update, args: tuple[PyTree, ...], specs: tuple[SpecTree, ...
         local = partition(local, axis, own, (own[2], own[1]), parameters=2, describe="the optimizer's update")
     new = local(*optree.tree_map(_without_filling, args, full))
     return optree.tree_map(_filled, new, (full[2], full[1]))  # type: ignore[return-value]
+
+
+def require_kept(update: Update, args: tuple[PyTree, ...], specs: tuple[SpecTree, ...]) -> None:
+    """Check that an update which is promised to be elementwise is, where it is given shards.
+
+    Args:
+        update: (gradients, state, parameters) → (parameters, state).
+        args: a rank's.
+        specs: how they lie.
+
+    Raises:
+        ValueError: when it is not.
+    """
+    full = _full(args, specs)
+    require_promise_kept(beyond_shards(update, args, full) if _axes_of(full) else None, _LEAVE_IT_AWAY)
+
+
+_LEAVE_IT_AWAY = (
+    "Leave `constants` away: the update is then partitioned, and `explain` lists what it sends. Or give `specs` in its "
+    "place, which hands you the parameters' specs, to write the collectives yourself"
+)
+
+
+def _full(args: tuple[PyTree, ...], specs: tuple[SpecTree, ...]) -> tuple[SpecTree, ...]:
+    return tuple(broadcast_specs(spec, arg) for spec, arg in zip(specs, args, strict=True))
+
+
+def _axes_of(full: tuple[SpecTree, ...]) -> set[str]:
+    return {axis for spec in optree.tree_leaves(full) for axis in spec.axes}
 
 
 def _checked(update: Update) -> Update:

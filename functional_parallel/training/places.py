@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import optree
 
@@ -13,8 +14,9 @@ from sharding_specs import Mesh, broadcast_specs
 from ..collectives.axes import bind
 from ..local_function import Layout, PyTree, SpecTree
 from ..optim import Optimizer
+from ..optim.optimizer import is_known_elementwise
 from ..tracing import hollow
-from .elementwise import is_of_each_layer
+from .elementwise import beyond_layers
 from .flat import Apart, EndToEnd
 from .scaled import ScaledState, scaled_specs
 from .updating import at_rest, like_params, over_likes
@@ -78,9 +80,7 @@ def find_places(f: Layout, mesh: Mesh, params: PyTree, optimizer: Optimizer, cli
             split = packing.split
             return Places(shapes, packing, compute, kept, packing.summed, packing.whole, split, split)
         if f.stacks is not None:
-            declared = any(getattr(optimizer, name, None) is not None for name in ("specs", "constants"))
-            alike = partial(is_of_each_layer, optimizer) if not declared else None
-            f.stacks.require_elementwise(optimizer, shapes, alike)
+            f.stacks.require_elementwise(optimizer, shapes, partial(_beyond_layers, optimizer))
         update = _split_over(f.update_specs, shapes, kept, mesh)
         counted = _split_over(f.norm_specs if clipped else None, shapes, update, mesh)
         constants = _constants(f, shapes, optimizer)
@@ -103,6 +103,15 @@ def _constants(f: Layout, shapes: PyTree, optimizer: Optimizer) -> PyTree:
     if f.stacks is not None:
         return f.stacks.per_layer(decide, shapes)
     return optree.tree_broadcast_prefix(decide(shapes), shapes)
+
+
+def _beyond_layers(optimizer: Optimizer, stacked: PyTree, is_stack: Callable[[Any], bool]) -> str | None:
+    decide, update = getattr(optimizer, "constants", None), optimizer.update
+    if is_known_elementwise(update):
+        return None
+    if decide is not None:
+        update = partial(update, constants=optree.tree_broadcast_prefix(decide(stacked), stacked))
+    return beyond_layers(update, optimizer.init(stacked), stacked, is_stack)
 
 
 def _split_over(

@@ -20,7 +20,7 @@ from . import (
     shapes,
     vision,
 )
-from .registry import Rule, lookup, register_rule
+from .registry import Rule, is_elementwise, lookup, register_rule
 
 __all__ = [
     "Rule",
@@ -34,6 +34,7 @@ __all__ = [
     "elementwise_losses",
     "factories",
     "gradients",
+    "is_elementwise",
     "linear_algebra",
     "lookup",
     "lookups",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..decide import Decision
     from ..step import Step
 
-__all__ = ["Rule", "lookup", "register_rule", "rule"]
+__all__ = ["Rule", "is_elementwise", "lookup", "register_rule", "rule"]
 
 Text = str | Callable[[fx.Node], str]
 Local = Callable[..., Any]
@@ -108,4 +108,15 @@ def lookup(op: Any) -> Rule | None:
     return entry
 
 
+def is_elementwise(op: Any) -> bool:
+    """Whether an op makes every element of those in its place alone: torch tags it so, or its rule names no dim."""
+    if torch.Tag.pointwise in getattr(op, "tags", ()):
+        return True
+    entry = _rules.get(op, _NONE)
+    text = entry.text if isinstance(entry.text, str) else None
+    alike = entry.text is pointwise_text or (text is not None and not any(map(str.isalnum, text)))
+    return alike and entry.local is None
+
+
+_NONE = Rule()
 _POINTWISE = Rule(pointwise_text)
