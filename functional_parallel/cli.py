@@ -190,7 +190,7 @@ def _program(chosen: argparse.Namespace) -> Any:
 def _memory(chosen: argparse.Namespace) -> str:
     params, rules = _result(chosen, "parameters, and their specs or path rules")
     mesh = Mesh.parse(chosen.mesh)
-    specs, _, unused = matched(rules, params)
+    specs, _, unused = matched(rules, params, chosen.target)
     validate(params, specs, mesh)
     rows = sorted(memory_table(params, specs, mesh), key=lambda row: -row.bytes)
     cells = [(row.path, str(list(row.shape)), repr(row.spec), readable_bytes(row.bytes)) for row in rows]

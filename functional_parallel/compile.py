@@ -66,6 +66,7 @@ def compile(
     Raises:
         LayoutError: when a bare function has no specs, or a local one is given some.
         OutSpecError: when called, if a result does not lie as its spec says.
+        SpecError: when called, if the specs' structure is not that of arguments or results, naming where.
         TypingError: when called, if the program treats a value as something it is not.
         BackendError: when called, if the backend lacks something on this machine.
         ValueError: for another backend; when called, if there is no rewrite of a name in `without`.
@@ -115,6 +116,7 @@ def shard_map(
     Raises:
         LayoutError: when specs or mesh are missing.
         OutSpecError, TypingError: when called, naming every result and line at fault.
+        SpecError: when called, if the specs' structure is not that of arguments or results, naming where.
     """
     if isinstance(f, Mesh):
         f, mesh = None, f

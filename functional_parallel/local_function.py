@@ -27,6 +27,7 @@ __all__ = [
     "PyTree",
     "SpecTree",
     "axis_mesh",
+    "full_specs",
     "layout_of",
     "refuse_unknown_axes",
     "unsharded",
@@ -91,7 +92,7 @@ class Layout:
     def batch_specs(self, mesh: Mesh, params: PyTree, batch: tuple[PyTree, ...]) -> SpecTree:
         """How the arguments after the parameters lie, a spec for every leaf."""
         with bind(self.mesh(mesh).shape, None):
-            return broadcast_specs(tuple(self.arguments((params, *batch))[1:]), batch)
+            return full_specs(self.arguments((params, *batch))[1:], batch, "specs of the loss", 1)
 
     def virtual_sizes(self, mesh: Mesh) -> dict[str, int]:
         """The sizes of the virtual axes beside a mesh."""
@@ -160,6 +161,22 @@ class LocalFunction:
 
     def __repr__(self) -> str:
         return f"{' → '.join((self.name, *self.layout.describe))}"
+
+
+def full_specs(specs: tuple[SpecTree, ...], args: tuple[PyTree, ...], of: str, first: int = 0) -> tuple[SpecTree, ...]:
+    """A spec for every leaf of some arguments.
+
+    Args:
+        specs: a pytree prefix per argument.
+        args: the arguments.
+        of: says in messages whose they are.
+        first: the number of the first one, among all.
+    """
+    rows = enumerate(zip(specs, args, strict=True), first)
+    return tuple(
+        broadcast_specs(spec, arg, name=f"{of}, argument {number}", what="what is given for it")
+        for number, (spec, arg) in rows
+    )
 
 
 def whole_arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:

@@ -37,7 +37,7 @@ def tree_paths(tree: Any) -> list[str]:
     return [path_text(path) for path in optree.tree_paths(tree)]
 
 
-def broadcast_specs(specs: Any, tree: Any) -> Any:
+def broadcast_specs(specs: Any, tree: Any, *, name: str = "the spec tree", what: str = "the tree it is for") -> Any:
     """A spec for every leaf of a tree, from a tree of specs that may be a prefix of it.
 
     >>> broadcast_specs({"a": P("data"), "b": None}, {"a": [1, 2], "b": 3})
@@ -46,6 +46,7 @@ def broadcast_specs(specs: Any, tree: Any) -> Any:
     Args:
         specs: one spec for the whole tree, or a pytree whose leaves are specs for subtrees.
         tree: any optree pytree.
+        name, what: what messages call specs and tree.
 
     Raises:
         SpecError: when the specs are not a prefix of the tree, naming where they differ.
@@ -57,15 +58,64 @@ def broadcast_specs(specs: Any, tree: Any) -> Any:
     try:
         subtrees = structure.flatten_up_to(tree)
     except ValueError as error:
-        differences = [
-            f"  {_on_one_line(found('the spec tree'))}" for found in optree.prefix_errors(specs, tree, is_leaf=is_spec)
-        ]
-        raise SpecError(
-            "the spec tree is no prefix of the tree it is for:\n" + "\n".join(differences or [str(error)])
-        ) from None
-    found = [as_spec(leaf) for leaf in leaves]  # refuses what is no spec
-    return structure.unflatten([broadcast_specs(spec, sub) for spec, sub in zip(found, subtrees, strict=True)])
+        found = _differences(specs, tree, ()) or [_on_one_line(str(error))]
+        more = [f"  and {len(found) - _MOST} more"] if len(found) > _MOST else []
+        lines = [*(f"  {each}" for each in found[:_MOST]), *more, f"  {_ways_to_write(tree)}"]
+        raise SpecError("\n".join([f"{name}: not of the structure of {what}:", *lines])) from None
+    full = [as_spec(leaf) for leaf in leaves]  # refuses what is no spec
+    return structure.unflatten([broadcast_specs(spec, sub) for spec, sub in zip(full, subtrees, strict=True)])
 
 
-def _on_one_line(error: ValueError) -> str:
-    return " ".join(str(error).removeprefix("pytree structure error: ").split())
+# -----------------------------------------------------------------------------
+# Where specs are no prefix
+# -----------------------------------------------------------------------------
+
+_MOST = 8  # lines of a message
+_LONGEST = 100  # characters of an example
+
+
+def _differences(specs: Any, tree: Any, path: tuple[Any, ...]) -> list[str]:
+    """Where a tree of specs has nodes that a tree has not, one line each."""
+    if is_spec(specs) or optree.tree_is_leaf(specs):
+        return []
+    ours, theirs = _children(specs), _children(tree)
+    alone: list[str] = []
+    if isinstance(specs, dict) and isinstance(tree, dict):
+        alone += [f"{path_text((*path, key))}: there is no spec for it" for key in theirs if key not in ours]
+        alone += [f"{path_text((*path, key))}: a spec for what is not there" for key in ours if key not in theirs]
+    elif type(specs) is not type(tree) or len(ours) != len(theirs):
+        return [f"{path_text(path) or 'the whole'}: {_kind(tree)}, for which the specs have {_kind(specs)}"]
+    both = (key for key in ours if key in theirs)
+    return alone + [line for key in both for line in _differences(ours[key], theirs[key], (*path, key))]
+
+
+def _children(tree: Any) -> dict[Any, Any]:
+    if optree.tree_is_leaf(tree):
+        return {}
+    structure = optree.tree_structure(tree, is_leaf=lambda x: x is not tree)
+    return dict(zip(structure.entries(), optree.tree_leaves(tree, is_leaf=lambda x: x is not tree), strict=True))
+
+
+def _kind(node: Any) -> str:
+    if getattr(node, "shape", None) is not None:
+        return f"a tensor of shape {tuple(node.shape)}"
+    if optree.tree_is_leaf(node, none_is_leaf=True):
+        return repr(node)
+    article = "an" if type(node).__name__[0].lower() in "aeiou" else "a"
+    return f"{article} {type(node).__name__} of {len(_children(node))}"
+
+
+class _AnySpec:
+    def __repr__(self) -> str:
+        return "P(…)"
+
+
+def _ways_to_write(tree: Any) -> str:
+    """How a spec tree for it may look."""
+    each = repr(optree.tree_map(lambda _: _AnySpec(), tree, is_leaf=lambda x: x is not tree))
+    example = f", {each} has one for each part" if 4 < len(each) <= _LONGEST else ""
+    return f"a spec stands for all that is below it: P(…) alone for everything{example}"
+
+
+def _on_one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -23,6 +23,7 @@ from ..local_function import (
     PyTree,
     SpecTree,
     axis_mesh,
+    full_specs,
     layout_of,
     refuse_unknown_axes,
 )
@@ -87,9 +88,9 @@ def partition(
     specs = in_specs if callable(in_specs) else (lambda args: _as_tuple(in_specs, args))
 
     def arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
-        own = _full_specs(specs(args), args)
+        own = full_specs(specs(args), args, f"specs of {name}")
         refuse_unknown_axes(own, name, {axis})
-        before = _full_specs(inner.arguments(args), args)
+        before = full_specs(inner.arguments(args), args, f"specs of {f!r}")
         return tuple(_merge_trees(a, b, axis, inner.axes) for a, b in zip(before, own, strict=True))
 
     described = (*inner.describe, name)
@@ -148,7 +149,7 @@ class _Partition:
         return optree.tree_unflatten(entry.out_tree, outputs), optree.tree_unflatten(entry.out_tree, specs_out)
 
     def _leaf_specs(self, args: tuple[PyTree, ...]) -> list[P]:
-        return optree.tree_leaves(_full_specs(self.specs(args), args))
+        return optree.tree_leaves(full_specs(self.specs(args), args, f"specs over {self.axis!r}"))
 
     def _argument_flags(self, args: tuple[PyTree, ...], numbers: Sequence[int | None]) -> list[bool]:
         return [number in numbers for number, arg in enumerate(args) for _ in optree.tree_leaves(arg)]
@@ -221,10 +222,6 @@ def _as_tuple(specs: Any, args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
     if len(given) != len(args):
         raise PartitionError(f"in_specs has {len(given)} entries for {len(args)} arguments; give one per argument")
     return given
-
-
-def _full_specs(specs: tuple[SpecTree, ...], args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
-    return tuple(broadcast_specs(spec, arg) for spec, arg in zip(specs, args, strict=True))
 
 
 def _trimmed(x: torch.Tensor, spec: P) -> torch.Tensor:

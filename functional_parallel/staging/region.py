@@ -49,7 +49,7 @@ def call_region(
         ArgumentSpecError: when an argument is local to an axis of the mesh already.
         OutSpecError: when a result does not lie as its spec says.
     """
-    specs = tuple(broadcast_specs(spec, arg) for spec, arg in zip(per_argument(in_specs, args), args, strict=True))
+    specs = per_argument(in_specs, args, name)
     _check_specs(optree.tree_leaves((specs, out_specs)), name)
     _check_axes(optree.tree_leaves((specs, out_specs)), mesh, name)
     validate(args, specs, mesh)
@@ -69,7 +69,8 @@ def call_region(
         return optree.tree_leaves(found["result"])
 
     traced = _traced(body, tensors, [flat[index] for index in chosen], visible)
-    results = optree.tree_leaves(broadcast_specs(out_specs, found["result"]))
+    full = broadcast_specs(out_specs, found["result"], name=f"out_specs of {name}", what="what it returned")
+    results = optree.tree_leaves(full)
     _check_results(traced, results, visible, tree_paths(found["result"]), name)
     outputs = run_typed(traced, [*tensors, *traced.captured])
     whole = [

@@ -17,7 +17,7 @@ from ..collectives.axes import bind
 from ..collectives.parts import Parts
 from ..collectives.types import CollectiveTypeError, State, Type
 from ..declared import declared_type, say_specs
-from ..local_function import Layout, LocalFunction, PyTree, SpecTree, layout_of
+from ..local_function import Layout, LocalFunction, PyTree, SpecTree, full_specs, layout_of
 from ..pipelines import PipelineProgram
 from ..program import Program, drop_trivial
 from ..runtime import pipeline_memory
@@ -92,8 +92,11 @@ def stage(
     layout = layout_of(f)
     wide = layout.mesh(mesh)
     with bind(wide.shape, None):
-        specs = layout.arguments(args) if isinstance(f, LocalFunction) else per_argument(in_specs, args)
-        full = tuple(broadcast_specs(spec, arg) for spec, arg in zip(specs, args, strict=True))
+        full = (
+            full_specs(layout.arguments(args), args, f"specs of {f!r}")
+            if isinstance(f, LocalFunction)
+            else per_argument(in_specs, args, name)
+        )
         parts = parts_of(args, full, wide, layout.virtual_sizes(mesh))
         flat = _Flat(f, args, full, out_specs, name)
         traced, types, assumptions = _traced(flat, wide, parts, layout)
@@ -168,7 +171,8 @@ class _Flat:
         leaves, self.out_tree = optree.tree_flatten(result)
         self.outputs = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         kept = [index for index, output in enumerate(self.outputs) if output is _TENSOR]
-        self.out_specs = _of(kept, optree.tree_leaves(broadcast_specs(specs, result)))
+        full = broadcast_specs(specs, result, name=f"out_specs of {self._name}", what="what it returned")
+        self.out_specs = _of(kept, optree.tree_leaves(full))
         self.out_paths = _of(kept, tree_paths(result))
         return _of(kept, leaves)
 
@@ -263,12 +267,12 @@ def mismatch(axis: str, held: State, wanted: State, spec: P) -> str:
     return fixes.get((held, wanted), f"is {held} along {axis!r}, but {spec!r} says {wanted}")
 
 
-def per_argument(specs: Any, args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
-    """The specs of each argument; what is no tuple is those of one argument."""
+def per_argument(specs: Any, args: tuple[PyTree, ...], name: str) -> tuple[SpecTree, ...]:
+    """A spec for every leaf of each argument; what is no tuple is those of one argument."""
     given = specs if isinstance(specs, tuple) else (specs,)
     if len(given) != len(args):
         listed = (
             "; a list is the specs of one argument that is a list: write a tuple" if isinstance(specs, list) else ""
         )
         raise LayoutError(f"in_specs has {len(given)} entries for {len(args)} arguments; give one per argument{listed}")
-    return given
+    return full_specs(given, args, f"in_specs of {name}")

@@ -313,18 +313,20 @@ def parameter_specs(specs: Rules, axis: str, who: str) -> Callable[[PyTree], Spe
     source = current_source()  # where the transform is made, which names the rules
 
     def find(tree: PyTree) -> SpecTree:
-        match = matched(specs, tree)
+        match = matched(specs, tree, who)
         _warn_of_unused(match.unused, specs, axis, who, tree, source)
         return _require_dims(match.specs, tree)
 
     return find
 
 
-def matched(specs: Rules, tree: PyTree) -> RuleMatch:
-    """What rules find in a tree, or a tree of specs, which has no patterns that could find nothing."""
+def matched(specs: Rules, tree: PyTree, who: str) -> RuleMatch:
+    """What rules that are given to someone find in parameters; a tree of specs has no patterns that find nothing."""
     flat = isinstance(specs, Mapping) and all(isinstance(spec, (P, str)) for spec in specs.values())  # reads either way
     pairs = isinstance(specs, (list, tuple)) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in specs)
-    return match_rules(specs, tree) if flat or pairs else RuleMatch(broadcast_specs(specs, tree), [], [])
+    if flat or pairs:
+        return match_rules(specs, tree)
+    return RuleMatch(broadcast_specs(specs, tree, name=f"the spec tree of {who}", what="the parameters"), [], [])
 
 
 def _warn_of_unused(unused: list[str], rules: Rules, axis: str, who: str, tree: PyTree, source: Source | None) -> None:
