@@ -32,6 +32,11 @@ class Exchange(NamedTuple):
     source: int
     target: int
 
+    @property
+    def phase(self) -> str:
+        """The part of the step that it belongs to; an input of the step is sent for the update."""
+        return self.node.meta.get("phase") or "update"
+
 
 @dataclass(frozen=True)
 class Epilogue:

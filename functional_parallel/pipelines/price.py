@@ -126,7 +126,7 @@ class _Priced:
             if other is not None and self.schedule.rank_of_stage[other] != rank:
                 yield from self._sends(action)
         for level, exchanges in enumerate(self.program.epilogue.exchanges):
-            own = [self._send(node, "update") for node, source, _ in exchanges if source == rank]
+            own = [self._send(each.node, each.phase) for each in exchanges if each.source == rank]
             yield from _sharing(own, self.exchanges[level])
 
     def _sends(self, action: Action) -> Iterator[Item]:

@@ -139,13 +139,13 @@ class PipelineProgram(BaseProgram):
         for action in self.schedule:
             other = self.neighbour(action)
             if other is not None and ranks[other] != ranks[action.stage]:
-                yield from map(self._send, self.message(action))
+                phase = "forward" if action.kind == "F" else "backward"
+                yield from (self._send(node, phase) for node in self.message(action))
         for level in self.epilogue.exchanges:
-            yield from (self._send(exchange.node) for exchange in level)
+            yield from (self._send(exchange.node, exchange.phase) for exchange in level)
 
-    def _send(self, node: fx.Node) -> Collective:
+    def _send(self, node: fx.Node, phase: str) -> Collective:
         value = node.meta["val"]
-        phase = "backward" if node.meta["backward"] else "forward"
         return Collective("send", (self.axis,), value, value, value.nbytes, source_of(node), phase, node)
 
     def per_microbatch(self) -> dict[tuple[str, tuple[str, ...]], tuple[float, float]]:

@@ -34,6 +34,7 @@ __all__ = [
     "collective_of",
     "collectives_of",
     "counts_of",
+    "keep_phases",
     "phases_of",
 ]
 
@@ -73,13 +74,23 @@ def collectives_of(traced: Traced, mesh: Mesh, *, casts: bool = False) -> Iterat
 
 
 def phases_of(traced: Traced) -> dict[fx.Node, str]:
-    """Per op, the part of a step that it belongs to: after the last op of the backward comes the update."""
+    """Per op, the part of a step that it belongs to: after the last op of the backward comes the update.
+
+    In a program that is a part of another, as those of a pipeline, it is what it was there (see `keep_phases`).
+    """
     nodes = list(traced.nodes)
     last = max((index for index, node in enumerate(nodes) if node.meta["backward"]), default=len(nodes))
     return {
-        node: "backward" if node.meta["backward"] else "update" if index > last else "forward"
+        node: node.meta.get("phase")
+        or ("backward" if node.meta["backward"] else "update" if index > last else "forward")
         for index, node in enumerate(nodes)
     }
+
+
+def keep_phases(traced: Traced) -> None:
+    """Write down with every op the part of a step that it belongs to, before the step is cut into programs."""
+    for node, phase in phases_of(traced).items():
+        node.meta["phase"] = phase
 
 
 def collective_of(node: fx.Node, mesh: Mesh, phase: str = "forward") -> Collective | None:

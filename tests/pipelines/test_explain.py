@@ -32,6 +32,28 @@ def step(*transforms: Any, schedule: str = "1f1b", **options: Any) -> PipelinePr
 
 
 # -----------------------------------------------------------------------------
+# Phases
+# -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_programs_after_the_pipeline_say_what_they_are_in_the_step(zero: int) -> None:
+    """They were cut from the end of a step, where the loss is summed too, and gradients may have been before."""
+    program = step(fp.zero(zero, "data"), clip=1.0)
+    told: dict[tuple[str, int], set[str]] = {}
+    for one in program.collectives():
+        told.setdefault((one.kind, one.operand.numel == 1), set()).add(one.phase)
+    assert told["psum", True] == {"forward", "update"}  # the loss, and the gradients' norm
+    assert told["psum_scatter", False] == {"update" if zero < 3 else "backward"}
+    assert told["all_gather", False] == ({"update"} if zero < 3 else {"forward", "backward"})
+    assert told["send", False] == {"forward", "backward"}
+    assert told["send", True] == {"forward", "update"}  # what the norm is made of, and the loss for who has it not
+    price = {(item.what, item.phase) for item in program.price().items if item.axes}
+    assert price <= {(kind, phase) for (kind, _), phases in told.items() for phase in phases}
+    assert ("psum", "update") in price
+
+
+# -----------------------------------------------------------------------------
 # Passes
 # -----------------------------------------------------------------------------
 

@@ -255,5 +255,6 @@ def _write(
         "source": like.meta["source"],
         "backward": like.meta["backward"],
         "no_grad": like.meta.get("no_grad", False),
+        "phase": like.meta.get("phase"),
     }
     return node
