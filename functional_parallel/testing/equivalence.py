@@ -12,6 +12,7 @@ from sharding_specs import Mesh
 from ..compile import Compiled, compile
 from ..derivatives import grad_and_value
 from .compare import NotEquivalentError, compare
+from .intermediate import first_difference
 
 __all__ = ["NotEquivalentError", "assert_equivalent"]
 
@@ -48,16 +49,19 @@ def assert_equivalent(
         The compiled gradient, to look at its program.
 
     Raises:
-        NotEquivalentError: naming the first leaf that differs, and saying so if `loss` is no function of its arguments.
+        NotEquivalentError: naming the first leaf that differs, and the first op whose value does, with its source line;
+            or saying that `loss` is no function of its arguments.
     """
     want_grads, want = grad_and_value(loss)(params, *batch)
     step = compile(grad_and_value(plan(loss)), mesh)
     grads, value = step(params, *batch)
-    try:
-        compare(value, want, f"value under {plan!r} on {mesh!r}", exact=exact, rtol=rtol)
-        compare(grads, want_grads, f"gradient under {plan!r} on {mesh!r}", exact=exact, rtol=rtol)
-    except NotEquivalentError as error:
-        raise NotEquivalentError(f"{error}{_unlike_before(want, loss(params, *batch))}") from None
+    for name, got, right in (("value", value, want), ("gradient", grads, want_grads)):
+        try:
+            compare(got, right, f"{name} under {plan!r} on {mesh!r}", exact=exact, rtol=rtol)
+        except NotEquivalentError as error:
+            why = _unlike_before(want, loss(params, *batch))
+            why = why or first_difference(loss, plan, mesh, (params, *batch), name, exact=exact, rtol=rtol)
+            raise NotEquivalentError(f"{error}{why}") from None
     return step
 
 

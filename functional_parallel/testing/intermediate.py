@@ -1,0 +1,88 @@
+"""Which op's value a plan makes wrong: all that a function computes on the way, returned beside each other.
+
+A plan is of a function of any results, so what its ops give under it, gathered whole, needs nothing but to be returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+from torch import fx
+
+from sharding_specs import Mesh
+
+from ..compile import compile
+from ..emit import emit_node, grad_mode_of
+from ..partition.prepare import prepare
+from ..source import inherit
+from ..tracing import Traced, aval_of, source_of, trace
+from ..tracing.graph import walk_args, where
+from .compare import NotEquivalentError, compare
+
+__all__ = ["first_difference"]
+
+
+def first_difference(
+    loss: Callable[..., Any], plan: Callable[..., Any], mesh: Mesh, args: tuple[Any, ...], what: str, **exactness: Any
+) -> str:
+    """What to say of where a function's values under a plan begin to differ from its own.
+
+    Args:
+        loss: the function.
+        plan: a transform or a chain.
+        mesh: the mesh.
+        args: whole arguments.
+        what: differs, its "value" or "gradient".
+        exactness: as for `compare`.
+    """
+    traced = _traced(loss, args)
+    ops = [node for node in traced.nodes if not isinstance(node.meta["val"], tuple)]
+
+    def values(*args: Any) -> list[torch.Tensor]:
+        return _values(traced, ops, args)
+
+    wanted = values(*args)
+    try:
+        found = compile(plan(values), mesh)(*args)
+    except (ValueError, TypeError, RuntimeError) as error:
+        return f"\nWhich op it begins with cannot be told, for the plan refuses to return what they give: {error}"
+    for node, mine, right in zip(ops, found, wanted, strict=True):
+        try:
+            compare(mine, right.to(mine.dtype), "", **exactness)  # a plan may take another type on purpose
+        except NotEquivalentError as error:
+            source = source_of(node)
+            line = "" if source is None else f" ({source.text})"
+            advice = "All before it is right, so look at this op's rule, or at the type that the plan computes it in"
+            return f"\nIt begins with {where(node)}{line}{error}. {advice}"
+    advice = "so it is a derivative that is not: look at rules with a `local`"
+    return f"\nThe {len(ops)} values on the way to the loss are right, {advice}" if what == "gradient" else ""
+
+
+def _traced(loss: Callable[..., Any], args: tuple[Any, ...]) -> Traced:
+    leaves, tree = optree.tree_flatten(args)
+    tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+
+    def flat(*values: torch.Tensor) -> list[Any]:
+        filled = list(leaves)
+        for index, value in zip(tensors, values, strict=True):
+            filled[index] = value
+        return optree.tree_leaves(loss(*tree.unflatten(filled)))
+
+    return prepare(trace(flat, [aval_of(leaves[index]) for index in tensors], forward_only=True))
+
+
+def _values(traced: Traced, ops: list[fx.Node], args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """What a graph's ops give."""
+    tensors = (leaf for leaf in optree.tree_leaves(args) if isinstance(leaf, torch.Tensor))
+    known: dict[fx.Node, Any] = dict(zip(traced.inputs, tensors, strict=True))
+    for node in traced.graph.nodes:
+        if node.op == "get_attr":
+            known[node] = traced.constants[str(node.target)]
+        elif node.op == "call_function":
+            at = lambda leaf: known[leaf] if isinstance(leaf, fx.Node) else leaf  # noqa: E731
+            with inherit(source_of(node)), grad_mode_of(node):
+                known[node] = emit_node(node.target, *walk_args((node.args, node.kwargs), at))
+    return [known[node] for node in ops]
