@@ -1,4 +1,4 @@
-"""Tensors that a traced function closes over and that belong to a torch.func transform around the trace.
+"""Tensors that a traced function reaches and that belong to a torch.func transform around the trace.
 
 The levels of such transforms are set aside during a trace, and torch then takes these tensors for constants, or for
 those of a level that the function itself opens: a derivative would be wrong, and nothing would say so.
@@ -6,25 +6,27 @@ those of a level that the function itself opens: a derivative would be wrong, an
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from types import CellType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import optree
 import torch
 
 from .. import _torch
-from ..source import current_source
+from ..source import current_source, is_library
 from .errors import TracingError
 
 __all__ = ["Enclosed"]
 
-_CONTAINERS = (list, tuple, set)
+_CONTAINERS = (list, tuple, set, frozenset, deque)
+_PLAIN = {int, float, complex, bool, str, bytes, type(None)}  # of which there may be millions, as in a table of samples
 
 
 class Enclosed:
-    """The wrapped tensors that a function reaches by its closure, and the refusal to compute with them.
+    """The wrapped tensors that a function reaches by its closure or by globals, and the refusal to compute with them.
 
     Args:
         function: what will be traced; outside all torch.func transforms it reaches none.
@@ -59,7 +61,7 @@ _QUESTIONS = {"__get__", "size", "dim", "numel", "stride", "is_floating_point", 
 
 
 def _reached(function: Callable[..., Any]) -> Iterator[torch.Tensor]:
-    """Every tensor that a function holds, through other functions, containers and objects, or names as a global."""
+    """Every tensor that a function holds, or reaches by a name, through other functions, containers and objects."""
     pending: list[Any] = [function]
     seen: set[int] = set()
     while pending:
@@ -68,7 +70,7 @@ def _reached(function: Callable[..., Any]) -> Iterator[torch.Tensor]:
             yield held
         elif id(held) not in seen:
             seen.add(id(held))
-            pending.extend(_held_by(held))
+            pending.extend(each for each in _held_by(held) if type(each) not in _PLAIN)
 
 
 def _held_by(held: Any) -> Iterable[Any]:
@@ -79,20 +81,42 @@ def _held_by(held: Any) -> Iterable[Any]:
     if isinstance(held, CellType):
         return _contents(held)
     if isinstance(held, FunctionType):
-        named = (held.__globals__.get(name) for name in held.__code__.co_names)
-        tensors = (value for value in named if isinstance(value, torch.Tensor))
-        return (*(held.__closure__ or ()), *(held.__defaults__ or ()), held.__kwdefaults__ or {}, *tensors)
+        return (*(held.__closure__ or ()), *(held.__defaults__ or ()), held.__kwdefaults__ or {}, *_globals_of(held))
     if isinstance(held, MethodType):
         return (held.__func__, held.__self__)
     if isinstance(held, partial):
         return (held.func, held.args, held.keywords)
-    if isinstance(held, type) or type(held).__module__.startswith(_OPAQUE):
+    if isinstance(held, (type, ModuleType)) or type(held).__module__.startswith(_OPAQUE):
         return ()
     slots = (getattr(held, name, None) for name in getattr(type(held), "__slots__", ()) if name != "__weakref__")
     return (*vars(held).values(), *slots) if hasattr(held, "__dict__") else tuple(slots)
 
 
-_OPAQUE = ("torch.fx", "torch._", "builtins", "sharding_specs")
+_OPAQUE = ("torch.fx", "torch._", "builtins", "sharding_specs", "logging", "threading", "_thread", "_io", "re")
+
+
+def _globals_of(function: FunctionType) -> Iterator[Any]:
+    """What a user's function names, in its own module and, `module.name`, in others of a user's."""
+    if is_library(function.__code__.co_filename):
+        return
+    names, spaces = _names(function.__code__), [function.__globals__]
+    for space in spaces:
+        for value in (space[name] for name in names if name in space):
+            if not isinstance(value, ModuleType):
+                yield value
+            elif _is_a_users(value) and all(vars(value) is not other for other in spaces):
+                spaces.append(vars(value))
+
+
+def _is_a_users(module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    return file is not None and not is_library(file)
+
+
+def _names(code: CodeType) -> set[str]:
+    """What code names, that of functions defined in it included."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*map(_names, inner))
 
 
 def _contents(cell: CellType) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ zero, or those of an inner level.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -52,11 +53,44 @@ def in_a_global(a: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return fp.shard_map(lambda x: body(shared, x), MESH, P("i"), P())(x)
 
 
+HELD: list[torch.Tensor] = []
+SETTINGS = ModuleType("settings")
+SETTINGS.__file__ = __file__
+
+
+def first_held(x: torch.Tensor) -> torch.Tensor:
+    return body(HELD[0], x)
+
+
+def in_a_global_list(a: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    HELD[:] = [a]
+    return fp.shard_map(lambda x: body(HELD[0], x), MESH, P("i"), P())(x)
+
+
+def in_a_helpers_global(a: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    HELD[:] = [a]
+    return fp.shard_map(lambda x: first_held(x), MESH, P("i"), P())(x)
+
+
+def in_a_function_inside(a: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    HELD[:] = [a]
+    return fp.shard_map(lambda x: (lambda y: body(HELD[0], y))(x), MESH, P("i"), P())(x)
+
+
+def in_a_module(a: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    SETTINGS.weights = {"a": a}  # type: ignore[attr-defined]
+    return fp.shard_map(lambda x: body(SETTINGS.weights["a"], x), MESH, P("i"), P())(x)
+
+
 CLOSING: dict[str, Function] = {
     "shard_map": lambda a, x: fp.shard_map(lambda x: body(a, x), MESH, P("i"), P())(x),
     "a plan": lambda a, x: fp.compile(fp.data_parallel("i")(lambda w, x: cubes(a * w, x)), MESH)(W, x),
     "in a list": in_list,
     "in a global": in_a_global,
+    "in a global list": in_a_global_list,
+    "in a helper's global": in_a_helpers_global,
+    "in a function inside": in_a_function_inside,
+    "in a module": in_a_module,
 }
 GIVEN: dict[str, Function] = {
     "shard_map": lambda a, x: fp.shard_map(body, MESH, (P(), P("i")), P())(a, x),
