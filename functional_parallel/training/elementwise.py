@@ -20,12 +20,12 @@ from sharding_specs import P, tree_paths, whole_shape
 from ..local_function import PyTree, SpecTree, axis_mesh
 from ..optim.adamw_kernel import ADAMW
 from ..partition.rules import is_elementwise
-from ..tracing import Aval, Traced, hollow, source_of, trace
+from ..tracing import Aval, Traced, source_of, trace
 from ..tracing.graph import operands_of, tensor_operands, walk_args, where
 from .returned import require_alike
 from .updating import like_params
 
-__all__ = ["Call", "Update", "beyond_layers", "beyond_shards", "difference", "require_promise_kept"]
+__all__ = ["Call", "Update", "beyond_layers", "beyond_shards", "difference", "of_shape", "require_promise_kept"]
 
 aten = torch.ops.aten
 
@@ -54,7 +54,7 @@ class Call(NamedTuple):
 
     Attributes:
         update: (gradients, state, parameters) → (parameters, state).
-        args: of which shapes and dtypes count.
+        args: of which shapes and dtypes count, so that an `Aval` may stand for a tensor.
         names: of each tensor among them; those that have one name in two calls stand for each other.
     """
 
@@ -83,7 +83,7 @@ def beyond_shards(update: Update, args: tuple[PyTree, ...], specs: tuple[SpecTre
 
 
 def _whole(leaf: Any, spec: P) -> Any:
-    return hollow(leaf, whole_shape(leaf.shape, spec, axis_mesh())) if _is_tensor(leaf) else leaf
+    return of_shape(leaf, whole_shape(leaf.shape, spec, axis_mesh())) if _is_tensor(leaf) else leaf
 
 
 def beyond_layers(update: Update, state: PyTree, stacked: PyTree, is_stack: Callable[[Any], bool]) -> str | None:
@@ -97,7 +97,7 @@ def beyond_layers(update: Update, state: PyTree, stacked: PyTree, is_stack: Call
     """
     args = (stacked, state, stacked)
     taken = like_params(args, stacked, optree.tree_map(lambda leaf: P("layers") if is_stack(leaf) else P(), stacked))
-    layers = optree.tree_map(lambda leaf, spec: hollow(leaf, leaf.shape[1:]) if spec.axes else leaf, args, taken)
+    layers = optree.tree_map(lambda leaf, spec: of_shape(leaf, leaf.shape[1:]) if spec.axes else leaf, args, taken)
     rows = zip(optree.tree_leaves(args), optree.tree_leaves(taken), strict=True)
     labels = [tuple(leaf.shape) if spec.axes else None for leaf, spec in rows if _is_tensor(leaf)]
     names: list[Hashable] = [*range(len(labels))]
@@ -177,7 +177,12 @@ def _as_returned(call: Call, values: Sequence[Any]) -> list[Any]:
 
 
 def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor)
+    return isinstance(leaf, (torch.Tensor, Aval))
+
+
+def of_shape(like: Any, shape: Sequence[int]) -> Aval:
+    """What a call of an update is told of a tensor of another shape."""
+    return Aval(tuple(shape), like.dtype, like.device)
 
 
 # -----------------------------------------------------------------------------

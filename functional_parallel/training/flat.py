@@ -24,7 +24,7 @@ from ..optim import Optimizer
 from ..optim.optimizer import is_known_elementwise
 from ..tracing import hollow
 from ..trained import is_trained
-from .elementwise import Call, Update, difference, require_promise_kept
+from .elementwise import Call, Update, difference, of_shape, require_promise_kept
 from .partitioned_update import require_kept, updated
 from .updating import at_rest, over_likes
 
@@ -200,7 +200,7 @@ class EndToEnd:
         """What keeps an update from doing to every element of a vector what it does to it in its parameter."""
         numbers = itertools.count()
         named = optree.tree_map(lambda leaf: f"{next(numbers)}" if isinstance(leaf, torch.Tensor) else False, args)
-        whole = self._apart(args, lambda leaf, number: hollow(leaf, self.shapes[number]))
+        whole = self._apart(args, lambda leaf, number: of_shape(leaf, self.shapes[number] or ()))
         names, numbered = self._apart(named, lambda name, _: name), self._apart(named, lambda _, number: number)
         labels = [None if isinstance(each, str) else each for each in _named(numbered)]
         by_leaf = Call(partial(optimizer.update, constants=self.constants), whole, _named(names))
