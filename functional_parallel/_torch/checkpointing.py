@@ -48,7 +48,7 @@ class _Checkpoints:
         module = torch.utils.checkpoint
         with self._lock:
             if not self._inside:
-                self._torchs = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
+                self._torchs = module.CheckpointFunction, getattr(module, _GENERATOR)
                 self._put(self, self.generator)
             self._inside += 1
 
@@ -74,8 +74,12 @@ class _Checkpoints:
             yield
 
     def _put(self, function: Any, generator: Any) -> None:
-        module = torch.utils.checkpoint
-        module.CheckpointFunction, module._checkpoint_without_reentrant_generator = function, generator  # type: ignore[misc]
+        torch.utils.checkpoint.CheckpointFunction = function  # type: ignore[misc]
+        setattr(torch.utils.checkpoint, _GENERATOR, generator)
 
+
+_GENERATOR = "_checkpoint_without_reentrant_generator"
+if hasattr(torch.utils.checkpoint, f"{_GENERATOR}_impl"):  # torch 2.15, where the other is there for callers of old
+    _GENERATOR += "_impl"
 
 _checkpoints = _Checkpoints()
