@@ -28,6 +28,7 @@ from .fakes import (
     unlogged_fakes,
     without_constant,
 )
+from .functions import running_functions
 from .initialisers import default_generator, inits_by
 from .ops import (
     decomposition_of,
@@ -103,6 +104,7 @@ __all__ = [
     "onednn_linear",
     "onednn_mm",
     "reads_no_memory",
+    "running_functions",
     "stride_free",
     "timeout_of_all_ranks",
     "under_transforms",

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 
 import torch
 
-__all__ = ["called_without_gradients", "keeping_grad_mode"]
+__all__ = ["called_with_gradients", "called_without_gradients", "keeping_grad_mode"]
 
 _at_call: ContextVar[bool | None] = ContextVar("gradients at the call", default=None)
 
@@ -27,3 +27,8 @@ def keeping_grad_mode() -> Iterator[None]:
 def called_without_gradients() -> bool:
     """Whether a primitive is running that was called under `torch.no_grad()`."""
     return _at_call.get() is False
+
+
+def called_with_gradients() -> bool:
+    """Whether a primitive is running that was called with gradients on, so in no autograd.Function of anybody's."""
+    return _at_call.get() is True

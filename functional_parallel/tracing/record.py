@@ -12,13 +12,11 @@ torch.distributed calls (refused, see `collectives.guards`).
 from __future__ import annotations
 
 import operator
-import sys
 import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from types import FrameType
 from typing import Any
 
 import torch
@@ -27,7 +25,7 @@ from torch import fx
 from .. import _torch
 from ..collectives import guards
 from ..collectives.axes import staging
-from ..collectives.grad_mode import called_without_gradients
+from ..collectives.grad_mode import called_with_gradients, called_without_gradients
 from ..source import current_source, raising_source, region, stages
 from .aliases import Aliases
 from .control_flow import unrolled
@@ -334,9 +332,9 @@ class Recorder(_torch.TorchDispatchMode):
             self.on_node(node)
 
     def _gradients_are_off(self, func: Any, backward: bool) -> bool:
-        if backward or torch.is_grad_enabled():
+        if backward or torch.is_grad_enabled() or called_with_gradients():
             return False
-        functions = list(_enclosing_autograd_functions())
+        functions = _torch.running_functions(trace.__code__)
         foreign = [each for each in functions if each.__module__.split(".")[0] != _PACKAGE]
         if self.forward_only and foreign and not _is_of_a_user(func):
             raise CustomFunctionError(
@@ -382,15 +380,3 @@ def _has_tensor(result: Any) -> bool:
 def _is_of_a_user(func: Any) -> bool:
     """Whether an op has a rule of a user's that names what stands for it, and so its derivative."""
     return stand_in(func) is not None and func.namespace != "fp"
-
-
-def _enclosing_autograd_functions() -> Iterator[type]:
-    """The autograd.Functions whose forwards run in this trace, innermost first, by torch's own `apply` on the stack."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code is not trace.__code__:
-        code = frame.f_code
-        if code.co_name == "apply" and code.co_filename.endswith("torch/autograd/function.py"):
-            cls = frame.f_locals.get("cls")  # a backward's frame has none
-            if cls is not None:
-                yield cls
-        frame = frame.f_back

@@ -1,0 +1,80 @@
+"""The autograd.Functions whose forwards run, which torch tells nobody."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import groupby
+from types import CodeType, FrameType, FunctionType
+from typing import Any
+
+import torch
+
+__all__ = ["running_functions"]
+
+_APPLY: CodeType | None = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
+
+
+def running_functions(since: CodeType) -> list[type]:
+    """The autograd.Functions whose forwards run inside the innermost call of that code, innermost first.
+
+    Known by the frames of `apply`, which torch 2.15 wrote in C++; since then by those of their forwards, so that one
+    whose forward is written in C too is not seen.
+    """
+    frames = list(_frames(since))
+    running = _by_forwards(frames) if _APPLY is None else _by_apply(frames)
+    return [cls for cls, _ in groupby(running)]  # torch.func calls one again, level by level
+
+
+def _by_apply(frames: Sequence[FrameType]) -> list[type]:
+    return [frame.f_locals["cls"] for frame in frames if frame.f_code is _APPLY]
+
+
+def _by_forwards(frames: Sequence[FrameType]) -> list[type]:
+    codes = {id(frame.f_code) for frame in frames}
+    forwards: dict[int, list[tuple[type, Any]]] = {}
+    for cls in _all_functions():
+        forward = _innermost(cls.forward)
+        code = _code_of(forward)
+        if id(code) in codes:
+            forwards.setdefault(id(code), []).append((cls, forward))
+    found: list[type] = []
+    for frame in frames:
+        found += [cls for cls, forward in forwards.get(id(frame.f_code), ()) if _runs(frame, forward)][:1]
+    return found
+
+
+def _frames(since: CodeType) -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code is not since:
+        yield frame
+        frame = frame.f_back
+
+
+def _all_functions() -> Iterator[Any]:
+    classes: list[Any] = [torch.autograd.Function]
+    while classes:
+        cls = classes.pop()
+        yield cls
+        classes += cls.__subclasses__()
+
+
+def _innermost(forward: Any) -> Any:
+    """The function that a decorator keeps inside: the decorator's own code is that of others too."""
+    forward = inspect.unwrap(forward)
+    return _innermost(forward.func) if isinstance(forward, partial) else forward
+
+
+def _code_of(forward: Any) -> CodeType | None:
+    return getattr(forward if isinstance(forward, FunctionType) else type(forward).__call__, "__code__", None)
+
+
+def _runs(frame: FrameType, forward: Any) -> bool:
+    """Whether a frame of a forward's code is that forward's: of one code come many, with other free variables."""
+    held, code = frame.f_locals, frame.f_code
+    if not isinstance(forward, FunctionType):
+        return bool(code.co_varnames) and held.get(code.co_varnames[0]) is forward
+    cells = zip(code.co_freevars, forward.__closure__ or (), strict=True)
+    return all(name in held and held[name] is cell.cell_contents for name, cell in cells)
