@@ -79,7 +79,7 @@ class _Checkpoints:
 
 
 _GENERATOR = "_checkpoint_without_reentrant_generator"
-if hasattr(torch.utils.checkpoint, f"{_GENERATOR}_impl"):  # torch 2.15, where the other is there for callers of old
+if hasattr(torch.utils.checkpoint, f"{_GENERATOR}_impl"):  # torch 2.14, where the other is there for callers of old
     _GENERATOR += "_impl"
 
 _checkpoints = _Checkpoints()

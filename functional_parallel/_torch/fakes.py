@@ -86,7 +86,7 @@ is_all_true = torch._is_all_true  # what torch.distributions ask about values, u
 def without_constant(fake: torch.Tensor) -> torch.Tensor:
     """A fake without torch's notes of its value, which a trace's writes in place would not change.
 
-    The second one is of scalars, and comes with torch 2.15.
+    The second one is of scalars, and comes with torch 2.14.
     """
     if isinstance(fake, FakeTensor):
         fake.constant, fake.item_memo = None, None

@@ -20,7 +20,7 @@ _APPLY: CodeType | None = getattr(getattr(torch.autograd.Function.apply, "__func
 def running_functions(since: CodeType) -> list[type]:
     """The autograd.Functions whose forwards run inside the innermost call of that code, innermost first.
 
-    Known by the frames of `apply`, which torch 2.15 wrote in C++; since then by those of their forwards, so that one
+    Known by the frames of `apply`, which torch 2.14 wrote in C++; since then by those of their forwards, so that one
     whose forward is written in C too is not seen.
     """
     frames = list(_frames(since))

@@ -16,7 +16,7 @@ Look = Callable[[], None]
 
 @pytest.fixture(autouse=True, params=["as torch has it", "by forwards"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before torch 2.15 `apply` has a frame; what is done since then is tested there too."""
+    """Before torch 2.14 `apply` has a frame; what is done since then is tested there too."""
     if request.param == "by forwards":
         monkeypatch.setattr("functional_parallel._torch.functions._APPLY", None)
 

@@ -30,7 +30,7 @@ def _cross_text(node: fx.Node) -> str:
 
 rule([aten._linalg_det.default, aten._linalg_slogdet.default, aten.linalg_inv_ex.default], Rule(batched_text(2)))
 rule([aten.linalg_cholesky_ex.default, aten.cholesky_inverse.default], Rule(batched_text(2)))
-if hasattr(aten, "cholesky"):  # which torch 2.15 has no more
+if hasattr(aten, "cholesky"):  # which torch 2.14 took away
     rule([aten.cholesky.default], Rule(batched_text(2)))
 rule([aten._linalg_svd.default, aten._linalg_eigh.default, aten.linalg_eig.default], Rule(batched_text(2)))
 rule([aten.linalg_qr.default, aten.linalg_lu.default, aten.linalg_lu_factor_ex.default], Rule(batched_text(2)))
