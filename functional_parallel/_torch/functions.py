@@ -20,8 +20,8 @@ _APPLY: CodeType | None = getattr(getattr(torch.autograd.Function.apply, "__func
 def running_functions(since: CodeType) -> list[type]:
     """The autograd.Functions whose forwards run inside the innermost call of that code, innermost first.
 
-    Known by the frames of `apply`, which torch 2.14 wrote in C++; since then by those of their forwards, so that one
-    whose forward is written in C too is not seen.
+    Known by the frames of `apply`, which torch 2.14 wrote in C++; since then by those of their forwards. These always
+    have one: torch asks for their signature, which a function in C does not have.
     """
     frames = list(_frames(since))
     running = _by_forwards(frames) if _APPLY is None else _by_apply(frames)
