@@ -13,7 +13,6 @@ from sharding_specs import Mesh
 
 from ..collectives.parts import Parts
 from ..program import Program
-from ..program.collectives import keep_phases
 from ..program.passes import CheapAgain
 from ..program.rounds import CASTS, names_axis
 from ..program.unroll import microbatch_dim
@@ -108,7 +107,6 @@ class _Build:
     ) -> None:
         self.program, self.plan, self.parts, self.finish = program, plan, parts, finish
         self.traced = program.traced
-        keep_phases(self.traced)
         self.roles = prepared(program, plan.virtual, inlined)
         self.schedule = plan.on(program.mesh)
         self.cut_dims = {

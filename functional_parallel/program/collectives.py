@@ -76,19 +76,20 @@ def collectives_of(traced: Traced, mesh: Mesh, *, casts: bool = False) -> Iterat
 def phases_of(traced: Traced) -> dict[fx.Node, str]:
     """Per op, the part of a step that it belongs to: after the last op of the backward comes the update.
 
-    In a program that is a part of another, as those of a pipeline, it is what it was there (see `keep_phases`).
+    Where that was written down, as `keep_phases` does, an op keeps its part wherever a pass moves it.
     """
     nodes = list(traced.nodes)
     last = max((index for index, node in enumerate(nodes) if node.meta["backward"]), default=len(nodes))
     return {
-        node: node.meta.get("phase")
-        or ("backward" if node.meta["backward"] else "update" if index > last else "forward")
+        node: "backward"
+        if node.meta["backward"]
+        else node.meta.get("phase") or ("update" if index > last else "forward")
         for index, node in enumerate(nodes)
     }
 
 
 def keep_phases(traced: Traced) -> None:
-    """Write down with every op the part of a step that it belongs to, before the step is cut into programs."""
+    """Write down with every op the part of a step that it belongs to, while they still stand in order."""
     for node, phase in phases_of(traced).items():
         node.meta["phase"] = phase
 

@@ -10,6 +10,7 @@ from ..collectives.parts import Parts
 from ..local_function import Layout
 from ..pipelines import PipelineError, PipelineProgram, add_in_place, build, end_one_microbatch
 from ..program import Program
+from ..program.collectives import keep_phases
 from ..program.passes import (
     NAMES,
     Buckets,
@@ -57,6 +58,7 @@ def rewrite(
     unknown = sorted(set(without) - NAMES - {each.name for each in layout.passes})
     if unknown:
         raise ValueError(f"without={unknown}: no such rewrites; there are {', '.join(map(repr, sorted(NAMES)))}")
+    keep_phases(program.traced)
     watch("traced", program, wide)
     first: list[ProgramPass] = [SumsOnce(axis) for axis, cut in parts.items() if cut.ranks > 1]
     first += [each for each in layout.passes if each.order < 0]
