@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor, fx
 import functional_parallel as fp
 from functional_parallel import products
 from functional_parallel.collectives.types import Type
-from functional_parallel.program.passes import add_products_in_place
+from functional_parallel.program.passes import add_products_in_place, added_products
 from functional_parallel.program.work import flops
 from functional_parallel.tracing import Traced, aval_of
 from sharding_specs import Mesh
@@ -30,6 +31,14 @@ PLANS: dict[str, tuple[Any, Mesh]] = {
     "pipeline": (fp.pipeline("pipe", schedule="1f1b", microbatches=4), Mesh(pipe=2)),
     "pipeline of halves": (fp.pipeline("pipe", schedule="zb-h1", microbatches=4), Mesh(pipe=2)),
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def as_if_kernels_added_last() -> Iterator[None]:
+    """On every machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(added_products, "adds_last", lambda like: True)
+        yield
 
 
 def draw(*shape: int, seed: int) -> Tensor:
@@ -150,3 +159,18 @@ def test_products_of_a_kernel_that_cannot_add_stay(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(products, "prefers_onednn", lambda: True)
     w, x = torch.ones(128, 128), torch.ones(128, 128)
     assert not written(lambda w, x: (x @ x.T + x.T @ x) @ w, w, x)
+
+
+def test_products_of_a_kernel_that_rounds_otherwise_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(added_products, "adds_last", lambda like: False)
+    w, x = torch.ones(8, 8), torch.ones(8, 8)
+    assert not written(lambda w, x: (x @ x.T + x.T @ x) @ w, w, x)
+
+
+def test_what_is_said_of_kernels_is_what_they_do() -> None:
+    """For the sizes that were tried, of which one that rounds otherwise shows at once."""
+    for dtype in (torch.float32, torch.float64):
+        total, a, b = (torch.randn(40, 40, dtype=dtype) for _ in range(3))
+        if products.adds_last(total):
+            assert torch.equal(torch.addmm(total, a, b), total + a @ b)
+    assert products.adds_last(torch.ones(2, dtype=torch.bfloat16)) and products.adds_last(torch.ones(2, device="meta"))

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from ...collectives.types import State
-from ...products import faster_kernel
+from ...products import adds_last, faster_kernel
 from ...tracing import Traced
 from ..variation import Axes, axes_of_nodes
 
@@ -26,7 +26,7 @@ def add_products_in_place(traced: Traced) -> bool:
     """Let products write into sums: those that are written into already, and those of products; whether any does.
 
     A sum is written where its last product is made, so operands live no longer for it. Left as they are: products by a
-    kernel that cannot add.
+    kernel that cannot add, or would round otherwise.
     """
     position = {node: index for index, node in enumerate(traced.graph.nodes)}
     sums = [node for node in traced.nodes if node.target in (aten.add.Tensor, aten.add_.Tensor)]
@@ -61,7 +61,8 @@ def _parts(node: fx.Node, position: Mapping[fx.Node, int]) -> tuple[fx.Node, fx.
     fits = total.meta["val"] == product.meta["val"] == node.meta["val"]
     is_product = product.target is aten.mm.default and list(product.users) == [node] and total is not product
     fits = fits and 1 not in product.meta["val"].shape  # a kernel for vectors adds term by term, and rounds otherwise
-    return (total, product) if fits and is_product and faster_kernel(product) is None else (None, None)
+    adds = faster_kernel(product) is None and adds_last(product.meta["val"]) if fits and is_product else False
+    return (total, product) if adds else (None, None)
 
 
 def _is_given_up(total: fx.Node, node: fx.Node, axes: Mapping[fx.Node, Axes]) -> bool:
