@@ -92,11 +92,12 @@ class States:
         makes = callable(params) and not isinstance(params, torch.nn.Module)
         given = None if makes else optree.tree_map(plain, params)
         make = params if makes else lambda: given
-        why = ""
+        why = "" if makes or _elements(given) > _FEW else "a recording would take longer"
         with switched_off():
             try:
-                form, recording = deferred(partial(self._begin, make))
-                leaves, made = recording.leaves, recording.made()
+                if not why:
+                    form, recording = deferred(partial(self._begin, make))
+                    leaves, made = recording.leaves, recording.made()
             except CannotDeferError as error:
                 why = str(error)
             if why:
@@ -275,6 +276,11 @@ class States:
         return form.trees(leaves)
 
 
+def _elements(tree: PyTree) -> int:
+    return sum(leaf.numel() for leaf in optree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+_FEW = 1 << 18  # a megabyte
 _IN_ONE_PIECE = (
     "train.init ran the function that makes parameters as it is, so that every rank held them all, and the optimizer's "
     "whole first state, because {why}. One that only makes tensors, fills them and draws random numbers is run leaf by "
