@@ -1,7 +1,9 @@
 """Run one function on several real processes, and get every rank's result back.
 
-Starting processes costs seconds (each imports torch), so a test file starts them once and does many checks inside. A
-rank that raises ends the run at once with its traceback; a run that hangs ends at the timeout.
+A rank that raises ends the run at once with its traceback; a run that hangs ends at the timeout.
+
+Importing torch takes seconds, so every rank is forked from a process that did only this. There is one such process for
+each number of a rank, since in those of a launcher Python's hashes differ, and so the order of sets.
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
+from multiprocessing import forkserver
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -49,15 +54,17 @@ def run_on_processes(
     Raises:
         RankError: with what the first rank that failed raised, or who died, or who was not done in time.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     results = context.Queue()
     port = _free_port()
     workers = [
         context.Process(target=_worker, args=(fn, rank, world_size, port, args, results, timeout), daemon=True)
         for rank in range(world_size)
     ]
-    for worker in workers:
-        worker.start()
+    servers = [_server(rank) for rank in range(world_size)]
+    for worker, server in zip(workers, servers, strict=True):
+        with patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
+            worker.start()
     try:
         return _collect(results, workers, time.monotonic() + timeout, deaths)
     finally:
@@ -66,6 +73,15 @@ def run_on_processes(
             if worker.is_alive():
                 worker.kill()
                 worker.join()
+
+
+@cache
+def _server(rank: int) -> forkserver.ForkServer:
+    """The process that ranks of a number are forked from."""
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload([__name__])
+    server.ensure_running()
+    return server
 
 
 def _collect(results: Any, workers: list[Any], deadline: float, deaths: bool) -> list[Any]:
