@@ -79,7 +79,7 @@ def run_on_processes(
 def _server(rank: int) -> forkserver.ForkServer:
     """The process that ranks of a number are forked from."""
     server = forkserver.ForkServer()
-    server.set_forkserver_preload([__name__])
+    server.set_forkserver_preload([__name__, "torch._dynamo"])  # torch imports the second when it first traces
     server.ensure_running()
     return server
 
