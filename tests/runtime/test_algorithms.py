@@ -38,7 +38,7 @@ from functional_parallel.runtime.process_carrier import ProcessCarrier
 from sharding_specs import Mesh
 from tests.processes import run_on_processes
 
-EXAMPLES = 25
+EXAMPLES = 15
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 DTYPES = (torch.float64, torch.float32, torch.int32, torch.bfloat16, torch.uint8)
 
