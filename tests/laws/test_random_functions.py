@@ -25,7 +25,7 @@ def plan_for(data: st.DataObject, mesh: Mesh) -> fp.transforms.Plan:
     return fp.chain(tensor, fp.zero(stage, "data", batch=P() if mesh.axis_size("data") == 1 else None))
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(f=programs(), ranks=RANKS, seed=SEEDS, data=st.data())
 def test_values_and_gradients(f: Program, ranks: tuple[int, int], seed: int, data: st.DataObject) -> None:
     mesh = Mesh(data=ranks[0], tensor=ranks[1])
