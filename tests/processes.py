@@ -58,7 +58,9 @@ def run_on_processes(
     results = context.Queue()
     port = _free_port()
     workers = [
-        context.Process(target=_worker, args=(fn, rank, world_size, port, args, results, timeout), daemon=True)
+        context.Process(
+            target=_worker, args=(fn, rank, world_size, port, dict(os.environ), args, results, timeout), daemon=True
+        )
         for rank in range(world_size)
     ]
     servers = [_server(rank) for rank in range(world_size)]
@@ -111,12 +113,22 @@ def _dead(died: dict[int, int], done: dict[int, Any], allowed: bool) -> dict[int
 
 
 def _worker(
-    fn: Callable[..., Any], rank: int, world_size: int, port: int, args: Any, results: Any, timeout: float
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    port: int,
+    environment: dict[str, str],
+    args: Any,
+    results: Any,
+    timeout: float,
 ) -> None:
+    os.environ.clear()  # of the process that this one was forked from, which began before the test
+    os.environ.update(environment)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+        dist.barrier()  # or a rank that lets go of the group at once breaks another's connection under way
         payload = io.BytesIO()
         torch.save(fn(rank, *args), payload)  # as bytes: shared-memory tensors would die with this process
         dist.destroy_process_group()

@@ -157,7 +157,8 @@ def wait_for(done: Path) -> str:
     return "there" if done.exists() else "not there"
 
 
-def test_the_timeout_of_the_users_own_process_group_is_taken(tmp_path: Path) -> None:
+def test_the_timeout_of_the_users_own_process_group_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUNCTIONAL_PARALLEL_ALGORITHM", "shared")  # the backend has another message
     told, other = run_on_processes(on_a_group_with_a_short_timeout, 2, str(tmp_path))
     assert told[0] == "CollectiveError" and "no signal from rank 1" in told[1], told
     assert other[0] == "there", "the rank waited no longer than its user said"
