@@ -1,8 +1,8 @@
 """Ours without its communication: the same program on every rank, each result of a collective there at once.
 
 What a step of that takes is what the step would take if the ranks were joined by a way without latency and without end
-to its bandwidth. The ops, their order and their shapes are
-those of the step that is compared, and all ranks compute at the same time; only values are others.
+to its bandwidth. The ops, their order and their shapes are those of the step that is compared, and all ranks compute at
+the same time; only values are others.
 
 A pipeline's ranks do not wait for each other then, but a schedule has waiting in it. So what counts of a pipeline is
 when the simulator says that its schedule ends, given each stage's own times and messages that take no time; and what a
@@ -95,7 +95,7 @@ class SilentRuntime(ProcessRuntime):
         """Nobody else runs it."""
         program.cache["doing"] = f"runs {program.name}"
 
-    def check_same(self, name: str, paths: Sequence[str], tensors: Sequence[torch.Tensor], parts: Any = None) -> None:
+    def check_sums(self, name: str, paths: Sequence[str], sums: Sequence[str], parts: Any = None) -> None:
         """Nothing to do."""
 
 
