@@ -80,6 +80,7 @@ rule([aten._to_copy.default], Rule(_cast_text))
 rule([aten.where.self], Rule("..., &..., &... -> ..."))
 rule([aten.copy.default], Rule("..., ... -> ..."))
 rule([aten.floor_divide.default], Rule(pointwise_text))  # which torch does not tag so
+rule([aten.leaky_relu.default], Rule(pointwise_text))  # nor this one, in 2.11
 rule([STRAIGHT_THROUGH], Rule("&..., &... -> ..."))
 rule([aten.rsub.Tensor], Rule(_sum_text))
 rule([aten._conj.default, aten._conj_physical.default], Rule("~... -> ..."))
