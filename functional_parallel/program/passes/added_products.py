@@ -61,7 +61,7 @@ def _parts(node: fx.Node, position: Mapping[fx.Node, int]) -> tuple[fx.Node, fx.
     fits = total.meta["val"] == product.meta["val"] == node.meta["val"]
     is_product = product.target is aten.mm.default and list(product.users) == [node] and total is not product
     fits = fits and 1 not in product.meta["val"].shape  # a kernel for vectors adds term by term, and rounds otherwise
-    adds = faster_kernel(product) is None and adds_last(product.meta["val"]) if fits and is_product else False
+    adds = fits and is_product and faster_kernel(product) is None and adds_last(product.meta["val"])
     return (total, product) if adds else (None, None)
 
 
