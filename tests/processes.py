@@ -29,7 +29,7 @@ import functional_parallel as fp
 
 from . import process_settings  # noqa: F401
 
-__all__ = ["RankError", "outcome", "run_on_processes"]
+__all__ = ["RankError", "connect", "outcome", "run_on_processes"]
 
 
 class RankError(AssertionError):
@@ -56,10 +56,10 @@ def run_on_processes(
     """
     context = multiprocessing.get_context("forkserver")
     results = context.Queue()
-    port = _free_port()
+    launched = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     workers = [
         context.Process(
-            target=_worker, args=(fn, rank, world_size, port, dict(os.environ), args, results, timeout), daemon=True
+            target=_worker, args=(fn, rank, {**os.environ, **launched}, args, results, timeout), daemon=True
         )
         for rank in range(world_size)
     ]
@@ -113,22 +113,12 @@ def _dead(died: dict[int, int], done: dict[int, Any], allowed: bool) -> dict[int
 
 
 def _worker(
-    fn: Callable[..., Any],
-    rank: int,
-    world_size: int,
-    port: int,
-    environment: dict[str, str],
-    args: Any,
-    results: Any,
-    timeout: float,
+    fn: Callable[..., Any], rank: int, environment: dict[str, str], args: Any, results: Any, timeout: float
 ) -> None:
     os.environ.clear()  # of the process that this one was forked from, which began before the test
-    os.environ.update(environment)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     try:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
-        dist.barrier()  # or a rank that lets go of the group at once breaks another's connection under way
+        connect(timeout)
         payload = io.BytesIO()
         torch.save(fn(rank, *args), payload)  # as bytes: shared-memory tensors would die with this process
         dist.destroy_process_group()
@@ -137,6 +127,17 @@ def _worker(
         results.put((rank, True, traceback.format_exc()))
     results.close()
     results.join_thread()
+
+
+def connect(timeout: float, **options: Any) -> None:
+    """Make the process group, and return when all ranks have: one that lets go at once breaks what others still make.
+
+    Args:
+        timeout: of the group, in seconds.
+        options: of `init_process_group`.
+    """
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout), **options)
+    dist.barrier()
 
 
 def _free_port() -> int:

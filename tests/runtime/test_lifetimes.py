@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import functional_parallel as fp
 from functional_parallel.runtime import ProcessRuntime, default_runtime, use_runtime
 from functional_parallel.training.state import DonatedStateError
 from sharding_specs import Mesh
-from tests.processes import outcome, run_on_processes
+from tests.processes import connect, outcome, run_on_processes
 
 MESH = Mesh(data=2)
 X = torch.arange(16, dtype=torch.float64).reshape(4, 4) % 5
@@ -63,9 +62,7 @@ class Training:
 
 
 def init_again(rank: int, folder: str, name: str, seconds: float = FOREVER) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/{name}", rank=rank, world_size=2, timeout=timedelta(seconds=seconds)
-    )
+    connect(seconds, init_method=f"file://{folder}/{name}", rank=rank, world_size=2)
 
 
 # -----------------------------------------------------------------------------
