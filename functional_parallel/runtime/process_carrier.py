@@ -190,20 +190,27 @@ class ProcessCarrier:
         return self._backend.all_to_all("psum_scatter", x, chunks, axes, finish)
 
     def _start_all_gather(
-        self, x: Tensor | Packed, axes: tuple[str, ...], dim: int, layout: Layout | None = None
+        self,
+        x: Tensor | Packed,
+        axes: tuple[str, ...],
+        dim: int,
+        layout: Layout | None = None,
+        operation: str = "all_gather",
     ) -> Pending:
         if chosen := self._chosen("all_gather", x, axes, len(self._groups.over(axes).ranks)):
-            return self._start_steps("all_gather", x, axes, chosen, starting.all_gather(*chosen, x, dim, layout))
+            return self._start_steps(operation, x, axes, chosen, starting.all_gather(*chosen, x, dim, layout))
         return self._backend.all_gather(
-            "all_gather", whole(x), axes, lambda parts: starting.taken_apart(joined(parts, dim), layout)
+            operation, whole(x), axes, lambda parts: starting.taken_apart(joined(parts, dim), layout)
         )
 
-    def _start_all_to_all(self, x: Tensor, axes: tuple[str, ...], split_dim: int, concat_dim: int) -> Pending:
+    def _start_all_to_all(
+        self, x: Tensor, axes: tuple[str, ...], split_dim: int, concat_dim: int, operation: str = "all_to_all"
+    ) -> Pending:
         if (chosen := self._chosen("all_to_all", x, axes)) and chosen[0].all_to_all:
             started = starting.all_to_all(*chosen, x, split_dim, concat_dim)
-            return self._start_steps("all_to_all", x, axes, chosen, started)
+            return self._start_steps(operation, x, axes, chosen, started)
         chunks = starting.plain(x).chunk(len(self._groups.over(axes).ranks), split_dim)
-        return self._backend.all_to_all("all_to_all", x, chunks, axes, lambda parts: joined(parts, concat_dim))
+        return self._backend.all_to_all(operation, x, chunks, axes, lambda parts: joined(parts, concat_dim))
 
     # --- by algorithms of ours ---
 
@@ -246,23 +253,26 @@ class ProcessCarrier:
         return self._backend.all_to_all_unevenly("ppermute", x, to_send, expected, axes, finish).wait()
 
     def pmax(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
-        return self._start_extreme("pmax", x, axes, dist.ReduceOp.MAX, group.pmax).wait()
+        return self._extreme("pmax", x, axes, group.pmax)
 
     def pmin(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
-        return self._start_extreme("pmin", x, axes, dist.ReduceOp.MIN, group.pmin).wait()
+        return self._extreme("pmin", x, axes, group.pmin)
 
-    def _start_extreme(
-        self, operation: str, x: Tensor, axes: tuple[str, ...], how: Any, among: Callable[[Any], list[Tensor]]
-    ) -> Pending:
-        """Few values are gathered from all ranks: our algorithms only sum, and the backend takes a millisecond."""
+    def _extreme(
+        self, operation: str, x: Tensor, axes: tuple[str, ...], among: Callable[[Sequence[Tensor]], list[Tensor]]
+    ) -> Tensor:
+        """Few values are gathered; of many each rank gets a part from all, and they gather what these come to.
+
+        A backend's own maximum of NaN and a number is either, as the order of its ranks has it.
+        """
         count = len(self._groups.over(axes).ranks)
-        if count * x.nbytes <= _GATHERED and (chosen := self._chosen("all_gather", x, axes, count)):
-            parts = x.new_empty((count, *x.shape)).unbind()
-            steps = chosen[0].all_gather(chosen[1], starting.plain(x), parts)
-            return self._start_steps(operation, x, axes, chosen, (steps, lambda: among(parts)[0]))
-        if self._reduces_itself(x, axes):
-            return self._backend.all_reduce(operation, x, axes, how, False, lambda extreme: extreme)
-        return self._backend.all_gather(operation, x, axes, lambda parts: among(parts)[0])
+        if count * x.nbytes <= _GATHERED:
+            gathered = self._start_all_gather(x.unsqueeze(0), axes, 0, operation=operation).wait()
+            return among(gathered.unbind())[0]
+        padded = torch.nn.functional.pad(x.reshape(-1), (0, -x.numel() % count))
+        mine = self._start_all_to_all(padded, axes, 0, 0, operation).wait().chunk(count)
+        gathered = self._start_all_gather(among(mine)[0], axes, 0, operation=operation).wait()
+        return gathered[: x.numel()].view(x.shape)
 
     def pbroadcast(self, x: Tensor, axes: tuple[str, ...], source: int) -> Tensor:
         return self._backend.broadcast("pbroadcast", x, axes, source).wait()

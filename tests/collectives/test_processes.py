@@ -90,26 +90,32 @@ def counted(x: Tensor) -> Tensor:
     return x.to(torch.int64) if x.dtype == torch.bool else x
 
 
-def on_two_ranks(rank: int) -> dict[str, Any]:
+def on_two_ranks(rank: int) -> dict[Any, Any]:
     mesh = Mesh(a=2)
     x = torch.full((1000,), 1 / 3, dtype=torch.bfloat16)
-    results: dict[str, Any] = {}
+    results: dict[Any, Any] = {}
     with ProcessCarrier(mesh, reduce_dtype=torch.float32).bound():
         results["wide"] = fp.psum(x if rank else x * 1000, "a")
         results["empty"] = fp.all_gather(torch.ones(0, 3), "a"), fp.psum(torch.ones(0), "a")
         ignored = torch.func.grad(lambda y: y.sum() + (0 if rank else 1) * fp.all_gather(y, "a").sum())
         results["ignored"] = ignored(torch.ones(2))
-        results["extremes"] = [(fp.pmax(x, "a"), fp.pmin(x, "a")) for x in extremes(rank)]
+    for algorithm in ("auto", "backend", "shared", "ring"):
+        with ProcessCarrier(mesh, algorithm=algorithm).bound():
+            results["extremes", algorithm] = [(fp.pmax(x, "a"), fp.pmin(x, "a")) for x in extremes(rank)]
     with ProcessCarrier(mesh, timeout=timedelta(seconds=1)).bound():
         results["alone"] = error_of_a_gradient(rank)
     return results
 
 
 def extremes(rank: int) -> list[Tensor]:
-    """Few values, which are gathered: none, one that is no number, a transposed matrix; and many, which are not."""
-    few = value_of(rank)
-    no_number = torch.where(torch.arange(3) == rank, torch.nan, float(rank))
-    return [few, few[:0], few.flatten(1).t(), no_number, integers(1 << 17, seed=rank)]
+    """Few values, which are gathered: none, a transposed matrix; many, which are not; and of each some NaN."""
+    few, many = value_of(rank), integers((1 << 17) + 1, seed=rank)
+    return [few, few[:0], few.t(), with_nan(few, rank), many.view(1, -1), with_nan(many, rank)]
+
+
+def with_nan(x: Tensor, rank: int) -> Tensor:
+    """NaN on one rank of two, on the other, on both, and on none, in turn."""
+    return torch.where(torch.arange(x.numel()).view(x.shape) % 4 & (rank + 1) > 0, torch.nan, x)
 
 
 def error_of_a_gradient(rank: int) -> str:
@@ -141,7 +147,7 @@ def four() -> list[dict[Any, Any]]:
 
 
 @pytest.fixture(scope="module")
-def two() -> list[dict[str, Any]]:
+def two() -> list[dict[Any, Any]]:
     return run_on_processes(on_two_ranks, 2)
 
 
@@ -186,31 +192,32 @@ def test_derivatives_equal_the_oracles(four: list[dict[Any, Any]]) -> None:
         assert torch.equal(result["backward after the binding"], oracle[0].flatten(0, 1)[rank])
 
 
-def test_low_precision_sums_accumulate_in_the_wide_dtype(two: list[dict[str, Any]]) -> None:
+def test_low_precision_sums_accumulate_in_the_wide_dtype(two: list[dict[Any, Any]]) -> None:
     third = torch.full((1000,), 1 / 3, dtype=torch.bfloat16)
     expected = ((third * 1000).float() + third.float()).to(torch.bfloat16)
     assert all(torch.equal(result["wide"], expected) for result in two)
 
 
-def test_the_largest_and_the_smallest_of_few_and_of_many(two: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("algorithm", ["auto", "backend", "shared", "ring"])
+def test_the_largest_and_the_smallest_of_few_and_of_many(two: list[dict[Any, Any]], algorithm: str) -> None:
     for index, values in enumerate(zip(extremes(0), extremes(1), strict=True)):
         for result in two:
-            for ours, among in zip(result["extremes"][index], (torch.maximum, torch.minimum), strict=True):
+            for ours, among in zip(result["extremes", algorithm][index], (torch.maximum, torch.minimum), strict=True):
                 torch.testing.assert_close(ours, among(*values), rtol=0, atol=0, equal_nan=True)
 
 
-def test_empty_tensors_travel(two: list[dict[str, Any]]) -> None:
+def test_empty_tensors_travel(two: list[dict[Any, Any]]) -> None:
     for result in two:
         gathered, summed = result["empty"]
         assert gathered.shape == (0, 3) and summed.shape == (0,)
 
 
-def test_a_zero_cotangent_still_takes_part(two: list[dict[str, Any]]) -> None:
+def test_a_zero_cotangent_still_takes_part(two: list[dict[Any, Any]]) -> None:
     """Rank 1's loss multiplies the gathered value by zero; its backward joins the reduce-scatter all the same."""
     assert [result["ignored"].tolist() for result in two] == [[2.0, 2.0], [2.0, 2.0]]
 
 
-def test_a_rank_left_alone_says_so(two: list[dict[str, Any]]) -> None:
+def test_a_rank_left_alone_says_so(two: list[dict[Any, Any]]) -> None:
     message = two[0]["alone"]
     for part in ("rank 0 (a=0): psum_scatter over ('a',) of float32[4, 3] failed", "of [0, 1] never came to it"):
         assert part in message
