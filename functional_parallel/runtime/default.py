@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+import weakref
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from .simulated import SimulatedRuntime
 
 __all__ = ["default_runtime", "is_main_rank", "use_runtime"]
 
-# A runtime, and the process group of all ranks when it was made.
+# A runtime, and the process group of all ranks when it was made, as `_world` names it.
 _chosen: dict[Mesh, tuple[Any, Any]] = {}
 _made: dict[tuple[Mesh, str], tuple[Any, Any]] = {}
 
@@ -46,11 +47,11 @@ def default_runtime(mesh: Mesh, reduction: str = "fast") -> Any:
     """
     if mesh in _chosen:
         runtime, world = _chosen[mesh]
-        if world is not None and world is not _world():
+        if world is not None and world != _world():
             raise _let_go(mesh, "torch.distributed.init_process_group and use_runtime")
         return runtime
     runtime, world = _made.get((mesh, reduction), (None, None))
-    if runtime is not None and world is _world():
+    if runtime is not None and world == _world():
         return runtime
     if world is not None and _world() is None:
         raise _let_go(mesh, "torch.distributed.init_process_group")
@@ -87,8 +88,11 @@ def _let_go(mesh: Mesh, once_more: str) -> CollectiveError:
 
 
 def _world() -> Any:
-    """The process group of all ranks, another one whenever processes are initialised anew; None while there is none."""
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    """A reference to the process group of all ranks, another one whenever processes are initialised anew, or None.
+
+    One that kept the group would keep gloo's threads, as `algorithms.handle` says.
+    """
+    return weakref.ref(dist.group.WORLD) if dist.is_available() and dist.is_initialized() else None
 
 
 def _is_launched() -> bool:

@@ -18,7 +18,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from sharding_specs import Mesh
 
-from .algorithms import ROLL_CALL, Doing, Messages, Ranks, RollCall, Team
+from .algorithms import ROLL_CALL, Doing, Handle, Messages, Ranks, RollCall, Team
 
 __all__ = ["Group", "Groups"]
 
@@ -29,7 +29,6 @@ class Group:
     """The ranks that one collective goes over.
 
     Attributes:
-        handle: torch's process group.
         rank: this rank's place in `ranks`.
         ranks: global ranks in the order of the axes, the first axis major.
         seats: for each of them, its position in torch's group, which is sorted by global rank.
@@ -46,7 +45,7 @@ class Group:
         tags: Iterator[int],
         doing: Doing | None,
     ) -> None:
-        self.handle, self.ranks, self._timeout, self._tags, self._doing = handle, ranks, timeout, tags, doing
+        self._handle, self.ranks, self._timeout, self._tags, self._doing = Handle(handle), ranks, timeout, tags, doing
         self.rank = ranks.index(rank)
         self.seats = tuple(sorted(ranks).index(each) for each in ranks)
         self.backend = str(dist.get_backend(handle))
@@ -54,6 +53,11 @@ class Group:
         if doing is not None and self.backend == "gloo":
             messages = Messages(handle, self.seats, ROLL_CALL)
             self.roll_call = RollCall(Ranks(self.rank, len(ranks)), messages, doing)
+
+    @property
+    def handle(self) -> Any:
+        """Torch's process group, as long as torch holds it."""
+        return self._handle.group
 
     def in_order(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """From torch's order to the order of the axes."""
@@ -83,7 +87,7 @@ class Groups:
 
     def __init__(self, mesh: Mesh, rank: int, timeout: timedelta | None, doing: Doing | None = None) -> None:
         self._mesh, self._rank, self._timeout, self._doing = mesh, rank, timeout, doing
-        self._handles = _make_groups(mesh, timeout)
+        self._handles = _make_groups(mesh, rank, timeout)
         self._tags: dict[frozenset[int], Iterator[int]] = {ranks: count() for ranks in self._handles}
         self._found: dict[tuple[str, ...], Group] = {}
 
@@ -105,16 +109,16 @@ class Groups:
                 "or all of them; write one collective per axis"
             )
         members = frozenset(ranks)
-        return Group(self._handles[members], self._rank, ranks, self._timeout, self._tags[members], self._doing)
+        return Group(self._handles[members].group, self._rank, ranks, self._timeout, self._tags[members], self._doing)
 
 
-def _make_groups(mesh: Mesh, timeout: timedelta | None) -> dict[frozenset[int], Any]:
-    """This rank's process groups, by their ranks; every rank makes every group, in the same order."""
+def _make_groups(mesh: Mesh, rank: int, timeout: timedelta | None) -> dict[frozenset[int], Handle]:
+    """A rank's process groups, by their ranks; every rank makes every group, in the same order."""
     names = [name for name in mesh.axis_names if mesh.axis_size(name) > 1]
     few = chain.from_iterable(combinations(names, number) for number in range(1, _MOST_AXES_TOGETHER + 1))
-    handles: dict[frozenset[int], Any] = {}
+    made: dict[frozenset[int], Any] = {}
     for axes in dict.fromkeys([*few, tuple(names)]):
         for ranks in mesh.groups(axes) if axes else ():
-            if frozenset(ranks) not in handles:
-                handles[frozenset(ranks)] = dist.new_group(sorted(ranks), timeout=timeout)
-    return handles
+            if frozenset(ranks) not in made:
+                made[frozenset(ranks)] = dist.new_group(sorted(ranks), timeout=timeout)
+    return {ranks: Handle(group) for ranks, group in made.items() if rank in ranks}

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _torch
-from .algorithms import Doing, OutOfStepError
+from .algorithms import Doing, Handle, OutOfStepError
 from .pending import CollectiveError
 from .turn import Turn
 
@@ -36,7 +36,7 @@ class Meeting:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         on_devices = str(dist.get_backend()) == "nccl"
         backend = "gloo" if on_devices and dist.is_gloo_available() else None
-        self.group = dist.new_group(backend=backend, timeout=timeout)
+        self._handle = Handle(dist.new_group(backend=backend, timeout=timeout))
         self.device = torch.device("cuda" if on_devices and backend is None else "cpu")
 
     def agree(self, doing: str, otherwise: str, number: int = 0) -> int:
@@ -63,7 +63,7 @@ class Meeting:
         found = torch.tensor([mark, -mark, number], dtype=torch.int64, device=self.device)
         try:
             with _torch.apart_from_transforms():
-                dist.all_reduce(found, dist.ReduceOp.MAX, self.group)
+                dist.all_reduce(found, dist.ReduceOp.MAX, self._handle.group)
         except RuntimeError as error:
             raise CollectiveError(
                 f"rank {self.rank} {doing}: another rank never came to do so, or died. {otherwise}. torch says: {error}"
@@ -92,7 +92,7 @@ class Meeting:
         values: list[Any] = [None] * self.size
         try:
             with _torch.apart_from_transforms():
-                dist.all_gather_object(values, value, self.group)
+                dist.all_gather_object(values, value, self._handle.group)
         except RuntimeError as error:
             raise CollectiveError(
                 f"rank {self.rank}: another rank never came {purpose}, or died. torch says: {error}"

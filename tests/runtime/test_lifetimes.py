@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 import functional_parallel as fp
 from functional_parallel.runtime import ProcessRuntime, default_runtime, use_runtime
@@ -159,6 +161,24 @@ def test_the_timeout_of_the_users_own_process_group_is_taken(tmp_path: Path, mon
     told, other = run_on_processes(on_a_group_with_a_short_timeout, 2, str(tmp_path))
     assert told[0] == "CollectiveError" and "no signal from rank 1" in told[1], told
     assert other[0] == "there", "the rank waited no longer than its user said"
+
+
+def on_processes_that_hold_what_was_let_go(rank: int, folder: str, algorithm: str) -> tuple[str, list[bool]]:
+    os.environ["FUNCTIONAL_PARALLEL_ALGORITHM"] = algorithm
+    run = Training()
+    run.step()
+    groups = [weakref.ref(group) for group in distributed_c10d._world.pg_map]
+    dist.destroy_process_group()
+    found = outcome(run.params)[0], [group() is None for group in groups]
+    init_again(rank, folder, "again")
+    return found
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "backend", "ring"])
+def test_groups_that_are_let_go_do_not_live_on(algorithm: str, tmp_path: Path) -> None:
+    """Their threads outlived the interpreter, and one that then freed a tensor ended the process with SIGABRT."""
+    for told, gone in run_on_processes(on_processes_that_hold_what_was_let_go, 2, str(tmp_path), algorithm):
+        assert told == "CollectiveError" and len(gone) == 3 and all(gone), "all ranks, the mesh's, and its meetings'"
 
 
 # -----------------------------------------------------------------------------

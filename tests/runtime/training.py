@@ -1,9 +1,11 @@
 """A training script as users write it: plain `python` simulates the ranks, `torchrun` gives each a process.
 
-It prints the loss of every step to all its digits, once.
+It prints the loss of every step to all its digits, once, and each process that its group is let go at the end.
 """
 
 from __future__ import annotations
+
+import atexit
 
 import torch
 from torch import Tensor
@@ -34,4 +36,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    atexit.register(lambda: print("groups at the end:", torch.distributed.is_initialized(), flush=True))
     main()

@@ -3,6 +3,7 @@
 from . import starting
 from .choose import SIZES, Chooser, setting
 from .doing import READS, Doing, OutOfStepError
+from .handle import Handle
 from .packed import Packed, whole
 from .roll_call import RollCall
 from .running import Steps
@@ -19,6 +20,7 @@ __all__ = [
     "Algorithm",
     "Chooser",
     "Doing",
+    "Handle",
     "Layout",
     "Messages",
     "OutOfStepError",

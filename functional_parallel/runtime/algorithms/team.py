@@ -12,6 +12,7 @@ from torch import Tensor
 from .channels import LARGEST, Channels
 from .connect import connect, host_identity
 from .doing import Doing
+from .handle import Handle
 from .running import Running, Steps, Waitable
 
 __all__ = ["NOTHING", "ROLL_CALL", "Messages", "Ranks", "Team"]
@@ -64,7 +65,7 @@ class Team(Ranks):
         doing: Doing | None = None,
     ) -> None:
         super().__init__(rank, len(seats))
-        self.handle, self._seats = handle, seats
+        self._handle, self._seats = Handle(handle), seats
         self._tags, self._doing = tags or count(), doing or Doing()
         names = self.exchange(host_identity() if host is None else host)
         by_name: dict[str, list[int]] = {}
@@ -75,6 +76,11 @@ class Team(Ranks):
         self.is_on_one_host = len(self.hosts) == 1
         self.has_hosts_alike = len({len(ranks) for ranks in self.hosts}) == 1
         self.shared = connect(rank, self.on_my_host, self.exchange, timeout, self._doing)
+
+    @property
+    def handle(self) -> Any:
+        """Torch's process group, as long as torch holds it."""
+        return self._handle.group
 
     def run(self, steps: Steps) -> Running:
         """Start an algorithm."""
@@ -148,11 +154,11 @@ class Messages:
     __slots__ = ("_handle", "_seats", "_tag")
 
     def __init__(self, handle: Any, seats: Sequence[int], tag: int = 0) -> None:
-        self._handle, self._seats, self._tag = handle, seats, tag
+        self._handle, self._seats, self._tag = Handle(handle), seats, tag
 
     def among(self, ranks: Sequence[int]) -> Messages:
         """The same between some of the ranks, numbered by their place in the list."""
-        return Messages(self._handle, [self._seats[rank] for rank in ranks], self._tag)
+        return Messages(self._handle.group, [self._seats[rank] for rank in ranks], self._tag)
 
     def send(self, x: Tensor, to: int) -> Waitable:
         """Start to send a contiguous tensor, which must not change until this is waited for."""
@@ -165,7 +171,7 @@ class Messages:
     def _started(self, operation: Callable[..., Any], x: Tensor, seat: int, end: str) -> Waitable:
         if x.numel() == 0:
             return NOTHING
-        work = operation(x, group=self._handle, tag=self._tag, **{end: seat})
+        work = operation(x, group=self._handle.group, tag=self._tag, **{end: seat})
         return _UnderWay(work, self._handle, seat, "to" if end == "group_dst" else "from")
 
 
@@ -174,14 +180,14 @@ class _UnderWay:
 
     __slots__ = ("_direction", "_handle", "_seat", "_work")
 
-    def __init__(self, work: Any, handle: Any, seat: int, direction: str) -> None:
+    def __init__(self, work: Any, handle: Handle, seat: int, direction: str) -> None:
         self._work, self._handle, self._seat, self._direction = work, handle, seat, direction
 
     def wait(self) -> None:
         try:
             self._work.wait()
         except RuntimeError as error:
-            rank = dist.get_global_rank(self._handle, self._seat)
+            rank = dist.get_global_rank(self._handle.group, self._seat)
             raise RuntimeError(f"a message {self._direction} rank {rank} did not arrive: {error}") from error
 
     def is_completed(self) -> bool:
