@@ -225,8 +225,9 @@ def on_a_rank_that_leaves_a_child_behind(rank: int, folder: str) -> tuple[str, s
     return told
 
 
-def test_a_rank_that_dies_is_noticed_though_its_child_lives(tmp_path: Path) -> None:
+def test_a_rank_that_dies_is_noticed_though_its_child_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The child held the rank's ends of the connections, so that the others waited until their timeout."""
+    monkeypatch.setenv("FUNCTIONAL_PARALLEL_ALGORITHM", "shared")  # torch's connections are the child's too
     told, exit_code = run_on_processes(on_a_rank_that_leaves_a_child_behind, 2, str(tmp_path), deaths=True)
     assert exit_code == -signal.SIGKILL
     assert told[0] == "CollectiveError" and "rank 1 of the group, on this host, ended" in told[1], told
