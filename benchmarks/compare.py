@@ -111,7 +111,7 @@ def main() -> None:
         for section, table in tables.items():
             report.write(section + on_processor(), table)
     if args.write_further:
-        report.write("further peers" + on_processor(), tables["peers"])
+        report.write(args.write_further + on_processor(), tables["peers"])
 
 
 def on_processor() -> str:
@@ -140,8 +140,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--write", action="store_true", help="put the tables into docs/benchmarks.md")
     parser.add_argument(
         "--write-further",
-        action="store_true",
-        help="put the times into docs/benchmarks.md, under further sizes and ranks",
+        nargs="?",
+        const="further peers",
+        choices=("further peers", "larger peers"),
+        help="put the times into docs/benchmarks.md, under further ranks or larger sizes",
     )
     args = parser.parse_args()
     if args.write_further and (args.quick or args.same_kernels):
@@ -150,7 +152,7 @@ def arguments() -> argparse.Namespace:
         parser.error(
             "--write is for all columns and the kernels that users get: no --quick, --same-kernels or --no-footprint"
         )
-    for section in ["peers"] * args.write + ["further peers"] * args.write_further:
+    for section in filter(None, ("peers" if args.write else None, args.write_further)):
         report.parts_around(section + on_processor())  # or else, after all is measured, there is no place for it
     args.rounds = args.rounds or (5 if args.quick else 40)
     if args.rounds < 2:
