@@ -97,7 +97,8 @@ def pmean(x: Tree, axis: Axes) -> Tree:
 def pmax(x: Tree, axis: Axes) -> Tree:
     """The elementwise largest value of all ranks, on every rank.
 
-    Type V → I. It has no derivative: under a transform that takes one, write `pmax(x.detach(), axis)`.
+    Type V → I. It has no derivative: under a transform that takes one, write `pmax(x.detach(), axis)`. NaN on any rank
+    is NaN on all.
 
     >>> from functional_parallel.collectives import vmap
     >>> vmap(lambda x: pmax(x, "i"), out_dims=None, axis_name="i")(torch.tensor([[1, 4], [3, 2]]))
@@ -116,7 +117,8 @@ def pmax(x: Tree, axis: Axes) -> Tree:
 def pmin(x: Tree, axis: Axes) -> Tree:
     """The elementwise smallest value of all ranks, on every rank.
 
-    Type V → I. It has no derivative: under a transform that takes one, write `pmin(x.detach(), axis)`.
+    Type V → I. It has no derivative: under a transform that takes one, write `pmin(x.detach(), axis)`. NaN on any rank
+    is NaN on all.
 
     >>> from functional_parallel.collectives import vmap
     >>> vmap(lambda x: pmin(x, "i"), out_dims=None, axis_name="i")(torch.tensor([[1, 4], [3, 2]]))
