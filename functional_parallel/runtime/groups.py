@@ -38,26 +38,29 @@ class Group:
 
     def __init__(
         self,
-        handle: Any,
+        handle: Handle,
         rank: int,
         ranks: tuple[int, ...],
         timeout: timedelta | None,
         tags: Iterator[int],
         doing: Doing | None,
     ) -> None:
-        self._handle, self.ranks, self._timeout, self._tags, self._doing = Handle(handle), ranks, timeout, tags, doing
+        self._handle, self.ranks, self._timeout, self._tags, self._doing = handle, ranks, timeout, tags, doing
         self.rank = ranks.index(rank)
         self.seats = tuple(sorted(ranks).index(each) for each in ranks)
-        self.backend = str(dist.get_backend(handle))
+        self.backend = str(dist.get_backend(handle.group))
         self.roll_call: RollCall | None = None
         if doing is not None and self.backend == "gloo":
-            messages = Messages(handle, self.seats, ROLL_CALL)
-            self.roll_call = RollCall(Ranks(self.rank, len(ranks)), messages, doing)
+            self.roll_call = RollCall(Ranks(self.rank, len(ranks)), self.messages(ROLL_CALL), doing)
 
     @property
     def handle(self) -> Any:
         """Torch's process group, as long as torch holds it."""
         return self._handle.group
+
+    def messages(self, tag: int = 0) -> Messages:
+        """Messages to single ranks, under a tag."""
+        return Messages(self._handle, self.seats, tag)
 
     def in_order(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """From torch's order to the order of the axes."""
@@ -109,7 +112,7 @@ class Groups:
                 "or all of them; write one collective per axis"
             )
         members = frozenset(ranks)
-        return Group(self._handles[members].group, self._rank, ranks, self._timeout, self._tags[members], self._doing)
+        return Group(self._handles[members], self._rank, ranks, self._timeout, self._tags[members], self._doing)
 
 
 def _make_groups(mesh: Mesh, rank: int, timeout: timedelta | None) -> dict[frozenset[int], Handle]:

@@ -49,7 +49,7 @@ _REDUCED_BY = {
     "gloo": _REDUCED_BY_ALL | {torch.float16, torch.bfloat16},
     "nccl": _REDUCED_BY_ALL | {torch.float16, torch.bfloat16},
 }
-_GATHERED = 1 << 20  # bytes of all ranks; gathering more would take longer than a ring
+_GATHERED = 1 << 20  # bytes of all ranks; gathering more would take longer than gathering what parts come to
 
 
 class ProcessCarrier:
@@ -293,7 +293,7 @@ class ProcessCarrier:
             device: where the tensors are.
         """
         members, chooser = self._groups.over(axes), self._chooser(axes) if device.type == "cpu" else None
-        return Messages(members.handle, members.seats) if chooser is None else chooser.team
+        return members.messages() if chooser is None else chooser.team
 
     def algorithms(self, axes: tuple[str, ...], sizes: Sequence[int] = SIZES) -> str:
         """Which algorithm serves collectives over these axes, by size, and why; all ranks must ask.

@@ -305,10 +305,10 @@ def _initialise(timeout: float) -> None:
             f"several hosts set {variable} on each to the network interface by which the others reach it, as eth0: the "
             f"host's name alone may lead to 127.0.0.1. torch says: {error}"
         ) from error
-    atexit.register(_let_go, weakref.ref(dist.group.WORLD), os.getpid())
+    atexit.register(_let_go_at_exit, weakref.ref(dist.group.WORLD), os.getpid())
 
 
-def _let_go(world: weakref.ref[Any], process: int) -> None:
+def _let_go_at_exit(world: weakref.ref[Any], process: int) -> None:
     """Threads of gloo's must end before the interpreter. After an error they may wait for ranks that never come."""
     is_held = dist.is_initialized() and world() is dist.group.WORLD and os.getpid() == process
     if is_held and not hasattr(sys, "last_type"):

@@ -146,8 +146,9 @@ def on_two_models_in_another_order(rank: int) -> list[tuple[str, str, float]]:
     return [outcome(lambda: train.params(states[order[0]])), outcome(lambda: train(states[order[0]], X))]
 
 
-def test_two_models_that_ranks_go_through_in_another_order() -> None:
+def test_two_models_that_ranks_go_through_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those in a set: their programs are the same, and each rank took the other model's parts for its own."""
+    monkeypatch.setenv("FUNCTIONAL_PARALLEL_ALGORITHM", "shared")  # messages have another name for a rank
     for rank, found in enumerate(run_on_processes(on_two_models_in_another_order, 2)):
         for (kind, message, _), does in zip(
             found, ("reads a value that lies in parts", "runs train_step"), strict=True
@@ -156,4 +157,4 @@ def test_two_models_that_ranks_go_through_in_another_order() -> None:
             mine, other = (
                 message.index(f"of the state that call {call} made") for call in (2 + 2 * rank, 4 - 2 * rank)
             )
-            assert mine < message.index(f"rank {1 - rank} of the group") < other
+            assert mine < message.index(f"rank {1 - rank} of the group, on this host,") < other

@@ -93,7 +93,7 @@ class Team(Ranks):
     def _tagged(self, number: int) -> Messages:
         """Messages that no rank takes for its own which does something else."""
         doing = self._doing.brief(_TAG_BITS - _COUNT_BITS)
-        return Messages(self.handle, self._seats, doing << _COUNT_BITS | number)
+        return Messages(self._handle, self._seats, doing << _COUNT_BITS | number)
 
     # --- messages to single ranks, received in the order in which they were sent ---
 
@@ -153,12 +153,12 @@ class Messages:
 
     __slots__ = ("_handle", "_seats", "_tag")
 
-    def __init__(self, handle: Any, seats: Sequence[int], tag: int = 0) -> None:
-        self._handle, self._seats, self._tag = Handle(handle), seats, tag
+    def __init__(self, handle: Handle, seats: Sequence[int], tag: int = 0) -> None:
+        self._handle, self._seats, self._tag = handle, seats, tag
 
     def among(self, ranks: Sequence[int]) -> Messages:
         """The same between some of the ranks, numbered by their place in the list."""
-        return Messages(self._handle.group, [self._seats[rank] for rank in ranks], self._tag)
+        return Messages(self._handle, [self._seats[rank] for rank in ranks], self._tag)
 
     def send(self, x: Tensor, to: int) -> Waitable:
         """Start to send a contiguous tensor, which must not change until this is waited for."""
