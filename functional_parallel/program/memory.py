@@ -140,7 +140,7 @@ class Ledger:
             tuple((self.sizes[s], f"{self.kind(s)}: {self.title(s)}", self.line(s)) for s in largest),
         )
 
-    @property
+    @functools.cached_property
     def held(self) -> int:
         """The bytes of inputs and constants."""
         return sum(size for storage, size in self.sizes.items() if storage not in self.spans)

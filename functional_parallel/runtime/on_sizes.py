@@ -83,6 +83,7 @@ class _Tally:
         self.alive: Counter[str] = Counter()
         self.living: weakref.WeakSet[Stored] = weakref.WeakSet()
         self.curve: list[int] = []
+        self.peak = -1
         self.steps: list[str] = []
         self.most: dict[str, int] = {}
         self.largest: tuple[tuple[int, str, str], ...] = ()
@@ -90,7 +91,8 @@ class _Tally:
     def note(self, step: str, beside: Sequence[Row] = ()) -> None:
         """A point of the curve: what is alive, and what is alive beside it."""
         total = self.alive.total() + sum(size for size, *_ in beside)
-        if total > max(self.curve, default=-1):
+        if total > self.peak:
+            self.peak = total
             rows = [*(each.row for each in self.living), *beside]
             self.most = {name: sum(size for size, kind, *_ in rows if kind == name) for name in PIPELINE_KINDS}
             largest = sorted((-size, f"{kind}: {what}", where) for size, kind, what, where in rows)[:8]
