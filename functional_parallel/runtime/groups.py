@@ -106,6 +106,8 @@ class Groups:
 
     def _find(self, axes: tuple[str, ...]) -> Group:
         ranks = next(tuple(ranks) for ranks in self._mesh.groups(axes) if self._rank in ranks)
+        if ranks == (self._rank,) and frozenset(ranks) not in self._handles:
+            self._add_alone(frozenset(ranks))
         if frozenset(ranks) not in self._handles:
             raise ValueError(
                 f"a collective over {axes}: process groups are made for at most {_MOST_AXES_TOGETHER} axes together, "
@@ -113,6 +115,11 @@ class Groups:
             )
         members = frozenset(ranks)
         return Group(self._handles[members], self._rank, ranks, self._timeout, self._tags[members], self._doing)
+
+    def _add_alone(self, ranks: frozenset[int]) -> None:
+        """Make the group of axes with one rank. The other ranks take no part."""
+        group = dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True)
+        self._handles[ranks], self._tags[ranks] = Handle(group), count()
 
 
 def _make_groups(mesh: Mesh, rank: int, timeout: timedelta | None) -> dict[frozenset[int], Handle]:

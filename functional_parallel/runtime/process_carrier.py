@@ -310,7 +310,7 @@ class ProcessCarrier:
     def _chooser(self, axes: tuple[str, ...]) -> Chooser | None:
         """None where all is left to the backend."""
         members = self._groups.over(axes)
-        if self.algorithm == "backend" or members.backend != "gloo":
+        if self.algorithm == "backend" or members.backend != "gloo" or len(members.ranks) == 1:
             return None
         if members not in self._choosers:
             first = partial(first_use, self.mesh, self.rank, axes, members.ranks)
