@@ -31,7 +31,7 @@ from .collectives import (
 )
 from .compile import Compiled, compile, shard_map
 from .constrain import constrain
-from .data import Sampler, UnevenBatchError, even_batches, pad_batch
+from .data import Position, Sampler, UnevenBatchError, even_batches, pad_batch
 from .declared import ArgumentSpecError
 from .derivatives import grad, grad_and_value, hessian, jvp, vmap
 from .functional import functional
@@ -39,7 +39,7 @@ from .partition import PartitionError, PartitionWarning, partition
 from .partition.rules import register_rule
 from .precision import LossScale, LossScaleError, mixed_precision
 from .program import BudgetError, Hardware, Line, Price, Program
-from .runtime import BackendError, CollectiveError, OutOfStepError, is_main_rank
+from .runtime import BackendError, CollectiveError, OutOfStepError, is_main_rank, rank
 from .search import PipelineChoice, layer_costs, search_pipeline
 from .staging import LayoutError, OutSpecError
 from .training import DonatedStateError, Metrics, TrainState, activation_bytes, estimate, train_step
@@ -78,6 +78,7 @@ __all__ = [
     "PartitionError",
     "PartitionWarning",
     "PipelineChoice",
+    "Position",
     "Price",
     "Program",
     "Sampler",
@@ -123,6 +124,7 @@ __all__ = [
     "psum_scatter",
     "pvary",
     "random",
+    "rank",
     "recompute",
     "recv",
     "reduce",

@@ -4,6 +4,9 @@ An epoch is a permutation of the samples, cut into global batches, each cut into
 axes: block r of global batch k is what rank r would take from that batch if it were given whole. So a run fed by
 `train_step(batch="own")` sees what one fed by whole batches sees, and a run resumed on another number of ranks goes on
 with the same batches.
+
+Without a rank, a sampler returns the samples of this process. In a simulated run that is the global batch, since one
+process has all ranks. A script that names no rank is therefore right in both.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from sharding_specs import Mesh
 
 from .. import random
 from ..collectives.axes import Axes
+from ..runtime import ProcessRuntime, default_runtime
 
 __all__ = ["Position", "Sampler"]
 
@@ -26,10 +30,21 @@ _TAILS = ("uneven", "drop", "repeat")
 
 
 class Position(NamedTuple):
-    """How far a run has read: enough to go on from there, on any mesh."""
+    """Position of a run in its samples: save it to continue from there, on any mesh.
+
+    >>> import functional_parallel as fp
+    >>> from sharding_specs import Mesh
+    >>> sampler = fp.Sampler(6, batch=2, mesh=Mesh(data=2), shuffle=False)
+    >>> next(sampler.run(start=fp.Position(epoch=4, batch=1)))
+    (Position(epoch=4, batch=2), [2, 3])
+
+    Args:
+        epoch: the epoch, counted from 0.
+        batch: the number of global batches already read in that epoch.
+    """
 
     epoch: int = 0
-    batch: int = 0  # global batches read in this epoch
+    batch: int = 0
 
 
 START = Position()
@@ -43,12 +58,15 @@ class Sampler:
     >>> import functional_parallel as fp
     >>> from sharding_specs import Mesh
     >>> sampler = fp.Sampler(10, batch=4, mesh=Mesh(data=2, tensor=2), shuffle=False)
+    >>> sampler.epoch(0)                      # of this process: here it simulates all ranks
+    [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     >>> sampler.epoch(0, rank=0)
     [[0, 1], [4, 5], [8]]
     >>> sampler.epoch(0, rank=3)
     [[2, 3], [6, 7], [9]]
 
-    It is what `torch.utils.data.DataLoader(dataset, batch_sampler=sampler.epoch(epoch, rank))` takes.
+    Use it as `torch.utils.data.DataLoader(dataset, batch_sampler=sampler.epoch(epoch))` with
+    `fp.train_step(..., batch="own")`. The same script then trains on the same batches simulated and under torchrun.
 
     Args:
         length: the number of samples.
@@ -98,8 +116,11 @@ class Sampler:
 
     @property
     def rows(self) -> int:
-        """Samples of a full batch on one rank: what `even_batches` fills the last one up to."""
-        return self.batch // self.ranks
+        """Number of samples that this process reads of a full batch; `even_batches` pads the last one to it.
+
+        In a simulated run it is the global batch.
+        """
+        return self.batch if self._here() is None else self.batch // self.ranks
 
     @property
     def batches(self) -> int:
@@ -121,21 +142,22 @@ class Sampler:
         # fold_in is one to one in the number it folds, so no two samples draw the same and the order is unique.
         return random.fold_in(random.fold_in(random.key(self.seed), epoch), numbers).argsort()
 
-    def epoch(self, epoch: int, rank: int) -> list[list[int]]:
-        """The batches that a rank reads in an epoch.
+    def epoch(self, epoch: int, rank: int | None = None) -> list[list[int]]:
+        """Return the batches that a rank, or this process, reads in an epoch.
 
         Args:
             epoch: counts from 0.
-            rank: a rank of the mesh.
+            rank: a rank of the mesh. By default the batches are those of this process: of its rank, or global batches
+                where it simulates all ranks.
 
         Returns:
-            Per global batch, the samples of this rank's block.
+            Per global batch, the samples of the rank's block, or all of them.
         """
-        order, index = self.order(epoch), self.mesh.axis_index(rank, self.axis)
-        return [self._block(order, number, index) for number in range(self.batches)]
+        order, rank = self.order(epoch), self._here() if rank is None else rank
+        return [self._block(order, number, rank) for number in range(self.batches)]
 
-    def run(self, rank: int, start: Position = START) -> Iterator[tuple[Position, list[int]]]:
-        """A rank's batches from a position on, epoch after epoch without end.
+    def run(self, rank: int | None = None, start: Position = START) -> Iterator[tuple[Position, list[int]]]:
+        """Return the batches of a rank, or of this process, from a position on, over epochs without end.
 
         >>> import itertools
         >>> from sharding_specs import Mesh
@@ -146,7 +168,7 @@ class Sampler:
         Position(epoch=1, batch=1) [1]
 
         Args:
-            rank: a rank of the mesh.
+            rank: a rank of the mesh; by default this process, as in `epoch`.
             start: where to begin; the beginning by default.
 
         Returns:
@@ -155,7 +177,7 @@ class Sampler:
         Raises:
             ValueError: for a position that no epoch of this sampler has, as of one with smaller batches.
         """
-        return self._run(rank, self._checked(start))
+        return self._run(self._here() if rank is None else rank, self._checked(start))
 
     def _checked(self, start: Position) -> Position:
         epoch, batch = start
@@ -167,22 +189,27 @@ class Sampler:
             )
         return Position(epoch, batch)
 
-    def _run(self, rank: int, start: Position) -> Iterator[tuple[Position, list[int]]]:
+    def _here(self) -> int | None:
+        """Return the rank of this process on the mesh; None where it simulates all ranks."""
+        runtime = default_runtime(self.mesh)
+        return runtime.rank if isinstance(runtime, ProcessRuntime) else None
+
+    def _run(self, rank: int | None, start: Position) -> Iterator[tuple[Position, list[int]]]:
         epoch, batch = start
-        index = self.mesh.axis_index(rank, self.axis)
         while True:
             order = self.order(epoch)
             for number in range(batch, self.batches):
                 last = number + 1 == self.batches
                 after = Position(epoch + 1, 0) if last else Position(epoch, number + 1)
-                yield after, self._block(order, number, index)
+                yield after, self._block(order, number, rank)
             epoch, batch = epoch + 1, 0
 
-    def _block(self, order: torch.Tensor, number: int, index: int) -> list[int]:
+    def _block(self, order: torch.Tensor, number: int, rank: int | None) -> list[int]:
         places = range(number * self.batch, (number + 1) * self.batch)
         if self.tail == "uneven":
             places = range(places.start, min(places.stop, self.length))
-        size, more = divmod(len(places), self.ranks)
+        ranks, index = (1, 0) if rank is None else (self.ranks, self.mesh.axis_index(rank, self.axis))
+        size, more = divmod(len(places), ranks)
         begin = index * size + min(index, more)
         mine = [place % self.length for place in places[begin : begin + size + (index < more)]]
         return order[mine].tolist()

@@ -1,7 +1,7 @@
 """Where programs run: all ranks simulated in this process, or one rank here and its peers in other processes."""
 
 from .algorithms import OutOfStepError
-from .default import default_runtime, is_main_rank, use_runtime
+from .default import default_runtime, is_main_rank, rank, use_runtime
 from .handles import Placed, own, storages, who_holds
 from .inductor import BackendError, check_backend
 from .on_sizes import pipeline_memory
@@ -27,6 +27,7 @@ __all__ = [
     "is_main_rank",
     "own",
     "pipeline_memory",
+    "rank",
     "storages",
     "use_runtime",
     "who_holds",

@@ -16,7 +16,7 @@ from .pending import CollectiveError
 from .processes import ProcessRuntime
 from .simulated import SimulatedRuntime
 
-__all__ = ["default_runtime", "is_main_rank", "use_runtime"]
+__all__ = ["default_runtime", "is_main_rank", "rank", "use_runtime"]
 
 # A runtime, and the process group of all ranks when it was made, as `_world` names it.
 _chosen: dict[Mesh, tuple[Any, Any]] = {}
@@ -71,13 +71,29 @@ def use_runtime(runtime: Any) -> None:
     _chosen[runtime.mesh] = (runtime, _world() if isinstance(runtime, ProcessRuntime) else None)
 
 
+def rank() -> int:
+    """Return the global rank of this process.
+
+    >>> import functional_parallel as fp
+    >>> from sharding_specs import Mesh
+    >>> mesh = Mesh(data=2, tensor=2)
+    >>> fp.rank(), mesh.coordinates(fp.rank())
+    (0, {'data': 0, 'tensor': 0})
+
+    Returns:
+        The rank in torch.distributed's group of all processes. Before that group exists, the number that the launcher
+        assigned. 0 in a simulated run, where one process computes every rank of the mesh.
+    """
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
 def is_main_rank() -> bool:
     """Whether this process is the one that prints: rank 0, or the only one.
 
     >>> is_main_rank()
     True
     """
-    return int(os.environ.get("RANK", "0")) == 0 if not dist.is_initialized() else dist.get_rank() == 0
+    return rank() == 0
 
 
 def _let_go(mesh: Mesh, once_more: str) -> CollectiveError:

@@ -108,6 +108,10 @@ class ProcessRuntime:
         """A part that this rank was given as its own, as sharded by the first axis that splits it."""
         return x.to(self.device)
 
+    def like_own(self, x: torch.Tensor, spec: P) -> torch.Tensor:
+        """Return a tensor of the global shape of what `own` takes, without memory for it."""
+        return hollow(x, whole_shape(x.shape, spec, self.mesh))
+
     def whole(self, handle: torch.Tensor, spec: P, whose: str = "") -> torch.Tensor:
         """The whole tensor, on every rank; `whose` says of what, to the others."""
         placements = sorted(spec.placements(self.mesh), key=lambda placement: placement.outer)

@@ -61,11 +61,12 @@ class SimulatedRuntime:
         return self.shard(x, spec)
 
     def own(self, x: torch.Tensor, spec: P) -> Handle:
-        """A part given as a rank's own; with all ranks in one process there is no such thing."""
-        raise ValueError(
-            "train_step(batch='own') is for real processes, each with a part of its own; simulated ranks are given the "
-            "whole batch: leave batch= out"
-        )
+        """Shard a batch that this process reads for its ranks. It has all ranks, so it reads the global batch."""
+        return self.entered(x, spec)
+
+    def like_own(self, x: torch.Tensor, spec: P) -> torch.Tensor:
+        """Return a tensor of the global shape of what `own` takes: here the tensor itself."""
+        return x
 
     def check_same(
         self, name: str, paths: Sequence[str], tensors: Sequence[torch.Tensor], parts: Sequence[P] | None = None

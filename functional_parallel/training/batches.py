@@ -7,13 +7,13 @@ from typing import Any
 import optree
 import torch
 
-from sharding_specs import Mesh, P, tree_paths, whole_shape
+from sharding_specs import Mesh, P, tree_paths
 
 from .. import _torch
 from ..by_place import by_place
 from ..data import looks_of, stay_in_step
 from ..local_function import LocalFunction, PyTree
-from ..tracing import hollow
+from ..runtime import default_runtime
 
 __all__ = ["Batches", "check_same"]
 
@@ -24,7 +24,8 @@ class Batches:
     Args:
         f: the function, local.
         mesh: the mesh.
-        own: whether each process is given its own part.
+        own: whether each process is given the batch of its own ranks: one rank's shard on a real process, the global
+            batch where all ranks are simulated in one process.
     """
 
     def __init__(self, f: LocalFunction, mesh: Mesh, own: bool) -> None:
@@ -67,15 +68,14 @@ class Batches:
         return handles, [] if self.own else tensors
 
     def global_shapes(self, params: PyTree, batch: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
-        """The whole batch, without values, where this is one process's part of it."""
-
-        def whole(leaf: Any, spec: P) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
-            return hollow(leaf, whole_shape(leaf.shape, spec.only(self.mesh.axis_names), self.mesh))
-
+        """Return the global batch, without values, where this is one process's shard of it."""
         if not self.own:
             return batch
+        like_own = default_runtime(self.mesh).like_own
+
+        def whole(leaf: Any, spec: P) -> Any:
+            return like_own(leaf, spec.only(self.mesh.axis_names)) if isinstance(leaf, torch.Tensor) else leaf
+
         return optree.tree_map(whole, batch, self.f.layout.batch_specs(self.mesh, params, batch))
 
 

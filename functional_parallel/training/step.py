@@ -67,8 +67,9 @@ def train_step(
         clip: bound on the gradient's global norm.
         seed: makes a key for `fp.random` and dropout, another one each step.
         has_aux: whether the loss returns `(scalar, aux)`.
-        batch: "global" (every rank is given the whole batch and takes its part) or "own" (each process is given its own
-            part, as a sharded loader makes it; `even_batches` makes unequal parts equal).
+        batch: "global" (every rank is given the whole batch and takes its part) or "own" (each process is given the
+            batch of its own ranks, as `fp.Sampler` reads it: one rank's shard on a real process, the global batch in a
+            simulated run; `even_batches` makes unequal shards equal).
         bucket: bytes of gradients, or of a layer's gathered parameters, that travel in one collective; "auto" for a
             quarter of all gradients, between 1 and 25 MiB, and a layer's parameters; None for one collective each.
         reduction: on real processes, "fast" for the backend's own sums, "ordered" for sums in rank order: the bits of

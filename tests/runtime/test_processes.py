@@ -126,12 +126,6 @@ def test_a_rank_holds_its_share(real: Any, size: int) -> None:
         assert result["held"] == [*share, 1, *share, *share], "parameters; AdamW's step and two moments"
 
 
-def test_own_batches_are_refused_on_simulated_ranks() -> None:
-    train = fp.train_step(work.loss, fp.optim.sgd(0.1), Mesh(data=2), fp.data_parallel("data"), batch="own")
-    with pytest.raises(ValueError, match=r"train_step\(batch='own'\) is for real processes"):
-        train(train.init(work.parameters()), *work.batches()[0])
-
-
 def test_the_mesh_must_fit_the_processes() -> None:
     with pytest.raises(RankError, match=r"data=3 has 3 ranks, but 1 processes are running; start 3"):
         run_on_processes(on_the_wrong_number, 1)
