@@ -188,7 +188,8 @@ def _zero(
             local = local.with_layout(replace(local.layout, norm_specs=at_rest if stage == 0 else _nothing))
         local = _with_data_axis(local, axis)
         if stage in (0, 3):
-            return local.asking(*passes)
+            kept = frozenset(each.axis for each in inner.passes if isinstance(each, Gathers) and each.keep)
+            return local.asking(*(replace(each, kept=kept) for each in passes))
         also = _dividing(inner.update_specs, at_rest)
         return local.updating(axis, also, flat=flat, whole_gradients=stage == 1)
 

@@ -142,33 +142,6 @@ def test_a_policy_of_ones_own() -> None:
     assert all(node.target is not torch.ops.aten.mm.default for node in again)
 
 
-def test_at_most_two_layers_are_gathered_at_prefetch_1() -> None:
-    found = program(fp.zero(3, "data", prefetch=1), mesh=Mesh(data=4))
-    gathered: dict[Any, str] = {}
-    nodes = list(found.traced.graph.nodes)
-    position = {node: index for index, node in enumerate(nodes)}
-    alive: list[set[str]] = [set() for _ in nodes]
-    for node in nodes:
-        if "all_gather" in str(node.target):
-            layer = node.args[0].meta["path"].rsplit("/", 1)[0]
-            gathered[node] = layer
-            last = max(position[user] for user in _users_through_views(node))
-            for index in range(position[node], last + 1):
-                alive[index].add(layer)
-    layers = [{name for name in names if "layers" in name} for names in alive]
-    assert max(map(len, layers)) == 2
-    assert len(gathered) == 2 * (2 * LAYERS + 1) - 1
-
-
-def _users_through_views(node: torch.fx.Node) -> list[torch.fx.Node]:
-    found = []
-    for user in node.users:
-        found.append(user)
-        if user.target in (torch.ops.aten.t.default,) or "pcast" in str(user.target):
-            found += _users_through_views(user)
-    return found
-
-
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bytes_sent_per_step(stage: int) -> None:
     """2Ψ(n−1)/n for DDP and stages 1 and 2, 3Ψ(n−1)/n for stage 3 (arXiv 1910.02054 §7), the loss's scalars apart."""
