@@ -4,9 +4,18 @@ import importlib
 from typing import Any
 
 from .equivalence import NotEquivalentError, assert_equivalent
+from .rule_check import FalseRuleError, UncheckedRuleError, check_rule
 from .same import assert_same
 
-__all__ = ["NotEquivalentError", "assert_equivalent", "assert_same", "strategies"]
+__all__ = [
+    "FalseRuleError",
+    "NotEquivalentError",
+    "UncheckedRuleError",
+    "assert_equivalent",
+    "assert_same",
+    "check_rule",
+    "strategies",
+]
 
 
 def __getattr__(name: str) -> Any:

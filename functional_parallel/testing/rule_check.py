@@ -1,0 +1,295 @@
+"""Checking a sharding rule against its op: on shards and on partial sums, in values and in gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+
+from sharding_specs import Mesh
+
+from .. import _torch
+from ..collectives.axes import MICROBATCH
+from ..collectives.parts import Parts
+from ..derivatives import grad_and_value
+from ..partition import partition
+from ..runtime.simulated import SimulatedRuntime
+from ..staging import stage
+from ..tracing import aval_of
+from ..tracing.stand_ins import stand_in
+from ..trained import as_real
+from ..transforms import accumulate
+from .compare import NotEquivalentError, compare
+from .rule_claims import SUMS, Case, cases_of, factors_of, name_of, spec_of
+from .rule_samples import Sample, for_all, is_strategy, require_overload, sample_of
+
+__all__ = ["FalseRuleError", "UncheckedRuleError", "check_rule"]
+
+_AXIS = "axis"
+
+
+class FalseRuleError(NotEquivalentError):
+    """A sharding rule that makes a false claim about its op."""
+
+
+class UncheckedRuleError(ValueError):
+    """A sharding rule with a factor that no sample can split."""
+
+
+def check_rule(
+    op: Any, samples: Any, *, ranks: Sequence[int] = (2, 3), exact: bool = False, rtol: float | None = None
+) -> tuple[str, ...]:
+    """Check every claim of an op's sharding rule against the op itself.
+
+    >>> import torch, functional_parallel as fp
+    >>> x = torch.arange(6.0)
+    >>> claims = fp.testing.check_rule(torch.ops.aten.dot.default, [(x, x)])
+    >>> claims[1], claims[2]
+    ('factor k+ over 2 ranks', 'mark ~ of operand 0 over 2 ranks')
+
+    For each sample, the partitioned op must equal the op in values and gradients: with every factor split, with every
+    operand sharded along each dim, with every operand given as partial sums, and with factors split into unequal
+    parts, as microbatches do. The ranks are simulated.
+
+    Args:
+        op: an overload with a rule, such as `torch.ops.mylib.scale_rows.default`.
+        samples: tuples of arguments; pairs of such a tuple and a dict of keyword arguments; or a hypothesis strategy
+            of either. Dims need sizes that are multiples of the ranks, 6 by default.
+        ranks: sizes of the axis to try.
+        exact: whether every bit counts; use it for integers in float64 and ops closed on them.
+        rtol: the largest difference allowed, relative to the largest value; by dtype without it.
+
+    Returns:
+        The claims that were checked, in words.
+
+    Raises:
+        FalseRuleError: naming the rule, the factor or mark that is false, the sample, and the first element that
+            differs.
+        UncheckedRuleError: if a factor that the rule allows to be split has no sample that the ranks divide.
+        TypeError, ValueError: if the op has no rule, or a sample does not call it.
+    """
+    require_overload(op)
+    coverage = _Coverage(op, tuple(ranks))
+
+    def check(number: int, sample: Any) -> None:
+        _Check(sample_of(op, number, sample), coverage, exact, rtol).run()
+
+    if is_strategy(samples):
+        for_all(samples, lambda sample: check(0, sample))
+    else:
+        for number, sample in enumerate(samples):
+            check(number, sample)
+    coverage.require()
+    return tuple(coverage.claims)
+
+
+# -----------------------------------------------------------------------------
+# The claims that have been checked
+# -----------------------------------------------------------------------------
+
+
+class _Coverage:
+    """The claims that samples have tested, and the factors that none could."""
+
+    def __init__(self, op: Any, ranks: tuple[int, ...]) -> None:
+        self.op, self.ranks = op, ranks
+        self.claims: dict[str, None] = {}
+        self._samples = 0
+        self._seen: dict[str, set[int]] = {}  # sizes of each factor, by its name in messages
+        self._split: set[str] = set()
+
+    def add_sample(self, sample: Sample) -> None:
+        self._samples += 1
+        if sample.rule is not None:
+            for factor, size in factors_of(sample.rule, sample.avals).items():
+                self._seen.setdefault(name_of(sample.rule, factor), set()).add(size)
+
+    def add(self, case: Case, way: str, unequal: bool) -> None:
+        self.claims[f"{case.claim} {way}"] = None
+        if case.factor and not unequal:
+            self._split.add(case.claim)
+
+    def require(self) -> None:
+        if not self._samples:
+            raise ValueError(f"check_rule({self.op}): give at least one sample, a tuple of the op's arguments")
+        for name, sizes in self._seen.items():
+            if name not in self._split:
+                raise UncheckedRuleError(
+                    f"check_rule({self.op}): no sample can split {name}, with sizes {', '.join(map(str, sizes))}; "
+                    f"give it a multiple of {' or '.join(map(str, self.ranks))}"
+                )
+
+
+# -----------------------------------------------------------------------------
+# Running one sample
+# -----------------------------------------------------------------------------
+
+
+class _Check:
+    """One sample on all its layouts."""
+
+    def __init__(self, sample: Sample, coverage: _Coverage, exact: bool, rtol: float | None) -> None:
+        self.sample, self.coverage, self.exact, self.rtol = sample, coverage, exact, rtol
+        self.generator = torch.Generator().manual_seed(sample.number)
+        results = sample.call(sample.values)
+        self.weights = [self._drawn(result, 4) for result in results]
+        self.has_gradient = _is_differentiable(sample, results)
+
+    def run(self) -> None:
+        self.coverage.add_sample(self.sample)
+        for count in self.coverage.ranks:
+            cases = cases_of(self.sample.rule, self.sample.avals, Parts.of(count))
+            self._compare(cases, count, f"over {count} ranks")
+        for case, count in self._unequal():
+            self._compare([case], count, f"in {count} unequal parts", unequal=True)
+
+    def _unequal(self) -> Iterator[tuple[Case, int]]:
+        """Cases that split a factor into parts that differ by one sample, as microbatches may be."""
+        rule, avals = self.sample.rule, self.sample.avals
+        for factor, size in ({} if rule is None else factors_of(rule, avals)).items():
+            count = next((count for count in range(2, size) if size % count), None)
+            if count is not None:
+                cases = cases_of(rule, avals, Parts.of(count, size))
+                yield from ((case, count) for case in cases if case.factor == factor)
+
+    def _compare(self, cases: list[Case], count: int, way: str, unequal: bool = False) -> None:
+        arguments = [self._arguments(case, count) for case in cases]
+        wanted = self._wanted(cases, arguments)
+        try:
+            found = self._partitioned(cases, arguments, count, unequal)
+        except Exception as error:
+            if len(cases) == 1:
+                problem = f"{type(error).__name__}: {error}"
+                raise self._false(cases[0], way, problem) from error
+            for case in cases:
+                self._compare([case], count, way, unequal)
+            raise
+        for case, mine, right in zip(cases, found, wanted, strict=True):
+            self._compare_case(case, way, mine, right)
+            self.coverage.add(case, way, unequal)
+
+    def _compare_case(self, case: Case, way: str, found: _Outcome, wanted: _Outcome) -> None:
+        pairs = [(f"result {i}", found.results[i], x) for i, x in enumerate(wanted.results)]
+        pairs += [(f"gradient of operand {i}", found.gradients[i], x) for i, x in wanted.gradients.items()]
+        for name, mine, right in pairs:
+            try:
+                compare(mine, right, name, exact=self.exact, rtol=self.rtol)
+            except NotEquivalentError as error:
+                raise self._false(case, way, str(error)) from None
+
+    def _false(self, case: Case, way: str, problem: str) -> FalseRuleError:
+        rule, op = self.sample.rule, self.sample.op
+        text = "the rule" if rule is None else f"the rule {rule.text!r}"
+        promise = f" promises that {case.promise}" if case.promise else ""
+        layouts = str(case)
+        where = f"With {layouts} {way}" if layouts else f"With replicated operands {way}"
+        return FalseRuleError(
+            f"{text} of {op} is false: {case.claim}{promise}. {where}, {self.sample}: {problem}. {case.fix}"
+        )
+
+    # --- arguments ---
+
+    def _arguments(self, case: Case, count: int) -> list[torch.Tensor]:
+        """One tensor per operand; partial sums are stacked along a new dim 0."""
+        values = zip(self.sample.values, case.layouts, strict=True)
+        return [self._summands(x, count) if layout == SUMS else x.detach().clone() for x, layout in values]
+
+    def _summands(self, x: torch.Tensor, count: int) -> torch.Tensor:
+        """Independent summands: a function can pass for linear on summands in proportion to each other."""
+        size = max(1, round(as_real(x).abs().max().item())) if x.numel() and as_real(x).isfinite().all() else 1
+        drawn = [self._drawn(x, size) for _ in range(count - 1)]
+        return torch.stack([*drawn, x - sum(drawn)])
+
+    def _drawn(self, like: torch.Tensor, largest: int) -> torch.Tensor:
+        """Integers where a tensor holds integers, so that sums are exact; else normal numbers."""
+        real = as_real(like.detach())
+        if not like.dtype.is_floating_point and not like.dtype.is_complex:
+            return torch.randint(-largest, largest + 1, like.shape, generator=self.generator).to(like.dtype)
+        if torch.equal(real, real.round()):
+            return torch.randint(-largest, largest + 1, like.shape, generator=self.generator).to(like.dtype)
+        return torch.randn(like.shape, generator=self.generator, dtype=like.dtype) * largest
+
+    # --- the op on all layouts, and its gradients ---
+
+    def _function(self, cases: list[Case]) -> Callable[..., Any]:
+        """A weighted sum of the op's results on all layouts, and the results per case."""
+
+        def call(groups: list[list[torch.Tensor]]) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
+            found = [
+                self.sample.call([x.sum(0) if how == SUMS else x for x, how in zip(group, case.layouts, strict=True)])
+                for case, group in zip(cases, groups, strict=True)
+            ]
+            return _weighted(found, self.weights), found
+
+        return call
+
+    def _gradient(self, f: Callable[..., Any], argument: int = 0) -> Callable[..., Any]:
+        """The same function, with gradients if the op has them: `(gradients, (value, results))`."""
+        if self.has_gradient:
+            return grad_and_value(f, argument, has_aux=True)
+        return f
+
+    def _partitioned(
+        self, cases: list[Case], arguments: list[list[torch.Tensor]], count: int, unequal: bool
+    ) -> list[_Outcome]:
+        f = self._function(cases)
+        axis = MICROBATCH if unequal else _AXIS
+        specs = [[spec_of(layout, axis) for layout in case.layouts] for case in cases]
+        if unequal:
+            local = accumulate(count, batch=(specs,))(lambda unused, groups: f(groups))
+            return self._outcomes(_run(self._gradient(local, 1), Mesh(), (torch.zeros(()), arguments)))
+        local = partition(f, axis, (specs,), parameters=None)
+        return self._outcomes(_run(self._gradient(local), Mesh({axis: count}), (arguments,)))
+
+    def _wanted(self, cases: list[Case], arguments: list[list[torch.Tensor]]) -> list[_Outcome]:
+        return self._outcomes(self._gradient(self._function(cases))(arguments))
+
+    def _outcomes(self, returned: Any) -> list[_Outcome]:
+        if not self.has_gradient:
+            return [_Outcome(results, {}) for results in returned[1]]
+        gradients, (_, results) = returned
+        return [
+            _Outcome(found, {index: x for index, x in enumerate(group) if x is not None})
+            for found, group in zip(results, gradients, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """Results of the op for one case, and gradients by operand."""
+
+    results: list[torch.Tensor]
+    gradients: dict[int, torch.Tensor]
+
+
+def _weighted(found: list[list[torch.Tensor]], weights: list[torch.Tensor]) -> torch.Tensor:
+    total = torch.zeros((), dtype=torch.float64)
+    for results in found:
+        for result, weight in zip(results, weights, strict=True):
+            if result.is_floating_point() or result.is_complex():
+                total = total + (as_real(result) * as_real(weight)).sum()
+    return total
+
+
+def _run(local: Any, mesh: Mesh, args: tuple[Any, ...]) -> Any:
+    staged = stage(local, mesh, args, name="check_rule")
+    tensors = [leaf for leaf in optree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+    return staged.unflatten(SimulatedRuntime(mesh).run_whole(staged.program, tensors))
+
+
+def _is_differentiable(sample: Sample, results: Sequence[torch.Tensor]) -> bool:
+    """Whether the op has gradients here: torch has none of some ops, and none of integers."""
+    if not (any(x.is_differentiable for x in sample.avals) and any(aval_of(x).is_differentiable for x in results)):
+        return False
+    is_overload = isinstance(sample.op, torch._ops.OpOverload)
+    if stand_in(sample.op) is None and is_overload and not _torch.has_derivative(sample.op):
+        return False
+    weights = [torch.ones_like(result) for result in results]
+    try:
+        grad_and_value(lambda values: _weighted([sample.call(values)], weights))(sample.values)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True

@@ -1,0 +1,118 @@
+"""Sample calls of an op, for a check of its sharding rule."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+from torch import fx
+
+from ..emit import emit_node
+from ..partition.notation import RuleText, parse_rule
+from ..partition.prepare import prepare
+from ..partition.rules import lookup
+from ..tracing import Aval, aval_of, trace
+from ..tracing.graph import tensor_operands
+from ..tracing.record import recorder
+
+__all__ = ["Sample", "for_all", "is_strategy", "require_overload", "sample_of"]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call of the op: its leaves, which of them are the op's tensor operands, and the rule's text for it."""
+
+    op: Any
+    number: int
+    leaves: list[Any]
+    tree: Any
+    operands: list[int]
+    rule: RuleText | None
+
+    def __str__(self) -> str:
+        return f"sample {self.number} ({', '.join(map(str, self.avals))})"
+
+    @property
+    def values(self) -> list[torch.Tensor]:
+        return [self.leaves[index] for index in self.operands]
+
+    @property
+    def avals(self) -> list[Aval]:
+        return [aval_of(value) for value in self.values]
+
+    def call(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        leaves = list(self.leaves)
+        for index, value in zip(self.operands, values, strict=True):
+            leaves[index] = value
+        return _call(self.op, *self.tree.unflatten(leaves))
+
+
+def sample_of(op: Any, number: int, sample: Any) -> Sample:
+    if not isinstance(sample, tuple):
+        kind = type(sample).__name__
+        raise TypeError(f"check_rule({op}): sample {number} is a {kind}; give a tuple of the op's arguments")
+    has_keywords = len(sample) == 2 and isinstance(sample[0], tuple) and isinstance(sample[1], dict)
+    call = sample if has_keywords else (sample, {})
+    leaves, tree = optree.tree_flatten(call)
+    tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+
+    def flat(*values: torch.Tensor) -> list[torch.Tensor]:
+        filled = list(leaves)
+        for index, value in zip(tensors, values, strict=True):
+            filled[index] = value
+        return _call(op, *tree.unflatten(filled))
+
+    traced = prepare(trace(flat, [aval_of(leaves[index]) for index in tensors], forward_only=True))
+    node = _node_of(op, number, traced.nodes)
+    by_input = dict(zip(traced.inputs, tensors, strict=True))
+    operands = [by_input.get(operand) for operand in tensor_operands(node)]
+    if None in operands:
+        raise ValueError(f"check_rule({op}): sample {number} reaches the op through other ops; call it directly")
+    entry = lookup(op)
+    assert entry is not None
+    text = None if entry.text is None else parse_rule(entry.text_for(node))
+    return Sample(op, number, leaves, tree, [index for index in operands if index is not None], text)
+
+
+def _call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Call the op: with its derivative outside of a trace, and as the op itself in a trace."""
+    result = op(*args, **kwargs) if recorder() is not None else emit_node(op, args, kwargs)
+    return [leaf for leaf in optree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+
+
+def _node_of(op: Any, number: int, nodes: Iterator[fx.Node]) -> fx.Node:
+    found = list(nodes)
+    node = next((node for node in found if node.target == op), None)
+    if node is None:
+        names = ", ".join(str(node.target) for node in found) or "no op at all"
+        raise ValueError(
+            f"check_rule({op}): the graph of sample {number} holds {names}, not the op; rules are looked up for the "
+            "ops of the graph, so check those"
+        )
+    return node
+
+
+def require_overload(op: Any) -> None:
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        names = ", ".join(f"{op}.{name}" for name in op.overloads())
+        raise TypeError(f"check_rule takes one overload of {op}, not all of them: {names}")
+    if lookup(op) is None:
+        if not isinstance(op, torch._ops.OpOverload):
+            raise TypeError(f"check_rule takes an op, such as torch.ops.mylib.scale_rows.default, not {op!r}")
+        raise ValueError(f"check_rule({op}): the op has no rule; register one with fp.register_rule")
+
+
+def is_strategy(samples: Any) -> bool:
+    strategies = sys.modules.get("hypothesis.strategies")
+    return strategies is not None and isinstance(samples, strategies.SearchStrategy)
+
+
+def for_all(strategy: Any, check: Callable[[Any], None]) -> None:
+    import hypothesis
+
+    quick = hypothesis.settings(max_examples=10, deadline=None, database=None)
+    quick(hypothesis.given(strategy)(check))()
