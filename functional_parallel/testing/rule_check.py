@@ -14,10 +14,10 @@ from sharding_specs import Mesh
 from .. import _torch
 from ..collectives.axes import MICROBATCH
 from ..collectives.parts import Parts
+from ..compile import compile
 from ..derivatives import grad_and_value
 from ..partition import partition
 from ..runtime.simulated import SimulatedRuntime
-from ..staging import stage
 from ..tracing import aval_of
 from ..tracing.stand_ins import stand_in
 from ..trained import as_real
@@ -157,9 +157,9 @@ class _Check:
 
     def _compare(self, cases: list[Case], count: int, way: str, unequal: bool = False) -> None:
         arguments = [self._arguments(case, count) for case in cases]
-        wanted = self._wanted(cases, arguments)
+        wanted = self._gradient(self._function(cases))(arguments)
         try:
-            found = self._partitioned(cases, arguments, count, unequal)
+            found = self._partitioned(cases, arguments, count, unequal, wanted)
         except Exception as error:
             if len(cases) == 1:
                 problem = f"{type(error).__name__}: {error}"
@@ -167,7 +167,7 @@ class _Check:
             for case in cases:
                 self._compare([case], count, way, unequal)
             raise
-        for case, mine, right in zip(cases, found, wanted, strict=True):
+        for case, mine, right in zip(cases, self._outcomes(found), self._outcomes(wanted), strict=True):
             self._compare_case(case, way, mine, right)
             self.coverage.add(case, way, unequal)
 
@@ -233,19 +233,16 @@ class _Check:
         return f
 
     def _partitioned(
-        self, cases: list[Case], arguments: list[list[torch.Tensor]], count: int, unequal: bool
-    ) -> list[_Outcome]:
+        self, cases: list[Case], arguments: list[list[torch.Tensor]], count: int, unequal: bool, like: Any
+    ) -> Any:
         f = self._function(cases)
         axis = MICROBATCH if unequal else _AXIS
         specs = [[spec_of(layout, axis) for layout in case.layouts] for case in cases]
         if unequal:
             local = accumulate(count, batch=(specs,))(lambda unused, groups: f(groups))
-            return self._outcomes(_run(self._gradient(local, 1), Mesh(), (torch.zeros(()), arguments)))
+            return _run(self._gradient(local, 1), Mesh(), (torch.zeros(()), arguments), like)
         local = partition(f, axis, (specs,), parameters=None)
-        return self._outcomes(_run(self._gradient(local), Mesh({axis: count}), (arguments,)))
-
-    def _wanted(self, cases: list[Case], arguments: list[list[torch.Tensor]]) -> list[_Outcome]:
-        return self._outcomes(self._gradient(self._function(cases))(arguments))
+        return _run(self._gradient(local), Mesh({axis: count}), (arguments,), like)
 
     def _outcomes(self, returned: Any) -> list[_Outcome]:
         if not self.has_gradient:
@@ -274,10 +271,11 @@ def _weighted(found: list[list[torch.Tensor]], weights: list[torch.Tensor]) -> t
     return total
 
 
-def _run(local: Any, mesh: Mesh, args: tuple[Any, ...]) -> Any:
-    staged = stage(local, mesh, args, name="check_rule")
+def _run(local: Any, mesh: Mesh, args: tuple[Any, ...], like: Any) -> Any:
+    """Run a local function on simulated ranks, under a launcher too; `like` has the structure of its results."""
+    program = compile(local, mesh).lower(*args)
     tensors = [leaf for leaf in optree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-    return staged.unflatten(SimulatedRuntime(mesh).run_whole(staged.program, tensors))
+    return optree.tree_structure(like).unflatten(SimulatedRuntime(mesh).run_whole(program, tensors))
 
 
 def _is_differentiable(sample: Sample, results: Sequence[torch.Tensor]) -> bool:
