@@ -11,9 +11,7 @@ number of ranks, `at once` that of all ranks; `work` is the processor time of al
 and the same on a busy machine. Last, each of the two runs alone, for bytes, memory and start-up. Rows that miss their
 target (`targets.py`) are listed with what stands against it.
 
-Ours multiplies large float32 matrices with oneDNN on AMD's processors of Zen 5, as `torch.compile` does, where eager
-torch calls MKL: that alone makes a step a third shorter. `--same-kernels` leaves all to MKL. On other processors, where
-both call MKL, `--write` fills sections of their own.
+Ours and the torch peers call the same kernels: torch's own.
 """
 
 from __future__ import annotations
@@ -28,13 +26,10 @@ import machine
 import optional
 import report
 import targets
-import torch
 from by_turns import alone_by_turns, by_turns
 from launch import launched, twice
 from model import SIZES, Config
 from resident import THRESHOLD
-
-from functional_parallel.products import is_wide, processor
 
 NAMES = (
     "DDP",
@@ -109,17 +104,7 @@ def main() -> None:
     print(json.dumps(rows, indent=1) if args.json else "\n\n".join(tables.values()))
     if args.write:
         for section, table in tables.items():
-            report.write(section + on_processor(), table)
-    if args.write_further:
-        report.write(args.write_further + on_processor(), tables["peers"])
-
-
-def on_processor() -> str:
-    """How the sections are marked that show another processor than the document's own, AMD's of Zen 5."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    if capability != "AVX512":
-        return f", {capability}"
-    return "" if is_wide(processor()) else ", Intel" if "GenuineIntel" in processor() else ", Zen 4"
+            report.write(section, table)
 
 
 def arguments() -> argparse.Namespace:
@@ -134,26 +119,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", nargs="+", type=int, default=[2])
     parser.add_argument("--rounds", type=int, default=None, help="timed steps of each (default 40, quick 5)")
     parser.add_argument("--no-footprint", action="store_true", help="times only: no bounds, bytes, memory, start-up")
-    parser.add_argument("--same-kernels", action="store_true", help="matrix products by eager torch's kernel for all")
     parser.add_argument("--profile", type=int, metavar="LINES", help="print what takes our step's time on rank 0")
     parser.add_argument("--json", action="store_true", help="rows as JSON")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/benchmarks.md")
-    parser.add_argument(
-        "--write-further",
-        nargs="?",
-        const="further peers",
-        choices=("further peers", "larger peers"),
-        help="put the times into docs/benchmarks.md, under further ranks or larger sizes",
-    )
     args = parser.parse_args()
-    if args.write_further and (args.quick or args.same_kernels):
-        parser.error("--write-further is for the kernels that users get and all peers: no --quick or --same-kernels")
-    if args.write and (args.quick or args.same_kernels or args.no_footprint):
-        parser.error(
-            "--write is for all columns and the kernels that users get: no --quick, --same-kernels or --no-footprint"
-        )
-    for section in filter(None, ("peers" if args.write else None, args.write_further)):
-        report.parts_around(section + on_processor())  # or else, after all is measured, there is no place for it
+    if args.write and (args.quick or args.no_footprint):
+        parser.error("--write needs every column: leave out --quick and --no-footprint")
+    if args.write:
+        report.parts_around("peers")  # fails now rather than after measuring if the page has no such section
     args.rounds = args.rounds or (5 if args.quick else 40)
     if args.rounds < 2:
         parser.error(f"--rounds {args.rounds}: at least 2, or there are no quartiles")
@@ -163,7 +136,7 @@ def arguments() -> argparse.Namespace:
 
 
 def measured_machine(ranks: int, args: argparse.Namespace) -> dict[str, Any]:
-    limits = launched("machine.py", {"sizes": args.sizes, "same_kernels": args.same_kernels}, ranks)
+    limits = launched("machine.py", {"sizes": args.sizes}, ranks)
     if limits is None:
         raise SystemExit(f"measuring the machine with {ranks} ranks failed: see above")
     return limits
@@ -177,8 +150,13 @@ def compared(
     if reason:
         print(f"{name} on {size} with {ranks} ranks is left out: {reason}", file=sys.stderr)
         return []
-    settings = {"name": name, "size": size, "rounds": args.rounds, "profile": args.profile}
-    settings |= {"same_kernels": args.same_kernels, "bounds": not args.no_footprint}
+    settings = {
+        "name": name,
+        "size": size,
+        "rounds": args.rounds,
+        "profile": args.profile,
+        "bounds": not args.no_footprint,
+    }
     measure = by_turns if name.startswith("JAX") else partial(launched, "worker.py")
     row = twice(partial(measure, settings, ranks), f"{name} on {size} with {ranks} ranks")
     if row is None:
@@ -206,7 +184,7 @@ def alone(name: str, size: str, ranks: int, args: argparse.Namespace) -> dict[st
     """Bytes, memory and start-up of ours and of the peer."""
     row: dict[str, Any] = {}
     for side in ("ours", "peer"):
-        settings = {"name": name, "size": size, "side": side, "same_kernels": args.same_kernels}
+        settings = {"name": name, "size": size, "side": side}
         in_one_process = side == "peer" and name.startswith("JAX")
         measure = alone_by_turns if in_one_process else partial(launched, "footprint.py", environment=THRESHOLD)
         found = twice(partial(measure, settings, ranks), f"{name} on {size} with {ranks} ranks, {side} alone,")
@@ -230,7 +208,7 @@ def distances(row: dict[str, Any], limits: dict[str, Any]) -> dict[str, float]:
     peer = machine.bound(limits, row["single_s"], row["peer_sent_bytes"])
     floor = row["quiet_s"] + row["ours_sent_bytes"] / machine.bandwidth(limits)
     return {
-        "core_flops": max(limits["flops"][row["config"]].values()),
+        "core_flops": limits["flops"][row["config"]],
         "bandwidth": machine.bandwidth(limits),
         "bound_s": ours,
         "peer_bound_s": peer,

@@ -28,7 +28,6 @@ STEPS = 5
 def main() -> None:
     settings = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    torch.backends.mkldnn.enabled = not settings["same_kernels"]
     dist.init_process_group("gloo")
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, measured(settings))

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import json
+import platform
+import re
 import statistics
 import sys
 import time
@@ -17,8 +19,6 @@ import torch
 import torch.distributed as dist
 from model import SIZES, Config
 
-from functional_parallel import _torch
-from functional_parallel.products import prefers_onednn
 from functional_parallel.runtime.algorithms.model import Machine, measured
 from functional_parallel.runtime.groups import Groups
 from sharding_specs import Mesh
@@ -40,27 +40,31 @@ def main() -> None:
     copying = copy_rate()  # all ranks at once
     dist.barrier()
     if dist.get_rank() == 0:
-        products = {size: product_rates(SIZES[size], settings["same_kernels"]) for size in settings["sizes"]}
+        products = {size: product_rate(SIZES[size]) for size in settings["sizes"]}
         alone = {"flops": products, "copy": copy_rate()}
         Path(settings["out"]).write_text(json.dumps({"ranks": ranks, **alone, "copy_all": copying, **network}))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def product_rates(config: Config, same_kernels: bool) -> dict[str, float]:
-    """Floating-point operations a second of one core, at the model's largest product, by the kernels that are used."""
+def product_rate(config: Config) -> float:
+    """Return floating-point operations per second of one core, at the model's largest matrix product."""
     a, b = torch.randn(config.batch * config.time, config.embed), torch.randn(config.embed, 4 * config.embed)
-    kernels: dict[str, Callable[..., torch.Tensor]] = {"eager": torch.mm}
-    if prefers_onednn() and not same_kernels:
-        kernels["ours"] = _torch.onednn_mm
-    work = 2 * a.numel() * b.shape[1]
-    return {name: work / _seconds(lambda kernel=kernel: kernel(a, b)) for name, kernel in kernels.items()}  # type: ignore[misc]
+    return 2 * a.numel() * b.shape[1] / _seconds(lambda: a @ b)
 
 
 def copy_rate() -> float:
     """Bytes a second that a rank copies from memory to memory."""
     source, target = torch.zeros(2, _COPIED, dtype=torch.uint8)
     return _COPIED / _seconds(lambda: target.copy_(source))
+
+
+def processor() -> str:
+    """Return the processor's model, its widest vector instructions and torch's version."""
+    linux = Path("/proc/cpuinfo")
+    models = re.findall(r"model name\s*: (.*)", linux.read_text()) if linux.exists() else []
+    model = models[0] if models else platform.processor()
+    return f"{model}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
 
 
 def _seconds(run: Callable[[], object]) -> float:
@@ -92,17 +96,10 @@ def bandwidth(limits: dict[str, Any]) -> float:
 
 
 def cells(limits: dict[str, Any]) -> list[tuple[object, ...]]:
-    """Rows for people."""
+    """Return the rows of the table: the processor, then its speed."""
     ranks = limits["ranks"]
-    rows: list[tuple[object, ...]] = [
-        (
-            f"product of matrices, {size}, {'ours (oneDNN)' if kernel == 'ours' else 'eager torch'}",
-            1,
-            f"{rate / 1e9:.0f} GFLOP/s",
-        )
-        for size, rates in limits["flops"].items()
-        for kernel, rate in rates.items()
-    ]
+    rows: list[tuple[object, ...]] = [("processor", "", processor())]
+    rows += [(f"matrix product, {size}", 1, f"{rate / 1e9:.0f} GFLOP/s") for size, rate in limits["flops"].items()]
     rows += [("copy", 1, f"{limits['copy'] / 1e9:.1f} GB/s")]
     rows += [("copy, all at once, each", ranks, f"{limits['copy_all'] / 1e9:.1f} GB/s")]
     for name, (alpha, rate) in limits["lines"].items():

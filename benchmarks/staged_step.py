@@ -3,9 +3,9 @@
     python benchmarks/staged_step.py --pairs 40
     python benchmarks/staged_step.py --backend inductor
 
-Both compute gradients and value of `examples/gpt.py` with the same kernels (ours without oneDNN) on one thread; no
-optimizer. Ours is called as a user calls it: `fp.compile(fp.grad_and_value(plan(loss)), mesh)(params, tokens)`.
-`--profile` times ops. `--backend inductor` adds columns: ours again, compiled, in turn with the other two.
+Both compute gradients and value of `examples/gpt.py` with the same kernels on one thread; no optimizer. Ours is called
+as a user calls it: `fp.compile(fp.grad_and_value(plan(loss)), mesh)(params, tokens)`. `--profile` times ops.
+`--backend inductor` adds columns: ours again, compiled, in turn with the other two.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="put the table into docs/benchmarks.md")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    torch.backends.mkldnn.enabled = False
     head = HEAD if args.backend == "eager" else HEAD + COMPILED
     table = report.table(head, [measure(size, args) for size in args.sizes])
     print(table)

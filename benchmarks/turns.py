@@ -43,7 +43,6 @@ def ours(settings: Any) -> dict[str, Callable[..., Answer]]:
     from worker import plain
 
     torch.set_num_threads(1)
-    torch.backends.mkldnn.enabled = not settings["same_kernels"]
     dist.init_process_group("gloo")
     size, config = settings["size"], SIZES[settings["size"]]
     contestant, first = OURS[settings["name"]](make(config)), dist.get_rank() == 0

@@ -22,7 +22,6 @@ from row import CHECKED_STEPS, row_of, turns_of
 def main() -> None:
     settings = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    torch.backends.mkldnn.enabled = not settings["same_kernels"]
     dist.init_process_group("gloo")
     config = SIZES[settings["size"]]
     ours, peer = OURS[settings["name"]](make(config)), PEERS[settings["name"]](make(config))

@@ -7,9 +7,6 @@ from .backends import (
     compile_by_inductor,
     fused_adamw_,
     has_fused_adamw,
-    has_onednn_linear,
-    onednn_linear,
-    onednn_mm,
     timeout_of_all_ranks,
 )
 from .checkpointing import checkpointing
@@ -86,7 +83,6 @@ __all__ = [
     "fused_adamw_",
     "has_derivative",
     "has_fused_adamw",
-    "has_onednn_linear",
     "holds_levels",
     "inits_by",
     "innermost",
@@ -101,8 +97,6 @@ __all__ = [
     "next_node_number",
     "of_thread",
     "one_by_one",
-    "onednn_linear",
-    "onednn_mm",
     "reads_no_memory",
     "running_functions",
     "stride_free",

@@ -11,46 +11,14 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from .ops import direct_call
 from .transforms import apart_from_transforms
 
 __all__ = [
     "compile_by_inductor",
     "fused_adamw_",
     "has_fused_adamw",
-    "has_onednn_linear",
-    "onednn_linear",
-    "onednn_mm",
     "timeout_of_all_ranks",
 ]
-
-
-_ONEDNN_LINEAR: Any = (
-    direct_call(torch.ops.mkldnn._linear_pointwise.default) if hasattr(torch.ops.mkldnn, "_linear_pointwise") else None
-)
-
-
-def has_onednn_linear() -> bool:
-    """Whether oneDNN's matrix product of float32 is there, switched on, and an alternative to MKL's."""
-    return (
-        torch.backends.mkl.is_available()
-        and torch.backends.mkldnn.is_available()
-        and bool(torch.backends.mkldnn.enabled)
-        and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-        and _ONEDNN_LINEAR is not None
-    )
-
-
-def onednn_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`torch.mm` of float32 by oneDNN, on tensors that nothing differentiates."""
-    return onednn_linear(a, b.t())
-
-
-def onednn_linear(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """`a @ w.t()` of float32 by oneDNN, on tensors that nothing differentiates."""
-    if not a.is_cpu:
-        return torch.mm(a, w.t())
-    return _ONEDNN_LINEAR(a, w, None, "none", [], "")  # type: ignore[no-any-return]
 
 
 def has_fused_adamw(parameter: torch.Tensor) -> bool:

@@ -6,16 +6,14 @@ simulated ranks it is a list with a tensor per class, and a line loops over the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import fx
 
 from .. import _torch
-from ..products import by_transposes, faster_kernel
 from ..tracing import Traced
 from ..tracing.graph import operands_of, primitive_name
 from ..tracing.stand_ins import stand_in
@@ -52,10 +50,10 @@ class Writer:
         for node in self.traced.graph.nodes:
             if node.op == "get_attr":
                 self.names[node] = self.constant(wrap_constant(self.traced.constants[node.target]))
-        order = list(self._written())
+        order = list(self.traced.nodes if self.order is None else self.order)
         drops = self._last_uses(order)
         for node in order:
-            lines += self._waits([*self.operands(node), *self.readers.get(node, ())])
+            lines += self._waits([*operands_of(node), *self.readers.get(node, ())])
             alias = is_alias(node, self.differentiable)
             right = self.names[node.args[0]] if alias else self.line(node, self)
             stops = f"with {self.constant(torch.no_grad)}(): " if _stops(node, self.differentiable) else ""
@@ -69,12 +67,6 @@ class Writer:
         scope = dict(self.constants)
         exec(compile(source, "<program>", "exec"), scope)
         return scope["run"]
-
-    def operands(self, node: fx.Node) -> list[fx.Node]:
-        """The values that an op's line takes."""
-        if node in self._transposed:
-            return list(dict.fromkeys([node.args[0], self._transposed[node]]))
-        return operands_of(node)
 
     def constant(self, value: Any) -> str:
         """A name for an object that the function refers to."""
@@ -101,26 +93,9 @@ class Writer:
 
     def call(self, node: fx.Node, node_text: Callable[[fx.Node], str]) -> str:
         """`op(args)` for an ordinary op."""
-        if node in self._transposed:
-            a, w = node_text(node.args[0]), node_text(self._transposed[node])
-            return f"{self.constant(_torch.onednn_linear)}({a}, {w})"
         parts = [self.argument(arg, node_text) for arg in node.args]
         parts += [f"{key}={self.argument(value, node_text)}" for key, value in node.kwargs.items()]
-        kernel = None if self.differentiable else faster_kernel(node)
-        name = self.op(node.target) if kernel is None else self.constant(kernel)
-        return f"{name}({', '.join(parts)})"
-
-    @cached_property
-    def _transposed(self) -> Mapping[fx.Node, fx.Node]:
-        return {} if self.differentiable else by_transposes(self.traced)
-
-    def _written(self) -> Iterator[fx.Node]:
-        """The ops in order, without transposes that only products read which do without."""
-        kept = set(self.traced.outputs)
-        for node in self.traced.nodes if self.order is None else self.order:
-            is_read = node.target is not aten.t.default or any(node in self.operands(user) for user in node.users)
-            if is_read or node in kept:
-                yield node
+        return f"{self.op(node.target)}({', '.join(parts)})"
 
     def _name(self, node: fx.Node) -> str:
         return self.names.setdefault(node, f"v{len(self.names)}")
@@ -136,7 +111,7 @@ class Writer:
         kept = {output for output in self.traced.outputs if isinstance(output, fx.Node)}
         last: dict[fx.Node, fx.Node] = {}
         for node in order:
-            for operand in self.operands(node):
+            for operand in operands_of(node):
                 last[operand] = node
         drops: dict[fx.Node, list[fx.Node]] = {}
         for value, node in last.items():

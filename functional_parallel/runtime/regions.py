@@ -22,7 +22,6 @@ from torch import fx
 from sharding_specs import Mesh
 
 from .. import _torch
-from ..products import ONEDNN_MM, faster_kernel
 from ..program import Program
 from ..program.overlap import STARTED, overlapped
 from ..program.packing import UNPACK, unpacked
@@ -332,7 +331,5 @@ def _region(operands: Sequence[fx.Node], ops: Sequence[fx.Node], results: Sequen
 
 
 def _target(node: fx.Node) -> Any:
-    """What a region calls for an op: the same kernels of matrix products as without regions."""
-    if node.target is UNPACK:
-        return unpacked
-    return ONEDNN_MM if faster_kernel(node) is not None else _torch.stride_free(node.target)
+    """The function that a region calls for an op."""
+    return unpacked if node.target is UNPACK else _torch.stride_free(node.target)

@@ -168,7 +168,7 @@ class _Lockstep:
             )
         if name is not None:
             return self._collective(node, name, writer)
-        operands = writer.operands(node)
+        operands = operands_of(node)
         ranks = self._ranks(node)
         if len(ranks) == 1:
             return f"[{self._call(node, writer, lambda n: f'{writer.names[n]}[0]')}]"

@@ -1,4 +1,4 @@
-"""Products go into sums that nobody needs any more: exactly, with less memory, and only there."""
+"""Products are written into sums that no other op needs: exactly, with less memory, and only there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 import functional_parallel as fp
-from functional_parallel import products
 from functional_parallel.collectives.types import Type
 from functional_parallel.program.passes import add_products_in_place, added_products
 from functional_parallel.program.work import flops
@@ -22,6 +21,7 @@ from sharding_specs import Mesh
 
 aten = torch.ops.aten
 WIDTH = 4
+FUSES = added_products.fuses
 PLANS: dict[str, tuple[Any, Mesh]] = {
     "nothing": (None, Mesh()),
     "data": (fp.data_parallel("data"), Mesh(data=2)),
@@ -34,10 +34,10 @@ PLANS: dict[str, tuple[Any, Mesh]] = {
 
 
 @pytest.fixture(autouse=True, scope="module")
-def as_if_kernels_added_last() -> Iterator[None]:
-    """On every machine."""
+def fused_in_every_dtype() -> Iterator[None]:
+    """In float64 too, in which sums of products of small integers are exact."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(added_products, "adds_last", lambda like: True)
+        patch.setattr(added_products, "fuses", lambda like: True)
         yield
 
 
@@ -155,22 +155,12 @@ def test_what_somebody_needs_is_left_alone() -> None:
     assert not written(twice, w, x), "both are needed once more"
 
 
-def test_products_of_a_kernel_that_cannot_add_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "prefers_onednn", lambda: True)
-    w, x = torch.ones(128, 128), torch.ones(128, 128)
-    assert not written(lambda w, x: (x @ x.T + x.T @ x) @ w, w, x)
-
-
-def test_products_of_a_kernel_that_rounds_otherwise_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(added_products, "adds_last", lambda like: False)
-    w, x = torch.ones(8, 8), torch.ones(8, 8)
-    assert not written(lambda w, x: (x @ x.T + x.T @ x) @ w, w, x)
-
-
-def test_what_is_said_of_kernels_is_what_they_do() -> None:
-    """For the sizes that were tried, of which one that rounds otherwise shows at once."""
-    for dtype in (torch.float32, torch.float64):
-        total, a, b = (torch.randn(40, 40, dtype=dtype) for _ in range(3))
-        if products.adds_last(total):
-            assert torch.equal(torch.addmm(total, a, b), total + a @ b)
-    assert products.adds_last(torch.ones(2, dtype=torch.bfloat16)) and products.adds_last(torch.ones(2, device="meta"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_whether_products_are_fused_depends_on_dtype_and_device_alone(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(added_products, "fuses", FUSES)
+    w, x = torch.ones(8, 8, dtype=dtype), torch.ones(8, 8, dtype=dtype)
+    wide = dtype in (torch.float32, torch.float64)
+    assert bool(written(lambda w, x: (x @ x.T + x.T @ x) @ w, w, x)) is not wide
+    assert FUSES(aval_of(w.to("meta"))), "devices other than the CPU add after they multiply"

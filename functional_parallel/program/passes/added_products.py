@@ -1,8 +1,12 @@
-"""Products of matrices go into the sums that they are added to, where nobody needs the sum so far any more.
+"""Write products of matrices into the sums that they are added to, if no other op needs the old sum.
 
-A kernel that multiplies can add while it writes (BLAS's beta), so the addition costs nothing, and the product never
-lies by itself. That is most of what a step adds up: gradients of weights over microbatches, and those of an input that
-several products take. Megatron-LM has kernels of its own for the first (`gradient_accumulation_fusion`).
+A matrix product can add to its output (BLAS's beta), so the addition is free and the product needs no memory. Most
+sums of a training step have this form: gradients of weights over microbatches, and the gradient of an input that
+several products read. Megatron-LM has kernels for the first (`gradient_accumulation_fusion`).
+
+In float32 and float64 on the CPU products and sums stay separate. Some processors' kernels add before they multiply,
+which rounds differently. Then the bits of a microbatch's gradient would depend on the schedule, and a program that
+tests for this would depend on the machine. Narrower dtypes are fused: one rounding fewer is worth more there.
 """
 
 from __future__ import annotations
@@ -13,8 +17,7 @@ import torch
 from torch import fx
 
 from ...collectives.types import State
-from ...products import adds_last, faster_kernel
-from ...tracing import Traced
+from ...tracing import Aval, Traced
 from ..variation import Axes, axes_of_nodes
 
 __all__ = ["add_products_in_place"]
@@ -23,10 +26,9 @@ aten = torch.ops.aten
 
 
 def add_products_in_place(traced: Traced) -> bool:
-    """Let products write into sums: those that are written into already, and those of products; whether any does.
+    """Write products into sums that are updated in place or are sums of products; return whether any was.
 
-    A sum is written where its last product is made, so operands live no longer for it. Left as they are: products by a
-    kernel that cannot add, or would round otherwise.
+    A sum is written at its last product, so no operand lives longer for it.
     """
     position = {node: index for index, node in enumerate(traced.graph.nodes)}
     sums = [node for node in traced.nodes if node.target in (aten.add.Tensor, aten.add_.Tensor)]
@@ -61,8 +63,12 @@ def _parts(node: fx.Node, position: Mapping[fx.Node, int]) -> tuple[fx.Node, fx.
     fits = total.meta["val"] == product.meta["val"] == node.meta["val"]
     is_product = product.target is aten.mm.default and list(product.users) == [node] and total is not product
     fits = fits and 1 not in product.meta["val"].shape  # a kernel for vectors adds term by term, and rounds otherwise
-    adds = fits and is_product and faster_kernel(product) is None and adds_last(product.meta["val"])
-    return (total, product) if adds else (None, None)
+    return (total, product) if fits and is_product and fuses(product.meta["val"]) else (None, None)
+
+
+def fuses(like: Aval) -> bool:
+    """Whether a product with this device and dtype is written into its sum; the same on every machine."""
+    return like.device.type != "cpu" or like.dtype not in (torch.float32, torch.float64)
 
 
 def _is_given_up(total: fx.Node, node: fx.Node, axes: Mapping[fx.Node, Axes]) -> bool:
