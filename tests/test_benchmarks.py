@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -218,6 +219,36 @@ def test_a_table_goes_between_its_marks(tmp_path: Path) -> None:
     assert document.read_text() == "a\n<!-- b -->\n| x |\n|---|\n| 1 |\n<!-- end b -->\nc\n"
     with pytest.raises(ValueError, match="has no section <!-- d -->"):
         report.write("d", "", document)
+
+
+SECTIONS = ["peers", "peers alone", "misses", "machine"]  # of compare.py
+OTHERS = ["staged step", "partition time", "equivalence rate", "timeline", "collectives"]
+
+
+@pytest.mark.parametrize("section", [*SECTIONS, *OTHERS])
+def test_the_page_has_a_section_for_every_table(section: str) -> None:
+    """Each is there once, and holds a table or a sentence."""
+    import report
+
+    before, after = report.parts_around(section)
+    assert f"<!-- {section} -->" not in before + after
+    assert f"<!-- end {section} -->" not in before + after
+    assert len(report.DOCUMENT.read_text()) - len(before) - len(after) > 60
+
+
+def test_the_pages_own_list_of_targets_is_the_scripts() -> None:
+    import report
+    from targets import IDEAL, target
+
+    text = report.DOCUMENT.read_text()
+    rows = {
+        name: [cell.strip() for cell in re.findall(rf"^\| {name}(.*)\|$", text, re.MULTILINE)[0].split("|")[1:]]
+        for name in ("of the peer's time, tiny", "of the peer's time, larger", "of the ideal, larger")
+    }
+    columns = ["DDP", "FSDP2, keeping", "ZeroRedundancyOptimizer", "DTensor TP", "DTensor SP", "1F1B"]
+    assert rows["of the peer's time, tiny"] == [f"{target(name, 'tiny'):.2f}" for name in columns]
+    assert rows["of the peer's time, larger"] == [f"{target(name, 'small'):.2f}" for name in columns]
+    assert rows["of the ideal, larger"] == [f"{IDEAL[name]:.2f}" if name in IDEAL else "none" for name in columns]
 
 
 def test_rows_that_miss_their_target_say_what_stands_against_it() -> None:
