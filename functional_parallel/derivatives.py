@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import optree
@@ -21,15 +20,15 @@ from sharding_specs import P, broadcast_specs
 from . import _torch
 from .by_place import called_as
 from .collectives import pvary
-from .collectives.axes import current_axes
 from .collectives.types import dual
 from .collectives.vmap import dims_of_leaves
 from .collectives.vmap import vmap as _vmap
+from .forward_first import forward_first
 from .local_function import LocalFunction, PyTree, unsharded
-from .tracing.graph import aval_of, hollow
-from .tracing.record import Recorder, recorder, trace
+from .tracing.graph import hollow
+from .tracing.record import Recorder, recorder
 from .trained import is_trained
-from .varying import Typing, run_typed, type_of
+from .varying import Typing, type_of
 
 __all__ = ["grad", "grad_and_value", "hessian", "jvp", "vmap"]
 
@@ -101,7 +100,7 @@ def hessian(f: Callable[..., Any], argnums: int = 0) -> Callable[..., Any]:
     """
     if not isinstance(f, LocalFunction):
         return torch.func.jacfwd(grad(f, argnums), argnums)  # whose reverse part is typed in a body
-    call = torch.func.hessian(f.run, argnums)
+    call = torch.func.hessian(_run_of(f), argnums)
 
     def results(args: tuple[PyTree, ...]) -> P:
         spec = f.layout.arguments(args)[argnums]
@@ -131,9 +130,10 @@ def jvp(f: Callable[..., Any], primals: tuple[PyTree, ...], tangents: tuple[PyTr
     directions = tree.flatten_up_to(tangents)
     moving = [index for index, leaf in enumerate(leaves) if is_trained(leaf)]
     found: dict[str, Any] = {}
+    run = f if isinstance(f, LocalFunction) and f.layout.axes else forward_first(f, lenient=True)
 
     def flat(*values: torch.Tensor) -> tuple[Any, ...]:
-        outputs, found["tree"] = optree.tree_flatten(f(*_filled(leaves, moving, values, tree)))
+        outputs, found["tree"] = optree.tree_flatten(run(*_filled(leaves, moving, values, tree)))
         return tuple(outputs)
 
     values, derivatives = torch.func.jvp(  # type: ignore[misc]  # three values with has_aux alone
@@ -179,7 +179,8 @@ def vmap(
     if axis_name is not None and spmd_axis is not None:
         raise ValueError("fp.vmap takes axis_name (a virtual axis) or spmd_axis (an axis of the mesh), not both")
     if axis_name is not None or (spmd_axis is None and not isinstance(f, LocalFunction)):
-        return _vmap(f, in_dims, out_dims, axis_name=axis_name, **options)
+        own = f if axis_name is not None else forward_first(f, lenient=True)
+        return _vmap(own, in_dims, out_dims, axis_name=axis_name, **options)
     local = (f if isinstance(f, LocalFunction) else unsharded(f)).without_schedule()
     if spmd_axis in local.layout.axes:
         raise ValueError(f"fp.vmap(spmd_axis={spmd_axis!r}): {local!r} splits over {spmd_axis!r} itself already")
@@ -198,7 +199,7 @@ def _mapped(f: LocalFunction, in_dims: Any, out_dims: Any, axis: str | None, opt
         mapped = [_with_mapped(*each, axis) for each in zip(specs, leaves, dims, strict=True)]
         return tree.unflatten(mapped)  # type: ignore[no-any-return]
 
-    mapped = _vmap(f.run, in_dims, out_dims, **options)
+    mapped = _vmap(_run_of(f), in_dims, out_dims, **options)
 
     def call(*args: PyTree) -> tuple[Any, Any]:
         value = mapped(*args if axis is None else _varied(args, dims_of_leaves(in_dims, args), axis))
@@ -250,7 +251,7 @@ def _with_mapped(spec: P, leaf: Any, dim: int | None, axis: str | None) -> P:
 
 
 def _gradient_call(f: Callable[..., Any], argnums: Argnums, has_aux: bool) -> Callable[..., Any]:
-    run = f.run if isinstance(f, LocalFunction) else f  # the gradient carries the layout, and checks it when called
+    run = _run_of(f)  # the gradient carries the layout, and checks it when called
 
     def call(*args: PyTree, **named: PyTree) -> Any:
         numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
@@ -259,8 +260,8 @@ def _gradient_call(f: Callable[..., Any], argnums: Argnums, has_aux: bool) -> Ca
         moving = [i for i, leaf in enumerate(leaves) if owners[i] in numbers and is_trained(leaf)]
         found: dict[str, Any] = {}
 
-        def flat(chosen: list[int], values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[Any]]:
-            result = run(*_filled(leaves, chosen, values, tree), **named)
+        def flat(values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[Any]]:
+            result = run(*_filled(leaves, moving, values, tree), **named)
             if has_aux and not (isinstance(result, tuple) and len(result) == 2):
                 raise ValueError(f"has_aux=True: {_name(f)} must return (value, aux), not {type(result).__name__}")
             value, aux = result if has_aux else (result, None)
@@ -269,11 +270,9 @@ def _gradient_call(f: Callable[..., Any], argnums: Argnums, has_aux: bool) -> Ca
             found["aux"] = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in flat_aux]
             return value, [leaf for leaf in flat_aux if isinstance(leaf, torch.Tensor)]
 
-        active = recorder()
-        in_body = active is not None and isinstance(active.on_node, Typing) and not isinstance(f, LocalFunction)
-        body = _typed(flat, leaves, moving, active) if active is not None and in_body else partial(flat, moving)
         inputs = [leaves[index] for index in moving]
-        gradients, (value, aux) = torch.func.grad_and_value(body, has_aux=True)(inputs)
+        gradients, (value, aux) = torch.func.grad_and_value(flat, has_aux=True)(inputs)
+        active = recorder()
         if active is not None and isinstance(active.on_node, Typing):
             _type_zeros(active, inputs, gradients)
         by_leaf = dict(zip(moving, gradients, strict=True))
@@ -286,41 +285,19 @@ def _gradient_call(f: Callable[..., Any], argnums: Argnums, has_aux: bool) -> Ca
     return call
 
 
+def _run_of(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what a derivative is taken of: a partitioned function traces its forward itself."""
+    if isinstance(f, LocalFunction):
+        return f.run if f.layout.axes else forward_first(f.run)
+    return forward_first(f)
+
+
 def _type_zeros(active: Recorder, inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
     """torch makes the gradient of what was not used as zeros like it: their type is a gradient's, not the value's."""
     for x, gradient in zip(inputs, gradients, strict=True):
         node, source = active.node_of(_torch.innermost(gradient)), active.node_of(_torch.innermost(x))
         if node.target is torch.ops.aten.zeros_like.default and node.args[0] is source:
             node.meta["type"] = dual(type_of(source))
-
-
-def _typed(
-    flat: Callable[[list[int], Sequence[torch.Tensor]], tuple[torch.Tensor, list[Any]]],
-    leaves: list[Any],
-    moving: list[int],
-    active: Recorder,
-) -> Callable[[list[torch.Tensor]], tuple[torch.Tensor, list[Any]]]:
-    """The same function, to be run from its typed trace with every implied cast written in."""
-    tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    traced = trace(
-        lambda *inputs: _joined(*flat(tensors, inputs)),
-        [aval_of(leaves[index]) for index in tensors],
-        types=[type_of(active.node_of(_torch.innermost(leaves[index]))) for index in tensors],
-        forward_only=True,
-        on_node=Typing(current_axes()),
-    )
-
-    def run(inputs: list[torch.Tensor]) -> tuple[torch.Tensor, list[Any]]:
-        given = dict(zip(moving, inputs, strict=True))
-        values = [given.get(index, leaves[index]) for index in tensors]
-        outputs = run_typed(traced, [*values, *traced.captured])
-        return outputs[0], outputs[1:]
-
-    return run
-
-
-def _joined(value: torch.Tensor, aux: list[Any]) -> list[Any]:
-    return [value, *aux]
 
 
 # -----------------------------------------------------------------------------

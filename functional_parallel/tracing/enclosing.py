@@ -30,15 +30,18 @@ class Enclosed:
 
     Args:
         function: what will be traced; outside all torch.func transforms it reaches none.
+
+    Attributes:
+        tensors: the wrapped tensors by id.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         found = _reached(function) if _torch.is_inside_transform() else ()
-        self._tensors = {id(tensor): tensor for tensor in found if _torch.is_functorch_wrapped(tensor)}
+        self.tensors = {id(tensor): tensor for tensor in found if _torch.is_functorch_wrapped(tensor)}
 
     def are_in(self, args: Any, kwargs: Any) -> bool:
         """Whether one of them is an argument."""
-        return bool(self._tensors) and any(id(leaf) in self._tensors for leaf in optree.tree_leaves((args, kwargs)))
+        return bool(self.tensors) and any(id(leaf) in self.tensors for leaf in optree.tree_leaves((args, kwargs)))
 
     def refuse(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Their shapes, and what else is no tensor, may be asked for.
@@ -49,7 +52,7 @@ class Enclosed:
         result = func(*args, **kwargs) if getattr(func, "__name__", "") in _QUESTIONS else NotImplemented
         if result is not NotImplemented and not isinstance(result, torch.Tensor):
             return result
-        one = next(leaf for leaf in optree.tree_leaves((args, kwargs)) if id(leaf) in self._tensors)
+        one = next(leaf for leaf in optree.tree_leaves((args, kwargs)) if id(leaf) in self.tensors)
         raise TracingError(
             f"{current_source() or 'the function'}: it closes over a tensor that a torch.func transform around it is "
             f"differentiating or mapping (shape {tuple(one.shape)}), which would be a constant here; pass it as an "

@@ -108,6 +108,14 @@ _ASKED_BY_TORCH = {  # functions of torch's that read values where the user's li
     "is_causal=True or False for an nn.TransformerEncoder, tgt_is_causal= for a decoder",
     "torch.distributions.distribution.__init__": "torch checks the distribution's parameters; give it "
     "validate_args=False",
+    **dict.fromkeys(
+        (
+            "transformers.masking_utils._ignore_causal_mask_sdpa",
+            "transformers.masking_utils._ignore_bidirectional_mask_sdpa",
+        ),
+        "transformers reads the attention mask where a transform of torch.func hides the trace; use fp.grad, fp.vmap "
+        "or fp.jvp instead of it",
+    ),
 }
 
 
