@@ -261,8 +261,9 @@ class ProcessRuntime:
         if parts is None:
             raise DifferentInputsError(
                 f"{name} takes whole tensors, the same on every rank, but ranks passed different {told}. "
-                "Seed alike, or use train_step(batch='own') for parts that each rank loads itself; "
-                "of a checkpoint every rank loads the whole file"
+                "Where they are drawn, seed alike: call torch.manual_seed(0) before the first draw, on every rank. For "
+                "shards that each rank loads itself use train_step(batch='own'); of a checkpoint every rank loads the "
+                "whole file"
             )
         axes = [axis for axis in self.mesh.axis_names if axis not in parts[wrong[0]].axes]
         raise DifferentInputsError(

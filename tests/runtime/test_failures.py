@@ -170,7 +170,8 @@ def test_different_inputs_are_refused_by_path(disagreeing: list[dict[str, Any]])
         kind, message, seconds = result["inputs"]
         assert kind == "DifferentInputsError" and seconds < 30
         assert "ranks passed different 0/layers/1." in message
-        assert "Seed alike, or use train_step(batch='own')" in message
+        assert "call torch.manual_seed(0) before the first draw, on every rank. For shards" in message
+        assert "use train_step(batch='own')" in message
 
 
 def test_parameters_and_batches_of_training_are_compared(disagreeing: list[dict[str, Any]]) -> None:
@@ -185,7 +186,8 @@ def test_parameters_and_batches_of_training_are_compared(disagreeing: list[dict[
         assert (
             kind == "DifferentInputsError" and "train_step takes whole tensors" in message and "different 0" in message
         )
-        assert "Seed alike, or use train_step(batch='own')" in message
+        assert "call torch.manual_seed(0) before the first draw, on every rank. For shards" in message
+        assert "use train_step(batch='own')" in message
 
 
 def test_loaded_states_are_compared(disagreeing: list[dict[str, Any]]) -> None:

@@ -77,8 +77,9 @@ class Doing:
         if other >> _KIND_FROM == self.mark >> _KIND_FROM:
             raise OutOfStepError(
                 f"the ranks were given different batches: this one {self._name(self.mark)}, and {who} does with other "
-                "values. Every process takes the whole batch: seed loaders alike, and let no rank draw more random "
-                "numbers than another; or use train_step(batch='own') for parts that each rank loads itself"
+                "values. Every process takes the whole batch: seed loaders alike, with torch.manual_seed(0) before the "
+                "first draw, and let no rank draw more random numbers than another; or use train_step(batch='own') for "
+                "parts that each rank loads itself"
             )
         raise OutOfStepError(
             f"the ranks are doing different things: this one {self._name(self.mark)}, {who} {self._name(other)}. Every "
