@@ -11,7 +11,7 @@ from sharding_specs import tree_paths
 
 from ..trained import as_real
 
-__all__ = ["NotEquivalentError", "compare"]
+__all__ = ["NotEquivalentError", "compare", "tolerance_of"]
 
 _TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 _NOT_A_NUMBER = "NaN on both sides, where nothing can be compared; choose arguments that have a value and a gradient"
@@ -44,6 +44,11 @@ def compare(got: Any, want: Any, what: str, *, exact: bool = False, rtol: float 
             raise NotEquivalentError(f"{what}{f', leaf {path}' if path else ''}: {problem}")
 
 
+def tolerance_of(dtype: torch.dtype) -> float:
+    """The relative difference that values of a floating type may have by default."""
+    return _TOLERANCE.get(dtype, 0.0)
+
+
 def _rounding(tree: Any) -> float:
     """By how much the largest finite value in a tree may be off for rounding alone; 0 where nothing is rounded."""
     leaves = (as_real(leaf.detach()) for leaf in optree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
@@ -66,7 +71,7 @@ def _difference(got: Any, want: Any, rtol: float | None, rounding: float) -> str
 def _of_elements(got: torch.Tensor, want: torch.Tensor, rtol: float | None, rounding: float) -> str | None:
     allowed, scale = 0.0, _largest(want)
     if want.is_floating_point():
-        allowed = (_TOLERANCE.get(want.dtype, 0.0) if rtol is None else rtol) * scale + rounding
+        allowed = (tolerance_of(want.dtype) if rtol is None else rtol) * scale + rounding
     neither = got.isnan() & want.isnan()
     difference = (got.double() - want.double()).abs()
     wrong = (got != want) & ~neither  # as they are: past 2^53 float64 rounds integers

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+import optree
 import torch
 
-from sharding_specs import Mesh
+from sharding_specs import Mesh, tree_paths
 
 from ..compile import Compiled, compile
 from ..derivatives import grad_and_value
-from .compare import NotEquivalentError, compare
-from .intermediate import first_difference
+from ..trained import as_real
+from .compare import NotEquivalentError, compare, tolerance_of
+from .drawn import drawn_arguments
+from .intermediate import first_difference, traced_leaves
 
 __all__ = ["NotEquivalentError", "assert_equivalent"]
 
@@ -25,51 +29,184 @@ def assert_equivalent(
     *batch: Any,
     exact: bool = False,
     rtol: float | None = None,
+    draw: bool = True,
 ) -> Compiled:
-    """Check that value and gradients under a plan are those of the plain function.
+    """Check that values and gradients under a plan are those of the plain function.
 
     >>> import torch, functional_parallel as fp
-    >>> from sharding_specs import Mesh
+    >>> from sharding_specs import Mesh, tree_paths
     >>> step = fp.testing.assert_equivalent(
     ...     lambda w, x: (x @ w).relu().sum(), fp.data_parallel("data"), Mesh(data=2), torch.ones(3), torch.ones(4, 3),
     ...     exact=True)
     >>> step.program.counts()
     {('psum', ('data',)): 2}
 
+    The results may be any pytree. Gradients are those of the result itself if it is a scalar, else of the sum of all
+    floating results with drawn weights.
+
+    The check is made at the given arguments, and again at drawn ones of the same structure and shapes, in float64. A
+    model's initial parameters hide errors: its norm scales are all ones. Floating leaves keep their signs and, if they
+    lie in it, the interval [0, 1]; with `exact` they keep their elements, in another order. Integers of the batch cover
+    the vocabulary, and ignored labels, if all ops that use them are lookups or losses of classes; other integers keep
+    their elements, in another order. A draw at which the function itself fails or is not finite is not used.
+
     Args:
-        loss: a scalar function of parameters and batch.
+        loss: a function of parameters and batch.
         plan: a transform or a chain.
         mesh: the mesh.
-        params, batch: whole arguments.
+        params, batch: full arguments.
         exact: whether every bit counts; true for functions closed on the integers, given integers in float64.
         rtol: largest difference allowed, relative to a leaf's largest value; by dtype without it. A gradient that is
             rounding alone may differ by what the largest gradient is rounded by.
+        draw: whether to check at drawn arguments as well. Turn it off if only the given ones are legal.
 
     Returns:
-        The compiled gradient, to look at its program.
+        The compiled gradient, to look at its program; the compiled function if it has no gradient.
 
     Raises:
         NotEquivalentError: naming the first leaf that differs, and the first op whose value does, with its source line;
             or saying that `loss` is no function of its arguments.
     """
-    want_grads, want = grad_and_value(loss)(params, *batch)
-    step = compile(grad_and_value(plan(loss)), mesh)
-    grads, value = step(params, *batch)
-    for name, got, right in (("value", value, want), ("gradient", grads, want_grads)):
+    check = _Check(loss, plan, mesh, exact, rtol)
+    args = (params, *batch)
+    check.run(args)
+    if draw:
+        _check_drawn(check, args)
+        check.step.lower(*args)  # so that `step.program` is that of the given arguments
+    return check.step
+
+
+def _check_drawn(check: _Check, args: tuple[Any, ...]) -> None:
+    failed = "the function is not finite there"
+    for drawn in drawn_arguments(check.loss, args, exact=check.exact):
         try:
-            compare(got, right, f"{name} under {plan!r} on {mesh!r}", exact=exact, rtol=rtol)
-        except NotEquivalentError as error:
-            why = _unlike_before(want, loss(params, *batch))
-            why = why or first_difference(loss, plan, mesh, (params, *batch), name, exact=exact, rtol=rtol)
-            raise NotEquivalentError(f"{error}{why}") from None
-    return step
-
-
-def _unlike_before(first: torch.Tensor, again: torch.Tensor) -> str:
-    """What to say of a function that is called twice and returns two values."""
-    if torch.allclose(first, again, rtol=0, atol=0, equal_nan=True):
-        return ""
-    return (
-        f"\nWithout a plan it returned {first.item()!r} first and {again.item()!r} when called again with the same "
-        "arguments: it draws numbers, counts its calls or writes into a tensor, and a plan is of what does not"
+            wanted = check.plain(drawn)
+        except Exception as error:
+            failed = f"the function raises {type(error).__name__} there: {error}"
+            continue
+        if _is_finite(wanted):
+            check.compare_with(wanted, drawn, is_drawn=True)
+            return
+    warnings.warn(
+        f"assert_equivalent checked the given arguments alone, no drawn ones: {failed}. Say draw=False if only the "
+        "given ones are legal",
+        stacklevel=3,
     )
+
+
+class _Check:
+    """Values and gradients of a function, without a plan and under it.
+
+    Attributes:
+        step: the function under the plan, compiled.
+    """
+
+    def __init__(
+        self, loss: Callable[..., Any], plan: Callable[..., Any], mesh: Mesh, exact: bool, rtol: float | None
+    ) -> None:
+        self.loss, self.plan, self.mesh, self.exact, self.rtol = loss, plan, mesh, exact, rtol
+        self.step: Any = None
+        self._plain: Callable[..., Any] = loss
+
+    def run(self, args: tuple[Any, ...]) -> None:
+        """Compare at the given arguments, which decide what kind of function it is."""
+        if self.step is None:
+            self._prepare(args)
+        self.compare_with(self.plain(args), args)
+
+    def plain(self, args: tuple[Any, ...]) -> dict[str, Any]:
+        return self._named(self._plain(*args))
+
+    def compare_with(self, wanted: dict[str, Any], args: tuple[Any, ...], is_drawn: bool = False) -> None:
+        found = self._named(self.step(*args))
+        where = f"{self.plan!r} on {self.mesh!r}{' at drawn arguments (not with draw=False)' if is_drawn else ''}"
+        for name, right in wanted.items():
+            try:
+                self._compare(found[name], right, args, f"{name} under {where}", is_drawn)
+            except NotEquivalentError as error:
+                why = self._unlike_before(wanted["value"], args)
+                exactness = {"exact": self.exact, "rtol": self.rtol}
+                why = why or first_difference(self.loss, self.plan, self.mesh, args, name, **exactness)
+                raise NotEquivalentError(f"{error}{why}") from None
+
+    # --- the kind of function ---
+
+    def _prepare(self, args: tuple[Any, ...]) -> None:
+        """A gradient of the result; of a weighted sum if there are several; none if nothing has one."""
+        results = self.loss(*args)
+        has_gradient = _has_inexact(results) and _has_inexact(args[0])
+        if isinstance(results, torch.Tensor) and not results.ndim and has_gradient:
+            self._named = lambda returned: {"value": returned[1], "gradient": returned[0]}
+            self._plain, planned = grad_and_value(self.loss), grad_and_value(self.plan(self.loss))
+        elif has_gradient:
+            self._named = lambda returned: {"value": returned[1][1], "gradient": returned[0]}
+            weighted = _weighted(self.loss, results)
+            self._plain = grad_and_value(weighted, has_aux=True)
+            planned = grad_and_value(self.plan(weighted), has_aux=True)
+        else:
+            self._named = lambda returned: {"value": returned}
+            planned = self.plan(self.loss)
+        self.step = compile(planned, self.mesh)
+
+    def _unlike_before(self, first: Any, args: tuple[Any, ...]) -> str:
+        """Describe a function that returns other values when it is called again."""
+        paths = tree_paths(first)
+        again = self.loss(*args)
+        for path, a, b in zip(paths, optree.tree_leaves(first), optree.tree_leaves(again), strict=True):
+            if isinstance(a, torch.Tensor) and not torch.allclose(a, b, rtol=0, atol=0, equal_nan=True):
+                at = tuple(int(i) for i in (a != b).nonzero()[0])
+                return (
+                    f"\nWithout a plan it returned {a[at].item()!r} first and {b[at].item()!r} when called again with "
+                    f"the same arguments{f', at {at} of leaf {path!r}' if at else ''}: it draws numbers, counts its "
+                    "calls or writes into a tensor, and a plan is of what does not"
+                )
+        return ""
+
+    def _compare(self, found: Any, wanted: Any, args: tuple[Any, ...], what: str, is_drawn: bool) -> None:
+        try:
+            compare(found, wanted, what, exact=self.exact, rtol=self.rtol)
+        except NotEquivalentError:
+            if self.exact or self.rtol is not None or not is_drawn:
+                raise
+            compare(found, wanted, what, rtol=tolerance_of(_narrowest(self.step.program, self.loss, args)))
+
+
+def _weighted(loss: Callable[..., Any], results: Any) -> Callable[..., Any]:
+    """A sum of a function's inexact results with drawn integer weights, and beside it the results."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [
+        torch.randint(-4, 5, as_real(leaf).shape, generator=generator).to(as_real(leaf)) if _is_inexact(leaf) else None
+        for leaf in optree.tree_leaves(results)
+    ]
+
+    def weighted(*args: Any) -> tuple[torch.Tensor, Any]:
+        found = loss(*args)
+        terms = [
+            (as_real(leaf) * weight).sum()
+            for leaf, weight in zip(optree.tree_leaves(found), weights, strict=True)
+            if weight is not None
+        ]
+        total: torch.Tensor = sum(terms[1:], start=terms[0])
+        return total, found
+
+    return weighted
+
+
+def _narrowest(program: Any, loss: Callable[..., Any], args: tuple[Any, ...]) -> torch.dtype:
+    """The floating type with the fewest digits that the function or its program computes in."""
+    nodes = [*traced_leaves(loss, args).nodes, *(program.traced.nodes if hasattr(program, "traced") else ())]
+    avals = [aval for node in nodes for aval in optree.tree_leaves(node.meta["val"])]
+    types = {aval.dtype for aval in avals if aval.dtype.is_floating_point}
+    return max(types, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
+
+
+def _is_inexact(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def _has_inexact(tree: Any) -> bool:
+    return any(map(_is_inexact, optree.tree_leaves(tree)))
+
+
+def _is_finite(tree: Any) -> bool:
+    return all(bool(leaf.isfinite().all()) for leaf in optree.tree_leaves(tree) if _is_inexact(leaf))

@@ -22,7 +22,7 @@ from ..tracing import Traced, aval_of, source_of, trace
 from ..tracing.graph import walk_args, where
 from .compare import NotEquivalentError, compare
 
-__all__ = ["first_difference"]
+__all__ = ["first_difference", "traced_leaves"]
 
 
 def first_difference(
@@ -38,7 +38,7 @@ def first_difference(
         what: differs, its "value" or "gradient".
         exactness: as for `compare`.
     """
-    traced = _traced(loss, args)
+    traced = traced_leaves(loss, args)
     ops = [node for node in traced.nodes if not isinstance(node.meta["val"], tuple)]
 
     def values(*args: Any) -> list[torch.Tensor]:
@@ -61,7 +61,8 @@ def first_difference(
     return f"\nThe {len(ops)} values on the way to the loss are right, {advice}" if what == "gradient" else ""
 
 
-def _traced(loss: Callable[..., Any], args: tuple[Any, ...]) -> Traced:
+def traced_leaves(loss: Callable[..., Any], args: tuple[Any, ...]) -> Traced:
+    """Trace a function of the tensors among the leaves of its arguments."""
     leaves, tree = optree.tree_flatten(args)
     tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
 

@@ -1,0 +1,102 @@
+"""Legal values of integer arguments, as far as the ops that use them prove it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+from torch import fx
+
+from ..partition.rules.losses import cross_entropy
+from ..tracing.graph import argument
+from .intermediate import traced_leaves
+
+__all__ = ["Range", "common", "index_ranges"]
+
+aten = torch.ops.aten
+
+_MOVES = {
+    *(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.alias.default, aten.detach.default),
+    *(aten.slice.Tensor, aten.select.int, aten.clone.default, aten.expand.default, aten.unsqueeze.default),
+    *(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.transpose.int, aten.t.default),
+    *(aten.permute.default, aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default, operator.getitem),
+}
+_ANY = {aten.eq.Scalar, aten.ne.Scalar, aten.eq.Tensor, aten.ne.Tensor}  # their results do not depend on a range
+
+
+@dataclass(frozen=True)
+class Range:
+    """Integers from `begin` to before `end`, and a label that a loss ignores, if all ops accept it."""
+
+    begin: int
+    end: int
+    ignored: int | None = None
+
+
+def common(ranges: Iterable[Range | None]) -> Range | None:
+    """The values in all ranges; None if one of them is not known, or there are none."""
+    found = list(ranges)
+    known = [each for each in found if each is not None]
+    if not known or len(known) < len(found):
+        return None
+    ignored = known[0].ignored if len({each.ignored for each in known}) == 1 else None
+    begin, end = max(each.begin for each in known), min(each.end for each in known)
+    return Range(begin, end, ignored) if begin < end else None
+
+
+def index_ranges(loss: Callable[..., Any], args: tuple[Any, ...]) -> dict[int, Range]:
+    """Find the legal range of each integer leaf, by its number among all leaves.
+
+    A leaf has a range if every op that uses it, after views and copies, is a lookup or a loss of classes. A leaf that
+    anything else is computed from is left out, as are all leaves of a function that cannot be traced.
+
+    Args:
+        loss: the function.
+        args: its arguments.
+    """
+    leaves = optree.tree_leaves(args)
+    tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    integers = [index for index in tensors if not leaves[index].dtype.is_floating_point]
+    if not integers:
+        return {}
+    try:
+        inputs = dict(zip(tensors, traced_leaves(loss, args).inputs, strict=True))
+    except Exception:  # what cannot be traced is reported where it is compiled
+        return {}
+    found = {index: _range(inputs[index]) for index in integers if leaves[index].dtype != torch.bool}
+    return {index: each for index, each in found.items() if each is not None}
+
+
+def _range(node: fx.Node) -> Range | None:
+    """The values of a node that all its users accept; None if that is not known."""
+    users = [user for user in node.users if user.target not in _ANY]
+    return common(_range(user) if _moves(user) else _accepted(user, node) for user in users)
+
+
+def _moves(user: fx.Node) -> bool:
+    if user.target is aten._to_copy.default:
+        return not user.meta["val"].is_differentiable and user.meta["val"].dtype != torch.bool
+    return user.target in _MOVES
+
+
+def _accepted(user: fx.Node, index: fx.Node) -> Range | None:
+    """The indices that a lookup or a loss accepts."""
+    target, args = user.target, user.args
+    if target in (cross_entropy, aten.nll_loss_forward.default) and args[0] is not index and args[1] is index:
+        return Range(0, _shape(args[0])[-1], args[4])  # type: ignore[arg-type]
+    if target is aten.embedding.default and args[1] is index:
+        return Range(0, _shape(args[0])[0])
+    if target in (aten.gather.default, aten.index_select.default) and args[2] is index and args[0] is not index:
+        return Range(0, _shape(args[0])[argument(user, "dim")])
+    if target is aten.index.Tensor and args[0] is not index:
+        sizes = [_shape(args[0])[dim] for dim, each in enumerate(args[1]) if each is index]  # type: ignore[arg-type]
+        return Range(0, min(sizes))
+    return None
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    return node.meta["val"].shape  # type: ignore[no-any-return]
