@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from ..tracing import Aval, Traced, simplify
+from .enumerated import note_enumerated
 from .rules.losses import fuse_cross_entropy
 
 __all__ = ["prepare"]
@@ -42,6 +43,7 @@ def prepare(traced: Traced) -> Traced:
             _drop_empty(node)
     simplify(traced)
     fuse_cross_entropy(traced)
+    note_enumerated(traced)
     traced.seal()
     return traced
 

@@ -17,16 +17,17 @@ from torch import fx
 
 from .. import _torch
 from ..assumptions import assume
-from .graph import getitem, hollow, in_order, operands_of, walk_args
+from .graph import Aval, Traced, getitem, hollow, in_order, operands_of, walk_args
 from .straight_through import OP as STRAIGHT_THROUGH
 
 if TYPE_CHECKING:
     from .record import Recorder
 
-__all__ = ["asks_for_values", "computed", "plainly", "value_of"]
+__all__ = ["asks_for_values", "assume_constants", "computed", "constant_in", "plainly", "value_of"]
 
 aten = torch.ops.aten
 
+_HOST = torch.device("cpu")
 _ASKING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _OF_A_SHAPE = {  # the values of their first operand do not matter
     getattr(aten, name).default
@@ -55,6 +56,38 @@ def value_of(recording: Recorder, x: torch.Tensor) -> torch.Tensor | None:
     if node is None and isinstance(x, _torch.FakeTensor):
         return None if recording.outer is None else value_of(recording.outer, x)
     return _evaluated(recording, recording.node_of(x) if node is None else node)
+
+
+def constant_in(traced: Traced, wanted: fx.Node, known: dict[fx.Node, Any]) -> torch.Tensor | None:
+    """Return the value of a node of a finished trace, on the host, if it depends on no argument and no rank.
+
+    Args:
+        traced: the graph.
+        wanted: one of its nodes.
+        known: the values found so far, by node, to which those found here are added.
+    """
+    for node in in_order(wanted, _needed, known):
+        known[node] = None
+        if node.op == "get_attr":
+            known[node] = _on_host(traced.constants[str(node.target)])
+        elif _is_computable(node) and all(known[operand] is not None for operand in _needed(node)):
+            known[node] = _computed_node(node, known, on_host=True)
+    found = known[wanted]
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _on_host(constant: torch.Tensor) -> torch.Tensor | None:
+    with plainly():
+        return None if constant.is_meta else constant.cpu()
+
+
+def assume_constants(traced: Traced, wanted: fx.Node) -> None:
+    """Use the program only as long as the constants that a node is computed from stay the same."""
+    seen: dict[fx.Node, None] = {}
+    for node in in_order(wanted, _needed, seen):
+        seen[node] = None
+        if node.op == "get_attr":
+            assume(partial(_content, traced.constants[str(node.target)]))
 
 
 def computed(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -110,14 +143,17 @@ def _is_computable(node: fx.Node) -> bool:
     return op in (getitem, STRAIGHT_THROUGH) or getattr(op, "namespace", None) in ("aten", "prims")
 
 
-def _computed_node(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+def _computed_node(node: fx.Node, values: dict[fx.Node, Any], on_host: bool = False) -> Any:
     def value(leaf: Any) -> Any:
         return values.get(leaf, leaf) if isinstance(leaf, fx.Node) else leaf
 
     args, kwargs = walk_args((node.args, node.kwargs), value)
     if node.target in _OF_A_SHAPE:
+        like = node.args[0].meta["val"]  # type: ignore[union-attr]
         with plainly():
-            args = (hollow(node.args[0].meta["val"]), *args[1:])  # type: ignore[union-attr]
+            args = (hollow(Aval(like.shape, like.dtype, _HOST) if on_host else like), *args[1:])
+    if on_host and kwargs.get("device") is not None:
+        kwargs = {**kwargs, "device": _HOST}
     return _run(node.target, args, kwargs)
 
 

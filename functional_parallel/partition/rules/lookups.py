@@ -10,10 +10,11 @@ import torch
 from torch import fx
 
 from ...source import current_source
-from ...tracing import TracingError
+from ...tracing import Aval, TracingError
 from ...tracing.graph import tensor_operands
 from ...tracing.intercept import intercept
 from ..convert import convert
+from ..enumerated import ENUMERATED
 from ..placement import WHOLE, Shard
 from ..step import Step
 from .batched import all_whole_text
@@ -131,24 +132,86 @@ rule([aten.index_select.default], Rule(_index_select_text, _local_index_select))
 
 
 def _index_text(node: fx.Node) -> str:
-    """`x[:, i, j]`: indexed dims whole, the others pass; the indices' own dims pass where all indices have them."""
-    x = node.args[0].meta["val"].shape
-    indices = list(node.args[1])
-    indices += [None] * (len(x) - len(indices))
-    tensors = [index.meta["val"] for index in indices if isinstance(index, fx.Node)]
-    where = [dim for dim, index in enumerate(indices) if index is not None]
-    ndim = max(aval.ndim for aval in tensors)
-    boolean = any(aval.dtype == torch.bool for aval in tensors)
-    shared = [f"i{k}" for k in range(ndim)]
-    if boolean or len({aval.shape for aval in tensors}) > 1:
+    """`x[:, i, j]`: indexed dims whole, the others pass; so do the indices' own, and a dim that an index enumerates."""
+    names = _indexing_names(node)
+    if names is None:
         return all_whole_text(node)
-    together = where == list(range(where[0], where[-1] + 1))
-    left = pattern(dim_names(len(x), {dim: f"d{dim}^" for dim in where}))
-    kept = [f"d{dim}" for dim in range(len(x)) if dim not in where]
-    ahead = sum(dim < where[0] for dim in range(len(x)) if dim not in where) if together else 0
-    right = [*kept[:ahead], *shared, *kept[ahead:]]
-    operands = ", ".join([f"~{left}", *[pattern(shared)] * len(tensors)])
-    return f"{operands} -> {pattern(right)}"
+    x, indices, result = names
+    return f"~{pattern(x)}, {', '.join(map(pattern, indices))} -> {pattern(result)}"
+
+
+def _put_text(node: fx.Node) -> str:
+    """`index_put(x, indices, values)`: dims that are not indexed, or that an index enumerates, pass."""
+    names = _indexing_names(node, "^")
+    if names is None:
+        left, _, right = all_whole_text(node).partition(" -> ")
+        return f"{', '.join(_both_linear(left.split(', ')))} -> {right}"
+    x, indices, written = names
+    shape = tensor_operands(node)[-1].meta["val"].shape
+    sizes = _written_shape(node)
+    aligned = zip(written[len(written) - len(shape) :], shape, sizes[len(sizes) - len(shape) :], strict=True)
+    values = ["1" if size == 1 != full else name for name, size, full in aligned]
+    operands = _both_linear([pattern(x), *map(pattern, indices), pattern(values)])
+    result = [name.replace("d", "new") if name.endswith("^") else name for name in x]
+    return f"{', '.join(operands)} -> {pattern(result)}"
+
+
+def _indexing_names(node: fx.Node, mark: str = "") -> tuple[list[str], list[list[str]], list[str]] | None:
+    """Names of the dims of x, of each index, and of `x[indices]`; None for masks, whose results have no fixed shape.
+
+    Args:
+        node: the op.
+        mark: of the indices' dims that enumerate no dim of x.
+    """
+    avals = _index_avals(node)
+    if any(aval.dtype == torch.bool for aval in avals.values()):
+        return None
+    shared = torch.broadcast_shapes(*(aval.shape for aval in avals.values()))
+    paired = dict(node.meta.get(ENUMERATED, ()))
+    names = [f"p{k}" if k in paired.values() else f"i{k}{mark}" for k in range(len(shared))]
+    indices = [
+        [
+            "1" if size == 1 != shared[k] else names[k]
+            for k, size in enumerate(aval.shape, len(shared) - len(aval.shape))
+        ]
+        for aval in avals.values()
+    ]
+    ndim = ndim_of(node)
+    x = dim_names(ndim, {dim: f"p{paired[dim]}" if dim in paired else f"d{dim}^" for dim in avals})
+    kept = [name for dim, name in enumerate(x) if dim not in avals]
+    ahead = _dims_ahead(list(avals), ndim)
+    return x, indices, [*kept[:ahead], *names, *kept[ahead:]]
+
+
+def _index_avals(node: fx.Node) -> dict[int, Aval]:
+    """The indices by the dim of x that each takes elements from."""
+    return {dim: index.meta["val"] for dim, index in enumerate(node.args[1]) if index is not None}  # type: ignore
+
+
+def _dims_ahead(indexed: list[int], ndim: int) -> int:
+    """The number of dims in front of those of the indices, which come first if indexed dims are not adjacent."""
+    adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))
+    return indexed[0] if adjacent else 0
+
+
+def _written_shape(node: fx.Node) -> list[int]:
+    """The shape of `x[indices]`."""
+    avals, x = _index_avals(node), node.args[0].meta["val"].shape  # type: ignore[union-attr]
+    kept = [size for dim, size in enumerate(x) if dim not in avals]
+    ahead = _dims_ahead(list(avals), len(x))
+    return [*kept[:ahead], *torch.broadcast_shapes(*(aval.shape for aval in avals.values())), *kept[ahead:]]
+
+
+def _local_indexing(step: Step, x: torch.Tensor, indices: list[Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The op on a shard; an index that enumerates the sharded dim enumerates the shard."""
+    for dim, k in step.node.meta.get(ENUMERATED, ()):
+        if step.splits(f"p{k}"):
+            index, ndim = indices[dim], max(index.ndim for index in indices if index is not None)
+            shape = [1] * index.ndim
+            shape[k - ndim] = x.shape[dim]
+            own = torch.arange(x.shape[dim], device=index.device).reshape(shape).expand(index.shape)
+            indices = [*indices[:dim], own, *indices[dim + 1 :]]
+    return step.run(x, indices, *args, **kwargs)
 
 
 def _scatter_text(node: fx.Node) -> str:
@@ -160,12 +223,6 @@ def _scatter_text(node: fx.Node) -> str:
     with_source = len(patterns) == 3
     result = pattern(dim_names(ndim, {dim: f"new{dim}" for dim in whole}))
     return f"{', '.join(_both_linear(patterns) if with_source else patterns)} -> {result}"
-
-
-def _put_text(node: fx.Node) -> str:
-    """`index_put(x, indices, values)`."""
-    operands, _, result = all_whole_text(node).partition(" -> ")
-    return f"{', '.join(_both_linear(operands.split(', ')))} -> {result}"
 
 
 def _both_linear(patterns: list[str]) -> list[str]:
@@ -187,8 +244,8 @@ def _rows_text(node: fx.Node) -> str:
     return f"&{x}, i^, &{source} -> {result}"
 
 
-rule([aten.index.Tensor], Rule(_index_text))
-rule([aten.index_put.default], Rule(_put_text))
+rule([aten.index.Tensor], Rule(_index_text, _local_indexing))
+rule([aten.index_put.default], Rule(_put_text, _local_indexing))
 rule([aten.scatter.value, aten.scatter.src, aten.scatter_add.default], Rule(_scatter_text))
 rule([aten.scatter_reduce.two], Rule(_without_marks(_scatter_text)))
 rule([aten.index_add.default, aten.index_copy.default], Rule(_rows_text))
