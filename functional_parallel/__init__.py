@@ -42,7 +42,16 @@ from .program import BudgetError, Hardware, Line, Price, Program
 from .runtime import BackendError, CollectiveError, OutOfStepError, is_main_rank, rank
 from .search import PipelineChoice, layer_costs, search_pipeline
 from .staging import LayoutError, OutSpecError
-from .training import DonatedStateError, Metrics, TrainState, activation_bytes, estimate, train_step
+from .training import (
+    DonatedStateError,
+    Metrics,
+    NothingToTrainError,
+    NotTrainedWarning,
+    TrainState,
+    activation_bytes,
+    estimate,
+    train_step,
+)
 from .transforms import (
     OrderError,
     accumulate,
@@ -72,6 +81,8 @@ __all__ = [
     "LossScale",
     "LossScaleError",
     "Metrics",
+    "NotTrainedWarning",
+    "NothingToTrainError",
     "OrderError",
     "OutOfStepError",
     "OutSpecError",

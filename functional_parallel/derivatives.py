@@ -25,12 +25,12 @@ from .collectives.vmap import dims_of_leaves
 from .collectives.vmap import vmap as _vmap
 from .forward_first import forward_first
 from .local_function import LocalFunction, PyTree, unsharded
-from .tracing.graph import hollow
+from .tracing.graph import hollow, primitive_name
 from .tracing.record import Recorder, recorder
 from .trained import is_trained
 from .varying import Typing, type_of
 
-__all__ = ["grad", "grad_and_value", "hessian", "jvp", "vmap"]
+__all__ = ["grad", "grad_and_value", "hessian", "jvp", "unused", "vmap"]
 
 Argnums = int | Sequence[int]
 
@@ -274,7 +274,7 @@ def _gradient_call(f: Callable[..., Any], argnums: Argnums, has_aux: bool) -> Ca
         gradients, (value, aux) = torch.func.grad_and_value(flat, has_aux=True)(inputs)
         active = recorder()
         if active is not None and isinstance(active.on_node, Typing):
-            _type_zeros(active, inputs, gradients)
+            _note_unused(active, inputs, gradients)
         by_leaf = dict(zip(moving, gradients, strict=True))
         trees = tree.unflatten([by_leaf.get(index) for index in range(len(leaves))])
         tensors = iter(aux)
@@ -292,12 +292,28 @@ def _run_of(f: Callable[..., Any]) -> Callable[..., Any]:
     return forward_first(f)
 
 
-def _type_zeros(active: Recorder, inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-    """torch makes the gradient of what was not used as zeros like it: their type is a gradient's, not the value's."""
+def unused(x: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Whether a traced gradient is the zeros that torch.func returns for an input without a path to the value."""
+    active = recorder()
+    if active is None:
+        return False
+    node, source = active.node_of(_torch.innermost(gradient)), active.node_of(_torch.innermost(x))
+    return node.target is torch.ops.aten.zeros_like.default and node.args[0] is source
+
+
+def _note_unused(active: Recorder, inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    """Type the zeros of unused inputs, and note in every input of the trace whether a gradient reaches it.
+
+    torch makes these zeros like the input. Their type is the gradient's, not the input's.
+    """
     for x, gradient in zip(inputs, gradients, strict=True):
-        node, source = active.node_of(_torch.innermost(gradient)), active.node_of(_torch.innermost(x))
-        if node.target is torch.ops.aten.zeros_like.default and node.args[0] is source:
-            node.meta["type"] = dual(type_of(source))
+        node = active.node_of(_torch.innermost(x))
+        is_unused = unused(x, gradient)
+        if is_unused:
+            active.node_of(_torch.innermost(gradient)).meta["type"] = dual(type_of(node))
+        while node.op == "call_function" and primitive_name(node) == "pcast":
+            node = node.args[0]  # type: ignore[assignment]
+        node.meta["trained"] = node.meta.get("trained", False) or not is_unused
 
 
 # -----------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from ..collectives.axes import current_axes
 from ..quantities import is_number
 from .decay import Decay, decay_rates
 from .hyperparameters import require_not_negative, require_rate
-from .optimizer import Optimizer, Schedule, learning_rate, map_leaves
+from .optimizer import Optimizer, Schedule, learning_rate, map_leaves, skipping
 
 __all__ = ["AdafactorState", "Factored", "adafactor"]
 
@@ -84,6 +84,7 @@ def adafactor(
         decay_rates(weight_decay, decay, params)  # a pattern that matches nothing is refused here
         return AdafactorState(torch.zeros(()), optree.tree_map(_start, params))
 
+    @skipping
     def update(grads: Any, state: AdafactorState, params: Any, specs: Any = None) -> tuple[Any, AdafactorState]:
         step, bound = state.step.double() + 1, learning_rate(lr, state.step)
         rates, places = decay_rates(weight_decay, decay, params), broadcast_specs(_known(specs), params)

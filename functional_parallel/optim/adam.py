@@ -10,7 +10,7 @@ import torch
 from .adamw import AdamWState, adamw
 from .decay import Decay, decay_rates
 from .hyperparameters import require_betas, require_not_negative, require_rate
-from .optimizer import Optimizer, Schedule, known_elementwise, map_leaves
+from .optimizer import Optimizer, Schedule, known_elementwise, map_gradients
 from .sgd import decayed
 
 __all__ = ["adam"]
@@ -55,11 +55,11 @@ def adam(
 
     @known_elementwise
     def update(grads: Any, state: AdamWState, params: Any, constants: Any = None) -> tuple[Any, AdamWState]:
-        def one(p: torch.Tensor, g: torch.Tensor, rate: float) -> tuple[torch.Tensor]:
-            return (decayed(g, p, rate),)
+        def one(p: torch.Tensor, g: torch.Tensor, rate: float) -> torch.Tensor:
+            return decayed(g, p, rate)
 
         constants = rates(params) if constants is None else constants
-        (grads,) = map_leaves(one, params, grads, constants=constants)
+        grads = map_gradients(one, params, grads, constants=constants)
         return plain.update(grads, state, params)
 
     return Optimizer(init, update, constants=rates)

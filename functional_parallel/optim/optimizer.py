@@ -18,7 +18,10 @@ __all__ = [
     "is_known_elementwise",
     "known_elementwise",
     "learning_rate",
+    "map_gradients",
     "map_leaves",
+    "skipping",
+    "skips_untrained",
     "zeros_like",
 ]
 
@@ -34,6 +37,10 @@ class Optimizer(NamedTuple):
     they have their shapes; all else in it is whole on every rank. `update` is written for whole parameters. One that
     is not elementwise is partitioned by `train_step`, unless it says by `specs` that it is made for shards, as
     Adafactor, whose row and column means lie as those dims of the parameters do.
+
+    A parameter without a path to the loss has a gradient of zeros here. `train_step` keeps the old parameter, and the
+    old state where it has the parameter's shape in a subtree of the parameters' structure, whatever `update` returns.
+    A step count belongs to all parameters, so it counts on.
 
     Attributes:
         init: params → state.
@@ -54,13 +61,25 @@ class Optimizer(NamedTuple):
     constants: Callable[[PyTree], PyTree] | None = None
 
 
+_skipping: WeakSet[Any] = WeakSet()
 _known: WeakSet[Any] = WeakSet()  # by identity: a wrapper's attributes would be those of what it wraps
 
 
 def known_elementwise(update: F) -> F:
     """Mark an update of ours that tests show to be elementwise: to read that off a trace takes time at every start."""
     _known.add(update)
+    return skipping(update)
+
+
+def skipping(update: F) -> F:
+    """Mark an update that leaves a parameter, and its state, unchanged if its gradient is None."""
+    _skipping.add(update)
     return update
+
+
+def skips_untrained(update: Callable[..., Any]) -> bool:
+    """Whether an update is one of those."""
+    return update in _skipping
 
 
 def is_known_elementwise(update: Callable[..., Any]) -> bool:
@@ -94,11 +113,13 @@ def clip_value(optimizer: Optimizer, bound: float) -> Optimizer:
         raise ValueError(f"clip_value(bound={bound!r}): the bound must be positive")
 
     def update(grads: PyTree, state: Any, params: PyTree, *specs: PyTree, **constants: PyTree) -> tuple[PyTree, Any]:
-        (clipped,) = map_leaves(lambda _, grad: (grad.clamp(-bound, bound),), params, grads)
+        clipped = map_gradients(lambda _, grad: grad.clamp(-bound, bound), params, grads)
         return optimizer.update(clipped, state, params, *specs, **constants)
 
     if is_known_elementwise(optimizer.update):
         known_elementwise(update)
+    if skips_untrained(optimizer.update):
+        skipping(update)
     return Optimizer(optimizer.init, update, optimizer.specs, optimizer.constants)
 
 
@@ -118,13 +139,23 @@ def zeros_like(params: PyTree) -> PyTree:
     return optree.tree_map(lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, torch.Tensor) else leaf, params)
 
 
+def map_gradients(
+    change: Callable[..., torch.Tensor], params: PyTree, grads: PyTree, constants: PyTree = None
+) -> PyTree:
+    """Apply a change to every gradient: (parameter, gradient[, constant]) → gradient. None stays None."""
+    leaves, tree = optree.tree_flatten(params)
+    (changed,) = map_leaves(lambda p, g, *constant: (change(p, g, *constant),), params, grads, constants=constants)
+    rows = zip(leaves, tree.flatten_up_to(grads), tree.flatten_up_to(changed), strict=True)
+    return tree.unflatten([new if is_trained(leaf) and old is not None else old for leaf, old, new in rows])
+
+
 def map_leaves(
     update: Callable[..., tuple[torch.Tensor, ...]], params: PyTree, *trees: PyTree, constants: PyTree = None
 ) -> tuple[PyTree, ...]:
     """Apply an update to every floating or complex parameter with its gradient and state; returns a tree per result.
 
     A complex parameter is given to it as pairs of real numbers, and so are its gradient and state. Leaves that are
-    neither stay as they are.
+    neither stay as they are, and so do parameters with None for a gradient.
 
     Args:
         update: (parameter, gradient, state…[, constant]) → (new parameter, new state…).

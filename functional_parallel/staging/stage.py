@@ -128,7 +128,10 @@ def stage(
     )
     if out_specs is not UNCHECKED:
         _check_results(program, types, layout.axes if isinstance(f, LocalFunction) else wide.axis_names)
+    notes = _untrained(traced)
     rewritten = rewrite(program, layout, parts, bucket, donate, without, watch)
+    if isinstance(rewritten, (Program, PipelineProgram)):
+        rewritten.notes += notes
     _settle(rewritten)
     return Staged(rewritten, flat.out_tree, flat.outputs, assumptions)
 
@@ -213,6 +216,12 @@ def _mark_inputs(traced: Traced, flat: _Flat, parameters: str, carried: str | No
         )
         if node.meta["parameter"]:
             node.meta["own_path"] = path[len(parameters) + 1 :]
+
+
+def _untrained(traced: Traced) -> tuple[str, ...]:
+    """A line for `explain` on parameters that a gradient was taken by, and that have no path to the value."""
+    paths = [node.meta["own_path"] or "0" for node in traced.inputs if node.meta.get("trained") is False]
+    return (f"no gradient reaches {', '.join(paths)}",) if paths else ()
 
 
 def _is_in(path: str, parent: str) -> bool:

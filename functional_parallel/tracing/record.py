@@ -28,6 +28,7 @@ from ..collectives.axes import staging
 from ..collectives.grad_mode import called_with_gradients, called_without_gradients
 from ..source import current_source, raising_source, region, stages
 from .aliases import Aliases
+from .closed_over import ClosedOver, closed_over
 from .control_flow import unrolled
 from .draws import refuse_draws
 from .enclosing import Enclosed
@@ -157,6 +158,7 @@ class Recorder(_torch.TorchDispatchMode):
         self.outer = outer
         self.aliases = Aliases(self.create)
         self.closed_over: set[fx.Node] = set()
+        self._trainable: dict[fx.Node, ClosedOver] = {}  # closed-over tensors that require gradients
         self.zeros: set[fx.Node] = set()
         self._is_unrolling = False
         self.notes: dict[Any, Any] = {} if outer is None else outer.notes  # of all of an outermost trace
@@ -195,7 +197,23 @@ class Recorder(_torch.TorchDispatchMode):
         self.closed_over.add(node)
         node.meta.update(val=aval_of(tensor), source=None, backward=False, no_grad=False)
         self.bind(tensor, node)
+        if tensor.requires_grad and node.op == "get_attr":
+            self._trainable[node] = closed_over(tensor)
         return node
+
+    @property
+    def trainable_constants(self) -> list[ClosedOver]:
+        """Closed-over tensors that require gradients, of this trace and of the traces inside it.
+
+        A tensor that the function only detaches, or reads without gradients, does not count.
+        """
+        inside: list[ClosedOver] = self.notes.setdefault("trainable constants", [])
+        return [*inside, *self._differentiated()]
+
+    def _differentiated(self) -> Iterator[ClosedOver]:
+        for node, found in self._trainable.items():
+            if any(user.target is not aten.detach.default and not user.meta["no_grad"] for user in node.users):
+                yield found
 
     def _constant(self, tensor: torch.Tensor) -> fx.Node:
         if _torch.is_functorch_wrapped(tensor):
@@ -376,6 +394,7 @@ class Recorder(_torch.TorchDispatchMode):
     def finish(self, outputs: Sequence[Any]) -> Traced:
         self.traced.outputs = [self._as_node(value) for value in outputs]
         self.traced.seal()
+        self.notes.setdefault("trainable constants", []).extend(self._differentiated())
         return self.traced
 
 

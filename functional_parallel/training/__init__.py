@@ -4,11 +4,14 @@ from .estimate import CONVENTIONS, activation_bytes, estimate
 from .local_step import Metrics
 from .state import DonatedStateError, TrainState
 from .step import train_step
+from .untrained import NothingToTrainError, NotTrainedWarning
 
 __all__ = [
     "CONVENTIONS",
     "DonatedStateError",
     "Metrics",
+    "NotTrainedWarning",
+    "NothingToTrainError",
     "TrainState",
     "activation_bytes",
     "estimate",

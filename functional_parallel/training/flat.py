@@ -60,6 +60,10 @@ class Apart:
 
     unpack = pack_whole = unpack_whole = pack
 
+    def masks(self, flags: Sequence[bool]) -> PyTree:
+        """The flags of the parameters' leaves, as the optimizer sees the parameters."""
+        return self.structure.unflatten(flags)
+
     def update(self, optimizer: Optimizer, *args: PyTree, specs: tuple[SpecTree, ...]) -> tuple[PyTree, PyTree]:
         """The optimizer's update of gradients, state and parameters that lie as the specs say."""
         if getattr(optimizer, "specs", None):
@@ -187,6 +191,12 @@ class EndToEnd:
             leaves[number] = leaf
         return self.tree.unflatten(leaves)
 
+    def masks(self, flags: Sequence[bool]) -> Vectors:
+        """For every vector True or False where its leaves' flags agree, else a vector of them; False for the rest."""
+        return Vectors(
+            tuple(_mask([flags[number] for number in g.leaves], g) for g in self.groups), [False] * len(self.rest)
+        )
+
     def update(self, optimizer: Optimizer, *args: PyTree, specs: tuple[SpecTree, ...]) -> tuple[PyTree, PyTree]:
         """The optimizer's update of vectors: to it each is one parameter."""
         constants = Vectors(tuple(group.constant for group in self.groups), [None] * len(self.rest))
@@ -300,6 +310,12 @@ def _end_to_end(parts: Sequence[torch.Tensor], group: _Group) -> torch.Tensor:
     if missing:
         flat[-1] = torch.nn.functional.pad(flat[-1], [0, missing])
     return torch.cat(flat)
+
+
+def _mask(flags: Sequence[bool], group: _Group) -> bool | torch.Tensor:
+    if len(set(flags)) == 1:
+        return flags[0]
+    return _end_to_end([torch.full(shape, flag) for flag, shape in zip(flags, group.shapes, strict=True)], group)
 
 
 def _cut(vector: torch.Tensor, group: _Group) -> Iterator[tuple[int, torch.Tensor, int]]:

@@ -7,7 +7,7 @@ what lies between decide the collectives.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import optree
@@ -19,9 +19,11 @@ from .. import random
 from ..derivatives import grad_and_value
 from ..local_function import LocalFunction, PyTree, SpecTree
 from ..optim import Optimizer
+from ..optim.optimizer import skips_untrained
 from .places import Places
 from .returned import require_alike
 from .scaled import ScaledState, scaled_loss, unless, unscaled
+from .untrained import old_params, old_state, report_untrained, untrained, without
 from .updating import global_norm, into_compute, into_update, joined_again, split_further
 
 __all__ = ["LocalStep", "Metrics"]
@@ -53,6 +55,7 @@ class LocalStep:
         clip: bound on the gradient's global norm; None for none.
         has_aux: whether the loss returns `(scalar, aux)`.
         has_norm: whether the gradient's norm is reported.
+        warned: parameters and closed-over tensors that a warning has named; extended.
     """
 
     f: LocalFunction
@@ -60,6 +63,7 @@ class LocalStep:
     clip: float | None
     has_aux: bool
     has_norm: bool
+    warned: set[str] = field(default_factory=set)
 
     def on(self, places: Places, state_specs: SpecTree) -> LocalFunction:
         """The step as a function of ((parameters, state), batch, key) to ((parameters, state), metrics).
@@ -88,6 +92,10 @@ class LocalStep:
         inputs = optree.tree_map(into_compute, params, places.compute)
         with random.using(key) if key is not None else nullcontext():
             gradients, value, aux = self._gradients(inputs, batch, scale)
+        idle = untrained(inputs, gradients)
+        report_untrained(self.f.name, params, idle, self.warned)
+        if skips_untrained(self.optimizer.update) and not places.packing.groups:
+            gradients = without(gradients, idle)
         gradients = places.packing.pack(gradients)
         gradients = optree.tree_map(
             into_update, gradients, places.update, places.whole, places.summed, none_is_leaf=True
@@ -103,6 +111,8 @@ class LocalStep:
         specs = (places.update, lies, places.update)
         returned = places.packing.update(self.optimizer, gradients, before, own, specs=specs)
         new, after = require_alike(returned, own, before)
+        masks = optree.tree_map(split_further, places.packing.masks(idle), places.update, places.whole)
+        after = old_state(after, before, own, masks)
         metrics = Metrics(value, norm, aux)
         if scale is not None:
             overflow = ~torch.isfinite(norm)  # a sum over all ranks, so all of them agree
@@ -110,7 +120,7 @@ class LocalStep:
             after = ScaledState(after, self.f.layout.loss_scale.update(scale, overflow))
             metrics = metrics._replace(skipped=overflow, loss_scale=scale.scale)
         new = places.packing.unpack(optree.tree_map(joined_again, new, places.update, places.whole))
-        return (new, after), metrics
+        return (old_params(new, params, idle), after), metrics
 
     def _gradients(self, params: PyTree, batch: tuple[PyTree, ...], scale: Any) -> tuple[PyTree, Any, PyTree]:
         """Gradients of the loss, times the loss scale if there is one; its value; and what comes beside it."""

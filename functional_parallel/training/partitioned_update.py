@@ -18,11 +18,15 @@ from sharding_specs import P, broadcast_specs
 
 from ..collectives import all_gather, axis_size, pscatter
 from ..local_function import PyTree, SpecTree, axis_mesh
+from ..optim.adamw_kernel import ADAMW
 from ..partition import partition
+from ..partition.rules import register_rule
 from .elementwise import Update, beyond_shards, require_promise_kept
 from .returned import require_alike
 
 __all__ = ["require_kept", "updated"]
+
+register_rule(ADAMW, "..., ..., ..., ..., , -> ..., ..., ...")  # parameter, gradient, two moments, step, rate
 
 
 def updated(update: Update, args: tuple[PyTree, ...], specs: tuple[SpecTree, ...]) -> tuple[PyTree, PyTree]:

@@ -27,6 +27,7 @@ from .deferred import CannotDeferError, deferred
 from .loading import expected_state, require_parameters, require_state_of, require_values, steps_done
 from .looks import look, look_as_text
 from .places import Places, find_places
+from .replicated_state import warn_of_replicated_state
 from .scaled import with_scale
 from .state import Constant, Form, TrainState, form_of, plain
 
@@ -190,8 +191,11 @@ class States:
             places = self.places(params)
         validate(params, places.kept, self.mesh, advice="fp.zero(3, …) pads parameters by itself")
         packed = places.packed_state(with_scale(optimizer_state, self.scaling))
-        specs = optree.tree_leaves((places.kept, places.state(packed, self.optimizer)))
+        state_specs = places.state(packed, self.optimizer)
+        specs = optree.tree_leaves((places.kept, state_specs))
         found = form_of(self.mesh, places, params, packed, tuple(specs))
+        if found.key not in self._forms:
+            warn_of_replicated_state(packed, state_specs, places, self.optimizer)
         form = self._forms.setdefault(found.key, found)
         self._known.add(form)
         return form, optree.tree_leaves((params, packed))

@@ -115,6 +115,7 @@ class TrainStep(States):
         self.donate = donate and not is_asynchronous(self.f.layout, mesh)  # whose weights have versions
         self.program: Any = None
         self._staged: dict[Form, Programs[Staged]] = {}
+        self._warned: set[str] = set()  # parameters that are not trained
 
     # --- stepping ---
 
@@ -215,7 +216,8 @@ class TrainStep(States):
         batch = of_one_update(self.f.layout, self.mesh, params, batch)
         key = torch.zeros((), dtype=torch.int64) if self.seed is not None else None
         args = (held, batch, key)
-        step = LocalStep(self.f, self.optimizer, self.clip, self.has_aux, not is_asynchronous(self.f.layout, self.mesh))
+        has_norm = not is_asynchronous(self.f.layout, self.mesh)
+        step = LocalStep(self.f, self.optimizer, self.clip, self.has_aux, has_norm, self._warned)
         return stage(
             step.on(form.places, state_specs),
             self.mesh,

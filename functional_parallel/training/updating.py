@@ -25,6 +25,7 @@ __all__ = [
     "into_update",
     "joined_again",
     "like_params",
+    "likes",
     "over_likes",
     "split_further",
 ]
@@ -118,6 +119,12 @@ def over_likes(change: Callable[[PyTree], PyTree], state: PyTree, structure: Any
     """An optimizer state with every subtree changed that is shaped like the parameters."""
     is_like = _is_like(structure)
     return optree.tree_map(lambda x: change(x) if is_like(x) else x, state, is_leaf=is_like)
+
+
+def likes(state: PyTree, structure: Any) -> list[PyTree]:
+    """The subtrees of an optimizer state that are shaped like the parameters, in order."""
+    is_like = _is_like(structure)
+    return [each for each in optree.tree_leaves(state, is_leaf=is_like) if is_like(each)]
 
 
 def _is_like(structure: Any) -> Callable[[Any], bool]:

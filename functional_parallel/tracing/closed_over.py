@@ -1,0 +1,76 @@
+"""Tensors with requires_grad that a traced function closes over: a training step does not train them.
+
+A trace takes a closed-over tensor as a constant. Its name is searched in the frames of the user's code at its first
+use: among local variables, then among the globals that the code names; in modules, and in dicts, lists and tuples.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import optree
+import torch
+
+from sharding_specs import tree_paths
+
+from ..source import Source, current_source, is_library
+
+__all__ = ["ClosedOver", "closed_over"]
+
+
+@dataclass(frozen=True)
+class ClosedOver:
+    """A tensor that requires gradients, and that a traced function closes over.
+
+    Attributes:
+        name: the expression that names it in the user's code, if one was found.
+        shape: its shape.
+        source: the line of its first use.
+    """
+
+    name: str | None
+    shape: tuple[int, ...]
+    source: Source | None
+
+    def __str__(self) -> str:
+        name = f"`{self.name}`" if self.name else "a tensor"
+        return f"{name} of shape {self.shape}, used at {self.source or 'an unknown line'}"
+
+
+def closed_over(tensor: torch.Tensor) -> ClosedOver:
+    """Describe a closed-over tensor at its first use."""
+    names = (name for frame in _user_frames() for name in _names(tensor, frame))
+    return ClosedOver(next(names, None), tuple(tensor.shape), current_source())
+
+
+def _user_frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not is_library(frame.f_code.co_filename):
+            yield frame
+        frame = frame.f_back
+
+
+def _names(tensor: torch.Tensor, frame: FrameType) -> Iterator[str]:
+    code = frame.f_code
+    used = ((name, frame.f_globals[name]) for name in code.co_names if name in frame.f_globals)
+    for name, value in (*frame.f_locals.items(), *used):
+        yield from _inside(tensor, name, value)
+        if name == "self":
+            for attribute, held in list(getattr(value, "__dict__", {}).items()):
+                yield from _inside(tensor, f"self.{attribute}", held)
+
+
+def _inside(tensor: torch.Tensor, name: str, value: Any) -> Iterator[str]:
+    if value is tensor:
+        yield name
+    elif isinstance(value, torch.nn.Module):
+        owned: Iterable[tuple[str, torch.Tensor]] = value.named_parameters(remove_duplicate=False)
+        yield from (f"{name}.{path}" for path, held in owned if held is tensor)
+    elif isinstance(value, (Mapping, list, tuple)):
+        held_leaves = zip(tree_paths(value), optree.tree_leaves(value), strict=True)
+        yield from (f"{name}[{path!r}]" for path, held in held_leaves if held is tensor)

@@ -1,0 +1,161 @@
+"""Parameters without a path to the loss: refused if there are no others, else reported, and not updated.
+
+torch.optim skips a parameter whose gradient is None: no weight decay, no change of its state. A training step does the
+same. The trace decides it, so it holds under every plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import optree
+import torch
+
+from sharding_specs import tree_paths
+
+from ..derivatives import unused
+from ..local_function import PyTree
+from ..source import current_source, warn_at
+from ..tracing.closed_over import ClosedOver
+from ..tracing.record import recorder
+from ..trained import is_trained
+from .updating import likes, over_likes
+
+__all__ = [
+    "NotTrainedWarning",
+    "NothingToTrainError",
+    "old_params",
+    "old_state",
+    "report_untrained",
+    "untrained",
+    "without",
+]
+
+_LISTED = 8
+
+
+class NothingToTrainError(ValueError):
+    """A loss that no parameter has a path to, so that training would change nothing."""
+
+
+class NotTrainedWarning(UserWarning):
+    """A parameter without a path to the loss, or a closed-over tensor that requires gradients."""
+
+
+def untrained(params: PyTree, gradients: PyTree) -> list[bool]:
+    """For every leaf of the parameters, whether it should be trained and has no path to the loss."""
+    leaves, tree = optree.tree_flatten(params)
+    pairs = zip(leaves, tree.flatten_up_to(gradients), strict=True)
+    return [is_trained(leaf) and gradient is not None and unused(leaf, gradient) for leaf, gradient in pairs]
+
+
+def report_untrained(loss: str, params: PyTree, flags: Sequence[bool], warned: set[str]) -> None:
+    """Warn of parameters and closed-over tensors that a step does not train; refuse a step that trains nothing.
+
+    Args:
+        loss: name of the loss.
+        params: the parameters.
+        flags: from `untrained`.
+        warned: paths and names of earlier warnings; extended.
+
+    Raises:
+        NothingToTrainError: when there are parameters to train, and none has a path to the loss.
+    """
+    paths = [f"`{path}`" if path else "the parameter" for path in tree_paths(params)]
+    trained = [is_trained(leaf) for leaf in optree.tree_leaves(params)]
+    active = recorder()
+    outside = [] if active is None else active.trainable_constants
+    if any(trained) and list(flags) == trained:
+        raise NothingToTrainError(
+            _nothing(loss, [path for path, flag in zip(paths, flags, strict=True) if flag], outside)
+        )
+    missing = [path for path, flag in zip(paths, flags, strict=True) if flag and path not in warned]
+    if missing:
+        warned.update(missing)
+        warn_at(
+            current_source(),
+            f"train_step: no gradient reaches {_listed(missing)}: the loss `{loss}` does not use these parameters, or "
+            "only where it has no derivative. They stay as they are, without weight decay, as in torch.optim. Remove "
+            "them from the parameters, or use them in the loss",
+            NotTrainedWarning,
+        )
+    found = [each for each in outside if str(each) not in warned]
+    if found:
+        warned.update(map(str, found))
+        warn_at(found[0].source, f"train_step: the loss `{loss}` {_closes_over(found)}", NotTrainedWarning)
+
+
+def _nothing(loss: str, paths: list[str], outside: list[ClosedOver]) -> str:
+    what = f"train_step: no gradient reaches any of the parameters ({_listed(paths)}), so training would change nothing"
+    if outside:
+        return f"{what}. The loss `{loss}` {_closes_over(outside)}"
+    return (
+        f"{what}: the loss `{loss}` does not use them, or only detached or where they have no derivative; compute the "
+        "loss from its first argument"
+    )
+
+
+def _closes_over(found: Sequence[ClosedOver]) -> str:
+    listed = [f"  {each}" for each in found[:_LISTED]]
+    listed += [f"  and {len(found) - _LISTED} more"] if len(found) > _LISTED else []
+    return "\n".join(["closes over tensors that require gradients, and does not train them:", *listed, _WAY_OUT])
+
+
+_WAY_OUT = (
+    "Pass them with the parameters (fn, params = fp.functional(module) makes an argument of a module's parameters), or "
+    "use .detach() or requires_grad_(False) on tensors that are to stay fixed"
+)
+
+
+def _listed(paths: Sequence[str]) -> str:
+    more = f" and {len(paths) - _LISTED} more" if len(paths) > _LISTED else ""
+    return ", ".join(paths[:_LISTED]) + more
+
+
+# -----------------------------------------------------------------------------
+# No update
+# -----------------------------------------------------------------------------
+
+
+def without(gradients: PyTree, flags: Sequence[bool]) -> PyTree:
+    """Gradients with None for the parameters that are not trained, as leaves that are not floating have."""
+    if not any(flags):
+        return gradients
+    leaves, tree = optree.tree_flatten(gradients, none_is_leaf=True)
+    return tree.unflatten([None if flag else leaf for leaf, flag in zip(leaves, flags, strict=True)])
+
+
+def old_params(new: PyTree, old: PyTree, flags: Sequence[bool]) -> PyTree:
+    """New parameters, but the old ones where they are not trained."""
+    if not any(flags):
+        return new
+    leaves, tree = optree.tree_flatten(old)
+    rows = zip(flags, leaves, tree.flatten_up_to(new), strict=True)
+    return tree.unflatten([before if flag else after for flag, before, after in rows])
+
+
+def old_state(new: PyTree, old: PyTree, params: PyTree, masks: PyTree) -> PyTree:
+    """A new optimizer state, but the old one for parameters that are not trained.
+
+    A leaf of the state belongs to a parameter if its subtree has the parameters' structure and it has the shape.
+
+    Args:
+        new, old: the states.
+        params: parameters as the optimizer sees them.
+        masks: for each of them True, False, or where its elements are not trained.
+    """
+    if not any(mask is not False for mask in optree.tree_leaves(masks)):
+        return new
+    subtrees = iter(likes(old, optree.tree_structure(params)))
+
+    def chosen(after: PyTree) -> PyTree:
+        return optree.tree_map(_chosen, masks, params, after, next(subtrees))
+
+    return over_likes(chosen, new, optree.tree_structure(params))
+
+
+def _chosen(mask: Any, param: Any, new: Any, old: Any) -> Any:
+    if mask is False or getattr(new, "shape", None) != getattr(param, "shape", None):
+        return new
+    return old if mask is True else torch.where(mask, old, new)
