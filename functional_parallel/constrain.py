@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -11,10 +11,11 @@ import torch
 from sharding_specs import Mesh, P, SpecError, as_spec
 
 from .collectives.axes import current_axes, hidden_axes, mesh_axis_size
-from .source import current_source, warn_at
+from .source import Source, current_source, warn_at
 from .tracing.marks import define_mark
+from .tracing.record import recorder
 
-__all__ = ["OP", "constrain"]
+__all__ = ["OP", "constrain", "refuse_idle"]
 
 _ALIKE = 0.7  # of difflib's ratio: "tesnor" and "tensor" have 0.83, "seq" and "sequence" 0.55
 
@@ -31,13 +32,15 @@ def constrain(x: torch.Tensor, spec: P | str) -> torch.Tensor:
 
     Args:
         x: any value of the model.
-        spec: its placement; axes that no surrounding transform partitions are ignored, with a warning where one is
-            spelled almost like an axis of the mesh.
+        spec: its placement; axes that the mesh does not have are ignored, with a warning where one is spelled almost
+            like an axis of the mesh.
 
     Raises:
-        SpecError: when the spec does not fit the value.
+        SpecError: when the spec does not fit the value; in a plan, when it names an axis of the mesh with several ranks
+            that no transform of the plan splits.
     """
     spec = as_spec(spec)
+    _note(spec)
     pending = {axis: mesh_axis_size(axis) for axis in hidden_axes() if axis in spec.axes}
     if current_axes() or hidden_axes():
         _warn_of_slips(spec)
@@ -49,6 +52,53 @@ def constrain(x: torch.Tensor, spec: P | str) -> torch.Tensor:
     for axis, dim, outer in placements:
         _check_fit(x, spec, axis, dim, outer * pending[axis])
     return _Constrain.apply(x, [p.axis for p in placements], [p.dim for p in placements], [p.outer for p in placements])
+
+
+def _note(spec: P) -> None:
+    """Note the axes that a traced function names, for `refuse_idle`.
+
+    In a `shard_map` body the body's axes are split by hand, and not noted.
+    """
+    active = recorder()
+    if active is not None:
+        by_hand = current_axes() if active.is_local_body else ()
+        noted = active.notes.setdefault(_NOTES, {})
+        for axis in spec.axes.difference(by_hand):
+            noted.setdefault(axis, (spec, current_source()))
+
+
+def refuse_idle(split: Collection[str], mesh: Mesh, transforms: Sequence[str]) -> None:
+    """Refuse constraints of the function that is being traced that no transform of its plan can satisfy.
+
+    Args:
+        split: the axes that the plan splits.
+        mesh: the mesh.
+        transforms: the plan's transforms, in words.
+
+    Raises:
+        SpecError: when a constraint names another axis, of several ranks.
+    """
+    active = recorder()
+    noted = {} if active is None else active.notes.get(_NOTES, {})
+    wrong = sorted(axis for axis in noted if axis in mesh.axis_names and axis not in split and mesh.axis_size(axis) > 1)
+    if wrong:
+        lines = [_idle(axis, *noted[axis], mesh) for axis in wrong]
+        listed = f"The plan's transforms are: {', '.join(transforms)}" if transforms else "The plan splits no axis"
+        raise SpecError("\n".join([*lines, f"{listed}. {_WAY_OUT}"]))
+
+
+def _idle(axis: str, spec: P, source: Source | None, mesh: Mesh) -> str:
+    return (
+        f"{source or 'a call'}: constrain to {spec!r} has no effect, because no transform of the plan splits {axis!r}, "
+        f"an axis of {mesh.axis_size(axis)} ranks of {mesh!r}"
+    )
+
+
+_WAY_OUT = (
+    "Add a transform that splits the axis, as fp.tensor_parallel(axis, specs); or take the axis out of the spec, or "
+    "out of the mesh"
+)
+_NOTES = "constraints"
 
 
 def _check_fit(x: torch.Tensor, spec: P, axis: str, dim: int, blocks: int) -> None:

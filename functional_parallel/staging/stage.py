@@ -16,6 +16,7 @@ from ..assumptions import Assumption, assume, assumed
 from ..collectives.axes import bind
 from ..collectives.parts import Parts
 from ..collectives.types import CollectiveTypeError, State, Type
+from ..constrain import refuse_idle
 from ..declared import declared_type, say_specs
 from ..local_function import Layout, LocalFunction, PyTree, SpecTree, full_specs, layout_of
 from ..pipelines import PipelineProgram
@@ -192,9 +193,27 @@ def _traced(
     types = [declared_type(spec) for spec in flat.in_specs]
     with bind(wide.shape, None, {axis: each.samples for axis, each in parts.items()}), assumed() as assumptions:
         assume(autocasts)
-        traced = trace(flat, avals, types=types, on_node=Typing(wide.shape))
+        traced = trace(_within(flat, layout, wide), avals, types=types, on_node=Typing(wide.shape))
     held = [type_of(output) for output in traced.outputs]
     return simplify(drop_trivial(forget_values(traced), wide, kept=_pipelined_axes(layout))), held, assumptions
+
+
+def _within(flat: _Flat, layout: Layout, wide: Mesh) -> Callable[..., list[torch.Tensor]]:
+    """The function, and then a check that its plan, if it has one, splits every axis that its constraints name."""
+
+    def checked(*values: torch.Tensor) -> list[torch.Tensor]:
+        results = flat(*values)
+        transforms = [words for words in layout.describe if words not in _DERIVATIVES]
+        if transforms or layout.passes:
+            virtual = dict(layout.virtual)
+            mesh = Mesh({axis: size for axis, size in wide.shape.items() if axis not in virtual})
+            refuse_idle(layout.axes, mesh, transforms)
+        return results
+
+    return checked
+
+
+_DERIVATIVES = {"grad", "grad_and_value", "hessian", "vmap"}  # in a layout's words, and no transforms of a plan
 
 
 def _pipelined_axes(layout: Layout) -> tuple[str, ...]:

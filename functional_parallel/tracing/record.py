@@ -202,6 +202,11 @@ class Recorder(_torch.TorchDispatchMode):
         return node
 
     @property
+    def is_local_body(self) -> bool:
+        """Whether this traces a function on shards, which is typed while it runs, inside another trace."""
+        return self.forward_only and self.on_node is not None
+
+    @property
     def trainable_constants(self) -> list[ClosedOver]:
         """Closed-over tensors that require gradients, of this trace and of the traces inside it.
 
