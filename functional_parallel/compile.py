@@ -8,12 +8,15 @@ from typing import Any
 
 import optree
 import torch
+from torch import nn
 
 from sharding_specs import Mesh
 
 from .assumptions import Programs
 from .by_place import by_place
 from .collectives import guards
+from .foreign import require_mesh
+from .keywords import explain_keywords
 from .local_function import LocalFunction, PyTree, layout_of
 from .pipelines import PipelineError
 from .program.passes import named
@@ -26,6 +29,7 @@ from .tracing.record import recorder
 __all__ = ["Compiled", "compile", "refuse_asynchronous", "runtime_of", "shard_map"]
 
 
+@explain_keywords
 def compile(
     f: Callable[..., PyTree],
     mesh: Mesh,
@@ -72,6 +76,7 @@ def compile(
         ValueError: for another backend; when called, if there is no rewrite of a name in `without`.
     """
     guards.check_callable(f)
+    require_mesh(mesh, "compile")
     check_backend(backend)
     if isinstance(f, LocalFunction):
         f.layout.mesh(mesh)
@@ -82,6 +87,7 @@ def compile(
         raise LayoutError(
             f"{_name(f)} does not carry a layout: pass in_specs= and out_specs=, or compile what a transform returned. "
             "torch.func's transforms drop the layout; fp.grad, fp.grad_and_value and fp.hessian keep it"
+            + ("; fp.functional(module) makes a function that a plan takes" if isinstance(f, nn.Module) else "")
         )
     return Compiled(f, mesh, in_specs, out_specs, name or _name(f), bucket, named(without), backend)
 

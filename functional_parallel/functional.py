@@ -10,6 +10,7 @@ from torch import nn
 
 from .assumptions import assume
 from .collectives import guards
+from .foreign import require_module
 
 __all__ = ["functional"]
 
@@ -35,9 +36,11 @@ def functional(module: nn.Module, *, buffers: bool = False) -> Any:
         that all ranks hold whole; unless all are frozen, as for inference.
 
     Raises:
+        TypeError: for what is not a module.
         ForeignCollectiveError: for a DDP or FSDP module, whose hidden hooks torch.func does not see.
         ValueError: when the function is called, of a module whose buffers are on the meta device.
     """
+    require_module(module, "fp.functional")
     guards.check_callable(module)
     every = dict(module.named_parameters())
     trained = {name: parameter for name, parameter in every.items() if parameter.requires_grad} or every

@@ -16,6 +16,7 @@ from sharding_specs import P, broadcast_specs, tree_paths
 
 from ..collectives import axis_size, psum
 from ..collectives.axes import current_axes
+from ..keywords import explain_keywords
 from ..quantities import is_number
 from .decay import Decay, decay_rates
 from .hyperparameters import require_not_negative, require_rate
@@ -38,6 +39,7 @@ class AdafactorState(NamedTuple):
     square: Any  # per parameter: Factored, or like the parameter where it has less than two dims
 
 
+@explain_keywords
 def adafactor(
     lr: Schedule = 1e-2,
     *,

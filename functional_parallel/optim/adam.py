@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..keywords import explain_keywords
 from .adamw import AdamWState, adamw
 from .decay import Decay, decay_rates
 from .hyperparameters import require_betas, require_not_negative, require_rate
@@ -16,6 +17,7 @@ from .sgd import decayed
 __all__ = ["adam"]
 
 
+@explain_keywords
 def adam(
     lr: Schedule,
     *,

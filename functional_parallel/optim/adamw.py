@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..keywords import explain_keywords
 from .adamw_kernel import adamw_of_one
 from .decay import Decay, decay_rates
 from .hyperparameters import require_betas, require_not_negative, require_rate
@@ -23,6 +24,7 @@ class AdamWState(NamedTuple):
     square: Any  # like params: moving average of their squares
 
 
+@explain_keywords
 def adamw(
     lr: Schedule,
     *,

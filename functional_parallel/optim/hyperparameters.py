@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..foreign import written_here
 from ..quantities import is_amount, is_number
 
 __all__ = ["require_betas", "require_not_negative", "require_rate"]
@@ -15,6 +16,9 @@ def require_rate(optimizer: str, lr: Any) -> None:
     """Refuse what is neither a learning rate, as a number or a scalar tensor, nor a function that makes them."""
     if callable(lr) or (isinstance(lr, torch.Tensor) and lr.ndim == 0) or is_amount(lr):
         return
+    instead = written_here(lr)
+    if instead:
+        raise ValueError(f"{optimizer}(lr=…): {instead}")
     raise ValueError(
         f"{optimizer}(lr={lr!r}): a learning rate is a number of at least 0, or a function from the number of updates "
         "done to one, such as those of fp.optim.schedules"

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..keywords import explain_keywords
 from .decay import Decay, decay_rates
 from .hyperparameters import require_betas, require_not_negative, require_rate
 from .optimizer import Optimizer, Schedule, known_elementwise, learning_rate, map_leaves, zeros_like
@@ -21,6 +22,7 @@ class LionState(NamedTuple):
     mean: Any  # like params: moving average of gradients
 
 
+@explain_keywords
 def lion(
     lr: Schedule, *, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0, decay: Decay = None
 ) -> Optimizer:

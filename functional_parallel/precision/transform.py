@@ -13,6 +13,7 @@ import torch
 from sharding_specs import tree_paths
 from sharding_specs.rules import matches, nearest
 
+from ..keywords import explain_keywords
 from ..local_function import LocalFunction, PyTree, unsharded
 from ..program.passes import NarrowGathers, ReduceIn
 from ..source import Source, current_source, inherit
@@ -26,6 +27,7 @@ __all__ = ["mixed_precision"]
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
+@explain_keywords
 def mixed_precision(
     compute: str,
     *,

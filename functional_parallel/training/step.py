@@ -12,6 +12,7 @@ from sharding_specs import Mesh
 
 from .. import random
 from ..assumptions import Programs
+from ..keywords import explain_keywords
 from ..local_function import PyTree
 from ..optim import Optimizer
 from ..program.passes import named
@@ -30,6 +31,7 @@ from .states import States
 __all__ = ["TrainStep", "train_step"]
 
 
+@explain_keywords
 def train_step(
     loss: Callable[..., Any],
     optimizer: Optimizer,
@@ -83,7 +85,7 @@ def train_step(
         The step: `state = train.init(params)`, `state, metrics = train(state, *batch)`, `train.params(state)`.
     """
     check_backend(backend)
-    require_options(optimizer, plan, clip, seed, batch, reduction)
+    require_options(loss, optimizer, mesh, plan, clip, seed, batch, reduction)
     f = plan(loss) if plan is not None else loss
     options = (batch == "own", bucket, reduction, donate, named(without), backend)
     return TrainStep(f, optimizer, mesh, clip, seed, has_aux, *options)

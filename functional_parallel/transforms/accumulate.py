@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..collectives.axes import MICROBATCH
+from ..keywords import explain_keywords
 from ..local_function import LocalFunction, SpecTree
 from ..program.passes import ReduceEach
 from .microbatched import microbatched
@@ -15,6 +16,7 @@ from .transform import Order, Transform
 __all__ = ["accumulate"]
 
 
+@explain_keywords
 def accumulate(microbatches: int, *, batch: SpecTree = None, reduce: str = "once") -> Transform:
     """Compute a batch in microbatches, one after another, and sum their gradients: less memory, the same result.
 

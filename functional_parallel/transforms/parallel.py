@@ -22,6 +22,7 @@ from sharding_specs import (
 )
 from sharding_specs.rules import nearest
 
+from ..keywords import explain_keywords
 from ..local_function import TAKEN, Layout, LocalFunction, PyTree, SpecTree, axis_mesh, layout_of, refuse_unknown_axes
 from ..partition import partition
 from ..program.passes import Gathers, ShardsFirst
@@ -35,6 +36,7 @@ __all__ = ["data_parallel", "matched", "parameter_specs", "rest_specs", "tensor_
 Rules = Any  # pattern → spec, a list of such pairs, or a tree of specs
 
 
+@explain_keywords
 def tensor_parallel(axis: str, specs: Rules, *, batch: SpecTree = None, strict: bool = False) -> Transform:
     """Split a model's parameters over an axis; activations follow.
 
@@ -67,6 +69,7 @@ def tensor_parallel(axis: str, specs: Rules, *, batch: SpecTree = None, strict: 
     return Transform(name, axis, Order.TENSOR, lambda f: partition(f, axis, in_specs, strict=strict, describe=name))
 
 
+@explain_keywords
 def data_parallel(axis: str, *, batch: SpecTree = None, strict: bool = False) -> Transform:
     """Split the batch over an axis and sum the gradients: `zero(0, axis)`.
 
@@ -85,6 +88,7 @@ def data_parallel(axis: str, *, batch: SpecTree = None, strict: bool = False) ->
     return _zero(0, axis, None, batch, strict, f"data_parallel({axis!r})")
 
 
+@explain_keywords
 def zero(
     stage: int,
     axis: str,

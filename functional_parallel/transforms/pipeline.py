@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from .. import source
 from ..collectives.axes import MICROBATCH
+from ..keywords import explain_keywords
 from ..local_function import LocalFunction, SpecTree, unsharded
 from ..pipelines import BALANCES, Cut, PipelineError, PipelinePlan, Stacks, unstacked
 from ..schedules import FAMILIES, Schedule, check, for_ranks, get, stages_for
@@ -20,6 +21,7 @@ __all__ = ["pipeline", "stage_boundary"]
 T = TypeVar("T")
 
 
+@explain_keywords
 def pipeline(
     axis: str,
     specs: Rules = None,

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from ..keywords import explain_keywords
 from ..local_function import LocalFunction, unsharded
 from ..program.explain import parse_bytes
 from ..program.passes import Remat, RematWithin
@@ -19,6 +20,7 @@ _POLICIES = ("layers", "attention", "nothing", "auto")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+@explain_keywords
 def remat(
     policy: str | Callable[..., bool] | None = None,
     *,

@@ -13,6 +13,7 @@ from enum import IntEnum
 from types import NoneType
 from typing import Any
 
+from ..foreign import require_function
 from ..local_function import LocalFunction
 
 __all__ = ["Order", "OrderError", "Plan", "Transform", "chain"]
@@ -55,6 +56,8 @@ class Transform:
             )
 
     def __call__(self, f: Callable[..., Any]) -> LocalFunction:
+        if not isinstance(f, LocalFunction):
+            require_function(f, self.name)
         return self.apply(f)
 
     @property

@@ -1,0 +1,114 @@
+"""Explain unknown keyword arguments: names from other libraries, and what to write for each here."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import Any, ParamSpec, TypeVar
+
+__all__ = ["ELSEWHERE", "explain_keywords"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Several names share a hint. `{v}` is the given value, if it is a number, a string or None, else "…".
+_CLIP = "clip gradients by train_step(clip={v})"
+_STAGE = "choose the ZeRO stage in the plan: fp.zero({v}, 'data')"
+_SHARDED = "choose the sharding in the plan: fp.zero(3, 'data'), or fp.zero(2, 'data') to keep parameters replicated"
+_PRECISION = "choose the dtype in the plan: fp.mixed_precision({v})"
+_REMAT = "choose what is recomputed in the plan: fp.remat()"
+_ACCUMULATE = "accumulate gradients in the plan: fp.accumulate({v})"
+_SCHEDULE = "give the optimizer a schedule as its rate: fp.optim.adamw(fp.optim.schedules.cosine(1e-3, 1000))"
+_MODEL = "make a function of the module: model, params = fp.functional(module)"
+_UNNEEDED = "leave it out; a compiled program does not need it"
+
+ELSEWHERE: Mapping[str, str] = {
+    **dict.fromkeys(("max_grad_norm", "max_norm", "grad_clip", "clip_grad", "clip_norm", "clip_grad_norm"), _CLIP),
+    **dict.fromkeys(("gradient_clipping", "gradient_clip", "gradient_clip_val", "grad_clip_norm"), _CLIP),
+    **dict.fromkeys(("lr", "learning_rate"), "give the rate to the optimizer: fp.optim.adamw({v})"),
+    "weight_decay": "give it to the optimizer: fp.optim.adamw(lr, weight_decay={v})",
+    "betas": "give them to the optimizer: fp.optim.adamw(lr, betas=(0.9, 0.999))",
+    "momentum": "give it to the optimizer: fp.optim.sgd(lr, momentum={v})",
+    "optim": "write optimizer=fp.optim.adamw(1e-3)",
+    **dict.fromkeys(("scheduler", "lr_scheduler", "warmup_steps", "num_warmup_steps"), _SCHEDULE),
+    **dict.fromkeys(("zero_stage", "stage"), _STAGE),
+    **dict.fromkeys(("zero", "fsdp", "sharding_strategy", "zero_optimization"), _SHARDED),
+    "reshard_after_forward": "parameters are gathered again in the backward by default; fp.zero(3, 'data', "
+    "keep_gathered=True) keeps them",
+    **dict.fromkeys(("gradient_accumulation_steps", "accumulation_steps", "accumulate_grad_batches"), _ACCUMULATE),
+    **dict.fromkeys(("mixed_precision", "precision", "dtype", "autocast", "bf16", "fp16"), _PRECISION),
+    "mp_policy": "choose the dtype in the plan: fp.mixed_precision('bf16')",
+    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing", "checkpoint_activations"), _REMAT),
+    **dict.fromkeys(("model", "module"), _MODEL),
+    **dict.fromkeys(("params", "parameters"), "give the parameters to train.init(params)"),
+    "loss_fn": "write loss=",
+    "device_mesh": "write mesh=Mesh(data=2)",
+    "mesh": "the mesh goes to fp.train_step or fp.compile",
+    "parallelize_plan": "write specs=, a dict from path patterns to P(…)",
+    **dict.fromkeys(("n_microbatches", "num_microbatches", "chunk_count"), "write microbatches={v}"),
+    **dict.fromkeys(("bucket_cap_mb", "reduce_bucket_size", "allgather_bucket_size"), "write bucket= in bytes"),
+    **dict.fromkeys(("in_shardings", "in_axes"), "write in_specs="),
+    **dict.fromkeys(("out_shardings", "out_axes"), "write out_specs="),
+    "donate_argnums": "a training step donates its state: train_step(donate=True)",
+    "static_argnums": "bind static arguments by functools.partial",
+    **dict.fromkeys(("find_unused_parameters", "static_graph", "broadcast_buffers", "device_ids"), _UNNEEDED),
+    **dict.fromkeys(("gradient_as_bucket_view", "process_group", "output_device", "set_to_none"), _UNNEEDED),
+    **dict.fromkeys(("fused", "foreach", "capturable", "fullgraph", "dynamic", "jit"), _UNNEEDED),
+}
+_OWN_NAMES = {"learning_rate": "lr", "stage": "stage", "loss_fn": "loss", "optim": "optimizer", "device_mesh": "mesh"}
+
+
+def explain_keywords(f: Callable[P, R]) -> Callable[P, R]:
+    """Wrap a function so that an unknown or doubled keyword argument gets an error that shows what to write.
+
+    >>> @explain_keywords
+    ... def train(loss, *, clip=None): ...
+    >>> train(None, max_grad_norm=1.0)
+    Traceback (most recent call last):
+    TypeError: train has no argument max_grad_norm: clip gradients by train_step(clip=1.0)
+
+    Args:
+        f: the function; it takes no `**kwargs`.
+
+    Returns:
+        The function with the same name and signature. It raises TypeError for such a call.
+    """
+    signature = inspect.signature(f)
+    positional = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+    @functools.wraps(f)
+    def explained(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name, value in kwargs.items():
+            if name not in signature.parameters:
+                raise TypeError(
+                    f"{f.__name__} has no argument {name}: {_hint(name, value, list(signature.parameters))}"
+                )
+        for name, value in zip(positional, args, strict=False):
+            if name in kwargs:
+                raise TypeError(_doubled(f.__name__, name, value, kwargs[name]))
+        return f(*args, **kwargs)
+
+    return explained
+
+
+def _hint(name: str, value: Any, own: list[str]) -> str:
+    shown = repr(value) if value is None or isinstance(value, (bool, int, float, str)) else "…"
+    if _OWN_NAMES.get(name) in own:
+        return f"write {_OWN_NAMES[name]}={shown}"
+    if name in ELSEWHERE:
+        return ELSEWHERE[name].format(v=shown)
+    near = get_close_matches(name, own, n=1, cutoff=0.6)
+    return f"did you mean {near[0]}=?" if near else f"its arguments are {', '.join(own)}"
+
+
+def _doubled(function: str, name: str, by_position: Any, by_keyword: Any) -> str:
+    kind, shown = type(by_position).__name__, repr(by_keyword)
+    said = f"{function} gets {name} twice, by position (a {kind}) and as {name}={shown}"
+    if name != "lr":
+        return said
+    return (
+        f"{said}. An optimizer of fp.optim holds no parameters: train.init(params) takes them. "
+        f"Write fp.optim.{function}(lr={shown})"
+    )
