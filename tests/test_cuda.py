@@ -12,9 +12,10 @@ import optree
 import pytest
 import torch
 import torch.multiprocessing as multiprocessing
+import torch.nn.functional as F
 
 import functional_parallel as fp
-from sharding_specs import Mesh, split
+from sharding_specs import Mesh, P, split
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import gpt
@@ -106,3 +107,15 @@ def test_one_rank_under_nccl() -> None:
     worker.join()
     for a, b in zip(found, trained("cpu", None, Mesh()), strict=True):
         torch.testing.assert_close(torch.from_numpy(a), b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("columns", [24, 10], ids=["aligned", "not aligned"])
+def test_grouped_products_on_the_device(columns: int) -> None:
+    """By torch's kernel, or where that refuses the rows' alignment group by group."""
+    ends = torch.tensor([3, 3, 8], dtype=torch.int32)
+    rows, matrices = torch.randn(8, 16), torch.randn(3, 16, columns)
+    gradient = fp.grad_and_value(lambda a, b, ends: (F.grouped_mm(a, b, offs=ends) ** 2).sum(), (0, 1))
+    step = fp.compile(gradient, Mesh(), in_specs=(P(), P(), P()), out_specs=P())
+    on_device = optree.tree_leaves(step(rows.cuda(), matrices.cuda(), ends.cuda()))
+    for found, want in zip(on_device, optree.tree_leaves(step(rows, matrices, ends)), strict=True):
+        torch.testing.assert_close(found.cpu(), want, rtol=1e-2, atol=1e-2)

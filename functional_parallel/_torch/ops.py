@@ -11,6 +11,7 @@ __all__ = [
     "decomposition_of",
     "direct_call",
     "functional_variant",
+    "grouped_mm",
     "has_derivative",
     "is_composite",
     "is_foreach",
@@ -18,6 +19,9 @@ __all__ = [
     "stride_free",
     "under_transforms",
 ]
+
+
+grouped_mm = torch._grouped_mm  # what F.grouped_mm calls, and what models called before that was public
 
 
 def functional_variant(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:

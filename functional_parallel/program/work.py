@@ -54,6 +54,8 @@ def flops(node: fx.Node) -> int:
     counted = (_torch.functional_variant(target) or target).overloadpacket
     if counted in flop_registry:
         return int(flop_registry[counted](*args, **kwargs, out_val=_shape(node.meta["val"])))
+    if target._schema.name in ("fp::grouped_mm", "fp::grouped_outer"):
+        return 2 * math.prod(args[0]) * args[1][-1]
     if target.namespace == "aten" and target._schema.name.startswith("aten::_scaled_dot_product"):
         # Kernels that torch's counter does not know. A backward computes the scores again, and four gradients.
         backward = "backward" in target._schema.name

@@ -17,6 +17,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -121,9 +122,19 @@ _ASKED_BY_TORCH = {  # functions of torch's that read values where the user's li
 
 
 def _way_out(error: Exception) -> str:
-    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if any(map(_is_loop_over_experts, frames)):
+        return (
+            "transformers' eager experts loop over those that some token has chosen; "
+            "model.set_experts_implementation('grouped_mm') computes them without a loop"
+        )
     passed = (f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}" for frame in frames)
     return next(filter(None, map(_ASKED_BY_TORCH.get, passed)), "write it with torch.where or fixed shapes")
+
+
+def _is_loop_over_experts(frame: FrameType) -> bool:
+    owner = type(frame.f_locals.get("self"))
+    return owner.__module__.startswith("transformers.") and owner.__name__.endswith("Experts")
 
 
 def recorder() -> Recorder | None:

@@ -98,3 +98,10 @@ def test_attention_runs_on_rows_in_pieces() -> None:
     whole, _ = op(*[q.contiguous()] * 3)
     found, _ = _torch.stride_free(op)(q, q, q)
     assert torch.equal(found, whole)
+
+
+def test_grouped_products_are_reached_by_the_name_that_a_trace_intercepts() -> None:
+    a, b, ends = torch.randn(4, 8), torch.randn(2, 8, 4), torch.tensor([1, 4], dtype=torch.int32)
+    found = _torch.grouped_mm(a, b, offs=ends)
+    torch.testing.assert_close(found, torch.cat([a[:1] @ b[0], a[1:] @ b[1]]))
+    assert torch.equal(torch.nn.functional.grouped_mm(a, b, offs=ends), found)

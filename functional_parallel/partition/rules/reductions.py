@@ -38,6 +38,13 @@ def _reduction_text(mark: str, linear: str = "") -> Callable[[fx.Node], str]:
     return text
 
 
+def _histc_text(node: fx.Node) -> str:
+    """Counts per bin add up over ranks; bins that span the data's own range need all of it."""
+    whole = argument(node, "min") == argument(node, "max")
+    names = {dim: f"d{dim}^" if whole else f"d{dim}+" for dim in range(ndim_of(node))}
+    return f"{pattern(dim_names(ndim_of(node), names))} -> newbin"
+
+
 def _local_mean(step: Step, x: torch.Tensor, dims: Any = None, keepdim: bool = False, **kwargs: Any) -> torch.Tensor:
     """A sum over the shard, divided by the whole count."""
     wanted = reduced_dims(step.node)
@@ -128,6 +135,7 @@ rule([aten.argmax.default, aten.argmin.default, aten.prod.default, aten.prod.dim
 rule([aten.any.default, aten.any.dim, aten.any.dims], Rule(_reduction_text("^")))
 rule([aten.all.default, aten.all.dim, aten.all.dims], Rule(_reduction_text("^")))
 rule([aten.count_nonzero.default, aten.count_nonzero.dim_IntList, aten.nansum.default], Rule(_reduction_text("+")))
+rule([aten.histc.default], Rule(_histc_text))
 rule([aten.aminmax.default, aten.median.dim, aten.nanmedian.dim], Rule(_reduction_text("^")))
 rule([aten.norm.ScalarOpt_dim, aten.linalg_vector_norm.default], Rule(_reduction_text("^")))
 rule(
