@@ -163,6 +163,7 @@ class Compiled:
         if recorder() is not None:
             return self._inside(self._by_place(args, named))
         staged, tensors = self._stage(self._by_place(args, named))
+        staged.require_layouts(tensors)
         with switched_off():
             result = staged.unflatten(runtime_of(self.mesh, self.f).run_whole(staged.program, tensors))
         return result if self._stacks is None else self._stacks.restack_all(result)

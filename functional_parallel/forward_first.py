@@ -15,6 +15,7 @@ import torch
 
 from . import _torch
 from .collectives.axes import current_axes
+from .tracing import depends_on_layouts
 from .tracing.enclosing import Enclosed
 from .tracing.graph import aval_of
 from .tracing.record import Recorder, recorder, trace
@@ -65,5 +66,6 @@ def _run_traced(f: Callable[..., PyTree], active: Recorder, leaves: list[Any], t
         forward_only=True,
         on_node=Typing(current_axes()),
     )
+    depends_on_layouts(traced, [leaves[index] for index in tensors], [f"argument {index}" for index in tensors])
     outputs = run_typed(traced, [*(leaves[index] for index in tensors), *traced.captured])
     return optree.tree_unflatten(found["tree"], outputs)

@@ -79,9 +79,9 @@ def stride_free(op: Any) -> Any:
     """The op to run for a traced one: what was traced on contiguous fakes may meet a tensor that lies otherwise.
 
     A view cannot be made of it then; and attention's kernels, which torch chooses only for operands whose rows are in
-    one piece, would read beside them.
+    one piece, would read beside them. Others refuse operands that are not contiguous.
     """
-    return torch.ops.aten.reshape.default if op in _VIEWS else _OF_ROWS.get(op, op)
+    return torch.ops.aten.reshape.default if op in _VIEWS else _ON_COPIES.get(op, op)
 
 
 def _on_rows(op: Any) -> Callable[..., Any]:
@@ -93,6 +93,13 @@ def _on_rows(op: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: op(*map(row, args), **{name: row(x) for name, x in kwargs.items()})
 
 
+def _on_contiguous(op: Any) -> Callable[..., Any]:
+    def dense(x: Any) -> Any:
+        return x.contiguous() if isinstance(x, torch.Tensor) else x
+
+    return lambda *args, **kwargs: op(*map(dense, args), **{name: dense(x) for name, x in kwargs.items()})
+
+
 _OF_ROWS = {
     getattr(torch.ops.aten, name).default: _on_rows(getattr(torch.ops.aten, name).default)
     for kernel in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
@@ -101,9 +108,33 @@ _OF_ROWS = {
 }
 
 
+_ON_COPIES = _OF_ROWS | {
+    op: _on_contiguous(op)
+    for op in (
+        *(torch.ops.aten.native_group_norm.default, torch.ops.aten.native_group_norm_backward.default),
+        torch.ops.aten.view.dtype,
+    )
+}
+
+
 def under_transforms(op: Any) -> Any:
-    """The op to run for a traced one where torch.func may look on, which cannot map a product into a sum in place."""
-    return functional_variant(op) if op is torch.ops.aten.addmm_.default else stride_free(op)
+    """Return the op to run for a traced op where torch.func's transforms may be active.
+
+    torch.func cannot map a product into a sum in place. It maps `slice_scatter` by as many positions as the slice's end
+    says, which is the largest integer for `x[2:]`.
+    """
+    return _UNDER_TRANSFORMS.get(op) or stride_free(op)
+
+
+def _slice_scatter(x: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+    start, end, step = slice(start, end, step).indices(x.shape[dim])
+    return torch.ops.aten.slice_scatter.default(x, src, dim, start, max(start, end), step)
+
+
+_UNDER_TRANSFORMS = {
+    torch.ops.aten.addmm_.default: functional_variant(torch.ops.aten.addmm_.default),
+    torch.ops.aten.slice_scatter.default: _slice_scatter,
+}
 
 
 def direct_call(op: object) -> Any:

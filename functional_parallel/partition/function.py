@@ -27,7 +27,7 @@ from ..local_function import (
     layout_of,
     refuse_unknown_axes,
 )
-from ..tracing import Aval, Traced, trace
+from ..tracing import Aval, Traced, depends_on_layouts, trace
 from ..tracing.record import recorder
 from .convert import convert
 from .placement import REDUCED, WHOLE, Place, Shard
@@ -130,9 +130,11 @@ class _Partition:
         specs = self._leaf_specs(args)
         leaves, tree = optree.tree_flatten(args)
         places = [place_of(spec, self.axis, self.inner.axes) for spec in specs]
+        given, held = leaves, places
         leaves, places = self._gather(args, leaves, places, specs, cut)
         tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         entry = self._entry(leaves, tree, tensors, places, cut)
+        self._check_layouts(entry.traced, args, given, held)
         flat_places = [places[index] for index in tensors] + [WHOLE] * len(entry.traced.captured)
         static = self._argument_flags(args, (self.parameters,))
         outputs, out_places = run_partitioned(
@@ -170,6 +172,17 @@ class _Partition:
         for path, flag, spec in zip(tree_paths(args), whole, specs, strict=True):
             if self.axis in spec.axes and spec.only({self.axis}).padded and not flag:
                 raise PartitionError(f"{path}: {spec!r} is padded, which only what lies at rest can be; make it even")
+
+    def _check_layouts(self, traced: Traced, args: tuple[PyTree, ...], leaves: list[Any], places: list[Place]) -> None:
+        """Outside of a trace a shard's strides say nothing of the full tensor's, so it counts as contiguous."""
+        if not traced.layout_reads:
+            return
+        tensors = [
+            (None if isinstance(place, Shard) and recorder() is None else leaf, path)
+            for leaf, place, path in zip(leaves, places, tree_paths(args), strict=True)
+            if isinstance(leaf, torch.Tensor)
+        ]
+        depends_on_layouts(traced, [leaf for leaf, _ in tensors], [path for _, path in tensors])
 
     def _out_places(self, entry: _Entry) -> list[Place | None] | None:
         if self.out_specs is None:

@@ -24,7 +24,7 @@ from ..partition.convert import convert
 from ..partition.function import place_of
 from ..partition.placement import WHOLE
 from ..source import current_source
-from ..tracing import Traced, aval_of, trace
+from ..tracing import Traced, aval_of, depends_on_layouts, trace
 from ..tracing.record import recorder
 from ..varying import Typing, run_typed, type_of
 from .stage import LayoutError, OutSpecError, mismatch, per_argument
@@ -69,6 +69,7 @@ def call_region(
         return optree.tree_leaves(found["result"])
 
     traced = _traced(body, tensors, [flat[index] for index in chosen], visible)
+    depends_on_layouts(traced, [leaves[index] for index in chosen], [tree_paths(args)[index] for index in chosen])
     full = broadcast_specs(out_specs, found["result"], name=f"out_specs of {name}", what="what it returned")
     results = optree.tree_leaves(full)
     _check_results(traced, results, visible, tree_paths(found["result"]), name)

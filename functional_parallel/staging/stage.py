@@ -23,7 +23,7 @@ from ..pipelines import PipelineProgram
 from ..program import Program, drop_trivial
 from ..runtime import pipeline_memory
 from ..switches import autocasts
-from ..tracing import Traced, forget_values, hollow, simplify, trace
+from ..tracing import LayoutRead, Traced, forget_values, hollow, require_contiguous, simplify, trace
 from ..varying import Typing, type_of
 from .constants import require_transparent
 from .leftovers import leaving_nothing
@@ -53,10 +53,22 @@ class Staged:
     out_tree: Any
     outputs: list[Any]
     assumptions: list[Assumption] = field(default_factory=list)
+    layout_reads: dict[int, tuple[LayoutRead, str]] = field(default_factory=dict)  # by argument, with its path
 
     def unflatten(self, tensors: Sequence[torch.Tensor]) -> PyTree:
         remaining = iter(tensors)
         return optree.tree_unflatten(self.out_tree, [next(remaining) if x is _TENSOR else x for x in self.outputs])
+
+    def require_layouts(self, tensors: Sequence[torch.Tensor], first: int = 0) -> None:
+        """Check that arguments are contiguous whose strides the function depends on.
+
+        Args:
+            tensors: those of the arguments that are checked, without gaps.
+            first: the number of the first of them.
+        """
+        for index, (read, path) in self.layout_reads.items():
+            if 0 <= index - first < len(tensors):
+                require_contiguous(tensors[index - first], read, path)
 
 
 _TENSOR = object()
@@ -101,6 +113,7 @@ def stage(
         parts = parts_of(args, full, wide, layout.virtual_sizes(mesh))
         flat = _Flat(f, args, full, out_specs, name)
         traced, types, assumptions = _traced(flat, wide, parts, layout)
+    layout_reads = {index: (read, flat.in_paths[index]) for index, read in traced.layout_reads.items()}
     _mark_inputs(traced, flat, parameters, carried, donate)
     program = Program(
         traced,
@@ -134,7 +147,7 @@ def stage(
     if isinstance(rewritten, (Program, PipelineProgram)):
         rewritten.notes += notes
     _settle(rewritten)
-    return Staged(rewritten, flat.out_tree, flat.outputs, assumptions)
+    return Staged(rewritten, flat.out_tree, flat.outputs, assumptions, layout_reads)
 
 
 class _Flat:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["CustomFunctionError", "MutationError", "TracingError"]
+__all__ = ["CustomFunctionError", "MemoryLayoutError", "MutationError", "TracingError"]
 
 
 class TracingError(ValueError):
@@ -15,3 +15,7 @@ class MutationError(TracingError):
 
 class CustomFunctionError(TracingError):
     """A user's autograd.Function inside a function whose backward is derived from its traced forward."""
+
+
+class MemoryLayoutError(TracingError):
+    """An op whose result depends on strides or memory that a program does not share with eager torch."""

@@ -111,6 +111,7 @@ class Traced:
     `inputs` are the placeholders in argument order; `captured` are tensors of an enclosing trace that the function
     closed over, with the placeholders that stand for them in `captured_inputs`; `constants` are real tensors met on the
     way, by the name of their `get_attr` node. `outputs` hold nodes, or Python values returned as they are.
+    `layout_reads` has a `LayoutRead` for each input, by number, whose strides the graph depends on.
     """
 
     graph: fx.Graph
@@ -119,6 +120,7 @@ class Traced:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     captured: list[torch.Tensor] = field(default_factory=list)
     captured_inputs: list[fx.Node] = field(default_factory=list)
+    layout_reads: dict[int, Any] = field(default_factory=dict)
 
     @property
     def nodes(self) -> Iterator[fx.Node]:
@@ -141,6 +143,7 @@ class Traced:
             dict(self.constants),
             list(self.captured),
             [copies[node] for node in self.captured_inputs],
+            dict(self.layout_reads),
         )
         copied.seal()
         return copied, copies

@@ -24,6 +24,8 @@ __all__ = ["mutate"]
 
 aten = torch.ops.aten
 
+_CHANGE_MEMORY = {aten.resize_, aten.resize_as_, aten.set_}
+
 
 def mutate(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """Record an in-place op.
@@ -39,6 +41,11 @@ def mutate(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[s
     Raises:
         MutationError: when the effect would be lost, or is not known.
     """
+    if func.overloadpacket in _CHANGE_MEMORY:
+        raise MutationError(
+            f"{current_source()}: {func} changes the memory of a tensor, which a program does not have; use the other "
+            "tensor itself, or make a new one"
+        )
     twin = _torch.functional_variant(func)
     if twin is not None and "out" in kwargs:
         return _written_out(recording, func, twin, args, dict(kwargs))
@@ -55,8 +62,10 @@ def mutate(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[s
             "closes over, and the change would be lost; pass it in and return it (for a module's buffers: "
             "fp.functional(module, buffers=True))"
         )
+    recording.layouts.check_write(target, func)
     if torch.Tag.inplace_view in func.tags:  # squeeze_ and its like change no value, and no other view
-        new = recording.write(twin, args, kwargs, twin(*args, **kwargs))
+        with recording:
+            new = recording.node_of(twin(*args, **kwargs))
         _refuse_lost_shape(func, old, new)
         func(*args, **kwargs)
         recording.bind(target, new)

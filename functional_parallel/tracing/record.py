@@ -37,8 +37,10 @@ from .errors import CustomFunctionError, TracingError
 from .graph import Aval, Traced, aval_of, walk_args
 from .intercept import Interception, replacement_of
 from .known import asks_for_values, computed
+from .memory_layout import Layouts
 from .mutation import mutate
 from .stand_ins import stand_in
+from .strided import strided
 from .zeros import MADE, with_zeros
 
 __all__ = ["Recorder", "recorder", "trace"]
@@ -81,7 +83,7 @@ def trace(
         recording.start(arguments, types)
         with ExitStack() as stack:
             alone = forward_only and on_node is None  # in a typed body ops are a rank's own
-            stack.enter_context(Interception(alone, enclosed))
+            stack.enter_context(Interception(alone, enclosed, recording.layouts))
             stack.enter_context(_torch.checkpointing(region))
             stack.enter_context(stages())
             stack.enter_context(_torch.unlogged_fakes())
@@ -168,6 +170,7 @@ class Recorder(_torch.TorchDispatchMode):
         self._references: dict[int, weakref.ref[torch.Tensor]] = {}
         self.outer = outer
         self.aliases = Aliases(self.create)
+        self.layouts = Layouts(self)
         self.closed_over: set[fx.Node] = set()
         self._trainable: dict[fx.Node, ClosedOver] = {}  # closed-over tensors that require gradients
         self.zeros: set[fx.Node] = set()
@@ -192,6 +195,7 @@ class Recorder(_torch.TorchDispatchMode):
         """Say that this tensor object is the value of that node."""
         key = id(tensor)
         self._nodes[key] = node
+        self.layouts.bind(tensor, node)
         if key not in self._references:
             self._references[key] = weakref.ref(tensor, lambda _: self._forget(key))
 
@@ -272,7 +276,10 @@ class Recorder(_torch.TorchDispatchMode):
             with self:  # so that what it calls is recorded
                 result = replacement(*args, **kwargs)
             if result is not NotImplemented:
+                self.layouts.leave_unknown(result, (args, kwargs), str(func))
                 return result
+        if func is aten.as_strided.default:
+            return strided(self, func, args, kwargs)
         if _torch.is_foreach(func):
             with self:
                 return _torch.one_by_one(func, *args, **kwargs)

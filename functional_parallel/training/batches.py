@@ -15,7 +15,7 @@ from ..data import looks_of, stay_in_step
 from ..local_function import LocalFunction, PyTree
 from ..runtime import default_runtime
 
-__all__ = ["Batches", "check_same"]
+__all__ = ["Batches", "check_same", "tensors_of"]
 
 
 class Batches:
@@ -55,7 +55,7 @@ class Batches:
         Raises:
             DifferentInputsError: the first time, when ranks were given other values than they shall be.
         """
-        tensors = [leaf for leaf in optree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+        tensors = tensors_of(batch)
         specs = program.in_specs[len(program.in_specs) - len(tensors) - len(more) :]
         if program.cache.get("first batch", True):  # where a loader that was seeded or split wrongly shows
             check_same(runtime, name, batch, specs[: len(tensors)] if self.own else None)
@@ -77,6 +77,11 @@ class Batches:
             return like_own(leaf, spec.only(self.mesh.axis_names)) if isinstance(leaf, torch.Tensor) else leaf
 
         return optree.tree_map(whole, batch, self.f.layout.batch_specs(self.mesh, params, batch))
+
+
+def tensors_of(tree: PyTree) -> list[torch.Tensor]:
+    """Return the tensors among the leaves of a tree."""
+    return [leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def check_same(runtime: Any, name: str, tree: PyTree, parts: list[P] | None = None) -> None:

@@ -18,7 +18,7 @@ from ..local_function import LocalFunction, PyTree, SpecTree, unsharded
 from ..runtime import own, storages
 from ..staging import Staged, stage
 from ..switches import switched_off
-from .batches import Batches
+from .batches import Batches, tensors_of
 from .looks import listed, look, structure_as_text
 from .state import Constant, Form, TrainState
 from .updating import at_rest, into_compute
@@ -52,6 +52,7 @@ class OnState:
         self.batches.stay_in_step(runtime, f"calls {self.f.name} on the state of step {state.step}", batch)
         handles = [each for each in state.handles[: form.params.num_leaves] if not isinstance(each, Constant)]
         staged = self._stage(form, state, batch)
+        staged.require_layouts(tensors_of(batch), len(handles))
         extra, shown = self.batches.entered(runtime, staged.program, self.f.name, batch)
         taken, specs = storages(*handles), staged.program.out_specs  # a later step writes into the state's memory
         with switched_off():

@@ -20,6 +20,7 @@ from ..runtime import check_backend
 from ..staging import Staged, stage
 from ..switches import switched_off
 from .asynchronous import is_asynchronous, of_one_update
+from .batches import tensors_of
 from .flat import require_elementwise
 from .local_step import LocalStep, Metrics
 from .looks import look
@@ -140,6 +141,7 @@ class TrainStep(States):
         self.batches.stay_in_step(runtime, f"takes step {state.step}", batch)
         staged = self._stage(form, state, batch)
         count = sum(not isinstance(handle, Constant) for handle in state.handles)
+        staged.require_layouts(tensors_of(batch), count)
         key = [] if self.seed is None else [random.fold_in(random.key(self.seed), state.step)]
         extra, shown = self.batches.entered(runtime, staged.program, "train_step", batch, *key)
         runtime.agree_on(staged.program)

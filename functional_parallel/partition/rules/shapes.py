@@ -301,6 +301,12 @@ def _unfold_text(node: fx.Node) -> str:
     return f"~{pattern(left)} -> {pattern([*right, 'newsize'])}"
 
 
+def _bits_text(node: fx.Node) -> str:
+    """`view(dtype)`: elementwise, or along the last dim where elements are of another size."""
+    before, after = node.args[0].meta["val"], node.meta["val"]
+    return "... -> ..." if before.dtype.itemsize == after.dtype.itemsize else batched_text(1)(node)
+
+
 rule([aten.slice.Tensor], Rule(along_text("~"), _local_slice, _decide_slice))
 rule([aten.constant_pad_nd.default], Rule(_pad_text))
 rule([aten.select.int, aten.unbind.int], Rule(_taken_text("dim")))
@@ -321,4 +327,5 @@ rule([aten.diagonal_scatter.default], Rule(_put_back_text("dim1", "dim2", part=[
 rule([aten.diag_embed.default], Rule(batched_text(1, linear="~")))
 rule([aten.trace.default], Rule("~a^ b^ -> ()"))
 rule([aten.view_as_real.default], Rule(batched_text(0, linear="~")))
+rule([aten.view.dtype], Rule(_bits_text))
 rule([aten.view_as_complex.default], Rule(batched_text(1, linear="~")))

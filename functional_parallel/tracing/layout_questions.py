@@ -1,0 +1,151 @@
+"""torch functions that answer by a tensor's strides or memory, and those that may return a view or a copy.
+
+They answer by the fake tensor. The recording then depends on its strides (see `memory_layout`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .. import _torch
+from ..source import current_source
+from .errors import MemoryLayoutError
+from .graph import Traced
+from .intercept import intercept, intercept_op
+from .memory_layout import require_contiguous
+from .record import Recorder, recorder
+from .strided import strided_elements
+
+__all__ = ["depends_on_layouts"]
+
+aten = torch.ops.aten
+
+
+def depends_on_layouts(traced: Traced, arguments: Sequence[Any], paths: Sequence[str]) -> None:
+    """Check the arguments of a trace whose strides it depends on, and note them in the trace around it.
+
+    Args:
+        traced: the trace.
+        arguments: a tensor for each input, maybe wrapped by torch.func's transforms; None for one that is not checked.
+        paths: their paths, for an error.
+
+    Raises:
+        MemoryLayoutError: when an argument is not contiguous.
+    """
+    for index, read in traced.layout_reads.items():
+        x = arguments[index]
+        if x is None:
+            continue
+        found = _recording_of(x)
+        with _torch.apart_from_functions():
+            require_contiguous(x, read, paths[index])
+        if found is not None:
+            found[0].layouts.require_read(found[1], read)
+
+
+def _recording_of(x: Any) -> tuple[Recorder, torch.Tensor] | None:
+    """The trace that a tensor belongs to, and the fake inside its wrappers; None for a tensor with values."""
+    active = recorder()
+    plain = _torch.innermost(x) if isinstance(x, torch.Tensor) else None
+    return (active, plain) if active is not None and isinstance(plain, _torch.FakeTensor) else None
+
+
+def _question(function: Any, offset: bool = False) -> None:
+    name = function.__name__
+
+    def answer(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = _recording_of(x)
+        if found is not None:
+            found[0].layouts.require_known(found[1], f"Tensor.{name}()", offset)
+        return NotImplemented
+
+    intercept(function, always=True)(answer)
+
+
+for _name in ("stride", "is_contiguous", "dim_order"):
+    _question(getattr(torch.Tensor, _name))
+for _name in ("storage_offset", "untyped_storage", "is_set_to"):
+    _question(getattr(torch.Tensor, _name), offset=True)
+
+
+@intercept(torch.Tensor.data_ptr, always=True)
+def _data_ptr(x: torch.Tensor) -> Any:
+    if _recording_of(x) is None:
+        return NotImplemented
+    raise MemoryLayoutError(
+        f"{current_source() or 'the function'}: data_ptr() of a traced tensor of shape {tuple(x.shape)}, which has no "
+        "memory; compare tensors by `is`, or read the address outside of the function"
+    )
+
+
+# -----------------------------------------------------------------------------
+# A view or a copy
+# -----------------------------------------------------------------------------
+
+
+def _view_or_copy(function: Any) -> None:
+    name = function.__name__
+
+    def replacement(x: Any, *args: Any, **kwargs: Any) -> Any:
+        found = _recording_of(x)
+        result = function(x, *args, **kwargs)
+        if found is not None and isinstance(result, torch.Tensor):
+            found[0].layouts.pair(found[1], _torch.innermost(result), name)
+        return result
+
+    intercept(function, always=True, same_strides=True)(replacement)
+
+
+for _name in ("contiguous", "reshape", "reshape_as", "flatten", "ravel"):
+    _view_or_copy(getattr(torch.Tensor, _name))
+for _name in ("reshape", "flatten", "ravel"):
+    _view_or_copy(getattr(torch, _name))
+
+
+# -----------------------------------------------------------------------------
+# as_strided
+# -----------------------------------------------------------------------------
+
+
+def _as_strided(function: Callable[..., Any], is_view: bool = True) -> None:
+    def replacement(input: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
+        """Under a derivative: torch's own writes into views of new memory. Elsewhere `strided` records the op."""
+        found = _recording_of(input)
+        if found is None or not _torch.differentiating_level():
+            return NotImplemented
+        layouts, plain = found[0].layouts, found[1]
+        layouts.require_known(plain, function.__name__, storage_offset is not None)
+        result = strided_elements(input, size, stride, storage_offset)
+        layouts.leave_unknown(result, (), "as_strided (under a derivative)")
+        if is_view:
+            layouts.pair(plain, _torch.innermost(result), "as_strided", surely=True)
+        return result
+
+    intercept(function, always=True, same_strides=True)(replacement)
+
+
+_as_strided(torch.Tensor.as_strided)
+_as_strided(torch.as_strided)
+_as_strided(torch.as_strided_copy, is_view=False)
+
+
+@intercept_op(aten.as_strided_copy.default)
+def _as_strided_copy(x: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
+    return aten.clone.default(aten.as_strided.default(x, size, stride, storage_offset))
+
+
+@intercept_op(aten.as_strided_scatter.default)
+def _as_strided_scatter(x: Any, src: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
+    """By an index: the elements of x are numbered, and `as_strided` of the numbers says which of them are written."""
+    active = recorder()
+    assert active is not None
+    active.layouts.require_known(x, "as_strided_scatter", storage_offset is not None)
+    offset = None if storage_offset is None else storage_offset - x.storage_offset()
+    with active.unrolling():
+        numbers = torch.empty_strided(x.shape, x.stride(), dtype=torch.int64, device=x.device)
+        numbers = numbers.copy_(torch.arange(x.numel(), device=x.device).reshape(x.shape))
+        written = numbers.as_strided(size, stride, offset).reshape(-1)
+        return x.reshape(-1).index_put((written,), src.reshape(-1)).reshape(x.shape)
