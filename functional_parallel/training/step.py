@@ -135,6 +135,7 @@ class TrainStep(States):
         Raises:
             TypeError: when the first argument is no state.
             ValueError: when another step made it, for a state that lies otherwise.
+            NothingToTrainError: when no parameter has a path to the loss.
         """
         form, runtime = self.known_form(state), self.runtime_for(state)
         batch = self.batches.by_place(batch, named)

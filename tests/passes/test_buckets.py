@@ -45,7 +45,7 @@ def test_the_same_bytes_in_fewer_collectives(stage: int) -> None:
             0: {"psum": 2, "psum_scatter": 0, "all_gather": 0},  # all gradients, and the loss
             1: {"psum": 1, "psum_scatter": 0, "all_gather": 0},  # the step scatters them, see below
             2: {"psum": 1, "psum_scatter": 0, "all_gather": 0},
-            3: {"psum": 1, "psum_scatter": 1, "all_gather": 2 * layers - 1},  # a layer's two parameters travel together
+            3: {"psum": 1, "psum_scatter": 1, "all_gather": 2 * layers},  # a layer's two parameters travel together
         }[stage]
     )
 
