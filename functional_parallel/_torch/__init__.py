@@ -7,6 +7,7 @@ from .backends import (
     compile_by_inductor,
     fused_adamw_,
     has_fused_adamw,
+    store_of_all_ranks,
     timeout_of_all_ranks,
 )
 from .checkpointing import checkpointing
@@ -101,6 +102,7 @@ __all__ = [
     "one_by_one",
     "reads_no_memory",
     "running_functions",
+    "store_of_all_ranks",
     "stride_free",
     "timeout_of_all_ranks",
     "under_transforms",

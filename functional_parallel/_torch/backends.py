@@ -17,6 +17,7 @@ __all__ = [
     "compile_by_inductor",
     "fused_adamw_",
     "has_fused_adamw",
+    "store_of_all_ranks",
     "timeout_of_all_ranks",
 ]
 
@@ -55,6 +56,16 @@ def timeout_of_all_ranks() -> timedelta | None:
         with suppress(RuntimeError, AttributeError):  # no backend for this device, or one without options, as mpi
             return world._get_backend(torch.device(device)).options._timeout  # type: ignore[no-any-return]
     return None
+
+
+def store_of_all_ranks() -> torch.distributed.Store | None:
+    """The store by which the ranks of torch.distributed found each other; None where the backend has none, as mpi.
+
+    `init_process_group` returns nothing, and the store of a script's own group is nowhere else.
+    """
+    if torch.distributed.get_backend() in ("mpi", "fake"):
+        return None
+    return torch.distributed.distributed_c10d._get_default_store()
 
 
 def compile_by_inductor(

@@ -17,7 +17,7 @@ import torch
 from sharding_specs import Mesh, tree_paths
 
 from ..local_function import PyTree
-from ..runtime import default_runtime
+from ..runtime import default_runtime, rank_name
 
 __all__ = ["UnevenBatchError", "even_batches", "looks_of", "pad_batch", "stay_in_step"]
 
@@ -90,11 +90,11 @@ def even_batches(batches: Iterable[PyTree], rows: int, mesh: Mesh) -> Iterator[t
             raises, or when ranks have different samples.
         OutOfStepError: on every rank, when one of them leaves before all have gone through.
     """
-    runtime, own = default_runtime(mesh), _Own(batches, rows)
+    runtime, own = default_runtime(mesh), _Own(batches, rows, mesh)
     name, advice = f"fp.even_batches(rows={rows})", "Every rank goes through it to the end, or all leave at one batch"
     batch, number = own.take(), 0
     runtime.agree(f"begins {name}", advice)
-    sample = _common_sample(runtime.exchange(_sample(batch), "to compare samples"))
+    sample = _common_sample(runtime.exchange(_sample(batch), "to compare samples"), mesh)
     while True:
         worst = runtime.agree(f"asks {name} for batch {number}", advice, own.status(batch))
         if worst == _PROBLEM:
@@ -120,8 +120,8 @@ _NOTHING, _BATCH, _PROBLEM = range(3)
 class _Own:
     """This rank's batches; what goes wrong with them is kept until the other ranks know."""
 
-    def __init__(self, batches: Iterable[PyTree], rows: int) -> None:
-        self.batches, self.rows = iter(batches), rows
+    def __init__(self, batches: Iterable[PyTree], rows: int, mesh: Mesh) -> None:
+        self.batches, self.rows, self.mesh = iter(batches), rows, mesh
         self.problem: Exception | None = None
 
     def take(self) -> PyTree | None:
@@ -140,7 +140,7 @@ class _Own:
     def fail(self, problems: list[str | None]) -> None:
         if self.problem is not None:
             raise self.problem
-        told = "; ".join(f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem)
+        told = "; ".join(f"{rank_name(self.mesh, rank)}: {problem}" for rank, problem in enumerate(problems) if problem)
         raise UnevenBatchError(f"the batches of other ranks end with an error, so all stop here. {told}")
 
 
@@ -186,12 +186,13 @@ def _nothing_of(sample: PyTree) -> PyTree:
     return optree.tree_map(lambda leaf: leaf[:0] if _has_rows(leaf) else leaf, sample)
 
 
-def _common_sample(samples: list[PyTree | None]) -> PyTree | None:
+def _common_sample(samples: list[PyTree | None], mesh: Mesh) -> PyTree | None:
     """The first rank's that has one; all of them must look alike."""
     looks = {rank: looks_of(sample, begin=1) for rank, sample in enumerate(samples) if sample is not None}
     if len(set(looks.values())) > 1:
         first = {look: rank for rank, look in reversed(looks.items())}
-        told = "; ".join(f"rank {rank} has {look}" for look, rank in sorted(first.items(), key=lambda pair: pair[1]))
+        ranks = sorted(first.items(), key=lambda pair: pair[1])
+        told = "; ".join(f"{rank_name(mesh, rank)} has {look}" for look, rank in ranks)
         raise UnevenBatchError(f"ranks have different samples: {told}")
     return samples[min(looks)] if looks else None
 

@@ -1,6 +1,6 @@
 """Where programs run: all ranks simulated in this process, or one rank here and its peers in other processes."""
 
-from .algorithms import OutOfStepError
+from .algorithms import OutOfStepError, note_step
 from .default import default_runtime, is_main_rank, rank, use_runtime
 from .handles import Placed, own, storages, who_holds
 from .inductor import BackendError, check_backend
@@ -10,6 +10,7 @@ from .pipelined import PipelineRuntime
 from .processes import DifferentInputsError, DifferentProgramsError, ProcessRuntime
 from .simulated import SimulatedRuntime
 from .turn import OverlapError
+from .waits import rank_name
 
 __all__ = [
     "BackendError",
@@ -25,9 +26,11 @@ __all__ = [
     "check_backend",
     "default_runtime",
     "is_main_rank",
+    "note_step",
     "own",
     "pipeline_memory",
     "rank",
+    "rank_name",
     "storages",
     "use_runtime",
     "who_holds",

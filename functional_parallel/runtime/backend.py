@@ -12,14 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .algorithms import Doing, Packed
+from .algorithms import Doing
 from .groups import Groups
 from .pending import Pending
+from .waits import WaitFor
 from .zero_copy import as_bytes, from_bytes, whole_of
 
 __all__ = ["Backend"]
-
-Describe = Callable[[str, Tensor | Packed, tuple[str, ...]], Callable[[float], str]]
 
 
 class Backend:
@@ -28,11 +27,11 @@ class Backend:
     Args:
         groups: by axes.
         doing: what this rank is doing.
-        describe: what an operation on a tensor over axes is called when it fails after some seconds.
+        wait: makes the wait for an operation on a tensor over axes.
     """
 
-    def __init__(self, groups: Groups, doing: Doing, describe: Describe) -> None:
-        self._groups, self._doing, self._describe = groups, doing, describe
+    def __init__(self, groups: Groups, doing: Doing, wait: WaitFor) -> None:
+        self._groups, self._doing, self._wait_for = groups, doing, wait
 
     def all_reduce(
         self,
@@ -155,4 +154,4 @@ class Backend:
                 roll_call.ask().wait()
             return start()
 
-        return Pending(start_together, finish, self._describe(operation, x, axes))
+        return Pending(start_together, finish, self._wait_for(operation, x, axes))

@@ -19,6 +19,8 @@ from torch.distributed.constants import default_pg_timeout
 from sharding_specs import Mesh
 
 from .algorithms import ROLL_CALL, Doing, Handle, Messages, Ranks, RollCall, Team
+from .waits import rank_name
+from .watch import recorded
 
 __all__ = ["Group", "Groups"]
 
@@ -44,14 +46,16 @@ class Group:
         timeout: timedelta | None,
         tags: Iterator[int],
         doing: Doing | None,
+        names: Sequence[str],
     ) -> None:
         self._handle, self.ranks, self._timeout, self._tags, self._doing = handle, ranks, timeout, tags, doing
+        self._names = names
         self.rank = ranks.index(rank)
         self.seats = tuple(sorted(ranks).index(each) for each in ranks)
         self.backend = str(dist.get_backend(handle.group))
         self.roll_call: RollCall | None = None
         if doing is not None and self.backend == "gloo":
-            self.roll_call = RollCall(Ranks(self.rank, len(ranks)), self.messages(ROLL_CALL), doing)
+            self.roll_call = RollCall(Ranks(self.rank, len(ranks)), self.messages(ROLL_CALL), doing, names)
 
     @property
     def handle(self) -> Any:
@@ -75,7 +79,15 @@ class Group:
     def team(self) -> Team:
         """The same ranks, for algorithms of ours. The first use is a collective."""
         timeout = self._timeout or default_pg_timeout
-        return Team(self.handle, self.rank, self.seats, timeout.total_seconds(), tags=self._tags, doing=self._doing)
+        return Team(
+            self.handle,
+            self.rank,
+            self.seats,
+            timeout.total_seconds(),
+            tags=self._tags,
+            doing=self._doing,
+            names=self._names,
+        )
 
 
 class Groups:
@@ -114,11 +126,14 @@ class Groups:
                 "or all of them; write one collective per axis"
             )
         members = frozenset(ranks)
-        return Group(self._handles[members], self._rank, ranks, self._timeout, self._tags[members], self._doing)
+        names = [rank_name(self._mesh, rank) for rank in ranks]
+        handle, tags = self._handles[members], self._tags[members]
+        return Group(handle, self._rank, ranks, self._timeout, tags, self._doing, names)
 
     def _add_alone(self, ranks: frozenset[int]) -> None:
         """Make the group of axes with one rank. The other ranks take no part."""
-        group = dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True)
+        with recorded():
+            group = dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True)
         self._handles[ranks], self._tags[ranks] = Handle(group), count()
 
 
@@ -130,5 +145,6 @@ def _make_groups(mesh: Mesh, rank: int, timeout: timedelta | None) -> dict[froze
     for axes in dict.fromkeys([*few, tuple(names)]):
         for ranks in mesh.groups(axes) if axes else ():
             if frozenset(ranks) not in made:
-                made[frozenset(ranks)] = dist.new_group(sorted(ranks), timeout=timeout)
+                with recorded():
+                    made[frozenset(ranks)] = dist.new_group(sorted(ranks), timeout=timeout)
     return {ranks: Handle(group) for ranks, group in made.items() if rank in ranks}

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
+from sharding_specs import Mesh
+
 from ..schedules import Action
 from ..schedules.messages import Receive, Send
 from ..tracing import Aval
-from .algorithms import NOTHING, OutOfStepError
-from .pending import CollectiveError
+from .algorithms import NOTHING, OutOfStepError, waiting
+from .waits import NamedWait, rank_name
 
 __all__ = ["Mail"]
 
@@ -100,25 +102,52 @@ class Mail:
 
     def _post(self, value: torch.Tensor, rank: int, name: Send | int) -> None:
         buffer = value.detach().contiguous()
-        work = self._messages.send(_bytes(buffer), rank)
+        wait, began = self._wait_for(name), time.monotonic()
+        try:
+            with waiting(wait):  # through shared memory, for room
+                work = self._messages.send(_bytes(buffer), rank)
+        except OutOfStepError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            raise wait.failure(time.monotonic() - began, error) from error
         if work is not NOTHING:
             self._sent.append((work, buffer, name))
+
+    def _wait_for(self, name: Send | Receive | int) -> _MessageWait:
+        return _MessageWait(self.carrier.mesh, self.carrier.rank, self.axis, name)
 
     def _get(self, buffer: torch.Tensor, rank: int) -> Any:
         return self._messages.receive(_bytes(buffer), rank)
 
     def _wait(self, work: Any, name: Send | Receive | int, began: float) -> None:
         """Wait for a message of the schedule, or of an exchange with a rank."""
+        wait = self._wait_for(name)
         try:
-            work.wait()
+            with waiting(wait):
+                work.wait()
         except OutOfStepError:
             raise
         except (RuntimeError, ValueError) as error:
-            what = f"exchange with {name}" if isinstance(name, int) else name
-            raise CollectiveError(
-                f"rank {self.carrier.rank} ({self.axis}={self.rank}): {what} failed after "
-                f"{time.monotonic() - began:.1f} s; the other rank died, or never came to it. torch says: {error}"
-            ) from error
+            raise wait.failure(time.monotonic() - began, error) from error
+
+
+class _MessageWait(NamedWait):
+    """A wait for a message of the schedule, or of an exchange with a rank of the pipeline's axis."""
+
+    __slots__ = ("_name",)
+
+    def __init__(self, mesh: Mesh, rank: int, axis: str, name: Send | Receive | int) -> None:
+        other = name if isinstance(name, int) else name.rank
+        super().__init__(mesh, rank, [mesh.rank({**mesh.coordinates(rank), axis: other})])
+        self._name = name
+
+    @property
+    def what(self) -> str:
+        peer = rank_name(self.mesh, self.ranks[0])
+        if isinstance(self._name, int):
+            return f"exchange with {peer}"
+        verb, preposition = ("send", "to") if isinstance(self._name, Send) else ("receive", "from")
+        return f"{verb} {self._name.action} {preposition} {peer}"
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from ..program.sharing import is_only_use_of_own_memory, may_stay_in_place, read
 from ..tracing.graph import primitive_name
 from .algorithms import Layout, Packed
 from .codegen import Writer
-from .pending import CollectiveError, Pending
+from .pending import Pending
 from .process_carrier import ProcessCarrier
 from .regions import with_regions
 
@@ -140,10 +140,11 @@ class OneRank:
         where = self._where(node)
 
         def call(*operand: torch.Tensor) -> torch.Tensor:
+            self.carrier.where = where
             try:
                 return target(*operand, *arguments)
-            except CollectiveError as error:
-                raise CollectiveError(f"{where}: {error}") from error
+            finally:
+                self.carrier.where = ""
 
         return call
 

@@ -9,12 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from .algorithms.doing import OutOfStepError
+from .algorithms.waiting import CURRENT
+from .waits import CollectiveError, NamedWait
 
 __all__ = ["CollectiveError", "Pending"]
-
-
-class CollectiveError(RuntimeError):
-    """A collective that failed or timed out, with who was doing what."""
 
 
 class Pending:
@@ -23,37 +21,38 @@ class Pending:
     Args:
         start: starts it, and returns torch's handle of it, or None when nothing needs to travel.
         finish: makes the result, a tensor or several, once all bytes are there; until then what it refers to is kept.
-        describe: who does what, and the sentence for a failure after so many seconds.
-
-    Attributes:
-        where: the line of user code that it came from, where one is known.
+        wait: the wait for the other ranks, which words errors.
     """
 
-    __slots__ = ("_began", "_describe", "_finish", "_work", "where")
+    __slots__ = ("_began", "_finish", "_on", "_work")
 
-    def __init__(self, start: Callable[[], Any], finish: Callable[[], Any], describe: Callable[[float], str]) -> None:
-        self._finish, self._describe = finish, describe
+    def __init__(self, start: Callable[[], Any], finish: Callable[[], Any], wait: NamedWait) -> None:
+        self._finish, self._on = finish, wait
         self._began = time.monotonic()
-        self.where = ""
+        before, CURRENT.on = CURRENT.on, wait
+        CURRENT.waits += 1
         try:
             self._work = start()
-        except OutOfStepError:
-            raise
-        except (RuntimeError, ValueError) as error:
+        except (OutOfStepError, RuntimeError, ValueError) as error:
             raise self._failure(error) from error
+        finally:
+            CURRENT.on = before
 
     def wait(self) -> Any:
         """The result: a tensor, contiguous, or several."""
-        try:
-            if self._work is not None:
+        if self._work is not None:
+            before, CURRENT.on = CURRENT.on, self._on
+            CURRENT.waits += 1
+            try:
                 self._work.wait()
-        except OutOfStepError as error:
-            raise OutOfStepError(f"{self.where}: {error}" if self.where else str(error)) from None
-        except (RuntimeError, ValueError) as error:
-            raise self._failure(error) from error
+            except (OutOfStepError, RuntimeError, ValueError) as error:
+                raise self._failure(error) from error
+            finally:
+                CURRENT.on = before
         result = self._finish()
         return result.contiguous() if isinstance(result, Tensor) else result
 
-    def _failure(self, error: Exception) -> CollectiveError:
-        where = f"{self.where}: " if self.where else ""
-        return CollectiveError(f"{where}{self._describe(time.monotonic() - self._began)} torch says: {error}")
+    def _failure(self, error: Exception) -> Exception:
+        if isinstance(error, OutOfStepError):
+            return OutOfStepError(f"{self._on.where}: {error}" if self._on.where else str(error))
+        return self._on.failure(time.monotonic() - self._began, error)

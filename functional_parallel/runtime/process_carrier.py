@@ -7,8 +7,9 @@ whose own is faster: the same traffic, the same sums as in `collectives.group`, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,17 +27,17 @@ from .algorithms import (
     Doing,
     Layout,
     Messages,
-    OutOfStepError,
     Packed,
     Team,
     setting,
     starting,
+    waiting,
     whole,
 )
 from .backend import Backend
 from .groups import Group, Groups
-from .pending import CollectiveError, Pending
-from .reports import described, first_use
+from .pending import Pending
+from .waits import CollectiveWait, NamedWait, rank_name
 from .zero_copy import joined
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class ProcessCarrier:
 
     Attributes:
         doing: what this rank is doing.
+        where: the line of user code that the next collectives come from, for messages.
     """
 
     def __init__(
@@ -93,10 +95,10 @@ class ProcessCarrier:
         self.reduction = reduction
         self.reduce_dtype = reduce_dtype
         self.algorithm = setting(algorithm, reduction == "ordered")
-        _agree({"reduction": reduction, "reduce_dtype": str(reduce_dtype), "algorithm": self.algorithm})
-        self.doing = Doing()
+        _agree(mesh, {"reduction": reduction, "reduce_dtype": str(reduce_dtype), "algorithm": self.algorithm})
+        self.doing, self.where = Doing(rank_name(mesh, self.rank)), ""
         self._groups = Groups(mesh, self.rank, timeout, self.doing)
-        self._backend = Backend(self._groups, self.doing, self._describe)
+        self._backend = Backend(self._groups, self.doing, self._wait)
         self._choosers: dict[Group, Chooser] = {}
 
     def bound(self) -> AbstractContextManager[None]:
@@ -126,12 +128,11 @@ class ProcessCarrier:
             overwrite: the result of a psum may take the operand's memory.
             where: the line that it came from, for messages.
         """
+        self.where = where
         try:
-            pending = self._started(name, x, axes, params, overwrite)
-        except (CollectiveError, OutOfStepError) as error:
-            raise type(error)(f"{where}: {error}") from error
-        pending.where = where
-        return pending
+            return self._started(name, x, axes, params, overwrite)
+        finally:
+            self.where = ""
 
     def _started(
         self, name: str, x: Tensor | Packed, axes: tuple[str, ...], params: Sequence[Any], overwrite: bool
@@ -233,7 +234,7 @@ class ProcessCarrier:
         (algorithm, team), (steps, finish) = chosen, started
         if not algorithm.signals and (roll_call := self._groups.over(axes).roll_call):
             steps = roll_call.before(steps)
-        return Pending(lambda: team.run(steps), finish, self._describe(operation, x, axes))
+        return Pending(lambda: team.run(steps), finish, self._wait(operation, x, axes))
 
     # --- by the backend ---
 
@@ -282,8 +283,10 @@ class ProcessCarrier:
 
     # --- looking up ---
 
-    def _describe(self, operation: str, x: Tensor | Packed, axes: tuple[str, ...]) -> Callable[[float], str]:
-        return described(self.mesh, self.rank, operation, x, axes, self._groups.over(axes).ranks)
+    def _wait(self, operation: str, x: Tensor | Packed, axes: tuple[str, ...]) -> CollectiveWait:
+        wait = CollectiveWait(self.mesh, self.rank, self._groups.over(axes).ranks, operation, x, axes)
+        wait.where = self.where
+        return wait
 
     def messages(self, axes: tuple[str, ...], device: torch.device) -> Team | Messages:
         """What brings messages to single ranks along some axes, numbered in their order; all ranks must ask.
@@ -313,11 +316,23 @@ class ProcessCarrier:
         if self.algorithm == "backend" or members.backend != "gloo" or len(members.ranks) == 1:
             return None
         if members not in self._choosers:
-            first = partial(first_use, self.mesh, self.rank, axes, members.ranks)
+            first = partial(self._first_use, axes)
             with first():
                 team = members.team
             self._choosers[members] = Chooser(team, self.algorithm, self.reduction == "ordered", first)
         return self._choosers[members]
+
+    @contextmanager
+    def _first_use(self, axes: tuple[str, ...]) -> Iterator[None]:
+        """Note that the ranks of a group find each other and measure their connections."""
+        what = f"the first collective over {axes}, in which its ranks find and measure each other,"
+        wait = NamedWait(self.mesh, self.rank, self._groups.over(axes).ranks, what)
+        wait.where, began = self.where, time.monotonic()
+        try:
+            with waiting(wait):
+                yield
+        except RuntimeError as error:
+            raise wait.failure(time.monotonic() - began, error) from error
 
     def _reduces_itself(self, x: Tensor, axes: tuple[str, ...]) -> bool:
         """Whether the backend's own reduction may be used: it knows few dtypes, and adds in an order of its own."""
@@ -330,10 +345,15 @@ class ProcessCarrier:
         return wanted
 
 
-def _agree(settings: dict[str, str]) -> None:
+def _agree(mesh: Mesh, settings: dict[str, str]) -> None:
     """Ranks that send in different ways would wait for each other until the timeout."""
     everywhere: list[dict[str, str]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everywhere, settings)
+    wait = NamedWait(mesh, dist.get_rank(), range(mesh.size), "comparing settings with the other ranks")
+    try:
+        with waiting(wait):
+            dist.all_gather_object(everywhere, settings)
+    except RuntimeError as error:
+        raise wait.failure(None, error) from error
     for name in settings:
         values = [each[name] for each in everywhere]
         if len(set(values)) > 1:

@@ -13,6 +13,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,12 +31,14 @@ from ..program.checksum import checksum, glance
 from ..program.text import first_difference
 from ..tracing import hollow
 from ..varying import run_typed
-from .algorithms import READS
+from .algorithms import CURRENT, READS, waiting
 from .meeting import Meeting
 from .one_rank import OneRank
 from .pending import CollectiveError
 from .process_carrier import ProcessCarrier
 from .turn import Turn
+from .waits import NamedWait, rank_name, rank_names
+from .watch import Watch, environment_store, recorded, watch_processes
 
 __all__ = ["DifferentInputsError", "DifferentProgramsError", "ProcessRuntime"]
 
@@ -72,11 +75,18 @@ class ProcessRuntime:
     def __init__(
         self, mesh: Mesh, *, timeout: float | None = None, reduction: str = "fast", algorithm: str | None = None
     ) -> None:
-        _initialise(_SECONDS if timeout is None else timeout)
+        _initialise(_SECONDS if timeout is None else timeout, mesh)
         limit = _torch.timeout_of_all_ranks() if timeout is None else timedelta(seconds=timeout)
         self.mesh, self.turn = mesh, Turn()
-        self.carrier = ProcessCarrier(mesh, reduction=reduction, timeout=limit, algorithm=algorithm)
-        self.rank, self._meeting = self.carrier.rank, Meeting(limit, self.carrier.doing, self.turn)
+        wait = NamedWait(mesh, dist.get_rank(), range(mesh.size), "making process groups")
+        try:
+            with waiting(wait):
+                self.carrier = ProcessCarrier(mesh, reduction=reduction, timeout=limit, algorithm=algorithm)
+                self.rank, self._meeting = self.carrier.rank, Meeting(mesh, limit, self.carrier.doing, self.turn)
+        except CollectiveError:
+            raise
+        except RuntimeError as error:
+            raise wait.failure(None, error) from error
         self.agree, self.exchange = self._meeting.agree, self._meeting.exchange
         self.device = torch.device("cuda", torch.cuda.current_device()) if _uses_nccl() else torch.device("cpu")
 
@@ -211,8 +221,9 @@ class ProcessRuntime:
         other = next(rank for rank, value in enumerate(prints) if value != prints[self.rank])
         same = [rank for rank, value in enumerate(prints) if value == prints[self.rank]]
         raise DifferentProgramsError(
-            f"rank {self.rank}: the ranks are about to run different programs. Ranks {same} have this one "
-            f"({program.name}); it first differs from that of rank {other} in\n"
+            f"{rank_name(self.mesh, self.rank)}: the ranks are about to run different programs. "
+            f"{rank_names(self.mesh, same)} {'has' if len(same) == 1 else 'have'} this one ({program.name}); "
+            f"it first differs from that of {rank_name(self.mesh, other)} in\n"
             f"{first_difference(texts[self.rank], texts[other])}\n"
             "Every rank must trace the same function with the same shapes: look for code that depends on the rank."
         )
@@ -277,9 +288,10 @@ class ProcessRuntime:
         other = next((rank for rank, found in enumerate(paths) if found != mine), None)
         if other is None:
             return
-        lacks = [f"rank {other} has no {path}" for path in mine if path not in paths[other]]
-        lacks += [f"rank {self.rank} has no {path}" for path in paths[other] if path not in mine]
-        told = ", ".join(lacks[:8]) or f"rank {other} has its leaves in another order"
+        its_name, my_name = rank_name(self.mesh, other), rank_name(self.mesh, self.rank)
+        lacks = [f"{its_name} has no {path}" for path in mine if path not in paths[other]]
+        lacks += [f"{my_name} has no {path}" for path in paths[other] if path not in mine]
+        told = ", ".join(lacks[:8]) or f"{its_name} has its leaves in another order"
         raise DifferentInputsError(f"{name} takes one tree, the same on every rank, but {told}")
 
     def _differ(self, sums: list[str], spec: P) -> bool:
@@ -291,15 +303,30 @@ class ProcessRuntime:
         return any(len(ones) > 1 for ones in held.values())
 
 
-def _initialise(timeout: float) -> None:
+def _initialise(timeout: float, mesh: Mesh) -> None:
+    """Make the process group of all ranks if nobody has, and watch its processes."""
     if dist.is_initialized():
+        _require_as_many(mesh)
+        _watch_once(_torch.store_of_all_ranks(), dist.get_rank(), dist.get_world_size(), mesh)
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    mesh = mesh if mesh.size == size else Mesh(process=size)
+    wait, name = NamedWait(mesh, rank, range(size), "init_process_group"), partial(rank_name, mesh)
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        store = environment_store(rank, size, timeout, name)
+        watch = watch_processes(store, rank, size, name) if size > 1 else None
+        with waiting(wait), recorded():
+            store = dist.PrefixStore("default_pg", store)
+            options: dict[str, Any] = {"store": store, "rank": rank, "world_size": size}
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **options)
+    except CollectiveError:
+        raise
     except RuntimeError as error:
+        if CURRENT.gone or CURRENT.lost:
+            raise wait.failure(None, error) from error
         variable = "GLOO_SOCKET_IFNAME" if backend == "gloo" else "NCCL_SOCKET_IFNAME"
         environ = {
             name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", variable)
@@ -310,7 +337,32 @@ def _initialise(timeout: float) -> None:
             f"several hosts set {variable} on each to the network interface by which the others reach it, as eth0: the "
             f"host's name alone may lead to 127.0.0.1. torch says: {error}"
         ) from error
+    _keep(watch)
     atexit.register(_let_go_at_exit, weakref.ref(dist.group.WORLD), os.getpid())
+
+
+_watched: list[weakref.ref[Any]] = []  # the process group of all ranks whose processes are watched
+
+
+def _watch_once(store: dist.Store | None, rank: int, size: int, mesh: Mesh) -> None:
+    """Watch the processes of a group that the user's script made. The first call is a collective."""
+    if size > 1 and store is not None and not (_watched and _watched[0]() is dist.group.WORLD):
+        _keep(watch_processes(store, rank, size, partial(rank_name, mesh)))
+
+
+def _keep(watch: Watch | None) -> None:
+    """Watch until the process group is destroyed."""
+    _watched[:] = [weakref.ref(dist.group.WORLD)]
+    if watch is not None:
+        weakref.finalize(dist.group.WORLD, watch.leave).atexit = False
+
+
+def _require_as_many(mesh: Mesh) -> None:
+    if dist.get_world_size() != mesh.size:
+        raise ValueError(
+            f"{mesh} has {mesh.size} ranks, but {dist.get_world_size()} processes are running; "
+            f"start {mesh.size}, or change the mesh"
+        )
 
 
 def _let_go_at_exit(world: weakref.ref[Any], process: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 
-from .algorithms import OutOfStepError
+from .algorithms import CURRENT, OutOfStepError
 from .pending import CollectiveError
 
 __all__ = ["OverlapError", "Turn"]
@@ -46,6 +46,8 @@ class Turn:
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         self._free.release()
+        if error is not None:
+            CURRENT.fail(error)
         if isinstance(error, OverlapError):  # of a call inside of this one, which had begun
             raise OutOfStepError(str(error)) from error
 

@@ -16,7 +16,7 @@ from ..keywords import explain_keywords
 from ..local_function import PyTree
 from ..optim import Optimizer
 from ..program.passes import named
-from ..runtime import check_backend
+from ..runtime import check_backend, note_step
 from ..staging import Staged, stage
 from ..switches import switched_off
 from .asynchronous import is_asynchronous, of_one_update
@@ -139,6 +139,7 @@ class TrainStep(States):
         """
         form, runtime = self.known_form(state), self.runtime_for(state)
         batch = self.batches.by_place(batch, named)
+        note_step(state.step)
         self.batches.stay_in_step(runtime, f"takes step {state.step}", batch)
         staged = self._stage(form, state, batch)
         count = sum(not isinstance(handle, Constant) for handle in state.handles)
@@ -157,6 +158,7 @@ class TrainStep(States):
         new = iter(results)
         kept = tuple(handle if isinstance(handle, Constant) else next(new) for handle in held)
         recorded = recorded_steps(state.recorded, metrics.loss)
+        note_step(None)
         return TrainState(state.step + 1, kept, form, state.whose, recorded), metrics
 
     def compile(self, f: Callable[..., Any]) -> OnState:

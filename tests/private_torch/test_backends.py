@@ -47,5 +47,7 @@ def test_the_timeout_of_all_ranks_is_told() -> None:
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=77))
     try:
         assert _torch.timeout_of_all_ranks() == timedelta(seconds=77)
+        _torch.store_of_all_ranks().set("key", "value")
+        assert _torch.store_of_all_ranks().get("key") == b"value"
     finally:
         torch.distributed.destroy_process_group()

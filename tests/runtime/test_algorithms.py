@@ -396,7 +396,7 @@ def test_a_rank_that_dies_is_named_at_once_and_leaves_nothing() -> None:
     for rank in (0, 2):
         message, seconds = results[rank]
         assert f"rank {rank} (data={rank}): psum over ('data',) of float32[3] failed after" in message
-        assert "rank 1 of the group, on this host, ended" in message
+        assert "rank 1 (data=1) ended" in message
         assert seconds < 10, "long before the timeout"
     assert in_shared_memory() <= before
 
@@ -424,7 +424,7 @@ def with_a_rank_that_does_not_come(rank: int) -> str:
 def test_a_rank_that_does_not_come_is_named_at_the_timeout() -> None:
     message = run_on_processes(with_a_rank_that_does_not_come, 2)[0]
     assert "rank 0 (data=0): all_gather over ('data',) of float32[3] failed after 1." in message
-    assert "no signal from rank 1 of the group, on this host, in 1." in message
+    assert "no signal from rank 1 (data=1) in 1." in message
 
 
 def sums_in_float32(rank: int, size: int) -> dict[str, list[Tensor]]:

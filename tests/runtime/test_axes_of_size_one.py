@@ -1,4 +1,4 @@
-"""Mesh axes with one rank on real processes: every subset of axes has a process group, in every position of the mesh."""
+"""Mesh axes with one rank on real processes: every subset of axes has a process group, wherever the axis is."""
 
 from __future__ import annotations
 

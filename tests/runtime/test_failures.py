@@ -19,6 +19,7 @@ from functional_parallel.runtime import (
     SimulatedRuntime,
     use_runtime,
 )
+from functional_parallel.runtime.waits import rank_name, rank_names
 from sharding_specs import Mesh, P
 from tests.processes import run_on_processes
 
@@ -143,11 +144,9 @@ def test_different_programs_are_refused_on_every_rank(disagreeing: list[dict[str
         kind, message, seconds = result["programs"]
         assert kind == "DifferentProgramsError" and seconds < 30
         same, other = ([2], 0) if rank == 2 else ([0, 1, 3], 2)
-        assert (
-            f"rank {rank}: the ranks are about to run different programs. Ranks {same} have this one (product)"
-            in message
-        )
-        assert f"it first differs from that of rank {other} in" in message
+        names = f"{rank_names(MESH, same)} {'has' if rank == 2 else 'have'} this one (product)"
+        assert f"{rank_name(MESH, rank)}: the ranks are about to run different programs. {names}" in message
+        assert f"it first differs from that of {rank_name(MESH, other)} in" in message
         assert "sin(" in message and "psum(" in message, "the first line that differs, from both programs"
         assert "look for code that depends on the rank" in message
 
@@ -226,7 +225,8 @@ def test_a_rank_that_dies_mid_step() -> None:
     kind, message, seconds = results[1]  # (data=0, tensor=1), whose partner along data is rank 3
     assert kind == "CollectiveError" and seconds < 25
     assert "rank 1 (data=0, tensor=1): psum over ('data',) of float64[2, 2] failed after" in message
-    assert "another rank of [1, 3] never came to it" in message
+    assert "rank 3 (data=1, tensor=1) died. torch says: " in message
+    assert "timeout" not in message, "a process that died is not reported as a timeout"
     with open(__file__) as file:
         line = next(number for number, text in enumerate(file, 1) if "the sum that rank 3 never comes to" in text)
     assert f'test_failures.py:{line}: `return fp.psum(x, "data")' in message
@@ -236,7 +236,8 @@ def test_a_rank_that_dies_before_the_first_step() -> None:
     results = run_on_processes(on_a_mesh_whose_rank_never_compares, 4, timeout=150, deaths=True)
     for rank, (kind, message, seconds) in enumerate(results[:DYING]):
         assert kind == "CollectiveError" and seconds < 20
-        assert f"rank {rank}: another rank never came to compare programs, or died" in message
+        assert f"{rank_name(MESH, rank)}: an exchange with all ranks to compare programs failed after" in message
+        assert "rank 3 (data=1, tensor=1) died. torch says: " in message and "timeout" not in message
 
 
 def test_the_work_of_these_tests_is_right_on_simulated_ranks() -> None:

@@ -60,9 +60,10 @@ def two_models_in_another_order(rank: int, algorithm: str, hosts: str) -> tuple[
 @pytest.mark.parametrize("algorithm", ["direct", "ring", "auto", "backend"])
 def test_ranks_on_two_hosts_that_train_different_models(algorithm: str) -> None:
     """One's gradients went into the other's sums, without a word."""
-    for rank, (kind, message, seconds) in enumerate(run_on_processes(two_models_in_another_order, 2, algorithm, "ab")):
+    for kind, message, seconds in run_on_processes(two_models_in_another_order, 2, algorithm, "ab"):
         assert kind == "OutOfStepError" and seconds < 20, message
-        assert "this one runs train_step" in message and f"rank {1 - rank} of the group runs train_step" in message
+        for each in range(2):
+            assert f"rank {each} (data={each}) runs train_step" in message, message
         assert "test_hosts.py" in message, "the line"
 
 
@@ -78,8 +79,9 @@ def reading_while_others_train(rank: int, algorithm: str) -> tuple[str, str, flo
 def test_a_rank_on_another_host_that_reads_parameters(algorithm: str) -> None:
     reading, training = run_on_processes(reading_while_others_train, 2, algorithm)
     assert reading[0] == training[0] == "OutOfStepError"
-    assert "this one reads a value that lies in parts" in reading[1] and "rank 1 of the group runs train_" in reading[1]
-    assert "rank 0 of the group reads a value that lies in parts" in training[1]
+    for _, message, _ in (reading, training):
+        assert "rank 0 (data=0) reads a value that lies in parts" in message
+        assert "rank 1 (data=1) runs train_step" in message
 
 
 def messages_of_different_calls(rank: int) -> list[float]:
@@ -194,12 +196,12 @@ def with_a_rank_that_dies_on_the_second_host(rank: int) -> tuple[str, str, float
     return outcome(total)
 
 
-def test_a_rank_that_dies_on_another_host_is_named_by_its_number_in_the_group() -> None:
+def test_a_rank_that_dies_on_another_host_is_named_by_its_global_rank() -> None:
     """On its host it is the second; the error called it by that."""
     results = run_on_processes(with_a_rank_that_dies_on_the_second_host, 4, deaths=True)
     kind, message, seconds = results[2]
     assert kind == "CollectiveError" and seconds < 15
-    assert "rank 3 of the group, on this host, ended" in message
+    assert "rank 3 (data=3) died. torch says: rank 3 (data=3) ended" in message
 
 
 def with_a_rank_that_dies_in_a_ring(rank: int) -> list[tuple[str, str, float]]:
@@ -229,7 +231,7 @@ def test_a_rank_that_dies_before_a_step_is_named_on_all_hosts(algorithm: str) ->
     results = run_on_processes(with_a_rank_that_dies_before_a_step, 4, algorithm, deaths=True)
     for rank, (kind, message, _) in enumerate(results[:3]):
         assert kind == "CollectiveError" and f"rank {rank} (data={rank}): " in message
-        assert "a message from rank 3 did not arrive: " in message, message
+        assert "rank 3 (data=3) died. torch says: " in message, message
 
 
 def test_a_rank_that_dies_on_another_host_is_named_by_who_waits_for_it() -> None:
@@ -237,12 +239,12 @@ def test_a_rank_that_dies_on_another_host_is_named_by_who_waits_for_it() -> None
     kind, message, seconds = results[2][0]
     assert kind == "CollectiveError" and seconds < 15
     assert "rank 2 (data=2): psum over ('data',) of float32[8] failed" in message
-    assert "a message from rank 1 did not arrive: " in message
+    assert "rank 1 (data=1) died. torch says: " in message
     for rank in (0, 2):
         kind, message, _ = results[rank][1]
         assert kind == "CollectiveError"
         assert f"rank {rank} (data={rank}): the first collective over ('data',), in which its ranks find" in message
-        assert "Another rank of [0, 1, 2] died, or never came to it" in message
+        assert "rank 1 (data=1) died. torch says: " in message
 
 
 # -----------------------------------------------------------------------------

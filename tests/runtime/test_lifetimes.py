@@ -230,7 +230,7 @@ def test_a_rank_that_dies_is_noticed_though_its_child_lives(tmp_path: Path, monk
     monkeypatch.setenv("FUNCTIONAL_PARALLEL_ALGORITHM", "shared")  # torch's connections are the child's too
     told, exit_code = run_on_processes(on_a_rank_that_leaves_a_child_behind, 2, str(tmp_path), deaths=True)
     assert exit_code == -signal.SIGKILL
-    assert told[0] == "CollectiveError" and "rank 1 of the group, on this host, ended" in told[1], told
+    assert told[0] == "CollectiveError" and "rank 1 (data=1) died" in told[1], told
 
 
 # -----------------------------------------------------------------------------

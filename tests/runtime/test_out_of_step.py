@@ -9,6 +9,7 @@ import torch
 
 import functional_parallel as fp
 from functional_parallel.runtime import ProcessRuntime, use_runtime
+from functional_parallel.runtime.waits import rank_name
 from sharding_specs import Mesh, P
 from tests.processes import outcome, run_on_processes
 
@@ -52,11 +53,6 @@ def on_a_call_that_compares_inputs(rank: int, pipelined: bool) -> tuple[str, str
     return outcome(lambda: run.step() if rank else run.evaluate(run.params, X))
 
 
-def on_a_batch_of_another_shape(rank: int) -> tuple[str, str, float]:
-    run = Training(Mesh(data=2), fp.zero(3, "data"))
-    return outcome(lambda: run.step(X[: 4 - 2 * rank]))
-
-
 PLANS: dict[str, tuple[Mesh, Any]] = {
     "data": (Mesh(data=2), fp.data_parallel("data")),
     "zero 1": (Mesh(data=2), fp.zero(1, "data")),
@@ -82,9 +78,10 @@ def test_another_batch_of_one_shape_on_one_rank(algorithm: str) -> None:
         for name, (same, other) in found.items():
             assert same[0] == "nothing", same
             assert other[0] == "OutOfStepError" and other[2] < 10, (name, other)
-            assert other[1].count("the ranks were given different batches: this one runs train_step") == 1, other
-            where = ", on this host," if algorithm == "shared" or name == "pipeline" else ""
-            assert f"rank {1 - rank} of the group{where} does with other values. Every" in other[1], other
+            mesh = PLANS[name][0]
+            mine, its = rank_name(mesh, rank), rank_name(mesh, 1 - rank)
+            assert other[1].count(f"the ranks were given different batches: {mine} runs train_step") == 1, other
+            assert f"and {its} does with other values. Every" in other[1], other
 
 
 def on_a_pipeline(rank: int) -> tuple[str, str, float]:
@@ -104,26 +101,21 @@ def test_a_state_that_one_rank_reads_while_the_other_takes_a_step() -> None:
 def _says(message: str, first: str, second: str, rank: int) -> bool:
     """Whether rank 0 is said to do the first thing, rank 1 the second."""
     mine, other = (second, first) if rank else (first, second)
-    return f"this one {mine}" in message and f"rank {1 - rank} of the group, on this host, {other}" in message
+    return f"rank {rank} (data={rank}) {mine}" in message and f"rank {1 - rank} (data={1 - rank}) {other}" in message
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_a_compiled_function_that_one_rank_calls(pipelined: bool) -> None:
     """It waits in the backend for the others to compare inputs, where no signal comes from."""
     waiting, told = run_on_processes(on_a_call_that_compares_inputs, 2, pipelined)
-    _check_told(told, "this one runs train_step", "rank 0 of the group, on this host, meets the others")
-    assert waiting[0] == "CollectiveError" and "another rank never came to compare inputs" in waiting[1]
-
-
-def test_a_batch_of_another_shape_on_one_rank() -> None:
-    told, waiting = run_on_processes(on_a_batch_of_another_shape, 2)
-    _check_told(told, "this one runs train_step", "rank 1 of the group, on this host, meets the others")
-    assert waiting[0] == "CollectiveError" and waiting[2] < 20
+    axis = "pipe" if pipelined else "data"
+    _check_told(told, f"rank 1 ({axis}=1) runs train_step", f"rank 0 ({axis}=0) meets the others")
+    assert waiting[0] in ("CollectiveError", "OutOfStepError") and f"rank 1 ({axis}=1)" in waiting[1], waiting
 
 
 def test_parameters_of_a_pipeline_that_one_rank_reads() -> None:
     waiting, told = run_on_processes(on_a_pipeline, 2)
-    _check_told(told, "this one runs train_step", "rank 0 of the group, on this host, reads a value")
+    _check_told(told, "rank 1 (pipe=1) runs train_step", "rank 0 (pipe=0) reads a value")
     assert waiting[0] == "CollectiveError" and waiting[2] < 20
 
 
@@ -157,4 +149,4 @@ def test_two_models_that_ranks_go_through_in_another_order(monkeypatch: pytest.M
             mine, other = (
                 message.index(f"of the state that call {call} made") for call in (2 + 2 * rank, 4 - 2 * rank)
             )
-            assert mine < message.index(f"rank {1 - rank} of the group, on this host,") < other
+            assert mine < message.index(f"rank {1 - rank} (data={1 - rank}) ") < other

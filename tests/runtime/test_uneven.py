@@ -19,6 +19,7 @@ from sharding_specs import Mesh
 from tests.processes import run_on_processes
 
 MESH, ROWS = Mesh(data=2), 4
+ZERO, ONE = "rank 0 (data=0)", "rank 1 (data=1)"
 PLANS = {
     "data parallel": fp.data_parallel("data"),
     "zero 2, flat": fp.zero(2, "data", layout="flat"),
@@ -163,10 +164,10 @@ def test_training_is_that_of_one_rank_with_all_samples(real: list[dict[str, Any]
 
 
 @pytest.mark.parametrize(("what", "ranks"), [
-    ("shapes", ["rank 0 takes step 1 on 0: float32[4, 3]; rank 1 takes step 1 on 0: float32[3, 3]. With batch='own'"]),
-    ("steps", ["rank 0 takes step 2 on 0: float32[4, 3]; rank 1 reads the state of step 2. With batch='own'"]),
-    ("leaving early", ["rank 0 takes step 2 on 0: float32[2]; rank 1 reads the state of step 2."]),
-    ("other rows", ["rank 0 begins fp.even_batches(rows=2); rank 1 begins fp.even_batches(rows=3). Every rank goes"]),
+    ("shapes", [f"{ZERO} takes step 1 on 0: float32[4, 3]; {ONE} takes step 1 on 0: float32[3, 3]. With batch='own'"]),
+    ("steps", [f"{ZERO} takes step 2 on 0: float32[4, 3]; {ONE} reads the state of step 2. With batch='own'"]),
+    ("leaving early", [f"{ZERO} takes step 2 on 0: float32[2]; {ONE} reads the state of step 2."]),
+    ("other rows", [f"{ZERO} begins fp.even_batches(rows=2); {ONE} begins fp.even_batches(rows=3). Every rank goes"]),
 ])  # fmt: skip
 def test_ranks_out_of_step_are_told_at_once(out_of_step: list[dict[str, Any]], what: str, ranks: list[str]) -> None:
     """Also ranks whose program has run before, and who would have gone into its collectives alone."""
@@ -181,15 +182,15 @@ def test_ranks_out_of_step_are_told_at_once(out_of_step: list[dict[str, Any]], w
 def test_a_rank_that_ends_before_the_others() -> None:
     (kind, message, seconds), code = run_on_processes(on_a_rank_that_is_left, 2, timeout=60, deaths=True)
     assert code == 17 and kind == "CollectiveError" and seconds < 25
-    assert message.startswith(
-        "rank 0 takes step 2 on 0: float32[4, 3]: another rank never came to do so, or died. With"
-    )
+    assert message.startswith("rank 0 (data=0): the agreement with all ranks, where this rank takes step 2 on 0: ")
+    assert "float32[4, 3], failed after" in message and " in step 2 (call " in message
+    assert "rank 1 (data=1) died. With" in message and "timeout" not in message
     assert "fp.even_batches(batches, rows, mesh)" in message
 
 
 @pytest.mark.parametrize(("what", "own", "others"), [
-    ("too many rows", ("UnevenBatchError", "a batch has 3 rows, more than the 2"), "rank 1: UnevenBatchError('a batch"),
-    ("a broken loader", ("OSError", "no such file"), "end with an error, so all stop here. rank 1: OSError("),
+    ("too many rows", ("UnevenBatchError", "a batch has 3 rows, more than the 2"), f"{ONE}: UnevenBatchError('a batch"),
+    ("a broken loader", ("OSError", "no such file"), "end with an error, so all stop here. rank 1 (data=1): OSError("),
 ])  # fmt: skip
 def test_a_rank_in_trouble_tells_the_others(out_of_step: Any, what: str, own: tuple[str, str], others: str) -> None:
     kind, message, _ = out_of_step[1][what]
@@ -202,7 +203,7 @@ def test_samples_of_different_ranks_are_compared(out_of_step: list[dict[str, Any
     for result in out_of_step:
         kind, message, _ = result["other samples"]
         assert kind == "UnevenBatchError"
-        assert message == "ranks have different samples: rank 0 has n: 1, x: float32[3]; rank 1 has n: 1, x: float32[4]"
+        assert message == f"ranks have different samples: {ZERO} has n: 1, x: float32[3]; {ONE} has n: 1, x: float32[4]"
 
 
 def test_ranks_go_on_after_that(out_of_step: list[dict[str, Any]]) -> None:

@@ -10,9 +10,11 @@ from .running import Steps
 from .table import ALGORITHMS, Algorithm
 from .team import NOTHING, ROLL_CALL, Messages, Ranks, Team
 from .unpacked import Layout, Stretches, Unpacked
+from .waiting import CURRENT, Lost, Wait, note_step, waiting
 
 __all__ = [
     "ALGORITHMS",
+    "CURRENT",
     "NOTHING",
     "READS",
     "ROLL_CALL",
@@ -22,6 +24,7 @@ __all__ = [
     "Doing",
     "Handle",
     "Layout",
+    "Lost",
     "Messages",
     "OutOfStepError",
     "Packed",
@@ -31,7 +34,10 @@ __all__ = [
     "Stretches",
     "Team",
     "Unpacked",
+    "Wait",
+    "note_step",
     "setting",
     "starting",
+    "waiting",
     "whole",
 ]

@@ -34,7 +34,12 @@ def host_identity() -> str:
 
 
 def connect(
-    rank: int, members: Sequence[int], exchange: Exchange, timeout: float, doing: Doing | None = None
+    rank: int,
+    members: Sequence[int],
+    exchange: Exchange,
+    timeout: float,
+    doing: Doing | None = None,
+    names: Sequence[str] | None = None,
 ) -> SharedMemory | None:
     """Share memory with the ranks of the group that are on this host.
 
@@ -44,6 +49,7 @@ def connect(
         exchange: a collective over the whole group; every rank of it takes part here.
         timeout: seconds to wait for a signal, later.
         doing: what this rank is doing, later.
+        names: the names of `members`, for messages.
 
     Returns:
         The memory, in which ranks are numbered by their place in `members`; None, on all ranks of the group, where some
@@ -62,7 +68,7 @@ def connect(
         shared = None
         if listener is not None and all(reached):
             with suppress(OSError):
-                shared = _meet(me, listener, here, calls, seconds, timeout, doing, members)
+                shared = _meet(me, listener, here, calls, seconds, timeout, doing, names)
         everywhere = all(exchange(shared is not None))
         return shared if everywhere and len(members) > 1 else None
 
@@ -118,7 +124,7 @@ def _meet(
     seconds: float,
     timeout: float,
     doing: Doing | None,
-    members: Sequence[int],
+    names: Sequence[str] | None,
 ) -> SharedMemory:
     """Hear those before me answer, answer those behind me, and hand out file descriptors of my memory both ways."""
     ranks = len(greetings)
@@ -133,7 +139,7 @@ def _meet(
     calls.peers = {}
     for peer in peers.values():
         peer.settimeout(timeout)
-    return SharedMemory(me, peers, [memory[number] for number in range(ranks)], timeout, doing, members)
+    return SharedMemory(me, peers, [memory[number] for number in range(ranks)], timeout, doing, names)
 
 
 def _call(me: int, address: str | None, secret: bytes, descriptor: int, seconds: float) -> socket.socket:

@@ -11,6 +11,8 @@ import weakref
 import zlib
 from typing import Protocol
 
+from .waiting import CURRENT
+
 __all__ = ["READS", "Doing", "OutOfStepError", "is_ahead"]
 
 READS = "reads a value that lies in parts"
@@ -31,12 +33,16 @@ class Told(Protocol):
 class Doing:
     """What this rank is doing.
 
+    Args:
+        me: this rank's name, for messages.
+
     Attributes:
         mark: a number for it and for how many things it has done, the same on all ranks that are in step.
         count: how many things it has done.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, me: str = "this one") -> None:
+        self._me = me
         self.mark = self.count = 0
         self._known = {_kind(READS): READS}
         self._told: weakref.WeakSet[Told] = weakref.WeakSet()
@@ -49,6 +55,7 @@ class Doing:
             values: a number from what it does it with, which all ranks shall have alike.
         """
         self.count += 1
+        CURRENT.begin(what)
         kind = _kind(what)
         if kind not in self._known and len(self._known) < _MANY:
             self._known[kind] = what
@@ -76,17 +83,17 @@ class Doing:
         """
         if other >> _KIND_FROM == self.mark >> _KIND_FROM:
             raise OutOfStepError(
-                f"the ranks were given different batches: this one {self._name(self.mark)}, and {who} does with other "
-                "values. Every process takes the whole batch: seed loaders alike, with torch.manual_seed(0) before the "
-                "first draw, and let no rank draw more random numbers than another; or use train_step(batch='own') for "
-                "parts that each rank loads itself"
+                f"the ranks were given different batches: {self._me} {self._name(self.mark)}, and {who} does with "
+                "other values. Every process takes the whole batch: seed loaders alike, with torch.manual_seed(0) "
+                "before the first draw, and let no rank draw more random numbers than another; or use "
+                "train_step(batch='own') for shards that each rank loads itself"
             )
         raise OutOfStepError(
-            f"the ranks are doing different things: this one {self._name(self.mark)}, {who} {self._name(other)}. Every "
-            "process must make the same calls in the same order, and train.params, train.whole and every compiled "
-            "function are calls that all take part in: look for one under `if rank == 0`, for a step more, or a batch "
-            "of another shape, on one rank, and for models in a set, which each process goes through in its own order. "
-            "Where a call failed on one rank, all begin again from what was saved"
+            f"the ranks are doing different things: {self._me} {self._name(self.mark)}, {who} {self._name(other)}. "
+            "Every process must make the same calls in the same order, and train.params, train.whole and every "
+            "compiled function are calls that all take part in: look for one under `if rank == 0`, for a step more, or "
+            "a batch of another shape, on one rank, and for models in a set, which each process goes through in its "
+            "own order. Where a call failed on one rank, all begin again from what was saved"
         )
 
     def _name(self, mark: int) -> str:

@@ -6,6 +6,8 @@ collective of every call the ranks tell each other what they do. The answer come
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from .doing import Doing
@@ -22,10 +24,11 @@ class RollCall:
         ranks: of the group.
         messages: between them, under the tag `ROLL_CALL`, since who does something else must be heard too.
         doing: what this rank is doing.
+        names: the ranks' names, for messages.
     """
 
-    def __init__(self, ranks: Ranks, messages: Messages, doing: Doing) -> None:
-        self._ranks, self._messages, self._doing = ranks, messages, doing
+    def __init__(self, ranks: Ranks, messages: Messages, doing: Doing, names: Sequence[str]) -> None:
+        self._ranks, self._messages, self._doing, self._names = ranks, messages, doing, names
         self._asked = 0  # nothing yet
         self._answer: Waitable = NOTHING
 
@@ -36,7 +39,7 @@ class RollCall:
         """
         if self._doing.mark != self._asked:
             self._asked = self._doing.mark
-            self._answer = _Answer(self._ranks, self._messages, self._doing)
+            self._answer = _Answer(self._ranks, self._messages, self._doing, self._names)
         return self._answer
 
     def before(self, steps: Steps) -> Steps:
@@ -47,8 +50,8 @@ class RollCall:
 
 
 class _Answer:
-    def __init__(self, ranks: Ranks, messages: Messages, doing: Doing) -> None:
-        self._doing = doing
+    def __init__(self, ranks: Ranks, messages: Messages, doing: Doing, names: Sequence[str]) -> None:
+        self._doing, self._names = doing, names
         self._mine = torch.tensor([doing.mark], dtype=torch.int64, device="cpu")  # kept until it has left
         self._marks = {rank: torch.zeros(1, dtype=torch.int64, device="cpu") for rank in ranks.others()}
         receiving = [messages.receive(mark, rank) for rank, mark in self._marks.items()]
@@ -61,5 +64,5 @@ class _Answer:
             message.wait()
         for rank, mark in self._marks.items():
             if int(mark) != int(self._mine):
-                self._doing.refuse(int(mark), f"rank {rank} of the group")
+                self._doing.refuse(int(mark), self._names[rank])
         self._under_way = []

@@ -33,6 +33,7 @@ from .alignment import aligned
 from .channels import ROOM, Channels
 from .doing import Doing, is_ahead
 from .running import Running, Steps, Waitable
+from .waiting import CURRENT
 
 __all__ = ["HALF", "Piece", "SharedMemory", "Slot", "anonymous_memory"]
 
@@ -41,6 +42,7 @@ _SMALL_HALF = 256 << 10
 _MOST_IN_A_HALF = 32  # more signals than a socket's buffer holds must never be under way
 _SIGNAL = struct.Struct("<qq")  # a number, and what the rank is doing
 _MOST_NOTICES = 8  # that nobody may have read yet
+_LOOK_EVERY = 1.0  # seconds, for what the watch found
 _WHENEVER = -1  # in the place of what a rank is doing
 _MADV_POPULATE_WRITE = 23  # Linux's; Python has no name for it
 
@@ -100,7 +102,7 @@ class SharedMemory:
         memory: every rank's, by number.
         timeout: seconds to wait for a signal.
         doing: what this rank is doing.
-        members: the ranks' numbers in the group, for messages; None where they are these.
+        names: the ranks' names, for messages.
 
     Attributes:
         channels: messages to single ranks, and from them.
@@ -113,10 +115,10 @@ class SharedMemory:
         memory: Sequence[Piece],
         timeout: float = 600.0,
         doing: Doing | None = None,
-        members: Sequence[int] | None = None,
+        names: Sequence[str] | None = None,
     ) -> None:
         self.rank, self.size = rank, len(memory)
-        self._members = members or range(self.size)
+        self._names = names or [f"rank {number} of the group" for number in range(self.size)]
         self.doing = doing or Doing()
         self.doing.tell(self)
         self._peers, self._memory, self._timeout = peers, memory, timeout
@@ -212,7 +214,9 @@ class SharedMemory:
             seconds = time.monotonic() - began
             if seconds > self._timeout:
                 raise RuntimeError(f"no signal from {self._called(ranks)} in {seconds:.1f} s")
-            for descriptor, _ in self._poll.poll((self._timeout - seconds) * 1000 + 1):
+            if CURRENT.lost is not None:
+                raise RuntimeError(f"the wait for {self._called(ranks)} was ended")
+            for descriptor, _ in self._poll.poll(min(self._timeout - seconds, _LOOK_EVERY) * 1000 + 1):
                 self._read_signals(self._rank_of[descriptor])
 
     def refuse(self, rank: int, mark: int) -> None:
@@ -224,9 +228,7 @@ class SharedMemory:
         self.doing.refuse(mark, self._called({rank}))
 
     def _called(self, ranks: set[int]) -> str:
-        """Ranks by their numbers in the group, of which some may be on other hosts."""
-        numbers = sorted(self._members[rank] for rank in ranks)
-        return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))} of the group, on this host,"
+        return ", ".join(self._names[rank] for rank in sorted(ranks))
 
     def _read_signals(self, rank: int) -> None:
         try:

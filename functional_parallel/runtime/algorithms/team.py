@@ -45,6 +45,7 @@ class Team(Ranks):
         host: equal on ranks that may share memory; None asks the system.
         tags: shared by all teams on one process group, so that no two of their collectives have the same tag.
         doing: what this rank is doing.
+        names: the ranks' names, for messages.
 
     Attributes:
         hosts: the ranks on each host.
@@ -63,8 +64,10 @@ class Team(Ranks):
         host: str | None = None,
         tags: Iterator[int] | None = None,
         doing: Doing | None = None,
+        names: Sequence[str] | None = None,
     ) -> None:
         super().__init__(rank, len(seats))
+        called = names or [f"rank {number} of the group" for number in range(len(seats))]
         self._handle, self._seats = Handle(handle), seats
         self._tags, self._doing = tags or count(), doing or Doing()
         names = self.exchange(host_identity() if host is None else host)
@@ -75,7 +78,8 @@ class Team(Ranks):
         self.on_my_host = next(ranks for ranks in self.hosts if rank in ranks)
         self.is_on_one_host = len(self.hosts) == 1
         self.has_hosts_alike = len({len(ranks) for ranks in self.hosts}) == 1
-        self.shared = connect(rank, self.on_my_host, self.exchange, timeout, self._doing)
+        here = [called[number] for number in self.on_my_host]
+        self.shared = connect(rank, self.on_my_host, self.exchange, timeout, self._doing, here)
 
     @property
     def handle(self) -> Any:

@@ -1,0 +1,123 @@
+"""The call that this process makes and the wait that it is in, for the watch thread; and what the watch has found.
+
+Steps write here without a lock: a few attributes per call and per wait. The watch reads them once a second.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
+
+__all__ = ["CURRENT", "Current", "Lost", "Wait", "note_step", "waiting"]
+
+_REMEMBERED = 64
+
+
+class Wait(Protocol):
+    """A wait for other ranks."""
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The global ranks whose part this wait needs."""
+
+    @property
+    def me(self) -> str:
+        """This rank's name."""
+
+    def place(self) -> str:
+        """Return the collective and its source line, to be read after "waits in"."""
+
+    def failure(self, seconds: float | None) -> Exception:
+        """Return the error for a wait that the watch ends, after this many seconds."""
+
+
+class Lost(NamedTuple):
+    """The reason why no wait of this process can end.
+
+    Attributes:
+        text: the reason; empty where it is that a rank died.
+        out_of_step: whether it is that ranks made different calls.
+    """
+
+    text: str
+    out_of_step: bool = False
+
+
+class Current:
+    """The state of this process.
+
+    Attributes:
+        calls: descriptions of the last calls, the newest last.
+        count: number of calls so far, over all meshes.
+        step: the training step that is taken.
+        on: the wait that this process is in.
+        waits: number of waits so far.
+        failed: numbers of calls that ended by an error on this rank, each with the error.
+        gone: ranks that ended without leaving, in this order, each with how it ended.
+        left: ranks that ended in good order, each with the number of its calls.
+        lost: why no wait can end.
+        learn: waits for news of the watch, at most this many seconds.
+        wake: lets the watch look now.
+    """
+
+    def __init__(self) -> None:
+        self.calls: deque[str] = deque(maxlen=_REMEMBERED)
+        self.count = self.waits = 0
+        self.step: int | None = None
+        self.on: Wait | None = None
+        self.failed: dict[int, str] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget what was found of the other ranks, for other process groups or in a forked process."""
+        self.gone: dict[int, str] = {}
+        self.left: dict[int, int] = {}
+        self.lost: Lost | None = None
+        self.learn: Callable[[float], None] = _nothing
+        self.wake: Callable[[], None] = _no_watch
+
+    def begin(self, what: str) -> None:
+        """Note a call."""
+        self.count += 1
+        self.calls.append(what)
+
+    def fail(self, error: BaseException) -> None:
+        """Note that the current call ended by an error on this rank."""
+        self.failed[self.count] = brief(error)
+        self.wake()
+
+
+def brief(error: BaseException) -> str:
+    """Return an error's kind and the first line of its text."""
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0][:2000]}" if lines else type(error).__name__
+
+
+def _nothing(seconds: float) -> None:
+    pass
+
+
+def _no_watch() -> None:
+    pass
+
+
+CURRENT = Current()
+
+
+def note_step(step: int | None) -> None:
+    """Note that a training step begins, or with None that it has ended, for messages."""
+    CURRENT.step = step
+
+
+@contextmanager
+def waiting(wait: Wait) -> Iterator[None]:
+    """Note a wait for the time of a `with` block."""
+    before = CURRENT.on
+    CURRENT.on = wait
+    CURRENT.waits += 1
+    try:
+        yield
+    finally:
+        CURRENT.on = before

@@ -1,0 +1,132 @@
+"""Everything that rank 0 knows of the ranks, and the reasons for which it ends their waits.
+
+All ranks make the same calls in the same order. So two ranks have a mismatch if, at one number, they made different
+calls. A rank that waits in a call which another rank left by an error, or never makes, waits in vain. Nothing else is
+decided here: a rank that computes for long, or a long transfer, delays others but does not stop them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..algorithms.waiting import Lost
+
+__all__ = ["ADVICE", "Board", "after_leaving"]
+
+_OUT_OF_STEP = ("OutOfStepError", "OverlapError")
+_GRACE = 3.0  # seconds for which a rank waits on a rank that is gone: its message may be on its way
+ADVICE = (
+    "Every process must make the same calls in the same order, and train.params, train.whole and every compiled "
+    "function are calls that all take part in: look for one under `if rank == 0`, for a step more, or a batch of "
+    "another shape, on one rank"
+)
+
+
+@dataclass
+class _Rank:
+    arrived: bool = False
+    gone: float | None = None  # since when
+    left: int | None = None  # number of calls it had made
+    failed: dict[int, str] = field(default_factory=dict)
+    position: dict[str, Any] | None = None
+    since: float = 0.0  # when the position came
+
+
+class Board:
+    """The state of all ranks.
+
+    Args:
+        size: their number.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._ranks = [_Rank() for _ in range(size)]
+
+    def missing(self) -> list[int]:
+        """Return the ranks that have not arrived."""
+        return [number for number, rank in enumerate(self._ranks) if not rank.arrived]
+
+    def arrives(self, rank: int) -> None:
+        self._ranks[rank].arrived = True
+
+    def ends(self, rank: int, now: float) -> None:
+        """Note that a rank's connection closed, or that it ended by an error."""
+        if self._ranks[rank].gone is None:
+            self._ranks[rank].gone = now
+
+    def has_left(self, rank: int) -> bool:
+        return self._ranks[rank].left is not None
+
+    def leaves(self, rank: int, calls: int) -> None:
+        self._ranks[rank].left = calls
+
+    def waits(self, rank: int, position: dict[str, Any] | None, now: float) -> None:
+        """Note that a rank has waited for seconds, or that it goes on."""
+        self._ranks[rank].position, self._ranks[rank].since = position, now
+
+    def fails(self, rank: int, call: int, error: str) -> None:
+        """Note that a call ended by an error on one rank."""
+        self._ranks[rank].failed[call] = error
+
+    def judge(self, now: float) -> Lost | None:
+        """Return a reason for which some rank waits in vain, if there is one."""
+        waiting = [rank for rank in self._ranks if rank.position is not None]
+        for rank in waiting:
+            if reason := self._waits_in_vain(rank, now):
+                return reason
+        for index, first in enumerate(waiting):
+            for second in waiting[:index]:
+                if reason := _mismatch(second.position or {}, first.position or {}):
+                    return reason
+        return None
+
+    def _waits_in_vain(self, rank: _Rank, now: float) -> Lost | None:
+        assert rank.position is not None
+        call = rank.position["count"]
+        for number in rank.position["ranks"]:
+            other = self._ranks[number]
+            if other.gone is not None and now - max(other.gone, rank.since) > _GRACE:
+                return Lost("")
+            if other.left is not None and other.left < call:
+                return Lost(after_leaving(number, other.left, _says(rank.position)))
+            if call in other.failed and other is not rank:
+                call_differs = other.failed[call].startswith(_OUT_OF_STEP)
+                gone = [each for each in self._ranks if each.gone is not None]
+                told = f"rank <{number}> left this call by an error, {other.failed[call]}, and {_says(rank.position)}"
+                return Lost("" if gone else told, call_differs)
+        return None
+
+
+def after_leaving(rank: int, calls: int, waits: str) -> str:
+    """Return the reason for a wait on a rank whose program has ended."""
+    return (
+        f"rank <{rank}> has let the processes go after its call {calls}, at the end of its program or by "
+        f"destroy_process_group, and {waits}. {ADVICE}"
+    )
+
+
+def _mismatch(one: dict[str, Any], other: dict[str, Any]) -> Lost | None:
+    """Compare the calls of two waiting ranks, as far back as both remember."""
+    calls, others = _numbered(one), _numbered(other)
+    number = next((n for n in sorted(calls.keys() & others.keys()) if calls[n] != others[n]), None)
+    if number is None:
+        return None
+    first = ""
+    if number < max(one["count"], other["count"]):
+        first = (
+            f" Their calls differ from call {number} on: {one['me']} {calls[number]}, {other['me']} {others[number]}."
+        )
+    text = f"the ranks are doing different things: {_says(one)}; {_says(other)}.{first} {ADVICE}"
+    return Lost(text, out_of_step=True)
+
+
+def _numbered(position: dict[str, Any]) -> dict[int, str]:
+    calls = position["calls"]
+    return dict(zip(range(position["count"] - len(calls) + 1, position["count"] + 1), calls, strict=True))
+
+
+def _says(position: dict[str, Any]) -> str:
+    call = position["calls"][-1] if position["calls"] else "starts"
+    place = f" and waits in {position['place']}" if position["place"] else ""
+    return f"{position['me']} {call} (its call {position['count']}){place}"

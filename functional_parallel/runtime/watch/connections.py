@@ -1,0 +1,58 @@
+"""gloo's connections. Shutting them down ends every wait of gloo in this process by an error.
+
+torch has no call that ends a wait for a message from another thread. A connection that is shut down looks to gloo as
+if the peer had closed it, so every wait on it raises. The sockets are found by comparing the process's open files
+before and after a group is made; only Linux lists them.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+__all__ = ["recorded", "shut_down"]
+
+_FILES = "/proc/self/fd"
+_made: dict[int, int] = {}  # descriptor → inode: another file may get the number of a closed one
+
+
+@contextmanager
+def recorded() -> Iterator[None]:
+    """Record the sockets that are opened in a `with` block, in which gloo makes a group."""
+    before = _sockets()
+    try:
+        yield
+    finally:
+        _made.update(_sockets().items() - before.items())
+
+
+def shut_down() -> int:
+    """Shut down all recorded connections that are still open; return how many."""
+    made = dict(_made)
+    _made.clear()
+    return sum(_shut_down(descriptor, inode) for descriptor, inode in made.items())
+
+
+def _shut_down(descriptor: int, inode: int) -> bool:
+    with suppress(OSError):
+        copy = os.dup(descriptor)
+        with socket.socket(fileno=copy) as connection:
+            is_internet = connection.family in (socket.AF_INET, socket.AF_INET6)
+            if os.fstat(copy).st_ino == inode and is_internet and connection.getpeername():
+                connection.shutdown(socket.SHUT_RDWR)
+                return True
+    return False
+
+
+def _sockets() -> dict[int, int]:
+    found = {}
+    names: list[str] = []
+    with suppress(OSError):
+        names = os.listdir(_FILES)
+    for name in names:
+        with suppress(OSError):
+            if os.readlink(f"{_FILES}/{name}").startswith("socket:"):
+                found[int(name)] = os.fstat(int(name)).st_ino
+    return found

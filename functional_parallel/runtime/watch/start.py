@@ -1,0 +1,236 @@
+"""How processes find each other when they start: all that have arrived know who is missing, and stop at a deadline.
+
+torch waits for missing processes in silence. Here every process connects to rank 0's watch as soon as it starts, before
+torch makes any process group. Rank 0's address is a key in the store of the launcher, or of the process group.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import secrets
+import socket
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from ..algorithms.connect import host_identity
+from ..algorithms.waiting import CURRENT, brief
+from ..waits import CollectiveError
+from .watch import Name, Watch, missing_text, report_missing
+
+__all__ = ["START_VARIABLE", "environment_store", "start_seconds", "watch_processes"]
+
+START_VARIABLE = "FUNCTIONAL_PARALLEL_START_TIMEOUT"
+_SECONDS = 600.0
+_REPORT_EVERY = 30.0
+_SLICE = 5.0
+_TO_CONNECT = 4.0
+
+_numbers = {"watches": 0}
+_active: weakref.WeakSet[Watch] = weakref.WeakSet()
+
+
+def start_seconds() -> float:
+    """Return the number of seconds for which processes wait for each other when they start.
+
+    Raises:
+        ValueError: when the environment variable is not a positive number.
+    """
+    text = os.environ.get(START_VARIABLE, "") or str(_SECONDS)
+    with suppress(ValueError):
+        if (seconds := float(text)) > 0:
+            return seconds
+    raise ValueError(f"{START_VARIABLE}={text!r}: write a positive number of seconds, 120")
+
+
+def environment_store(rank: int, size: int, timeout: float, name: Name = str) -> dist.Store:
+    """Return the store that a launcher's environment names, as `init_process_group` would find it.
+
+    Args:
+        rank: this rank; rank 0 serves the store, unless torchrun does.
+        size: the number of ranks.
+        timeout: seconds of the store's own operations, later.
+        name: returns a rank's name in messages.
+
+    Raises:
+        CollectiveError: when nothing serves the store before the deadline.
+        RuntimeError: when torch cannot make it.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = rank == 0 and not by_agent
+    options: dict[str, Any] = {} if by_agent else {"multi_tenant": True}
+    libuv = os.environ.get("USE_LIBUV", "0" if sys.platform == "win32" else "1") == "1"
+    where = "" if by_agent else f"it serves the store at {host}:{port}"
+    clock = _Clock(partial(missing_text, [0], size, name=name), where)
+    while True:
+        try:
+            store = dist.TCPStore(
+                host,
+                port,
+                size,
+                serves,
+                timedelta(seconds=_SLICE),
+                wait_for_workers=False,
+                use_libuv=libuv,
+                **options,
+            )
+            break
+        except RuntimeError as error:
+            if serves:
+                raise
+            clock.tick(f"; torch says: {error}")
+            time.sleep(0.1)
+    store.set_timeout(timedelta(seconds=timeout))
+    return store
+
+
+def watch_processes(store: dist.Store, rank: int, size: int, name: Name = str) -> Watch:
+    """Start this process's watch; return when all ranks have.
+
+    Args:
+        store: shared by all ranks.
+        rank: this rank.
+        size: the number of ranks.
+        name: returns a rank's name in messages.
+
+    Raises:
+        CollectiveError: when ranks are missing at the deadline, or die before all have arrived; names them.
+    """
+    _numbers["watches"] += 1
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"functional_parallel/watch/{restart}/{_numbers['watches']}", store)
+    CURRENT.forget()
+    try:
+        watch = _listening(store, size, name) if rank == 0 else _connected(store, rank, size, name)
+    except RuntimeError as error:
+        if isinstance(error, CollectiveError):
+            raise
+        raise CollectiveError(
+            f"{name(rank)}: the store that the processes find each other by failed while they started; rank 0, or the "
+            f"launcher, which serves it, has ended. torch says: {error}"
+        ) from error
+    _active.add(watch)
+    atexit.register(_leave_at_exit, weakref.ref(watch))
+    _wait_for_all(watch, size, name)
+    return watch
+
+
+def _wait_for_all(watch: Watch, size: int, name: Name) -> None:
+    deadline = start_seconds() + (0 if watch.rank == 0 else _SLICE)  # rank 0 knows who is missing
+    began = time.monotonic()
+    while not watch.here.wait(0.2):
+        seconds = time.monotonic() - began
+        if CURRENT.gone:
+            rank, how = next(iter(CURRENT.gone.items()))
+            watch.leave("a rank that ended at the start")
+            raise CollectiveError(f"{name(watch.rank)}: {name(rank)} {how} while the {size} processes started")
+        if seconds > deadline:
+            text = watch.missing(seconds) if watch.rank == 0 else f"{size} ranks did not arrive in {seconds:.0f} s"
+            watch.leave(f"CollectiveError: {text}")
+            raise CollectiveError(f"{name(watch.rank)}: {text}. {_DEADLINE}")
+
+
+_DEADLINE = (
+    f"Start all processes, on every host; set the environment variable {START_VARIABLE} to the number of seconds for "
+    "which they wait for each other"
+)
+
+
+class _Clock:
+    """Reports ranks that are missing every 30 s, and raises at the deadline."""
+
+    def __init__(self, missing: Callable[[float], str], why: str = "") -> None:
+        self._missing, self._why = missing, why
+        self._began = self._reported = time.monotonic()
+        self._deadline = start_seconds()
+
+    def tick(self, last: str = "") -> None:
+        now = time.monotonic()
+        if now - self._began > self._deadline:
+            text = self._missing(now - self._began)
+            why = f" ({self._why})" if self._why else ""
+            raise CollectiveError(f"{text}{why}. {_DEADLINE}{last}")
+        if now - self._reported > _REPORT_EVERY:
+            self._reported = now
+            report_missing(self._missing(now - self._began))
+
+
+def _listening(store: dist.Store, size: int, name: Name) -> Watch:
+    if socket.has_dualstack_ipv6():
+        listener = socket.create_server(("", 0), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True)
+    else:
+        listener = socket.create_server(("", 0), backlog=4096)
+    secret = secrets.token_hex(16)
+    known = {"port": listener.getsockname()[1], "secret": secret, "hosts": _own_addresses(), "host": host_identity()}
+    store.set("address", json.dumps(known))
+    return Watch(0, size, name, listener=listener, secret=secret, unreached=partial(_unreached, store))
+
+
+def _unreached(store: dist.Store, ranks: list[int]) -> list[int]:
+    with suppress(RuntimeError):
+        return [rank for rank in ranks if store.check([f"unreached/{rank}"])]
+    return []
+
+
+def _connected(store: dist.Store, rank: int, size: int, name: Name) -> Watch:
+    clock = _Clock(partial(missing_text, [0], size, name=name))
+    while True:
+        try:
+            store.wait(["address"], timedelta(seconds=_SLICE))
+            break
+        except dist.DistStoreError as error:
+            if "timeout" not in str(error).lower():
+                raise
+            clock.tick()
+    known = json.loads(store.get("address"))
+    own = host_identity() == known["host"]
+    hosts = [host for host in dict.fromkeys(known["hosts"]) if own or not host.startswith(("127.", "localhost", "::1"))]
+    for host in ["127.0.0.1", *hosts] if own else hosts:
+        with suppress(OSError):
+            hub = socket.create_connection((host, known["port"]), timeout=_TO_CONNECT)
+            return Watch(rank, size, name, hub=hub, secret=known["secret"])
+    store.set(f"unreached/{rank}", "")
+    print(
+        f"functional_parallel: {name(rank)} cannot connect to {name(0)} at {', '.join(hosts)}, port {known['port']}: "
+        "where it waits for a rank that died, only the timeout ends it",
+        file=sys.stderr,
+        flush=True,
+    )
+    watch = Watch(rank, size, name)
+    watch.here.set()
+    return watch
+
+
+def _own_addresses() -> list[str]:
+    """Return names and addresses by which other hosts may reach this one, the likeliest first."""
+    found = [os.environ.get("MASTER_ADDR", ""), socket.gethostname()]
+    with suppress(OSError):
+        found += socket.gethostbyname_ex(socket.gethostname())[2]
+    return [host for host in found if host]
+
+
+def _leave_at_exit(watch: weakref.ref[Watch]) -> None:
+    if (active := watch()) is not None:
+        error = getattr(sys, "last_value", None)
+        active.leave("" if error is None else brief(error))
+
+
+def _abandon_in_child() -> None:
+    """A forked process is not a rank: while it held connections, its parent's death would go unnoticed."""
+    for watch in list(_active):
+        watch.abandon()
+    CURRENT.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_abandon_in_child)
