@@ -40,7 +40,7 @@ from .partition.rules import register_rule
 from .precision import LossScale, LossScaleError, mixed_precision
 from .program import BudgetError, Hardware, Line, Price, Program
 from .runtime import BackendError, CollectiveError, OutOfStepError, is_main_rank, rank
-from .search import PipelineChoice, layer_costs, search_pipeline
+from .search import PipelineChoice, PipelineChoices, layer_costs, search_pipeline
 from .staging import LayoutError, OutSpecError
 from .training import (
     DonatedStateError,
@@ -89,6 +89,7 @@ __all__ = [
     "PartitionError",
     "PartitionWarning",
     "PipelineChoice",
+    "PipelineChoices",
     "Position",
     "Price",
     "Program",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, overload
 
 import optree
 import torch
@@ -28,7 +30,7 @@ from .transforms import chain, data_parallel, pipeline
 from .transforms.transform import Plan as Chain
 from .transforms.transform import Transform
 
-__all__ = ["PipelineChoice", "layer_costs", "search_pipeline"]
+__all__ = ["PipelineChoice", "PipelineChoices", "layer_costs", "search_pipeline"]
 
 _SPEED = 1e12
 
@@ -118,10 +120,12 @@ def search_pipeline(
     names: Sequence[str] | None = None,
     chunks: int = 2,
     most: int = 8,
-) -> list[PipelineChoice]:
+    progress: Callable[[str], object] | bool | None = None,
+) -> Sequence[PipelineChoice]:
     """Depth, replicas, microbatch and schedule for a model on a machine, the fastest that fits first.
 
     Where the machine limits memory, the training step of every choice has been lowered, and fits: `choice.memory()`.
+    The first choice is found by the call, and each later one when it is read.
 
     >>> import torch, functional_parallel as fp
     >>> def loss(params, x):
@@ -147,9 +151,11 @@ def search_pipeline(
         names: the schedules to try; every synchronous one by default.
         chunks: stages per rank, for schedules that leave that open.
         most: how many choices to return where the machine limits memory; else it is all of them.
+        progress: a function that is called with a line of text after each step of the search; True writes the lines to
+            stderr, False writes none. The default writes them where stderr is a terminal.
 
     Returns:
-        The choices. A choice's transform cuts the model anew, where the work is in balance.
+        The choices, as a list or `PipelineChoices`. A choice's transform cuts the model where the work is in balance.
 
     Raises:
         ScheduleError: when nothing fits; names what comes closest. When `chunks` is no count.
@@ -159,58 +165,120 @@ def search_pipeline(
     check_search(machine, names, chunks)
     if not is_count(most):
         raise ValueError(f"search_pipeline(most={most!r}): how many choices to return is an integer of at least 1")
+    report = _reporter(progress)
     layers = layer_costs(loss, params, *batch, speed=speed, optimizer=optimizer, inner=inner)
+    report(f"measured {len(layers)} layers")
     shapes, samples = optree.tree_map(without_memory, (params, *batch)), _samples(batch)
     held = sum(leaf.nbytes for leaf in optree.tree_leaves(batch) if isinstance(leaf, torch.Tensor))
     options: dict[str, Any] = {} if names is None else {"names": names}
     plans = search_plans(layers, machine, samples, chunks=chunks, sample=held / samples, **options)
-    choices = (_choice(plan, inner, loss, optimizer or sgd(0.0), shapes) for plan in plans)
-    return list(choices) if math.isinf(machine.memory) else _fitting(choices, machine.memory, most)
+    report(f"simulated {len(plans)} plans; the fastest is {plans[0]!r}")
+    lower = _Lowering(loss, optimizer or sgd(0.0), shapes)
+    choices = [_choice(plan, inner, lower) for plan in plans]
+    return choices if math.isinf(machine.memory) else PipelineChoices(choices, machine.memory, most, report)
 
 
-def _choice(
-    plan: Plan, inner: Transform | Chain | None, loss: Callable[..., Any], optimizer: Optimizer, shapes: Any
-) -> PipelineChoice:
+def _reporter(progress: Callable[[str], object] | bool | None) -> Callable[[str], object]:
+    if callable(progress):
+        return progress
+    if progress is False or (progress is None and not sys.stderr.isatty()):
+        return lambda line: None
+    began = time.monotonic()
+    return lambda line: print(f"search_pipeline, {time.monotonic() - began:.1f} s: {line}", file=sys.stderr, flush=True)
+
+
+class _Lowering:
+    """Training steps of choices; choices that differ only in the order of their actions share one lowered program."""
+
+    def __init__(self, loss: Callable[..., Any], optimizer: Optimizer, shapes: Any) -> None:
+        self.loss, self.optimizer, self.shapes = loss, optimizer, shapes
+        self.programs: dict[Any, Any] = {}
+
+    def __call__(self, plan: Plan, mesh: Mesh, transform: Chain) -> PipelineMemory:
+        schedule = plan.schedule
+        work = tuple(frozenset((action.kind, action.stage) for action in row) for row in schedule.actions)
+        key = mesh, schedule.microbatches, schedule.chains, schedule.rank_of_stage, work
+        if schedule.versions is not None or key not in self.programs:
+            lowered = train_step(self.loss, self.optimizer, mesh, transform).lower(*self.shapes)
+            self.programs[key] = lowered
+        found: PipelineMemory = replace(self.programs[key], schedule=schedule, cache={}).memory()
+        return found
+
+
+def _choice(plan: Plan, inner: Transform | Chain | None, lower: _Lowering) -> PipelineChoice:
     mesh = Mesh(pipe=plan.depth, data=plan.replicas)
     outer = [data_parallel("data"), pipeline("pipe", schedule=plan.schedule, microbatches=plan.schedule.microbatches)]
     transform = chain(*outer) if inner is None else chain(inner, *outer)
-
-    @cache
-    def lowered() -> PipelineMemory:
-        found: PipelineMemory = train_step(loss, optimizer, mesh, transform).lower(*shapes).memory()
-        return found
-
-    return PipelineChoice(plan, mesh, transform, lowered)
+    return PipelineChoice(plan, mesh, transform, cache(lambda: lower(plan, mesh, transform)))
 
 
-def _fitting(choices: Iterable[PipelineChoice], limit: float, most: int) -> list[PipelineChoice]:
-    """The first choices whose training step fits.
+class PipelineChoices(Sequence[PipelineChoice]):
+    """The choices whose training step fits in a limit of memory, the fastest first.
 
-    What does not fit with one microbatch is not tried with a larger one: only more is held then.
+    The first one is lowered at once, and each other one when it is read for the first time: lowering takes seconds for
+    a large model. `len` reads all of them.
     """
-    found: list[PipelineChoice] = []
-    least: dict[tuple[str, int], int] = {}  # per schedule and depth, the smallest microbatch that does not fit
-    closest: PipelineChoice | None = None
-    for choice in choices:
-        plan = choice.plan
-        key = plan.name, plan.depth
-        if plan.microbatch >= least.get(key, plan.microbatch + 1):
-            continue
-        if choice.memory().peak <= limit:
-            found.append(choice)
-            if len(found) == most:
+
+    def __init__(
+        self, choices: Sequence[PipelineChoice], limit: float, most: int, report: Callable[[str], object]
+    ) -> None:
+        self._found: list[PipelineChoice] = []
+        self._most, self._limit, self._report = most, limit, report
+        self._remaining = self._fitting(choices)
+        self._read(1)
+
+    def _read(self, count: float) -> list[PipelineChoice]:
+        while len(self._found) < min(count, self._most):
+            following = next(self._remaining, None)
+            if following is None:
                 break
-            continue
-        least[key] = plan.microbatch
-        if closest is None or choice.memory().peak < closest.memory().peak:
-            closest = choice
-    if not found:
-        assert closest is not None, "the search of plans raises when it finds none"
-        raise ScheduleError(
-            f"no plan's training step fits in {limit:g} bytes per rank; the smallest takes {closest.memory().peak:g}: "
-            f"{closest.plan!r}. Use more ranks, recompute activations, or shard the optimizer's state over replicas"
-        )
-    return found
+            self._found.append(following)
+        return self._found
+
+    def _fitting(self, choices: Sequence[PipelineChoice]) -> Iterator[PipelineChoice]:
+        """Lower one choice after another.
+
+        If a choice does not fit with one microbatch, it is not tried with a larger one, which holds more.
+        """
+        least: dict[tuple[str, int], int] = {}  # per schedule and depth, the smallest microbatch that does not fit
+        closest: PipelineChoice | None = None
+        for choice in choices:
+            plan = choice.plan
+            key = plan.name, plan.depth
+            if plan.microbatch >= least.get(key, plan.microbatch + 1):
+                continue
+            peak = choice.memory().peak
+            fits = peak <= self._limit
+            self._report(f"{plan!r} takes {peak:g} bytes per rank, {'fits' if fits else 'does not fit'}")
+            if fits:
+                yield choice
+                continue
+            least[key] = plan.microbatch
+            if closest is None or peak < closest.memory().peak:
+                closest = choice
+        if not self._found:
+            assert closest is not None, "the search of plans raises when it finds none"
+            raise ScheduleError(
+                f"no plan's training step fits in {self._limit:g} bytes per rank; the smallest takes "
+                f"{closest.memory().peak:g}: {closest.plan!r}. Use more ranks, recompute activations, or shard the "
+                "optimizer's state over replicas"
+            )
+
+    @overload
+    def __getitem__(self, index: int) -> PipelineChoice: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[PipelineChoice]: ...
+    def __getitem__(self, index: int | slice) -> PipelineChoice | list[PipelineChoice]:
+        last = (index.stop or 0) - 1 if isinstance(index, slice) else index
+        bounded = last >= 0 and not (isinstance(index, slice) and (index.start or 0) < 0)
+        return self._read(last + 1 if bounded else math.inf)[index]
+
+    def __len__(self) -> int:
+        return len(self._read(math.inf))
+
+    def __repr__(self) -> str:
+        more = "" if len(self._found) == self._most else ", and those that are not lowered yet"
+        return f"PipelineChoices({self._found!r}{more})"
 
 
 def _layer(found: MeasuredLayer, samples: int, speed: float, weights: dict[str, tuple[int, int]]) -> Layer:

@@ -6,6 +6,7 @@ more overhead. No formula weighs these for a given model and machine, but a simu
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -285,6 +286,12 @@ def balanced_cut(times: Sequence[float], parts: int) -> tuple[tuple[int, int], .
     """
     if not 1 <= parts <= len(times):
         raise ScheduleError(f"{len(times)} layers cannot be cut into {parts} stages of at least one layer")
+    return _balanced_cut(tuple(times), parts)
+
+
+@functools.lru_cache(maxsize=64)
+def _balanced_cut(times: tuple[float, ...], parts: int) -> tuple[tuple[int, int], ...]:
+    """Cut for `balanced_cut`; every schedule and microbatch of a depth shares the result."""
     sums = [0.0]
     for time in times:
         sums.append(sums[-1] + time)

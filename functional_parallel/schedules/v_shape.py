@@ -160,15 +160,22 @@ def _move_up(plans: list[_Plan], r: int, kind: str, m: int, taken: set[int], lim
     plan[kind][m] = time
 
 
+_LIVE = {"F": 1, "W": -1}  # the activations that an action adds
+
+
 def _peak(plan: _Plan) -> int:
     """The most activations alive; where weight gradients have no place yet, each takes the next free unit."""
-    kinds = {time: kind for kind, times in plan.items() for time in times}
-    live = peak = waiting = 0
-    for time in range(max(kinds) + 1):
-        kind = kinds.get(time, "W" if "W" not in plan and waiting else "")
-        live += {"F": 1, "W": -1}.get(kind[:1], 0)
-        waiting += {"I": 1, "W": -1}.get(kind[:1], 0)
-        peak = max(peak, live)
+    live = peak = waiting = last = 0
+    own = "W" in plan
+    for time, change, gradient in sorted(
+        (time, _LIVE.get(kind[0], 0), kind[0] == "I") for kind, times in plan.items() for time in times
+    ):
+        if waiting and not own:
+            done = min(waiting, time - last)
+            live, waiting = live - done, waiting - done
+        live, waiting, last = live + change, waiting + gradient, time + 1
+        if live > peak:
+            peak = live
     return peak
 
 
