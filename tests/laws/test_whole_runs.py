@@ -87,7 +87,7 @@ def check(run: Run) -> None:
     found = trained(model, (first, second), optimizer, clip, samples)
     wanted = trained(model, (ONE, ONE), optimizer, clip, samples)
     for path, a, b in zip(optree.tree_paths(found), optree.tree_leaves(found), optree.tree_leaves(wanted), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-8, msg=lambda text, path=path: f"{path}: {text}")
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, msg=lambda text, path=path: f"{path}: {text}")
 
 
 @settings(max_examples=8)

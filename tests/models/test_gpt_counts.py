@@ -94,17 +94,20 @@ def test_sequence_parallelism() -> None:
     """Each psum of an activation becomes a psum_scatter and an all_gather of the same bytes together."""
     plain = program(Mesh(tensor=2), tensor_plan())
     found = program(Mesh(tensor=2), tensor_plan(True), sequence_parallel=True)
-    shard = BATCH * TIME * EMBED // 2
-    scatters = [one for one in found.collectives() if one.kind == "psum_scatter"]
-    gathers = [one for one in found.collectives() if one.kind == "all_gather" and one.operand.numel == shard]
-    assert len(scatters) >= 4 * LAYERS and len(gathers) >= 4 * LAYERS
-    activations = [one for one in found.collectives() if one.kind == "psum" and one.operand.shape == ACTIVATION]
-    assert not activations
-    norms = [one for one in found.collectives() if one.kind == "psum" and one.operand.shape == (EMBED,)]
-    assert len(norms) >= 2 * LAYERS, "each norm saw its part of the sequence, so their gradients are summed"
-    inside = 4 * LAYERS * BATCH * TIME * EMBED * 8
-    assert sum(one.bytes for one in [*scatters, *gathers]) >= inside
-    assert sum(one.bytes for one in plain.collectives()) >= inside
+    activation = BATCH * TIME * EMBED
+    counts = Counter((one.kind, one.operand.numel, one.phase) for one in found.collectives())
+    assert counts == {
+        ("psum_scatter", activation, "forward"): 2 * LAYERS + 1,  # outputs of attention and MLP; the embedding
+        ("all_gather", activation // 2, "forward"): 2 * LAYERS + 1,  # their inputs; the head's input
+        ("psum_scatter", activation, "backward"): 2 * LAYERS + 1,  # the transposes of the gathers
+        ("all_gather", activation // 2, "backward"): 2 * LAYERS + 1,  # the transposes of the scatters
+        ("psum", EMBED, "backward"): 2 * LAYERS + 1,  # scales of norms, each of which sees a shard of the sequence
+        ("pmax", BATCH * TIME, "forward"): 1,  # the loss, as without sequence parallelism
+        ("psum", BATCH * TIME, "forward"): 2,
+    }
+    halves = [one.bytes for one in found.collectives() if one.kind in ("psum_scatter", "all_gather")]
+    whole = [one.bytes for one in plain.collectives() if one.operand.numel == activation]
+    assert sum(halves) == sum(whole) == 4 * (2 * LAYERS + 1) * activation * 8 // 2
 
 
 def test_column_first_costs_less_than_row_first() -> None:

@@ -80,15 +80,15 @@ def test_bf16() -> None:
     assert one[0] - min(narrow[-10:]) > 1
 
 
-def on_eight(rank: int) -> list[float]:
-    return losses(MESH, 1, 200)
+def on_eight(rank: int, steps: int) -> list[float]:
+    return losses(MESH, 1, steps)
 
 
-@pytest.mark.slow
-def test_two_hundred_steps_on_eight_processes() -> None:
-    one = losses(Mesh(), 0, 200)
-    for found in run_on_processes(on_eight, 8, timeout=1200):
-        assert apart(found, one) < 1e-10
+@pytest.mark.parametrize(("steps", "bound"), [(2, 1e-12), pytest.param(200, 1e-10, marks=pytest.mark.slow)])
+def test_steps_on_eight_processes(steps: int, bound: float) -> None:
+    one = losses(Mesh(), 0, steps)
+    for found in run_on_processes(on_eight, MESH.size, steps, timeout=1200):
+        assert apart(found, one) < bound
 
 
 # -----------------------------------------------------------------------------

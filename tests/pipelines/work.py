@@ -23,14 +23,23 @@ CONTENTS = ["linear", "skip", "tied", "masked", "gate", "residual", "widened", "
 
 
 def gradients(names: list[str], ranks: int) -> dict[str, Any]:
-    """Exact gradients of a small network by every schedule."""
+    """Gradients of a small network by every schedule, in floats, where another order of sums shows."""
     found = {}
     for name in names:
-        schedule = made(name, ranks, 2 * ranks)
-        contents = (CONTENTS * schedule.depth)[: max(schedule.depth, 8)]
-        step = fp.compile(fp.grad_and_value(pipeline(schedule)(network(contents))), Mesh(pipe=ranks))
-        found[name] = optree.tree_leaves(step(parameters(contents, 0), *batch(2 * schedule.microbatches, 0)))
+        schedule, loss, args = schedule_case(name, ranks)
+        step = fp.compile(fp.grad_and_value(pipeline(schedule)(loss)), Mesh(pipe=ranks))
+        found[name] = optree.tree_leaves(step(*args))
     return found
+
+
+def schedule_case(name: str, ranks: int) -> tuple[Any, Any, Any]:
+    """A schedule, a network with at least as many layers as it has stages, and float arguments."""
+    schedule = made(name, ranks, 2 * ranks)
+    contents = (CONTENTS * schedule.depth)[: max(schedule.depth, 8)]
+    generator = torch.Generator().manual_seed(1)
+    noise = lambda x: x + torch.randn(x.shape, generator=generator, dtype=torch.float64) / 8  # noqa: E731
+    params = optree.tree_map(noise, parameters(contents, 0))
+    return schedule, network(contents), (params, *batch(2 * schedule.microbatches, 0))
 
 
 def all_schedules(rank: int, ranks: int) -> dict[str, Any]:
