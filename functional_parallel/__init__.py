@@ -45,6 +45,7 @@ from .staging import LayoutError, OutSpecError
 from .training import (
     DonatedStateError,
     Metrics,
+    NonFiniteError,
     NothingToTrainError,
     NotTrainedWarning,
     TrainState,
@@ -81,6 +82,7 @@ __all__ = [
     "LossScale",
     "LossScaleError",
     "Metrics",
+    "NonFiniteError",
     "NotTrainedWarning",
     "NothingToTrainError",
     "OrderError",

@@ -5,6 +5,7 @@ from .default import default_runtime, is_main_rank, rank, use_runtime
 from .handles import Placed, own, storages, who_holds
 from .inductor import BackendError, check_backend
 from .on_sizes import pipeline_memory
+from .origins import Origin
 from .pending import CollectiveError
 from .pipelined import PipelineRuntime
 from .processes import DifferentInputsError, DifferentProgramsError, ProcessRuntime
@@ -17,6 +18,7 @@ __all__ = [
     "CollectiveError",
     "DifferentInputsError",
     "DifferentProgramsError",
+    "Origin",
     "OutOfStepError",
     "OverlapError",
     "PipelineRuntime",

@@ -19,6 +19,7 @@ from ..program.sharing import is_only_use_of_own_memory, may_stay_in_place, read
 from ..tracing.graph import primitive_name
 from .algorithms import Layout, Packed
 from .codegen import Writer
+from .origins import Recorded
 from .pending import Pending
 from .process_carrier import ProcessCarrier
 from .regions import with_regions
@@ -31,9 +32,10 @@ aten = torch.ops.aten
 class OneRank:
     """The flat function of one program on one rank: collectives start early and are waited for late."""
 
-    def __init__(self, program: Program, carrier: ProcessCarrier) -> None:
+    def __init__(self, program: Program, carrier: ProcessCarrier, record: bool = False) -> None:
         self.program, self.carrier = program, carrier
-        if program.backend == "inductor":
+        self.record = Recorded(program.traced, lambda node: (carrier.rank,)) if record else None
+        if program.backend == "inductor" and not record:
             regions = with_regions(program)
             traced, order, readers = regions.traced, list(regions.traced.nodes), regions.readers
         else:
@@ -55,6 +57,10 @@ class OneRank:
         return self.writer.function()
 
     def line(self, node: fx.Node, writer: Writer) -> str:
+        text = self._line(node, writer)
+        return text if self.record is None else self.record.line(node, writer, text)
+
+    def _line(self, node: fx.Node, writer: Writer) -> str:
         name = primitive_name(node)
         text = writer.names.__getitem__
         if name is not None and self._is_started(node):
@@ -79,6 +85,8 @@ class OneRank:
         return writer.call(node, text)
 
     def _is_started(self, node: fx.Node) -> bool:
+        if self.record is not None:  # whose every op is over before the next one begins
+            return False
         return primitive_name(node) in STARTED and self.program.mesh.axis_size(tuple(node.args[1])) > 1
 
     def _only_sends(self, node: fx.Node, value: fx.Node) -> bool:

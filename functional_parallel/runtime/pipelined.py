@@ -11,7 +11,8 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from ..tracing import Aval, hollow
 from .algorithms import READS
 from .handles import Placed, own
 from .mail import Mail
+from .origins import Log, Origin
 from .stream import Stream
 from .worker import Run, Worker
 
@@ -163,6 +165,19 @@ class PipelineRuntime:
             everywhere = self.base.exchange(program.events, "to compare times")
             program.events[:] = [event for events in everywhere for event in events]
         return results
+
+    def replay(self, program: PipelineProgram, placed: Sequence[Placed]) -> Origin | None:
+        """Run a pipeline op by op, and return an op that made a value that is not finite, if one did."""
+        log = Log()
+        run = partial(self.base.run_recorded, log)
+        if self.carrier is None:
+            self._run(program, placed, run)
+            return None if log.first is None else replace(log.first, rank=None)
+        self.base.agree_on(program)
+        with self.base.turn, self.carrier.bound(), torch.no_grad():
+            self.base.begin(program, whose=", op by op")
+            self._run(program, placed, run)
+        return self.base.first_origin(log)
 
     def _run(self, program: PipelineProgram, placed: Sequence[Placed], run: Run) -> list[Placed]:
         placed = self._brought(program, placed)

@@ -34,6 +34,7 @@ from ..varying import run_typed
 from .algorithms import CURRENT, READS, waiting
 from .meeting import Meeting
 from .one_rank import OneRank
+from .origins import Log, Origin
 from .pending import CollectiveError
 from .process_carrier import ProcessCarrier
 from .turn import Turn
@@ -184,6 +185,29 @@ class ProcessRuntime:
         if made is None or made[0] is not self.carrier:  # as after another init_process_group
             made = program.cache["process"] = (self.carrier, OneRank(program, self.carrier).function())
         return made[1](handles)
+
+    def replay(self, program: Program, handles: list[torch.Tensor]) -> Origin | None:
+        """Run a program op by op, and return the op that first made a value that is not finite, if one did.
+
+        A collective: every rank calls it, and all return the same op.
+        """
+        self.agree_on(program)
+        log = Log()
+        with self.turn, self.carrier.bound():
+            self.begin(program, whose=", op by op")
+            self.run_recorded(log, program, handles)
+        return self.first_origin(log)
+
+    def run_recorded(self, log: Log, program: Program, handles: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Run a program as `run_plain` does, op by op, and log the op that made a value that is not finite."""
+        one = OneRank(program, self.carrier, record=True)
+        assert one.record is not None
+        return one.record.run(one.function(), handles, log)
+
+    def first_origin(self, log: Log) -> Origin | None:
+        """Return the first of all ranks' ops that made values that are not finite; the same on every rank."""
+        every = self.exchange(log.first, "to compare values that are not finite")
+        return min((found for found in every if found is not None), key=lambda origin: origin.order, default=None)
 
     def run_whole(self, program: Program, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run a program on whole tensors, the same on every rank, and return whole results."""

@@ -23,6 +23,7 @@ from ..program.sharing import written_by
 from ..tracing.graph import hollow, operands_of, primitive_name
 from .classes import Classes, Jobs
 from .codegen import Writer
+from .origins import Log, Origin, Recorded
 from .regions import with_regions
 
 __all__ = ["Handle", "SimulatedRuntime"]
@@ -124,6 +125,18 @@ class SimulatedRuntime:
         with torch.no_grad():
             return program.cache[key](handles)
 
+    def replay(self, program: Program, handles: list[Handle]) -> Origin | None:
+        """Run a program op by op, and return the op that first made a value that is not finite, if one did."""
+        log = Log()
+        self.run_recorded(log, program, handles)
+        return log.first
+
+    def run_recorded(self, log: Log, program: Program, handles: list[Handle]) -> list[Handle]:
+        """Run a program as `run` does, op by op, and log the op that made a value that is not finite, if one did."""
+        lockstep = _Lockstep(program, self.classes, differentiable=False, record=True)
+        assert lockstep.record is not None
+        return lockstep.record.run(lockstep.function(), handles, log)
+
     def run_whole(self, program: Program, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run a program on whole inputs, and make its results whole."""
         handles = [self.shard(x, spec) for x, spec in zip(tensors, program.in_specs, strict=True)]
@@ -134,11 +147,12 @@ class SimulatedRuntime:
 class _Lockstep:
     """The flat function of one program over all classes of ranks."""
 
-    def __init__(self, program: Program, classes: Classes, differentiable: bool) -> None:
+    def __init__(self, program: Program, classes: Classes, differentiable: bool, record: bool = False) -> None:
         self.program, self.classes, self.mesh = program, classes, classes.mesh
         self.axes: dict[fx.Node, frozenset[str]] = {}
         self.traced = program.traced
-        if program.backend == "inductor" and not differentiable:
+        self.record = Recorded(program.traced, self._ranks) if record else None
+        if program.backend == "inductor" and not differentiable and not record:
             self.traced = with_regions(program).traced
         self.writer = Writer(self.traced, self.line, differentiable)
         for node, spec in zip(self.traced.inputs, program.in_specs, strict=True):
@@ -161,6 +175,10 @@ class _Lockstep:
         return lambda inputs: [[x[i] for i in pick] for x, pick in zip(run(inputs), picks, strict=True)]
 
     def line(self, node: fx.Node, writer: Writer) -> str:
+        text = self._line(node, writer)
+        return text if self.record is None else self.record.line(node, writer, text)
+
+    def _line(self, node: fx.Node, writer: Writer) -> str:
         name = primitive_name(node)
         if name == "axis_index":
             return writer.constant(

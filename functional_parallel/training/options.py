@@ -20,12 +20,12 @@ _OPTIMIZERS = {name: getattr(optim, name) for name in ("adafactor", "adam", "ada
 
 
 def require_options(
-    loss: Any, optimizer: Any, mesh: Any, plan: Any, clip: Any, seed: Any, batch: Any, reduction: Any
+    loss: Any, optimizer: Any, mesh: Any, plan: Any, clip: Any, seed: Any, batch: Any, reduction: Any, nonfinite: Any
 ) -> None:
     """Refuse options of `train_step` that mean nothing.
 
     Args:
-        loss, optimizer, mesh, plan, clip, seed, batch, reduction: as for `train_step`.
+        loss, optimizer, mesh, plan, clip, seed, batch, reduction, nonfinite: as for `train_step`.
 
     Raises:
         ValueError, TypeError: for one that it does not take, naming what it does.
@@ -39,6 +39,11 @@ def require_options(
         raise ValueError(
             f"train_step(reduction={reduction!r}): it is 'fast' or 'ordered', the order in which ranks are summed; "
             "whether gradients are of a sum or a mean, the loss says"
+        )
+    if nonfinite not in ("error", "continue"):
+        raise ValueError(
+            f"train_step(nonfinite={nonfinite!r}): it is 'error', to stop at a loss or gradient norm that is NaN or "
+            "infinite, or 'continue'"
         )
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, Integral)):
         raise TypeError(f"train_step(seed={seed!r}): it is an integer, or None where nothing is drawn")

@@ -24,6 +24,7 @@ from ..runtime import own, storages, who_holds
 from ..switches import switched_off
 from .batches import Batches, check_same
 from .deferred import CannotDeferError, deferred
+from .finite import settle
 from .loading import expected_state, require_parameters, require_state_of, require_values, steps_done
 from .looks import look, look_as_text
 from .places import Places, find_places
@@ -212,11 +213,14 @@ class States:
         """The same state in memory of its own, which steps from the original do not use up."""
         form = self.known_form(state)
         held = (handle if isinstance(handle, Constant) else own(handle, storages(handle)) for handle in state.handles)
-        return TrainState(state.step, tuple(held), form, state.whose, state.recorded)
+        copied = TrainState(state.step, tuple(held), form, state.whose, state.recorded)
+        copied.watched = state.watched
+        return copied
 
     def whole(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """Parameters and optimizer state, whole: what a checkpoint saves. A collective: every process calls it."""
         form, runtime = self.known_form(state), self.runtime_for(state)
+        settle(self, state)
         if self.batches.own:
             stay_in_step(runtime, f"reads the state of step {state.step}")
         leaves = [

@@ -16,11 +16,12 @@ from ..keywords import explain_keywords
 from ..local_function import PyTree
 from ..optim import Optimizer
 from ..program.passes import named
-from ..runtime import check_backend, note_step
+from ..runtime import Origin, check_backend, note_step
 from ..staging import Staged, stage
 from ..switches import switched_off
 from .asynchronous import is_asynchronous, of_one_update
 from .batches import tensors_of
+from .finite import require_finite, require_finite_inputs
 from .flat import require_elementwise
 from .local_step import LocalStep, Metrics
 from .looks import look
@@ -46,6 +47,7 @@ def train_step(
     bucket: int | str | None = "auto",
     reduction: str = "fast",
     donate: bool = True,
+    nonfinite: str = "error",
     without: Collection[str] = (),
     backend: str = "eager",
 ) -> TrainStep:
@@ -79,6 +81,9 @@ def train_step(
             simulated ranks, and of every ZeRO stage.
         donate: whether a step may write the new state into the memory of the old one, which then cannot be used again
             (an error says so); `train.copy(state)` keeps one. Without it a step holds both.
+        nonfinite: "error" stops at a step whose loss or gradient norm is NaN or infinite: with that step where values
+            are in main memory, one step later on a device, so that nothing waits for it. A step that a loss scale
+            skips is legal. "continue" trains on.
         without: rewrites to switch off, one name or several, as `program.passes` lists them.
         backend: what computes between collectives, "eager" or "inductor", as for `fp.compile`.
 
@@ -86,9 +91,9 @@ def train_step(
         The step: `state = train.init(params)`, `state, metrics = train(state, *batch)`, `train.params(state)`.
     """
     check_backend(backend)
-    require_options(loss, optimizer, mesh, plan, clip, seed, batch, reduction)
+    require_options(loss, optimizer, mesh, plan, clip, seed, batch, reduction, nonfinite)
     f = plan(loss) if plan is not None else loss
-    options = (batch == "own", bucket, reduction, donate, named(without), backend)
+    options = (batch == "own", bucket, reduction, donate, named(without), backend, nonfinite)
     return TrainStep(f, optimizer, mesh, clip, seed, has_aux, *options)
 
 
@@ -109,12 +114,13 @@ class TrainStep(States):
         donate: bool = True,
         without: Collection[str] = (),
         backend: str = "eager",
+        nonfinite: str = "error",
     ) -> None:
         super().__init__(f, optimizer, mesh, clip, reduction, own_batch)
         self.seed, self.has_aux, self.bucket = seed, has_aux, bucket
         if self.f.layout.flat_update:
             require_elementwise(optimizer)
-        self.without, self.backend = without, backend
+        self.without, self.backend, self.nonfinite = without, backend, nonfinite
         self.donate = donate and not is_asynchronous(self.f.layout, mesh)  # whose weights have versions
         self.program: Any = None
         self._staged: dict[Form, Programs[Staged]] = {}
@@ -136,6 +142,8 @@ class TrainStep(States):
             TypeError: when the first argument is no state.
             ValueError: when another step made it, for a state that lies otherwise.
             NothingToTrainError: when no parameter has a path to the loss.
+            NonFiniteError: for a loss or gradient norm that is not finite, on every rank in the same step.
+            LossScaleError: when gradients overflow at the lowest loss scale.
         """
         form, runtime = self.known_form(state), self.runtime_for(state)
         batch = self.batches.by_place(batch, named)
@@ -144,8 +152,7 @@ class TrainStep(States):
         staged = self._stage(form, state, batch)
         count = sum(not isinstance(handle, Constant) for handle in state.handles)
         staged.require_layouts(tensors_of(batch), count)
-        key = [] if self.seed is None else [random.fold_in(random.key(self.seed), state.step)]
-        extra, shown = self.batches.entered(runtime, staged.program, "train_step", batch, *key)
+        extra, shown = self.batches.entered(runtime, staged.program, "train_step", batch, *self._key(state))
         runtime.agree_on(staged.program)
         held = state.give() if self.donate else state.handles
         handles = [handle for handle in held if not isinstance(handle, Constant)]
@@ -159,7 +166,52 @@ class TrainStep(States):
         kept = tuple(handle if isinstance(handle, Constant) else next(new) for handle in held)
         recorded = recorded_steps(state.recorded, metrics.loss)
         note_step(None)
-        return TrainState(state.step + 1, kept, form, state.whose, recorded), metrics
+        after = TrainState(state.step + 1, kept, form, state.whose, recorded)
+        if self.nonfinite == "error":
+            require_finite(self, state, after, metrics)
+        return after, metrics
+
+    def replay(self, state: TrainState, *batch: PyTree, **named: PyTree) -> Origin | None:
+        """Run a step op by op, and find the op that makes values that are not finite out of finite ones.
+
+        >>> import torch, functional_parallel as fp
+        >>> from sharding_specs import Mesh
+        >>> def loss(w, x):
+        ...     return (x * w).sqrt().mean()
+        >>> plan = fp.data_parallel("data")
+        >>> train = fp.train_step(loss, fp.optim.sgd(0.1), Mesh(data=2), plan, donate=False)
+        >>> state, batch = train.init(torch.ones(())), torch.tensor([4.0, -1.0])
+        >>> try:
+        ...     state, metrics = train(state, batch)
+        ... except fp.NonFiniteError as error:
+        ...     origin = train.replay(state, batch)
+        >>> origin.op, origin.values, origin.rank
+        ('aten.sqrt.default', '1 NaN of 1 values', 1)
+
+        Args:
+            state: the state that the step is given; it can be used on.
+            batch, named: what the loss takes after the parameters, by position or name.
+
+        Returns:
+            The first such op that the step's results depend on, with its source line; None where all are finite. An
+            infinite value that the model writes, as in an attention mask, counts as finite. On real processes it is a
+            collective: every process calls it, and all return the same.
+
+        Raises:
+            ValueError: when a parameter is not finite before the step, or the batch has a NaN.
+        """
+        form, runtime = self.known_form(state), self.runtime_for(state)
+        batch = self.batches.by_place(batch, named)
+        self.batches.stay_in_step(runtime, f"replays step {state.step}", batch)
+        require_finite_inputs(self, state, batch)
+        staged = self._stage(form, state, batch)
+        extra, _ = self.batches.entered(runtime, staged.program, "train_step", batch, *self._key(state))
+        held = [handle for handle in self.copy(state).handles if not isinstance(handle, Constant)]
+        with switched_off():
+            return runtime.replay(staged.program, [*held, *extra])
+
+    def _key(self, state: TrainState) -> list[torch.Tensor]:
+        return [] if self.seed is None else [random.fold_in(random.key(self.seed), state.step)]
 
     def compile(self, f: Callable[..., Any]) -> OnState:
         """Compile another function of the parameters, called on a state, whose parameters stay as they lie.

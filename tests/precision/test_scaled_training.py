@@ -93,7 +93,7 @@ def test_the_scale_follows_the_rules_in_training(pattern: str, scales: list[int]
 
 def test_an_overflow_at_the_minimum_is_told() -> None:
     rules = fp.LossScale(initial=2.0, hysteresis=1)
-    train = fp.train_step(loss, fp.optim.sgd(0.1), MESH, plan(3, rules))
+    train = fp.train_step(loss, fp.optim.sgd(0.1), MESH, plan(3, rules), nonfinite="continue")
     state = train.init(PARAMS)
     for _ in range(2):
         train.check(state)

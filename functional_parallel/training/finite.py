@@ -1,0 +1,171 @@
+"""Stop a run whose loss or gradient is not finite.
+
+A NaN on all ranks would train on without an error. So every step checks its loss and gradient norm, which every rank
+holds already. Values in main memory are checked immediately. On a device the host would have to wait for them. There a
+flag is copied while the device works, and the next step checks it after its own work is queued.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import optree
+import torch
+
+from sharding_specs import tree_paths
+
+from .. import _torch
+from ..runtime import Placed
+from .local_step import Metrics
+
+__all__ = ["NonFiniteError", "Watched", "require_finite", "require_finite_inputs", "settle"]
+
+
+class NonFiniteError(FloatingPointError):
+    """A step whose loss or gradient norm is NaN or infinite.
+
+    Attributes:
+        step: the number of the step; the first is 0.
+        parameter: the path of the first parameter that is not finite after the step; None if all are finite.
+        state: the state after the last step that ran.
+        metrics: the metrics of the step.
+    """
+
+    def __init__(self, message: str, step: int, parameter: str | None, state: Any, metrics: Metrics) -> None:
+        super().__init__(message)
+        self.step, self.parameter, self.state, self.metrics = step, parameter, state, metrics
+
+
+class Watched(NamedTuple):
+    """A step on a device, whose flag the next step looks at."""
+
+    step: int
+    metrics: Metrics
+    flag: torch.Tensor  # in main memory, valid after `copied`
+    copied: Any  # an event of the device
+
+
+def settle(train: Any, state: Any) -> None:
+    """Look at the flag of a state's last step on a device, if nothing has yet.
+
+    Raises:
+        NonFiniteError, LossScaleError: as for `require_finite`.
+    """
+    watched, state.watched = state.watched, None
+    if watched is not None:
+        watched.copied.synchronize()
+        if not bool(watched.flag):
+            _refuse(train, watched.step, state, watched.metrics)
+
+
+def require_finite(train: Any, before: Any, state: Any, metrics: Metrics) -> None:
+    """Look at a step that ran; or on a device at the one before it, while this one is computed.
+
+    Args:
+        train: the training step.
+        before: the state that the step was given.
+        state: the state after it.
+        metrics: the step's.
+
+    Raises:
+        NonFiniteError: when loss or gradient norm is not finite, and no loss scale skipped the step.
+        LossScaleError: when gradients overflow at the lowest loss scale.
+    """
+    if _torch.holds_levels([metrics.loss]):
+        return
+    minimum = 0.0 if train.scaling is None else train.scaling.minimum
+    good = _is_good(metrics, minimum)
+    if _is_in_main_memory(metrics):
+        if not bool(good):
+            _refuse(train, before.step, state, metrics)
+        return
+    state.watched = before.watched
+    settle(train, state)
+    state.watched = _copied(before.step, metrics, good)
+
+
+def _is_in_main_memory(metrics: Metrics) -> bool:
+    return metrics.loss.device.type == "cpu"
+
+
+def _is_good(metrics: Metrics, minimum: float) -> torch.Tensor:
+    """Return whether nothing is to be looked at closer: all is finite, or skipped above the lowest loss scale."""
+    good = torch.isfinite(metrics.loss.detach())
+    if metrics.grad_norm is not None:
+        good = good & torch.isfinite(metrics.grad_norm.detach())
+    if metrics.skipped is not None:
+        good = torch.where(metrics.skipped, metrics.loss_scale > minimum, good)
+    return good
+
+
+def _copied(step: int, metrics: Metrics, good: torch.Tensor) -> Watched:
+    flag = torch.empty((), dtype=torch.bool, pin_memory=True)
+    flag.copy_(good, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+    return Watched(step, metrics, flag, copied)
+
+
+def _refuse(train: Any, step: int, state: Any, metrics: Metrics) -> None:
+    if metrics.skipped is not None and bool(metrics.skipped):
+        return train.check(state)  # an overflow at the lowest scale is an error where the loss scale's rules say so
+    wrong, count = not_finite(train, state)
+    values = f"loss {metrics.loss.item():.6g}"
+    values += "" if metrics.grad_norm is None else f", gradient norm {metrics.grad_norm.item():.6g}"
+    told = (
+        f"the first parameter that is not finite after it is {wrong[0]} ({len(wrong)} of {count} are not)"
+        if wrong
+        else f"all {count} parameters are finite after it"
+    )
+    begin = (
+        f"make the state before step {step} again, from what was saved"
+        if train.donate
+        else f"take the state that was given to step {step}"
+    )
+    raise NonFiniteError(
+        f"step {step} is not finite: {values}; {told}. To find the op that made it, {begin}, and call "
+        f"train.replay(state, *batch) with the batch of step {step}: it runs the step op by op. To train on, use "
+        'train_step(nonfinite="continue")',
+        step,
+        wrong[0] if wrong else None,
+        state,
+        metrics,
+    )
+
+
+def require_finite_inputs(train: Any, state: Any, batch: tuple[Any, ...]) -> None:
+    """Refuse to look for an op where the state or the batch is not finite already.
+
+    Raises:
+        ValueError: naming the parameter, or the leaf of the batch.
+    """
+    wrong, count = not_finite(train, state)
+    if wrong:
+        raise ValueError(
+            f"train.replay: {wrong[0]} is not finite before step {state.step} ({len(wrong)} of {count} parameters are "
+            "not), so no op of this step made it: replay an earlier step, with a state from before that"
+        )
+    leaves = zip(tree_paths(batch), optree.tree_leaves(batch), strict=True)
+    mine = [path for path, leaf in leaves if isinstance(leaf, torch.Tensor) and bool(torch.isnan(leaf).any())]
+    found = train.runtime_for(state).exchange(mine, "to compare batches")
+    for rank, paths in enumerate(found):
+        if paths:
+            raise ValueError(f"train.replay: {paths[0] or 'the batch'} of the batch has a NaN on rank {rank}")
+
+
+def not_finite(train: Any, state: Any) -> tuple[list[str], int]:
+    """Return the paths of a state's parameters that are not finite, on any rank; and the number of parameters."""
+    count = state.form.params.num_leaves
+    mine = [index for index, handle in enumerate(state.handles[:count]) if not _all_finite(handle)]
+    every = train.runtime_for(state).exchange(mine, "to name the parameters that are not finite")
+    paths = tree_paths(state.form.params.unflatten(range(count)))
+    return [paths[index] or "the parameter" for index in sorted(set().union(*every))], count
+
+
+def _all_finite(handle: Any) -> bool:
+    if isinstance(handle, Placed):
+        return all(map(_all_finite, handle.parts.values()))
+    if isinstance(handle, list):
+        return all(map(_all_finite, handle))
+    is_floating = isinstance(handle, torch.Tensor) and (handle.is_floating_point() or handle.is_complex())
+    return not is_floating or bool(torch.isfinite(handle).all())
