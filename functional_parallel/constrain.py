@@ -82,12 +82,13 @@ def refuse_idle(split: Collection[str], mesh: Mesh, transforms: Sequence[str]) -
     noted = {} if active is None else active.notes.get(_NOTES, {})
     wrong = sorted(axis for axis in noted if axis in mesh.axis_names and axis not in split and mesh.axis_size(axis) > 1)
     if wrong:
-        lines = [_idle(axis, *noted[axis], mesh) for axis in wrong]
+        lines = [_idle(axis, noted[axis], mesh) for axis in wrong]
         listed = f"The plan's transforms are: {', '.join(transforms)}" if transforms else "The plan splits no axis"
         raise SpecError("\n".join([*lines, f"{listed}. {_WAY_OUT}"]))
 
 
-def _idle(axis: str, spec: P, source: Source | None, mesh: Mesh) -> str:
+def _idle(axis: str, constraint: tuple[P, Source | None], mesh: Mesh) -> str:
+    spec, source = constraint
     return (
         f"{source or 'a call'}: constrain to {spec!r} has no effect, because no transform of the plan splits {axis!r}, "
         f"an axis of {mesh.axis_size(axis)} ranks of {mesh!r}"
