@@ -3,9 +3,13 @@
     python examples/train_gpt.py --mesh data=2,tensor=2          # 4 simulated ranks in this process
     torchrun --nproc-per-node 4 examples/train_gpt.py --mesh data=2,tensor=2
 
-Both print the same losses, and so does `--mesh data=1`. `--zero 3` keeps parameters and optimizer state sharded over
-the data axis; `--precision`, `--remat` and `--accumulate` need less memory too; `--sequence-parallel` shards the
-residual stream over time. An axis `pipe` cuts the model into stages: `--mesh pipe=2,data=2 --schedule zb-h1`.
+Both print the same losses, to the bit. On `--mesh data=1` sums are taken in another order. In float64
+(`--precision fp64`) its losses agree with these to 1e-12 of their value. In float32 they drift by rounding: by less
+than 1e-3 in 400 steps.
+
+`--zero 3` keeps parameters and optimizer state sharded over the data axis. `--precision`, `--remat` and `--accumulate`
+need less memory too. `--sequence-parallel` shards the residual stream over time. An axis `pipe` cuts the model into
+stages: `--mesh pipe=2,data=2 --schedule zb-h1`.
 """
 
 from __future__ import annotations
@@ -38,6 +42,8 @@ def main() -> None:
     train_text, held_out = corpus.load(args.data)
 
     params, specs = split(gpt.init(config, args.seed))
+    if args.precision == "fp64":
+        params = optree.tree_map(torch.Tensor.double, params)
     specs = optree.tree_map(lambda spec: spec.only(mesh.axis_names), specs)  # axes that this mesh does not have
     train = fp.train_step(
         partial(gpt.loss, config=config),
@@ -45,6 +51,7 @@ def main() -> None:
         mesh,
         plan(specs, mesh, args),
         clip=1.0,
+        reduction="ordered",  # processes add in the order of simulated ranks
     )
     if args.save:  # a folder that cannot be written shall not be found out at the end
         Path(args.save).mkdir(parents=True, exist_ok=True)
@@ -83,7 +90,7 @@ def main() -> None:
 def plan(specs: Any, mesh: Mesh, args: argparse.Namespace) -> Any:
     """Tensor parallelism as the specs say, inside data parallelism or ZeRO, inside a pipeline, as the mesh says."""
     chosen: list[Any] = []
-    if args.precision != "fp32":
+    if args.precision in ("bf16", "fp16"):
         chosen.append(fp.mixed_precision(args.precision))
     if args.remat:
         chosen.append(fp.remat("layers", every=args.remat))
@@ -143,7 +150,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mesh", default="data=2,tensor=2", help="axes and sizes; 'data=1' for one rank")
     parser.add_argument("--zero", type=int, default=0, help="ZeRO stage over the data axis, 0 to 3")
-    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="type to compute in")
+    parser.add_argument(
+        "--precision", choices=("fp64", "fp32", "bf16", "fp16"), default="fp32", help="dtype of compute"
+    )
     parser.add_argument(
         "--remat", type=int, default=0, metavar="K", help="keep every K-th layer's result, recompute the rest"
     )

@@ -38,17 +38,13 @@ def test_compose_transforms() -> None:
     assert all("psum over data" not in line for line in lines if line.startswith("per-sample")), "samples do not meet"
 
 
-def test_train_gpt_on_any_mesh(tmp_path: Path) -> None:
-    """A few steps on a small model: the same losses on one rank and on four, a plot, a sample, a summary."""
+def test_train_gpt(tmp_path: Path) -> None:
+    """A few steps on a small model: a plot, a sample, a summary; `test_main_job.py` compares losses."""
     size = ["--steps", "3", "--layers", "1", "--embed", "16", "--heads", "2", "--time", "32", "--batch", "8"]
     short = [*size, "--sample", "8", "--evaluations", "1"]
-    last = {}
-    for mesh in ("data=1", "data=2,tensor=2", "pipe=2,data=2"):
-        text = run("train_gpt.py", "--mesh", mesh, *short, cwd=tmp_path)
-        assert "held-out loss" in text and "sample: def " in text
-        last[mesh] = float(re.findall(r"last loss (\S+)", text)[0])
-    assert abs(last["data=1"] - last["data=2,tensor=2"]) < 1e-4
-    assert abs(last["data=1"] - last["pipe=2,data=2"]) < 1e-4
+    text = run("train_gpt.py", "--mesh", "pipe=2,data=2", *short, cwd=tmp_path)
+    assert "held-out loss" in text and "sample: def " in text
+    assert 5 < float(re.findall(r"last loss (\S+)", text)[0]) < 6
     assert (tmp_path / "runs" / "loss.png").exists()
 
 
