@@ -6,6 +6,7 @@ place belongs to stage k or a later one.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -25,9 +26,10 @@ from ..tracing.graph import operands_of, source_of
 from .roles import PipelineError, Role, Roles
 from .stacks import Stacks
 
-__all__ = ["BALANCES", "Cut", "cut_of", "finest", "stage_of_layer"]
+__all__ = ["BALANCES", "Cut", "bounds_of", "cut_of", "finest", "stage_of_layer"]
 
 BALANCES = ("work", "memory")
+_FREE = 1e-6  # the share of the model's cost that its ops get in addition where stages would cost nothing
 _SLACK = 1.1  # how much more than the least largest stage may be for the sake of smaller messages
 
 
@@ -203,22 +205,43 @@ def _narrow(places: dict[int, int]) -> set[int]:
 
 def _balanced(forward: list[fx.Node], costs: list[float], stages: int) -> dict[fx.Node, int]:
     places = _places(forward)
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    cuts = _least(places, sums, stages)
-    if cuts is None:
+    if stages > len(places) + 1:
         raise PipelineError(
             f"the model's forward can be cut into at most {count(len(places) + 1, 'stage')}, and the schedule has "
             f"{stages}; take fewer ranks or chunks"
         )
-    bounds = [*_evened(cuts, places, sums), len(forward)]
+    bounds = [*bounds_of(places, costs, stages), len(forward)]
     found, stage = {}, 0
     for index, node in enumerate(forward):
         while index >= bounds[stage]:
             stage += 1
         found[node] = stage
     return found
+
+
+def bounds_of(places: dict[int, int], costs: list[float], stages: int) -> list[int]:
+    """Return the places of the best cut, in order.
+
+    Every stage costs something if such a cut exists. Otherwise each op gets a small additional cost, so that stages
+    that cost nothing are spread over the ops.
+
+    Args:
+        places: the places where the model may be cut, with the bytes that would cross.
+        costs: the cost of each op.
+        stages: the number of stages, at most one more than the places.
+    """
+    sums = _sums(costs)
+    cuts = _least(places, sums, stages)
+    if cuts is None:
+        small = (sums[-1] or 1.0) * _FREE / len(costs)
+        sums = _sums([cost + small for cost in costs])
+        cuts = _least(places, sums, stages)
+        assert cuts is not None, "there is a place for every stage"
+    return _evened(cuts, places, sums)
+
+
+def _sums(costs: list[float]) -> list[float]:
+    return [0.0, *itertools.accumulate(costs)]
 
 
 def _evened(cuts: list[int], places: dict[int, int], sums: list[float]) -> list[int]:

@@ -3,6 +3,9 @@
 Each row is a rank and each cell an action or, for a step in which the rank waits, nothing. Two actions that overlap
 share a cell: "(0F3;3B1)OVERLAP_F_B". Files that it has lowered to communication (format `compute_comms`) hold
 cells such as "0SEND_F1" too; what is sent follows from the actions, so those are passed over.
+
+The format has no versions of weights, so an asynchronous schedule writes them after its actions: "0F5@3" reads version
+3, and "0B5@3>6" also makes version 6. PyTorch's reader takes the action and passes over the rest of such a cell.
 """
 
 from __future__ import annotations
@@ -11,35 +14,55 @@ import csv
 import io
 import re
 
-from .actions import Schedule, rows
+from .actions import Action, Schedule, Versions, rows
 
 __all__ = ["from_csv", "to_csv"]
 
 _COMMUNICATION = re.compile(r"\d+(?:(?:SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD)")
 
+_ACTION = re.compile(r"(\d+)([FBIW])(\d+)(?:@(?=[\d>])(\d*)(?:>(\d+))?)?(?![@>\w])")
+
 
 def to_csv(schedule: Schedule) -> str:
-    """The schedule in the CSV that PyTorch's pipelining reads (format `compute_only`).
+    """Write a schedule as the CSV that PyTorch's pipelining reads (format `compute_only`).
 
     >>> from functional_parallel import schedules
     >>> print(schedules.to_csv(schedules.gpipe(2, 2)), end="")
     0F0,0F1,0B0,0B1
     1F0,1F1,1B0,1B1
+    >>> print(schedules.to_csv(schedules.pipedream(2, 2)), end="")  # with the versions of its weights
+    0F0@0,0F1@0,0B0@0>1,0B1@0>2
+    1F0@0,1B0@0>1,1F1@1,1B1@1>2
 
     Args:
-        schedule: any schedule.
+        schedule: any schedule. PyTorch reads the actions of an asynchronous one without their versions.
 
     Returns:
         The text of the file: a row per rank.
     """
     file = io.StringIO()
     overlap = [[cell + "OVERLAP_F_B" if cell.startswith("(") else cell for cell in row] for row in rows(schedule)]
+    if schedule.versions is not None:
+        overlap = [[_versioned(cell, schedule.versions) for cell in row] for row in overlap]
     csv.writer(file, lineterminator="\n").writerows(overlap)
     return file.getvalue()
 
 
+def _versioned(cell: str, versions: Versions) -> str:
+    """Write the versions of weights after each action of a cell."""
+
+    def written(found: re.Match[str]) -> str:
+        action = Action(found[2], int(found[1]), int(found[3]))
+        read, made = versions.reads.get(action, ""), versions.writes.get(action)
+        if made is not None:
+            return f"{action}@{read}>{made}"
+        return f"{action}@{read}" if action in versions.reads else str(action)
+
+    return _ACTION.sub(written, cell)
+
+
 def from_csv(text: str, *, chains: int = 1, name: str = "csv") -> Schedule:
-    """The schedule of a CSV such as PyTorch's pipelining writes.
+    """Read a schedule from a CSV such as PyTorch's pipelining or `to_csv` writes.
 
     >>> from functional_parallel import schedules
     >>> print(schedules.from_csv("0F0,,,0B0\\n,1F0,1B0,\\n"))
@@ -53,13 +76,28 @@ def from_csv(text: str, *, chains: int = 1, name: str = "csv") -> Schedule:
         name: what to call it.
 
     Returns:
-        The schedule, with as many microbatches as are named.
+        The schedule, with as many microbatches as are named, and with versions of weights if the cells have them.
 
     Raises:
         ScheduleError: where a cell is no action, or a stage's actions lie on two ranks.
     """
     lines = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text))]
-    kept = [" ".join(cell for cell in row if cell and not _COMMUNICATION.fullmatch(cell)) for row in lines]
+    reads: dict[Action, int] = {}
+    writes: dict[Action, int] = {}
+
+    def plain(found: re.Match[str]) -> str:
+        action = Action(found[2], int(found[1]), int(found[3]))
+        if found[4]:
+            reads[action] = int(found[4])
+        if found[5]:
+            writes[action] = int(found[5])
+        return str(action)
+
+    kept = [
+        " ".join(_ACTION.sub(plain, cell) for cell in row if cell and not _COMMUNICATION.fullmatch(cell))
+        for row in lines
+    ]
     found = Schedule.of(kept, 0, chains=chains, name=name)
     microbatches = chains * (1 + max((action.microbatch for action in found), default=-1))
-    return Schedule(found.actions, found.rank_of_stage, microbatches, chains, found.pairs, name=name)
+    versions = Versions(reads, writes) if reads or writes else None
+    return Schedule(found.actions, found.rank_of_stage, microbatches, chains, found.pairs, versions, name=name)

@@ -4,22 +4,41 @@ from __future__ import annotations
 
 import csv
 import io
+import re
+from dataclasses import replace
 
 import pytest
 import torch.distributed.pipelining.schedules as torch_schedules
 from hypothesis import given
 
 from functional_parallel import schedules
-from functional_parallel.schedules import Schedule, ScheduleError
+from functional_parallel.schedules import FAMILIES, Schedule, ScheduleError
 
 from .cases import drawn, in_domain, made
 
 
 @given(drawn())
 def test_round_trip(schedule: Schedule) -> None:
-    back = schedules.from_csv(schedules.to_csv(schedule), chains=schedule.chains)
-    assert (back.actions, back.rank_of_stage, back.pairs) == (schedule.actions, schedule.rank_of_stage, schedule.pairs)
-    assert (back.microbatches, back.chains) == (schedule.microbatches, schedule.chains)
+    assert schedules.from_csv(schedules.to_csv(schedule), chains=schedule.chains) == schedule
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_round_trip_of_every_schedule(name: str) -> None:
+    """Versions of weights included; 4 ranks and 16 microbatches are in the domain of all."""
+    schedule = made(name, 4, 16)
+    assert schedules.from_csv(schedules.to_csv(schedule), chains=schedule.chains) == schedule
+
+
+def test_round_trip_of_versions_beside_overlapped_actions() -> None:
+    order = made("pipedream", 2, 4)
+    schedule = replace(order, pairs=frozenset({order.actions[0][1], order.actions[1][0]}))
+    assert schedules.from_csv(schedules.to_csv(schedule)) == schedule
+
+
+def test_a_cell_with_a_broken_version() -> None:
+    for cell in ("0F0@x", "0F0>1", "0F0@1>"):
+        with pytest.raises(ScheduleError, match=re.escape(f"rank 0 has '{cell}', which is no action")):
+            schedules.from_csv(f"{cell},0B0\n")
 
 
 @given(drawn())
@@ -112,6 +131,6 @@ def test_their_zero_bubble_of_one_stage_per_rank_is_h1(numbers: tuple[int, int],
 def test_they_read_our_cells(schedule: Schedule) -> None:
     for row, cells in zip(schedule.actions, csv.reader(io.StringIO(schedules.to_csv(schedule))), strict=True):
         theirs = [torch_schedules._Action.from_str(cell) for cell in cells]
-        assert [repr(action) for action in theirs] == cells
+        assert [repr(action) for action in theirs] == [re.sub(r"@[\d>]*", "", cell) for cell in cells]
         parts = [part for action in theirs for part in (action.sub_actions or (action,))]
         assert [(part.stage_index, part.microbatch_index) for part in parts] == [action[1:] for action in row]
