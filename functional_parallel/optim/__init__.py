@@ -4,6 +4,7 @@ from . import schedules
 from .adafactor import AdafactorState, Factored, adafactor
 from .adam import adam
 from .adamw import AdamWState, adamw
+from .host_rates import counted_on_host
 from .lion import LionState, lion
 from .optimizer import Optimizer, Schedule, clip_value
 from .sgd import SGDState, sgd
@@ -20,6 +21,7 @@ __all__ = [
     "adam",
     "adamw",
     "clip_value",
+    "counted_on_host",
     "lion",
     "schedules",
     "sgd",

@@ -9,7 +9,9 @@ from weakref import WeakSet
 import optree
 import torch
 
+from ..tracing import needs_values
 from ..trained import as_complex, as_real, is_trained
+from .host_rates import rate_on_host
 
 __all__ = [
     "Optimizer",
@@ -124,13 +126,20 @@ def clip_value(optimizer: Optimizer, bound: float) -> Optimizer:
 
 
 def learning_rate(lr: Schedule, step: torch.Tensor) -> torch.Tensor:
-    """The rate of a step (0 for the first) as a float64 scalar: in float32, 0.1 would be off by 1e-9.
+    """Return the rate of a step (0 for the first) as a float64 scalar: in float32, 0.1 would be off by 1e-9.
 
     >>> import torch
     >>> learning_rate(lambda step: 0.1 / (1 + step), torch.tensor(1.0))
     tensor(0.0500, dtype=torch.float64)
+
+    A function that cannot be traced, since it needs the value of `step`, is called when the program runs, on the host.
     """
-    rate = lr(step.double()) if callable(lr) else lr
+    try:
+        rate = lr(step.double()) if callable(lr) else lr
+    except Exception as error:
+        if not needs_values(error):
+            raise
+        return rate_on_host(lr, step)  # type: ignore[arg-type]
     return torch.as_tensor(rate, dtype=torch.float64, device=step.device)
 
 

@@ -1,7 +1,8 @@
 """Learning-rate schedules: pure functions from the number of updates done (0 for the first) to a rate.
 
-Any function will do; these are the common ones. They are torch ops, so they are staged with the step, and a skipped
-step, which counts no update, leaves them where they were.
+Any function will do; these are the common ones. They are torch ops, so they are traced with the step, and a skipped
+step, which counts no update, leaves them where they were. A function that cannot be traced, because it has a Python
+`if` or calls `math.cos`, is called on the host in every step, with the number of updates as an integer.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from .graph import Aval, Traced, aval_of, hollow, source_of
 from .layers import fold_layers
 from .layout_questions import depends_on_layouts
 from .memory_layout import LayoutRead, require_contiguous
-from .record import trace
+from .record import needs_values, trace
 from .simplify import forget_values, simplify
 from .views import fuse_views
 
@@ -24,6 +24,7 @@ __all__ = [
     "forget_values",
     "fuse_views",
     "hollow",
+    "needs_values",
     "require_contiguous",
     "simplify",
     "source_of",

@@ -43,7 +43,7 @@ from .stand_ins import stand_in
 from .strided import strided
 from .zeros import MADE, with_zeros
 
-__all__ = ["Recorder", "recorder", "trace"]
+__all__ = ["Recorder", "needs_values", "recorder", "trace"]
 
 aten = torch.ops.aten
 
@@ -94,11 +94,18 @@ def trace(
         return recording.finish(outputs)
 
 
+def needs_values(error: Exception) -> bool:
+    """Return whether an error in a traced function says that a tensor's values were needed."""
+    if isinstance(error, TracingError):
+        return True
+    return isinstance(error, _torch.DATA_DEPENDENT_ERRORS) or _torch.reads_no_memory(error)
+
+
 def _call(fn: Callable[..., Sequence[Any]], arguments: list[torch.Tensor]) -> Sequence[Any]:
     try:
         return fn(*arguments)
     except Exception as error:
-        if not (isinstance(error, _torch.DATA_DEPENDENT_ERRORS) or _torch.reads_no_memory(error)):
+        if isinstance(error, TracingError) or not needs_values(error):
             raise
         raise TracingError(
             f"{raising_source(error) or 'the function'}: {getattr(error, 'func', 'an op')} needs a tensor's values "

@@ -132,18 +132,20 @@ class TrainState:
     Attributes:
         whose: says of its parameters and state where they began, in the same words on every rank.
         recorded: of how many steps up to it autograd keeps the graph.
+        counts: the numbers of updates that the host knows, as `counted_on_host` takes them; None where it cannot count.
         watched: the last step, where its loss is on a device and nothing has looked at it yet.
         as_argument: what an error says of one that is given to a function as its parameters, or in a batch.
     """
 
     as_argument: ClassVar = "in whose place train.params(state) goes, its parameters, whole"
 
-    __slots__ = ("_failure", "_form", "_handles", "_step", "recorded", "watched", "whose")
+    __slots__ = ("_failure", "_form", "_handles", "_step", "counts", "recorded", "watched", "whose")
 
     def __init__(self, step: int, handles: tuple[Any, ...], form: Form, whose: str, recorded: int = 0) -> None:
         self._step, self._form, self.whose, self._failure = step, form, whose, ""
         self.recorded = recorded
         self.watched: Any = None
+        self.counts: dict[str, int] | None = {}
         self._handles: tuple[Any, ...] | None = handles
 
     @property

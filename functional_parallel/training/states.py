@@ -214,7 +214,7 @@ class States:
         form = self.known_form(state)
         held = (handle if isinstance(handle, Constant) else own(handle, storages(handle)) for handle in state.handles)
         copied = TrainState(state.step, tuple(held), form, state.whose, state.recorded)
-        copied.watched = state.watched
+        copied.watched, copied.counts = state.watched, state.counts
         return copied
 
     def whole(self, state: TrainState) -> tuple[PyTree, PyTree]:

@@ -14,7 +14,7 @@ from .. import random
 from ..assumptions import Programs
 from ..keywords import explain_keywords
 from ..local_function import PyTree
-from ..optim import Optimizer
+from ..optim import Optimizer, counted_on_host
 from ..program.passes import named
 from ..runtime import Origin, check_backend, note_step
 from ..staging import Staged, stage
@@ -156,7 +156,8 @@ class TrainStep(States):
         runtime.agree_on(staged.program)
         held = state.give() if self.donate else state.handles
         handles = [handle for handle in held if not isinstance(handle, Constant)]
-        with state.used_by_a_step(held), switched_off():
+        counts = self._counts(state)
+        with state.used_by_a_step(held), switched_off(), counted_on_host(counts):
             results = runtime.run(staged.program, [*handles, *extra], shown, state.whose)
         whole = [
             runtime.whole(x, spec) for x, spec in zip(results[count:], staged.program.out_specs[count:], strict=True)
@@ -167,6 +168,7 @@ class TrainStep(States):
         recorded = recorded_steps(state.recorded, metrics.loss)
         note_step(None)
         after = TrainState(state.step + 1, kept, form, state.whose, recorded)
+        after.counts = None if counts is None else {name: count + 1 for name, count in counts.items()}
         if self.nonfinite == "error":
             require_finite(self, state, after, metrics)
         return after, metrics
@@ -209,6 +211,12 @@ class TrainStep(States):
         held = [handle for handle in self.copy(state).handles if not isinstance(handle, Constant)]
         with switched_off():
             return runtime.replay(staged.program, [*held, *extra])
+
+    def _counts(self, state: TrainState) -> dict[str, int] | None:
+        """Return the numbers of updates that the host knows; None where a step may make none, or several."""
+        if self.scaling is not None or is_asynchronous(self.f.layout, self.mesh) or state.counts is None:
+            return None
+        return dict(state.counts)
 
     def _key(self, state: TrainState) -> list[torch.Tensor]:
         return [] if self.seed is None else [random.fold_in(random.key(self.seed), state.step)]

@@ -1,0 +1,106 @@
+"""Learning rates by functions in plain Python: evaluated on the host, with the number of updates as an integer.
+
+A trace has no values, so a function with an `if`, or with `math.cos`, cannot be part of a program. It becomes one op of
+the number of updates, which calls the function when the program runs. A number in main memory is read directly. Reading
+one from a device would wait for the device. So a training state counts its updates on the host after the first read,
+and the device compares the two counts: where they differ, the rate is NaN, which stops the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from numbers import Real
+from typing import Any
+
+import torch
+
+from ..tracing.stand_ins import differentiable
+
+__all__ = ["counted_on_host", "rate_on_host"]
+
+Counts = dict[str, int]  # the number of updates done, by the name of the function that reads it
+
+_functions: dict[str, Callable[[Any], Any]] = {}
+_names: dict[int, str] = {}
+_counts: ContextVar[Counts | None] = ContextVar("counts", default=None)
+
+_library = torch.library.Library("fp", "FRAGMENT")
+_library.define("rate_on_host(Tensor updates, str name) -> Tensor", tags=(torch.Tag.pointwise,))
+
+
+def rate_on_host(function: Callable[[Any], Any], updates: torch.Tensor) -> torch.Tensor:
+    """Return the op that calls a function on the host, with the number of updates as an integer.
+
+    Args:
+        function: from the number of updates done to a rate.
+        updates: the number of updates done.
+    """
+    found: torch.Tensor = OP(updates, _name_of(function))
+    return found
+
+
+@contextmanager
+def counted_on_host(counts: Counts | None) -> Iterator[None]:
+    """Take numbers of updates from these counts, and add those that are read; None reads them every time."""
+    token = _counts.set(counts)
+    try:
+        yield
+    finally:
+        _counts.reset(token)
+
+
+def _name_of(function: Callable[[Any], Any]) -> str:
+    """Return a name that is the same on every rank: the function's own, numbered among those that share it."""
+    if id(function) not in _names:
+        base = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
+        number = sum(name.rpartition("#")[0] == base for name in _functions)
+        _names[id(function)] = f"{base}#{number}"
+        _functions[_names[id(function)]] = function  # kept, so that no other function gets its id
+    return _names[id(function)]
+
+
+def _kernel(updates: torch.Tensor, name: str) -> torch.Tensor:
+    if _is_in_main_memory(updates):
+        rates = [_rate(name, round(count)) for count in updates.reshape(-1).tolist()]
+        return torch.tensor(rates, dtype=torch.float64).reshape(updates.shape).to(updates.device)
+    counts = _counts.get()
+    if counts is None or updates.ndim:
+        counts = {}
+    if name not in counts:
+        counts[name] = _read(updates)
+    known = counts[name]
+    rate = torch.full_like(updates, _rate(name, known), dtype=torch.float64)
+    return torch.where(updates == known, rate, torch.nan)
+
+
+def _is_in_main_memory(updates: torch.Tensor) -> bool:
+    return updates.device.type == "cpu"
+
+
+def _read(updates: torch.Tensor) -> int:
+    """Return a number of updates; on a device, this waits for it."""
+    return round(updates.item())
+
+
+def _rate(name: str, updates: int) -> float:
+    rate = _functions[name](updates)
+    is_scalar = isinstance(rate, torch.Tensor) and rate.numel() == 1
+    if not is_scalar and not isinstance(rate, Real):
+        raise TypeError(
+            f"the learning-rate function {name.rpartition('#')[0]} returned {rate!r} for update {updates}: it returns "
+            "a number"
+        )
+    return float(rate)
+
+
+_library.impl("rate_on_host", _kernel, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "fp::rate_on_host", lambda updates, name: torch.empty_like(updates, dtype=torch.float64), lib=_library
+)
+OP: Any = torch.ops.fp.rate_on_host.default
+torch.library.register_vmap(
+    "fp::rate_on_host", lambda info, in_dims, updates, name: (OP(updates, name), in_dims[0]), lib=_library
+)
+differentiable(OP, lambda updates, name: OP(updates.detach(), name))
