@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -371,7 +371,20 @@ _watched: list[weakref.ref[Any]] = []  # the process group of all ranks whose pr
 def _watch_once(store: dist.Store | None, rank: int, size: int, mesh: Mesh) -> None:
     """Watch the processes of a group that the user's script made. The first call is a collective."""
     if size > 1 and store is not None and not (_watched and _watched[0]() is dist.group.WORLD):
-        _keep(watch_processes(store, rank, size, partial(rank_name, mesh)))
+        has_failed = _barrier_failed(dist.barrier(async_op=True)) if str(dist.get_backend()) == "gloo" else None
+        _keep(watch_processes(store, rank, size, partial(rank_name, mesh), has_failed))
+
+
+def _barrier_failed(barrier: Any) -> Callable[[], bool]:
+    """Return whether a barrier has failed. gloo's fails at once where a rank's connection is closed."""
+
+    def has_failed() -> bool:
+        try:
+            return bool(barrier.is_completed()) and not barrier.wait()
+        except RuntimeError:
+            return True
+
+    return has_failed
 
 
 def _keep(watch: Watch | None) -> None:

@@ -32,8 +32,10 @@ __all__ = ["START_VARIABLE", "environment_store", "start_seconds", "watch_proces
 START_VARIABLE = "FUNCTIONAL_PARALLEL_START_TIMEOUT"
 _SECONDS = 600.0
 _REPORT_EVERY = 30.0
-_SLICE = 5.0
+_SLICE = 10.0  # torch writes a line whenever it cannot connect for so long
+_MARGIN = 5.0
 _TO_CONNECT = 4.0
+_FOR_LATE_RANKS = 8.0
 
 _numbers = {"watches": 0}
 _active: weakref.WeakSet[Watch] = weakref.WeakSet()
@@ -79,7 +81,7 @@ def environment_store(rank: int, size: int, timeout: float, name: Name = str) ->
                 port,
                 size,
                 serves,
-                timedelta(seconds=_SLICE),
+                clock.slice,
                 wait_for_workers=False,
                 use_libuv=libuv,
                 **options,
@@ -94,7 +96,9 @@ def environment_store(rank: int, size: int, timeout: float, name: Name = str) ->
     return store
 
 
-def watch_processes(store: dist.Store, rank: int, size: int, name: Name = str) -> Watch:
+def watch_processes(
+    store: dist.Store, rank: int, size: int, name: Name = str, has_failed: Callable[[], bool] | None = None
+) -> Watch:
     """Start this process's watch; return when all ranks have.
 
     Args:
@@ -102,6 +106,7 @@ def watch_processes(store: dist.Store, rank: int, size: int, name: Name = str) -
         rank: this rank.
         size: the number of ranks.
         name: returns a rank's name in messages.
+        has_failed: whether a connection of a process group that exists already has failed.
 
     Raises:
         CollectiveError: when ranks are missing at the deadline, or die before all have arrived; names them.
@@ -121,23 +126,38 @@ def watch_processes(store: dist.Store, rank: int, size: int, name: Name = str) -
         ) from error
     _active.add(watch)
     atexit.register(_leave_at_exit, weakref.ref(watch))
-    _wait_for_all(watch, size, name)
+    _wait_for_all(watch, size, name, has_failed)
     return watch
 
 
-def _wait_for_all(watch: Watch, size: int, name: Name) -> None:
-    deadline = start_seconds() + (0 if watch.rank == 0 else _SLICE)  # rank 0 knows who is missing
+def _wait_for_all(watch: Watch, size: int, name: Name, has_failed: Callable[[], bool] | None) -> None:
+    deadline = start_seconds() + (0 if watch.rank == 0 else _MARGIN)  # rank 0 knows who is missing
     began = time.monotonic()
     while not watch.here.wait(0.2):
         seconds = time.monotonic() - began
         if CURRENT.gone:
+            _tell_late_ranks(watch)
             rank, how = next(iter(CURRENT.gone.items()))
             watch.leave("a rank that ended at the start")
             raise CollectiveError(f"{name(watch.rank)}: {name(rank)} {how} while the {size} processes started")
+        if has_failed is not None and has_failed():
+            CURRENT.learn(_FOR_LATE_RANKS)
+            if CURRENT.gone or watch.here.is_set():
+                continue
+            text = f"a connection of the process group failed, and {watch.missing(seconds)}"
+            watch.leave(f"CollectiveError: {text}")
+            raise CollectiveError(f"{name(watch.rank)}: {text}")
         if seconds > deadline:
-            text = watch.missing(seconds) if watch.rank == 0 else f"{size} ranks did not arrive in {seconds:.0f} s"
+            text = watch.missing(seconds)
             watch.leave(f"CollectiveError: {text}")
             raise CollectiveError(f"{name(watch.rank)}: {text}. {_DEADLINE}")
+
+
+def _tell_late_ranks(watch: Watch) -> None:
+    """Let rank 0 live until every rank knows which rank died, or for seconds."""
+    deadline = time.monotonic() + _FOR_LATE_RANKS
+    while watch.rank == 0 and watch.absent and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 _DEADLINE = (
@@ -147,12 +167,17 @@ _DEADLINE = (
 
 
 class _Clock:
-    """Reports ranks that are missing every 30 s, and raises at the deadline."""
+    """Reports ranks that are missing every 30 s, and raises at the deadline.
+
+    Attributes:
+        slice: the time to wait between two looks at the clock.
+    """
 
     def __init__(self, missing: Callable[[float], str], why: str = "") -> None:
         self._missing, self._why = missing, why
         self._began = self._reported = time.monotonic()
         self._deadline = start_seconds()
+        self.slice = timedelta(seconds=min(_SLICE, self._deadline / 4))
 
     def tick(self, last: str = "") -> None:
         now = time.monotonic()
@@ -186,7 +211,7 @@ def _connected(store: dist.Store, rank: int, size: int, name: Name) -> Watch:
     clock = _Clock(partial(missing_text, [0], size, name=name))
     while True:
         try:
-            store.wait(["address"], timedelta(seconds=_SLICE))
+            store.wait(["address"], clock.slice)
             break
         except dist.DistStoreError as error:
             if "timeout" not in str(error).lower():
@@ -196,8 +221,14 @@ def _connected(store: dist.Store, rank: int, size: int, name: Name) -> Watch:
     own = host_identity() == known["host"]
     hosts = [host for host in dict.fromkeys(known["hosts"]) if own or not host.startswith(("127.", "localhost", "::1"))]
     for host in ["127.0.0.1", *hosts] if own else hosts:
-        with suppress(OSError):
+        try:
             hub = socket.create_connection((host, known["port"]), timeout=_TO_CONNECT)
+        except ConnectionRefusedError as error:
+            if own:
+                raise CollectiveError(f"{name(rank)}: {name(0)} ended while the {size} processes started") from error
+        except OSError:
+            continue
+        else:
             return Watch(rank, size, name, hub=hub, secret=known["secret"])
     store.set(f"unreached/{rank}", "")
     print(

@@ -60,6 +60,7 @@ class Watch:
         self._woken, self._waker = socket.socketpair()
         self._waker.setblocking(False)
         self.here, self._news, self._is_over = threading.Event(), threading.Condition(), False
+        self.absent: list[int] = []  # that have not arrived, as rank 0 last told
         self._leaving: str | None = None  # the reason, once this process ends
         self._process = os.getpid()
         self._seen, self._seen_since, self._reported = 0, 0.0, False
@@ -86,8 +87,8 @@ class Watch:
             self._news.wait_for(self._knows, seconds if self._thread.is_alive() else 0)
 
     def missing(self, seconds: float) -> str:
-        """Return a sentence about the ranks that have not arrived in this time, as rank 0 knows them."""
-        return missing_text(self._board.missing(), self.size, seconds, self._name)
+        """Return a sentence about the ranks that have not arrived in this time."""
+        return missing_text(self.absent, self.size, seconds, self._name)
 
     def _knows(self) -> bool:
         return bool(CURRENT.gone or CURRENT.left or CURRENT.lost or self._is_over)
@@ -176,6 +177,8 @@ class Watch:
             return
         self._lines[rank] = line
         self._board.arrives(rank)
+        for each, how in CURRENT.gone.items():  # before this rank arrived
+            line.send({"gone": [each, how]})
         self._hear(rank, others)
         self._count(0.0)
 
@@ -188,6 +191,8 @@ class Watch:
             missing = self._board.missing()
         if not missing and not self.here.is_set():
             self._tell_all({"here": True})
+        elif missing != self.absent:
+            self._tell_all({"missing": missing})
 
     def _read_rank(self, rank: int, line: Line) -> None:
         try:
@@ -237,6 +242,8 @@ class Watch:
         with self._news:
             if "here" in message:
                 self.here.set()
+            if "missing" in message:
+                self.absent = message["missing"]
             if "gone" in message:
                 rank, how = message["gone"]
                 CURRENT.gone.setdefault(rank, how)
