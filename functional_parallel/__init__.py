@@ -4,6 +4,7 @@ A model is a pure function; a sharding spec is data; every form of parallelism i
 program whose every collective is visible.
 """
 
+from . import keyed_draws as _keyed_draws  # noqa: F401 - whose import registers them
 from . import optim, random, schedules, testing
 from .collectives import (
     CollectiveTypeError,

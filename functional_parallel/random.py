@@ -124,12 +124,12 @@ def dropout(x: torch.Tensor, p: float = 0.5, *, key: torch.Tensor | None = None)
         return x
     if p == 1:
         return x * 0
-    kept = ~_happens(p, x, _next_site("dropout") if key is None else key)
+    kept = ~happens(p, x, next_site("dropout") if key is None else key)
     return x * (kept.to(x.dtype) / (1 - p))
 
 
-def _happens(p: float, x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """For each element, whether something of that probability does."""
+def happens(p: float | torch.Tensor, x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Draw for each element whether an event of that probability happens."""
     like = torch.empty_like(x, dtype=torch.float32) if x.dtype.itemsize < 4 else x  # enough digits to hit p
     return uniform(key, like) < p
 
@@ -183,10 +183,15 @@ def next_key() -> torch.Tensor:
     Raises:
         RandomKeyError: when there is none.
     """
-    return _next_site("fp.random.next_key()")
+    return next_site("fp.random.next_key()")
 
 
-def _next_site(what: str) -> torch.Tensor:
+def next_site(what: str) -> torch.Tensor:
+    """Return the key of the next site, for a draw of that name.
+
+    Raises:
+        RandomKeyError: when there is no ambient key.
+    """
     keys = _ambient()
     if not keys:
         raise RandomKeyError(
@@ -204,20 +209,12 @@ def _traced_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, 
     return input.copy_(dropout(input, p)) if inplace else dropout(input, p)
 
 
-@intercept_op(torch.ops.aten.bernoulli_.float)
-def _keyed_bernoulli_(target: torch.Tensor, p: float = 0.5, *, generator: Any = None) -> Any:
-    """What the dropouts that torch has in C++ draw: of features, alpha dropout, that between layers of an LSTM."""
-    if generator is not None:
-        return NotImplemented
-    return target.copy_(_happens(p, target, _next_site("dropout")))
-
-
 @intercept_op(torch.ops.aten.native_dropout.default)
 def _keyed_native_dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:
     """The kernel of dropout on CUDA: what is left, and of which elements."""
     if train is False or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
-    kept = ~_happens(p, x, _next_site("dropout"))
+    kept = ~happens(p, x, next_site("dropout"))
     return x * kept / (1 - p) if p < 1 else x * 0, kept
 
 
@@ -284,7 +281,7 @@ def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _fake(like: torch.Tensor, key: torch.Tensor, *_: Any) -> torch.Tensor:
-    return like.new_empty(*key.shape, *like.shape)
+    return like.new_empty((*key.shape, *like.shape))
 
 
 def _kernel(*args: Any) -> torch.Tensor:

@@ -1,16 +1,20 @@
-"""Draws from torch's own generators, which a trace refuses."""
+"""Draws from torch's own generators, which a trace refuses unless `keyed_draws` has a keyed draw for them."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import fx
 
 from ..source import current_source
 from .errors import TracingError
-from .graph import named_arguments
+from .graph import in_order, named_arguments, operands_of
 
-__all__ = ["refuse_draws"]
+if TYPE_CHECKING:
+    from .record import Recorder
+
+__all__ = ["refuse_decisions", "refuse_draws"]
 
 
 def refuse_draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -20,8 +24,39 @@ def refuse_draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     given = named_arguments(func, args, kwargs)
     if "dropout_p" in {argument.name for argument in func._schema.arguments} and not given.get("dropout_p"):
         return
+    by = " with a generator=" if given.get("generator") is not None else ""
     raise TracingError(
-        f"{current_source()}: {func} draws from torch's own generator, of which every rank has another one; draw "
-        "with fp.random.uniform or fp.random.normal, from fp.random.next_key(), or with fp.random.dropout, or pass the "
-        "numbers in as an argument"
+        f"{current_source()}: {func}{by} draws from torch's own generator, of which every rank has another one; draw "
+        f"with what becomes a keyed draw ({_KEYED}), or with fp.random.uniform or fp.random.normal from "
+        "fp.random.next_key(), or pass the numbers in as an argument"
     )
+
+
+def refuse_decisions(recording: Recorder, func: Any, args: tuple[Any, ...]) -> None:
+    """Refuse to read into Python a number that is computed from a draw alone, as a layer drop does.
+
+    Raises:
+        TracingError: when the function decides by such a number.
+    """
+    node = recording.value(args[0]) if func is torch.ops.aten._local_scalar_dense.default else None
+    if node is None:
+        return
+    seen: dict[fx.Node, None] = {}
+    for each in in_order(node, lambda each: () if _is_draw(each) else operands_of(each), seen):
+        seen[each] = None
+    if any(map(_is_draw, seen)) and not any(each.op == "placeholder" for each in seen):
+        raise TracingError(
+            f"{current_source() or 'the function'}: Python decides by a drawn number, which every step draws anew, but "
+            "a program has one branch for all steps; choose by torch.where(torch.rand(()) < p, x, layer(x)). Switch a "
+            "model's layer drop off, in transformers by config.layerdrop = 0 (or encoder_layerdrop, decoder_layerdrop)"
+        )
+
+
+def _is_draw(node: fx.Node) -> bool:
+    return str(node.target) == "fp.uniform.default"
+
+
+_KEYED = (
+    "rand, randn, randint, randperm, normal, bernoulli, the _like ones, uniform_, normal_, log_normal_, exponential_, "
+    "geometric_, cauchy_ and random_ with bounds, of real numbers and without generator="
+)

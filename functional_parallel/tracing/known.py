@@ -7,7 +7,7 @@ value is no help: writes in place are recorded as their functional twins, which 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,12 @@ __all__ = ["asks_for_values", "assume_constants", "computed", "constant_in", "pl
 
 aten = torch.ops.aten
 
+_CERTAIN: dict[Any, tuple[bool, Callable[[float], bool]]] = {  # the result if the bound is low, and when it is
+    aten.lt.Scalar: (False, lambda bound: bound <= 0),
+    aten.le.Scalar: (False, lambda bound: bound < 0),
+    aten.ge.Scalar: (True, lambda bound: bound <= 0),
+    aten.gt.Scalar: (True, lambda bound: bound < 0),
+}
 _HOST = torch.device("cpu")
 _ASKING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _OF_A_SHAPE = {  # the values of their first operand do not matter
@@ -121,7 +127,24 @@ def _evaluated(recording: Recorder, wanted: fx.Node) -> Any:
 
 
 def _needed(node: fx.Node) -> Sequence[fx.Node]:
-    return () if node.target in _OF_A_SHAPE else operands_of(node)
+    return () if node.target in _OF_A_SHAPE or _certain(node) is not None else operands_of(node)
+
+
+def _certain(node: fx.Node) -> bool | None:
+    """The result of comparing a uniform draw, which is in [0, 1), with a bound that no draw or every draw passes."""
+    bounds = _CERTAIN.get(node.target)
+    if bounds is None or getattr(node.args[0], "target", None) is not _uniform_op():
+        return None
+    bound, low_holds, limit = node.args[1], bounds[0], bounds[1]
+    if not isinstance(bound, (int, float)):
+        return None
+    if bound >= 1:
+        return not low_holds
+    return low_holds if limit(bound) else None
+
+
+def _uniform_op() -> Any:
+    return getattr(getattr(torch.ops.fp, "uniform", None), "default", None)
 
 
 def _given(recording: Recorder, node: fx.Node) -> torch.Tensor | None:
@@ -148,6 +171,10 @@ def _computed_node(node: fx.Node, values: dict[fx.Node, Any], on_host: bool = Fa
         return values.get(leaf, leaf) if isinstance(leaf, fx.Node) else leaf
 
     args, kwargs = walk_args((node.args, node.kwargs), value)
+    certain = _certain(node)
+    if certain is not None:
+        with plainly():
+            return torch.full(node.meta["val"].shape, certain, device=_HOST if on_host else node.meta["val"].device)
     if node.target in _OF_A_SHAPE:
         like = node.args[0].meta["val"]  # type: ignore[union-attr]
         with plainly():

@@ -31,7 +31,7 @@ from ..source import current_source, raising_source, region, stages
 from .aliases import Aliases
 from .closed_over import ClosedOver, closed_over
 from .control_flow import unrolled
-from .draws import refuse_draws
+from .draws import refuse_decisions, refuse_draws
 from .enclosing import Enclosed
 from .errors import CustomFunctionError, TracingError
 from .graph import Aval, Traced, aval_of, walk_args
@@ -280,7 +280,7 @@ class Recorder(_torch.TorchDispatchMode):
         guards.check_op(func)
         replacement = replacement_of(func)
         if replacement is not None:
-            with self:  # so that what it calls is recorded
+            with self.unrolling():  # so that what it calls is recorded
                 result = replacement(*args, **kwargs)
             if result is not NotImplemented:
                 self.layouts.leave_unknown(result, (args, kwargs), str(func))
@@ -305,6 +305,7 @@ class Recorder(_torch.TorchDispatchMode):
         result = self._known(func, args, kwargs) if asks_for_values(func) else NotImplemented
         if result is not NotImplemented:
             return result
+        refuse_decisions(self, func, args)
         result = func(*args, **kwargs)
         if func is aten.detach.default and _torch.is_above_autograd():
             func = aten.alias.default
