@@ -10,7 +10,7 @@ import optree
 import torch
 from torch import nn
 
-from sharding_specs import Mesh
+from sharding_specs import Mesh, register_dataclasses
 
 from .assumptions import Programs
 from .by_place import by_place
@@ -201,6 +201,7 @@ class Compiled:
         return f"compile({self.f!r}, {self.mesh!r})" if isinstance(self.f, LocalFunction) else f"compile({self.name})"
 
     def _by_place(self, args: tuple[PyTree, ...], named: dict[str, PyTree]) -> tuple[PyTree, ...]:
+        register_dataclasses(args, named)
         return by_place(layout_of(self.f).signature, self.name, args, named) if named else args
 
     def _stage(self, args: tuple[PyTree, ...]) -> tuple[Staged, list[torch.Tensor]]:

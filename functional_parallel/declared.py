@@ -15,7 +15,7 @@ import optree
 import torch
 from torch import fx
 
-from sharding_specs import P, broadcast_specs, tree_paths
+from sharding_specs import P, broadcast_specs, register_dataclasses, tree_paths
 
 from . import _torch
 from .collectives.axes import current_axes, snapshot
@@ -74,6 +74,7 @@ def checked_arguments(
     bound = snapshot()
     if not axes or not args or any(axis not in bound or bound[axis].hidden for axis in axes):
         return args  # its own collectives say what is missing
+    register_dataclasses(args)
     leaves, tree = optree.tree_flatten(args)
     declared = arguments(args)
     specs = [s for d, arg in zip(declared, args, strict=True) for s in optree.tree_leaves(broadcast_specs(d, arg))]

@@ -15,7 +15,7 @@ from typing import Any
 import optree
 import torch
 
-from sharding_specs import P, broadcast_specs
+from sharding_specs import P, broadcast_specs, register_dataclasses
 
 from . import _torch
 from .by_place import called_as
@@ -126,6 +126,7 @@ def jvp(f: Callable[..., Any], primals: tuple[PyTree, ...], tangents: tuple[PyTr
         primals: its arguments.
         tangents: the direction, of the same trees; leaves beside non-floating primals are ignored.
     """
+    register_dataclasses(primals, tangents)
     leaves, tree = optree.tree_flatten(primals)
     directions = tree.flatten_up_to(tangents)
     moving = [index for index, leaf in enumerate(leaves) if is_trained(leaf)]
@@ -133,7 +134,9 @@ def jvp(f: Callable[..., Any], primals: tuple[PyTree, ...], tangents: tuple[PyTr
     run = f if isinstance(f, LocalFunction) and f.layout.axes else forward_first(f, lenient=True)
 
     def flat(*values: torch.Tensor) -> tuple[Any, ...]:
-        outputs, found["tree"] = optree.tree_flatten(run(*_filled(leaves, moving, values, tree)))
+        result = run(*_filled(leaves, moving, values, tree))
+        register_dataclasses(result)
+        outputs, found["tree"] = optree.tree_flatten(result)
         return tuple(outputs)
 
     values, derivatives = torch.func.jvp(  # type: ignore[misc]  # three values with has_aux alone
@@ -254,6 +257,7 @@ def _gradient_call(f: Callable[..., Any], argnums: Argnums, has_aux: bool) -> Ca
     run = _run_of(f)  # the gradient carries the layout, and checks it when called
 
     def call(*args: PyTree, **named: PyTree) -> Any:
+        register_dataclasses(args, named)
         numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
         leaves, tree = optree.tree_flatten(args)
         owners = [number for number, arg in enumerate(args) for _ in optree.tree_leaves(arg)]
@@ -266,6 +270,7 @@ def _gradient_call(f: Callable[..., Any], argnums: Argnums, has_aux: bool) -> Ca
                 raise ValueError(f"has_aux=True: {_name(f)} must return (value, aux), not {type(result).__name__}")
             value, aux = result if has_aux else (result, None)
             _check_scalar(value, f)
+            register_dataclasses(aux)
             flat_aux, found["tree"] = optree.tree_flatten(aux)
             found["aux"] = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in flat_aux]
             return value, [leaf for leaf in flat_aux if isinstance(leaf, torch.Tensor)]

@@ -13,6 +13,8 @@ from typing import Any
 import optree
 import torch
 
+from sharding_specs import register_dataclasses
+
 from . import _torch
 from .collectives.axes import current_axes
 from .tracing import depends_on_layouts
@@ -42,6 +44,7 @@ def forward_first(f: Callable[..., PyTree], *, lenient: bool = False) -> Callabl
         typed = active is not None and isinstance(active.on_node, Typing)
         if active is None or not typed or not _torch.is_inside_transform() or (lenient and Enclosed(f).tensors):
             return f(*args, **named)
+        register_dataclasses(args, named)
         return _run_traced(f, active, *optree.tree_flatten((args, named)))
 
     return call
@@ -56,7 +59,9 @@ def _run_traced(f: Callable[..., PyTree], active: Recorder, leaves: list[Any], t
         for index, value in zip(tensors, values, strict=True):
             filled[index] = value
         args, named = tree.unflatten(filled)
-        outputs, found["tree"] = optree.tree_flatten(f(*args, **named))
+        result = f(*args, **named)
+        register_dataclasses(result)
+        outputs, found["tree"] = optree.tree_flatten(result)
         return outputs
 
     traced = trace(

@@ -14,7 +14,7 @@ from typing import Any
 
 import optree
 
-from sharding_specs import Mesh, MeshError, P, SpecError, broadcast_specs, tree_paths
+from sharding_specs import Mesh, MeshError, P, SpecError, broadcast_specs, register_dataclasses, tree_paths
 
 from .by_place import by_place, signature_of
 from .collectives.axes import bind, current_axes, hidden_axes, mesh_axis_size
@@ -194,6 +194,7 @@ def unsharded(f: Callable[..., PyTree]) -> LocalFunction:
 
     def call(*args: PyTree) -> tuple[PyTree, SpecTree]:
         result = f(*args)
+        register_dataclasses(result)
         return result, optree.tree_map(lambda _: P(), result)
 
     return LocalFunction(call, layout_of(f), getattr(f, "__name__", type(f).__name__))

@@ -13,7 +13,7 @@ from typing import Any, overload
 import optree
 import torch
 
-from sharding_specs import Mesh, tree_paths
+from sharding_specs import Mesh, register_dataclasses, tree_paths
 
 from .derivatives import grad
 from .optim import Optimizer, sgd
@@ -103,6 +103,7 @@ def layer_costs(
     samples = _samples(batch)
     whole = pipeline("pipe", microbatches=1)(loss if inner is None else inner(loss))
     measuring = replace(whole.layout, pipeline=replace(whole.layout.pipeline, measure=measure))
+    register_dataclasses(params, batch)
     args = optree.tree_map(without_memory, (params, *batch))
     found = stage(grad(whole.with_layout(measuring)), Mesh(pipe=1), args, name=whole.name).program
     weights = _weights(args[0], optimizer or sgd(0.0))

@@ -1,6 +1,7 @@
 """What lies where: meshes, sharding specs, rules that find specs by path, and layouts. Nothing here computes."""
 
 from .annotate import annotate, split
+from .dataclass_nodes import register_dataclasses
 from .layout import local_shape, padded_shape, reshard, shard, shard_leaf, unshard, unshard_leaf, whole_shape
 from .memory import MemoryRow, bytes_per_rank, memory_table
 from .mesh import Mesh, MeshError
@@ -27,6 +28,7 @@ __all__ = [
     "memory_table",
     "optional",
     "padded_shape",
+    "register_dataclasses",
     "reshard",
     "shard",
     "shard_leaf",

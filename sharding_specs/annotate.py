@@ -6,21 +6,11 @@ from typing import Any
 
 import optree
 
+from .annotated import Annotated
+from .dataclass_nodes import register_dataclasses
 from .spec import P, SpecError, as_spec
 
 __all__ = ["Annotated", "annotate", "split"]
-
-
-class Annotated:
-    """A value with its spec: a leaf of a pytree until `split` takes them apart."""
-
-    __slots__ = ("spec", "value")
-
-    def __init__(self, value: Any, spec: P) -> None:
-        self.value, self.spec = value, spec
-
-    def __repr__(self) -> str:
-        return f"Annotated(shape={tuple(getattr(self.value, 'shape', ()))}, {self.spec!r})"
 
 
 def annotate(value: Any, spec: P | str) -> Any:
@@ -54,6 +44,7 @@ def split(tree: Any) -> tuple[Any, Any]:
     Returns:
         `(params, specs)`, two trees of the same structure.
     """
+    register_dataclasses(tree)
     values = optree.tree_map(lambda leaf: leaf.value if isinstance(leaf, Annotated) else leaf, tree)
     specs = optree.tree_map(lambda leaf: leaf.spec if isinstance(leaf, Annotated) else P(), tree)
     return values, specs

@@ -32,13 +32,15 @@ def memory_table(tree: Any, specs: Any, mesh: Mesh) -> list[MemoryRow]:
     [MemoryRow(path='w', shape=(8, 4), spec=P('data'), bytes=32)]
 
     Args:
-        tree: tensors, on any device, meta included.
+        tree: tensors, on any device, meta included; other leaves are left out.
         specs: a pytree prefix of specs.
         mesh: the mesh.
     """
     full = optree.tree_leaves(broadcast_specs(specs, tree))
     rows = []
     for path, leaf, spec in zip(tree_paths(tree), optree.tree_leaves(tree), full, strict=True):
+        if not hasattr(leaf, "shape"):  # a number or a name, which takes no memory worth counting
+            continue
         shape = local_shape(leaf.shape, spec.fitted(leaf.shape, mesh), mesh)
         rows.append(MemoryRow(path, tuple(leaf.shape), spec, math.prod(shape) * leaf.dtype.itemsize))
     return rows

@@ -6,6 +6,7 @@ from typing import Any
 
 import optree
 
+from .dataclass_nodes import register_dataclasses
 from .spec import P, SpecError, as_spec
 
 __all__ = ["broadcast_specs", "is_spec", "path_text", "tree_paths"]
@@ -34,6 +35,7 @@ def tree_paths(tree: Any) -> list[str]:
     Args:
         tree: any optree pytree.
     """
+    register_dataclasses(tree)
     return [path_text(path) for path in optree.tree_paths(tree)]
 
 
@@ -51,6 +53,7 @@ def broadcast_specs(specs: Any, tree: Any, *, name: str = "the spec tree", what:
     Raises:
         SpecError: when the specs are not a prefix of the tree, naming where they differ.
     """
+    register_dataclasses(tree, specs)
     if is_spec(specs):
         spec = as_spec(specs)
         return optree.tree_map(lambda _: spec, tree)

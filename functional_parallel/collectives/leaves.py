@@ -8,6 +8,8 @@ from typing import Any
 import optree
 from torch import Tensor
 
+from sharding_specs import register_dataclasses
+
 from . import primitives, shapes
 from .axes import Axes, carrier_for, normalize_axes
 from .types import State, Type, result_type
@@ -31,6 +33,7 @@ def over_leaves(operation: str, leaf: Callable[..., Any], tree: Any, axis: Axes,
             "wrap it in torch.tensor, or keep it out of the pytree"
         )
 
+    register_dataclasses(tree)
     return optree.tree_map(visit, tree)
 
 

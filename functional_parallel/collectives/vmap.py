@@ -13,12 +13,15 @@ Varying data needs `fp.pvary`, or its gradient stays one per rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import is_dataclass
 from functools import wraps
 from typing import Any
 
 import optree
 import torch
 from torch import Tensor
+
+from sharding_specs import register_dataclasses
 
 from .axes import bind
 from .types import CollectiveTypeError
@@ -73,13 +76,21 @@ def vmap(
         ValueError: when the mapped dims differ in size, or `axis_size` is needed, or contradicts them.
         CollectiveTypeError: when a result varies along the axis, but out_dims=None says that it does not.
     """
+    plain = None
     if axis_name is None and axis_size is None:
-        return torch.func.vmap(fn, in_dims, out_dims, randomness=randomness, chunk_size=chunk_size)
-    if chunk_size is not None:
+        plain = torch.func.vmap(fn, in_dims, out_dims, randomness=randomness, chunk_size=chunk_size)
+    elif chunk_size is not None:
         raise ValueError(f"vmap over {axis_name!r} in chunks: all ranks of an axis must meet; leave chunk_size out")
 
     @wraps(fn)
     def mapped(*args: Any, **kwargs: Any) -> Any:
+        register_dataclasses(args)
+        if plain is not None and not _holds_dataclasses(args):
+            return plain(*args, **kwargs)
+        if chunk_size is not None:
+            raise ValueError(
+                "vmap over dataclasses in chunks: torch.func.vmap does not know them; leave chunk_size out"
+            )
         leaves, structure = _flatten(args)
         dims = dims_of_leaves(in_dims, args)
         size = _checked_size(axis_name, axis_size, leaves, dims)
@@ -107,8 +118,10 @@ class _Results:
         self.out_dims = out_dims
 
     def keep(self, outputs: Any, lane: Lane) -> list[Tensor]:
+        register_dataclasses(outputs)
         self.leaves, self.structure = optree.tree_flatten(outputs, none_is_leaf=True)
-        self.dims = _broadcast(self.out_dims, outputs)
+        dims = _broadcast(self.out_dims, outputs)
+        self.dims = [dim if isinstance(leaf, Tensor) else None for leaf, dim in zip(self.leaves, dims, strict=True)]
         paths = optree.treespec_paths(self.structure)
         for leaf, dim, path in zip(self.leaves, self.dims, paths, strict=True):
             if dim is None and isinstance(leaf, Tensor) and is_mapped(leaf, lane):
@@ -138,6 +151,11 @@ def is_mapped(x: Tensor, lane: Lane) -> bool:
             return True
         x = functorch.get_unwrapped(x)
     return False
+
+
+def _holds_dataclasses(args: Any) -> bool:
+    """Whether some node is a dataclass, which torch's own pytrees do not know."""
+    return any(map(is_dataclass, optree.tree_leaves(args, is_leaf=is_dataclass)))
 
 
 def _flatten(args: Any) -> tuple[list[Any], Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import optree
 import torch
 
-from sharding_specs import Mesh, tree_paths
+from sharding_specs import Mesh, register_dataclasses, tree_paths
 
 from ..local_function import PyTree
 from ..runtime import default_runtime, rank_name
@@ -47,6 +47,7 @@ def pad_batch(batch: PyTree, rows: int, *, like: PyTree = None) -> tuple[PyTree,
     Raises:
         UnevenBatchError: when the batch has more rows, tensors of different lengths, or no row to copy.
     """
+    register_dataclasses(batch, like)
     count = _rows_that_fit(batch, rows)
     source = batch if count else like
     if count < rows and (source is None or not _rows(source)):

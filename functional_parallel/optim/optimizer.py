@@ -9,6 +9,8 @@ from weakref import WeakSet
 import optree
 import torch
 
+from sharding_specs import register_dataclasses
+
 from ..tracing import needs_values
 from ..trained import as_complex, as_real, is_trained
 from .host_rates import rate_on_host
@@ -145,6 +147,7 @@ def learning_rate(lr: Schedule, step: torch.Tensor) -> torch.Tensor:
 
 def zeros_like(params: PyTree) -> PyTree:
     """A moment's start: zero for every tensor; other leaves stand for themselves."""
+    register_dataclasses(params)
     return optree.tree_map(lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, torch.Tensor) else leaf, params)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import optree
 import torch
 
-from sharding_specs import P, Placement, broadcast_specs, tree_paths
+from sharding_specs import P, Placement, broadcast_specs, register_dataclasses, tree_paths
 
 from ..collectives.axes import axis_parts, current_axes, hidden_axes, hide, mesh_axis_size
 from ..collectives.parts import Parts
@@ -127,6 +127,7 @@ class _Partition:
 
     def __call__(self, *args: PyTree) -> tuple[PyTree, SpecTree]:
         cut = axis_parts(self.axis)
+        register_dataclasses(args)
         specs = self._leaf_specs(args)
         leaves, tree = optree.tree_flatten(args)
         places = [place_of(spec, self.axis, self.inner.axes) for spec in specs]
@@ -215,6 +216,7 @@ class _Partition:
                 filled[index] = value
             run = self.f.run if isinstance(self.f, LocalFunction) else self.f  # its layout is part of ours
             result = run(*optree.tree_unflatten(tree, filled))
+            register_dataclasses(result)
             outputs, found["tree"] = optree.tree_flatten(result)
             specs = self.f.results if isinstance(self.f, LocalFunction) else None
             found["specs"] = optree.tree_leaves(specs) if specs is not None else [P()] * len(outputs)

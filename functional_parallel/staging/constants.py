@@ -1,7 +1,7 @@
 """Leaves that are no tensors: a program takes them as they are when it is traced, and is traced anew for others.
 
 That is right for numbers, strings and flags, which say what they are. A NumPy array, or an object that holds tensors
-and is no pytree, as a dataclass or a tokenizer's `BatchEncoding`, does not: the program would go on with the first one.
+and is no pytree, as a tokenizer's `BatchEncoding`, does not: the program would go on with the first one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import optree
 import torch
 
-from sharding_specs import tree_paths
+from sharding_specs import register_dataclasses, tree_paths
 
 from ..local_function import PyTree
 
@@ -29,6 +29,7 @@ def require_transparent(tree: PyTree, where: str) -> None:
     Raises:
         TypeError: listing every such leaf by its path.
     """
+    register_dataclasses(tree)
     leaves = optree.tree_leaves(tree)
     if not any(map(_hides_tensors, leaves)):
         return
@@ -38,10 +39,10 @@ def require_transparent(tree: PyTree, where: str) -> None:
         if _hides_tensors(leaf)
     ]
     raise TypeError(
-        f"{where}: what is traced takes and returns tensors in dicts, lists, tuples and NamedTuples; anything else is "
-        "a constant of the program, which would not change with the batch:\n" + "\n".join(wrong) + "\n"
-        "Write torch.as_tensor(array) for an array, dict(batch) for a mapping, vars(batch) for a dataclass, or make "
-        "the class a pytree by optree.register_pytree_node"
+        f"{where}: what is traced takes and returns tensors in dicts, lists, tuples, NamedTuples and dataclasses; "
+        "anything else is a constant of the program, which would not change with the batch:\n" + "\n".join(wrong) + "\n"
+        "Write torch.as_tensor(array) for an array, dict(batch) for a mapping, or make the class "
+        "a pytree by optree.register_pytree_node"
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import optree
 import torch
 
-from sharding_specs import tree_paths
+from sharding_specs import register_dataclasses, tree_paths
 
 from ..trained import as_real
 
@@ -35,6 +35,7 @@ def compare(got: Any, want: Any, what: str, *, exact: bool = False, rtol: float 
     Raises:
         NotEquivalentError: naming the first leaf that differs, both values there, and the size of the difference.
     """
+    register_dataclasses(got, want)
     if optree.tree_structure(got) != optree.tree_structure(want):
         raise NotEquivalentError(f"{what}: structures differ: {tree_paths(got)} and {tree_paths(want)}")
     rtol, rounding = (0.0, 0.0) if exact else (rtol, _rounding(want))

@@ -8,7 +8,7 @@ from typing import Any
 import optree
 import torch
 
-from sharding_specs import Mesh
+from sharding_specs import Mesh, register_dataclasses
 
 from ..collectives.types import State
 from ..derivatives import grad
@@ -48,6 +48,7 @@ def assert_same(
     Raises:
         NotEquivalentError: saying what differs, and on which rank.
     """
+    register_dataclasses(args)
     values = [_on_every_rank(h, mesh, in_specs, args) for h in (f, g)]
     if values[0][1] != values[1][1]:
         raise NotEquivalentError(f"types of the results differ: {values[0][1]} and {values[1][1]}")

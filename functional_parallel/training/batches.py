@@ -7,7 +7,7 @@ from typing import Any
 import optree
 import torch
 
-from sharding_specs import Mesh, P, tree_paths
+from sharding_specs import Mesh, P, register_dataclasses, tree_paths
 
 from .. import _torch
 from ..by_place import by_place
@@ -33,6 +33,7 @@ class Batches:
 
     def by_place(self, batch: tuple[PyTree, ...], named: dict[str, PyTree]) -> tuple[PyTree, ...]:
         """The arguments after the parameters, in order."""
+        register_dataclasses(batch, named)
         return by_place(self.f.layout.signature, self.f.name, (None, *batch), named)[1:]
 
     def stay_in_step(self, runtime: Any, doing: str, batch: PyTree) -> None:

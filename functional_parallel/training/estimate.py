@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from sharding_specs import Mesh, broadcast_specs, local_shape, tree_paths
+from sharding_specs import Mesh, broadcast_specs, local_shape, register_dataclasses, tree_paths
 
 from ..optim import Optimizer, sgd
 from ..pipelines import PipelineError, stage_of_layer
@@ -95,6 +95,7 @@ def estimate(
         ValueError: when there is no such convention.
         PipelineError: when only a trace can tell where a pipeline's parameters lie, since no stacks of layers say it.
     """
+    register_dataclasses(params)
     shapes = optree.tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, params)
     train = train_step(lambda *_: None, optimizer or sgd(0.0), mesh, plan)
     shapes, state = train.begun(shapes)

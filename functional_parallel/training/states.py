@@ -11,7 +11,7 @@ from typing import Any
 import optree
 import torch
 
-from sharding_specs import Mesh, P, tree_paths, validate
+from sharding_specs import Mesh, P, register_dataclasses, tree_paths, validate
 
 from .. import _torch
 from ..compile import runtime_of
@@ -91,6 +91,7 @@ class States:
             TypeError: when these are no parameters.
             DifferentInputsError: when ranks have different ones.
         """
+        register_dataclasses(params)
         makes = callable(params) and not isinstance(params, torch.nn.Module)
         given = None if makes else optree.tree_map(plain, params)
         make = params if makes else lambda: given
@@ -112,6 +113,7 @@ class States:
     def _begin(self, make: Callable[[], PyTree]) -> tuple[Form, list[Any]]:
         """How a state lies that begins with some parameters, and its leaves, whole."""
         params = make()
+        register_dataclasses(params)
         require_parameters(params, "train_step.init")
         held, state = self.begun(params)
         require_values(held, state)
@@ -142,6 +144,7 @@ class States:
         Raises:
             ValueError: when the optimizer keeps another state for these parameters, or the step is no number.
         """
+        register_dataclasses(params, optimizer_state)
         require_parameters(params, "train_step.load")
         stacks, expected = self.f.layout.stacks, expected_state(self.optimizer.init, params)
         expected, optimizer_state = (with_scale(each, self.scaling) for each in (expected, optimizer_state))
@@ -160,6 +163,7 @@ class States:
 
     def begun(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """Parameters and first state as they are held: in a pipeline, layers that were stacked one by one."""
+        register_dataclasses(params)
         stacks = self.f.layout.stacks
         if stacks is None:
             return params, self.optimizer.init(params)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,9 +17,9 @@ from sharding_specs import Mesh
 from .test_bad_input import message
 
 
-@dataclasses.dataclass
 class Record:
-    x: torch.Tensor
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
 
 
 class Slotted:

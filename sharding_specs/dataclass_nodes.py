@@ -1,0 +1,100 @@
+"""Dataclasses as pytrees: a class is registered with optree when a tree that holds an instance of it is first met."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from functools import cached_property
+from typing import Any
+from weakref import WeakSet
+
+import optree
+import torch
+
+from .annotated import Annotated
+from .spec import P
+
+__all__ = ["register_dataclasses"]
+
+_LIBRARIES = ("torch", "optree", "functional_parallel", "sharding_specs")  # whose dataclasses are leaves
+_CONTAINERS = (dict, list, tuple, set, frozenset, str)  # which hold more than their fields
+_HELD = (torch.Tensor, P, Annotated)
+
+_lock = threading.Lock()
+_registered: WeakSet[type] = WeakSet()
+
+
+def register_dataclasses(*trees: Any) -> None:
+    """Register the dataclasses in some trees with optree, in its global namespace, if they hold tensors or specs.
+
+    Their fields are the children, in the order of declaration, by name. A field that is not a tensor is a leaf too, as
+    a number in a dict is. A class that is registered already stays as it is.
+
+    >>> import torch
+    >>> from dataclasses import dataclass
+    >>> from sharding_specs import tree_paths
+    >>> @dataclass
+    ... class Params:
+    ...     weight: torch.Tensor
+    ...     bias: torch.Tensor
+    >>> register_dataclasses(Params(torch.ones(2), torch.ones(1)))
+    >>> tree_paths({"layer": Params(torch.ones(2), torch.ones(1))})
+    ['layer/weight', 'layer/bias']
+
+    Args:
+        trees: any pytrees.
+    """
+    for leaf in optree.tree_leaves(trees):
+        if _is_instance(leaf) and _holds(leaf):
+            _register(type(leaf))
+            register_dataclasses(leaf)  # what its fields hold
+
+
+def _is_instance(leaf: Any) -> bool:
+    kind = type(leaf)
+    if not hasattr(kind, "__dataclass_fields__") or isinstance(leaf, (torch.nn.Module, type, *_CONTAINERS)):
+        return False
+    return kind.__module__.split(".")[0] not in _LIBRARIES
+
+
+def _holds(leaf: Any) -> bool:
+    """Whether a dataclass holds a tensor or a spec, at any depth."""
+    inner = optree.tree_leaves(list(_content(leaf).values()))
+    return any(isinstance(each, _HELD) or (_is_instance(each) and _holds(each)) for each in inner)
+
+
+def _register(kind: type) -> None:
+    with _lock:
+        if kind not in _registered:  # by another thread
+            _registered.add(kind)
+            optree.register_pytree_node(
+                kind,
+                _flatten,
+                lambda names, children: _made(kind, names, children),
+                path_entry_type=optree.GetAttrEntry,
+                namespace=optree.registry.__GLOBAL_NAMESPACE,
+            )
+
+
+def _flatten(instance: Any) -> tuple[tuple[Any, ...], tuple[str, ...], tuple[str, ...]]:
+    content = _content(instance)
+    return tuple(content.values()), tuple(content), tuple(content)
+
+
+def _content(instance: Any) -> dict[str, Any]:
+    """Fields, and attributes beside them; what a cached property keeps is computed again."""
+    fields = [field.name for field in dataclasses.fields(instance)]
+    more = [
+        name
+        for name in getattr(instance, "__dict__", {})
+        if name not in fields and not isinstance(getattr(type(instance), name, None), cached_property)
+    ]
+    return {name: getattr(instance, name) for name in (*fields, *more) if hasattr(instance, name)}
+
+
+def _made(kind: type, names: tuple[str, ...], children: Any) -> Any:
+    """An instance, frozen or not, without a call of its `__init__` or `__post_init__`, which may check for tensors."""
+    instance: Any = object.__new__(kind)
+    for name, child in zip(names, children, strict=True):
+        object.__setattr__(instance, name, child)
+    return instance
