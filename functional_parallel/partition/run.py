@@ -109,9 +109,10 @@ class _Run:
             return
         rule = self._rule(step)
         step.decision = _decision(rule, step)
-        reduced = _is_reduced(step)
+        completed = rule.whole_gradient and _is_reduced(step)
+        reduced = _is_reduced(step) and not completed
         whole = REDUCED if reduced else VARYING if step.decision.varying and not rule.casts else WHOLE
-        args, kwargs = self._arguments(node, tensor_operands(node), step.decision, whole)
+        args, kwargs = self._arguments(node, tensor_operands(node), step.decision, whole, completed)
         if reduced:
             step.decision = replace(step.decision, results=tuple(map(_reduced, step.results)))
         with grad_mode_of(node):
@@ -153,10 +154,12 @@ class _Run:
             warn_at(source_of(step.node), message, PartitionWarning)
         return _REPLICATED
 
-    def _arguments(self, node: fx.Node, operands: list[fx.Node], decision: Decision, whole: Form) -> tuple[Any, Any]:
+    def _arguments(
+        self, node: fx.Node, operands: list[fx.Node], decision: Decision, whole: Form, completed: bool = False
+    ) -> tuple[Any, Any]:
         """The node's arguments with each tensor converted to what the decision requires.
 
-        `whole` is the form that whole operands take beside the others.
+        `whole` is the form that whole operands take beside the others; with `completed`, none of them is Reduced.
         """
         remaining = enumerate(zip(operands, decision.operands, strict=True))
 
@@ -164,6 +167,8 @@ class _Run:
             if not isinstance(leaf, fx.Node):
                 return leaf
             index, (operand, required) = next(remaining)
+            if completed and self.values[operand].place == REDUCED:
+                return self._with_whole_gradient(operand)
             part = self._in_form(operand, whole if isinstance(required, (Whole, Reduced)) else required)
             return once(part, required, self.axis, self.cut) if index in decision.masked else part
 
@@ -184,6 +189,13 @@ class _Run:
                 with inherit(source_of(node) if value.place == PARTIAL else current_source()):
                     value.forms[form] = self._converted(value, form)
         return value.forms[form]
+
+    def _with_whole_gradient(self, node: fx.Node) -> Any:
+        """A Reduced value as an Invariant one, once for all ops that need it."""
+        value: _Value = self.values[node]
+        if WHOLE not in value.forms:
+            value.forms[WHOLE] = convert(value.part, REDUCED, WHOLE, self.axis, self.cut)
+        return value.forms[WHOLE]
 
     def _converted(self, value: _Value, form: Form) -> Any:
         if form == VARYING and value.place == PARTIAL:  # one psum, however many ops take it whole

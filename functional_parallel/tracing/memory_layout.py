@@ -93,7 +93,9 @@ class Layouts:
         self._pairs: dict[int, list[_Pair]] = {}
 
     def bind(self, tensor: torch.Tensor, node: fx.Node) -> None:
-        """Note the storage that a node's tensor is in."""
+        """Note the storage that a node's tensor is in; a sparse tensor has none."""
+        if tensor.layout is not torch.strided:
+            return
         with _torch.apart_from_functions():
             storage = tensor.untyped_storage()
         key = storage._cdata
@@ -204,6 +206,8 @@ def _is_contiguous(node: fx.Node) -> bool:
 
 
 def _key(tensor: torch.Tensor) -> int:
+    if tensor.layout is not torch.strided:
+        return -1
     with _torch.apart_from_functions():
         return int(tensor.untyped_storage()._cdata)
 

@@ -239,7 +239,7 @@ def _rows_text(node: fx.Node) -> str:
     """`index_add(x, dim, index, source)`: whole along that dim."""
     ndim, dim = ndim_of(node), dim_of(node)
     if not ndim or len(node.args[3].meta["val"].shape) != ndim:
-        return all_whole_text(node)
+        return _put_text(node)
     x, source, result = (pattern(dim_names(ndim, {dim: name})) for name in ("row^", "part^", "new"))
     return f"&{x}, i^, &{source} -> {result}"
 

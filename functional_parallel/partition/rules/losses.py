@@ -57,14 +57,14 @@ def _softmax_text(node: fx.Node) -> str:
 
 
 def _local_softmax(step: Step, x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
-    if not step.splits("classes"):
+    if not step.splits("classes") or not x.numel():
         return step.run(x, dim, half_to_float)
     exps = (x - fp.pmax(x.detach().amax(dim, keepdim=True), step.axis)).exp()
     return exps / fp.pvary(fp.psum(step.once(exps).sum(dim, keepdim=True), step.axis), step.axis)
 
 
 def _local_log_softmax(step: Step, x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
-    if not step.splits("classes"):
+    if not step.splits("classes") or not x.numel():
         return step.run(x, dim, half_to_float)
     counted = step.once(x, lowest(x.dtype))
     return x - fp.pvary(logsumexp_over_ranks(counted, [dim], True, step.axis), step.axis)

@@ -85,6 +85,8 @@ def _local_logsumexp(step: Step, x: torch.Tensor, dims: Any, keepdim: bool = Fal
 
 def logsumexp_over_ranks(x: torch.Tensor, dims: list[int], keepdim: bool, axis: str) -> torch.Tensor:
     """log Σ exp over dims of which one is sharded: one pmax, without a gradient, and one psum."""
+    if any(x.shape[dim] == 0 for dim in dims):  # which has no maximum
+        return fp.psum(x.exp().sum(dims, keepdim=keepdim), axis).log()
     sizes = x.detach().real if x.is_complex() else x.detach()
     top = fp.pmax(sizes.amax(dims, keepdim=True), axis)
     top = torch.where(top.isfinite(), top, 0)  # of nothing but -inf, less than nothing is to be taken
@@ -151,6 +153,9 @@ rule([aten.logsumexp.default], Rule(_reduction_text("!"), _local_logsumexp, cast
 
 
 rule([aten.cumsum.default], Rule(along_text("~")))
-rule([aten.cumprod.default, aten.logcumsumexp.default, aten.glu.default], Rule(along_text()))
+rule([aten.cumprod.default, aten.glu.default], Rule(along_text()))
+rule(
+    [aten.logcumsumexp.default], Rule(along_text(), whole_gradient=True)
+)  # its derivative takes the gradient's logarithm
 rule([aten.cummax.default, aten.cummin.default], Rule(along_text()))
 rule([aten.sort.default, aten.sort.stable, aten.topk.default], Rule(along_text()))

@@ -34,6 +34,8 @@ class Rule:
     they are, invariant, and casts those itself that meet rank-dependent values. `moves_only` says of an op without text
     that it computes nothing, so partial sums pass through it. With `counts`, `local` counts samples that unequal parts
     hold twice once (`Step.once`); without, one operand that the op is linear in has zeros there, or all are whole.
+    `whole_gradient` says that torch's derivative is computed by ops that are not linear in the gradient, which must not
+    be partial sums then.
     """
 
     text: Text | None = None
@@ -42,6 +44,7 @@ class Rule:
     casts: bool = False
     moves_only: bool = False
     counts: bool = False
+    whole_gradient: bool = False
 
     def text_for(self, node: fx.Node) -> str:
         assert self.text is not None

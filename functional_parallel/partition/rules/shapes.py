@@ -151,6 +151,8 @@ def _cut_place(place: Place, dim: int, extent: int, start: int, length: int) -> 
     """
     if not isinstance(place, Shard) or place.dim != dim:
         return None
+    if extent == 0:
+        return place
     block = extent // place.outer
     aligned = start % block == 0 and length % block == 0 and length > 0
     return Shard(dim, length // block) if aligned else None
@@ -248,20 +250,22 @@ def _cat_text(node: fx.Node) -> str:
 def _decide_cat(step: Step) -> Decision | None:
     """Blocks of equal lengths that ranks split alike lie side by side, as both halves of a batch of pairs do.
 
-    What is whole beside them is sliced, unless it is the larger part.
+    What is whole beside them is sliced, unless it is the larger part. Empty tensors stay as they are.
     """
     dim = argument(step.node, "dim") % len(step.results[0].shape)
-    held = [operand for operand in step.operands if isinstance(operand.place, Shard)]
-    whole = [operand for operand in step.operands if operand.place in (WHOLE, REDUCED)]
+    filled = [operand for operand in step.operands if operand.aval.shape[dim]]
+    held = [operand for operand in filled if isinstance(operand.place, Shard)]
+    whole = [operand for operand in filled if operand.place in (WHOLE, REDUCED)]
     places = [place for operand in held if isinstance(place := operand.place, Shard)]
-    if not step.parts.is_even or len(held) + len(whole) < len(step.operands) or {p.dim for p in places} != {dim}:
+    if not step.parts.is_even or len(held) + len(whole) < len(filled) or {p.dim for p in places} != {dim}:
         return None
     block, *others = {operand.aval.shape[dim] // p.outer for operand, p in zip(held, places, strict=True)}
-    lengths = [operand.aval.shape[dim] for operand in step.operands]
+    lengths = [operand.aval.shape[dim] for operand in filled]
     larger = sum(operand.aval.nbytes for operand in whole) > sum(operand.aval.nbytes for operand in held)
     if others or larger or any(length % block for length in lengths):
         return None
-    return Decision(tuple(Shard(dim, n // block) for n in lengths), (Shard(dim, sum(lengths) // block),))
+    required = [Shard(dim, operand.aval.shape[dim] // block or 1) for operand in step.operands]
+    return Decision(tuple(required), (Shard(dim, sum(lengths) // block),))
 
 
 def _stack_text(node: fx.Node) -> str:
