@@ -24,7 +24,7 @@ import torch.multiprocessing as multiprocessing
 
 import functional_parallel as fp
 from sharding_specs import Mesh, P
-from tests.processes import _free_port, _server, connect
+from tests.processes import _free_port, _server, connect, run_on_processes
 
 LIMIT = 30.0
 START_TIMEOUT = 12.0
@@ -233,6 +233,15 @@ def kill_under_torchrun(phase: str, draw: random.Random, folder: Path) -> Kill:
 # -----------------------------------------------------------------------------
 # Laws
 # -----------------------------------------------------------------------------
+
+
+def nothing(rank: int) -> None:
+    """Let the process that ranks are forked from import torch, which may take longer than a start may."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm() -> None:
+    run_on_processes(nothing, max(Mesh.parse(case.mesh).size for case in CASES))
 
 
 @pytest.mark.parametrize(("case", "phase"), [(CASES[0], 0), (CASES[1], 1), (CASES[2], 2), (CASES[4], 2)])
