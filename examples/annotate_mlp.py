@@ -3,6 +3,8 @@
 Run with `python examples/annotate_mlp.py` (4 simulated ranks) or under `torchrun --nproc-per-node 4`.
 """
 
+from argparse import ArgumentParser
+
 import torch
 from einops import einsum
 
@@ -23,15 +25,14 @@ def loss(params: dict[str, torch.Tensor], batch: tuple[torch.Tensor, torch.Tenso
     return ((einsum(hidden, params["w2"], "batch hidden, hidden embed -> batch embed") - y) ** 2).mean()
 
 
+ArgumentParser(description=__doc__).parse_args()
 torch.manual_seed(0)
 mesh = Mesh(data=2, tensor=2)
 params, specs = split(init(embed=8, hidden=32))
 batch = (torch.randn(16, 8), torch.randn(16, 8))
-
 plan = fp.chain(fp.tensor_parallel("tensor", specs), fp.zero(3, "data"))
 step = fp.compile(fp.grad_and_value(plan(loss)), mesh)
 grads, value = step(params, batch)
-
 expected = torch.func.grad(loss)(params, batch)
 if fp.is_main_rank():
     print(step.explain())

@@ -8,6 +8,7 @@ function, compiled, run on 4 ranks, and compared with the same derivative of the
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +51,7 @@ def scaled(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.manual_seed(0)
     params = {"mlp": {"w1": torch.randn(6, 8).double(), "w2": torch.randn(8, 6).double()}}
     direction = optree.tree_map(torch.randn_like, params)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +23,24 @@ def run(script: str, *options: str, cwd: Path | None = None) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, cwd=cwd, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+MODULES = {"corpus.py", "gpt.py", "reporting.py"}  # the other examples import them
+
+
+@pytest.mark.parametrize("script", sorted({path.name for path in (ROOT / "examples").glob("*.py")} - MODULES))
+def test_every_example_has_help(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It prints the example's docstring, and nothing runs."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.setattr(sys, "argv", [script, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "examples" / script), run_name="__main__")
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0 and shown.startswith(f"usage: {script}")
+    first = ast.get_docstring(ast.parse((ROOT / "examples" / script).read_text())) or "no docstring"
+    assert first.splitlines()[0][:40] in shown
 
 
 def test_annotate_mlp() -> None:

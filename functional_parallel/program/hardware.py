@@ -143,10 +143,27 @@ class Hardware:
 
     def __str__(self) -> str:
         return (
-            f"{self.name}: {max(self.flops.values()) / 1e12:.0f} TFLOP/s, {self.capacity / 1e9:.0f} GB at "
-            f"{self.bandwidth / 1e9:.0f} GB/s; {self.ranks_per_host} ranks on a host, {self.inside}; between hosts "
+            f"{self.name}: {_readable(max(self.flops.values()), 'TFLOP/s')}, {_readable(self.capacity, 'GB')} at "
+            f"{_readable(self.bandwidth, 'GB/s')}; {self.ranks_per_host} ranks on a host, {self.inside}; between hosts "
             f"{self.between}"
         )
+
+
+_PREFIXES = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3}
+
+
+def _readable(amount: float, unit: str) -> str:
+    """Return an amount in a unit, or with a smaller prefix where it would be below 1.
+
+    >>> _readable(3.35e12, "GB/s"), _readable(989e12, "TFLOP/s"), _readable(48.6e9, "TFLOP/s"), _readable(1, "GB")
+    ('3350 GB/s', '989 TFLOP/s', '48.6 GFLOP/s', '1 B')
+    """
+    largest, rest = _PREFIXES[unit[0]], unit[1:]
+    for prefix, size in _PREFIXES.items():
+        if size <= min(largest, amount):
+            number = amount / size
+            return f"{number:.0f} {prefix}{rest}" if number >= 100 else f"{number:.3g} {prefix}{rest}"
+    return f"{amount:.3g} {rest}"
 
 
 def reach_of(mesh: Mesh, axes: Iterable[str], ranks_per_host: int) -> Reach:

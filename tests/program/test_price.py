@@ -382,3 +382,10 @@ def test_a_price_and_a_table_name_the_same_phases(plan: Any) -> None:
     assert told == {(item.what, item.phase) for item in program.price("h100").items if item.axes}
     assert ("psum", "update") in told  # of the norm
     assert (("all_gather", "update") in told) == ("zero(3" not in repr(plan))
+
+
+@pytest.mark.parametrize(("rate", "shown"), [(48e9, "48 GFLOP/s"), (0.4e12, "400 GFLOP/s"), (1.5e12, "1.5 TFLOP/s")])
+def test_a_slow_rank_has_a_rate_above_zero(rate: float, shown: str) -> None:
+    text = str(replace(H100, flops={torch.float32: rate}, bandwidth=0.2e9, capacity=500 * 10**6))
+    assert f"h100: {shown}, 500 MB at 200 MB/s;" in text
+    assert "80 GB at 3350 GB/s" in str(H100) and "989 TFLOP/s" in str(H100)
