@@ -70,6 +70,7 @@ def _run_traced(f: Callable[..., PyTree], active: Recorder, leaves: list[Any], t
         types=[type_of(active.node_of(_torch.innermost(leaves[index]))) for index in tensors],
         forward_only=True,
         on_node=Typing(current_axes()),
+        is_local_body=active.is_local_body,
     )
     depends_on_layouts(traced, [leaves[index] for index in tensors], [f"argument {index}" for index in tensors])
     outputs = run_typed(traced, [*(leaves[index] for index in tensors), *traced.captured])

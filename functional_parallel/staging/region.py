@@ -98,7 +98,8 @@ def _traced(
     others = [axis for axis in current_axes() if axis not in visible]
     typing = Typing(current_axes())
     with hide(others) if others else nullcontext():
-        return trace(body, [aval_of(tensor) for tensor in tensors], types=types, forward_only=True, on_node=typing)
+        avals = [aval_of(tensor) for tensor in tensors]
+        return trace(body, avals, types=types, forward_only=True, on_node=typing, is_local_body=True)
 
 
 def _check_results(traced: Traced, specs: Sequence[P], visible: Sequence[str], paths: Sequence[str], name: str) -> None:

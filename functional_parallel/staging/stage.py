@@ -252,7 +252,8 @@ def _mark_inputs(traced: Traced, flat: _Flat, parameters: str, carried: str | No
 
 def _untrained(traced: Traced) -> tuple[str, ...]:
     """A line for `explain` on parameters that a gradient was taken by, and that have no path to the value."""
-    paths = [node.meta["own_path"] or "0" for node in traced.inputs if node.meta.get("trained") is False]
+    untrained = [node.meta for node in traced.inputs if node.meta.get("trained") is False]
+    paths = [meta.get("own_path") or meta["path"] for meta in untrained]
     return (f"no gradient reaches {', '.join(paths)}",) if paths else ()
 
 

@@ -57,6 +57,7 @@ def trace(
     types: Sequence[Any] | None = None,
     forward_only: bool = False,
     on_node: Callable[[fx.Node], None] | None = None,
+    is_local_body: bool = False,
 ) -> Traced:
     """Record `fn(*tensors) -> flat sequence of outputs` on fake tensors of the given shapes.
 
@@ -66,6 +67,7 @@ def trace(
         types: what `node.meta["type"]` of each input shall be, for an `on_node` that infers types.
         forward_only: the graph will be differentiated later, so whatever hides a derivative from it is refused.
         on_node: called with every op node as soon as it is recorded.
+        is_local_body: whether the function computes on shards and writes its collectives by hand.
 
     Returns:
         The graph, without the nodes that no output needs.
@@ -79,7 +81,7 @@ def trace(
     with _torch.apart_from_transforms(), staging(), torch.inference_mode(False), torch.enable_grad():
         with mode:
             arguments = [torch.empty(a.shape, dtype=a.dtype, device=a.device) for a in inputs]
-        recording = Recorder(mode, forward_only, on_node, outer)
+        recording = Recorder(mode, forward_only, on_node, outer, is_local_body)
         recording.start(arguments, types)
         with ExitStack() as stack:
             alone = forward_only and on_node is None  # in a typed body ops are a rank's own
@@ -167,11 +169,13 @@ class Recorder(_torch.TorchDispatchMode):
         forward_only: bool,
         on_node: Callable[[fx.Node], None] | None,
         outer: Recorder | None,
+        is_local_body: bool = False,
     ) -> None:
         super().__init__()
         self.fake_mode = fake_mode
         self.forward_only = forward_only
         self.on_node = on_node
+        self.is_local_body = is_local_body
         self.traced = Traced(fx.Graph())
         self._nodes: dict[int, fx.Node] = {}
         self._references: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -222,11 +226,6 @@ class Recorder(_torch.TorchDispatchMode):
         if tensor.requires_grad and node.op == "get_attr":
             self._trainable[node] = closed_over(tensor)
         return node
-
-    @property
-    def is_local_body(self) -> bool:
-        """Whether this traces a function on shards, which is typed while it runs, inside another trace."""
-        return self.forward_only and self.on_node is not None
 
     @property
     def trainable_constants(self) -> list[ClosedOver]:
