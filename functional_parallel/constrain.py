@@ -44,11 +44,11 @@ def constrain(x: torch.Tensor, spec: P | str) -> torch.Tensor:
     pending = {axis: mesh_axis_size(axis) for axis in hidden_axes() if axis in spec.axes}
     if current_axes() or hidden_axes():
         _warn_of_slips(spec)
+    if spec.named > x.ndim:
+        raise SpecError(_misfit(x, spec, f"the spec has {spec.named} dims; drop the last entries"))
     if not pending:
         return x
     placements = spec.only(pending).placements(Mesh(pending))
-    if spec.named > x.ndim:
-        raise SpecError(_misfit(x, spec, f"the spec has {spec.named} dims"))
     for axis, dim, outer in placements:
         _check_fit(x, spec, axis, dim, outer * pending[axis])
     return _Constrain.apply(x, [p.axis for p in placements], [p.dim for p in placements], [p.outer for p in placements])
@@ -115,7 +115,7 @@ def _check_fit(x: torch.Tensor, spec: P, axis: str, dim: int, blocks: int) -> No
 
 
 def _misfit(x: torch.Tensor, spec: P, problem: str) -> str:
-    return f"{current_source()}: constrain a value of shape {tuple(x.shape)} to {spec!r}: {problem}"
+    return f"{current_source()}: constrain a value of shape {tuple(x.shape)} to {spec.as_written()}: {problem}"
 
 
 def _warn_of_slips(spec: P) -> None:

@@ -14,7 +14,16 @@ from typing import Any
 
 import optree
 
-from sharding_specs import Mesh, MeshError, P, SpecError, broadcast_specs, register_dataclasses, tree_paths
+from sharding_specs import (
+    Mesh,
+    MeshError,
+    P,
+    SpecError,
+    broadcast_specs,
+    register_dataclasses,
+    require_dims,
+    tree_paths,
+)
 
 from .by_place import by_place, signature_of
 from .collectives.axes import bind, current_axes, hidden_axes, mesh_axis_size
@@ -171,12 +180,15 @@ def full_specs(specs: tuple[SpecTree, ...], args: tuple[PyTree, ...], of: str, f
         args: the arguments.
         of: says in messages whose they are.
         first: the number of the first one, among all.
+
+    Raises:
+        SpecError: when the specs' structure is not that of the arguments, or a spec has more dims than its tensor.
     """
-    rows = enumerate(zip(specs, args, strict=True), first)
-    return tuple(
-        broadcast_specs(spec, arg, name=f"{of}, argument {number}", what="what is given for it")
-        for number, (spec, arg) in rows
-    )
+    full = []
+    for number, (spec, arg) in enumerate(zip(specs, args, strict=True), first):
+        full.append(broadcast_specs(spec, arg, name=f"{of}, argument {number}", what="what is given for it"))
+        require_dims(arg, full[-1], f"argument {number} ({of})")
+    return tuple(full)
 
 
 def whole_arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:

@@ -8,7 +8,7 @@ from .mesh import Mesh, MeshError
 from .rules import RuleMatch, apply_rules, match_rules, optional
 from .spec import P, Placement, SpecError, as_spec
 from .trees import broadcast_specs, tree_paths
-from .validate import validate
+from .validate import require_dims, validate
 
 __all__ = [
     "MemoryRow",
@@ -29,6 +29,7 @@ __all__ = [
     "optional",
     "padded_shape",
     "register_dataclasses",
+    "require_dims",
     "reshard",
     "shard",
     "shard_leaf",

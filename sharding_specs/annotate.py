@@ -26,12 +26,16 @@ def annotate(value: Any, spec: P | str) -> Any:
         spec: a spec or its string form.
 
     Raises:
-        SpecError: when a string form names more or fewer dims than the tensor has.
+        SpecError: when a spec has more dims than the tensor, or a string form names fewer.
     """
     parsed = as_spec(spec)
     ndim = getattr(value, "ndim", None)
     if isinstance(spec, str) and ndim is not None and "..." not in spec and _dims_named(spec) != ndim:
         raise SpecError(f"annotate: {spec!r} names {_dims_named(spec)} dims, the tensor has shape {tuple(value.shape)}")
+    if ndim is not None and parsed.named > ndim:
+        raise SpecError(
+            f"annotate: {parsed.as_written()} has {parsed.named} dims, the tensor has shape {tuple(value.shape)}"
+        )
     return Annotated(value, parsed)
 
 

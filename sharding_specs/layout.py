@@ -11,7 +11,7 @@ import torch
 from .mesh import Mesh
 from .spec import P, SpecError
 from .trees import broadcast_specs, tree_paths
-from .validate import misfits, validate
+from .validate import misfits, require_dims, validate
 
 __all__ = ["local_shape", "padded_shape", "reshard", "shard", "shard_leaf", "unshard", "unshard_leaf", "whole_shape"]
 
@@ -81,7 +81,7 @@ def padded_shape(shape: Sequence[int], spec: P, mesh: Mesh) -> tuple[int, ...]:
 
 def _check(shape: Sequence[int], spec: P, mesh: Mesh, *, pad: bool = False) -> None:
     if problems := misfits(shape, spec, mesh, pad=pad):
-        raise SpecError(f"shape {tuple(shape)} does not lie as {spec!r} on {mesh!r}: " + "; ".join(problems))
+        raise SpecError(f"shape {tuple(shape)} does not lie as {spec.as_written()} on {mesh!r}: " + "; ".join(problems))
 
 
 # -----------------------------------------------------------------------------
@@ -129,11 +129,12 @@ def unshard(trees: Sequence[Any], specs: Any, mesh: Mesh, *, shapes: Any = None,
         check: verify that replicas are equal, bit for bit.
 
     Raises:
-        SpecError: when there is not one tree per rank; with `check`, listing every leaf of which replicas differ, and
-            the ranks.
+        SpecError: when there is not one tree per rank, or a spec has more dims than its tensors; with `check`, listing
+            every leaf of which replicas differ, and the ranks.
     """
     if len(trees) != mesh.size:
         raise SpecError(f"unshard takes one tree per rank: {mesh!r} has {mesh.size} ranks, got {len(trees)} trees")
+    require_dims(trees[0], specs)
     full = optree.tree_leaves(broadcast_specs(specs, trees[0]))
     columns = [optree.tree_leaves(tree) for tree in trees]
     paths, structure = tree_paths(trees[0]), optree.tree_structure(trees[0])
@@ -221,7 +222,11 @@ def unshard_leaf(parts: Sequence[torch.Tensor], spec: P, mesh: Mesh) -> torch.Te
         parts: one tensor per rank, in rank order.
         spec: how they lie.
         mesh: the mesh.
+
+    Raises:
+        SpecError: when the spec has more dims than the tensors.
     """
+    require_dims(parts[0], spec)
     values = dict(enumerate(parts))
     for axis in sorted(spec.unreduced):
         for group in mesh.groups(axis):

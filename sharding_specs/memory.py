@@ -10,6 +10,7 @@ import optree
 from .layout import local_shape
 from .mesh import Mesh
 from .trees import broadcast_specs, tree_paths
+from .validate import require_dims
 
 __all__ = ["MemoryRow", "bytes_per_rank", "memory_table"]
 
@@ -36,6 +37,7 @@ def memory_table(tree: Any, specs: Any, mesh: Mesh) -> list[MemoryRow]:
         specs: a pytree prefix of specs.
         mesh: the mesh.
     """
+    require_dims(tree, specs)
     full = optree.tree_leaves(broadcast_specs(specs, tree))
     rows = []
     for path, leaf, spec in zip(tree_paths(tree), optree.tree_leaves(tree), full, strict=True):

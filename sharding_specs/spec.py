@@ -43,6 +43,7 @@ class P:
 
     Args:
         dims: per dim None, an axis, or a tuple of axes and numbers, the first major. Dims not mentioned are unsharded.
+            A tensor must have at least as many dims as are mentioned, None included.
         unreduced: axes along which ranks hold partial sums.
         reduced: axes along which ranks hold the same value and its gradient is wanted as partial sums.
         padded: sharded dims that their axes need not divide, with their length: ranks hold them filled up with zeros.
@@ -62,7 +63,7 @@ class P:
         padded: Mapping[int, int] | None = None,
     ) -> None:
         self._dims = _trimmed(tuple(_factors(dim) for dim in dims))
-        self.named = len(self._dims)  # how many dims a tensor must have; a string form may name more than it shards
+        self.named = len(dims)  # a tensor must have that many dims; those at the end may be unsharded
         self.unreduced = frozenset((unreduced,) if isinstance(unreduced, str) else unreduced)
         self.reduced = frozenset((reduced,) if isinstance(reduced, str) else reduced)
         self.padded = dict(sorted((padded or {}).items()))
@@ -93,9 +94,7 @@ class P:
             dims = parse_dims(text, sizes)
         except ValueError as error:
             raise SpecError(str(error)) from None
-        spec = cls(*dims)
-        spec.named = len(dims)
-        return spec
+        return cls(*dims)
 
     @classmethod
     def from_placements(
@@ -214,8 +213,20 @@ class P:
     def _key(self) -> tuple[Any, ...]:
         return (self._dims, self.unreduced, self.reduced, tuple(self.padded.items()))
 
+    def as_written(self) -> str:
+        """The spec as text, with the unsharded dims at its end.
+
+        >>> P("data", None).as_written()
+        "P('data', None)"
+        """
+        return self._text(self.named)
+
     def __repr__(self) -> str:
-        parts = [repr(dim[0]) if len(dim) == 1 else repr(dim) if dim else "None" for dim in self._dims]
+        return self._text(len(self._dims))
+
+    def _text(self, count: int) -> str:
+        dims = [*self._dims, *[()] * (count - len(self._dims))]
+        parts = [repr(dim[0]) if len(dim) == 1 else repr(dim) if dim else "None" for dim in dims]
         for name in ("unreduced", "reduced"):
             if axes := sorted(getattr(self, name)):  # sorted: a set prints in an order of its own in every process
                 parts.append(f"{name}={{{', '.join(map(repr, axes))}}}")

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import optree
+import torch
 
 from .mesh import Mesh
 from .spec import P, SpecError
 from .trees import broadcast_specs, tree_paths
 
-__all__ = ["misfits", "validate"]
+__all__ = ["misfits", "require_dims", "validate"]
 
 
 def validate(tree: Any, specs: Any, mesh: Mesh, *, pad: bool = False, advice: str = "") -> None:
@@ -39,13 +40,44 @@ another dim, or leave it whole
     problems, uneven = [], False
     for path, leaf, spec in zip(tree_paths(tree), optree.tree_leaves(tree), full, strict=True):
         shape = tuple(getattr(leaf, "shape", ()))
-        where = f"  {path or 'the value'}: shape {shape}, {spec!r}"
+        where = f"  {path or 'the value'}: shape {shape}, {spec.as_written()}"
         found = misfits(shape, spec, mesh, pad=pad)
         problems += [f"{where}: {text}" for text in found]
         uneven |= len(found) > len(misfits(shape, spec, mesh, pad=True))
     if problems:
         more = [f"  {advice}"] if uneven and advice else []
         raise SpecError(f"specs do not fit on {mesh!r}:\n" + "\n".join(problems + more))
+
+
+def require_dims(tree: Any, specs: Any, name: str = "the tensors") -> None:
+    """Check that no spec has more dims than its tensor, unsharded dims at its end included.
+
+    >>> import torch
+    >>> require_dims({"b": torch.ones(4)}, {"b": P("data", None)})
+    Traceback (most recent call last):
+    sharding_specs.spec.SpecError: specs do not fit the tensors:
+      b: shape (4,), P('data', None): the spec has 2 dims, the tensor has 1; drop the last entries
+
+    Args:
+        tree: any pytree; leaves that are not tensors are not checked.
+        specs: a pytree prefix of specs.
+        name: what the tensors are, for the error.
+
+    Raises:
+        SpecError: listing every such leaf with path, shape and spec.
+    """
+    full = optree.tree_leaves(broadcast_specs(specs, tree))
+    wrong = [
+        f"  {path or 'the value'}: shape {tuple(leaf.shape)}, {spec.as_written()}: {_longer(spec, leaf.ndim)}"
+        for path, leaf, spec in zip(tree_paths(tree), optree.tree_leaves(tree), full, strict=True)
+        if isinstance(leaf, torch.Tensor) and spec.named > leaf.ndim
+    ]
+    if wrong:
+        raise SpecError(f"specs do not fit {name}:\n" + "\n".join(wrong))
+
+
+def _longer(spec: P, ndim: int) -> str:
+    return f"the spec has {spec.named} dims, the tensor has {ndim}; drop the last entries"
 
 
 def misfits(shape: Sequence[int], spec: P, mesh: Mesh, *, pad: bool = False) -> list[str]:
@@ -56,7 +88,7 @@ def misfits(shape: Sequence[int], spec: P, mesh: Mesh, *, pad: bool = False) -> 
     """
     found = []
     if spec.named > len(shape):
-        found.append(f"the spec has {spec.named} dims, the tensor has {len(shape)}; drop the last entries")
+        found.append(_longer(spec, len(shape)))
     for dim, (size, factors) in enumerate(zip(shape, spec.dims, strict=False)):
         if dim in spec.padded:
             if size != spec.padded[dim]:

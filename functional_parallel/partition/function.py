@@ -12,8 +12,9 @@ from typing import Any
 
 import optree
 import torch
+from torch import fx
 
-from sharding_specs import P, Placement, broadcast_specs, register_dataclasses, tree_paths
+from sharding_specs import P, Placement, broadcast_specs, register_dataclasses, require_dims, tree_paths
 
 from ..collectives.axes import axis_parts, current_axes, hidden_axes, hide, mesh_axis_size
 from ..collectives.parts import Parts
@@ -27,7 +28,7 @@ from ..local_function import (
     layout_of,
     refuse_unknown_axes,
 )
-from ..tracing import Aval, Traced, depends_on_layouts, trace
+from ..tracing import Aval, Traced, depends_on_layouts, hollow, trace
 from ..tracing.record import recorder
 from .convert import convert
 from .placement import REDUCED, WHOLE, Place, Shard
@@ -189,7 +190,10 @@ class _Partition:
         if self.out_specs is None:
             return None
         outputs = optree.tree_unflatten(entry.out_tree, entry.traced.outputs)
-        specs = optree.tree_leaves(broadcast_specs(self.out_specs, outputs))
+        full = broadcast_specs(self.out_specs, outputs)
+        shapes = optree.tree_map(lambda out: hollow(out.meta["val"]) if isinstance(out, fx.Node) else out, outputs)
+        require_dims(shapes, full, f"the results over {self.axis!r} (out_specs)")
+        specs = optree.tree_leaves(full)
         return [place_of(spec, self.axis, self.inner.axes) for spec in specs]
 
     # --- tracing ---

@@ -14,7 +14,7 @@ from typing import Any
 import optree
 import torch
 
-from sharding_specs import Mesh, P, broadcast_specs, tree_paths, validate
+from sharding_specs import Mesh, P, broadcast_specs, require_dims, tree_paths, validate
 
 from .. import _torch
 from ..collectives.axes import axis_parts, current_axes, hide, snapshot
@@ -71,6 +71,7 @@ def call_region(
     traced = _traced(body, tensors, [flat[index] for index in chosen], visible)
     depends_on_layouts(traced, [leaves[index] for index in chosen], [tree_paths(args)[index] for index in chosen])
     full = broadcast_specs(out_specs, found["result"], name=f"out_specs of {name}", what="what it returned")
+    require_dims(found["result"], full, f"the results of {name} (out_specs)")
     results = optree.tree_leaves(full)
     _check_results(traced, results, visible, tree_paths(found["result"]), name)
     outputs = run_typed(traced, [*tensors, *traced.captured])

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import optree
 import torch
 
-from sharding_specs import Mesh, P, broadcast_specs, tree_paths
+from sharding_specs import Mesh, P, broadcast_specs, require_dims, tree_paths
 
 from ..assumptions import Assumption, assume, assumed
 from ..collectives.axes import bind
@@ -189,6 +189,7 @@ class _Flat:
         self.outputs = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         kept = [index for index, output in enumerate(self.outputs) if output is _TENSOR]
         full = broadcast_specs(specs, result, name=f"out_specs of {self._name}", what="what it returned")
+        require_dims(result, full, f"the results of {self._name} (out_specs)")
         self.out_specs = _of(kept, optree.tree_leaves(full))
         self.out_paths = _of(kept, tree_paths(result))
         return _of(kept, leaves)

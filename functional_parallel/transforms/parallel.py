@@ -17,6 +17,7 @@ from sharding_specs import (
     as_spec,
     broadcast_specs,
     match_rules,
+    require_dims,
     tree_paths,
     validate,
 )
@@ -320,7 +321,8 @@ def parameter_specs(specs: Rules, axis: str, who: str) -> Callable[[PyTree], Spe
     def find(tree: PyTree) -> SpecTree:
         match = matched(specs, tree, who)
         _warn_of_unused(match.unused, specs, axis, who, tree, source)
-        return _require_dims(match.specs, tree)
+        require_dims(tree, match.specs, "the parameters")
+        return match.specs
 
     return find
 
@@ -344,20 +346,6 @@ def _warn_of_unused(unused: list[str], rules: Rules, axis: str, who: str, tree: 
                 f"{who}: rule {pattern!r} finds no parameter, so it splits none; the nearest are {near}. If the model "
                 f"need not have it, write sharding_specs.optional({pattern!r})",
             )
-
-
-def _require_dims(specs: SpecTree, tree: PyTree) -> SpecTree:
-    """The specs, none of which names dims that its parameter has not."""
-    leaves = zip(tree_paths(tree), optree.tree_leaves(tree), optree.tree_leaves(specs), strict=True)
-    wrong = [
-        f"  {path or 'the parameter'}: shape {tuple(leaf.shape)}, {spec!r}: the spec has {spec.named} dims, the tensor "
-        f"has {leaf.ndim}; drop the last entries"
-        for path, leaf, spec in leaves
-        if isinstance(leaf, torch.Tensor) and spec.named > leaf.ndim
-    ]
-    if wrong:
-        raise SpecError("specs do not fit the parameters:\n" + "\n".join(wrong))
-    return specs
 
 
 def _only(specs: SpecTree, axis: str, who: str) -> SpecTree:
