@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from .assumptions import assume
+from .batch_norms import as_batch_norms, holds_batch_norms, require_no_group
 from .collectives import guards
 from .foreign import require_module
 
@@ -27,7 +29,8 @@ def functional(module: nn.Module, *, buffers: bool = False) -> Any:
         module: any module; Hugging Face models too. It is not changed, and its mode (train or eval) counts as it is
             when the function is called, also where that is compiled: each mode has a program then. What else it reads
             of itself, a program has as it was when it was traced.
-        buffers: pass buffers in and out as state, which batch norm's running statistics need in training.
+        buffers: pass buffers in and out as state, which batch norm's running statistics need in training. Batch norm
+            and `nn.SyncBatchNorm` take the statistics of the global batch.
 
     Returns:
         `(fn, params)` with `fn(params, *args, **kwargs)`; with `buffers`, `(fn, params, state)` with
@@ -38,10 +41,12 @@ def functional(module: nn.Module, *, buffers: bool = False) -> Any:
     Raises:
         TypeError: for what is not a module.
         ForeignCollectiveError: for a DDP or FSDP module, whose hidden hooks torch.func does not see.
-        ValueError: when the function is called, of a module whose buffers are on the meta device.
+        ValueError: for a `SyncBatchNorm` over some ranks only; when the function is called, of a module whose buffers
+            are on the meta device.
     """
     require_module(module, "fp.functional")
     guards.check_callable(module)
+    require_no_group(module)
     every = dict(module.named_parameters())
     trained = {name: parameter for name, parameter in every.items() if parameter.requires_grad} or every
     params = {name: parameter.detach() for name, parameter in trained.items()}
@@ -53,24 +58,28 @@ def functional(module: nn.Module, *, buffers: bool = False) -> Any:
 
 
 def _without_state(module: nn.Module, constants: dict[str, torch.Tensor]) -> Callable[..., Any]:
+    norms = as_batch_norms if holds_batch_norms(module) else nullcontext
     modes, valueless = _modes(module), [name for name, constant in constants.items() if constant.is_meta]
 
     def fn(params: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         assume(modes)
         if valueless and not any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in params.values()):
             raise ValueError(_VALUELESS.format(module=type(module).__name__, names=", ".join(valueless)))
-        return torch.func.functional_call(module, {**constants, **params}, args, kwargs)
+        with norms():
+            return torch.func.functional_call(module, {**constants, **params}, args, kwargs)
 
     return _named(fn, module)
 
 
 def _with_state(module: nn.Module, constants: dict[str, torch.Tensor]) -> Callable[..., Any]:
+    norms = as_batch_norms if holds_batch_norms(module) else nullcontext
     modes = _modes(module)
 
     def fn(params: dict[str, torch.Tensor], state: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         assume(modes)
         own = {name: buffer.clone() for name, buffer in state.items()}
-        result = torch.func.functional_call(module, {**constants, **params, **own}, args, kwargs)
+        with norms():
+            result = torch.func.functional_call(module, {**constants, **params, **own}, args, kwargs)
         return result, own
 
     return _named(fn, module)
