@@ -89,5 +89,6 @@ def test_on_two_processes() -> None:
         assert {name for name, _, _ in found.values()} == {"DifferentProgramsError"}
     assert "gpipe: 2 stages on 2 ranks" in apart["schedules"][1]
     assert failed[:2] == ("RuntimeError", "no memory for the kernel of stage 1")
-    assert waiting[0] == "CollectiveError" and "rank 0 (pipe=0): receive 1I0 from 1 failed" in waiting[1]
+    assert waiting[0] == "CollectiveError" and "rank 0 (pipe=0)" in waiting[1], waiting
+    assert "receive 1I0 from rank 1 (pipe=1)" in waiting[1], waiting
     assert waiting[2] < PATIENCE + 5
