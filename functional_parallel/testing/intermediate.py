@@ -39,7 +39,7 @@ def first_difference(
         exactness: as for `compare`.
     """
     traced = traced_leaves(loss, args)
-    ops = [node for node in traced.nodes if not isinstance(node.meta["val"], tuple)]
+    ops = [node for node in traced.nodes if not isinstance(node.meta["val"], tuple) and not _is_uninitialised(node)]
 
     def values(*args: Any) -> list[torch.Tensor]:
         return _values(traced, ops, args)
@@ -59,6 +59,11 @@ def first_difference(
             return f"\nIt begins with {where(node)}{line}{error}. {advice}"
     advice = "so it is a derivative that is not: look at rules with a `local`"
     return f"\nThe {len(ops)} values on the way to the loss are right, {advice}" if what == "gradient" else ""
+
+
+def _is_uninitialised(node: fx.Node) -> bool:
+    """Whether an op makes memory of undefined contents, such as `empty_like`."""
+    return "empty" in getattr(node.target, "__name__", "")
 
 
 def traced_leaves(loss: Callable[..., Any], args: tuple[Any, ...]) -> Traced:

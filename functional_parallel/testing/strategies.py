@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any
 
 import torch
 
 from sharding_specs import Mesh, P
 
-from ..transforms import Plan, accumulate, chain, remat, tensor_parallel, zero
+from ..schedules import FAMILIES, Schedule, ScheduleError, for_ranks
+from ..transforms import Plan, accumulate, chain, pipeline, remat, tensor_parallel, zero
 
 try:
     from hypothesis import strategies as st
@@ -134,18 +136,25 @@ def pytrees(leaves: st.SearchStrategy[Any], most_leaves: int = 6) -> st.SearchSt
 
 
 @st.composite
-def plans(draw: st.DrawFn, tensor_specs: Any = None, most_microbatches: int = 2) -> tuple[Plan, Mesh]:
-    """Stacks of transforms with a mesh for them: tensor, data at any ZeRO stage, microbatches, rematerialisation.
+def plans(
+    draw: st.DrawFn, tensor_specs: Any = None, most_microbatches: int = 2, most_stages: int = 2
+) -> tuple[Plan, Mesh]:
+    """Stacks of transforms with a mesh for them: tensor, data at any ZeRO stage, rematerialisation, and microbatches.
 
-    The batch's dim 0 must be a multiple of 8 · most_microbatches.
+    The microbatches are accumulated, or run through a pipeline by any synchronous schedule. The batch's dim 0 must be a
+    multiple of 8 · most_microbatches.
 
     >>> from hypothesis import find
     >>> find(plans(), lambda found: found[1].size == 4)[1].size
     4
+    >>> find(plans(), lambda found: "pipe" in found[1].axis_names)[1].axis_size("pipe")
+    2
 
     Args:
         tensor_specs: rules for the axis "tensor"; without them no plan splits tensors.
-        most_microbatches: bound on their number.
+        most_microbatches: bound on the number of microbatches that are accumulated.
+        most_stages: bound on the number of stages of a pipeline, which the function's ops have to allow; with 1 no plan
+            has a pipeline.
     """
     data, tensor = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2])) if tensor_specs is not None else 1
     found: list[Any] = []
@@ -154,5 +163,20 @@ def plans(draw: st.DrawFn, tensor_specs: Any = None, most_microbatches: int = 2)
     if tensor_specs is not None:
         found.append(tensor_parallel("tensor", tensor_specs))
     found.append(zero(draw(st.integers(0, 3)), "data", keep_gathered=draw(st.booleans())))
+    if most_stages > 1 and draw(st.booleans()):
+        schedule = draw(_schedules(most_stages))
+        found.append(pipeline("pipe", schedule=schedule, microbatches=schedule.microbatches))
+        return chain(*found), Mesh(pipe=schedule.ranks, data=data, tensor=tensor)
     found.append(accumulate(draw(st.integers(1, most_microbatches))))
     return chain(*found), Mesh(data=data, tensor=tensor)
+
+
+def _schedules(most_stages: int) -> st.SearchStrategy[Schedule]:
+    """Synchronous schedules of two ranks with at most this number of stages, and 2 or 4 microbatches."""
+    made: list[Schedule] = []
+    for name, microbatches in product(sorted(FAMILIES), (2, 4)):
+        try:
+            made.append(for_ranks(name, 2, microbatches, chunks=1))
+        except ScheduleError:
+            continue  # the schedule is not defined for these numbers
+    return st.sampled_from([one for one in made if one.versions is None and one.depth <= most_stages])

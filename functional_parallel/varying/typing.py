@@ -107,6 +107,8 @@ class Typing:
         if len(held) > len(partial) and all(_is_zero(operands[i]) and marks[i] != "~" for i in partial):
             rest = [state for state in held if state is not _U]  # what is put into zeros lies as it did
             return self._union(node, axis, rest)
+        if node.target in _ZEROS:
+            return _U  # the zeros of all ranks add up to zeros: a tangent of a gradient, where that is constant
         if len(partial) == 1 and (marks[partial[0]] == "~" or node.meta["backward"]):
             return _U  # a backward op is linear in its gradient, and no other partial sum gets that far
         raise TypingError(

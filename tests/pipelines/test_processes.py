@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import functional_parallel as fp
+from functional_parallel.schedules import Schedule
 
 from ..processes import run_on_processes
 from .networks import SYNCHRONOUS
@@ -18,12 +19,13 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 
 def test_every_schedule_on_two_processes() -> None:
-    """In floats: the bits of simulated ranks, and the gradients of the network without a pipeline."""
+    """In floats: the gradients without a pipeline, and the bits of simulated ranks, which add microbatches in order."""
     simulated = gradients(SYNCHRONOUS, 2)
     for found in run_on_processes(all_schedules, 2, 2):
-        assert {name: same(found[name], simulated[name]) for name in simulated} == dict.fromkeys(SYNCHRONOUS, True)
-    for name in SYNCHRONOUS:
-        assert_plain(name, 2, simulated[name])
+        for name in SYNCHRONOUS:
+            assert_plain(name, 2, found[name])
+            schedule, _, _ = schedule_case(name, 2)
+            assert same(found[name], simulated[name]) or not adds_in_order(schedule), name
 
 
 @pytest.mark.slow
@@ -32,6 +34,15 @@ def test_every_schedule_on_four_processes() -> None:
     for found in run_on_processes(all_schedules, 4, 4, timeout=600):
         for name in SYNCHRONOUS:
             assert_plain(name, 4, found[name])
+
+
+def adds_in_order(schedule: Schedule) -> bool:
+    """Whether every stage's weight gradients are computed in ascending order of microbatches."""
+    added = [(action.stage, action.microbatch) for rank in schedule.actions for action in rank if action.kind in "BW"]
+    return all(
+        (numbers := [number for stage, number in added if stage == each]) == sorted(numbers)
+        for each in range(schedule.stages)
+    )
 
 
 def assert_plain(name: str, ranks: int, found: list[torch.Tensor]) -> None:
