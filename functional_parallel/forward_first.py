@@ -64,14 +64,15 @@ def _run_traced(f: Callable[..., PyTree], active: Recorder, leaves: list[Any], t
         outputs, found["tree"] = optree.tree_flatten(result)
         return outputs
 
-    traced = trace(
-        flat,
-        [aval_of(leaves[index]) for index in tensors],
-        types=[type_of(active.node_of(_torch.innermost(leaves[index]))) for index in tensors],
-        forward_only=True,
-        on_node=Typing(current_axes()),
-        is_local_body=active.is_local_body,
-    )
+    with _torch.counting_levels():
+        traced = trace(
+            flat,
+            [aval_of(leaves[index]) for index in tensors],
+            types=[type_of(active.node_of(_torch.innermost(leaves[index]))) for index in tensors],
+            forward_only=True,
+            on_node=Typing(current_axes()),
+            is_local_body=active.is_local_body,
+        )
     depends_on_layouts(traced, [leaves[index] for index in tensors], [f"argument {index}" for index in tensors])
     outputs = run_typed(traced, [*(leaves[index] for index in tensors), *traced.captured])
     return optree.tree_unflatten(found["tree"], outputs)

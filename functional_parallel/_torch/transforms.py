@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ __all__ = [
     "apart_from_modes",
     "apart_from_transforms",
     "backward_node_number",
+    "counting_levels",
     "differentiating_level",
     "dispatch_modes",
     "holds_levels",
@@ -112,7 +114,26 @@ def mapped_dims(tensor: torch.Tensor) -> list[int]:
 
 def needs_higher_derivatives() -> bool:
     """Whether a forward-mode or a second derivative is being taken here, which fused kernels do not have."""
-    stack = torch._C._functorch.get_interpreter_stack() or []
-    keys = [level.key() for level in stack]
+    keys = [*_around.get(), *_level_keys()]
     kinds = torch._C._functorch.TransformType
     return kinds.Jvp in keys or keys.count(kinds.Grad) > 1
+
+
+_around: ContextVar[tuple[Any, ...]] = ContextVar("levels around a trace", default=())
+
+
+@contextmanager
+def counting_levels() -> Iterator[None]:
+    """Count the torch.func levels that are active now in `needs_higher_derivatives`, though a trace sets them aside.
+
+    They will differentiate or map what the trace records.
+    """
+    token = _around.set((*_around.get(), *_level_keys()))
+    try:
+        yield
+    finally:
+        _around.reset(token)
+
+
+def _level_keys() -> list[Any]:
+    return [level.key() for level in torch._C._functorch.get_interpreter_stack() or []]

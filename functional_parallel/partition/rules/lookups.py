@@ -144,8 +144,7 @@ def _put_text(node: fx.Node) -> str:
     """`index_put(x, indices, values)`: dims that are not indexed, or that an index enumerates, pass."""
     names = _indexing_names(node, "^")
     if names is None:
-        left, _, right = all_whole_text(node).partition(" -> ")
-        return f"{', '.join(_both_linear(left.split(', ')))} -> {right}"
+        return _replicated_text(node)
     x, indices, written = names
     shape = tensor_operands(node)[-1].meta["val"].shape
     sizes = _written_shape(node)
@@ -225,6 +224,12 @@ def _scatter_text(node: fx.Node) -> str:
     return f"{', '.join(_both_linear(patterns) if with_source else patterns)} -> {result}"
 
 
+def _replicated_text(node: fx.Node) -> str:
+    """Every operand is replicated; the first and the last may be partial sums together."""
+    operands, _, result = all_whole_text(node).partition(" -> ")
+    return f"{', '.join(_both_linear(operands.split(', ')))} -> {result}"
+
+
 def _both_linear(patterns: list[str]) -> list[str]:
     """What has elements of its first operand and of its last is linear in the two together."""
     return [f"&{patterns[0]}", *patterns[1:-1], f"&{patterns[-1]}"]
@@ -239,7 +244,7 @@ def _rows_text(node: fx.Node) -> str:
     """`index_add(x, dim, index, source)`: whole along that dim."""
     ndim, dim = ndim_of(node), dim_of(node)
     if not ndim or len(node.args[3].meta["val"].shape) != ndim:
-        return _put_text(node)
+        return _replicated_text(node)
     x, source, result = (pattern(dim_names(ndim, {dim: name})) for name in ("row^", "part^", "new"))
     return f"&{x}, i^, &{source} -> {result}"
 
