@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -39,6 +40,19 @@ def test_functions_are_not_seen_where_what_sees_them_is_set_aside() -> None:
 
     with Seen(), _torch.apart_from_functions():
         assert torch.ones(2).numpy().tolist() == [1, 1]
+
+
+def test_levels_that_a_trace_sets_aside_count() -> None:
+    def needs(x: torch.Tensor, counted: bool) -> torch.Tensor:
+        with _torch.counting_levels() if counted else nullcontext(), _torch.apart_from_transforms():
+            found.append(_torch.needs_higher_derivatives())
+        return x
+
+    found: list[bool] = []
+    for counted in (True, False):
+        torch.func.jvp(lambda x, counted=counted: needs(x, counted), (torch.ones(2),), (torch.ones(2),))
+    assert found == [True, False]
+    assert not _torch.needs_higher_derivatives()
 
 
 def test_transforms_can_be_set_aside() -> None:

@@ -225,5 +225,5 @@ def test_ranks_that_make_different_ones_are_told() -> None:
     for rank, (values, shapes, trees) in enumerate(run_on_processes(different, 2, ["values", "shapes", "trees"])):
         assert "ranks passed different w1, w2. Where they are drawn, seed alike" in values
         assert "ranks passed different w1. Where they are drawn, seed alike" in shapes
-        lacks = "rank 0 has no w3"
+        lacks = "rank 0 (data=0) has no w3"
         assert f"train_step.init takes one tree, the same on every rank, but {lacks}" in trees, rank
