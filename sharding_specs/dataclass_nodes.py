@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import threading
 from functools import cached_property
 from typing import Any
@@ -54,7 +55,13 @@ def _is_instance(leaf: Any) -> bool:
     kind = type(leaf)
     if not hasattr(kind, "__dataclass_fields__") or isinstance(leaf, (torch.nn.Module, type, *_CONTAINERS)):
         return False
-    return kind.__module__.split(".")[0] not in _LIBRARIES
+    return not _is_defined_in_a_library(kind)
+
+
+def _is_defined_in_a_library(kind: type) -> bool:
+    """Whether a module of a library defines the class; an example in a docstring of that module does not."""
+    is_inside = kind.__module__.split(".")[0] in _LIBRARIES
+    return is_inside and hasattr(sys.modules.get(kind.__module__), kind.__qualname__.split(".")[0])
 
 
 def _holds(leaf: Any) -> bool:
