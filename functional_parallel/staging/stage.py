@@ -24,7 +24,7 @@ from ..program import Program, drop_trivial
 from ..runtime import pipeline_memory
 from ..switches import autocasts
 from ..tracing import LayoutRead, Traced, forget_values, hollow, require_contiguous, simplify, trace
-from ..varying import Typing, type_of
+from ..varying import Typing, is_zero, type_of
 from .constants import require_transparent
 from .leftovers import leaving_nothing
 from .microbatches import local_aval, parts_of
@@ -280,9 +280,13 @@ def _settle(rewritten: Any) -> None:
 def _check_results(program: Program, types: list[Type], known: Collection[str]) -> None:
     """A result's type is what its spec says: no less, or ranks disagree; no more, or copies are taken for shards."""
     wrong = []
-    for held, spec, path in zip(types, program.out_specs, program.out_paths, strict=True):
+    outputs = program.traced.outputs
+    for held, spec, path, output in zip(types, program.out_specs, program.out_paths, outputs, strict=True):
         wanted = declared_type(spec)
+        zero = is_zero(output)
         for axis in sorted({*held, *wanted}):
+            if zero and wanted[axis] is _U and held[axis] is not _V:
+                continue  # a tangent of the gradient of an unused parameter: zeros are partial sums of zeros
             if held[axis] is not wanted[axis]:
                 wrong.append(f"  {path or 'the result'}: {mismatch(axis, held[axis], wanted[axis], spec)}")
                 if (held[axis], wanted[axis]) == (_V, _I) and axis not in known:

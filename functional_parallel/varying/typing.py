@@ -21,7 +21,7 @@ from ..partition.rules import lookup
 from ..tracing import source_of
 from ..tracing.graph import named_arguments, primitive_name, tensor_operands
 
-__all__ = ["Typing", "TypingError", "casts_of", "type_of"]
+__all__ = ["Typing", "TypingError", "casts_of", "is_zero", "type_of"]
 
 _V, _I, _U, _R = State.VARYING, State.INVARIANT, State.UNREDUCED, State.REDUCED
 
@@ -29,6 +29,8 @@ _V, _I, _U, _R = State.VARYING, State.INVARIANT, State.UNREDUCED, State.REDUCED
 _OF_THE_SECOND = {torch.ops.aten._new_zeros_with_same_feature_meta.default, torch.ops.aten.copy.default}
 
 _ZEROS = {torch.ops.aten.zeros.default, torch.ops.aten.zeros_like.default, torch.ops.aten.new_zeros.default}
+_FILL_VALUE = {torch.ops.aten.full.default: 1, torch.ops.aten.scalar_tensor.default: 0}  # position of the number
+_ALIASES = {torch.ops.aten.expand.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default}
 _FILLED = {  # with what is no sum over ranks, even where they are made like one
     *(torch.ops.aten.ones_like.default, torch.ops.aten.full_like.default),
     *(torch.ops.aten.new_ones.default, torch.ops.aten.new_full.default),
@@ -95,7 +97,7 @@ class Typing:
     def _with_partial_sums(self, node: fx.Node, axis: str, held: Sequence[State]) -> State:
         marks, operands = _linear_marks(node), tensor_operands(node)
         together = [index for index, mark in enumerate(marks) if mark == "&"]
-        held = [_U if index in together and _is_zero(operands[index]) else state for index, state in enumerate(held)]
+        held = [_U if index in together and is_zero(operands[index]) else state for index, state in enumerate(held)]
         partial = [index for index, state in enumerate(held) if state is _U]
         if _V in held:
             raise TypingError(
@@ -104,7 +106,7 @@ class Typing:
             )
         if together and partial == together:
             return _U
-        if len(held) > len(partial) and all(_is_zero(operands[i]) and marks[i] != "~" for i in partial):
+        if len(held) > len(partial) and all(is_zero(operands[i]) and marks[i] != "~" for i in partial):
             rest = [state for state in held if state is not _U]  # what is put into zeros lies as it did
             return self._union(node, axis, rest)
         if node.target in _ZEROS:
@@ -148,9 +150,9 @@ def casts_of(node: fx.Node) -> list[tuple[int, str, State, State]]:
         if node.target in _FILLED:
             continue  # which reads nothing but a shape
         for axis in result:
-            if held[axis] is _U and _is_zero(operand):
+            if held[axis] is _U and is_zero(operand):
                 continue
-            target = _R if result[axis] is _U and held[axis] is _I and not _is_zero(operand) else result[axis]
+            target = _R if result[axis] is _U and held[axis] is _I and not is_zero(operand) else result[axis]
             if (held[axis], target) == (_R, _I):
                 continue  # of a result without a gradient
             if held[axis] is not target and target is not _U:
@@ -168,11 +170,12 @@ def _linear_marks(node: fx.Node) -> list[str]:
     return [pattern.linear for pattern in parse_rule(rule.text_for(node)).operands]
 
 
-def _is_zero(node: fx.Node) -> bool:
-    """Whether a value is made of zeros: those of all ranks add up to it, so it joins partial sums as it is."""
-    while node.target is torch.ops.aten.expand.default:
+def is_zero(node: fx.Node) -> bool:
+    """Return whether a value is made of zeros. Those of all ranks add up to it, so it joins partial sums as it is."""
+    while node.target in _ALIASES:
         node = node.args[0]
-    return node.target in _ZEROS
+    filled = _FILL_VALUE.get(node.target)
+    return node.target in _ZEROS or (filled is not None and node.args[filled] == 0)
 
 
 def _where(node: fx.Node) -> str:

@@ -61,6 +61,24 @@ def test_second_derivatives(f: Program, seed: int, data: st.DataObject) -> None:
     assert all(torch.equal(found[name], want[name]) for name in params)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_second_derivatives_that_are_zero(ranks: int) -> None:
+    """The gradient of an unused parameter, and what a clamp's gradient is filled with, are zeros: also partial sums."""
+    params = {"used": torch.ones(2, 2).double(), "unused": torch.ones(2, 2).double()}
+    x = torch.arange(4.0).reshape(2, 2).double()
+    local = fp.zero(1, "data")(lambda p, x: (x + p["used"].sum(0)).clamp(-4, 4).square().sum())
+    gathered = {name: P(reduced={"data"}) for name in params}
+    summed = {name: P(unreduced={"data"}) for name in params}
+
+    def product(p, v, x):  # type: ignore[no-untyped-def]
+        return fp.jvp(lambda q: fp.grad(local)(q, x), (p,), (v,))[1]
+
+    step = fp.compile(product, Mesh(data=ranks), in_specs=(gathered, gathered, P("data")), out_specs=summed)
+    found = step(params, params, x)
+    assert torch.equal(found["used"], torch.tensor([[8.0, 4.0], [8.0, 4.0]]).double())  # one of x is beyond 4
+    assert not found["unused"].any()
+
+
 @settings(max_examples=15)
 @given(f=programs(3), seed=SEEDS, data=st.data())
 def test_torch_func_applies_to_the_compiled_function(f: Program, seed: int, data: st.DataObject) -> None:

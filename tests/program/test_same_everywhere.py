@@ -68,8 +68,8 @@ def programs(rank: int, machine: Callable[[pytest.MonkeyPatch], None] | None) ->
         for name, (plan, mesh) in PLANS.items():
             use_runtime(SimulatedRuntime(mesh))
             for dtype in (torch.float32, torch.float64):
-                params = {key: torch.ones(WIDTH, WIDTH, dtype=dtype) for key in "abc"}
-                x = torch.ones(2 * WIDTH, WIDTH, dtype=dtype)
+                params = {key: torch.full((WIDTH, WIDTH), 1 / WIDTH, dtype=dtype) for key in "abc"}
+                x = torch.full((2 * WIDTH, WIDTH), 1 / WIDTH, dtype=dtype)
                 train = fp.train_step(loss, fp.optim.sgd(1.0), mesh, plan)
                 state, _ = train(train.init(params), x)
                 with Kernels() as kernels:

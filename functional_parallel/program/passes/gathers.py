@@ -15,6 +15,7 @@ from torch import fx
 
 from sharding_specs import Mesh
 
+from ...collectives.axes import MICROBATCH
 from ...tracing import Traced
 from ...tracing.graph import operands_of, primitive_name
 from .base import ProgramPass
@@ -205,7 +206,8 @@ def _recipe(gather: fx.Node) -> Hashable:
 
 
 def _is_gather(node: fx.Node) -> bool:
-    return primitive_name(node) == "all_gather"
+    """Return whether a node gathers over axes of the mesh. Microbatches are gathered once, from all of them."""
+    return primitive_name(node) == "all_gather" and MICROBATCH not in node.args[1]
 
 
 def _is_view(node: fx.Node) -> bool:
