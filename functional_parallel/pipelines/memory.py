@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..program.explain import columns, readable_bytes
-from ..program.memory import KINDS, Memory, draw
+from ..program.memory import KINDS, Memory, draw, said_shared
 
 __all__ = ["PIPELINE_KINDS", "PipelineMemory"]
 
@@ -39,6 +39,11 @@ class PipelineMemory:
         return self.fullest.peak
 
     @property
+    def shared(self) -> int:
+        """The most bytes of shared memory that any rank has besides, if the ranks are processes with gloo."""
+        return max(rank.shared for rank in self.ranks)
+
+    @property
     def alive(self) -> dict[str, int]:
         """At the peak of the fullest rank, the bytes of each kind."""
         return self.fullest.alive
@@ -51,7 +56,7 @@ class PipelineMemory:
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
         ranks = [rank.to_dict() for rank in self.ranks]
-        return {"name": self.name, "axis": self.axis, "peak": self.peak, "ranks": ranks}
+        return {"name": self.name, "axis": self.axis, "peak": self.peak, "shared": self.shared, "ranks": ranks}
 
     def __str__(self) -> str:
         number, fullest = self.ranks.index(self.fullest), self.fullest
@@ -64,6 +69,7 @@ class PipelineMemory:
             f"{self.name}: at most {readable_bytes(self.peak)} of tensors on a rank, rank {number} of {self.axis!r}"
         ]
         lines += columns(rows, right=tuple(range(len(kinds) + 2)))
+        lines += [said] if (said := said_shared(self.shared)) else []
         lines += [f"the largest on rank {number}, {fullest.ops[fullest.at]}"]
         lines += [f"  {readable_bytes(size):>10}  {what:24}  {where}".rstrip() for size, what, where in self.largest]
         return "\n".join(lines)

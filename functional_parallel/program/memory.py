@@ -24,7 +24,7 @@ from ..tracing.graph import operands_of, primitive_name
 from .explain import readable_bytes
 from .sharing import viewed, written_by
 
-__all__ = ["KINDS", "Ledger", "Memory", "draw", "memory_of"]
+__all__ = ["KINDS", "Ledger", "Memory", "draw", "memory_of", "said_shared"]
 
 aten = torch.ops.aten
 
@@ -43,6 +43,8 @@ class Memory:
         ops: per op, its name and source line.
         alive: at the peak, the bytes of each kind.
         largest: at the peak, the largest values: bytes, what it is, source line.
+        shared: bytes of shared memory that the rank has besides, at most, to send to processes of its host with gloo.
+            Simulated ranks, and those with nccl or mpi, have none.
     """
 
     name: str
@@ -50,10 +52,11 @@ class Memory:
     ops: tuple[str, ...]
     alive: dict[str, int]
     largest: tuple[tuple[int, str, str], ...]
+    shared: int = 0
 
     @property
     def peak(self) -> int:
-        """The most bytes alive at once."""
+        """The most bytes of tensors alive at once."""
         return max(self.curve, default=0)
 
     @property
@@ -69,11 +72,13 @@ class Memory:
             "at": self.at,
             "alive": dict(self.alive),
             "curve": list(self.curve),
+            "shared": self.shared,
         }
 
     def __str__(self) -> str:
         lines = [f"{self.name}: at most {readable_bytes(self.peak)} of tensors on a rank, at {self.ops[self.at]}"]
         lines += [f"  {kind:15}  {readable_bytes(size):>10}" for kind, size in self.alive.items() if size]
+        lines += [said] if (said := said_shared(self.shared)) else []
         lines += ["the largest of them"]
         lines += [f"  {readable_bytes(size):>10}  {what:24}  {where}" for size, what, where in self.largest]
         return "\n".join(lines)
@@ -81,6 +86,11 @@ class Memory:
     def plot(self, path: str | Path) -> None:
         """Draw the curve. Needs matplotlib."""
         draw(path, self.name, {"": self.curve}, self.peak, "op")
+
+
+def said_shared(size: int) -> str:
+    """Return a line on shared memory; nothing if there is none."""
+    return f"and at most {readable_bytes(size)} of shared memory, if the ranks are processes with gloo" if size else ""
 
 
 def draw(path: str | Path, title: str, curves: Mapping[str, Sequence[int]], peak: int, unit: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sharding_specs import P
 
@@ -12,6 +12,7 @@ from .collectives import Collective, collectives_of
 from .hardware import Hardware, hardware_of
 from .memory import Memory, memory_of
 from .price import Price, price_of
+from .shared_memory import shared_by_collectives
 from .text import canonical_lines, program_text
 
 __all__ = ["Program"]
@@ -50,7 +51,8 @@ class Program(BaseProgram):
         >>> memory.peak                       # w and half of x, their product, and relu's result: 4 · 16 · 4 bytes
         256
         """
-        return memory_of(self.name, self.traced)
+        shared = shared_by_collectives(self.collectives(), self.mesh)
+        return replace(memory_of(self.name, self.traced), shared=shared)
 
     def price(self, hardware: Hardware | str = "h100") -> Price:
         """What a step takes on a machine: seconds, where they go, bytes sent and memory per rank; nothing runs.

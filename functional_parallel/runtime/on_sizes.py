@@ -7,8 +7,9 @@ the executor's own code says how long residuals, sums and messages live, and how
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..pipelines import Part, PipelineMemory, PipelineProgram, Stage
 from ..pipelines.memory import PIPELINE_KINDS
 from ..program import Program
 from ..program.memory import Ledger, Memory, Storage
+from ..program.shared_memory import channel_bytes, shared_by_collectives
 from ..schedules import Action
 from ..schedules.messages import Receive, Send
 from ..tracing import Aval
@@ -198,6 +200,7 @@ class _OneRank:
         self.tally, self.constants = _Tally(), dict[int, Stored]()
         self.step = ""
         self.sent: list[Value] = []  # until the next message leaves
+        self.messages: defaultdict[int, list[int]] = defaultdict(list)  # bytes of those to each rank
         self.under_way: dict[Action, list[Value]] = {}
         for part in program.programs_of_rank(rank):
             for tensor in footprints[part].constants.values():
@@ -209,7 +212,13 @@ class _OneRank:
         inputs = {node: self._input(node) for node in program.inputs if self.rank in program.holders(node)}
         self.step = f"before the pipeline, rank {self.rank}"
         _OnSizes(self).step(program, self.rank, inputs)
-        return self.tally.memory(f"{program.name}, rank {self.rank} of {program.axis!r}")
+        found = self.tally.memory(f"{program.name}, rank {self.rank} of {program.axis!r}")
+        return replace(found, shared=self._shared())
+
+    def _shared(self) -> int:
+        own = [one for part in self.program.programs_of_rank(self.rank) for one in part.collectives()]
+        channels = sum(map(channel_bytes, self.messages.values()))
+        return shared_by_collectives(own, self.mesh) + channels
 
     # --- values ---
 
@@ -248,6 +257,7 @@ class _OneRank:
     def send(self, step: Send, values: list[Value]) -> None:
         """A message lives until the next one leaves."""
         self.sent = values
+        self.messages[step.rank] += [value[0].size for value in values]
 
     def expect(self, step: Receive, avals: Sequence[Aval]) -> None:
         """The memory for a message is there before the message."""
@@ -279,7 +289,10 @@ class _OneRank:
         if not outgoing and not incoming:
             return {}
         step = f"exchange with {', '.join(map(str, sorted({*outgoing, *incoming})))}"
-        joined = [self._message(sum(value[0].size for value in values), step) for values in outgoing.values()]
+        sizes = {rank: sum(value[0].size for value in values) for rank, values in outgoing.items()}
+        for rank, size in sizes.items():
+            self.messages[rank].append(size)
+        joined = [self._message(size, step) for size in sizes.values()]
         found = {rank: [self._message(aval.nbytes, step) for aval in avals] for rank, avals in incoming.items()}
         self.tally.note(step)
         del joined

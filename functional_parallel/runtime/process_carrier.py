@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..collectives import group
 from ..collectives.axes import are_bound, bind
+from ..collectives.slots import GATHERED
 from .algorithms import (
     SIZES,
     Algorithm,
@@ -50,7 +51,6 @@ _REDUCED_BY = {
     "gloo": _REDUCED_BY_ALL | {torch.float16, torch.bfloat16},
     "nccl": _REDUCED_BY_ALL | {torch.float16, torch.bfloat16},
 }
-_GATHERED = 1 << 20  # bytes of all ranks; gathering more would take longer than gathering what parts come to
 
 
 class ProcessCarrier:
@@ -267,7 +267,7 @@ class ProcessCarrier:
         A backend's own maximum of NaN and a number is either, as the order of its ranks has it.
         """
         count = len(self._groups.over(axes).ranks)
-        if count * x.nbytes <= _GATHERED:
+        if count * x.nbytes <= GATHERED:
             gathered = self._start_all_gather(x.unsqueeze(0), axes, 0, operation=operation).wait()
             return among(gathered.unbind())[0]
         padded = torch.nn.functional.pad(x.reshape(-1), (0, -x.numel() % count))

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from functional_parallel.collectives import group
+from functional_parallel.collectives import group, slots
 from functional_parallel.runtime import CollectiveError, ProcessRuntime
 from functional_parallel.runtime.algorithms import (
     ALGORITHMS,
@@ -28,7 +28,6 @@ from functional_parallel.runtime.algorithms import (
     Team,
     connect,
     setting,
-    shared,
     shared_memory,
     starting,
 )
@@ -204,7 +203,7 @@ def test_every_algorithm_gives_the_mathematical_result(size: int) -> None:
 def small_halves(rank: int, size: int) -> None:
     """So little memory that halves are left all the time, and that large operands go in many pieces."""
     shared_memory.HALF = connect.HALF = 1 << 14
-    shared.AT_ONCE, shared.PIECE = 1 << 12, 1 << 10
+    slots.AT_ONCE, slots.PIECE = 1 << 12, 1 << 10
     team = Team(dist.group.WORLD, rank, list(range(size)))
 
     def check(several: list[Case]) -> None:
@@ -217,7 +216,7 @@ def small_halves(rank: int, size: int) -> None:
 def sums_over_operands(rank: int, size: int) -> None:
     """Tensors of a large bucket that nobody needs any more become their sums; the others stay as they are."""
     team = Team(dist.group.WORLD, rank, list(range(size)))
-    length = shared.AT_ONCE // 4
+    length = slots.AT_ONCE // 4
     free, turned, kept = torch.ones(length), torch.ones(2, length)[:, ::2].t(), torch.ones(3)
     layout = Layout(1, ((0, (length,), 0), (length, (length,), 0), (2 * length, (3,), 0)))
     packed = Packed([free, turned, kept], 1, [0, 0, 0], [True, True, False])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import functional_parallel as fp
-from functional_parallel.runtime.algorithms import shared
+from functional_parallel.collectives import slots
 from sharding_specs import Mesh, split
 
 from ..processes import run_on_processes
@@ -74,7 +74,7 @@ def test_every_stage_gives_the_same_bits(size: int) -> None:
 
 def plans_in_pieces(rank: int, size: int) -> dict[str, list[torch.Tensor]]:
     """As if all were large: packed piece by piece, and summed over the gradients."""
-    shared.AT_ONCE, shared.PIECE = 1 << 12, 1 << 10
+    slots.AT_ONCE, slots.PIECE = 1 << 12, 1 << 10
     return {name: train(plan, Mesh(data=size), "ordered") for name, plan in PLANS.items()}
 
 

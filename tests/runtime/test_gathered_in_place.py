@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import functional_parallel as fp
-from functional_parallel.runtime.algorithms import Layout, shared
+from functional_parallel.collectives import slots
+from functional_parallel.runtime.algorithms import Layout
 from functional_parallel.runtime.algorithms.unpacked import InPlace
 from sharding_specs import Mesh
 
@@ -52,7 +53,7 @@ def _addresses(state: Any) -> list[int]:
 
 def on_ranks(rank: int, size: int, in_pieces: bool) -> list[tuple[list[Tensor], list[bool]]]:
     if in_pieces:
-        shared.AT_ONCE, shared.PIECE = 1 << 10, 1 << 8
+        slots.AT_ONCE, slots.PIECE = 1 << 10, 1 << 8
     return [train(fp.zero(stage, "data"), size, seed) for stage in (1, 2) for seed in range(4)]
 
 

@@ -13,13 +13,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from .alignment import ALIGNMENT, aligned
+from ...collectives.slots import ALIGNMENT, LARGEST, ROOM, aligned
 from .doing import Doing
 
 __all__ = ["LARGEST", "ROOM", "Channels"]
 
-ROOM = 8 << 20  # pages are taken when first written, so a small message's channel stays small
-LARGEST = ROOM // 2
 _MOST_UNDER_WAY = 32  # more signals than a socket's buffer holds must never be under way
 _TAKEN = 1
 

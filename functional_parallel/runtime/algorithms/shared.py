@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .alignment import ALIGNMENT, aligned
+from ...collectives.slots import AHEAD, aligned, places, slot_bytes
 from .packed import EndToEnd, Packed
 from .running import Steps
 from .shared_memory import SharedMemory
@@ -24,9 +24,6 @@ from .unpacked import InPlace
 
 __all__ = ["ONE_ROUND", "all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
 
-AT_ONCE = 3 << 19
-PIECE = 512 << 10
-_AHEAD = 2
 ONE_ROUND = 128 << 10  # below, a second round of signals costs more than that every rank adds everything
 
 
@@ -193,35 +190,27 @@ def _pieces(memory: SharedMemory, sent: Sequence[Tensor] | Packed, keep: Tensor 
     else:
         count, length, itemsize = len(sent), sent[0].numel(), sent[0].element_size()
     written = count - (keep is not None)
-    places = _places(written, length, itemsize)
-    size = written * aligned(places[0].stop * itemsize)
-    under_way = min(len(places), 2 * _AHEAD)
-    slot = memory.slot(under_way * size)
-    if len(places) > 1 and not isinstance(sent, Packed):
+    stretches = places(written, length, itemsize)
+    size = written * aligned(stretches[0].stop * itemsize)
+    under_way = min(len(stretches), 2 * AHEAD)
+    slot = memory.slot(slot_bytes(written, length, itemsize))
+    if len(stretches) > 1 and not isinstance(sent, Packed):
         sent = [tensor.reshape(-1) for tensor in sent]
     pieces: list[_Piece] = []
-    for index, place in enumerate(places):
+    for index, place in enumerate(stretches):
         begin = index % under_way * size
         buffers = [part[begin : begin + size] for part in slot.parts]
         if isinstance(sent, Packed):
             pieces.append(_PackedPiece(memory, sent, place, buffers, keep))
         else:
-            pieces.append(_Piece(memory, sent, place if len(places) > 1 else None, buffers, keep is not None))
-    for piece in pieces[:_AHEAD]:
+            pieces.append(_Piece(memory, sent, place if len(stretches) > 1 else None, buffers, keep is not None))
+    for piece in pieces[:AHEAD]:
         piece.write()
     for index, piece in enumerate(pieces):
         yield piece
-        if index + _AHEAD < len(pieces):
-            pieces[index + _AHEAD].write()
+        if index + AHEAD < len(pieces):
+            pieces[index + AHEAD].write()
     slot.done()
-
-
-def _places(count: int, length: int, itemsize: int) -> list[slice]:
-    """Where pieces lie in each of several tensors of so many elements: one for all of it, or several alike."""
-    if count * aligned(length * itemsize) <= AT_ONCE:
-        return [slice(0, length)]
-    step = PIECE // count // ALIGNMENT * ALIGNMENT // itemsize
-    return [slice(begin, min(begin + step, length)) for begin in range(0, length, step)]
 
 
 def _stride(like: Tensor) -> int:

@@ -29,16 +29,14 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from .alignment import aligned
-from .channels import ROOM, Channels
+from ...collectives.slots import HALF, ROOM, SMALL_HALF, aligned
+from .channels import Channels
 from .doing import Doing, is_ahead
 from .running import Running, Steps, Waitable
 from .waiting import CURRENT
 
 __all__ = ["HALF", "Piece", "SharedMemory", "Slot", "anonymous_memory"]
 
-HALF = 2 << 20  # at most; at least:
-_SMALL_HALF = 256 << 10
 _MOST_IN_A_HALF = 32  # more signals than a socket's buffer holds must never be under way
 _SIGNAL = struct.Struct("<qq")  # a number, and what the rank is doing
 _MOST_NOTICES = 8  # that nobody may have read yet
@@ -263,7 +261,7 @@ class SharedMemory:
         """A stretch of at most `HALF` bytes of every rank's memory."""
         assert size <= HALF, size
         size = aligned(size)
-        self._grow(max(size, min(_SMALL_HALF, HALF)))
+        self._grow(max(size, min(SMALL_HALF, HALF)))
         if not self._halves[0].has_room(size, self._grown):
             self._turn()
         half = self._halves[0]

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ...collectives import slots
 from ..zero_copy import joined
-from . import shared
 from .packed import Packed, whole
 from .running import Steps
 from .table import Algorithm
@@ -53,7 +53,7 @@ def all_reduce(
     """
     operand = _as_it_lies(algorithm, x)
     # less than goes in pieces is added in one op
-    if layout is not None and isinstance(operand, Packed) and operand.nbytes > shared.AT_ONCE:
+    if layout is not None and isinstance(operand, Packed) and operand.nbytes > slots.AT_ONCE:
         sums = operand.results()
         return algorithm.all_reduce(team, operand, sums, accumulated), lambda: Stretches(sums)
     if isinstance(operand, Packed):

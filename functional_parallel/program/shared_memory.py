@@ -1,0 +1,60 @@
+"""The shared memory of a host that the collectives and messages of a program take, where its ranks are processes.
+
+Processes with gloo send to the processes of their host through memory that all of them map. Its size follows from the
+sizes of what is sent. It is taken in addition to the tensors. Simulated ranks, nccl and mpi take none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from sharding_specs import Mesh
+
+from ..collectives.slots import GATHERED, LARGEST, ROOM, SMALL_HALF, aligned, slot_bytes
+from .collectives import Collective
+
+__all__ = ["channel_bytes", "shared_by_collectives"]
+
+_BY_THE_BACKEND = ("ppermute", "pbroadcast")
+
+
+def shared_by_collectives(collectives: Iterable[Collective], mesh: Mesh) -> int:
+    """Return the bytes of shared memory that a rank has for collectives, at most: two halves for each group of ranks.
+
+    A group that goes another way takes none: its ranks are on several hosts, or that way was measured to be faster.
+
+    Args:
+        collectives: those of the program.
+        mesh: the sizes of the axes.
+    """
+    halves: dict[tuple[str, ...], int] = {}
+    for one in collectives:
+        if one.kind not in _BY_THE_BACKEND:
+            slot = _slot(one, math.prod(map(mesh.axis_size, one.axes)))
+            halves[one.axes] = max(halves.get(one.axes, SMALL_HALF), slot)
+    return 2 * sum(halves.values())
+
+
+def channel_bytes(messages: Iterable[int]) -> int:
+    """Return the bytes of shared memory for a step's messages to one rank, at most: all of them under way at once.
+
+    >>> channel_bytes([100, 100, 100 << 20])                 # what is large goes another way
+    256
+
+    Args:
+        messages: the bytes of each.
+    """
+    return min(ROOM, sum(aligned(size) for size in messages if size <= LARGEST))
+
+
+def _slot(one: Collective, ranks: int) -> int:
+    elements, itemsize = one.operand.numel, one.operand.dtype.itemsize
+    if one.kind in ("psum", "all_gather"):
+        return slot_bytes(1, elements, itemsize)
+    if one.kind in ("psum_scatter", "all_to_all"):
+        return slot_bytes(ranks - 1, elements // ranks, itemsize)
+    if ranks * one.operand.nbytes <= GATHERED:
+        return slot_bytes(1, elements, itemsize)
+    part = -(-elements // ranks)
+    return max(slot_bytes(ranks - 1, part, itemsize), slot_bytes(1, part, itemsize))
