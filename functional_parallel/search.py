@@ -33,6 +33,7 @@ from .transforms.transform import Transform
 __all__ = ["PipelineChoice", "PipelineChoices", "layer_costs", "search_pipeline"]
 
 _SPEED = 1e12
+_MARGIN = 2  # for what has the size of weights: a microbatch's gradients, casts, and the update
 
 
 @dataclass(frozen=True)
@@ -97,17 +98,35 @@ def layer_costs(
         ValueError: when the batch has no samples, or the speed is none.
         TypeError: when the optimizer is none.
     """
+    measured = _measured(loss, params, batch, speed, optimizer, inner)
+    return _layers(measured, params, _samples(batch), speed, optimizer)
+
+
+def _measured(
+    loss: Callable[..., Any],
+    params: Any,
+    batch: tuple[Any, ...],
+    speed: float,
+    optimizer: Optimizer | None,
+    inner: Transform | Chain | None,
+) -> list[MeasuredLayer]:
     _check_optimizer(optimizer)
     if not speed > 0:
         raise ValueError(f"layer_costs(speed={speed!r}): give the flops per second that a rank gets done, above 0")
-    samples = _samples(batch)
+    _samples(batch)
     whole = pipeline("pipe", microbatches=1)(loss if inner is None else inner(loss))
     measuring = replace(whole.layout, pipeline=replace(whole.layout.pipeline, measure=measure))
     register_dataclasses(params, batch)
     args = optree.tree_map(without_memory, (params, *batch))
-    found = stage(grad(whole.with_layout(measuring)), Mesh(pipe=1), args, name=whole.name).program
-    weights = _weights(args[0], optimizer or sgd(0.0))
-    return [_layer(each, samples, speed, weights) for each in found]
+    found: list[MeasuredLayer] = stage(grad(whole.with_layout(measuring)), Mesh(pipe=1), args, name=whole.name).program
+    return found
+
+
+def _layers(
+    measured: list[MeasuredLayer], params: Any, samples: int, speed: float, optimizer: Optimizer | None
+) -> list[Layer]:
+    weights = _weights(optree.tree_map(without_memory, params), optimizer or sgd(0.0))
+    return [_layer(each, samples, speed, weights) for each in measured]
 
 
 def search_pipeline(
@@ -125,8 +144,8 @@ def search_pipeline(
 ) -> Sequence[PipelineChoice]:
     """Depth, replicas, microbatch and schedule for a model on a machine, the fastest that fits first.
 
-    Where the machine limits memory, the training step of every choice has been lowered, and fits: `choice.memory()`.
-    The first choice is found by the call, and each later one when it is read.
+    Where the machine limits memory, every choice fits. One that an estimate does not place far below the limit has been
+    lowered to know it: `choice.memory()`. The first choice is found by the call, and each later one when it is read.
 
     >>> import torch, functional_parallel as fp
     >>> def loss(params, x):
@@ -167,16 +186,20 @@ def search_pipeline(
     if not is_count(most):
         raise ValueError(f"search_pipeline(most={most!r}): how many choices to return is an integer of at least 1")
     report = _reporter(progress)
-    layers = layer_costs(loss, params, *batch, speed=speed, optimizer=optimizer, inner=inner)
+    measured, samples = _measured(loss, params, batch, speed, optimizer, inner), _samples(batch)
+    layers = _layers(measured, params, samples, speed, optimizer)
     report(f"measured {len(layers)} layers")
-    shapes, samples = optree.tree_map(without_memory, (params, *batch)), _samples(batch)
+    shapes = optree.tree_map(without_memory, (params, *batch))
     held = sum(leaf.nbytes for leaf in optree.tree_leaves(batch) if isinstance(leaf, torch.Tensor))
     options: dict[str, Any] = {} if names is None else {"names": names}
     plans = search_plans(layers, machine, samples, chunks=chunks, sample=held / samples, **options)
     report(f"simulated {len(plans)} plans; the fastest is {plans[0]!r}")
     lower = _Lowering(loss, optimizer or sgd(0.0), shapes)
     choices = [_choice(plan, inner, lower) for plan in plans]
-    return choices if math.isinf(machine.memory) else PipelineChoices(choices, machine.memory, most, report)
+    if math.isinf(machine.memory):
+        return choices
+    working = sum(each.working for each in measured) / samples
+    return PipelineChoices(choices, machine.memory, working, most, report)
 
 
 def _reporter(progress: Callable[[str], object] | bool | None) -> Callable[[str], object]:
@@ -216,13 +239,27 @@ def _choice(plan: Plan, inner: Transform | Chain | None, lower: _Lowering) -> Pi
 class PipelineChoices(Sequence[PipelineChoice]):
     """The choices whose training step fits in a limit of memory, the fastest first.
 
-    The first one is lowered at once, and each other one when it is read for the first time: lowering takes seconds for
-    a large model. `len` reads all of them.
+    The first one is checked at once, and each other one when it is read for the first time: to lower it takes seconds
+    for a large model. It is lowered unless an upper estimate of what it takes is below the limit by a margin. `len`
+    reads all of them.
+
+    Args:
+        choices: all of them, the fastest first.
+        limit: bytes per rank.
+        working: bytes per sample that all layers together work with, beside what is kept for the backward.
+        most: how many to find.
+        report: called with a line of text for each that is checked.
     """
 
     def __init__(
-        self, choices: Sequence[PipelineChoice], limit: float, most: int, report: Callable[[str], object]
+        self,
+        choices: Sequence[PipelineChoice],
+        limit: float,
+        working: float,
+        most: int,
+        report: Callable[[str], object],
     ) -> None:
+        self._working = working
         self._found: list[PipelineChoice] = []
         self._most, self._limit, self._report = most, limit, report
         self._remaining = self._fitting(choices)
@@ -237,7 +274,7 @@ class PipelineChoices(Sequence[PipelineChoice]):
         return self._found
 
     def _fitting(self, choices: Sequence[PipelineChoice]) -> Iterator[PipelineChoice]:
-        """Lower one choice after another.
+        """Check one choice after another.
 
         If a choice does not fit with one microbatch, it is not tried with a larger one, which holds more.
         """
@@ -247,6 +284,11 @@ class PipelineChoices(Sequence[PipelineChoice]):
             plan = choice.plan
             key = plan.name, plan.depth
             if plan.microbatch >= least.get(key, plan.microbatch + 1):
+                continue
+            estimate = _MARGIN * plan.memory + self._working * plan.microbatch
+            if estimate <= self._limit:
+                self._report(f"{plan!r} takes less than {estimate:g} bytes per rank by an estimate, fits")
+                yield choice
                 continue
             peak = choice.memory().peak
             fits = peak <= self._limit

@@ -60,8 +60,15 @@ def test_choices_are_those_of_lowering_every_plan() -> None:
         assert [choice.plan for choice in found] == wanted
 
 
-def test_choices_are_lowered_when_they_are_read(lowered: list[Any]) -> None:
+def test_what_is_far_below_the_limit_is_not_lowered(lowered: list[Any]) -> None:
     found = search()
+    assert len(found) == 8 and not lowered
+    assert found[0].memory().peak < 1e9 and len(lowered) == 1
+
+
+def test_choices_are_lowered_when_they_are_read(lowered: list[Any]) -> None:
+    limit = 2 * max(choice.plan.memory for choice in search(math.inf))  # so near that every choice is lowered
+    found = search(limit)
     assert len(lowered) == 1
     first = found[0]
     assert found[:1] == [first] and len(lowered) == 1
@@ -72,6 +79,9 @@ def test_choices_are_lowered_when_they_are_read(lowered: list[Any]) -> None:
 
 def test_schedules_that_differ_in_order_share_a_program(lowered: list[Any]) -> None:
     found = search(names=["gpipe", "1f1b", "eager-1f1b"], most=100)
+    assert not lowered
+    for choice in found:
+        choice.memory()
     programs = {(choice.mesh, choice.plan.microbatch) for choice in found}
     assert len(lowered) == len(programs) < len(found)
 

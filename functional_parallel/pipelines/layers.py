@@ -10,6 +10,7 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..program import Program
+from ..program.memory import Ledger
 from ..program.work import work
 from ..tracing.graph import operands_of
 from .build import prepared, staged
@@ -30,12 +31,14 @@ class MeasuredLayer:
         kept: per value that its backward takes from a forward, the bytes.
         output: bytes that a cut after it sends.
         weights: the paths of the parameters that it uses.
+        working: bytes that any of its actions has alive at most, without its inputs.
     """
 
     work: dict[str, int]
     kept: dict[str, int]
     output: int
     weights: frozenset[str]
+    working: int
 
 
 def measure(
@@ -67,7 +70,13 @@ def _layer(stage: Stage, roles: Roles, mesh: Mesh) -> MeasuredLayer:
         {node.name: node.meta["val"].nbytes for node in stage.after_forward if node not in roles.backward},
         sum(node.meta["val"].nbytes for node in stage.sends_forward),
         frozenset(_weights(parts.values(), roles)),
+        max(_working(part.program) for part in parts.values()),
     )
+
+
+def _working(program: Program) -> int:
+    ledger = Ledger(program.name, program.traced)
+    return max(ledger.alive(ledger.spans), default=0)
 
 
 def _weights(parts: Iterable[Part], roles: Roles) -> set[str]:
