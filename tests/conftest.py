@@ -1,3 +1,23 @@
-"""Settings of the process that runs the tests."""
+"""Settings of the process that runs the tests, and what the mark `every` means."""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
 
 from . import process_settings  # noqa: F401
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the cases of a test that is marked `every(n)`, one in n is run always, and the others are slow."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("every"):
+            cases.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for each in cases.values():
+        each.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))  # so that all values of all parameters appear
+        number = each[0].get_closest_marker("every").args[0]  # type: ignore[union-attr]
+        for item in each[-(-len(each) // number) :]:
+            item.add_marker(pytest.mark.slow)

@@ -66,7 +66,7 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     name=st.sampled_from(sorted(LOSSES)),
     ranks=st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)]),

@@ -169,6 +169,7 @@ def mutations(spec: P, mesh: Mesh) -> Iterator[P]:
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.name)
+@pytest.mark.every(3)
 def test_every_mutation_of_an_out_spec_is_refused(body: Body) -> None:
     """Law 7: a legal spec mutated into a wrong one never passes."""
     refused = 0

@@ -136,6 +136,7 @@ def plan_for(mesh: Mesh, rules: Any, stage: int) -> Any:
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize(("loss", "parameters", "batch", "rules"), CASES)
+@pytest.mark.every(3)
 def test_value_and_gradient(loss: Any, parameters: Any, batch: Any, rules: Any, mesh: Mesh) -> None:
     for stage in (0, 3) if "data" in mesh.axis_names else (0,):
         fp.testing.assert_equivalent(loss, plan_for(mesh, rules, stage), mesh, parameters(), *batch(), rtol=1e-12)
@@ -143,6 +144,7 @@ def test_value_and_gradient(loss: Any, parameters: Any, batch: Any, rules: Any, 
 
 @pytest.mark.parametrize("mesh", [Mesh(data=2), Mesh(tensor=2), Mesh(data=2, tensor=2)], ids=str)
 @pytest.mark.parametrize(("loss", "parameters", "batch", "rules"), CASES)
+@pytest.mark.every(3)
 def test_a_hessian_vector_product(loss: Any, parameters: Any, batch: Any, rules: Any, mesh: Mesh) -> None:
     """Forward over reverse, through attention and batch norm."""
     params = parameters()

@@ -80,7 +80,7 @@ def numbers(seed: int, *shape: int) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:no sharding rule")
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(
     name=st.sampled_from(sorted(ALONG)),
     blocks=BLOCKS,

@@ -143,6 +143,7 @@ def of_each(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @pytest.mark.parametrize("name", ["tensor", "data", "zero 3"])
 @pytest.mark.parametrize("around", [penalty, adapted, tangent, of_each])
+@pytest.mark.every(3)
 def test_derivatives_inside_the_plan(around: Callable[..., Any], name: str) -> None:
     args = drawn()
     found = fp.compile(fp.grad_and_value(PLANS[name](around(parallel))), MESH)(*args)

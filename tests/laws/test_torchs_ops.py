@@ -27,7 +27,7 @@ with pytest.MonkeyPatch.context() as patch:  # the import forbids all later test
 MESH = Mesh(axis=2)
 MOST_ELEMENTS = 20_000  # of an operand
 DTYPES = (torch.float64, torch.int64, torch.bool, torch.complex128)
-FEW, MANY = (2, 3), (4, 4)  # samples of an op, and ways in which each lies
+FEW, MANY = (1, 2), (4, 4)  # samples of an op, and ways in which each lies
 
 OPS = {f"{op.name}.{op.variant_test_name}".rstrip("."): op for op in op_db if not op.name.startswith("torch.ops.aten.")}
 

@@ -14,7 +14,7 @@ from .random_functions import INNER, Program, arguments, layouts, programs
 ROWS = st.integers(3, INNER)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(f=programs(), rows=ROWS, microbatches=st.integers(2, 8), seed=st.integers(0, 1000), data=st.data())
 def test_values_and_gradients(f: Program, rows: int, microbatches: int, seed: int, data: st.DataObject) -> None:
     params, x = arguments(seed)

@@ -110,7 +110,7 @@ def check_all(rank: int, sample: list[Run]) -> int:
     return len(sample)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_sample_on_processes(ranks: int) -> None:
     sample: list[Run] = []
 

@@ -34,7 +34,7 @@ def targets(seed: int, ignored: float, ignore_index: int, count: int = 8) -> tor
     return found
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     ranks=st.sampled_from([(1, 2), (2, 2), (2, 1), (1, 4), (4, 2)]),
     reduction=st.sampled_from(["mean", "sum", "none"]),

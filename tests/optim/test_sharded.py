@@ -82,6 +82,7 @@ def by_hand(optimizer: Optimizer) -> Any:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.every(3)
 def test_ten_steps_of_any_plan_are_those_of_one_device(plan: str, name: str) -> None:
     """Parameters and the optimizer's state, whole again."""
     transform, mesh = PLANS[plan]

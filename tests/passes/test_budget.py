@@ -111,6 +111,7 @@ def test_gradients_are_the_same_to_the_bit(name: str, fraction: float, integers:
 
 
 @pytest.mark.parametrize("name", sorted(PLANS))
+@pytest.mark.every(2)
 def test_a_looser_budget_never_computes_more_again(name: str) -> None:
     low, high = lowest(name), plain_peak(name)
     budgets = [low + (high - low) * part // 4 for part in range(5)]

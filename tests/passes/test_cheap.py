@@ -212,6 +212,7 @@ def test_casts_of_parameters_are_made_once_for_all_microbatches(no_value_is_smal
 
 
 @pytest.mark.parametrize("name", ["data", "zero 1", "zero 3", "zero 3, kept", "tensor"])
+@pytest.mark.every(2)
 def test_a_gpt_needs_less(name: str) -> None:
     config = gpt.Config(4, 64, 2, 64)
     params, specs = split(gpt.init(config, 0))

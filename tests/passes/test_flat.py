@@ -53,6 +53,7 @@ def flat_length(shapes: list[tuple[int, ...]], ranks: int) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("sizes", [[8, 16, 4], [7, 33, 5], [17, 129, 3]])
+@pytest.mark.every(3)
 def test_the_bits_of_every_other_layout(sizes: list[int], ranks: int, dtype: torch.dtype) -> None:
     mesh = Mesh(data=ranks)
     wanted = trained(fp.data_parallel("data"), mesh, sizes, 20, dtype=dtype)

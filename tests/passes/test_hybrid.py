@@ -64,6 +64,7 @@ def test_the_function_itself(
 @pytest.mark.parametrize("tensor", [False, True], ids=["alone", "beside tensor"])
 @pytest.mark.parametrize("inside", [True, False], ids=["zero inside", "zero outside"])
 @pytest.mark.parametrize("bucket", [None, "auto"])
+@pytest.mark.every(3)
 def test_bytes_by_the_formula(stage: int, tensor: bool, inside: bool, bucket: Any) -> None:
     """Over shards (s−1)/s of the gradients, Ψ; over replicas 2 (r−1)/r of a shard, Ψ/s (FSDP's HSDP)."""
     replicas, shards = 2, 4
@@ -132,6 +133,7 @@ def test_what_only_some_gradients_need() -> None:
 @pytest.mark.parametrize("sizes", [[8, 16, 4], [7, 9, 5], [17, 33, 3]])
 @pytest.mark.parametrize("inside", [True, False], ids=["zero inside", "zero outside"])
 @pytest.mark.parametrize("layout", ["dims", "flat"])
+@pytest.mark.every(3)
 def test_all_stages_give_the_same_bits(sizes: list[int], inside: bool, layout: str) -> None:
     """Law 3 on two axes: sums go from the mesh's innermost axis outwards, here shards first, at stage 0 too."""
     mesh = Mesh(replica=2, shard=2)

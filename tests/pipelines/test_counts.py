@@ -33,6 +33,7 @@ def tanh_layers(params: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.every(3)
 def test_no_more_collectives_than_without(schedule: str, tied: bool) -> None:
     """Per microbatch those of the function itself: none twice for the split backward, none whose result is not used."""
     config = gpt.Config(2, 16, 2, 8, tied=tied)

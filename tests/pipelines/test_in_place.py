@@ -56,6 +56,7 @@ FOLDED = [case for case in CASES if case != "clip"]  # whose three layers are no
 
 
 @pytest.mark.parametrize(("case", "schedule"), [*((c, "1f1b") for c in CASES), *((c, "zb-v") for c in FOLDED)])
+@pytest.mark.every(3)
 def test_a_step_writes_where_the_state_lies_and_keeps_its_bits(case: str, schedule: str) -> None:
     train, params = build(case, schedule)
     kept, _ = build(case, schedule, donate=False)

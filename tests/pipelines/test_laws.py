@@ -18,7 +18,7 @@ from ..trees import assert_equal
 from .networks import SYNCHRONOUS, batch, kinds, made, network, parameters, pipeline, plans, residuals
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(plans(), kinds, st.integers(1, 2), st.integers(0, 1000))
 def test_value_and_gradients_are_those_of_the_function(
     schedule: Schedule, contents: list[str], size: int, seed: int

@@ -172,6 +172,7 @@ def random_step(seed: int) -> tuple[str, PipelineProgram]:
 
 
 @pytest.mark.parametrize("seed", range(24))
+@pytest.mark.every(3)
 def test_the_predicted_peak_of_every_rank_is_the_measured_one(seed: int) -> None:
     words, program = random_step(seed)
     predicted = [rank.peak for rank in program.memory().ranks]

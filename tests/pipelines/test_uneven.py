@@ -148,6 +148,7 @@ def test_every_schedule_on_two_processes() -> None:
             assert all(torch.equal(a, b) for a, b in zip(found[name], values, strict=True)), name
 
 
+@pytest.mark.slow
 def test_other_axes_beside_a_pipeline_on_four_processes() -> None:
     wanted = uneven_trainings(0)
     for found in run_on_processes(uneven_trainings, 4, timeout=300):

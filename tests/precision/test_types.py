@@ -44,6 +44,7 @@ MESH = Mesh(data=2, tensor=2)
 
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
+@pytest.mark.every(3)
 def test_a_plan_gives_what_one_rank_computes_in_the_same_precision(name: str, kind: str) -> None:
     one = fp.grad_and_value(fp.mixed_precision(kind)(networks.loss))(PARAMS, TOKENS)
     plan = fp.chain(fp.mixed_precision(kind), *PLANS[name])
@@ -181,6 +182,7 @@ def test_vmap_and_hessian_compose() -> None:
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
 @pytest.mark.parametrize("reduce", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("params", [None, "fp32"])
+@pytest.mark.every(3)
 def test_every_collective_has_the_type_asked_for(kind: str, reduce: str, params: str | None) -> None:
     types = {"bf16": BF16, "fp16": FP16, "fp32": FP32}
     plan = fp.chain(fp.mixed_precision(kind, reduce=reduce, params=params), *PLANS["tensor, zero3"])

@@ -87,6 +87,7 @@ def random_step(seed: int) -> tuple[str, Any]:
 
 
 @pytest.mark.parametrize("seed", range(20))
+@pytest.mark.every(3)
 def test_the_predicted_peak_is_the_measured_one(seed: int) -> None:
     words, program = random_step(seed)
     predicted, found = program.memory().peak, measured(program)

@@ -229,6 +229,7 @@ LARGE: dict[str, Callable[[], tuple[Mesh, Any]]] = {
 
 
 @pytest.mark.parametrize("name", LARGE)
+@pytest.mark.every(2)
 def test_sixteen_thousand_ranks_are_never_listed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From function to price nobody asks the mesh for its ranks, and the program is no longer than on few of them."""
     mesh, plan = LARGE[name]()

@@ -226,6 +226,7 @@ TORCHS = {
 
 
 @pytest.mark.parametrize("name", TORCHS)
+@pytest.mark.every(2)
 def test_torchs_own_dropouts_are_alike_on_every_mesh(name: str) -> None:
     fn, params = fp.functional(TORCHS[name]().double())
     x = torch.randn(4, 3, 4, dtype=torch.float64)

@@ -58,7 +58,7 @@ def all_plans(rank: int, size: int, reduction: str) -> dict[str, list[torch.Tens
     return found
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_stage_gives_the_same_bits(size: int) -> None:
     simulated = all_plans(0, size, "ordered")
     real = run_on_processes(all_plans, size, size, "ordered", timeout=300)
@@ -78,7 +78,7 @@ def plans_in_pieces(rank: int, size: int) -> dict[str, list[torch.Tensor]]:
     return {name: train(plan, Mesh(data=size), "ordered") for name, plan in PLANS.items()}
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_large_buckets_give_the_same_bits(size: int) -> None:
     reference = train(PLANS["data parallel"], Mesh(data=size), "ordered")
     for found in run_on_processes(plans_in_pieces, size, size, timeout=300):

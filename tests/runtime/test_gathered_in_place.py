@@ -57,7 +57,7 @@ def on_ranks(rank: int, size: int, in_pieces: bool) -> list[tuple[list[Tensor], 
     return [train(fp.zero(stage, "data"), size, seed) for stage in (1, 2) for seed in range(4)]
 
 
-@pytest.mark.parametrize(("size", "in_pieces"), [(2, False), (2, True), (3, True)])
+@pytest.mark.parametrize(("size", "in_pieces"), [(2, False), (2, True), pytest.param(3, True, marks=pytest.mark.slow)])
 def test_parameters_stay_where_they_lie_and_become_what_they_should(size: int, in_pieces: bool) -> None:
     wanted = [train(fp.data_parallel("data"), size, seed)[0] for seed in range(4)] * 2
     for found in run_on_processes(on_ranks, size, size, in_pieces, timeout=300):

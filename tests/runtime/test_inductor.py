@@ -123,7 +123,7 @@ def works(graph: fx.Graph) -> Iterator[fx.Node]:
 # -----------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     period=st.integers(8, 40),
     copies=st.integers(2, 6),
@@ -224,6 +224,7 @@ def test_what_gains_nothing_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize("optimizer", [fp.optim.adamw(1e-2), fp.optim.sgd(0.1, momentum=0.9)], ids=["adamw", "sgd"])
 @pytest.mark.parametrize("name", PLANS)
+@pytest.mark.every(3)
 def test_regions_change_no_bit(name: str, optimizer: Any, as_is: mock.Mock) -> None:
     found, _ = trained(name, "inductor", optimizer)
     assert as_is.called
@@ -231,7 +232,7 @@ def test_regions_change_no_bit(name: str, optimizer: Any, as_is: mock.Mock) -> N
     assert all(map(torch.equal, found, plain))
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(f=programs(), data=st.sampled_from([1, 2, 4]), stage=st.integers(0, 3), seed=st.integers(0, 1000))
 def test_random_functions(as_is: mock.Mock, f: Program, data: int, stage: int, seed: int) -> None:
     mesh, plan = Mesh(data=data), fp.zero(stage, "data")

@@ -86,6 +86,7 @@ def outcomes(absent: int, dies: str, seconds: float, folder: Path, every: float 
 
 
 @pytest.mark.parametrize("absent", [0, 2])
+@pytest.mark.every(2)
 def test_a_rank_that_never_arrives_is_reported_and_then_refused(absent: int, tmp_path: Path) -> None:
     """Reports come every 30 s; every 2 s here."""
     errors, seconds = outcomes(absent, "before it arrived", 10.0, tmp_path, every=2.0)
@@ -104,6 +105,7 @@ def test_a_rank_that_never_arrives_is_reported_and_then_refused(absent: int, tmp
     ("absent", "dies"),
     [(0, "after it arrived"), (2, "after it arrived"), (2, "while groups are made"), (1, "after the script's group")],
 )
+@pytest.mark.every(3)
 def test_a_rank_that_dies_during_the_start_ends_the_others_at_once(absent: int, dies: str, tmp_path: Path) -> None:
     deadline = 600.0 if absent else 12.0  # others may come to a store that is gone already
     errors, seconds = outcomes(absent, dies, deadline, tmp_path)

@@ -103,6 +103,7 @@ def train(optimizer: fp.optim.Optimizer, plan: str) -> Any:
 
 @pytest.mark.parametrize("plan", SPLITTING)
 @pytest.mark.parametrize("name", KEPT)
+@pytest.mark.every(3)
 def test_a_promise_that_is_kept_is_taken(name: str, plan: str) -> None:
     wanted = on_whole_parameters(KEPT[name], loss, parameters())
     for found, right in zip(*map(optree.tree_leaves, (train(promising(KEPT[name]), plan), wanted)), strict=True):
@@ -111,6 +112,7 @@ def test_a_promise_that_is_kept_is_taken(name: str, plan: str) -> None:
 
 @pytest.mark.parametrize("plan", SPLITTING)
 @pytest.mark.parametrize("name", MESSAGES)
+@pytest.mark.every(3)
 def test_one_that_is_not_is_refused(name: str, plan: str) -> None:
     if name == "shampoo" and plan in FLAT:
         message = "a state that lies in vectors"
@@ -199,6 +201,7 @@ OURS = {
 
 @pytest.mark.parametrize("plan", ["zero 2, filled up", "tensor, zero 3", "flat, tensor"])
 @pytest.mark.parametrize("name", OURS)
+@pytest.mark.every(3)
 def test_ours_keep_it_and_are_not_asked(name: str, plan: str) -> None:
     calls, ours = [], OURS[name]
 

@@ -75,6 +75,7 @@ def test_of_an_update(name: str) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"donate": False}, {"bucket": 64}, {"clip": 0.1}], ids=str)
 @pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.every(3)
 def test_of_steps(plan: str, options: dict[str, Any]) -> None:
     for optimizer in OPTIMIZERS.values():
         f, wanted = trained(optimizer, PLANS[plan], **options), after_two_steps(optimizer, options.get("clip"))

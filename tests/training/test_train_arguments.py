@@ -89,6 +89,7 @@ WITH_NONE = {
 
 @pytest.mark.parametrize("plan", WITH_NONE)
 @pytest.mark.parametrize("optimizer", [fp.optim.sgd(0.2, momentum=0.9), fp.optim.adamw(0.1), fp.optim.lion(0.1)])
+@pytest.mark.every(3)
 def test_a_parameter_that_is_none_changes_nothing(plan: str, optimizer: Any) -> None:
     """As `bias=None` in a layer."""
     transform, mesh = WITH_NONE[plan]

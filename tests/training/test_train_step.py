@@ -114,6 +114,7 @@ def run(train: Any, state: Any, data: list[Any]) -> tuple[list[float], list[floa
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.every(3)
 def test_every_plan_is_the_plain_loop(plan: str, optimizer: str) -> None:
     ours, theirs, clip = OPTIMIZERS[optimizer]
     transform, mesh = PLANS[plan]
@@ -209,6 +210,7 @@ def test_states_are_values(plan: str) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("deduplicate", [True, False])
+@pytest.mark.every(3)
 def test_donated_states_give_the_same_bits(plan: str, optimizer: str, deduplicate: bool) -> None:
     (transform, mesh), (ours, _, clip) = PLANS[plan], OPTIMIZERS[optimizer]
     use_runtime(SimulatedRuntime(mesh, deduplicate=deduplicate))

@@ -96,6 +96,7 @@ RUNS = [
 
 @pytest.mark.usefixtures("_quiet")
 @pytest.mark.parametrize(("name", "where"), RUNS)
+@pytest.mark.every(3)
 def test_no_plan_updates_them(name: str, where: str) -> None:
     optimizer, clip = OPTIMIZERS[name][0], 0.01 if name == "adamw" else None
     params, state, norms = trained(optimizer, *WHERE[where], clip)
