@@ -4,6 +4,8 @@ A model is a pure function; a sharding spec is data; every form of parallelism i
 program whose every collective is visible.
 """
 
+from sharding_specs import keep_as_leaves as _keep_as_leaves
+
 from . import keyed_draws as _keyed_draws  # noqa: F401 - whose import registers them
 from . import optim, random, schedules, testing
 from .collectives import (
@@ -68,6 +70,8 @@ from .transforms import (
     zero,
 )
 from .varying import TypingError
+
+_keep_as_leaves(__name__)
 
 __all__ = [
     "ArgumentSpecError",

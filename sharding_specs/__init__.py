@@ -1,7 +1,7 @@
 """What lies where: meshes, sharding specs, rules that find specs by path, and layouts. Nothing here computes."""
 
 from .annotate import annotate, split
-from .dataclass_nodes import register_dataclasses
+from .dataclass_nodes import keep_as_leaves, register_dataclasses
 from .layout import local_shape, padded_shape, reshard, shard, shard_leaf, unshard, unshard_leaf, whole_shape
 from .memory import MemoryRow, bytes_per_rank, memory_table
 from .mesh import Mesh, MeshError
@@ -23,6 +23,7 @@ __all__ = [
     "as_spec",
     "broadcast_specs",
     "bytes_per_rank",
+    "keep_as_leaves",
     "local_shape",
     "match_rules",
     "memory_table",

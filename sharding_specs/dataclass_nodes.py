@@ -15,9 +15,9 @@ import torch
 from .annotated import Annotated
 from .spec import P
 
-__all__ = ["register_dataclasses"]
+__all__ = ["keep_as_leaves", "register_dataclasses"]
 
-_LIBRARIES = ("torch", "optree", "functional_parallel", "sharding_specs")  # whose dataclasses are leaves
+_libraries = {"torch", "optree", "sharding_specs"}  # whose dataclasses are leaves
 _CONTAINERS = (dict, list, tuple, set, frozenset, str)  # which hold more than their fields
 _HELD = (torch.Tensor, P, Annotated)
 
@@ -51,6 +51,17 @@ def register_dataclasses(*trees: Any) -> None:
             register_dataclasses(leaf)  # what its fields hold
 
 
+def keep_as_leaves(library: str) -> None:
+    """Let the dataclasses that a library defines be leaves, and no nodes of a tree.
+
+    >>> keep_as_leaves("functional_parallel")
+
+    Args:
+        library: the name of its package.
+    """
+    _libraries.add(library)
+
+
 def _is_instance(leaf: Any) -> bool:
     kind = type(leaf)
     if not hasattr(kind, "__dataclass_fields__") or isinstance(leaf, (torch.nn.Module, type, *_CONTAINERS)):
@@ -60,7 +71,7 @@ def _is_instance(leaf: Any) -> bool:
 
 def _is_defined_in_a_library(kind: type) -> bool:
     """Whether a module of a library defines the class; an example in a docstring of that module does not."""
-    is_inside = kind.__module__.split(".")[0] in _LIBRARIES
+    is_inside = kind.__module__.split(".")[0] in _libraries
     return is_inside and hasattr(sys.modules.get(kind.__module__), kind.__qualname__.split(".")[0])
 
 
