@@ -51,7 +51,7 @@ def places(count: int, length: int, itemsize: int) -> list[slice]:
     """
     if count * aligned(length * itemsize) <= AT_ONCE:
         return [slice(0, length)]
-    step = PIECE // count // ALIGNMENT * ALIGNMENT // itemsize
+    step = max(PIECE // count // ALIGNMENT, 1) * ALIGNMENT // itemsize
     return [slice(begin, min(begin + step, length)) for begin in range(0, length, step)]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from sharding_specs import Mesh
 
-from ..collectives.slots import GATHERED, LARGEST, ROOM, SMALL_HALF, aligned, slot_bytes
+from ..collectives.slots import GATHERED, HALF, LARGEST, ROOM, SMALL_HALF, aligned, slot_bytes
 from .collectives import Collective
 
 __all__ = ["channel_bytes", "shared_by_collectives"]
@@ -31,7 +31,7 @@ def shared_by_collectives(collectives: Iterable[Collective], mesh: Mesh) -> int:
     halves: dict[tuple[str, ...], int] = {}
     for one in collectives:
         if one.kind not in _BY_THE_BACKEND:
-            slot = _slot(one, math.prod(map(mesh.axis_size, one.axes)))
+            slot = min(HALF, _slot(one, math.prod(map(mesh.axis_size, one.axes))))
             halves[one.axes] = max(halves.get(one.axes, SMALL_HALF), slot)
     return 2 * sum(halves.values())
 

@@ -31,6 +31,10 @@ _OF_THE_SECOND = {torch.ops.aten._new_zeros_with_same_feature_meta.default, torc
 _ZEROS = {torch.ops.aten.zeros.default, torch.ops.aten.zeros_like.default, torch.ops.aten.new_zeros.default}
 _FILL_VALUE = {torch.ops.aten.full.default: 1, torch.ops.aten.scalar_tensor.default: 0}  # position of the number
 _ALIASES = {torch.ops.aten.expand.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default}
+_GRADIENTS_OF_VIEWS = {  # linear; a forward derivative of a backward has them as its own ops
+    *(torch.ops.aten.slice_backward.default, torch.ops.aten.select_backward.default),
+    *(torch.ops.aten.diagonal_backward.default, torch.ops.aten.unfold_backward.default),
+}
 _FILLED = {  # with what is no sum over ranks, even where they are made like one
     *(torch.ops.aten.ones_like.default, torch.ops.aten.full_like.default),
     *(torch.ops.aten.new_ones.default, torch.ops.aten.new_full.default),
@@ -164,7 +168,7 @@ def _linear_marks(node: fx.Node) -> list[str]:
     count = len(tensor_operands(node))
     rule = lookup(node.target)
     if rule is None:
-        return [""] * count
+        return ["~" if node.target in _GRADIENTS_OF_VIEWS else ""] * count
     if rule.text is None:
         return ["~" if rule.moves_only else ""] * count
     return [pattern.linear for pattern in parse_rule(rule.text_for(node)).operands]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import optree
 import pytest
 import torch
@@ -59,6 +62,27 @@ def test_second_derivatives(f: Program, seed: int, data: st.DataObject) -> None:
     want = product(fp.grad(f))(params, direction, x)
     found = step(params, direction, x)
     assert all(torch.equal(found[name], want[name]) for name in params)
+
+
+@pytest.mark.parametrize("view", ["padded", "row", "diagonal", "windows"])
+def test_second_derivatives_through_views(view: str) -> None:
+    """A tangent of a view's gradient is linear in partial sums; ZeRO-3 cuts off what it filled up."""
+    views: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "padded": lambda w: w.sum(0),
+        "row": lambda w: w[1],
+        "diagonal": lambda w: w.diagonal(),
+        "windows": lambda w: w.reshape(-1).unfold(0, 3, 2).sum(0),
+    }
+    local = fp.zero(3, "data")(lambda w, x: (x + views[view](w)).pow(3).sum())
+    w, x = torch.arange(9.0).reshape(3, 3).double(), torch.arange(6.0).reshape(2, 3).double()
+
+    def product(f, w, v, x):  # type: ignore[no-untyped-def]
+        return fp.jvp(lambda q: fp.grad(f)(q, x), (w,), (v,))[1]
+
+    with fp.collectives.axes.bind({"data": 2}, None):
+        rows, of_batch = local.layout.arguments((w, x))
+    step = fp.compile(partial(product, local), Mesh(data=2), in_specs=(rows, rows, of_batch), out_specs=rows)
+    assert torch.equal(step(w, w, x), product(lambda w, x: (x + views[view](w)).pow(3).sum(), w, w, x))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
