@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -200,8 +201,8 @@ class _Check:
     def _summands(self, x: torch.Tensor, count: int) -> torch.Tensor:
         """Independent summands: a function can pass for linear on summands in proportion to each other."""
         size = max(1, round(as_real(x).abs().max().item())) if x.numel() and as_real(x).isfinite().all() else 1
-        drawn = [self._drawn(x, size) for _ in range(count - 1)]
-        return torch.stack([*drawn, x - sum(drawn)])
+        drawn = [_on_grid(self._drawn(x, size), size) for _ in range(count - 1)]
+        return torch.stack([*drawn, _on_grid(x.detach(), size) - sum(drawn)])
 
     def _drawn(self, like: torch.Tensor, largest: int) -> torch.Tensor:
         """Integers where a tensor holds integers, so that sums are exact; else normal numbers."""
@@ -252,6 +253,15 @@ class _Check:
             _Outcome(found, {index: x for index, x in enumerate(group) if x is not None})
             for found, group in zip(results, gradients, strict=True)
         ]
+
+
+def _on_grid(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Round to multiples of a power of two, so that few summands of about a size have exact sums in any order."""
+    if not (x.dtype.is_floating_point or x.dtype.is_complex):
+        return x
+    grid = 2.0 ** math.ceil(math.log2(size)) * max(torch.finfo(x.dtype).eps * 2**8, 2.0**-30)
+    rounded = (as_real(x) / grid).round() * grid
+    return torch.view_as_complex(rounded) if x.dtype.is_complex else rounded
 
 
 @dataclass(frozen=True)

@@ -23,21 +23,29 @@ from ..tracing.graph import named_arguments, primitive_name, tensor_operands
 
 __all__ = ["Typing", "TypingError", "casts_of", "is_zero", "type_of"]
 
+aten = torch.ops.aten
+
 _V, _I, _U, _R = State.VARYING, State.INVARIANT, State.UNREDUCED, State.REDUCED
 
 #: zeros beside a value as its tangent, and that value written over them: nothing of the first operand is left
-_OF_THE_SECOND = {torch.ops.aten._new_zeros_with_same_feature_meta.default, torch.ops.aten.copy.default}
+_OF_THE_SECOND = {aten._new_zeros_with_same_feature_meta.default, aten.copy.default}
 
-_ZEROS = {torch.ops.aten.zeros.default, torch.ops.aten.zeros_like.default, torch.ops.aten.new_zeros.default}
-_FILL_VALUE = {torch.ops.aten.full.default: 1, torch.ops.aten.scalar_tensor.default: 0}  # position of the number
-_ALIASES = {torch.ops.aten.expand.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default}
+_ZEROS = {aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default}
+_FILL_VALUE = {aten.full.default: 1, aten.scalar_tensor.default: 0}  # position of the number
+_PRODUCTS = {aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default, aten.mul.Tensor, aten.mul.Scalar}
+_KEEPS_ZEROS = {
+    *(aten.alias.default, aten.detach.default, aten._to_copy.default, aten.neg.default, aten.div.Tensor),
+    *(aten.view.default, aten.expand.default, aten.permute.default, aten.transpose.int, aten.t.default),
+    *(aten.unsqueeze.default, aten.squeeze.dim, aten.select.int, aten.slice.Tensor),
+    *(aten.sum.default, aten.sum.dim_IntList),
+}
 _GRADIENTS_OF_VIEWS = {  # linear; a forward derivative of a backward has them as its own ops
-    *(torch.ops.aten.slice_backward.default, torch.ops.aten.select_backward.default),
-    *(torch.ops.aten.diagonal_backward.default, torch.ops.aten.unfold_backward.default),
+    *(aten.slice_backward.default, aten.select_backward.default),
+    *(aten.diagonal_backward.default, aten.unfold_backward.default),
 }
 _FILLED = {  # with what is no sum over ranks, even where they are made like one
-    *(torch.ops.aten.ones_like.default, torch.ops.aten.full_like.default),
-    *(torch.ops.aten.new_ones.default, torch.ops.aten.new_full.default),
+    *(aten.ones_like.default, aten.full_like.default),
+    *(aten.new_ones.default, aten.new_full.default),
 }
 
 
@@ -67,9 +75,7 @@ class Typing:
             return self._primitive(primitive, node)
         if node.target in _OF_THE_SECOND:
             return type_of(node.args[1])
-        if (
-            node.target is torch.ops.aten.zeros.default and "forward" in node.meta
-        ):  # a derivative that is 0: it lies as any other
+        if node.target is aten.zeros.default and "forward" in node.meta:  # a derivative that is 0: it lies as any other
             return dual(type_of(node.meta["forward"]))
         types = [type_of(operand) for operand in tensor_operands(node)]
         self._refuse_missed_casts(node)
@@ -174,12 +180,21 @@ def _linear_marks(node: fx.Node) -> list[str]:
     return [pattern.linear for pattern in parse_rule(rule.text_for(node)).operands]
 
 
-def is_zero(node: fx.Node) -> bool:
-    """Return whether a value is made of zeros. Those of all ranks add up to it, so it joins partial sums as it is."""
-    while node.target in _ALIASES:
-        node = node.args[0]
+def is_zero(node: fx.Node, depth: int = 16) -> bool:
+    """Return whether a value is made of zeros. Those of all ranks add up to it, so it joins partial sums as it is.
+
+    Args:
+        node: the value.
+        depth: number of ops to look through: products with zeros, and what moves, adds up or casts zeros.
+    """
     filled = _FILL_VALUE.get(node.target)
-    return node.target in _ZEROS or (filled is not None and node.args[filled] == 0)
+    if node.target in _ZEROS or (filled is not None and node.args[filled] == 0):
+        return True
+    if depth == 0:
+        return False
+    if node.target in _PRODUCTS:
+        return any(isinstance(each, fx.Node) and is_zero(each, depth - 1) for each in node.args[:2])
+    return (node.target in _KEEPS_ZEROS or primitive_name(node) == "pcast") and is_zero(node.args[0], depth - 1)
 
 
 def _where(node: fx.Node) -> str:

@@ -67,6 +67,14 @@ def _local_resizing(step: Step, gradient: torch.Tensor, size: Any, of_input: Any
     return step.run(gradient, size, [*gradient.shape[:2], *of_input[2:]], *args)
 
 
+def _local_contiguous(step: Step, *args: Any) -> torch.Tensor:
+    """torch's kernel takes a shard with one channel for one whose channels lie last, and returns other numbers."""
+    copies = (
+        arg.clone(memory_format=torch.contiguous_format) if isinstance(arg, torch.Tensor) else arg for arg in args
+    )
+    return step.run(*copies)
+
+
 _OF_IMAGES = {  # how many dims of an image they need whole
     aten.avg_pool2d_backward: 2,
     aten.avg_pool3d_backward: 3,
@@ -99,7 +107,8 @@ _OF_SIZES = {  # the same, of those that name the sizes
 }
 rule([aten.convolution_backward.default], Rule(_convolution_text, _local_convolution))
 for packet, count in _OF_IMAGES.items():
-    rule([packet.default], Rule(batched_text(count, linear="~")))
+    is_wrong = packet is aten.adaptive_max_pool3d_backward
+    rule([packet.default], Rule(batched_text(count, linear="~"), _local_contiguous if is_wrong else None))
 for packet, count in _OF_SIZES.items():
     rule([packet.default], Rule(batched_text(count, linear="~"), _local_resizing))
 
