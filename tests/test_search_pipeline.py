@@ -117,7 +117,7 @@ def test_state_is_what_the_ranks_hold() -> None:
     assert choice.plan.memory == held[0] * 4 / 3 + activations + x.nbytes
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_a_choice_fits_as_it_is_lowered(data: st.DataObject) -> None:
     """Batch, temporaries and messages included: what it says it holds is what the program of its training step says."""

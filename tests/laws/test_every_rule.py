@@ -30,8 +30,9 @@ aten = torch.ops.aten
 SAMPLES_OF_AN_OP = 2
 CALLS_OF_A_RULE = 3
 
-#: rules of collectives, layouts and draws, which other tests check: check_rule has no axis or key for them
-ELSEWHERE = ("fp.", "aten.rand", "aten.bernoulli", "aten.normal", "aten.uniform", "aten.native_dropout")
+#: rules of collectives, layouts and draws, which other tests check: check_rule has no axis or key for them; and of
+#: memory without defined contents
+ELSEWHERE = ("fp.", "aten.empty", "aten.rand", "aten.bernoulli", "aten.normal", "aten.uniform", "aten.native_dropout")
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -70,14 +71,17 @@ def test_every_rule_on_the_samples_of_torchs_ops() -> None:
     calls = collected()
     false, unchecked = {}, {}
     for op, samples in sorted(calls.items(), key=lambda pair: str(pair[0])):
+        if str(op).startswith(ELSEWHERE):
+            continue
         for sample in samples:
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     check_rule(op, [sample], ranks=(2, 3, 5), rtol=1e-6)
             except FalseRuleError as error:
-                if "NaN on both sides" not in str(error):
-                    false[str(op)] = str(error)
+                said = str(error)
+                if "NaN on both sides" not in said and "TracingError" not in said:  # a refusal is no false result
+                    false[str(op)] = said
             except (UncheckedRuleError, ValueError) as error:
                 unchecked.setdefault(str(op), str(error))
             else:

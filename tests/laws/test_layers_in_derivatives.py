@@ -91,6 +91,7 @@ def labels() -> Tensor:
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", IMAGES)
+@pytest.mark.every(3)
 def test_slopes_of_layers(name: str, plan: str) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(*IMAGES[name]()).double()

@@ -97,6 +97,7 @@ def arguments() -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("microbatches", [2, 3, 4])
+@pytest.mark.every(4)
 def test_every_sample_counts_once(name: str, microbatches: int) -> None:
     """By parameters and by the batch; 7 samples as 4 and 3, as 3, 2, 2, and as 2, 2, 2, 1."""
     f = fp.grad_and_value(fp.accumulate(microbatches)(LOSSES[name]), (0, 1))

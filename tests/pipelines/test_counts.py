@@ -81,6 +81,7 @@ def test_a_tied_weight_is_never_sent_and_its_gradient_once(microbatches: int) ->
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("schedule, clip", [("gpipe", None), ("1f1b", 1.0), ("zb-v", None)])
+@pytest.mark.every(3)
 def test_gradients_are_summed_in_buckets_at_the_end(zero: int, schedule: str, clip: float | None) -> None:
     """One sum on each rank of the pipeline, of all its gradients: the same bytes, the same bits."""
     params = [{"w": normal(8, 8), "b": normal(8)} for _ in range(8)]

@@ -51,6 +51,7 @@ def test_beside_zero(stage: int, samples: int) -> None:
 
 
 @pytest.mark.parametrize("name", SYNCHRONOUS)
+@pytest.mark.every(2)
 def test_training_gives_the_bits_of_the_same_microbatches_on_one_rank(name: str) -> None:
     piped, one, whole = trained_both_ways(name, torch.randn(11, 2, dtype=torch.float64))
     assert_equal(piped, one)
@@ -75,6 +76,7 @@ TRANSFORMS: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("inner", TRANSFORMS)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.every(2)
 def test_with_other_transforms_as_accumulated_on_one_rank(inner: str, schedule: str) -> None:
     generator = torch.Generator().manual_seed(0)
     draw = partial(torch.randn, generator=generator)
@@ -140,6 +142,7 @@ def test_every_sample_counts_once(name: str) -> None:
         assert_equal_enough(step(params, x, y), torch.func.grad_and_value(loss)(params, x, y))
 
 
+@pytest.mark.slow
 def test_every_schedule_on_two_processes() -> None:
     wanted = uneven_on_two(0)
     for found in run_on_processes(uneven_on_two, 2):

@@ -40,7 +40,7 @@ STREAMED += [("dualpipe-v", 8), ("dualpipe-v", 7)]  # it takes four microbatches
 
 @pytest.mark.parametrize(("schedule", "samples"), STREAMED)
 @pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True, "bias": False}], ids=str)
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_gated_units_stream(options: dict[str, Any], schedule: str, samples: int) -> None:
     loss, params = recurrent(**options)
     assert_same(loss, params, normal(samples, 2, 3), schedule=schedule, microbatches=min(samples, 4))

@@ -84,6 +84,7 @@ def test_text_before_and_after() -> None:
 
 
 @pytest.mark.parametrize("name", PASSES)
+@pytest.mark.every(2)
 def test_each_can_be_switched_off(name: str) -> None:
     """The rest run as before, and the numbers stay: to the bit where nothing is rounded otherwise."""
     found = program(without=(name,))

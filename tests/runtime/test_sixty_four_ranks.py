@@ -61,6 +61,7 @@ def alone() -> Any:
 
 
 @pytest.mark.parametrize("name", PLANS)
+@pytest.mark.every(3)
 def test_a_gpt_trains_as_on_one_rank(name: str, alone: Any) -> None:
     mesh, plan = PLANS[name](split(gpt.init(CONFIG))[1])
     assert mesh.size == 64
