@@ -80,7 +80,8 @@ class Chain:
         if self.end == "as_strided_":
             return (x * 1).as_strided_(self.size, self.stride) * 1
         if self.end == "stride":
-            numbers = [*x.stride(), x.stride(-1), x.is_contiguous(), x.storage_offset(), len(x.dim_order())]
+            strides = [x.stride(dim) for dim, size in enumerate(x.shape) if size > 1]  # of one element any number does
+            numbers = [*strides, x.is_contiguous(), x.storage_offset(), len(x.dim_order())]
             return x.sum() * torch.tensor([float(number) for number in numbers], dtype=x.dtype)
         raw = x[..., :1].expand(x.shape).contiguous().view(torch.int32)
         return x.sum() + raw.to(x.dtype)

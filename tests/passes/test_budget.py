@@ -125,6 +125,7 @@ def test_a_looser_budget_never_computes_more_again(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["data", "zero 3", "microbatches"])
+@pytest.mark.every(2)
 def test_no_named_policy_fits_with_less_work(name: str) -> None:
     wide = partial(step, name, layers=9, rows=2048)
     for policy in (fp.remat(), fp.remat(every=2), fp.remat(every=3), fp.remat("nothing")):

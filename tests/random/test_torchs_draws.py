@@ -65,6 +65,7 @@ DRAWS: dict[str, tuple[Callable[[Tensor], Tensor], float, float]] = {
 
 
 @pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.every(3)
 def test_moments_and_the_same_numbers_on_every_mesh(name: str) -> None:
     draw, mean, variance = DRAWS[name]
     x = torch.zeros(16, 512, dtype=torch.float64)

@@ -80,6 +80,7 @@ def everything(size: int) -> tuple[list[list[torch.Tensor]], list[list[torch.Ten
 
 
 @pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.every(2)
 def test_axes_with_one_rank_have_a_group(size: int) -> None:
     for mesh in [*MESHES[size], *(mesh for mesh, _ in plans(size))]:
         use_runtime(SimulatedRuntime(mesh))
