@@ -54,7 +54,7 @@ def register_dataclasses(*trees: Any) -> None:
 def keep_as_leaves(library: str) -> None:
     """Let the dataclasses that a library defines be leaves, and no nodes of a tree.
 
-    >>> keep_as_leaves("functional_parallel")
+    >>> keep_as_leaves("my_library")
 
     Args:
         library: the name of its package.

@@ -54,7 +54,7 @@ def concatenated(operation: str, shape: Sequence[int], dim: int, axes: Sequence[
 
 
 def checked_rank(operation: str, what: str, rank: int, axes: Sequence[str]) -> int:
-    """The index of a rank along the axes, checked.
+    """Return the index of a rank along the axes, after a check that there is such a rank.
 
     Raises:
         CollectiveShapeError: when the axes have no such rank.

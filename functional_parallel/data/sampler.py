@@ -30,7 +30,7 @@ _TAILS = ("uneven", "drop", "repeat")
 
 
 class Position(NamedTuple):
-    """Position of a run in its samples: save it to continue from there, on any mesh.
+    """How far a run has read its samples. A saved position continues the run, on any mesh.
 
     >>> import functional_parallel as fp
     >>> from sharding_specs import Mesh

@@ -199,7 +199,7 @@ class _Check:
         return [self._summands(x, count) if layout == SUMS else x.detach().clone() for x, layout in values]
 
     def _summands(self, x: torch.Tensor, count: int) -> torch.Tensor:
-        """Independent summands: a function can pass for linear on summands in proportion to each other."""
+        """Return summands of `x` that are not multiples of each other: on those, abs would pass for linear."""
         size = max(1, round(as_real(x).abs().max().item())) if x.numel() and as_real(x).isfinite().all() else 1
         drawn = [_on_grid(self._drawn(x, size), size) for _ in range(count - 1)]
         return torch.stack([*drawn, _on_grid(x.detach(), size) - sum(drawn)])
@@ -298,6 +298,6 @@ def _is_differentiable(sample: Sample, results: Sequence[torch.Tensor]) -> bool:
     weights = [torch.ones_like(result) for result in results]
     try:
         grad_and_value(lambda values: _weighted([sample.call(values)], weights))(sample.values)
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError):  # how torch says that this sample has no gradient
         return False
     return True

@@ -95,7 +95,7 @@ def name_of(rule: RuleText, factor: str) -> str:
 
 
 def spec_of(layout: Shard | str | None, axis: str) -> P:
-    """The spec of an operand; partial sums are stacked along a new dim 0."""
+    """Return the spec of an operand. Partial sums are stacked along a new dim 0, which the axis splits."""
     if layout is None:
         return P()
     if not isinstance(layout, Shard):

@@ -26,7 +26,7 @@ _PLAIN = {int, float, complex, bool, str, bytes, type(None)}  # of which there m
 
 
 class Enclosed:
-    """The wrapped tensors that a function reaches by its closure or by globals, and the refusal to compute with them.
+    """Tensors of an enclosing torch.func transform that a function reaches by its closure or by globals.
 
     Args:
         function: what will be traced; outside all torch.func transforms it reaches none.

@@ -187,14 +187,24 @@ def is_zero(node: fx.Node, depth: int = 16) -> bool:
         node: the value.
         depth: number of ops to look through: products with zeros, and what moves, adds up or casts zeros.
     """
+    level = {node}
+    for _ in range(depth + 1):
+        if any(map(_makes_zeros, level)):
+            return True
+        level = {source for each in level for source in _whose_zeros_it_keeps(each)}
+    return False
+
+
+def _makes_zeros(node: fx.Node) -> bool:
     filled = _FILL_VALUE.get(node.target)
-    if node.target in _ZEROS or (filled is not None and node.args[filled] == 0):
-        return True
-    if depth == 0:
-        return False
+    return node.target in _ZEROS or (filled is not None and node.args[filled] == 0)
+
+
+def _whose_zeros_it_keeps(node: fx.Node) -> list[fx.Node]:
+    """The operands of which one of zeros alone makes the result zeros."""
     if node.target in _PRODUCTS:
-        return any(isinstance(each, fx.Node) and is_zero(each, depth - 1) for each in node.args[:2])
-    return (node.target in _KEEPS_ZEROS or primitive_name(node) == "pcast") and is_zero(node.args[0], depth - 1)
+        return [each for each in node.args[:2] if isinstance(each, fx.Node)]
+    return [node.args[0]] if node.target in _KEEPS_ZEROS or primitive_name(node) == "pcast" else []
 
 
 def _where(node: fx.Node) -> str:

@@ -83,7 +83,6 @@ _OF_IMAGES = {  # how many dims of an image they need whole
     aten.max_pool2d_with_indices_backward: 2,
     aten.max_pool3d_with_indices_backward: 3,
     aten.adaptive_max_pool2d_backward: 2,
-    aten.adaptive_max_pool3d_backward: 3,
     aten.reflection_pad1d_backward: 1,
     aten.reflection_pad2d_backward: 2,
     aten.reflection_pad3d_backward: 3,
@@ -107,8 +106,8 @@ _OF_SIZES = {  # the same, of those that name the sizes
 }
 rule([aten.convolution_backward.default], Rule(_convolution_text, _local_convolution))
 for packet, count in _OF_IMAGES.items():
-    is_wrong = packet is aten.adaptive_max_pool3d_backward
-    rule([packet.default], Rule(batched_text(count, linear="~"), _local_contiguous if is_wrong else None))
+    rule([packet.default], Rule(batched_text(count, linear="~")))
+rule([aten.adaptive_max_pool3d_backward.default], Rule(batched_text(3, linear="~"), _local_contiguous))
 for packet, count in _OF_SIZES.items():
     rule([packet.default], Rule(batched_text(count, linear="~"), _local_resizing))
 

@@ -145,7 +145,7 @@ class Placement:
         return min(wanted, self._uses(gather)[0], self._next_gather(gather))
 
     def _released(self) -> dict[fx.Node, int]:
-        """For each gather, the position after the last use of the copy before it of the same parameter."""
+        """Return per gather where it may start: after the last use of the same parameter's previous copy."""
         last: dict[Hashable, int] = {}
         found = {}
         for _, gather in self.gathers:
