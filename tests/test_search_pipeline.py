@@ -45,7 +45,7 @@ def of_program(program: Any, kind: str, index: int) -> int:
     return sum(work(node, program.mesh) for node in nodes)
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(st.lists(st.sampled_from([4, 16, 64]), min_size=2, max_size=6), st.integers(1, 3), st.sampled_from([2, 6]))
 def test_layers_add_up_to_the_stages_of_the_pipeline(widths: list[int], depth: int, samples: int) -> None:
     """Where the pipeline cuts between layers, a stage's times, kept values, messages and weights are theirs."""

@@ -32,7 +32,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     name=st.sampled_from(sorted(LOSSES)),
     reduction=st.sampled_from(["mean", "sum", "none"]),

@@ -22,7 +22,7 @@ def loss(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     return ((x @ params["w"] + params["b"]).relu() @ params["v"]).square().mean()
 
 
-@settings(max_examples=40)
+@settings(max_examples=24)
 @given(
     plan_and_mesh=strategies.plans(SPECS),
     name=st.sampled_from(sorted(DERIVATIVES)),

@@ -80,7 +80,7 @@ def numbers(seed: int, *shape: int) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:no sharding rule")
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(
     name=st.sampled_from(sorted(ALONG)),
     blocks=BLOCKS,
@@ -122,7 +122,7 @@ PAIRS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.filterwarnings("ignore:no sharding rule")
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     name=st.sampled_from(sorted(PAIRS)),
     ranks=st.sampled_from([(1, 2), (2, 2), (4, 1), (1, 1)]),

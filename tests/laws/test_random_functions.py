@@ -36,7 +36,7 @@ def drawn(data: st.DataObject, seed: int) -> tuple[fp.transforms.Plan, Mesh, Arg
     return fp.chain(*chosen), mesh, arguments(seed, rows=rows, inner=inner)
 
 
-@settings(max_examples=40)
+@settings(max_examples=28)
 @given(f=programs(), seed=SEEDS, data=st.data())
 def test_values_and_gradients(f: Program, seed: int, data: st.DataObject) -> None:
     plan, mesh, args = drawn(data, seed)

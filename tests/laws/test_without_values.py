@@ -50,7 +50,7 @@ def check(f: Callable[..., torch.Tensor], specs: tuple[P, ...], *values: torch.T
     split=st.integers(0, 3),
     seed=st.integers(0, 9),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_a_masked_write_of_one_value_is_a_choice(
     shape: tuple[int, ...], masked: int, ahead: int, like: str, split: int, seed: int
 ) -> None:

@@ -14,7 +14,7 @@ from sharding_specs import Mesh, SpecError
 from .networks import SPLIT, batch, integer_loss, loss, noisy_loss, parameters
 
 
-@settings(max_examples=30)
+@settings(max_examples=18)
 @given(
     stage=st.integers(0, 3),
     data=st.sampled_from([1, 2, 4]),

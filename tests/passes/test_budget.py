@@ -73,7 +73,7 @@ def again(program: Any) -> int:
     return sum(work(node, program.mesh) for node in copies if "all_gather" not in str(node.target))
 
 
-@settings(max_examples=16)
+@settings(max_examples=10)
 @given(name=st.sampled_from(sorted(PLANS)), fraction=st.floats(0, 1), bucket=st.sampled_from([1 << 10, 25 << 20]))
 def test_the_peak_fits_and_is_measured(name: str, fraction: float, bucket: int | None) -> None:
     low, high = lowest(name, bucket), plain_peak(name, bucket)

@@ -69,7 +69,7 @@ def test_a_bound_on_the_norm_that_is_not_felt_changes_no_bit() -> None:
     assert_close(trained(clipped, mesh, sizes, 5, clip=0.1), trained(plain, mesh, sizes, 5, clip=0.1))
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     sizes=SIZES,
     stage=st.sampled_from([1, 2]),

@@ -38,7 +38,7 @@ def of_gradients(program: Any, kind: str, axis: str) -> list[Any]:
     return [one for one in program.collectives() if (one.kind, one.axes) == (kind, (axis,)) and one.operand.numel > 2]
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     mesh=st.sampled_from(MESHES),
     stage=st.integers(0, 3),

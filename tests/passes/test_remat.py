@@ -37,7 +37,7 @@ def kept(found: Any) -> int:
     return total
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     policy=st.sampled_from(["layers", "attention", "nothing"]),
     every=st.integers(1, 3),

@@ -46,7 +46,7 @@ def trained(runs: list[tuple[Mesh, Any]], sizes: list[int], clip: float | None) 
     return optree.tree_leaves((whole, losses))
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(sizes=SIZES, first=plans(), second=plans(), clip=st.sampled_from([None, 0.1]))
 def test_a_run_is_that_of_one_rank(sizes: list[int], first: Any, second: Any, clip: float | None) -> None:
     for a, b in zip(trained([first, second], sizes, clip), trained([ONE, ONE], sizes, clip), strict=True):

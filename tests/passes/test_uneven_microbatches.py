@@ -107,7 +107,7 @@ def test_every_sample_counts_once(name: str, microbatches: int) -> None:
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     stage=st.integers(0, 3),
     ranks=st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)]),

@@ -18,7 +18,7 @@ from ..trees import assert_equal
 from .networks import SYNCHRONOUS, batch, kinds, made, network, parameters, pipeline, plans, residuals
 
 
-@settings(max_examples=20)
+@settings(max_examples=14)
 @given(plans(), kinds, st.integers(1, 2), st.integers(0, 1000))
 def test_value_and_gradients_are_those_of_the_function(
     schedule: Schedule, contents: list[str], size: int, seed: int
@@ -30,7 +30,7 @@ def test_value_and_gradients_are_those_of_the_function(
     assert_equal(step(params, *data), fp.grad_and_value(loss)(params, *data))
 
 
-@settings(max_examples=20)
+@settings(max_examples=14)
 @given(plans(), kinds, st.integers(1, 2), st.integers(0, 1000))
 def test_the_bits_are_those_of_the_same_microbatches_on_one_rank(
     schedule: Schedule, contents: list[str], size: int, seed: int

@@ -53,7 +53,11 @@ def assert_plain(name: str, ranks: int, found: list[torch.Tensor]) -> None:
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
-def test_other_axes_beside_a_pipeline_on_four_processes() -> None:
-    wanted = {name: trained(*case) for name, case in FOUR.items()}
-    for found in run_on_processes(four_ranks, 4, timeout=300):
+ALWAYS = ["pipe and data, zero 3", "pipe and tensor"]
+
+
+@pytest.mark.parametrize("names", [ALWAYS, pytest.param(sorted({*FOUR} - {*ALWAYS}), marks=pytest.mark.slow)])
+def test_other_axes_beside_a_pipeline_on_four_processes(names: list[str]) -> None:
+    wanted = {name: trained(*FOUR[name]) for name in names}
+    for found in run_on_processes(four_ranks, 4, names, timeout=300):
         assert {name: same(found[name], wanted[name]) for name in wanted} == dict.fromkeys(wanted, True)

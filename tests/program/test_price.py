@@ -185,7 +185,7 @@ def test_the_parts_of_a_price_are_the_whole(name: str, programs: dict[str, Any])
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero 3", "hsdp", "tensor"])
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(st.lists(st.floats(1, 100), min_size=8, max_size=8))
 def test_nothing_faster_makes_a_step_slower(name: str, programs: dict[str, Any], by: list[float]) -> None:
     better = replace(

@@ -140,7 +140,7 @@ def test_every_mesh_draws_the_numbers_of_one_device(draw: str, mesh: Mesh) -> No
     assert torch.equal(mapped(torch.ones((), dtype=torch.float64), x), DRAWS[draw](KEY, x))
 
 
-@settings(max_examples=30)
+@settings(max_examples=18)
 @given(
     rows=st.integers(1, 3), columns=st.integers(1, 3), data=st.sampled_from([1, 2, 3]), tensor=st.sampled_from([1, 2])
 )

@@ -123,7 +123,7 @@ def works(graph: fx.Graph) -> Iterator[fx.Node]:
 # -----------------------------------------------------------------------------
 
 
-@settings(max_examples=30)
+@settings(max_examples=16)
 @given(
     period=st.integers(8, 40),
     copies=st.integers(2, 6),
@@ -232,7 +232,7 @@ def test_regions_change_no_bit(name: str, optimizer: Any, as_is: mock.Mock) -> N
     assert all(map(torch.equal, found, plain))
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=16, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(f=programs(), data=st.sampled_from([1, 2, 4]), stage=st.integers(0, 3), seed=st.integers(0, 1000))
 def test_random_functions(as_is: mock.Mock, f: Program, data: int, stage: int, seed: int) -> None:
     mesh, plan = Mesh(data=data), fp.zero(stage, "data")

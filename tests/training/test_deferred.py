@@ -79,7 +79,7 @@ def square() -> Tensor:
     return torch.arange(SIDE * SIDE, dtype=torch.float32).reshape(SIDE, SIDE)
 
 
-@settings(max_examples=60)
+@settings(max_examples=36)
 @given(st.lists(STEPS, max_size=14))
 def test_values_and_generators_are_those_of_the_function(steps: list[tuple[str, int, int]]) -> None:
     def run(given: Tensor, generators: list[torch.Generator]) -> list[Tensor]:
