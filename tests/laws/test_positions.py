@@ -122,7 +122,6 @@ PAIRS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.filterwarnings("ignore:no sharding rule")
-@settings(max_examples=20)
 @given(
     name=st.sampled_from(sorted(PAIRS)),
     ranks=st.sampled_from([(1, 2), (2, 2), (4, 1), (1, 1)]),

@@ -74,7 +74,6 @@ def test_cross_entropy(
         assert one.axes != ("tensor",) or not logits
 
 
-@settings(max_examples=20)
 @given(
     pixels=st.sampled_from([(3,), (2, 3), (1,), (2, 1, 3)]),
     reduction=st.sampled_from(["mean", "sum", "none"]),
@@ -145,7 +144,6 @@ def test_padding_tokens_get_no_gradient(padding: int | None) -> None:
     fp.testing.assert_equivalent(loss, plan, Mesh(data=2, tensor=2), parameters(), tokens, rtol=1e-12)
 
 
-@settings(max_examples=20)
 @given(
     ranks=st.sampled_from([(1, 2), (2, 1), (2, 2), (4, 1)]),
     spec=st.sampled_from([P(), P("tensor"), P((4, "tensor")), P(None, "tensor")]),

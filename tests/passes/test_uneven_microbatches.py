@@ -9,7 +9,7 @@ import optree
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -107,7 +107,6 @@ def test_every_sample_counts_once(name: str, microbatches: int) -> None:
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-@settings(max_examples=20)
 @given(
     stage=st.integers(0, 3),
     ranks=st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)]),

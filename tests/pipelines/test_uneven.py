@@ -9,7 +9,7 @@ import optree
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import functional_parallel as fp
@@ -27,7 +27,6 @@ from .test_laws import trained_both_ways
 from .work import uneven_on_two, uneven_trainings
 
 
-@settings(max_examples=20)
 @given(plans(), kinds, st.data(), st.integers(0, 1000))
 def test_value_and_gradients_are_those_of_the_function(
     schedule: Schedule, contents: list[str], data: st.DataObject, seed: int

@@ -51,17 +51,20 @@ def _addresses(state: Any) -> list[int]:
     return [x.data_ptr() if isinstance(x, Tensor) else 0 for x in handles]
 
 
-def on_ranks(rank: int, size: int, in_pieces: bool) -> list[tuple[list[Tensor], list[bool]]]:
+def on_ranks(rank: int, size: int, in_pieces: bool, seeds: list[int]) -> list[tuple[list[Tensor], list[bool]]]:
     if in_pieces:
         slots.AT_ONCE, slots.PIECE = 1 << 10, 1 << 8
-    return [train(fp.zero(stage, "data"), size, seed) for stage in (1, 2) for seed in range(2)]
+    return [train(fp.zero(stage, "data"), size, seed) for stage in (1, 2) for seed in seeds]
 
 
 @pytest.mark.parametrize(("size", "in_pieces"), [(2, False), (2, True), pytest.param(3, True, marks=pytest.mark.slow)])
-def test_parameters_stay_where_they_lie_and_become_what_they_should(size: int, in_pieces: bool) -> None:
-    wanted = [train(fp.data_parallel("data"), size, seed)[0] for seed in range(2)] * 2
-    for found in run_on_processes(on_ranks, size, size, in_pieces, timeout=300):
-        for (params, stayed), reference, seed in zip(found, wanted, [*range(2)] * 2, strict=True):
+@pytest.mark.parametrize("seeds", [[0, 1], pytest.param([2, 3], marks=pytest.mark.slow)])
+def test_parameters_stay_where_they_lie_and_become_what_they_should(
+    size: int, in_pieces: bool, seeds: list[int]
+) -> None:
+    wanted = [train(fp.data_parallel("data"), size, seed)[0] for seed in seeds] * 2
+    for found in run_on_processes(on_ranks, size, size, in_pieces, seeds, timeout=300):
+        for (params, stayed), reference, seed in zip(found, wanted, seeds * 2, strict=True):
             assert all(map(torch.equal, params, reference)), seed
             even = [any(length % size == 0 for length in shape) for shape in shapes(seed, size)]
             assert [s for s, e in zip(stayed, even, strict=True) if e] == [True] * sum(even), seed

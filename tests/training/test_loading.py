@@ -51,7 +51,6 @@ def weights(*columns: int) -> dict[str, Tensor]:
 # -----------------------------------------------------------------------------
 
 
-@settings(max_examples=20, deadline=None)
 @given(
     st.lists(st.integers(1, 3), min_size=1, max_size=3),
     st.lists(st.integers(1, 3), min_size=1, max_size=3),
