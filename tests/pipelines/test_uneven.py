@@ -24,7 +24,7 @@ from .networks import SYNCHRONOUS, batch, kinds, made, network, parameters, pipe
 from .test_asynchronous import drawn, replayed
 from .test_asynchronous import network as tanh_network
 from .test_laws import trained_both_ways
-from .work import uneven_on_two, uneven_trainings
+from .work import FOUR, four_ranks, uneven_on_two
 
 
 @given(plans(), kinds, st.data(), st.integers(0, 1000))
@@ -152,8 +152,8 @@ def test_every_schedule_on_two_processes() -> None:
 
 @pytest.mark.slow
 def test_other_axes_beside_a_pipeline_on_four_processes() -> None:
-    wanted = uneven_trainings(0)
-    for found in run_on_processes(uneven_trainings, 4, timeout=300):
+    wanted = four_ranks(0, list(FOUR), 14)
+    for found in run_on_processes(four_ranks, 4, list(FOUR), 14, timeout=300):
         for name, values in wanted.items():
             assert all(torch.equal(a, b) for a, b in zip(found[name], values, strict=True)), name
 

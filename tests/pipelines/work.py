@@ -66,8 +66,8 @@ def trained(
     return optree.tree_leaves((step.whole(state), losses))
 
 
-def four_ranks(rank: int, names: list[str]) -> dict[str, Any]:
-    return {name: trained(*FOUR[name]) for name in names}
+def four_ranks(rank: int, names: list[str], samples: int = 8) -> dict[str, Any]:
+    return {name: trained(*FOUR[name], samples=samples) for name in names}
 
 
 FOUR = {
@@ -98,7 +98,3 @@ def uneven_on_two(rank: int) -> dict[str, Any]:
     for name in ("1f1b", "zb-h1", "dualpipe"):
         found[f"{name}, trained"] = trained(Mesh(pipe=2), name, None, samples=7)
     return found
-
-
-def uneven_trainings(rank: int) -> dict[str, Any]:
-    return {name: trained(mesh, schedule, zero, samples=14) for name, (mesh, schedule, zero) in FOUR.items()}

@@ -121,8 +121,8 @@ def watch_processes(
         if isinstance(error, CollectiveError):
             raise
         raise CollectiveError(
-            f"{name(rank)}: the store that the processes find each other by failed while they started; rank 0, or the "
-            f"launcher, which serves it, has ended. torch says: {error}"
+            f"{name(rank)}: the store that the processes find each other by failed while they started: {name(0)}, or "
+            f"the launcher if it serves the store, has ended. torch says: {error}"
         ) from error
     _active.add(watch)
     atexit.register(_leave_at_exit, weakref.ref(watch))
