@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from . import _torch
-from .partition.rules.batch_norm import batch_norm
+from .partition.rules.batch_norms import batch_norm
 from .tracing.record import recorder
 
 __all__ = ["as_batch_norms", "holds_batch_norms", "require_no_group"]

@@ -17,13 +17,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
+from .carrier import Carrier, Lane
 from .parts import Parts
-
-if TYPE_CHECKING:
-    from .carrier import Carrier
-    from .vmap import Lane
 
 __all__ = [
     "MICROBATCH",

@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-__all__ = ["Carrier"]
+__all__ = ["Carrier", "Lane"]
 
 
 @runtime_checkable
@@ -45,3 +45,19 @@ class Carrier(Protocol):
 
     def axis_index(self, axes: tuple[str, ...]) -> int:
         """This rank's index along the axes."""
+
+
+class Lane:
+    """The carrier of an axis that is a vmap level. The primitives' vmap rules do its work.
+
+    Args:
+        name: the axis.
+        index: each entry's index, an integer tensor mapped over the level and over nothing else.
+    """
+
+    def __init__(self, name: str, index: Tensor) -> None:
+        self.name = name
+        self.index = index
+
+    def __repr__(self) -> str:
+        return f"Lane({self.name!r})"

@@ -24,25 +24,10 @@ from torch import Tensor
 from sharding_specs import register_dataclasses
 
 from .axes import bind
+from .carrier import Lane
 from .types import CollectiveTypeError
 
-__all__ = ["Lane", "dims_of_leaves", "is_mapped", "vmap"]
-
-
-class Lane:
-    """The carrier of an axis that is a vmap level. The primitives' vmap rules do its work.
-
-    Args:
-        name: the axis.
-        index: each entry's index, an integer tensor mapped over the level and over nothing else.
-    """
-
-    def __init__(self, name: str, index: Tensor) -> None:
-        self.name = name
-        self.index = index
-
-    def __repr__(self) -> str:
-        return f"Lane({self.name!r})"
+__all__ = ["dims_of_leaves", "is_mapped", "vmap"]
 
 
 def vmap(

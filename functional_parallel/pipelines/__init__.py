@@ -8,10 +8,11 @@ from .late_graph import Given
 from .layers import MeasuredLayer, measure
 from .memory import PipelineMemory
 from .one_microbatch import end_one_microbatch
-from .program import PipelineProgram, updates_of
+from .program import PipelineProgram
 from .roles import PipelineError
 from .stacks import Stacks, unstacked
 from .stages import Stage, Work
+from .structure import updates_of
 from .sums import add_in_place
 
 __all__ = [

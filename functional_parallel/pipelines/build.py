@@ -27,10 +27,11 @@ from .extract import Extractor
 from .late_graph import LateGraph
 from .names import forget_ops, names_in
 from .placing import Placing
-from .program import PipelineProgram, parts_of_rank, updates_of
+from .program import PipelineProgram
 from .prologue import Prologue, PrologueBuilder, Wanted
 from .roles import PipelineError, Roles
 from .stages import StageBuilder
+from .structure import parts_of_rank, updates_of
 
 __all__ = ["PipelinePlan", "build", "prepared", "staged"]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ..program.hardware import Hardware
 from ..program.links import Line
@@ -17,20 +16,18 @@ from ..program.price import Item, Price, price_of
 from ..schedules import Action, Costs, Timeline, simulate
 from ..tracing.graph import source_of
 from .extract import Part
-
-if TYPE_CHECKING:
-    from .program import PipelineProgram
+from .structure import PipelineStructure
 
 __all__ = ["price_of_pipeline"]
 
 
-def price_of_pipeline(program: PipelineProgram, hardware: Hardware) -> Price:
-    """The price of a pipeline; see `Program.price`."""
-    return _Priced(program, hardware).price()
+def price_of_pipeline(program: PipelineStructure, hardware: Hardware, peak: int) -> Price:
+    """Return the price of a pipeline whose ranks hold at most `peak` bytes; see `Program.price`."""
+    return _Priced(program, hardware).price(peak)
 
 
 class _Priced:
-    def __init__(self, program: PipelineProgram, hardware: Hardware) -> None:
+    def __init__(self, program: PipelineStructure, hardware: Hardware) -> None:
         self.program, self.hardware, self.schedule = program, hardware, program.schedule
         self.link: Line = hardware.message(program.mesh, program.axis)
         self.works = {
@@ -42,7 +39,7 @@ class _Priced:
         self.epilogue = [{rank: self._of(part) for rank, part in level.items()} for level in program.epilogue.parts]
         self.exchanges = [self._exchanged(level) for level in range(len(program.epilogue.exchanges))]
 
-    def price(self) -> Price:
+    def price(self, peak: int) -> Price:
         timeline = self._timeline()
         before = max((price.seconds for price in self.prologues), default=0.0)
         seconds = before + timeline.makespan + self._ending()
@@ -58,7 +55,7 @@ class _Priced:
             self.hardware,
             seconds,
             listed,
-            self.program.memory().peak,
+            peak,
             sum(item.flops for item in items[rank]),
             ideal / seconds if seconds else 0.0,
             (str(self.schedule.name), where, *self.program.notes),

@@ -2,53 +2,36 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from torch import fx
 
-from ..program import BaseProgram, Program
 from ..program.collectives import Collective, bytes_of, counts_of
 from ..program.explain import readable_bytes
 from ..program.hardware import Hardware, hardware_of
 from ..program.price import Price
-from ..schedules import Action, Event, Schedule, Timeline, peaks
+from ..schedules import Action, Event, Timeline, peaks
 from ..tracing.graph import source_of
-from .epilogue import Epilogue
-from .extract import Part
 from .memory import PipelineMemory
 from .price import price_of_pipeline
-from .prologue import Prologue
 from .roles import PipelineError
-from .stages import Stage
+from .structure import PipelineStructure
 
 __all__ = ["PipelineProgram"]
 
 
 @dataclass(eq=False)
-class PipelineProgram(BaseProgram):
+class PipelineProgram(PipelineStructure):
     """What the ranks of a pipeline run in a step: like a `Program`, but another one on every rank of the axis.
 
     Attributes:
-        axis: the mesh axis of the pipeline.
-        schedule: what runs when.
-        stages: the programs of each stage of the model.
-        prologues: per rank of the axis, what runs before the pipeline fills.
-        epilogue: what runs after it has drained.
+        memory_by: the executor's prediction of memory.
+        events: the actions of the last run with their times; None unless `record` was called.
     """
 
-    axis: str
-    schedule: Schedule
-    stages: list[Stage]
-    prologues: list[Prologue]
-    epilogue: Epilogue
-    inputs: list[fx.Node]
-    collected: frozenset[fx.Node]  # values of single microbatches that are results
-    cut_dims: dict[fx.Node, int]  # of inputs that are cut into microbatches, the dim
-    memory_by: Callable[[PipelineProgram], PipelineMemory] | None = field(default=None, repr=False)  # the executor
-    events: list[Event] | None = None  # what `record` asks for
+    memory_by: Callable[[PipelineProgram], PipelineMemory] | None = field(default=None, repr=False)
+    events: list[Event] | None = None
 
     def record(self) -> None:
         """From now on, note when every action runs, for `timeline`; a device is waited for around each."""
@@ -70,64 +53,6 @@ class PipelineProgram(BaseProgram):
         return Timeline(
             self.schedule, tuple(tuple(row.values()) for row in rows), tuple(map(float, peaks(self.schedule)))
         )
-
-    @property
-    def updates(self) -> int:
-        """How often a stage's weights change in a step: once, but for asynchronous schedules."""
-        return updates_of(self.schedule)
-
-    def stage_of(self, action: Action) -> Stage:
-        """The stage of the model that an action runs; chains run copies of it."""
-        return self.stages[action.stage % self.schedule.depth]
-
-    def microbatch_of(self, action: Action) -> int:
-        """The number of an action's microbatch in the batch; chains take theirs one after another."""
-        return action.stage // self.schedule.depth * self.schedule.microbatches_of_chain + action.microbatch
-
-    def neighbour(self, action: Action) -> int | None:
-        """The stage that takes what an action makes."""
-        if action.kind == "W":
-            return None
-        return self.schedule.after(action.stage) if action.kind == "F" else self.schedule.before(action.stage)
-
-    def message(self, action: Action) -> tuple[fx.Node, ...]:
-        """What that stage is sent."""
-        stage = self.stage_of(action)
-        return stage.sends(action.kind)
-
-    def awaited(self, action: Action) -> list[Action]:
-        """The actions of neighbouring stages that an action may wait for."""
-        if action.kind == "F":
-            before = self.schedule.before(action.stage)
-            return [] if before is None else [Action("F", before, action.microbatch)]
-        after = self.schedule.after(action.stage)
-        if action.kind == "W" or after is None:
-            return []
-        return [Action(kind, after, action.microbatch) for kind in "BI"]
-
-    def programs(self) -> Iterator[tuple[Program, int]]:
-        """Every program with how often it runs in a step, over all ranks of the pipeline."""
-        for prologue in self.prologues:
-            yield prologue.program, 1
-        yield from self._works()
-        for level in self.epilogue.parts:
-            for part in level.values():
-                yield part.program, 1
-
-    def every_program(self) -> Iterator[Program]:
-        """Every program once, those that add to what an earlier microbatch left included."""
-        yield from (prologue.program for prologue in self.prologues)
-        for stage in self.stages:
-            for work in stage.works.values():
-                yield from work.programs
-        for level in self.epilogue.parts:
-            yield from (part.program for part in level.values())
-
-    def _works(self) -> Iterator[tuple[Program, int]]:
-        """The programs of the stages, each with how often it runs in a step."""
-        counts = Counter((action.kind, action.stage % self.schedule.depth) for action in self.schedule)
-        for (kind, index), count in sorted(counts.items(), key=lambda item: (item[0][1], item[0][0])):
-            yield self.stages[index].works[kind].first.program, count
 
     def collectives(self, *, casts: bool = False) -> list[Collective]:
         """Every collective of a step, over all ranks of the pipeline; messages between stages are sends."""
@@ -155,7 +80,7 @@ class PipelineProgram(BaseProgram):
         ZeRO-3 gathers a stage's parameters for every forward and backward, unless with `keep_gathered`.
         """
         found: dict[tuple[str, tuple[str, ...]], tuple[float, float]] = {}
-        for program, runs in self._works():
+        for program, runs in self.stage_programs():
             collectives, share = program.collectives(), runs / self.schedule.microbatches
             sizes = bytes_of(collectives)
             for key, count in counts_of(collectives).items():
@@ -176,7 +101,7 @@ class PipelineProgram(BaseProgram):
 
     def price(self, hardware: Hardware | str = "h100") -> Price:
         """What a step takes on a machine, as `Program.price` says it: listed is the rank that works longest."""
-        return price_of_pipeline(self, hardware_of(hardware))
+        return price_of_pipeline(self, hardware_of(hardware), self.memory().peak)
 
     def memory(self) -> PipelineMemory:
         """Bytes of live tensors on the ranks of the pipeline, program by program: each as `Program.memory()` has it.
@@ -199,48 +124,6 @@ class PipelineProgram(BaseProgram):
         assert self.memory_by is not None, "build() alone does not know the executor"
         return self.memory_by(self)
 
-    def holders(self, node: fx.Node) -> frozenset[int]:
-        """The ranks of the axis that hold an input of the step: of what steps hand on, from the second step on."""
-        return self._holders[node]
-
-    @cached_property
-    def _holders(self) -> dict[fx.Node, frozenset[int]]:
-        everywhere = frozenset(range(self.schedule.ranks))
-        found = {n: everywhere if not n.meta.get("parameter") else self._users(n) for n in self.inputs}
-        for output, ranks in zip(self.epilogue.outputs, self.epilogue.output_holders, strict=True):
-            replaced = self.epilogue.replaces.get(output)
-            if replaced is not None and replaced.meta.get("carried"):
-                found[replaced] = ranks
-        return found
-
-    def _users(self, node: fx.Node) -> frozenset[int]:
-        """The ranks that take an input."""
-        return frozenset(rank for rank, taken in enumerate(self._taken) if node in taken)
-
-    @cached_property
-    def _taken(self) -> list[set[fx.Node]]:
-        """Per rank, the inputs of the step that it takes."""
-        given = {new: given.node for new, given in self.epilogue.given.items() if given.kind == "input"}
-        found = []
-        for rank, prologue in enumerate(self.prologues):
-            taken = {
-                *prologue.inputs,
-                *(n for part in parts_of_rank(self.stages, self.schedule, rank) for n in part.inputs),
-            }
-            late = [node for level in self.epilogue.parts if rank in level for node in level[rank].inputs]
-            late += [
-                n for n, ranks in zip(self.epilogue.outputs, self.epilogue.output_holders, strict=True) if rank in ranks
-            ]
-            found.append(taken | {given[node] for node in late if node in given})
-        return found
-
-    def programs_of_rank(self, rank: int) -> Iterator[Program]:
-        """Every program that a rank may run."""
-        yield self.prologues[rank].program
-        for kind, index in _works_of_rank(self.schedule, rank):
-            yield from self.stages[index].works[kind].programs
-        yield from (level[rank].program for level in self.epilogue.parts if rank in level)
-
     def lines(self) -> list[str]:
         """The text of all programs without source lines: equal for two pipelines exactly when they do the same."""
         lines = [f"mesh {self.mesh!r}", *str(self.schedule).splitlines()]
@@ -251,20 +134,3 @@ class PipelineProgram(BaseProgram):
     def __str__(self) -> str:
         texts = [f"{program}\n({count} times a step)" for program, count in self.programs()]
         return "\n\n".join([f"{self.name} on {self.mesh!r}", str(self.schedule), *texts])
-
-
-def updates_of(schedule: Schedule) -> int:
-    """How many updates a stage makes in a run of a schedule."""
-    if schedule.versions is None:
-        return 1
-    return sum(action.stage == 0 for action in schedule.versions.writes)
-
-
-def parts_of_rank(stages: list[Stage], schedule: Schedule, rank: int) -> Iterator[Part]:
-    """The programs of all stages that a rank of the pipeline runs."""
-    for kind, index in _works_of_rank(schedule, rank):
-        yield stages[index].works[kind].first
-
-
-def _works_of_rank(schedule: Schedule, rank: int) -> Iterable[tuple[str, int]]:
-    return dict.fromkeys((action.kind, action.stage % schedule.depth) for action in schedule.actions[rank])

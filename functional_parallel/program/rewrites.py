@@ -8,16 +8,14 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from sharding_specs import Mesh
 
+from ..tracing.graph import Traced
 from .collectives import collectives_of
 from .explain import columns, readable_bytes
 from .memory import memory_of
-
-if TYPE_CHECKING:
-    from .program import Program
 
 __all__ = ["PassRow", "PassTable", "Recording", "Snapshot"]
 
@@ -34,6 +32,14 @@ class Snapshot:
     peak: int
 
 
+class Rewritten(Protocol):
+    """The fields of a `Program` that a `Recording` reads."""
+
+    name: str
+    traced: Traced
+    mesh: Mesh
+
+
 @dataclass
 class Recording:
     """Looks on as a program is made.
@@ -47,7 +53,7 @@ class Recording:
     with_text: bool = False
     moments: dict[str, list[tuple[str, Snapshot, str]]] = field(default_factory=dict)
 
-    def __call__(self, name: str, program: Program, mesh: Mesh) -> None:
+    def __call__(self, name: str, program: Rewritten, mesh: Mesh) -> None:
         """Called after each pass.
 
         Args:

@@ -6,12 +6,11 @@ from .handles import Placed, own, storages, who_holds
 from .inductor import BackendError, check_backend
 from .on_sizes import pipeline_memory
 from .origins import Origin
-from .pending import CollectiveError
 from .pipelined import PipelineRuntime
 from .processes import DifferentInputsError, DifferentProgramsError, ProcessRuntime
 from .simulated import SimulatedRuntime
 from .turn import OverlapError
-from .waits import rank_name
+from .waits import CollectiveError, rank_name
 
 __all__ = [
     "BackendError",

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from sharding_specs import Mesh
 
 from .. import _torch
-from .pending import CollectiveError
 from .processes import ProcessRuntime
 from .simulated import SimulatedRuntime
+from .waits import CollectiveError
 
 __all__ = ["default_runtime", "is_main_rank", "rank", "use_runtime"]
 

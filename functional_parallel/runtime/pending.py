@@ -10,9 +10,9 @@ from torch import Tensor
 
 from .algorithms.doing import OutOfStepError
 from .algorithms.waiting import CURRENT
-from .waits import CollectiveError, NamedWait
+from .waits import NamedWait
 
-__all__ = ["CollectiveError", "Pending"]
+__all__ = ["Pending"]
 
 
 class Pending:

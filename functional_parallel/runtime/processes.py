@@ -35,10 +35,9 @@ from .algorithms import CURRENT, READS, waiting
 from .meeting import Meeting
 from .one_rank import OneRank
 from .origins import Log, Origin
-from .pending import CollectiveError
 from .process_carrier import ProcessCarrier
 from .turn import Turn
-from .waits import NamedWait, rank_name, rank_names
+from .waits import CollectiveError, NamedWait, rank_name, rank_names
 from .watch import Watch, environment_store, recorded, watch_processes
 
 __all__ = ["DifferentInputsError", "DifferentProgramsError", "ProcessRuntime"]

@@ -10,7 +10,7 @@ import os
 import threading
 
 from .algorithms import CURRENT, OutOfStepError
-from .pending import CollectiveError
+from .waits import CollectiveError
 
 __all__ = ["OverlapError", "Turn"]
 

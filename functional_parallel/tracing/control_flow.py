@@ -7,23 +7,21 @@ predicate that no argument takes part in. Else the way out is to compute both si
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..source import current_source
 from .errors import TracingError
 from .known import plainly, value_of
-
-if TYPE_CHECKING:
-    from .record import Recorder
+from .writer import Writer
 
 __all__ = ["unrolled"]
 
 Branch = Callable[..., Any]
 
 
-def unrolled(recording: Recorder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def unrolled(recording: Writer, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Record what a higher-order op computes.
 
     Raises:
@@ -40,7 +38,7 @@ def unrolled(recording: Recorder, op: Any, args: tuple[Any, ...], kwargs: dict[s
         return rule(recording, *args, **kwargs)
 
 
-def _cond(recording: Recorder, pred: Any, true_fn: Branch, false_fn: Branch, operands: Sequence[Any] = ()) -> Any:
+def _cond(recording: Writer, pred: Any, true_fn: Branch, false_fn: Branch, operands: Sequence[Any] = ()) -> Any:
     known = _truth(
         recording, pred, "the branch of torch.cond", "compute both and choose, torch.where(pred, on_true, on_false)"
     )
@@ -48,7 +46,7 @@ def _cond(recording: Recorder, pred: Any, true_fn: Branch, false_fn: Branch, ope
 
 
 def _while_loop(
-    recording: Recorder, cond_fn: Branch, body_fn: Branch, carried: Sequence[Any], additional: Sequence[Any] = ()
+    recording: Writer, cond_fn: Branch, body_fn: Branch, carried: Sequence[Any], additional: Sequence[Any] = ()
 ) -> tuple[Any, ...]:
     values = tuple(carried)
     advice = "run a fixed number of rounds, and keep what is done by torch.where(done, old, new)"
@@ -58,7 +56,7 @@ def _while_loop(
 
 
 def _scan(
-    recording: Recorder, combine_fn: Branch, init: Sequence[Any], xs: Sequence[Any], additional: Sequence[Any] = ()
+    recording: Writer, combine_fn: Branch, init: Sequence[Any], xs: Sequence[Any], additional: Sequence[Any] = ()
 ) -> tuple[Any, ...]:
     carry, rows = list(init), []
     for row in zip(*(x.unbind(0) for x in xs), strict=True):
@@ -68,7 +66,7 @@ def _scan(
     return (*carry, *(torch.stack(column) for column in zip(*rows, strict=True)))
 
 
-def _truth(recording: Recorder, value: Any, what: str, advice: str) -> bool:
+def _truth(recording: Writer, value: Any, what: str, advice: str) -> bool:
     if isinstance(value, (tuple, list)):
         (value,) = value
     known = value_of(recording, value) if isinstance(value, torch.Tensor) else value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -10,9 +10,7 @@ from torch import fx
 from ..source import current_source
 from .errors import TracingError
 from .graph import in_order, named_arguments, operands_of
-
-if TYPE_CHECKING:
-    from .record import Recorder
+from .writer import Writer
 
 __all__ = ["refuse_decisions", "refuse_draws"]
 
@@ -32,7 +30,7 @@ def refuse_draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     )
 
 
-def refuse_decisions(recording: Recorder, func: Any, args: tuple[Any, ...]) -> None:
+def refuse_decisions(recording: Writer, func: Any, args: tuple[Any, ...]) -> None:
     """Refuse to read into Python a number that is computed from a draw alone, as a layer drop does.
 
     Raises:

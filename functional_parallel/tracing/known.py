@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -19,9 +19,7 @@ from .. import _torch
 from ..assumptions import assume
 from .graph import Aval, Traced, getitem, hollow, in_order, operands_of, walk_args
 from .straight_through import OP as STRAIGHT_THROUGH
-
-if TYPE_CHECKING:
-    from .record import Recorder
+from .writer import Writer
 
 __all__ = ["asks_for_values", "assume_constants", "computed", "constant_in", "plainly", "value_of"]
 
@@ -53,7 +51,7 @@ def plainly() -> Iterator[None]:
         yield
 
 
-def value_of(recording: Recorder, x: torch.Tensor) -> torch.Tensor | None:
+def value_of(recording: Writer, x: torch.Tensor) -> torch.Tensor | None:
     """The values of a tensor, if neither an argument nor the rank takes part in them; else None.
 
     The program is used only as long as what the function closes over, and is read here, stays the same.
@@ -96,7 +94,7 @@ def assume_constants(traced: Traced, wanted: fx.Node) -> None:
             assume(partial(_content, traced.constants[str(node.target)]))
 
 
-def computed(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def computed(recording: Writer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What an op gives for operands that are all known; NotImplemented if one is not."""
     operands = [x for x in _leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     values: dict[int, torch.Tensor] = {}
@@ -114,7 +112,7 @@ def _leaves(args: Any) -> list[Any]:
     return found
 
 
-def _evaluated(recording: Recorder, wanted: fx.Node) -> Any:
+def _evaluated(recording: Writer, wanted: fx.Node) -> Any:
     values: dict[fx.Node, Any] = {}
     for node in in_order(wanted, _needed, values):
         values[node] = None if node.op == "call_function" else _given(recording, node)
@@ -147,7 +145,7 @@ def _uniform_op() -> Any:
     return getattr(getattr(torch.ops.fp, "uniform", None), "default", None)
 
 
-def _given(recording: Recorder, node: fx.Node) -> torch.Tensor | None:
+def _given(recording: Writer, node: fx.Node) -> torch.Tensor | None:
     """The value of a constant, or of what an enclosing trace knows."""
     traced = recording.traced
     if node.op == "get_attr":

@@ -8,9 +8,9 @@ between may be recorded as another op: results of such ops have unknown strides.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import optree
 import torch
@@ -19,10 +19,7 @@ from torch import fx
 from .. import _torch
 from ..source import current_source
 from .errors import MemoryLayoutError
-from .graph import argument, operands_of
-
-if TYPE_CHECKING:
-    from .record import Recorder
+from .graph import Traced, argument, operands_of
 
 __all__ = ["LayoutRead", "Layouts", "require_contiguous"]
 
@@ -82,11 +79,20 @@ class Layouts:
     """The memory of a recording's tensors: which op made each storage, and what is not known of it.
 
     Args:
-        recording: the trace.
+        traced: the graph of the trace.
+        node_of: returns the node of a tensor.
+        living: returns the tensors of the trace that are still in use.
+        outer: the memory of the trace around this one.
     """
 
-    def __init__(self, recording: Recorder) -> None:
-        self._recording = recording
+    def __init__(
+        self,
+        traced: Traced,
+        node_of: Callable[[torch.Tensor], fx.Node],
+        living: Callable[[], Iterable[torch.Tensor]],
+        outer: Layouts | None,
+    ) -> None:
+        self._traced, self._node_of, self._living, self._outer = traced, node_of, living, outer
         self._made: dict[int, tuple[Any, fx.Node]] = {}  # the storage, so that its number stays its own
         self._storage_of: dict[fx.Node, int] = {}
         self._unknown: dict[int, str] = {}
@@ -132,11 +138,11 @@ class Layouts:
 
     def require_read(self, tensor: torch.Tensor, read: LayoutRead) -> None:
         """Note that a trace inside of this one depends on a tensor's strides."""
-        self._recording.node_of(tensor)
+        self._node_of(tensor)
         self._require(_key(tensor), tuple(tensor.shape), read)
 
     def _require(self, storage: int, shape: tuple[int, ...], read: LayoutRead) -> None:
-        recording, traced = self._recording, self._recording.traced
+        traced = self._traced
         for key, node in self._sources(storage):
             if key in self._unknown:
                 raise MemoryLayoutError(
@@ -147,9 +153,9 @@ class Layouts:
             if node in traced.inputs:
                 index = traced.inputs.index(node)
                 traced.layout_reads[index] = read.joined(traced.layout_reads.get(index))
-            elif node in traced.captured_inputs and recording.outer is not None:
+            elif node in traced.captured_inputs and self._outer is not None:
                 captured = traced.captured[traced.captured_inputs.index(node)]
-                recording.outer.layouts._require(_key(captured), shape, read)
+                self._outer._require(_key(captured), shape, read)
 
     def _sources(self, storage: int) -> Iterator[tuple[int, fx.Node]]:
         """The storages that the strides in one depend on: inputs, and results of unknown strides."""
@@ -183,7 +189,7 @@ class Layouts:
         key = _key(target)
         if key not in self._pairs:
             return
-        living = {_key(tensor) for tensor in self._recording.living() if tensor is not target}
+        living = {_key(tensor) for tensor in self._living() if tensor is not target}
         for pair in self._pairs[key]:
             other = pair.result if key == pair.source else pair.source
             if other != key and other not in living:

@@ -6,7 +6,7 @@ keeps each tensor's history, so the new numbers have the old ones' gradient (see
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -16,9 +16,7 @@ from ..source import current_source
 from .aliases import View, are_apart
 from .errors import MutationError
 from .straight_through import OP as STRAIGHT_THROUGH
-
-if TYPE_CHECKING:
-    from .record import Recorder
+from .writer import Writer
 
 __all__ = ["mutate"]
 
@@ -27,7 +25,7 @@ aten = torch.ops.aten
 _CHANGE_MEMORY = {aten.resize_, aten.resize_as_, aten.set_}
 
 
-def mutate(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def mutate(recording: Writer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """Record an in-place op.
 
     Args:
@@ -75,7 +73,7 @@ def mutate(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _written_out(
-    recording: Recorder, func: Any, twin: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    recording: Writer, func: Any, twin: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> torch.Tensor:
     """Record an op with `out=` as the op without, then a copy."""
     target = kwargs.pop("out")
@@ -89,7 +87,7 @@ def _written_out(
     return mutate(recording, aten.copy_.default, (target, result), {})
 
 
-def _new_value(recording: Recorder, func: Any, twin: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+def _new_value(recording: Writer, func: Any, twin: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
     target = args[0]
     with recording:  # so that what is called here is recorded
         if func is aten.copy_.default:  # its twin has no derivative
@@ -106,7 +104,7 @@ def _like(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return aten._to_copy.default(x, dtype=target.dtype, device=target.device)  # type: ignore[no-any-return]
 
 
-def _write_through(recording: Recorder, func: Any, target: torch.Tensor, old: fx.Node, new: fx.Node) -> None:
+def _write_through(recording: Writer, func: Any, target: torch.Tensor, old: fx.Node, new: fx.Node) -> None:
     """Let all tensors that share the target's memory name what they have in them now."""
     aliases = recording.aliases
     root, views = aliases.chain(old)
@@ -127,9 +125,7 @@ def _write_through(recording: Recorder, func: Any, target: torch.Tensor, old: fx
     recording.bind(target, new)
 
 
-def _others(
-    recording: Recorder, func: Any, target: torch.Tensor, root: fx.Node
-) -> list[tuple[torch.Tensor, list[View]]]:
+def _others(recording: Writer, func: Any, target: torch.Tensor, root: fx.Node) -> list[tuple[torch.Tensor, list[View]]]:
     """The other living tensors that lie in the target's memory, and which views of the root they are."""
     storage = target.untyped_storage()._cdata
     found: list[tuple[torch.Tensor, list[View]]] = []
@@ -154,7 +150,7 @@ def _unknown(func: Any, target: torch.Tensor, other: torch.Tensor) -> MutationEr
 # -----------------------------------------------------------------------------
 
 
-def _with_history(recording: Recorder, old: fx.Node, new: fx.Node) -> fx.Node:
+def _with_history(recording: Writer, old: fx.Node, new: fx.Node) -> fx.Node:
     """The new numbers, with the old ones' gradient if that may be asked for."""
     if not _loses_history(old, new):
         return new

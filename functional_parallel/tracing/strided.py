@@ -8,23 +8,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .. import _torch
 from ..source import current_source
 from .errors import MemoryLayoutError
-
-if TYPE_CHECKING:
-    from .record import Recorder
+from .writer import Writer
 
 __all__ = ["strided", "strided_elements"]
 
 aten = torch.ops.aten
 
 
-def strided(recording: Recorder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def strided(recording: Writer, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """Record `as_strided` of a tensor without wrappers: the elements by an index, the memory by the view.
 
     Args:

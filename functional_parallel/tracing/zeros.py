@@ -8,12 +8,11 @@ with one is zero whatever the other factor is, and a sum the other summand.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from .record import Recorder
+from .writer import Writer
 
 __all__ = ["MADE", "with_zeros"]
 
@@ -22,7 +21,7 @@ aten = torch.ops.aten
 MADE = aten._efficientzerotensor.default
 
 
-def with_zeros(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def with_zeros(recording: Writer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Record an op of zero tangents; NotImplemented for any other, and for one that has no short cut."""
     if func is MADE:
         options = {key: kwargs.get(key) for key in ("dtype", "device")}
@@ -32,22 +31,22 @@ def with_zeros(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: di
     return rule(recording, func, args, kwargs, which) if rule is not None and any(which) else NotImplemented
 
 
-def _zeros(recording: Recorder, shape: list[int], options: dict[str, Any]) -> torch.Tensor:
+def _zeros(recording: Writer, shape: list[int], options: dict[str, Any]) -> torch.Tensor:
     made = aten.zeros.default(shape, **options)
     recording.zeros.add(recording.write(aten.zeros.default, (shape,), options, made))
     return made  # type: ignore[no-any-return]
 
 
-def _is_zero(recording: Recorder, func: Any, args: Any, kwargs: Any, which: list[bool]) -> Any:
+def _is_zero(recording: Writer, func: Any, args: Any, kwargs: Any, which: list[bool]) -> Any:
     result = func(*args, **kwargs)
     return _zeros(recording, list(result.shape), {"dtype": result.dtype, "device": result.device})
 
 
-def _quotient(recording: Recorder, func: Any, args: Any, kwargs: Any, which: list[bool]) -> Any:
+def _quotient(recording: Writer, func: Any, args: Any, kwargs: Any, which: list[bool]) -> Any:
     return _is_zero(recording, func, args, kwargs, which) if which[0] else NotImplemented
 
 
-def _sum(recording: Recorder, func: Any, args: Any, kwargs: Any, which: list[bool]) -> Any:
+def _sum(recording: Writer, func: Any, args: Any, kwargs: Any, which: list[bool]) -> Any:
     if all(which):
         return _is_zero(recording, func, args, kwargs, which)
     result, factor = func(*args, **kwargs), kwargs.get("alpha", 1) * (-1 if func is aten.sub.Tensor else 1)

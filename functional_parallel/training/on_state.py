@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import optree
 import torch
@@ -21,10 +21,8 @@ from ..switches import switched_off
 from .batches import Batches, tensors_of
 from .looks import listed, look, structure_as_text
 from .state import Constant, Form, TrainState
+from .states import States
 from .updating import at_rest, into_compute
-
-if TYPE_CHECKING:
-    from .step import TrainStep
 
 __all__ = ["OnState"]
 
@@ -32,12 +30,18 @@ __all__ = ["OnState"]
 class OnState:
     """A function compiled for a step's states; see `TrainStep.compile`.
 
+    Args:
+        train: the step.
+        f: the function.
+        options: the step's `bucket`, `without` and `backend`.
+
     Attributes:
         program: the `Program` used last; None before the first call.
     """
 
-    def __init__(self, train: TrainStep, f: Callable[..., Any]) -> None:
+    def __init__(self, train: States, f: Callable[..., Any], **options: Any) -> None:
         self.train, self.f = train, f if isinstance(f, LocalFunction) else unsharded(f)
+        self._options = options
         self.f.layout.mesh(train.mesh)
         refuse_asynchronous(self.f, train.mesh)
         _require_alike_pipelines(self.f, train.f)
@@ -96,16 +100,7 @@ class OnState:
             return (kept, *self.f.layout.arguments(args)[1:])
 
         local = LocalFunction(call, replace(self.f.layout, arguments=arguments), self.f.name)
-        train = self.train
-        return stage(
-            local,
-            train.mesh,
-            (params, *batch),
-            name=self.f.name,
-            bucket=train.bucket,
-            without=train.without,
-            backend=train.backend,
-        )
+        return stage(local, self.train.mesh, (params, *batch), name=self.f.name, **self._options)
 
     def _own_layers(self, params: PyTree) -> PyTree:
         """The parameters, after a check that the function's plan has stacks of layers where the step's has them."""

@@ -241,7 +241,7 @@ class TrainStep(States):
         Raises:
             TypeError, ValueError: when called, on what is no state; for parameters that lie otherwise.
         """
-        return OnState(self, f)
+        return OnState(self, f, bucket=self.bucket, without=self.without, backend=self.backend)
 
     def explain(self, **options: Any) -> Any:
         """Every collective of the step: kind, axis, count, bytes, source line."""

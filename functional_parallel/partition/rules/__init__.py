@@ -2,7 +2,7 @@
 
 from . import (
     attention,
-    batch_norm,
+    batch_norms,
     batched,
     collective,
     contractions,
@@ -26,7 +26,7 @@ from .registry import Rule, is_elementwise, lookup, register_rule
 __all__ = [
     "Rule",
     "attention",
-    "batch_norm",
+    "batch_norms",
     "batched",
     "collective",
     "contractions",

@@ -1,0 +1,244 @@
+"""The graph of a trace, and which node each of its tensors is the value of.
+
+`Recorder` adds the dispatch: which op is recorded as what. Helpers of the dispatch take a `Writer`.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+
+from .. import _torch
+from ..source import current_source
+from .aliases import Aliases
+from .closed_over import ClosedOver, closed_over
+from .errors import TracingError
+from .graph import Traced, aval_of, walk_args
+from .memory_layout import Layouts
+
+__all__ = ["Writer"]
+
+aten = torch.ops.aten
+
+
+class Writer(_torch.TorchDispatchMode):
+    """Write nodes, and find the node of a tensor.
+
+    Args:
+        fake_mode: makes the tensors of the trace.
+        forward_only: the graph will be differentiated later.
+        on_node: called with every op node as soon as it is recorded.
+        outer: the trace around this one.
+        is_local_body: whether the function computes on shards.
+    """
+
+    def __init__(
+        self,
+        fake_mode: _torch.FakeTensorMode,
+        forward_only: bool,
+        on_node: Callable[[fx.Node], None] | None,
+        outer: Writer | None,
+        is_local_body: bool = False,
+    ) -> None:
+        super().__init__()
+        self.fake_mode = fake_mode
+        self.forward_only = forward_only
+        self.on_node = on_node
+        self.is_local_body = is_local_body
+        self.traced = Traced(fx.Graph())
+        self._nodes: dict[int, fx.Node] = {}
+        self._references: dict[int, weakref.ref[torch.Tensor]] = {}
+        self.outer = outer
+        self.aliases = Aliases(self.create)
+        around = None if outer is None else outer.layouts
+        self.layouts: Layouts = Layouts(self.traced, self.node_of, self.living, around)
+        self.closed_over: set[fx.Node] = set()
+        self._trainable: dict[fx.Node, ClosedOver] = {}  # closed-over tensors that require gradients
+        self.zeros: set[fx.Node] = set()
+        self._is_unrolling = False
+        self.notes: dict[Any, Any] = {} if outer is None else outer.notes  # of all of an outermost trace
+        self._forwards: dict[int, fx.Node] = {}  # by number of the autograd node
+        self._thread = threading.get_ident()
+        self._numbered = _torch.next_node_number()
+
+    # --- nodes of tensors ---
+
+    def start(self, arguments: list[torch.Tensor], types: Sequence[Any] | None) -> None:
+        for index, tensor in enumerate(arguments):
+            node = self.traced.graph.placeholder(f"x{index}")
+            node.meta.update(val=aval_of(tensor), source=None, backward=False, no_grad=False)
+            if types is not None:
+                node.meta["type"] = types[index]
+            self.traced.inputs.append(node)
+            self.bind(tensor, node)
+
+    def bind(self, tensor: torch.Tensor, node: fx.Node) -> None:
+        """Say that this tensor object is the value of that node."""
+        key = id(tensor)
+        self._nodes[key] = node
+        self.layouts.bind(tensor, node)
+        if key not in self._references:
+            self._references[key] = weakref.ref(tensor, lambda _: self._forget(key))
+
+    def _forget(self, key: int) -> None:
+        self._nodes.pop(key, None)
+        self._references.pop(key, None)
+
+    def node_of(self, tensor: torch.Tensor) -> fx.Node:
+        """The node that computes this tensor; a constant or captured one gets a node now."""
+        node = self._nodes.get(id(tensor))
+        if node is not None:
+            return node
+        node = self._capture(tensor) if isinstance(tensor, _torch.FakeTensor) else self._constant(tensor)
+        self.closed_over.add(node)
+        node.meta.update(val=aval_of(tensor), source=None, backward=False, no_grad=False)
+        self.bind(tensor, node)
+        if tensor.requires_grad and node.op == "get_attr":
+            self._trainable[node] = closed_over(tensor)
+        return node
+
+    def value(self, tensor: torch.Tensor) -> fx.Node | None:
+        """The node that a tensor names, if it is one of this trace."""
+        return self._nodes.get(id(tensor))
+
+    def living(self) -> Iterator[_torch.FakeTensor]:
+        """The tensors that name a node and that someone may still use."""
+        references = [reference for key, reference in self._references.items() if key in self._nodes]
+        found = (reference() for reference in references)
+        return (tensor for tensor in found if isinstance(tensor, _torch.FakeTensor))
+
+    @property
+    def trainable_constants(self) -> list[ClosedOver]:
+        """Closed-over tensors that require gradients, of this trace and of the traces inside it.
+
+        A tensor that the function only detaches, or reads without gradients, does not count.
+        """
+        inside: list[ClosedOver] = self.notes.setdefault("trainable constants", [])
+        return [*inside, *self._differentiated()]
+
+    def _differentiated(self) -> Iterator[ClosedOver]:
+        for node, found in self._trainable.items():
+            if any(user.target is not aten.detach.default and not user.meta["no_grad"] for user in node.users):
+                yield found
+
+    def _constant(self, tensor: torch.Tensor) -> fx.Node:
+        if _torch.is_functorch_wrapped(tensor):
+            raise TracingError(
+                "the function closes over a tensor that an enclosing torch.func transform is differentiating or "
+                f"mapping (shape {tuple(tensor.shape)}); pass it as an argument"
+            )
+        name = f"constant{len(self.traced.constants)}"
+        with _torch.apart_from_modes():  # the fake mode would make it a fake
+            self.traced.constants[name] = tensor.detach()
+        return self._at_front(lambda: self.traced.graph.create_node("get_attr", name))
+
+    def _capture(self, tensor: _torch.FakeTensor) -> fx.Node:
+        if self.outer is None and tensor.fake_mode is self.fake_mode:
+            raise TracingError(
+                f"{current_source() or 'the function'}: a tensor of shape {tuple(tensor.shape)} was computed where the "
+                "trace does not see it, in a thread that the function started; compute it without one"
+            )
+        name = f"captured{len(self.traced.captured)}"
+        node = self._at_front(lambda: self.traced.graph.placeholder(name))
+        self.traced.captured.append(tensor)
+        self.traced.captured_inputs.append(node)
+        if self.outer is not None:
+            node.meta.update({key: value for key, value in self.outer.node_of(tensor).meta.items() if key == "type"})
+        return node
+
+    def _at_front(self, create: Callable[[], fx.Node]) -> fx.Node:
+        with self.traced.graph.inserting_before(next(iter(self.traced.graph.nodes), None)):
+            return create()
+
+    def lift(self, func: Any, value: torch.Tensor) -> torch.Tensor:
+        lifted = _torch.without_constant(func(value))
+        with _torch.apart_from_modes():
+            node = self._constant(value.clone())
+        node.meta.update(val=aval_of(value), source=current_source(), backward=False, no_grad=False)
+        self.bind(lifted, node)
+        return lifted
+
+    # --- nodes of ops ---
+
+    @contextmanager
+    def unrolling(self) -> Iterator[None]:
+        """Record what stands for an op that was called beneath autograd, where composite ops come as they are."""
+        outer, self._is_unrolling = self._is_unrolling, True
+        try:
+            with self:
+                yield
+        finally:
+            self._is_unrolling = outer
+
+    def write(self, func: Any, args: Any, kwargs: Any, result: Any) -> fx.Node:
+        node_args, node_kwargs = walk_args((tuple(args), dict(kwargs)), self._as_node)
+        node = self.traced.graph.call_function(func, node_args, node_kwargs)
+        number = _torch.backward_node_number()
+        backward = number is not None
+        forward = self._forwards.get(number) if number is not None else None
+        source = (forward.meta["source"] if forward is not None else None) if backward else current_source()
+        node.meta.update(source=source, backward=backward, no_grad=self._gradients_are_off(func, backward))
+        if forward is not None:
+            node.meta["forward"] = forward
+        self._number(node)
+        self._bind_result(node, result)
+        return node
+
+    def _as_node(self, value: Any) -> Any:
+        return self.node_of(value) if isinstance(value, torch.Tensor) else value
+
+    def _gradients_are_off(self, func: Any, backward: bool) -> bool:
+        """Return whether an op that is recorded now has no derivative, because gradients are switched off."""
+        raise NotImplementedError
+
+    def _number(self, node: fx.Node) -> None:
+        """Remember which autograd nodes this op made, so that their backward ops find its source line.
+
+        Each thread numbers its nodes from 0, and those that a backward makes in a thread of autograd's would be taken
+        for others.
+        """
+        if threading.get_ident() != self._thread:
+            return
+        now = _torch.next_node_number()
+        for number in range(self._numbered, now):
+            self._forwards[number] = node
+        self._numbered = now
+
+    def _bind_result(self, node: fx.Node, result: Any) -> None:
+        if isinstance(result, torch.Tensor):
+            node.meta["val"] = aval_of(result)
+            self._announce(node)
+            self.bind(result, node)
+            return
+        node.meta["val"] = tuple(aval_of(part) if isinstance(part, torch.Tensor) else None for part in result)
+        self._announce(node)
+        for index, part in enumerate(result):
+            if isinstance(part, torch.Tensor):
+                item = self.traced.graph.call_function(operator.getitem, (node, index))
+                item.meta.update(node.meta, val=aval_of(part))
+                self._announce(item)
+                self.bind(part, item)
+
+    def _announce(self, node: fx.Node) -> None:
+        if self.on_node is not None:
+            self.on_node(node)
+
+    def create(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], meta: dict[str, Any]) -> fx.Node:
+        """Write an op that no tensor names yet, with the shape and the source line in `meta`."""
+        node = self.traced.graph.call_function(op, args, kwargs)
+        node.meta.update(meta)
+        self._announce(node)
+        return node
+
+    def finish(self, outputs: Sequence[Any]) -> Traced:
+        self.traced.outputs = [self._as_node(value) for value in outputs]
+        self.traced.seal()
+        self.notes.setdefault("trainable constants", []).extend(self._differentiated())
+        return self.traced
