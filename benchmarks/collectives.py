@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from functional_parallel.runtime.algorithms import ALGORITHMS
-from functional_parallel.runtime.process_carrier import ProcessCarrier
+from functional_parallel.runtime.processes.process_carrier import ProcessCarrier
 from sharding_specs import Mesh
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather")

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from model import SIZES, Config
 
 from functional_parallel.runtime.algorithms.model import Machine, measured
-from functional_parallel.runtime.groups import Groups
+from functional_parallel.runtime.processes.groups import Groups
 from sharding_specs import Mesh
 
 __all__ = ["HEAD", "bandwidth", "bound", "cells"]

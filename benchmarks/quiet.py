@@ -22,8 +22,9 @@ from makespan import ends, ordinary
 from ours import Ours
 
 from functional_parallel.runtime import ProcessRuntime, default_runtime, use_runtime
-from functional_parallel.runtime.algorithms import Layout, Packed, Stretches, starting, whole
-from functional_parallel.runtime.process_carrier import ProcessCarrier
+from functional_parallel.runtime.algorithms import starting
+from functional_parallel.runtime.buffers import Layout, Packed, Stretches, whole
+from functional_parallel.runtime.processes.process_carrier import ProcessCarrier
 from functional_parallel.schedules import Event
 from sharding_specs import Mesh
 

@@ -29,8 +29,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from functional_parallel.runtime.algorithms import ALGORITHMS, Steps, Team
+from functional_parallel.runtime.algorithms import ALGORITHMS, Team
 from functional_parallel.runtime.algorithms.model import Line, fitted, work_of
+from functional_parallel.runtime.calls import Steps
 
 NAMES = {"naive": "one server", "ring": "ring"}
 ROUNDS = 5

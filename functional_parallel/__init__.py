@@ -6,8 +6,8 @@ program whose every collective is visible.
 
 from sharding_specs import keep_as_leaves as _keep_as_leaves
 
-from . import keyed_draws as _keyed_draws  # noqa: F401 - whose import registers them
 from . import optim, random, schedules, testing
+from .checker import ArgumentSpecError, TypingError
 from .collectives import (
     CollectiveTypeError,
     UnboundAxisError,
@@ -33,18 +33,17 @@ from .collectives import (
     send,
 )
 from .compile import Compiled, compile, shard_map
-from .constrain import constrain
 from .data import Position, Sampler, UnevenBatchError, even_batches, pad_batch
-from .declared import ArgumentSpecError
-from .derivatives import grad, grad_and_value, hessian, jvp, vmap
-from .functional import functional
+from .functions import functional, grad, grad_and_value, hessian, jvp, vmap
+from .lowering import LayoutError, OutSpecError
+from .ops import constrain
+from .ops import keyed_draws as _keyed_draws  # noqa: F401 - whose import registers them
 from .partition import PartitionError, PartitionWarning, partition
-from .partition.rules import register_rule
-from .precision import LossScale, LossScaleError, mixed_precision
-from .program import BudgetError, Hardware, Line, Price, Program
+from .passes import BudgetError
+from .planning import PipelineChoice, PipelineChoices, activation_bytes, estimate, layer_costs, search_pipeline
+from .program import Hardware, Line, Price, Program
+from .rules import register_rule
 from .runtime import BackendError, CollectiveError, OutOfStepError, is_main_rank, rank
-from .search import PipelineChoice, PipelineChoices, layer_costs, search_pipeline
-from .staging import LayoutError, OutSpecError
 from .training import (
     DonatedStateError,
     Metrics,
@@ -52,16 +51,17 @@ from .training import (
     NothingToTrainError,
     NotTrainedWarning,
     TrainState,
-    activation_bytes,
-    estimate,
     train_step,
 )
 from .transforms import (
+    LossScale,
+    LossScaleError,
     OrderError,
     accumulate,
     chain,
     data_parallel,
     from_specs,
+    mixed_precision,
     pipeline,
     recompute,
     remat,
@@ -69,7 +69,6 @@ from .transforms import (
     tensor_parallel,
     zero,
 )
-from .varying import TypingError
 
 _keep_as_leaves(__name__)
 

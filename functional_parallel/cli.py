@@ -31,12 +31,10 @@ import torch.distributed as dist
 from sharding_specs import Mesh, MeshError, SpecError, memory_table, validate
 
 from .pipelines import PipelineError
-from .program.explain import readable_bytes
-from .program.hardware import HARDWARE
+from .planning import CONVENTIONS, estimate
+from .program import HARDWARE, readable_bytes
 from .schedules import ScheduleError, command
-from .training import CONVENTIONS, estimate
-from .transforms import OrderError, chain, pipeline, tensor_parallel, zero
-from .transforms.parallel import matched
+from .transforms import OrderError, chain, matched, pipeline, tensor_parallel, zero
 
 __all__ = ["main"]
 

@@ -12,19 +12,14 @@ from torch import nn
 
 from sharding_specs import Mesh, register_dataclasses
 
-from .assumptions import Programs
-from .by_place import by_place
 from .collectives import guards
-from .foreign import require_mesh
-from .keywords import explain_keywords
-from .local_function import LocalFunction, PyTree, layout_of
+from .functions import LocalFunction, PyTree, by_place, explain_keywords, layout_of, require_mesh
+from .ir import current_source
+from .lowering import LayoutError, Staged, call_region, stage
+from .passes import named
 from .pipelines import PipelineError
-from .program.passes import named
 from .runtime import PipelineRuntime, check_backend, default_runtime
-from .source import current_source
-from .staging import LayoutError, Staged, call_region, stage
-from .switches import switched_off
-from .tracing.record import recorder
+from .tracing import Programs, recorder, switched_off
 
 __all__ = ["Compiled", "compile", "refuse_asynchronous", "runtime_of", "shard_map"]
 

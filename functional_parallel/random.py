@@ -21,10 +21,9 @@ import torch
 
 from . import _torch
 from . import collectives as fp
-from .collectives.axes import axis_size
-from .collectives.parts import Parts
-from .tracing.intercept import intercept, intercept_op
-from .tracing.stand_ins import differentiable
+from .collectives import Parts, axis_size
+from .ir import differentiable
+from .tracing import intercept, intercept_op
 
 __all__ = ["RandomKeyError", "dropout", "fold_in", "key", "next_key", "normal", "uniform", "using"]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import functional_parallel as fp
-from functional_parallel.partition.rules import registry
+from functional_parallel.rules import registry
 from functional_parallel.testing import FalseRuleError, UncheckedRuleError, check_rule
 
 LIBRARY = torch.library.Library("check_rule_tests", "DEF")

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import functional_parallel as fp
-from functional_parallel.tracing import CustomFunctionError
+from functional_parallel.errors import CustomFunctionError
 from sharding_specs import Mesh, P
 
 from .processes import run_on_processes

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import functional_parallel as fp
-from functional_parallel.tracing import MutationError
+from functional_parallel.errors import MutationError
 from sharding_specs import Mesh, P
 
 

@@ -1,72 +1,70 @@
-"""Who may import whom: two packages in one direction, sub-packages in layers, and nothing optional at import."""
+"""Which package may import which, through its `__init__` alone; and nothing optional at import."""
 
 from __future__ import annotations
 
-import ast
-import graphlib
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-
-# Each imports from those on its left alone; a sub-package that is not named here lies beside them.
-LAYERS = [
-    "collectives",
-    "tracing",
-    "program",
-    "partition",
-    "transforms",
-    "runtime",
-    "staging",
-    "compile",
-    "training",
-    "search",
-    "cli",
-]
-
-
-def imports(path: Path) -> Iterator[tuple[str, ...]]:
-    """What a module imports, as absolute dotted names, inside functions too."""
-    package = path.relative_to(ROOT).parent.parts
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (tuple(alias.name.split(".")) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) - node.level + 1] if node.level else ()
-            module = (*above, *(node.module.split(".") if node.module else ()))
-            yield from ((*module, alias.name) for alias in node.names)
-
-
-def unit(path: Path) -> str:
-    """The sub-package or module directly below functional_parallel that a file belongs to."""
-    return path.relative_to(ROOT / "functional_parallel").with_suffix("").parts[0]
-
-
-def edges() -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {}
-    for path in (ROOT / "functional_parallel").rglob("*.py"):
-        if unit(path) in ("__init__", "__main__"):
-            continue
-        inside = (name[1] for name in imports(path) if name[0] == "functional_parallel" and len(name) > 1)
-        found.setdefault(unit(path), set()).update(name for name in inside if name != unit(path))
-    return found
+from .layout_of_code import LIBRARY, LOOSE, ORDER, ROOT, Modules, circles, graph, imports_of, unit, with_picture
 
 
 def test_specs_know_nothing_of_programs() -> None:
     for path in (ROOT / "sharding_specs").rglob("*.py"):
-        for name in imports(path):
-            assert name[0] != "functional_parallel", path
-            assert name[:2] != ("torch", "distributed"), path
+        for each in imports_of(path):
+            assert each.target.split(".")[0] != "functional_parallel", each
+            assert f"{each.target}.{each.name}".split(".")[:2] != ["torch", "distributed"], each
 
 
-def test_sub_packages_import_in_one_direction() -> None:
-    graph = edges()
-    order = list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError with the cycle
-    for name in set(LAYERS) & set(order):
-        above = LAYERS[LAYERS.index(name) + 1 :]
-        assert not graph.get(name, set()) & set(above), f"{name} imports from a layer above it"
+def test_every_package_and_loose_module_is_known() -> None:
+    modules = Modules.read()
+    assert modules.units() == set(ORDER)
+    assert {name for name in ORDER if not modules.is_package(f"{LIBRARY}.{name}")} == LOOSE - {"__init__"}
+
+
+def test_imports_run_downwards() -> None:
+    upward = [
+        str(each)
+        for own, others in graph().items()
+        for other, imports in others.items()
+        if ORDER.index(other) > ORDER.index(own)
+        for each in imports
+    ]
+    assert not upward, "imports from a package above:\n" + "\n".join(upward)
+
+
+def test_imports_between_packages_go_through_init() -> None:
+    """`from ..package import name`, where the package's `__init__` has the name."""
+    modules = Modules.read()
+    past = [
+        str(each)
+        for others in graph().values()
+        for other, imports in others.items()
+        if modules.is_package(f"{LIBRARY}.{other}")
+        for each in imports
+        if each.target != LIBRARY
+        and (each.target != f"{LIBRARY}.{other}" or each.name not in modules.face(each.target))
+    ]
+    assert not past, "imports that bypass an __init__:\n" + "\n".join(past)
+
+
+def test_no_files_import_each_other() -> None:
+    assert not circles()
+
+
+def test_the_picture_in_contributing_is_that_of_the_code() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    assert with_picture(text) == text, "run python -m tests.layout_of_code"
+
+
+def test_large_packages_have_a_readme() -> None:
+    """A README of at most 60 lines in every package of more than 1,500 lines."""
+    modules = Modules.read()
+    for name in ORDER:
+        files = [path for module, path in modules.files.items() if unit(module) == name]
+        readme = ROOT / LIBRARY / name / "README.md"
+        if modules.is_package(f"{LIBRARY}.{name}") and sum(len(path.read_text().splitlines()) for path in files) > 1500:
+            assert readme.exists(), f"{name} has no README.md"
+        assert not readme.exists() or len(readme.read_text().splitlines()) <= 60, readme
 
 
 def test_importing_loads_nothing_optional() -> None:
@@ -85,9 +83,11 @@ def test_importing_loads_nothing_optional() -> None:
 def test_private_torch_stays_in_one_place() -> None:
     """Imports of torch's underscored modules; `tests/private_torch` watches that one package."""
     guilty = [
-        (path.name, ".".join(name))
+        str(each)
         for path in (ROOT / "functional_parallel").rglob("*.py")
-        for name in imports(path)
-        if name[0] == "torch" and any(part.startswith("_") for part in name[1:]) and path.parent.name != "_torch"
+        for each in imports_of(path)
+        if each.target.split(".")[0] == "torch"
+        and any(part.startswith("_") for part in [*each.target.split(".")[1:], each.name])
+        and path.parent.name != "_torch"
     ]
     assert not guilty

@@ -12,9 +12,10 @@ import torch.utils.checkpoint
 from torch.utils.checkpoint import checkpoint
 
 import functional_parallel as fp
-from functional_parallel import source
-from functional_parallel.tracing import TracingError, trace
-from functional_parallel.tracing.graph import Traced, aval_of
+from functional_parallel.errors import TracingError
+from functional_parallel.ir import source
+from functional_parallel.ir.graph import Traced, aval_of
+from functional_parallel.tracing import trace
 from functional_parallel.tracing.record import recorder
 from sharding_specs import Mesh, P
 

@@ -1,6 +1,6 @@
 """Typed collectives: functions of values whose forward decides their backward. See README.md in this folder."""
 
-from . import group, ops
+from . import group, guards, ops, slots
 from .api import (
     all_gather,
     all_to_all,
@@ -14,58 +14,90 @@ from .api import (
     psum_scatter,
 )
 from .axes import (
+    MICROBATCH,
+    Axes,
     UnboundAxisError,
+    are_bound,
+    axis_parts,
     axis_size,
     bind,
     current_axes,
+    hidden_axes,
     hide,
     mesh_axis_size,
     normalize_axes,
+    snapshot,
     staging,
 )
 from .carrier import Carrier
 from .casts import axis_index, pcast, pvary
+from .grad_mode import called_with_gradients, called_without_gradients, keeping_grad_mode
 from .guards import ForeignCollectiveError, check_callable, check_op, guard
-from .primitives import emit
-from .primitives.extremes import NotDifferentiableError
+from .ops import primitive_of
+from .parts import Parts
+from .primitives import NotDifferentiableError, emit
 from .shapes import CollectiveShapeError
+from .slots import AHEAD, ALIGNMENT, GATHERED, HALF, LARGEST, ROOM, SMALL_HALF, aligned, places, slot_bytes
 from .types import CollectiveTypeError, State, Type, dual, result_type, source_state
-from .vmap import vmap
+from .vmap import Lane, dims_of_leaves, is_mapped, vmap
 from .vocabulary import broadcast, gather, recv, reduce, scatter, send
 
 __all__ = [
+    "AHEAD",
+    "ALIGNMENT",
+    "GATHERED",
+    "HALF",
+    "LARGEST",
+    "MICROBATCH",
+    "ROOM",
+    "SMALL_HALF",
+    "Axes",
     "Carrier",
     "CollectiveShapeError",
     "CollectiveTypeError",
     "ForeignCollectiveError",
+    "Lane",
     "NotDifferentiableError",
+    "Parts",
     "State",
     "Type",
     "UnboundAxisError",
+    "aligned",
     "all_gather",
     "all_to_all",
+    "are_bound",
     "axis_index",
+    "axis_parts",
     "axis_size",
     "bind",
     "broadcast",
+    "called_with_gradients",
+    "called_without_gradients",
     "check_callable",
     "check_op",
     "current_axes",
+    "dims_of_leaves",
     "dual",
     "emit",
     "gather",
     "group",
     "guard",
+    "guards",
+    "hidden_axes",
     "hide",
+    "is_mapped",
+    "keeping_grad_mode",
     "mesh_axis_size",
     "normalize_axes",
     "ops",
     "pbroadcast",
     "pcast",
+    "places",
     "pmax",
     "pmean",
     "pmin",
     "ppermute",
+    "primitive_of",
     "pscatter",
     "psum",
     "psum_scatter",
@@ -75,6 +107,9 @@ __all__ = [
     "result_type",
     "scatter",
     "send",
+    "slot_bytes",
+    "slots",
+    "snapshot",
     "source_state",
     "staging",
     "vmap",

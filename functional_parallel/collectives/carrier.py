@@ -1,8 +1,8 @@
 """The small interface between a collective and whatever moves the bytes.
 
 A carrier is bound to mesh axes by `axes.bind`. It computes one rank's result of each primitive, on plain tensors below
-autograd, over axes of which at least one is larger than one. Real processes (`runtime.process_carrier`) and vmap levels
-(`vmap`) are carriers; `group` says what each of the results must be.
+autograd, over axes of which at least one is larger than one. Real processes (`runtime.processes.process_carrier`) and
+vmap levels (`vmap`) are carriers; `group` says what each of the results must be.
 """
 
 from __future__ import annotations

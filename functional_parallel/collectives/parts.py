@@ -3,7 +3,7 @@
 The ranks of a mesh take equal parts. Microbatches need not: of 11 samples 4 microbatches take 3, 3, 3 and 2. Every part
 is still held in one shape, so that one program serves all: a part that is one sample short begins one sample early,
 with the last sample of the part before. That sample is then there twice, and whatever sums over samples counts its
-second copy for nothing (`partition.duplicates`).
+second copy for nothing (`rules.duplicates`).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ import torch
 from sharding_specs import Mesh
 
 from .. import random
-from ..collectives.axes import Axes
+from ..collectives import Axes
 from ..runtime import ProcessRuntime, default_runtime
 
 __all__ = ["Position", "Sampler"]

@@ -16,7 +16,7 @@ import torch
 
 from sharding_specs import Mesh, register_dataclasses, tree_paths
 
-from ..local_function import PyTree
+from ..functions import PyTree
 from ..runtime import default_runtime, rank_name
 
 __all__ = ["UnevenBatchError", "even_batches", "looks_of", "pad_batch", "stay_in_step"]

@@ -7,6 +7,8 @@ from .adamw import AdamWState, adamw
 from .host_rates import counted_on_host
 from .lion import LionState, lion
 from .optimizer import Optimizer, Schedule, clip_value
+from .optimizer import is_known_elementwise as is_known_elementwise
+from .optimizer import skips_untrained as skips_untrained
 from .sgd import SGDState, sgd
 
 __all__ = [

@@ -14,9 +14,8 @@ import torch
 
 from sharding_specs import P, broadcast_specs, tree_paths
 
-from ..collectives import axis_size, psum
-from ..collectives.axes import current_axes
-from ..keywords import explain_keywords
+from ..collectives import axis_size, current_axes, psum
+from ..functions import explain_keywords
 from ..quantities import is_number
 from .decay import Decay, decay_rates
 from .hyperparameters import require_not_negative, require_rate

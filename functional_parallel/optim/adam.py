@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..keywords import explain_keywords
+from ..functions import explain_keywords
 from .adamw import AdamWState, adamw
 from .decay import Decay, decay_rates
 from .hyperparameters import require_betas, require_not_negative, require_rate

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..keywords import explain_keywords
-from .adamw_kernel import adamw_of_one
+from ..functions import explain_keywords
+from ..ops import adamw_of_one
 from .decay import Decay, decay_rates
 from .hyperparameters import require_betas, require_not_negative, require_rate
 from .optimizer import Optimizer, Schedule, known_elementwise, learning_rate, map_leaves, zeros_like

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..tracing.stand_ins import differentiable
+from ..ir import differentiable
 
 __all__ = ["counted_on_host", "rate_on_host"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..foreign import written_here
+from ..functions import written_here
 from ..quantities import is_amount, is_number
 
 __all__ = ["require_betas", "require_not_negative", "require_rate"]

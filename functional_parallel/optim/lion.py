@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..keywords import explain_keywords
+from ..functions import explain_keywords
 from .decay import Decay, decay_rates
 from .hyperparameters import require_betas, require_not_negative, require_rate
 from .optimizer import Optimizer, Schedule, known_elementwise, learning_rate, map_leaves, zeros_like

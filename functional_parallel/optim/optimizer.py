@@ -11,8 +11,8 @@ import torch
 
 from sharding_specs import register_dataclasses
 
+from ..ir import as_complex, as_real, is_trained
 from ..tracing import needs_values
-from ..trained import as_complex, as_real, is_trained
 from .host_rates import rate_on_host
 
 __all__ = [

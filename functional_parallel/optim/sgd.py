@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..keywords import explain_keywords
+from ..functions import explain_keywords
 from ..quantities import is_number
 from .decay import Decay, decay_rates
 from .hyperparameters import require_not_negative, require_rate

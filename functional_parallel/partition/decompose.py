@@ -14,16 +14,16 @@ import torch
 from torch import fx
 
 from .. import _torch
-from ..tracing import Aval, Traced, trace
-from ..tracing.graph import tensor_operands, walk_args
-from .prepare import prepare
+from ..ir import Aval, Traced, tensor_operands, walk_args
+from ..tracing import trace
+from .preparation import prepare
 
 __all__ = ["decomposed"]
 
 
 aten = torch.ops.aten
 
-_OPS = {  # those that are as they are on parts have rules, in rules.gradients
+_OPS = {  # those that are as they are on parts have rules, in rules.aten.gradients
     getattr(aten, name).default
     for name in (
         *("_log_softmax_backward_data", "_softmax_backward_data", "nll_loss_backward", "nll_loss2d_backward"),

@@ -16,23 +16,12 @@ from torch import fx
 
 from sharding_specs import P, Placement, broadcast_specs, register_dataclasses, require_dims, tree_paths
 
-from ..collectives.axes import axis_parts, current_axes, hidden_axes, hide, mesh_axis_size
-from ..collectives.parts import Parts
-from ..local_function import (
-    Layout,
-    LocalFunction,
-    PyTree,
-    SpecTree,
-    axis_mesh,
-    full_specs,
-    layout_of,
-    refuse_unknown_axes,
-)
-from ..tracing import Aval, Traced, depends_on_layouts, hollow, trace
-from ..tracing.record import recorder
-from .convert import convert
-from .placement import REDUCED, WHOLE, Place, Shard
-from .prepare import prepare
+from ..collectives import Parts, axis_parts, current_axes, hidden_axes, hide, mesh_axis_size
+from ..functions import Layout, LocalFunction, PyTree, SpecTree, axis_mesh, full_specs, layout_of, refuse_unknown_axes
+from ..ir import Aval, Traced, hollow
+from ..rules import REDUCED, WHOLE, Place, Shard, convert
+from ..tracing import depends_on_layouts, recorder, trace
+from .preparation import prepare
 from .run import PartitionError, run_partitioned
 
 __all__ = ["partition", "place_of"]

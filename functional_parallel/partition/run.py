@@ -15,21 +15,43 @@ import torch
 from torch import fx
 
 from .. import collectives as fp
-from ..collectives.parts import Parts
-from ..emit import emit_node, explicit_casts, grad_mode_of
-from ..source import current_source, inherit, warn_at
-from ..tracing import Aval, Traced, source_of
-from ..tracing.graph import tensor_operands, walk_args
-from ..trained import is_trained
-from .convert import VARYING, Form, convert
-from .decide import Decision, Operand, decide
+from ..collectives import Parts
+from ..ir import (
+    Aval,
+    Traced,
+    current_source,
+    emit_node,
+    explicit_casts,
+    grad_mode_of,
+    inherit,
+    is_trained,
+    source_of,
+    tensor_operands,
+    walk_args,
+    warn_at,
+)
+from ..rules import (
+    PARTIAL,
+    REDUCED,
+    VARYING,
+    WHOLE,
+    Decision,
+    Form,
+    Operand,
+    Place,
+    Reduced,
+    Rule,
+    Shard,
+    Step,
+    Whole,
+    convert,
+    decide,
+    lookup,
+    once,
+    parse_rule,
+)
 from .decompose import decomposed
-from .duplicates import once
-from .notation import parse_rule
-from .placement import PARTIAL, REDUCED, WHOLE, Place, Reduced, Shard, Whole
-from .rules import Rule, lookup
 from .slicing import split_backwards
-from .step import Step
 
 __all__ = ["PartitionError", "PartitionWarning", "run_partitioned"]
 

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .decide import Decision, factor_sizes, find_factor, placed
-from .notation import parse_rule
-from .placement import WHOLE, Shard
-from .rules import Rule, lookup
-from .rules.shapes import VIEWS, reshaped_place
-from .step import Step
+from ..rules import (
+    VIEWS,
+    WHOLE,
+    Decision,
+    Rule,
+    Shard,
+    Step,
+    factor_sizes,
+    find_factor,
+    lookup,
+    parse_rule,
+    placed,
+    reshaped_place,
+)
 
 __all__ = ["split_backwards"]
 

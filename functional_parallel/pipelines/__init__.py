@@ -1,15 +1,13 @@
 """A step cut into the stages of a pipeline: their programs, what passes between them, what runs before and after."""
 
-from .build import PipelinePlan, build
-from .cut import BALANCES, Cut, stage_of_layer
+from .build import PipelinePlan, build, prepared, staged
+from .cut import BALANCES, Cut, finest, stage_of_layer
 from .epilogue import Epilogue, Exchange
 from .extract import Part
 from .late_graph import Given
-from .layers import MeasuredLayer, measure
-from .memory import PipelineMemory
-from .one_microbatch import end_one_microbatch
+from .memory import PIPELINE_KINDS, PipelineMemory
 from .program import PipelineProgram
-from .roles import PipelineError
+from .roles import PipelineError, Role, Roles
 from .stacks import Stacks, unstacked
 from .stages import Stage, Work
 from .structure import updates_of
@@ -17,24 +15,27 @@ from .sums import add_in_place
 
 __all__ = [
     "BALANCES",
+    "PIPELINE_KINDS",
     "Cut",
     "Epilogue",
     "Exchange",
     "Given",
-    "MeasuredLayer",
     "Part",
     "PipelineError",
     "PipelineMemory",
     "PipelinePlan",
     "PipelineProgram",
+    "Role",
+    "Roles",
     "Stacks",
     "Stage",
     "Work",
     "add_in_place",
     "build",
-    "end_one_microbatch",
-    "measure",
+    "finest",
+    "prepared",
     "stage_of_layer",
+    "staged",
     "unstacked",
     "updates_of",
 ]

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from ..program.sharing import viewed
-from ..tracing import Aval, Traced
-from ..tracing.graph import operands_of
+from ..ir import Aval, Traced, operands_of
+from ..program import viewed
 from .roles import Role, Roles
 
 __all__ = ["assign"]

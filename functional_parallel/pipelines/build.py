@@ -11,14 +11,11 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..collectives.parts import Parts
+from ..collectives import Parts
+from ..ir import Traced, operands_of, primitive_name, source_of
+from ..passes import CASTS, CheapAgain, microbatch_dim, names_axis
 from ..program import Program
-from ..program.passes import CheapAgain
-from ..program.rounds import CASTS, names_axis
-from ..program.unroll import microbatch_dim
 from ..schedules import Schedule
-from ..tracing import Traced
-from ..tracing.graph import operands_of, primitive_name, source_of
 from .assign import assign
 from .cheap import compute_cheap_again
 from .cut import Cut, cut_of

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from ..program.passes.cheap import CheapValues
-from ..tracing import Traced
-from ..tracing.graph import operands_of
+from ..ir import Traced, operands_of
+from ..passes import CheapValues
 from .roles import Role, Roles
 
 __all__ = ["compute_cheap_again"]

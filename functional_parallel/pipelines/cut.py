@@ -18,11 +18,9 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..program.work import work
-from ..schedules.actions import count
-from ..source import Source
-from ..tracing import Aval, Traced
-from ..tracing.graph import operands_of, source_of
+from ..ir import Aval, Source, Traced, operands_of, source_of
+from ..program import work
+from ..schedules import count
 from .roles import PipelineError, Role, Roles
 from .stacks import Stacks
 

@@ -15,8 +15,8 @@ from torch import fx
 
 from sharding_specs import P
 
-from ..program.sharing import aliases_of, root_of
-from ..tracing.graph import operands_of, primitive_name
+from ..ir import operands_of, primitive_name
+from ..program import aliases_of, root_of
 from .extract import Extractor, Part
 from .late_graph import Given, LateGraph
 from .placing import Placing, Ranks

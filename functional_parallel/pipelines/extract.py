@@ -10,11 +10,9 @@ from torch import fx
 
 from sharding_specs import Mesh, P
 
-from ..collectives.types import Type
+from ..collectives import Type
+from ..ir import Traced, axes_of_nodes, operands_of
 from ..program import Program
-from ..program.variation import axes_of_nodes
-from ..tracing import Traced
-from ..tracing.graph import operands_of
 
 __all__ = ["Extractor", "Part"]
 

@@ -10,10 +10,9 @@ from torch import fx
 
 from sharding_specs import P
 
-from ..collectives.parts import Parts
-from ..program.unroll import combined_by, microbatch_dim, resized, shortened
-from ..tracing import Traced
-from ..tracing.graph import in_order, operands_of
+from ..collectives import Parts
+from ..ir import Traced, in_order, operands_of
+from ..passes import combined_by, microbatch_dim, resized, shortened
 from .extract import Extractor
 from .roles import Role, Roles
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..program.explain import columns, readable_bytes
-from ..program.memory import KINDS, Memory, draw, said_shared
+from ..program import KINDS, Memory, columns, draw, readable_bytes, said_shared
 
 __all__ = ["PIPELINE_KINDS", "PipelineMemory"]
 

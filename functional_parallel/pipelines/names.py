@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from ..tracing.graph import forget_rewrites
+from ..ir import forget_rewrites
 
 if TYPE_CHECKING:
     from .program import PipelineProgram

@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from ..tracing import Aval
-from ..tracing.graph import operands_of
+from ..ir import Aval, operands_of
 from .late_graph import LateGraph
 
 __all__ = ["Placing", "Ranks"]

@@ -10,11 +10,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ..program.hardware import Hardware
-from ..program.links import Line
-from ..program.price import Item, Price, price_of
+from ..ir import source_of
+from ..program import Hardware, Item, Line, Price, price_of
 from ..schedules import Action, Costs, Timeline, simulate
-from ..tracing.graph import source_of
 from .extract import Part
 from .structure import PipelineStructure
 

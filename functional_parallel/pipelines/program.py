@@ -7,12 +7,9 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from ..program.collectives import Collective, bytes_of, counts_of
-from ..program.explain import readable_bytes
-from ..program.hardware import Hardware, hardware_of
-from ..program.price import Price
+from ..ir import source_of
+from ..program import Collective, Hardware, Price, bytes_of, counts_of, hardware_of, readable_bytes
 from ..schedules import Action, Event, Timeline, peaks
-from ..tracing.graph import source_of
 from .memory import PipelineMemory
 from .price import price_of_pipeline
 from .roles import PipelineError

@@ -11,12 +11,10 @@ from torch import fx
 
 from sharding_specs import P
 
-from ..collectives.parts import Parts
+from ..collectives import Parts
+from ..ir import Traced, in_order, operands_of, primitive_name
+from ..passes import combined_by, microbatch_dim, names_axis, resized
 from ..program import Program
-from ..program.rounds import names_axis
-from ..program.unroll import combined_by, microbatch_dim, resized
-from ..tracing import Traced
-from ..tracing.graph import in_order, operands_of, primitive_name
 from .extract import Extractor
 from .roles import Roles
 

@@ -24,11 +24,10 @@ from torch import fx
 
 from sharding_specs import P
 
-from ..partition.rules import lookup
-from ..program.rounds import Rounds, names_axis
-from ..program.sharing import viewed
-from ..tracing import Traced
-from ..tracing.graph import operands_of, primitive_name, source_of
+from ..ir import Traced, operands_of, primitive_name, source_of
+from ..passes import Rounds, names_axis
+from ..program import viewed
+from ..rules import lookup
 
 __all__ = ["PipelineError", "Role", "Roles", "is_view"]
 

@@ -15,8 +15,8 @@ import torch
 
 from sharding_specs import P, SpecError, broadcast_specs, tree_paths
 
-from ..local_function import TAKEN, Layout, LocalFunction, PyTree, SpecTree
-from ..tracing.graph import without_memory
+from ..functions import TAKEN, Layout, LocalFunction, PyTree, SpecTree
+from ..ir import without_memory
 
 __all__ = ["Stacks", "unstacked"]
 

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from ..ir import Aval, operands_of, primitive_name
+from ..passes import combined_by
 from ..program import Program
-from ..program.unroll import combined_by
-from ..tracing import Aval
-from ..tracing.graph import operands_of, primitive_name
 from .extract import Extractor, Part
 from .roles import PipelineError, Role, Roles, is_view
 

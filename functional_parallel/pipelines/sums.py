@@ -7,10 +7,9 @@ import operator
 import torch
 from torch import fx
 
-from ..program import Program
-from ..program.passes import add_products_in_place
-from ..program.sharing import shares_memory
-from ..tracing.graph import operands_of, primitive_name
+from ..ir import operands_of, primitive_name
+from ..passes import add_products_in_place
+from ..program import Program, shares_memory
 from .stages import Work
 
 __all__ = ["add_in_place"]

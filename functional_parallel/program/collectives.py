@@ -23,9 +23,7 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..source import Source
-from ..tracing import Aval, Traced
-from ..tracing.graph import primitive_name
+from ..ir import Aval, Source, Traced, primitive_name
 
 __all__ = [
     "COMMUNICATING",

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..tracing import Traced
-from ..tracing.graph import operands_of, primitive_name
+from ..ir import Traced, operands_of, primitive_name
 from .explain import readable_bytes
 from .sharing import viewed, written_by
 

@@ -16,9 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx
 
-from ..tracing import Traced
-from ..tracing.graph import in_order, operands_of, primitive_name
-from .packing import PACK, UNPACK
+from ..ir import Traced, in_order, operands_of, primitive_name
+from ..ops import PACK, UNPACK
 from .sharing import shares_memory, written_by
 
 __all__ = ["STARTED", "one_scatter_at_a_time", "overlapped"]

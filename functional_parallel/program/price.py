@@ -18,8 +18,7 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..tracing import Aval, Traced
-from ..tracing.graph import operands_of, primitive_name
+from ..ir import Aval, Traced, operands_of, primitive_name
 from .collectives import Collective, collective_of, phases_of
 from .explain import columns, readable_bytes
 from .hardware import Hardware

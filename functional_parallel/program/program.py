@@ -6,14 +6,13 @@ from dataclasses import dataclass, replace
 
 from sharding_specs import P
 
-from ..tracing import Traced
+from ..ir import Traced, canonical_lines, program_text
 from .base import BaseProgram
 from .collectives import Collective, collectives_of
 from .hardware import Hardware, hardware_of
 from .memory import Memory, memory_of
 from .price import Price, price_of
 from .shared_memory import shared_by_collectives
-from .text import canonical_lines, program_text
 
 __all__ = ["Program"]
 

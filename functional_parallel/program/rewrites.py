@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from sharding_specs import Mesh
 
-from ..tracing.graph import Traced
+from ..ir import Traced
 from .collectives import collectives_of
 from .explain import columns, readable_bytes
 from .memory import memory_of

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from sharding_specs import Mesh
 
-from ..collectives.slots import GATHERED, HALF, LARGEST, ROOM, SMALL_HALF, aligned, slot_bytes
+from ..collectives import GATHERED, HALF, LARGEST, ROOM, SMALL_HALF, aligned, slot_bytes
 from .collectives import Collective
 
 __all__ = ["channel_bytes", "shared_by_collectives"]

@@ -10,9 +10,8 @@ import operator
 import torch
 from torch import fx
 
-from ..tracing import Traced
-from ..tracing.graph import operands_of, primitive_name
-from .packing import PACK, UNPACK_INTO
+from ..ir import Traced, operands_of, primitive_name
+from ..ops import PACK, UNPACK_INTO
 
 __all__ = [
     "aliases_of",

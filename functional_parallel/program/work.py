@@ -10,8 +10,7 @@ from torch import fx
 from sharding_specs import Mesh
 
 from .. import _torch
-from ..tracing import Aval
-from ..tracing.graph import operands_of, walk_args
+from ..ir import Aval, operands_of, walk_args
 from .collectives import collective_of
 from .sharing import viewed
 

@@ -1,16 +1,12 @@
 """Where programs run: all ranks simulated in this process, or one rank here and its peers in other processes."""
 
-from .algorithms import OutOfStepError, note_step
+from .calls import CollectiveError, OutOfStepError, OverlapError, note_step, rank_name
 from .default import default_runtime, is_main_rank, rank, use_runtime
+from .execution import BackendError, Origin, check_backend
 from .handles import Placed, own, storages, who_holds
-from .inductor import BackendError, check_backend
-from .on_sizes import pipeline_memory
-from .origins import Origin
-from .pipelined import PipelineRuntime
+from .pipelined import PipelineRuntime, pipeline_memory
 from .processes import DifferentInputsError, DifferentProgramsError, ProcessRuntime
 from .simulated import SimulatedRuntime
-from .turn import OverlapError
-from .waits import CollectiveError, rank_name
 
 __all__ = [
     "BackendError",

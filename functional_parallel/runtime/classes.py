@@ -13,7 +13,7 @@ from torch import fx
 
 from sharding_specs import Mesh, P
 
-from ..program.variation import Axes, varied_axes
+from ..ir import Axes, varied_axes
 
 __all__ = ["Classes", "Jobs"]
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from sharding_specs import Mesh
 
 from .. import _torch
+from .calls import CollectiveError
 from .processes import ProcessRuntime
 from .simulated import SimulatedRuntime
-from .waits import CollectiveError
 
 __all__ = ["default_runtime", "is_main_rank", "rank", "use_runtime"]
 
@@ -106,7 +106,7 @@ def _let_go(mesh: Mesh, once_more: str) -> CollectiveError:
 def _world() -> Any:
     """A reference to the process group of all ranks, another one whenever processes are initialised anew, or None.
 
-    One that kept the group would keep gloo's threads, as `algorithms.handle` says.
+    One that kept the group would keep gloo's threads, as `runtime.calls.handle` says.
     """
     return weakref.ref(dist.group.WORLD) if dist.is_available() and dist.is_initialized() else None
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import _torch
-from ..tracing import Aval
+from ..ir import Aval
 
 __all__ = ["Placed", "own", "storages", "who_holds"]
 

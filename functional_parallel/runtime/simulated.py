@@ -18,13 +18,10 @@ from sharding_specs import Mesh, P, shard_leaf, unshard_leaf, whole_shape
 
 from .. import _torch
 from ..collectives import group
-from ..program import Program
-from ..program.sharing import written_by
-from ..tracing.graph import hollow, operands_of, primitive_name
+from ..ir import hollow, operands_of, primitive_name
+from ..program import Program, written_by
 from .classes import Classes, Jobs
-from .codegen import Writer
-from .origins import Log, Origin, Recorded
-from .regions import with_regions
+from .execution import Log, Origin, Recorded, Writer, with_regions
 
 __all__ = ["Handle", "SimulatedRuntime"]
 

@@ -3,10 +3,13 @@
 Nothing here imports torch: a schedule is lists of numbers.
 """
 
+from . import command as command
 from .actions import Action, Schedule, ScheduleError, Versions, rows
+from .actions import count as count
 from .asynchronous import pipedream, two_bw
 from .automatic import zb_auto
 from .check import check, kept_versions, peaks
+from .dependencies import replay as replay
 from .dualpipe import dualpipe, dualpipe_v
 from .gpipe import gpipe
 from .interleaved import breadth_first, interleaved
@@ -14,6 +17,7 @@ from .messages import Receive, Send, check_messages, messages
 from .one_f_one_b import eager_one_f_one_b, one_f_one_b
 from .registry import FAMILIES, Family, for_ranks, get, stages_for
 from .search import Layer, Machine, Plan, balanced_cut, search
+from .search import check_search as check_search
 from .sequential import naive
 from .simulate import Costs, Event, Timeline, simulate
 from .timeline import chrome_trace, plot, summary, timeline_text

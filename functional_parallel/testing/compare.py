@@ -9,7 +9,7 @@ import torch
 
 from sharding_specs import register_dataclasses, tree_paths
 
-from ..trained import as_real
+from ..ir import as_real
 
 __all__ = ["NotEquivalentError", "compare", "tolerance_of"]
 

@@ -12,8 +12,8 @@ import torch
 from sharding_specs import Mesh, tree_paths
 
 from ..compile import Compiled, compile
-from ..derivatives import grad_and_value
-from ..trained import as_real
+from ..functions import grad_and_value
+from ..ir import as_real
 from .compare import NotEquivalentError, compare, tolerance_of
 from .drawn import drawn_arguments
 from .intermediate import first_difference, traced_leaves

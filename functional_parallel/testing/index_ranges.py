@@ -11,8 +11,8 @@ import optree
 import torch
 from torch import fx
 
-from ..partition.rules.losses import cross_entropy
-from ..tracing.graph import argument
+from ..ir import argument
+from ..rules import cross_entropy
 from .intermediate import traced_leaves
 
 __all__ = ["Range", "common", "index_ranges"]

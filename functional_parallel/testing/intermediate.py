@@ -15,11 +15,9 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..compile import compile
-from ..emit import emit_node, grad_mode_of
-from ..partition.prepare import prepare
-from ..source import inherit
-from ..tracing import Traced, aval_of, source_of, trace
-from ..tracing.graph import walk_args, where
+from ..ir import Traced, aval_of, emit_node, grad_mode_of, inherit, source_of, walk_args, where
+from ..partition import prepare
+from ..tracing import trace
 from .compare import NotEquivalentError, compare
 
 __all__ = ["first_difference", "traced_leaves"]

@@ -13,15 +13,12 @@ import torch
 from sharding_specs import Mesh
 
 from .. import _torch
-from ..collectives.axes import MICROBATCH
-from ..collectives.parts import Parts
+from ..collectives import MICROBATCH, Parts
 from ..compile import compile
-from ..derivatives import grad_and_value
+from ..functions import grad_and_value
+from ..ir import as_real, aval_of, stand_in
 from ..partition import partition
-from ..runtime.simulated import SimulatedRuntime
-from ..tracing import aval_of
-from ..tracing.stand_ins import stand_in
-from ..trained import as_real
+from ..runtime import SimulatedRuntime
 from ..transforms import accumulate
 from .compare import NotEquivalentError, compare
 from .rule_claims import SUMS, Case, cases_of, factors_of, name_of, spec_of

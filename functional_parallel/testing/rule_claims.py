@@ -9,11 +9,9 @@ import torch
 
 from sharding_specs import P
 
-from ..collectives.parts import Parts
-from ..partition.decide import Choice, Operand, factor_sizes, placed
-from ..partition.notation import RuleText
-from ..partition.placement import WHOLE, Shard
-from ..tracing import Aval
+from ..collectives import Parts
+from ..ir import Aval
+from ..rules import WHOLE, Choice, Operand, RuleText, Shard, factor_sizes, placed
 
 __all__ = ["SUMS", "Case", "Layouts", "cases_of", "factors_of", "name_of", "spec_of"]
 

@@ -11,13 +11,10 @@ import optree
 import torch
 from torch import fx
 
-from ..emit import emit_node
-from ..partition.notation import RuleText, parse_rule
-from ..partition.prepare import prepare
-from ..partition.rules import lookup
-from ..tracing import Aval, aval_of, trace
-from ..tracing.graph import tensor_operands
-from ..tracing.record import recorder
+from ..ir import Aval, aval_of, emit_node, tensor_operands
+from ..partition import prepare
+from ..rules import RuleText, lookup, parse_rule
+from ..tracing import recorder, trace
 
 __all__ = ["Sample", "for_all", "is_strategy", "require_overload", "sample_of"]
 

@@ -10,11 +10,11 @@ import torch
 
 from sharding_specs import Mesh, register_dataclasses
 
-from ..collectives.types import State
-from ..derivatives import grad
-from ..runtime.simulated import SimulatedRuntime
-from ..staging import UNCHECKED, stage
-from ..varying import type_of
+from ..checker import type_of
+from ..collectives import State
+from ..functions import grad
+from ..lowering import UNCHECKED, stage
+from ..runtime import SimulatedRuntime
 from .compare import NotEquivalentError, compare
 
 __all__ = ["assert_same"]

@@ -1,33 +1,37 @@
 """Function → FX graph: own recording of aten ops and collectives on fake tensors."""
 
 from . import without_values
-from .errors import CustomFunctionError, MemoryLayoutError, MutationError, TracingError
-from .graph import Aval, Traced, aval_of, hollow, source_of
-from .layers import fold_layers
+from .assumptions import Assumption, Programs, assume, assumed
+from .closed_over import ClosedOver
+from .enclosing import Enclosed
+from .interception import intercept, intercept_op
+from .known import assume_constants, constant_in
 from .layout_questions import depends_on_layouts
 from .memory_layout import LayoutRead, require_contiguous
-from .record import needs_values, trace
-from .simplify import forget_values, simplify
-from .views import fuse_views
+from .record import Recorder, needs_values, recorder, trace
+from .straight_through import OP as STRAIGHT_THROUGH
+from .switches import autocasts, switched_off
 
 __all__ = [
-    "Aval",
-    "CustomFunctionError",
+    "STRAIGHT_THROUGH",
+    "Assumption",
+    "ClosedOver",
+    "Enclosed",
     "LayoutRead",
-    "MemoryLayoutError",
-    "MutationError",
-    "Traced",
-    "TracingError",
-    "aval_of",
+    "Programs",
+    "Recorder",
+    "assume",
+    "assume_constants",
+    "assumed",
+    "autocasts",
+    "constant_in",
     "depends_on_layouts",
-    "fold_layers",
-    "forget_values",
-    "fuse_views",
-    "hollow",
+    "intercept",
+    "intercept_op",
     "needs_values",
+    "recorder",
     "require_contiguous",
-    "simplify",
-    "source_of",
+    "switched_off",
     "trace",
     "without_values",
 ]

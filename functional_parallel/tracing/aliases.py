@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .graph import Aval, getitem
+from ..ir import Aval, getitem
 
 __all__ = ["Aliases", "View", "are_apart"]
 

@@ -17,7 +17,7 @@ import torch
 
 from sharding_specs import tree_paths
 
-from ..source import Source, current_source, is_library
+from ..ir import Source, current_source, is_library
 
 __all__ = ["ClosedOver", "closed_over"]
 

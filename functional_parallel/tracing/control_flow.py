@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ..source import current_source
-from .errors import TracingError
+from ..errors import TracingError
+from ..ir import current_source
 from .known import plainly, value_of
 from .writer import Writer
 

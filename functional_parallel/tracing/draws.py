@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..source import current_source
-from .errors import TracingError
-from .graph import in_order, named_arguments, operands_of
+from ..errors import TracingError
+from ..ir import current_source, in_order, named_arguments, operands_of
 from .writer import Writer
 
 __all__ = ["refuse_decisions", "refuse_draws"]

@@ -16,8 +16,8 @@ import optree
 import torch
 
 from .. import _torch
-from ..source import current_source, is_library
-from .errors import TracingError
+from ..errors import TracingError
+from ..ir import current_source, is_library
 
 __all__ = ["Enclosed"]
 

@@ -16,8 +16,8 @@ import torch
 from torch import fx
 
 from .. import _torch
-from ..assumptions import assume
-from .graph import Aval, Traced, getitem, hollow, in_order, operands_of, walk_args
+from ..ir import Aval, Traced, getitem, hollow, in_order, operands_of, walk_args
+from .assumptions import assume
 from .straight_through import OP as STRAIGHT_THROUGH
 from .writer import Writer
 

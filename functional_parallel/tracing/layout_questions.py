@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from .. import _torch
-from ..source import current_source
-from .errors import MemoryLayoutError
-from .graph import Traced
-from .intercept import intercept, intercept_op
+from ..errors import MemoryLayoutError
+from ..ir import Traced, current_source
+from .interception import intercept, intercept_op
 from .memory_layout import require_contiguous
 from .record import Recorder, recorder
 from .strided import strided_elements

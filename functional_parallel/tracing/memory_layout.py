@@ -17,9 +17,8 @@ import torch
 from torch import fx
 
 from .. import _torch
-from ..source import current_source
-from .errors import MemoryLayoutError
-from .graph import Traced, argument, operands_of
+from ..errors import MemoryLayoutError
+from ..ir import Traced, argument, current_source, operands_of
 
 __all__ = ["LayoutRead", "Layouts", "require_contiguous"]
 

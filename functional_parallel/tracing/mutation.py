@@ -12,9 +12,9 @@ import torch
 from torch import fx
 
 from .. import _torch
-from ..source import current_source
+from ..errors import MutationError
+from ..ir import current_source
 from .aliases import View, are_apart
-from .errors import MutationError
 from .straight_through import OP as STRAIGHT_THROUGH
 from .writer import Writer
 

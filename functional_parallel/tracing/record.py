@@ -21,19 +21,15 @@ import torch
 from torch import fx
 
 from .. import _torch
-from ..collectives import guards
-from ..collectives.axes import staging
-from ..collectives.grad_mode import called_with_gradients, called_without_gradients
-from ..source import current_source, raising_source, region, stages
+from ..collectives import called_with_gradients, called_without_gradients, guards, staging
+from ..errors import CustomFunctionError, TracingError
+from ..ir import Aval, Traced, current_source, raising_source, region, stages, stand_in
 from .control_flow import unrolled
 from .draws import refuse_decisions, refuse_draws
 from .enclosing import Enclosed
-from .errors import CustomFunctionError, TracingError
-from .graph import Aval, Traced
-from .intercept import Interception, replacement_of
+from .interception import Interception, replacement_of
 from .known import asks_for_values, computed
 from .mutation import mutate
-from .stand_ins import stand_in
 from .strided import strided
 from .writer import Writer
 from .zeros import MADE, with_zeros

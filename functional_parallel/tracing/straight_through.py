@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ..collectives.grad_mode import keeping_grad_mode
-from .stand_ins import differentiable
+from ..collectives import keeping_grad_mode
+from ..ir import differentiable
 
 __all__ = ["OP", "straight_through"]
 

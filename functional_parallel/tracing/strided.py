@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from .. import _torch
-from ..source import current_source
-from .errors import MemoryLayoutError
+from ..errors import MemoryLayoutError
+from ..ir import current_source
 from .writer import Writer
 
 __all__ = ["strided", "strided_elements"]

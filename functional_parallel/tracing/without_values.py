@@ -14,9 +14,9 @@ import torch
 from torch.nn import functional
 
 from .. import _torch
-from ..source import current_source
-from .errors import TracingError
-from .intercept import intercept, intercept_op
+from ..errors import TracingError
+from ..ir import current_source
+from .interception import intercept, intercept_op
 from .known import plainly, value_of
 from .record import recorder
 

@@ -16,11 +16,10 @@ import torch
 from torch import fx
 
 from .. import _torch
-from ..source import current_source
+from ..errors import TracingError
+from ..ir import Traced, aval_of, current_source, walk_args
 from .aliases import Aliases
 from .closed_over import ClosedOver, closed_over
-from .errors import TracingError
-from .graph import Traced, aval_of, walk_args
 from .memory_layout import Layouts
 
 __all__ = ["Writer"]

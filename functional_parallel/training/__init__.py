@@ -1,21 +1,21 @@
 """Training steps: gradient, clipping and optimizer as one program, with everything sharded as the plan says."""
 
-from .estimate import CONVENTIONS, activation_bytes, estimate
 from .finite import NonFiniteError
 from .local_step import Metrics
 from .state import DonatedStateError, TrainState
-from .step import train_step
+from .step import TrainStep, train_step
 from .untrained import NothingToTrainError, NotTrainedWarning
+from .update import over_likes, with_scale
 
 __all__ = [
-    "CONVENTIONS",
     "DonatedStateError",
     "Metrics",
     "NonFiniteError",
     "NotTrainedWarning",
     "NothingToTrainError",
     "TrainState",
-    "activation_bytes",
-    "estimate",
+    "TrainStep",
+    "over_likes",
     "train_step",
+    "with_scale",
 ]

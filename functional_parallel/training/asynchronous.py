@@ -9,8 +9,8 @@ import torch
 
 from sharding_specs import Mesh, P
 
-from ..collectives.axes import MICROBATCH
-from ..local_function import Layout, PyTree
+from ..collectives import MICROBATCH
+from ..functions import Layout, PyTree
 from ..pipelines import updates_of
 
 __all__ = ["is_asynchronous", "of_one_update"]

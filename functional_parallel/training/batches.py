@@ -10,9 +10,8 @@ import torch
 from sharding_specs import Mesh, P, register_dataclasses, tree_paths
 
 from .. import _torch
-from ..by_place import by_place
 from ..data import looks_of, stay_in_step
-from ..local_function import LocalFunction, PyTree
+from ..functions import LocalFunction, PyTree, by_place
 from ..runtime import default_runtime
 
 __all__ = ["Batches", "check_same", "tensors_of"]

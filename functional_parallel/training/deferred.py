@@ -17,9 +17,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from .. import _torch
-from ..local_function import PyTree
-from ..staging.leftovers import traced_in
-from ..tracing import hollow
+from ..functions import PyTree
+from ..ir import hollow
+from ..lowering import traced_in
 from .generators import Draw, Generators, draws
 
 __all__ = ["CannotDeferError", "Deferred", "deferred"]

@@ -12,13 +12,12 @@ import optree
 import torch
 
 from .. import optim
-from ..local_function import PyTree
-from ..precision import LossScaleState
-from ..tracing.graph import without_memory
-from ..trained import is_trained
+from ..functions import PyTree
+from ..ir import is_trained, without_memory
+from ..transforms import LossScaleState
 from .local_step import Metrics
 from .looks import listed, look, look_as_text, structure_as_text
-from .scaled import ScaledState
+from .update import ScaledState
 
 __all__ = ["expected_state", "require_parameters", "require_state_of", "require_values", "steps_done"]
 

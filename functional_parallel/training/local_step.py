@@ -16,15 +16,22 @@ import torch
 from sharding_specs import P
 
 from .. import random
-from ..derivatives import grad_and_value
-from ..local_function import LocalFunction, PyTree, SpecTree
-from ..optim import Optimizer
-from ..optim.optimizer import skips_untrained
-from .places import Places
-from .returned import require_alike
-from .scaled import ScaledState, scaled_loss, unless, unscaled
+from ..functions import LocalFunction, PyTree, SpecTree, grad_and_value
+from ..optim import Optimizer, skips_untrained
 from .untrained import old_params, old_state, report_untrained, untrained, without
-from .updating import global_norm, into_compute, into_update, joined_again, split_further
+from .update import (
+    Places,
+    ScaledState,
+    global_norm,
+    into_compute,
+    into_update,
+    joined_again,
+    require_alike,
+    scaled_loss,
+    split_further,
+    unless,
+    unscaled,
+)
 
 __all__ = ["LocalStep", "Metrics"]
 

@@ -11,18 +11,17 @@ import torch
 
 from sharding_specs import SpecError, broadcast_specs, tree_paths
 
-from ..assumptions import Programs
-from ..collectives.axes import bind
+from ..collectives import bind
 from ..compile import refuse_asynchronous
-from ..local_function import LocalFunction, PyTree, SpecTree, unsharded
+from ..functions import LocalFunction, PyTree, SpecTree, unsharded
+from ..lowering import Staged, stage
 from ..runtime import own, storages
-from ..staging import Staged, stage
-from ..switches import switched_off
+from ..tracing import Programs, switched_off
 from .batches import Batches, tensors_of
 from .looks import listed, look, structure_as_text
 from .state import Constant, Form, TrainState
 from .states import States
-from .updating import at_rest, into_compute
+from .update import at_rest, into_compute
 
 __all__ = ["OnState"]
 

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from .. import optim
-from ..foreign import require_function, require_mesh, written_here
-from ..local_function import LocalFunction
+from ..functions import LocalFunction, require_function, require_mesh, written_here
 from ..quantities import is_limit
 
 __all__ = ["require_options"]

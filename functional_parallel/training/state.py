@@ -16,10 +16,10 @@ import torch
 from sharding_specs import Mesh, P, tree_paths
 
 from .. import _torch
-from ..local_function import PyTree
+from ..functions import PyTree
 from ..runtime import OverlapError
 from .looks import look, look_as_text, on_one_line, structure_as_text
-from .places import Places
+from .update import Places
 
 __all__ = [
     "Constant",

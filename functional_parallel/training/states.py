@@ -16,21 +16,19 @@ from sharding_specs import Mesh, P, register_dataclasses, tree_paths, validate
 from .. import _torch
 from ..compile import runtime_of
 from ..data import stay_in_step
-from ..local_function import LocalFunction, PyTree, unsharded
+from ..functions import LocalFunction, PyTree, unsharded
 from ..optim import Optimizer
 from ..pipelines import PipelineProgram
-from ..precision import LossScale, LossScaleState
 from ..runtime import own, storages, who_holds
-from ..switches import switched_off
+from ..tracing import switched_off
+from ..transforms import LossScale, LossScaleState
 from .batches import Batches, check_same
 from .deferred import CannotDeferError, deferred
 from .finite import settle
 from .loading import expected_state, require_parameters, require_state_of, require_values, steps_done
 from .looks import look, look_as_text
-from .places import Places, find_places
-from .replicated_state import warn_of_replicated_state
-from .scaled import with_scale
 from .state import Constant, Form, TrainState, form_of, plain
+from .update import Places, find_places, warn_of_replicated_state, with_scale
 
 __all__ = ["States"]
 

@@ -11,24 +11,22 @@ import torch
 from sharding_specs import Mesh
 
 from .. import random
-from ..assumptions import Programs
-from ..keywords import explain_keywords
-from ..local_function import PyTree
+from ..functions import PyTree, explain_keywords
+from ..lowering import Staged, stage
 from ..optim import Optimizer, counted_on_host
-from ..program.passes import named
+from ..passes import named
 from ..runtime import Origin, check_backend, note_step
-from ..staging import Staged, stage
-from ..switches import switched_off
+from ..tracing import Programs, switched_off
 from .asynchronous import is_asynchronous, of_one_update
 from .batches import tensors_of
 from .finite import require_finite, require_finite_inputs
-from .flat import require_elementwise
 from .local_step import LocalStep, Metrics
 from .looks import look
 from .on_state import OnState
 from .options import require_options
 from .state import Constant, Form, TrainState, recorded_steps
 from .states import States
+from .update import require_elementwise
 
 __all__ = ["TrainStep", "train_step"]
 

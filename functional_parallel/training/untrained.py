@@ -14,13 +14,10 @@ import torch
 
 from sharding_specs import tree_paths
 
-from ..derivatives import unused
-from ..local_function import PyTree
-from ..source import current_source, warn_at
-from ..tracing.closed_over import ClosedOver
-from ..tracing.record import recorder
-from ..trained import is_trained
-from .updating import likes, over_likes
+from ..functions import PyTree, unused
+from ..ir import current_source, is_trained, warn_at
+from ..tracing import ClosedOver, recorder
+from .update import likes, over_likes
 
 __all__ = [
     "NotTrainedWarning",

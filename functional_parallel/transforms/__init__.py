@@ -2,12 +2,16 @@
 
 from .accumulate import accumulate
 from .from_specs import from_specs
-from .parallel import data_parallel, tensor_parallel, zero
+from .parallel import data_parallel, matched, tensor_parallel, zero
 from .pipeline import pipeline, stage_boundary
+from .precision import LossScale, LossScaleError, LossScaleState, mixed_precision
 from .remat import recompute, remat
 from .transform import Order, OrderError, Plan, Transform, chain
 
 __all__ = [
+    "LossScale",
+    "LossScaleError",
+    "LossScaleState",
     "Order",
     "OrderError",
     "Plan",
@@ -16,6 +20,8 @@ __all__ = [
     "chain",
     "data_parallel",
     "from_specs",
+    "matched",
+    "mixed_precision",
     "pipeline",
     "recompute",
     "remat",

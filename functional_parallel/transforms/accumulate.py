@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from ..collectives.axes import MICROBATCH
-from ..keywords import explain_keywords
-from ..local_function import LocalFunction, SpecTree
-from ..program.passes import ReduceEach
+from ..collectives import MICROBATCH
+from ..functions import LocalFunction, SpecTree, explain_keywords
+from ..passes import ReduceEach
 from .microbatched import microbatched
 from .transform import Order, Transform
 

@@ -9,8 +9,8 @@ import optree
 
 from sharding_specs import P, broadcast_specs
 
-from ..collectives.axes import MICROBATCH, snapshot
-from ..local_function import Layout, LocalFunction, PyTree, SpecTree, unsharded
+from ..collectives import MICROBATCH, snapshot
+from ..functions import Layout, LocalFunction, PyTree, SpecTree, unsharded
 from ..partition import partition
 from .parallel import rest_specs
 

@@ -23,13 +23,22 @@ from sharding_specs import (
 )
 from sharding_specs.rules import nearest
 
-from ..keywords import explain_keywords
-from ..local_function import TAKEN, Layout, LocalFunction, PyTree, SpecTree, axis_mesh, layout_of, refuse_unknown_axes
+from ..functions import (
+    TAKEN,
+    Layout,
+    LocalFunction,
+    PyTree,
+    SpecTree,
+    axis_mesh,
+    explain_keywords,
+    layout_of,
+    refuse_unknown_axes,
+)
+from ..ir import Source, current_source, warn_at
 from ..partition import partition
-from ..program.passes import Gathers, ShardsFirst
+from ..passes import Gathers, ShardsFirst
 from ..quantities import is_count
-from ..source import Source, current_source, warn_at
-from ..tracing.record import recorder
+from ..tracing import recorder
 from .transform import Order, Transform
 
 __all__ = ["data_parallel", "matched", "parameter_specs", "rest_specs", "tensor_parallel", "zero"]

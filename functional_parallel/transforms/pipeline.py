@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from .. import source
-from ..collectives.axes import MICROBATCH
-from ..keywords import explain_keywords
-from ..local_function import LocalFunction, SpecTree, unsharded
+from ..collectives import MICROBATCH
+from ..functions import LocalFunction, SpecTree, explain_keywords, unsharded
+from ..ir import source
 from ..pipelines import BALANCES, Cut, PipelineError, PipelinePlan, Stacks, unstacked
 from ..schedules import FAMILIES, Schedule, check, for_ranks, get, stages_for
 from .microbatched import microbatched

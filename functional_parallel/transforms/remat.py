@@ -6,11 +6,10 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ..keywords import explain_keywords
-from ..local_function import LocalFunction, unsharded
-from ..program.explain import parse_bytes
-from ..program.passes import Remat, RematWithin
-from ..source import region
+from ..functions import LocalFunction, explain_keywords, unsharded
+from ..ir import region
+from ..passes import Remat, RematWithin
+from ..program import parse_bytes
 from .transform import Order, Transform
 
 __all__ = ["recompute", "remat"]

@@ -13,8 +13,7 @@ from enum import IntEnum
 from types import NoneType
 from typing import Any
 
-from ..foreign import require_function
-from ..local_function import LocalFunction
+from ..functions import LocalFunction, require_function
 
 __all__ = ["Order", "OrderError", "Plan", "Transform", "chain"]
 

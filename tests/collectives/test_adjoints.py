@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from functional_parallel.collectives import State, Type, dual
-from functional_parallel.emit import explicit_casts
-from functional_parallel.runtime.process_carrier import ProcessCarrier
+from functional_parallel.ir.emit import explicit_casts
+from functional_parallel.lowering import UNCHECKED, stage
+from functional_parallel.runtime.processes.process_carrier import ProcessCarrier
 from functional_parallel.runtime.simulated import SimulatedRuntime
-from functional_parallel.staging import UNCHECKED, stage
 from sharding_specs import Mesh, P
 from tests.processes import run_on_processes
 

@@ -19,10 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import functional_parallel as fp
 from functional_parallel.program.collectives import COMMUNICATING
-from functional_parallel.runtime.algorithms import ALGORITHMS, shared
-from functional_parallel.runtime.algorithms.channels import Channels
+from functional_parallel.runtime.algorithms import ALGORITHMS
 from functional_parallel.runtime.algorithms.team import ROLL_CALL
-from functional_parallel.runtime.process_carrier import ProcessCarrier
+from functional_parallel.runtime.processes.process_carrier import ProcessCarrier
+from functional_parallel.runtime.shared_memory import shared
+from functional_parallel.runtime.shared_memory.channels import Channels
 from sharding_specs import Mesh, P
 from tests.processes import run_on_processes
 

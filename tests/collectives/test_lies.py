@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from functional_parallel import collectives as fp
 from functional_parallel.collectives import group
-from functional_parallel.runtime.process_carrier import ProcessCarrier
+from functional_parallel.runtime.processes.process_carrier import ProcessCarrier
 from sharding_specs import Mesh
 from tests.processes import run_on_processes
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from functional_parallel import collectives as fp
 from functional_parallel.collectives import group
 from functional_parallel.runtime import CollectiveError
-from functional_parallel.runtime.process_carrier import ProcessCarrier
+from functional_parallel.runtime.processes.process_carrier import ProcessCarrier
 from sharding_specs import Mesh
 from tests.processes import RankError, run_on_processes
 

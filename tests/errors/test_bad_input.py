@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import functional_parallel as fp
-from functional_parallel.partition.notation import RuleError
+from functional_parallel.rules.notation import RuleError
 from sharding_specs import Mesh, MeshError, P, SpecError, apply_rules, shard
 
 MESH = Mesh(data=2, tensor=2)

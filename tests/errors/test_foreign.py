@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 import functional_parallel as fp
 from functional_parallel.collectives import ForeignCollectiveError
-from functional_parallel.keywords import ELSEWHERE
+from functional_parallel.functions.keywords import ELSEWHERE
 from sharding_specs import Mesh, P
 
 MESH, PLAN, SGD = Mesh(data=2), fp.data_parallel("data"), fp.optim.sgd(0.1)

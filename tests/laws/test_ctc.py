@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import functional_parallel as fp
-from functional_parallel.tracing import TracingError
+from functional_parallel.errors import TracingError
 from sharding_specs import Mesh, P
 
 RULES = {"hidden": P(None, "tensor"), "classes": P("tensor")}

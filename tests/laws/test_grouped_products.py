@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import functional_parallel as fp
-from functional_parallel.tracing import TracingError
+from functional_parallel.errors import TracingError
 from sharding_specs import Mesh, P
 
 MESH = Mesh(axis=2)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import functional_parallel as fp
-from functional_parallel.tracing import TracingError
+from functional_parallel.errors import TracingError
 from sharding_specs import Mesh, P
 
 MESH = Mesh(axis=2)

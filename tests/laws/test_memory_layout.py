@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import functional_parallel as fp
-from functional_parallel.tracing import MemoryLayoutError, TracingError
+from functional_parallel.errors import MemoryLayoutError, TracingError
 from sharding_specs import Mesh, P
 
 EXAMPLES = settings(max_examples=12)

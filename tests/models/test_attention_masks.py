@@ -10,7 +10,7 @@ import torch
 from torch._subclasses import FakeTensor
 
 import functional_parallel as fp
-from functional_parallel.tracing import TracingError
+from functional_parallel.errors import TracingError
 from sharding_specs import Mesh, P
 
 from .test_hugging_face import MODELS, Batch, loss_of

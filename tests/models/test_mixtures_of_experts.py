@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import functional_parallel as fp
-from functional_parallel.tracing import TracingError
+from functional_parallel.errors import TracingError
 from sharding_specs import Mesh
 
 from .test_hugging_face import loss_of, tokens

@@ -11,7 +11,7 @@ from einops import rearrange
 from torch import nn
 
 import functional_parallel as fp
-from functional_parallel.tracing import TracingError
+from functional_parallel.errors import TracingError
 from sharding_specs import Mesh, P
 
 HEADS, DIM = 4, 4

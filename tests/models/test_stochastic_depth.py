@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import functional_parallel as fp
-from functional_parallel.tracing import TracingError
+from functional_parallel.errors import TracingError
 from sharding_specs import Mesh
 
 from .test_hugging_face import KeepDouble, tokens

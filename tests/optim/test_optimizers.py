@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import functional_parallel as fp
 from functional_parallel import _torch
-from functional_parallel.optim.adamw_kernel import ADAMW, ADAMW_IN_PLACE, _formula
-from functional_parallel.trained import as_real
+from functional_parallel.ir.trained import as_real
+from functional_parallel.ops.adamw_kernel import ADAMW, ADAMW_IN_PLACE, _formula
 
 STEPS = 10
 

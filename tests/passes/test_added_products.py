@@ -14,9 +14,9 @@ from torch import Tensor, fx
 
 import functional_parallel as fp
 from functional_parallel.collectives.types import Type
-from functional_parallel.program.passes import add_products_in_place, added_products
+from functional_parallel.ir import Traced, aval_of
+from functional_parallel.passes import add_products_in_place, added_products
 from functional_parallel.program.work import flops
-from functional_parallel.tracing import Traced, aval_of
 from sharding_specs import Mesh
 
 aten = torch.ops.aten

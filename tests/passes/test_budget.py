@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import functional_parallel as fp
+from functional_parallel.ir import Traced
+from functional_parallel.passes import ProgramPass
+from functional_parallel.passes.choices import ladder
+from functional_parallel.passes.recompute import recompute
 from functional_parallel.program.memory import memory_of
-from functional_parallel.program.passes import ProgramPass
-from functional_parallel.program.passes.choices import ladder
-from functional_parallel.program.passes.recompute import recompute
 from functional_parallel.program.work import work
-from functional_parallel.tracing import Traced
 from sharding_specs import Mesh, split
 
 from ..processes import run_on_processes

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import functional_parallel as fp
-from functional_parallel.program.passes import cheap
-from functional_parallel.tracing import Traced
+from functional_parallel.ir import Traced
+from functional_parallel.passes import cheap
 from sharding_specs import Mesh, optional, split
 
 from ..program.test_memory import gpt, measured

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import functional_parallel as fp
-from functional_parallel.program.passes.gathers import stored_input
+from functional_parallel.passes.gathers import stored_input
 from sharding_specs import Mesh, P
 
 from .networks import SPLIT, batch, integer_loss, parameters

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import functional_parallel as fp
+from functional_parallel.ir.graph import operands_of
 from functional_parallel.program.overlap import overlapped
 from functional_parallel.program.sharing import readers_before_writes, written_by
-from functional_parallel.tracing.graph import operands_of
 from sharding_specs import Mesh
 
 from .networks import SPLIT, batch, loss, parameters

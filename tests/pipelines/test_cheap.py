@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import fx
 
 import functional_parallel as fp
-from functional_parallel.program.passes import cheap
+from functional_parallel.passes import cheap
 from sharding_specs import Mesh
 
 from ..passes.test_cheap import KINDS, OFF, loss, no_value_is_small, parameters, tokens

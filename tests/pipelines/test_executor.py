@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import functional_parallel as fp
 from functional_parallel import schedules
 from functional_parallel.pipelines import PipelineError
-from functional_parallel.runtime.worker import Worker
+from functional_parallel.runtime.pipelined.worker import Worker
 from functional_parallel.schedules import Action
 from sharding_specs import Mesh
 

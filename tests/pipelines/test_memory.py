@@ -21,9 +21,9 @@ from functional_parallel import schedules
 from functional_parallel.pipelines import PipelineProgram
 from functional_parallel.program import Program
 from functional_parallel.runtime import PipelineRuntime, ProcessRuntime, use_runtime
-from functional_parallel.runtime.on_sizes import Stored
-from functional_parallel.runtime.stream import Stream
-from functional_parallel.runtime.worker import Worker
+from functional_parallel.runtime.pipelined.on_sizes import Stored
+from functional_parallel.runtime.pipelined.stream import Stream
+from functional_parallel.runtime.pipelined.worker import Worker
 from functional_parallel.schedules import Action
 from functional_parallel.testing.tracker import tracked
 from sharding_specs import Mesh, split

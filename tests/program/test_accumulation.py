@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import functional_parallel as fp
+from functional_parallel.passes.recompute import forward_nodes
 from functional_parallel.program.memory import Ledger
-from functional_parallel.program.passes.recompute import forward_nodes
 from sharding_specs import Mesh
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "memory.md"

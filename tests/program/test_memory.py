@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import functional_parallel as fp
-from functional_parallel.runtime.codegen import Writer
+from functional_parallel.ir.graph import primitive_name
+from functional_parallel.runtime.execution.codegen import Writer
 from functional_parallel.testing.tracker import tracked
-from functional_parallel.tracing.graph import primitive_name
 from sharding_specs import Mesh, split
 
 from ..passes.networks import SPLIT, batch, loss, parameters

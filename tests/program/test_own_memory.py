@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from torch import fx, ops
 
-from functional_parallel.optim.adamw_kernel import ADAMW_IN_PLACE
-from functional_parallel.program.packing import PACK
+from functional_parallel.ops.adamw_kernel import ADAMW_IN_PLACE
+from functional_parallel.ops.packing import PACK
 from functional_parallel.program.sharing import is_only_use_of_own_memory, may_stay_in_place
 
 aten = ops.aten

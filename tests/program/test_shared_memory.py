@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import functional_parallel as fp
 from functional_parallel.collectives.slots import HALF, SMALL_HALF, slot_bytes
 from functional_parallel.runtime import ProcessRuntime, use_runtime
-from functional_parallel.runtime.algorithms.shared_memory import Piece
+from functional_parallel.runtime.shared_memory.memory import Piece
 from functional_parallel.testing.tracker import tracked
 from sharding_specs import Mesh, P
 

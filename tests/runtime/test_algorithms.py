@@ -19,21 +19,13 @@ from torch import Tensor
 
 from functional_parallel.collectives import group, slots
 from functional_parallel.runtime import CollectiveError, ProcessRuntime
-from functional_parallel.runtime.algorithms import (
-    ALGORITHMS,
-    Algorithm,
-    Chooser,
-    Layout,
-    Packed,
-    Team,
-    connect,
-    setting,
-    shared_memory,
-    starting,
-)
+from functional_parallel.runtime.algorithms import ALGORITHMS, Algorithm, Chooser, Team, setting, starting
 from functional_parallel.runtime.algorithms.choose import VARIABLE
 from functional_parallel.runtime.algorithms.model import fitted, work_of
-from functional_parallel.runtime.process_carrier import ProcessCarrier
+from functional_parallel.runtime.buffers import Layout, Packed
+from functional_parallel.runtime.processes.process_carrier import ProcessCarrier
+from functional_parallel.runtime.shared_memory import memory as shared_memory
+from functional_parallel.runtime.shared_memory import rendezvous as connect
 from sharding_specs import Mesh
 from tests.processes import run_on_processes
 

@@ -11,8 +11,11 @@ import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 
-from functional_parallel.runtime.algorithms import NOTHING, Doing, OutOfStepError, Team, channels, team
-from functional_parallel.runtime.algorithms.channels import Channels
+from functional_parallel.runtime import OutOfStepError
+from functional_parallel.runtime.algorithms import NOTHING, Team, team
+from functional_parallel.runtime.calls import Doing
+from functional_parallel.runtime.shared_memory import channels
+from functional_parallel.runtime.shared_memory.channels import Channels
 from tests.processes import run_on_processes
 from tests.runtime.test_algorithms import led_by_rank_0
 

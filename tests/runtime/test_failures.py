@@ -19,7 +19,7 @@ from functional_parallel.runtime import (
     SimulatedRuntime,
     use_runtime,
 )
-from functional_parallel.runtime.waits import rank_name, rank_names
+from functional_parallel.runtime.calls.waits import rank_name, rank_names
 from sharding_specs import Mesh, P
 from tests.processes import run_on_processes
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import functional_parallel as fp
 from functional_parallel.collectives import slots
-from functional_parallel.runtime.algorithms import Layout
-from functional_parallel.runtime.algorithms.unpacked import InPlace
+from functional_parallel.runtime.buffers import Layout
+from functional_parallel.runtime.buffers.unpacked import InPlace
 from sharding_specs import Mesh
 
 from ..processes import run_on_processes

@@ -14,8 +14,9 @@ import torch
 
 import functional_parallel as fp
 from functional_parallel.runtime import ProcessRuntime, SimulatedRuntime, use_runtime
-from functional_parallel.runtime.algorithms import Chooser, connect, team
+from functional_parallel.runtime.algorithms import Chooser, team
 from functional_parallel.runtime.algorithms.model import _neighbours
+from functional_parallel.runtime.shared_memory import rendezvous as connect
 from sharding_specs import Mesh
 from tests.processes import outcome, run_on_processes
 

@@ -8,7 +8,7 @@ import optree
 import pytest
 import torch
 
-from functional_parallel.runtime.kernels import _BOUND, _METHODS, called_by
+from functional_parallel.runtime.execution.kernels import _BOUND, _METHODS, called_by
 
 aten = torch.ops.aten
 

@@ -9,7 +9,7 @@ import torch
 
 import functional_parallel as fp
 from functional_parallel.runtime import ProcessRuntime, use_runtime
-from functional_parallel.runtime.waits import rank_name
+from functional_parallel.runtime.calls.waits import rank_name
 from sharding_specs import Mesh, P
 from tests.processes import outcome, run_on_processes
 

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, fx
 
 import functional_parallel as fp
+from functional_parallel.ir import Aval, Traced
+from functional_parallel.ops.packing import PACK, UNPACK
 from functional_parallel.program import Program
-from functional_parallel.program.packing import PACK, UNPACK
-from functional_parallel.runtime.algorithms import Packed, starting, whole
-from functional_parallel.runtime.one_rank import OneRank
-from functional_parallel.tracing import Aval, Traced
+from functional_parallel.runtime.algorithms import starting
+from functional_parallel.runtime.buffers import Packed, whole
+from functional_parallel.runtime.processes.one_rank import OneRank
 from sharding_specs import Mesh, P
 
 LAYERS, WIDTH = 12, 8

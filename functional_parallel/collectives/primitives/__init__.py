@@ -7,5 +7,15 @@ through a raw op, so that derivatives of derivatives work.
 
 from . import cast, extremes, gather, move, reduce
 from .emit import axis_index, emit
+from .extremes import NotDifferentiableError
 
-__all__ = ["axis_index", "cast", "emit", "extremes", "gather", "move", "reduce"]
+__all__ = [
+    "NotDifferentiableError",
+    "axis_index",
+    "cast",
+    "emit",
+    "extremes",
+    "gather",
+    "move",
+    "reduce",
+]

@@ -13,9 +13,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..zero_copy import whole_of
+from ..buffers import whole_of
+from ..calls import Steps
 from . import ring
-from .running import Steps
 from .team import Messages, Ranks
 
 __all__ = ["gather", "is_power_of_two", "reduce"]

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...program.links import Line
-from . import shared
+from ...program import Line
+from ..buffers import ordered_sum
+from ..calls import Steps
+from ..shared_memory import shared
 from .halving import is_power_of_two
-from .running import Steps
-from .sums import ordered_sum
 from .team import Team
 
 __all__ = ["KINDS", "Line", "Machine", "Work", "fitted", "measured", "work_of"]

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .running import Steps
-from .sums import ordered_sum
+from ..buffers import ordered_sum
+from ..calls import Steps
 from .team import Messages, Ranks, Team
 
 __all__ = ["all_reduce", "gather", "reduce"]

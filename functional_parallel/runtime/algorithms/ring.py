@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .running import Steps
+from ..calls import Steps
 from .team import Messages, Ranks
 
 __all__ = ["gather", "reduce"]

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .doing import Doing
-from .running import Steps, Waitable
+from ..calls import Doing, Steps, Waitable
 from .team import NOTHING, Messages, Ranks
 
 __all__ = ["RollCall"]

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from ...collectives import slots
-from ..zero_copy import joined
-from .packed import Packed, whole
-from .running import Steps
+from ..buffers import InPlace, Layout, OutOfWhole, Packed, Stretches, Unpacked, joined, whole
+from ..calls import Steps
 from .table import Algorithm
 from .team import Team
-from .unpacked import InPlace, Layout, OutOfWhole, Stretches, Unpacked
 
 __all__ = [
     "Started",

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import direct, halving, naive, ring, shared, two_level
-from .running import Steps
-from .shared_memory import SharedMemory
+from ..calls import Steps
+from ..shared_memory import SharedMemory, shared
+from . import direct, halving, naive, ring, two_level
 from .team import Messages, Team
 
 __all__ = ["ALGORITHMS", "Algorithm"]

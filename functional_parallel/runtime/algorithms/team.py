@@ -9,11 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from .channels import LARGEST, Channels
-from .connect import connect, host_identity
-from .doing import Doing
-from .handle import Handle
-from .running import Running, Steps, Waitable
+from ..calls import Doing, Handle, Running, Steps, Waitable
+from ..shared_memory import LARGEST, Channels, connect, host_identity
 
 __all__ = ["NOTHING", "ROLL_CALL", "Messages", "Ranks", "Team"]
 

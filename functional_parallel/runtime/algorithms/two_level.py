@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import direct, ring, shared
-from .running import Steps
+from ..calls import Steps
+from ..shared_memory import shared
+from . import direct, ring
 from .team import Messages, Team
 
 __all__ = ["gather", "reduce", "refuses"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..algorithms.waiting import Lost
+from ..calls import Lost
 
 __all__ = ["ADVICE", "Board", "after_leaving"]
 

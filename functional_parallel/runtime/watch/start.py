@@ -22,9 +22,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..algorithms.connect import host_identity
-from ..algorithms.waiting import CURRENT, brief
-from ..waits import CollectiveError
+from ..calls import CURRENT, CollectiveError, brief
+from ..shared_memory import host_identity
 from .watch import Name, Watch, missing_text, report_missing
 
 __all__ = ["START_VARIABLE", "environment_store", "start_seconds", "watch_processes"]

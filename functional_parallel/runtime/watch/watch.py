@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from ..algorithms.waiting import CURRENT, Lost, Wait
+from ..calls import CURRENT, Lost, Wait
 from .board import Board, after_leaving
 from .connections import shut_down
 from .lines import Closed, Line

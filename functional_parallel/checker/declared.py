@@ -1,0 +1,215 @@
+"""What a local function's layout declares of its arguments, held against what it is called on.
+
+A layout that torch.func's transforms dropped leaves a function on shards that takes whatever it is given: a whole batch
+for its shard. What a value is, is known in three settings. In a typed trace it has a type, and an argument of the
+traced function the very spec it came in with. Under `fp.vmap(axis_name=…)` it is mapped or not. In a trace that is
+typed only later, when an outer transform runs it again, a mark goes with the value and is checked then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import fx
+
+from sharding_specs import P, broadcast_specs, register_dataclasses, tree_paths
+
+from .. import _torch
+from ..collectives import CollectiveTypeError, Lane, State, Type, current_axes, is_mapped, snapshot
+from ..ir import current_source
+from ..ops import define_mark
+from ..tracing import recorder
+
+__all__ = ["ArgumentSpecError", "checked_arguments", "declared_type", "say_specs"]
+
+_V, _I, _U, _R = State.VARYING, State.INVARIANT, State.UNREDUCED, State.REDUCED
+
+
+class ArgumentSpecError(CollectiveTypeError):
+    """Arguments of a local function that do not lie as its layout declares; lists every one."""
+
+
+def declared_type(spec: P) -> Type:
+    """The type of a value that lies as a spec says.
+
+    >>> declared_type(P("data", unreduced={"tensor"}))
+    {V:data, U:tensor}
+    """
+    states = dict.fromkeys(sorted(spec.axes), _V)
+    states.update(dict.fromkeys(sorted(spec.unreduced), _U))
+    states.update(dict.fromkeys(sorted(spec.reduced), _R))
+    return Type(states)
+
+
+def say_specs(specs: Iterable[P]) -> None:
+    """Say of the arguments of the function that is being traced how they lie; called at its beginning."""
+    active = recorder()
+    assert active is not None
+    for node, spec in zip(active.traced.inputs, specs, strict=True):
+        node.meta["spec"] = spec
+
+
+def checked_arguments(
+    function: object,
+    axes: tuple[str, ...],
+    arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]],
+    args: tuple[Any, ...],
+) -> tuple[Any, ...]:
+    """The arguments of a call, after a check, or marked for one, that they lie as the function's layout declares.
+
+    Args:
+        function: what is called.
+        axes: those that it is local to.
+        arguments: its layout's: from arguments to their spec trees.
+        args: what it is called on.
+
+    Raises:
+        ArgumentSpecError: when some do not, naming each, what was declared of it and what it is.
+    """
+    bound = snapshot()
+    if not axes or not args or any(axis not in bound or bound[axis].hidden for axis in axes):
+        return args  # its own collectives say what is missing
+    register_dataclasses(args)
+    leaves, tree = optree.tree_flatten(args)
+    declared = arguments(args)
+    specs = [s for d, arg in zip(declared, args, strict=True) for s in optree.tree_leaves(broadcast_specs(d, arg))]
+    calls = [
+        _Argument(leaf, spec.only(axes), path) for leaf, spec, path in zip(leaves, specs, tree_paths(args), strict=True)
+    ]
+    active = recorder()
+    if active is not None and active.on_node is None:
+        return tree.unflatten([each.marked(axes, repr(function)) for each in calls])  # type: ignore[no-any-return]
+    _refuse(function, [each.difference(axes) for each in calls])
+    return args
+
+
+class _Argument:
+    """One leaf of a call's arguments, and what the layout declares of it."""
+
+    def __init__(self, value: Any, spec: P, path: str) -> None:
+        self.value, self.spec, self.path = value, spec, path
+
+    def marked(self, axes: Iterable[str], function: str) -> Any:
+        if not isinstance(self.value, torch.Tensor):
+            return self.value
+        wanted = declared_type(self.spec)
+        states = [wanted[axis].value for axis in axes]
+        return _Declared.apply(self.value, list(axes), states, self.path, repr(self.spec), function)
+
+    def difference(self, axes: Sequence[str]) -> str | None:
+        """What is wrong with the value, in words."""
+        if not isinstance(self.value, torch.Tensor):
+            return None
+        wrong = _type_difference(self.value, axes, declared_type(self.spec), repr(self.spec))
+        wrong = wrong or self._spec_difference(axes)
+        return None if wrong is None else f"  {self.path}: {wrong}"
+
+    def _spec_difference(self, axes: Sequence[str]) -> str | None:
+        """An argument of the traced function that no op has changed lies as its own spec says, dim by dim."""
+        held = _spec_of(self.value)
+        if held is None:
+            return None
+        dims, padded = list(held.dims), held.padded
+        for dim in _torch.mapped_dims(self.value):
+            mapped = dims.pop(dim) if dim < len(dims) else ()
+            padded = {each - (each > dim): count for each, count in padded.items() if each != dim}
+            split = [axis for axis in mapped if axis in axes]
+            if split:
+                return (
+                    f"the dim that vmap maps is split over {split[0]!r}, so that each rank maps over samples of its "
+                    f"own, but {self.spec!r} is declared of one sample; leave the mapped dim whole"
+                )
+        seen = P(*dims, unreduced=held.unreduced, reduced=held.reduced, padded=padded).only(axes)
+        return None if seen == self.spec else f"{self.spec!r} is declared, but it came in as {seen!r}"
+
+
+def _spec_of(value: torch.Tensor) -> P | None:
+    node = _node_of(value)
+    return node.meta.get("spec") if node is not None and node.op == "placeholder" else None
+
+
+def _node_of(value: torch.Tensor) -> fx.Node | None:
+    """The node of a value that is being traced, beneath torch.func's wrappers; None for others."""
+    active, plain = recorder(), _torch.innermost(value)
+    return active.node_of(plain) if active is not None and isinstance(plain, _torch.FakeTensor) else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Types
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _type_difference(value: torch.Tensor, axes: Iterable[str], wanted: Type, spec: str) -> str | None:
+    for axis in axes:
+        held = _state_of(value, axis, wanted[axis])
+        if held is not wanted[axis]:
+            return f"{spec} is declared, but {_HOLDING[held].format(axis=axis)}; {_fix(held, wanted[axis], axis)}"
+    return None
+
+
+def _state_of(value: torch.Tensor, axis: str, wanted: State) -> State:
+    """What the ranks along an axis hold of a value; what is wanted where nobody knows.
+
+    A vmap level may map what is the same for all entries, and its word is taken for what is Reduced.
+    """
+    if recorder() is not None:
+        node = _node_of(value)
+        return _I if node is None else (node.meta.get("type") or Type())[axis]
+    carrier = snapshot()[axis].carrier
+    return wanted if not isinstance(carrier, Lane) or wanted is not _V or is_mapped(value, carrier) else _I
+
+
+_HOLDING = {
+    _V: "it differs by rank along {axis!r}",
+    _I: "all ranks along {axis!r} hold the same",
+    _U: "the ranks along {axis!r} hold partial sums",
+    _R: "it is Reduced along {axis!r}",
+}
+
+
+def _fix(held: State, wanted: State, axis: str) -> str:
+    fixes = {
+        (_I, _V): "the whole would be taken for a shard. Pass a shard: in_specs that match, "
+        f"or fp.pscatter(x, {axis!r})",
+        (_V, _I): "a shard would be taken for the whole. Pass the whole: in_specs that match, "
+        f"or fp.all_gather(x, {axis!r}, to='invariant')",
+        (_I, _R): f"write fp.pcast(x, {axis!r}, to='reduced'), or say so in in_specs: P(…, reduced={{{axis!r}}})",
+        (_U, _I): f"write fp.psum(x, {axis!r}) first",
+    }
+    return fixes.get((held, wanted), f"pass a value that is {wanted} along {axis!r}")
+
+
+def _refuse(function: object, found: Iterable[str | None]) -> None:
+    wrong = [each for each in found if each is not None]
+    if wrong:
+        raise ArgumentSpecError(
+            f"{current_source() or 'a call'}: {function} is called on what does not lie as its layout declares:\n"
+            + "\n".join(wrong)
+            + "\n  Where torch.func's grad, vmap or jacrev stands around it: fp.grad, fp.grad_and_value, fp.vmap and "
+            "fp.hessian keep the layout, and need no in_specs. Where a plan stands inside another: fp.chain them"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A mark that is checked when the trace is run again
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _check_mark(x: Any, axes: list[str], states: list[str], path: str, spec: str, function: str) -> Any:
+    axes = [axis for axis in axes if axis in current_axes()]
+    active = recorder()
+    if active is not None and active.on_node is None:
+        return _Declared.apply(x, axes, states, path, spec, function)
+    wanted = Type(dict(zip(axes, states, strict=True)))
+    wrong = _type_difference(x, axes, wanted, spec)
+    _refuse(function, [None if wrong is None else f"  {path}: {wrong}"])
+    return x
+
+
+_Declared = define_mark(
+    "declared(Tensor x, str[] axes, str[] states, str path, str spec, str function)", _check_mark, names_dims=False
+)
+OP = _Declared.op

@@ -1,0 +1,97 @@
+"""Running a typed graph with its implied casts written in, so that its derivative has the right collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..collectives import State, emit
+from ..ir import (
+    Traced,
+    emit_node,
+    explicit_casts,
+    grad_mode_of,
+    inherit,
+    is_trained,
+    source_of,
+    tensor_operands,
+    walk_args,
+)
+from .typing import casts_of, type_of
+
+__all__ = ["run_typed"]
+
+
+def run_typed(traced: Traced, inputs: Sequence[Any]) -> list[Any]:
+    """Run a graph whose nodes carry types, casting each value once per axis where an op implies it.
+
+    Args:
+        traced: the graph, typed by `Typing`.
+        inputs: a value for each input, then for each captured tensor.
+    """
+    run = _Run(traced)
+    run.values.update(zip([*traced.inputs, *traced.captured_inputs], inputs, strict=True))
+    with explicit_casts():
+        for node in traced.graph.nodes:
+            if node.op == "get_attr":
+                run.values[node] = traced.constants[node.target]
+            elif node.op == "call_function":
+                with inherit(source_of(node)):
+                    run.values[node] = run.compute(node)
+    return [run.values[out] if isinstance(out, fx.Node) else out for out in traced.outputs]
+
+
+class _Run:
+    def __init__(self, traced: Traced) -> None:
+        self.values: dict[fx.Node, Any] = {}
+        self.casts: dict[tuple[Any, ...], Any] = {}
+
+    def compute(self, node: fx.Node) -> Any:
+        wanted: dict[int, list[tuple[str, State, State]]] = {}
+        if not _names_axes(node):
+            for index, axis, source, target in casts_of(node):
+                wanted.setdefault(index, []).append((axis, source, target))
+        position = iter(range(len(tensor_operands(node))))
+
+        def visit(leaf: Any) -> Any:
+            if not isinstance(leaf, fx.Node):
+                return leaf
+            return self._cast(leaf, wanted.get(next(position), []))
+
+        args, kwargs = walk_args((node.args, node.kwargs), visit)
+        with grad_mode_of(node):
+            return emit_node(node.target, _resolved(node, args), kwargs)
+
+    def _cast(self, node: fx.Node, casts: list[tuple[str, State, State]]) -> Any:
+        value = self.values[node]
+        done: tuple[tuple[str, State, State], ...] = ()
+        if not is_trained(value):
+            return value
+        for cast in casts:
+            done = (*done, cast)
+            key = (node, done)
+            if key not in self.casts:
+                self.casts[key] = emit("pcast", value, (cast[0],), cast[1].value, cast[2].value)
+            value = self.casts[key]
+        return value
+
+
+def _names_axes(node: fx.Node) -> bool:
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and node.target.namespace == "fp"
+        and "axes" in {argument.name for argument in node.target._schema.arguments}
+    )
+
+
+def _resolved(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A collective's arguments with `"auto"` replaced by the state that its operand has."""
+    if "auto" not in [arg for arg in args if isinstance(arg, str)]:
+        return args
+    held = type_of(node.args[0])
+    states = {held[axis] for axis in node.args[1]}
+    state = next(iter(states)).value if len(states) == 1 else "varying"
+    return tuple(state if isinstance(arg, str) and arg == "auto" else arg for arg in args)

@@ -1,0 +1,209 @@
+"""Types of the nodes of a traced local program, one node at a time, as they are recorded.
+
+An ordinary op needs no rule of its own: its result is the union of its operands' states, where an Invariant operand
+that meets a Varying one counts as cast (`pvary`). Only what may take partial sums is declared, by the marks `~` and `&`
+of the op's sharding rule; any other op on an Unreduced value is an error.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..collectives import CollectiveTypeError, State, Type, dual, result_type
+from ..ir import casts_are_explicit, named_arguments, primitive_name, source_of, tensor_operands
+from ..rules import lookup, parse_rule
+
+__all__ = ["Typing", "TypingError", "casts_of", "is_zero", "type_of"]
+
+aten = torch.ops.aten
+
+_V, _I, _U, _R = State.VARYING, State.INVARIANT, State.UNREDUCED, State.REDUCED
+
+#: zeros beside a value as its tangent, and that value written over them: nothing of the first operand is left
+_OF_THE_SECOND = {aten._new_zeros_with_same_feature_meta.default, aten.copy.default}
+
+_ZEROS = {aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default}
+_FILL_VALUE = {aten.full.default: 1, aten.scalar_tensor.default: 0}  # position of the number
+_PRODUCTS = {aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default, aten.mul.Tensor, aten.mul.Scalar}
+_KEEPS_ZEROS = {
+    *(aten.alias.default, aten.detach.default, aten._to_copy.default, aten.neg.default, aten.div.Tensor),
+    *(aten.view.default, aten.expand.default, aten.permute.default, aten.transpose.int, aten.t.default),
+    *(aten.unsqueeze.default, aten.squeeze.dim, aten.select.int, aten.slice.Tensor),
+    *(aten.sum.default, aten.sum.dim_IntList),
+}
+_GRADIENTS_OF_VIEWS = {  # linear; a forward derivative of a backward has them as its own ops
+    *(aten.slice_backward.default, aten.select_backward.default),
+    *(aten.diagonal_backward.default, aten.unfold_backward.default),
+}
+_FILLED = {  # with what is no sum over ranks, even where they are made like one
+    *(aten.ones_like.default, aten.full_like.default),
+    *(aten.new_ones.default, aten.new_full.default),
+}
+
+
+class TypingError(CollectiveTypeError):
+    """A program that treats a value as something it is not; the message names the source line."""
+
+
+class Typing:
+    """Infers `node.meta["type"]` for every node of a graph, in order.
+
+    Args:
+        axes: sizes of the mesh axes.
+    """
+
+    def __init__(self, axes: dict[str, int]) -> None:
+        self.axes = axes
+        self._known: dict[Type, Type] = {}  # one object for all equal ones
+
+    def __call__(self, node: fx.Node) -> None:
+        found = self._infer(node)
+        node.meta["type"] = self._known.setdefault(found, found)
+
+    def _infer(self, node: fx.Node) -> Type:
+        if node.target is operator.getitem:
+            return _of_gradient(node, type_of(node.args[0]))
+        if (primitive := primitive_name(node)) is not None:
+            return self._primitive(primitive, node)
+        if node.target in _OF_THE_SECOND:
+            return type_of(node.args[1])
+        if node.target is aten.zeros.default and "forward" in node.meta:  # a derivative that is 0: it lies as any other
+            return dual(type_of(node.meta["forward"]))
+        types = [type_of(operand) for operand in tensor_operands(node)]
+        self._refuse_missed_casts(node)
+        mixed = False
+        states = {}
+        for axis in (axis for axis in self.axes if any(axis in type_ for type_ in types)):
+            held = [type_[axis] for type_ in types]
+            if node.target in _FILLED:
+                held = [_I if state is _U else state for state in held]
+            states[axis] = self._union(node, axis, held)
+            mixed |= any(state is not states[axis] for state in held)
+        node.meta["implicit_cast"] = mixed and not casts_are_explicit()
+        return _of_gradient(node, Type(states))
+
+    def _primitive(self, name: str, node: fx.Node) -> Type:
+        params = named_arguments(node.target, node.args, node.kwargs)
+        operand = type_of(params.pop("x")) if "x" in params else Type()
+        axes = tuple(params.pop("axes"))
+        try:
+            return result_type(name, operand, axes, **params)
+        except CollectiveTypeError as error:
+            raise TypingError(f"{_where(node)}: {error}") from None
+
+    def _union(self, node: fx.Node, axis: str, held: Sequence[State]) -> State:
+        if _U in held:
+            return self._with_partial_sums(node, axis, held)
+        return _V if _V in held else _R if _R in held else _I
+
+    def _with_partial_sums(self, node: fx.Node, axis: str, held: Sequence[State]) -> State:
+        marks, operands = _linear_marks(node), tensor_operands(node)
+        together = [index for index, mark in enumerate(marks) if mark == "&"]
+        held = [_U if index in together and is_zero(operands[index]) else state for index, state in enumerate(held)]
+        partial = [index for index, state in enumerate(held) if state is _U]
+        if _V in held:
+            raise TypingError(
+                f"{_where(node)}: partial sums (Unreduced over {axis!r}) meet a value that varies by rank; "
+                f"write fp.psum(x, {axis!r}) on the partial sums first"
+            )
+        if together and partial == together:
+            return _U
+        if len(held) > len(partial) and all(is_zero(operands[i]) and marks[i] != "~" for i in partial):
+            rest = [state for state in held if state is not _U]  # what is put into zeros lies as it did
+            return self._union(node, axis, rest)
+        if node.target in _ZEROS:
+            return _U  # the zeros of all ranks add up to zeros: a tangent of a gradient, where that is constant
+        if len(partial) == 1 and (marks[partial[0]] == "~" or node.meta["backward"]):
+            return _U  # a backward op is linear in its gradient, and no other partial sum gets that far
+        raise TypingError(
+            f"{_where(node)}: {node.target} is not linear in a value that is Unreduced over {axis!r} (the ranks hold "
+            f"partial sums), so the sum of its results is not its result of the sum; write fp.psum(x, {axis!r}) first"
+        )
+
+    def _refuse_missed_casts(self, node: fx.Node) -> None:
+        forward = node.meta.get("forward")
+        if forward is None or not forward.meta.get("implicit_cast"):
+            return
+        raise TypingError(
+            f"{_where(forward)}: a torch.func derivative was taken inside this body of an op where a value that is the "
+            "same on all ranks meets one that varies; its gradient would lack the sum over ranks. Use fp.grad "
+            "(fp.grad_and_value, fp.hessian) instead of torch.func's, or write fp.pvary on the invariant value"
+        )
+
+
+def type_of(node: Any) -> Type:
+    return node.meta.get("type", Type())
+
+
+def _of_gradient(node: fx.Node, found: Type) -> Type:
+    """Numbers that have no gradient do not want one as partial sums: they are the same on all ranks, and no more."""
+    value = node.meta["val"]
+    if _R not in found.values() or isinstance(value, tuple) or value.is_differentiable:
+        return found
+    return Type({axis: _I if state is _R else state for axis, state in found.items()})
+
+
+def casts_of(node: fx.Node) -> list[tuple[int, str, State, State]]:
+    """The casts an ordinary op implies: (operand, axis, from, to), where an operand's state is not the op's."""
+    result = type_of(node)
+    casts = []
+    for index, operand in enumerate(tensor_operands(node)):
+        held = type_of(operand)
+        if node.target in _FILLED:
+            continue  # which reads nothing but a shape
+        for axis in result:
+            if held[axis] is _U and is_zero(operand):
+                continue
+            target = _R if result[axis] is _U and held[axis] is _I and not is_zero(operand) else result[axis]
+            if (held[axis], target) == (_R, _I):
+                continue  # of a result without a gradient
+            if held[axis] is not target and target is not _U:
+                casts.append((index, axis, held[axis], target))
+    return casts
+
+
+def _linear_marks(node: fx.Node) -> list[str]:
+    count = len(tensor_operands(node))
+    rule = lookup(node.target)
+    if rule is None:
+        return ["~" if node.target in _GRADIENTS_OF_VIEWS else ""] * count
+    if rule.text is None:
+        return ["~" if rule.moves_only else ""] * count
+    return [pattern.linear for pattern in parse_rule(rule.text_for(node)).operands]
+
+
+def is_zero(node: fx.Node, depth: int = 16) -> bool:
+    """Return whether a value is made of zeros. Those of all ranks add up to it, so it joins partial sums as it is.
+
+    Args:
+        node: the value.
+        depth: number of ops to look through: products with zeros, and what moves, adds up or casts zeros.
+    """
+    level = {node}
+    for _ in range(depth + 1):
+        if any(map(_makes_zeros, level)):
+            return True
+        level = {source for each in level for source in _whose_zeros_it_keeps(each)}
+    return False
+
+
+def _makes_zeros(node: fx.Node) -> bool:
+    filled = _FILL_VALUE.get(node.target)
+    return node.target in _ZEROS or (filled is not None and node.args[filled] == 0)
+
+
+def _whose_zeros_it_keeps(node: fx.Node) -> list[fx.Node]:
+    """The operands of which one of zeros alone makes the result zeros."""
+    if node.target in _PRODUCTS:
+        return [each for each in node.args[:2] if isinstance(each, fx.Node)]
+    return [node.args[0]] if node.target in _KEEPS_ZEROS or primitive_name(node) == "pcast" else []
+
+
+def _where(node: fx.Node) -> str:
+    source = source_of(node)
+    return f"{source}: `{source.text}`" if source is not None else str(node.target)

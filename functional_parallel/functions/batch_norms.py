@@ -1,0 +1,121 @@
+"""Modules of batch norm inside `fp.functional`: one that synchronises ranks by itself, and one that reads a counter.
+
+`nn.SyncBatchNorm` looks for a process group: on a CPU it raises if one exists, and on CUDA it would communicate beside
+the program. Here the statistics of a batch are those of the global batch, so it is a batch norm like any other. With
+`momentum=None` torch's forward reads the number of batches as a Python number, which a trace does not have.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import _torch
+from ..rules import batch_norm
+from ..tracing import recorder
+
+__all__ = ["as_batch_norms", "holds_batch_norms", "require_no_group"]
+
+_CLASSES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_torchs = nn.BatchNorm1d.forward  # the one that all of them but SyncBatchNorm inherit
+_synchronised = nn.SyncBatchNorm.forward
+
+
+def holds_batch_norms(module: nn.Module) -> bool:
+    """Whether a module has a batch norm with a forward that must be replaced."""
+    return any(_is_replaced(each) for each in module.modules())
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    return isinstance(module, nn.SyncBatchNorm) or (isinstance(module, _CLASSES) and module.momentum is None)
+
+
+def require_no_group(module: nn.Module) -> None:
+    """Refuse batch norms that synchronise some ranks only.
+
+    Raises:
+        ValueError: naming them, and the way to statistics of groups.
+    """
+    wrong = [
+        path or "the module"
+        for path, each in module.named_modules()
+        if isinstance(each, nn.SyncBatchNorm) and each.process_group is not None and not _is_world(each.process_group)
+    ]
+    if wrong:
+        raise ValueError(
+            f"fp.functional: SyncBatchNorm with process_group= takes the statistics of that group's ranks, but a "
+            f"function has no ranks: {', '.join(wrong)}. Leave process_group out for those of the global batch; for "
+            "groups of the batch map the function over them, see docs/how_do_i.md"
+        )
+
+
+def _is_world(group: Any) -> bool:
+    distributed = torch.distributed
+    return distributed.is_initialized() and group is distributed.group.WORLD
+
+
+@contextmanager
+def as_batch_norms() -> Iterator[None]:
+    """Let batch norms that this thread calls inside be plain ones over the batch that they are given.
+
+    The classes' `forward` is replaced for all threads as long as some thread is inside; others go torch's way.
+    """
+    inside = _inside()
+    inside.append(True)
+    _forwards.enter()
+    try:
+        yield
+    finally:
+        _forwards.leave()
+        inside.pop()
+
+
+def _inside() -> list[bool]:
+    return _torch.of_thread("batch norms", list)
+
+
+def _forward(module: Any, input: torch.Tensor) -> Any:
+    if not _inside():
+        return (_synchronised if isinstance(module, nn.SyncBatchNorm) else _torchs)(module, input)
+    if module.training and module.track_running_stats and module.momentum is None and recorder() is not None:
+        return _averaged(module, input)
+    return _torchs(module, input)
+
+
+def _averaged(module: Any, input: torch.Tensor) -> torch.Tensor:
+    """The training forward that keeps the mean of all batches' statistics."""
+    module._check_input_dim(input)
+    module.num_batches_tracked.add_(1)
+    factor: Any = 1 / module.num_batches_tracked.to(module.running_mean.dtype)
+    statistics = (module.running_mean, module.running_var)
+    return batch_norm(input, *statistics, module.weight, module.bias, True, factor, module.eps)
+
+
+class _Forwards:
+    """The forwards of the classes, and the number of calls for which they are replaced."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside = threading.Lock(), 0
+
+    def enter(self) -> None:
+        with self._lock:
+            if not self._inside:
+                for each in _CLASSES:
+                    each.forward = _forward  # type: ignore[assignment,method-assign]
+            self._inside += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                for each in _CLASSES[:-1]:
+                    del each.forward
+                nn.SyncBatchNorm.forward = _synchronised  # type: ignore[assignment,method-assign]
+
+
+_forwards = _Forwards()

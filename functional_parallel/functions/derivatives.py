@@ -1,0 +1,360 @@
+"""torch.func's transforms, with the layout carried and every pytree flattened by optree.
+
+`fp.grad(f)` is `torch.func.grad(f)` in three settings: of a local function it returns a local function, whose layout
+says how the gradients lie; inside a `shard_map` body it first traces and types what it differentiates, so that an
+Invariant value that meets a Varying one is cast where AD can see it; of any other function it only adds that leaves
+which are not floating are passed by instead of refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import optree
+import torch
+
+from sharding_specs import P, broadcast_specs, register_dataclasses
+
+from .. import _torch
+from ..checker import Typing, type_of
+from ..collectives import dims_of_leaves, dual, pvary
+from ..collectives import vmap as _vmap
+from ..ir import hollow, is_trained, primitive_name
+from ..tracing import Recorder, recorder
+from .by_place import called_as
+from .forward_first import forward_first
+from .local_function import LocalFunction, PyTree, unsharded
+
+__all__ = ["grad", "grad_and_value", "hessian", "jvp", "unused", "vmap"]
+
+Argnums = int | Sequence[int]
+
+
+def grad_and_value(f: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
+    """Gradients and value of a scalar function: `grads, value = grad_and_value(f)(params, batch)`.
+
+    >>> import torch, functional_parallel as fp
+    >>> fp.grad_and_value(lambda p: (p["w"] ** 2).sum())({"w": torch.tensor([1.0, 2.0]), "steps": 3})
+    ({'w': tensor([2., 4.]), 'steps': None}, tensor(5.))
+
+    Args:
+        f: returns a scalar tensor, or (with `has_aux`) a scalar and anything else.
+        argnums: the argument, or arguments, to differentiate by; any optree pytrees.
+        has_aux: whether f returns `(value, aux)`.
+
+    Returns:
+        A function that returns `(gradients, value)` or `(gradients, (value, aux))`. Gradients have the argument's tree;
+        a leaf that is not a floating tensor has None. A local function yields a local function.
+    """
+    call = _gradient_call(f, argnums, has_aux)
+    if not isinstance(f, LocalFunction):
+        return called_as(f, call)
+    return _local(f, call, lambda args: (_gradient_specs(f, args, argnums), f.results), "grad_and_value")
+
+
+def grad(f: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
+    """Gradients of a scalar function; see `grad_and_value`.
+
+    >>> import torch, functional_parallel as fp
+    >>> fp.grad(lambda x: (x ** 3).sum())(torch.tensor([2.0]))
+    tensor([12.])
+
+    Args:
+        f, argnums, has_aux: as for `grad_and_value`.
+
+    Returns:
+        A function that returns the gradients, or `(gradients, aux)`.
+    """
+    both = _gradient_call(f, argnums, has_aux)
+
+    def gradients(*args: PyTree, **named: PyTree) -> Any:
+        grads, value = both(*args, **named)
+        return (grads, value[1]) if has_aux else grads
+
+    def specs(args: tuple[PyTree, ...]) -> Any:
+        own = _gradient_specs(f, args, argnums)  # type: ignore[arg-type]
+        return (own, f.results[1]) if has_aux else own  # type: ignore[attr-defined]
+
+    return _local(f, gradients, specs, "grad") if isinstance(f, LocalFunction) else called_as(f, gradients)
+
+
+def hessian(f: Callable[..., Any], argnums: int = 0) -> Callable[..., Any]:
+    """Second derivatives of a scalar function of one tensor: forward over reverse.
+
+    >>> import torch, functional_parallel as fp
+    >>> fp.hessian(lambda x: (x ** 3).sum())(torch.tensor([1.0, 2.0]))
+    tensor([[ 6.,  0.],
+            [ 0., 12.]])
+
+    Args:
+        f: returns a scalar tensor.
+        argnums: the argument to differentiate by; one tensor.
+
+    Returns:
+        A function of the same arguments; its result has the argument's dims twice.
+    """
+    if not isinstance(f, LocalFunction):
+        return torch.func.jacfwd(grad(f, argnums), argnums)  # whose reverse part is typed in a body
+    call = torch.func.hessian(_run_of(f), argnums)
+
+    def results(args: tuple[PyTree, ...]) -> P:
+        spec = f.layout.arguments(args)[argnums]
+        if not isinstance(spec, P) or spec.axes:
+            raise ValueError(
+                f"fp.hessian by a sharded or structured argument ({spec}): each rank would hold some blocks of the "
+                "matrix only; keep that argument one whole tensor, or take fp.jvp of fp.grad for products with a vector"
+            )
+        return spec.dual()
+
+    return _local(f.without_schedule(), call, results, "hessian")
+
+
+def jvp(f: Callable[..., Any], primals: tuple[PyTree, ...], tangents: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
+    """Value and directional derivative, `torch.func.jvp` on optree pytrees.
+
+    >>> import torch, functional_parallel as fp
+    >>> fp.jvp(lambda x: (x ** 2).sum(), (torch.tensor([3.0]),), (torch.tensor([1.0]),))
+    (tensor(9.), tensor(6.))
+
+    Args:
+        f: any function, local ones included.
+        primals: its arguments.
+        tangents: the direction, of the same trees; leaves beside non-floating primals are ignored.
+    """
+    register_dataclasses(primals, tangents)
+    leaves, tree = optree.tree_flatten(primals)
+    directions = tree.flatten_up_to(tangents)
+    moving = [index for index, leaf in enumerate(leaves) if is_trained(leaf)]
+    found: dict[str, Any] = {}
+    run = f if isinstance(f, LocalFunction) and f.layout.axes else forward_first(f, lenient=True)
+
+    def flat(*values: torch.Tensor) -> tuple[Any, ...]:
+        result = run(*_filled(leaves, moving, values, tree))
+        register_dataclasses(result)
+        outputs, found["tree"] = optree.tree_flatten(result)
+        return tuple(outputs)
+
+    values, derivatives = torch.func.jvp(  # type: ignore[misc]  # three values with has_aux alone
+        flat, tuple(leaves[index] for index in moving), tuple(directions[index] for index in moving)
+    )
+    return optree.tree_unflatten(found["tree"], values), optree.tree_unflatten(found["tree"], derivatives)
+
+
+def vmap(
+    f: Callable[..., Any],
+    in_dims: Any = 0,
+    out_dims: Any = 0,
+    *,
+    axis_name: str | None = None,
+    spmd_axis: str | None = None,
+    **options: Any,
+) -> Callable[..., Any]:
+    """`torch.func.vmap`, whose mapped dim may be named as a mesh axis or split over one.
+
+    With `axis_name` the mapped dim is a mesh axis of its own: collectives inside may name it. That makes every law of
+    collectives checkable in microseconds. With `spmd_axis` the mapped dim is sharded over an axis of the mesh. With
+    neither, a local function keeps its layout; the mapped dim lies whole.
+
+    >>> import torch, functional_parallel as fp
+    >>> fp.vmap(lambda x: fp.psum(x, "i"), axis_name="i", out_dims=None)(torch.tensor([1.0, 2.0]))
+    tensor(3.)
+
+    >>> from sharding_specs import Mesh
+    >>> per_sample = fp.vmap(fp.grad(lambda w, x: (w * x) ** 2), in_dims=(None, 0), spmd_axis="data")
+    >>> fp.compile(per_sample, Mesh(data=2))(torch.tensor(1.0), torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    tensor([ 2.,  8., 18., 32.])
+
+    Args:
+        f: any function; a local one with `spmd_axis`.
+        in_dims, out_dims: as for torch.func.vmap.
+        axis_name: the name that collectives inside f use for the mapped dim.
+        spmd_axis: the mesh axis that splits the mapped dim; the result is a local function.
+        options: randomness, chunk_size, axis_size.
+
+    Raises:
+        ValueError: when both names are given, or the layout of f uses `spmd_axis` already.
+    """
+    if axis_name is not None and spmd_axis is not None:
+        raise ValueError("fp.vmap takes axis_name (a virtual axis) or spmd_axis (an axis of the mesh), not both")
+    if axis_name is not None or (spmd_axis is None and not isinstance(f, LocalFunction)):
+        own = f if axis_name is not None else forward_first(f, lenient=True)
+        return _vmap(own, in_dims, out_dims, axis_name=axis_name, **options)
+    local = (f if isinstance(f, LocalFunction) else unsharded(f)).without_schedule()
+    if spmd_axis in local.layout.axes:
+        raise ValueError(f"fp.vmap(spmd_axis={spmd_axis!r}): {local!r} splits over {spmd_axis!r} itself already")
+    return _mapped(local, in_dims, out_dims, spmd_axis, options)
+
+
+def _mapped(f: LocalFunction, in_dims: Any, out_dims: Any, axis: str | None, options: dict[str, Any]) -> LocalFunction:
+    """The vmap of a local function, its layout with one more dim, which lies whole or split over an axis."""
+
+    def arguments(args: tuple[PyTree, ...]) -> tuple[Any, ...]:
+        leaves, tree = optree.tree_flatten(args)
+        dims = dims_of_leaves(in_dims, args)
+        of_one = tree.unflatten([_of_one(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)])
+        full = [broadcast_specs(spec, arg) for spec, arg in zip(f.layout.arguments(of_one), of_one, strict=True)]
+        specs = optree.tree_leaves(full)
+        mapped = [_with_mapped(*each, axis) for each in zip(specs, leaves, dims, strict=True)]
+        return tree.unflatten(mapped)  # type: ignore[no-any-return]
+
+    mapped = _vmap(_run_of(f), in_dims, out_dims, **options)
+
+    def call(*args: PyTree) -> tuple[Any, Any]:
+        value = mapped(*args if axis is None else _varied(args, dims_of_leaves(in_dims, args), axis))
+        specs = optree.tree_leaves(broadcast_specs(f.results, value))
+        leaves, tree = optree.tree_flatten(value)
+        dims = dims_of_leaves((out_dims,), (value,))
+        return value, tree.unflatten([_with_mapped(*each, axis) for each in zip(specs, leaves, dims, strict=True)])
+
+    layout = replace(
+        f.layout,
+        arguments=arguments,
+        axes=f.layout.axes if axis is None else (*f.layout.axes, axis),
+        describe=(*f.layout.describe, "vmap" if axis is None else f"vmap(spmd_axis={axis!r})"),
+    )
+    return LocalFunction(call, layout, f.name)
+
+
+def _varied(args: tuple[PyTree, ...], dims: Sequence[int | None], axis: str) -> tuple[PyTree, ...]:
+    """Each rank maps over samples of its own, so what they share is its own too: no sum over ranks in gradients."""
+    leaves, tree = optree.tree_flatten(args)
+    own = [
+        pvary(leaf, axis) if dim is None and is_trained(leaf) else leaf for leaf, dim in zip(leaves, dims, strict=True)
+    ]
+    return tree.unflatten(own)  # type: ignore[no-any-return]
+
+
+def _of_one(leaf: Any, dim: int | None) -> Any:
+    """What stands for one sample of a leaf, of its shape."""
+    if dim is None:
+        return leaf
+    shape = list(leaf.shape)
+    del shape[dim]
+    return hollow(leaf, shape)
+
+
+def _with_mapped(spec: P, leaf: Any, dim: int | None, axis: str | None) -> P:
+    """The spec of a value that has one more dim, split over an axis or whole."""
+    if dim is None:
+        return spec
+    dim %= leaf.ndim
+    dims = [*spec.dims, *[()] * dim]
+    padded = {d + (d >= dim): size for d, size in spec.padded.items()}
+    return P(*dims[:dim], axis, *spec.dims[dim:], unreduced=spec.unreduced, reduced=spec.reduced, padded=padded)
+
+
+# -----------------------------------------------------------------------------
+# The gradient itself
+# -----------------------------------------------------------------------------
+
+
+def _gradient_call(f: Callable[..., Any], argnums: Argnums, has_aux: bool) -> Callable[..., Any]:
+    run = _run_of(f)  # the gradient carries the layout, and checks it when called
+
+    def call(*args: PyTree, **named: PyTree) -> Any:
+        register_dataclasses(args, named)
+        numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        leaves, tree = optree.tree_flatten(args)
+        owners = [number for number, arg in enumerate(args) for _ in optree.tree_leaves(arg)]
+        moving = [i for i, leaf in enumerate(leaves) if owners[i] in numbers and is_trained(leaf)]
+        found: dict[str, Any] = {}
+
+        def flat(values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[Any]]:
+            result = run(*_filled(leaves, moving, values, tree), **named)
+            if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+                raise ValueError(f"has_aux=True: {_name(f)} must return (value, aux), not {type(result).__name__}")
+            value, aux = result if has_aux else (result, None)
+            _check_scalar(value, f)
+            register_dataclasses(aux)
+            flat_aux, found["tree"] = optree.tree_flatten(aux)
+            found["aux"] = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in flat_aux]
+            return value, [leaf for leaf in flat_aux if isinstance(leaf, torch.Tensor)]
+
+        inputs = [leaves[index] for index in moving]
+        gradients, (value, aux) = torch.func.grad_and_value(flat, has_aux=True)(inputs)
+        active = recorder()
+        if active is not None and isinstance(active.on_node, Typing):
+            _note_unused(active, inputs, gradients)
+        by_leaf = dict(zip(moving, gradients, strict=True))
+        trees = tree.unflatten([by_leaf.get(index) for index in range(len(leaves))])
+        tensors = iter(aux)
+        flat_aux = [next(tensors) if leaf is None else leaf for leaf in found["aux"]]  # torch.func takes tensors alone
+        result = (value, optree.tree_unflatten(found["tree"], flat_aux)) if has_aux else value
+        return (trees[argnums] if isinstance(argnums, int) else tuple(trees[number] for number in numbers)), result
+
+    return call
+
+
+def _run_of(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what a derivative is taken of: a partitioned function traces its forward itself."""
+    if isinstance(f, LocalFunction):
+        return f.run if f.layout.axes else forward_first(f.run)
+    return forward_first(f)
+
+
+def unused(x: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Whether a traced gradient is the zeros that torch.func returns for an input without a path to the value."""
+    active = recorder()
+    if active is None:
+        return False
+    node, source = active.node_of(_torch.innermost(gradient)), active.node_of(_torch.innermost(x))
+    return node.target is torch.ops.aten.zeros_like.default and node.args[0] is source
+
+
+def _note_unused(active: Recorder, inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    """Type the zeros of unused inputs, and note in every input of the trace whether a gradient reaches it.
+
+    torch makes these zeros like the input. Their type is the gradient's, not the input's.
+    """
+    for x, gradient in zip(inputs, gradients, strict=True):
+        node = active.node_of(_torch.innermost(x))
+        is_unused = unused(x, gradient)
+        if is_unused:
+            active.node_of(_torch.innermost(gradient)).meta["type"] = dual(type_of(node))
+        while node.op == "call_function" and primitive_name(node) == "pcast":
+            node = node.args[0]  # type: ignore[assignment]
+        node.meta["trained"] = node.meta.get("trained", False) or not is_unused
+
+
+# -----------------------------------------------------------------------------
+# Layouts
+# -----------------------------------------------------------------------------
+
+
+def _local(f: LocalFunction, call: Callable[..., Any], results: Callable[[tuple[PyTree, ...]], Any], name: str) -> Any:
+    layout = replace(f.layout, describe=(*f.layout.describe, name))
+    return LocalFunction(lambda *args: (call(*args), results(args)), layout, f.name)
+
+
+def _gradient_specs(f: LocalFunction, args: tuple[PyTree, ...], argnums: Argnums) -> Any:
+    """Gradients lie as what they belong to, but Reduced becomes Unreduced."""
+    specs = f.layout.arguments(args)
+    duals = [optree.tree_map(P.dual, spec) for spec in specs]
+    return duals[argnums] if isinstance(argnums, int) else tuple(duals[number] for number in argnums)
+
+
+# -----------------------------------------------------------------------------
+# Leaves
+# -----------------------------------------------------------------------------
+
+
+def _filled(leaves: list[Any], moving: list[int], values: Sequence[Any], tree: Any) -> Any:
+    whole = list(leaves)
+    for index, value in zip(moving, values, strict=True):
+        whole[index] = value
+    return tree.unflatten(whole)
+
+
+def _name(f: Any) -> str:
+    return getattr(f, "__name__", repr(f))
+
+
+def _check_scalar(value: Any, f: Any) -> None:
+    if not isinstance(value, torch.Tensor) or value.ndim:
+        found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise ValueError(
+            f"a gradient is taken of a scalar, but {_name(f)} returned {found}; "
+            "sum or average it, or use has_aux=True for (value, aux)"
+        )

@@ -1,0 +1,76 @@
+"""Tracing a plain function's forward before a torch.func transform is applied to it, as the partitioner does.
+
+Under a transform, what a function computes is wrapped, and code that checks for a fake tensor, in order not to read
+values of one, does not recognise it. Without a wrapper it does, with a plan and without.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+
+from sharding_specs import register_dataclasses
+
+from .. import _torch
+from ..checker import Typing, run_typed, type_of
+from ..collectives import current_axes
+from ..ir import aval_of
+from ..tracing import Enclosed, Recorder, depends_on_layouts, recorder, trace
+
+__all__ = ["forward_first"]
+
+PyTree = Any
+
+
+def forward_first(f: Callable[..., PyTree], *, lenient: bool = False) -> Callable[..., PyTree]:
+    """Return a function that calls f, from a trace of its forward if it is called under a transform in a typed trace.
+
+    The trace has every implied cast written in.
+
+    Args:
+        f: a function of pytrees.
+        lenient: call f directly if it closes over a tensor of an enclosing transform, instead of refusing it.
+    """
+
+    @functools.wraps(f)
+    def call(*args: PyTree, **named: PyTree) -> PyTree:
+        active = recorder()
+        typed = active is not None and isinstance(active.on_node, Typing)
+        if active is None or not typed or not _torch.is_inside_transform() or (lenient and Enclosed(f).tensors):
+            return f(*args, **named)
+        register_dataclasses(args, named)
+        return _run_traced(f, active, *optree.tree_flatten((args, named)))
+
+    return call
+
+
+def _run_traced(f: Callable[..., PyTree], active: Recorder, leaves: list[Any], tree: Any) -> PyTree:
+    tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    found: dict[str, Any] = {}
+
+    def flat(*values: torch.Tensor) -> list[Any]:
+        filled = list(leaves)
+        for index, value in zip(tensors, values, strict=True):
+            filled[index] = value
+        args, named = tree.unflatten(filled)
+        result = f(*args, **named)
+        register_dataclasses(result)
+        outputs, found["tree"] = optree.tree_flatten(result)
+        return outputs
+
+    with _torch.counting_levels():
+        traced = trace(
+            flat,
+            [aval_of(leaves[index]) for index in tensors],
+            types=[type_of(active.node_of(_torch.innermost(leaves[index]))) for index in tensors],
+            forward_only=True,
+            on_node=Typing(current_axes()),
+            is_local_body=active.is_local_body,
+        )
+    depends_on_layouts(traced, [leaves[index] for index in tensors], [f"argument {index}" for index in tensors])
+    outputs = run_typed(traced, [*(leaves[index] for index in tensors), *traced.captured])
+    return optree.tree_unflatten(found["tree"], outputs)

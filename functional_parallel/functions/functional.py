@@ -1,0 +1,102 @@
+"""An `nn.Module` as a pure function over its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..collectives import guards
+from ..tracing import assume
+from .batch_norms import as_batch_norms, holds_batch_norms, require_no_group
+from .foreign import require_module
+
+__all__ = ["functional"]
+
+
+def functional(module: nn.Module, *, buffers: bool = False) -> Any:
+    """Turn a module into a pure function and its parameters.
+
+    >>> import torch, functional_parallel as fp
+    >>> fn, params = fp.functional(torch.nn.Linear(2, 1))
+    >>> sorted(params), fn(params, torch.ones(3, 2)).shape
+    (['bias', 'weight'], torch.Size([3, 1]))
+
+    Args:
+        module: any module; Hugging Face models too. It is not changed, and its mode (train or eval) counts as it is
+            when the function is called, also where that is compiled: each mode has a program then. What else it reads
+            of itself, a program has as it was when it was traced.
+        buffers: pass buffers in and out as state, which batch norm's running statistics need in training. Batch norm
+            and `nn.SyncBatchNorm` take the statistics of the global batch.
+
+    Returns:
+        `(fn, params)` with `fn(params, *args, **kwargs)`; with `buffers`, `(fn, params, state)` with
+        `fn(params, state, *args, **kwargs)` returning `(result, new_state)`. Parameters are keyed by dotted path; a
+        tied weight is one leaf. A frozen one, with `requires_grad=False`, is none, as it is not trained, but a constant
+        that all ranks hold whole; unless all are frozen, as for inference.
+
+    Raises:
+        TypeError: for what is not a module.
+        ForeignCollectiveError: for a DDP or FSDP module, whose hidden hooks torch.func does not see.
+        ValueError: for a `SyncBatchNorm` over some ranks only; when the function is called, of a module whose buffers
+            are on the meta device.
+    """
+    require_module(module, "fp.functional")
+    guards.check_callable(module)
+    require_no_group(module)
+    every = dict(module.named_parameters())
+    trained = {name: parameter for name, parameter in every.items() if parameter.requires_grad} or every
+    params = {name: parameter.detach() for name, parameter in trained.items()}
+    frozen = {name: parameter.detach() for name, parameter in every.items() if name not in trained}
+    state = {name: buffer.detach() for name, buffer in module.named_buffers()}
+    if not buffers:
+        return _without_state(module, {**frozen, **state}), params
+    return _with_state(module, frozen), params, state
+
+
+def _without_state(module: nn.Module, constants: dict[str, torch.Tensor]) -> Callable[..., Any]:
+    norms = as_batch_norms if holds_batch_norms(module) else nullcontext
+    modes, valueless = _modes(module), [name for name, constant in constants.items() if constant.is_meta]
+
+    def fn(params: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        assume(modes)
+        if valueless and not any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in params.values()):
+            raise ValueError(_VALUELESS.format(module=type(module).__name__, names=", ".join(valueless)))
+        with norms():
+            return torch.func.functional_call(module, {**constants, **params}, args, kwargs)
+
+    return _named(fn, module)
+
+
+def _with_state(module: nn.Module, constants: dict[str, torch.Tensor]) -> Callable[..., Any]:
+    norms = as_batch_norms if holds_batch_norms(module) else nullcontext
+    modes = _modes(module)
+
+    def fn(params: dict[str, torch.Tensor], state: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        assume(modes)
+        own = {name: buffer.clone() for name, buffer in state.items()}
+        with norms():
+            result = torch.func.functional_call(module, {**constants, **params, **own}, args, kwargs)
+        return result, own
+
+    return _named(fn, module)
+
+
+def _modes(module: nn.Module) -> Callable[[], tuple[bool, ...]]:
+    parts = tuple(module.modules())
+    return lambda: tuple([part.training for part in parts])
+
+
+def _named(fn: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    fn.__name__ = type(module).__name__
+    return fn
+
+
+_VALUELESS = (
+    "{module}: {names} (buffers, or parameters that are not trained) are on the meta device, and have no values to "
+    "compute with: make the module elsewhere, or these where they are used; or pass buffers in, by "
+    "fp.functional(module, buffers=True)"
+)

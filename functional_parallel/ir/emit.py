@@ -1,0 +1,75 @@
+"""Calling the op of a traced node again, with its derivative.
+
+A raw library op carries none, so gradients through it would silently be zero: each collective is called as the
+differentiable primitive it stands for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import optree
+import torch
+from torch import fx
+
+from .. import _torch
+from ..collectives import emit, primitive_of
+from ..errors import CustomFunctionError
+from .source import current_source
+from .stand_ins import stand_in
+
+__all__ = ["casts_are_explicit", "emit_node", "explicit_casts", "grad_mode_of"]
+
+
+def emit_node(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one op of a graph on actual values."""
+    function = stand_in(target)
+    if function is not None:
+        return function(*args, **kwargs)
+    primitive = primitive_of(target)
+    if primitive == "axis_index":
+        return target(*args)
+    if primitive is not None:
+        x, axes, *params = args
+        return emit(primitive, x, axes, *params)
+    if isinstance(target, torch._ops.OpOverload) and not _torch.has_derivative(target):
+        _refuse_derivative(target, args, kwargs)
+    return _torch.under_transforms(target)(*args, **kwargs)
+
+
+def _refuse_derivative(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse an op that would lose the gradient of its operands."""
+    operands = [leaf for leaf in optree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if torch.is_grad_enabled() and any(operand.requires_grad for operand in operands):
+        raise CustomFunctionError(
+            f"{current_source()}: {op} has no derivative that torch.func knows, so the gradient through it would "
+            "silently be zero: write a torch.autograd.Function that calls it, and say so, "
+            f"fp.register_rule(torch.ops.{op}, '… -> …', function=YourFunction.apply), see docs/rules.md; or call it "
+            "under torch.no_grad() where no gradient is wanted"
+        )
+
+
+def grad_mode_of(node: fx.Node) -> AbstractContextManager[Any]:
+    """Gradients off around an op if the user had switched them off: tangents go through, unlike through `detach`."""
+    return torch.no_grad() if node.meta.get("no_grad") else nullcontext()
+
+
+@contextmanager
+def explicit_casts() -> Iterator[None]:
+    """What runs inside writes its casts itself, so no torch.func derivative of it can miss one."""
+    explicit = _explicit()
+    explicit.append(True)
+    try:
+        yield
+    finally:
+        explicit.pop()
+
+
+def casts_are_explicit() -> bool:
+    return bool(_explicit())
+
+
+def _explicit() -> list[bool]:
+    return _torch.of_thread("explicit casts", list)

@@ -1,0 +1,132 @@
+"""A program as text: one line per op, `h3: f32[8, 16]{V:data} = psum(h2, 'tensor')  # model.py:12`."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+import torch
+from torch import fx
+
+from sharding_specs import Mesh
+
+from ..collectives import Type
+from .checksum import contents
+from .graph import Aval, Traced, primitive_name, walk_args
+
+__all__ = ["canonical_lines", "first_difference", "program_text"]
+
+_COLUMN = 88
+
+
+class _Name(str):
+    """A name that prints without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def program_text(traced: Traced, mesh: Mesh, in_names: list[str], out_names: list[str], *, sources: bool = True) -> str:
+    """The program, readable.
+
+    Args:
+        traced: its graph.
+        mesh: types name its axes in its order.
+        in_names, out_names: what to call inputs and results.
+        sources: whether lines end in the source line.
+    """
+    names = _names(traced)
+    lines: list[tuple[str, str]] = []
+
+    def add(node: fx.Node, right: str, comment: str = "") -> None:
+        lines.append((f"{names[node]}: {_type(node, mesh)} = {right}", comment))
+
+    for node, name in zip(traced.inputs, in_names, strict=True):
+        add(node, f"input {name}")
+    for node in traced.graph.nodes:
+        if node.op == "get_attr":
+            add(node, f"constant {contents(traced.constants[node.target])}", _comment(node))
+        elif node.op == "call_function":
+            add(node, _call(node, names), _comment(node))
+    for output, name in zip(traced.outputs, out_names, strict=True):
+        lines.append((f"return {name} = {names[output] if isinstance(output, fx.Node) else repr(output)}", ""))
+    return "\n".join(_beside(lines) if sources else [line for line, _ in lines])
+
+
+def canonical_lines(traced: Traced, mesh: Mesh, in_names: list[str], out_names: list[str]) -> list[str]:
+    """The same without source lines: equal for two programs exactly when they do the same."""
+    return program_text(traced, mesh, in_names, out_names, sources=False).splitlines()
+
+
+def first_difference(mine: list[str], other: list[str]) -> str:
+    """The first lines in which two programs differ, as a person compares them; empty when they are equal.
+
+    >>> print(first_difference(["a = 1", "b = psum(a)"], ["a = 1", "b = all_gather(a)"]))
+    line 2:
+      here:  b = psum(a)
+      there: b = all_gather(a)
+    """
+    for tag, a, _, b, _ in difflib.SequenceMatcher(None, mine, other, autojunk=False).get_opcodes():
+        if tag != "equal":
+            here = mine[a] if a < len(mine) else "(the program ends)"
+            there = other[b] if b < len(other) else "(the program ends)"
+            return f"line {a + 1}:\n  here:  {here}\n  there: {there}"
+    return ""
+
+
+def _names(traced: Traced) -> dict[fx.Node, str]:
+    names: dict[fx.Node, str] = {}
+    counts = {"placeholder": 0, "get_attr": 0, "call_function": 0}
+    letters = {"placeholder": "x", "get_attr": "c", "call_function": "h"}
+    for node in traced.graph.nodes:
+        if node.op in letters:
+            names[node] = f"{letters[node.op]}{counts[node.op]}"
+            counts[node.op] += 1
+    return names
+
+
+def _type(node: fx.Node, mesh: Mesh) -> str:
+    value, type_ = node.meta["val"], node.meta.get("type")
+    text = str(value) if isinstance(value, Aval) else "(" + ", ".join(map(str, value)) + ")"
+    if not type_:
+        return text
+    axes = sorted(type_, key=lambda axis: mesh.axis_names.index(axis) if axis in mesh.axis_names else mesh.size)
+    return f"{text}{Type({axis: type_[axis] for axis in axes})}"
+
+
+def _comment(node: fx.Node) -> str:
+    source = node.meta.get("source")
+    return f"# {source}{' backward' if node.meta['backward'] else ''}" if source else ""
+
+
+def _beside(lines: list[tuple[str, str]]) -> list[str]:
+    """The comments in one column, but for lines too long for it."""
+    column = max((len(line) for line, comment in lines if comment and len(line) <= _COLUMN), default=0)
+    return [f"{line:<{column}}  {comment}".rstrip() for line, comment in lines]
+
+
+def _call(node: fx.Node, names: dict[fx.Node, str]) -> str:
+    args, kwargs = walk_args((node.args, node.kwargs), lambda a: _Name(names[a]) if isinstance(a, fx.Node) else a)
+    parts = [_argument(arg) for arg in args] + [f"{key}={_argument(value)}" for key, value in kwargs.items()]
+    return f"{_target(node)}({', '.join(parts)})"
+
+
+def _argument(value: Any) -> str:
+    if isinstance(value, torch.device):
+        return value.type  # every rank has an index of its own
+    if isinstance(value, (list, tuple)):
+        inner = ", ".join(map(_argument, value))
+        return f"[{inner}]"
+    return repr(value)
+
+
+def _target(node: fx.Node) -> str:
+    name = primitive_name(node)
+    if name is not None:
+        return name
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target).removeprefix("aten.").removesuffix(".default")
+    return getattr(target, "__name__", str(target))

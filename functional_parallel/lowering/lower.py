@@ -1,0 +1,321 @@
+"""From a function on shards to a program that runs: trace at local shapes, type, check the results, rewrite."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import optree
+import torch
+
+from sharding_specs import Mesh, P, broadcast_specs, require_dims, tree_paths
+
+from ..checker import Typing, declared_type, is_zero, say_specs, type_of
+from ..collectives import CollectiveTypeError, Parts, State, Type, bind
+from ..functions import Layout, LocalFunction, PyTree, SpecTree, full_specs, layout_of
+from ..ir import Traced, forget_values, hollow, simplify
+from ..ops import refuse_idle
+from ..passes import drop_trivial, local_aval, parts_of
+from ..pipelines import PipelineProgram
+from ..program import Program
+from ..runtime import pipeline_memory
+from ..tracing import Assumption, LayoutRead, assume, assumed, autocasts, require_contiguous, trace
+from .constants import require_transparent
+from .leftovers import leaving_nothing
+from .rewrite import Watch, rewrite
+
+__all__ = ["UNCHECKED", "LayoutError", "OutSpecError", "Staged", "mismatch", "per_argument", "stage"]
+
+_V, _I, _U = State.VARYING, State.INVARIANT, State.UNREDUCED
+
+T = TypeVar("T")
+
+
+class LayoutError(ValueError):
+    """A function whose arguments' layout nobody declared, or declared twice."""
+
+
+class OutSpecError(CollectiveTypeError):
+    """Results that do not lie as their specs say; lists every one."""
+
+
+@dataclass
+class Staged:
+    """A program with what is needed to give its flat results their tree back."""
+
+    program: Any  # Program, or PipelineProgram
+    out_tree: Any
+    outputs: list[Any]
+    assumptions: list[Assumption] = field(default_factory=list)
+    layout_reads: dict[int, tuple[LayoutRead, str]] = field(default_factory=dict)  # by argument, with its path
+
+    def unflatten(self, tensors: Sequence[torch.Tensor]) -> PyTree:
+        remaining = iter(tensors)
+        return optree.tree_unflatten(self.out_tree, [next(remaining) if x is _TENSOR else x for x in self.outputs])
+
+    def require_layouts(self, tensors: Sequence[torch.Tensor], first: int = 0) -> None:
+        """Check that arguments are contiguous whose strides the function depends on.
+
+        Args:
+            tensors: those of the arguments that are checked, without gaps.
+            first: the number of the first of them.
+        """
+        for index, (read, path) in self.layout_reads.items():
+            if 0 <= index - first < len(tensors):
+                require_contiguous(tensors[index - first], read, path)
+
+
+_TENSOR = object()
+UNCHECKED = object()  # for out_specs: take the results rank by rank, whatever their types
+
+
+@leaving_nothing()
+def stage(
+    f: Callable[..., PyTree],
+    mesh: Mesh,
+    args: tuple[PyTree, ...],
+    in_specs: Any = None,
+    out_specs: Any = None,
+    *,
+    name: str,
+    parameters: str = "0",
+    carried: str | None = None,
+    donate: bool = False,
+    bucket: int | str | None = None,
+    without: Collection[str] = (),
+    backend: str = "eager",
+    watch: Watch = lambda *_: None,
+) -> Staged:
+    """Trace a function on shards, type its values, check how its results lie, and run the passes that it asks for.
+
+    Args:
+        f, mesh, args, in_specs, out_specs, name, bucket, without, backend: as for `compile`.
+        parameters: the path of the argument that holds the model's parameters.
+        carried: the path of the argument that steps hand on: parameters and optimizer state; None for none.
+        donate: whether the program may write into that.
+        watch: called with the name of each rewrite after it, the program, and the mesh with its virtual axes.
+    """
+    require_transparent(args, f"{name}, arguments")
+    layout = layout_of(f)
+    wide = layout.mesh(mesh)
+    with bind(wide.shape, None):
+        full = (
+            full_specs(layout.arguments(args), args, f"specs of {f!r}")
+            if isinstance(f, LocalFunction)
+            else per_argument(in_specs, args, name)
+        )
+        parts = parts_of(args, full, wide, layout.virtual_sizes(mesh))
+        flat = _Flat(f, args, full, out_specs, name)
+        traced, types, assumptions = _traced(flat, wide, parts, layout)
+    layout_reads = {index: (read, flat.in_paths[index]) for index, read in traced.layout_reads.items()}
+    _mark_inputs(traced, flat, parameters, carried, donate)
+    program = Program(
+        traced,
+        mesh=mesh,
+        in_specs=flat.in_specs,
+        out_specs=flat.out_specs,
+        in_paths=flat.in_paths,
+        out_paths=flat.out_paths,
+        name=name,
+        backend=backend,
+    )
+    program.restage = functools.partial(
+        stage,
+        f,
+        mesh,
+        optree.tree_map(hollow, args),
+        in_specs,
+        out_specs,
+        name=name,
+        parameters=parameters,
+        carried=carried,
+        donate=donate,
+        bucket=bucket,
+        without=without,
+        backend=backend,
+    )
+    if out_specs is not UNCHECKED:
+        _check_results(program, types, layout.axes if isinstance(f, LocalFunction) else wide.axis_names)
+    notes = _untrained(traced)
+    rewritten = rewrite(program, layout, parts, bucket, donate, without, watch)
+    if isinstance(rewritten, (Program, PipelineProgram)):
+        rewritten.notes += notes
+    _settle(rewritten)
+    return Staged(rewritten, flat.out_tree, flat.outputs, assumptions, layout_reads)
+
+
+class _Flat:
+    """A function of tensors side by side, which says, once it was called, what it returned.
+
+    Attributes:
+        tensors: those of the arguments.
+        in_specs, in_paths: of these.
+        outputs: the leaves of the result, a mark in the place of each tensor.
+        out_tree: what they are the leaves of.
+        out_specs, out_paths: of the tensors among them.
+    """
+
+    out_tree: Any
+    outputs: list[Any]
+    out_specs: list[P]
+    out_paths: list[str]
+
+    def __init__(
+        self, f: Callable[..., PyTree], args: tuple[PyTree, ...], specs: tuple[SpecTree, ...], out_specs: Any, name: str
+    ) -> None:
+        self._f, self._out_specs, self._name = f, None if out_specs is UNCHECKED else out_specs, name
+        self._leaves, self._tree = optree.tree_flatten(args)
+        self._chosen = [index for index, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor)]
+        self.tensors: list[torch.Tensor] = _of(self._chosen, self._leaves)
+        self.in_specs: list[P] = _of(self._chosen, optree.tree_leaves(specs))
+        self.in_paths: list[str] = _of(self._chosen, tree_paths(args))
+
+    def __call__(self, *values: torch.Tensor) -> list[torch.Tensor]:
+        filled = list(self._leaves)
+        for index, value in zip(self._chosen, values, strict=True):
+            filled[index] = value
+        say_specs(self.in_specs)
+        run = self._f.run if isinstance(self._f, LocalFunction) else self._f
+        result = run(*optree.tree_unflatten(self._tree, filled))
+        require_transparent(result, f"{self._name}, results")
+        specs = self._f.results if isinstance(self._f, LocalFunction) else self._out_specs
+        leaves, self.out_tree = optree.tree_flatten(result)
+        self.outputs = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        kept = [index for index, output in enumerate(self.outputs) if output is _TENSOR]
+        full = broadcast_specs(specs, result, name=f"out_specs of {self._name}", what="what it returned")
+        require_dims(result, full, f"the results of {self._name} (out_specs)")
+        self.out_specs = _of(kept, optree.tree_leaves(full))
+        self.out_paths = _of(kept, tree_paths(result))
+        return _of(kept, leaves)
+
+
+def _of(chosen: Sequence[int], values: Sequence[T]) -> list[T]:
+    return [values[index] for index in chosen]
+
+
+def _traced(
+    flat: _Flat, wide: Mesh, parts: Mapping[str, Parts], layout: Layout
+) -> tuple[Traced, list[Type], list[Assumption]]:
+    """The graph, the types of its results, and what it takes for granted."""
+    avals = [local_aval(leaf, spec, wide, parts) for leaf, spec in zip(flat.tensors, flat.in_specs, strict=True)]
+    types = [declared_type(spec) for spec in flat.in_specs]
+    with bind(wide.shape, None, {axis: each.samples for axis, each in parts.items()}), assumed() as assumptions:
+        assume(autocasts)
+        traced = trace(_within(flat, layout, wide), avals, types=types, on_node=Typing(wide.shape))
+    held = [type_of(output) for output in traced.outputs]
+    return simplify(drop_trivial(forget_values(traced), wide, kept=_pipelined_axes(layout))), held, assumptions
+
+
+def _within(flat: _Flat, layout: Layout, wide: Mesh) -> Callable[..., list[torch.Tensor]]:
+    """The function, and then a check that its plan, if it has one, splits every axis that its constraints name."""
+
+    def checked(*values: torch.Tensor) -> list[torch.Tensor]:
+        results = flat(*values)
+        transforms = [words for words in layout.describe if words not in _DERIVATIVES]
+        if transforms or layout.passes:
+            virtual = dict(layout.virtual)
+            mesh = Mesh({axis: size for axis, size in wide.shape.items() if axis not in virtual})
+            refuse_idle(layout.axes, mesh, transforms)
+        return results
+
+    return checked
+
+
+_DERIVATIVES = {"grad", "grad_and_value", "hessian", "vmap"}  # in a layout's words, and no transforms of a plan
+
+
+def _pipelined_axes(layout: Layout) -> tuple[str, ...]:
+    """Axes whose sums say where a pipeline ends, even over one microbatch."""
+    return () if layout.pipeline is None else (layout.pipeline.virtual,)
+
+
+def _mark_inputs(traced: Traced, flat: _Flat, parameters: str, carried: str | None, donate: bool) -> None:
+    """Say of every input what it is to the step: a parameter, handed on, given up, replaced by which result."""
+    returned = {path: index for index, path in enumerate(flat.out_paths)}
+    for node, path in zip(traced.inputs, flat.in_paths, strict=True):
+        is_carried = carried is not None and _is_in(path, carried)
+        node.meta.update(
+            path=path,
+            parameter=_is_in(path, parameters),
+            carried=is_carried,
+            donated=donate and is_carried,
+            becomes=returned.get(path),
+        )
+        if node.meta["parameter"]:
+            node.meta["own_path"] = path[len(parameters) + 1 :]
+
+
+def _untrained(traced: Traced) -> tuple[str, ...]:
+    """A line for `explain` on parameters that a gradient was taken by, and that have no path to the value."""
+    untrained = [node.meta for node in traced.inputs if node.meta.get("trained") is False]
+    paths = [meta.get("own_path") or meta["path"] for meta in untrained]
+    return (f"no gradient reaches {', '.join(paths)}",) if paths else ()
+
+
+def _is_in(path: str, parent: str) -> bool:
+    return f"{path}/".startswith(f"{parent}/")
+
+
+def _settle(rewritten: Any) -> None:
+    """Let go of what only rewrites ask for, once there are no more."""
+    if isinstance(rewritten, PipelineProgram):
+        rewritten.memory_by = pipeline_memory
+        for part in rewritten.every_program():
+            part.traced.settle()
+    elif isinstance(rewritten, Program):  # else it is what a search wants to know
+        rewritten.traced.settle()
+
+
+# -----------------------------------------------------------------------------
+# Specs and types
+# -----------------------------------------------------------------------------
+
+
+def _check_results(program: Program, types: list[Type], known: Collection[str]) -> None:
+    """A result's type is what its spec says: no less, or ranks disagree; no more, or copies are taken for shards."""
+    wrong = []
+    outputs = program.traced.outputs
+    for held, spec, path, output in zip(types, program.out_specs, program.out_paths, outputs, strict=True):
+        wanted = declared_type(spec)
+        zero = is_zero(output)
+        for axis in sorted({*held, *wanted}):
+            if zero and wanted[axis] is _U and held[axis] is not _V:
+                continue  # a tangent of the gradient of an unused parameter: zeros are partial sums of zeros
+            if held[axis] is not wanted[axis]:
+                wrong.append(f"  {path or 'the result'}: {mismatch(axis, held[axis], wanted[axis], spec)}")
+                if (held[axis], wanted[axis]) == (_V, _I) and axis not in known:
+                    wrong.append(_BY_HAND.format(axis=axis))
+    if wrong:
+        raise OutSpecError(f"{program.name}: results do not lie as out_specs say:\n" + "\n".join(wrong))
+
+
+_BY_HAND = (
+    "    no transform splits over {axis!r}, so collectives over it were written by hand; what a gradient lacks then "
+    "is fp.pvary(x, {axis!r}) on what meets a value that varies; in an fp.shard_map that the plan calls it is implied"
+)
+
+
+def mismatch(axis: str, held: State, wanted: State, spec: P) -> str:
+    """What is wrong with a result that is in one state along an axis, and shall be in another; and the way out."""
+    fixes = {
+        (_V, _I): f"differs by rank along {axis!r}, but {spec!r} says that all ranks hold the same; "
+        f"a missing psum? write fp.psum(x, {axis!r}) or mention {axis!r} in the spec",
+        (_I, _V): f"is the same on all ranks along {axis!r}, but {spec!r} says that it is sharded; "
+        f"leave {axis!r} out of the spec, or write fp.pscatter(x, {axis!r}) or fp.pvary(x, {axis!r})",
+        (_U, _I): f"holds partial sums along {axis!r}, but {spec!r} does not say so; "
+        f"write fp.psum(x, {axis!r}) or P(…, unreduced={{{axis!r}}})",
+    }
+    return fixes.get((held, wanted), f"is {held} along {axis!r}, but {spec!r} says {wanted}")
+
+
+def per_argument(specs: Any, args: tuple[PyTree, ...], name: str) -> tuple[SpecTree, ...]:
+    """A spec for every leaf of each argument; what is no tuple is those of one argument."""
+    given = specs if isinstance(specs, tuple) else (specs,)
+    if len(given) != len(args):
+        listed = (
+            "; a list is the specs of one argument that is a list: write a tuple" if isinstance(specs, list) else ""
+        )
+        raise LayoutError(f"in_specs has {len(given)} entries for {len(args)} arguments; give one per argument{listed}")
+    return full_specs(given, args, f"in_specs of {name}")

@@ -1,0 +1,31 @@
+"""Library ops that are no collective: schema, kernel, derivative and sharding rule, one op or family per file."""
+
+from . import attention, ctc, draws, grouped, keyed_draws
+from .adamw_kernel import ADAMW, ADAMW_IN_PLACE, adamw_of_one
+from .constrain import OP as CONSTRAIN
+from .constrain import constrain, refuse_idle
+from .marks import define_mark
+from .packing import PACK, UNPACK, UNPACK_INTO, packed, run_of, unpacked
+from .squares import sum_of_squares
+
+__all__ = [
+    "ADAMW",
+    "ADAMW_IN_PLACE",
+    "CONSTRAIN",
+    "PACK",
+    "UNPACK",
+    "UNPACK_INTO",
+    "adamw_of_one",
+    "attention",
+    "constrain",
+    "ctc",
+    "define_mark",
+    "draws",
+    "grouped",
+    "keyed_draws",
+    "packed",
+    "refuse_idle",
+    "run_of",
+    "sum_of_squares",
+    "unpacked",
+]

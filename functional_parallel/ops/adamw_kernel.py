@@ -1,0 +1,149 @@
+"""AdamW's update as ops, with torch's fused kernel: of one parameter, and of many in place.
+
+The kernel rounds what is left beside whole vectors otherwise than what is in them. Both ops show it whole vectors
+only, so an element's update depends on nothing but its values, and is the same in a parameter and in a part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _torch
+from ..ir import differentiable
+
+__all__ = ["ADAMW", "ADAMW_IN_PLACE", "adamw_of_one"]
+
+Triple = tuple[Tensor, Tensor, Tensor]
+
+_OPTIONS = "Tensor step, Tensor lr, float beta1, float beta2, float eps, float weight_decay"
+_library = torch.library.Library("fp", "FRAGMENT")
+_library.define(f"adamw(Tensor p, Tensor g, Tensor m, Tensor v, {_OPTIONS}) -> (Tensor, Tensor, Tensor)")
+_library.define(f"adamw_(Tensor(a!)[] held, Tensor[] g, {_OPTIONS}) -> Tensor(a!)[]")  # held: all p, all m, all v
+
+_NAMES = ("parameter", "gradient", "mean", "square")
+_VECTOR = 64  # elements; the kernel works on cache lines of so many, of the narrowest dtype
+
+
+def adamw_of_one(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *options: Any) -> Triple:
+    """The update of one parameter and its moments: the op, or where a derivative is taken of it, its formula.
+
+    Raises:
+        ValueError: when they differ in shape or dtype.
+    """
+    _require_alike(p, g, m, v)
+    if _torch.holds_levels((p, g, m, v)):
+        return _formula(p, g, m, v, *options)
+    found: Triple = ADAMW(p, g, m, v, *options)
+    return found
+
+
+def _require_alike(p: Any, g: Any, m: Any, v: Any) -> None:
+    """Torch's kernel asks nobody how long the others are, and writes behind their ends."""
+    if p.shape == g.shape == m.shape == v.shape and p.dtype == g.dtype == m.dtype == v.dtype:
+        return
+    looks = (f"{name} {tuple(x.shape)} {x.dtype}" for name, x in zip(_NAMES, (p, g, m, v), strict=True))
+    raise ValueError(
+        f"adamw updates parameter, gradient and moments of one shape and dtype, not {', '.join(looks)}; give it the "
+        "gradients of these parameters, and the state that `init` or `update` returned for them"
+    )
+
+
+def _adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *options: Any) -> Triple:
+    p, m, v = (x.clone(memory_format=torch.contiguous_format) for x in (p, m, v))
+    _adamw_([p, m, v], [g], *options)
+    return p, m, v
+
+
+def _adamw_(held: Sequence[Tensor], g: Sequence[Tensor], step: Tensor, lr: Tensor, *options: float) -> list[Tensor]:
+    """Update parameters of one dtype on one device, all in one call of the kernel."""
+    if _torch.has_fused_adamw(held[0]):
+        _fused(held, g, step, lr, *options)
+    else:
+        rows = zip(*_by_kind(held), g, strict=True)
+        for p, m, v, gradient in rows:
+            for x, new in zip((p, m, v), _formula(p, gradient, m, v, step, lr, *options), strict=True):
+                x.copy_(new)
+    return list(held)
+
+
+def _by_kind(held: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+    """Parameters, means and squares."""
+    count = len(held) // 3
+    return held[:count], held[count : 2 * count], held[2 * count :]
+
+
+def _fused(held: Sequence[Tensor], g: Sequence[Tensor], step: Tensor, lr: Tensor, *options: float) -> None:
+    beta1, beta2, eps, decay = options
+    pieces = [_in_vectors(x) for x in held]
+    p, m, v = ([piece for each in kind for piece in each] for kind in _by_kind(pieces))
+    gradients = [piece for x in g for piece in _in_vectors(x)]
+    steps = step.to(p[0].device, torch.float32)
+    _torch.fused_adamw_(p, gradients, m, v, steps, float(lr), beta1, beta2, decay, eps)
+    for x, each in zip(held, pieces, strict=True):
+        _put_back(x, each)
+
+
+def _in_vectors(x: Tensor) -> list[Tensor]:
+    """Pieces of whole vectors: a tensor as it lies, but for what is left beside its vectors, which is filled up."""
+    count = x.numel()
+    whole = count - count % _VECTOR
+    if whole == count:
+        return [x.contiguous()]
+    flat = x.reshape(-1)
+    rest = flat.new_zeros(_VECTOR)
+    rest[: count - whole] = flat[whole:]
+    return [flat[:whole], rest] if whole else [rest]
+
+
+def _put_back(x: Tensor, pieces: Sequence[Tensor]) -> None:
+    """Write into a tensor what its pieces do not share with it."""
+    count = x.numel()
+    left = count % _VECTOR
+    if not x.is_contiguous():
+        x.copy_(torch.cat([piece.reshape(-1) for piece in pieces])[:count].view(x.shape))
+    elif left:
+        x.view(-1)[count - left :] = pieces[-1][:left]
+
+
+def _formula(
+    p: Any, g: Any, m: Any, v: Any, step: Any, lr: Any, beta1: Any, beta2: Any, eps: Any, decay: Any
+) -> Triple:
+    lr, step = lr.to(p.dtype), step.to(p.dtype)
+    m = m + (1 - beta1) * (g - m)
+    v = beta2 * v + (1 - beta2) * g * g
+    square = v / (1 - beta2**step)
+    unused = square == 0  # where the root's derivative would be infinite
+    denominator = torch.where(unused, 0, torch.where(unused, 1, square).sqrt()) + eps
+    return p * (1 - lr * decay) - lr / (1 - beta1**step) * m / denominator, m, v
+
+
+def _formulas(held: Sequence[Tensor], g: Sequence[Tensor], *options: Any) -> list[Tensor]:
+    p, m, v = _by_kind(held)
+    new = [_formula(*each, *options) for each in zip(p, g, m, v, strict=True)]
+    return [x for kind in zip(*new, strict=True) for x in kind]
+
+
+def _fake(p: Any, g: Any, m: Any, v: Any, *_: Any) -> Triple:
+    _require_alike(p, g, m, v)
+    return torch.empty_like(p), torch.empty_like(m), torch.empty_like(v)
+
+
+def _fake_in_place(held: Sequence[Tensor], g: Sequence[Tensor], *_: Any) -> list[Tensor]:
+    p, m, v = _by_kind(held)
+    for each in zip(p, g, m, v, strict=True):
+        _require_alike(*each)
+    return list(held)
+
+
+_library.impl("adamw", _adamw, "CompositeExplicitAutograd")
+_library.impl("adamw_", _adamw_, "CompositeExplicitAutograd")
+torch.library.register_fake("fp::adamw", _fake, lib=_library)
+torch.library.register_fake("fp::adamw_", _fake_in_place, lib=_library)
+ADAMW = torch.ops.fp.adamw.default
+ADAMW_IN_PLACE = torch.ops.fp.adamw_.default
+differentiable(ADAMW, _formula)
+differentiable(ADAMW_IN_PLACE, _formulas)

@@ -1,0 +1,182 @@
+"""Scaled dot-product attention as one op of a traced forward, whatever kernel a device would pick for it.
+
+Traced, it is `torch.ops.fp.attention`; run, it is torch's own `scaled_dot_product_attention`, or its definition when a
+second or a forward derivative is asked, which the fused kernels do not have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from .. import _torch, random
+from .. import collectives as fp
+from ..ir import differentiable, tensor_operands
+from ..rules import WHOLE, Decision, Rule, Shard, Step, rule
+from ..tracing import intercept
+
+__all__ = ["attention"]
+
+_library = torch.library.Library("fp", "FRAGMENT")
+_library.define(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float? scale) -> Tensor",
+)
+
+
+def attention(q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float | None) -> torch.Tensor:
+    """Softmax(q kᵀ · scale + mask) v, with k and v shared by groups of heads where they have fewer.
+
+    Args:
+        q: shape (…, heads, queries, dim).
+        k: shape (…, groups, keys, dim), groups dividing heads.
+        v: shape (…, groups, keys, values).
+        mask: boolean (True = attend) or added to the scores, broadcast to (…, heads, queries, keys); or None.
+        is_causal: each query attends to keys no later than itself.
+        scale: factor on the scores, 1/√dim if None.
+    """
+    if _torch.needs_higher_derivatives():
+        return _as_defined(q, k, v, mask, is_causal, scale)
+    k, v = _for_every_head(q, k, v)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale)
+
+
+def _with_batch_of_all(*operands: Any) -> tuple[Any, ...]:
+    """Queries, keys and values with the batch dims that they broadcast to, and with dims for heads if any has heads."""
+    if all(x.ndim <= 2 for x in operands):
+        return operands
+    batch = torch.broadcast_shapes(*(x.shape[:-3] for x in operands))
+    heads, *groups = (x.shape[-3] if x.ndim > 2 else 1 for x in operands)
+    shared = max(groups)
+    shapes = (
+        (*batch, count, *x.shape[-2:]) for count, x in zip((max(heads, shared), shared, shared), operands, strict=True)
+    )
+    return tuple(x if x.shape == shape else x.expand(shape) for x, shape in zip(operands, shapes, strict=True))
+
+
+def _for_every_head(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+    if k.ndim <= 2 or k.shape[-3] == q.shape[-3]:
+        return k, v
+    repeats = q.shape[-3] // k.shape[-3]
+    return k.repeat_interleave(repeats, -3), v.repeat_interleave(repeats, -3)
+
+
+def _as_defined(
+    q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float | None, dropout: float = 0.0
+) -> torch.Tensor:
+    k, v = _for_every_head(q, k, v)
+    scores = q @ k.transpose(-2, -1) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        hidden = torch.full((), -math.inf, dtype=scores.dtype, device=scores.device)
+        scores = torch.where(mask, scores, hidden) if mask.dtype == torch.bool else scores + mask
+    probabilities = scores.softmax(-1)
+    return (random.dropout(probabilities, dropout) if dropout else probabilities) @ v
+
+
+def _in_torchs_words(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """What takes the arguments of `F.scaled_dot_product_attention`."""
+
+    def taking(
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        if attn_mask is not None and is_causal:
+            raise ValueError(
+                "scaled_dot_product_attention takes attn_mask or is_causal=True, not both, as in torch: "
+                "write what is causal into the mask"
+            )
+        return compute(*_with_batch_of_all(query, key, value), attn_mask, is_causal, scale, dropout_p)
+
+    return taking
+
+
+@intercept(torch.nn.functional.scaled_dot_product_attention)
+@_in_torchs_words
+def _recorded(q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float | None, dropout: float) -> torch.Tensor:
+    """As one op; where there is dropout, `_with_dropout` was asked before."""
+    return torch.ops.fp.attention(q, k, v, mask, is_causal, scale)
+
+
+# In a derivative that a loss takes itself, whose own derivative no kernel has:
+_defined = intercept(torch.nn.functional.scaled_dot_product_attention, inside=True)(_in_torchs_words(_as_defined))
+
+
+@intercept(torch.nn.functional.scaled_dot_product_attention, always=True)
+def _with_dropout(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *rest: Any, **named: Any
+) -> Any:
+    """The kernels drop probabilities by draws of their own, so with dropout the definition is computed, keyed."""
+    return _defined(query, key, value, attn_mask, dropout_p, *rest, **named) if dropout_p else NotImplemented
+
+
+def _fake(q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float | None) -> torch.Tensor:
+    return q.new_empty((*q.shape[:-1], v.shape[-1]))
+
+
+_library.impl("attention", attention, "CompositeExplicitAutograd")
+torch.library.register_fake("fp::attention", _fake, lib=_library)
+differentiable(torch.ops.fp.attention.default, attention)
+
+
+# -----------------------------------------------------------------------------
+# The rule
+# -----------------------------------------------------------------------------
+
+
+def _text(node: fx.Node) -> str:
+    """`"b (g r) s^ d^, b g t^ d^, b g t^ e^ -> b (g r) s e"`: a key head and its query heads stay together."""
+    q, k = (operand.meta["val"] for operand in tensor_operands(node)[:2])
+    batch = [f"b{dim}" for dim in range(q.ndim - 3)]
+    grouped = q.ndim > 2 and q.shape[-3] != k.shape[-3]
+    heads = [] if q.ndim < 3 else ["(g r)"] if grouped else ["g"]
+    groups = [] if q.ndim < 3 else ["g"]
+    text = f"{_row(batch, heads, 's^ d^')}, {_row(batch, groups, 't^ d^')}, {_row(batch, groups, 't^ e^')}"
+    mask = node.args[3]
+    if isinstance(mask, fx.Node):
+        names = [*batch, *heads, "s^", "t^"]
+        shape = mask.meta["val"].shape
+        text += ", " + " ".join(
+            "1" if size == 1 else name for size, name in zip(shape, names[-len(shape) :], strict=True)
+        )
+    return f"{text} -> {_row(batch, heads, 's e')}"
+
+
+def _row(batch: list[str], heads: list[str], rest: str) -> str:
+    return " ".join([*batch, *heads, rest])
+
+
+def _decide(step: Step) -> Decision | None:
+    """More ranks than groups: query heads stay split, and each rank picks the key heads that its own need."""
+    q, k = step.operands[0], step.operands[1]
+    heads_dim = q.aval.ndim - 3
+    split = isinstance(q.place, Shard) and q.place.dim == heads_dim
+    if not split or k.place != WHOLE or step.parts.divide(k.aval.shape[-3]) or not step.parts.is_even:
+        return None
+    return Decision((q.place, *[WHOLE] * (len(step.operands) - 1)), (q.place,), None)
+
+
+def _local(step: Step, q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float | None) -> torch.Tensor:
+    place = step.decision.operands[0]
+    if step.choice is None and isinstance(place, Shard) and q.shape[-3] != step.operands[0].aval.shape[-3]:
+        heads, groups = step.operands[0].aval.shape[-3], k.shape[-3]
+        held = torch.arange(q.shape[-3], device=q.device)
+        mine = step.parts.whole_position(held, fp.axis_index(step.axis), q.shape[-3], place.outer)
+        group = mine // (heads // groups)
+        k, v = (x.index_select(x.ndim - 3, group) for x in (k, v))
+        if mask is not None and mask.ndim > 2 and mask.shape[-3] != 1:
+            mask = mask.index_select(mask.ndim - 3, mine)
+    return step.emit(torch.ops.fp.attention.default, (q, k, v, mask, is_causal, scale), {})
+
+
+rule([torch.ops.fp.attention.default], Rule(_text, _local, _decide))

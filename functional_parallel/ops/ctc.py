@@ -1,0 +1,110 @@
+"""Connectionist temporal classification as one op of a trace, every sample by itself.
+
+torch's own allocates by the longest target, which is a value. This one makes the gradient with the losses: both run
+over the same lattice, and nothing else of it is kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import _torch
+from ..collectives import keeping_grad_mode
+from ..errors import TracingError
+from ..ir import current_source, differentiable
+from ..rules import Rule, rule
+from ..tracing import intercept
+
+__all__ = ["ctc_loss"]
+
+aten = torch.ops.aten
+
+_OPTIONS = "Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank, bool zero_infinity"
+_library = torch.library.Library("fp", "FRAGMENT")
+_library.define(f"ctc(Tensor log_probs, {_OPTIONS}) -> (Tensor, Tensor)")  # per sample its loss; the gradient of each
+
+
+def _ctc(log_probs: Any, targets: Any, inputs: Any, lengths: Any, blank: int, zero: bool) -> Any:
+    given = (log_probs.contiguous(), targets.contiguous(), inputs, lengths)
+    losses, lattice = aten._ctc_loss.Tensor(*given, blank, zero)
+    slopes = aten._ctc_loss_backward.Tensor(torch.ones_like(losses), *given, losses, lattice, blank, zero)
+    return torch.where(losses.isinf(), 0, losses) if zero else losses, slopes
+
+
+def _fake(log_probs: Any, *_: Any) -> Any:
+    return log_probs.new_empty(log_probs.shape[1]), torch.empty_like(log_probs)
+
+
+class _Losses(torch.autograd.Function):
+    @staticmethod
+    def forward(log_probs: Any, *options: Any) -> Any:
+        return torch.ops.fp.ctc.default(log_probs, *options)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(output[1])
+        ctx.inputs, ctx.source = len(inputs), current_source()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Any, of_slopes: Any) -> Any:
+        if of_slopes is not None:
+            raise _no_more(ctx.source)
+        (slopes,) = ctx.saved_tensors
+        return (cotangent[:, None] * slopes, *[None] * (ctx.inputs - 1))
+
+
+def _losses(*args: Any) -> Any:
+    if _torch.needs_higher_derivatives():
+        raise _no_more(current_source())
+    with keeping_grad_mode():
+        return _Losses.apply(*args)
+
+
+def _no_more(source: Any) -> TracingError:
+    return TracingError(f"{source}: ctc_loss has a gradient alone, no second and no forward derivative, as in torch")
+
+
+_library.impl("ctc", _ctc, "CompositeExplicitAutograd")
+torch.library.register_fake("fp::ctc", _fake, lib=_library)
+differentiable(torch.ops.fp.ctc.default, _losses)
+rule([torch.ops.fp.ctc.default], Rule("t^ n c^, n s^, n, n -> n, newt n newc"))
+
+
+@intercept(torch.nn.functional.ctc_loss, always=True)
+def ctc_loss(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> torch.Tensor:
+    """`F.ctc_loss`; see there. Targets are one row per sample, filled up, not end to end.
+
+    Args:
+        log_probs: shape (time, batch, classes), or (time, classes) of one sample.
+        targets: shape (batch, longest), or (longest,) of one sample.
+        input_lengths, target_lengths: per sample.
+        blank: the class that stands for none.
+        reduction: "mean" of the losses over the targets' lengths, "sum" or "none".
+        zero_infinity: whether a sample too short for its target counts as nothing.
+    """
+    single = log_probs.ndim == 2
+    if targets.ndim != 2 - single:
+        raise TracingError(
+            f"{current_source()}: ctc_loss is traced for targets with a row per sample, (batch, longest), not "
+            f"{tuple(targets.shape)}: where one begins that lie end to end is a value. Fill them up, as by "
+            "torch.nn.utils.rnn.pad_sequence(targets, batch_first=True)"
+        )
+    inputs, lengths = (torch.as_tensor(each, device=log_probs.device) for each in (input_lengths, target_lengths))
+    if single:
+        log_probs, targets, inputs, lengths = log_probs[:, None], targets[None], inputs.view(1), lengths.view(1)
+    wide = log_probs.float() if log_probs.dtype.itemsize < 4 else log_probs
+    losses, _ = _losses(wide, targets, inputs, lengths, blank, zero_infinity)
+    if reduction == "mean":
+        return (losses / lengths.clamp(min=1).to(losses.dtype)).mean()
+    return losses.sum() if reduction == "sum" else losses[0] if single else losses

@@ -1,0 +1,70 @@
+"""Marks: library ops that are the identity, and say something of their operand to whoever runs the trace again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+
+from ..ir import differentiable
+
+__all__ = ["Mark", "define_mark"]
+
+_library = torch.library.Library("fp", "FRAGMENT")
+
+
+class Mark(torch.autograd.Function):
+    """The identity in every derivative; `op` is the library op that a trace records for it."""
+
+    op: ClassVar[Any]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.parameters = len(inputs) - 1
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:
+        return tangent.clone()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Any) -> Any:
+        return cotangent, *(None,) * ctx.parameters
+
+
+def define_mark(schema: str, again: Callable[..., Any], *, names_dims: bool) -> type[Mark]:
+    """Define a mark's library op, and the Function that applies it.
+
+    Args:
+        schema: the op's name and parameters, of which the first is the value: "name(Tensor x, …)".
+        again: what is called on the op's arguments when its graph is run again.
+        names_dims: whether parameters count the value's dims, so that under vmap the mapped one goes behind them.
+    """
+    name = schema.partition("(")[0]
+    _library.define(f"{schema} -> Tensor")
+    _library.impl(name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fp::{name}", _fake, lib=_library)
+
+    class Defined(Mark):
+        op = getattr(torch.ops.fp, name).default
+
+        @staticmethod
+        def forward(x: Any, *parameters: Any) -> Any:
+            return Defined.op(x, *parameters)
+
+        @staticmethod
+        def vmap(info: Any, in_dims: Any, x: Any, *parameters: Any) -> Any:
+            if not names_dims:
+                return Defined.apply(x, *parameters), in_dims[0]
+            return Defined.apply(x.movedim(in_dims[0], -1), *parameters), x.ndim - 1
+
+    differentiable(Defined.op, again)
+    return Defined
+
+
+def _kernel(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    return x.clone()
+
+
+def _fake(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(x)

@@ -1,0 +1,87 @@
+"""Several tensors in one: what a bucket of collectives sends.
+
+A packed tensor is flat and made of `parts` equal runs, one per rank of a scatter or gather (one for a sum). Each run
+holds, of every tensor in turn, the part that belongs to that rank. So one collective along dim 0 does for all tensors
+what a collective each would have done along their own dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..ir import differentiable
+
+__all__ = ["PACK", "UNPACK", "UNPACK_INTO", "packed", "run_of", "unpacked"]
+
+_library = torch.library.Library("fp", "FRAGMENT")
+_library.define("pack(Tensor[] tensors, int parts, int[] dims) -> Tensor")
+_library.define("unpack(Tensor packed, int parts, int offset, int[] shape, int dim) -> Tensor")
+_library.define("unpack_(Tensor(a!) target, Tensor packed, int parts, int offset, int[] shape, int dim) -> Tensor(a!)")
+
+
+def run_of(x: torch.Tensor, parts: int, dim: int) -> torch.Tensor:
+    """Of a tensor its part of every run: (parts, elements)."""
+    return x.reshape(1, -1) if parts == 1 else x.unflatten(dim, (parts, -1)).movedim(dim, 0).reshape(parts, -1)
+
+
+def packed(tensors: Sequence[torch.Tensor], parts: int, dims: Sequence[int]) -> torch.Tensor:
+    """The runs, one behind the other."""
+    return torch.cat([run_of(x, parts, dim) for x, dim in zip(tensors, dims, strict=True)], 1).reshape(-1)
+
+
+def _unpack(packed: torch.Tensor, parts: int, offset: int, shape: Sequence[int], dim: int) -> torch.Tensor:
+    """The tensor whose part in each run starts at `offset` and has this shape; parts are joined along `dim`."""
+    joined = _joined(packed, parts, offset, shape, dim)
+    return joined.clone() if joined.data_ptr() == packed.data_ptr() else joined.contiguous()
+
+
+def unpacked(packed: torch.Tensor, parts: int, offset: int, shape: Sequence[int], dim: int) -> torch.Tensor:
+    """The same in torch's ops, for a compiler that looks inside; in memory of its own."""
+    return _joined(packed, parts, offset, shape, dim).clone(memory_format=torch.contiguous_format)
+
+
+def _joined(packed: torch.Tensor, parts: int, offset: int, shape: Sequence[int], dim: int) -> torch.Tensor:
+    return _parts(packed, parts, offset, shape).movedim(0, dim).flatten(dim, dim + 1)
+
+
+def _parts(packed: torch.Tensor, parts: int, offset: int, shape: Sequence[int]) -> torch.Tensor:
+    length = torch.Size(shape).numel()
+    return packed.view(parts, -1)[:, offset : offset + length].reshape(parts, *shape)
+
+
+def _unpack_into(
+    target: torch.Tensor, packed: torch.Tensor, parts: int, offset: int, shape: Sequence[int], dim: int
+) -> torch.Tensor:
+    """The same, into memory that is there."""
+    target.unflatten(dim, (parts, -1)).copy_(_parts(packed, parts, offset, shape).movedim(0, dim))
+    return target
+
+
+def _fake_pack(tensors: Sequence[torch.Tensor], parts: int, dims: Sequence[int]) -> torch.Tensor:
+    return tensors[0].new_empty(sum(x.numel() for x in tensors))
+
+
+def _fake_unpack(packed: torch.Tensor, parts: int, offset: int, shape: Sequence[int], dim: int) -> torch.Tensor:
+    whole = list(shape)
+    whole[dim] *= parts
+    return packed.new_empty(whole)
+
+
+def _fake_unpack_into(target: torch.Tensor, *_: object) -> torch.Tensor:
+    return target
+
+
+_library.impl("pack", packed, "CompositeExplicitAutograd")
+_library.impl("unpack", _unpack, "CompositeExplicitAutograd")
+_library.impl("unpack_", _unpack_into, "CompositeExplicitAutograd")
+torch.library.register_fake("fp::unpack_", _fake_unpack_into, lib=_library)
+torch.library.register_fake("fp::pack", _fake_pack, lib=_library)
+torch.library.register_fake("fp::unpack", _fake_unpack, lib=_library)
+PACK = torch.ops.fp.pack.default
+UNPACK = torch.ops.fp.unpack.default
+UNPACK_INTO = torch.ops.fp.unpack_.default
+differentiable(PACK, packed)
+differentiable(UNPACK, unpacked)
+differentiable(UNPACK_INTO, lambda target, *packed: unpacked(*packed))

@@ -1,0 +1,72 @@
+"""The sum of squares of many tensors as one op, which writes nothing as large as they are."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .. import _torch
+from ..ir import as_real, differentiable
+
+__all__ = ["sum_of_squares"]
+
+_BLOCK = 1 << 16  # elements squared at a time: they stay in the processor's cache
+
+_library = torch.library.Library("fp", "FRAGMENT")
+_library.define("sum_of_squares(Tensor[] tensors) -> Tensor")
+
+
+def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum of the squares of all elements, a scalar; tensor after tensor, in blocks of their own.
+
+    >>> sum_of_squares([torch.tensor([1.0, 2.0]), torch.tensor([[3.0]])])
+    tensor(14.)
+
+    Args:
+        tensors: at least one, floating, or complex, whose parts are squared. Squares are computed in each one's dtype,
+            but in float32 at least: float16 holds none of more than 255.
+    """
+    tensors = list(map(as_real, tensors))
+    if _torch.holds_levels(tensors):
+        return _in_torchs_ops(tensors)
+    result: Tensor = torch.ops.fp.sum_of_squares(tensors)
+    return result
+
+
+def _in_torchs_ops(tensors: Sequence[Tensor]) -> Tensor:
+    return functools.reduce(torch.add, ((x * x).sum() for x in map(_wide, tensors)))
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype.itemsize < 4 else x
+
+
+def _sum(tensors: Sequence[Tensor]) -> Tensor:
+    return functools.reduce(torch.add, map(_sum_of_one, tensors))
+
+
+def _sum_of_one(x: Tensor) -> Tensor:
+    if x.numel() <= _BLOCK or not x.is_contiguous():
+        x = _wide(x)
+        return (x * x).sum()
+    squares = _wide(x.new_empty(_BLOCK))
+    sums = [_square(block, squares[: block.numel()]).sum() for block in x.view(-1).split(_BLOCK)]
+    return torch.stack(sums).sum()
+
+
+def _square(x: Tensor, out: Tensor) -> Tensor:
+    return torch.mul(x, x, out=out) if x.dtype == out.dtype else out.copy_(x).square_()
+
+
+def _fake(tensors: Sequence[Tensor]) -> Tensor:
+    dtype = functools.reduce(torch.promote_types, (x.dtype for x in tensors))
+    dtype = dtype if dtype.itemsize >= 4 else torch.float32
+    return tensors[0].new_empty((), dtype=dtype)
+
+
+_library.impl("sum_of_squares", _sum, "CompositeExplicitAutograd")
+torch.library.register_fake("fp::sum_of_squares", _fake, lib=_library)
+differentiable(torch.ops.fp.sum_of_squares.default, _in_torchs_ops)

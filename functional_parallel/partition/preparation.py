@@ -1,0 +1,137 @@
+"""Rewrites of a traced forward that keep its rules few and its collectives few.
+
+Biases leave the products they are fused with: under a sharded contraction each rank would add one. Cross entropy is
+named as one op, so that its classes can stay sharded; that of images, or of a sequence with its classes in the middle,
+is one of rows.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..ir import Aval, Traced, simplify
+from ..rules import fuse_cross_entropy, note_enumerated
+
+__all__ = ["prepare"]
+
+aten = torch.ops.aten
+
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+_PRODUCTS = {
+    aten.addmm.default: aten.mm.default,
+    aten.addmv.default: aten.mv.default,
+    aten.baddbmm.default: aten.bmm.default,
+}
+
+
+def prepare(traced: Traced) -> Traced:
+    """Split biases off, name cross entropies, and merge equal nodes."""
+    for node in list(traced.nodes):
+        if node.target in _PRODUCTS:
+            _split_product(traced, node)
+        elif node.target is aten.convolution.default and node.args[2] is not None:
+            _split_convolution(traced, node)
+        elif node.target is aten.nll_loss2d_forward.default:
+            _likelihood_of_rows(traced, node)
+        elif node.target is aten.cat.default:
+            _drop_empty(node)
+    simplify(traced)
+    fuse_cross_entropy(traced)
+    note_enumerated(traced)
+    traced.seal()
+    return traced
+
+
+def _split_product(traced: Traced, node: fx.Node) -> None:
+    """`addmm(bias, a, b)` → `mm(a, b) * alpha + bias * beta`."""
+    bias, a, b = node.args
+    with traced.graph.inserting_before(node):
+        product = _call(traced, node, _PRODUCTS[node.target], (a, b))
+        product = _scaled(traced, node, product, node.kwargs.get("alpha", 1))
+        total = _call(traced, node, aten.add.Tensor, (product, _scaled(traced, node, bias, node.kwargs.get("beta", 1))))
+    traced.replace(node, total)
+
+
+def _split_convolution(traced: Traced, node: fx.Node) -> None:
+    """`convolution(x, w, bias, …)` → `convolution(x, w, None, …) + bias` over the channels."""
+    x, weight, bias, *rest = node.args
+    aval = node.meta["val"]
+    with traced.graph.inserting_before(node):
+        product = _call(traced, node, aten.convolution.default, (x, weight, None, *rest))
+        shape = (-1 if dim == 1 else 1 for dim in range(aval.ndim))
+        sizes = [aval.shape[1] if size == -1 else 1 for size in shape]
+        column = _call(traced, node, aten.view.default, (bias, sizes), Aval(tuple(sizes), aval.dtype, aval.device))
+        total = _call(traced, node, aten.add.Tensor, (product, column))
+    traced.replace(node, total)
+
+
+def _likelihood_of_rows(traced: Traced, node: fx.Node) -> None:
+    """`nll_loss2d(z, …)` → `nll_loss` of one row of classes per pixel, and the softmax before it likewise."""
+    scores, target, *rest = node.args
+    pixels = target.meta["val"].shape
+    if scores.target in _VIEWS and scores.args[0].meta["val"].shape[:2] == scores.meta["val"].shape[:2]:
+        scores = scores.args[0]  # of any number of dims, as the user has them
+    with traced.graph.inserting_before(node):
+        if scores.target is aten._log_softmax.default and scores.args[1] == 1:
+            rows = _rows(traced, node, scores.args[0])
+            rows = _call(traced, node, aten._log_softmax.default, (rows, 1, scores.args[2]), _like(rows, scores))
+        else:
+            rows = _rows(traced, node, scores)
+        flat = _viewed(traced, node, target, (math.prod(pixels),))
+        losses = _call(traced, node, aten.nll_loss_forward.default, (rows, flat, *rest))
+        loss, total = node.meta["val"]
+        if loss.ndim:
+            losses.meta["val"] = (Aval((math.prod(pixels),), loss.dtype, loss.device), total)
+    for user in list(node.users):
+        user.replace_input_with(node, losses)
+        if user.target is operator.getitem and user.args[1] == 0 and loss.ndim:
+            with traced.graph.inserting_after(user):
+                whole = _viewed(traced, user, user, pixels)
+            user.meta["val"] = losses.meta["val"][0]
+            user.replace_all_uses_with(whole, delete_user_cb=lambda each, whole=whole: each is not whole)
+            traced.outputs = [whole if out is user else out for out in traced.outputs]
+
+
+def _rows(traced: Traced, like: fx.Node, x: fx.Node) -> fx.Node:
+    """`(n, c, …)` as `(n · …, c)`."""
+    aval = x.meta["val"]
+    order = [0, *range(2, aval.ndim), 1]
+    turned = Aval(tuple(aval.shape[dim] for dim in order), aval.dtype, aval.device)
+    last = _call(traced, like, aten.permute.default, (x, order), turned)
+    return _viewed(traced, like, last, (math.prod(turned.shape[:-1]), turned.shape[-1]))
+
+
+def _viewed(traced: Traced, like: fx.Node, x: fx.Node, shape: tuple[int, ...]) -> fx.Node:
+    aval = x.meta["val"]
+    return _call(traced, like, aten.view.default, (x, list(shape)), Aval(tuple(shape), aval.dtype, aval.device))
+
+
+def _like(rows: fx.Node, scores: fx.Node) -> Aval:
+    aval = scores.meta["val"]
+    return Aval(rows.meta["val"].shape, aval.dtype, aval.device)
+
+
+def _drop_empty(node: fx.Node) -> None:
+    """`cat` skips tensors of shape (0,) whatever the others' dims are."""
+    parts = [part for part in node.args[0] if part.meta["val"].shape != (0,)]
+    if parts and len(parts) < len(node.args[0]):
+        node.args = (parts, *node.args[1:])
+
+
+def _scaled(traced: Traced, node: fx.Node, value: Any, factor: Any) -> Any:
+    if not value.meta["val"].dtype.is_floating_point and not value.meta["val"].dtype.is_complex:
+        factor = int(factor)  # as torch's kernels of products take it
+    return value if factor == 1 else _call(traced, node, aten.mul.Tensor, (value, factor), value.meta["val"])
+
+
+def _call(traced: Traced, like: fx.Node, op: Any, args: tuple[Any, ...], aval: Aval | None = None) -> fx.Node:
+    created = traced.graph.call_function(op, args)
+    created.meta.update(like.meta)
+    if aval is not None:
+        created.meta["val"] = aval
+    return created

@@ -1,0 +1,76 @@
+"""Write products of matrices into the sums that they are added to, if no other op needs the old sum.
+
+A matrix product can add to its output (BLAS's beta), so the addition is free and the product needs no memory. Most
+sums of a training step have this form: gradients of weights over microbatches, and the gradient of an input that
+several products read. Megatron-LM has kernels for the first (`gradient_accumulation_fusion`).
+
+In float32 and float64 on the CPU products and sums stay separate. Some processors' kernels add before they multiply,
+which rounds differently. Then the bits of a microbatch's gradient would depend on the schedule, and a program that
+tests for this would depend on the machine. Narrower dtypes are fused: one rounding fewer is worth more there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from ..collectives import State
+from ..ir import Aval, Axes, Traced, axes_of_nodes
+
+__all__ = ["add_products_in_place"]
+
+aten = torch.ops.aten
+
+
+def add_products_in_place(traced: Traced) -> bool:
+    """Write products into sums that are updated in place or are sums of products; return whether any was.
+
+    A sum is written at its last product, so no operand lives longer for it.
+    """
+    position = {node: index for index, node in enumerate(traced.graph.nodes)}
+    sums = [node for node in traced.nodes if node.target in (aten.add.Tensor, aten.add_.Tensor)]
+    axes: dict[fx.Node, Axes] = {}
+    found = False
+    for node in sums:
+        total, product = _parts(node, position)
+        if product is None:
+            continue
+        axes = axes or axes_of_nodes(traced, {node: _axes_of_input(node) for node in traced.inputs})
+        if not (node.target is aten.add_.Tensor or _is_given_up(total, node, axes)):
+            continue
+        with traced.graph.inserting_before(product):
+            into = traced.graph.call_function(aten.addmm_.default, (total, *product.args))
+        into.meta = dict(node.meta)
+        position[into], axes[into] = position[product], axes[node]
+        traced.replace(node, into)
+        traced.graph.erase_node(product)
+        found = True
+    return found
+
+
+def _axes_of_input(node: fx.Node) -> Axes:
+    return frozenset(axis for axis, state in node.meta.get("type", {}).items() if state is not State.INVARIANT)
+
+
+def _parts(node: fx.Node, position: Mapping[fx.Node, int]) -> tuple[fx.Node, fx.Node] | tuple[None, None]:
+    """Of a sum of two the one that is there first, and a product that it alone takes."""
+    if len(node.args) != 2 or node.kwargs or not all(isinstance(arg, fx.Node) for arg in node.args):
+        return None, None
+    total, product = sorted(node.args, key=position.__getitem__)  # type: ignore[arg-type]
+    fits = total.meta["val"] == product.meta["val"] == node.meta["val"]
+    is_product = product.target is aten.mm.default and list(product.users) == [node] and total is not product
+    fits = fits and 1 not in product.meta["val"].shape  # a kernel for vectors adds term by term, and rounds otherwise
+    return (total, product) if fits and is_product and fuses(product.meta["val"]) else (None, None)
+
+
+def fuses(like: Aval) -> bool:
+    """Whether a product with this device and dtype is written into its sum; the same on every machine."""
+    return like.device.type != "cpu" or like.dtype not in (torch.float32, torch.float64)
+
+
+def _is_given_up(total: fx.Node, node: fx.Node, axes: Mapping[fx.Node, Axes]) -> bool:
+    """Whether a value lies by itself, for this sum alone, on every rank that has a sum of its own."""
+    is_own = total.target in (aten.mm.default, aten.addmm_.default)
+    return is_own and list(total.users) == [node] and axes[total] == axes[node]

@@ -1,0 +1,86 @@
+"""What a pass is, and running several."""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable
+from typing import Protocol, runtime_checkable
+
+from torch import fx
+
+from sharding_specs import Mesh
+
+from ..ir import Traced
+
+__all__ = ["LookingAhead", "ProgramPass", "named", "run_passes"]
+
+
+class ProgramPass(ABC):
+    """A rewrite of a program's graph, in place."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str: ...
+
+    @property
+    @abstractmethod
+    def order(self) -> int:
+        """Passes run by ascending order: -1 chooses types, 0 recomputes, 1 places gathers, 2 merges collectives."""
+        ...
+
+    def per_microbatch(self, traced: Traced) -> Collection[fx.Node]:
+        """Values that are the same for every microbatch, but shall be computed for each anew."""
+        return ()
+
+    @abstractmethod
+    def run(self, traced: Traced, mesh: Mesh) -> None: ...
+
+
+@runtime_checkable
+class LookingAhead(Protocol):
+    """A pass that depends on what later passes make of the program."""
+
+    def run_before(self, traced: Traced, mesh: Mesh, rest: Callable[[Traced], None]) -> str | None:
+        """Rewrite the graph in place; `rest` runs the later passes on a graph. Returns a note for `explain`."""
+        ...
+
+
+def named(without: str | Collection[str]) -> frozenset[str]:
+    """The names of rewrites, of which one may be given by itself.
+
+    >>> named("buckets") == named(["buckets"])
+    True
+    """
+    return frozenset([without] if isinstance(without, str) else without)
+
+
+def run_passes(
+    passes: Iterable[ProgramPass],
+    traced: Traced,
+    mesh: Mesh,
+    without: Collection[str],
+    after: Callable[[str], None] = lambda _: None,
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Run the passes in their order, but for those that are switched off by name, and call `after` after each.
+
+    Returns:
+        The names of what ran, and what it notes.
+    """
+    chosen = {each: None for each in passes if each.name not in without}
+    ordered = sorted(chosen, key=lambda each: each.order)
+    notes = []
+    for index, each in enumerate(ordered):
+        if isinstance(each, LookingAhead):
+            notes.append(each.run_before(traced, mesh, functools.partial(_run, ordered[index + 1 :], mesh)))
+        else:
+            each.run(traced, mesh)
+        traced.seal()
+        after(each.name)
+    return tuple(each.name for each in ordered), tuple(note for note in notes if note)
+
+
+def _run(passes: Iterable[ProgramPass], mesh: Mesh, traced: Traced) -> None:
+    for each in passes:
+        each.run(traced, mesh)
+        traced.seal()

@@ -1,0 +1,259 @@
+"""Many small collectives become few large ones: gradients and parameters travel in buckets.
+
+A collective costs a latency besides its bytes. Buckets are filled in the order in which their contents become ready
+and sent when they are full or when something needs their contents (PyTorch DDP's buckets, arXiv 2006.15704 §3.2.3).
+Full is a question of the model's size: one bucket for all would travel when there is nothing left to compute beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from sharding_specs import Mesh
+
+from ..collectives import Type
+from ..ir import Aval, Traced, operands_of, primitive_name
+from ..ops import PACK, UNPACK
+from .base import ProgramPass
+from .gathers import layer_of_gather
+
+__all__ = ["Buckets"]
+
+aten = torch.ops.aten
+
+_BUCKETS, _LEAST, _MOST = 4, 1 << 20, 25 << 20
+
+_VIEWS = {
+    aten.permute.default,
+    aten.squeeze.dim,
+    aten.t.default,
+    aten.transpose.int,
+    aten.unsqueeze.default,
+    aten.view.default,
+}
+
+
+@dataclass(frozen=True)
+class Buckets(ProgramPass):
+    """Merge reductions of gradients, and gathers of parameters, that wait for nothing in between.
+
+    Attributes:
+        size: bytes at which a bucket is sent; "auto" for a quarter of the gradients, between 1 MiB and 25 MiB, and for
+            whole layers of parameters, up to 25 MiB.
+
+    Raises:
+        ValueError: when it is neither.
+    """
+
+    size: int | str = "auto"
+    name: str = "buckets"
+    order: int = 3
+
+    def __post_init__(self) -> None:
+        if self.size != "auto" and not (isinstance(self.size, int) and self.size > 0):
+            raise ValueError(f"bucket={self.size!r}: it is a number of bytes, 'auto', or None for no buckets")
+
+    def run(self, traced: Traced, mesh: Mesh) -> None:
+        full = _MOST if self.size == "auto" else int(self.size)
+        full_of_gradients = _fitting(traced) if self.size == "auto" else full
+        open_: dict[Hashable, _Bucket] = {}
+        following: set[fx.Node] = set()
+        for node in list(traced.nodes):
+            if node in following or _is_alias_of_waiting(node, open_):
+                continue
+            key = _key(node)
+            computes = key is None and not _looks(node)
+            for other, bucket in list(open_.items()):
+                asked = any(operand in bucket.waiting for operand in operands_of(node))
+                if asked or (computes and bucket.is_of_a_layer):
+                    open_.pop(other).send(traced, mesh, before=node)
+            if key is None:
+                continue
+            bucket = open_.setdefault(key, _Bucket())
+            following.update(bucket.add(node))
+            if bucket.bytes >= (full if bucket.is_of_a_layer else full_of_gradients):
+                open_.pop(key).send(traced, mesh, before=node.next)
+        last = next(node for node in reversed(list(traced.graph.nodes)) if node.op == "output")
+        for bucket in open_.values():
+            bucket.send(traced, mesh, before=last)
+
+
+def _fitting(traced: Traced) -> int:
+    """A size of which a backward fills several."""
+    sums = [node for node in traced.nodes if _is_of_gradient(node)]
+    following = {each for node in sums for each in _following(node)}
+    gradients = [node.args[0].meta["val"].nbytes for node in sums if node not in following]
+    return min(max(sum(gradients) // _BUCKETS, _LEAST), _MOST)
+
+
+def _is_of_gradient(node: fx.Node) -> bool:
+    return primitive_name(node) in ("psum", "psum_scatter") and node.args[0].meta["backward"]
+
+
+def _following(node: fx.Node) -> list[fx.Node]:
+    """The sums over further axes that are all that is done with a sum of a gradient."""
+    found: list[fx.Node] = []
+    while _is_of_gradient(node) and len(node.users) == 1:
+        (node,) = node.users
+        if primitive_name(node) != "psum":
+            break
+        found.append(node)
+    return found
+
+
+def _key(node: fx.Node) -> Hashable | None:
+    """What collectives must share to travel together; None for one that travels alone."""
+    name = primitive_name(node)
+    gradient = _is_of_gradient(node)
+    parameter = name == "all_gather" and (_comes_from_parameter(node) or _is_only_returned(node))
+    if not (gradient or parameter):
+        return None
+    aval = node.args[0].meta["val"]
+    states = tuple(arg for arg in node.args[2:] if isinstance(arg, str))
+    layer = layer_of_gather(node) if parameter and not _is_only_returned(node) else None
+    return (name, tuple(node.args[1]), states, aval.dtype, aval.device, layer, node.meta.get("no_grad"))
+
+
+def _looks(node: fx.Node) -> bool:
+    return primitive_name(node) == "pcast" or node.target in _VIEWS
+
+
+def _comes_from_parameter(gather: fx.Node) -> bool:
+    node = gather.args[0]
+    while node.op == "call_function" and len(operands_of(node)) == 1:
+        node = operands_of(node)[0]
+    return node.op == "placeholder"
+
+
+def _is_only_returned(gather: fx.Node) -> bool:
+    """A parameter that an optimizer has brought up to date in parts."""
+    return all(user.op == "output" for user in gather.users)
+
+
+def _is_alias_of_waiting(node: fx.Node, open_: dict[Hashable, _Bucket]) -> bool:
+    """Casts and views of what waits in a bucket wait with it: linear layers turn parameters and gradients round."""
+    if not _looks(node):
+        return False
+    for bucket in open_.values():
+        if node.args[0] in bucket.waiting:
+            bucket.waiting.add(node)
+            bucket.aliases.append(node)
+            return True
+    return False
+
+
+@dataclass
+class _Bucket:
+    members: list[fx.Node] = field(default_factory=list)
+    aliases: list[fx.Node] = field(default_factory=list)
+    waiting: set[fx.Node] = field(default_factory=set)
+    following: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    bytes: int = 0
+
+    @property
+    def is_of_a_layer(self) -> bool:
+        """Whether it gathers parameters for a layer: they stand ahead of their use, and are sent where they stand."""
+        first = self.members[0]
+        return primitive_name(first) == "all_gather" and not _is_only_returned(first)
+
+    def add(self, node: fx.Node) -> list[fx.Node]:
+        """Put a collective in; returns the sums over further axes that will be sent after it, for all at once too."""
+        self.members.append(node)
+        self.following[node] = _following(node)
+        self.waiting.update((node, *self.following[node]))
+        self.bytes += node.args[0].meta["val"].nbytes
+        return self.following[node]
+
+    def send(self, traced: Traced, mesh: Mesh, before: fx.Node) -> None:
+        """Replace the members by one collective, and their results by parts of its result."""
+        if len(self.members) < 2:
+            return
+        kind, axes = primitive_name(self.members[0]), tuple(self.members[0].args[1])
+        ranks = mesh.axis_size(axes)
+        groups = self._groups()
+        self.members = [member for group in groups for member in group]
+        with traced.graph.inserting_before(before):
+            whole = self._collective(traced, str(kind), axes, ranks)
+            offset = 0
+            for group in groups:
+                sent, begin = self._sums_over_further_axes(traced, group, whole, offset)
+                for member in group:
+                    shape = _part_shape(member, str(kind))
+                    last = [member, *self.following[member]][-1]
+                    part = self._part(traced, last, sent, str(kind), ranks, offset - begin, shape)
+                    last.replace_all_uses_with(part)
+                    traced.outputs = [part if output is last else output for output in traced.outputs]
+                    for each in reversed([member, *self.following[member]]):
+                        traced.graph.erase_node(each)
+                    offset += torch.Size(shape).numel()
+        for alias in reversed(self.aliases):
+            part.append(alias)
+
+    def _groups(self) -> list[list[fx.Node]]:
+        """Members that are summed over the same further axes lie side by side."""
+        found: dict[Hashable, list[fx.Node]] = {}
+        for member in self.members:
+            key = tuple((tuple(each.args[1]), *each.args[2:]) for each in self.following[member])
+            found.setdefault(key, []).append(member)
+        return list(found.values())
+
+    def _sums_over_further_axes(
+        self, traced: Traced, group: list[fx.Node], sent: fx.Node, offset: int
+    ) -> tuple[fx.Node, int]:
+        """What was sent, or a group's part of it, after these sums; and where in what was sent it begins."""
+        following = self.following[group[0]]
+        if not following:
+            return sent, 0
+        aval, length = sent.meta["val"], sum(member.meta["val"].numel for member in group)
+        if length < aval.numel:
+            sent = _write(traced, aten.slice.Tensor, (sent, 0, offset, offset + length), group[0], (length,), aval)
+        for each in following:
+            sent = _write(traced, each.target, (sent, *each.args[1:]), each, (length,), aval)
+        return sent, offset
+
+    def _collective(self, traced: Traced, kind: str, axes: tuple[str, ...], ranks: int) -> fx.Node:
+        first = self.members[0]
+        parts = ranks if kind == "psum_scatter" else 1
+        values = [member.args[0] for member in self.members]
+        aval = values[0].meta["val"]
+        total = sum(value.meta["val"].numel for value in values)
+        dims = [member.args[2] if kind == "psum_scatter" else 0 for member in self.members]
+        packed = _write(traced, PACK, (values, parts, dims), values[0], (total,), aval)
+        states = [arg for arg in first.args[2:] if isinstance(arg, str)]
+        size = {"psum": total, "psum_scatter": total // ranks, "all_gather": total * ranks}[kind]
+        where = [] if kind == "psum" else [0]
+        return _write(traced, first.target, (packed, list(axes), *where, *states), first, (size,), aval)
+
+    def _part(
+        self, traced: Traced, member: fx.Node, sent: fx.Node, kind: str, ranks: int, offset: int, shape: list[int]
+    ) -> fx.Node:
+        aval, length = member.meta["val"], torch.Size(shape).numel()
+        if kind == "all_gather":
+            return _write(traced, UNPACK, (sent, ranks, offset, shape, member.args[2]), member, aval.shape, aval)
+        piece = _write(traced, aten.slice.Tensor, (sent, 0, offset, offset + length), member, (length,), aval)
+        return _write(traced, aten.view.default, (piece, list(aval.shape)), member, aval.shape, aval)
+
+
+def _part_shape(member: fx.Node, kind: str) -> list[int]:
+    """The shape of what one run of the packed result holds of a member."""
+    return list((member.args[0] if kind == "all_gather" else member).meta["val"].shape)
+
+
+def _write(
+    traced: Traced, target: Any, args: tuple[Any, ...], like: fx.Node, shape: tuple[int, ...], aval: Aval
+) -> fx.Node:
+    node = traced.graph.call_function(target, args)
+    node.meta = {
+        "val": Aval(tuple(shape), aval.dtype, aval.device),
+        "type": like.meta.get("type", Type()),
+        "source": like.meta["source"],
+        "backward": like.meta["backward"],
+        "no_grad": like.meta.get("no_grad", False),
+        "phase": like.meta.get("phase"),
+    }
+    return node

@@ -1,0 +1,124 @@
+"""Rematerialisation within a budget: as little recomputation as makes the predicted peak fit."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from torch import fx
+
+from sharding_specs import Mesh
+
+from ..ir import Traced
+from ..program import Memory, memory_of, readable_bytes
+from .base import ProgramPass
+from .choices import Choice, ladder
+from .recompute import recompute
+
+__all__ = ["BudgetError", "RematWithin"]
+
+_WAYS_OUT = {
+    "parameters": "fp.zero(3, axis) or fp.tensor_parallel, which split parameters",
+    "optimizer state": "fp.zero(1, axis), which splits the optimizer's state",
+    "other inputs": "a smaller batch",
+    "gathered": "fp.zero(3, axis, prefetch=0), which gathers fewer layers ahead",
+    "gradients": "fp.zero(2, axis), which splits gradients",
+    "residuals": "fp.accumulate(n), for smaller microbatches",
+    "temporaries": "fp.accumulate(n), for smaller microbatches",
+}
+
+
+class BudgetError(ValueError):
+    """A budget of bytes that no choice of recomputation keeps."""
+
+
+@dataclass(frozen=True)
+class RematWithin(ProgramPass):
+    """Recompute what makes the peak fit; see `fp.remat`.
+
+    The choices are a ladder that does not depend on the budget. What it expects is checked: a copy of the program goes
+    through all later passes, and its memory is asked.
+
+    Attributes:
+        budget: bytes per rank.
+        where: a pattern for the layers to choose from.
+    """
+
+    budget: int
+    where: str = "*"
+    name: str = "remat"
+    order: int = 0
+
+    def run(self, traced: Traced, mesh: Mesh) -> None:
+        self.run_before(traced, mesh, lambda _: None)
+
+    def run_before(self, traced: Traced, mesh: Mesh, rest: Callable[[Traced], None]) -> str:
+        finished, copies = traced.copy()
+        rest(finished)
+        plain = memory_of("", finished)
+        if plain.peak <= self.budget:
+            return f"{self}: nothing is computed again, at most {readable_bytes(plain.peak)} are alive"
+        rungs = ladder(traced, finished, copies, mesh, self.where)
+
+        @functools.cache
+        def memory(count: int) -> Memory:
+            return _memory_with(traced, _dropped(rungs[: count + 1]), rest)
+
+        reached = self._reached(rungs, lambda count: memory(count).peak)
+        if memory(reached).peak > self.budget:
+            raise BudgetError(_unreachable(self, plain, memory(reached)))
+        recompute(traced, _dropped(rungs[: reached + 1]))
+        return _note(self, plain, memory(reached), rungs[1 : reached + 1])
+
+    def _reached(self, rungs: list[Choice], peak: Callable[[int], int]) -> int:
+        """The place on the ladder: begun where the peak should fit, moved to where it does.
+
+        A looser budget never ends higher: begun lower, it meets on its way up what a tighter one found to fit.
+        """
+        top = min(range(len(rungs)), key=lambda index: (rungs[index].peak, index))
+        place = next((index for index in range(top) if rungs[index].peak <= self.budget), top)
+        while place < top and peak(place) > self.budget:
+            place += 1
+        while place > 0 and peak(place) <= self.budget and peak(place - 1) <= self.budget:
+            place -= 1
+        return place
+
+    def __str__(self) -> str:
+        return f"remat(budget={self.budget})"
+
+
+def _dropped(rungs: list[Choice]) -> set[fx.Node]:
+    return {node for rung in rungs for node in rung.adds}
+
+
+def _memory_with(traced: Traced, dropped: Collection[fx.Node], rest: Callable[[Traced], None]) -> Memory:
+    trial, copies = traced.copy()
+    recompute(trial, {copies[node] for node in dropped})
+    trial.seal()
+    rest(trial)
+    return memory_of("", trial)
+
+
+def _note(remat: RematWithin, plain: Memory, chosen: Memory, rungs: list[Choice]) -> str:
+    levels = {rung.layer: rung.what for rung in rungs}  # the last of each
+    counts = Counter(levels.values())
+    parts = ", ".join(f"{what} of {count} {'layer' if count == 1 else 'layers'}" for what, count in counts.items())
+    return (
+        f"{remat}: computed again: {parts}; at most {readable_bytes(chosen.peak)} are alive, "
+        f"{readable_bytes(plain.peak)} without"
+    )
+
+
+def _unreachable(remat: RematWithin, plain: Memory, lowest: Memory) -> str:
+    alive = {kind: size for kind, size in lowest.alive.items() if size}
+    kinds = sorted(alive, key=lambda kind: -alive[kind])
+    ways = dict.fromkeys(_WAYS_OUT[kind] for kind in kinds[:3])
+    return (
+        f"{remat}: the lowest peak that recomputation reaches is {lowest.peak} bytes ({readable_bytes(lowest.peak)}) "
+        f"on a rank, {readable_bytes(lowest.peak - remat.budget)} above the budget; without it, "
+        f"{readable_bytes(plain.peak)}. Alive there, at {lowest.ops[lowest.at]}: "
+        f"{', '.join(f'{kind} {readable_bytes(alive[kind])}' for kind in kinds)}. Ways out: a budget of {lowest.peak}; "
+        f"{'; '.join(ways)}"
+    )

@@ -1,0 +1,87 @@
+"""Parameters are gathered in the type in which they are computed with.
+
+The values are the same: a narrowing cast acts on each element alone. Half the bytes travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from sharding_specs import Mesh
+
+from ..ir import Traced, primitive_name
+from .base import ProgramPass
+
+__all__ = ["NarrowGathers"]
+
+aten = torch.ops.aten
+
+_VIEWS = {
+    aten.view.default,
+    aten.slice.Tensor,
+    aten.t.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.alias.default,
+    aten.detach.default,
+}
+
+
+@dataclass(frozen=True)
+class NarrowGathers(ProgramPass):
+    """Turn cast(all_gather(x)) into all_gather(cast(x)), where nothing else uses what was gathered.
+
+    Attributes:
+        dtype: the type to gather in.
+    """
+
+    dtype: torch.dtype
+    name: str = "casts"
+    order: int = -1
+
+    def run(self, traced: Traced, mesh: Mesh) -> None:
+        for node in reversed(list(traced.nodes)):  # of two gathers in a row the later one first
+            if primitive_name(node) != "all_gather" or node.meta["val"].dtype.itemsize <= self.dtype.itemsize:
+                continue
+            uses = list(_uses(node))
+            casts = [use for use in uses if use.target is aten._to_copy.default]
+            narrowing = [cast for cast in casts if cast.meta["val"].dtype == self.dtype]
+            if uses and len(narrowing) == len(uses) and not any(output in _views(node) for output in traced.outputs):
+                self._swap(traced, node, narrowing)
+
+    def _swap(self, traced: Traced, gather: fx.Node, casts: list[fx.Node]) -> None:
+        operand = gather.args[0]
+        with traced.graph.inserting_before(gather):
+            moved = traced.graph.call_function(aten._to_copy.default, (operand,), {"dtype": self.dtype})
+        moved.meta = {**casts[0].meta, "type": operand.meta.get("type")}
+        moved.meta["val"] = replace(operand.meta["val"], dtype=self.dtype)
+        for node in _views(gather):
+            node.meta["val"] = replace(node.meta["val"], dtype=self.dtype)
+        gather.args = (moved, *gather.args[1:])
+        for cast in casts:
+            cast.replace_all_uses_with(cast.args[0])
+            traced.outputs = [cast.args[0] if output is cast else output for output in traced.outputs]
+            traced.graph.erase_node(cast)
+
+
+def _is_view(node: fx.Node) -> bool:
+    return node.target in _VIEWS or primitive_name(node) == "pcast"
+
+
+def _views(node: fx.Node) -> list[fx.Node]:
+    """A value and all views of it."""
+    found = [node]
+    for each in found:
+        found += [user for user in each.users if _is_view(user)]
+    return found
+
+
+def _uses(node: fx.Node) -> Iterator[fx.Node]:
+    """What computes with a value, or with a view of it."""
+    return (user for each in _views(node) for user in each.users if not _is_view(user))

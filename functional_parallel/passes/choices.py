@@ -1,0 +1,247 @@
+"""Which values to compute again first: a ladder of choices, each with more recomputation than the one before.
+
+Of each layer more and more can be computed again: what is cheap, the attention core, all but communication, all; then
+also what layers hand one another. At every step the peak is found, and of the moves that free bytes there the one with
+most bytes per work is taken: the greedy algorithm for the multiple-choice knapsack (Sinha and Zoltners, Operations
+Research 27, 1979), with the peak moving as choices are made.
+
+No budget is asked for, so a looser budget finds its place lower on the same ladder.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from torch import fx
+
+from sharding_specs import Mesh
+
+from ..ir import Traced, operands_of, primitive_name
+from ..program import COMMUNICATING, flops
+from .groups import Layers, made_of_parameters
+from .lifetimes import Lifetimes, Survey
+from .recompute import forward_nodes
+from .remat import attention_cores, inside
+
+__all__ = ["Choice", "ladder"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One rung: what it computes again in addition, in which layer, and the peak that is expected then."""
+
+    adds: frozenset[fx.Node]
+    what: str
+    layer: str
+    peak: int
+
+
+_CHEAP = ("nothing", "cheap ops")
+
+
+@dataclass
+class _Segment:
+    """A layer, and what can be computed again of it.
+
+    Attributes:
+        name: its path.
+        stem: the path of the stack that it is part of; empty outside stacks.
+        members: its values, by number.
+        levels: more and more of its inside, with a name each; level 0 is nothing.
+        exits: cheap values that it hands on.
+        state: the level chosen, and whether exits are computed again too.
+    """
+
+    name: str
+    stem: str
+    members: list[int]
+    levels: list[tuple[str, frozenset[int]]]
+    exits: frozenset[int]
+    state: tuple[int, bool] = (0, False)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.state[0] == len(self.levels) - 1
+
+    def states(self) -> Iterator[tuple[int, bool]]:
+        """Those above the present one; what products hand on is dropped while they are kept, or by a join."""
+        level, out = self.state
+        yield from ((higher, out) for higher in range(level + 1, len(self.levels)))
+        if self.exits and not out:
+            yield from ((cheap, True) for cheap in range(level, len(self.levels)) if self.levels[cheap][0] in _CHEAP)
+
+    def dropped(self, state: tuple[int, bool]) -> frozenset[int]:
+        return self.levels[state[0]][1] | (self.exits if state[1] else frozenset())
+
+    def what(self) -> str:
+        level, out = self.state
+        inner = self.levels[level][0]
+        return inner if not out else "cheap results" if level == 0 else f"{inner}, and cheap results,"
+
+
+@dataclass(frozen=True)
+class _Move:
+    """A step up: of one segment to a state, or what a segment hands to the next one."""
+
+    segments: tuple[int, ...]
+    state: tuple[int, bool]
+    adds: frozenset[int]
+    before: Survey
+    after: Survey
+    length: int  # of the run of layers that it makes
+
+    def ratio(self, at: int) -> Fraction:
+        """Bytes freed at an op per unit of work."""
+        freed = self.before.bytes_at(at) - self.after.bytes_at(at)
+        return Fraction(freed, max(self.after.work - self.before.work, 1))
+
+
+def ladder(traced: Traced, finished: Traced, copies: Mapping[fx.Node, fx.Node], mesh: Mesh, where: str) -> list[Choice]:
+    """The choices, least work first.
+
+    Args:
+        traced: the program before recomputation.
+        finished: the program without recomputation, all later passes included.
+        copies: where each node of `traced` is to be found in `finished`, if it is there still.
+        mesh: the sizes of the axes.
+        where: a pattern for the paths of the layers to choose from.
+
+    Returns:
+        Rungs; each adds nodes of `traced` to those of the rungs below. The first adds none.
+    """
+    return list(_Ladder(traced, finished, copies, mesh, where).rungs())
+
+
+class _Ladder:
+    def __init__(
+        self, traced: Traced, finished: Traced, copies: Mapping[fx.Node, fx.Node], mesh: Mesh, where: str
+    ) -> None:
+        self.forward = forward_nodes(traced)
+        self.layers = Layers.find(traced, self.forward)
+        apart = self._gathered_anyway(copies, set(finished.nodes))
+        self.times = Lifetimes(finished, mesh, [copies[node] for node in apart])
+        self.number = {node: self.times.number[copy] for node, copy in copies.items() if copy in self.times.number}
+        self.node = {number: node for node, number in self.number.items()}
+        self.members = self._members(where, apart)
+        self.segment_of = {node: index for index, nodes in enumerate(self.members) for node in nodes}
+        self.segments = self._segments()
+        self.between = dict(self._between())
+        self.surveys: dict[tuple[int, tuple[int, bool]], Survey] = {}
+        self.runs = [[index] for index in range(len(self.segments))]
+
+    # --- what there is to choose from ---
+
+    def _members(self, where: str, apart: Collection[fx.Node]) -> list[list[fx.Node]]:
+        """The forward's values by layer; a parameter that is part of no stack is a layer too."""
+        chosen = {index for index, name in enumerate(self.layers.names) if fnmatch.fnmatch(name, f"*{where}")}
+        found: dict[int, list[fx.Node]] = {}
+        for node in self.forward:
+            if self.layers.of[node] in chosen and node in self.number and node not in apart:
+                found.setdefault(self.layers.of[node], []).append(node)
+        return [nodes for _, nodes in sorted(found.items())]
+
+    def _gathered_anyway(self, copies: Mapping[fx.Node, fx.Node], there: Collection[fx.Node]) -> set[fx.Node]:
+        """Gathered parameters, and what is made of them, that later passes gather again for the backward."""
+        found: set[fx.Node] = set()
+        weights = made_of_parameters(self.forward)
+        for node in self.forward:
+            if primitive_name(node) == "all_gather" or not found.isdisjoint(operands_of(node)):
+                kept = copies[node] in there and any(user.meta["backward"] for user in copies[node].users)
+                if node in weights and not kept:
+                    found.add(node)
+        return found
+
+    def _inside(self, runs: Sequence[int]) -> set[fx.Node]:
+        """What can be dropped if segments of equal number are computed again at once."""
+        own = {node: self.segment_of.get(node) for node in self.forward}
+        return inside(self.forward, {node: None if index is None else runs[index] for node, index in own.items()})
+
+    def _segments(self) -> list[_Segment]:
+        whole, cores = self._inside(range(len(self.members))), attention_cores(self.forward)
+        return [self._segment(nodes, whole, cores) for nodes in self.members]
+
+    def _segment(self, nodes: list[fx.Node], whole: set[fx.Node], cores: set[fx.Node]) -> _Segment:
+        layer = self.layers.of[nodes[0]]
+        own = [node for node in nodes if node in whole]
+        quiet = [node for node in own if primitive_name(node) not in COMMUNICATING]
+        cheap = [node for node in quiet if flops(node) == 0]
+        exits = [node for node in nodes if node not in whole and flops(node) == 0 and primitive_name(node) is None]
+        levels = [("nothing", frozenset[int]())]
+        for what, chosen in (
+            ("cheap ops", cheap),
+            ("cheap ops and attention cores", [*cheap, *(node for node in quiet if node in cores)]),
+            ("all" if quiet == own else "all but communication", quiet),
+            ("all", own),
+        ):
+            if len(chosen) > len(levels[-1][1]):
+                levels.append((what, frozenset(self._numbers(chosen))))
+        stem = self.layers.stem(layer) if self.layers.is_numbered(layer) else ""
+        return _Segment(self.layers.names[layer], stem, self._numbers(nodes), levels, frozenset(self._numbers(exits)))
+
+    def _numbers(self, nodes: Iterable[fx.Node]) -> list[int]:
+        return [self.number[node] for node in nodes]
+
+    def _between(self) -> Iterator[tuple[int, _Move]]:
+        """For each two segments of a stack that follow one another, the move that drops what one hands the other."""
+        for parity in (0, 1):
+            joined = self._inside([(index + parity) // 2 for index in range(len(self.segments))])
+            for first in range(parity, len(self.segments) - 1, 2):
+                if self.segments[first].stem == self.segments[first + 1].stem:
+                    yield first, self._join(first, joined)
+
+    def _join(self, first: int, joined: set[fx.Node]) -> _Move:
+        a, b = self.segments[first], self.segments[first + 1]
+        members, apart = a.members + b.members, a.levels[-1][1] | b.levels[-1][1]
+        adds = {number for number in members if self.node[number] in joined} - apart
+        before, after = self.times.survey(members, apart), self.times.survey(members, apart | adds)
+        return _Move((first, first + 1), (0, False), frozenset(adds), before, after, 2)
+
+    # --- choosing ---
+
+    def rungs(self) -> Iterator[Choice]:
+        dropped: set[int] = set()
+        curve = self.times.curve(dropped)
+        yield Choice(frozenset(), "nothing", "", curve.peak)
+        while (move := self._best(curve.at)) is not None:
+            dropped |= move.adds
+            self._take(move)
+            curve = self.times.curve(dropped)
+            segment = self.segments[move.segments[0]]
+            what = segment.what() if len(move.segments) == 1 else "all, and what it hands on,"
+            yield Choice(frozenset(self.node[n] for n in move.adds), what, segment.name, curve.peak)
+
+    def _best(self, at: int) -> _Move | None:
+        moves = [(move.ratio(at), move) for move in self._moves()]
+        useful = [(ratio, move) for ratio, move in moves if ratio > 0 and move.adds]
+        if not useful:
+            return None
+        return min(useful, key=lambda pair: (-pair[0], pair[1].length, pair[1].segments))[1]
+
+    def _moves(self) -> Iterator[_Move]:
+        for index, segment in enumerate(self.segments):
+            now, before = segment.dropped(segment.state), self._survey(index, segment.state)
+            for state in segment.states():
+                yield _Move((index,), state, segment.dropped(state) - now, before, self._survey(index, state), 1)
+        for first, move in self.between.items():
+            if self.segments[first].is_whole and self.segments[first + 1].is_whole:
+                length = len(self.runs[first]) + len(self.runs[first + 1])
+                yield replace(move, length=length)
+
+    def _survey(self, index: int, state: tuple[int, bool]) -> Survey:
+        if (index, state) not in self.surveys:
+            segment = self.segments[index]
+            self.surveys[index, state] = self.times.survey(segment.members, segment.dropped(state))
+        return self.surveys[index, state]
+
+    def _take(self, move: _Move) -> None:
+        first = move.segments[0]
+        if len(move.segments) == 1:
+            self.segments[first].state = move.state
+            return
+        del self.between[first]
+        run = self.runs[first] + self.runs[first + 1]
+        for index in run:
+            self.runs[index] = run

@@ -1,0 +1,127 @@
+"""Optimizer updates write into what they update, all parameters in one call, when nobody needs the old values.
+
+And products of matrices into the sums that they are added to (`added_products.py`).
+
+A training step that is given its state for good (`train_step(donate=True)`) may change it. That saves the memory and
+the copies of new parameters and moments, and one call of a kernel per parameter. Parameters whose updated parts are
+gathered from all ranks (ZeRO-1 and 2) are gathered into the old ones.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from torch import fx
+
+from sharding_specs import Mesh
+
+from ..ir import Traced, operands_of, primitive_name
+from ..ops import ADAMW, ADAMW_IN_PLACE, PACK, UNPACK, UNPACK_INTO
+from ..program import aliases_of, root_of, shares_memory
+from .added_products import add_products_in_place
+from .base import ProgramPass
+
+__all__ = ["InPlace"]
+
+
+@dataclass(frozen=True)
+class InPlace(ProgramPass):
+    """Merge updates of donated parameters, and of values that die there, into few that write in place."""
+
+    name: str = "in place"
+    order: int = 4
+
+    def run(self, traced: Traced, mesh: Mesh) -> None:
+        position = {node: index for index, node in enumerate(traced.nodes)}
+        open_: dict[Hashable, list[fx.Node]] = {}
+        for node in list(position):
+            for key, group in list(open_.items()):
+                if _asks_for(node, group):
+                    _merge(traced, open_.pop(key), before=node)
+            if node.target is ADAMW and _may_be_overwritten(node, position, traced.outputs):
+                open_.setdefault(_key(node), []).append(node)
+        last = next(node for node in reversed(list(traced.graph.nodes)) if node.op == "output")
+        for group in open_.values():
+            _merge(traced, group, before=last)
+        _unpack_into_old(traced)
+        add_products_in_place(traced)
+
+
+def _asks_for(node: fx.Node, group: list[fx.Node]) -> bool:
+    if node.target is operator.getitem:
+        return False
+    return any(value.target is operator.getitem and value.args[0] in group for value in operands_of(node))
+
+
+def _may_be_overwritten(update: fx.Node, position: dict[fx.Node, int], outputs: list[object]) -> bool:
+    """Whether parameter and moments are there for this update alone, from here on."""
+    roots = {root_of(value) for value in update.args[:4]}
+    held = (update.args[0], *update.args[2:4])
+    return len(roots) == 4 and all(_dies_at(update, value, position, outputs) for value in held)
+
+
+def _dies_at(update: fx.Node, value: fx.Node, position: dict[fx.Node, int], outputs: list[object]) -> bool:
+    root = root_of(value)
+    if root.op != "call_function" and not root.meta.get("donated"):
+        return False
+    aliases = aliases_of(root)
+    users = {user for alias in aliases for user in alias.users if user not in aliases}
+    return (
+        _is_whole(value, root)
+        and not any(alias in outputs for alias in aliases)
+        and all(position[user] <= position[update] for user in users if user.op != "output")
+    )
+
+
+def _is_whole(value: fx.Node, root: fx.Node) -> bool:
+    """Whether a value lies by itself: an input, a result, or what a collective made of one, but no view."""
+    while value is not root and (primitive_name(value) is not None or value.target is operator.getitem):
+        value = value.args[0]
+    return value is root
+
+
+def _key(update: fx.Node) -> Hashable:
+    """What updates must share to be done in one call: settings, dtype, device, ranks, and the bucket they wait for."""
+    aval = update.args[0].meta["val"]
+    root = update.args[1]
+    while root.op == "call_function" and primitive_name(root) is None and shares_memory(root):
+        root = root.args[0]
+    source = root if primitive_name(root) is not None and root.args[0].target is PACK else None
+    type_, stops = update.args[0].meta["type"], update.meta.get("no_grad")
+    return (*update.args[4:], aval.dtype, aval.device, type_, stops, source)
+
+
+def _merge(traced: Traced, updates: list[fx.Node], before: fx.Node) -> None:
+    """One update in place of several, ahead of what asks for the first of their results."""
+    first = updates[0]
+    held = [update.args[kind] for kind in (0, 2, 3) for update in updates]
+    gradients = [update.args[1] for update in updates]
+    with traced.graph.inserting_before(before):
+        merged = traced.graph.call_function(ADAMW_IN_PLACE, (held, gradients, *first.args[4:]))
+        merged.meta = {**first.meta, "val": tuple(value.meta["val"] for value in held)}
+        new: dict[fx.Node, fx.Node] = {}
+        for index, update in enumerate(updates):
+            for old in list(update.users):
+                place = old.args[1] * len(updates) + index
+                new[old] = traced.graph.call_function(operator.getitem, (merged, place))
+                new[old].meta = dict(old.meta)
+    for old, value in new.items():
+        old.replace_all_uses_with(value)
+        traced.graph.erase_node(old)
+    traced.outputs = [new.get(output, output) if isinstance(output, fx.Node) else output for output in traced.outputs]
+    for update in updates:
+        traced.graph.erase_node(update)
+
+
+def _unpack_into_old(traced: Traced) -> None:
+    """Let what comes out of a bucket, in the place of a donated input that is not needed any more, be written there."""
+    position = {node: index for index, node in enumerate(traced.nodes)}
+    for old in traced.inputs:
+        index = old.meta.get("becomes")
+        new = traced.outputs[index] if index is not None else None
+        if not (isinstance(new, fx.Node) and new.target is UNPACK and new.meta["val"] == old.meta["val"]):
+            continue
+        if traced.outputs.count(new) == 1 and _dies_at(new, old, position, traced.outputs):
+            new.target, new.args = UNPACK_INTO, (old, *new.args)

@@ -1,0 +1,144 @@
+"""Layers of stacked values, taken from what was stacked: no op works on all layers where a model takes one at a time.
+
+`stack(xs)[i]` is `xs[i]`, also where something happens to the stack in between that happens to every layer alike: a
+cast, a gather or a sum over ranks, an addition. The gradient of `stack(xs)[i]` is zero but for layer i; adding up such
+gradients and taking them apart again leaves what was there.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..ir import Aval, Traced, primitive_name
+
+__all__ = ["fold_layers"]
+
+aten = torch.ops.aten
+
+_ZERO = object()
+_UNARY = {aten._to_copy.default, aten.alias.default, aten.detach.default, aten.neg.default}
+
+
+def fold_layers(traced: Traced) -> Traced:
+    """Write every layer of a stack as what was stacked, in place.
+
+    Args:
+        traced: the graph; its outputs follow.
+
+    Returns:
+        The same object, sealed again.
+    """
+    return _Fold(traced).result()
+
+
+class _Fold:
+    def __init__(self, traced: Traced) -> None:
+        self.traced = traced
+        self.found: dict[tuple[fx.Node, int], Any] = {}
+
+    def result(self) -> Traced:
+        for node in list(self.traced.nodes):
+            taken = _taken(node)
+            if taken is None or not self._comes_from_layers(taken[0]):
+                continue
+            layer = self.layer(*taken)
+            if layer is not None:
+                self._replace(node, self._written_zero(node) if layer is _ZERO else layer)
+        self.traced.seal()
+        return self.traced
+
+    def _comes_from_layers(self, node: fx.Node) -> bool:
+        return node.op == "call_function" and (node.target not in (aten.select.int, aten.unbind.int))
+
+    def layer(self, stacked: fx.Node, index: int) -> Any:
+        """Layer `index` of a stack as a node, `_ZERO`, or None if it cannot be told."""
+        key = (stacked, index)
+        if key not in self.found:
+            self.found[key] = self._layer(stacked, index)
+        return self.found[key]
+
+    def _layer(self, stacked: fx.Node, index: int) -> Any:
+        target, args = stacked.target, stacked.args
+        if target is aten.stack.default and (len(args) < 2 or args[1] == 0):
+            return args[0][index]
+        if target is aten.select_backward.default and args[2] == 0:
+            return args[0] if args[3] % args[1][0] == index else _ZERO
+        if target is aten.add.Tensor and not stacked.kwargs:
+            return self._sum(stacked, [self.layer(each, index) for each in args if isinstance(each, fx.Node)])
+        if not args or not isinstance(args[0], fx.Node) or not self._is_each_layer_alone(stacked):
+            return None
+        operand = self.layer(args[0], index)
+        if operand is None or operand is _ZERO:
+            return operand
+        return self._write(stacked, (operand, *_without_first_dim(stacked)))
+
+    def _is_each_layer_alone(self, node: fx.Node) -> bool:
+        """Whether the op does to every layer what it does to the stack."""
+        target = node.target
+        if target in _UNARY:
+            return True
+        if target in (aten.slice.Tensor, aten.constant_pad_nd.default):
+            return _dims_of(node) > 0
+        name = primitive_name(node)
+        return name in ("pcast", "psum") or (name in ("all_gather", "psum_scatter", "pscatter") and node.args[2] > 0)
+
+    def _sum(self, stacked: fx.Node, parts: list[Any]) -> Any:
+        if len(parts) != 2 or any(part is None for part in parts):
+            return None
+        kept = [part for part in parts if part is not _ZERO]
+        if len(kept) < 2:
+            return kept[0] if kept else _ZERO
+        return self._write(stacked, tuple(kept))
+
+    def _write(self, like: fx.Node, args: tuple[Any, ...]) -> fx.Node:
+        with self.traced.graph.inserting_before(like):
+            node = self.traced.graph.call_function(like.target, args, dict(like.kwargs))
+        value = like.meta["val"]
+        node.meta = {**like.meta, "val": Aval(value.shape[1:], value.dtype, value.device)}
+        return node
+
+    def _written_zero(self, node: fx.Node) -> fx.Node:
+        value = node.meta["val"]
+        with self.traced.graph.inserting_before(node):
+            zero = self.traced.graph.call_function(
+                aten.full.default, (list(value.shape), 0), {"dtype": value.dtype, "device": value.device}
+            )
+        zero.meta = dict(node.meta)
+        return zero
+
+    def _replace(self, node: fx.Node, layer: fx.Node) -> None:
+        self.traced.replace(node, layer)
+        self.found = {key: layer if value is node else value for key, value in self.found.items()}
+
+
+def _taken(node: fx.Node) -> tuple[fx.Node, int] | None:
+    """The stack and the number of the layer that an op takes from it."""
+    if node.target is aten.select.int and node.args[1] == 0:
+        return node.args[0], node.args[2] % node.args[0].meta["val"].shape[0]
+    if node.target is operator.getitem and node.args[0].target is aten.unbind.int:
+        unbind = node.args[0]
+        if len(unbind.args) < 2 or unbind.args[1] == 0:
+            return unbind.args[0], node.args[1]
+    return None
+
+
+def _dims_of(node: fx.Node) -> int:
+    """The first dim that a slice or a padding changes."""
+    if node.target is aten.slice.Tensor:
+        return node.args[1] if len(node.args) > 1 else 0
+    padded = len(node.args[1]) // 2
+    return node.meta["val"].ndim - padded
+
+
+def _without_first_dim(node: fx.Node) -> tuple[Any, ...]:
+    """The op's other arguments, where the first dim is gone."""
+    rest = list(node.args[1:])
+    if node.target is aten.slice.Tensor:
+        rest[0] -= 1
+    elif primitive_name(node) in ("all_gather", "psum_scatter", "pscatter"):
+        rest[1] -= 1
+    return tuple(rest)

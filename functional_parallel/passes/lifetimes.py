@@ -1,0 +1,196 @@
+"""When the values of a finished program live, and when they would if some were computed again for the backward.
+
+Nothing is rewritten: ops are numbers, and `Lifetimes.curve` goes through the copies that `recompute` would make as if
+they stood there. So many choices can be weighed in the time of one rewrite.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from sharding_specs import Mesh
+
+from ..ir import Traced, operands_of
+from ..program import Ledger, viewed, work
+
+__all__ = ["Curve", "Lifetimes", "Survey"]
+
+Part = tuple[int, int]  # a storage: the number of the op that makes it, and which of its results
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Bytes alive at each op, copies included, and each op's number: a copy has that of the op that needs it."""
+
+    bytes: list[int]
+    numbers: list[int]
+
+    @property
+    def peak(self) -> int:
+        return max(self.bytes, default=0)
+
+    @property
+    def at(self) -> int:
+        """The number of the op at which the peak is reached first."""
+        return self.numbers[self.bytes.index(self.peak)] if self.bytes else 0
+
+
+@dataclass(frozen=True)
+class Survey:
+    """When values of a part of a program live, (first, last, bytes) each; and the work of computing some again."""
+
+    intervals: tuple[tuple[int, int, int], ...]
+    work: int
+
+    def bytes_at(self, number: int) -> int:
+        """The bytes alive at an op."""
+        return sum(size for first, last, size in self.intervals if first <= number <= last)
+
+
+class Lifetimes:
+    """The ops of a program by number.
+
+    Args:
+        traced: the program.
+        mesh: the sizes of the axes.
+        elsewhere: forward values that copies do not take, as there will be others of the same content: what is gathered
+            again.
+    """
+
+    def __init__(self, traced: Traced, mesh: Mesh, elsewhere: Collection[fx.Node] = ()) -> None:
+        self.mesh, self.ledger = mesh, Ledger("", traced)
+        self.nodes = self.ledger.nodes
+        self.number = {node: index for index, node in enumerate(self.nodes)}
+        self._elsewhere = {self.number[node] for node in elsewhere if node in self.number}
+        self._backward = [bool(node.meta["backward"]) for node in self.nodes]
+        self._operands = [[self.number[v] for v in operands_of(node) if v in self.number] for node in self.nodes]
+        self._users = [[self.number[user] for user in node.users if user in self.number] for node in self.nodes]
+        self._base = [None if (base := viewed(node)) is None else self.number.get(base, -1) for node in self.nodes]
+        self._parts = [self._parts_of(node) for node in self.nodes]
+        self._size = {
+            (self.number[node], index): size for (node, index), size in self.ledger.sizes.items() if node in self.number
+        }
+        self._held = sum(size for (node, _), size in self.ledger.sizes.items() if node not in self.number)
+        self._outputs = {self.number[out] for out in traced.outputs if isinstance(out, fx.Node) and out in self.number}
+        self._results = {part for out in traced.outputs if isinstance(out, fx.Node) for part in self._parts_of(out)}
+
+    def _parts_of(self, node: fx.Node) -> list[Part]:
+        return [(self.number[maker], index) for maker, index in self.ledger.storages[node] if maker in self.number]
+
+    # --- the whole program ---
+
+    def curve(self, dropped: Collection[int]) -> Curve:
+        """The bytes alive, op by op, if these values were computed again instead of kept.
+
+        Args:
+            dropped: numbers of forward ops.
+        """
+        first: dict[tuple[int, int, bool], int] = {}
+        last: dict[tuple[int, int, bool], int] = {}
+        numbers = []
+        for time, (number, op, values) in enumerate(self._ops(set(dropped))):
+            numbers.append(number)
+            for key in values:
+                if key[0] == op:
+                    first.setdefault(key, time)
+                last[key] = time
+        changes = [0] * (len(numbers) + 1)
+        for key, born in first.items():
+            size = self._size[key[:2]]
+            changes[born] += size
+            if key[2] or key[:2] not in self._results:
+                changes[last[key] + 1] -= size
+        return Curve([self._held + alive for alive in itertools.accumulate(changes[:-1])], numbers)
+
+    def _ops(self, dropped: set[int]) -> Iterator[tuple[int, int, list[tuple[int, int, bool]]]]:
+        """Per op that would run: where it stands, which op it is, and the storages it touches, each own or a copy's."""
+        copied: set[int] = set()
+        lies_in_copy: dict[tuple[int, bool], bool] = {}  # per value or copy of it, whether its storage is a copy's
+
+        def touched(op: int, is_copy: bool) -> list[tuple[int, int, bool]]:
+            takes_copies = self._backward[op] or is_copy
+            taken = [value for value in self._operands[op] if not is_copy or value not in self._elsewhere]
+            values = [(value, takes_copies and value in copied) for value in taken]
+            base = self._base[op]
+            lies_in_copy[op, is_copy] = (
+                is_copy if base is None else lies_in_copy.get((base, takes_copies and base in copied), False)
+            )
+            return [
+                (maker, index, lies_in_copy[value])
+                for value in [(op, is_copy), *values]
+                for maker, index in self._parts[value[0]]
+            ]
+
+        unused = self._unused(dropped)
+        for number in range(len(self.nodes)):
+            if self._backward[number]:
+                missing = self._missing(number, dropped, copied)
+                copied |= missing
+                for copy in sorted(missing):
+                    yield number, copy, touched(copy, True)
+            if number not in unused:
+                yield number, number, touched(number, False)
+
+    def _unused(self, dropped: set[int]) -> set[int]:
+        """What nothing takes any more, now that the backward takes copies."""
+        unused: set[int] = set()
+        for number in sorted(dropped, reverse=True):
+            users = self._users[number]
+            if number not in self._outputs and all(self._backward[user] or user in unused for user in users):
+                unused.add(number)
+        return unused
+
+    def _missing(self, number: int, dropped: set[int], copied: set[int]) -> set[int]:
+        missing: set[int] = set()
+        pending = self._operands[number][:]
+        while pending:
+            value = pending.pop()
+            if value in dropped and value not in copied and value not in missing:
+                missing.add(value)
+                pending += self._operands[value]
+        return missing
+
+    # --- a part of it ---
+
+    def survey(self, members: Sequence[int], dropped: Collection[int]) -> Survey:
+        """When the values of a part of the forward live, and what is computed again, if some of them are dropped.
+
+        Args:
+            members: numbers of forward ops, in order; values from elsewhere count as kept anyway.
+            dropped: those of them that are dropped.
+        """
+        inside, again = set(members), set(dropped)
+        needed = self._needed(members, again)
+        spans: dict[tuple[Part, bool], list[int]] = {}
+        for value in members:
+            uses = [user for user in self._users[value] if not self._backward[user]]
+            for part in self._parts[value]:
+                if part[0] not in inside:
+                    continue
+                end = len(self.nodes) if part in self._results else max(uses, default=value)
+                _widen(spans, (part, False), part[0], end)
+                if value in needed:
+                    is_copy = value in again and part[0] in again
+                    start = needed.get(part[0], needed[value])[0] if is_copy else part[0]
+                    _widen(spans, (part, is_copy), start, needed[value][1])
+        intervals = tuple((start, end, self._size[part]) for (part, _), (start, end) in spans.items())
+        return Survey(intervals, sum(work(self.nodes[value], self.mesh) for value in again if value in needed))
+
+    def _needed(self, members: Sequence[int], again: set[int]) -> dict[int, tuple[int, int]]:
+        """The first and the last op of the backward at which each value, or its copy, is needed."""
+        needed: dict[int, tuple[int, int]] = {}
+        for value in reversed(members):
+            uses = [user for user in self._users[value] if self._backward[user]]
+            uses += [needed[user][0] for user in self._users[value] if user in again and user in needed]
+            if uses:
+                needed[value] = (min(uses), max(uses))
+        return needed
+
+
+def _widen(spans: dict[tuple[Part, bool], list[int]], key: tuple[Part, bool], start: int, end: int) -> None:
+    span = spans.setdefault(key, [start, end])
+    span[0], span[1] = min(span[0], start), max(span[1], end)

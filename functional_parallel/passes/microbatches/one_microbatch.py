@@ -1,0 +1,92 @@
+"""Where the one microbatch of a pipeline ends.
+
+What sums over microbatches add up ends the pipeline, and what follows runs after it. Of several microbatches, every
+value that all share is such a sum. One alone waits for nobody, not even for a batch norm, and a gradient of what was
+computed of the whole batch is whole without a sum. So sums that the microbatch goes on from are dropped here, and
+written where it is left: at the update, at results, and where a value of it meets one that came after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from sharding_specs import P
+
+from ...collectives import State
+from ...ir import Traced, operands_of
+from .rounds import Rounds
+
+__all__ = ["end_one_microbatch"]
+
+
+def end_one_microbatch(traced: Traced, axis: str, in_specs: list[P], out_specs: list[P]) -> None:
+    """Have sums over an axis of one microbatch only where the pipeline ends.
+
+    Args:
+        traced: the graph.
+        axis: the axis of microbatches.
+        in_specs, out_specs: how inputs and results lie.
+    """
+    rounds = Rounds(traced, axis, in_specs)
+    goes_on = _leading_to(traced, lambda node: node in rounds.varying and _state(node, axis) is not State.INVARIANT)
+    for node in list(filter(rounds.is_barrier, traced.nodes)):
+        if any(user in goes_on for user in node.users):
+            traced.replace(node, node.args[0])  # type: ignore[arg-type]
+    _Ends(traced, axis, in_specs).write(out_specs)
+    traced.seal()
+
+
+class _Ends:
+    """Writes the sums that are missing."""
+
+    def __init__(self, traced: Traced, axis: str, in_specs: list[P]) -> None:
+        self.traced, self.axis = traced, axis
+        self.rounds = Rounds(traced, axis, in_specs)
+        self.varying = set(self.rounds.varying)
+        self.of_model = _leading_to(traced, lambda node: bool(node.meta["backward"]))
+        self.sums: dict[fx.Node, fx.Node] = {}
+
+    def write(self, out_specs: list[P]) -> None:
+        after: set[fx.Node] = set()  # the sums, and what follows from them
+        for node in list(self.traced.nodes):
+            if self.rounds.is_barrier(node):
+                after.add(node)
+                continue
+            follows = any(operand in after for operand in operands_of(node))
+            ended = [x for x in operands_of(node) if x in self.varying and (follows or self._is_update(node, x))]
+            for operand in ended:
+                node.replace_input_with(operand, self._sum(operand))
+            if follows or ended:
+                after.add(node)
+                self.varying.discard(node)
+        self.traced.outputs = [
+            self._sum(output) if output in self.varying and self.axis not in spec.axes else output
+            for output, spec in zip(self.traced.outputs, out_specs, strict=True)
+        ]
+
+    def _is_update(self, node: fx.Node, gradient: fx.Node) -> bool:
+        return node not in self.of_model and bool(gradient.meta.get("backward"))
+
+    def _sum(self, value: fx.Node) -> fx.Node:
+        if value not in self.sums:
+            with self.traced.graph.inserting_after(value):
+                total = self.traced.graph.call_function(torch.ops.fp.psum.default, (value, [self.axis], "varying"))
+            total.meta = {**value.meta, "type": value.meta["type"].having([self.axis], State.INVARIANT)}
+            self.sums[value] = total
+        return self.sums[value]
+
+
+def _leading_to(traced: Traced, chosen: Callable[[fx.Node], bool]) -> set[fx.Node]:
+    """The chosen ops, and those that they are computed from."""
+    found: set[fx.Node] = set()
+    for node in reversed(list(traced.nodes)):
+        if chosen(node) or any(user in found for user in node.users):
+            found.add(node)
+    return found
+
+
+def _state(node: fx.Node, axis: str) -> State:
+    return node.meta["type"][axis]  # type: ignore[no-any-return]

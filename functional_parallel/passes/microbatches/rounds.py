@@ -1,0 +1,83 @@
+"""Which values of a program differ by microbatch, and in which round of microbatches an op runs.
+
+A value that needs a sum over all microbatches, as the count of a loss's targets, must wait for all of them. So ops are
+put into rounds: every microbatch passes through one round before any enters the next. Each op runs in the last round
+possible, so the forward stands beside its backward, and only what the sums need runs before.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from sharding_specs import P
+
+from ...ir import Traced, operands_of, primitive_name
+
+__all__ = ["Rounds", "UnrollError", "names_axis"]
+
+CASTS = ("pvary", "pcast")
+
+
+class UnrollError(ValueError):
+    """A program that asks of microbatches what only ranks that run side by side can do."""
+
+
+class Rounds:
+    """The microbatches of a graph that is written over a virtual axis.
+
+    Attributes:
+        varying: the values that differ by microbatch.
+        of: per op, the round that it runs in; a barrier's result is there after its round.
+        last: the last round.
+    """
+
+    def __init__(self, traced: Traced, axis: str, in_specs: list[P]) -> None:
+        self.traced, self.axis = traced, axis
+        self.varying = self._varying(in_specs)
+        self.of, self.last = self._last_rounds()
+
+    def is_barrier(self, node: fx.Node) -> bool:
+        """Whether the op needs all microbatches."""
+        name = primitive_name(node)
+        return name not in (None, "axis_index", "pscatter", *CASTS) and names_axis(node, self.axis)
+
+    def _varying(self, in_specs: list[P]) -> set[fx.Node]:
+        found = {node for node, spec in zip(self.traced.inputs, in_specs, strict=True) if self.axis in spec.axes}
+        for node in self.traced.nodes:
+            if self.is_barrier(node) and primitive_name(node) != "psum_scatter":
+                continue
+            if names_axis(node, self.axis) or any(operand in found for operand in operands_of(node)):
+                found.add(node)
+        return found
+
+    def _last_rounds(self) -> tuple[dict[fx.Node, int], int]:
+        first: dict[fx.Node, int] = {}
+        for node in self.traced.nodes:
+            first[node] = max((self._after(operand, first) for operand in operands_of(node)), default=0)
+        last = max((first[node] for node in first if node in self.varying or self.is_barrier(node)), default=0)
+        found: dict[fx.Node, int] = {}
+        for node in reversed(list(self.traced.nodes)):
+            users = [found[user] for user in node.users if user in found]
+            wanted = min(users, default=last + 1)
+            found[node] = min(wanted - 1, last) if self.is_barrier(node) else wanted
+            if node in self.varying:
+                found[node] = min(found[node], last)
+        return found, last
+
+    def _after(self, node: fx.Node, first: dict[fx.Node, int]) -> int:
+        return first.get(node, 0) + (1 if node in first and self.is_barrier(node) else 0)
+
+
+def names_axis(node: fx.Node, axis: str) -> bool:
+    """Whether an op is a primitive over this axis.
+
+    Raises:
+        UnrollError: when it is over this axis and others at once.
+    """
+    name = primitive_name(node)
+    if name is None:
+        return False
+    axes = node.args[0] if name == "axis_index" else node.args[1]
+    if axis in axes and len(axes) > 1:
+        raise UnrollError(f"{node.meta['source']}: {name} over {tuple(axes)} at once; name {axis!r} apart")
+    return axis in axes

@@ -1,0 +1,98 @@
+"""Into which microbatches a step cuts its batch: equal ones, or where their number does not divide it, unequal ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import optree
+import torch
+
+from sharding_specs import Mesh, P, SpecError, broadcast_specs, local_shape, tree_paths, validate
+
+from ...collectives import Parts
+from ...ir import Aval
+from .unroll import microbatch_dim, shortened
+
+__all__ = ["local_aval", "parts_of"]
+
+
+def parts_of(args: tuple[Any, ...], specs: tuple[Any, ...], mesh: Mesh, virtual: Mapping[str, int]) -> dict[str, Parts]:
+    """Per axis of microbatches, how it cuts, after a check that the arguments lie as their specs say.
+
+    Arguments of several lengths are cut alike: where 5 samples are cut into 2, 2 and 1, then 10 into 4, 4 and 2.
+
+    Args:
+        args: whole arguments.
+        specs: how they lie, the axes of microbatches included.
+        mesh: the mesh, with these axes.
+        virtual: these axes, with the number of microbatches.
+
+    Raises:
+        SpecError: when an argument does not lie so, or there are fewer samples than microbatches.
+    """
+    found = {axis: Parts.of(count, _samples(args, specs, mesh, axis, count)) for axis, count in virtual.items()}
+    uneven = [axis for axis, parts in found.items() if not parts.is_even]
+    advice = (
+        "fp.pad_batch(batch, rows) fills up a batch and says what counts; fp.zero(3, …) pads parameters by itself; an "
+        "argument that is no batch has a layout of its own, as in fp.zero(3, …, batch=(P(), P('data')))"
+    )
+    validate(args, optree.tree_map(lambda spec: spec.without(uneven), specs), mesh, advice=advice)
+    return found
+
+
+def local_aval(leaf: torch.Tensor, spec: P, mesh: Mesh, parts: Mapping[str, Parts]) -> Aval:
+    """A rank's part of a whole tensor, or of such a part a microbatch."""
+    uneven = [axis for axis, each in parts.items() if not each.is_even and axis in spec.axes]
+    # What is given on the meta device is to run elsewhere, and its own choice of kernels is of no interest: attention
+    # would be taken apart.
+    device = torch.get_default_device() if leaf.is_meta else leaf.device
+    aval = Aval(tuple(local_shape(tuple(leaf.shape), spec.without(uneven), mesh)), leaf.dtype, device)
+    for axis in uneven:
+        dim = microbatch_dim(spec, axis, "an argument")
+        aval = shortened(aval, dim, parts[axis].local(aval.shape[dim]))
+    return aval
+
+
+def _samples(args: tuple[Any, ...], specs: tuple[Any, ...], mesh: Mesh, axis: str, count: int) -> int | None:
+    """The samples of a batch that is cut into unequal microbatches."""
+    lengths = _lengths(args, specs, mesh, axis)
+    if all(length % count == 0 for length in lengths.values()):
+        return None
+    samples = math.gcd(*lengths.values())
+    if samples < count:
+        raise SpecError(_too_few(lengths, count, samples))
+    return samples
+
+
+def _lengths(args: tuple[Any, ...], specs: tuple[Any, ...], mesh: Mesh, axis: str) -> dict[str, int]:
+    """By path the length of what the axis cuts, on one rank; nothing if something else is wrong with the specs."""
+    found = {}
+    full = optree.tree_leaves(broadcast_specs(specs, args))
+    for path, leaf, spec in zip(tree_paths(args), optree.tree_leaves(args), full, strict=True):
+        if not isinstance(leaf, torch.Tensor) or axis not in spec.axes:
+            continue
+        dim = next(dim for dim, axes in enumerate(spec.dim_axes()) if axis in axes)
+        others = [name for name in spec.dim_axes()[dim] if name != axis]
+        if dim >= leaf.ndim or len(others) + 1 < len(spec.dims[dim]):
+            return {}
+        length, rest = divmod(leaf.shape[dim], math.prod(mesh.axis_size(name) for name in others))
+        if rest:
+            return {}
+        found[path] = length
+    return found
+
+
+def _too_few(lengths: Mapping[str, int], count: int, samples: int) -> str:
+    listed = ", ".join(f"{path}: {length}" for path, length in lengths.items())
+    if len(set(lengths.values())) == 1:
+        return (
+            f"a batch of {samples} on each rank cannot be cut into {count} microbatches: take {samples} or "
+            f"fewer, or give each rank {count} or more ({listed})"
+        )
+    return (
+        f"arguments of several lengths cannot be cut alike into {count} microbatches ({listed} on each rank): their "
+        f"lengths have {samples} equal pieces in common; take {samples} microbatches or fewer, give lengths that "
+        f"{count} divides, or say with batch= what is not to be cut"
+    )

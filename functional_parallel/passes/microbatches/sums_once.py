@@ -1,0 +1,69 @@
+"""Whether ranks sum once per step, or after every microbatch.
+
+The gradient of a partitioned function is summed over microbatches first and over ranks once. Its value, and the count
+that a mean divides by, come the other way round, as the transforms stand in the chain; there the sums change places.
+ZeRO-2 as published (arXiv 1910.02054 §5.2) reduces gradients after every microbatch: more is sent, and a rank never
+holds more of the sum than its part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from sharding_specs import Mesh
+
+from ...ir import Traced, primitive_name
+from ..base import ProgramPass
+from ..swap import is_cast, let_pass
+
+__all__ = ["ReduceEach", "SumsOnce"]
+
+
+@dataclass(frozen=True)
+class SumsOnce(ProgramPass):
+    """Move sums over ranks behind the sums over microbatches that are made of them; runs before the others are moved.
+
+    Attributes:
+        axis: the axis of microbatches.
+    """
+
+    axis: str
+    name: str = "sums once"
+    order: int = -2
+
+    def run(self, traced: Traced, mesh: Mesh) -> None:
+        for node in list(traced.nodes):
+            if is_total(node, self.axis):
+                while let_pass(traced, node, lambda other: self.axis not in other.args[1]):
+                    pass
+
+
+def is_total(node: fx.Node, axis: str) -> bool:
+    """Whether an op is a sum over microbatches."""
+    return primitive_name(node) == "psum" and list(node.args[1]) == [axis]
+
+
+@dataclass(frozen=True)
+class ReduceEach(ProgramPass):
+    """Move sums over microbatches behind the sums over ranks; runs before microbatches are unrolled.
+
+    Attributes:
+        axis: the axis of microbatches.
+    """
+
+    axis: str
+    name: str = "reduce each microbatch"
+    order: int = -1
+
+    def run(self, traced: Traced, mesh: Mesh) -> None:
+        moved: set[fx.Node] = set()  # behind one sum over ranks, and no further
+
+        def is_passed(node: fx.Node) -> bool:
+            return is_total(node, self.axis) and node.meta["backward"] and node not in moved
+
+        for node in list(traced.nodes):
+            reduces = primitive_name(node) in ("psum", "psum_scatter") and not is_total(node, self.axis)
+            if reduces and let_pass(traced, node, is_passed, through=is_cast):
+                moved.update(node.users)

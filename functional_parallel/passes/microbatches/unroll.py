@@ -1,0 +1,250 @@
+"""Microbatches: a virtual mesh axis, whose ranks one rank plays one after another.
+
+A function partitioned over the axis `microbatch` says, with the types and collectives of any other axis, what each
+microbatch computes alone and what is summed over all. Here that axis is taken out of the program again: the ops of each
+microbatch follow one another, a sum over the axis becomes a running sum, and what does not depend on the microbatch is
+computed once.
+
+In which order ops run, and which of them once, `rounds` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import fx
+
+from sharding_specs import P
+
+from ...collectives import Parts, Type
+from ...ir import Aval, Traced, operands_of, primitive_name
+from .rounds import CASTS, Rounds, UnrollError, names_axis
+
+__all__ = ["UnrollError", "combined_by", "microbatch_dim", "resized", "shortened", "unroll"]
+
+aten = torch.ops.aten
+
+_COMBINE = {
+    "psum": aten.add.Tensor,
+    "psum_scatter": aten.add.Tensor,
+    "pmax": aten.maximum.default,
+    "pmin": aten.minimum.default,
+}
+
+
+def unroll(
+    traced: Traced,
+    axis: str,
+    parts: Parts,
+    in_specs: list[P],
+    out_specs: list[P],
+    replicated: Collection[fx.Node] = (),
+) -> Traced:
+    """Take a virtual axis out of a program.
+
+    Args:
+        traced: the graph at the shapes of one microbatch, with types.
+        axis: the virtual axis.
+        parts: into which microbatches it cuts.
+        in_specs, out_specs: how inputs and results lie, the virtual axis included.
+        replicated: values that do not depend on the microbatch but shall be computed for each anew, so that they need
+            not be kept from one to the next: gathered parameters.
+
+    Returns:
+        A graph without the axis, whose inputs and results hold all microbatches.
+
+    Raises:
+        UnrollError: when an op moves values between microbatches otherwise than by sums, extrema and gathers.
+    """
+    return _Unroll(traced, axis, parts, in_specs, out_specs, set(replicated)).result
+
+
+class _Unroll:
+    def __init__(
+        self, traced: Traced, axis: str, parts: Parts, in_specs: list[P], out_specs: list[P], replicated: set[fx.Node]
+    ) -> None:
+        self.old, self.axis, self.parts, self.size, self.replicated = traced, axis, parts, parts.ranks, replicated
+        self.graph = fx.Graph()
+        self.once: dict[fx.Node, fx.Node] = {}
+        self.own: list[dict[fx.Node, fx.Node]] = [{} for _ in parts]
+        self.result = Traced(self.graph, constants=dict(traced.constants))
+        self.microbatches = Rounds(traced, axis, in_specs)
+        self.varying, self._is_barrier = self.microbatches.varying, self.microbatches.is_barrier
+        self._inputs(in_specs)
+        self._rounds()
+        self.result.outputs = [
+            self._output(output, spec) for output, spec in zip(traced.outputs, out_specs, strict=True)
+        ]
+        self.result.seal()
+        for node in self.graph.nodes:
+            if "type" in node.meta:
+                node.meta["type"] = Type({name: state for name, state in node.meta["type"].items() if name != axis})
+
+    # --- writing the new graph ---
+
+    def _inputs(self, in_specs: list[P]) -> None:
+        for node, spec in zip(self.old.inputs, in_specs, strict=True):
+            new = self.graph.placeholder(node.name)
+            new.meta = dict(node.meta)
+            self.result.inputs.append(new)
+            if node not in self.varying:
+                self.once[node] = new
+                continue
+            dim = microbatch_dim(spec, self.axis, str(node.meta.get("path", node.name)))
+            aval = node.meta["val"]
+            new.meta["val"] = resized(aval, dim, self.parts)
+            for number in range(self.size):
+                bounds = (dim, *self.parts.held(number, aval.shape[dim]))
+                self.own[number][node] = self._write(aten.slice.Tensor, (new, *bounds), node.meta)
+        for node in self.old.graph.nodes:
+            if node.op == "get_attr":
+                new = self.once[node] = self.graph.get_attr(node.target)
+                new.meta = dict(node.meta)
+
+    def _rounds(self) -> None:
+        rounds = self.microbatches.of
+        by_round: dict[int, list[fx.Node]] = {}
+        for node in self.old.nodes:
+            by_round.setdefault(rounds[node], []).append(node)
+        for number in sorted(by_round):
+            for node in by_round[number]:
+                if node not in self.varying and not self._is_barrier(node):
+                    self._copy_once(node)
+            members = [node for node in by_round[number] if node in self.varying or self._is_barrier(node)]
+            for microbatch in range(self.size):
+                for node in members:
+                    self._copy_own(node, microbatch)
+            for node in members:
+                if self._is_barrier(node):
+                    self._close(node)
+
+    def _copy_once(self, node: fx.Node) -> fx.Node:
+        if node not in self.once:
+            for operand in operands_of(node):
+                if operand not in self.once:
+                    self._copy_once(operand)
+            self.once[node] = self._copy(node, self.once)
+        return self.once[node]
+
+    def _copy_own(self, node: fx.Node, microbatch: int) -> None:
+        own = self.own[microbatch]
+        for operand in operands_of(node):
+            self._provide(operand, microbatch)
+        name = primitive_name(node)
+        if self._is_barrier(node):
+            self._accumulate(node, microbatch)
+        elif name == "axis_index" and names_axis(node, self.axis):
+            own[node] = self._constant(torch.tensor(microbatch), node)
+        elif name in CASTS and names_axis(node, self.axis):
+            own[node] = own[node.args[0]]
+        elif name == "pscatter" and names_axis(node, self.axis):
+            own[node] = self._part(own[node.args[0]], node, microbatch)
+        else:
+            own[node] = self._copy(node, own)
+
+    def _provide(self, value: fx.Node, microbatch: int) -> None:
+        """Have a value at hand for one microbatch."""
+        own = self.own[microbatch]
+        if value in own:
+            return
+        if value in self.replicated:
+            for operand in operands_of(value):
+                self._provide(operand, microbatch)
+            own[value] = self._copy(value, own)
+        else:
+            own[value] = self._copy_once(value) if value.op == "call_function" else self.once[value]
+
+    def _accumulate(self, node: fx.Node, microbatch: int) -> None:
+        combine = combined_by(node, self.axis)
+        if combine is None:
+            return
+        value = self.own[microbatch][node.args[0]]
+        meta = {**node.meta, "val": value.meta["val"]}
+        self.once[node] = value if microbatch == 0 else self._write(combine, (self.once[node], value), meta)
+
+    def _close(self, node: fx.Node) -> None:
+        """What each microbatch gets of a barrier's result, once all have passed."""
+        name = primitive_name(node)
+        if name == "all_gather":
+            parts = [own[node.args[0]] for own in self.own]
+            self.once[node] = self._write(aten.cat.default, (parts, node.args[2]), node.meta)
+        elif name == "psum_scatter":
+            for microbatch, own in enumerate(self.own):
+                own[node] = self._part(self.once[node], node, microbatch)
+
+    def _part(self, value: fx.Node, node: fx.Node, microbatch: int) -> fx.Node:
+        dim, length = node.args[2], node.meta["val"].shape[node.args[2]]
+        return self._write(aten.slice.Tensor, (value, dim, microbatch * length, (microbatch + 1) * length), node.meta)
+
+    def _constant(self, value: torch.Tensor, node: fx.Node) -> fx.Node:
+        name = f"microbatch_{int(value)}"
+        self.result.constants[name] = value
+        new = self.graph.get_attr(name)
+        new.meta = dict(node.meta)
+        return new
+
+    def _copy(self, node: fx.Node, values: dict[fx.Node, fx.Node]) -> fx.Node:
+        new = self.graph.node_copy(node, lambda a: values[a] if a in values else self.once[a])
+        new.meta = dict(node.meta)
+        return new
+
+    def _write(self, target: Any, args: tuple[Any, ...], meta: dict[str, Any]) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        node.meta = {"backward": False, "no_grad": False, "source": None, **meta}
+        return node
+
+    def _output(self, output: Any, spec: P) -> Any:
+        if not isinstance(output, fx.Node):
+            return output
+        if self.axis not in spec.axes:
+            return self._copy_once(output) if output.op == "call_function" else self.once[output]
+        dim = microbatch_dim(spec, self.axis, "a result")
+        aval = output.meta["val"]
+        for number in range(self.size):  # one that is the same for every microbatch has each its copy of
+            self._provide(output, number)
+        parts = [self._own_part(own[output], dim, number, output.meta) for number, own in enumerate(self.own)]
+        return self._write(aten.cat.default, (parts, dim), {**output.meta, "val": resized(aval, dim, self.parts)})
+
+    def _own_part(self, value: fx.Node, dim: int, microbatch: int, meta: dict[str, Any]) -> fx.Node:
+        """Of a microbatch's result what no other microbatch before it has."""
+        extent = meta["val"].shape[dim]
+        begin, end = self.parts.own(microbatch, extent)
+        if begin == 0:
+            return value
+        aval = shortened(meta["val"], dim, end - begin)
+        return self._write(aten.slice.Tensor, (value, dim, begin, end), {**meta, "val": aval})
+
+
+def microbatch_dim(spec: P, axis: str, where: str) -> int:
+    """The dim of an input or a result that holds the microbatches."""
+    for dim, factors in enumerate(spec.dims):
+        if axis in factors:
+            if any(isinstance(factor, int) for factor in factors[: factors.index(axis)]):
+                raise UnrollError(f"{where}: {spec!r} splits an inner factor of dim {dim} into microbatches")
+            return dim
+    raise UnrollError(f"{where}: {spec!r} does not say which dim holds the microbatches")
+
+
+def combined_by(node: fx.Node, axis: str) -> Any:
+    """The op that joins two microbatches' operands of a barrier; None where they are laid side by side."""
+    name = primitive_name(node)
+    if name == "all_gather":
+        return None
+    if name not in _COMBINE:
+        raise UnrollError(
+            f"{node.meta['source']}: {name} over {axis!r} moves values between microbatches, which run one "
+            "after another; split the batch over an axis of the mesh instead"
+        )
+    return _COMBINE[name]
+
+
+def resized(aval: Aval, dim: int, parts: Parts) -> Aval:
+    """All microbatches together, from one."""
+    return shortened(aval, dim, parts.whole(aval.shape[dim]))
+
+
+def shortened(aval: Aval, dim: int, length: int) -> Aval:
+    """The same with another length of a dim."""
+    return Aval((*aval.shape[:dim], length, *aval.shape[dim + 1 :]), aval.dtype, aval.device)

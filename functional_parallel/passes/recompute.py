@@ -1,0 +1,61 @@
+"""Computing a forward value again for the backward, instead of keeping it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from torch import fx
+
+from ..ir import Traced, operands_of
+
+__all__ = ["forward_nodes", "recompute"]
+
+
+def forward_nodes(traced: Traced) -> list[fx.Node]:
+    """The ops of the forward: neither backward, nor what follows from the backward, as an optimizer's update does."""
+    later: set[fx.Node] = set()
+    found = []
+    for node in traced.nodes:
+        if node.meta["backward"] or any(operand in later for operand in operands_of(node)):
+            later.add(node)
+        else:
+            found.append(node)
+    return found
+
+
+def recompute(
+    traced: Traced, dropped: Collection[fx.Node], instead: Mapping[tuple[fx.Node, fx.Node], fx.Node] | None = None
+) -> None:
+    """Let the backward use copies of forward values, each computed just before its first use there.
+
+    Args:
+        traced: the graph, changed in place.
+        dropped: forward nodes not to be kept; whatever they need and is not dropped itself is kept.
+        instead: per dropped node and operand of it, what its copy takes in the place of that, and is there already.
+    """
+    dropped, instead = set(dropped), instead or {}
+    position = {node: index for index, node in enumerate(traced.graph.nodes)}
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in list(traced.nodes):
+        if not node.meta["backward"]:
+            continue
+        for needed in sorted(_missing(node, dropped, copies), key=position.__getitem__):
+            with traced.graph.inserting_before(node):
+                taken = {a: copies.get(a, instead.get((needed, a), a)) for a in operands_of(needed)}
+                copy = copies[needed] = traced.graph.node_copy(needed, taken.__getitem__)
+            copy.meta = {**needed.meta, "backward": True, "recomputed": True, "forward": needed}
+        for operand in operands_of(node):
+            if operand in copies:
+                node.replace_input_with(operand, copies[operand])
+
+
+def _missing(node: fx.Node, dropped: set[fx.Node], copies: dict[fx.Node, fx.Node]) -> set[fx.Node]:
+    """The dropped values that an op needs, directly or through one another, and that have no copy yet."""
+    missing: set[fx.Node] = set()
+    pending = operands_of(node)
+    while pending:
+        value = pending.pop()
+        if value in dropped and value not in copies and value not in missing:
+            missing.add(value)
+            pending += operands_of(value)
+    return missing

@@ -1,0 +1,142 @@
+"""The type in which gradients of parameters are summed over ranks.
+
+Where a partitioned function casts a parameter and only then lets it meet what varies, the sum of its gradient comes
+before the transpose of that cast, in the narrow type. Here the cast goes before the sums: over uses of the parameter,
+over microbatches, over ranks. Sums over ranks, and they alone, are narrowed again if the plan asks for that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from sharding_specs import Mesh
+
+from ..ir import Traced, primitive_name
+from .base import ProgramPass
+from .linear import is_linear
+
+__all__ = ["ReduceIn"]
+
+aten = torch.ops.aten
+
+_SUMS = ("psum", "psum_scatter")
+
+
+@dataclass(frozen=True)
+class ReduceIn(ProgramPass):
+    """Sum gradients of parameters over ranks in one type.
+
+    Attributes:
+        dtype: float32 for the type of the parameters themselves, or a narrower one.
+    """
+
+    dtype: torch.dtype
+    name: str = "reduction types"
+    order: int = -1
+
+    def run(self, traced: Traced, mesh: Mesh) -> None:
+        reached: set[fx.Node] = set()
+        for cast in list(traced.nodes):
+            if not _widens_a_gradient(cast):
+                continue
+            starts = _cast_before_sums(traced, cast)
+            if self.dtype.itemsize < 4:
+                for start in starts:
+                    self._narrow_sums_after(traced, start, reached)
+                    self._narrow_sums_before(traced, start)
+
+    def _narrow_sums_after(self, traced: Traced, start: fx.Node, reached: set[fx.Node]) -> None:
+        """`reached`: gradients that were met; several end to end go on together once all of them were."""
+        pending = [start]
+        for node in pending:
+            reached.add(node)
+            for user in list(node.users):
+                if primitive_name(user) in _SUMS and user.meta["val"].dtype == start.meta["val"].dtype:
+                    pending.append(self._narrow(traced, user))
+                elif is_linear(user) or _is_sum_of_two(user) or _is_end_to_end(user, reached):
+                    pending.append(user)
+
+    def _narrow_sums_before(self, traced: Traced, start: fx.Node) -> None:
+        """The sum of a gradient that an island left wide, and that is rounded after it."""
+        rounding = start.args[0]
+        if rounding.target is aten._to_copy.default and rounding.args[0].meta["val"].dtype == start.meta["val"].dtype:
+            for node in _chain(rounding):
+                if primitive_name(node) in _SUMS:
+                    self._narrow(traced, node)
+
+    def _narrow(self, traced: Traced, total: fx.Node) -> fx.Node:
+        """Send a sum's operand narrow, and widen its result."""
+        operand, wide = total.args[0], total.meta["val"]
+        with traced.graph.inserting_before(total):
+            narrow = _source_of_cast(operand, self.dtype) or _to(traced, operand, self.dtype, operand)
+        total.args = (narrow, *total.args[1:])
+        with traced.graph.inserting_after(total):
+            result = _to(traced, total, wide.dtype, total)
+        total.meta["val"] = replace(wide, dtype=self.dtype)
+        total.replace_all_uses_with(result, delete_user_cb=lambda user: user is not result)
+        traced.outputs = [result if output is total else output for output in traced.outputs]
+        return result
+
+
+def _widens_a_gradient(node: fx.Node) -> bool:
+    """Whether a node is the transpose of the cast of a parameter."""
+    source = node.meta["source"]
+    if node.target is not aten._to_copy.default or not node.meta["backward"] or source is None:
+        return False
+    return source.casts_parameters and node.args[0].meta["val"].dtype.itemsize < node.meta["val"].dtype.itemsize
+
+
+def _cast_before_sums(traced: Traced, cast: fx.Node) -> list[fx.Node]:
+    """Move a widening cast towards where the gradient is computed, before all sums; the casts in its place."""
+    chain = _chain(cast)
+    if not any(primitive_name(node) in _SUMS or _is_sum_of_two(node) for node in chain):
+        return [cast]
+    wide, moved = cast.meta["val"].dtype, []
+    for node in chain:
+        node.meta["val"] = replace(node.meta["val"], dtype=wide)
+    for node in chain:
+        for operand in {each: None for each in node.all_input_nodes if each not in chain}:
+            with traced.graph.inserting_before(node):
+                moved.append(_to(traced, operand, wide, cast))
+            node.replace_input_with(operand, moved[-1])
+    cast.replace_all_uses_with(cast.args[0])
+    traced.outputs = [cast.args[0] if output is cast else output for output in traced.outputs]
+    traced.graph.erase_node(cast)
+    return moved
+
+
+def _chain(cast: fx.Node) -> list[fx.Node]:
+    """The linear ops that lead to a cast and to nothing else."""
+    found = []
+    pending = [cast.args[0]]
+    for node in pending:
+        only = node.op == "call_function" and len(node.users) == 1 and node.meta["backward"]
+        if only and (is_linear(node) or _is_sum_of_two(node) or primitive_name(node) in _SUMS):
+            found.append(node)
+            pending += node.args[:2] if _is_sum_of_two(node) else node.args[:1]
+    return found
+
+
+def _is_sum_of_two(node: fx.Node) -> bool:
+    both = node.target is aten.add.Tensor and all(isinstance(arg, fx.Node) for arg in node.args) and not node.kwargs
+    return both and len({arg.meta["val"] for arg in node.args}) == 1
+
+
+def _is_end_to_end(node: fx.Node, parts: set[fx.Node]) -> bool:
+    return node.target is aten.cat.default and all(part in parts for part in node.args[0])
+
+
+def _source_of_cast(node: fx.Node, dtype: torch.dtype) -> fx.Node | None:
+    """What a value was cast from, if it had that type."""
+    if node.target is aten._to_copy.default and node.args[0].meta["val"].dtype == dtype:
+        return node.args[0]
+    return None
+
+
+def _to(traced: Traced, value: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
+    node = traced.graph.call_function(aten._to_copy.default, (value,), {"dtype": dtype})
+    node.meta = {**like.meta, "type": value.meta.get("type"), "val": replace(value.meta["val"], dtype=dtype)}
+    return node

@@ -1,0 +1,53 @@
+"""Gradients are reduced as soon as they are ready, not when something asks for the sum.
+
+That frees a gradient that is scattered, and lets a runtime with asynchronous collectives reduce the gradients of the
+last layers while the backward goes on to the first ones. After a pipeline all of them are there, and travel first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from sharding_specs import Mesh
+
+from ..ir import Traced, primitive_name
+from .base import ProgramPass
+
+__all__ = ["Reductions"]
+
+
+@dataclass(frozen=True)
+class Reductions(ProgramPass):
+    """Move every sum of a gradient to where the gradient is computed."""
+
+    name: str = "reductions"
+    order: int = 2
+
+    def run(self, traced: Traced, mesh: Mesh) -> None:
+        first = list(traced.inputs)  # and after them the sums of those of them that are gradients
+        for node in list(traced.nodes):
+            if primitive_name(node) not in ("psum", "psum_scatter") or not node.args[0].meta["backward"]:
+                continue
+            gradient, chain = _cast_on_the_way(node)
+            if gradient.op == "get_attr":
+                continue
+            if gradient.op == "placeholder":
+                _put_after(first[-1], chain)
+                first.append(node)
+            else:
+                _put_after(gradient, chain)
+
+
+def _put_after(node: fx.Node, chain: list[fx.Node]) -> None:
+    for each in reversed(chain):
+        node.append(each)
+
+
+def _cast_on_the_way(total: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    """The gradient that is summed, and the ops from it to its sum."""
+    chain = [total]
+    while primitive_name(chain[0].args[0]) == "pcast":
+        chain.insert(0, chain[0].args[0])
+    return chain[0].args[0], chain

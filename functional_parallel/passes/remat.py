@@ -1,0 +1,135 @@
+"""Rematerialisation: which forward values the backward computes again instead of keeping."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from sharding_specs import Mesh
+
+from ..ir import Traced, operands_of
+from .base import ProgramPass
+from .groups import Layers, made_of_parameters
+from .recompute import forward_nodes, recompute
+
+__all__ = ["Marked", "Remat", "attention_cores", "inside"]
+
+aten = torch.ops.aten
+
+_PRODUCTS = {aten.bmm.default, aten.mm.default, aten.baddbmm.default, aten.addmm.default}
+
+
+@dataclass(frozen=True)
+class Remat(ProgramPass):
+    """Recompute by a policy; see `fp.remat`."""
+
+    policy: str | Callable[[fx.Node], bool] = "layers"
+    every: int = 1
+    where: str = "*"
+    name: str = "remat"
+    order: int = 0
+
+    def run(self, traced: Traced, mesh: Mesh) -> None:
+        forward = forward_nodes(traced)
+        if callable(self.policy):
+            dropped = {node for node in forward if not self.policy(node)}
+        elif self.policy == "nothing":
+            dropped = set(forward)
+        elif self.policy == "attention":
+            dropped = attention_cores(forward)
+        else:
+            dropped = self._layers(traced, forward)
+        recompute(traced, dropped)
+
+    def _layers(self, traced: Traced, forward: list[fx.Node]) -> set[fx.Node]:
+        layers = Layers.find(traced, forward)
+        segments: dict[int, Hashable] = {}
+        counts: dict[str, int] = defaultdict(int)
+        for index, name in enumerate(layers.names):
+            if layers.is_numbered(index) and fnmatch.fnmatch(name, f"*{self.where}"):
+                stem = layers.stem(index)
+                segments[index] = (stem, counts[stem] // self.every)
+                counts[stem] += 1
+        return inside(forward, {node: segments.get(layer) for node, layer in layers.of.items()})
+
+
+@dataclass(frozen=True)
+class Marked(ProgramPass):
+    """Recompute what `fp.recompute` marks in model code."""
+
+    name: str = "recompute"
+    order: int = 0
+
+    def run(self, traced: Traced, mesh: Mesh) -> None:
+        forward = forward_nodes(traced)
+        regions = {node: node.meta["source"].region if node.meta["source"] else None for node in forward}
+        if any(region is not None for region in regions.values()):
+            recompute(traced, inside(forward, regions))
+
+
+def inside(forward: Sequence[fx.Node], segments: Mapping[fx.Node, Hashable]) -> set[fx.Node]:
+    """The values of segments that no other part of the forward takes, or that follow from those without parameters."""
+    members = set(forward)
+    dropped: set[fx.Node] = set()
+    weights = made_of_parameters(forward)
+    for node in forward:
+        segment = segments[node]
+        if segment is None:
+            continue
+        leaves = any(user in members and segments[user] != segment for user in node.users)
+        if not leaves or _follows_from_kept(node, segment, segments, dropped, weights):
+            dropped.add(node)
+    return dropped
+
+
+def _follows_from_kept(
+    node: fx.Node,
+    segment: Hashable,
+    segments: Mapping[fx.Node, Hashable],
+    dropped: set[fx.Node],
+    weights: set[fx.Node],
+) -> bool:
+    """Whether a value takes no parameter to compute from kept values of its own segment.
+
+    A norm's statistics follow from the layer's result before them, though the norm's weight is the next layer's.
+    """
+    pending, seen, own = operands_of(node), set(), False
+    while pending:
+        value = pending.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        if value in weights:
+            return False
+        if value in dropped:
+            pending += operands_of(value)
+        else:
+            own = own or segments.get(value) == segment
+    return own
+
+
+def attention_cores(forward: Collection[fx.Node]) -> set[fx.Node]:
+    """Between a query's product with keys and the probabilities' product with values (arXiv 2205.05198 §5)."""
+    members = set(forward)
+    cores: set[fx.Node] = set()
+    for softmax in forward:
+        if softmax.target is not aten._softmax.default:
+            continue
+        before, after = [softmax], [user for user in softmax.users if user in members]
+        while before:
+            node = before.pop()
+            if node in members and node not in cores:
+                cores.add(node)
+                if node.target not in _PRODUCTS:
+                    before += operands_of(node)
+        while after:
+            node = after.pop()
+            if node.target not in _PRODUCTS and node not in cores:
+                cores.add(node)
+                after += [user for user in node.users if user in members]
+    return cores

@@ -1,0 +1,62 @@
+"""A gradient that several data axes sum is scattered before it is summed whole: ranks send shards of it, not all of it.
+
+Where parameters are sharded over one axis and replicated over another (HSDP, arXiv 2304.11277 §3.2), the transposes of
+the two transforms come in the order of the chain: the sum over replicas of the whole gradient, then the reduce-scatter.
+Both are sums, so they can change places, and what replicas then sum is one rank's part. Sums over two axes that scatter
+nothing go from the mesh's innermost axis outwards, so that every ZeRO stage adds up in the same order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from sharding_specs import Mesh
+
+from ..ir import Traced, primitive_name
+from .base import ProgramPass
+from .swap import let_pass
+
+__all__ = ["ShardsFirst"]
+
+
+@dataclass(frozen=True)
+class ShardsFirst(ProgramPass):
+    """Move sums over some axes behind the reduce-scatters over others.
+
+    Attributes:
+        axes: the axes that split the batch.
+    """
+
+    axes: tuple[str, ...]
+    name: str = "shards first"
+    order: int = -2
+
+    def run(self, traced: Traced, mesh: Mesh) -> None:
+        moved = True
+        while moved:  # with three axes a sum has two reductions to pass
+            moved = any([self._let_pass(traced, mesh, node) for node in list(traced.nodes)])
+
+    def _let_pass(self, traced: Traced, mesh: Mesh, reduction: fx.Node) -> bool:
+        name = primitive_name(reduction)
+        if name not in ("psum", "psum_scatter") or not self._is_ours(reduction):
+            return False
+
+        def is_passed(node: fx.Node) -> bool:
+            if not (self._is_ours(node) and node.meta["backward"]):
+                return False
+            return name == "psum_scatter" or _is_inside(reduction, node, mesh)
+
+        ahead = let_pass(traced, reduction, is_passed)
+        for node in ahead:  # an optimizer's reduce-scatter becomes part of the backward
+            node.meta["backward"] = True
+        return bool(ahead)
+
+    def _is_ours(self, node: fx.Node) -> bool:
+        return set(node.args[1]) <= set(self.axes)
+
+
+def _is_inside(node: fx.Node, other: fx.Node, mesh: Mesh) -> bool:
+    """Whether the axes of one reduction lie inside those of another."""
+    return min(map(mesh.axis_names.index, node.args[1])) > max(map(mesh.axis_names.index, other.args[1]))

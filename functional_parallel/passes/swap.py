@@ -1,0 +1,95 @@
+"""Two sums, one after the other, change places: the sum of sums over other axes is the same sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from ..ir import Traced, primitive_name
+from .linear import is_linear
+
+__all__ = ["is_cast", "let_pass"]
+
+aten = torch.ops.aten
+
+
+def is_cast(node: fx.Node) -> bool:
+    """Whether an op casts to another type of numbers."""
+    return node.target is aten._to_copy.default
+
+
+def _widens(node: fx.Node) -> bool:
+    """Whether an op casts to a type in which a sum is the more exact."""
+    return (
+        is_cast(node)
+        and node.meta["val"].dtype.is_floating_point
+        and node.meta["val"].dtype.itemsize > node.args[0].meta["val"].dtype.itemsize
+    )
+
+
+def let_pass(
+    traced: Traced,
+    reduction: fx.Node,
+    is_passed: Callable[[fx.Node], bool],
+    through: Callable[[fx.Node], bool] = _widens,
+) -> list[fx.Node]:
+    """Move a psum or psum_scatter before the psums of which it is made by linear ops alone, if it is of nothing else.
+
+    Args:
+        traced: the graph.
+        reduction: what is moved forward; of several psums, laid end to end, one is left behind it.
+        is_passed: whether a psum is one of these; they are all over the same axes.
+        through: which casts may stand between.
+
+    Returns:
+        What now comes before the sum: the reduction, and the ops that stood between; none if it was not moved.
+    """
+    sums, path = _sums_before(reduction, is_passed, through)
+    if not sums:
+        return []
+    _swap(traced, sums, [*path, reduction])
+    return [*path, reduction]
+
+
+def _sums_before(
+    reduction: fx.Node, is_passed: Callable[[fx.Node], bool], through: Callable[[fx.Node], bool]
+) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The psums that a reduction is made of, and the ops between; none if it is made of something else too."""
+    sums: list[fx.Node] = []
+    path: list[fx.Node] = []
+    pending = [reduction.args[0]]
+    for node in pending:
+        if node.op != "call_function" or len(node.users) > 1:
+            return [], []
+        if primitive_name(node) == "psum" and is_passed(node):
+            sums.append(node)
+            continue
+        path.append(node)
+        if node.target is aten.cat.default:  # gradients end to end
+            pending += node.args[0]
+        elif is_linear(node) or through(node):
+            pending.append(node.args[0])
+        else:
+            return [], []
+    alike = len({(tuple(node.args[1]), *node.args[2:], node.args[0].meta["type"]) for node in sums}) == 1
+    casts = {axis for node in path if primitive_name(node) == "pcast" for axis in node.args[1]}
+    return (sums, path) if alike and not casts.intersection(sums[0].args[1]) else ([], [])
+
+
+def _swap(traced: Traced, sums: list[fx.Node], ahead: list[fx.Node]) -> None:
+    """Leave one of several sums, behind what goes ahead of them; the last of that is the reduction."""
+    reduction, axes, last = ahead[-1], tuple(sums[0].args[1]), sums[0]
+    state = last.args[0].meta["type"][axes[0]]
+    for node in sums:
+        node.replace_all_uses_with(node.args[0])
+    for node in sums[1:]:
+        traced.graph.erase_node(node)
+    reduction.append(last)
+    reduction.replace_all_uses_with(last)
+    traced.outputs = [last if output is reduction else output for output in traced.outputs]
+    last.args = (reduction, *last.args[1:])
+    last.meta.update(val=reduction.meta["val"], type=reduction.meta["type"])
+    for node in ahead:
+        node.meta["type"] = node.meta["type"].having(axes, state)

@@ -1,0 +1,100 @@
+"""Gradients of weights are computed the way round in which they are wanted.
+
+The gradient of `x @ w.T` is traced as `(x.T @ dy).T`, a product followed by a view that turns it. Whatever then reads
+it in order, a bucket or an optimizer, would walk through memory crosswise. `dy.T @ x` is the same product in its place;
+eager autograd chooses it too, by the strides of the weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from sharding_specs import Mesh
+
+from ..ir import Traced, primitive_name
+from .base import ProgramPass
+
+__all__ = ["Turned"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Turned(ProgramPass):
+    """Let `(a @ b).T` be `b.T @ a.T`, through the casts, sums and collectives between the product and the turn."""
+
+    name: str = "turned"
+    order: int = 1
+
+    def run(self, traced: Traced, mesh: Mesh) -> None:
+        for node in list(traced.nodes):
+            if not (_turns(node) and node.meta["backward"]):
+                continue
+            source = node.args[0]
+            if source.op == "call_function" and _turns(source):
+                traced.replace(node, by=source.args[0])
+            elif any(not _turns(user) for user in node.users) and _can_turn(source, traced.outputs):
+                _turn(traced.graph, source)
+                traced.replace(node, by=source)
+
+
+def _turns(node: fx.Node) -> bool:
+    """Whether the op exchanges the dims of a matrix."""
+    if node.target is aten.t.default:
+        return len(node.meta["val"].shape) == 2
+    if node.target is aten.permute.default:
+        return [dim % 2 for dim in node.args[1]] == [1, 0] and len(node.args[1]) == 2
+    return node.target is aten.transpose.int and len(node.meta["val"].shape) == 2 and _are_different(*node.args[1:3])
+
+
+def _are_different(a: int, b: int) -> bool:
+    return a % 2 != b % 2
+
+
+def _can_turn(node: fx.Node, outputs: list[object]) -> bool:
+    """Whether nothing but one user sees how the value lies, and its op can as well make it the other way round."""
+    if node.op != "call_function" or len(node.users) != 1 or node in outputs:
+        return False
+    if node.target is aten.mm.default:
+        return True
+    if node.target is aten.add.Tensor:
+        return all(
+            isinstance(each, fx.Node)
+            and each.meta["val"].shape == node.meta["val"].shape
+            and each not in node.args[:index]
+            and _can_turn(each, outputs)
+            for index, each in enumerate(node.args)
+        )
+    return _is_through(node) and _can_turn(node.args[0], outputs)
+
+
+def _is_through(node: fx.Node) -> bool:
+    return primitive_name(node) in ("pcast", "psum", "psum_scatter") or node.target is aten._to_copy.default
+
+
+def _turn(graph: fx.Graph, node: fx.Node) -> None:
+    """Turn a value where it is computed, in place."""
+    node.meta["val"] = replace(node.meta["val"], shape=node.meta["val"].shape[::-1])
+    if node.target is aten.mm.default:
+        with graph.inserting_before(node):
+            a, b = (_turned(graph, each) for each in node.args)
+        node.args = (b, a)
+        return
+    for each in node.args:
+        if isinstance(each, fx.Node):
+            _turn(graph, each)
+    if primitive_name(node) == "psum_scatter":
+        node.args = (*node.args[:2], 1 - node.args[2], *node.args[3:])
+
+
+def _turned(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """An operand's other way round: what it was turned from, where it was."""
+    if node.op == "call_function" and _turns(node):
+        return node.args[0]
+    view = graph.call_function(aten.t.default, (node,))
+    view.meta = {**node.meta, "val": replace(node.meta["val"], shape=node.meta["val"].shape[::-1])}
+    view.meta["backward"] = True
+    return view

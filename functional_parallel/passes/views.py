@@ -1,0 +1,128 @@
+"""Chains of views as one view, or none: `einsum` and linear layers turn each operand round several times.
+
+A chain of permutations and of dims of size one is an arrangement: which dim of the first tensor stands where, with
+ones in between. Whatever arrangement a chain ends in takes one op at most; and a view of a view is a view.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from ..ir import Traced
+
+__all__ = ["fuse_views"]
+
+aten = torch.ops.aten
+
+_VIEWS = {aten.view.default, aten._unsafe_view.default}
+
+
+@dataclass(frozen=True)
+class _Arrangement:
+    """A view of `base`: per dim, the dim of the base that stands there, or None for one of size one."""
+
+    base: fx.Node
+    dims: tuple[int | None, ...]
+
+
+def fuse_views(traced: Traced) -> Traced:
+    """Rewrite every chain of permutations, squeezes and the like, in place.
+
+    Args:
+        traced: the graph; its outputs follow.
+
+    Returns:
+        The same object, sealed again.
+    """
+    found: dict[fx.Node, _Arrangement] = {}
+    undone: dict[fx.Node, fx.Node] = {}
+    for node in list(traced.nodes):
+        if node.target in _VIEWS and node.args[0].target in _VIEWS:
+            node.args = (node.args[0].args[0], *node.args[1:])
+        arrangement = _arrangement(node, found)
+        if arrangement is None:
+            continue
+        base = arrangement.base
+        if _is_in_order(arrangement) and base.meta["val"].shape == node.meta["val"].shape:
+            node.replace_all_uses_with(base)
+            undone[node] = base
+            continue
+        found[node] = arrangement
+        if node.args[0] is not base:
+            _write(node, arrangement)
+    traced.outputs = [undone.get(out, out) if isinstance(out, fx.Node) else out for out in traced.outputs]
+    traced.seal()
+    return traced
+
+
+def _arrangement(node: fx.Node, found: dict[fx.Node, _Arrangement]) -> _Arrangement | None:
+    if node.target not in _ARRANGE:
+        return None
+    source = node.args[0]
+    before = found.get(source) or _Arrangement(source, _dims(tuple(range(source.meta["val"].ndim)), source))
+    dims = _ARRANGE[node.target](before.dims, node)
+    return None if dims is None else _Arrangement(before.base, dims)
+
+
+def _dims(dims: tuple[int | None, ...], base: fx.Node) -> tuple[int | None, ...]:
+    shape = base.meta["val"].shape
+    return tuple(None if dim is None or shape[dim] == 1 else dim for dim in dims)
+
+
+def _is_in_order(arrangement: _Arrangement) -> bool:
+    kept = [dim for dim in arrangement.dims if dim is not None]
+    return kept == sorted(kept)
+
+
+def _write(node: fx.Node, arrangement: _Arrangement) -> None:
+    """Make the node one op on the base, where there is one."""
+    base, shape = arrangement.base, node.meta["val"].shape
+    if _is_in_order(arrangement):
+        node.target, node.args = aten.view.default, (base.args[0] if base.target in _VIEWS else base, list(shape))
+    elif len(shape) == base.meta["val"].ndim:
+        ones = iter(dim for dim, size in enumerate(base.meta["val"].shape) if size == 1)
+        order = [next(ones) if dim is None else dim for dim in arrangement.dims]
+        node.target, node.args = aten.permute.default, (base, order)
+
+
+# -----------------------------------------------------------------------------
+# What each op does to an arrangement
+# -----------------------------------------------------------------------------
+
+_Dims = tuple[int | None, ...]
+
+
+def _permute(dims: _Dims, node: fx.Node) -> _Dims | None:
+    return tuple(dims[index] for index in node.args[1])
+
+
+def _transpose(dims: _Dims, node: fx.Node) -> _Dims | None:
+    a, b = node.args[1:3] if len(node.args) > 1 else (0, -1)
+    turned = list(dims)
+    if turned:
+        turned[a], turned[b] = turned[b], turned[a]
+    return tuple(turned)
+
+
+def _resize(dims: _Dims, node: fx.Node) -> _Dims | None:
+    """Ones come and go; anything else is no arrangement."""
+    before, after = node.args[0].meta["val"].shape, node.meta["val"].shape
+    if [size for size in before if size != 1] != [size for size in after if size != 1]:
+        return None
+    kept = iter(dim for dim in dims if dim is not None)
+    return tuple(None if size == 1 else next(kept) for size in after)
+
+
+_ARRANGE = {
+    aten.permute.default: _permute,
+    aten.squeeze.dim: _resize,
+    aten.squeeze.dims: _resize,
+    aten.t.default: _transpose,
+    aten.transpose.int: _transpose,
+    aten.unsqueeze.default: _resize,
+    aten.view.default: _resize,
+    aten._unsafe_view.default: _resize,
+}

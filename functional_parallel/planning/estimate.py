@@ -1,0 +1,253 @@
+"""What training will hold on each rank, from shapes and specs alone: nothing is traced, and no tensor is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import optree
+import torch
+
+from sharding_specs import Mesh, broadcast_specs, local_shape, register_dataclasses, tree_paths
+
+from ..ir import is_trained
+from ..optim import Optimizer, sgd
+from ..pipelines import PipelineError, stage_of_layer
+from ..program import readable_bytes
+from ..training import TrainStep, over_likes, train_step, with_scale
+
+__all__ = ["CONVENTIONS", "Convention", "Estimate", "activation_bytes", "estimate", "transformer_parameters"]
+
+
+class Convention(NamedTuple):
+    """Bytes per element that training keeps; publications count differently."""
+
+    parameters: int
+    gradients: int
+    optimizer: int  # master copy and moments
+
+
+CONVENTIONS = {
+    "zero": Convention(2, 2, 12),  # fp16; fp32 master, mean, square: ZeRO, arXiv 1910.02054 §3.1
+    "megatron": Convention(2, 4, 12),  # bf16, gradients summed in fp32: Megatron-LM's distributed optimizer
+    "fp16": Convention(2, 2, 16),  # with an fp32 copy of the gradients
+    "fp32": Convention(4, 4, 8),  # no master copy
+}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes per rank between steps; print it for a table."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    note: str = ""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.parameters + self.gradients + self.optimizer
+
+    def __str__(self) -> str:
+        names = ("parameters", "gradients", "optimizer", "total")
+        lines = [f"{name.ljust(10)}  {readable_bytes(getattr(self, name))}" for name in names]
+        return "\n".join([*lines, *([f"note: {self.note}"] if self.note else [])])
+
+
+def estimate(
+    params: Any,
+    mesh: Mesh,
+    plan: Callable[..., Any] | None = None,
+    *,
+    convention: str | Convention = "zero",
+    optimizer: Optimizer | None = None,
+) -> Estimate:
+    """The bytes of parameters, gradients and optimizer state that each rank keeps under a plan.
+
+    >>> import torch, functional_parallel as fp
+    >>> from sharding_specs import Mesh
+    >>> model = torch.empty(7_500_000_000, device="meta")
+    >>> for stage in range(4):
+    ...     print(f"{fp.estimate(model, Mesh(data=64), fp.zero(stage, 'data')).total / 1e9:.1f}")
+    120.0
+    31.4
+    16.6
+    1.9
+
+    Args:
+        params: a pytree of tensors, on the meta device or any other.
+        mesh: the mesh.
+        plan: a transform or a chain; without it every rank keeps everything.
+        convention: bytes per element of a floating parameter: "zero", "megatron", "fp16", "fp32" or a `Convention`.
+        optimizer: count what `train_step` with this optimizer keeps instead: every tensor in its own dtype, gradients
+            like the parameters, a loss scale if there is one. `mixed_precision` leaves all of it in float32.
+
+    Returns:
+        The bytes. Activations come on top; see `activation_bytes`. In a pipeline they are those of the rank that holds
+        most, if it is also the one that holds all parameters that are in no stack of layers.
+
+    Raises:
+        ValueError: when there is no such convention.
+        PipelineError: when only a trace can tell where a pipeline's parameters lie, since no stacks of layers say it.
+    """
+    register_dataclasses(params)
+    shapes = optree.tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, params)
+    train = train_step(lambda *_: None, optimizer or sgd(0.0), mesh, plan)
+    shapes, state = train.begun(shapes)
+    kept = _kept(shapes, state, train, convention if optimizer is None else None)
+    axis = None if train.f.layout.pipeline is None else train.f.layout.pipeline.axis
+    note = "" if axis is None else f"the rank of {axis!r} that holds most, with all that is no layer of a stack"
+    found = []
+    for there in _where_layers_are(train, shapes):
+        parts = [_bytes(_only(tree, shapes, there), specs, mesh, *how) for tree, specs, *how in kept]
+        found.append(Estimate(parts[0], parts[1], parts[2], note))
+    return max(found, key=lambda each: each.total)
+
+
+def _kept(shapes: Any, state: Any, train: TrainStep, convention: str | Convention | None) -> list[Any]:
+    """Parameters, gradients and optimizer state, this one if by no convention: a tree, its specs, how to count it."""
+    places = train.places(shapes)
+    packed = places.packing.pack_whole(shapes)
+    partial = (shapes, places.kept) if train.f.layout.whole_gradients else (packed, places.update)
+    if convention is None:
+        state = places.packed_state(with_scale(state, train.scaling))
+        return [(shapes, places.kept), (*partial, None, False), (state, places.state(state, train.optimizer))]
+    each = _convention(convention)
+    return [
+        (shapes, places.kept, each.parameters),
+        (*partial, each.gradients, False),
+        (packed, places.update, each.optimizer, False),
+    ]
+
+
+# -----------------------------------------------------------------------------
+# Pipelines
+# -----------------------------------------------------------------------------
+
+
+def _where_layers_are(train: TrainStep, shapes: Any) -> Iterator[Any]:
+    """Per rank of the pipeline, which parameters it holds; those that are no layers of a stack might be anywhere."""
+    paths, tree = tree_paths(shapes), optree.tree_structure(shapes)
+    plan = train.f.layout.pipeline
+    if plan is None:
+        yield tree.unflatten([True] * len(paths))
+        return
+    lengths = {} if train.f.layout.stacks is None else train.f.layout.stacks.paths
+    if not lengths:
+        raise PipelineError(
+            f"which parameters a rank of {plan.axis!r} holds follows from where the model is cut, and that from its "
+            "ops: ask the program, train.lower(train.init(params), *batch).memory(), or give fp.pipeline the specs of "
+            f"stacked layers, P({plan.axis!r}, …)"
+        )
+    schedule = plan.on(train.mesh)
+    for rank in range(schedule.ranks):
+        stages = {stage % schedule.depth for stage, other in enumerate(schedule.rank_of_stage) if other == rank}
+        yield tree.unflatten(
+            [path not in lengths or stage_of_layer(path, lengths, schedule.depth) in stages for path in paths]
+        )
+
+
+def _only(tree: Any, shapes: Any, there: Any) -> Any:
+    """A tree, in every subtree like the parameters only those that are `there`."""
+
+    def chosen(like: Any) -> Any:
+        return optree.tree_map(lambda leaf, is_there: leaf if is_there else "elsewhere", like, there)
+
+    return over_likes(chosen, tree, optree.tree_structure(shapes))
+
+
+# -----------------------------------------------------------------------------
+# Bytes
+# -----------------------------------------------------------------------------
+
+
+def _convention(name: str | Convention) -> Convention:
+    if isinstance(name, Convention):
+        return name
+    if name not in CONVENTIONS:
+        known = ", ".join(map(repr, CONVENTIONS))
+        raise ValueError(f"estimate(convention={name!r}): the known ones are {known}; or give a Convention")
+    return CONVENTIONS[name]
+
+
+def _bytes(tree: Any, specs: Any, mesh: Mesh, each: int | None = None, others: bool = True) -> int:
+    """Bytes of a tree's tensors on a rank: `each` per floating element, own size for `others`, the rest of them."""
+    leaves, places = optree.tree_leaves(tree), optree.tree_leaves(broadcast_specs(specs, tree))
+    total = 0
+    for leaf, spec in zip(leaves, places, strict=True):
+        if isinstance(leaf, torch.Tensor) and (others or is_trained(leaf)):
+            parts = 1 + leaf.is_complex()  # each of them is an element, to a convention
+            size = each * parts if each is not None and is_trained(leaf) else leaf.dtype.itemsize
+            total += size * math.prod(local_shape(leaf.shape, spec.fitted(leaf.shape, mesh), mesh))
+    return total
+
+
+# -----------------------------------------------------------------------------
+# Transformers, by formula
+# -----------------------------------------------------------------------------
+
+
+def transformer_parameters(layers: int, hidden: int, vocabulary: int, sequence: int) -> int:
+    """The parameters of a GPT with learned positions and a tied head (Narayanan et al., arXiv 2104.04473, equation 2).
+
+    >>> f"{transformer_parameters(layers=96, hidden=12288, vocabulary=51200, sequence=2048) / 1e9:.1f}"
+    '174.6'
+
+    Args:
+        layers: blocks.
+        hidden: width.
+        vocabulary: rows of the embedding.
+        sequence: positions.
+    """
+    return 12 * layers * hidden**2 + 13 * layers * hidden + (vocabulary + sequence) * hidden
+
+
+def activation_bytes(
+    batch: int,
+    sequence: int,
+    hidden: int,
+    heads: int,
+    *,
+    layers: int = 1,
+    tensor: int = 1,
+    sequence_parallel: bool = False,
+    recompute: str = "none",
+    partitioned: bool = False,
+    pipeline: int = 1,
+    interleave: int = 1,
+) -> float:
+    """Bytes of 16-bit activations that a rank keeps for the backward (Korthikanti et al., arXiv 2205.05198, table 2).
+
+    A block keeps s b h (34 + 5 a s / h) bytes; the tensor axis splits all but 10 s b h of them, and those too where the
+    sequence is split between its regions. Embedding and head are not counted.
+
+    >>> activation_bytes(1, 2048, 12288, 96, tensor=8, sequence_parallel=True, recompute="selective") / 2**20
+    102.0
+
+    Args:
+        batch: samples in a microbatch.
+        sequence: tokens in a sample.
+        hidden: width.
+        heads: attention heads of a whole block.
+        layers: blocks of the whole model: a first stage under 1F1B holds as many blocks' worth as the model has.
+        tensor: size of the tensor axis.
+        sequence_parallel: whether norms and dropout split the sequence over it.
+        recompute: "none", "selective" (the attention core again in the backward) or "full" (only a block's input kept).
+        partitioned: with "full", split the kept inputs over the tensor axis (ZeRO-R's P_a, arXiv 1910.02054 §6.1).
+        pipeline, interleave: stages, and chunks of the model per stage; interleaving holds 1 + (p−1)/(p v) as much.
+
+    Raises:
+        ValueError: when there is no such way to recompute.
+    """
+    if recompute not in ("none", "selective", "full"):
+        raise ValueError(f"activation_bytes(recompute={recompute!r}): it is 'none', 'selective' or 'full'")
+    unit = sequence * batch * hidden
+    if recompute == "full":
+        block = 2 * unit / (tensor if partitioned else 1)
+    else:
+        core = 0 if recompute == "selective" else 5 * heads * sequence**2 * batch
+        block = 10 * unit / (tensor if sequence_parallel else 1) + (24 * unit + core) / tensor
+    return block * layers * (1 + (pipeline - 1) / (pipeline * interleave) if interleave > 1 else 1)

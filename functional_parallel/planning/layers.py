@@ -1,0 +1,87 @@
+"""What the parts of a model cost between any two places where it may be cut: what a search for a pipeline weighs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from torch import fx
+
+from sharding_specs import Mesh
+
+from ..ir import operands_of
+from ..pipelines import Part, PipelineError, Role, Roles, Stage, finest, prepared, staged
+from ..program import Ledger, Program, work
+
+__all__ = ["MeasuredLayer", "measure"]
+
+
+@dataclass(frozen=True)
+class MeasuredLayer:
+    """A run of ops between two places where the model may be cut; of one microbatch.
+
+    Attributes:
+        work: per kind of action, "F", "I" and "W", its work in flops.
+        kept: per value that its backward takes from a forward, the bytes.
+        output: bytes that a cut after it sends.
+        weights: the paths of the parameters that it uses.
+        working: bytes that any of its actions has alive at most, without its inputs.
+    """
+
+    work: dict[str, int]
+    kept: dict[str, int]
+    output: int
+    weights: frozenset[str]
+    working: int
+
+
+def measure(
+    program: Program, virtual: str, inlined: set[fx.Node], without: Collection[str] = ()
+) -> list[MeasuredLayer]:
+    """The layers of a step, at the shapes of one microbatch, in order.
+
+    Args:
+        program: the step with the axis of microbatches in its specs; it is taken apart.
+        virtual: that axis.
+        inlined: values that are made anew for every microbatch.
+        without: names of rewrites that are switched off.
+
+    Raises:
+        PipelineError: when the step has no backward, or cannot be streamed.
+    """
+    roles = prepared(program, virtual, inlined)
+    cut, count = finest(program.traced, roles, program.mesh)
+    builder = staged(program, roles, cut, count, without)
+    if not builder.has_backward:
+        raise PipelineError(f"{program.name} has no backward to pipeline: none of its parameters is a floating tensor")
+    return [_layer(each, roles, program.mesh) for each in builder.build("IW")]
+
+
+def _layer(stage: Stage, roles: Roles, mesh: Mesh) -> MeasuredLayer:
+    parts = {kind: stage.works[kind].first for kind in "FIW"}
+    return MeasuredLayer(
+        {kind: sum(work(node, mesh) for node in part.program.traced.nodes) for kind, part in parts.items()},
+        {node.name: node.meta["val"].nbytes for node in stage.after_forward if node not in roles.backward},
+        sum(node.meta["val"].nbytes for node in stage.sends_forward),
+        frozenset(_weights(parts.values(), roles)),
+        max(_working(part.program) for part in parts.values()),
+    )
+
+
+def _working(program: Program) -> int:
+    ledger = Ledger(program.name, program.traced)
+    return max(ledger.alive(ledger.spans), default=0)
+
+
+def _weights(parts: Iterable[Part], roles: Roles) -> set[str]:
+    pending = [node for part in parts for node in part.inputs]
+    found, seen = set(), set(pending)
+    while pending:
+        node = pending.pop()
+        if node.op == "placeholder" and node.meta.get("parameter"):
+            found.add(node.meta["own_path"])
+        elif roles.of.get(node) is Role.ONCE:
+            fresh = [each for each in operands_of(node) if each not in seen]
+            pending += fresh
+            seen.update(fresh)
+    return found

@@ -1,0 +1,355 @@
+"""Which pipeline to train a model with: its layers measured on the graph, and every way to run them simulated."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, overload
+
+import optree
+import torch
+
+from sharding_specs import Mesh, register_dataclasses, tree_paths
+
+from ..functions import grad
+from ..ir import is_trained, without_memory
+from ..lowering import stage
+from ..optim import Optimizer, sgd
+from ..pipelines import PipelineMemory
+from ..quantities import is_count
+from ..schedules import Layer, Machine, Plan, ScheduleError, check_search
+from ..schedules import search as search_plans
+from ..training import train_step
+from ..transforms import Plan as Chain
+from ..transforms import Transform, chain, data_parallel, pipeline
+from .layers import MeasuredLayer, measure
+
+__all__ = ["PipelineChoice", "PipelineChoices", "layer_costs", "search_pipeline"]
+
+_SPEED = 1e12
+_MARGIN = 2  # for what has the size of weights: a microbatch's gradients, casts, and the update
+
+
+@dataclass(frozen=True)
+class PipelineChoice:
+    """A way to run a model as a pipeline.
+
+    Attributes:
+        plan: schedule, depth, replicas, microbatch, and what a step was found to take.
+        mesh: the mesh that it needs: "pipe", and "data" for the replicas.
+        transform: what to put around the model, `fp.chain(fp.data_parallel("data"), fp.pipeline("pipe", …))`.
+    """
+
+    plan: Plan
+    mesh: Mesh
+    transform: Chain = field(repr=False)
+    lowered: Callable[[], PipelineMemory] = field(repr=False, compare=False)
+
+    def memory(self) -> PipelineMemory:
+        """What each rank holds in a training step, as `train_step(…).lower(…).memory()` says it; lowers it once."""
+        return self.lowered()
+
+
+def layer_costs(
+    loss: Callable[..., Any],
+    params: Any,
+    *batch: Any,
+    speed: float = _SPEED,
+    optimizer: Optimizer | None = None,
+    inner: Transform | Chain | None = None,
+) -> list[Layer]:
+    """What the layers of a model cost, for `fp.schedules.search`: read off the graph of its gradient, nothing runs.
+
+    A layer is what lies between two places where no more would cross a cut than next to them: half a block of a
+    transformer. Values that two layers keep, and weights that two layers use, have names, so that a stage with both
+    counts them once.
+
+    >>> import torch, functional_parallel as fp
+    >>> def loss(params, x):
+    ...     for w in params:
+    ...         x = torch.tanh(x @ w)
+    ...     return x.mean()
+    >>> layers = fp.layer_costs(loss, [torch.empty(64, 64)] * 2, torch.empty(16, 64), optimizer=fp.optim.adamw(1e-3))
+    >>> for layer in layers:                                   # products and tanh; bytes of gradient and of all state
+    ...     print(f"{layer.time * 1e9:.0f} ns, sends {layer.output:g} B, {layer.weights}")
+    41 ns, sends 256 B, {'0': (16384, 65536)}
+    10 ns, sends 256 B, {}
+    72 ns, sends 0 B, {'1': (16384, 65536)}
+
+    Args:
+        loss: a function of parameters and batch to a scalar.
+        params: its parameters, of the meta device too.
+        batch: an example, also of the meta device; dim 0 of its tensors counts samples, and costs are per sample.
+        speed: flops per second that a rank gets done; a byte read or written counts as 8 flops.
+        optimizer: what it keeps per parameter counts as state; without it parameters and gradients alone.
+        inner: transforms that the model shall have inside the pipeline: `fp.mixed_precision(…)`, `fp.remat(…)`.
+
+    Returns:
+        The layers, in order; times in seconds, sizes in bytes.
+
+    Raises:
+        PipelineError: when the model cannot be streamed, or has nothing to train.
+        ValueError: when the batch has no samples, or the speed is none.
+        TypeError: when the optimizer is none.
+    """
+    measured = _measured(loss, params, batch, speed, optimizer, inner)
+    return _layers(measured, params, _samples(batch), speed, optimizer)
+
+
+def _measured(
+    loss: Callable[..., Any],
+    params: Any,
+    batch: tuple[Any, ...],
+    speed: float,
+    optimizer: Optimizer | None,
+    inner: Transform | Chain | None,
+) -> list[MeasuredLayer]:
+    _check_optimizer(optimizer)
+    if not speed > 0:
+        raise ValueError(f"layer_costs(speed={speed!r}): give the flops per second that a rank gets done, above 0")
+    _samples(batch)
+    whole = pipeline("pipe", microbatches=1)(loss if inner is None else inner(loss))
+    measuring = replace(whole.layout, pipeline=replace(whole.layout.pipeline, measure=measure))
+    register_dataclasses(params, batch)
+    args = optree.tree_map(without_memory, (params, *batch))
+    found: list[MeasuredLayer] = stage(grad(whole.with_layout(measuring)), Mesh(pipe=1), args, name=whole.name).program
+    return found
+
+
+def _layers(
+    measured: list[MeasuredLayer], params: Any, samples: int, speed: float, optimizer: Optimizer | None
+) -> list[Layer]:
+    weights = _weights(optree.tree_map(without_memory, params), optimizer or sgd(0.0))
+    return [_layer(each, samples, speed, weights) for each in measured]
+
+
+def search_pipeline(
+    loss: Callable[..., Any],
+    params: Any,
+    *batch: Any,
+    machine: Machine,
+    speed: float = _SPEED,
+    optimizer: Optimizer | None = None,
+    inner: Transform | Chain | None = None,
+    names: Sequence[str] | None = None,
+    chunks: int = 2,
+    most: int = 8,
+    progress: Callable[[str], object] | bool | None = None,
+) -> Sequence[PipelineChoice]:
+    """Depth, replicas, microbatch and schedule for a model on a machine, the fastest that fits first.
+
+    Where the machine limits memory, every choice fits. One that an estimate does not place far below the limit has been
+    lowered to know it: `choice.memory()`. The first choice is found by the call, and each later one when it is read.
+
+    >>> import torch, functional_parallel as fp
+    >>> def loss(params, x):
+    ...     for w in params:
+    ...         x = torch.tanh(x @ w)
+    ...     return x.mean()
+    >>> params, x = [torch.randn(64, 64) / 8 for _ in range(8)], torch.randn(16, 64)
+    >>> machine = fp.schedules.Machine(ranks=4, memory=200e3, reduce_bandwidth=1e9)
+    >>> best = fp.search_pipeline(loss, params, x, machine=machine, optimizer=fp.optim.adamw(1e-3))[0]
+    >>> best.plan.depth, best.plan.replicas, best.mesh, best.memory().peak <= 200e3
+    (4, 1, Mesh(pipe=4, data=1), True)
+    >>> step = fp.compile(fp.grad(best.transform(loss)), best.mesh)
+    >>> bool(torch.isclose(step(params, x)[0], fp.grad(loss)(params, x)[0], atol=1e-6).all())
+    True
+
+    Source: Athlur et al. 2022, Varuna: scalable, low-cost training of massive deep learning models.
+
+    Args:
+        loss, params, speed, optimizer, inner: as for `layer_costs`.
+        batch: a whole step's, of all replicas; shapes alone count.
+        machine: ranks, memory in bytes, latency in seconds, bandwidths in bytes per second, and the overhead of an
+            action in seconds.
+        names: the schedules to try; every synchronous one by default.
+        chunks: stages per rank, for schedules that leave that open.
+        most: how many choices to return where the machine limits memory; else it is all of them.
+        progress: a function that is called with a line of text after each step of the search; True writes the lines to
+            stderr, False writes none. The default writes them where stderr is a terminal.
+
+    Returns:
+        The choices, as a list or `PipelineChoices`. A choice's transform cuts the model where the work is in balance.
+
+    Raises:
+        ScheduleError: when nothing fits; names what comes closest. When `chunks` is no count.
+        PipelineError, ValueError: as for `layer_costs`. When `most` is no count.
+        TypeError: when the machine or the optimizer is none, or `names` is one name.
+    """
+    check_search(machine, names, chunks)
+    if not is_count(most):
+        raise ValueError(f"search_pipeline(most={most!r}): how many choices to return is an integer of at least 1")
+    report = _reporter(progress)
+    measured, samples = _measured(loss, params, batch, speed, optimizer, inner), _samples(batch)
+    layers = _layers(measured, params, samples, speed, optimizer)
+    report(f"measured {len(layers)} layers")
+    shapes = optree.tree_map(without_memory, (params, *batch))
+    held = sum(leaf.nbytes for leaf in optree.tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+    options: dict[str, Any] = {} if names is None else {"names": names}
+    plans = search_plans(layers, machine, samples, chunks=chunks, sample=held / samples, **options)
+    report(f"simulated {len(plans)} plans; the fastest is {plans[0]!r}")
+    lower = _Lowering(loss, optimizer or sgd(0.0), shapes)
+    choices = [_choice(plan, inner, lower) for plan in plans]
+    if math.isinf(machine.memory):
+        return choices
+    working = sum(each.working for each in measured) / samples
+    return PipelineChoices(choices, machine.memory, working, most, report)
+
+
+def _reporter(progress: Callable[[str], object] | bool | None) -> Callable[[str], object]:
+    if callable(progress):
+        return progress
+    if progress is False or (progress is None and not sys.stderr.isatty()):
+        return lambda line: None
+    began = time.monotonic()
+    return lambda line: print(f"search_pipeline, {time.monotonic() - began:.1f} s: {line}", file=sys.stderr, flush=True)
+
+
+class _Lowering:
+    """Training steps of choices; choices that differ only in the order of their actions share one lowered program."""
+
+    def __init__(self, loss: Callable[..., Any], optimizer: Optimizer, shapes: Any) -> None:
+        self.loss, self.optimizer, self.shapes = loss, optimizer, shapes
+        self.programs: dict[Any, Any] = {}
+
+    def __call__(self, plan: Plan, mesh: Mesh, transform: Chain) -> PipelineMemory:
+        schedule = plan.schedule
+        work = tuple(frozenset((action.kind, action.stage) for action in row) for row in schedule.actions)
+        key = mesh, schedule.microbatches, schedule.chains, schedule.rank_of_stage, work
+        if schedule.versions is not None or key not in self.programs:
+            lowered = train_step(self.loss, self.optimizer, mesh, transform).lower(*self.shapes)
+            self.programs[key] = lowered
+        found: PipelineMemory = replace(self.programs[key], schedule=schedule, cache={}).memory()
+        return found
+
+
+def _choice(plan: Plan, inner: Transform | Chain | None, lower: _Lowering) -> PipelineChoice:
+    mesh = Mesh(pipe=plan.depth, data=plan.replicas)
+    outer = [data_parallel("data"), pipeline("pipe", schedule=plan.schedule, microbatches=plan.schedule.microbatches)]
+    transform = chain(*outer) if inner is None else chain(inner, *outer)
+    return PipelineChoice(plan, mesh, transform, cache(lambda: lower(plan, mesh, transform)))
+
+
+class PipelineChoices(Sequence[PipelineChoice]):
+    """The choices whose training step fits in a limit of memory, the fastest first.
+
+    The first one is checked at once, and each other one when it is read for the first time: to lower it takes seconds
+    for a large model. It is lowered unless an upper estimate of what it takes is below the limit by a margin. `len`
+    reads all of them.
+
+    Args:
+        choices: all of them, the fastest first.
+        limit: bytes per rank.
+        working: bytes per sample that all layers together work with, beside what is kept for the backward.
+        most: how many to find.
+        report: called with a line of text for each that is checked.
+    """
+
+    def __init__(
+        self,
+        choices: Sequence[PipelineChoice],
+        limit: float,
+        working: float,
+        most: int,
+        report: Callable[[str], object],
+    ) -> None:
+        self._working = working
+        self._found: list[PipelineChoice] = []
+        self._most, self._limit, self._report = most, limit, report
+        self._remaining = self._fitting(choices)
+        self._read(1)
+
+    def _read(self, count: float) -> list[PipelineChoice]:
+        while len(self._found) < min(count, self._most):
+            following = next(self._remaining, None)
+            if following is None:
+                break
+            self._found.append(following)
+        return self._found
+
+    def _fitting(self, choices: Sequence[PipelineChoice]) -> Iterator[PipelineChoice]:
+        """Check one choice after another.
+
+        If a choice does not fit with one microbatch, it is not tried with a larger one, which holds more.
+        """
+        least: dict[tuple[str, int], int] = {}  # per schedule and depth, the smallest microbatch that does not fit
+        closest: PipelineChoice | None = None
+        for choice in choices:
+            plan = choice.plan
+            key = plan.name, plan.depth
+            if plan.microbatch >= least.get(key, plan.microbatch + 1):
+                continue
+            estimate = _MARGIN * plan.memory + self._working * plan.microbatch
+            if estimate <= self._limit:
+                self._report(f"{plan!r} takes less than {estimate:g} bytes per rank by an estimate, fits")
+                yield choice
+                continue
+            peak = choice.memory().peak
+            fits = peak <= self._limit
+            self._report(f"{plan!r} takes {peak:g} bytes per rank, {'fits' if fits else 'does not fit'}")
+            if fits:
+                yield choice
+                continue
+            least[key] = plan.microbatch
+            if closest is None or peak < closest.memory().peak:
+                closest = choice
+        if not self._found:
+            assert closest is not None, "the search of plans raises when it finds none"
+            raise ScheduleError(
+                f"no plan's training step fits in {self._limit:g} bytes per rank; the smallest takes "
+                f"{closest.memory().peak:g}: {closest.plan!r}. Use more ranks, recompute activations, or shard the "
+                "optimizer's state over replicas"
+            )
+
+    @overload
+    def __getitem__(self, index: int) -> PipelineChoice: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[PipelineChoice]: ...
+    def __getitem__(self, index: int | slice) -> PipelineChoice | list[PipelineChoice]:
+        last = (index.stop or 0) - 1 if isinstance(index, slice) else index
+        bounded = last >= 0 and not (isinstance(index, slice) and (index.start or 0) < 0)
+        return self._read(last + 1 if bounded else math.inf)[index]
+
+    def __len__(self) -> int:
+        return len(self._read(math.inf))
+
+    def __repr__(self) -> str:
+        more = "" if len(self._found) == self._most else ", and those that are not lowered yet"
+        return f"PipelineChoices({self._found!r}{more})"
+
+
+def _layer(found: MeasuredLayer, samples: int, speed: float, weights: dict[str, tuple[int, int]]) -> Layer:
+    forward, inputs, weight = (found.work[kind] / samples / speed for kind in "FIW")
+    kept = {name: size / samples for name, size in found.kept.items()}
+    own = {path: weights[path] for path in found.weights if path in weights}
+    return Layer(forward, inputs, weight, output=found.output / samples, kept=kept, weights=own)
+
+
+def _weights(params: Any, optimizer: Optimizer) -> dict[str, tuple[int, int]]:
+    """Per trained parameter the bytes of its gradient, and of it, its gradient and the optimizer's state for it."""
+    found = {}
+    for path, leaf in zip(tree_paths(params), optree.tree_leaves(params), strict=True):
+        if is_trained(leaf):
+            state = optree.tree_leaves(optimizer.init([leaf]))
+            held = sum(each.nbytes for each in state if isinstance(each, torch.Tensor) and each.ndim)
+            found[path] = (leaf.nbytes, 2 * leaf.nbytes + held)
+    return found
+
+
+def _check_optimizer(optimizer: object) -> None:
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer= takes an optimizer such as fp.optim.adamw(1e-3), not {optimizer!r}")
+
+
+def _samples(batch: tuple[Any, ...]) -> int:
+    sizes = {leaf.shape[0] for leaf in optree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim}
+    if len(sizes) != 1 or 0 in sizes:
+        raise ScheduleError(
+            f"dim 0 of a batch's tensors counts its samples, and here it is {sorted(sizes) or 'missing'}: give tensors "
+            "with one number of samples, at least 1"
+        )
+    return int(sizes.pop())

@@ -1,0 +1,43 @@
+"""The table of sharding rules: one entry per aten op, text first, code only where text cannot say it."""
+
+from . import (
+    batch_norms,
+    batched,
+    contractions,
+    elementwise_losses,
+    factories,
+    gradients,
+    linear_algebra,
+    lookups,
+    losses,
+    norms,
+    pointwise,
+    reductions,
+    shapes,
+    vision,
+)
+from .batch_norms import batch_norm
+from .losses import cross_entropy, fuse_cross_entropy
+from .shapes import VIEWS, reshaped_place
+
+__all__ = [
+    "VIEWS",
+    "batch_norm",
+    "batch_norms",
+    "batched",
+    "contractions",
+    "cross_entropy",
+    "elementwise_losses",
+    "factories",
+    "fuse_cross_entropy",
+    "gradients",
+    "linear_algebra",
+    "lookups",
+    "losses",
+    "norms",
+    "pointwise",
+    "reductions",
+    "reshaped_place",
+    "shapes",
+    "vision",
+]

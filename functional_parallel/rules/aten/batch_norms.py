@@ -1,0 +1,79 @@
+"""Batch norm, recorded as the sums it is made of, so that over a sharded batch it is SyncBN; and instance norm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...tracing import intercept
+
+__all__ = ["batch_norm", "instance_norm"]
+
+
+@intercept(torch.nn.functional.batch_norm, inside=True)
+@intercept(torch.nn.functional.batch_norm)
+def batch_norm(
+    input: torch.Tensor,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """`F.batch_norm` in ops that have sharding rules; running statistics are updated as torch does.
+
+    Args:
+        input: shape (batch, channels, …).
+        running_mean, running_var: per channel, updated in place in training; or None.
+        weight, bias: per channel, or None.
+        training: normalise by the batch's own statistics, those of the whole batch.
+        momentum: weight of the new statistics.
+        eps: added to the variance.
+    """
+    shape = [1, -1] + [1] * (input.ndim - 2)
+    dims = [0, *range(2, input.ndim)]
+    if training or running_mean is None:
+        mean = input.mean(dims)
+        centred = input - mean.reshape(shape)
+        variance = (centred * centred).mean(dims)
+        if running_mean is not None:
+            count = input.numel() // input.shape[1]
+            running_mean.copy_(running_mean * (1 - momentum) + mean.detach() * momentum)
+            unbiased = variance.detach() * (count / max(count - 1, 1))
+            running_var.copy_(running_var * (1 - momentum) + unbiased * momentum)
+    else:
+        centred, variance = input - running_mean.reshape(shape), running_var
+    return _scaled(centred * torch.rsqrt(variance + eps).reshape(shape), weight, bias, shape)
+
+
+def _scaled(x: torch.Tensor, weight: Any, bias: Any, shape: list[int]) -> torch.Tensor:
+    """Times a weight and plus a bias per channel, if there are any."""
+    x = x * weight.reshape(shape) if weight is not None else x
+    return x + bias.reshape(shape) if bias is not None else x
+
+
+@intercept(torch.nn.functional.instance_norm, always=True)
+def instance_norm(
+    input: torch.Tensor,
+    running_mean: Any = None,
+    running_var: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """`F.instance_norm` by the statistics of each sample and channel, where no others are kept.
+
+    Args:
+        input, weight, bias, eps: as for `batch_norm`.
+        running_mean, running_var, use_input_stats, momentum: with statistics that are kept torch's own is recorded.
+    """
+    if running_mean is not None or not use_input_stats or input.ndim < 3:
+        return NotImplemented
+    dims, shape = list(range(2, input.ndim)), [1, -1] + [1] * (input.ndim - 2)
+    centred = input - input.mean(dims, keepdim=True)
+    return _scaled(centred * torch.rsqrt((centred * centred).mean(dims, keepdim=True) + eps), weight, bias, shape)

@@ -1,0 +1,63 @@
+"""Losses of each element by itself, then a sum or a mean: over a sharded dim the sum stays partial."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...ir import argument, tensor_operands
+from ..duplicates import once
+from ..placement import Shard
+from ..registry import Rule, rule
+from ..step import Step
+from ..texts import dim_names, pattern
+
+aten = torch.ops.aten
+
+_NONE, _MEAN = 0, 1  # torch's codes for reduction=
+
+_LOSSES = {  # at which place the op takes its reduction
+    aten.mse_loss.default: 2,
+    aten.smooth_l1_loss.default: 2,
+    aten.huber_loss.default: 2,
+    aten.soft_margin_loss.default: 2,
+    aten.binary_cross_entropy.default: 3,
+    aten.binary_cross_entropy_with_logits.default: 4,
+}
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    """Of the losses of all elements."""
+    return tuple(torch.broadcast_shapes(*(operand.meta["val"].shape for operand in tensor_operands(node))))
+
+
+def _text(node: fx.Node) -> str:
+    whole = _shape(node)
+    mark = "" if argument(node, "reduction") == _NONE else "+"
+    operands = []
+    for operand in tensor_operands(node):
+        shape = operand.meta["val"].shape
+        ahead = len(whole) - len(shape)
+        named = (f"d{ahead + i}{mark}" if size == whole[ahead + i] else "1" for i, size in enumerate(shape))
+        operands.append(pattern(named))
+    return f"{', '.join(operands)} -> {pattern(() if mark else dim_names(len(whole)))}"
+
+
+def _local(step: Step, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The losses of a rank's elements; summed, they are divided by the whole count."""
+    position, reduction = _LOSSES[step.node.target], argument(step.node, "reduction")
+    if reduction == _NONE or step.choice is None:
+        return step.run(*args, **kwargs)
+    if position < len(args):
+        args = (*args[:position], _NONE, *args[position + 1 :])
+    else:
+        kwargs = {**kwargs, "reduction": _NONE}
+    place = Shard(int(step.choice.factor[1:]), step.choice.outer)
+    total = once(step.run(*args, **kwargs), place, step.axis, step.parts).sum()
+    return total / math.prod(_shape(step.node)) if reduction == _MEAN else total
+
+
+rule(_LOSSES, Rule(_text, _local, counts=True))

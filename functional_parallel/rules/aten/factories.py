@@ -1,0 +1,77 @@
+"""Ops that make tensors: without tensor operands they are whole; `*_like` ask for a shape and never communicate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..decide import Decision
+from ..placement import WHOLE, Partial
+from ..registry import Rule, rule
+from ..step import Step
+
+aten = torch.ops.aten
+
+
+def _decide_whole(step: Step) -> Decision:
+    return Decision((), (WHOLE,) * len(step.results))
+
+
+def _decide_like(step: Step) -> Decision:
+    """As the operand lies; partial sums count as whole, since only their shape is asked for."""
+    place = step.operands[0].place
+    return Decision((place,), (WHOLE if isinstance(place, Partial) else place,))
+
+
+def _decide_new(step: Step) -> Decision:
+    """`x.new_zeros(shape)`: only dtype and device are asked for."""
+    return Decision((step.operands[0].place,), (WHOLE,), of_shapes=True)
+
+
+_MAKERS = {
+    aten.new_zeros.default: aten.zeros.default,
+    aten.new_ones.default: aten.ones.default,
+    aten.new_full.default: aten.full.default,
+    aten.new_empty.default: aten.empty.memory_format,
+}
+
+
+_MAKERS_LIKE = {
+    aten.zeros_like.default: aten.zeros.default,
+    aten.ones_like.default: aten.ones.default,
+    aten.full_like.default: aten.full.default,
+    aten.empty_like.default: aten.empty.memory_format,
+}
+
+
+def _local_like(step: Step, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if not isinstance(step.decision.operands[0], Partial):
+        return step.run(x, *args, **kwargs)
+    kwargs.pop("memory_format", None)
+    return _made(step, _MAKERS_LIKE[step.node.target], x, (list(x.shape), *args), kwargs)
+
+
+def _local_new(step: Step, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return _made(step, _MAKERS[step.node.target], x, args, kwargs)
+
+
+def _made(step: Step, maker: Any, x: torch.Tensor, args: tuple[Any, ...], options: dict[str, Any]) -> torch.Tensor:
+    """Made without the operand, which would make it a value of this rank's own."""
+    given = {key: value for key, value in options.items() if value is not None}
+    return step.emit(maker, args, {"dtype": x.dtype, "device": x.device, **given})
+
+
+def _fill_text(node: Any) -> str:
+    return "..., ... -> ..." if isinstance(node.args[1], torch.fx.Node) else "... -> ..."
+
+
+rule(
+    [aten.zeros.default, aten.ones.default, aten.full.default, aten.empty.memory_format, aten.scalar_tensor.default],
+    Rule(decide=_decide_whole),
+)
+rule([aten.arange.default, aten.arange.start, aten.arange.start_step, aten.eye.default], Rule(decide=_decide_whole))
+rule([aten.linspace.default, aten.tril_indices.default, aten.triu_indices.default], Rule(decide=_decide_whole))
+rule(_MAKERS_LIKE, Rule(decide=_decide_like, local=_local_like))
+rule(_MAKERS, Rule(decide=_decide_new, local=_local_new))
+rule([aten.fill.Scalar, aten.fill.Tensor], Rule(_fill_text))

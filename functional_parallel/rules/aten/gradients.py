@@ -1,0 +1,139 @@
+"""Gradients of ops, which a trace holds of a loss that takes derivatives itself: penalties, steps within steps.
+
+Most are linear in the gradient that they are given, their first operand. Run as they are, they have torch's own second
+derivatives, which know what the statistics of a norm depend on. What torch has no kernel for on parts is written in
+simpler ops instead, see `partition.decompose`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..registry import Rule, rule
+from ..step import Step
+from ..texts import linear_text, ndim_of, pattern, pointwise_text
+from .batched import all_whole_text, batched_text
+
+aten = torch.ops.aten
+
+# -----------------------------------------------------------------------------
+# Elementwise ops
+# -----------------------------------------------------------------------------
+
+
+def _with_buffer_text(node: fx.Node) -> str:
+    """`log_sigmoid_backward(gradient, x, buffer)`, whose buffer is empty on some devices."""
+    _, x, buffer = (operand.meta["val"].shape for operand in node.all_input_nodes)
+    return "~..., ..., ... -> ..." if x == buffer else all_whole_text(node)
+
+
+rule(
+    [
+        *(aten.elu_backward.default, aten.leaky_relu_backward.default, aten.softplus_backward.default),
+        *(aten.hardsigmoid_backward.default, aten.hardswish_backward.default, aten.hardtanh_backward.default),
+        *(aten.mish_backward.default, aten.hardshrink_backward.default, aten.softshrink_backward.default),
+    ],
+    Rule(linear_text("~.")),
+)
+rule([aten.log_sigmoid_backward.default], Rule(_with_buffer_text))
+rule([aten._prelu_kernel_backward.default], Rule(pointwise_text))
+
+# -----------------------------------------------------------------------------
+# Convolutions, pooling, resizing, padding
+# -----------------------------------------------------------------------------
+
+
+def _convolution_text(node: fx.Node) -> str:
+    """`convolution_backward(gradient, x, w, bias_sizes, …)`: of x, w and the bias, which lacks the channels of x."""
+    space, transposed, groups, wanted = ndim_of(node) - 2, node.args[7], node.args[9], node.args[10]
+    out, into, kernel = ([f"{of}{dim}" for dim in range(space)] for of in "oik")
+    c, co = ("c^", "co^") if groups != 1 or wanted[2] else ("c+", "co+")  # type: ignore[index]
+    co = co if groups != 1 else "co+"
+    weight = ["a", "b"] if groups != 1 else ["c", "co"] if transposed else ["co", "c"]
+    marked = {"c": c, "co": co, "a": "a^", "b": "b^"}
+    whole = [" ".join(f"{name}^" for name in names) for names in (out, into, kernel)]
+    operands = [f"~n+ {co} {whole[0]}", f"n+ {c} {whole[1]}", f"{' '.join(marked[name] for name in weight)} {whole[2]}"]
+    return f"{', '.join(operands)} -> n c {' '.join(into)}, {' '.join([*weight, *kernel])}, co"
+
+
+def _local_convolution(step: Step, gradient: Any, x: Any, weight: Any, bias_sizes: Any, *args: Any) -> Any:
+    return step.run(gradient, x, weight, [gradient.shape[1]] if bias_sizes else bias_sizes, *args)
+
+
+def _local_resizing(step: Step, gradient: torch.Tensor, size: Any, of_input: Any, *args: Any) -> torch.Tensor:
+    return step.run(gradient, size, [*gradient.shape[:2], *of_input[2:]], *args)
+
+
+def _local_contiguous(step: Step, *args: Any) -> torch.Tensor:
+    """torch's kernel takes a shard with one channel for one whose channels lie last, and returns other numbers."""
+    copies = (
+        arg.clone(memory_format=torch.contiguous_format) if isinstance(arg, torch.Tensor) else arg for arg in args
+    )
+    return step.run(*copies)
+
+
+_OF_IMAGES = {  # how many dims of an image they need whole
+    aten.avg_pool2d_backward: 2,
+    aten.avg_pool3d_backward: 3,
+    aten._adaptive_avg_pool2d_backward: 2,
+    aten._adaptive_avg_pool3d_backward: 3,
+    aten.max_pool2d_with_indices_backward: 2,
+    aten.max_pool3d_with_indices_backward: 3,
+    aten.adaptive_max_pool2d_backward: 2,
+    aten.reflection_pad1d_backward: 1,
+    aten.reflection_pad2d_backward: 2,
+    aten.reflection_pad3d_backward: 3,
+    aten.replication_pad1d_backward: 1,
+    aten.replication_pad2d_backward: 2,
+    aten.replication_pad3d_backward: 3,
+}
+_OF_SIZES = {  # the same, of those that name the sizes
+    aten.upsample_nearest1d_backward: 1,
+    aten.upsample_linear1d_backward: 1,
+    aten._upsample_nearest_exact1d_backward: 1,
+    aten.upsample_nearest2d_backward: 2,
+    aten.upsample_bilinear2d_backward: 2,
+    aten.upsample_bicubic2d_backward: 2,
+    aten._upsample_nearest_exact2d_backward: 2,
+    aten._upsample_bilinear2d_aa_backward: 2,
+    aten._upsample_bicubic2d_aa_backward: 2,
+    aten.upsample_nearest3d_backward: 3,
+    aten.upsample_trilinear3d_backward: 3,
+    aten._upsample_nearest_exact3d_backward: 3,
+}
+rule([aten.convolution_backward.default], Rule(_convolution_text, _local_convolution))
+for packet, count in _OF_IMAGES.items():
+    rule([packet.default], Rule(batched_text(count, linear="~")))
+rule([aten.adaptive_max_pool3d_backward.default], Rule(batched_text(3, linear="~"), _local_contiguous))
+for packet, count in _OF_SIZES.items():
+    rule([packet.default], Rule(batched_text(count, linear="~"), _local_resizing))
+
+# -----------------------------------------------------------------------------
+# Norms and tables
+# -----------------------------------------------------------------------------
+
+
+def _layer_norm_text(node: fx.Node) -> str:
+    """`native_layer_norm_backward(gradient, x, shape, mean, rstd, weight, bias, …)`: of x, weight and bias."""
+    trailing = len(node.args[2])  # type: ignore[arg-type]
+    batch = [f"b{dim}" for dim in range(ndim_of(node) - trailing)]
+    normed = [f"n{dim}" for dim in range(trailing)]
+    held, whole = [f"{name}+" for name in batch], [f"{name}^" for name in normed]
+    statistic = pattern([*held, *["1"] * trailing])
+    scales = [pattern(whole)] * sum(isinstance(arg, fx.Node) for arg in node.args[5:7])
+    operands = [f"~{pattern(held + whole)}", pattern(held + whole), statistic, statistic, *scales]
+    return f"{', '.join(operands)} -> {', '.join([pattern(batch + normed), *[pattern(normed)] * 2])}"
+
+
+def _embedding_text(node: fx.Node) -> str:
+    """`embedding_dense_backward(gradient, indices, rows, padding_idx, scale_grad_by_freq)`: of the table."""
+    mark = "^" if node.args[4] else "+"  # how often a row is looked up is counted over all indices
+    index = " ".join(f"i{dim}{mark}" for dim in range(ndim_of(node) - 1))
+    return f"~{index} d, {index or '()'} -> newv d"
+
+
+rule([aten.native_layer_norm_backward.default], Rule(_layer_norm_text))
+rule([aten.embedding_dense_backward.default], Rule(_embedding_text))

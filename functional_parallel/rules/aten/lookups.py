@@ -1,0 +1,298 @@
+"""Ops that select by index along a dim: where that dim is sharded, ranks look up their part and leave partial sums."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...errors import TracingError
+from ...ir import Aval, current_source, tensor_operands
+from ...tracing import intercept
+from ..convert import convert
+from ..enumerated import ENUMERATED
+from ..placement import WHOLE, Shard
+from ..registry import Rule, rule
+from ..step import Step
+from ..texts import dim_names, dim_of, ndim_of, pattern
+from .batched import all_whole_text
+
+aten = torch.ops.aten
+
+# -----------------------------------------------------------------------------
+# Embedding
+# -----------------------------------------------------------------------------
+
+
+def _local_embedding(
+    step: Step, table: torch.Tensor, index: torch.Tensor, padding: int = -1, by_frequency: bool = False, *args: Any
+) -> torch.Tensor:
+    if step.splits("v"):
+        rows = _held_rows(step, table, index, padding)
+    elif by_frequency and isinstance(step.decision.operands[1], Shard):
+        rows = step.run(table, index, padding)
+    else:
+        return step.run(table, index, padding, by_frequency, *args)
+    return _by_frequency(step, rows, index) if by_frequency else rows
+
+
+def _held_rows(step: Step, table: torch.Tensor, index: torch.Tensor, padding: int) -> torch.Tensor:
+    held, inside = step.held_positions(index)
+    rows = aten.embedding.default(table, held)
+    if padding >= 0:  # the padding row is looked up but never trained
+        rows = torch.where((index == padding).unsqueeze(-1), rows.detach(), rows)
+    return torch.where(inside.unsqueeze(-1), rows, torch.zeros((), dtype=rows.dtype, device=rows.device))
+
+
+def _by_frequency(step: Step, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """The same rows, their gradients divided by how often each is looked up on all ranks."""
+    everywhere = convert(index, step.decision.operands[1], WHOLE, step.axis, step.parts).flatten()
+    none = torch.zeros(step.operands[0].aval.shape[0], dtype=torch.int64, device=index.device)
+    counts = none.scatter_add(0, everywhere.long(), torch.ones_like(everywhere, dtype=torch.int64))
+    difference = torch.where(rows.isfinite(), rows - rows.detach(), 0)  # none, but it has the derivative
+    return rows.detach() + difference / counts[index].unsqueeze(-1)
+
+
+rule([aten.embedding.default], Rule("~v? d, ... -> ... d", _local_embedding))
+
+
+@intercept(torch.nn.functional.embedding, always=True)
+def _embedding(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    """Without what is no function of its arguments, and with a dense gradient, which is the same as the sparse one."""
+    if max_norm is not None:
+        raise TracingError(
+            f"{current_source()}: embedding(max_norm={max_norm}) changes the table itself where rows are looked up, "
+            "which a pure function cannot; bring its rows below the norm in the loss, "
+            "table * (max_norm / table.norm(dim=-1, keepdim=True)).clamp(max=1), or in the optimizer's update"
+        )
+    if not sparse:
+        return NotImplemented
+    return torch.nn.functional.embedding(input, weight, padding_idx, None, norm_type, scale_grad_by_freq)
+
+
+# -----------------------------------------------------------------------------
+# gather and index_select
+# -----------------------------------------------------------------------------
+
+
+def _gather_text(node: fx.Node) -> str:
+    """Other dims pair up where their sizes agree; `gather` allows a shorter index, which needs them whole."""
+    x, index = node.args[0].meta["val"].shape, node.args[2].meta["val"].shape
+    if len(x) != len(index):  # a scalar, or an index without elements
+        return all_whole_text(node)
+    shorter = [dim for dim in range(len(x)) if x[dim] != index[dim]]
+    left = {dim: f"d{dim}^" for dim in shorter} | {dim_of(node): "picked?"}
+    right = {dim: f"shorter{dim}^" for dim in shorter} | {dim_of(node): "slots"}
+    slots = pattern(dim_names(len(x), right))
+    return f"~{pattern(dim_names(len(x), left))}, {slots} -> {slots.replace('^', '')}"
+
+
+def _local_gather(step: Step, x: torch.Tensor, dim: int, index: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    if not step.splits("picked"):
+        return step.run(x, dim, index, **kwargs)
+    held, inside = step.held_positions(index)
+    return torch.where(inside, x.gather(dim, held), torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def _index_select_text(node: fx.Node) -> str:
+    ndim, dim = ndim_of(node), dim_of(node)
+    if not ndim or not node.args[2].meta["val"].shape:
+        return all_whole_text(node)
+    return f"~{pattern(dim_names(ndim, {dim: 'picked?'}))}, slots -> {pattern(dim_names(ndim, {dim: 'slots'}))}"
+
+
+def _local_index_select(step: Step, x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    if not step.splits("picked"):
+        return step.run(x, dim, index)
+    held, inside = step.held_positions(index)
+    rows = x.index_select(dim, held)
+    shape = [-1 if d == dim % x.ndim else 1 for d in range(x.ndim)]
+    return torch.where(inside.reshape(shape), rows, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+rule([aten.gather.default], Rule(_gather_text, _local_gather))
+rule([aten.index_select.default], Rule(_index_select_text, _local_index_select))
+
+
+# -----------------------------------------------------------------------------
+# Advanced indexing, scatters
+# -----------------------------------------------------------------------------
+
+
+def _index_text(node: fx.Node) -> str:
+    """`x[:, i, j]`: indexed dims whole, the others pass; so do the indices' own, and a dim that an index enumerates."""
+    names = _indexing_names(node)
+    if names is None:
+        return all_whole_text(node)
+    x, indices, result = names
+    return f"~{pattern(x)}, {', '.join(map(pattern, indices))} -> {pattern(result)}"
+
+
+def _put_text(node: fx.Node) -> str:
+    """`index_put(x, indices, values)`: dims that are not indexed, or that an index enumerates, pass."""
+    names = _indexing_names(node, "^")
+    if names is None:
+        return _replicated_text(node)
+    x, indices, written = names
+    shape = tensor_operands(node)[-1].meta["val"].shape
+    sizes = _written_shape(node)
+    aligned = zip(written[len(written) - len(shape) :], shape, sizes[len(sizes) - len(shape) :], strict=True)
+    values = ["1" if size == 1 != full else name for name, size, full in aligned]
+    operands = _both_linear([pattern(x), *map(pattern, indices), pattern(values)])
+    result = [name.replace("d", "new") if name.endswith("^") else name for name in x]
+    return f"{', '.join(operands)} -> {pattern(result)}"
+
+
+def _indexing_names(node: fx.Node, mark: str = "") -> tuple[list[str], list[list[str]], list[str]] | None:
+    """Names of the dims of x, of each index, and of `x[indices]`; None for masks, whose results have no fixed shape.
+
+    Args:
+        node: the op.
+        mark: of the indices' dims that enumerate no dim of x.
+    """
+    avals = _index_avals(node)
+    if any(aval.dtype == torch.bool for aval in avals.values()):
+        return None
+    shared = torch.broadcast_shapes(*(aval.shape for aval in avals.values()))
+    paired = dict(node.meta.get(ENUMERATED, ()))
+    names = [f"p{k}" if k in paired.values() else f"i{k}{mark}" for k in range(len(shared))]
+    indices = [
+        [
+            "1" if size == 1 != shared[k] else names[k]
+            for k, size in enumerate(aval.shape, len(shared) - len(aval.shape))
+        ]
+        for aval in avals.values()
+    ]
+    ndim = ndim_of(node)
+    x = dim_names(ndim, {dim: f"p{paired[dim]}" if dim in paired else f"d{dim}^" for dim in avals})
+    kept = [name for dim, name in enumerate(x) if dim not in avals]
+    ahead = _dims_ahead(list(avals), ndim)
+    return x, indices, [*kept[:ahead], *names, *kept[ahead:]]
+
+
+def _index_avals(node: fx.Node) -> dict[int, Aval]:
+    """The indices by the dim of x that each takes elements from."""
+    return {dim: index.meta["val"] for dim, index in enumerate(node.args[1]) if index is not None}  # type: ignore
+
+
+def _dims_ahead(indexed: list[int], ndim: int) -> int:
+    """The number of dims in front of those of the indices, which come first if indexed dims are not adjacent."""
+    adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))
+    return indexed[0] if adjacent else 0
+
+
+def _written_shape(node: fx.Node) -> list[int]:
+    """The shape of `x[indices]`."""
+    avals, x = _index_avals(node), node.args[0].meta["val"].shape  # type: ignore[union-attr]
+    kept = [size for dim, size in enumerate(x) if dim not in avals]
+    ahead = _dims_ahead(list(avals), len(x))
+    return [*kept[:ahead], *torch.broadcast_shapes(*(aval.shape for aval in avals.values())), *kept[ahead:]]
+
+
+def _local_indexing(step: Step, x: torch.Tensor, indices: list[Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The op on a shard; an index that enumerates the sharded dim enumerates the shard."""
+    for dim, k in step.node.meta.get(ENUMERATED, ()):
+        if step.splits(f"p{k}"):
+            index, ndim = indices[dim], max(index.ndim for index in indices if index is not None)
+            shape = [1] * index.ndim
+            shape[k - ndim] = x.shape[dim]
+            own = torch.arange(x.shape[dim], device=index.device).reshape(shape).expand(index.shape)
+            indices = [*indices[:dim], own, *indices[dim + 1 :]]
+    return step.run(x, indices, *args, **kwargs)
+
+
+def _scatter_text(node: fx.Node) -> str:
+    """`scatter(x, dim, index, source)`: the indexed dim whole, others pair up where every operand has their size."""
+    shapes = [operand.meta["val"].shape for operand in tensor_operands(node)]
+    ndim = len(shapes[0])
+    whole = [dim for dim in range(ndim) if dim == dim_of(node) or len({shape[dim] for shape in shapes}) > 1]
+    patterns = [pattern(dim_names(ndim, {d: f"o{position}x{d}^" for d in whole})) for position in range(len(shapes))]
+    with_source = len(patterns) == 3
+    result = pattern(dim_names(ndim, {dim: f"new{dim}" for dim in whole}))
+    return f"{', '.join(_both_linear(patterns) if with_source else patterns)} -> {result}"
+
+
+def _replicated_text(node: fx.Node) -> str:
+    """Every operand is replicated; the first and the last may be partial sums together."""
+    operands, _, result = all_whole_text(node).partition(" -> ")
+    return f"{', '.join(_both_linear(operands.split(', ')))} -> {result}"
+
+
+def _both_linear(patterns: list[str]) -> list[str]:
+    """What has elements of its first operand and of its last is linear in the two together."""
+    return [f"&{patterns[0]}", *patterns[1:-1], f"&{patterns[-1]}"]
+
+
+def _without_marks(text: Callable[[fx.Node], str]) -> Callable[[fx.Node], str]:
+    """The rule of an op that moves as another does, but is not linear: it takes a largest, or a product."""
+    return lambda node: text(node).replace("&", "")
+
+
+def _rows_text(node: fx.Node) -> str:
+    """`index_add(x, dim, index, source)`: whole along that dim."""
+    ndim, dim = ndim_of(node), dim_of(node)
+    if not ndim or len(node.args[3].meta["val"].shape) != ndim:
+        return _replicated_text(node)
+    x, source, result = (pattern(dim_names(ndim, {dim: name})) for name in ("row^", "part^", "new"))
+    return f"&{x}, i^, &{source} -> {result}"
+
+
+rule([aten.index.Tensor], Rule(_index_text, _local_indexing))
+rule([aten.index_put.default], Rule(_put_text, _local_indexing))
+rule([aten.scatter.value, aten.scatter.src, aten.scatter_add.default], Rule(_scatter_text))
+rule([aten.scatter_reduce.two], Rule(_without_marks(_scatter_text)))
+rule([aten.index_add.default, aten.index_copy.default], Rule(_rows_text))
+rule([aten.index_reduce.default], Rule(_without_marks(_rows_text)))
+
+
+# -----------------------------------------------------------------------------
+# Bags of rows
+# -----------------------------------------------------------------------------
+
+
+@intercept(torch.nn.functional.embedding_bag, always=True)
+def _embedding_bag(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: Any = None,
+    max_norm: Any = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Any = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> torch.Tensor:
+    """Rows looked up and reduced: the kernel that does both has no derivative in a trace."""
+    if input.ndim != 2 or offsets is not None or max_norm is not None or scale_grad_by_freq:
+        raise TracingError(
+            f"{current_source()}: embedding_bag is traced for bags of one length alone, a matrix of indices without "
+            "offsets, max_norm and scale_grad_by_freq; write it with F.embedding and a sum"
+        )
+    rows = torch.nn.functional.embedding(input, weight, padding_idx)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(-1)
+    if padding_idx is not None:
+        return _without_padding(rows, (input != padding_idx % len(weight)).unsqueeze(-1), mode)
+    return rows.max(1).values if mode == "max" else getattr(rows, mode)(1)  # type: ignore[no-any-return]
+
+
+def _without_padding(rows: torch.Tensor, counts: torch.Tensor, mode: str) -> torch.Tensor:
+    """Bags reduced over the rows that count; one of padding alone is zero."""
+    if mode == "max":
+        largest = rows.masked_fill(~counts, -math.inf).max(1).values
+        return torch.where(counts.any(1), largest, 0)
+    total = torch.where(counts, rows, 0).sum(1)
+    return total / counts.sum(1).clamp(min=1) if mode == "mean" else total

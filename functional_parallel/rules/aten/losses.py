@@ -1,0 +1,142 @@
+"""Softmax and cross entropy: with the classes sharded, no rank ever holds the whole logits.
+
+For tokens t and classes c the loss is log Σ_c exp z[t, c] − z[t, target]. Ranks reduce three tensors of one number per
+token: the maximum, the sum of exponentials, and the target's logit. (Megatron-LM does the same; arXiv 1909.08053 §3.)
+Counting, class weights and ignored targets are global, whatever is sharded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ... import collectives as fp
+from ...collectives import MICROBATCH, hidden_axes
+from ...ir import Traced
+from ..duplicates import lowest
+from ..registry import Rule, rule
+from ..step import Step
+from ..texts import dim_names, dim_of, ndim_of, pattern
+from .reductions import logsumexp_over_ranks
+
+aten = torch.ops.aten
+
+_MEAN, _SUM = 1, 2  # torch's codes for reduction=
+
+
+def cross_entropy(
+    logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int, ignore: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`nll_loss(log_softmax(logits))` and the total weight, as one op of a traced graph."""
+    return aten.nll_loss_forward.default(logits.log_softmax(-1), target, weight, reduction, ignore)
+
+
+def fuse_cross_entropy(traced: Traced) -> None:
+    """Name each `nll_loss(log_softmax(z))` of a graph as one `cross_entropy(z)`."""
+    for node in traced.nodes:
+        if node.target is not aten.nll_loss_forward.default:
+            continue
+        source = node.args[0]
+        if not isinstance(source, fx.Node) or source.target is not aten._log_softmax.default or source.args[2]:
+            continue
+        if source.args[1] in (-1, source.meta["val"].ndim - 1):
+            node.target = cross_entropy
+            node.args = (source.args[0], *node.args[1:])
+
+
+# -----------------------------------------------------------------------------
+# Softmax
+# -----------------------------------------------------------------------------
+
+
+def _softmax_text(node: fx.Node) -> str:
+    names = pattern(dim_names(ndim_of(node), {dim_of(node): "classes"}))
+    return f"{names} -> {names}"
+
+
+def _local_softmax(step: Step, x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+    if not step.splits("classes") or not x.numel():
+        return step.run(x, dim, half_to_float)
+    exps = (x - fp.pmax(x.detach().amax(dim, keepdim=True), step.axis)).exp()
+    return exps / fp.pvary(fp.psum(step.once(exps).sum(dim, keepdim=True), step.axis), step.axis)
+
+
+def _local_log_softmax(step: Step, x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+    if not step.splits("classes") or not x.numel():
+        return step.run(x, dim, half_to_float)
+    counted = step.once(x, lowest(x.dtype))
+    return x - fp.pvary(logsumexp_over_ranks(counted, [dim], True, step.axis), step.axis)
+
+
+rule([aten._softmax.default], Rule(_softmax_text, _local_softmax, casts=True, counts=True))
+rule([aten._log_softmax.default], Rule(_softmax_text, _local_log_softmax, casts=True, counts=True))
+
+
+# -----------------------------------------------------------------------------
+# Negative log likelihood and cross entropy
+# -----------------------------------------------------------------------------
+
+
+def _likelihood_text(node: fx.Node) -> str:
+    """Batched `(n, c)` or one sample `(c)`; a summed loss stays partial, a mean is a quotient of two whole sums."""
+    batched = ndim_of(node) == 2
+    weighted = isinstance(node.args[2], fx.Node)
+    weight = ", w^" if weighted else ""
+    if not batched:
+        return f"c!, (){weight} -> (), ()"
+    if node.args[3] == _MEAN:
+        return f"n! c!, n!{weight} -> (), ()"
+    if node.args[3] == _SUM:
+        return f"n+ c!, n+{weight} -> (), ()"
+    return f"n! c!, n!{weight} -> n, ()"
+
+
+def _local_likelihood(step: Step, scores: torch.Tensor, target: torch.Tensor, weight: Any, *rest: Any) -> Any:
+    """Loss and total weight from per-token terms, each of them whole or partial as the decision says."""
+    reduction, ignore = rest
+    axis = step.axis
+    if step.choice is None:
+        return step.run(scores, target, weight, *rest)
+    if step.splits("n") and weight is not None:
+        weight = fp.pvary(weight, axis)
+    losses = _token_losses(step, scores, target)
+    kept = target != ignore
+    if step.splits("n"):
+        kept = kept & step.own(target.shape[0], target.device)
+    counts = kept.to(losses.dtype)
+    if weight is not None:
+        counts = counts * aten.index.Tensor(weight, [torch.where(kept, target, 0)])
+    losses = torch.where(kept, losses, torch.zeros((), dtype=losses.dtype, device=losses.device)) * counts
+    if reduction not in (_MEAN, _SUM):
+        return losses, torch.zeros((), dtype=losses.dtype, device=losses.device)
+    total = counts.sum()
+    if reduction == _SUM:
+        return losses.sum(), total
+    if not step.splits("n"):
+        return losses.sum() / total, total
+    if MICROBATCH in (axis, *hidden_axes()):  # the count must not wait for what the forward computes
+        total = fp.psum(total, axis)
+        return fp.psum(losses.sum(), axis) / total, total
+    loss, total = fp.psum(torch.stack([losses.sum(), total]), axis).unbind()  # both sums in one collective
+    return loss / total, total
+
+
+def _token_losses(step: Step, scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """−log p(target) per token; whole on every rank when the classes are sharded."""
+    is_logits = step.node.target is cross_entropy
+    if not step.splits("c"):
+        scores = scores.log_softmax(-1) if is_logits else scores
+        classes = scores.shape[-1]
+        return -scores.gather(-1, target.clamp(0, classes - 1).unsqueeze(-1)).squeeze(-1)
+    local, inside = step.held_positions(target)
+    picked = scores.gather(-1, local.unsqueeze(-1)).squeeze(-1)
+    picked = torch.where(inside, picked, torch.zeros((), dtype=scores.dtype, device=scores.device))
+    score = fp.psum(picked, step.axis)
+    counted = step.once(scores, lowest(scores.dtype))
+    return logsumexp_over_ranks(counted, [-1], False, step.axis) - score if is_logits else -score
+
+
+_LIKELIHOOD = Rule(_likelihood_text, _local_likelihood, casts=True, counts=True)
+rule([aten.nll_loss_forward.default, cross_entropy], _LIKELIHOOD)

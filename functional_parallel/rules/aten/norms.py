@@ -1,0 +1,48 @@
+"""Normalisation over trailing dims: those whole, every other dim free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..registry import Rule, rule
+from ..step import Step
+from ..texts import ndim_of
+
+aten = torch.ops.aten
+
+
+def _trailing_text(statistics: int) -> Callable[[fx.Node], str]:
+    """`x` and its optional weight and bias over the normalised dims; the statistics keep those dims at size one."""
+
+    def text(node: fx.Node) -> str:
+        trailing = len(node.args[1])
+        batch = [f"b{dim}" for dim in range(ndim_of(node) - trailing)]
+        normed = [f"n{dim}^" for dim in range(trailing)]
+        scales = sum(isinstance(arg, fx.Node) for arg in node.args[2:4])
+        operands = [" ".join(batch + normed)] + [" ".join(normed)] * scales
+        results = [" ".join(batch + [f"n{dim}" for dim in range(trailing)])]
+        results += [" ".join(batch + ["1"] * trailing)] * statistics
+        return f"{', '.join(operands)} -> {', '.join(results)}"
+
+    return text
+
+
+def _group_norm_text(node: fx.Node) -> str:
+    """`native_group_norm(x, weight, bias, N, C, HxW, groups, eps)`: only the batch is free."""
+    rest = " ".join(f"r{dim}^" for dim in range(1, ndim_of(node)))
+    scales = ["r1^"] * sum(isinstance(arg, fx.Node) for arg in node.args[1:3])
+    plain = rest.replace("^", "")
+    return f"{', '.join([f'n {rest}', *scales])} -> n {plain}, n newg, n newg"
+
+
+def _local_group_norm(step: Step, x: torch.Tensor, weight: Any, bias: Any, n: int, *args: Any) -> Any:
+    return step.run(x, weight, bias, x.shape[0], *args)
+
+
+rule([aten.native_layer_norm.default], Rule(_trailing_text(2)))
+rule([aten._fused_rms_norm.default], Rule(_trailing_text(1)))
+rule([aten.native_group_norm.default], Rule(_group_norm_text, _local_group_norm))

@@ -1,0 +1,335 @@
+"""Ops that only move dims about: text where dims keep their identity, arithmetic for views, which do not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...collectives import Parts
+from ...ir import argument, tensor_operands
+from ..decide import Decision
+from ..placement import REDUCED, WHOLE, Place, Shard
+from ..registry import Rule, rule
+from ..step import Step
+from ..texts import along_text, dim_names, dim_of, ndim_of, pattern, results_of, whole_along
+from .batched import batched_text
+
+aten = torch.ops.aten
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    return node.meta["val"].shape
+
+
+# -----------------------------------------------------------------------------
+# Views
+# -----------------------------------------------------------------------------
+
+
+def reshaped_place(before: Sequence[int], after: Sequence[int], place: Place, parts: Parts) -> Place | None:
+    """Where a shard lies after a reshape, or None if the new dims cut across it.
+
+    The tensor's elements in order read (major, ranks, minor). A dim of the new shape carries the ranks' factor if its
+    own elements read (prefix, ranks, rest) at the same position.
+
+    >>> reshaped_place((4, 6), (24,), Shard(1), Parts.of(2))        # "b (h/tensor)" -> "(b h/tensor)"
+    Shard(dim=0, outer=4)
+    >>> reshaped_place((2, 24), (2, 3, 8), Shard(1, 3), Parts.of(4))  # "b (3 h/tensor)" -> "b 3 h/tensor"
+    Shard(dim=2, outer=1)
+    """
+    if not isinstance(place, Shard):
+        return place
+    if 0 in after:
+        return None
+    major = math.prod(before[: place.dim]) * place.outer
+    ahead = 1
+    for dim, extent in enumerate(after):
+        if major % ahead == 0 and extent > 1 and (ahead * extent) % (major * parts.samples) == 0:
+            return Shard(dim, major // ahead)
+        ahead *= extent
+    return None
+
+
+def _decide_view(step: Step) -> Decision:
+    operand = step.operands[0]
+    place = reshaped_place(operand.aval.shape, step.results[0].shape, operand.place, step.parts)
+    return Decision((WHOLE,), (WHOLE,)) if place is None else Decision((operand.place,), (place,))
+
+
+def _local_view(step: Step, x: torch.Tensor, shape: Sequence[int], **_: Any) -> torch.Tensor:
+    return x.reshape(step.local_result_shape())
+
+
+VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten._reshape_alias.default)
+
+rule(
+    VIEWS,
+    Rule(decide=_decide_view, local=_local_view, moves_only=True),
+)
+
+
+# -----------------------------------------------------------------------------
+# Dims renamed, added and removed
+# -----------------------------------------------------------------------------
+
+
+def _reordered(names: list[str], order: Sequence[int]) -> str:
+    return f"~{pattern(names)} -> {pattern(names[index] for index in order)}"
+
+
+def _transpose_text(node: fx.Node) -> str:
+    names = dim_names(ndim_of(node))
+    order = list(range(len(names)))
+    if names:
+        first, second = node.args[1:3]
+        order[first], order[second] = order[second], order[first]
+    return _reordered(names, order)
+
+
+def _t_text(node: fx.Node) -> str:
+    names = dim_names(ndim_of(node))
+    return _reordered(names, range(len(names))[::-1])
+
+
+def _permute_text(node: fx.Node) -> str:
+    return _reordered(dim_names(ndim_of(node)), node.args[1])
+
+
+def _unsqueeze_text(node: fx.Node) -> str:
+    names = dim_names(ndim_of(node))
+    where = node.args[1] % (len(names) + 1)
+    return f"~{pattern(names)} -> {pattern([*names[:where], '1', *names[where:]])}"
+
+
+def _squeeze_text(node: fx.Node) -> str:
+    shape = _shape(node.args[0])
+    dims = node.args[1] if len(node.args) > 1 else range(len(shape))
+    dims = [dims] if isinstance(dims, int) else dims
+    dropped = {dim % len(shape) for dim in dims if shape and shape[dim] == 1}
+    left, right = (dim_names(len(shape), dict.fromkeys(dropped, name)) for name in ("1", ""))
+    return f"~{pattern(left)} -> {pattern(right)}"
+
+
+def _local_squeeze(step: Step, x: torch.Tensor, dims: Any = None) -> torch.Tensor:
+    return x.reshape(step.local_result_shape())
+
+
+def _expand_text(node: fx.Node) -> str:
+    before, after = _shape(node.args[0]), _shape(node)
+    extra = len(after) - len(before)
+    grown = ["1" if size == 1 and after[extra + dim] != 1 else f"d{dim}" for dim, size in enumerate(before)]
+    right = [f"new{dim}" for dim in range(extra)]
+    right += [f"new{extra + dim}" if name == "1" else name for dim, name in enumerate(grown)]
+    return f"~{pattern(grown)} -> {pattern(right)}"
+
+
+def _local_expand(step: Step, x: torch.Tensor, shape: Sequence[int], **_: Any) -> torch.Tensor:
+    return x.expand(step.local_result_shape())
+
+
+rule([aten.transpose.int], Rule(_transpose_text))
+rule([aten.t.default], Rule(_t_text))
+rule([aten.permute.default], Rule(_permute_text))
+rule([aten.unsqueeze.default], Rule(_unsqueeze_text))
+rule([aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims], Rule(_squeeze_text, _local_squeeze))
+rule([aten.expand.default], Rule(_expand_text, _local_expand))
+
+
+# -----------------------------------------------------------------------------
+# Dims cut and joined: whole along the dim, free along the others
+# -----------------------------------------------------------------------------
+
+
+def _cut_place(place: Place, dim: int, extent: int, start: int, length: int) -> Place | None:
+    """Where `length` elements from `start` of a dim lie, when they are whole blocks outside the ranks' factor.
+
+    A fused `"embed (3 heads/tensor)"` is cut into its three parts this way, without moving anything.
+    """
+    if not isinstance(place, Shard) or place.dim != dim:
+        return None
+    if extent == 0:
+        return place
+    block = extent // place.outer
+    aligned = start % block == 0 and length % block == 0 and length > 0
+    return Shard(dim, length // block) if aligned else None
+
+
+def _strided_place(
+    place: Place, dim: int, extent: int, start: int, length: int, stride: int, parts: Parts
+) -> Place | None:
+    """Where every other element of a dim lies, or of every so many one, when each rank takes the same of its own."""
+    if not isinstance(place, Shard) or place.dim != dim or start >= stride:
+        return None
+    divides = (extent // place.outer) % (parts.samples * stride) == 0
+    return place if divides and length * stride == extent else None
+
+
+def _decide_slice(step: Step) -> Decision | None:
+    dim, (start, end, stride) = dim_of(step.node), _bounds(step.node)
+    operand, length = step.operands[0], step.results[0].shape[dim_of(step.node)]
+    extent = operand.aval.shape[dim]
+    if stride == 1:
+        place = _cut_place(operand.place, dim, extent, start, end - start)
+    else:
+        place = _strided_place(operand.place, dim, extent, start, length, stride, step.parts)
+    return None if place is None else Decision((operand.place,), (place,))
+
+
+def _local_slice(step: Step, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    dim, (start, end, stride) = dim_of(step.node), _bounds(step.node)
+    place = step.decision.operands[0]
+    if isinstance(place, Shard) and place.dim == dim:
+        start, end = (step.parts.local(start), step.parts.local(end)) if stride == 1 else (start, x.shape[dim])
+    return step.run(x, dim, start, end, stride)
+
+
+def _bounds(node: fx.Node) -> tuple[int, int, int]:
+    extent, stride = _shape(node.args[0])[dim_of(node)], argument(node, "step")
+    start, end, _ = slice(argument(node, "start"), argument(node, "end"), stride).indices(extent)
+    return start, max(start, end), stride
+
+
+def _decide_split(step: Step) -> Decision | None:
+    dim, operand = dim_of(step.node), step.operands[0]
+    places, start = [], 0
+    for result in step.results:
+        places.append(_cut_place(operand.place, dim, operand.aval.shape[dim], start, result.shape[dim]))
+        start += result.shape[dim]
+    if any(place is None for place in places):
+        return None
+    return Decision((operand.place,), tuple(place for place in places if place is not None))
+
+
+def _local_split(step: Step, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    dim = dim_of(step.node)
+    lengths = [step.local_result_shape(index)[dim] for index in range(len(step.results))]
+    return step.emit(aten.split_with_sizes.default, (x, lengths, dim), {})
+
+
+def _taken_text(*dims: str, left: str = "") -> Callable[[fx.Node], str]:
+    """The rule of a view that takes a part of some dims, which are whole then, and leaves something in the last."""
+
+    def text(node: fx.Node) -> str:
+        ndim = ndim_of(node)
+        taken = [argument(node, name) % ndim for name in dims]
+        whole = pattern(dim_names(ndim, {dim: f"d{dim}^" for dim in taken}))
+        rest = pattern([*dim_names(ndim, dict.fromkeys(taken, "")), left])
+        return f"~{whole} -> {', '.join([rest] * results_of(node))}"
+
+    return text
+
+
+def _put_back_text(*dims: str, part: Sequence[str]) -> Callable[[fx.Node], str]:
+    """The rule of what writes a part back into the whole.
+
+    Args:
+        dims: the arguments that name the dims that it is taken of; whole.
+        part: what stands for these dims in the part; further names stand at its end.
+    """
+
+    def text(node: fx.Node) -> str:
+        ndim = ndim_of(node)
+        taken = [argument(node, name) % ndim for name in dims]
+        whole = pattern(dim_names(ndim, {dim: f"d{dim}^" for dim in taken}))
+        of_part = pattern([*dim_names(ndim, dict(zip(taken, part, strict=False))), *part[len(taken) :]])
+        return f"&{whole}, &{of_part} -> {pattern(dim_names(ndim, {dim: f'new{dim}' for dim in taken}))}"
+
+    return text
+
+
+def _cat_text(node: fx.Node) -> str:
+    ndim, dim = len(_shape(node)), argument(node, "dim") % len(_shape(node))
+    parts = [f"&{pattern(dim_names(ndim, {dim: f'c{index}^'}))}" for index in range(len(tensor_operands(node)))]
+    return f"{', '.join(parts)} -> {pattern(dim_names(ndim, {dim: 'new'}))}"
+
+
+def _decide_cat(step: Step) -> Decision | None:
+    """Blocks of equal lengths that ranks split alike lie side by side, as both halves of a batch of pairs do.
+
+    What is whole beside them is sliced, unless it is the larger part. Empty tensors stay as they are.
+    """
+    dim = argument(step.node, "dim") % len(step.results[0].shape)
+    filled = [operand for operand in step.operands if operand.aval.shape[dim]]
+    held = [operand for operand in filled if isinstance(operand.place, Shard)]
+    whole = [operand for operand in filled if operand.place in (WHOLE, REDUCED)]
+    places = [place for operand in held if isinstance(place := operand.place, Shard)]
+    if not step.parts.is_even or len(held) + len(whole) < len(filled) or {p.dim for p in places} != {dim}:
+        return None
+    block, *others = {operand.aval.shape[dim] // p.outer for operand, p in zip(held, places, strict=True)}
+    lengths = [operand.aval.shape[dim] for operand in filled]
+    larger = sum(operand.aval.nbytes for operand in whole) > sum(operand.aval.nbytes for operand in held)
+    if others or larger or any(length % block for length in lengths):
+        return None
+    required = [Shard(dim, operand.aval.shape[dim] // block or 1) for operand in step.operands]
+    return Decision(tuple(required), (Shard(dim, sum(lengths) // block),))
+
+
+def _stack_text(node: fx.Node) -> str:
+    names, dim = dim_names(len(_shape(node)) - 1), argument(node, "dim") % len(_shape(node))
+    parts = [f"&{pattern(names)}"] * len(tensor_operands(node))
+    return f"{', '.join(parts)} -> {pattern([*names[:dim], 'new', *names[dim:]])}"
+
+
+def _turned_text(node: fx.Node) -> str:
+    """`flip(x, dims)` and `roll(x, shifts, dims)`, which without dims rolls through all of them."""
+    ndim, dims = ndim_of(node), argument(node, "dims")
+    if node.target is aten.roll.default:
+        dims = dims or range(ndim)
+    return whole_along(*(dim % ndim for dim in dims), ndim=ndim)
+
+
+def _pad_text(node: fx.Node) -> str:
+    """`constant_pad_nd(x, pad, value)`: linear where the padding is zeros."""
+    ndim = ndim_of(node)
+    padded = [ndim - 1 - index // 2 for index, amount in enumerate(node.args[1]) if amount]
+    return whole_along(*padded, ndim=ndim, mark="" if argument(node, "value") else "~")
+
+
+def _repeat_text(node: fx.Node) -> str:
+    ndim, counts = ndim_of(node), list(node.args[1])
+    extra = len(counts) - ndim
+    repeated = [dim for dim in range(ndim) if counts[extra + dim] != 1]
+    left = pattern(dim_names(ndim, {dim: f"d{dim}^" for dim in repeated}))
+    ahead, behind = (f"newahead{dim}" for dim in range(extra)), {dim: f"new{dim}" for dim in repeated}
+    return f"~{left} -> {pattern([*ahead, *dim_names(ndim, behind)])}"
+
+
+def _unfold_text(node: fx.Node) -> str:
+    """`unfold(x, dimension, size, step)`: windows along a dim, their elements in a new last one."""
+    ndim, dim = ndim_of(node), argument(node, "dimension") % max(ndim_of(node), 1)
+    left, right = (dim_names(ndim, {dim: name}) for name in (f"d{dim}^", "new"))
+    return f"~{pattern(left)} -> {pattern([*right, 'newsize'])}"
+
+
+def _bits_text(node: fx.Node) -> str:
+    """`view(dtype)`: elementwise, or along the last dim where elements are of another size."""
+    before, after = node.args[0].meta["val"], node.meta["val"]
+    return "... -> ..." if before.dtype.itemsize == after.dtype.itemsize else batched_text(1)(node)
+
+
+rule([aten.slice.Tensor], Rule(along_text("~"), _local_slice, _decide_slice))
+rule([aten.constant_pad_nd.default], Rule(_pad_text))
+rule([aten.select.int, aten.unbind.int], Rule(_taken_text("dim")))
+rule(
+    [aten.split.Tensor, aten.split_with_sizes.default, aten.unsafe_split.Tensor],
+    Rule(along_text("~"), _local_split, _decide_split),
+)
+rule([aten.cat.default], Rule(_cat_text, decide=_decide_cat))
+rule([aten.stack.default], Rule(_stack_text))
+rule([aten.flip.default, aten.roll.default], Rule(_turned_text))
+rule([aten.tril.default, aten.triu.default], Rule(batched_text(2, linear="~")))
+rule([aten.repeat.default], Rule(_repeat_text))
+rule([aten.slice_scatter.default], Rule(_put_back_text("dim", part=["part^"])))
+rule([aten.select_scatter.default], Rule(_put_back_text("dim", part=[""])))
+rule([aten.unfold.default], Rule(_unfold_text))
+rule([aten.diagonal.default], Rule(_taken_text("dim1", "dim2", left="new")))
+rule([aten.diagonal_scatter.default], Rule(_put_back_text("dim1", "dim2", part=["", "", "part^"])))
+rule([aten.diag_embed.default], Rule(batched_text(1, linear="~")))
+rule([aten.trace.default], Rule("~a^ b^ -> ()"))
+rule([aten.view_as_real.default], Rule(batched_text(0, linear="~")))
+rule([aten.view.dtype], Rule(_bits_text))
+rule([aten.view_as_complex.default], Rule(batched_text(1, linear="~")))

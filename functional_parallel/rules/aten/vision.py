@@ -1,0 +1,92 @@
+"""Convolutions and pooling: batch and channels are free, spatial dims whole."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn import functional
+
+from ...tracing import intercept
+from ..registry import Rule, rule
+from ..texts import ndim_of
+from .batched import batched_text
+
+aten = torch.ops.aten
+
+
+def _convolution_text(node: fx.Node) -> str:
+    """`convolution(x, w, None, stride, padding, dilation, transposed, output_padding, groups)`; biases come after."""
+    ndim = ndim_of(node)
+    transposed, groups = node.args[6], node.args[8]
+    space = " ".join(f"s{dim}^" for dim in range(ndim - 2))
+    kernel = " ".join(f"k{dim}^" for dim in range(ndim - 2))
+    out = " ".join(f"new{dim}" for dim in range(ndim - 2))
+    if groups != 1:
+        return f"~n c^ {space}, ~co^ cg^ {kernel} -> n newc {out}"
+    weight = f"~c+ co {kernel}" if transposed else f"~co c+ {kernel}"
+    return f"~n c+ {space}, {weight} -> n co {out}"
+
+
+def _sampling_text(node: fx.Node) -> str:
+    """`grid_sampler(x, grid)`: of each image and channel, at the places that the grid of that image names."""
+    space = [f"s{dim}" for dim in range(ndim_of(node) - 2)]
+    places = [f"g{dim}" for dim in range(len(space))]
+    return f"~n c {'^ '.join(space)}^, n {' '.join(places)} xy^ -> n c {' '.join(places)}"
+
+
+rule([aten.convolution.default], Rule(_convolution_text))
+rule([aten.grid_sampler_2d.default, aten.grid_sampler_3d.default], Rule(_sampling_text))
+rule([aten.max_pool2d_with_indices.default, aten.adaptive_max_pool2d.default], Rule(batched_text(2)))
+rule([aten.max_pool3d_with_indices.default, aten.adaptive_max_pool3d.default], Rule(batched_text(3)))
+rule([aten.max_unpool2d.default], Rule(batched_text(2)))
+rule([aten.max_unpool3d.default], Rule(batched_text(3)))
+
+#: linear ops on images: how many dims of an image they need whole
+_OF_IMAGES = {
+    aten.upsample_nearest1d: 1,
+    aten.upsample_linear1d: 1,
+    aten._upsample_nearest_exact1d: 1,
+    aten.reflection_pad1d: 1,
+    aten.replication_pad1d: 1,
+    aten.avg_pool2d: 2,
+    aten._adaptive_avg_pool2d: 2,
+    aten.upsample_nearest2d: 2,
+    aten.upsample_bilinear2d: 2,
+    aten.upsample_bicubic2d: 2,
+    aten._upsample_nearest_exact2d: 2,
+    aten._upsample_bilinear2d_aa: 2,
+    aten._upsample_bicubic2d_aa: 2,
+    aten.reflection_pad2d: 2,
+    aten.replication_pad2d: 2,
+    aten.avg_pool3d: 3,
+    aten._adaptive_avg_pool3d: 3,
+    aten.upsample_nearest3d: 3,
+    aten.upsample_trilinear3d: 3,
+    aten._upsample_nearest_exact3d: 3,
+    aten.reflection_pad3d: 3,
+    aten.replication_pad3d: 3,
+    aten.pixel_shuffle: 3,
+    aten.pixel_unshuffle: 3,
+    aten.im2col: 3,
+    aten.col2im: 2,
+}
+for packet, count in _OF_IMAGES.items():
+    overloads = [getattr(packet, name) for name in ("default", "vec") if name in packet.overloads()]
+    rule(overloads, Rule(batched_text(count, linear="~")))
+
+
+def _pool_to_one(dims: int, input: torch.Tensor, output_size: Any) -> Any:
+    """As the mean that torch makes of it too, but without relabelling strides, which it does to what is channels-last.
+
+    To do so it changes the tensor in place by an op for which there is no rule, and a backward without a trace.
+    """
+    sizes = output_size if isinstance(output_size, (tuple, list)) else [output_size]
+    return input.mean(tuple(range(-dims, 0)), keepdim=True) if set(sizes) == {1} else NotImplemented
+
+
+intercept(functional.adaptive_avg_pool1d, always=True)(functools.partial(_pool_to_one, 1))
+intercept(functional.adaptive_avg_pool2d, always=True)(functools.partial(_pool_to_one, 2))
+intercept(functional.adaptive_avg_pool3d, always=True)(functools.partial(_pool_to_one, 3))

@@ -1,0 +1,98 @@
+"""Moving one value from the place where it lies to the place where an op needs it.
+
+| from → to | collective | its transpose |
+|---|---|---|
+| whole → whole, where the op is rank-dependent | `pvary` | psum |
+| whole → whole, gradient unreduced | `pcast` to Reduced | psum |
+| whole, gradient unreduced → the same, where the op is rank-dependent | `pcast` | `pcast` |
+| the same → whole | `pbroadcast` from one rank | the gradient on that rank, zeros on the others |
+| whole → sharded | `pscatter`, a slice | all_gather |
+| sharded → whole | `all_gather` | psum_scatter, or a slice if every use is whole |
+| sharded → sharded otherwise | `all_to_all` | all_to_all |
+| partial sums → whole | `psum` | pvary |
+| partial sums → sharded | `psum_scatter` | all_gather |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..collectives import MICROBATCH, Parts, axis_index, emit
+from .duplicates import joined, spread
+from .placement import REDUCED, WHOLE, Partial, Place, Reduced, Shard, Whole
+
+__all__ = ["VARYING", "Form", "convert"]
+
+VARYING = "whole, on every rank of its own"
+Form = Place | str
+
+
+def convert(x: torch.Tensor, held: Place, form: Form, axis: str, parts: Parts) -> torch.Tensor:
+    """Bring a rank's part of a value into another form.
+
+    Args:
+        x: the rank's part.
+        held: how the value lies.
+        form: how it shall lie, or VARYING: whole, but taken as a value of this rank's own, whose gradient is summed.
+        axis: the mesh axis.
+        parts: how it cuts.
+    """
+    if held == form:
+        return x
+    if form == VARYING:
+        if isinstance(held, Shard):
+            return _gather(x, held, axis, parts, "varying")
+        if isinstance(held, Reduced):
+            return emit("pcast", x, (axis,), "reduced", "varying")
+        return emit("pcast", convert(x, held, WHOLE, axis, parts), (axis,), "invariant", "varying")
+    if form == REDUCED:
+        if isinstance(held, Shard):
+            return _gather(x, held, axis, parts, "reduced")
+        return emit("pcast", convert(x, held, WHOLE, axis, parts), (axis,), "invariant", "reduced")
+    if isinstance(form, Whole):
+        if isinstance(held, Partial):
+            return emit("psum", x, (axis,), "varying")
+        if isinstance(held, Reduced):
+            return emit("pbroadcast", emit("pcast", x, (axis,), "reduced", "varying"), (axis,), 0)
+        assert isinstance(held, Shard)
+        return _gather(x, held, axis, parts, "invariant")
+    assert isinstance(form, Shard), f"nothing is turned into {form}"
+    if isinstance(held, Partial):
+        return _scatter("psum_scatter", spread(x, form, parts), form, axis, "varying")
+    if isinstance(held, Whole):
+        return _scatter("pscatter", spread(x, form, parts), form, axis)
+    if isinstance(held, Reduced):
+        return _own_part(emit("pcast", x, (axis,), "reduced", "varying"), form, axis, parts)
+    return _reshard(x, held, form, axis, parts)
+
+
+def _own_part(x: torch.Tensor, form: Shard, axis: str, parts: Parts) -> torch.Tensor:
+    """This rank's slice of a value of its own, by index."""
+    split = spread(x, form, parts).unflatten(form.dim, (form.outer, parts.ranks, -1))
+    index = axis_index(axis).reshape(1)
+    return split.index_select(form.dim + 1, index).flatten(form.dim, form.dim + 2)
+
+
+def _reshard(x: torch.Tensor, held: Shard, form: Shard, axis: str, parts: Parts) -> torch.Tensor:
+    side_by_side = axis != MICROBATCH  # what runs one after another cannot exchange
+    if side_by_side and held.outer == form.outer == 1 and held.dim != form.dim and parts.divide(x.shape[form.dim]):
+        return emit("all_to_all", x, (axis,), form.dim, held.dim)
+    return _scatter("pscatter", spread(_gather(x, held, axis, parts, "invariant"), form, parts), form, axis)
+
+
+def _gather(x: torch.Tensor, held: Shard, axis: str, parts: Parts, dst: str) -> torch.Tensor:
+    dim = held.dim
+    if held.outer == 1:
+        return joined(emit("all_gather", x, (axis,), dim, dst), held, parts)
+    gathered = emit("all_gather", x.unflatten(dim, (held.outer, -1)), (axis,), dim + 1, dst)
+    return joined(gathered.flatten(dim, dim + 1), held, parts)
+
+
+def _scatter(operation: str, x: torch.Tensor, form: Shard, axis: str, *params: Any) -> torch.Tensor:
+    dim = form.dim
+    if form.outer == 1:
+        return emit(operation, x, (axis,), dim, *params)
+    part = emit(operation, x.unflatten(dim, (form.outer, -1)), (axis,), dim + 1, *params)
+    return part.flatten(dim, dim + 1)

@@ -1,0 +1,180 @@
+"""Which factor an op is sharded on, what each operand must look like for it, and how the results lie.
+
+One decision per op, taken in graph order from its operands' places alone. The order of preference when operands
+disagree: a factor that a parameter is sharded on (parameters stay where the spec put them, activations move), then the
+operand with the most bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..collectives import Parts
+from ..ir import Aval
+from .notation import RuleError, RuleText
+from .placement import PARTIAL, WHOLE, Partial, Place, Shard
+
+__all__ = ["Choice", "Decision", "Operand", "decide", "factor_sizes", "find_factor", "placed"]
+
+Factors = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """What a decision knows of one tensor operand: global shape and dtype, place, and whether it is a parameter's."""
+
+    aval: Aval
+    place: Place
+    is_parameter: bool = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The factor that an op is sharded on; the ranks split (outer, ranks, rest) of it."""
+
+    factor: str
+    outer: int = 1
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Required places of the operands and places of the results.
+
+    `varying` says that the op computes rank-dependent values, so whole operands enter it by `pvary`.
+    `extremum` is "pmax" or "pmin" when the results must be combined so. `masked` are the operands, by number, in which
+    samples that unequal parts hold twice must be zero once.
+    """
+
+    operands: tuple[Place, ...]
+    results: tuple[Place, ...]
+    choice: Choice | None = None
+    extremum: str = ""
+    masked: tuple[int, ...] = ()
+    of_shapes: bool = False
+
+    @property
+    def varying(self) -> bool:
+        return any(isinstance(place, (Partial, Shard)) for place in self.operands)
+
+
+def decide(
+    rule: RuleText,
+    operands: Sequence[Operand],
+    results: Sequence[Aval | None],
+    parts: Parts,
+    where: str,
+    counts: bool = False,
+) -> Decision:
+    """Apply a text rule to operands that lie in given places, on an axis that cuts into these parts.
+
+    With `counts`, the op's own lowering leaves out what unequal parts hold twice.
+    """
+    if len(rule.operands) != len(operands):
+        raise RuleError(f"{where}: the rule {rule.text!r} names {len(rule.operands)} operands of {len(operands)}")
+    ones = parts.ranks == 1 and len({operand.aval.shape for operand in operands}) == 1
+    fits = [pattern.fit(op.aval.shape, where, ones=ones) for pattern, op in zip(rule.operands, operands, strict=True)]
+    sizes = factor_sizes(fits, operands, where)
+    choice = _choose(rule, fits, operands, sizes, parts, counts)
+    if choice is None:
+        return _without_choice(rule, operands, len(results))
+    required = tuple(placed(fit, choice, sizes) or WHOLE for fit in fits)
+    mark = rule.marks.get(choice.factor, "")
+    places: list[Place] = []
+    for pattern, aval in zip(rule.results, results, strict=False):
+        if aval is None:  # a gradient that nobody wants
+            places.append(WHOLE)
+            continue
+        place = placed(pattern.fit(aval.shape, where, ones=ones), choice, sizes)
+        if place is None and not mark:
+            raise RuleError(f"{where}: {rule.text!r} drops factor {choice.factor}, which needs a mark (+, >, ^, …)")
+        places.append(place or (PARTIAL if mark in "+?" else WHOLE))
+    masked = () if parts.is_even or counts or not mark else _summed_alone(rule, fits, operands, choice.factor)
+    return Decision(required, tuple(places), choice, {">": "pmax", "<": "pmin"}.get(mark, ""), masked)
+
+
+def _choose(
+    rule: RuleText,
+    fits: list[Factors],
+    operands: Sequence[Operand],
+    sizes: dict[str, int],
+    parts: Parts,
+    counts: bool,
+) -> Choice | None:
+    best: tuple[tuple[bool, int], Choice] | None = None
+    for fit, operand in zip(fits, operands, strict=True):
+        choice = find_factor(fit, operand.place, sizes, parts)
+        mark = None if choice is None else rule.marks.get(choice.factor)
+        if choice is None or mark == "^":
+            continue
+        if mark and not (
+            parts.is_even or counts or (mark == "+" and _summed_alone(rule, fits, operands, choice.factor))
+        ):
+            continue  # what unequal parts hold twice would count twice
+        weight = (operand.is_parameter, operand.aval.nbytes)
+        if best is None or weight > best[0]:
+            best = (weight, choice)
+    return best[1] if best else None
+
+
+def _summed_alone(rule: RuleText, fits: list[Factors], operands: Sequence[Operand], factor: str) -> tuple[int, ...]:
+    """An operand, the smallest, of which zeros along the factor add nothing: one that the op is linear in."""
+    found = [
+        (operand.aval.nbytes, index)
+        for index, (fit, operand) in enumerate(zip(fits, operands, strict=True))
+        if rule.operands[index].linear == "~" and any(factor in names for names in fit)
+    ]
+    return (min(found)[1],) if found else ()
+
+
+def find_factor(fit: Factors, place: Place, sizes: dict[str, int], parts: Parts) -> Choice | None:
+    """The factor that a sharded operand is split on, or None if the split cuts across factors."""
+    if not isinstance(place, Shard):
+        return None
+    before = 1
+    for factor in fit[place.dim]:
+        extent = sizes[factor]
+        inner, rest = divmod(place.outer, before)
+        if rest == 0 and extent % inner == 0 and parts.divide(extent // inner):
+            return Choice(factor, inner)
+        before *= extent
+    return None
+
+
+def placed(fit: Factors, choice: Choice, sizes: dict[str, int]) -> Shard | None:
+    """Where a tensor with these factors is sharded when the op is split by the choice."""
+    for dim, factors in enumerate(fit):
+        if choice.factor in factors:
+            before = math.prod(sizes[name] for name in factors[: factors.index(choice.factor)])
+            return Shard(dim, before * choice.outer)
+    return None
+
+
+def _without_choice(rule: RuleText, operands: Sequence[Operand], results: int) -> Decision:
+    """No factor to split on: partial sums either pass (where the op is linear in them) or are resolved.
+
+    In a product of two partial sums both are resolved: one has to be, and the product of the other with it would need a
+    psum of its own; in a square that is one psum instead of two.
+    """
+    partial = [isinstance(op.place, Partial) for op in operands]
+    keep = [False] * len(operands)
+    together = [index for index, pattern in enumerate(rule.operands) if pattern.linear == "&"]
+    if together and all(partial[index] for index in together):
+        keep = [index in together for index in range(len(operands))]
+    elif not together:
+        keep = [pattern.linear == "~" and partial[i] and sum(partial) == 1 for i, pattern in enumerate(rule.operands)]
+    required = tuple(PARTIAL if kept else WHOLE for kept in keep)
+    return Decision(required, (PARTIAL if any(keep) else WHOLE,) * results)
+
+
+def factor_sizes(fits: list[Factors], operands: Sequence[Operand], where: str) -> dict[str, int]:
+    dims = [(f, s) for fit, op in zip(fits, operands, strict=True) for f, s in zip(fit, op.aval.shape, strict=True)]
+    sizes = {factors[0]: extent for factors, extent in dims if len(factors) == 1}
+    for factors, extent in dims:
+        unknown = [name for name in factors if name not in sizes]
+        if len(unknown) > 1:
+            raise RuleError(f"{where}: the sizes of {', '.join(unknown)} cannot be told apart in a dim of {extent}")
+        for name in unknown:
+            sizes[name] = extent // math.prod(sizes[other] for other in factors if other != name)
+    return sizes

@@ -1,0 +1,59 @@
+"""Indices that enumerate a dim: `x[torch.arange(len(x)), labels]` takes one element of every row.
+
+The rule of indexing lets such a dim stay sharded: the rows of a shard are enumerated from 0 again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..ir import Traced
+from ..tracing import assume_constants, constant_in
+
+__all__ = ["ENUMERATED", "note_enumerated"]
+
+aten = torch.ops.aten
+
+ENUMERATED = "enumerated"  # in a node's meta: pairs of a dim of x and a dim of the broadcast indices
+_INDEXING = (aten.index.Tensor, aten.index_put.default)
+
+
+def note_enumerated(traced: Traced) -> None:
+    """Note of every indexing op which dims its indices enumerate."""
+    known: dict[fx.Node, Any] = {}
+    for node in traced.nodes:
+        if node.target in _INDEXING:
+            found = tuple(_enumerated(traced, node, known).items())
+            if found:
+                node.meta[ENUMERATED] = found
+
+
+def _enumerated(traced: Traced, node: fx.Node, known: dict[fx.Node, Any]) -> dict[int, int]:
+    """For each dim of x that an index enumerates, the dim of the broadcast indices along which it does."""
+    x = node.args[0].meta["val"].shape  # type: ignore[union-attr]
+    indices = {dim: index for dim, index in enumerate(node.args[1]) if index is not None}  # type: ignore
+    avals = {dim: index.meta["val"] for dim, index in indices.items()}
+    if any(aval.dtype == torch.bool for aval in avals.values()):
+        return {}
+    ndim = max(len(aval.shape) for aval in avals.values())
+    found: dict[int, int] = {}
+    for dim, index in indices.items():
+        along = _dims_enumerating(avals[dim].shape, x[dim], ndim)
+        value = constant_in(traced, index, known) if along else None
+        if value is None:
+            continue
+        for k in along:
+            column = torch.arange(x[dim]).reshape([-1 if each == k else 1 for each in range(ndim)])
+            if k not in found.values() and bool((value == column).all()):
+                found[dim] = k
+                assume_constants(traced, index)
+                break
+    return found
+
+
+def _dims_enumerating(shape: tuple[int, ...], length: int, ndim: int) -> list[int]:
+    """The dims of the broadcast indices along which an index of this shape may enumerate that number of rows."""
+    return [k for k, size in enumerate(shape, ndim - len(shape)) if size == length]

@@ -1,0 +1,65 @@
+"""How one value lies along the one mesh axis that is being partitioned: whole, sharded, or as partial sums."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..collectives import Parts
+
+__all__ = ["PARTIAL", "REDUCED", "WHOLE", "Partial", "Place", "Reduced", "Shard", "Whole", "local_shape"]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Every rank holds all of it (the state Invariant)."""
+
+    def __str__(self) -> str:
+        return "whole"
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """Every rank holds all of it, and its gradient is wanted as partial sums (the state Reduced)."""
+
+    def __str__(self) -> str:
+        return "whole, its gradient unreduced"
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Ranks hold summands of it (the state Unreduced)."""
+
+    def __str__(self) -> str:
+        return "partial sums"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Ranks hold slices of it (the state Varying).
+
+    The dim is viewed as (outer, ranks, rest), and a rank holds its index of the middle factor. `outer` is more than one
+    when dims were merged outside the sharded one, `"(b heads/tensor) s t"`, or a spec shards an inner factor.
+    """
+
+    dim: int
+    outer: int = 1
+
+    def __str__(self) -> str:
+        return f"sharded on dim {self.dim}" + (f" inside a factor of {self.outer}" if self.outer > 1 else "")
+
+
+Place = Whole | Reduced | Partial | Shard
+WHOLE = Whole()
+REDUCED = Reduced()
+PARTIAL = Partial()
+
+
+def local_shape(shape: tuple[int, ...], place: Place, parts: Parts) -> tuple[int, ...]:
+    """The shape that one rank holds.
+
+    >>> local_shape((4, 6), Shard(1), Parts.of(2))
+    (4, 3)
+    """
+    if not isinstance(place, Shard):
+        return tuple(shape)
+    return (*shape[: place.dim], parts.local(shape[place.dim]), *shape[place.dim + 1 :])

@@ -1,0 +1,83 @@
+"""One op on its way through a partition: what a rule may ask about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..collectives import Parts, axis_index
+from ..ir import Aval, where
+from .decide import Choice, Decision, Operand
+from .duplicates import once, own
+from .placement import Place, Shard, local_shape
+
+__all__ = ["Step"]
+
+
+@dataclass
+class Step:
+    """An op with its operands' places, and, once decided, the places of its results."""
+
+    node: fx.Node
+    axis: str
+    parts: Parts
+    operands: list[Operand]
+    results: list[Aval]
+    emit: Callable[..., Any]
+    decision: Decision = field(default_factory=lambda: Decision((), ()))
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.parts.ranks
+
+    @property
+    def where(self) -> str:
+        """The op and its source line, for messages."""
+        return where(self.node)
+
+    @property
+    def choice(self) -> Choice | None:
+        return self.decision.choice
+
+    def splits(self, factor: str) -> bool:
+        """Whether the op is sharded on that factor of its rule."""
+        return self.choice is not None and self.choice.factor == factor
+
+    def result_place(self, index: int = 0) -> Place:
+        return self.decision.results[index]
+
+    def local_result_shape(self, index: int = 0) -> list[int]:
+        """The shape that a rank holds of a result."""
+        return list(local_shape(self.results[index].shape, self.result_place(index), self.parts))
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The op itself, on a rank's operands."""
+        return self.emit(self.node.target, args, kwargs)
+
+    def once(self, x: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
+        """The first operand's part, with `fill` for samples that another rank holds too."""
+        return once(x, self.decision.operands[0], self.axis, self.parts, fill)
+
+    def own(self, extent: int, device: Any) -> torch.Tensor | bool:
+        """Along the dim in which the first operand is sharded: which samples no other rank before this one holds."""
+        place = self.decision.operands[0]
+        if self.parts.is_even or not isinstance(place, Shard):
+            return True
+        return own(extent, place, self.axis, self.parts, device)
+
+    def held_positions(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions along the first operand's sharded dim → those in this rank's part, and which of them lie there.
+
+        Where unequal parts hold a sample twice, it lies with the first. What lies elsewhere gets any legal position.
+        """
+        place = self.decision.operands[0]
+        assert isinstance(place, Shard)
+        extent = self.parts.local(self.operands[0].aval.shape[place.dim])
+        held, inside = self.parts.held_position(index, axis_index(self.axis), extent, place.outer)
+        held, own = held.clamp(0, extent - 1), self.own(extent, index.device)
+        return held, inside if isinstance(own, bool) else inside & own[held]

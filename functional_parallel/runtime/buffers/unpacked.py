@@ -1,0 +1,142 @@
+"""What a collective of several tensors in one brings: each received where it belongs, or taken out of a whole.
+
+An algorithm that copies what it receives copies it to its place, and one that adds writes the sum there: there is no
+whole then, and one copy less.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ...ops import UNPACK, UNPACK_INTO
+
+__all__ = ["InPlace", "Layout", "OutOfWhole", "Stretches", "Unpacked"]
+
+
+class Unpacked(Protocol):
+    """Tensors by number, each to be taken once."""
+
+    def take(self, index: int) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where tensors lie in a packed one, which is made of a run of every rank.
+
+    Attributes:
+        runs: how many.
+        leaves: of each tensor, what `fp.unpack` takes: where its part of a run begins, that part's shape, and the dim
+            along which the parts are joined.
+        targets: for each, one that is there to be written over, or None for one that is to be made.
+    """
+
+    runs: int
+    leaves: tuple[tuple[int, tuple[int, ...], int], ...]
+    targets: tuple[Tensor | None, ...] | None = None
+
+    def target(self, index: int) -> Tensor | None:
+        return None if self.targets is None else self.targets[index]
+
+
+class OutOfWhole:
+    """Tensors that are taken out of a whole one: stretches of a single run, copies of what lies in several."""
+
+    def __init__(self, layout: Layout, whole: Tensor) -> None:
+        self._layout, self._whole = layout, whole
+
+    def take(self, index: int) -> Tensor:
+        offset, shape, dim = self._layout.leaves[index]
+        if (target := self._layout.target(index)) is not None:
+            return UNPACK_INTO(target, self._whole, self._layout.runs, offset, shape, dim)
+        if self._layout.runs == 1:
+            return self._whole[offset : offset + torch.Size(shape).numel()].view(shape)
+        return UNPACK(self._whole, self._layout.runs, offset, shape, dim)
+
+
+class Stretches:
+    """Flat tensors, each in memory of its own."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors: list[Any] = list(tensors)
+
+    def take(self, index: int) -> Tensor:
+        tensor, self._tensors[index] = self._tensors[index], None
+        return tensor
+
+
+class InPlace:
+    """Tensors into which runs are written as they arrive.
+
+    >>> leaves = InPlace(Layout(2, ((0, (2, 1), 1), (2, (1,), 0))), torch.int64, torch.device("cpu"))
+    >>> leaves.write(0, 0, torch.tensor([1, 2, 5]))
+    >>> leaves.write(1, 0, torch.tensor([3]))  # in pieces, from the first to the last
+    >>> leaves.write(1, 1, torch.tensor([4, 6]))
+    >>> leaves.take(0), leaves.take(1)
+    (tensor([[1, 3],
+            [2, 4]]), tensor([5, 6]))
+    """
+
+    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+        self._leaves: list[Any] = []
+        self._parts: list[list[_Part]] = [[] for _ in range(layout.runs)]
+        for index, (begin, shape, dim) in enumerate(layout.leaves):
+            leaf = layout.target(index)
+            if leaf is None:
+                size = (*shape[:dim], layout.runs * shape[dim], *shape[dim + 1 :])
+                leaf = torch.empty(size, dtype=dtype, device=device)
+            self._leaves.append(leaf)
+            places = leaf.unflatten(dim, (layout.runs, shape[dim])).unbind(dim)
+            for parts, place in zip(self._parts, places, strict=True):
+                parts.append(_Part(begin, place))
+
+    def keep(self, rank: int, tensors: Sequence[Tensor]) -> None:
+        """Do not write those of a rank's tensors, end to end its run, that lie where they belong."""
+        ends = itertools.accumulate(x.numel() for x in tensors)
+        begins = {end - x.numel(): x for x, end in zip(tensors, ends, strict=True)}
+        self._parts[rank] = [part for part in self._parts[rank] if not part.is_at(begins.get(part.begin))]
+
+    def write(self, rank: int, begin: int, values: Tensor) -> None:
+        """Flat elements of a rank's run, from `begin` on."""
+        for part in self._parts[rank]:
+            part.write(begin, values)
+
+    def take(self, index: int) -> Tensor:
+        leaf, self._leaves[index] = self._leaves[index], None
+        self._parts = []  # all is there
+        return leaf
+
+
+class _Part:
+    """A rank's part of a tensor; one that does not lie in one stretch is written when all of it has arrived."""
+
+    __slots__ = ("_end", "_flat", "_place", "begin")
+
+    def __init__(self, begin: int, place: Tensor) -> None:
+        self.begin, self._end, self._place = begin, begin + place.numel(), place
+        self._flat = place.view(-1) if place.is_contiguous() else None
+
+    def is_at(self, tensor: Tensor | None) -> bool:
+        if tensor is None or self._flat is None or not tensor.is_contiguous():
+            return False
+        return tensor.data_ptr() == self._flat.data_ptr() and tensor.numel() == self._flat.numel()
+
+    def write(self, begin: int, values: Tensor) -> None:
+        first, last = max(begin, self.begin), min(begin + values.numel(), self._end)
+        if first >= last:
+            return
+        values = values[first - begin : last - begin]
+        if self._flat is None and last - first == self._end - self.begin:
+            self._place.copy_(values.view(self._place.shape))
+            return
+        if self._flat is None:
+            self._flat = values.new_empty(self._end - self.begin)
+        self._flat[first - self.begin : last - self.begin].copy_(values)
+        if last == self._end and self._flat.data_ptr() != self._place.data_ptr():
+            self._place.copy_(self._flat.view(self._place.shape))
+            self._flat = None

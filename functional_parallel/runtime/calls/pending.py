@@ -1,0 +1,58 @@
+"""A collective under way: started as soon as its operand is there, waited for when its result is needed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from .doing import OutOfStepError
+from .waiting import CURRENT
+from .waits import NamedWait
+
+__all__ = ["Pending"]
+
+
+class Pending:
+    """What starting a collective returns.
+
+    Args:
+        start: starts it, and returns torch's handle of it, or None when nothing needs to travel.
+        finish: makes the result, a tensor or several, once all bytes are there; until then what it refers to is kept.
+        wait: the wait for the other ranks, which words errors.
+    """
+
+    __slots__ = ("_began", "_finish", "_on", "_work")
+
+    def __init__(self, start: Callable[[], Any], finish: Callable[[], Any], wait: NamedWait) -> None:
+        self._finish, self._on = finish, wait
+        self._began = time.monotonic()
+        before, CURRENT.on = CURRENT.on, wait
+        CURRENT.waits += 1
+        try:
+            self._work = start()
+        except (OutOfStepError, RuntimeError, ValueError) as error:
+            raise self._failure(error) from error
+        finally:
+            CURRENT.on = before
+
+    def wait(self) -> Any:
+        """The result: a tensor, contiguous, or several."""
+        if self._work is not None:
+            before, CURRENT.on = CURRENT.on, self._on
+            CURRENT.waits += 1
+            try:
+                self._work.wait()
+            except (OutOfStepError, RuntimeError, ValueError) as error:
+                raise self._failure(error) from error
+            finally:
+                CURRENT.on = before
+        result = self._finish()
+        return result.contiguous() if isinstance(result, Tensor) else result
+
+    def _failure(self, error: Exception) -> Exception:
+        if isinstance(error, OutOfStepError):
+            return OutOfStepError(f"{self._on.where}: {error}" if self._on.where else str(error))
+        return self._on.failure(time.monotonic() - self._began, error)

@@ -1,0 +1,154 @@
+"""Waits of one rank for others: the words for them in messages, and the error for one that failed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from sharding_specs import Mesh
+
+from ..buffers import Packed
+from .doing import OutOfStepError
+from .waiting import CURRENT
+
+__all__ = ["CollectiveError", "CollectiveWait", "NamedWait", "WaitFor", "rank_name", "rank_names"]
+
+_NUMBER = re.compile(r"rank <(\d+)>")  # in texts of the watch, which knows no mesh
+_SECONDS_FOR_NEWS = 5.0
+_MOST_NAMES = 8
+_TIMED_OUT = ("timed out", "timeout", "no signal from")
+
+
+class CollectiveError(RuntimeError):
+    """A collective that failed or timed out, with who was doing what."""
+
+
+def rank_name(mesh: Mesh, rank: int) -> str:
+    """Return a rank's name in messages: its global rank and its mesh coordinates.
+
+    >>> rank_name(Mesh(data=2, tensor=2), 3)
+    'rank 3 (data=1, tensor=1)'
+
+    Args:
+        mesh: the mesh.
+        rank: the global rank.
+    """
+    coordinates = ", ".join(f"{axis}={index}" for axis, index in mesh.coordinates(rank).items())
+    return f"rank {rank} ({coordinates})" if coordinates else f"rank {rank}"
+
+
+def rank_names(mesh: Mesh, ranks: Sequence[int]) -> str:
+    """Return the names of several ranks, of the first eight at most.
+
+    >>> rank_names(Mesh(data=4), [1, 3])
+    'rank 1 (data=1), rank 3 (data=3)'
+
+    Args:
+        mesh: the mesh.
+        ranks: global ranks.
+    """
+    more = f" and {len(ranks) - _MOST_NAMES} more" if len(ranks) > _MOST_NAMES else ""
+    return ", ".join(rank_name(mesh, rank) for rank in ranks[:_MOST_NAMES]) + more
+
+
+class NamedWait:
+    """A wait of this rank.
+
+    Args:
+        mesh: the ranks.
+        rank: this one.
+        ranks: the global ranks that it waits for.
+        what: the activity, in words to be read after this rank's name and a colon.
+
+    Attributes:
+        where: the line of user code, where one is known.
+    """
+
+    __slots__ = ("_what", "mesh", "rank", "ranks", "where")
+
+    def __init__(self, mesh: Mesh, rank: int, ranks: Sequence[int], what: str = "") -> None:
+        self.mesh, self.rank, self.ranks, self._what = mesh, rank, ranks, what
+        self.where = ""
+
+    @property
+    def what(self) -> str:
+        return self._what
+
+    @property
+    def me(self) -> str:
+        return rank_name(self.mesh, self.rank)
+
+    def place(self) -> str:
+        """Return the activity and its source line."""
+        return f"{self.what} at {self.where}" if self.where else self.what
+
+    def failure(self, seconds: float | None, error: Exception | None = None, advice: str = "") -> Exception:
+        """Return the error to raise.
+
+        Args:
+            seconds: the time for which it waited, where this is known.
+            error: torch's, or of shared memory; None where the watch ends the wait.
+            advice: a sentence for users.
+        """
+        is_timeout = error is not None and any(text in str(error).lower() for text in _TIMED_OUT)
+        if not is_timeout and CURRENT.lost is None:
+            CURRENT.learn(_SECONDS_FOR_NEWS)
+        where = f"{self.where}: " if self.where else ""
+        if (lost := CURRENT.lost) is not None and lost.text:
+            kind = OutOfStepError if lost.out_of_step else CollectiveError
+            return kind(_NUMBER.sub(lambda found: rank_name(self.mesh, int(found[1])), lost.text))
+        after = "" if seconds is None else f" after {seconds:.1f} s"
+        parts = [f"{where}{self.me}: {self.what} failed{after}{_call()}: {self._cause(error, is_timeout)}", advice]
+        if error is not None:
+            parts.append(f"torch says: {error}")
+        return CollectiveError(". ".join(part.rstrip(". ") for part in parts if part))
+
+    def _cause(self, error: Exception | None, is_timeout: bool) -> str:
+        others = [rank for rank in self.ranks if rank != self.rank]
+        if CURRENT.gone:
+            rank, how = next(iter(CURRENT.gone.items()))
+            return f"{rank_name(self.mesh, rank)} {how}"
+        if left := [rank for rank in others if rank in CURRENT.left]:
+            return f"{rank_names(self.mesh, left)} ended its program, or called destroy_process_group"
+        if is_timeout:
+            return f"the timeout passed before {rank_names(self.mesh, others)} came to it"
+        return f"a connection to {rank_names(self.mesh, others)} failed"
+
+
+def _call() -> str:
+    """Return words for the current step and call."""
+    if not CURRENT.calls:
+        return ""
+    step = "" if CURRENT.step is None else f" in step {CURRENT.step}"
+    return f"{step} (call {CURRENT.count}, which {CURRENT.calls[-1]})"
+
+
+class CollectiveWait(NamedWait):
+    """A wait for the result of a collective.
+
+    Args:
+        mesh: the ranks.
+        rank: this one.
+        ranks: the global ranks that the collective goes over.
+        operation: its name.
+        x: its operand.
+        axes: its axes.
+    """
+
+    __slots__ = ("_axes", "_dtype", "_operation", "_shape")
+
+    def __init__(
+        self, mesh: Mesh, rank: int, ranks: Sequence[int], operation: str, x: Tensor | Packed, axes: tuple[str, ...]
+    ) -> None:
+        super().__init__(mesh, rank, ranks)
+        self._operation, self._axes, self._shape, self._dtype = operation, axes, x.shape, x.dtype
+
+    @property
+    def what(self) -> str:
+        dtype = str(self._dtype).removeprefix("torch.")
+        return f"{self._operation} over {self._axes} of {dtype}{list(self._shape)}"
+
+
+WaitFor = Callable[[str, Tensor | Packed, tuple[str, ...]], CollectiveWait]

@@ -1,0 +1,16 @@
+"""A program as a Python function, and its stretches compiled."""
+
+from .codegen import Writer
+from .inductor import BackendError, check_backend
+from .origins import Log, Origin, Recorded
+from .regions import with_regions
+
+__all__ = [
+    "BackendError",
+    "Log",
+    "Origin",
+    "Recorded",
+    "Writer",
+    "check_backend",
+    "with_regions",
+]

@@ -1,0 +1,130 @@
+"""A program as one flat Python function: a line per op, values dropped after their last use, casts as aliases.
+
+The writer is shared by both runtimes; they differ in what a line computes. For one rank a value is a tensor. For
+simulated ranks it is a list with a tensor per class, and a line loops over the classes of its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from ... import _torch
+from ...ir import Traced, operands_of, primitive_name, stand_in
+from .kernels import called_by
+
+__all__ = ["Writer", "is_alias"]
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Writer:
+    """Writes the function.
+
+    `line(node, writer)` returns the right-hand side for one op; it may put objects into `constants` and name them. An
+    op that it also puts into `pending` yields something whose `wait()` is the value, called before the first use.
+    `order` is the order in which ops are written, the graph's by default; `readers` are, per op that writes into its
+    operands, those that must have read them before.
+    """
+
+    traced: Traced
+    line: Callable[[fx.Node, Writer], str]
+    differentiable: bool = False
+    order: Sequence[fx.Node] | None = None
+    readers: Mapping[fx.Node, Sequence[fx.Node]] = field(default_factory=dict)
+    pending: set[fx.Node] = field(default_factory=set)
+    names: dict[fx.Node, str] = field(default_factory=dict)
+    constants: dict[str, Any] = field(default_factory=dict)
+
+    def function(self, wrap_constant: Callable[[torch.Tensor], Any] = lambda x: x) -> Callable[..., Any]:
+        """Compile the whole program to `run(inputs) -> outputs`, lists in and out."""
+        lines = [f"{self._name(node)} = inputs[{index}]" for index, node in enumerate(self.traced.inputs)]
+        lines.append("inputs.clear()")
+        for node in self.traced.graph.nodes:
+            if node.op == "get_attr":
+                self.names[node] = self.constant(wrap_constant(self.traced.constants[node.target]))
+        order = list(self.traced.nodes if self.order is None else self.order)
+        drops = self._last_uses(order)
+        for node in order:
+            lines += self._waits([*operands_of(node), *self.readers.get(node, ())])
+            alias = is_alias(node, self.differentiable)
+            right = self.names[node.args[0]] if alias else self.line(node, self)
+            stops = f"with {self.constant(torch.no_grad)}(): " if _stops(node, self.differentiable) else ""
+            lines.append(f"{stops}{self._name(node)} = {right}")
+            dead = [self.names[value] for value in drops.get(node, ()) if value.op != "get_attr"]
+            if dead:
+                lines.append(f"del {', '.join(dead)}")
+        lines += self._waits([out for out in self.traced.outputs if isinstance(out, fx.Node)])
+        outputs = ", ".join(self.names[out] if isinstance(out, fx.Node) else repr(out) for out in self.traced.outputs)
+        source = "def run(inputs):\n    " + "\n    ".join([*lines, f"return [{outputs}]"])
+        scope = dict(self.constants)
+        exec(compile(source, "<program>", "exec"), scope)
+        return scope["run"]
+
+    def constant(self, value: Any) -> str:
+        """A name for an object that the function refers to."""
+        name = f"k{len(self.constants)}"
+        self.constants[name] = value
+        return name
+
+    def op(self, target: Any) -> str:
+        """A name for what an op is called by."""
+        if self.differentiable:
+            return self.constant(stand_in(target) or _torch.under_transforms(target))
+        return self.constant(called_by(target))
+
+    def argument(self, value: Any, node_text: Callable[[fx.Node], str]) -> str:
+        """An argument as source text; what has no literal form becomes a constant."""
+        if isinstance(value, fx.Node):
+            return node_text(value)
+        if isinstance(value, (list, tuple)):
+            inner = ", ".join(self.argument(part, node_text) for part in value)
+            return f"[{inner}]"
+        if value is None or isinstance(value, (bool, int, str)):
+            return repr(value)
+        return self.constant(value)
+
+    def call(self, node: fx.Node, node_text: Callable[[fx.Node], str]) -> str:
+        """`op(args)` for an ordinary op."""
+        parts = [self.argument(arg, node_text) for arg in node.args]
+        parts += [f"{key}={self.argument(value, node_text)}" for key, value in node.kwargs.items()]
+        return f"{self.op(node.target)}({', '.join(parts)})"
+
+    def _name(self, node: fx.Node) -> str:
+        return self.names.setdefault(node, f"v{len(self.names)}")
+
+    def _waits(self, values: Sequence[fx.Node]) -> list[str]:
+        """Lines that wait for those of the values that are still on their way."""
+        late = [value for value in dict.fromkeys(values) if value in self.pending]
+        self.pending.difference_update(late)
+        return [f"{self.names[value]} = {self.names[value]}.wait()" for value in late]
+
+    def _last_uses(self, order: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+        """Per node, the values that nothing after it uses."""
+        kept = {output for output in self.traced.outputs if isinstance(output, fx.Node)}
+        last: dict[fx.Node, fx.Node] = {}
+        for node in order:
+            for operand in operands_of(node):
+                last[operand] = node
+        drops: dict[fx.Node, list[fx.Node]] = {}
+        for value, node in last.items():
+            if value not in kept:
+                drops.setdefault(node, []).append(value)
+        return drops
+
+
+def is_alias(node: fx.Node, differentiable: bool) -> bool:
+    """Whether the op's result is its operand: casts that no derivative stops at, and detach when there is none."""
+    if node.target is aten.detach.default:
+        return not differentiable
+    return primitive_name(node) == "pcast" and not _stops(node, differentiable)
+
+
+def _stops(node: fx.Node, differentiable: bool) -> bool:
+    """Whether a derivative in reverse mode stops at the op, as the user had switched gradients off around it."""
+    return differentiable and bool(node.meta.get("no_grad"))

@@ -1,0 +1,105 @@
+"""A region of a program, pure ops alone, compiled by torch's inductor.
+
+Regions of the same structure are one object as long as any of them is in use, so equal layers are compiled once. A
+region is compiled when it first runs, for the strides that its operands have then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from weakref import WeakValueDictionary
+
+import torch
+from torch import fx
+
+from ... import _torch
+
+__all__ = ["BACKENDS", "BackendError", "Region", "check_backend", "region_of"]
+
+BACKENDS = ("eager", "inductor")
+Run = Callable[..., Sequence[torch.Tensor]]
+
+_regions: WeakValueDictionary[str, Region] = WeakValueDictionary()
+
+
+class BackendError(RuntimeError):
+    """A backend that cannot compile here; says what it lacks."""
+
+
+def check_backend(name: str) -> None:
+    """Refuse a name that stands for no backend."""
+    if name not in BACKENDS:
+        raise ValueError(f"backend={name!r}: write one of {', '.join(map(repr, BACKENDS))}")
+
+
+class Region:
+    """Ops that are compiled together: called with tensors, returns a tuple of tensors in memory of their own.
+
+    Args:
+        graph: the ops, with a placeholder per operand, and a tuple of results.
+        describe: what to call it in an error.
+
+    Attributes:
+        compiled: by the operands' strides, what inductor made.
+    """
+
+    __name__ = "region"  # as an op of a graph
+    owns_results = True  # for whoever asks what shares memory
+
+    def __init__(self, graph: fx.Graph, describe: str) -> None:
+        self.graph, self.describe = graph, describe
+        self.compiled: dict[tuple[tuple[int, ...], ...], Run] = {}
+
+    def __call__(self, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
+        strides = tuple([x.stride() for x in operands])
+        run = self.compiled.get(strides)
+        if run is None:
+            run = self.compiled[strides] = self._compile(operands)
+        return run(*operands)
+
+    def _compile(self, operands: Sequence[torch.Tensor]) -> Run:
+        try:
+            run = _torch.compile_by_inductor(fx.GraphModule({}, self.graph), operands)
+            results = run(*operands)
+        except Exception as error:
+            raise BackendError(_advice(error, self.describe)) from error
+        return _copied(run) if _overlap(results, operands) else run
+
+
+def region_of(key: str, make: Callable[[], Region]) -> Region:
+    """The region of this structure."""
+    region = _regions.get(key)
+    if region is None:
+        region = _regions[key] = make()
+    return region
+
+
+def _overlap(results: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]) -> bool:
+    """Whether some result lies in the memory of another or of an operand, which compiled code does or does not."""
+    mine, theirs = ([_extent(x) for x in xs if x.numel()] for xs in (results, operands))
+    return any(
+        a[0] < b[1] and b[0] < a[1] for index, a in enumerate(mine) for b in (*mine[:index], *theirs) if a[2] == b[2]
+    )
+
+
+def _extent(x: torch.Tensor) -> tuple[int, int, torch.device]:
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.itemsize, x.device
+
+
+def _copied(run: Run) -> Run:
+    def copied(*operands: torch.Tensor) -> list[torch.Tensor]:
+        return [x.clone() for x in run(*operands)]
+
+    return copied
+
+
+def _advice(error: Exception, describe: str) -> str:
+    said = f"{type(error).__name__}: {error}"
+    fixes = {
+        "InvalidCxxCompiler": "it needs a C++ compiler: install one (`apt install g++`), or name yours in CXX",
+        "CppCompileError": "the C++ compiler failed; is it g++ 10 or clang 10, or later, with its headers?",
+        "TritonMissing": "on this device it needs triton: `pip install triton`",
+    }
+    fix = next((fix for name, fix in fixes.items() if name in said), "torch's compiler failed on these ops")
+    return f"backend='inductor' cannot compile {describe}: {fix}. backend='eager' needs no compiler. torch says: {said}"

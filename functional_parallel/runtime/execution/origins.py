@@ -1,0 +1,176 @@
+"""Find the op that made a value not finite: run a program op by op and record which results are not finite.
+
+The search begins at the program's results that are not finite, and follows operands that are not finite either, back to
+an op whose operands are all finite. An infinite value that the model writes on purpose, as in an attention mask, counts
+as finite until an op makes it a NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...ir import Traced, operands_of, source_of, walk_args
+from .codegen import Writer
+
+__all__ = ["Log", "Origin", "Recorded"]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """An op whose result is not finite although its operands are.
+
+    Attributes:
+        op: the op.
+        source: the line of the user's code that it comes from, with its text; "" if none is known.
+        values: the numbers of values that are NaN and infinite in its result.
+        rank: a rank that has them; None in a simulated pipeline.
+        order: the number of programs that ran before, in a pipeline, and the op's position in its own.
+    """
+
+    op: str
+    source: str
+    values: str
+    rank: int | None
+    order: tuple[int, int]
+
+    def __str__(self) -> str:
+        on = "" if self.rank is None else f" on rank {self.rank}"
+        where = self.source or "an unknown line"
+        return f"{self.op} at {where}: its result has {self.values}{on}, its operands are finite"
+
+
+@dataclass
+class Log:
+    """The origins found in a step, which is one program or several.
+
+    Attributes:
+        origins: in the order in which programs ran.
+        programs: the number of programs that ran.
+    """
+
+    origins: list[Origin] = field(default_factory=list)
+    programs: int = 0
+
+    @property
+    def first(self) -> Origin | None:
+        return self.origins[0] if self.origins else None
+
+
+class Recorded:
+    """A record of one run of a program: which of its values were not finite.
+
+    Args:
+        traced: the program's graph.
+        ranks: the ranks of a value's tensors in this process, by the node that made it.
+    """
+
+    def __init__(self, traced: Traced, ranks: Callable[[fx.Node], Sequence[int]]) -> None:
+        self.traced, self._ranks = traced, ranks
+        self._found: dict[fx.Node, _Counts] = {}
+
+    def line(self, node: fx.Node, writer: Writer, text: str) -> str:
+        """Return a line's right-hand side that also records its result."""
+        return f"{writer.constant(partial(self._record, node))}({text})"
+
+    def run(self, function: Callable[[list[Any]], list[Any]], handles: list[Any], log: Log) -> list[Any]:
+        """Run the function that was written with `line`, and append to the log what made values that are not finite."""
+        for node, handle in zip(self.traced.inputs, handles, strict=True):
+            self._record(node, handle)
+        for node in self.traced.graph.nodes:
+            if node.op == "get_attr":
+                self._record(node, self.traced.constants[str(node.target)])
+        with torch.no_grad():
+            results = function(handles)
+        node = self._origin()
+        if node is not None:
+            found, source = self._found[node], source_of(node)
+            order = (log.programs, list(self.traced.graph.nodes).index(node))
+            told = "" if source is None else f"{source}: `{source.text}`"
+            log.origins.append(Origin(str(node.target), told, str(found), found.rank, order))
+        log.programs += 1
+        return results
+
+    def _record(self, node: fx.Node, value: Any) -> Any:
+        each = value if isinstance(value, list) else [value]
+        ranks = self._ranks(node)
+        for index, one in enumerate(each):
+            nan, infinite, count = _counts(one)
+            if nan or infinite:
+                self._found[node] = _Counts(nan, infinite, count, ranks[index] if index < len(ranks) else ranks[0])
+                return value
+        self._found[node] = _FINITE
+        return value
+
+    def _origin(self) -> fx.Node | None:
+        bad, sources = self._bad(), list[fx.Node]()
+        waiting = [out for out in self.traced.outputs if isinstance(out, fx.Node)]
+        seen: set[fx.Node] = set()
+        while waiting:
+            node = waiting.pop()
+            if node in seen or node not in bad:
+                continue
+            seen.add(node)
+            operands = [operand for operand in operands_of(node) if operand in bad]
+            waiting += operands
+            if not operands and node.op == "call_function":
+                sources.append(node)
+        return next((node for node in self.traced.graph.nodes if node in sources), None)
+
+    def _bad(self) -> set[fx.Node]:
+        """Return the nodes that are not finite, without those that are infinite on purpose."""
+        bad: set[fx.Node] = set()
+        meant: set[fx.Node] = set()
+        for node in self.traced.graph.nodes:
+            if node.op == "output":
+                continue
+            found, operands = self._found.get(node), operands_of(node)
+            if found is None:  # a cast or a transpose without a line, whose values are its operand's
+                bad |= {node} & {node for operand in operands if operand in bad}
+                meant |= {node} & {node for operand in operands if operand in meant}
+            elif found.nan or found.infinite:
+                on_purpose = node.op == "get_attr" or _has_infinite_number(node) or bool(meant & set(operands))
+                (meant if on_purpose and not found.nan else bad).add(node)
+        return bad
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """Numbers of values that are not finite, and the rank that has them."""
+
+    nan: int
+    infinite: int
+    of: int
+    rank: int
+
+    def __str__(self) -> str:
+        told = [f"{count} {name}" for count, name in ((self.nan, "NaN"), (self.infinite, "infinite")) if count]
+        return f"{' and '.join(told)} of {self.of} values"
+
+
+_FINITE = _Counts(0, 0, 0, 0)
+
+
+def _has_infinite_number(node: fx.Node) -> bool:
+    found: list[bool] = []
+    walk_args((node.args, node.kwargs), lambda x: found.append(isinstance(x, float) and math.isinf(x)))
+    return any(found)
+
+
+def _counts(value: Any) -> tuple[int, int, int]:
+    """Return the numbers of NaN values, of infinite values, and of all."""
+    if isinstance(value, (tuple, list)):
+        return next((counts for counts in map(_counts, value) if counts[0] or counts[1]), (0, 0, 0))
+    if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return (0, 0, 0)
+    finite = int(torch.isfinite(value).sum())
+    if finite == value.numel():
+        return (0, 0, finite)
+    nan = int(torch.isnan(value).sum())
+    return (nan, value.numel() - finite - nan, value.numel())

@@ -1,0 +1,332 @@
+"""A program whose stretches of pure compute are compiled, and whose collectives are where they were.
+
+The ops are taken in the order in which one rank runs them, `overlap`'s. What stands there between two collectives'
+starts and waits, and between ops that write into their operands, is a region: so collectives are under way as long as
+without it. A long region is cut between the layers it consists of, which makes these equal and compiled once.
+
+A region returns tensors in memory of their own. Views that others need are taken outside, from what they look at, so
+that what shares memory with what is as without regions.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from sharding_specs import Mesh
+
+from ... import _torch
+from ...ir import Traced, in_order, named_arguments, operands_of, primitive_name, source_of, walk_args
+from ...ops import UNPACK, unpacked
+from ...program import STARTED, Program, overlapped, readers_before_writes, root_of, written_by
+from .inductor import Region, region_of
+from .repeats import cuts_between_repeats
+
+__all__ = ["Regions", "with_regions"]
+
+aten = torch.ops.aten
+
+_LEAST_OPS = 3  # that inductor can fuse; fewer gain less than a call costs
+_MOST_OPS = 400  # the time to compile a region grows faster than its length
+_VIEWS = frozenset({aten._unsafe_view.default, aten.reshape.default, aten.contiguous.default})
+_KERNELS = frozenset({"mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward"})  # never fused
+
+
+@dataclass
+class Regions:
+    """A program with compiled regions.
+
+    Attributes:
+        traced: the graph, in the order in which it runs; a region is one op with several results.
+        readers: per op that writes into its operands, the ops that must have read them before.
+        calls: the regions in the order in which they run; equal ones are one object.
+    """
+
+    traced: Traced
+    readers: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    calls: list[Region] = field(default_factory=list)
+
+
+def with_regions(program: Program) -> Regions:
+    """The program's graph with its regions, made once."""
+    if "regions" not in program.cache:
+        program.cache["regions"] = _Build(program).result()
+    regions: Regions = program.cache["regions"]
+    return regions
+
+
+# -----------------------------------------------------------------------------
+# Which ops, and where to cut
+# -----------------------------------------------------------------------------
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether an op looks at its one operand, or where that lies otherwise copies it."""
+    if node.target is operator.getitem:
+        return _is_view(node.args[0])
+    if primitive_name(node) == "pcast" or node.target in _VIEWS:
+        return True
+    return isinstance(node.target, torch._ops.OpOverload) and any(
+        each.alias_info is not None and not each.alias_info.is_write for each in node.target._schema.returns
+    )
+
+
+def _is_seen_through(node: fx.Node) -> bool:
+    """Whether a view shows all of its operand; one that takes a part differs from layer to layer by which."""
+    if node.op != "call_function" or not (_is_view(node) and _is_pure(node)):
+        return False
+    if node.target is operator.getitem or isinstance(node.meta["val"], tuple):  # of a split, or one
+        return False
+    (operand,) = operands_of(node)
+    return bool(operand.meta["val"].numel == node.meta["val"].numel)
+
+
+def _is_pure(node: fx.Node) -> bool:
+    """Whether an op may run in a region: one of aten's that writes and draws nothing, a cast, a part of a bucket."""
+    if node.target is operator.getitem:
+        return _is_pure(node.args[0])
+    if primitive_name(node) == "pcast" or node.target is UNPACK:
+        return True
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or written_by(node):
+        return False
+    if _is_view(node) and len(operands_of(node)) != 1:
+        return False
+    return torch.Tag.dynamic_output_shape not in target.tags and not _is_random(node)
+
+
+def _is_random(node: fx.Node) -> bool:
+    """Whether an op draws numbers of torch's own; attention is marked so, and draws none without dropout."""
+    if torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    return named_arguments(node.target, node.args, node.kwargs).get("dropout_p") != 0.0
+
+
+def _is_fusible(node: fx.Node) -> bool:
+    """Whether inductor writes a loop for an op, which it can fuse with others; the rest are calls of kernels."""
+    if node.target is operator.getitem or node.target is UNPACK or _is_view(node):
+        return False
+    name = node.target._schema.name.removeprefix("aten::")
+    return name not in _KERNELS and "attention" not in name
+
+
+def _stretches(order: Sequence[fx.Node], mesh: Mesh) -> list[list[fx.Node]]:
+    """Pure ops that follow each other with no need to wait in between, and all other ops one by one."""
+    protected = {root_of(value) for node in order for value in written_by(node)}
+    under_way: set[fx.Node] = set()
+    found: list[list[fx.Node]] = []
+    is_open = False
+    for node in order:
+        waited = under_way.intersection(operands_of(node))
+        under_way -= waited
+        is_inside = _is_pure(node) and node not in protected
+        if is_inside and is_open and not waited:
+            found[-1].append(node)
+        else:
+            found.append([node])
+        is_open = is_inside
+        if primitive_name(node) in STARTED and mesh.axis_size(tuple(node.args[1])) > 1:
+            under_way.add(node)
+    return found
+
+
+def _with_results(order: Sequence[fx.Node]) -> list[fx.Node]:
+    """The same order, with the single results of an op taken right after it."""
+    found: list[fx.Node] = []
+    for node in order:
+        if node.target is not operator.getitem:
+            found.append(node)
+            waiting = [node]
+            while waiting:
+                taken = [user for user in waiting.pop().users if user.target is operator.getitem]
+                found += taken
+                waiting += taken
+    return found
+
+
+def _cut(stretch: list[fx.Node]) -> list[list[fx.Node]]:
+    """A stretch between its layers, and where it is still long, where the fewest values cross."""
+    crossing = _crossing(stretch)
+    cuts = [0, *cuts_between_repeats([_token(node) for node in stretch], crossing), len(stretch)]
+    index = 1
+    while index < len(cuts):
+        first, end = cuts[index - 1], cuts[index]
+        if end - first > _MOST_OPS:
+            cuts.insert(index, min(range(first + _MOST_OPS // 2, first + _MOST_OPS), key=crossing.__getitem__))
+        index += 1
+    cuts = sorted({_after_results(stretch, cut) for cut in cuts})
+    return [stretch[a:b] for a, b in itertools.pairwise(cuts)]
+
+
+def _after_results(stretch: Sequence[fx.Node], cut: int) -> int:
+    """The position of a cut, moved so that the results of an op stay with it."""
+    while cut < len(stretch) and stretch[cut].target is operator.getitem:
+        cut += 1
+    return cut
+
+
+def _token(node: fx.Node) -> str:
+    """What an op does, whatever its operands are called."""
+    args = walk_args((node.args, node.kwargs), lambda a: a.meta["val"] if isinstance(a, fx.Node) else a)
+    return f"{node.target} {args}"
+
+
+def _crossing(stretch: Sequence[fx.Node]) -> list[int]:
+    """Per op, how many values a cut before it would let cross."""
+    position = {node: index for index, node in enumerate(stretch)}
+    change = [0] * (len(stretch) + 1)
+    for node, index in position.items():
+        later = [position[user] for user in node.users if user in position]
+        if later:
+            change[index + 1] += 1
+            change[max(later) + 1] -= 1
+    counts, total = [], 0
+    for each in change[:-1]:
+        total += each
+        counts.append(total)
+    return counts
+
+
+# -----------------------------------------------------------------------------
+# The graph with regions
+# -----------------------------------------------------------------------------
+
+
+class _Build:
+    def __init__(self, program: Program) -> None:
+        self.program, self.old = program, program.traced
+        self.graph = fx.Graph()
+        self.new: dict[fx.Node, fx.Node] = {}  # by value
+        self.done_by: dict[fx.Node, fx.Node] = {}  # by op
+        self.calls: list[Region] = []
+
+    def result(self) -> Regions:
+        readers = readers_before_writes(self.old)
+        order = _with_results(overlapped(self.old, readers))
+        for node in self.old.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self._copy(node)
+        for stretch in _stretches(order, self.program.mesh):
+            for part in _cut(stretch) if len(stretch) > 1 else [stretch]:
+                self._write(part)
+        traced = Traced(
+            self.graph,
+            [self.new[node] for node in self.old.inputs],
+            [self.new[out] if isinstance(out, fx.Node) else out for out in self.old.outputs],
+            self.old.constants,
+            self.old.captured,
+            [self.new[node] for node in self.old.captured_inputs],
+        )
+        traced.seal()
+        return Regions(traced, self._readers(readers), self.calls)
+
+    def _readers(self, readers: Mapping[fx.Node, Sequence[fx.Node]]) -> dict[fx.Node, list[fx.Node]]:
+        return {
+            self.done_by[node]: list(dict.fromkeys(self.done_by[each] for each in found if each in self.done_by))
+            for node, found in readers.items()
+        }
+
+    def _copy(self, node: fx.Node) -> None:
+        copy = self.graph.node_copy(node, self.new.__getitem__)
+        copy.meta = dict(node.meta)
+        self.new[node] = self.done_by[node] = copy
+
+    def _write(self, part: Sequence[fx.Node]) -> None:
+        """Ops as a region, if it is worth it; but for views at its end, which nothing in it uses."""
+        if sum(map(_is_fusible, part)) < _LEAST_OPS or not all(map(_is_pure, part)):
+            for node in part:
+                self._copy(node)
+            return
+        inside = dict.fromkeys(part)
+        results, views = self._leaving(inside)
+        self._call(_needed(inside, results), results)
+        for node in views:
+            self._copy(node)
+
+    def _leaving(self, inside: Mapping[fx.Node, Any]) -> tuple[list[fx.Node], list[fx.Node]]:
+        """What others need of these ops: values in memory of their own, and views, in order, to be taken outside."""
+        leaves = {out for out in self.old.outputs if isinstance(out, fx.Node)}
+        wanted = [n for n in inside if n in leaves or any(user not in inside for user in n.users)]
+        results: dict[fx.Node, None] = {}
+        views: dict[fx.Node, None] = {}
+        for node in wanted:
+            while node in inside and _is_view(node):
+                views[node] = None
+                (node,) = operands_of(node)
+            if node in inside and not isinstance(node.meta["val"], tuple):
+                results[node] = None
+        return [node for node in inside if node in results], [node for node in inside if node in views]
+
+    def _call(self, ops: Sequence[fx.Node], results: Sequence[fx.Node]) -> None:
+        ops = _with_views(ops)
+        inside = set(ops)
+        operands = list(dict.fromkeys(each for node in ops for each in operands_of(node) if each not in inside))
+        region = region_of(_key(operands, ops, results), lambda: _region(operands, ops, results))
+        self.calls.append(region)
+        call = self.graph.call_function(region, tuple(self.new[each] for each in operands))  # type: ignore[arg-type]
+        source = source_of(ops[0])
+        call.meta = {**ops[0].meta, "val": tuple(each.meta["val"] for each in results), "source": source}
+        self.done_by.update(dict.fromkeys(ops, call))
+        for index, node in enumerate(results):
+            value = self.graph.call_function(operator.getitem, (call, index))
+            value.meta = dict(node.meta)
+            self.new[node] = value
+
+
+def _needed(inside: Mapping[fx.Node, Any], results: Sequence[fx.Node]) -> list[fx.Node]:
+    """Those of the ops that the results need."""
+    needed, waiting = set(results), list(results)
+    while waiting:
+        fresh = [each for each in operands_of(waiting.pop()) if each in inside and each not in needed]
+        needed.update(fresh)
+        waiting += fresh
+    return [node for node in inside if node in needed]
+
+
+def _with_views(ops: Sequence[fx.Node]) -> list[fx.Node]:
+    """The ops after the views that they look through, so that a region takes what these are views of."""
+    found: dict[fx.Node, None] = {}
+    for node in ops:
+        for each in in_order(node, lambda n: filter(_is_seen_through, operands_of(n)), found):
+            found[each] = None
+    return list(found)
+
+
+def _key(operands: Sequence[fx.Node], ops: Sequence[fx.Node], results: Sequence[fx.Node]) -> str:
+    """The structure: equal for regions that do the same to operands of the same shapes, dtypes and devices."""
+    number = {node: index for index, node in enumerate([*operands, *ops])}
+    lines = [repr(node.meta["val"]) for node in operands]
+    for node in ops:
+        args = walk_args((node.args, node.kwargs), lambda a: _Number(number[a]) if isinstance(a, fx.Node) else a)
+        lines.append(f"{node.target} {args}")
+    return "\n".join([*lines, f"{[number[node] for node in results]}"])
+
+
+class _Number(int):
+    def __repr__(self) -> str:
+        return f"%{int(self)}"
+
+
+def _region(operands: Sequence[fx.Node], ops: Sequence[fx.Node], results: Sequence[fx.Node]) -> Region:
+    graph = fx.Graph()
+    new = {node: graph.placeholder(f"x{index}") for index, node in enumerate(operands)}
+    for node in ops:
+        if primitive_name(node) == "pcast" or node.target is aten.detach.default:
+            new[node] = new[node.args[0]]
+        else:
+            new[node] = graph.node_copy(node, new.__getitem__)
+            new[node].target = _target(node)
+            new[node].meta = {}
+    graph.output(tuple(new[node] for node in results))
+    return Region(graph, f"{len(ops)} ops from {source_of(ops[0])}")
+
+
+def _target(node: fx.Node) -> Any:
+    """The function that a region calls for an op."""
+    return unpacked if node.target is UNPACK else _torch.stride_free(node.target)

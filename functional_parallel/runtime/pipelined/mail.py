@@ -1,0 +1,178 @@
+"""Messages between the ranks of a pipeline in different processes: sends and receives that do not wait."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from sharding_specs import Mesh
+
+from ...ir import Aval
+from ...schedules import Action, Receive, Send
+from ..algorithms import NOTHING
+from ..calls import NamedWait, OutOfStepError, rank_name, waiting
+
+__all__ = ["Mail"]
+
+
+class Mail:
+    """One rank's messages.
+
+    Between two ranks messages arrive in the order of their sends, and the schedule's receives are posted in that order,
+    so they need no tags.
+
+    Args:
+        carrier: of the mesh.
+        axis: the axis of the pipeline.
+        rank: this process's rank along it.
+        device: where tensors live.
+    """
+
+    def __init__(self, carrier: Any, axis: str, rank: int, device: torch.device) -> None:
+        self.carrier, self.axis, self.rank, self.device = carrier, axis, rank, device
+        self._messages = carrier.messages((axis,), device)
+        self._expected: dict[Action, tuple[Receive, list[torch.Tensor], list[Any], float]] = {}
+        self._sent: list[tuple[Any, torch.Tensor, Send | int]] = []
+
+    def send(self, step: Send, values: Sequence[torch.Tensor]) -> None:
+        """Send what an action made."""
+        self._sent = [entry for entry in self._sent if not entry[0].is_completed()]
+        for value in values:
+            self._post(value, step.rank, step)
+
+    def expect(self, step: Receive, avals: Sequence[Aval]) -> None:
+        """Say that a message will come."""
+        buffers = [self._buffer(aval) for aval in avals]
+        works = [self._get(buffer, step.rank) for buffer in buffers]
+        self._expected[step.action] = step, buffers, works, time.monotonic()
+
+    def take(self, action: Action) -> list[torch.Tensor] | None:
+        """Wait for what an action on another rank made; None where no message brings it."""
+        if action not in self._expected:
+            return None
+        step, buffers, works, began = self._expected.pop(action)
+        for work in works:
+            self._wait(work, step, began)
+        return buffers
+
+    def finish(self) -> None:
+        """Wait until everything sent has left."""
+        for work, _, name in self._sent:
+            self._wait(work, name, time.monotonic())
+        self._sent.clear()
+
+    def exchange(
+        self, outgoing: Mapping[int, Sequence[torch.Tensor]], incoming: Mapping[int, Sequence[Aval]]
+    ) -> dict[int, list[torch.Tensor]]:
+        """Send values to ranks and receive others from them, small ones of a kind together.
+
+        Of two ranks the first sends before it receives, the second the other way round, pair after pair: nobody waits
+        for one that waits, even where a send waits until it is received.
+        """
+        began = time.monotonic()
+        under_way = []
+        for rank in sorted(outgoing.keys() | incoming.keys()):
+            if self.rank < rank:
+                self._post_joined(outgoing.get(rank, ()), rank)
+            if avals := incoming.get(rank, ()):
+                buffers = [self._buffer(Aval((size,), dtype)) for dtype, size in _sizes(avals)]
+                under_way.append((rank, avals, buffers, [self._get(buffer, rank) for buffer in buffers]))
+            if self.rank > rank:
+                self._post_joined(outgoing.get(rank, ()), rank)
+        found = {}
+        for rank, avals, buffers, works in under_way:
+            for work in works:
+                self._wait(work, rank, began)
+            found[rank] = _apart(buffers, avals)
+        self.finish()
+        return found
+
+    # --- one tensor ---
+
+    def _buffer(self, aval: Aval) -> torch.Tensor:
+        return torch.empty(aval.shape, dtype=aval.dtype, device=self.device)
+
+    def _post_joined(self, values: Sequence[torch.Tensor], rank: int) -> None:
+        for value in _joined(values):
+            self._post(value, rank, rank)
+
+    def _post(self, value: torch.Tensor, rank: int, name: Send | int) -> None:
+        buffer = value.detach().contiguous()
+        wait, began = self._wait_for(name), time.monotonic()
+        try:
+            with waiting(wait):  # through shared memory, for room
+                work = self._messages.send(_bytes(buffer), rank)
+        except OutOfStepError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            raise wait.failure(time.monotonic() - began, error) from error
+        if work is not NOTHING:
+            self._sent.append((work, buffer, name))
+
+    def _wait_for(self, name: Send | Receive | int) -> _MessageWait:
+        return _MessageWait(self.carrier.mesh, self.carrier.rank, self.axis, name)
+
+    def _get(self, buffer: torch.Tensor, rank: int) -> Any:
+        return self._messages.receive(_bytes(buffer), rank)
+
+    def _wait(self, work: Any, name: Send | Receive | int, began: float) -> None:
+        """Wait for a message of the schedule, or of an exchange with a rank."""
+        wait = self._wait_for(name)
+        try:
+            with waiting(wait):
+                work.wait()
+        except OutOfStepError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            raise wait.failure(time.monotonic() - began, error) from error
+
+
+class _MessageWait(NamedWait):
+    """A wait for a message of the schedule, or of an exchange with a rank of the pipeline's axis."""
+
+    __slots__ = ("_name",)
+
+    def __init__(self, mesh: Mesh, rank: int, axis: str, name: Send | Receive | int) -> None:
+        other = name if isinstance(name, int) else name.rank
+        super().__init__(mesh, rank, [mesh.rank({**mesh.coordinates(rank), axis: other})])
+        self._name = name
+
+    @property
+    def what(self) -> str:
+        peer = rank_name(self.mesh, self.ranks[0])
+        if isinstance(self._name, int):
+            return f"exchange with {peer}"
+        verb, preposition = ("send", "to") if isinstance(self._name, Send) else ("receive", "from")
+        return f"{verb} {self._name.action} {preposition} {peer}"
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.view(-1).view(torch.uint8)
+
+
+def _sizes(avals: Sequence[Aval]) -> list[tuple[torch.dtype, int]]:
+    sizes: dict[torch.dtype, int] = {}
+    for aval in avals:
+        sizes[aval.dtype] = sizes.get(aval.dtype, 0) + aval.numel
+    return list(sizes.items())
+
+
+def _joined(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Values of each dtype end to end."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for value in values:
+        by_dtype.setdefault(value.dtype, []).append(value.reshape(-1))
+    return [torch.cat(parts) for parts in by_dtype.values()]
+
+
+def _apart(buffers: Sequence[torch.Tensor], avals: Sequence[Aval]) -> list[torch.Tensor]:
+    rest = {buffer.dtype: buffer for buffer in buffers}
+    found = []
+    for aval in avals:
+        buffer = rest[aval.dtype]
+        found.append(buffer[: aval.numel].reshape(aval.shape))
+        rest[aval.dtype] = buffer[aval.numel :]
+    return found

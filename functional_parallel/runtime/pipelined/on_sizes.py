@@ -1,0 +1,334 @@
+"""A pipeline run without tensors: the executor itself, on values that are only sizes, to know what each rank holds.
+
+A value is a `Stored`: the bytes of one storage, counted from when it is made until nothing refers to it any more. So
+the executor's own code says how long residuals, sums and messages live, and how many there are at once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...ir import Aval
+from ...pipelines import PIPELINE_KINDS, Part, PipelineMemory, PipelineProgram, Stage
+from ...program import Ledger, Memory, Program, Storage, channel_bytes, shared_by_collectives
+from ...schedules import Action, Receive, Send
+from .pipelined import PipelineRuntime
+from .stream import Stream
+from .worker import Worker
+
+__all__ = ["pipeline_memory"]
+
+Row = tuple[int, str, str, str]  # a storage: bytes, kind, what it is, source line
+
+
+def pipeline_memory(program: PipelineProgram) -> PipelineMemory:
+    """What the ranks of a pipeline hold in a step; see `PipelineProgram.memory`."""
+    footprints = {part: _Footprint(part, kinds) for part, kinds in _programs(program)}
+    ranks = tuple(_OneRank(program, rank, footprints).memory() for rank in range(program.schedule.ranks))
+    return PipelineMemory(program.name, program.axis, ranks)
+
+
+# -----------------------------------------------------------------------------
+# What is alive
+# -----------------------------------------------------------------------------
+
+
+class Stored:
+    """A storage without contents.
+
+    Attributes:
+        size: its bytes.
+        kind: one of `PIPELINE_KINDS`.
+        what, where: the op or input that it is of, and the source line.
+    """
+
+    __slots__ = ("__weakref__", "kind", "size", "tally", "what", "where")
+
+    def __init__(self, tally: _Tally, size: int, kind: str, what: str, where: str = "") -> None:
+        self.tally, self.size, self.kind, self.what, self.where = tally, size, kind, what, where
+        tally.alive[kind] += size
+        tally.living.add(self)
+
+    @property
+    def row(self) -> Row:
+        return self.size, self.kind, self.what, self.where
+
+    def becomes(self, kind: str) -> None:
+        """Count it as something else from now on."""
+        self.tally.alive[self.kind] -= self.size
+        self.tally.alive[kind] += self.size
+        self.kind = kind
+
+    def __del__(self) -> None:
+        self.tally.alive[self.kind] -= self.size
+
+
+Value = tuple[Stored, ...]  # what the executor passes around: a tensor, or the results of an op with several
+
+
+class _Tally:
+    """The bytes of what is alive, and how they were at their most."""
+
+    def __init__(self) -> None:
+        self.alive: Counter[str] = Counter()
+        self.living: weakref.WeakSet[Stored] = weakref.WeakSet()
+        self.curve: list[int] = []
+        self.peak = -1
+        self.steps: list[str] = []
+        self.most: dict[str, int] = {}
+        self.largest: tuple[tuple[int, str, str], ...] = ()
+
+    def note(self, step: str, beside: Sequence[Row] = ()) -> None:
+        """A point of the curve: what is alive, and what is alive beside it."""
+        total = self.alive.total() + sum(size for size, *_ in beside)
+        if total > self.peak:
+            self.peak = total
+            rows = [*(each.row for each in self.living), *beside]
+            self.most = {name: sum(size for size, kind, *_ in rows if kind == name) for name in PIPELINE_KINDS}
+            largest = sorted((-size, f"{kind}: {what}", where) for size, kind, what, where in rows)[:8]
+            self.largest = tuple((-size, what, where) for size, what, where in largest)
+        self.curve.append(total)
+        self.steps.append(step)
+
+    def memory(self, name: str) -> Memory:
+        return Memory(name, tuple(self.curve), tuple(self.steps), self.most, self.largest)
+
+
+# -----------------------------------------------------------------------------
+# One program
+# -----------------------------------------------------------------------------
+
+
+class _Footprint:
+    """What a program takes while it runs, beyond what others hold of its inputs, and what it leaves.
+
+    Attributes:
+        left: per result, its storages: several for what an op with several results made.
+        inputs: the storages of its inputs, in order.
+        constants: those of the constants that it takes.
+    """
+
+    def __init__(self, program: Program, kinds: Sequence[str]) -> None:
+        self.ledger, self.traced = Ledger(program.name, program.traced), program.traced
+        self.left = [self.ledger.storages[output] for output in self.traced.outputs]
+        self.inputs = [storage for node in self.traced.inputs for storage in self.ledger.storages[node]]
+        self._kinds = {storage: kind for made, kind in zip(self.left, kinds, strict=True) for storage in made}
+        self._at: dict[frozenset[Storage], int] = {}
+        constants = [node for node in self.traced.graph.nodes if node.op == "get_attr"]
+        self.constants = {(node, 0): self.traced.constants[node.target] for node in constants}
+
+    def _kind(self, storage: Storage) -> str:
+        if storage in self._kinds:
+            return self._kinds[storage] or self.ledger.kind(storage)
+        found = self.ledger.kind(storage)
+        return found if found in ("gathered", "gradients") else "temporaries"
+
+    def peak(self, given_up: Mapping[Storage, Row]) -> tuple[str, list[Row]]:
+        """Where most is alive, and what that is.
+
+        Args:
+            given_up: inputs that nobody holds any more; they live to their last use.
+        """
+        ledger, key = self.ledger, frozenset(given_up)
+        spans = {**ledger.spans, **{storage: (0, ledger.last_uses.get(storage, 0)) for storage in given_up}}
+        if key not in self._at:
+            alive = ledger.alive(spans)
+            self._at[key] = alive.index(max(alive)) if alive else 0
+        at = self._at[key]
+        living = [storage for storage, (born, dies) in spans.items() if born <= at <= dies]
+        rows = [given_up[storage] if storage in given_up else self.row(storage) for storage in living]
+        return ledger.op(at) if ledger.nodes else "", rows
+
+    def row(self, storage: Storage) -> Row:
+        ledger = self.ledger
+        return ledger.sizes[storage], self._kind(storage), ledger.title(storage), ledger.line(storage)
+
+
+def _programs(program: PipelineProgram) -> Iterator[tuple[Program, list[str]]]:
+    """All programs of a pipeline, with the kinds of their results; "" where the program itself says it."""
+    for prologue in program.prologues:
+        yield prologue.program, [""] * len(prologue.outputs)
+    for stage in program.stages:
+        for kind, work in stage.works.items():
+            kinds = _kinds_of_work(stage, kind, work.first, len(work.totals))
+            yield work.first.program, kinds
+            yield work.following.program, kinds
+            for part in work.totals.values():
+                yield part.program, ["gradients"]
+    replaces = program.epilogue.replaces
+    for level in program.epilogue.parts:
+        for part in level.values():
+            yield part.program, [_kind_of_input(replaces.get(node)) for node in part.outputs]
+
+
+def _kinds_of_work(stage: Stage, kind: str, part: Part, sums: int) -> list[str]:
+    """What a stage's work makes: what is kept, what only travels on, and what is added up."""
+    ordinary = part.outputs[: len(part.outputs) - sums]
+    travels = set(stage.sends(kind)) - stage.kept_after(kind)
+    return [*("messages" if node in travels else "residuals" for node in ordinary), *["gradients"] * sums]
+
+
+def _kind_of_input(node: fx.Node | None) -> str:
+    if node is None or not node.meta.get("carried"):
+        return ""
+    return "parameters" if node.meta.get("parameter") else "optimizer state"
+
+
+# -----------------------------------------------------------------------------
+# One rank
+# -----------------------------------------------------------------------------
+
+
+class _OneRank:
+    """The runtime of a rank's single programs, and its mail: makes nothing, and counts what that would take."""
+
+    def __init__(self, program: PipelineProgram, rank: int, footprints: Mapping[Program, _Footprint]) -> None:
+        self.program, self.rank, self.footprints, self.mesh = program, rank, footprints, program.mesh
+        self.carrier = SimpleNamespace(reduction="ordered")
+        self.tally, self.constants = _Tally(), dict[int, Stored]()
+        self.step = ""
+        self.sent: list[Value] = []  # until the next message leaves
+        self.messages: defaultdict[int, list[int]] = defaultdict(list)  # bytes of those to each rank
+        self.under_way: dict[Action, list[Value]] = {}
+        for part in program.programs_of_rank(rank):
+            for tensor in footprints[part].constants.values():
+                self._constant(tensor)
+
+    def memory(self) -> Memory:
+        """Run the rank's part of a step."""
+        program = self.program
+        inputs = {node: self._input(node) for node in program.inputs if self.rank in program.holders(node)}
+        self.step = f"before the pipeline, rank {self.rank}"
+        _OnSizes(self).step(program, self.rank, inputs)
+        found = self.tally.memory(f"{program.name}, rank {self.rank} of {program.axis!r}")
+        return replace(found, shared=self._shared())
+
+    def _shared(self) -> int:
+        own = [one for part in self.program.programs_of_rank(self.rank) for one in part.collectives()]
+        channels = sum(map(channel_bytes, self.messages.values()))
+        return shared_by_collectives(own, self.mesh) + channels
+
+    # --- values ---
+
+    def _input(self, node: fx.Node) -> Value:
+        aval, kind = node.meta["val"], _kind_of_input(node)
+        if not kind:
+            kind = "parameters" if node.meta.get("parameter") else "other inputs"
+        size = aval.nbytes * (self.program.schedule.microbatches if node in self.program.cut_dims else 1)
+        return (Stored(self.tally, size, kind, str(node.meta.get("path", node.name))),)
+
+    def _constant(self, tensor: torch.Tensor) -> Stored:
+        key = id(tensor)
+        if key not in self.constants:
+            self.constants[key] = Stored(self.tally, tensor.nbytes, "other inputs", "a constant")
+        return self.constants[key]
+
+    # --- programs ---
+
+    def run(self, program: Program, values: list[Value]) -> list[Value]:
+        """A program's results, and a point of the curve for its peak."""
+        found = self.footprints[program]
+        given = dict(zip(found.inputs, (stored for value in values for stored in value), strict=True))
+        values.clear()
+        left = list(dict.fromkeys(storage for result in found.left for storage in result))
+        made = {storage: given[storage] for storage in left if storage in given}
+        op, rows = found.peak(_given_up(given, found.ledger.last_uses))
+        self.tally.note(f"{self.step}: {op}" if op else self.step, rows)
+        made |= {storage: self._constant(tensor) for storage, tensor in found.constants.items()}
+        for storage in left:
+            if storage not in made:
+                made[storage] = Stored(self.tally, *found.row(storage))
+        return [tuple(made[storage] for storage in result) for result in found.left]
+
+    # --- mail ---
+
+    def send(self, step: Send, values: list[Value]) -> None:
+        """A message lives until the next one leaves."""
+        self.sent = values
+        self.messages[step.rank] += [value[0].size for value in values]
+
+    def expect(self, step: Receive, avals: Sequence[Aval]) -> None:
+        """The memory for a message is there before the message."""
+        self.under_way[step.action] = [self._message(aval.nbytes, str(step)) for aval in avals]
+        self.tally.note(str(step))
+
+    def take(self, action: Action) -> list[Value] | None:
+        """What the backward needs of a message stays."""
+        if action not in self.under_way:
+            return None
+        target = self.program.neighbour(action)
+        assert target is not None
+        stage = self.program.stages[target % self.program.schedule.depth]
+        kept = stage.kept_after("F" if action.kind == "F" else "I")
+        values = self.under_way.pop(action)
+        for node, value in zip(self.program.message(action), values, strict=True):
+            if node in kept:
+                value[0].becomes("residuals")
+        return values
+
+    def finish(self) -> None:
+        """Everything has arrived."""
+        self.sent = []
+
+    def exchange(
+        self, outgoing: Mapping[int, Sequence[Value]], incoming: Mapping[int, Sequence[Aval]]
+    ) -> dict[int, list[Value]]:
+        """Values of a kind travel end to end, in memory of their own."""
+        if not outgoing and not incoming:
+            return {}
+        step = f"exchange with {', '.join(map(str, sorted({*outgoing, *incoming})))}"
+        sizes = {rank: sum(value[0].size for value in values) for rank, values in outgoing.items()}
+        for rank, size in sizes.items():
+            self.messages[rank].append(size)
+        joined = [self._message(size, step) for size in sizes.values()]
+        found = {rank: [self._message(aval.nbytes, step) for aval in avals] for rank, avals in incoming.items()}
+        self.tally.note(step)
+        del joined
+        return found
+
+    def _message(self, size: int, what: str) -> Value:
+        return (Stored(self.tally, size, "messages", what),)
+
+
+def _given_up(given: dict[Storage, Stored], last_uses: Mapping[Storage, int]) -> dict[Storage, Row]:
+    """What of a program's inputs nobody else holds, once this has let go of it."""
+    latest: dict[int, Storage] = {}
+    for storage in sorted(given, key=lambda storage: last_uses.get(storage, 0)):
+        latest[id(given[storage])] = storage
+    watched = {storage: (weakref.ref(given[storage]), given[storage].row) for storage in latest.values()}
+    given.clear()
+    return {storage: row for storage, (stored, row) in watched.items() if stored() is None}
+
+
+class _OnSizes(PipelineRuntime):
+    """Runs one rank of a pipeline on values that are sizes."""
+
+    def __init__(self, one: _OneRank) -> None:
+        self.one, self.base, self.carrier, self.axis = one, one, one.carrier, one.program.axis
+        self.ranks, self.mail = (one.rank,), one  # type: ignore[assignment]
+
+    def step(self, program: PipelineProgram, rank: int, inputs: dict[fx.Node, Any]) -> None:
+        """A step, without its results being joined."""
+        if program.schedule.versions is not None:
+            self._as_one_rank(program, Stream(program, rank, self.one.run, inputs, self._slices(program, inputs)))
+            return
+        worker = Worker(program, rank, self.one.run, inputs, ordered=True)
+        worker.begin()
+        self._as_one_rank(program, worker)
+        self.one.step = f"after the pipeline, rank {rank}"
+        self._end(program, {rank: worker})
+
+    def _timed(self, program: PipelineProgram, worker: Worker | Stream, action: Action) -> list[Any]:
+        self.one.step = str(action)
+        return worker.act(action)
+
+    def _chunks(self, handle: Any, count: int, dim: int) -> list[Any]:
+        return [handle] * count  # views of the batch

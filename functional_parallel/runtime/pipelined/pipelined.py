@@ -1,0 +1,371 @@
+"""Runs a pipeline: every rank of its axis the actions that the schedule gives it, values passed on between them.
+
+Around a mesh's runtime, which runs each single program over the other axes. With simulated ranks all ranks of the
+pipeline are in this process and a message is a value put into another's hands; with real ones this process is one rank,
+and messages are sends and receives that do not wait. These carry no derivative: where one is taken of a compiled
+pipeline from outside, every process is all ranks of the axis.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from sharding_specs import Mesh, P, local_shape, whole_shape
+
+from ... import _torch
+from ...ir import Aval, hollow
+from ...pipelines import Exchange, PipelineError, PipelineProgram
+from ...schedules import Action, Event, Receive, Send, messages, replay
+from ..calls import READS
+from ..execution import Log, Origin
+from ..handles import Placed, own
+from .mail import Mail
+from .stream import Stream
+from .worker import Run, Worker
+
+__all__ = ["PipelineRuntime"]
+
+
+class PipelineRuntime:
+    """Runs pipelines over one axis of a mesh.
+
+    Args:
+        base: the mesh's own runtime.
+        axis: the axis of the pipeline.
+        alone: be all ranks of the axis, whoever else there is.
+    """
+
+    def __init__(self, base: Any, axis: str, *, alone: bool = False) -> None:
+        self.base, self.axis = base, axis
+        self.mesh: Mesh = base.mesh
+        self.size = self.mesh.axis_size(axis)
+        self.carrier = None if alone else getattr(base, "carrier", None)
+        self.agree, self.exchange, self.holders = base.agree, base.exchange, base.holders
+        own = None if self.carrier is None else self.mesh.coordinates(base.rank)[axis]
+        self.ranks = tuple(range(self.size)) if own is None else (own,)
+
+    # --- handles ---
+
+    def shard(self, x: torch.Tensor, spec: P) -> Placed:
+        """A whole tensor, on every rank of the pipeline until a step says which of them need it."""
+        return self._everywhere(self.base.shard(x, spec))
+
+    def shard_for(self, program: PipelineProgram, number: int, x: torch.Tensor, spec: P) -> Placed:
+        """A whole tensor that is an input of a program, on the ranks that hold it."""
+        return self._where_taken(program.holders(program.inputs[number]), x, spec)
+
+    def entered(self, x: torch.Tensor, spec: P) -> Placed:
+        """The same, so that a derivative of it is one of the whole."""
+        if self.carrier is not None:
+            _refuse_derivatives([x])
+        return self._everywhere(self.base.entered(x, spec))
+
+    def own(self, x: torch.Tensor, spec: P) -> Placed:
+        """A part that this process was given as its own."""
+        return self._everywhere(self.base.own(x, spec))
+
+    @property
+    def calls(self) -> int:
+        """How many things this rank has done with the others."""
+        return int(self.base.calls)
+
+    def whole(self, placed: Placed, spec: P, whose: str = "") -> torch.Tensor:
+        """The whole tensor."""
+        if placed.holders is None or placed.holders >= frozenset(range(self.size)):
+            return self.base.whole(next(iter(placed.parts.values())), spec, whose)
+        if self.carrier is None:
+            return self.base.whole(self._from_a_holder(placed), spec)
+        with self.base.turn, self.carrier.bound():
+            self.carrier.doing.begin(READS + whose)
+            mine = self._from_a_holder(placed)
+        return self.base.whole(mine, spec, whose)
+
+    def _from_a_holder(self, placed: Placed) -> Any:
+        """What some ranks of the pipeline hold, on this one too."""
+        assert placed.holders is not None
+        source = min(placed.holders)
+        if self.carrier is None:
+            return placed.parts[source]
+        mine = placed.parts.get(self.ranks[0])
+        if mine is None:
+            mine = torch.empty(placed.aval.shape, dtype=placed.aval.dtype, device=self.base.device)
+        return self.carrier.pbroadcast(mine, (self.axis,), source)
+
+    def like(self, placed: Placed, spec: P) -> torch.Tensor:
+        """A tensor of the whole shape, without memory for it."""
+        return hollow(placed.aval, whole_shape(placed.aval.shape, spec, self.mesh))
+
+    def check_same(
+        self, name: str, paths: Sequence[str], tensors: Sequence[torch.Tensor], parts: Sequence[P] | None = None
+    ) -> None:
+        """Make sure that every rank was given the same whole tensors, or parts."""
+        self.base.check_same(name, paths, tensors, parts)
+
+    def checksum(self, x: torch.Tensor) -> str:
+        """What a tensor is compared by."""
+        return str(self.base.checksum(x))
+
+    def check_sums(
+        self, name: str, paths: Sequence[str], sums: Sequence[str], parts: Sequence[P] | None = None
+    ) -> None:
+        """Make sure that every rank has the same tensors, by what was found of them."""
+        self.base.check_sums(name, paths, sums, parts)
+
+    def agree_on(self, program: PipelineProgram) -> None:
+        """Make sure, before its first run, that all ranks have the same program."""
+        self.base.agree_on(program)
+
+    def _where_taken(self, holders: frozenset[int], x: torch.Tensor, spec: P) -> Placed:
+        """A whole tensor, on the ranks of the pipeline that take it."""
+        aval = Aval(tuple(local_shape(x.shape, spec, self.mesh)), x.dtype, x.device)
+        here = holders & frozenset(self.ranks)
+        return Placed(dict.fromkeys(here, self.base.entered(x, spec)) if here else {}, holders, aval)
+
+    def _everywhere(self, handle: Any) -> Placed:
+        tensor = handle if isinstance(handle, torch.Tensor) else handle[0]
+        aval = Aval(tuple(tensor.shape), tensor.dtype, tensor.device)
+        return Placed(dict.fromkeys(self.ranks, handle), None, aval)
+
+    # --- running ---
+
+    def run_whole(self, program: PipelineProgram, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run a pipeline on whole inputs, and make its results whole."""
+        if self.carrier is not None:
+            self.base.agree_on(program)
+            self.base.agree_on_inputs(program, tensors)
+            if _torch.holds_levels(tensors):
+                return PipelineRuntime(self.base, self.axis, alone=True).run_whole(program, tensors)
+        given = zip(program.inputs, tensors, program.in_specs, strict=True)
+        placed = [self._where_taken(program.holders(node), x, spec) for node, x, spec in given]
+        results = self.run(program, placed)
+        return [self.whole(x, spec) for x, spec in zip(results, program.out_specs, strict=True)]
+
+    def run(
+        self, program: PipelineProgram, placed: Sequence[Placed], batch: Sequence[torch.Tensor] = (), whose: str = ""
+    ) -> list[Placed]:
+        """Run a pipeline on sharded inputs, made of a batch that every rank was given whole."""
+        if self.carrier is None:
+            return self._run(program, placed, self.base.run)
+        self.base.agree_on(program)
+        _refuse_derivatives([part for each in placed for part in each.parts.values()])
+        with self.base.turn, self.carrier.bound(), torch.no_grad():  # once for all programs of the step
+            self.base.begin(program, batch, whose)
+            results = self._run(program, placed, self.base.run_plain)
+        if program.events is not None:
+            everywhere = self.base.exchange(program.events, "to compare times")
+            program.events[:] = [event for events in everywhere for event in events]
+        return results
+
+    def replay(self, program: PipelineProgram, placed: Sequence[Placed]) -> Origin | None:
+        """Run a pipeline op by op, and return an op that made a value that is not finite, if one did."""
+        log = Log()
+        run = partial(self.base.run_recorded, log)
+        if self.carrier is None:
+            self._run(program, placed, run)
+            return None if log.first is None else replace(log.first, rank=None)
+        self.base.agree_on(program)
+        with self.base.turn, self.carrier.bound(), torch.no_grad():
+            self.base.begin(program, whose=", op by op")
+            self._run(program, placed, run)
+        return self.base.first_origin(log)
+
+    def _run(self, program: PipelineProgram, placed: Sequence[Placed], run: Run) -> list[Placed]:
+        placed = self._brought(program, placed)
+        self._give_up(program, placed)
+        inputs = {rank: self._inputs(program, placed, rank) for rank in self.ranks}
+        if program.schedule.versions is not None:
+            return self._stream(program, inputs, run)
+        ordered = self.carrier is None or self.carrier.reduction == "ordered"
+        workers = {rank: Worker(program, rank, run, inputs[rank], ordered) for rank in self.ranks}
+        self._pass_through(program, workers)
+        self._end(program, workers)
+        return self._results(program, lambda rank, node: workers[rank].late_value(node))
+
+    def _pass_through(self, program: PipelineProgram, workers: Mapping[int, Worker | Stream]) -> None:
+        """Run the schedule."""
+        for worker in workers.values():
+            worker.begin()
+        if program.events is not None:
+            program.events.clear()
+        if self.carrier is None:
+            self._in_lockstep(program, workers)
+        else:
+            self._as_one_rank(program, workers[self.ranks[0]])
+
+    def _brought(self, program: PipelineProgram, placed: Sequence[Placed]) -> list[Placed]:
+        """Everything where this program needs it, which another one, cut into other stages, left with other ranks."""
+        found = list(placed)
+        for index, (node, each) in enumerate(zip(program.inputs, placed, strict=True)):
+            needed = program.holders(node)
+            if each.holders is None or needed <= each.holders:
+                continue
+            _say_that_stages_moved(program, self.axis)
+            holders, got = needed | each.holders, self._from_a_holder(each)
+            parts = {rank: each.parts.get(rank, got) for rank in self.ranks if rank in holders}
+            found[index] = Placed(parts, holders, each.aval)
+        return found
+
+    def _give_up(self, program: PipelineProgram, placed: Sequence[Placed]) -> None:
+        """Of what a step may write into, drop the copies that no rank will hold, and give each rank one of its own."""
+        for node, each in zip(program.inputs, placed, strict=True):
+            if not node.meta.get("donated"):
+                continue
+            holders = program.holders(node)
+            for rank in each.parts.keys() - holders:
+                del each.parts[rank]
+            taken: set[int] = set()
+            for rank in each.parts if len(each.parts) > 1 else ():
+                each.parts[rank] = own(each.parts[rank], taken)
+
+    def _inputs(self, program: PipelineProgram, placed: Sequence[Placed], rank: int) -> dict[fx.Node, Any]:
+        return {node: each.parts[rank] for node, each in zip(program.inputs, placed, strict=True) if rank in each.parts}
+
+    def _in_lockstep(self, program: PipelineProgram, workers: Mapping[int, Worker | Stream]) -> None:
+        schedule = program.schedule
+        for rank, action in replay(schedule):
+            sent = self._timed(program, workers[rank], action)
+            target = program.neighbour(action)
+            if target is not None:
+                workers[schedule.rank_of_stage[target]].receive(action, target, sent)
+
+    def _as_one_rank(self, program: PipelineProgram, worker: Worker | Stream) -> None:
+        if "messages" not in program.cache:
+            program.cache["messages"] = messages(program.schedule)
+        sent: list[Any] = []
+        for step in program.cache["messages"][worker.rank]:
+            if isinstance(step, Send):  # what the action right before it made
+                self.mail.send(step, sent)
+                sent = []
+            elif isinstance(step, Receive):
+                self.mail.expect(step, [node.meta["val"] for node in program.message(step.action)])
+            else:
+                sent = self._act(program, worker, step)
+        self.mail.finish()
+
+    def _timed(self, program: PipelineProgram, worker: Worker | Stream, action: Action) -> list[Any]:
+        if program.events is None:
+            return worker.act(action)
+        start = self._now()
+        sent = worker.act(action)
+        program.events.append(Event(worker.rank, action, start, self._now()))
+        return sent
+
+    def _now(self) -> float:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    @cached_property
+    def mail(self) -> Mail:
+        """This rank's messages; the first use is a collective."""
+        return Mail(self.carrier, self.axis, self.ranks[0], self.base.device)
+
+    def _end(self, program: PipelineProgram, workers: dict[int, Worker]) -> None:
+        """Run what comes after the pipeline."""
+        for level, exchanges in enumerate(program.epilogue.exchanges):
+            for worker in workers.values():
+                worker.end(level)
+            if self.carrier is not None:
+                self._exchange(workers[self.ranks[0]], exchanges)
+                continue
+            for node, source, target in exchanges:
+                workers[target].late[node] = workers[source].late_value(node)
+
+    def _act(self, program: PipelineProgram, worker: Worker | Stream, action: Action) -> list[Any]:
+        """Run an action of this process's rank; what it has for a neighbour on another."""
+        for awaited in program.awaited(action):
+            self._take(worker, awaited, action.stage)
+        sent = self._timed(program, worker, action)
+        target = program.neighbour(action)
+        if target is None or program.schedule.rank_of_stage[target] != worker.rank:
+            return sent
+        worker.receive(action, target, sent)
+        return []
+
+    def _take(self, worker: Worker | Stream, awaited: Action, stage: int) -> None:
+        values = self.mail.take(awaited)  # named here alone, since they may die within the action
+        if values is not None:
+            worker.receive(awaited, stage, values)
+
+    def _exchange(self, worker: Worker, exchanges: Sequence[Exchange]) -> None:
+        outgoing: dict[int, list[torch.Tensor]] = {}
+        incoming: dict[int, list[fx.Node]] = {}
+        for node, source, target in exchanges:
+            if source == worker.rank:
+                outgoing.setdefault(target, []).append(worker.late_value(node))
+            elif target == worker.rank:
+                incoming.setdefault(source, []).append(node)
+        avals = {source: [node.meta["val"] for node in nodes] for source, nodes in incoming.items()}
+        for source, values in self.mail.exchange(outgoing, avals).items():
+            worker.late.update(zip(incoming[source], values, strict=True))
+
+    def _results(self, program: PipelineProgram, value: Callable[[int, fx.Node], Any]) -> list[Placed]:
+        epilogue, declared = program.epilogue, self.base.declared
+        results = zip(epilogue.outputs, epilogue.output_holders, epilogue.output_specs, program.out_specs, strict=True)
+        return [
+            Placed(
+                {rank: declared(value(rank, node), made, spec) for rank in self.ranks if rank in holders},
+                holders,
+                node.meta["val"],
+            )
+            for node, holders, made, spec in results
+        ]
+
+    # --- asynchronous ---
+
+    def _stream(self, program: PipelineProgram, inputs: dict[int, dict[fx.Node, Any]], run: Run) -> list[Placed]:
+        workers = {rank: Stream(program, rank, run, held, self._slices(program, held)) for rank, held in inputs.items()}
+        self._pass_through(program, workers)
+        program.cache["most versions"] = {rank: worker.most_versions for rank, worker in workers.items()}
+        return self._results(program, lambda rank, node: self._last_or_mean(program, node, workers[rank]))
+
+    def _slices(self, program: PipelineProgram, inputs: dict[fx.Node, Any]) -> list[dict[fx.Node, Any]]:
+        """The batch, cut into what each update sums."""
+        found: list[dict[fx.Node, Any]] = [{} for _ in range(program.updates)]
+        for node, dim in program.cut_dims.items():
+            for part, whole in zip(found, self._chunks(inputs[node], program.updates, dim), strict=False):
+                part[node] = whole
+        return found
+
+    def _chunks(self, handle: Any, count: int, dim: int) -> list[Any]:
+        if isinstance(handle, torch.Tensor):
+            return [part.contiguous() for part in handle.chunk(count, dim)]
+        return [list(part) for part in zip(*(self._chunks(x, count, dim) for x in handle), strict=True)]
+
+    def _last_or_mean(self, program: PipelineProgram, node: fx.Node, worker: Stream) -> Any:
+        """What replaces an input, after the last update; of everything else, the mean over updates."""
+        if node in program.epilogue.replaces:
+            return worker.results[-1][node]
+        values = [made[node] for made in worker.results]
+        if isinstance(values[0], torch.Tensor):
+            return torch.stack(values).mean(0)
+        return [torch.stack(parts).mean(0) for parts in zip(*values, strict=True)]
+
+
+def _say_that_stages_moved(program: PipelineProgram, axis: str) -> None:
+    if program.cache.get("stages moved"):
+        return
+    program.cache["stages moved"] = True
+    warnings.warn(
+        f"{program.name} is cut into other stages than the program that made the state, so that ranks of {axis!r} send "
+        "each other parameters first, whenever it follows upon that one. fp.stage_boundary(x) in the model, or stacked "
+        "layers, cut it the same for batches of every shape, and for everything that is computed with it",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def _refuse_derivatives(tensors: Sequence[torch.Tensor]) -> None:
+    if _torch.holds_levels(tensors):
+        raise PipelineError(
+            "a step's batch or state takes part in a derivative or a vmap, but what ranks of a pipeline in different "
+            "processes send each other carries none: take it of the loss, and compile that"
+        )

@@ -1,0 +1,163 @@
+"""One rank of a pipeline in one step: what it holds, and how an action turns that into something else."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from ...pipelines import PipelineProgram, Work
+from ...program import Program
+from ...schedules import Action
+
+__all__ = ["Run", "Worker"]
+
+Run = Callable[[Program, list[Any]], list[Any]]
+
+
+class Worker:
+    """Runs a rank's actions.
+
+    Args:
+        program: the pipeline.
+        rank: the rank of its axis.
+        run: runs a single program on a list of inputs, which is given up.
+        inputs: the step's inputs that this rank holds.
+        ordered: whether microbatches are added up in their order, not in that of the schedule.
+
+    Attributes:
+        held: per stage and microbatch, the values that are kept: residuals, and what came from other stages.
+        totals: per chain, the sums over microbatches so far.
+        late: values of the epilogue.
+        turn: per sum and chain, the microbatch to be added next.
+        early: per sum and chain, what was there before its turn.
+    """
+
+    def __init__(
+        self, program: PipelineProgram, rank: int, run: Run, inputs: dict[fx.Node, Any], ordered: bool
+    ) -> None:
+        self.ordered = ordered
+        self.program, self.rank, self.run, self.inputs = program, rank, run, inputs
+        self.once: dict[fx.Node, Any] = {}
+        self.of_microbatch: defaultdict[int, dict[fx.Node, Any]] = defaultdict(dict)
+        self.held: dict[tuple[int, int], dict[fx.Node, Any]] = {}
+        self.totals: defaultdict[int, dict[fx.Node, Any]] = defaultdict(dict)
+        self.collected: dict[tuple[fx.Node, int], Any] = {}
+        self.late: dict[fx.Node, Any] = {}
+        self.turn: dict[tuple[fx.Node, int], int] = {}
+        self.early: dict[tuple[fx.Node, int], dict[int, Any]] = {}
+
+    # --- before, and after ---
+
+    def begin(self) -> None:
+        """Run what comes before the pipeline."""
+        prologue = self.program.prologues[self.rank]
+        made = self.run(prologue.program, [self.inputs[node] for node in prologue.inputs])
+        for (node, microbatch), value in zip(prologue.outputs, made, strict=True):
+            if microbatch is None:
+                self.once[node] = value
+            else:
+                self.of_microbatch[microbatch][node] = value
+
+    def end(self, level: int) -> None:
+        """Run a level of what comes after the pipeline."""
+        part = self.program.epilogue.parts[level].get(self.rank)
+        if part is not None:
+            made = self.run(part.program, [self.late_value(node) for node in part.inputs])
+            self.late.update(zip(part.outputs, made, strict=True))
+
+    def late_value(self, node: fx.Node) -> Any:
+        """A value of the epilogue that this rank has."""
+        if node in self.late:
+            return self.late[node]
+        kind, value, which = self.program.epilogue.given[node]
+        if kind == "input":
+            return self.inputs[value]
+        if kind == "once":
+            return self.once[value]
+        return self.totals[which][value] if kind == "total" else self.collected[value, which]
+
+    # --- actions ---
+
+    def act(self, action: Action) -> list[Any]:
+        """Run an action; what it has for its neighbour."""
+        stage, microbatch = self.program.stage_of(action), self.program.microbatch_of(action)
+        crossing, kept = stage.sends(action.kind), stage.kept_after(action.kind)
+        held = self.held.pop((action.stage, action.microbatch), {})
+        self._run(stage.works[action.kind], action, microbatch, held, {*crossing, *kept})
+        sent = [held[node] for node in crossing]
+        if kept:
+            self.held[action.stage, action.microbatch] = {n: v for n, v in held.items() if n in kept}
+        return sent
+
+    def _run(self, work: Work, action: Action, microbatch: int, held: dict[fx.Node, Any], wanted: set[fx.Node]) -> None:
+        """Run one of the work's programs: what is not wanted afterwards dies in it, at its last use."""
+        chain = action.stage // self.program.schedule.depth
+        totals = self.totals[chain]
+        in_turn = not self.ordered or all(
+            self.turn.get((total, chain), 0) == action.microbatch for total in work.totals
+        )
+        adds = in_turn and bool(work.totals) and work.totals.keys() <= totals.keys()
+        part = work.following if adds else work.first
+        inputs = self._values(part.inputs, self.of_microbatch[microbatch], totals, held)
+        for node in held.keys() - wanted:
+            del held[node]
+        made = self.run(part.program, inputs)
+        ordinary = len(made) - len(work.totals)
+        held.update(zip(part.outputs, made[:ordinary], strict=False))
+        for node in self.program.collected.intersection(part.outputs[:ordinary]):
+            self.collected[node, microbatch] = held[node]
+        if adds:
+            totals.update(zip(work.totals, made[ordinary:], strict=True))
+            if not self.ordered:
+                return  # nothing waits for its turn
+        for total, value in zip(work.totals, made[ordinary:], strict=True):
+            if adds:
+                self.turn[total, chain] = action.microbatch + 1
+            else:
+                self.early.setdefault((total, chain), {})[action.microbatch] = value
+            self._catch_up(work, total, chain)
+
+    def _catch_up(self, work: Work, total: fx.Node, chain: int) -> None:
+        """Add what was there before its turn, as far as it is its turn now."""
+        key, totals = (total, chain), self.totals[chain]
+        early = self.early.get(key, {})
+        while early and (not self.ordered or self.turn.get(key, 0) in early):
+            microbatch = self.turn.get(key, 0) if self.ordered else next(iter(early))
+            value, part = early.pop(microbatch), work.totals[total]
+            if total in totals:
+                given = {part.outputs[0]: value}
+                inputs = [given[node] if node in given else totals[total] for node in part.inputs]
+                (value,) = self.run(part.program, inputs)
+            totals[total] = value
+            self.turn[key] = microbatch + 1
+
+    def _values(
+        self,
+        nodes: Sequence[fx.Node],
+        own: dict[fx.Node, Any],
+        totals: dict[fx.Node, Any],
+        held: dict[fx.Node, Any],
+    ) -> list[Any]:
+        once, inputs = self.once, self.inputs
+        return [
+            held[node]
+            if node in held
+            else own[node]
+            if node in own
+            else once[node]
+            if node in once
+            else totals[node]
+            if node in totals
+            else inputs[node]
+            for node in nodes
+        ]
+
+    # --- messages ---
+
+    def receive(self, action: Action, stage: int, values: list[Any]) -> None:
+        """Take what an action of a neighbouring stage made."""
+        held = self.held.setdefault((stage, action.microbatch), {})
+        held.update(zip(self.program.message(action), values, strict=True))

@@ -1,0 +1,155 @@
+"""Collectives as a backend of torch.distributed carries them: started here, finished when they are waited for.
+
+What moves bytes without adding them goes as raw bytes, so that every dtype travels on every backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..buffers import as_bytes, from_bytes, whole_of
+from ..calls import Doing, Pending, WaitFor
+from .groups import Groups
+
+__all__ = ["Backend"]
+
+
+class Backend:
+    """The backend of a mesh's process groups.
+
+    Args:
+        groups: by axes.
+        doing: what this rank is doing.
+        wait: makes the wait for an operation on a tensor over axes.
+    """
+
+    def __init__(self, groups: Groups, doing: Doing, wait: WaitFor) -> None:
+        self._groups, self._doing, self._wait_for = groups, doing, wait
+
+    def all_reduce(
+        self,
+        operation: str,
+        x: Tensor,
+        axes: tuple[str, ...],
+        how: Any,
+        overwrite: bool,
+        finish: Callable[[Tensor], Any],
+    ) -> Pending:
+        in_place = overwrite and x.is_contiguous()
+        result = x.detach() if in_place else x.detach().clone(memory_format=torch.contiguous_format)
+        handle = self._groups.over(axes).handle
+        return self._started(
+            operation,
+            x,
+            axes,
+            lambda: dist.all_reduce(result, how, handle, async_op=True),
+            lambda: finish(result),
+        )
+
+    def reduce_scatter(self, x: Tensor, axes: tuple[str, ...], dim: int, dtype: torch.dtype) -> Pending:
+        members = self._groups.over(axes)
+        chunks = torch.stack(members.by_seat(x.detach().chunk(len(members.ranks), dim)))
+        result = torch.empty_like(chunks[0])
+        return self._started(
+            "psum_scatter",
+            x,
+            axes,
+            lambda: dist.reduce_scatter_tensor(result, chunks, group=members.handle, async_op=True),
+            lambda: result.to(dtype),
+        )
+
+    def all_gather(
+        self, operation: str, x: Tensor, axes: tuple[str, ...], finish: Callable[[list[Tensor]], Any]
+    ) -> Pending:
+        """All ranks' values, in the order of the axes, go to `finish`."""
+        members = self._groups.over(axes)
+        mine = as_bytes(x)
+        buffer = mine.new_empty(len(members.ranks) * mine.numel())
+        parts = list(buffer.split(mine.numel()) if mine.numel() else [mine] * len(members.ranks))
+
+        def start() -> Any:
+            if self._groups.over(axes).backend == "nccl":
+                return dist.all_gather_into_tensor(buffer, mine, members.handle, async_op=True)
+            return dist.all_gather(parts, mine, members.handle, async_op=True)
+
+        def end() -> Any:
+            return finish([from_bytes(part, x).reshape(x.shape) for part in members.in_order(parts)])
+
+        return self._started(operation, x, axes, start, end)
+
+    def all_to_all(
+        self,
+        operation: str,
+        x: Tensor,
+        chunks: Sequence[Tensor],
+        axes: tuple[str, ...],
+        finish: Callable[[list[Tensor]], Tensor],
+    ) -> Pending:
+        """Chunk i goes to rank i; the chunks that arrive, in the order of the axes, go to `finish`."""
+        sizes = [chunk.numel() for chunk in chunks]
+
+        def end(received: list[Tensor]) -> Tensor:
+            return finish([part.reshape(chunk.shape) for part, chunk in zip(received, chunks, strict=True)])
+
+        return self.all_to_all_unevenly(operation, x, chunks, sizes, axes, end)
+
+    def all_to_all_unevenly(
+        self,
+        operation: str,
+        x: Tensor,
+        chunks: Sequence[Tensor],
+        expected: Sequence[int],
+        axes: tuple[str, ...],
+        finish: Callable[[list[Tensor]], Tensor],
+    ) -> Pending:
+        members = self._groups.over(axes)
+        to_send = [as_bytes(chunk) for chunk in members.by_seat(chunks)]
+        lengths = [part.numel() for part in to_send]
+        sent = whole_of(to_send)
+        sizes = [0] * len(expected)
+        for seat, elements in zip(members.seats, expected, strict=True):
+            sizes[seat] = elements * x.element_size()
+        received = sent.new_empty(sum(sizes))
+        return self._started(
+            operation,
+            x,
+            axes,
+            lambda: dist.all_to_all_single(received, sent, sizes, lengths, members.handle, async_op=True),
+            lambda: finish([from_bytes(part, x) for part in members.in_order(received.split(sizes))]),
+        )
+
+    def broadcast(self, operation: str, x: Tensor, axes: tuple[str, ...], source: int) -> Pending:
+        """Every rank gets what the one at `source` has."""
+        members = self._groups.over(axes)
+        buffer = as_bytes(x).clone()
+        return self._started(
+            operation,
+            x,
+            axes,
+            lambda: dist.broadcast(buffer, members.ranks[source], members.handle, async_op=True),
+            lambda: from_bytes(buffer, x).reshape(x.shape),
+        )
+
+    def _started(
+        self,
+        operation: str,
+        x: Tensor,
+        axes: tuple[str, ...],
+        start: Callable[[], Any],
+        finish: Callable[[], Any],
+    ) -> Pending:
+        """Start what the backend carries: whoever waits for this rank in shared memory shall know."""
+        self._doing.announce()
+        roll_call = self._groups.over(axes).roll_call
+
+        def start_together() -> Any:
+            if roll_call is not None:  # before, as gloo ends a process that is sent more than it expects
+                roll_call.ask().wait()
+            return start()
+
+        return Pending(start_together, finish, self._wait_for(operation, x, axes))

@@ -1,0 +1,150 @@
+"""A mesh's process groups: one per set of ranks that differ only along some axes.
+
+Making a group is itself a collective of the whole world, so all are made at once, in one order on all ranks; made on
+first use, they would hang as soon as two ranks first used them in different order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from functools import cached_property
+from itertools import chain, combinations, count
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
+
+from sharding_specs import Mesh
+
+from ..algorithms import ROLL_CALL, Messages, Ranks, RollCall, Team
+from ..calls import Doing, Handle, rank_name
+from ..watch import recorded
+
+__all__ = ["Group", "Groups"]
+
+_MOST_AXES_TOGETHER = 3
+
+
+class Group:
+    """The ranks that one collective goes over.
+
+    Attributes:
+        rank: this rank's place in `ranks`.
+        ranks: global ranks in the order of the axes, the first axis major.
+        seats: for each of them, its position in torch's group, which is sorted by global rank.
+        roll_call: whether all do the same, before bytes of one are taken for what another waits for; None where asking
+            would take a device's time.
+    """
+
+    def __init__(
+        self,
+        handle: Handle,
+        rank: int,
+        ranks: tuple[int, ...],
+        timeout: timedelta | None,
+        tags: Iterator[int],
+        doing: Doing | None,
+        names: Sequence[str],
+    ) -> None:
+        self._handle, self.ranks, self._timeout, self._tags, self._doing = handle, ranks, timeout, tags, doing
+        self._names = names
+        self.rank = ranks.index(rank)
+        self.seats = tuple(sorted(ranks).index(each) for each in ranks)
+        self.backend = str(dist.get_backend(handle.group))
+        self.roll_call: RollCall | None = None
+        if doing is not None and self.backend == "gloo":
+            self.roll_call = RollCall(Ranks(self.rank, len(ranks)), self.messages(ROLL_CALL), doing, names)
+
+    @property
+    def handle(self) -> Any:
+        """Torch's process group, as long as torch holds it."""
+        return self._handle.group
+
+    def messages(self, tag: int = 0) -> Messages:
+        """Messages to single ranks, under a tag."""
+        return Messages(self._handle, self.seats, tag)
+
+    def in_order(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """From torch's order to the order of the axes."""
+        return [parts[seat] for seat in self.seats]
+
+    def by_seat(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """From the order of the axes to torch's order."""
+        placed = dict(zip(self.seats, parts, strict=True))
+        return [placed[seat] for seat in range(len(parts))]
+
+    @cached_property
+    def team(self) -> Team:
+        """The same ranks, for algorithms of ours. The first use is a collective."""
+        timeout = self._timeout or default_pg_timeout
+        return Team(
+            self.handle,
+            self.rank,
+            self.seats,
+            timeout.total_seconds(),
+            tags=self._tags,
+            doing=self._doing,
+            names=self._names,
+        )
+
+
+class Groups:
+    """This rank's groups, by axes.
+
+    Args:
+        mesh: the ranks.
+        rank: this one.
+        timeout: after how long a group's collective fails; None is torch's default.
+        doing: what this rank is doing.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int, timeout: timedelta | None, doing: Doing | None = None) -> None:
+        self._mesh, self._rank, self._timeout, self._doing = mesh, rank, timeout, doing
+        self._handles = _make_groups(mesh, rank, timeout)
+        self._tags: dict[frozenset[int], Iterator[int]] = {ranks: count() for ranks in self._handles}
+        self._found: dict[tuple[str, ...], Group] = {}
+
+    def over(self, axes: tuple[str, ...]) -> Group:
+        """The group along some axes.
+
+        Raises:
+            ValueError: when there is none for so many axes.
+        """
+        if axes not in self._found:
+            self._found[axes] = self._find(axes)
+        return self._found[axes]
+
+    def _find(self, axes: tuple[str, ...]) -> Group:
+        ranks = next(tuple(ranks) for ranks in self._mesh.groups(axes) if self._rank in ranks)
+        if ranks == (self._rank,) and frozenset(ranks) not in self._handles:
+            self._add_alone(frozenset(ranks))
+        if frozenset(ranks) not in self._handles:
+            raise ValueError(
+                f"a collective over {axes}: process groups are made for at most {_MOST_AXES_TOGETHER} axes together, "
+                "or all of them; write one collective per axis"
+            )
+        members = frozenset(ranks)
+        names = [rank_name(self._mesh, rank) for rank in ranks]
+        handle, tags = self._handles[members], self._tags[members]
+        return Group(handle, self._rank, ranks, self._timeout, tags, self._doing, names)
+
+    def _add_alone(self, ranks: frozenset[int]) -> None:
+        """Make the group of axes with one rank. The other ranks take no part."""
+        with recorded():
+            group = dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True)
+        self._handles[ranks], self._tags[ranks] = Handle(group), count()
+
+
+def _make_groups(mesh: Mesh, rank: int, timeout: timedelta | None) -> dict[frozenset[int], Handle]:
+    """A rank's process groups, by their ranks; every rank makes every group, in the same order."""
+    names = [name for name in mesh.axis_names if mesh.axis_size(name) > 1]
+    few = chain.from_iterable(combinations(names, number) for number in range(1, _MOST_AXES_TOGETHER + 1))
+    made: dict[frozenset[int], Any] = {}
+    for axes in dict.fromkeys([*few, tuple(names)]):
+        for ranks in mesh.groups(axes) if axes else ():
+            if frozenset(ranks) not in made:
+                with recorded():
+                    made[frozenset(ranks)] = dist.new_group(sorted(ranks), timeout=timeout)
+    return {ranks: Handle(group) for ranks, group in made.items() if rank in ranks}

@@ -1,0 +1,111 @@
+"""Small messages between ranks outside of programs: are all about to do the same, and who has what left to do.
+
+A rank that enters a collective which another does not enter waits for it until the timeout. So before ranks do what
+data of their own may keep some of them from doing, they meet: one reduction of three numbers in main memory, for which
+no device has to be waited for. Programs may be called inside of torch.func's transforms, of which messages are no part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sharding_specs import Mesh
+
+from ... import _torch
+from ..calls import Doing, Handle, NamedWait, OutOfStepError, Turn, rank_name, waiting
+from ..watch import recorded
+
+__all__ = ["Meeting"]
+
+
+class Meeting:
+    """Where all ranks of torch.distributed meet. Making it is a collective.
+
+    Args:
+        mesh: the ranks, which are all of torch.distributed.
+        timeout: how long a rank waits for the others.
+        doing: what this rank is doing.
+        turn: held while this rank meets the others.
+    """
+
+    def __init__(self, mesh: Mesh, timeout: timedelta | None, doing: Doing, turn: Turn) -> None:
+        self._mesh, self._doing, self._turn = mesh, doing, turn
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        on_devices = str(dist.get_backend()) == "nccl"
+        backend = "gloo" if on_devices and dist.is_gloo_available() else None
+        with recorded():
+            self._handle = Handle(dist.new_group(backend=backend, timeout=timeout))
+        self.device = torch.device("cuda" if on_devices and backend is None else "cpu")
+
+    def agree(self, doing: str, otherwise: str, number: int = 0) -> int:
+        """Make sure that all ranks are about to do the same.
+
+        Args:
+            doing: what this rank is about to do, to be read after "rank 0".
+            otherwise: what a user should know if another rank is about to do something else, or does not come.
+            number: a number for the others.
+
+        Returns:
+            The largest of all ranks' numbers.
+
+        Raises:
+            OutOfStepError: on every rank, when they are about to do different things.
+            CollectiveError: when a rank does not come.
+        """
+        with self._turn:
+            return self._agree(doing, otherwise, number)
+
+    def _agree(self, doing: str, otherwise: str, number: int) -> int:
+        mark = int.from_bytes(hashlib.blake2b(doing.encode(), digest_size=7).digest(), "big")
+        self._comes("agrees with the others about what to do")
+        found = torch.tensor([mark, -mark, number], dtype=torch.int64, device=self.device)
+        with self._waits(f"the agreement with all ranks, where this rank {doing},", otherwise):
+            dist.all_reduce(found, dist.ReduceOp.MAX, self._handle.group)
+        highest, negated_lowest, largest = found.tolist()
+        if highest != -negated_lowest:
+            self._refuse(doing, otherwise)
+        return int(largest)
+
+    def _refuse(self, doing: str, otherwise: str) -> None:
+        plans = self._exchange(doing, "to say what it does")
+        names = {plan: rank_name(self._mesh, plans.index(plan)) for plan in dict.fromkeys(plans)}
+        told = "; ".join(f"{name} {plan}" for plan, name in names.items())
+        me = rank_name(self._mesh, self.rank)
+        raise OutOfStepError(f"{me}: the ranks are about to do different things: {told}. {otherwise}")
+
+    def exchange(self, value: Any, purpose: str) -> list[Any]:
+        """All ranks' values, of anything that can be pickled.
+
+        Raises:
+            CollectiveError: when a rank does not come.
+        """
+        with self._turn:
+            return self._exchange(value, purpose)
+
+    def _exchange(self, value: Any, purpose: str) -> list[Any]:
+        self._comes(f"meets the others {purpose}")
+        values: list[Any] = [None] * self.size
+        with self._waits(f"an exchange with all ranks {purpose}"):
+            dist.all_gather_object(values, value, self._handle.group)
+        return values
+
+    @contextmanager
+    def _waits(self, what: str, otherwise: str = "") -> Iterator[None]:
+        wait, began = NamedWait(self._mesh, self.rank, range(self.size), what), time.monotonic()
+        try:
+            with _torch.apart_from_transforms(), waiting(wait):
+                yield
+        except RuntimeError as error:
+            raise wait.failure(time.monotonic() - began, error, otherwise) from error
+
+    def _comes(self, why: str) -> None:
+        self._doing.begin(why)
+        self._doing.announce()

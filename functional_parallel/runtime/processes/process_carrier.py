@@ -1,0 +1,344 @@
+"""Collectives between real processes, over torch.distributed with nccl, gloo or mpi.
+
+On gloo, sums, gathers and exchanges go by the algorithms of `algorithms`, which are faster than gloo's own.
+Elsewhere they are the backend's. A reduce-scatter is an exchange of chunks and a sum in rank order, except on nccl,
+whose own is faster: the same traffic, the same sums as in `collectives.group`, and no backend's gaps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...collectives import GATHERED, are_bound, bind, group
+from ..algorithms import SIZES, Algorithm, Chooser, Messages, Team, setting, starting
+from ..buffers import Layout, Packed, joined, whole
+from ..calls import CollectiveWait, Doing, NamedWait, Pending, rank_name, waiting
+from .backend import Backend
+from .groups import Group, Groups
+
+if TYPE_CHECKING:
+    from sharding_specs import Mesh
+
+__all__ = ["ProcessCarrier"]
+
+_REDUCED_BY_ALL = {torch.float32, torch.float64, torch.int32, torch.int64, torch.int8, torch.uint8}
+_REDUCED_BY = {
+    "gloo": _REDUCED_BY_ALL | {torch.float16, torch.bfloat16},
+    "nccl": _REDUCED_BY_ALL | {torch.float16, torch.bfloat16},
+}
+
+
+class ProcessCarrier:
+    """Carries the collectives of a mesh between processes of an initialised torch.distributed.
+
+    Args:
+        mesh: as many ranks as there are processes.
+        reduction: "fast" is the backend's own sum; "ordered" adds in rank order, bit-equal to the simulated ranks.
+        reduce_dtype: sums of floating types narrower than this one are accumulated in it.
+        timeout: after how long a group's collective fails; None is torch's default.
+        algorithm: how sums, gathers and exchanges travel on gloo: "auto" chooses, "backend" leaves it to the backend,
+            else a name in `algorithms.ALGORITHMS`; None takes the environment's `FUNCTIONAL_PARALLEL_ALGORITHM`, or
+            "auto".
+
+    Raises:
+        ValueError: when the number of processes is not the mesh's, when `reduction` or `algorithm` is unknown, or when
+            ranks differ in them.
+
+    Attributes:
+        doing: what this rank is doing.
+        where: the line of user code that the next collectives come from, for messages.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        *,
+        reduction: str = "fast",
+        reduce_dtype: torch.dtype | None = None,
+        timeout: timedelta | None = None,
+        algorithm: str | None = None,
+    ) -> None:
+        if dist.get_world_size() != mesh.size:
+            raise ValueError(
+                f"{mesh} has {mesh.size} ranks, but {dist.get_world_size()} processes are running; "
+                f"start {mesh.size}, or change the mesh"
+            )
+        if reduction not in ("fast", "ordered"):
+            raise ValueError(f"reduction={reduction!r}: write 'fast' or 'ordered'")
+        self.mesh = mesh
+        self.rank = dist.get_rank()
+        self.reduction = reduction
+        self.reduce_dtype = reduce_dtype
+        self.algorithm = setting(algorithm, reduction == "ordered")
+        _agree(mesh, {"reduction": reduction, "reduce_dtype": str(reduce_dtype), "algorithm": self.algorithm})
+        self.doing, self.where = Doing(rank_name(mesh, self.rank)), ""
+        self._groups = Groups(mesh, self.rank, timeout, self.doing)
+        self._backend = Backend(self._groups, self.doing, self._wait)
+        self._choosers: dict[Group, Chooser] = {}
+
+    def bound(self) -> AbstractContextManager[None]:
+        """Let collectives inside a `with` block name the axes of the mesh."""
+        return nullcontext() if are_bound(self.mesh.shape, self) else bind(self.mesh.shape, self)
+
+    # --- the primitives ---
+
+    def start(
+        self,
+        name: str,
+        x: Tensor | Packed,
+        *,
+        axes: tuple[str, ...],
+        params: Sequence[Any],
+        overwrite: bool,
+        where: str,
+    ) -> Pending:
+        """Start a primitive, to be waited for later.
+
+        Args:
+            name: psum, psum_scatter, all_gather or all_to_all.
+            x: its operand, not to be changed before the result is there; or tensors to be packed to it.
+            axes: the axes it goes over.
+            params: what its method takes after `axes`; of a sum or gather also a layout, to get the tensors that lie
+                in it.
+            overwrite: the result of a psum may take the operand's memory.
+            where: the line that it came from, for messages.
+        """
+        self.where = where
+        try:
+            return self._started(name, x, axes, params, overwrite)
+        finally:
+            self.where = ""
+
+    def _started(
+        self, name: str, x: Tensor | Packed, axes: tuple[str, ...], params: Sequence[Any], overwrite: bool
+    ) -> Pending:
+        if name == "psum":
+            return self._start_psum(x, axes, overwrite, *params)
+        if name == "psum_scatter":
+            return self._start_psum_scatter(x, axes, *params)
+        if name == "all_gather":
+            return self._start_all_gather(x, axes, *params)
+        return self._start_all_to_all(whole(x), axes, *params)
+
+    def psum(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
+        return self._start_psum(x, axes, False).wait()
+
+    def psum_scatter(self, x: Tensor, axes: tuple[str, ...], dim: int) -> Tensor:
+        return self._start_psum_scatter(x, axes, dim).wait()
+
+    def all_gather(self, x: Tensor, axes: tuple[str, ...], dim: int) -> Tensor:
+        return self._start_all_gather(x, axes, dim).wait()
+
+    def all_to_all(self, x: Tensor, axes: tuple[str, ...], split_dim: int, concat_dim: int) -> Tensor:
+        return self._start_all_to_all(x, axes, split_dim, concat_dim).wait()
+
+    def _start_psum(
+        self, x: Tensor | Packed, axes: tuple[str, ...], overwrite: bool, layout: Layout | None = None
+    ) -> Pending:
+        accumulated = self._accumulation_dtype(x.dtype)
+        if chosen := self._chosen("all_reduce", x, axes):
+            started = starting.all_reduce(*chosen, x, overwrite, accumulated, layout)
+            return self._start_steps("psum", x, axes, chosen, started)
+        x, dtype = whole(x), x.dtype
+
+        def finish(total: Tensor) -> Any:
+            return starting.taken_apart(total.to(dtype), layout)
+
+        widened = x.to(accumulated or dtype)
+        if self._reduces_itself(widened, axes):
+            own = overwrite or widened is not x
+            return self._backend.all_reduce("psum", widened, axes, dist.ReduceOp.SUM, own, finish)
+        return self._backend.all_gather("psum", x, axes, lambda parts: finish(group.psum(parts, accumulated)[0]))
+
+    def _start_psum_scatter(self, x: Tensor | Packed, axes: tuple[str, ...], dim: int) -> Pending:
+        accumulated = self._accumulation_dtype(x.dtype)
+        if chosen := self._chosen("reduce_scatter", x, axes):
+            started = starting.reduce_scatter(*chosen, x, dim, accumulated)
+            return self._start_steps("psum_scatter", x, axes, chosen, started)
+        x = whole(x)
+        if self.reduction == "fast" and self._groups.over(axes).backend == "nccl":
+            return self._backend.reduce_scatter(x.to(accumulated or x.dtype), axes, dim, x.dtype)
+
+        def finish(parts: list[Tensor]) -> Tensor:
+            return group.psum(parts, accumulated)[0]
+
+        chunks = x.chunk(len(self._groups.over(axes).ranks), dim)
+        return self._backend.all_to_all("psum_scatter", x, chunks, axes, finish)
+
+    def _start_all_gather(
+        self,
+        x: Tensor | Packed,
+        axes: tuple[str, ...],
+        dim: int,
+        layout: Layout | None = None,
+        operation: str = "all_gather",
+    ) -> Pending:
+        if chosen := self._chosen("all_gather", x, axes, len(self._groups.over(axes).ranks)):
+            return self._start_steps(operation, x, axes, chosen, starting.all_gather(*chosen, x, dim, layout))
+        return self._backend.all_gather(
+            operation, whole(x), axes, lambda parts: starting.taken_apart(joined(parts, dim), layout)
+        )
+
+    def _start_all_to_all(
+        self, x: Tensor, axes: tuple[str, ...], split_dim: int, concat_dim: int, operation: str = "all_to_all"
+    ) -> Pending:
+        if (chosen := self._chosen("all_to_all", x, axes)) and chosen[0].all_to_all:
+            started = starting.all_to_all(*chosen, x, split_dim, concat_dim)
+            return self._start_steps(operation, x, axes, chosen, started)
+        chunks = starting.plain(x).chunk(len(self._groups.over(axes).ranks), split_dim)
+        return self._backend.all_to_all(operation, x, chunks, axes, lambda parts: joined(parts, concat_dim))
+
+    # --- by algorithms of ours ---
+
+    def _chosen(
+        self, kind: str, x: Tensor | Packed, axes: tuple[str, ...], times: int = 1
+    ) -> tuple[Algorithm, Team] | None:
+        """How a collective goes, where it does not go the backend's own way."""
+        chooser = self._chooser(axes) if x.device.type == "cpu" else None
+        algorithm = chooser and chooser.choose(kind, times * x.nbytes)
+        return (algorithm, chooser.team) if chooser and algorithm else None
+
+    def _start_steps(
+        self,
+        operation: str,
+        x: Tensor | Packed,
+        axes: tuple[str, ...],
+        chosen: tuple[Algorithm, Team],
+        started: starting.Started,
+    ) -> Pending:
+        (algorithm, team), (steps, finish) = chosen, started
+        if not algorithm.signals and (roll_call := self._groups.over(axes).roll_call):
+            steps = roll_call.before(steps)
+        return Pending(lambda: team.run(steps), finish, self._wait(operation, x, axes))
+
+    # --- by the backend ---
+
+    def ppermute(self, x: Tensor, axes: tuple[str, ...], pairs: Sequence[int]) -> Tensor:
+        """An exchange in which each rank sends to one rank, or none: all take part, so no order can deadlock."""
+        me = self.axis_index(axes)
+        targets = dict(zip(pairs[::2], pairs[1::2], strict=True))
+        sources = {target: source for source, target in targets.items()}
+        to_send = [
+            x if targets.get(me) == rank else x.new_empty(0) for rank in range(len(self._groups.over(axes).ranks))
+        ]
+        expected = [x.numel() if sources.get(me) == rank else 0 for rank in range(len(to_send))]
+
+        def finish(received: list[Tensor]) -> Tensor:
+            return received[sources[me]].reshape(x.shape) if me in sources else torch.zeros_like(x)
+
+        return self._backend.all_to_all_unevenly("ppermute", x, to_send, expected, axes, finish).wait()
+
+    def pmax(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
+        return self._extreme("pmax", x, axes, group.pmax)
+
+    def pmin(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
+        return self._extreme("pmin", x, axes, group.pmin)
+
+    def _extreme(
+        self, operation: str, x: Tensor, axes: tuple[str, ...], among: Callable[[Sequence[Tensor]], list[Tensor]]
+    ) -> Tensor:
+        """Few values are gathered; of many each rank gets a part from all, and they gather what these come to.
+
+        A backend's own maximum of NaN and a number is either, as the order of its ranks has it.
+        """
+        count = len(self._groups.over(axes).ranks)
+        if count * x.nbytes <= GATHERED:
+            gathered = self._start_all_gather(x.unsqueeze(0), axes, 0, operation=operation).wait()
+            return among(gathered.unbind())[0]
+        padded = torch.nn.functional.pad(x.reshape(-1), (0, -x.numel() % count))
+        mine = self._start_all_to_all(padded, axes, 0, 0, operation).wait().chunk(count)
+        gathered = self._start_all_gather(among(mine)[0], axes, 0, operation=operation).wait()
+        return gathered[: x.numel()].view(x.shape)
+
+    def pbroadcast(self, x: Tensor, axes: tuple[str, ...], source: int) -> Tensor:
+        return self._backend.broadcast("pbroadcast", x, axes, source).wait()
+
+    def axis_index(self, axes: tuple[str, ...]) -> int:
+        return self.mesh.axis_index(self.rank, axes)
+
+    # --- looking up ---
+
+    def _wait(self, operation: str, x: Tensor | Packed, axes: tuple[str, ...]) -> CollectiveWait:
+        wait = CollectiveWait(self.mesh, self.rank, self._groups.over(axes).ranks, operation, x, axes)
+        wait.where = self.where
+        return wait
+
+    def messages(self, axes: tuple[str, ...], device: torch.device) -> Team | Messages:
+        """What brings messages to single ranks along some axes, numbered in their order; all ranks must ask.
+
+        Args:
+            axes: the axes.
+            device: where the tensors are.
+        """
+        members, chooser = self._groups.over(axes), self._chooser(axes) if device.type == "cpu" else None
+        return members.messages() if chooser is None else chooser.team
+
+    def algorithms(self, axes: tuple[str, ...], sizes: Sequence[int] = SIZES) -> str:
+        """Which algorithm serves collectives over these axes, by size, and why; all ranks must ask.
+
+        Args:
+            axes: the axes.
+            sizes: bytes.
+        """
+        chooser = self._chooser(axes)
+        if chooser is None:
+            return f"collectives over {axes} go the way of the backend, {self._groups.over(axes).backend}"
+        return chooser.table(sizes)
+
+    def _chooser(self, axes: tuple[str, ...]) -> Chooser | None:
+        """None where all is left to the backend."""
+        members = self._groups.over(axes)
+        if self.algorithm == "backend" or members.backend != "gloo" or len(members.ranks) == 1:
+            return None
+        if members not in self._choosers:
+            first = partial(self._first_use, axes)
+            with first():
+                team = members.team
+            self._choosers[members] = Chooser(team, self.algorithm, self.reduction == "ordered", first)
+        return self._choosers[members]
+
+    @contextmanager
+    def _first_use(self, axes: tuple[str, ...]) -> Iterator[None]:
+        """Note that the ranks of a group find each other and measure their connections."""
+        what = f"the first collective over {axes}, in which its ranks find and measure each other,"
+        wait = NamedWait(self.mesh, self.rank, self._groups.over(axes).ranks, what)
+        wait.where, began = self.where, time.monotonic()
+        try:
+            with waiting(wait):
+                yield
+        except RuntimeError as error:
+            raise wait.failure(time.monotonic() - began, error) from error
+
+    def _reduces_itself(self, x: Tensor, axes: tuple[str, ...]) -> bool:
+        """Whether the backend's own reduction may be used: it knows few dtypes, and adds in an order of its own."""
+        return self.reduction == "fast" and x.dtype in _REDUCED_BY.get(self._groups.over(axes).backend, _REDUCED_BY_ALL)
+
+    def _accumulation_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
+        wanted = self.reduce_dtype
+        if wanted is None or not dtype.is_floating_point or dtype.itemsize >= wanted.itemsize:
+            return None
+        return wanted
+
+
+def _agree(mesh: Mesh, settings: dict[str, str]) -> None:
+    """Ranks that send in different ways would wait for each other until the timeout."""
+    everywhere: list[dict[str, str]] = [{}] * dist.get_world_size()
+    wait = NamedWait(mesh, dist.get_rank(), range(mesh.size), "comparing settings with the other ranks")
+    try:
+        with waiting(wait):
+            dist.all_gather_object(everywhere, settings)
+    except RuntimeError as error:
+        raise wait.failure(None, error) from error
+    for name in settings:
+        values = [each[name] for each in everywhere]
+        if len(set(values)) > 1:
+            raise ValueError(f"{name} must be the same on every rank, but it is, by rank, {', '.join(values[:16])}")

@@ -1,0 +1,406 @@
+"""One rank of a mesh in this process, its peers in others, over torch.distributed.
+
+Before a program runs first, all ranks compare its fingerprint, so that ranks with different programs find out in
+seconds instead of hanging in mismatched collectives.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sharding_specs import Mesh, P, shard_leaf, whole_shape
+
+from ... import _torch
+from ...checker import run_typed
+from ...collectives import Parts, emit
+from ...ir import checksum, first_difference, glance, hollow
+from ...program import Program
+from ...rules import WHOLE, Shard, convert
+from ..calls import CURRENT, READS, CollectiveError, NamedWait, Turn, rank_name, rank_names, waiting
+from ..execution import Log, Origin
+from ..watch import Watch, environment_store, recorded, watch_processes
+from .meeting import Meeting
+from .one_rank import OneRank
+from .process_carrier import ProcessCarrier
+
+__all__ = ["DifferentInputsError", "DifferentProgramsError", "ProcessRuntime"]
+
+
+_SECONDS = 600.0
+_DERIVED = ", on tensors that require a gradient"  # collectives one by one, which carry it
+
+
+class DifferentProgramsError(RuntimeError):
+    """Ranks that are about to run different programs; names the ranks and the first line that differs."""
+
+
+class DifferentInputsError(ValueError):
+    """Ranks that were given different whole tensors; names the inputs."""
+
+
+class ProcessRuntime:
+    """Runs programs on real ranks. A handle is this rank's tensor.
+
+    Args:
+        mesh: as many ranks as processes. The process group is made from the launcher's environment if nobody made it.
+        timeout: seconds after which a collective that some rank does not come to fails; None is the process group's own
+            where somebody else made it, else 600.
+        reduction: "fast" (any order) or "ordered" (in rank order, bit-equal to simulated ranks).
+        algorithm: how collectives travel on gloo, as in `ProcessCarrier`.
+
+    Raises:
+        ValueError: when the number of processes is not the mesh's.
+        CollectiveError: when they do not find each other.
+    """
+
+    holders = "real processes"
+
+    def __init__(
+        self, mesh: Mesh, *, timeout: float | None = None, reduction: str = "fast", algorithm: str | None = None
+    ) -> None:
+        _initialise(_SECONDS if timeout is None else timeout, mesh)
+        limit = _torch.timeout_of_all_ranks() if timeout is None else timedelta(seconds=timeout)
+        self.mesh, self.turn = mesh, Turn()
+        wait = NamedWait(mesh, dist.get_rank(), range(mesh.size), "making process groups")
+        try:
+            with waiting(wait):
+                self.carrier = ProcessCarrier(mesh, reduction=reduction, timeout=limit, algorithm=algorithm)
+                self.rank, self._meeting = self.carrier.rank, Meeting(mesh, limit, self.carrier.doing, self.turn)
+        except CollectiveError:
+            raise
+        except RuntimeError as error:
+            raise wait.failure(None, error) from error
+        self.agree, self.exchange = self._meeting.agree, self._meeting.exchange
+        self.device = torch.device("cuda", torch.cuda.current_device()) if _uses_nccl() else torch.device("cpu")
+
+    def algorithms(self, *axes: str) -> str:
+        """A table: which algorithm a collective over some axes goes by, for which size, and why. All ranks must ask.
+
+        Args:
+            axes: names of mesh axes; without any, all of them together.
+        """
+        return self.carrier.algorithms(axes or tuple(name for name, size in self.mesh.shape.items() if size > 1))
+
+    @property
+    def calls(self) -> int:
+        """How many things this rank has done with the others, who have done as many."""
+        return self.carrier.doing.count
+
+    # --- handles ---
+
+    def shard(self, x: torch.Tensor, spec: P) -> torch.Tensor:
+        """This rank's part of a whole tensor."""
+        part = shard_leaf(x, spec, self.mesh, self.rank)
+        return (
+            part.to(self.device)
+            if _torch.holds_levels([x])
+            else part.to(self.device).clone(memory_format=torch.contiguous_format)
+        )
+
+    def own(self, x: torch.Tensor, spec: P) -> torch.Tensor:
+        """A part that this rank was given as its own, as sharded by the first axis that splits it."""
+        return x.to(self.device)
+
+    def like_own(self, x: torch.Tensor, spec: P) -> torch.Tensor:
+        """Return a tensor of the global shape of what `own` takes, without memory for it."""
+        return hollow(x, whole_shape(x.shape, spec, self.mesh))
+
+    def whole(self, handle: torch.Tensor, spec: P, whose: str = "") -> torch.Tensor:
+        """The whole tensor, on every rank; `whose` says of what, to the others."""
+        placements = sorted(spec.placements(self.mesh), key=lambda placement: placement.outer)
+        split = [placement for placement in placements if self.mesh.axis_size(placement.axis) > 1]
+        if split or spec.unreduced:
+            with self.turn, self.carrier.bound():
+                self.carrier.doing.begin(READS + whose)
+                if spec.unreduced:
+                    handle = emit("psum", handle, tuple(sorted(spec.unreduced)), "unreduced")
+                for axis, dim, outer in split:
+                    handle = convert(handle, Shard(dim, outer), WHOLE, axis, Parts.of(self.mesh.axis_size(axis)))
+        for dim, size in spec.padded.items():
+            handle = handle.narrow(dim, 0, size)
+        return handle
+
+    def like(self, handle: torch.Tensor, spec: P) -> torch.Tensor:
+        """A tensor of the whole shape, without memory for it."""
+        return hollow(handle, whole_shape(handle.shape, spec, self.mesh))
+
+    def declared(self, handle: torch.Tensor, made: P, spec: P) -> torch.Tensor:
+        """Nothing to do: a rank has its part, whether or not others have the same."""
+        return handle
+
+    # --- running ---
+
+    def run(
+        self, program: Program, handles: list[torch.Tensor], batch: Sequence[torch.Tensor] = (), whose: str = ""
+    ) -> list[torch.Tensor]:
+        """Run a program on this rank's parts; the list is given up, so that a part lives to its last use.
+
+        Args:
+            program: on every rank the same.
+            handles: this rank's parts.
+            batch: what every rank was given whole, where it was.
+            whose: what else it runs with, in words that are the same on every rank.
+        """
+        self.agree_on(program)
+        with self.turn, self.carrier.bound():
+            derived = _torch.holds_levels(handles)
+            self.begin(program, batch, whose + _DERIVED * derived)
+            if derived:
+                return run_typed(program.traced, handles)
+            with torch.no_grad():
+                return self.run_plain(program, handles)
+
+    def begin(self, program: Program, batch: Sequence[torch.Tensor] = (), whose: str = "") -> None:
+        """Say that this rank runs a program from now on, of which all have agreed that it is the same.
+
+        A few values of the batch, of what lies in main memory, are part of what it says: that takes microseconds, so
+        every step can.
+        """
+        values = 0
+        if self.mesh.size > 1 and not _torch.holds_levels(batch):
+            values = sum(glance(x) for x in batch if x.device.type == "cpu")
+        self.carrier.doing.begin(program.cache["doing"] + whose, values)
+
+    def run_plain(self, program: Program, handles: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The same where ranks agree, axes are bound, and nothing differentiates: one of many programs of a step."""
+        made = program.cache.get("process")
+        if made is None or made[0] is not self.carrier:  # as after another init_process_group
+            made = program.cache["process"] = (self.carrier, OneRank(program, self.carrier).function())
+        return made[1](handles)
+
+    def replay(self, program: Program, handles: list[torch.Tensor]) -> Origin | None:
+        """Run a program op by op, and return the op that first made a value that is not finite, if one did.
+
+        A collective: every rank calls it, and all return the same op.
+        """
+        self.agree_on(program)
+        log = Log()
+        with self.turn, self.carrier.bound():
+            self.begin(program, whose=", op by op")
+            self.run_recorded(log, program, handles)
+        return self.first_origin(log)
+
+    def run_recorded(self, log: Log, program: Program, handles: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Run a program as `run_plain` does, op by op, and log the op that made a value that is not finite."""
+        one = OneRank(program, self.carrier, record=True)
+        assert one.record is not None
+        return one.record.run(one.function(), handles, log)
+
+    def first_origin(self, log: Log) -> Origin | None:
+        """Return the first of all ranks' ops that made values that are not finite; the same on every rank."""
+        every = self.exchange(log.first, "to compare values that are not finite")
+        return min((found for found in every if found is not None), key=lambda origin: origin.order, default=None)
+
+    def run_whole(self, program: Program, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run a program on whole tensors, the same on every rank, and return whole results."""
+        self.agree_on(program)
+        self.agree_on_inputs(program, tensors)
+        with self.carrier.bound():
+            parts = [self.entered(x, spec) for x, spec in zip(tensors, program.in_specs, strict=True)]
+            results = self.run(program, parts)
+        return [self.whole(x, spec) for x, spec in zip(results, program.out_specs, strict=True)]
+
+    def entered(self, x: torch.Tensor, spec: P) -> torch.Tensor:
+        """This rank's part, taken so that a derivative of it is a derivative of the whole."""
+        if not _torch.holds_levels([x]):
+            return self.shard(x, spec)
+        with self.carrier.bound():
+            for axis, dim, outer in sorted(spec.placements(self.mesh), key=lambda placement: -placement.outer):
+                if self.mesh.axis_size(axis) > 1:
+                    x = convert(x, WHOLE, Shard(dim, outer), axis, Parts.of(self.mesh.axis_size(axis)))
+        return x
+
+    # --- agreement ---
+
+    def agree_on(self, program: Program) -> None:
+        """Make sure, before its first run, that all ranks have the same program."""
+        if "doing" in program.cache and program.cache.setdefault("agreed", self.carrier) is self.carrier:
+            return
+        mine = program.fingerprint()
+        all_prints = self.exchange(mine, "to compare programs")
+        if len(set(all_prints)) > 1:
+            self._refuse(program, all_prints)
+        program.cache.update(doing=f"runs {program.name} ({mine[:8]})", agreed=self.carrier)
+
+    def _refuse(self, program: Program, prints: list[str]) -> None:
+        texts = self.exchange(program.lines(), "to compare programs")
+        other = next(rank for rank, value in enumerate(prints) if value != prints[self.rank])
+        same = [rank for rank, value in enumerate(prints) if value == prints[self.rank]]
+        raise DifferentProgramsError(
+            f"{rank_name(self.mesh, self.rank)}: the ranks are about to run different programs. "
+            f"{rank_names(self.mesh, same)} {'has' if len(same) == 1 else 'have'} this one ({program.name}); "
+            f"it first differs from that of {rank_name(self.mesh, other)} in\n"
+            f"{first_difference(texts[self.rank], texts[other])}\n"
+            "Every rank must trace the same function with the same shapes: look for code that depends on the rank."
+        )
+
+    def agree_on_inputs(self, program: Program, tensors: Sequence[torch.Tensor]) -> None:
+        """Make sure that every rank runs a program on the same whole tensors."""
+        paths = [path or f"argument {index}" for index, path in enumerate(program.in_paths)]
+        self.check_same(program.name, paths, tensors)
+
+    def check_same(
+        self, name: str, paths: Sequence[str], tensors: Sequence[torch.Tensor], parts: Sequence[P] | None = None
+    ) -> None:
+        """Make sure that every rank was given the same whole tensors, by their checksums, unless in a transform.
+
+        With `parts`, how each lies, ranks were given their own part of it: the same where no axis tells them apart.
+
+        Raises:
+            DifferentInputsError: on every rank, naming those that differ.
+        """
+        if not _torch.holds_levels(tensors):
+            self.check_sums(name, paths, [self.checksum(x) for x in tensors], parts)
+
+    def checksum(self, x: torch.Tensor) -> str:
+        """What a tensor is compared by; nothing where nobody else is there."""
+        return "" if self.mesh.size == 1 else checksum(x)
+
+    def check_sums(
+        self, name: str, paths: Sequence[str], sums: Sequence[str], parts: Sequence[P] | None = None
+    ) -> None:
+        """The same by what was found of the tensors, or of their shapes: so that they need not be there at once.
+
+        Raises:
+            DifferentInputsError: on every rank, naming those that differ.
+        """
+        if self.mesh.size == 1:
+            return
+        every = self.exchange((list(paths), list(sums)), "to compare inputs")
+        self._require_same_paths(name, [found for found, _ in every])
+        all_sums = [found for _, found in every]
+        wrong = [
+            i for i in range(len(sums)) if self._differ([found[i] for found in all_sums], parts[i] if parts else P())
+        ]
+        if not wrong:
+            return
+        told = ", ".join(paths[index] for index in wrong[:8])
+        if parts is None:
+            raise DifferentInputsError(
+                f"{name} takes whole tensors, the same on every rank, but ranks passed different {told}. "
+                "Where they are drawn, seed alike: call torch.manual_seed(0) before the first draw, on every rank. For "
+                "shards that each rank loads itself use train_step(batch='own'); of a checkpoint every rank loads the "
+                "whole file"
+            )
+        axes = [axis for axis in self.mesh.axis_names if axis not in parts[wrong[0]].axes]
+        raise DifferentInputsError(
+            f"{name}(batch='own') takes each rank's part of the batch, which ranks share that differ along "
+            f"{', '.join(map(repr, axes))} alone, but such ranks passed different {told}. Let the loader split the "
+            "samples along the other axes only, as fp.Sampler(length, batch, mesh) does"
+        )
+
+    def _require_same_paths(self, name: str, paths: list[list[str]]) -> None:
+        mine = paths[self.rank]
+        other = next((rank for rank, found in enumerate(paths) if found != mine), None)
+        if other is None:
+            return
+        its_name, my_name = rank_name(self.mesh, other), rank_name(self.mesh, self.rank)
+        lacks = [f"{its_name} has no {path}" for path in mine if path not in paths[other]]
+        lacks += [f"{my_name} has no {path}" for path in paths[other] if path not in mine]
+        told = ", ".join(lacks[:8]) or f"{its_name} has its leaves in another order"
+        raise DifferentInputsError(f"{name} takes one tree, the same on every rank, but {told}")
+
+    def _differ(self, sums: list[str], spec: P) -> bool:
+        """Whether ranks differ that hold the same part; all do of what is whole."""
+        axes = [axis for axis in self.mesh.axis_names if axis in spec.axes]
+        held: dict[tuple[int, ...], set[str]] = {}
+        for rank, one in enumerate(sums):
+            held.setdefault(tuple(self.mesh.coordinates(rank)[axis] for axis in axes), set()).add(one)
+        return any(len(ones) > 1 for ones in held.values())
+
+
+def _initialise(timeout: float, mesh: Mesh) -> None:
+    """Make the process group of all ranks if nobody has, and watch its processes."""
+    if dist.is_initialized():
+        _require_as_many(mesh)
+        _watch_once(_torch.store_of_all_ranks(), dist.get_rank(), dist.get_world_size(), mesh)
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    mesh = mesh if mesh.size == size else Mesh(process=size)
+    wait, name = NamedWait(mesh, rank, range(size), "init_process_group"), partial(rank_name, mesh)
+    try:
+        store = environment_store(rank, size, timeout, name)
+        watch = watch_processes(store, rank, size, name) if size > 1 else None
+        with waiting(wait), recorded():
+            store = dist.PrefixStore("default_pg", store)
+            options: dict[str, Any] = {"store": store, "rank": rank, "world_size": size}
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **options)
+    except CollectiveError:
+        raise
+    except RuntimeError as error:
+        if CURRENT.gone or CURRENT.lost:
+            raise wait.failure(None, error) from error
+        variable = "GLOO_SOCKET_IFNAME" if backend == "gloo" else "NCCL_SOCKET_IFNAME"
+        environ = {
+            name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", variable)
+        }
+        raise CollectiveError(
+            f"rank {environ['RANK']} on {socket.gethostname()}: the processes did not find each other, with "
+            f"{', '.join(f'{name}={value}' for name, value in environ.items())}. Start all {environ['WORLD_SIZE']}; on "
+            f"several hosts set {variable} on each to the network interface by which the others reach it, as eth0: the "
+            f"host's name alone may lead to 127.0.0.1. torch says: {error}"
+        ) from error
+    _keep(watch)
+    atexit.register(_let_go_at_exit, weakref.ref(dist.group.WORLD), os.getpid())
+
+
+_watched: list[weakref.ref[Any]] = []  # the process group of all ranks whose processes are watched
+
+
+def _watch_once(store: dist.Store | None, rank: int, size: int, mesh: Mesh) -> None:
+    """Watch the processes of a group that the user's script made. The first call is a collective."""
+    if size > 1 and store is not None and not (_watched and _watched[0]() is dist.group.WORLD):
+        has_failed = _barrier_failed(dist.barrier(async_op=True)) if str(dist.get_backend()) == "gloo" else None
+        _keep(watch_processes(store, rank, size, partial(rank_name, mesh), has_failed))
+
+
+def _barrier_failed(barrier: Any) -> Callable[[], bool]:
+    """Return whether a barrier has failed. gloo's fails at once where a rank's connection is closed."""
+
+    def has_failed() -> bool:
+        try:
+            return bool(barrier.is_completed()) and not barrier.wait()
+        except RuntimeError:
+            return True
+
+    return has_failed
+
+
+def _keep(watch: Watch | None) -> None:
+    """Watch until the process group is destroyed."""
+    _watched[:] = [weakref.ref(dist.group.WORLD)]
+    if watch is not None:
+        weakref.finalize(dist.group.WORLD, watch.leave).atexit = False
+
+
+def _require_as_many(mesh: Mesh) -> None:
+    if dist.get_world_size() != mesh.size:
+        raise ValueError(
+            f"{mesh} has {mesh.size} ranks, but {dist.get_world_size()} processes are running; "
+            f"start {mesh.size}, or change the mesh"
+        )
+
+
+def _let_go_at_exit(world: weakref.ref[Any], process: int) -> None:
+    """Threads of gloo's must end before the interpreter. After an error they may wait for ranks that never come."""
+    is_held = dist.is_initialized() and world() is dist.group.WORLD and os.getpid() == process
+    if is_held and not hasattr(sys, "last_type"):
+        dist.destroy_process_group()
+
+
+def _uses_nccl() -> bool:
+    return str(dist.get_backend()) == "nccl"

@@ -1,0 +1,15 @@
+"""Collectives through memory that the ranks of one host share."""
+
+from . import shared
+from .channels import LARGEST, Channels
+from .memory import SharedMemory
+from .rendezvous import connect, host_identity
+
+__all__ = [
+    "LARGEST",
+    "Channels",
+    "SharedMemory",
+    "connect",
+    "host_identity",
+    "shared",
+]

@@ -1,0 +1,374 @@
+"""Memory that the ranks of one host share, and the signals that say what lies in it.
+
+Each rank has a piece of anonymous memory that all others map. To send, a rank writes into its own piece and signals;
+who has the signal reads. A signal is sixteen bytes through a Unix socket: a rank that waits sleeps in the kernel, and
+one that dies is noticed at once, since its socket closes. The memory has no name and is passed from process to process
+as a file descriptor, so there is nothing to clean up, whatever happens to the ranks.
+
+Memory is given out from two halves in turn. A rank that has filled one half goes on in the other, after all ranks have
+read what lay there. Where this happens follows from the sizes of the collectives alone, so all ranks come to it at the
+same point of their program, and none waits for one that waits for it.
+
+A half begins small, and grows to what the largest collective takes of it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import socket
+import struct
+import sys
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from ...collectives import HALF, ROOM, SMALL_HALF, aligned
+from ..calls import CURRENT, Doing, Running, Steps, Waitable, is_ahead
+from .channels import Channels
+
+__all__ = ["HALF", "Piece", "SharedMemory", "Slot", "anonymous_memory"]
+
+_MOST_IN_A_HALF = 32  # more signals than a socket's buffer holds must never be under way
+_SIGNAL = struct.Struct("<qq")  # a number, and what the rank is doing
+_MOST_NOTICES = 8  # that nobody may have read yet
+_LOOK_EVERY = 1.0  # seconds, for what the watch found
+_WHENEVER = -1  # in the place of what a rank is doing
+_MADV_POPULATE_WRITE = 23  # Linux's; Python has no name for it
+
+
+class Slot:
+    """The same stretch of every rank's memory, until `done`.
+
+    Attributes:
+        parts: by rank, its stretch as bytes.
+    """
+
+    __slots__ = ("_half", "parts")
+
+    def __init__(self, parts: list[Tensor], half: _Half) -> None:
+        self.parts, self._half = parts, half
+
+    def done(self) -> None:
+        """Say that this rank has read all it needs of it; must come before this rank asks for another one."""
+        self.parts = []
+        self._half.read += 1
+        self._half.release_when_read()
+
+
+class _Half:
+    """One half of the memory: how far it is given out, and what of it this rank has read."""
+
+    def __init__(self, begin: int, send: Callable[[int], None]) -> None:
+        self.begin, self._send = begin, send
+        self.running: list[tuple[Running, Slot]] = []
+        self.left_as = 0
+        self.enter()
+
+    def enter(self) -> None:
+        self.used = self.given = self.read = 0
+        self.left = False
+        self.running.clear()
+
+    def has_room(self, size: int, whole: int) -> bool:
+        return self.used + size <= whole and self.given < _MOST_IN_A_HALF
+
+    def leave(self, number: int) -> None:
+        self.left, self.left_as = True, number
+        self.release_when_read()
+
+    def release_when_read(self) -> None:
+        if self.left and self.read == self.given:
+            self.left = False
+            self._send(self.left_as)
+
+
+class SharedMemory:
+    """One rank's end of the memory that the ranks of a group share.
+
+    Args:
+        rank: this rank's number among them.
+        peers: a connected stream socket to each other rank, by number.
+        memory: every rank's, by number.
+        timeout: seconds to wait for a signal.
+        doing: what this rank is doing.
+        names: the ranks' names, for messages.
+
+    Attributes:
+        channels: messages to single ranks, and from them.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        peers: dict[int, socket.socket],
+        memory: Sequence[Piece],
+        timeout: float = 600.0,
+        doing: Doing | None = None,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        self.rank, self.size = rank, len(memory)
+        self._names = names or [f"rank {number} of the group" for number in range(self.size)]
+        self.doing = doing or Doing()
+        self.doing.tell(self)
+        self._peers, self._memory, self._timeout = peers, memory, timeout
+        weakref.finalize(self, _close, list(peers.values()))
+        _living.add(self)
+        self._poll = select.poll()
+        self._rank_of = {peer.fileno(): number for number, peer in peers.items()}
+        for peer in peers.values():
+            self._poll.register(peer, select.POLLIN)
+        self._arrived: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        self._last: dict[int, int] = {}  # by rank, what it last said it does
+        self._notices = 0
+        self._unfinished = {number: b"" for number in peers}
+        self._ended: set[int] = set()
+        self._numbers = 0
+        self._last_slot: Slot | None = None
+        self._grown = 0  # bytes of a half that are in use
+        self._halves = [_Half(0, self._signal_read), _Half(HALF, self._signal_read)]
+        self.channels = Channels(
+            weakref.proxy(self),
+            {number: memory[rank].channels[number] for number in peers},
+            {number: memory[number].channels[rank] for number in peers},
+        )
+
+    # --- signals ---
+
+    def next_number(self) -> int:
+        """A number for a signal that each rank will give once; the same on all ranks."""
+        self._numbers += 1
+        return self._numbers
+
+    def signal(self, number: int) -> None:
+        """Tell all others. A rank that has ended is noticed when something is expected of it."""
+        self._send_all(_SIGNAL.pack(number, self.doing.mark))
+
+    def _signal_read(self, number: int) -> None:
+        """Tell all others what may come later here than there: that this rank has read a half."""
+        self._send_all(_SIGNAL.pack(number, _WHENEVER))
+
+    def announce(self) -> None:
+        """Tell all others that this rank waits elsewhere for them."""
+        if self._notices < _MOST_NOTICES:
+            self._notices += 1
+            self._send_all(_SIGNAL.pack(0, self.doing.mark))
+
+    def tell(self, rank: int, note: int) -> None:
+        """Tell one other rank's channels something, a positive number."""
+        self._send(rank, _SIGNAL.pack(-note, self.doing.mark))
+
+    def _send_all(self, message: bytes) -> None:
+        for rank in self._peers:
+            self._send(rank, message)
+
+    def _send(self, rank: int, message: bytes) -> None:
+        try:
+            self._peers[rank].sendall(message)
+        except ConnectionError:
+            return
+        except TimeoutError as error:
+            raise RuntimeError(f"{self._called({rank})} reads no signals") from error
+
+    def all_gave(self, number: int) -> Waitable:
+        """To wait until every other rank has signalled this number."""
+        return _Signal(self, number)
+
+    def wait_for(self, number: int, mark: int = _WHENEVER) -> None:
+        """Wait until every other rank has signalled this number, while it did what is marked so.
+
+        Raises:
+            OutOfStepError: when a rank did something else.
+            RuntimeError: when a rank has ended before it did, or after the timeout; names the rank.
+        """
+        self.wait_until(lambda: self._peers.keys() - self._arrived[number].keys())
+        self._notices = 0
+        for rank, other in self._arrived.pop(number).items():
+            if mark not in (other, _WHENEVER):
+                self.refuse(rank, other)
+
+    def wait_until(self, missing: Callable[[], set[int]]) -> None:
+        """Read signals until there is no rank that one is missing from.
+
+        Raises:
+            OutOfStepError: when such a rank does something else.
+            RuntimeError: when such a rank has ended, or after the timeout; names the rank.
+        """
+        began = time.monotonic()
+        while ranks := missing():
+            for rank in ranks & self._last.keys():
+                if is_ahead(self._last[rank], self.doing.mark):
+                    self.refuse(rank, self._last[rank])
+            if ended := ranks & self._ended:
+                raise RuntimeError(f"{self._called(ended)} ended")
+            seconds = time.monotonic() - began
+            if seconds > self._timeout:
+                raise RuntimeError(f"no signal from {self._called(ranks)} in {seconds:.1f} s")
+            if CURRENT.lost is not None:
+                raise RuntimeError(f"the wait for {self._called(ranks)} was ended")
+            for descriptor, _ in self._poll.poll(min(self._timeout - seconds, _LOOK_EVERY) * 1000 + 1):
+                self._read_signals(self._rank_of[descriptor])
+
+    def refuse(self, rank: int, mark: int) -> None:
+        """Say that a rank does something else.
+
+        Raises:
+            OutOfStepError: always.
+        """
+        self.doing.refuse(mark, self._called({rank}))
+
+    def _called(self, ranks: set[int]) -> str:
+        return ", ".join(self._names[rank] for rank in sorted(ranks))
+
+    def _read_signals(self, rank: int) -> None:
+        try:
+            data = self._peers[rank].recv(4096)
+        except ConnectionError:
+            data = b""
+        if not data:
+            self._ended.add(rank)
+            self._poll.unregister(self._peers[rank])
+        data = self._unfinished[rank] + data
+        whole = len(data) // _SIGNAL.size * _SIGNAL.size
+        self._unfinished[rank] = data[whole:]
+        for number, mark in _SIGNAL.iter_unpack(data[:whole]):
+            if number > 0:
+                self._arrived[number][rank] = mark
+            elif number < 0:
+                self.channels.told(rank, -number, mark)
+            if mark != _WHENEVER:
+                self._last[rank] = mark
+
+    # --- memory ---
+
+    def run(self, steps: Steps) -> Running:
+        """Start an algorithm that asks for at most one slot before its first `yield`."""
+        self._last_slot = None
+        running = Running(steps)
+        if self._last_slot is not None:
+            self._halves[0].running.append((running, self._last_slot))
+        return running
+
+    def slot(self, size: int) -> Slot:
+        """A stretch of at most `HALF` bytes of every rank's memory."""
+        assert size <= HALF, size
+        size = aligned(size)
+        self._grow(max(size, min(SMALL_HALF, HALF)))
+        if not self._halves[0].has_room(size, self._grown):
+            self._turn()
+        half = self._halves[0]
+        begin = half.begin + half.used
+        half.used += size
+        half.given += 1
+        self._last_slot = Slot([memory.halves[begin : begin + size] for memory in self._memory], half)
+        return self._last_slot
+
+    def _grow(self, size: int) -> None:
+        """Let halves have this many bytes, and pages for them: a mesh axis with single messages only needs none."""
+        if size > self._grown:
+            for piece in self._memory:
+                for begin in (0, HALF):
+                    piece.populate(begin + self._grown, begin + size)
+            self._grown = size
+
+    def give_back(self) -> None:
+        """Return all pages and begin small again; every rank must, when nothing is under way, and all has been read."""
+        self._memory[self.rank].give_back()
+        self._grown = 0
+
+    def _turn(self) -> None:
+        old, new = self._halves
+        old.leave(self.next_number())
+        for running, slot in new.running:
+            while slot.parts:
+                running.step()
+        if new.left_as:  # 0: nobody was there yet
+            self.wait_for(new.left_as)
+        new.enter()
+        self._halves = [new, old]
+
+
+def _close_in_child() -> None:
+    """A forked process is no rank: while it held connections, its parent's death would go unnoticed."""
+    for memory in list(_living):
+        _close([*memory._peers.values()])
+
+
+_living: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _close(sockets: Sequence[socket.socket]) -> None:
+    for each in sockets:
+        each.close()
+
+
+class _Signal:
+    __slots__ = ("_mark", "_memory", "_number")
+
+    def __init__(self, memory: SharedMemory, number: int) -> None:
+        self._memory, self._number, self._mark = memory, number, memory.doing.mark
+
+    def wait(self) -> None:
+        self._memory.wait_for(self._number, self._mark)
+
+
+# -----------------------------------------------------------------------------
+# Memory without a name
+# -----------------------------------------------------------------------------
+
+
+def anonymous_memory(size: int) -> int:
+    """A file descriptor of memory that is nowhere in the file system."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("functional_parallel")
+    else:
+        import tempfile
+
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    os.ftruncate(descriptor, size)
+    return descriptor
+
+
+class Piece:
+    """One rank's memory, mapped: two halves for collectives, and a channel to every rank.
+
+    Args:
+        descriptor: of `Piece.size(ranks)` bytes; it is closed.
+        ranks: how many share memory.
+    """
+
+    def __init__(self, descriptor: int, ranks: int) -> None:
+        try:
+            self._halves = mmap.mmap(descriptor, 2 * HALF)
+            rooms = mmap.mmap(descriptor, ranks * ROOM, offset=2 * HALF)
+        finally:
+            os.close(descriptor)
+        self.halves = torch.frombuffer(self._halves, dtype=torch.uint8)
+        self.channels = torch.frombuffer(rooms, dtype=torch.uint8).chunk(ranks)
+
+    def populate(self, begin: int, end: int) -> None:
+        """Get pages for these bytes at once, where the system can: a fault for each costs more than copying."""
+        if sys.platform == "linux":
+            begin -= begin % mmap.PAGESIZE
+            with suppress(OSError):  # before Linux 5.14
+                self._halves.madvise(_MADV_POPULATE_WRITE, begin, end - begin)
+
+    def give_back(self) -> None:
+        """Free the halves' pages, for all who map them, where the system can."""
+        if sys.platform == "linux":
+            with suppress(OSError):
+                self._halves.madvise(mmap.MADV_REMOVE)
+
+    @staticmethod
+    def size(ranks: int) -> int:
+        """Bytes that a rank's memory takes at most; they are taken as far as they are used."""
+        return 2 * HALF + ranks * ROOM

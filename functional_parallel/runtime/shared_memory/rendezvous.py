@@ -1,0 +1,179 @@
+"""How the ranks of one host find each other and come to share memory."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+from ..calls import Doing
+from .memory import Piece, SharedMemory, anonymous_memory
+
+__all__ = ["connect", "host_identity"]
+
+_HELLO = struct.Struct("<16si")
+_SECONDS_TO_MEET = 20.0
+
+Exchange = Callable[[Any], list[Any]]  # one object from each rank of the group, the same list on all
+
+
+def host_identity() -> str:
+    """Equal for processes that can reach each other through Unix sockets: one kernel, one network namespace."""
+    parts = [socket.gethostname()]
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(os.readlink("/proc/self/ns/net"))
+    return " ".join(parts)
+
+
+def connect(
+    rank: int,
+    members: Sequence[int],
+    exchange: Exchange,
+    timeout: float,
+    doing: Doing | None = None,
+    names: Sequence[str] | None = None,
+) -> SharedMemory | None:
+    """Share memory with the ranks of the group that are on this host.
+
+    Args:
+        rank: this rank's number in the group.
+        members: the numbers of the ranks on this host, ascending, this one among them.
+        exchange: a collective over the whole group; every rank of it takes part here.
+        timeout: seconds to wait for a signal, later.
+        doing: what this rank is doing, later.
+        names: the names of `members`, for messages.
+
+    Returns:
+        The memory, in which ranks are numbered by their place in `members`; None, on all ranks of the group, where some
+        rank could not share, because its system does not let it.
+    """
+    me = list(members).index(rank)
+    with ExitStack() as stack:
+        listener, address = _listen(stack)
+        secret = secrets.token_bytes(16)
+        greetings = exchange((address, secret))
+        here = [greetings[member] for member in members]
+        seconds = min(_SECONDS_TO_MEET, timeout)
+        calls = _Calls(me, here, seconds)
+        stack.callback(calls.close)
+        reached = exchange(listener is not None and calls.reached)  # else those who are not called would wait for it
+        shared = None
+        if listener is not None and all(reached):
+            with suppress(OSError):
+                shared = _meet(me, listener, here, calls, seconds, timeout, doing, names)
+        everywhere = all(exchange(shared is not None))
+        return shared if everywhere and len(members) > 1 else None
+
+
+class _Calls:
+    """Connections to those before me, with what they need to map my memory; they need not have answered.
+
+    Attributes:
+        reached: whether all could be called, as ranks cannot that only seem to be on one host.
+    """
+
+    def __init__(self, me: int, greetings: Sequence[tuple[str | None, bytes]], seconds: float) -> None:
+        self.peers: dict[int, socket.socket] = {}
+        self.descriptor: int | None = None
+        try:
+            self.descriptor = anonymous_memory(Piece.size(len(greetings)))
+            for number, (address, secret) in enumerate(greetings[:me]):
+                self.peers[number] = _call(me, address, secret, self.descriptor, seconds)
+            self.reached = True
+        except OSError:
+            self.reached = False
+
+    def close(self) -> None:
+        """Close what nobody has taken over."""
+        for peer in self.peers.values():
+            peer.close()
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+
+
+def _listen(stack: ExitStack) -> tuple[socket.socket | None, str | None]:
+    if not hasattr(socket, "AF_UNIX") or not hasattr(socket, "send_fds"):
+        return None, None
+    listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    if sys.platform == "linux":  # a name outside the file system
+        address = f"\0functional_parallel-{secrets.token_hex(16)}"
+    else:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="fp"))
+        address = str(Path(folder) / "s")
+    try:
+        listener.bind(address)
+        listener.listen(1024)
+    except OSError:
+        return None, None
+    return listener, address
+
+
+def _meet(
+    me: int,
+    listener: socket.socket,
+    greetings: Sequence[tuple[str, bytes]],
+    calls: _Calls,
+    seconds: float,
+    timeout: float,
+    doing: Doing | None,
+    names: Sequence[str] | None,
+) -> SharedMemory:
+    """Hear those before me answer, answer those behind me, and hand out file descriptors of my memory both ways."""
+    ranks = len(greetings)
+    peers, memory = calls.peers, {}
+    assert calls.descriptor is not None
+    while len(peers) < ranks - 1:
+        number, peers[number], memory[number] = _answer(listener, greetings[me][1], calls.descriptor, ranks, seconds)
+    for number in range(me):
+        memory[number] = _received(peers[number], 1, ranks)[1]
+    descriptor, calls.descriptor = calls.descriptor, None
+    memory[me] = Piece(descriptor, ranks)
+    calls.peers = {}
+    for peer in peers.values():
+        peer.settimeout(timeout)
+    return SharedMemory(me, peers, [memory[number] for number in range(ranks)], timeout, doing, names)
+
+
+def _call(me: int, address: str | None, secret: bytes, descriptor: int, seconds: float) -> socket.socket:
+    if address is None:
+        raise OSError("no Unix sockets there")
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        peer.settimeout(seconds)
+        peer.connect(address)
+        socket.send_fds(peer, [_HELLO.pack(secret, me)], [descriptor])
+    except OSError:
+        peer.close()
+        raise
+    return peer
+
+
+def _answer(
+    listener: socket.socket, secret: bytes, descriptor: int, ranks: int, seconds: float
+) -> tuple[int, socket.socket, Piece]:
+    """The next rank that calls and knows the secret."""
+    listener.settimeout(seconds)
+    while True:
+        peer, _ = listener.accept()
+        peer.settimeout(seconds)
+        data, memory = _received(peer, _HELLO.size, ranks)
+        said, number = _HELLO.unpack(data)
+        if secrets.compare_digest(said, secret):
+            socket.send_fds(peer, [b"!"], [descriptor])
+            return number, peer, memory
+        peer.close()
+
+
+def _received(peer: socket.socket, size: int, ranks: int) -> tuple[bytes, Piece]:
+    data, descriptors, _, _ = socket.recv_fds(peer, size, 1)
+    if len(data) != size or len(descriptors) != 1:
+        raise ConnectionError("a rank on this host ended, or something else called")
+    return data, Piece(descriptors[0], ranks)

@@ -1,0 +1,311 @@
+"""Whether an optimizer's update of shards is the shard of its update: what it computes, read off a trace.
+
+It is where every new element depends on elements in the same place, and on what is whole on every rank, alone; and
+where the update does the same to tensors of a shard's shape. One that scales by a parameter's length does not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import fx
+
+from sharding_specs import P, tree_paths, whole_shape
+
+from ...functions import PyTree, SpecTree, axis_mesh
+from ...ir import Aval, Traced, operands_of, source_of, tensor_operands, walk_args, where
+from ...ops import ADAMW
+from ...rules import is_elementwise
+from ...tracing import trace
+from .returned import require_alike
+from .updating import like_params
+
+__all__ = ["Call", "Update", "beyond_layers", "beyond_shards", "difference", "of_shape", "require_promise_kept"]
+
+aten = torch.ops.aten
+
+Update = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
+
+_OF_EACH_ELEMENT = {  # beside those that torch tags so, or whose rule says it
+    *(aten._to_copy.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default),
+    *(aten.view_as_real.default, aten.view_as_complex.default, operator.getitem, ADAMW),
+}
+_FILLED = {  # one number everywhere
+    *(aten.full.default, aten.zeros.default, aten.ones.default),
+    *(aten.new_full.default, aten.new_zeros.default, aten.new_ones.default),
+}
+_VIEWS = {  # of which elements stay in their order
+    *(aten.view.default, aten._unsafe_view.default, aten.reshape.default),
+    *(aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default),
+}
+_SHAPE_ARGUMENT = {aten.full.default: 0, aten.zeros.default: 0, aten.ones.default: 0} | dict.fromkeys(
+    [*(op for op in _FILLED if "new_" in str(op)), aten.view.default, aten._unsafe_view.default, aten.reshape.default],
+    1,
+)
+
+
+class Call(NamedTuple):
+    """A call of an update, to be compared with another one.
+
+    Attributes:
+        update: (gradients, state, parameters) → (parameters, state).
+        args: of which shapes and dtypes count, so that an `Aval` may stand for a tensor.
+        names: of each tensor among them; those that have one name in two calls stand for each other.
+    """
+
+    update: Update
+    args: tuple[PyTree, ...]
+    names: list[Hashable]
+
+
+def beyond_shards(update: Update, args: tuple[PyTree, ...], specs: tuple[SpecTree, ...]) -> str | None:
+    """What keeps an update from doing to every element of a rank's shards what it does to it in whole tensors.
+
+    Args:
+        update: the update.
+        args: a rank's.
+        specs: how they lie, a spec for every leaf.
+
+    Returns:
+        What it is and where; None for an update that is elementwise.
+    """
+    places = iter(optree.tree_leaves(specs))
+    whole = optree.tree_map(lambda leaf: _whole(leaf, next(places)), args)
+    rows = zip(optree.tree_leaves(whole), optree.tree_leaves(specs), strict=True)
+    labels = [(spec, tuple(leaf.shape)) if spec.axes else None for leaf, spec in rows if _is_tensor(leaf)]
+    names: list[Hashable] = [*range(len(labels))]
+    return difference(Call(update, whole, names), Call(update, args, names), labels, "a rank's shards")
+
+
+def _whole(leaf: Any, spec: P) -> Any:
+    return of_shape(leaf, whole_shape(leaf.shape, spec, axis_mesh())) if _is_tensor(leaf) else leaf
+
+
+def beyond_layers(update: Update, state: PyTree, stacked: PyTree, is_stack: Callable[[Any], bool]) -> str | None:
+    """What keeps an update from doing to every element of a layer what it does to it in the stack of all layers.
+
+    Args:
+        update: the update.
+        state: the optimizer's, of the stacked parameters.
+        stacked: parameters without memory, some of them stacks.
+        is_stack: which.
+    """
+    args = (stacked, state, stacked)
+    taken = like_params(args, stacked, optree.tree_map(lambda leaf: P("layers") if is_stack(leaf) else P(), stacked))
+    layers = optree.tree_map(lambda leaf, spec: of_shape(leaf, leaf.shape[1:]) if spec.axes else leaf, args, taken)
+    rows = zip(optree.tree_leaves(args), optree.tree_leaves(taken), strict=True)
+    labels = [tuple(leaf.shape) if spec.axes else None for leaf, spec in rows if _is_tensor(leaf)]
+    names: list[Hashable] = [*range(len(labels))]
+    return difference(Call(update, args, names), Call(update, layers, names), labels, "one layer")
+
+
+def require_promise_kept(beyond: str | None, way_out: str) -> None:
+    """Refuse an update that is not as its optimizer's `constants` promise.
+
+    Args:
+        beyond: what was found.
+        way_out: what to do.
+
+    Raises:
+        ValueError: when something was.
+    """
+    if beyond is not None:
+        raise ValueError(
+            f"this optimizer has `constants`, which promises that its update is elementwise, and it is not: {beyond}. "
+            f"On several ranks it would train otherwise than on one. {way_out}"
+        )
+
+
+# -----------------------------------------------------------------------------
+# Two calls compared
+# -----------------------------------------------------------------------------
+
+
+def difference(whole: Call, parts: Call, labels: Sequence[Any], parts_are: str) -> str | None:
+    """What keeps an update from doing to every element of parts what it does to it in whole tensors.
+
+    Args:
+        whole, parts: the two calls.
+        labels: of each tensor of the whole call, what tells those apart that lie differently; None for what is whole on
+            every rank.
+        parts_are: what messages call them.
+    """
+    traced = _traced(whole)
+    found, further = _lying(traced, labels)
+    if further is not None:
+        return f"{where(further)} does not take every element of {_operands(further, found, traced, whole)} by itself"
+    places = zip(traced.outputs, _as_returned(whole, traced.inputs), strict=True)
+    if any(found[node] not in (found[place], _ANY) for node, place in places):
+        return "it returns one parameter, or a part of its state, in the place of another"
+    other, table = _traced(parts), dict[Hashable, int]()
+    numbers = _numbered(traced, whole.names, table) | _numbered(other, parts.names, table)
+    made = dict(zip(_as_returned(parts, parts.names), other.outputs, strict=True))
+    for name, node in zip(_as_returned(whole, whole.names), traced.outputs, strict=True):
+        if numbers[node] != numbers[made[name]]:
+            first, second = _first_difference(node, made[name], numbers)
+            mine, theirs = _shown(first, traced), _shown(second, other)
+            return f"{mine} is {theirs} for {parts_are}, so it goes by a parameter's shape or name"
+    return None
+
+
+def _traced(call: Call) -> Traced:
+    leaves, tree = optree.tree_flatten(call.args)
+    tensors = [index for index, leaf in enumerate(leaves) if _is_tensor(leaf)]
+
+    def flat(*values: torch.Tensor) -> list[Any]:
+        filled = list(leaves)
+        for index, value in zip(tensors, values, strict=True):
+            filled[index] = value
+        gradients, state, params = optree.tree_unflatten(tree, filled)
+        returned = require_alike(call.update(gradients, state, params), params, state)
+        return [leaf for leaf in optree.tree_leaves(returned) if _is_tensor(leaf)]
+
+    given = [leaves[index] for index in tensors]
+    return trace(flat, [Aval(tuple(leaf.shape), leaf.dtype, leaf.device) for leaf in given])
+
+
+def _as_returned(call: Call, values: Sequence[Any]) -> list[Any]:
+    """Of a value for each tensor that a call takes, those for what it returns: parameters, then state."""
+    numbers = itertools.count()
+    _, state, params = optree.tree_map(lambda leaf: next(numbers) if _is_tensor(leaf) else None, call.args)
+    return [values[number] for number in optree.tree_leaves((params, state))]
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, (torch.Tensor, Aval))
+
+
+def of_shape(like: Any, shape: Sequence[int]) -> Aval:
+    """What a call of an update is told of a tensor of another shape."""
+    return Aval(tuple(shape), like.dtype, like.device)
+
+
+# -----------------------------------------------------------------------------
+# Every element by itself
+# -----------------------------------------------------------------------------
+
+_ANY = "one number everywhere"  # which lies as anything does
+
+
+def _lying(traced: Traced, labels: Sequence[Any]) -> tuple[dict[fx.Node, Any], fx.Node | None]:
+    """Of each value how it lies, up to the first op, if any, that looks further than an element; and that op.
+
+    What is split lies as one of the inputs does, in a shape. It may meet only its like, what is whole and has no dims,
+    and numbers, in ops that take every element by itself.
+    """
+    found = {node: _lies(node, label) for node, label in zip(traced.inputs, labels, strict=True)}
+    for node in (node for node in traced.graph.nodes if node.op != "output"):
+        operands = operands_of(node)
+        lies = {found[operand] for operand in operands if found[operand] is not _ANY}
+        split = lies - {None}
+        beside = [operand for operand in operands if found[operand] is None]
+        if node.target in _FILLED:
+            found[node] = _ANY
+        elif split:
+            if len(split) > 1 or not _takes_each(node.target) or any(map(_has_dims, beside)):
+                return found, node
+            ((label, _),) = split
+            found[node] = _lies(node, label)
+        elif node not in found:
+            found[node] = _ANY if operands and not lies and _takes_each(node.target) else None
+    return found, None
+
+
+def _lies(node: fx.Node, label: Any) -> Any:
+    value = node.meta["val"]
+    first = value[0] if isinstance(value, tuple) else value
+    return None if label is None else (label, first.shape)
+
+
+def _takes_each(op: Any) -> bool:
+    return op in _OF_EACH_ELEMENT or op in _VIEWS or is_elementwise(op)
+
+
+def _has_dims(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return value is None or isinstance(value, tuple) or value.ndim > 0
+
+
+def _operands(node: fx.Node, found: dict[fx.Node, Any], traced: Traced, call: Call) -> str:
+    """What an op takes of the tensors of a call that are split, for messages."""
+    leaves = zip(tree_paths(call.args), optree.tree_leaves(call.args), strict=True)
+    paths = dict(zip(traced.inputs, (path for path, leaf in leaves if _is_tensor(leaf)), strict=True))
+    names = []
+    for operand in operands_of(node):
+        while operand not in paths and found[operand] not in (None, _ANY):
+            operand = next(each for each in operands_of(operand) if found[each] not in (None, _ANY))
+        if operand in paths:
+            names.append(_named(paths[operand]))
+    return " and ".join([*dict.fromkeys(names)][:2])
+
+
+def _named(path: str) -> str:
+    kind, _, rest = path.partition("/")
+    return {"0": "the gradient of {}", "1": "the state's {}", "2": "{}"}[kind].format(rest or "the parameter")
+
+
+# -----------------------------------------------------------------------------
+# The same expression
+# -----------------------------------------------------------------------------
+
+
+def _numbered(traced: Traced, names: Sequence[Hashable], table: dict[Hashable, int]) -> dict[fx.Node, int]:
+    """A number for every value, the same for those that are made by the same ops of what has the same names.
+
+    Args:
+        traced: a graph.
+        names: of its inputs.
+        table: the numbers, of several graphs.
+    """
+    keys: dict[fx.Node, Hashable] = {node: ("input", name) for node, name in zip(traced.inputs, names, strict=True)}
+    for node, tensor in zip(traced.captured_inputs, traced.captured, strict=True):
+        keys[node] = ("captured", id(tensor))
+    numbers: dict[fx.Node, int] = {}
+    for node in (node for node in traced.graph.nodes if node.op != "output"):
+        if node.op == "get_attr":
+            value = traced.constants[str(node.target)]
+            keys[node] = ("constant", value.dtype, tuple(value.shape), str(value.tolist()))
+        elif node.op == "call_function":
+            keys[node] = (str(node.target), str(walk_args(_without_shape(node), lambda leaf: _text(leaf, numbers))))
+        numbers[node] = table.setdefault(keys[node], len(table))
+    return numbers
+
+
+def _without_shape(node: fx.Node) -> tuple[Any, Any]:
+    args = [arg for place, arg in enumerate(node.args) if place != _SHAPE_ARGUMENT.get(node.target)]
+    return tuple(args), node.kwargs
+
+
+def _text(leaf: Any, numbers: dict[fx.Node, int]) -> str:
+    return f"%{numbers[leaf]}" if isinstance(leaf, fx.Node) else repr(leaf)
+
+
+def _first_difference(mine: fx.Node, theirs: fx.Node, numbers: dict[fx.Node, int]) -> tuple[fx.Node, fx.Node]:
+    """Of two values made otherwise, the first ops in their making that are not the same on the same."""
+    pairs = [(mine, theirs)]
+    while pairs:
+        mine, theirs = pairs.pop(0)
+        if mine.target == theirs.target:
+            below = zip(tensor_operands(mine), tensor_operands(theirs), strict=False)
+            pairs = [(a, b) for a, b in below if numbers[a] != numbers[b] and a.op == b.op == "call_function"]
+    return mine, theirs
+
+
+def _shown(node: fx.Node, traced: Traced) -> str:
+    """An op on what it takes, for messages."""
+
+    def shown(leaf: Any) -> Any:
+        if isinstance(leaf, fx.Node):
+            return traced.constants[str(leaf.target)].tolist() if leaf.op == "get_attr" else leaf.meta["val"]
+        return leaf
+
+    if node.op != "call_function":
+        return f"a value given to it ({shown(node)})"
+    return (
+        f"{node.target}({', '.join(map(str, walk_args(node.args, shown)))}) at {source_of(node) or 'an unknown line'}"
+    )

@@ -1,0 +1,111 @@
+"""An optimizer's update on a rank's shards: what it would make of whole parameters, whatever it computes.
+
+An update that says itself how it treats shards (`specs`), or that it is elementwise (`constants`), is called on them.
+Of any other that is seen from a trace. One that looks further than an element, as Muon's iterations over a matrix or
+LAMB's norm of a parameter, is partitioned like a loss, and its collectives follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import optree
+import torch
+
+from sharding_specs import P, broadcast_specs
+
+from ...collectives import all_gather, axis_size, pscatter
+from ...functions import PyTree, SpecTree, axis_mesh
+from ...ops import ADAMW
+from ...partition import partition
+from ...rules import register_rule
+from .elementwise import Update, beyond_shards, require_promise_kept
+from .returned import require_alike
+
+__all__ = ["require_kept", "updated"]
+
+register_rule(ADAMW, "..., ..., ..., ..., , -> ..., ..., ...")  # parameter, gradient, two moments, step, rate
+
+
+def updated(update: Update, args: tuple[PyTree, ...], specs: tuple[SpecTree, ...]) -> tuple[PyTree, PyTree]:
+    """New parameters and state, which lie as the old ones.
+
+    Args:
+        update: (gradients, state, parameters) → (parameters, state).
+        args: a rank's.
+        specs: how they lie.
+    """
+    full = _full(args, specs)
+    axes = _axes_of(full)
+    if not axes or beyond_shards(update, args, full) is None:
+        return update(*args)
+    even = optree.tree_map(_even, full)
+    local: Callable[..., Any] = _checked(update)
+    for axis in (name for name in reversed(axis_mesh().axis_names) if name in axes):
+        own = optree.tree_map(partial(_of_axis, axis), even)
+        local = partition(local, axis, own, (own[2], own[1]), parameters=2, describe="the optimizer's update")
+    new = local(*optree.tree_map(_without_filling, args, full))
+    return optree.tree_map(_filled, new, (full[2], full[1]))  # type: ignore[return-value]
+
+
+def require_kept(update: Update, args: tuple[PyTree, ...], specs: tuple[SpecTree, ...]) -> None:
+    """Check that an update which is promised to be elementwise is, where it is given shards.
+
+    Args:
+        update: (gradients, state, parameters) → (parameters, state).
+        args: a rank's.
+        specs: how they lie.
+
+    Raises:
+        ValueError: when it is not.
+    """
+    full = _full(args, specs)
+    require_promise_kept(beyond_shards(update, args, full) if _axes_of(full) else None, _LEAVE_IT_AWAY)
+
+
+_LEAVE_IT_AWAY = (
+    "Leave `constants` away: the update is then partitioned, and `explain` lists what it sends. Or give `specs` in its "
+    "place, which hands you the parameters' specs, to write the collectives yourself"
+)
+
+
+def _full(args: tuple[PyTree, ...], specs: tuple[SpecTree, ...]) -> tuple[SpecTree, ...]:
+    return tuple(broadcast_specs(spec, arg) for spec, arg in zip(specs, args, strict=True))
+
+
+def _axes_of(full: tuple[SpecTree, ...]) -> set[str]:
+    return {axis for spec in optree.tree_leaves(full) for axis in spec.axes}
+
+
+def _checked(update: Update) -> Update:
+    return lambda gradients, state, params: require_alike(update(gradients, state, params), params, state)
+
+
+def _of_axis(axis: str, spec: P) -> P:
+    return spec.only({axis})
+
+
+# -----------------------------------------------------------------------------
+# Dims with zeros at their end, which an update must not see
+# -----------------------------------------------------------------------------
+
+
+def _even(spec: P) -> P:
+    """A spec without the axes that split such a dim."""
+    return spec.without(axis for dim in spec.padded for axis in spec.dim_axes()[dim])
+
+
+def _without_filling(x: Any, spec: P) -> Any:
+    for dim, size in spec.padded.items():
+        x = all_gather(x, spec.dim_axes()[dim], dim, to="invariant").narrow(dim, 0, size)
+    return x
+
+
+def _filled(x: Any, spec: P) -> Any:
+    for dim in spec.padded:
+        axes = spec.dim_axes()[dim]
+        missing = -x.shape[dim] % axis_size(axes)
+        x = pscatter(torch.nn.functional.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, missing]), axes, dim)
+    return x

@@ -1,0 +1,121 @@
+"""Where parameters, gradients and optimizer state lie in a training step: between steps, in the loss, in the update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import optree
+
+from sharding_specs import Mesh, broadcast_specs
+
+from ...collectives import bind
+from ...functions import Layout, PyTree, SpecTree
+from ...ir import hollow
+from ...optim import Optimizer, is_known_elementwise
+from .elementwise import beyond_layers
+from .flat import Apart, EndToEnd
+from .scaled import ScaledState, scaled_specs
+from .updating import at_rest, like_params, over_likes
+
+__all__ = ["Places", "find_places"]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Specs of everything that a step holds.
+
+    `compute` and `kept` have the parameters' own tree: how they lie in the loss, and between steps. The others have the
+    tree that `packing` makes of it: how gradients come out of the loss (`summed`), how parameters lie before the update
+    splits them (`whole`), how the optimizer sees them (`update`), and in which parts a norm is summed (`counted`).
+    """
+
+    params: PyTree
+    packing: Apart | EndToEnd
+    compute: SpecTree
+    kept: SpecTree
+    summed: SpecTree
+    whole: SpecTree
+    update: SpecTree
+    counted: SpecTree
+
+    def state(self, state: PyTree, optimizer: Optimizer) -> SpecTree:
+        """How a packed state, whole, lies: as the optimizer says, or else as the parameters that it sees do."""
+        own = state.optimizer if isinstance(state, ScaledState) else state
+        by_itself = getattr(optimizer, "specs", None)  # a user's own pair need not have it
+        if by_itself is not None:
+            return scaled_specs(by_itself(self.params, self.update), state)
+        return scaled_specs(like_params(own, self.packing.like, self.update), state)
+
+    def packed_state(self, state: PyTree) -> PyTree:
+        """A whole state as the step holds it."""
+        return over_likes(self.packing.pack_whole, state, optree.tree_structure(self.params))
+
+    def unpacked_state(self, state: PyTree) -> PyTree:
+        """A whole state in the parameters' own tree, whatever the layout: what a checkpoint saves."""
+        return over_likes(self.packing.unpack_whole, state, self.packing.structure)
+
+
+def find_places(f: Layout, mesh: Mesh, params: PyTree, optimizer: Optimizer, clipped: bool) -> Places:
+    """Where everything lies that a step with this layout holds.
+
+    Args:
+        f: the layout of the loss on shards.
+        mesh: the mesh.
+        params: the parameters, or tensors of their shapes.
+        optimizer: the optimizer.
+        clipped: whether the gradients' norm goes into the update, so that every ZeRO stage must sum it alike.
+    """
+    shapes = optree.tree_map(hollow, params)
+    with bind(f.mesh(mesh).shape, None):
+        compute = broadcast_specs(f.arguments((shapes,))[0], shapes)
+        kept = optree.tree_map(at_rest, compute)
+        if f.update_axes and f.flat_update:
+            _refuse_stages(f)
+            apart = 0 if f.summed_as is None else f.summed_as(shapes)
+            packing = EndToEnd(shapes, compute, mesh, f.update_axes, optimizer, apart)
+            split = packing.split
+            return Places(shapes, packing, compute, kept, packing.summed, packing.whole, split, split)
+        if f.stacks is not None:
+            f.stacks.require_elementwise(optimizer, shapes, partial(_beyond_layers, optimizer))
+        update = _split_over(f.update_specs, shapes, kept, mesh)
+        counted = _split_over(f.norm_specs if clipped else None, shapes, update, mesh)
+        constants = _constants(f, shapes, optimizer)
+        return Places(shapes, Apart(shapes, constants), compute, kept, compute, kept, update, counted)
+
+
+def _refuse_stages(f: Layout) -> None:
+    if f.pipeline is not None:
+        raise ValueError(
+            f"zero(…, {f.update_axes[0]!r}, layout='flat') lays all parameters end to end, but a pipeline's ranks hold "
+            "those of their own stages: use layout='dims' with fp.pipeline"
+        )
+
+
+def _constants(f: Layout, shapes: PyTree, optimizer: Optimizer) -> PyTree:
+    """What the optimizer treats parameters differently by, decided on whole ones, and for layers on their stack."""
+    decide = getattr(optimizer, "constants", None)  # a user's own pair need not have it
+    if decide is None:
+        return None
+    if f.stacks is not None:
+        return f.stacks.per_layer(decide, shapes)
+    return optree.tree_broadcast_prefix(decide(shapes), shapes)
+
+
+def _beyond_layers(optimizer: Optimizer, stacked: PyTree, is_stack: Callable[[Any], bool]) -> str | None:
+    decide, update = getattr(optimizer, "constants", None), optimizer.update
+    if is_known_elementwise(update):
+        return None
+    if decide is not None:
+        update = partial(update, constants=optree.tree_broadcast_prefix(decide(stacked), stacked))
+    return beyond_layers(update, optimizer.init(stacked), stacked, is_stack)
+
+
+def _split_over(
+    further: Callable[[tuple[PyTree, ...]], SpecTree] | None, params: PyTree, specs: SpecTree, mesh: Mesh
+) -> SpecTree:
+    if further is None:
+        return specs
+    return optree.tree_map(lambda a, b: a.divided(b, mesh), specs, broadcast_specs(further((params,)), params))

@@ -1,0 +1,65 @@
+"""An optimizer state that a plan cannot shard, because its leaves do not name their parameters: reported."""
+
+from __future__ import annotations
+
+import optree
+import torch
+
+from sharding_specs import P, tree_paths
+
+from ...functions import PyTree, SpecTree
+from ...ir import current_source, warn_at
+from ...optim import Optimizer
+from ...partition import PartitionWarning
+from .places import Places
+from .scaled import ScaledState
+
+__all__ = ["warn_of_replicated_state"]
+
+_LISTED = 4
+
+
+def warn_of_replicated_state(state: PyTree, specs: SpecTree, places: Places, optimizer: Optimizer) -> None:
+    """Warn of leaves of a state that look like moments of sharded parameters, and are replicated.
+
+    Args:
+        state: the packed state, full tensors.
+        specs: of its leaves.
+        places: layouts of the step.
+        optimizer: the optimizer. One that has `specs` states itself which leaves are replicated.
+    """
+    if getattr(optimizer, "specs", None) is not None:
+        return
+    if isinstance(state, ScaledState):
+        state, specs = state.optimizer, specs.optimizer
+    axes = _axes_by_shape(places)
+    rows = zip(tree_paths(state), optree.tree_leaves(state), optree.tree_leaves(specs), strict=True)
+    found = {path: leaf for path, leaf, spec in rows if not spec.axes and getattr(leaf, "shape", None) in axes}
+    if not found:
+        return
+    size, split = (
+        sum(leaf.nbytes for leaf in found.values()),
+        sorted({a for x in found.values() for a in axes[x.shape]}),
+    )
+    more = f" and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
+    over = ", ".join(map(repr, split))
+    warn_at(
+        current_source(),
+        f"train_step: ZeRO has no effect on this optimizer's state: every rank along {over} holds all "
+        f"{size:,} bytes of {', '.join([*found][:_LISTED])}{more}. A state is sharded like the parameters only in "
+        "subtrees with the structure of all parameters; here these tensors have their shapes, but are in subtrees of "
+        "another structure, so it is not known which parameters they belong to. Give the optimizer `specs=`, a "
+        "function from (params, their specs) to specs of the state (its update is then given shards), or keep each "
+        "moment in a tree with the structure of all parameters",
+        PartitionWarning,
+    )
+
+
+def _axes_by_shape(places: Places) -> dict[torch.Size, frozenset[str]]:
+    """For the shape of every parameter that the update splits, the axes that split it."""
+    found: dict[torch.Size, frozenset[str]] = {}
+    specs: list[P] = optree.tree_leaves(places.update)
+    for leaf, spec in zip(optree.tree_leaves(places.packing.like), specs, strict=True):
+        if spec.axes and isinstance(leaf, torch.Tensor):
+            found[leaf.shape] = found.get(leaf.shape, frozenset()) | spec.axes
+    return found

@@ -1,0 +1,62 @@
+"""What an optimizer's update returns: parameters and state as it was given, for the next step is the same program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import torch
+
+from sharding_specs import tree_paths
+
+from ...functions import PyTree
+from ..looks import listed, look, look_as_text, structure_as_text
+
+__all__ = ["require_alike"]
+
+
+def require_alike(returned: Any, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+    """New parameters and state, after a check that they are of the old ones' trees, shapes and dtypes.
+
+    Args:
+        returned: by the update.
+        params, state: what it was given.
+
+    Raises:
+        TypeError: when it is no pair.
+        ValueError: listing what differs, by path.
+    """
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise TypeError(
+            f"the optimizer's update returned a {type(returned).__name__}; it returns (new parameters, new state)"
+        )
+    problems = [
+        *_differences("parameters", params, returned[0]),
+        *_differences("state", state, returned[1]),
+    ]
+    if problems:
+        raise ValueError(
+            "the optimizer's update shall return (new parameters, new state) like those that it was given, for a step "
+            "is a program that runs again on what it made:\n  " + "\n  ".join(listed(problems))
+        )
+    return returned  # type: ignore[return-value]
+
+
+def _differences(name: str, given: PyTree, returned: PyTree) -> list[str]:
+    before, after = (optree.tree_structure(tree, none_is_leaf=True) for tree in (given, returned))
+    if before != after:
+        return [f"{name}: given as {structure_as_text(before)}, returned as {structure_as_text(after)}"]
+    leaves = [optree.tree_leaves(tree, none_is_leaf=True) for tree in (given, returned)]
+    paths = tree_paths(optree.tree_map(lambda _: 0, given, none_is_leaf=True))
+    return [
+        f"{name}{path and '/' + path}: {_difference(old, new)}"
+        for path, old, new in zip(paths, *leaves, strict=True)
+        if look(old) != look(new)
+    ]
+
+
+def _difference(old: Any, new: Any) -> str:
+    found = f"given as {look_as_text(look(old))}, returned as {look_as_text(look(new))}"
+    if isinstance(old, torch.Tensor):
+        return found
+    return f"{found}; what changes from step to step is a tensor, torch.tensor({old!r}) in `init`"

@@ -1,0 +1,138 @@
+"""Between how a parameter lies, how it is computed with, and how it is updated.
+
+ZeRO-1 and 2 keep parameters whole, and split the optimizer's work: gradients go in by a reduce-scatter, new parameters
+come back by an all-gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+
+from sharding_specs import P
+
+from ...collectives import all_gather, axis_size, pcast, pscatter, psum, psum_scatter
+from ...functions import PyTree, SpecTree
+from ...ops import sum_of_squares
+
+__all__ = [
+    "at_rest",
+    "global_norm",
+    "into_compute",
+    "into_update",
+    "joined_again",
+    "like_params",
+    "likes",
+    "over_likes",
+    "split_further",
+]
+
+
+def at_rest(spec: P) -> P:
+    """How a parameter lies between steps."""
+    return spec.without(spec.reduced)
+
+
+def into_compute(param: torch.Tensor, spec: P) -> torch.Tensor:
+    """Reduced where the plan wants gradients as partial sums."""
+    moved = spec.reduced and isinstance(param, torch.Tensor)
+    return pcast(param, tuple(sorted(spec.reduced)), to="reduced") if moved else param
+
+
+def _new_splits(update: P, kept: P) -> list[tuple[str, int]]:
+    """The axes, with their dims, on which the update is split and the parameter is not; of one dim the outer first."""
+    return [(axis, dim) for dim, axes in enumerate(update.dim_axes()) for axis in axes if axis not in kept.axes]
+
+
+def into_update(gradient: torch.Tensor | None, update: P, kept: P, compute: P) -> torch.Tensor | None:
+    """Sum partial gradients, keeping a slice where the update is split. Leaves that are not floating have none."""
+    if gradient is None:
+        return None
+    for axis, dim in _new_splits(update, kept):
+        gradient = psum_scatter(_filled(gradient, axis, dim, update), axis, dim)
+    rest = tuple(sorted(compute.reduced - update.axes))
+    return psum(gradient, rest) if rest else gradient
+
+
+def split_further(param: Any, update: P, kept: P) -> Any:
+    """The part of a parameter that a rank updates."""
+    if not isinstance(param, torch.Tensor):
+        return param
+    for axis, dim in _new_splits(update, kept):
+        param = pscatter(_filled(param, axis, dim, update), axis, dim)
+    return param
+
+
+def joined_again(param: torch.Tensor, update: P, kept: P) -> torch.Tensor:
+    """The parameter from its updated parts."""
+    for axis, dim in reversed(_new_splits(update, kept)):
+        param = all_gather(param, axis, dim, to="invariant")
+        param = param.narrow(dim, 0, update.padded[dim]) if dim in update.padded else param
+    return param
+
+
+def _filled(x: torch.Tensor, axis: str, dim: int, update: P) -> torch.Tensor:
+    """A value with the zeros at the end of a dim that let the axis divide it."""
+    if dim not in update.padded:
+        return x
+    missing = -x.shape[dim] % axis_size(axis)
+    return torch.nn.functional.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, missing])
+
+
+def global_norm(gradients: PyTree, specs: SpecTree) -> torch.Tensor:
+    """The norm of all gradients together, each element counted once: one psum per set of axes."""
+    counted: dict[tuple[str, ...], list[torch.Tensor]] = {}
+    leaves = optree.tree_leaves(specs, none_is_leaf=True)  # a parameter that is None has none
+    for gradient, spec in zip(optree.tree_leaves(gradients, none_is_leaf=True), leaves, strict=True):
+        if gradient is not None:
+            counted.setdefault(tuple(sorted(spec.axes)), []).append(gradient)
+    if not counted:
+        raise ValueError("no parameter is a floating tensor, so there is nothing to train")
+    squares = {axes: sum_of_squares(counted[axes]) for axes in sorted(counted)}
+    sums = [psum(square, axes) if axes else square for axes, square in squares.items()]
+    total = sums[0]
+    for square in sums[1:]:
+        total = total + square.to(total.dtype)
+    return total.sqrt()
+
+
+def like_params(state: PyTree, params: PyTree, specs: SpecTree) -> SpecTree:
+    """Specs of a whole optimizer state: in every subtree with the parameters' own structure a leaf of its parameter's
+    shape lies as that does; all else is whole, as a step count or a statistic per parameter.
+    """
+    is_like = _is_like(optree.tree_structure(params))
+
+    def placed(x: Any) -> SpecTree:
+        return optree.tree_map(_as_its_parameter, x, params, specs) if is_like(x) else P()
+
+    return optree.tree_map(placed, state, is_leaf=is_like)
+
+
+def _as_its_parameter(leaf: Any, param: Any, spec: P) -> P:
+    return spec if getattr(leaf, "shape", None) == getattr(param, "shape", None) else P()
+
+
+def over_likes(change: Callable[[PyTree], PyTree], state: PyTree, structure: Any) -> PyTree:
+    """An optimizer state with every subtree changed that is shaped like the parameters."""
+    is_like = _is_like(structure)
+    return optree.tree_map(lambda x: change(x) if is_like(x) else x, state, is_leaf=is_like)
+
+
+def likes(state: PyTree, structure: Any) -> list[PyTree]:
+    """The subtrees of an optimizer state that are shaped like the parameters, in order."""
+    is_like = _is_like(structure)
+    return [each for each in optree.tree_leaves(state, is_leaf=is_like) if is_like(each)]
+
+
+def _is_like(structure: Any) -> Callable[[Any], bool]:
+    def is_like(x: Any) -> bool:
+        return structure.num_leaves > 0 and optree.tree_structure(x) == structure and not _is_scalar_leaf(x)
+
+    return is_like
+
+
+def _is_scalar_leaf(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.ndim == 0

@@ -1,0 +1,164 @@
+"""Mixed precision as a transform: the innermost one, which takes a function to the same function computed narrower."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import optree
+import torch
+
+from sharding_specs import tree_paths
+from sharding_specs.rules import matches, nearest
+
+from ...functions import LocalFunction, PyTree, explain_keywords, unsharded
+from ...ir import Source, current_source, inherit
+from ...passes import NarrowGathers, ReduceIn
+from ..transform import Order, OrderError, Transform
+from .loss_scaling import LossScale
+from .mode import Computing, cast, is_floating
+from .tables import STATISTICS, functions_named
+
+__all__ = ["mixed_precision"]
+
+_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@explain_keywords
+def mixed_precision(
+    compute: str,
+    *,
+    keep: Sequence[str] = (),
+    islands: Iterable[str | Callable[..., Any]] = (),
+    params: str | None = None,
+    inputs: str | None = None,
+    reduce: str = "fp32",
+    loss_scale: LossScale | float | str | None = "auto",
+) -> Transform:
+    """Compute in a narrow type, with parameters, gradients, optimizer and all that must not round in float32.
+
+    Parameters are cast where the function begins, so the master copy stays float32, and so do gradients (Micikevicius
+    et al., arXiv 1710.03740). The batch is cast too, unless `inputs` says otherwise. Products are computed in the
+    narrow type; softmax, norms, losses, powers and sums in float32, by the lists of
+    `functional_parallel/transforms/precision/tables.py`; results are float32. In between values are narrow, but for
+    what float16 may not hold of powers and sums.
+
+    >>> import torch, functional_parallel as fp
+    >>> from sharding_specs import Mesh
+    >>> plan = fp.chain(fp.mixed_precision("bf16"), fp.zero(3, "data"))
+    >>> step = fp.compile(fp.grad_and_value(plan(lambda w, x: torch.mean(x @ w))), Mesh(data=2))
+    >>> step(torch.ones(2), torch.ones(4, 2))
+    (tensor([1., 1.]), tensor(2.))
+    >>> [(c.kind, str(c.operand)) for c in step.program.collectives()]
+    [('all_gather', 'bf16[1]'), ('psum', 'f32[]'), ('psum_scatter', 'f32[2]')]
+
+    Args:
+        compute: "bf16" or "fp16".
+        keep: patterns for the paths of parameters that stay as they are, and with them what is computed of them alone
+            and products with them. Running statistics of batch norms always stay.
+        islands: further functions to compute in float32: torch functions, or their names.
+        params: the type in which ZeRO-3 gathers parameters: `compute`, the default, or "fp32".
+        inputs: the type in which floating tensors of the batch come in: `compute`, the default, or "fp32", which leaves
+            them as they are: for targets in the thousands, say, of which bfloat16 keeps three digits. Products of them
+            are narrow all the same.
+        reduce: the type in which gradients of parameters are summed over ranks: "fp32", "bf16" or "fp16".
+        loss_scale: how `train_step` scales the loss: rules, a constant, or None; by default `fp.LossScale()` for fp16
+            and none for bf16, whose range is that of float32.
+
+    Raises:
+        ValueError: for a type that is not supported, or a function that does not exist; and, when the function is
+            traced, for a pattern that finds no parameter.
+    """
+    keep = (keep,) if isinstance(keep, str) else tuple(keep)
+    dtype = _type(compute, "compute", ("bf16", "fp16"))
+    gathers = _type(compute if params is None else params, "params", (compute, "fp32"))
+    entering = dtype if inputs is None or _type(inputs, "inputs", (compute, "fp32")) is dtype else None
+    reductions = _type(reduce, "reduce", ("fp32", "bf16", "fp16"))
+    further = functions_named(islands)
+    scale = _rules(loss_scale, compute)
+    passes = (*([NarrowGathers(dtype)] if gathers is dtype else []), ReduceIn(reductions))
+    apart = partial(_is_kept, keep) if keep and reductions.itemsize < 4 else None
+    name = f"mixed_precision({compute!r})"
+
+    def apply(f: Callable[..., Any]) -> LocalFunction:
+        inner = f if isinstance(f, LocalFunction) else unsharded(f)
+        _refuse_twice(inner, name)
+
+        def call(first: PyTree, *batch: PyTree) -> Any:
+            _refuse_unused(keep, first)
+            leaves, kept = _cast_parameters(first, dtype, (*keep, *STATISTICS))
+            batch, statistics = _cast(batch, entering, STATISTICS)
+            with Computing(dtype, [*kept, *statistics], further):
+                result = inner.run(leaves, *batch)
+            return optree.tree_map(lambda leaf: _result(leaf, dtype), result), inner.results
+
+        layout = replace(inner.layout, describe=(*inner.layout.describe, name), loss_scale=scale, summed_as=apart)
+        return LocalFunction(call, layout, inner.name).asking(*passes)
+
+    return Transform(name, None, Order.PRECISION, apply)
+
+
+def _refuse_twice(f: LocalFunction, name: str) -> None:
+    inner = [each for each in f.layout.describe if each.startswith("mixed_precision(")]
+    if inner:
+        raise OrderError(f"{name} around {inner[0]}: a function is computed in one type; leave one of them out")
+
+
+def _refuse_unused(keep: Sequence[str], params: PyTree) -> None:
+    paths = tree_paths(params)
+    for pattern in keep:
+        if not any(matches(pattern, path) for path in paths):
+            raise ValueError(
+                f"mixed_precision(keep={list(keep)!r}): no parameter matches {pattern!r}, so nothing would be kept by "
+                f"it; correct the pattern or leave it out. The nearest paths are: {', '.join(nearest(pattern, paths))}"
+            )
+
+
+def _cast_parameters(params: PyTree, dtype: torch.dtype, keep: Sequence[str]) -> tuple[PyTree, list[torch.Tensor]]:
+    """The parameters in the narrow type, and those that were not cast."""
+    source = current_source() or Source("", 0, "", "")
+    with inherit(replace(source, casts_parameters=True)):  # by which passes know the gradients of parameters
+        return _cast(params, dtype, keep)
+
+
+def _cast(tree: PyTree, dtype: torch.dtype | None, keep: Sequence[str]) -> tuple[PyTree, list[torch.Tensor]]:
+    leaves, structure = optree.tree_flatten(tree)
+    kept = optree.tree_leaves(_is_kept(keep, tree))
+    moved = [leaf if stays or dtype is None else cast(leaf, dtype) for leaf, stays in zip(leaves, kept, strict=True)]
+    return structure.unflatten(moved), [leaf for leaf, stays in zip(leaves, kept, strict=True) if stays]
+
+
+def _is_kept(keep: Sequence[str], tree: PyTree) -> PyTree:
+    """Per leaf whether it stays as it is, which its path says."""
+    leaves, structure = optree.tree_flatten(tree)
+    return structure.unflatten(
+        is_floating(leaf) and any(matches(pattern, path) for pattern in keep)
+        for path, leaf in zip(tree_paths(tree), leaves, strict=True)
+    )
+
+
+def _result(leaf: Any, dtype: torch.dtype) -> Any:
+    return leaf.float() if is_floating(leaf) and leaf.dtype == dtype else leaf
+
+
+def _type(name: str, argument: str, supported: Sequence[str]) -> torch.dtype:
+    if name not in supported:
+        raise ValueError(
+            f"mixed_precision({argument}={name!r}) is not supported; it is {' or '.join(map(repr, supported))}"
+        )
+    return _TYPES[name]
+
+
+def _rules(scale: LossScale | float | str | None, compute: str) -> LossScale | None:
+    if isinstance(scale, LossScale) or scale is None:
+        return scale
+    if scale == "auto":
+        return LossScale() if compute == "fp16" else None
+    if isinstance(scale, (int, float)) and not isinstance(scale, bool) and scale > 0:  # neither rises nor falls
+        return LossScale(float(scale), window=1 << 62, minimum=float(scale), fail_at_minimum=False)
+    raise ValueError(
+        f"mixed_precision(loss_scale={scale!r}): it is fp.LossScale(…), a positive number, None, or 'auto', which is "
+        "fp.LossScale() for fp16 and None for bf16"
+    )
