@@ -26,6 +26,7 @@ from makespan import costs_of
 from model import SIZES, batch, make
 from ours import Ours
 
+from functional_parallel.ir import info
 from functional_parallel.schedules import Timeline, simulate
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
@@ -71,7 +72,7 @@ def _actions(timeline: Timeline) -> list[list[Any]]:
 
 def message_time(program: Any) -> float:
     """Half a round trip of what crosses the cut."""
-    buffer = torch.zeros(sum(node.meta["val"].nbytes for node in program.stages[0].sends_forward), dtype=torch.uint8)
+    buffer = torch.zeros(sum(info(node).aval.nbytes for node in program.stages[0].sends_forward), dtype=torch.uint8)
     times = []
     for _ in range(40):
         began = time.perf_counter()

@@ -21,6 +21,7 @@ import report
 import torch
 
 import functional_parallel as fp
+from functional_parallel.ir import info
 from functional_parallel.program.explain import readable_bytes
 from functional_parallel.program.memory import Ledger
 from functional_parallel.testing.tracker import tracked
@@ -83,12 +84,12 @@ class Step:
         """Bytes of storages that the forward makes and the backward takes."""
         ledger, found = Ledger("", self.program.traced), set()
         for node in self.program.traced.nodes:
-            if not node.meta["backward"] and any(user.op != "output" and user.meta["backward"] for user in node.users):
+            if not info(node).backward and any(user.op != "output" and info(user).backward for user in node.users):
                 found.update(storage for storage in ledger.storages[node] if storage[0].op == "call_function")
         return sum(ledger.sizes[storage] for storage in found)
 
     def again(self) -> tuple[int, int]:
-        copies = [node for node in self.program.traced.nodes if node.meta.get("recomputed")]
+        copies = [node for node in self.program.traced.nodes if info(node).recomputed]
         products = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
         return len(copies), sum(node.target in products for node in copies)
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import functional_parallel as fp
+from functional_parallel.ir import info
 from sharding_specs import Mesh
 
 WIDTH, BATCH = 6, 12
@@ -38,7 +39,7 @@ def who_holds_what(mesh: Mesh) -> None:
     program = train.lower(train.init(params), *batch)
     print(f"ZeRO-3, three layers of {WIDTH} × {WIDTH} on {mesh}\n\nat rest, on each rank:")
     for path, spec, node in zip(program.in_paths, program.in_specs, program.traced.inputs, strict=True):
-        shape = node.meta["val"].shape
+        shape = info(node).aval.shape
         for prefix, name in NAMES.items():
             path = name + path.removeprefix(prefix) if path.startswith(prefix) else path
         held = "a third of it" if spec.axes else "all of it"

@@ -162,12 +162,41 @@ class P:
 
     # --- deriving ---
 
+    def replace(
+        self,
+        dims: Iterable[Any] | None = None,
+        *,
+        unreduced: Iterable[str] | None = None,
+        reduced: Iterable[str] | None = None,
+        padded: Mapping[int, int] | None = None,
+    ) -> P:
+        """Return the spec with some fields changed; every other field is kept.
+
+        >>> P("data", unreduced={"pipe"}).replace([None, "tensor"])
+        P(None, 'tensor', unreduced={'pipe'})
+
+        Args:
+            dims: the new dims, as for `P`.
+            unreduced: the new axes with partial sums.
+            reduced: the new axes whose gradient is wanted as partial sums.
+            padded: the new padded dims with their lengths.
+
+        Raises:
+            SpecError: when the fields do not fit together.
+        """
+        return P(
+            *(self._dims if dims is None else dims),
+            unreduced=self.unreduced if unreduced is None else unreduced,
+            reduced=self.reduced if reduced is None else reduced,
+            padded=self.padded if padded is None else padded,
+        )
+
     def only(self, axes: Iterable[str]) -> P:
         """What the spec says of some axes alone. Axes on the same dim that are dropped leave no trace."""
         keep = set(axes)
         dims = [tuple(f for f in dim if isinstance(f, int) or f in keep) for dim in self._dims]
         padded = {dim: size for dim, size in self.padded.items() if any(isinstance(f, str) for f in dims[dim])}
-        return P(*dims, unreduced=self.unreduced & keep, reduced=self.reduced & keep, padded=padded)
+        return self.replace(dims, unreduced=self.unreduced & keep, reduced=self.reduced & keep, padded=padded)
 
     def fitted(self, shape: Sequence[int], mesh: Mesh) -> P:
         """The spec with every dim padded that its axes do not divide.
@@ -180,7 +209,7 @@ class P:
             for dim, axes in enumerate(self.dim_axes())
             if dim < len(shape) and shape[dim] % mesh.axis_size(axes) and len(axes) == len(self._dims[dim])
         }
-        return P(*self._dims, unreduced=self.unreduced, reduced=self.reduced, padded=uneven)
+        return self.replace(padded=uneven)
 
     def divided(self, further: P, mesh: Mesh) -> P:
         """The spec of parts that another one divides further: on a dim of both, its axes are the inner ones.
@@ -200,7 +229,7 @@ class P:
 
     def dual(self) -> P:
         """How the gradient of such a value lies: Unreduced and Reduced change places."""
-        return P(*self._dims, unreduced=self.reduced, reduced=self.unreduced, padded=self.padded)
+        return self.replace(unreduced=self.reduced, reduced=self.unreduced)
 
     # --- as a value ---
 

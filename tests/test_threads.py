@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import functional_parallel as fp
 from functional_parallel.errors import TracingError
-from functional_parallel.ir import source
+from functional_parallel.ir import info, source
 from functional_parallel.ir.graph import Traced, aval_of
 from functional_parallel.tracing import trace
 from functional_parallel.tracing.record import recorder
@@ -89,7 +89,7 @@ def test_lines_of_forward_ops_outlast_such_a_backward() -> None:
         return [torch.autograd.grad((y * nested.detach()).sum(), x)[0]]
 
     (cos,) = [node for node in traced(f).nodes if "cos" in str(node.target)]
-    assert "the line" in cos.meta["source"].text and "sin" in str(cos.meta["forward"].target)
+    assert "the line" in info(cos).source.text and "sin" in str(info(cos).forward_node.target)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def test_stages_and_regions_of_two_threads_are_apart() -> None:
 
     found: list[Traced] = []
     own = traced(body)
-    (sin,), (exp,) = ([node.meta["source"] for node in each.nodes] for each in (own, *found))
+    (sin,), (exp,) = ([info(node).source for node in each.nodes] for each in (own, *found))
     assert (sin.region.split()[0], sin.stage) == ("own", 0)
     assert (exp.region.split()[0], exp.stage) == ("other", 1)
 
@@ -188,7 +188,7 @@ def test_a_checkpoint_in_a_thread_beside_a_trace_computes_again(use_reentrant: b
         assert in_thread(lambda: torch.equal(train(), X.cos()))
         return [checkpoint(counted, x, use_reentrant=use_reentrant)]
 
-    assert "checkpoint" in next(iter(traced(body).nodes)).meta["source"].region
+    assert "checkpoint" in info(next(iter(traced(body).nodes))).source.region
     assert len(calls) == 2 + 1, "twice in the thread, and once, plainly, in the trace"
 
 
@@ -213,7 +213,7 @@ def test_torchs_own_checkpoint_is_there_again_after_two_traces_that_overlap() ->
     traced(body)
     go_on.set()
     thread.join(60)
-    assert "checkpoint" in next(iter(found[0].nodes)).meta["source"].region
+    assert "checkpoint" in info(next(iter(found[0].nodes))).source.region
     assert (module.CheckpointFunction, module._checkpoint_without_reentrant_generator) == torchs
 
 

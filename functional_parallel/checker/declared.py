@@ -19,7 +19,7 @@ from sharding_specs import P, broadcast_specs, register_dataclasses, tree_paths
 
 from .. import _torch
 from ..collectives import CollectiveTypeError, Lane, State, Type, current_axes, is_mapped, snapshot
-from ..ir import current_source
+from ..ir import current_source, info, update_info
 from ..ops import define_mark
 from ..tracing import recorder
 
@@ -49,7 +49,7 @@ def say_specs(specs: Iterable[P]) -> None:
     active = recorder()
     assert active is not None
     for node, spec in zip(active.traced.inputs, specs, strict=True):
-        node.meta["spec"] = spec
+        update_info(node, spec=spec)
 
 
 def checked_arguments(
@@ -122,13 +122,13 @@ class _Argument:
                     f"the dim that vmap maps is split over {split[0]!r}, so that each rank maps over samples of its "
                     f"own, but {self.spec!r} is declared of one sample; leave the mapped dim whole"
                 )
-        seen = P(*dims, unreduced=held.unreduced, reduced=held.reduced, padded=padded).only(axes)
+        seen = held.replace(dims, padded=padded).only(axes)
         return None if seen == self.spec else f"{self.spec!r} is declared, but it came in as {seen!r}"
 
 
 def _spec_of(value: torch.Tensor) -> P | None:
     node = _node_of(value)
-    return node.meta.get("spec") if node is not None and node.op == "placeholder" else None
+    return info(node).spec if node is not None and node.op == "placeholder" else None
 
 
 def _node_of(value: torch.Tensor) -> fx.Node | None:
@@ -157,7 +157,7 @@ def _state_of(value: torch.Tensor, axis: str, wanted: State) -> State:
     """
     if recorder() is not None:
         node = _node_of(value)
-        return _I if node is None else (node.meta.get("type") or Type())[axis]
+        return _I if node is None else (info(node).type or Type())[axis]
     carrier = snapshot()[axis].carrier
     return wanted if not isinstance(carrier, Lane) or wanted is not _V or is_mapped(value, carrier) else _I
 

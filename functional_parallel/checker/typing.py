@@ -15,7 +15,16 @@ import torch
 from torch import fx
 
 from ..collectives import CollectiveTypeError, State, Type, dual, result_type
-from ..ir import casts_are_explicit, named_arguments, primitive_name, source_of, tensor_operands
+from ..ir import (
+    Aval,
+    casts_are_explicit,
+    info,
+    named_arguments,
+    primitive_name,
+    source_of,
+    tensor_operands,
+    update_info,
+)
 from ..rules import lookup, parse_rule
 
 __all__ = ["Typing", "TypingError", "casts_of", "is_zero", "type_of"]
@@ -51,7 +60,7 @@ class TypingError(CollectiveTypeError):
 
 
 class Typing:
-    """Infers `node.meta["type"]` for every node of a graph, in order.
+    """Infer the type of every node of a graph, in order.
 
     Args:
         axes: sizes of the mesh axes.
@@ -63,7 +72,7 @@ class Typing:
 
     def __call__(self, node: fx.Node) -> None:
         found = self._infer(node)
-        node.meta["type"] = self._known.setdefault(found, found)
+        update_info(node, type=self._known.setdefault(found, found))
 
     def _infer(self, node: fx.Node) -> Type:
         if node.target is operator.getitem:
@@ -72,8 +81,10 @@ class Typing:
             return self._primitive(primitive, node)
         if node.target in _OF_THE_SECOND:
             return type_of(node.args[1])
-        if node.target is aten.zeros.default and "forward" in node.meta:  # a derivative that is 0: it lies as any other
-            return dual(type_of(node.meta["forward"]))
+        if (
+            node.target is aten.zeros.default and info(node).forward_node is not None
+        ):  # a derivative that is 0: it lies as any other
+            return dual(type_of(info(node).forward_node))
         types = [type_of(operand) for operand in tensor_operands(node)]
         self._refuse_missed_casts(node)
         mixed = False
@@ -84,7 +95,7 @@ class Typing:
                 held = [_I if state is _U else state for state in held]
             states[axis] = self._union(node, axis, held)
             mixed |= any(state is not states[axis] for state in held)
-        node.meta["implicit_cast"] = mixed and not casts_are_explicit()
+        update_info(node, implicit_cast=mixed and not casts_are_explicit())
         return _of_gradient(node, Type(states))
 
     def _primitive(self, name: str, node: fx.Node) -> Type:
@@ -118,7 +129,7 @@ class Typing:
             return self._union(node, axis, rest)
         if node.target in _ZEROS:
             return _U  # the zeros of all ranks add up to zeros: a tangent of a gradient, where that is constant
-        if len(partial) == 1 and (marks[partial[0]] == "~" or node.meta["backward"]):
+        if len(partial) == 1 and (marks[partial[0]] == "~" or info(node).backward):
             return _U  # a backward op is linear in its gradient, and no other partial sum gets that far
         raise TypingError(
             f"{_where(node)}: {node.target} is not linear in a value that is Unreduced over {axis!r} (the ranks hold "
@@ -126,8 +137,8 @@ class Typing:
         )
 
     def _refuse_missed_casts(self, node: fx.Node) -> None:
-        forward = node.meta.get("forward")
-        if forward is None or not forward.meta.get("implicit_cast"):
+        forward = info(node).forward_node
+        if forward is None or not info(forward).implicit_cast:
             return
         raise TypingError(
             f"{_where(forward)}: a torch.func derivative was taken inside this body of an op where a value that is the "
@@ -137,13 +148,13 @@ class Typing:
 
 
 def type_of(node: Any) -> Type:
-    return node.meta.get("type", Type())
+    return info(node).type or Type()
 
 
 def _of_gradient(node: fx.Node, found: Type) -> Type:
     """Numbers that have no gradient do not want one as partial sums: they are the same on all ranks, and no more."""
-    value = node.meta["val"]
-    if _R not in found.values() or isinstance(value, tuple) or value.is_differentiable:
+    value = info(node).val
+    if _R not in found.values() or not isinstance(value, Aval) or value.is_differentiable:
         return found
     return Type({axis: _I if state is _R else state for axis, state in found.items()})
 

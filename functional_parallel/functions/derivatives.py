@@ -21,7 +21,7 @@ from .. import _torch
 from ..checker import Typing, type_of
 from ..collectives import dims_of_leaves, dual, pvary
 from ..collectives import vmap as _vmap
-from ..ir import hollow, is_trained, primitive_name
+from ..ir import hollow, info, is_trained, primitive_name, update_info
 from ..tracing import Recorder, recorder
 from .by_place import called_as
 from .forward_first import forward_first
@@ -242,7 +242,7 @@ def _with_mapped(spec: P, leaf: Any, dim: int | None, axis: str | None) -> P:
     dim %= leaf.ndim
     dims = [*spec.dims, *[()] * dim]
     padded = {d + (d >= dim): size for d, size in spec.padded.items()}
-    return P(*dims[:dim], axis, *spec.dims[dim:], unreduced=spec.unreduced, reduced=spec.reduced, padded=padded)
+    return spec.replace([*dims[:dim], axis, *spec.dims[dim:]], padded=padded)
 
 
 # -----------------------------------------------------------------------------
@@ -312,10 +312,10 @@ def _note_unused(active: Recorder, inputs: Sequence[torch.Tensor], gradients: Se
         node = active.node_of(_torch.innermost(x))
         is_unused = unused(x, gradient)
         if is_unused:
-            active.node_of(_torch.innermost(gradient)).meta["type"] = dual(type_of(node))
+            update_info(active.node_of(_torch.innermost(gradient)), type=dual(type_of(node)))
         while node.op == "call_function" and primitive_name(node) == "pcast":
             node = node.args[0]  # type: ignore[assignment]
-        node.meta["trained"] = node.meta.get("trained", False) or not is_unused
+        update_info(node, trained=info(node).trained or not is_unused)
 
 
 # -----------------------------------------------------------------------------

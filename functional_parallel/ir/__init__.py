@@ -1,16 +1,14 @@
 """What a trace yields: the graph, each op's source line and stand-in, its text, and rewrites that every graph takes."""
 
 from . import source
+from .aval import Aval, aval_of, hollow, without_memory
 from .checksum import checksum, glance
 from .emit import casts_are_explicit, emit_node, explicit_casts, grad_mode_of
 from .graph import (
-    Aval,
     Traced,
     argument,
-    aval_of,
     forget_rewrites,
     getitem,
-    hollow,
     in_order,
     named_arguments,
     operands_of,
@@ -19,8 +17,8 @@ from .graph import (
     tensor_operands,
     walk_args,
     where,
-    without_memory,
 )
+from .info import NodeInfo, forget_info, info, set_info, update_info
 from .simplify import forget_values, simplify
 from .source import Source, current_source, inherit, is_library, raising_source, region, stages, warn_at
 from .stand_ins import differentiable, stand_in
@@ -31,6 +29,7 @@ from .variation import Axes, axes_of_nodes, varied_axes
 __all__ = [
     "Aval",
     "Axes",
+    "NodeInfo",
     "Source",
     "Traced",
     "argument",
@@ -46,6 +45,7 @@ __all__ = [
     "emit_node",
     "explicit_casts",
     "first_difference",
+    "forget_info",
     "forget_rewrites",
     "forget_values",
     "getitem",
@@ -53,6 +53,7 @@ __all__ = [
     "grad_mode_of",
     "hollow",
     "in_order",
+    "info",
     "inherit",
     "is_library",
     "is_trained",
@@ -62,12 +63,14 @@ __all__ = [
     "program_text",
     "raising_source",
     "region",
+    "set_info",
     "simplify",
     "source",
     "source_of",
     "stages",
     "stand_in",
     "tensor_operands",
+    "update_info",
     "varied_axes",
     "walk_args",
     "warn_at",

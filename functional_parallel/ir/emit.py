@@ -17,6 +17,7 @@ from torch import fx
 from .. import _torch
 from ..collectives import emit, primitive_of
 from ..errors import CustomFunctionError
+from .info import info
 from .source import current_source
 from .stand_ins import stand_in
 
@@ -53,7 +54,7 @@ def _refuse_derivative(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def grad_mode_of(node: fx.Node) -> AbstractContextManager[Any]:
     """Gradients off around an op if the user had switched them off: tangents go through, unlike through `detach`."""
-    return torch.no_grad() if node.meta.get("no_grad") else nullcontext()
+    return torch.no_grad() if info(node).no_grad else nullcontext()
 
 
 @contextmanager

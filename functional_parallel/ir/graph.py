@@ -1,14 +1,13 @@
 """What a trace yields: a flat FX graph of aten ops and named collectives, with shapes and source lines beside it.
 
-Every node carries in `node.meta`: `val` (an `Aval`, or a tuple of them), `source` (a `Source` or None), `backward`
-(whether autograd emitted it) and `no_grad` (whether the user switched gradients off around it).
+`info(node)` returns what is known of a node; see `NodeInfo`.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -17,6 +16,8 @@ from torch import fx
 
 from .. import _torch
 from ..collectives import primitive_of
+from .aval import Aval, aval_of, hollow, without_memory
+from .info import info, set_info, update_info
 from .source import Source
 
 __all__ = [
@@ -38,70 +39,6 @@ __all__ = [
 ]
 
 K = TypeVar("K", bound=Hashable)
-
-_CPU = torch.device("cpu")
-_FOR_REWRITES = ("forward", "merged", "implicit_cast")
-
-
-@dataclass(frozen=True, slots=True)
-class Aval:
-    """A tensor without its values: shape, dtype, device.
-
-    >>> Aval((2, 3), torch.float32).nbytes
-    24
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device = _CPU
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def numel(self) -> int:
-        return torch.Size(self.shape).numel()
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-    @property
-    def is_differentiable(self) -> bool:
-        return self.dtype.is_floating_point or self.dtype.is_complex
-
-    def __str__(self) -> str:
-        name = str(self.dtype).removeprefix("torch.").replace("float", "f").replace("bf16", "bf16").replace("int", "i")
-        return f"{name}[{', '.join(map(str, self.shape))}]"
-
-
-def aval_of(value: torch.Tensor) -> Aval:
-    """A tensor's shape, dtype and device; one object for all tensors that share them."""
-    return _aval(tuple(int(size) for size in value.shape), value.dtype, value.device)
-
-
-_aval = lru_cache(maxsize=4096)(Aval)
-
-
-def without_memory(leaf: Any) -> Any:
-    """A tensor of the same shape and dtype on the meta device; what is no tensor is itself."""
-    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, torch.Tensor) else leaf
-
-
-def hollow(like: Any, shape: Sequence[int] | None = None) -> Any:
-    """A tensor with the memory of one element, for those who ask for its shape, dtype and device alone.
-
-    >>> hollow(torch.zeros(2, 3)).shape, hollow(torch.zeros(2, 3), (4, 3)).untyped_storage().nbytes()
-    (torch.Size([2, 3]), 4)
-
-    Args:
-        like: a tensor or an `Aval`; a leaf that is neither is returned as it is.
-        shape: another shape than that one's.
-    """
-    if not isinstance(like, (torch.Tensor, Aval)):
-        return like
-    return torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape if shape is None else tuple(shape))
 
 
 @dataclass
@@ -133,9 +70,9 @@ class Traced:
         for node in self.graph.nodes:
             if node.op != "output":
                 copies[node] = graph.node_copy(node, copies.__getitem__)
-                copies[node].meta = dict(node.meta)
-                if "forward" in node.meta:
-                    copies[node].meta["forward"] = copies.get(node.meta["forward"], node.meta["forward"])
+                set_info(copies[node], info(node))
+                if info(node).forward_node is not None:
+                    update_info(copies[node], forward_node=copies.get(info(node).forward_node, info(node).forward_node))
         copied = Traced(
             graph,
             [copies[node] for node in self.inputs],
@@ -152,10 +89,10 @@ class Traced:
         """Let one value stand for another, outputs included, and drop that op.
 
         What refers to the op from outside the graph, as a backward op does to its forward, finds the new one under
-        "merged" in its meta.
+        `replaced_by`.
         """
         node.replace_all_uses_with(by)
-        node.meta["merged"] = by
+        update_info(node, replaced_by=by)
         self.outputs = [by if output is node else output for output in self.outputs]
         self.graph.erase_node(node)
 
@@ -177,7 +114,9 @@ class Traced:
 def forget_rewrites(graph: fx.Graph) -> None:
     """Forget what only rewrites ask for: names, which ops were erased, and what a backward op is the backward of."""
     for node in graph.nodes:
-        node.meta = {key: value for key, value in node.meta.items() if key not in _FOR_REWRITES}
+        known = info(node)
+        if known.forward_node is not None or known.replaced_by is not None or known.implicit_cast:
+            set_info(node, replace(known, forward_node=None, replaced_by=None, implicit_cast=False))
     _torch.forget_names(graph)
 
 
@@ -187,7 +126,7 @@ def primitive_name(node: fx.Node) -> str | None:
 
 
 def source_of(node: fx.Node) -> Source | None:
-    return node.meta.get("source")
+    return info(node).source
 
 
 def where(node: fx.Node) -> str:

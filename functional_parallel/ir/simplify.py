@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from .graph import Traced
+from .info import info
 
 __all__ = ["forget_values", "simplify"]
 
@@ -62,7 +63,7 @@ def forget_values(traced: Traced) -> Traced:
     for node in traced.nodes:
         filling = _filling_of(node)
         if filling is not None:
-            aval = node.meta["val"]
+            aval = info(node).aval
             node.args = (list(aval.shape), filling)
             node.kwargs = {"dtype": aval.dtype, "device": aval.device}
             node.target = aten.full.default
@@ -78,9 +79,9 @@ def _filling_of(node: fx.Node) -> Any:
 
 
 def _identity_of(node: fx.Node) -> fx.Node | None:
-    if node.target in _SAME_SHAPE_IS_IDENTITY and not node.meta["no_grad"]:
+    if node.target in _SAME_SHAPE_IS_IDENTITY and not info(node).no_grad:
         source = node.args[0]
-        if isinstance(source, fx.Node) and source.meta["val"] == node.meta["val"]:
+        if isinstance(source, fx.Node) and info(source).val == info(node).val:
             return source
     return None
 
@@ -90,7 +91,7 @@ def _key(node: fx.Node) -> Hashable | None:
     if isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
         return None
     try:
-        key = (target, _freeze(node.args), _freeze(node.kwargs), node.meta["no_grad"])
+        key = (target, _freeze(node.args), _freeze(node.kwargs), info(node).no_grad)
         hash(key)
     except TypeError:
         return None

@@ -12,7 +12,8 @@ from sharding_specs import Mesh
 
 from ..collectives import Type
 from .checksum import contents
-from .graph import Aval, Traced, primitive_name, walk_args
+from .graph import Traced, primitive_name, walk_args
+from .info import info
 
 __all__ = ["canonical_lines", "first_difference", "program_text"]
 
@@ -88,8 +89,8 @@ def _names(traced: Traced) -> dict[fx.Node, str]:
 
 
 def _type(node: fx.Node, mesh: Mesh) -> str:
-    value, type_ = node.meta["val"], node.meta.get("type")
-    text = str(value) if isinstance(value, Aval) else "(" + ", ".join(map(str, value)) + ")"
+    value, type_ = info(node).val, info(node).type
+    text = "(" + ", ".join(map(str, value)) + ")" if isinstance(value, tuple) else str(value)
     if not type_:
         return text
     axes = sorted(type_, key=lambda axis: mesh.axis_names.index(axis) if axis in mesh.axis_names else mesh.size)
@@ -97,8 +98,8 @@ def _type(node: fx.Node, mesh: Mesh) -> str:
 
 
 def _comment(node: fx.Node) -> str:
-    source = node.meta.get("source")
-    return f"# {source}{' backward' if node.meta['backward'] else ''}" if source else ""
+    source = info(node).source
+    return f"# {source}{' backward' if info(node).backward else ''}" if source else ""
 
 
 def _beside(lines: list[tuple[str, str]]) -> list[str]:

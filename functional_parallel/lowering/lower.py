@@ -15,7 +15,7 @@ from sharding_specs import Mesh, P, broadcast_specs, require_dims, tree_paths
 from ..checker import Typing, declared_type, is_zero, say_specs, type_of
 from ..collectives import CollectiveTypeError, Parts, State, Type, bind
 from ..functions import Layout, LocalFunction, PyTree, SpecTree, full_specs, layout_of
-from ..ir import Traced, forget_values, hollow, simplify
+from ..ir import Traced, forget_values, hollow, info, simplify, update_info
 from ..ops import refuse_idle
 from ..passes import drop_trivial, local_aval, parts_of
 from ..pipelines import PipelineProgram
@@ -236,21 +236,22 @@ def _mark_inputs(traced: Traced, flat: _Flat, parameters: str, carried: str | No
     returned = {path: index for index, path in enumerate(flat.out_paths)}
     for node, path in zip(traced.inputs, flat.in_paths, strict=True):
         is_carried = carried is not None and _is_in(path, carried)
-        node.meta.update(
+        update_info(
+            node,
             path=path,
-            parameter=_is_in(path, parameters),
-            carried=is_carried,
+            is_parameter=_is_in(path, parameters),
+            is_state=is_carried,
             donated=donate and is_carried,
-            becomes=returned.get(path),
+            updated_output=returned.get(path),
         )
-        if node.meta["parameter"]:
-            node.meta["own_path"] = path[len(parameters) + 1 :]
+        if info(node).is_parameter:
+            update_info(node, param_path=path[len(parameters) + 1 :])
 
 
 def _untrained(traced: Traced) -> tuple[str, ...]:
     """A line for `explain` on parameters that a gradient was taken by, and that have no path to the value."""
-    untrained = [node.meta for node in traced.inputs if node.meta.get("trained") is False]
-    paths = [meta.get("own_path") or meta["path"] for meta in untrained]
+    untrained = [info(node) for node in traced.inputs if info(node).trained is False]
+    paths = [known.param_path or known.path or "" for known in untrained]
     return (f"no gradient reaches {', '.join(paths)}",) if paths else ()
 
 

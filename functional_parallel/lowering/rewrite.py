@@ -8,7 +8,7 @@ from sharding_specs import Mesh
 
 from ..collectives import Parts
 from ..functions import Layout
-from ..ir import simplify
+from ..ir import info, simplify
 from ..passes import (
     NAMES,
     Buckets,
@@ -123,7 +123,7 @@ def _pipelined(
     def finish(part: Program) -> None:
         part.backend = program.backend
         watch("cut", part, part.mesh)
-        donated = any(node.meta.get("donated") for node in part.traced.inputs)
+        donated = any(info(node).donated for node in part.traced.inputs)
         passes: list[ProgramPass] = [Reductions(), *_buckets(bucket), *([InPlace()] if donated else [])]
         part.passes, _ = run_passes(passes, part.traced, part.mesh, without, lambda name: watch(name, part, part.mesh))
         fuse_views(part.traced)

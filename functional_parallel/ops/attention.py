@@ -15,7 +15,7 @@ from torch import fx
 
 from .. import _torch, random
 from .. import collectives as fp
-from ..ir import differentiable, tensor_operands
+from ..ir import differentiable, info, tensor_operands
 from ..rules import WHOLE, Decision, Rule, Shard, Step, rule
 from ..tracing import intercept
 
@@ -136,7 +136,7 @@ differentiable(torch.ops.fp.attention.default, attention)
 
 def _text(node: fx.Node) -> str:
     """`"b (g r) s^ d^, b g t^ d^, b g t^ e^ -> b (g r) s e"`: a key head and its query heads stay together."""
-    q, k = (operand.meta["val"] for operand in tensor_operands(node)[:2])
+    q, k = (info(operand).aval for operand in tensor_operands(node)[:2])
     batch = [f"b{dim}" for dim in range(q.ndim - 3)]
     grouped = q.ndim > 2 and q.shape[-3] != k.shape[-3]
     heads = [] if q.ndim < 3 else ["(g r)"] if grouped else ["g"]
@@ -145,7 +145,7 @@ def _text(node: fx.Node) -> str:
     mask = node.args[3]
     if isinstance(mask, fx.Node):
         names = [*batch, *heads, "s^", "t^"]
-        shape = mask.meta["val"].shape
+        shape = info(mask).aval.shape
         text += ", " + " ".join(
             "1" if size == 1 else name for size, name in zip(shape, names[-len(shape) :], strict=True)
         )

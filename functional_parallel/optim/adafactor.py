@@ -160,7 +160,7 @@ def _placed(leaf: Any, spec: P) -> Any:
 
 def _whole_along(spec: P, dim: int) -> P:
     dims = [() if index == dim else factors for index, factors in enumerate(spec.dims)]
-    return P(*dims, padded={index: size for index, size in spec.padded.items() if index != dim})
+    return spec.replace(dims, padded={index: size for index, size in spec.padded.items() if index != dim})
 
 
 # -----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from .. import _torch
-from ..ir import Aval, Traced, tensor_operands, walk_args
+from ..ir import Aval, Traced, info, tensor_operands, update_info, walk_args
 from ..tracing import trace
 from .preparation import prepare
 
@@ -38,7 +38,7 @@ def decomposed(node: fx.Node) -> Traced | None:
     formula = _torch.decomposition_of(node.target) if node.target in _OPS else None
     if formula is None:
         return None
-    avals: list[Aval] = [operand.meta["val"] for operand in tensor_operands(node)]
+    avals: list[Aval] = [info(operand).aval for operand in tensor_operands(node)]
 
     def flat(*values: torch.Tensor) -> list[Any]:
         rest = iter(values)
@@ -49,5 +49,5 @@ def decomposed(node: fx.Node) -> Traced | None:
 
     traced = prepare(trace(flat, avals))
     for inner in traced.nodes:
-        inner.meta.update(source=node.meta["source"], backward=node.meta["backward"], no_grad=node.meta["no_grad"])
+        update_info(inner, source=info(node).source, backward=info(node).backward, no_grad=info(node).no_grad)
     return traced

@@ -18,7 +18,7 @@ from sharding_specs import P, Placement, broadcast_specs, register_dataclasses, 
 
 from ..collectives import Parts, axis_parts, current_axes, hidden_axes, hide, mesh_axis_size
 from ..functions import Layout, LocalFunction, PyTree, SpecTree, axis_mesh, full_specs, layout_of, refuse_unknown_axes
-from ..ir import Aval, Traced, hollow
+from ..ir import Aval, Traced, hollow, info
 from ..rules import REDUCED, WHOLE, Place, Shard, convert
 from ..tracing import depends_on_layouts, recorder, trace
 from .preparation import prepare
@@ -180,7 +180,7 @@ class _Partition:
             return None
         outputs = optree.tree_unflatten(entry.out_tree, entry.traced.outputs)
         full = broadcast_specs(self.out_specs, outputs)
-        shapes = optree.tree_map(lambda out: hollow(out.meta["val"]) if isinstance(out, fx.Node) else out, outputs)
+        shapes = optree.tree_map(lambda out: hollow(info(out).val) if isinstance(out, fx.Node) else out, outputs)
         require_dims(shapes, full, f"the results over {self.axis!r} (out_specs)")
         specs = optree.tree_leaves(full)
         return [place_of(spec, self.axis, self.inner.axes) for spec in specs]
@@ -288,13 +288,12 @@ def _merge_trees(before: SpecTree, own: SpecTree, axis: str, inner: Sequence[str
 
     def merge(a: P, b: P) -> P:
         if axis in b.reduced:
-            return P(*a.dims, unreduced=a.unreduced, reduced=a.reduced | {axis}, padded=a.padded)
+            return a.replace(reduced=a.reduced | {axis})
         if axis not in b.axes:
             return a
         if a.axes <= b.axes:
             told = b.only((*inner, axis))
-            reduced, unreduced = told.reduced | a.reduced, told.unreduced | a.unreduced
-            return P(*told.dims, unreduced=unreduced, reduced=reduced, padded=told.padded)
+            return told.replace(reduced=told.reduced | a.reduced, unreduced=told.unreduced | a.unreduced)
         mine = b.only({axis})
         return _with_place(a, place_of(mine, axis, ()), axis, mine.padded)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..ir import Aval, Traced, simplify
+from ..ir import Aval, Traced, info, set_info, simplify, update_info
 from ..rules import fuse_cross_entropy, note_enumerated
 
 __all__ = ["prepare"]
@@ -60,7 +60,7 @@ def _split_product(traced: Traced, node: fx.Node) -> None:
 def _split_convolution(traced: Traced, node: fx.Node) -> None:
     """`convolution(x, w, bias, …)` → `convolution(x, w, None, …) + bias` over the channels."""
     x, weight, bias, *rest = node.args
-    aval = node.meta["val"]
+    aval = info(node).aval
     with traced.graph.inserting_before(node):
         product = _call(traced, node, aten.convolution.default, (x, weight, None, *rest))
         shape = (-1 if dim == 1 else 1 for dim in range(aval.ndim))
@@ -73,8 +73,8 @@ def _split_convolution(traced: Traced, node: fx.Node) -> None:
 def _likelihood_of_rows(traced: Traced, node: fx.Node) -> None:
     """`nll_loss2d(z, …)` → `nll_loss` of one row of classes per pixel, and the softmax before it likewise."""
     scores, target, *rest = node.args
-    pixels = target.meta["val"].shape
-    if scores.target in _VIEWS and scores.args[0].meta["val"].shape[:2] == scores.meta["val"].shape[:2]:
+    pixels = info(target).aval.shape
+    if scores.target in _VIEWS and info(scores.args[0]).aval.shape[:2] == info(scores).aval.shape[:2]:
         scores = scores.args[0]  # of any number of dims, as the user has them
     with traced.graph.inserting_before(node):
         if scores.target is aten._log_softmax.default and scores.args[1] == 1:
@@ -84,22 +84,22 @@ def _likelihood_of_rows(traced: Traced, node: fx.Node) -> None:
             rows = _rows(traced, node, scores)
         flat = _viewed(traced, node, target, (math.prod(pixels),))
         losses = _call(traced, node, aten.nll_loss_forward.default, (rows, flat, *rest))
-        loss, total = node.meta["val"]
+        loss, total = info(node).avals
         if loss.ndim:
-            losses.meta["val"] = (Aval((math.prod(pixels),), loss.dtype, loss.device), total)
+            update_info(losses, val=(Aval((math.prod(pixels),), loss.dtype, loss.device), total))
     for user in list(node.users):
         user.replace_input_with(node, losses)
         if user.target is operator.getitem and user.args[1] == 0 and loss.ndim:
             with traced.graph.inserting_after(user):
                 whole = _viewed(traced, user, user, pixels)
-            user.meta["val"] = losses.meta["val"][0]
+            update_info(user, val=info(losses).avals[0])
             user.replace_all_uses_with(whole, delete_user_cb=lambda each, whole=whole: each is not whole)
             traced.outputs = [whole if out is user else out for out in traced.outputs]
 
 
 def _rows(traced: Traced, like: fx.Node, x: fx.Node) -> fx.Node:
     """`(n, c, …)` as `(n · …, c)`."""
-    aval = x.meta["val"]
+    aval = info(x).aval
     order = [0, *range(2, aval.ndim), 1]
     turned = Aval(tuple(aval.shape[dim] for dim in order), aval.dtype, aval.device)
     last = _call(traced, like, aten.permute.default, (x, order), turned)
@@ -107,31 +107,31 @@ def _rows(traced: Traced, like: fx.Node, x: fx.Node) -> fx.Node:
 
 
 def _viewed(traced: Traced, like: fx.Node, x: fx.Node, shape: tuple[int, ...]) -> fx.Node:
-    aval = x.meta["val"]
+    aval = info(x).aval
     return _call(traced, like, aten.view.default, (x, list(shape)), Aval(tuple(shape), aval.dtype, aval.device))
 
 
 def _like(rows: fx.Node, scores: fx.Node) -> Aval:
-    aval = scores.meta["val"]
-    return Aval(rows.meta["val"].shape, aval.dtype, aval.device)
+    aval = info(scores).aval
+    return Aval(info(rows).aval.shape, aval.dtype, aval.device)
 
 
 def _drop_empty(node: fx.Node) -> None:
     """`cat` skips tensors of shape (0,) whatever the others' dims are."""
-    parts = [part for part in node.args[0] if part.meta["val"].shape != (0,)]
+    parts = [part for part in node.args[0] if info(part).aval.shape != (0,)]
     if parts and len(parts) < len(node.args[0]):
         node.args = (parts, *node.args[1:])
 
 
 def _scaled(traced: Traced, node: fx.Node, value: Any, factor: Any) -> Any:
-    if not value.meta["val"].dtype.is_floating_point and not value.meta["val"].dtype.is_complex:
+    if not info(value).aval.dtype.is_floating_point and not info(value).aval.dtype.is_complex:
         factor = int(factor)  # as torch's kernels of products take it
-    return value if factor == 1 else _call(traced, node, aten.mul.Tensor, (value, factor), value.meta["val"])
+    return value if factor == 1 else _call(traced, node, aten.mul.Tensor, (value, factor), info(value).aval)
 
 
 def _call(traced: Traced, like: fx.Node, op: Any, args: tuple[Any, ...], aval: Aval | None = None) -> fx.Node:
     created = traced.graph.call_function(op, args)
-    created.meta.update(like.meta)
+    set_info(created, info(like))
     if aval is not None:
-        created.meta["val"] = aval
+        update_info(created, val=aval)
     return created

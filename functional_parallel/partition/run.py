@@ -23,6 +23,7 @@ from ..ir import (
     emit_node,
     explicit_casts,
     grad_mode_of,
+    info,
     inherit,
     is_trained,
     source_of,
@@ -154,13 +155,13 @@ class _Run:
         for inner in traced.nodes:
             self.compute(inner)
         values = [self.values[output] if isinstance(output, fx.Node) else output for output in traced.outputs]
-        self.values[node] = values if isinstance(node.meta["val"], tuple) else values[0]
+        self.values[node] = values if isinstance(info(node).val, tuple) else values[0]
         return True
 
     def _operand(self, node: fx.Node) -> Operand:
         value: _Value = self.values[node]
         completed = value.place == PARTIAL and WHOLE in value.forms  # to go on with parts would cost another sum
-        return Operand(node.meta["val"], WHOLE if completed else value.place, value.is_parameter)
+        return Operand(info(node).aval, WHOLE if completed else value.place, value.is_parameter)
 
     def _rule(self, step: Step) -> Rule:
         rule = lookup(step.node.target)
@@ -202,7 +203,7 @@ class _Run:
         if form == value.place:
             return value.part
         held_whole = isinstance(value.place, (Whole, Reduced))
-        if held_whole and (form == WHOLE or not (isinstance(form, Shard) or node.meta["val"].is_differentiable)):
+        if held_whole and (form == WHOLE or not (isinstance(form, Shard) or info(node).aval.is_differentiable)):
             return value.part
         if form not in value.forms:
             if isinstance(form, Shard) and value.place == WHOLE:
@@ -252,7 +253,7 @@ class _Run:
         if step.decision.extremum:
             parts = [_over_ranks(step.decision.extremum, part, self.axis) for part in parts]
         values = [_Value(place, part, static) for place, part in zip(step.decision.results, parts, strict=False)]
-        self.values[node] = values if isinstance(node.meta["val"], tuple) else values[0]
+        self.values[node] = values if isinstance(info(node).val, tuple) else values[0]
 
     # --- the end ---
 
@@ -275,7 +276,7 @@ class _Run:
     def _result(self, output: fx.Node, place: Place) -> Any:
         value = self.values[output]
         if value.place == REDUCED and place == WHOLE:
-            if output.meta["val"].is_differentiable:
+            if info(output).aval.is_differentiable:
                 return convert(value.part, REDUCED, WHOLE, self.axis, self.cut)
             return value.part.clone()  # of a parameter: what is computed without a gradient lies whole
         return self._in_form(output, place)
@@ -297,8 +298,7 @@ def _reduced(result: Aval | None) -> Place:
 
 
 def _results(node: fx.Node) -> list[Aval]:
-    value = node.meta["val"]
-    return list(value) if isinstance(value, tuple) else [value]
+    return list(info(node).avals)
 
 
 def _decision(rule: Rule, step: Step) -> Decision:

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from ..collectives import State
-from ..ir import Aval, Axes, Traced, axes_of_nodes
+from ..ir import Aval, Axes, Traced, axes_of_nodes, info, set_info
 
 __all__ = ["add_products_in_place"]
 
@@ -42,7 +42,7 @@ def add_products_in_place(traced: Traced) -> bool:
             continue
         with traced.graph.inserting_before(product):
             into = traced.graph.call_function(aten.addmm_.default, (total, *product.args))
-        into.meta = dict(node.meta)
+        set_info(into, info(node))
         position[into], axes[into] = position[product], axes[node]
         traced.replace(node, into)
         traced.graph.erase_node(product)
@@ -51,7 +51,7 @@ def add_products_in_place(traced: Traced) -> bool:
 
 
 def _axes_of_input(node: fx.Node) -> Axes:
-    return frozenset(axis for axis, state in node.meta.get("type", {}).items() if state is not State.INVARIANT)
+    return frozenset(axis for axis, state in (info(node).type or {}).items() if state is not State.INVARIANT)
 
 
 def _parts(node: fx.Node, position: Mapping[fx.Node, int]) -> tuple[fx.Node, fx.Node] | tuple[None, None]:
@@ -59,10 +59,10 @@ def _parts(node: fx.Node, position: Mapping[fx.Node, int]) -> tuple[fx.Node, fx.
     if len(node.args) != 2 or node.kwargs or not all(isinstance(arg, fx.Node) for arg in node.args):
         return None, None
     total, product = sorted(node.args, key=position.__getitem__)  # type: ignore[arg-type]
-    fits = total.meta["val"] == product.meta["val"] == node.meta["val"]
+    fits = info(total).val == info(product).val == info(node).val
     is_product = product.target is aten.mm.default and list(product.users) == [node] and total is not product
-    fits = fits and 1 not in product.meta["val"].shape  # a kernel for vectors adds term by term, and rounds otherwise
-    return (total, product) if fits and is_product and fuses(product.meta["val"]) else (None, None)
+    fits = fits and 1 not in info(product).aval.shape  # a kernel for vectors adds term by term, and rounds otherwise
+    return (total, product) if fits and is_product and fuses(info(product).aval) else (None, None)
 
 
 def fuses(like: Aval) -> bool:

@@ -17,7 +17,7 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..collectives import Type
-from ..ir import Aval, Traced, operands_of, primitive_name
+from ..ir import Aval, NodeInfo, Traced, info, operands_of, primitive_name, set_info
 from ..ops import PACK, UNPACK
 from .base import ProgramPass
 from .gathers import layer_of_gather
@@ -87,12 +87,12 @@ def _fitting(traced: Traced) -> int:
     """A size of which a backward fills several."""
     sums = [node for node in traced.nodes if _is_of_gradient(node)]
     following = {each for node in sums for each in _following(node)}
-    gradients = [node.args[0].meta["val"].nbytes for node in sums if node not in following]
+    gradients = [info(node.args[0]).aval.nbytes for node in sums if node not in following]
     return min(max(sum(gradients) // _BUCKETS, _LEAST), _MOST)
 
 
 def _is_of_gradient(node: fx.Node) -> bool:
-    return primitive_name(node) in ("psum", "psum_scatter") and node.args[0].meta["backward"]
+    return primitive_name(node) in ("psum", "psum_scatter") and info(node.args[0]).backward
 
 
 def _following(node: fx.Node) -> list[fx.Node]:
@@ -113,10 +113,10 @@ def _key(node: fx.Node) -> Hashable | None:
     parameter = name == "all_gather" and (_comes_from_parameter(node) or _is_only_returned(node))
     if not (gradient or parameter):
         return None
-    aval = node.args[0].meta["val"]
+    aval = info(node.args[0]).aval
     states = tuple(arg for arg in node.args[2:] if isinstance(arg, str))
     layer = layer_of_gather(node) if parameter and not _is_only_returned(node) else None
-    return (name, tuple(node.args[1]), states, aval.dtype, aval.device, layer, node.meta.get("no_grad"))
+    return (name, tuple(node.args[1]), states, aval.dtype, aval.device, layer, info(node).no_grad)
 
 
 def _looks(node: fx.Node) -> bool:
@@ -166,7 +166,7 @@ class _Bucket:
         self.members.append(node)
         self.following[node] = _following(node)
         self.waiting.update((node, *self.following[node]))
-        self.bytes += node.args[0].meta["val"].nbytes
+        self.bytes += info(node.args[0]).aval.nbytes
         return self.following[node]
 
     def send(self, traced: Traced, mesh: Mesh, before: fx.Node) -> None:
@@ -209,7 +209,7 @@ class _Bucket:
         following = self.following[group[0]]
         if not following:
             return sent, 0
-        aval, length = sent.meta["val"], sum(member.meta["val"].numel for member in group)
+        aval, length = info(sent).aval, sum(info(member).aval.numel for member in group)
         if length < aval.numel:
             sent = _write(traced, aten.slice.Tensor, (sent, 0, offset, offset + length), group[0], (length,), aval)
         for each in following:
@@ -220,8 +220,8 @@ class _Bucket:
         first = self.members[0]
         parts = ranks if kind == "psum_scatter" else 1
         values = [member.args[0] for member in self.members]
-        aval = values[0].meta["val"]
-        total = sum(value.meta["val"].numel for value in values)
+        aval = info(values[0]).aval
+        total = sum(info(value).aval.numel for value in values)
         dims = [member.args[2] if kind == "psum_scatter" else 0 for member in self.members]
         packed = _write(traced, PACK, (values, parts, dims), values[0], (total,), aval)
         states = [arg for arg in first.args[2:] if isinstance(arg, str)]
@@ -232,7 +232,7 @@ class _Bucket:
     def _part(
         self, traced: Traced, member: fx.Node, sent: fx.Node, kind: str, ranks: int, offset: int, shape: list[int]
     ) -> fx.Node:
-        aval, length = member.meta["val"], torch.Size(shape).numel()
+        aval, length = info(member).aval, torch.Size(shape).numel()
         if kind == "all_gather":
             return _write(traced, UNPACK, (sent, ranks, offset, shape, member.args[2]), member, aval.shape, aval)
         piece = _write(traced, aten.slice.Tensor, (sent, 0, offset, offset + length), member, (length,), aval)
@@ -241,19 +241,15 @@ class _Bucket:
 
 def _part_shape(member: fx.Node, kind: str) -> list[int]:
     """The shape of what one run of the packed result holds of a member."""
-    return list((member.args[0] if kind == "all_gather" else member).meta["val"].shape)
+    return list(info(member.args[0] if kind == "all_gather" else member).aval.shape)
 
 
 def _write(
     traced: Traced, target: Any, args: tuple[Any, ...], like: fx.Node, shape: tuple[int, ...], aval: Aval
 ) -> fx.Node:
     node = traced.graph.call_function(target, args)
-    node.meta = {
-        "val": Aval(tuple(shape), aval.dtype, aval.device),
-        "type": like.meta.get("type", Type()),
-        "source": like.meta["source"],
-        "backward": like.meta["backward"],
-        "no_grad": like.meta.get("no_grad", False),
-        "phase": like.meta.get("phase"),
-    }
+    known = info(like)
+    val = Aval(tuple(shape), aval.dtype, aval.device)
+    kept = NodeInfo(val, known.source, known.type or Type(), known.backward, known.no_grad, phase=known.phase)
+    set_info(node, kept)
     return node

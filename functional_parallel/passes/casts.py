@@ -13,7 +13,7 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Traced, primitive_name
+from ..ir import Traced, info, primitive_name, set_info, update_info
 from .base import ProgramPass
 
 __all__ = ["NarrowGathers"]
@@ -47,11 +47,11 @@ class NarrowGathers(ProgramPass):
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
         for node in reversed(list(traced.nodes)):  # of two gathers in a row the later one first
-            if primitive_name(node) != "all_gather" or node.meta["val"].dtype.itemsize <= self.dtype.itemsize:
+            if primitive_name(node) != "all_gather" or info(node).aval.dtype.itemsize <= self.dtype.itemsize:
                 continue
             uses = list(_uses(node))
             casts = [use for use in uses if use.target is aten._to_copy.default]
-            narrowing = [cast for cast in casts if cast.meta["val"].dtype == self.dtype]
+            narrowing = [cast for cast in casts if info(cast).aval.dtype == self.dtype]
             if uses and len(narrowing) == len(uses) and not any(output in _views(node) for output in traced.outputs):
                 self._swap(traced, node, narrowing)
 
@@ -59,10 +59,10 @@ class NarrowGathers(ProgramPass):
         operand = gather.args[0]
         with traced.graph.inserting_before(gather):
             moved = traced.graph.call_function(aten._to_copy.default, (operand,), {"dtype": self.dtype})
-        moved.meta = {**casts[0].meta, "type": operand.meta.get("type")}
-        moved.meta["val"] = replace(operand.meta["val"], dtype=self.dtype)
+        set_info(moved, replace(info(casts[0]), type=info(operand).type))
+        update_info(moved, val=replace(info(operand).aval, dtype=self.dtype))
         for node in _views(gather):
-            node.meta["val"] = replace(node.meta["val"], dtype=self.dtype)
+            update_info(node, val=replace(info(node).aval, dtype=self.dtype))
         gather.args = (moved, *gather.args[1:])
         for cast in casts:
             cast.replace_all_uses_with(cast.args[0])

@@ -18,7 +18,7 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Traced, operands_of
+from ..ir import Traced, info, operands_of
 from ..program import Ledger, Storage, viewed
 from .base import ProgramPass
 from .recompute import forward_nodes, recompute
@@ -63,8 +63,8 @@ class CheapValues:
         for node in self.ledger.nodes:
             for storage in self.ledger.storages[node]:
                 self.values.setdefault(storage, []).append(node)
-            if node.meta.get("recomputed"):
-                self.copies.setdefault(node.meta["forward"], []).append(node)
+            if info(node).recomputed:
+                self.copies.setdefault(info(node).forward_node, []).append(node)
         self.wanted: dict[Storage, int] = {}  # by the copies that are to be made, and where
 
     def drop(self) -> list[fx.Node]:
@@ -75,7 +75,7 @@ class CheapValues:
             taken = self._operands_of_copy(node) if _is_cheap(node) else None
             if taken is not None:
                 own = self.ledger.made_by(node)
-                dropped.update(each for s in own for each in self.values[s] if not each.meta["backward"])
+                dropped.update(each for s in own for each in self.values[s] if not info(each).backward)
                 instead |= {(node, operand): copy for operand, copy in taken.items()}
         recompute(self.traced, dropped, instead)
         copies = [node for node in self.traced.nodes if node not in self.number]
@@ -108,18 +108,18 @@ class CheapValues:
         """Where a copy would stand, if each result is kept for the backward, and nothing else takes it later."""
         first: float = math.inf
         for storage in own:
-            backward = [self.number[user] for user in self.users(storage) if user.meta["backward"]]
+            backward = [self.number[user] for user in self.users(storage) if info(user).backward]
             if not backward:
                 return None
             first = min(first, *backward, self.wanted.get(storage, math.inf))
-        others = (self.number[user] for storage in own for user in self.users(storage) if not user.meta["backward"])
+        others = (self.number[user] for storage in own for user in self.users(storage) if not info(user).backward)
         return int(first) if all(number < first for number in others) else None
 
     def users(self, storage: Storage) -> Iterator[fx.Node]:
         """The ops that take a value of a storage; the forward's views of it do not."""
         for value in self.values.get(storage, [storage[0]]):
             for user in value.users:
-                if user in self.number and (viewed(user) is None or user.meta["backward"]):
+                if user in self.number and (viewed(user) is None or info(user).backward):
                     yield user
 
     def may_drop(self, node: fx.Node) -> bool:

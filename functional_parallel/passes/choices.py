@@ -19,7 +19,7 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Traced, operands_of, primitive_name
+from ..ir import Traced, info, operands_of, primitive_name
 from ..program import COMMUNICATING, flops
 from .groups import Layers, made_of_parameters
 from .lifetimes import Lifetimes, Survey
@@ -149,7 +149,7 @@ class _Ladder:
         weights = made_of_parameters(self.forward)
         for node in self.forward:
             if primitive_name(node) == "all_gather" or not found.isdisjoint(operands_of(node)):
-                kept = copies[node] in there and any(user.meta["backward"] for user in copies[node].users)
+                kept = copies[node] in there and any(info(user).backward for user in copies[node].users)
                 if node in weights and not kept:
                     found.add(node)
         return found

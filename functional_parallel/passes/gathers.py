@@ -16,7 +16,7 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..collectives import MICROBATCH
-from ..ir import Traced, operands_of, primitive_name
+from ..ir import Traced, info, operands_of, primitive_name
 from .base import ProgramPass
 from .groups import is_numbered, layer_of_path
 from .recompute import forward_nodes, recompute
@@ -192,7 +192,7 @@ class Placement:
 
 def _group_key(gather: fx.Node) -> Hashable:
     """Gathers with equal keys that follow each other belong to one layer, in one direction."""
-    return layer_of_gather(gather), bool(gather.meta["backward"])
+    return layer_of_gather(gather), bool(info(gather).backward)
 
 
 def _recipe(gather: fx.Node) -> Hashable:
@@ -228,11 +228,11 @@ def stored_input(gather: fx.Node) -> fx.Node | None:
     node = gather.args[0]
     while node.op == "call_function" and (_is_view(node) or _is_gather(node)):
         node = node.args[0]
-    return node if node.op == "placeholder" and node.meta.get("parameter") else None
+    return node if node.op == "placeholder" and info(node).is_parameter else None
 
 
 def layer_of_gather(gather: fx.Node) -> str:
     """The layer whose parameter a gather gathers; what is in no stack of layers counts as one layer, unnamed."""
     node = stored_input(gather)
-    layer = "" if node is None else layer_of_path(node.meta["path"])
+    layer = "" if node is None else layer_of_path(info(node).path)
     return layer if is_numbered(layer) else ""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ..ir import Traced, operands_of
+from ..ir import Traced, info, operands_of
 
 __all__ = ["Layers", "is_numbered", "layer_of_path", "made_of_parameters"]
 
@@ -48,7 +48,7 @@ class Layers:
 
     @classmethod
     def find(cls, traced: Traced, forward: Collection[fx.Node]) -> Layers:
-        names = {node: {layer_of_path(node.meta["path"])} for node in traced.inputs if node.meta.get("parameter")}
+        names = {node: {layer_of_path(info(node).path)} for node in traced.inputs if info(node).is_parameter}
         weights = made_of_parameters(forward)  # gathers and casts stand anywhere: a layer is met where it computes
         order: dict[str, int] = {}
         of: dict[fx.Node, int] = {}
@@ -79,7 +79,7 @@ def made_of_parameters(forward: Collection[fx.Node]) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in forward:
         needs = operands_of(node)
-        found.update(need for need in needs if need.op == "placeholder" and need.meta.get("parameter"))
+        found.update(need for need in needs if need.op == "placeholder" and info(need).is_parameter)
         if needs and all(need in found for need in needs):
             found.add(node)
     return found

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Traced, operands_of, primitive_name
+from ..ir import Traced, info, operands_of, primitive_name, set_info
 from ..ops import ADAMW, ADAMW_IN_PLACE, PACK, UNPACK, UNPACK_INTO
 from ..program import aliases_of, root_of, shares_memory
 from .added_products import add_products_in_place
@@ -64,7 +64,7 @@ def _may_be_overwritten(update: fx.Node, position: dict[fx.Node, int], outputs: 
 
 def _dies_at(update: fx.Node, value: fx.Node, position: dict[fx.Node, int], outputs: list[object]) -> bool:
     root = root_of(value)
-    if root.op != "call_function" and not root.meta.get("donated"):
+    if root.op != "call_function" and not info(root).donated:
         return False
     aliases = aliases_of(root)
     users = {user for alias in aliases for user in alias.users if user not in aliases}
@@ -84,12 +84,12 @@ def _is_whole(value: fx.Node, root: fx.Node) -> bool:
 
 def _key(update: fx.Node) -> Hashable:
     """What updates must share to be done in one call: settings, dtype, device, ranks, and the bucket they wait for."""
-    aval = update.args[0].meta["val"]
+    aval = info(update.args[0]).aval
     root = update.args[1]
     while root.op == "call_function" and primitive_name(root) is None and shares_memory(root):
         root = root.args[0]
     source = root if primitive_name(root) is not None and root.args[0].target is PACK else None
-    type_, stops = update.args[0].meta["type"], update.meta.get("no_grad")
+    type_, stops = info(update.args[0]).type, info(update).no_grad
     return (*update.args[4:], aval.dtype, aval.device, type_, stops, source)
 
 
@@ -100,13 +100,13 @@ def _merge(traced: Traced, updates: list[fx.Node], before: fx.Node) -> None:
     gradients = [update.args[1] for update in updates]
     with traced.graph.inserting_before(before):
         merged = traced.graph.call_function(ADAMW_IN_PLACE, (held, gradients, *first.args[4:]))
-        merged.meta = {**first.meta, "val": tuple(value.meta["val"] for value in held)}
+        set_info(merged, replace(info(first), val=tuple(info(value).aval for value in held)))
         new: dict[fx.Node, fx.Node] = {}
         for index, update in enumerate(updates):
             for old in list(update.users):
                 place = old.args[1] * len(updates) + index
                 new[old] = traced.graph.call_function(operator.getitem, (merged, place))
-                new[old].meta = dict(old.meta)
+                set_info(new[old], info(old))
     for old, value in new.items():
         old.replace_all_uses_with(value)
         traced.graph.erase_node(old)
@@ -119,9 +119,9 @@ def _unpack_into_old(traced: Traced) -> None:
     """Let what comes out of a bucket, in the place of a donated input that is not needed any more, be written there."""
     position = {node: index for index, node in enumerate(traced.nodes)}
     for old in traced.inputs:
-        index = old.meta.get("becomes")
+        index = info(old).updated_output
         new = traced.outputs[index] if index is not None else None
-        if not (isinstance(new, fx.Node) and new.target is UNPACK and new.meta["val"] == old.meta["val"]):
+        if not (isinstance(new, fx.Node) and new.target is UNPACK and info(new).val == info(old).val):
             continue
         if traced.outputs.count(new) == 1 and _dies_at(new, old, position, traced.outputs):
             new.target, new.args = UNPACK_INTO, (old, *new.args)

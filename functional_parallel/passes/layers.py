@@ -8,12 +8,13 @@ gradients and taking them apart again leaves what was there.
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..ir import Aval, Traced, primitive_name
+from ..ir import Aval, Traced, info, primitive_name, set_info
 
 __all__ = ["fold_layers"]
 
@@ -97,17 +98,17 @@ class _Fold:
     def _write(self, like: fx.Node, args: tuple[Any, ...]) -> fx.Node:
         with self.traced.graph.inserting_before(like):
             node = self.traced.graph.call_function(like.target, args, dict(like.kwargs))
-        value = like.meta["val"]
-        node.meta = {**like.meta, "val": Aval(value.shape[1:], value.dtype, value.device)}
+        value = info(like).aval
+        set_info(node, replace(info(like), val=Aval(value.shape[1:], value.dtype, value.device)))
         return node
 
     def _written_zero(self, node: fx.Node) -> fx.Node:
-        value = node.meta["val"]
+        value = info(node).aval
         with self.traced.graph.inserting_before(node):
             zero = self.traced.graph.call_function(
                 aten.full.default, (list(value.shape), 0), {"dtype": value.dtype, "device": value.device}
             )
-        zero.meta = dict(node.meta)
+        set_info(zero, info(node))
         return zero
 
     def _replace(self, node: fx.Node, layer: fx.Node) -> None:
@@ -118,7 +119,7 @@ class _Fold:
 def _taken(node: fx.Node) -> tuple[fx.Node, int] | None:
     """The stack and the number of the layer that an op takes from it."""
     if node.target is aten.select.int and node.args[1] == 0:
-        return node.args[0], node.args[2] % node.args[0].meta["val"].shape[0]
+        return node.args[0], node.args[2] % info(node.args[0]).aval.shape[0]
     if node.target is operator.getitem and node.args[0].target is aten.unbind.int:
         unbind = node.args[0]
         if len(unbind.args) < 2 or unbind.args[1] == 0:
@@ -131,7 +132,7 @@ def _dims_of(node: fx.Node) -> int:
     if node.target is aten.slice.Tensor:
         return node.args[1] if len(node.args) > 1 else 0
     padded = len(node.args[1]) // 2
-    return node.meta["val"].ndim - padded
+    return info(node).aval.ndim - padded
 
 
 def _without_first_dim(node: fx.Node) -> tuple[Any, ...]:

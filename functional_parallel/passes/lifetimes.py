@@ -14,7 +14,7 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Traced, operands_of
+from ..ir import Traced, info, operands_of
 from ..program import Ledger, viewed, work
 
 __all__ = ["Curve", "Lifetimes", "Survey"]
@@ -66,7 +66,7 @@ class Lifetimes:
         self.nodes = self.ledger.nodes
         self.number = {node: index for index, node in enumerate(self.nodes)}
         self._elsewhere = {self.number[node] for node in elsewhere if node in self.number}
-        self._backward = [bool(node.meta["backward"]) for node in self.nodes]
+        self._backward = [bool(info(node).backward) for node in self.nodes]
         self._operands = [[self.number[v] for v in operands_of(node) if v in self.number] for node in self.nodes]
         self._users = [[self.number[user] for user in node.users if user in self.number] for node in self.nodes]
         self._base = [None if (base := viewed(node)) is None else self.number.get(base, -1) for node in self.nodes]

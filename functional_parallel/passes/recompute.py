@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from torch import fx
 
-from ..ir import Traced, operands_of
+from ..ir import Traced, info, operands_of, set_info
 
 __all__ = ["forward_nodes", "recompute"]
 
@@ -16,7 +17,7 @@ def forward_nodes(traced: Traced) -> list[fx.Node]:
     later: set[fx.Node] = set()
     found = []
     for node in traced.nodes:
-        if node.meta["backward"] or any(operand in later for operand in operands_of(node)):
+        if info(node).backward or any(operand in later for operand in operands_of(node)):
             later.add(node)
         else:
             found.append(node)
@@ -37,13 +38,13 @@ def recompute(
     position = {node: index for index, node in enumerate(traced.graph.nodes)}
     copies: dict[fx.Node, fx.Node] = {}
     for node in list(traced.nodes):
-        if not node.meta["backward"]:
+        if not info(node).backward:
             continue
         for needed in sorted(_missing(node, dropped, copies), key=position.__getitem__):
             with traced.graph.inserting_before(node):
                 taken = {a: copies.get(a, instead.get((needed, a), a)) for a in operands_of(needed)}
                 copy = copies[needed] = traced.graph.node_copy(needed, taken.__getitem__)
-            copy.meta = {**needed.meta, "backward": True, "recomputed": True, "forward": needed}
+            set_info(copy, replace(info(needed), backward=True, recomputed=True, forward_node=needed))
         for operand in operands_of(node):
             if operand in copies:
                 node.replace_input_with(operand, copies[operand])

@@ -14,7 +14,7 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Traced, primitive_name
+from ..ir import Traced, info, primitive_name, set_info, update_info
 from .base import ProgramPass
 from .linear import is_linear
 
@@ -54,7 +54,7 @@ class ReduceIn(ProgramPass):
         for node in pending:
             reached.add(node)
             for user in list(node.users):
-                if primitive_name(user) in _SUMS and user.meta["val"].dtype == start.meta["val"].dtype:
+                if primitive_name(user) in _SUMS and info(user).aval.dtype == info(start).aval.dtype:
                     pending.append(self._narrow(traced, user))
                 elif is_linear(user) or _is_sum_of_two(user) or _is_end_to_end(user, reached):
                     pending.append(user)
@@ -62,20 +62,20 @@ class ReduceIn(ProgramPass):
     def _narrow_sums_before(self, traced: Traced, start: fx.Node) -> None:
         """The sum of a gradient that an island left wide, and that is rounded after it."""
         rounding = start.args[0]
-        if rounding.target is aten._to_copy.default and rounding.args[0].meta["val"].dtype == start.meta["val"].dtype:
+        if rounding.target is aten._to_copy.default and info(rounding.args[0]).aval.dtype == info(start).aval.dtype:
             for node in _chain(rounding):
                 if primitive_name(node) in _SUMS:
                     self._narrow(traced, node)
 
     def _narrow(self, traced: Traced, total: fx.Node) -> fx.Node:
         """Send a sum's operand narrow, and widen its result."""
-        operand, wide = total.args[0], total.meta["val"]
+        operand, wide = total.args[0], info(total).aval
         with traced.graph.inserting_before(total):
             narrow = _source_of_cast(operand, self.dtype) or _to(traced, operand, self.dtype, operand)
         total.args = (narrow, *total.args[1:])
         with traced.graph.inserting_after(total):
             result = _to(traced, total, wide.dtype, total)
-        total.meta["val"] = replace(wide, dtype=self.dtype)
+        update_info(total, val=replace(wide, dtype=self.dtype))
         total.replace_all_uses_with(result, delete_user_cb=lambda user: user is not result)
         traced.outputs = [result if output is total else output for output in traced.outputs]
         return result
@@ -83,10 +83,10 @@ class ReduceIn(ProgramPass):
 
 def _widens_a_gradient(node: fx.Node) -> bool:
     """Whether a node is the transpose of the cast of a parameter."""
-    source = node.meta["source"]
-    if node.target is not aten._to_copy.default or not node.meta["backward"] or source is None:
+    source = info(node).source
+    if node.target is not aten._to_copy.default or not info(node).backward or source is None:
         return False
-    return source.casts_parameters and node.args[0].meta["val"].dtype.itemsize < node.meta["val"].dtype.itemsize
+    return source.casts_parameters and info(node.args[0]).aval.dtype.itemsize < info(node).aval.dtype.itemsize
 
 
 def _cast_before_sums(traced: Traced, cast: fx.Node) -> list[fx.Node]:
@@ -94,9 +94,9 @@ def _cast_before_sums(traced: Traced, cast: fx.Node) -> list[fx.Node]:
     chain = _chain(cast)
     if not any(primitive_name(node) in _SUMS or _is_sum_of_two(node) for node in chain):
         return [cast]
-    wide, moved = cast.meta["val"].dtype, []
+    wide, moved = info(cast).aval.dtype, []
     for node in chain:
-        node.meta["val"] = replace(node.meta["val"], dtype=wide)
+        update_info(node, val=replace(info(node).aval, dtype=wide))
     for node in chain:
         for operand in {each: None for each in node.all_input_nodes if each not in chain}:
             with traced.graph.inserting_before(node):
@@ -113,7 +113,7 @@ def _chain(cast: fx.Node) -> list[fx.Node]:
     found = []
     pending = [cast.args[0]]
     for node in pending:
-        only = node.op == "call_function" and len(node.users) == 1 and node.meta["backward"]
+        only = node.op == "call_function" and len(node.users) == 1 and info(node).backward
         if only and (is_linear(node) or _is_sum_of_two(node) or primitive_name(node) in _SUMS):
             found.append(node)
             pending += node.args[:2] if _is_sum_of_two(node) else node.args[:1]
@@ -122,7 +122,7 @@ def _chain(cast: fx.Node) -> list[fx.Node]:
 
 def _is_sum_of_two(node: fx.Node) -> bool:
     both = node.target is aten.add.Tensor and all(isinstance(arg, fx.Node) for arg in node.args) and not node.kwargs
-    return both and len({arg.meta["val"] for arg in node.args}) == 1
+    return both and len({info(arg).val for arg in node.args}) == 1
 
 
 def _is_end_to_end(node: fx.Node, parts: set[fx.Node]) -> bool:
@@ -131,12 +131,12 @@ def _is_end_to_end(node: fx.Node, parts: set[fx.Node]) -> bool:
 
 def _source_of_cast(node: fx.Node, dtype: torch.dtype) -> fx.Node | None:
     """What a value was cast from, if it had that type."""
-    if node.target is aten._to_copy.default and node.args[0].meta["val"].dtype == dtype:
+    if node.target is aten._to_copy.default and info(node.args[0]).aval.dtype == dtype:
         return node.args[0]
     return None
 
 
 def _to(traced: Traced, value: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
     node = traced.graph.call_function(aten._to_copy.default, (value,), {"dtype": dtype})
-    node.meta = {**like.meta, "type": value.meta.get("type"), "val": replace(value.meta["val"], dtype=dtype)}
+    set_info(node, replace(info(like), type=info(value).type, val=replace(info(value).aval, dtype=dtype)))
     return node

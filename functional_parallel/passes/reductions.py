@@ -12,7 +12,7 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Traced, primitive_name
+from ..ir import Traced, info, primitive_name
 from .base import ProgramPass
 
 __all__ = ["Reductions"]
@@ -28,7 +28,7 @@ class Reductions(ProgramPass):
     def run(self, traced: Traced, mesh: Mesh) -> None:
         first = list(traced.inputs)  # and after them the sums of those of them that are gradients
         for node in list(traced.nodes):
-            if primitive_name(node) not in ("psum", "psum_scatter") or not node.args[0].meta["backward"]:
+            if primitive_name(node) not in ("psum", "psum_scatter") or not info(node.args[0]).backward:
                 continue
             gradient, chain = _cast_on_the_way(node)
             if gradient.op == "get_attr":

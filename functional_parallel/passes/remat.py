@@ -12,7 +12,7 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Traced, operands_of
+from ..ir import Traced, operands_of, source_of
 from .base import ProgramPass
 from .groups import Layers, made_of_parameters
 from .recompute import forward_nodes, recompute
@@ -67,7 +67,7 @@ class Marked(ProgramPass):
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
         forward = forward_nodes(traced)
-        regions = {node: node.meta["source"].region if node.meta["source"] else None for node in forward}
+        regions = {node: source.region if (source := source_of(node)) else None for node in forward}
         if any(region is not None for region in regions.values()):
             recompute(traced, inside(forward, regions))
 

@@ -14,7 +14,7 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Traced, primitive_name
+from ..ir import Traced, info, primitive_name, update_info
 from .base import ProgramPass
 from .swap import let_pass
 
@@ -44,13 +44,13 @@ class ShardsFirst(ProgramPass):
             return False
 
         def is_passed(node: fx.Node) -> bool:
-            if not (self._is_ours(node) and node.meta["backward"]):
+            if not (self._is_ours(node) and info(node).backward):
                 return False
             return name == "psum_scatter" or _is_inside(reduction, node, mesh)
 
         ahead = let_pass(traced, reduction, is_passed)
         for node in ahead:  # an optimizer's reduce-scatter becomes part of the backward
-            node.meta["backward"] = True
+            update_info(node, backward=True)
         return bool(ahead)
 
     def _is_ours(self, node: fx.Node) -> bool:

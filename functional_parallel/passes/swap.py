@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from ..ir import Traced, primitive_name
+from ..ir import Traced, info, primitive_name, update_info
 from .linear import is_linear
 
 __all__ = ["is_cast", "let_pass"]
@@ -24,8 +24,8 @@ def _widens(node: fx.Node) -> bool:
     """Whether an op casts to a type in which a sum is the more exact."""
     return (
         is_cast(node)
-        and node.meta["val"].dtype.is_floating_point
-        and node.meta["val"].dtype.itemsize > node.args[0].meta["val"].dtype.itemsize
+        and info(node).aval.dtype.is_floating_point
+        and info(node).aval.dtype.itemsize > info(node.args[0]).aval.dtype.itemsize
     )
 
 
@@ -73,7 +73,7 @@ def _sums_before(
             pending.append(node.args[0])
         else:
             return [], []
-    alike = len({(tuple(node.args[1]), *node.args[2:], node.args[0].meta["type"]) for node in sums}) == 1
+    alike = len({(tuple(node.args[1]), *node.args[2:], info(node.args[0]).type) for node in sums}) == 1
     casts = {axis for node in path if primitive_name(node) == "pcast" for axis in node.args[1]}
     return (sums, path) if alike and not casts.intersection(sums[0].args[1]) else ([], [])
 
@@ -81,7 +81,7 @@ def _sums_before(
 def _swap(traced: Traced, sums: list[fx.Node], ahead: list[fx.Node]) -> None:
     """Leave one of several sums, behind what goes ahead of them; the last of that is the reduction."""
     reduction, axes, last = ahead[-1], tuple(sums[0].args[1]), sums[0]
-    state = last.args[0].meta["type"][axes[0]]
+    state = info(last.args[0]).typed[axes[0]]
     for node in sums:
         node.replace_all_uses_with(node.args[0])
     for node in sums[1:]:
@@ -90,6 +90,6 @@ def _swap(traced: Traced, sums: list[fx.Node], ahead: list[fx.Node]) -> None:
     reduction.replace_all_uses_with(last)
     traced.outputs = [last if output is reduction else output for output in traced.outputs]
     last.args = (reduction, *last.args[1:])
-    last.meta.update(val=reduction.meta["val"], type=reduction.meta["type"])
+    update_info(last, val=info(reduction).val, type=info(reduction).type)
     for node in ahead:
-        node.meta["type"] = node.meta["type"].having(axes, state)
+        update_info(node, type=info(node).typed.having(axes, state))

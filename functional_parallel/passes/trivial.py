@@ -9,7 +9,7 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Traced, primitive_name
+from ..ir import Traced, info, primitive_name
 
 __all__ = ["drop_trivial"]
 
@@ -37,7 +37,7 @@ def drop_trivial(traced: Traced, mesh: Mesh, kept: Sequence[str] = ()) -> Traced
             continue
         operand = node.args[0]
         assert isinstance(operand, fx.Node)
-        if node.meta.get("no_grad"):  # a derivative stops there
+        if info(node).no_grad:  # a derivative stops there
             node.target, node.args = torch.ops.aten.alias.default, (operand,)
         else:
             traced.replace(node, operand)
@@ -47,6 +47,6 @@ def drop_trivial(traced: Traced, mesh: Mesh, kept: Sequence[str] = ()) -> Traced
 
 def _drop_index(node: fx.Node, mesh: Mesh) -> None:
     if mesh.axis_size(node.args[0]) == 1:
-        aval = node.meta["val"]
+        aval = info(node).aval
         node.target, node.args = torch.ops.aten.zeros.default, (list(aval.shape),)
         node.kwargs = {"dtype": aval.dtype, "device": aval.device}

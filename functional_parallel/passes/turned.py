@@ -14,7 +14,7 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Traced, primitive_name
+from ..ir import Traced, info, primitive_name, set_info, update_info
 from .base import ProgramPass
 
 __all__ = ["Turned"]
@@ -31,7 +31,7 @@ class Turned(ProgramPass):
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
         for node in list(traced.nodes):
-            if not (_turns(node) and node.meta["backward"]):
+            if not (_turns(node) and info(node).backward):
                 continue
             source = node.args[0]
             if source.op == "call_function" and _turns(source):
@@ -44,10 +44,10 @@ class Turned(ProgramPass):
 def _turns(node: fx.Node) -> bool:
     """Whether the op exchanges the dims of a matrix."""
     if node.target is aten.t.default:
-        return len(node.meta["val"].shape) == 2
+        return len(info(node).aval.shape) == 2
     if node.target is aten.permute.default:
         return [dim % 2 for dim in node.args[1]] == [1, 0] and len(node.args[1]) == 2
-    return node.target is aten.transpose.int and len(node.meta["val"].shape) == 2 and _are_different(*node.args[1:3])
+    return node.target is aten.transpose.int and len(info(node).aval.shape) == 2 and _are_different(*node.args[1:3])
 
 
 def _are_different(a: int, b: int) -> bool:
@@ -63,7 +63,7 @@ def _can_turn(node: fx.Node, outputs: list[object]) -> bool:
     if node.target is aten.add.Tensor:
         return all(
             isinstance(each, fx.Node)
-            and each.meta["val"].shape == node.meta["val"].shape
+            and info(each).aval.shape == info(node).aval.shape
             and each not in node.args[:index]
             and _can_turn(each, outputs)
             for index, each in enumerate(node.args)
@@ -77,7 +77,7 @@ def _is_through(node: fx.Node) -> bool:
 
 def _turn(graph: fx.Graph, node: fx.Node) -> None:
     """Turn a value where it is computed, in place."""
-    node.meta["val"] = replace(node.meta["val"], shape=node.meta["val"].shape[::-1])
+    update_info(node, val=replace(info(node).aval, shape=info(node).aval.shape[::-1]))
     if node.target is aten.mm.default:
         with graph.inserting_before(node):
             a, b = (_turned(graph, each) for each in node.args)
@@ -95,6 +95,6 @@ def _turned(graph: fx.Graph, node: fx.Node) -> fx.Node:
     if node.op == "call_function" and _turns(node):
         return node.args[0]
     view = graph.call_function(aten.t.default, (node,))
-    view.meta = {**node.meta, "val": replace(node.meta["val"], shape=node.meta["val"].shape[::-1])}
-    view.meta["backward"] = True
+    set_info(view, replace(info(node), val=replace(info(node).aval, shape=info(node).aval.shape[::-1])))
+    update_info(view, backward=True)
     return view

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from ..ir import Traced
+from ..ir import Traced, info
 
 __all__ = ["fuse_views"]
 
@@ -46,7 +46,7 @@ def fuse_views(traced: Traced) -> Traced:
         if arrangement is None:
             continue
         base = arrangement.base
-        if _is_in_order(arrangement) and base.meta["val"].shape == node.meta["val"].shape:
+        if _is_in_order(arrangement) and info(base).aval.shape == info(node).aval.shape:
             node.replace_all_uses_with(base)
             undone[node] = base
             continue
@@ -62,13 +62,13 @@ def _arrangement(node: fx.Node, found: dict[fx.Node, _Arrangement]) -> _Arrangem
     if node.target not in _ARRANGE:
         return None
     source = node.args[0]
-    before = found.get(source) or _Arrangement(source, _dims(tuple(range(source.meta["val"].ndim)), source))
+    before = found.get(source) or _Arrangement(source, _dims(tuple(range(info(source).aval.ndim)), source))
     dims = _ARRANGE[node.target](before.dims, node)
     return None if dims is None else _Arrangement(before.base, dims)
 
 
 def _dims(dims: tuple[int | None, ...], base: fx.Node) -> tuple[int | None, ...]:
-    shape = base.meta["val"].shape
+    shape = info(base).aval.shape
     return tuple(None if dim is None or shape[dim] == 1 else dim for dim in dims)
 
 
@@ -79,11 +79,11 @@ def _is_in_order(arrangement: _Arrangement) -> bool:
 
 def _write(node: fx.Node, arrangement: _Arrangement) -> None:
     """Make the node one op on the base, where there is one."""
-    base, shape = arrangement.base, node.meta["val"].shape
+    base, shape = arrangement.base, info(node).aval.shape
     if _is_in_order(arrangement):
         node.target, node.args = aten.view.default, (base.args[0] if base.target in _VIEWS else base, list(shape))
-    elif len(shape) == base.meta["val"].ndim:
-        ones = iter(dim for dim, size in enumerate(base.meta["val"].shape) if size == 1)
+    elif len(shape) == info(base).aval.ndim:
+        ones = iter(dim for dim, size in enumerate(info(base).aval.shape) if size == 1)
         order = [next(ones) if dim is None else dim for dim in arrangement.dims]
         node.target, node.args = aten.permute.default, (base, order)
 
@@ -109,7 +109,7 @@ def _transpose(dims: _Dims, node: fx.Node) -> _Dims | None:
 
 def _resize(dims: _Dims, node: fx.Node) -> _Dims | None:
     """Ones come and go; anything else is no arrangement."""
-    before, after = node.args[0].meta["val"].shape, node.meta["val"].shape
+    before, after = info(node.args[0]).aval.shape, info(node).aval.shape
     if [size for size in before if size != 1] != [size for size in after if size != 1]:
         return None
     kept = iter(dim for dim in dims if dim is not None)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from ..ir import Aval, Traced, operands_of
+from ..ir import Aval, Traced, info, operands_of
 from ..program import viewed
 from .roles import Role, Roles
 
@@ -31,7 +31,7 @@ def assign(traced: Traced, roles: Roles, cut: Mapping[fx.Node, int], last: int) 
             continue
         if node not in roles.backward:
             stage[node] = max([cut[node], *(stage[each] for each in operands_of(node) if each in stage)])
-        elif node.meta.get("recomputed") and _forward(node) in stage:
+        elif info(node).recomputed and _forward(node) in stage:
             stage[node] = stage[_forward(node)]  # type: ignore[index]
             _keep_what_crosses(node, stage)
         else:
@@ -43,7 +43,7 @@ def assign(traced: Traced, roles: Roles, cut: Mapping[fx.Node, int], last: int) 
 
 def _of_backward(node: fx.Node, roles: Roles, stage: dict[fx.Node, int], last: int) -> int:
     operands = [each for each in operands_of(node) if each in stage]
-    found = [stage[each] for each in operands if each in roles.backward and not each.meta.get("recomputed")]
+    found = [stage[each] for each in operands if each in roles.backward and not info(each).recomputed]
     forward = _forward(node)
     if forward in stage:
         found.append(stage[forward])  # type: ignore[index]
@@ -56,7 +56,7 @@ def _view_where_used(traced: Traced, roles: Roles, stage: dict[fx.Node, int]) ->
     """Other stages make the views of a value that only they use: they are sent the value once, not every view."""
     kept = {*traced.outputs, *(total.args[0] for total in roles.totals)}
     for node in reversed(list(traced.nodes)):
-        if node not in stage or node in kept or node.meta.get("recomputed") or not _is_whole_view(node):
+        if node not in stage or node in kept or info(node).recomputed or not _is_whole_view(node):
             continue
         users = [stage[user] for user in node.users if user in stage]
         nearest = (max if node in roles.backward else min)(users, default=stage[node])
@@ -67,16 +67,16 @@ def _view_where_used(traced: Traced, roles: Roles, stage: dict[fx.Node, int]) ->
 def _is_whole_view(node: fx.Node) -> bool:
     """Whether an op is a view of all of a value, which is no larger than the view."""
     base = viewed(node)
-    if base is None or not isinstance(base.meta["val"], Aval) or not isinstance(node.meta["val"], Aval):
+    if base is None or not isinstance(info(base).val, Aval) or not isinstance(info(node).val, Aval):
         return False
-    return base.meta["val"].nbytes <= node.meta["val"].nbytes
+    return info(base).aval.nbytes <= info(node).aval.nbytes
 
 
 def _forward(node: fx.Node) -> fx.Node | None:
     """The forward op that a backward op belongs to, or the equal one that stands for it now."""
-    forward = node.meta.get("forward")
-    while forward is not None and "merged" in forward.meta:
-        forward = forward.meta["merged"]
+    forward = info(node).forward_node
+    while forward is not None and info(forward).replaced_by is not None:
+        forward = info(forward).replaced_by
     return forward
 
 
@@ -84,5 +84,5 @@ def _keep_what_crosses(node: fx.Node, stage: dict[fx.Node, int]) -> None:
     """A stage computes again what is its own; what it was sent for the forward, it keeps."""
     for operand in operands_of(node):
         forward = _forward(operand)
-        if operand.meta.get("recomputed") and operand in stage and stage[operand] != stage[node] and forward in stage:
+        if info(operand).recomputed and operand in stage and stage[operand] != stage[node] and forward in stage:
             node.replace_input_with(operand, forward)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..collectives import Parts
-from ..ir import Traced, operands_of, primitive_name, source_of
+from ..ir import Traced, info, operands_of, primitive_name, set_info, source_of
 from ..passes import CASTS, CheapAgain, microbatch_dim, names_axis
 from ..program import Program
 from ..schedules import Schedule
@@ -108,7 +108,7 @@ class _Build:
         self.roles = prepared(program, plan.virtual, inlined)
         self.schedule = plan.on(program.mesh)
         self.cut_dims = {
-            node: microbatch_dim(spec, plan.virtual, str(node.meta.get("path")))
+            node: microbatch_dim(spec, plan.virtual, str(info(node).path))
             for node, spec in zip(self.traced.inputs, program.in_specs, strict=True)
             if node in self.roles.varying
         }
@@ -171,7 +171,7 @@ class _Build:
         for node, spec, path in zip(epilogue.outputs, self.program.out_specs, self.program.out_paths, strict=True):
             if not isinstance(node, fx.Node) or node in epilogue.replaces:
                 continue
-            per_sample, dtype = self.plan.virtual in spec.axes, node.meta["val"].dtype
+            per_sample, dtype = self.plan.virtual in spec.axes, info(node).aval.dtype
             if per_sample or not (dtype.is_floating_point or dtype.is_complex):
                 why = "has a value per sample" if per_sample else f"is of {dtype}, which has no mean"
                 raise PipelineError(
@@ -191,7 +191,7 @@ class _Build:
             if node in self.cut_dims:
                 dim = self.cut_dims[node]
                 ranks = mesh.axis_size(tuple(each for each in spec.dim_axes()[dim] if each != axis))
-                each, count = node.meta["val"].shape[dim], self.schedule.microbatches
+                each, count = info(node).aval.shape[dim], self.schedule.microbatches
                 whole = self.parts.whole(each) * (count // self.parts.ranks) * ranks
                 return (
                     f"a batch of {whole} = {_lengths(self.parts, each)} per microbatch · {count} microbatches · "
@@ -304,10 +304,10 @@ def _sum_one_by_one(traced: Traced) -> None:
         for tensor in node.args[0]:  # type: ignore[union-attr]
             with traced.graph.inserting_before(node):
                 one = traced.graph.call_function(squares, ([tensor],))
-                one.meta = dict(node.meta)
+                set_info(one, info(node))
                 if total is not None:
                     one = traced.graph.call_function(add, (total, one))
-                    one.meta = dict(node.meta)
+                    set_info(one, info(node))
             total = one
         assert total is not None
         traced.replace(node, total)

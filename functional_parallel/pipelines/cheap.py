@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from ..ir import Traced, operands_of
+from ..ir import Traced, info, operands_of, update_info
 from ..passes import CheapValues
 from .roles import Role, Roles
 
@@ -20,8 +20,8 @@ def compute_cheap_again(traced: Traced, roles: Roles, stage: dict[fx.Node, int])
         stage: per staged op its stage; the copies get theirs, and what nothing takes any more has none.
     """
     for copy in _CheapInStages(traced, roles, stage).drop():
-        copy.meta["cheap"] = True
-        stage[copy] = stage[copy.meta["forward"]]
+        update_info(copy, is_cheap_copy=True)
+        stage[copy] = stage[info(copy).forward_node]
         roles.of[copy] = Role.STAGED
         roles.backward.add(copy)
         roles.varying.add(copy)
@@ -47,7 +47,7 @@ class _CheapInStages(CheapValues):
         }
 
     def may_drop(self, node: fx.Node) -> bool:
-        users = (user for s in self.ledger.made_by(node) for user in self.users(s) if user.meta["backward"])
+        users = (user for s in self.ledger.made_by(node) for user in self.users(s) if info(user).backward)
         return (
             super().may_drop(node)
             and node in self.stage

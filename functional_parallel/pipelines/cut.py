@@ -18,7 +18,7 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Aval, Source, Traced, operands_of, source_of
+from ..ir import Aval, Source, Traced, info, operands_of, source_of
 from ..program import work
 from ..schedules import count
 from .roles import PipelineError, Role, Roles
@@ -119,7 +119,7 @@ def _by_layers(
     found, last = {}, 0
     for node in forward:
         for parameter in _weights(node, roles):
-            path = parameter.meta["own_path"]
+            path = info(parameter).param_path
             if path in lengths:
                 last = max(last, stage_of_layer(path, lengths, stages))
         found[node] = last
@@ -136,7 +136,7 @@ def _check_stacks(traced: Traced, roles: Roles) -> None:
         node for node in traced.nodes if node.target is torch.ops.aten.stack.default and roles.of[node] is Role.ONCE
     ]
     for node in whole:
-        if any(operand.meta.get("parameter") for operand in operands_of(node)):
+        if any(info(operand).is_parameter for operand in operands_of(node)):
             user = next(iter(node.users))
             raise PipelineError(
                 f"{source_of(user)}: {user.target} uses a stack of layers as a whole, but its layers live on different "
@@ -157,8 +157,8 @@ def _costs(forward: Sequence[fx.Node], roles: Roles, balance: str, mesh: Mesh) -
     for node in forward:
         parameters = [o for o in _weights(node, roles) if o not in seen]
         seen.update(parameters)
-        kept = node.meta["val"].nbytes if _is_kept(node, roles) else 0
-        found.append(float(kept + sum(o.meta["val"].nbytes for o in parameters)))
+        kept = info(node).aval.nbytes if _is_kept(node, roles) else 0
+        found.append(float(kept + sum(info(o).aval.nbytes for o in parameters)))
     return found
 
 
@@ -167,7 +167,7 @@ def _weights(node: fx.Node, roles: Roles) -> list[fx.Node]:
     pending, found = operands_of(node), []
     while pending:
         value = pending.pop()
-        if value.op == "placeholder" and value.meta.get("parameter"):
+        if value.op == "placeholder" and info(value).is_parameter:
             found.append(value)
         elif roles.of.get(value) is Role.ONCE:
             pending += operands_of(value)
@@ -175,7 +175,7 @@ def _weights(node: fx.Node, roles: Roles) -> list[fx.Node]:
 
 
 def _is_kept(node: fx.Node, roles: Roles) -> bool:
-    return isinstance(node.meta["val"], Aval) and any(user in roles.backward for user in node.users)
+    return isinstance(info(node).val, Aval) and any(user in roles.backward for user in node.users)
 
 
 def finest(traced: Traced, roles: Roles, mesh: Mesh) -> tuple[dict[fx.Node, int], int]:
@@ -268,7 +268,7 @@ def _places(forward: list[fx.Node]) -> dict[int, int]:
     change = [0] * (len(forward) + 1)
     for node, index in position.items():
         last = max((position[user] for user in node.users if user in position), default=index)
-        size = node.meta["val"].nbytes if isinstance(node.meta["val"], Aval) else 1 << 60
+        size = info(node).aval.nbytes if isinstance(info(node).val, Aval) else 1 << 60
         change[index + 1] += size
         change[last + 1] -= size if last + 1 <= len(forward) else 0
     crossing, bytes_now = [], 0

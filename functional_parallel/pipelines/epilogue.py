@@ -15,7 +15,7 @@ from torch import fx
 
 from sharding_specs import P
 
-from ..ir import operands_of, primitive_name
+from ..ir import info, operands_of, primitive_name, update_info
 from ..program import aliases_of, root_of
 from .extract import Extractor, Part
 from .late_graph import Given, LateGraph
@@ -35,7 +35,7 @@ class Exchange(NamedTuple):
     @property
     def phase(self) -> str:
         """The part of the step that it belongs to; an input of the step is sent for the update."""
-        return self.node.meta.get("phase") or "update"
+        return info(self.node).phase or "update"
 
 
 @dataclass(frozen=True)
@@ -142,13 +142,13 @@ class EpilogueBuilder:
         becomes = {self.links[index]: node for index, node in enumerate(self.traced.outputs) if index in self.links}
         for node, placeholder in zip(part.inputs, part.program.traced.inputs, strict=True):
             new = becomes.get(node)
-            placeholder.meta["donated"] = self._may_be_overwritten(node, rank, level)
-            placeholder.meta["becomes"] = part.outputs.index(new) if new in part.outputs else None
+            update_info(placeholder, donated=self._may_be_overwritten(node, rank, level))
+            update_info(placeholder, updated_output=part.outputs.index(new) if new in part.outputs else None)
 
     def _may_be_overwritten(self, node: fx.Node, rank: int, level: int) -> bool:
         """Whether an input was given up, and nothing after this level, and no other rank, asks for what lies there."""
         given = self.given.get(node)
-        if given is None or given.kind != "input" or not given.node.meta.get("donated") or given.node in self.kept:
+        if given is None or given.kind != "input" or not info(given.node).donated or given.node in self.kept:
             return False
         aliases = aliases_of(node)
         users = [user for alias in aliases for user in alias.users if user.op != "output" and rank in self.at[user]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -11,7 +11,7 @@ from torch import fx
 from sharding_specs import Mesh, P
 
 from ..collectives import Type
-from ..ir import Traced, axes_of_nodes, operands_of
+from ..ir import NodeInfo, Traced, axes_of_nodes, info, operands_of, set_info, update_info
 from ..program import Program
 
 __all__ = ["Extractor", "Part"]
@@ -119,32 +119,32 @@ class Extractor:
                     values[operand] = new.graph.get_attr(operand.target)
             values[node] = new.graph.node_copy(node, values.__getitem__)
         for old, copy in values.items():
-            copy.meta = self.clean(old.meta)
+            set_info(copy, self.clean(info(old)))
         new.outputs = [values[node] for node in outputs]
         for place, (total, add) in enumerate(added, len(outputs) - len(added)):
             made = new.outputs[place]
             new.outputs[place] = new.graph.call_function(add, (values[total], made))
             if made.op == "call_function":  # added at once, so that not all parts live at the same time
                 made.append(new.outputs[place])
-            new.outputs[place].meta = dict(made.meta)
-            values[total].meta.update(val=made.meta["val"], type=made.meta.get("type"))
+            set_info(new.outputs[place], info(made))
+            update_info(values[total], val=info(made).val, type=info(made).type)
         new.seal()
         program = Program(
             new,
             mesh=self.mesh,
             in_specs=[self.spec(node) for node in taken],
             out_specs=[self.spec(node) for node in outputs],
-            in_paths=[str(node.meta.get("path", node.name)) for node in taken],
+            in_paths=[str(info(node).path or node.name) for node in taken],
             out_paths=[node.name for node in outputs],
             name=name,
         )
         program.cache["doing"] = f"runs {program.name}"  # the ranks compare the whole pipeline, once
         return Part(program, tuple(taken), tuple(outputs))
 
-    def clean(self, meta: dict[str, Any]) -> dict[str, Any]:
-        """What is said of a value, as it reads outside the whole graph."""
-        kept = {key: value for key, value in meta.items() if key not in ("forward", "donated", "becomes")}
-        if "type" in kept:
-            here = Type({axis: state for axis, state in kept["type"].items() if axis != self.hidden})
-            kept["type"] = self._types.setdefault(here, here)
-        return kept
+    def clean(self, known: NodeInfo) -> NodeInfo:
+        """Return the facts about a value as they read outside the full graph."""
+        kept = replace(known, forward_node=None, donated=False, updated_output=None)
+        if kept.type is None:
+            return kept
+        here = Type({axis: state for axis, state in kept.type.items() if axis != self.hidden})
+        return replace(kept, type=self._types.setdefault(here, here))

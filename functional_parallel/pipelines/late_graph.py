@@ -11,7 +11,7 @@ from torch import fx
 from sharding_specs import P
 
 from ..collectives import Parts
-from ..ir import Traced, in_order, operands_of
+from ..ir import Traced, in_order, info, operands_of, set_info, update_info
 from ..passes import combined_by, microbatch_dim, resized, shortened
 from .extract import Extractor
 from .roles import Role, Roles
@@ -79,10 +79,10 @@ class LateGraph:
     def _placeholder(self, given: Given, spec: P) -> fx.Node:
         if given not in self._made:
             node = self.traced.graph.placeholder(f"{given.kind}_{given.node.name}_{given.which}")
-            node.meta = self.whole.clean(given.node.meta)
+            set_info(node, self.whole.clean(info(given.node)))
             if given.kind == "input" and given.node in self.roles.varying:
                 dim = microbatch_dim(self.in_specs[given.node], self.roles.axis, given.node.name)
-                node.meta["val"] = resized(given.node.meta["val"], dim, self.parts)
+                update_info(node, val=resized(info(given.node).aval, dim, self.parts))
             self.traced.inputs.append(node)
             self.given[node], self._made[given] = given, node
             self.specs.append(spec)
@@ -146,12 +146,12 @@ class LateGraph:
     def _side_by_side(self, node: fx.Node, dim: int, like: fx.Node, parts: Parts) -> fx.Node:
         each = [self._collected(node, dim, microbatch, parts) for microbatch in parts]
         joined = self._with_meta(self.traced.graph.call_function(aten.cat.default, (each, dim)), like)
-        joined.meta["val"] = resized(node.meta["val"], dim, parts)
+        update_info(joined, val=resized(info(node).aval, dim, parts))
         return joined
 
     def _collected(self, node: fx.Node, dim: int, microbatch: int, parts: Parts) -> fx.Node:
         """Of a microbatch's value what no other microbatch before it has."""
-        given, aval = Given("collected", node, microbatch), node.meta["val"]
+        given, aval = Given("collected", node, microbatch), info(node).aval
         varies = node in self.roles.varying
         value = self._placeholder(given, self.whole.spec(node)) if varies else self._value(node)
         begin, end = parts.own(microbatch, aval.shape[dim])
@@ -161,11 +161,11 @@ class LateGraph:
         if key not in self._made:
             args = (value, dim, begin, end)
             self._made[key] = self._with_meta(self.traced.graph.call_function(aten.slice.Tensor, args), node)
-            self._made[key].meta["val"] = shortened(aval, dim, end - begin)
+            update_info(self._made[key], val=shortened(aval, dim, end - begin))
         return self._made[key]
 
     def _with_meta(self, new: fx.Node, like: fx.Node) -> fx.Node:
-        new.meta = self.whole.clean(like.meta)
+        set_info(new, self.whole.clean(info(like)))
         return new
 
     def _seal(self) -> None:
@@ -176,9 +176,9 @@ class LateGraph:
 
     def _links(self, inputs: list[fx.Node], in_paths: Sequence[str], out_paths: Sequence[str]) -> dict[int, fx.Node]:
         """Per result the input whose place it takes: a new parameter, a new moment."""
-        by_path = {(path, node.meta["val"]): node for path, node in zip(in_paths, inputs, strict=True)}
+        by_path = {(path, info(node).val): node for path, node in zip(in_paths, inputs, strict=True)}
         found = {}
         for index, (path, output) in enumerate(zip(out_paths, self.traced.outputs, strict=True)):
-            if isinstance(output, fx.Node) and (path, output.meta["val"]) in by_path:
-                found[index] = by_path[path, output.meta["val"]]
+            if isinstance(output, fx.Node) and (path, info(output).val) in by_path:
+                found[index] = by_path[path, info(output).val]
         return found

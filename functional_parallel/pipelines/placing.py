@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from ..ir import Aval, operands_of
+from ..ir import Aval, info, operands_of
 from .late_graph import LateGraph
 
 __all__ = ["Placing", "Ranks"]
@@ -82,7 +82,7 @@ class Placing:
             return frozenset({self.ranks_of_total(value)[which]})
         if kind == "collected":
             return frozenset({self.rank_of_collected(value, which)})
-        if kind == "input" and value.meta.get("parameter"):
+        if kind == "input" and info(value).is_parameter:
             return frozenset(rank for rank, inputs in enumerate(self.used) if value in inputs) or None
         return None
 
@@ -105,21 +105,21 @@ class Placing:
         return common
 
     def _may_move(self, node: fx.Node) -> bool:
-        return _is_small(node.meta["val"]) and not self._is_of_parameter(node)
+        return _is_small(info(node).val) and not self._is_of_parameter(node)
 
     def _is_of_parameter(self, node: fx.Node) -> bool:
         """Whether a value is a parameter, or made of one alone, as the slice that a rank updates."""
         while len(operands := operands_of(node)) == 1:
             (node,) = operands
         given = self.given.get(node)
-        return given is not None and given.kind == "input" and bool(given.node.meta.get("parameter"))
+        return given is not None and given.kind == "input" and bool(info(given.node).is_parameter)
 
     def _wanted_of_output(self, index: int, output: fx.Node) -> Ranks:
         possible = self.available.get(output)
         if index in self.links:
             kept = self.available[self.links[index]] or possible or self.ranks
             return kept | self.needed.get(index, frozenset())
-        if output.meta["val"].numel == 1 and not self.apart:
+        if info(output).aval.numel == 1 and not self.apart:
             return self.ranks  # with the exchange that there is, instead of a broadcast later
         return frozenset({min(possible or self.ranks)})
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ..ir import source_of
+from ..ir import info, source_of
 from ..program import Hardware, Item, Line, Price, price_of
 from ..schedules import Action, Costs, Timeline, simulate
 from .extract import Part
@@ -86,7 +86,7 @@ class _Priced:
         return 0.0 if found is None else found.seconds
 
     def _size(self, action: Action) -> int:
-        return sum(node.meta["val"].nbytes for node in self.program.message(action))
+        return sum(info(node).aval.nbytes for node in self.program.message(action))
 
     def _ending(self) -> float:
         """After the pipeline has drained, level after level; an asynchronous one updates as often as it does."""
@@ -97,7 +97,7 @@ class _Priced:
         """Seconds until what ranks exchange after a level has arrived, every rank sending one after another."""
         sent: Counter[int] = Counter()
         for node, source, _ in self.program.epilogue.exchanges[level]:
-            sent[source] += node.meta["val"].nbytes
+            sent[source] += info(node).aval.nbytes
         return max((self.link.seconds(size) for size in sent.values()), default=0.0)
 
     # --- what a rank does ---
@@ -129,7 +129,7 @@ class _Priced:
         return (self._send(node, phase) for node in self.program.message(action))
 
     def _send(self, node: object, phase: str) -> Item:
-        size = node.meta["val"].nbytes  # type: ignore[attr-defined]
+        size = info(node).aval.nbytes  # type: ignore[attr-defined]
         source = str(source_of(node) or "")  # type: ignore[arg-type]
         return Item("send", (self.program.axis,), phase, source, sent=size, seconds=self.link.seconds(size))
 

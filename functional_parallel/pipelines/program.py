@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from ..ir import source_of
+from ..ir import info, source_of
 from ..program import Collective, Hardware, Price, bytes_of, counts_of, hardware_of, readable_bytes
 from ..schedules import Action, Event, Timeline, peaks
 from .memory import PipelineMemory
@@ -67,7 +67,7 @@ class PipelineProgram(PipelineStructure):
             yield from (self._send(exchange.node, exchange.phase) for exchange in level)
 
     def _send(self, node: fx.Node, phase: str) -> Collective:
-        value = node.meta["val"]
+        value = info(node).aval
         return Collective("send", (self.axis,), value, value, value.nbytes, source_of(node), phase, node)
 
     def per_microbatch(self) -> dict[tuple[str, tuple[str, ...]], tuple[float, float]]:

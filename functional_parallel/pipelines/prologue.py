@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import fx
 from sharding_specs import P
 
 from ..collectives import Parts
-from ..ir import Traced, in_order, operands_of, primitive_name
+from ..ir import NodeInfo, Traced, in_order, info, operands_of, primitive_name, set_info, update_info
 from ..passes import combined_by, microbatch_dim, names_axis, resized
 from ..program import Program
 from .extract import Extractor
@@ -87,7 +87,7 @@ class PrologueBuilder:
             return self._copy(node, None)
         if node.op == "placeholder":
             dim = self._dim(node)
-            bounds = self.parts.held(microbatch, node.meta["val"].shape[dim])
+            bounds = self.parts.held(microbatch, info(node).aval.shape[dim])
             return self._call(aten.slice.Tensor, (self._made[node, None], dim, *bounds), node)
         name = primitive_name(node)
         if name == "axis_index" and names_axis(node, self.roles.axis):
@@ -104,11 +104,11 @@ class PrologueBuilder:
             return self._call(aten.cat.default, (parts, node.args[2]), node)
         total = parts[0]
         for part in parts[1:]:
-            total = self._call(combine, (total, part), {**node.meta, "val": part.meta["val"]})
+            total = self._call(combine, (total, part), replace(info(node), val=info(part).val))
         return total if microbatch is None else self._part(total, node.args[2], node, microbatch)
 
     def _part(self, whole: fx.Node, dim: int, node: fx.Node, microbatch: int) -> fx.Node:
-        length = node.meta["val"].shape[dim]
+        length = info(node).aval.shape[dim]
         return self._call(aten.slice.Tensor, (whole, dim, microbatch * length, (microbatch + 1) * length), node)
 
     def _constant(self, node: fx.Node, microbatch: int) -> fx.Node:
@@ -119,12 +119,11 @@ class PrologueBuilder:
     def _copy(self, node: fx.Node, microbatch: int | None) -> fx.Node:
         return self._with_meta(self.new.graph.node_copy(node, lambda o: self.value(o, microbatch)), node)
 
-    def _call(self, target: Any, args: tuple[Any, ...], like: fx.Node | dict[str, Any]) -> fx.Node:
+    def _call(self, target: Any, args: tuple[Any, ...], like: fx.Node | NodeInfo) -> fx.Node:
         return self._with_meta(self.new.graph.call_function(target, args), like)
 
-    def _with_meta(self, new: fx.Node, like: fx.Node | dict[str, Any]) -> fx.Node:
-        given = like if isinstance(like, dict) else like.meta
-        new.meta = {"backward": False, "no_grad": False, "source": None, **self.extractor.clean(given)}
+    def _with_meta(self, new: fx.Node, like: fx.Node | NodeInfo) -> fx.Node:
+        set_info(new, self.extractor.clean(like if isinstance(like, NodeInfo) else info(like)))
         return new
 
     # --- inputs ---
@@ -133,13 +132,13 @@ class PrologueBuilder:
         for node in self.roles.traced.inputs:
             new = self._with_meta(self.new.graph.placeholder(node.name), node)
             if node in self.roles.varying:
-                new.meta["val"] = resized(node.meta["val"], self._dim(node), self.parts)
+                update_info(new, val=resized(info(node).aval, self._dim(node), self.parts))
             self.inputs.append(node)
             self.new.inputs.append(new)
             self._made[node, None] = new
 
     def _dim(self, node: fx.Node) -> int:
-        return microbatch_dim(self.in_specs[node], self.roles.axis, str(node.meta.get("path", node.name)))
+        return microbatch_dim(self.in_specs[node], self.roles.axis, str(info(node).path or node.name))
 
     def _drop_unused(self) -> None:
         self.new.seal()
@@ -154,7 +153,7 @@ class PrologueBuilder:
             mesh=self.extractor.mesh,
             in_specs=[self.in_specs[node].without({self.roles.axis}) for node in self.inputs],
             out_specs=[self.extractor.spec(node) for node, _ in self.outputs],
-            in_paths=[str(node.meta.get("path", node.name)) for node in self.inputs],
+            in_paths=[str(info(node).path or node.name) for node in self.inputs],
             out_paths=[node.name if m is None else f"{node.name} of microbatch {m}" for node, m in self.outputs],
             name=name,
         )

@@ -24,7 +24,7 @@ from torch import fx
 
 from sharding_specs import P
 
-from ..ir import Traced, operands_of, primitive_name, source_of
+from ..ir import Traced, info, operands_of, primitive_name, source_of
 from ..passes import Rounds, names_axis
 from ..program import viewed
 from ..rules import lookup
@@ -62,7 +62,7 @@ class Roles:
         self.traced, self.axis, self.inlined = traced, axis, inlined
         self.rounds = Rounds(traced, axis, in_specs)
         self.varying = {node for node, spec in zip(traced.inputs, in_specs, strict=True) if axis in spec.axes}
-        self.on_parameters = {node for node in traced.inputs if node.meta.get("parameter")}
+        self.on_parameters = {node for node in traced.inputs if info(node).is_parameter}
         self.backward: set[fx.Node] = set()
         self.late: set[fx.Node] = set()
         self.of: dict[fx.Node, Role] = {}
@@ -77,7 +77,7 @@ class Roles:
         for marked in (self.on_parameters, self.late):
             if any(operand in marked for operand in operands):
                 marked.add(node)
-        if node.meta["backward"] or any(operand in self.backward for operand in operands):
+        if info(node).backward or any(operand in self.backward for operand in operands):
             self.backward.add(node)
         shared = barrier and primitive_name(node) != "psum_scatter"  # of which every microbatch gets a part
         if not shared and (self._begins(node) or any(operand in self.varying for operand in operands)):
@@ -118,7 +118,7 @@ class Roles:
             return
         barrier = next((node for node in found if self.rounds.is_barrier(node)), found[-1])
         why = _why_all(barrier, self._leads_to_backward(barrier)) + self._no_batch(barrier)
-        raise PipelineError(f"{barrier.meta['source']}: {why}")
+        raise PipelineError(f"{info(barrier).source}: {why}")
 
     def _no_batch(self, barrier: fx.Node) -> str:
         """What to do where not the batch is gathered, but something beside it that was taken for a part of it."""
@@ -127,7 +127,7 @@ class Roles:
         gathered = [node for node in batch if node in below]
         if primitive_name(barrier) != "all_gather" or not gathered or len(gathered) == len(batch):
             return ""
-        paths = " and ".join(str(node.meta.get("path", node.name)) for node in gathered)
+        paths = " and ".join(str(info(node).path or node.name) for node in gathered)
         return f". It is computed of {paths}: if that has no samples, say with batch= that it is not to be cut"
 
     def _is_slice_of_shared(self, node: fx.Node) -> bool:
@@ -146,7 +146,7 @@ class Roles:
             return node not in self.late and not self._begins(node)
         if role is not Role.ONCE:
             return False
-        if node in self.inlined or node.meta.get("recomputed"):
+        if node in self.inlined or info(node).recomputed:
             return True
         return not operands_of(node) or is_view(node)
 
@@ -168,7 +168,7 @@ def _why_all(barrier: fx.Node, wanted: bool) -> str:
     """Which op needs all microbatches at once, and what to do about it."""
     op = _meant(barrier)
     fix = "normalise within groups of a microbatch's samples, x.unflatten(0, (groups, -1)), or use fp.accumulate"
-    if primitive_name(barrier) == "all_gather" and lookup(op.target) is None and not op.meta["backward"]:
+    if primitive_name(barrier) == "all_gather" and lookup(op.target) is None and not info(op).backward:
         fix = f"it has no sharding rule: give it one with fp.register_rule({op.target}, '… -> …'), or use fp.accumulate"
     elif not wanted:
         detached = "take it of x.detach(), or " if primitive_name(barrier) in ("pmax", "pmin") else ""
@@ -187,7 +187,7 @@ def _meant(barrier: fx.Node) -> fx.Node:
     if primitive_name(barrier) != "all_gather":
         return next((node for node in _reached(barrier, operands_of) if _is_of_user(node)), barrier)
     near = [node for node in _reached(barrier, lambda each: each.users) if source_of(node) == source_of(barrier)]
-    forward = [node for node in near if _is_of_user(node) and not node.meta["backward"]]
+    forward = [node for node in near if _is_of_user(node) and not info(node).backward]
     without = (node for node in forward if lookup(node.target) is None)
     return next(without, next(iter(forward), next(filter(_is_of_user, near), barrier)))
 

@@ -192,7 +192,7 @@ def _of_layer(spec: P) -> P:
             "spec tree, so that it takes another dim"
         )
     padded = {dim - 1: size for dim, size in spec.padded.items()}
-    return P(*spec.dims[1:], unreduced=spec.unreduced, reduced=spec.reduced, padded=padded)
+    return spec.replace(spec.dims[1:], padded=padded)
 
 
 def _stack(layers: list[Any]) -> Any:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from ..ir import Aval, operands_of, primitive_name
+from ..ir import Aval, info, operands_of, primitive_name
 from ..passes import combined_by
 from ..program import Program
 from .extract import Extractor, Part
@@ -149,7 +149,7 @@ class StageBuilder:
                     found |= leads_to[user]
                 elif self.roles.of.get(user) is Role.TOTAL:
                     found.add(user)
-            if node.meta.get("cheap"):
+            if info(node).is_cheap_copy:
                 found |= {"another stage", "waits"}
             leads_to[node] = found
         if index:
@@ -164,9 +164,9 @@ class StageBuilder:
                 if operand in self.stage:
                     found.setdefault(operand, {}).setdefault(index, set()).add(self._kind(node))
         for node, users in found.items():
-            if node in self.roles.backward and max(users) > self.stage[node] and not node.meta.get("recomputed"):
+            if node in self.roles.backward and max(users) > self.stage[node] and not info(node).recomputed:
                 raise PipelineError(
-                    f"{node.meta['source']}: stage {max(users)} needs what the backward of stage {self.stage[node]} "
+                    f"{info(node).source}: stage {max(users)} needs what the backward of stage {self.stage[node]} "
                     "makes; put fp.stage_boundary() elsewhere, or leave the cut to fp.pipeline"
                 )
         return found
@@ -261,4 +261,4 @@ def _is_kept(node: fx.Node) -> bool:
     """Whether a value is worth keeping: no view; of an op with several results the results, not their tuple."""
     if node.target is operator.getitem:
         return not is_view(node.args[0])  # type: ignore[arg-type]
-    return isinstance(node.meta["val"], Aval) and not is_view(node)
+    return isinstance(info(node).val, Aval) and not is_view(node)

@@ -12,6 +12,7 @@ from functools import cached_property
 
 from torch import fx
 
+from ..ir import info
 from ..program import BaseProgram, Program
 from ..schedules import Action, Schedule
 from .epilogue import Epilogue
@@ -118,10 +119,10 @@ class PipelineStructure(BaseProgram):
     @cached_property
     def _holders(self) -> dict[fx.Node, frozenset[int]]:
         everywhere = frozenset(range(self.schedule.ranks))
-        found = {n: everywhere if not n.meta.get("parameter") else self._users(n) for n in self.inputs}
+        found = {n: everywhere if not info(n).is_parameter else self._users(n) for n in self.inputs}
         for output, ranks in zip(self.epilogue.outputs, self.epilogue.output_holders, strict=True):
             replaced = self.epilogue.replaces.get(output)
-            if replaced is not None and replaced.meta.get("carried"):
+            if replaced is not None and info(replaced).is_state:
                 found[replaced] = ranks
         return found
 

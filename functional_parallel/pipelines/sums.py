@@ -7,7 +7,7 @@ import operator
 import torch
 from torch import fx
 
-from ..ir import operands_of, primitive_name
+from ..ir import info, operands_of, primitive_name
 from ..passes import add_products_in_place
 from ..program import Program, shares_memory
 from .stages import Work
@@ -44,8 +44,8 @@ def _lies_by_itself(program: Program, place: int) -> bool:
     others = (_base(out, through_collectives=True) for index, out in enumerate(outputs) if index != place)
     if base is None or base in others:
         return False
-    (node, index), aval = base, outputs[place].meta["val"]
-    whole = node.meta["val"] if index is None else node.meta["val"][index]
+    (node, index), aval = base, info(outputs[place]).aval
+    whole = info(node).avals[index or 0]
     return whole.numel == aval.numel and whole.dtype == aval.dtype
 
 
@@ -77,6 +77,6 @@ def _adds_to_input(program: Program, place: int) -> bool:
         and list(total.users) == [node]
         and isinstance(part, fx.Node)
         and part is not total
-        and total.meta["val"] == node.meta["val"]
+        and info(total).val == info(node).val
         and program.traced.outputs.count(node) == 1
     )

@@ -9,7 +9,7 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import operands_of
+from ..ir import info, operands_of
 from ..pipelines import Part, PipelineError, Role, Roles, Stage, finest, prepared, staged
 from ..program import Ledger, Program, work
 
@@ -61,8 +61,8 @@ def _layer(stage: Stage, roles: Roles, mesh: Mesh) -> MeasuredLayer:
     parts = {kind: stage.works[kind].first for kind in "FIW"}
     return MeasuredLayer(
         {kind: sum(work(node, mesh) for node in part.program.traced.nodes) for kind, part in parts.items()},
-        {node.name: node.meta["val"].nbytes for node in stage.after_forward if node not in roles.backward},
-        sum(node.meta["val"].nbytes for node in stage.sends_forward),
+        {node.name: info(node).aval.nbytes for node in stage.after_forward if node not in roles.backward},
+        sum(info(node).aval.nbytes for node in stage.sends_forward),
         frozenset(_weights(parts.values(), roles)),
         max(_working(part.program) for part in parts.values()),
     )
@@ -78,8 +78,8 @@ def _weights(parts: Iterable[Part], roles: Roles) -> set[str]:
     found, seen = set(), set(pending)
     while pending:
         node = pending.pop()
-        if node.op == "placeholder" and node.meta.get("parameter"):
-            found.add(node.meta["own_path"])
+        if node.op == "placeholder" and info(node).is_parameter:
+            found.add(info(node).param_path)
         elif roles.of.get(node) is Role.ONCE:
             fresh = [each for each in operands_of(node) if each not in seen]
             pending += fresh

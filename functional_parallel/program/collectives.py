@@ -23,7 +23,7 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Aval, Source, Traced, primitive_name
+from ..ir import Aval, Source, Traced, info, primitive_name, update_info
 
 __all__ = [
     "COMMUNICATING",
@@ -77,11 +77,9 @@ def phases_of(traced: Traced) -> dict[fx.Node, str]:
     Where that was written down, as `keep_phases` does, an op keeps its part wherever a pass moves it.
     """
     nodes = list(traced.nodes)
-    last = max((index for index, node in enumerate(nodes) if node.meta["backward"]), default=len(nodes))
+    last = max((index for index, node in enumerate(nodes) if info(node).backward), default=len(nodes))
     return {
-        node: "backward"
-        if node.meta["backward"]
-        else node.meta.get("phase") or ("update" if index > last else "forward")
+        node: "backward" if info(node).backward else info(node).phase or ("update" if index > last else "forward")
         for index, node in enumerate(nodes)
     }
 
@@ -89,7 +87,7 @@ def phases_of(traced: Traced) -> dict[fx.Node, str]:
 def keep_phases(traced: Traced) -> None:
     """Write down with every op the part of a step that it belongs to, while they still stand in order."""
     for node, phase in phases_of(traced).items():
-        node.meta["phase"] = phase
+        update_info(node, phase=phase)
 
 
 def collective_of(node: fx.Node, mesh: Mesh, phase: str = "forward") -> Collective | None:
@@ -107,10 +105,10 @@ def collective_of(node: fx.Node, mesh: Mesh, phase: str = "forward") -> Collecti
     axes = tuple(axis for axis in named if mesh.axis_size(axis) > 1)
     if not axes:
         return None
-    operand, result = x.meta["val"], node.meta["val"]
+    operand, result = info(x).aval, info(node).aval
     size = math.prod(mesh.axis_size(axis) for axis in axes)
     sent = _bytes(name, operand, result, size, params) if name in COMMUNICATING else 0
-    return Collective(name, axes, operand, result, sent, node.meta["source"], phase, node)
+    return Collective(name, axes, operand, result, sent, info(node).source, phase, node)
 
 
 def _bytes(kind: str, operand: Aval, result: Aval, size: int, params: list[Any]) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..ir import Traced, operands_of, primitive_name
+from ..ir import Traced, info, operands_of, primitive_name
 from .explain import readable_bytes
 from .sharing import viewed, written_by
 
@@ -188,7 +188,7 @@ class Ledger:
     # --- storages ---
 
     def _own(self, node: fx.Node) -> None:
-        values = node.meta["val"] if isinstance(node.meta["val"], tuple) else (node.meta["val"],)
+        values = info(node).avals
         self.storages[node] = [(node, index) for index in range(len(values))]
         for storage, value in zip(self.storages[node], values, strict=True):
             self.sizes[storage] = value.nbytes if value is not None else 0  # a gradient that nobody asked for
@@ -229,7 +229,7 @@ class Ledger:
 
     def op(self, at: int) -> str:
         """An op's name and source line."""
-        return f"{_short(self.nodes[at])} ({self.nodes[at].meta['source'] or 'no line'})"
+        return f"{_short(self.nodes[at])} ({info(self.nodes[at]).source or 'no line'})"
 
     def title(self, storage: Storage) -> str:
         """What an op or an input is called."""
@@ -237,29 +237,29 @@ class Ledger:
 
     def line(self, storage: Storage) -> str:
         """Its source line, if it has one."""
-        return str(storage[0].meta.get("source") or "")
+        return str(info(storage[0]).source or "")
 
     def kind(self, storage: Storage) -> str:
         """One of `KINDS`."""
         node = storage[0]
         if node.op == "placeholder":
-            if node.meta.get("parameter"):
+            if info(node).is_parameter:
                 return "parameters"
-            return "optimizer state" if node.meta.get("carried") else "other inputs"
+            return "optimizer state" if info(node).is_state else "other inputs"
         if primitive_name(node) == "all_gather":
             return "gathered"
         users = [user for user in node.users if user.op == "call_function"]
         summed = any(
             primitive_name(user) in ("psum", "psum_scatter") for value in _with_views(node) for user in value.users
         )
-        if summed and any(_base(operand).meta.get("backward") for operand in operands_of(node)):
+        if summed and any(info(_base(operand)).backward for operand in operands_of(node)):
             return "gradients"  # or several of them, end to end
-        if not node.meta["backward"]:
+        if not info(node).backward:
             later = any(
-                user.meta["backward"] for value in _with_views(node) for user in value.users if user.op != "output"
+                info(user).backward for value in _with_views(node) for user in value.users if user.op != "output"
             )
             return "residuals" if later else "temporaries"
-        leaves = any(not user.meta["backward"] for user in users) or any(user.op == "output" for user in node.users)
+        leaves = any(not info(user).backward for user in users) or any(user.op == "output" for user in node.users)
         return "gradients" if summed or leaves or primitive_name(node) in ("psum", "psum_scatter") else "temporaries"
 
 
@@ -279,5 +279,5 @@ def _with_views(node: fx.Node) -> list[fx.Node]:
 
 def _short(node: fx.Node) -> str:
     if node.op == "placeholder":
-        return str(node.meta.get("path", node.name))
+        return str(info(node).path or node.name)
     return node.target._schema.name.split("::")[1] if hasattr(node.target, "_schema") else str(node.name)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx
 
-from ..ir import Traced, in_order, operands_of, primitive_name
+from ..ir import Traced, in_order, info, operands_of, primitive_name
 from ..ops import PACK, UNPACK
 from .sharing import shares_memory, written_by
 
@@ -34,7 +34,7 @@ def overlapped(traced: Traced, readers: Mapping[fx.Node, Sequence[fx.Node]]) -> 
     """
     order: dict[fx.Node, None] = {}
     waiting: list[fx.Node] = []
-    stored = {node for node in traced.inputs if node.meta.get("parameter")}  # and what is made of parameters alone
+    stored = {node for node in traced.inputs if info(node).is_parameter}  # and what is made of parameters alone
     for node in traced.nodes:
         if stored.issuperset(operands_of(node)):
             stored.add(node)

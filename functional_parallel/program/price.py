@@ -18,7 +18,7 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Aval, Traced, operands_of, primitive_name
+from ..ir import Aval, Traced, info, operands_of, primitive_name
 from .collectives import Collective, collective_of, phases_of
 from .explain import columns, readable_bytes
 from .hardware import Hardware
@@ -280,7 +280,7 @@ class _Run:
         seconds = self.hardware.compute(done, bytes_moved, dtype)
         self.now += seconds
         self.flops[dtype] += done
-        what, source = "products" if done else "other ops", str(node.meta.get("source") or "")
+        what, source = "products" if done else "other ops", str(info(node).source or "")
         self.items.append(
             Item(what, (), self.phases[node], source, flops=done, moved=bytes_moved, seconds=seconds, exposed=seconds)
         )
@@ -292,6 +292,6 @@ def _exposed(item: Item, seconds: float) -> Item:
 
 def _dtype(node: fx.Node) -> torch.dtype:
     """What an op computes in: its first floating operand's dtype."""
-    values = [value.meta["val"] for value in (*operands_of(node), node)]
+    values = [info(value).val for value in (*operands_of(node), node)]
     found = (value.dtype for value in values if isinstance(value, Aval) and value.dtype.is_floating_point)
     return next(found, torch.float32)

@@ -10,7 +10,7 @@ import operator
 import torch
 from torch import fx
 
-from ..ir import Traced, operands_of, primitive_name
+from ..ir import Traced, info, operands_of, primitive_name
 from ..ops import PACK, UNPACK_INTO
 
 __all__ = [
@@ -140,7 +140,7 @@ def may_stay_in_place(part: fx.Node) -> bool:
     whole = part.args[0]
     while primitive_name(whole) == "pcast":
         whole = whole.args[0]
-    return bool(whole.meta.get("parameter")) and all(_is_done_with(part, user) for user in part.users)
+    return bool(info(whole).is_parameter) and all(_is_done_with(part, user) for user in part.users)
 
 
 def _is_done_with(value: fx.Node, user: fx.Node) -> bool:

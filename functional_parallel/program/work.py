@@ -10,7 +10,7 @@ from torch import fx
 from sharding_specs import Mesh
 
 from .. import _torch
-from ..ir import Aval, operands_of, walk_args
+from ..ir import Aval, info, operands_of, walk_args
 from .collectives import collective_of
 from .sharing import viewed
 
@@ -49,10 +49,10 @@ def flops(node: fx.Node) -> int:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return 0
-    args, kwargs = walk_args((node.args, node.kwargs), lambda a: _shape(a.meta["val"]) if isinstance(a, fx.Node) else a)
+    args, kwargs = walk_args((node.args, node.kwargs), lambda a: _shape(info(a).val) if isinstance(a, fx.Node) else a)
     counted = (_torch.functional_variant(target) or target).overloadpacket
     if counted in flop_registry:
-        return int(flop_registry[counted](*args, **kwargs, out_val=_shape(node.meta["val"])))
+        return int(flop_registry[counted](*args, **kwargs, out_val=_shape(info(node).val)))
     if target._schema.name in ("fp::grouped_mm", "fp::grouped_outer"):
         return 2 * math.prod(args[0]) * args[1][-1]
     if target.namespace == "aten" and target._schema.name.startswith("aten::_scaled_dot_product"):
@@ -81,13 +81,10 @@ def work(node: fx.Node, mesh: Mesh) -> int:
 def moved(node: fx.Node) -> int:
     """The bytes that an op reads and writes; of a table from which it takes rows it reads no more than it makes."""
     read = [node if node.target in _TAKE and each is node.args[0] else each for each in operands_of(node)]
-    return sum(_nbytes(each.meta["val"]) for each in (node, *read))
+    return sum(info(each).nbytes for each in (node, *read))
 
 
-def _shape(value: Aval | tuple[Aval | None, ...]) -> object:
-    return torch.Size(value.shape) if isinstance(value, Aval) else [None if v is None else _shape(v) for v in value]
-
-
-def _nbytes(value: Aval | tuple[Aval | None, ...]) -> int:
-    """The bytes of a value, or of all results of an op."""
-    return value.nbytes if isinstance(value, Aval) else sum(0 if part is None else part.nbytes for part in value)
+def _shape(value: Aval | tuple[Aval | None, ...] | None) -> object:
+    if isinstance(value, tuple):
+        return [_shape(each) for each in value]
+    return None if value is None else torch.Size(value.shape)

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..ir import Traced
+from ..ir import Traced, info, update_info
 from ..tracing import assume_constants, constant_in
 
-__all__ = ["ENUMERATED", "note_enumerated"]
+__all__ = ["note_enumerated"]
 
 aten = torch.ops.aten
 
-ENUMERATED = "enumerated"  # in a node's meta: pairs of a dim of x and a dim of the broadcast indices
 _INDEXING = (aten.index.Tensor, aten.index_put.default)
 
 
@@ -28,14 +27,14 @@ def note_enumerated(traced: Traced) -> None:
         if node.target in _INDEXING:
             found = tuple(_enumerated(traced, node, known).items())
             if found:
-                node.meta[ENUMERATED] = found
+                update_info(node, enumerated=found)
 
 
 def _enumerated(traced: Traced, node: fx.Node, known: dict[fx.Node, Any]) -> dict[int, int]:
     """For each dim of x that an index enumerates, the dim of the broadcast indices along which it does."""
-    x = node.args[0].meta["val"].shape  # type: ignore[union-attr]
+    x = info(node.args[0]).aval.shape  # type: ignore[union-attr]
     indices = {dim: index for dim, index in enumerate(node.args[1]) if index is not None}  # type: ignore
-    avals = {dim: index.meta["val"] for dim, index in indices.items()}
+    avals = {dim: info(index).aval for dim, index in indices.items()}
     if any(aval.dtype == torch.bool for aval in avals.values()):
         return {}
     ndim = max(len(aval.shape) for aval in avals.values())

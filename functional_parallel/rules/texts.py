@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from torch import fx
 
-from ..ir import argument, tensor_operands
+from ..ir import argument, info, tensor_operands
 
 __all__ = [
     "along_text",
@@ -77,7 +77,7 @@ def along_text(mark: str = "") -> Callable[[fx.Node], str]:
 
 def ndim_of(node: fx.Node) -> int:
     """How many dims an op's first operand has."""
-    return len(node.args[0].meta["val"].shape)  # type: ignore[union-attr]
+    return len(info(node.args[0]).aval.shape)  # type: ignore[union-attr]
 
 
 def dim_of(node: fx.Node) -> int:
@@ -87,7 +87,7 @@ def dim_of(node: fx.Node) -> int:
 
 def results_of(node: fx.Node) -> int:
     """How many results an op has."""
-    value = node.meta["val"]
+    value = info(node).val
     return len(value) if isinstance(value, tuple) else 1
 
 

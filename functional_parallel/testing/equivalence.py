@@ -13,7 +13,7 @@ from sharding_specs import Mesh, tree_paths
 
 from ..compile import Compiled, compile
 from ..functions import grad_and_value
-from ..ir import as_real
+from ..ir import as_real, info
 from .compare import NotEquivalentError, compare, tolerance_of
 from .drawn import drawn_arguments
 from .intermediate import first_difference, traced_leaves
@@ -195,7 +195,7 @@ def _weighted(loss: Callable[..., Any], results: Any) -> Callable[..., Any]:
 def _narrowest(program: Any, loss: Callable[..., Any], args: tuple[Any, ...]) -> torch.dtype:
     """The floating type with the fewest digits that the function or its program computes in."""
     nodes = [*traced_leaves(loss, args).nodes, *(program.traced.nodes if hasattr(program, "traced") else ())]
-    avals = [aval for node in nodes for aval in optree.tree_leaves(node.meta["val"])]
+    avals = [aval for node in nodes for aval in optree.tree_leaves(info(node).val)]
     types = {aval.dtype for aval in avals if aval.dtype.is_floating_point}
     return max(types, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
 

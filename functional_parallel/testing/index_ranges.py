@@ -11,7 +11,7 @@ import optree
 import torch
 from torch import fx
 
-from ..ir import argument
+from ..ir import argument, info
 from ..rules import cross_entropy
 from .intermediate import traced_leaves
 
@@ -79,7 +79,7 @@ def _range(node: fx.Node) -> Range | None:
 
 def _moves(user: fx.Node) -> bool:
     if user.target is aten._to_copy.default:
-        return not user.meta["val"].is_differentiable and user.meta["val"].dtype != torch.bool
+        return not info(user).aval.is_differentiable and info(user).aval.dtype != torch.bool
     return user.target in _MOVES
 
 
@@ -99,4 +99,4 @@ def _accepted(user: fx.Node, index: fx.Node) -> Range | None:
 
 
 def _shape(node: Any) -> tuple[int, ...]:
-    return node.meta["val"].shape  # type: ignore[no-any-return]
+    return info(node).aval.shape  # type: ignore[no-any-return]

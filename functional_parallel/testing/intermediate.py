@@ -15,7 +15,7 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..compile import compile
-from ..ir import Traced, aval_of, emit_node, grad_mode_of, inherit, source_of, walk_args, where
+from ..ir import Traced, aval_of, emit_node, grad_mode_of, info, inherit, source_of, walk_args, where
 from ..partition import prepare
 from ..tracing import trace
 from .compare import NotEquivalentError, compare
@@ -37,7 +37,7 @@ def first_difference(
         exactness: as for `compare`.
     """
     traced = traced_leaves(loss, args)
-    ops = [node for node in traced.nodes if not isinstance(node.meta["val"], tuple) and not _is_uninitialised(node)]
+    ops = [node for node in traced.nodes if not isinstance(info(node).val, tuple) and not _is_uninitialised(node)]
 
     def values(*args: Any) -> list[torch.Tensor]:
         return _values(traced, ops, args)

@@ -8,20 +8,20 @@ the most of them, are dropped with the trace's other dead code.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..ir import Aval, getitem
+from ..ir import Aval, NodeInfo, getitem, info
 
 __all__ = ["Aliases", "View", "are_apart"]
 
 aten = torch.ops.aten
 
-Create = Callable[[Any, tuple[Any, ...], dict[str, Any], dict[str, Any]], fx.Node]
+Create = Callable[[Any, tuple[Any, ...], dict[str, Any], NodeInfo], fx.Node]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class View:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     source: Aval
-    meta: dict[str, Any]  # of the node that took it first
+    info: NodeInfo  # of the node that took it first
 
     def part(self) -> tuple[int, range] | None:
         """The dim and the indices of it that a part is; None for what is no part along a dim."""
@@ -51,7 +51,7 @@ class Aliases:
     """The chains of views of a recording.
 
     Args:
-        create: writes a node, `create(op, args, kwargs, meta)`.
+        create: writes a node, `create(op, args, kwargs, info)`.
     """
 
     def __init__(self, create: Create) -> None:
@@ -77,28 +77,28 @@ class Aliases:
     def taken(self, root: fx.Node, views: Sequence[View]) -> fx.Node:
         """A chain of views of another value."""
         for view in views:
-            root = self._create(view.op, (root, *view.args), view.kwargs, view.meta)
+            root = self._create(view.op, (root, *view.args), view.kwargs, view.info)
         return root
 
     def is_view_of(self, node: fx.Node, root: fx.Node, views: Sequence[View]) -> None:
         """Say that a value is also what this chain takes of the new root: no need to compute it from there."""
         self._views[node] = self.taken(root, views)
 
-    def written(self, root: fx.Node, views: Sequence[View], part: fx.Node, meta: dict[str, Any]) -> fx.Node | None:
+    def written(self, root: fx.Node, views: Sequence[View], part: fx.Node, known: NodeInfo) -> fx.Node | None:
         """The root with a new value where the chain leads to; None where a view has no inverse."""
         if not views:
             return part
         first, *rest = views
-        inner = self.written(self.taken(root, [first]), rest, part, meta)
-        meta = {**meta, "val": first.source}
+        inner = self.written(self.taken(root, [first]), rest, part, known)
+        known = replace(known, val=first.source)
         if inner is None:
             return None
         if first.op in _SCATTERS:
-            return self._create(_SCATTERS[first.op], (root, inner, *first.args), first.kwargs, meta)
+            return self._create(_SCATTERS[first.op], (root, inner, *first.args), first.kwargs, known)
         if first.op not in _INVERSES:
             return None
         op, args = _INVERSES[first.op](first)
-        return self._create(op, (inner, *args), {}, meta)
+        return self._create(op, (inner, *args), {}, known)
 
 
 def are_apart(one: Sequence[View], other: Sequence[View]) -> bool:
@@ -128,7 +128,7 @@ def _view(node: fx.Node) -> tuple[fx.Node, View] | None:
     if not _is_view(node.target):
         return None
     source = node.args[0]
-    return source, View(node.target, tuple(node.args[1:]), dict(node.kwargs), source.meta["val"], node.meta)
+    return source, View(node.target, tuple(node.args[1:]), dict(node.kwargs), info(source).aval, info(node))
 
 
 def _is_view(op: Any) -> bool:
@@ -148,11 +148,11 @@ def _member(node: fx.Node) -> tuple[fx.Node, View] | None:
     source = members.args[0]
     given = dict(zip(("self", "sizes", "dim"), members.args, strict=False), **members.kwargs)
     if members.target is aten.unbind.int:
-        return source, View(aten.select.int, (given.get("sizes", 0), index), {}, source.meta["val"], node.meta)
+        return source, View(aten.select.int, (given.get("sizes", 0), index), {}, info(source).aval, info(node))
     dim = given.get("dim", 0)
-    ends = list(accumulate(aval.shape[dim] for aval in members.meta["val"]))
+    ends = list(accumulate(aval.shape[dim] for aval in info(members).avals))
     args = (dim, [0, *ends][index], ends[index])
-    return source, View(aten.slice.Tensor, args, {}, source.meta["val"], node.meta)
+    return source, View(aten.slice.Tensor, args, {}, info(source).aval, info(node))
 
 
 _SCATTERS = {  # the op that writes a part back where a view took it from

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from .. import _torch
-from ..ir import Aval, Traced, getitem, hollow, in_order, operands_of, walk_args
+from ..ir import Aval, Traced, getitem, hollow, in_order, info, operands_of, walk_args
 from .assumptions import assume
 from .straight_through import OP as STRAIGHT_THROUGH
 from .writer import Writer
@@ -172,9 +172,9 @@ def _computed_node(node: fx.Node, values: dict[fx.Node, Any], on_host: bool = Fa
     certain = _certain(node)
     if certain is not None:
         with plainly():
-            return torch.full(node.meta["val"].shape, certain, device=_HOST if on_host else node.meta["val"].device)
+            return torch.full(info(node).aval.shape, certain, device=_HOST if on_host else info(node).aval.device)
     if node.target in _OF_A_SHAPE:
-        like = node.args[0].meta["val"]  # type: ignore[union-attr]
+        like = info(node.args[0]).aval  # type: ignore[union-attr]
         with plainly():
             args = (hollow(Aval(like.shape, like.dtype, _HOST) if on_host else like), *args[1:])
     if on_host and kwargs.get("device") is not None:

@@ -6,6 +6,7 @@ keeps each tensor's history, so the new numbers have the old ones' gradient (see
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import fx
 
 from .. import _torch
 from ..errors import MutationError
-from ..ir import current_source
+from ..ir import current_source, info
 from .aliases import View, are_apart
 from .straight_through import OP as STRAIGHT_THROUGH
 from .writer import Writer
@@ -109,7 +110,7 @@ def _write_through(recording: Writer, func: Any, target: torch.Tensor, old: fx.N
     aliases = recording.aliases
     root, views = aliases.chain(old)
     others = _others(recording, func, target, root)
-    whole = aliases.written(root, views, new, new.meta)
+    whole = aliases.written(root, views, new, info(new))
     if whole is None and others:
         raise _unknown(func, target, others[0][0])
     new = _with_history(recording, old, new)
@@ -154,17 +155,17 @@ def _with_history(recording: Writer, old: fx.Node, new: fx.Node) -> fx.Node:
     """The new numbers, with the old ones' gradient if that may be asked for."""
     if not _loses_history(old, new):
         return new
-    return recording.create(STRAIGHT_THROUGH, (old, new), {}, {**new.meta, "no_grad": False})
+    return recording.create(STRAIGHT_THROUGH, (old, new), {}, replace(info(new), no_grad=False))
 
 
 def _loses_history(old: fx.Node, new: fx.Node) -> bool:
-    has_any = old.op != "get_attr" and not old.meta["no_grad"] and old.meta["val"].is_differentiable
-    return has_any and bool(new.meta["no_grad"])
+    has_any = old.op != "get_attr" and not info(old).no_grad and info(old).aval.is_differentiable
+    return has_any and bool(info(new).no_grad)
 
 
 def _refuse_lost_shape(func: Any, old: fx.Node, new: fx.Node) -> None:
     if _loses_history(old, new):
         raise MutationError(
-            f"{current_source()}: {func} under torch.no_grad() changes the shape {old.meta['val'].shape} of a tensor "
-            f"to {new.meta['val'].shape}, and its gradient would keep the old one; use the out-of-place op"
+            f"{current_source()}: {func} under torch.no_grad() changes the shape {info(old).aval.shape} of a tensor "
+            f"to {info(new).aval.shape}, and its gradient would keep the old one; use the out-of-place op"
         )

@@ -55,7 +55,7 @@ def trace(
     Args:
         fn: takes one tensor per input; returns a flat sequence of tensors and Python values.
         inputs: shape, dtype and device of each argument.
-        types: what `node.meta["type"]` of each input shall be, for an `on_node` that infers types.
+        types: the type of each input, for an `on_node` that infers types.
         forward_only: the graph will be differentiated later, so whatever hides a derivative from it is refused.
         on_node: called with every op node as soon as it is recorded.
         is_local_body: whether the function computes on shards and writes its collectives by hand.

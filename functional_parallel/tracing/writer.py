@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import fx
 
 from .. import _torch
 from ..errors import TracingError
-from ..ir import Traced, aval_of, current_source, walk_args
+from ..ir import NodeInfo, Traced, aval_of, current_source, info, set_info, update_info, walk_args
 from .aliases import Aliases
 from .closed_over import ClosedOver, closed_over
 from .memory_layout import Layouts
@@ -72,9 +73,9 @@ class Writer(_torch.TorchDispatchMode):
     def start(self, arguments: list[torch.Tensor], types: Sequence[Any] | None) -> None:
         for index, tensor in enumerate(arguments):
             node = self.traced.graph.placeholder(f"x{index}")
-            node.meta.update(val=aval_of(tensor), source=None, backward=False, no_grad=False)
+            update_info(node, val=aval_of(tensor), source=None, backward=False, no_grad=False)
             if types is not None:
-                node.meta["type"] = types[index]
+                update_info(node, type=types[index])
             self.traced.inputs.append(node)
             self.bind(tensor, node)
 
@@ -97,7 +98,7 @@ class Writer(_torch.TorchDispatchMode):
             return node
         node = self._capture(tensor) if isinstance(tensor, _torch.FakeTensor) else self._constant(tensor)
         self.closed_over.add(node)
-        node.meta.update(val=aval_of(tensor), source=None, backward=False, no_grad=False)
+        update_info(node, val=aval_of(tensor), source=None, backward=False, no_grad=False)
         self.bind(tensor, node)
         if tensor.requires_grad and node.op == "get_attr":
             self._trainable[node] = closed_over(tensor)
@@ -124,7 +125,7 @@ class Writer(_torch.TorchDispatchMode):
 
     def _differentiated(self) -> Iterator[ClosedOver]:
         for node, found in self._trainable.items():
-            if any(user.target is not aten.detach.default and not user.meta["no_grad"] for user in node.users):
+            if any(user.target is not aten.detach.default and not info(user).no_grad for user in node.users):
                 yield found
 
     def _constant(self, tensor: torch.Tensor) -> fx.Node:
@@ -149,7 +150,7 @@ class Writer(_torch.TorchDispatchMode):
         self.traced.captured.append(tensor)
         self.traced.captured_inputs.append(node)
         if self.outer is not None:
-            node.meta.update({key: value for key, value in self.outer.node_of(tensor).meta.items() if key == "type"})
+            update_info(node, type=info(self.outer.node_of(tensor)).type)
         return node
 
     def _at_front(self, create: Callable[[], fx.Node]) -> fx.Node:
@@ -160,7 +161,7 @@ class Writer(_torch.TorchDispatchMode):
         lifted = _torch.without_constant(func(value))
         with _torch.apart_from_modes():
             node = self._constant(value.clone())
-        node.meta.update(val=aval_of(value), source=current_source(), backward=False, no_grad=False)
+        update_info(node, val=aval_of(value), source=current_source(), backward=False, no_grad=False)
         self.bind(lifted, node)
         return lifted
 
@@ -182,10 +183,10 @@ class Writer(_torch.TorchDispatchMode):
         number = _torch.backward_node_number()
         backward = number is not None
         forward = self._forwards.get(number) if number is not None else None
-        source = (forward.meta["source"] if forward is not None else None) if backward else current_source()
-        node.meta.update(source=source, backward=backward, no_grad=self._gradients_are_off(func, backward))
+        source = (info(forward).source if forward is not None else None) if backward else current_source()
+        update_info(node, source=source, backward=backward, no_grad=self._gradients_are_off(func, backward))
         if forward is not None:
-            node.meta["forward"] = forward
+            update_info(node, forward_node=forward)
         self._number(node)
         self._bind_result(node, result)
         return node
@@ -212,16 +213,16 @@ class Writer(_torch.TorchDispatchMode):
 
     def _bind_result(self, node: fx.Node, result: Any) -> None:
         if isinstance(result, torch.Tensor):
-            node.meta["val"] = aval_of(result)
+            update_info(node, val=aval_of(result))
             self._announce(node)
             self.bind(result, node)
             return
-        node.meta["val"] = tuple(aval_of(part) if isinstance(part, torch.Tensor) else None for part in result)
+        update_info(node, val=tuple(aval_of(part) if isinstance(part, torch.Tensor) else None for part in result))
         self._announce(node)
         for index, part in enumerate(result):
             if isinstance(part, torch.Tensor):
                 item = self.traced.graph.call_function(operator.getitem, (node, index))
-                item.meta.update(node.meta, val=aval_of(part))
+                set_info(item, replace(info(node), val=aval_of(part)))
                 self._announce(item)
                 self.bind(part, item)
 
@@ -229,10 +230,10 @@ class Writer(_torch.TorchDispatchMode):
         if self.on_node is not None:
             self.on_node(node)
 
-    def create(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], meta: dict[str, Any]) -> fx.Node:
-        """Write an op that no tensor names yet, with the shape and the source line in `meta`."""
+    def create(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: NodeInfo) -> fx.Node:
+        """Write an op that no tensor names yet, with the shape and the source line in `known`."""
         node = self.traced.graph.call_function(op, args, kwargs)
-        node.meta.update(meta)
+        set_info(node, known)
         self._announce(node)
         return node
 

@@ -313,7 +313,7 @@ def _together(inner: P, own: P, mesh: Mesh) -> P:
     """
     both = inner.divided(own, mesh)
     shared = {placement.dim for placement in own.placements(mesh) if len(both.dim_axes()[placement.dim]) > 1}
-    return P(*both.dims, padded={dim: size for dim, size in both.padded.items() if dim not in shared})
+    return both.replace(padded={dim: size for dim, size in both.padded.items() if dim not in shared})
 
 
 # -----------------------------------------------------------------------------

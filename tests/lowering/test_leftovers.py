@@ -17,6 +17,7 @@ from torch import fx
 
 import functional_parallel as fp
 from functional_parallel import _torch
+from functional_parallel.ir import info
 from functional_parallel.ir.graph import Aval, aval_of
 from functional_parallel.lowering import leftovers
 from sharding_specs import Mesh, P
@@ -87,7 +88,7 @@ def test_lines_of_libraries_are_forgotten_and_those_of_others_kept(monkeypatch: 
         program, _ = made(PLANS["ddp"], Mesh(data=2))
         assert torch.__file__ not in linecache.cache and leftovers.__file__ not in linecache.cache
         assert {cell, lazy, __file__} <= linecache.cache.keys()
-        assert "x = torch.tanh(x @ w)" in {node.meta["source"].text for node in program.traced.nodes}
+        assert "x = torch.tanh(x @ w)" in {info(node).source.text for node in program.traced.nodes}
         assert linecache.getline(torch.__file__, 1), "they are read again when somebody asks"
     finally:
         del linecache.cache[cell], linecache.cache[lazy]
@@ -97,7 +98,7 @@ def test_equal_shapes_are_one_object() -> None:
     assert aval_of(torch.ones(2, 3)) is aval_of(torch.zeros(2, 3))
     assert aval_of(torch.ones(2, 3)) == Aval((2, 3), torch.float32)
     program, _ = made(PLANS["ddp"], Mesh(data=2))
-    types = [node.meta["type"] for node in program.traced.nodes if "type" in node.meta]
+    types = [info(node).type for node in program.traced.nodes if info(node).type is not None]
     assert len({id(each) for each in types}) < len(types) / 4
 
 

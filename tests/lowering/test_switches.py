@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import functional_parallel as fp
+from functional_parallel.ir import info
 from sharding_specs import Mesh, P
 
 MESH = Mesh(data=2)
@@ -63,7 +64,7 @@ def test_a_step_is_trained_as_autocast_says_at_each_call() -> None:
     for around, types in ((narrow, {torch.bfloat16, torch.float32}), (nullcontext, {torch.float32})):
         with around():
             state, metrics = train(state, X)
-        nodes = [node.meta["val"].dtype for node in train.program.traced.nodes if "mm" in str(node.target)]
+        nodes = [info(node).aval.dtype for node in train.program.traced.nodes if "mm" in str(node.target)]
         assert set(nodes) <= types and min(types, key=lambda dtype: dtype.itemsize) in nodes
     assert metrics.loss.dtype == torch.float32, "of the last call, outside"
 

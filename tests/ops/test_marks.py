@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from functional_parallel.checker import declared
+from functional_parallel.ir import info
 from functional_parallel.ir.graph import aval_of
 from functional_parallel.ir.stand_ins import stand_in
 from functional_parallel.ops.constrain import OP as CONSTRAIN
@@ -49,7 +50,7 @@ def test_a_mark_under_vmap(name: str, in_dim: int) -> None:
     assert torch.equal(torch.func.vmap(torch.func.grad(lambda x: mark(x * x).sum()), in_dim)(X), 2 * wanted)
     for node in trace(lambda x: [torch.func.vmap(mark, in_dim)(x)], [aval_of(X)]).nodes:
         if node.target is OPS[name]:
-            shapes.append(node.meta["val"].shape)
+            shapes.append(info(node).aval.shape)
     assert shapes == [tuple(X.movedim(in_dim, -1).shape) if name == "constrain" else tuple(X.shape)]
 
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import functional_parallel as fp
+from functional_parallel.ir import info
 from sharding_specs import Mesh, SpecError
 
 from .networks import SPLIT, batch, integer_loss, loss, noisy_loss, parameters
@@ -166,7 +167,7 @@ def test_sums_over_microbatches_of_what_ranks_summed_are_typed_so(stage: int) ->
     plan = fp.chain(tensor, fp.data_parallel("replica"), fp.zero(stage, "data"), fp.accumulate(3, reduce="each"))
     step = fp.compile(fp.grad(plan(integer_loss)), Mesh(replica=2, data=2, tensor=2))
     nodes = step.lower(parameters(2), *batch(48)).traced.nodes
-    sums = [node for node in nodes if node.target is torch.ops.aten.add.Tensor and node.meta["backward"]]
+    sums = [node for node in nodes if node.target is torch.ops.aten.add.Tensor and info(node).backward]
     assert len(sums) >= 2 * len(optree.tree_leaves(parameters(2)))
     for node in sums:
-        assert node.meta["type"] == node.args[0].meta["type"] == node.args[1].meta["type"]
+        assert info(node).type == info(node.args[0]).type == info(node.args[1]).type

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 import functional_parallel as fp
 from functional_parallel.collectives.types import Type
-from functional_parallel.ir import Traced, aval_of
+from functional_parallel.ir import NodeInfo, Traced, aval_of, info, set_info
 from functional_parallel.passes import add_products_in_place, added_products
 from functional_parallel.program.work import flops
 from sharding_specs import Mesh
@@ -126,12 +126,12 @@ def test_a_value_that_ranks_share_is_not_written_by_each(first: Type) -> None:
     traced = Traced(fx.Graph())
     for name, each in (("a", first), ("b", Type()), ("x", Type(data="varying")), ("c", Type())):
         traced.inputs.append(traced.graph.placeholder(name))
-        traced.inputs[-1].meta = {"type": each, "val": aval_of(torch.ones(WIDTH, WIDTH))}
+        set_info(traced.inputs[-1], NodeInfo(aval_of(torch.ones(WIDTH, WIDTH)), type=each))
     a, b, x, c = traced.inputs
     two = [traced.graph.call_function(aten.mm.default, pair) for pair in ((a, b), (x, c))]
     traced.outputs = [traced.graph.call_function(aten.add.Tensor, tuple(two))]
     for node in (*two, *traced.outputs):
-        node.meta = dict(x.meta)
+        set_info(node, info(x))
     traced.seal()
     assert add_products_in_place(traced) is bool(first)
 

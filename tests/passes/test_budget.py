@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import functional_parallel as fp
-from functional_parallel.ir import Traced
+from functional_parallel.ir import Traced, info
 from functional_parallel.passes import ProgramPass
 from functional_parallel.passes.choices import ladder
 from functional_parallel.passes.recompute import recompute
@@ -69,7 +69,7 @@ def reached(error: fp.BudgetError) -> int:
 
 def again(program: Any) -> int:
     """The work of computing again, gathers of parameters apart: those are ZeRO-3's own."""
-    copies = [node for node in program.traced.nodes if node.meta.get("recomputed")]
+    copies = [node for node in program.traced.nodes if info(node).recomputed]
     return sum(work(node, program.mesh) for node in copies if "all_gather" not in str(node.target))
 
 
@@ -120,7 +120,7 @@ def test_a_looser_budget_never_computes_more_again(name: str) -> None:
     assert costs == sorted(costs, reverse=True)
     assert costs[0] > 0
     assert programs[-1].fingerprint() == step(name).fingerprint()  # a budget that is kept anyway changes nothing
-    copies = [{str(node) for node in p.traced.nodes if node.meta.get("recomputed")} for p in programs]
+    copies = [{str(node) for node in p.traced.nodes if info(node).recomputed} for p in programs]
     assert [len(names) for names in copies] == sorted(map(len, copies), reverse=True)
 
 
@@ -204,9 +204,7 @@ def test_cheap_ops_come_first() -> None:
 
     plain, names = program(fp.remat(where="none")).memory().peak, []
     for part in (90, 50):
-        twice = [
-            node for node in program(fp.remat(budget=plain * part // 100)).traced.nodes if node.meta.get("recomputed")
-        ]
+        twice = [node for node in program(fp.remat(budget=plain * part // 100)).traced.nodes if info(node).recomputed]
         names.append({str(node.target).removeprefix("aten.").removesuffix(".default") for node in twice})
     assert "gelu" in names[0] and "native_layer_norm" in names[0]
     assert not names[0] & {"mm", "bmm"}
@@ -273,13 +271,13 @@ def test_a_function_without_layers(kind: str) -> None:
     chosen = fp.compile(fp.grad(fp.remat(budget=budget)(f)), Mesh())
     assert all(optree.tree_leaves(optree.tree_map(torch.equal, before, chosen(params, x))))
     assert chosen.program.memory().peak <= budget
-    again = [str(node.target) for node in chosen.program.traced.nodes if node.meta.get("recomputed")]
+    again = [str(node.target) for node in chosen.program.traced.nodes if info(node).recomputed]
     assert not any("convolution" in name for name in again)
 
 
 def test_where_restricts_the_choice() -> None:
     program = step("data", fp.remat(budget=lowest("data") * 6 // 5, where="layers/*"))
-    names = {node.meta["source"].function for node in program.traced.nodes if node.meta.get("recomputed")}
+    names = {info(node).source.function for node in program.traced.nodes if info(node).recomputed}
     assert names == {"hidden"}  # nothing of the head
     with pytest.raises(fp.BudgetError):
         step("data", fp.remat(budget=lowest("data") * 6 // 5, where="none"))

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import functional_parallel as fp
-from functional_parallel.ir import Traced
+from functional_parallel.ir import Traced, info
 from functional_parallel.passes import cheap
 from sharding_specs import Mesh, optional, split
 
@@ -165,8 +165,8 @@ def again(kinds: list[str], plan: Any = None, size: int = 12, **options: Any) ->
     program = fp.compile(fp.grad(plan(partial(loss, kinds=kinds))), Mesh(data=2), **options).lower(
         parameters(kinds), tokens(size)
     )
-    copies = [node for node in program.traced.nodes if node.meta.get("recomputed")]
-    assert max(Counter(node.meta["forward"].name for node in copies).values(), default=1) == 1
+    copies = [node for node in program.traced.nodes if info(node).recomputed]
+    assert max(Counter(info(node).forward_node.name for node in copies).values(), default=1) == 1
     names = (node.target._schema.name.split("::")[1] for node in copies if hasattr(node.target, "_schema"))
     return Counter(name for name in names if name not in ("view", "t", "pcast", "all_gather", "_unsafe_view"))
 
@@ -195,7 +195,7 @@ def test_what_does_not_follow_is_kept(no_value_is_small: None) -> None:
         return (torch.relu(x @ params) @ params).sigmoid().sum()  # derivatives take the results alone
 
     program = fp.compile(fp.grad(fp.data_parallel("data")(plain)), Mesh(data=1)).lower(torch.eye(4), torch.ones(8, 4))
-    assert not any(node.meta.get("recomputed") for node in program.traced.nodes)
+    assert not any(info(node).recomputed for node in program.traced.nodes)
 
 
 def test_small_values_are_kept(of_what: None) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import functional_parallel as fp
+from functional_parallel.ir import info
 from functional_parallel.passes.gathers import stored_input
 from sharding_specs import Mesh, P
 
@@ -47,7 +48,7 @@ def lifetimes(program: Any) -> list[tuple[torch.fx.Node, bool, int, int]]:
         if "all_gather" not in str(node.target) or any("all_gather" in str(user.target) for user in _readers(node)):
             continue
         last = max(position[user] for user in _readers(node))
-        found.append((stored_input(node), bool(node.meta["backward"]), position[node], last))
+        found.append((stored_input(node), bool(info(node).backward), position[node], last))
     return found
 
 
@@ -178,7 +179,7 @@ def test_a_gather_over_the_tensor_axis_is_not_saved_either() -> None:
     x = torch.randn(8, 8).double()
     step = fp.compile(fp.grad(plan(loss)), Mesh(data=2, tensor=2))
     torch.testing.assert_close(step(params, x), fp.grad(loss)(params, x))
-    backward = {node for node in step.program.traced.nodes if node.meta["backward"]}
+    backward = {node for node in step.program.traced.nodes if info(node).backward}
     saved = [
         node
         for node in step.program.traced.nodes

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import functional_parallel as fp
+from functional_parallel.ir import info
 from functional_parallel.ir.graph import operands_of
 from functional_parallel.program.overlap import overlapped
 from functional_parallel.program.sharing import readers_before_writes, written_by
@@ -50,16 +51,16 @@ def test_updates_are_one_call_that_returns_what_it_was_given(plan: str) -> None:
     assert given["adamw"] == 0 and given["adamw_"] <= 2, "one per bucket, or per set of axes that it varies over"
     traced = program(plan).traced
     for node in traced.inputs:
-        moment = node.meta["path"].startswith(("0/1/1", "0/1/2"))
+        moment = info(node).path.startswith(("0/1/1", "0/1/2"))
         if moment:
-            new = traced.outputs[node.meta["becomes"]]
+            new = traced.outputs[info(node).updated_output]
             assert written_by(new.args[0])[new.args[1]] is node
 
 
 @pytest.mark.parametrize("plan", ["zero 1", "zero 2, microbatches", "tensor and zero 1"])
 def test_updated_parameters_are_gathered_into_the_old_ones(plan: str) -> None:
     given, kept = program(plan), program(plan, donate=False)
-    whole = sum(node.meta["val"].nbytes for node in given.traced.inputs if node.meta["parameter"])
+    whole = sum(info(node).aval.nbytes for node in given.traced.inputs if info(node).is_parameter)
     assert counts(plan)["unpack_"] == counts(plan, donate=False)["unpack"] == 7
     assert given.memory().curve[-1] <= kept.memory().curve[-1] - whole
 

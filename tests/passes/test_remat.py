@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import functional_parallel as fp
+from functional_parallel.ir import info
 from sharding_specs import Mesh
 
 from .networks import SPLIT, batch, integer_loss, loss, noisy_loss, parameters
@@ -32,8 +33,8 @@ def kept(found: Any) -> int:
     """Bytes of forward activations that the backward uses: every op's result that a backward op takes."""
     total = 0
     for node in found.traced.nodes:
-        if not node.meta["backward"] and any(user.op != "output" and user.meta["backward"] for user in node.users):
-            total += node.meta["val"].nbytes
+        if not info(node).backward and any(user.op != "output" and info(user).backward for user in node.users):
+            total += info(node).aval.nbytes
     return total
 
 
@@ -128,7 +129,7 @@ def test_attention_alone() -> None:
     torch.testing.assert_close(
         found(params, x, y)["layers"][0]["a"], torch.func.grad(attend)(params, x, y)["layers"][0]["a"]
     )
-    again = [node for node in found.program.traced.nodes if node.meta.get("recomputed")]
+    again = [node for node in found.program.traced.nodes if info(node).recomputed]
     assert sum(node.target is torch.ops.aten._softmax.default for node in again) == 2
     assert sum(node.target is torch.ops.aten.mm.default for node in again) == 0
 
@@ -137,7 +138,7 @@ def test_a_policy_of_ones_own() -> None:
     def keep(node: torch.fx.Node) -> bool:
         return node.target is torch.ops.aten.mm.default
 
-    again = [n for n in program(fp.remat(keep)).traced.nodes if n.meta.get("recomputed")]
+    again = [n for n in program(fp.remat(keep)).traced.nodes if info(n).recomputed]
     assert again
     assert all(node.target is not torch.ops.aten.mm.default for node in again)
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import functional_parallel as fp
+from functional_parallel.ir import info
 from sharding_specs import Mesh, P
 
 aten = torch.ops.aten
@@ -71,7 +72,7 @@ def test_no_update_takes_a_turned_gradient(name: str | None) -> None:
 
 def gradients(traced: Any) -> list[torch.fx.Node]:
     """What new parameters are made of, between the product and the update."""
-    found, waiting = [], [output for output in traced.outputs if output.meta["val"].ndim == 2]
+    found, waiting = [], [output for output in traced.outputs if info(output).aval.ndim == 2]
     while waiting:
         node = waiting.pop()
         if node.op == "call_function" and node.target is not aten.mm.default and node not in found:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import fx
 
 import functional_parallel as fp
+from functional_parallel.ir import info
 from functional_parallel.passes import cheap
 from sharding_specs import Mesh
 
@@ -61,13 +62,13 @@ def step(kinds: list[str], name: str, *without: str, rows: int = 16) -> Any:
 
 
 def held(values: Collection[fx.Node]) -> int:
-    leaves = (leaf for node in values for leaf in optree.tree_leaves(node.meta["val"]))
+    leaves = (leaf for node in values for leaf in optree.tree_leaves(info(node).val))
     return sum(leaf.nbytes for leaf in leaves)
 
 
 def kept(values: Collection[fx.Node]) -> int:
     """The bytes of a forward's values."""
-    return held([node for node in values if not node.meta["backward"]])
+    return held([node for node in values if not info(node).backward])
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import functional_parallel as fp
+from functional_parallel.ir import info
 from sharding_specs import Mesh, split
 
 from .networks import normal, tied_table
@@ -60,7 +61,7 @@ def test_sequence_parallel_inside() -> None:
         step = fp.compile(fp.grad_and_value(plan(loss)), Mesh(pipe=2, tensor=2))
         for a, b in zip(optree.tree_leaves(step(params, tokens)), optree.tree_leaves(wanted), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-        sent[sequence] = sum(node.meta["val"].nbytes for node in step.program.stages[0].sends_forward)
+        sent[sequence] = sum(info(node).aval.nbytes for node in step.program.stages[0].sends_forward)
     assert 0 < sent[True] <= sent[False] // 2
 
 
@@ -75,7 +76,7 @@ def test_a_tied_weight_is_never_sent_and_its_gradient_once(microbatches: int) ->
     assert sent[30, 4] == 2
     assert sent[16 // microbatches, 4] == 2 * 3 * microbatches
     assert all(len(shape) < 2 or shape[1] == 4 for shape in sent)
-    exchanged = [each for level in train.program.epilogue.exchanges for each in level if each.node.meta["val"].ndim]
+    exchanged = [each for level in train.program.epilogue.exchanges for each in level if info(each.node).aval.ndim]
     assert {(each.source, each.target) for each in exchanged} == {(0, 3), (3, 0)}
 
 

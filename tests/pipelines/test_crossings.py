@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import functional_parallel as fp
+from functional_parallel.ir import info
 from sharding_specs import Mesh, P
 
 from ..trees import assert_equal
@@ -90,7 +91,7 @@ def test_integers_made_of_parameters_cross() -> None:
         return torch.where(positive, h.gather(1, best[:, None])[:, 0], h.sum(-1)).mean()
 
     program = assert_same(loss, [normal(3, 3) for _ in range(3)], normal(8, 3), ranks=3)
-    types = [node.meta["val"].dtype for node in program.stages[1].sends_forward]
+    types = [info(node).aval.dtype for node in program.stages[1].sends_forward]
     assert sorted(map(str, types)) == ["torch.bool", "torch.float64", "torch.int64"]
 
 

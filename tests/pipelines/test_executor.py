@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import functional_parallel as fp
 from functional_parallel import schedules
+from functional_parallel.ir import info
 from functional_parallel.pipelines import PipelineError
 from functional_parallel.runtime.pipelined.worker import Worker
 from functional_parallel.schedules import Action
@@ -146,7 +147,7 @@ def test_ranks_exchange_scalars_and_no_gradients() -> None:
     _, metrics = train(train.init(params), x)
     epilogue = train.program.epilogue
     sent = [each for level in epilogue.exchanges for each in level]
-    assert {each.node.meta["val"].numel for each in sent} == {1}
+    assert {info(each.node).aval.numel for each in sent} == {1}
     assert sum(bool(level) for level in epilogue.exchanges) == 1
     assert all(holders == frozenset(range(4)) for holders in epilogue.output_holders[-2:])  # loss and norm
     plain = fp.train_step(loss, fp.optim.adamw(0.1), Mesh(), fp.accumulate(4), clip=1.0)

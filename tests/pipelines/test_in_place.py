@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import functional_parallel as fp
+from functional_parallel.ir import info
 from functional_parallel.runtime import storages
 from functional_parallel.runtime.pipelined.worker import Worker
 from functional_parallel.schedules import Action
@@ -49,7 +50,7 @@ def places(state: fp.TrainState) -> list[dict[int, set[int]]]:
 
 def written(train: Any) -> list[bool]:
     """Of parameters and optimizer state, which are tensors that updates write: all but counts."""
-    return [node.meta["val"].numel > 1 for node in train.program.inputs if node.meta["carried"]]
+    return [info(node).aval.numel > 1 for node in train.program.inputs if info(node).is_state]
 
 
 FOLDED = [case for case in CASES if case != "clip"]  # whose three layers are not four stages
@@ -92,8 +93,8 @@ def test_ranks_hold_no_second_copy(case: str) -> None:
         program = train.lower(train.init([torch.zeros(32, 32) for _ in range(8)]), torch.zeros(8, 32))
         held[donate] = program.memory().ranks
     for number, (one, two) in enumerate(zip(held[True], held[False], strict=True)):
-        carried = [node for node in program.inputs if node.meta["carried"] and number in program.holders(node)]
-        bytes_carried = sum(node.meta["val"].nbytes for node in carried)
+        carried = [node for node in program.inputs if info(node).is_state and number in program.holders(node)]
+        bytes_carried = sum(info(node).aval.nbytes for node in carried)
         assert one.alive["parameters"] + one.alive["optimizer state"] <= bytes_carried + 4  # and a new count
         assert two.alive["parameters"] + two.alive["optimizer state"] > 1.9 * bytes_carried
         assert one.peak < two.peak

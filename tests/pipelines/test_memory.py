@@ -18,6 +18,7 @@ from torch import Tensor
 
 import functional_parallel as fp
 from functional_parallel import schedules
+from functional_parallel.ir import info
 from functional_parallel.pipelines import PipelineProgram
 from functional_parallel.program import Program
 from functional_parallel.runtime import PipelineRuntime, ProcessRuntime, use_runtime
@@ -77,7 +78,7 @@ class OneRank(PipelineRuntime):
         return tracker.peak
 
     def _input(self, node: torch.fx.Node) -> Tensor:
-        x = filled(node.meta["val"])
+        x = filled(info(node).val)
         if node not in self.program.cut_dims:
             return x
         count = self.program.schedule.microbatches
@@ -184,7 +185,7 @@ def test_the_predicted_peak_of_every_rank_is_the_measured_one(seed: int) -> None
 def results_of_kernels(program: PipelineProgram) -> int:
     """Bytes of messages that lie otherwise when they arrive than a kernel left them: a view of them may copy."""
     sent = {node for stage in program.stages for node in (*stage.sends_forward, *stage.sends_backward)}
-    return sum(node.meta["val"].nbytes for node in sent if node.target is operator.getitem)
+    return sum(info(node).aval.nbytes for node in sent if node.target is operator.getitem)
 
 
 # -----------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import functional_parallel as fp
+from functional_parallel.ir import info
 from functional_parallel.pipelines import PipelineError
 from functional_parallel.planning.estimate import CONVENTIONS, Convention, transformer_parameters
 from functional_parallel.training.state import Constant
@@ -140,7 +141,7 @@ def test_it_is_what_the_fullest_rank_of_a_pipeline_holds(
     found = fp.estimate(stacked(), mesh, plan, optimizer=optimizer)
     train = fp.train_step(through_layers, optimizer, mesh, plan)
     state, _ = train(train.init(stacked()), torch.ones(8, 4))
-    parameters = [node.meta["parameter"] for node in train.program.inputs if node.meta["carried"]]
+    parameters = [info(node).is_parameter for node in train.program.inputs if info(node).is_state]
     sizes = []
     for rank in (0, 1):
         held = [handle.parts[rank][0].nbytes if rank in handle.parts else 0 for handle in state.handles]

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import functional_parallel as fp
+from functional_parallel.ir import info
 from functional_parallel.pipelines import PipelineError
 from functional_parallel.program.work import work
 from functional_parallel.schedules import Layer, Machine, ScheduleError
@@ -63,12 +64,10 @@ def test_layers_add_up_to_the_stages_of_the_pipeline(widths: list[int], depth: i
         back = sum(layer.input_gradient + layer.weight_gradient for layer in own)
         assert round(samples * back) == of_program(program, "I", index) + of_program(program, "W", index)
         kept = {name: size for layer in own for name, size in layer.kept.items()}
-        residuals = [node.meta["val"].nbytes for node in stage.after_forward if not node.meta["backward"]]
+        residuals = [info(node).aval.nbytes for node in stage.after_forward if not info(node).backward]
         assert samples * sum(kept.values()) == sum(residuals)
-        assert samples * own[-1].output == sum(node.meta["val"].nbytes for node in stage.sends_forward)
-        taken = {
-            node.meta["path"] for work in stage.works.values() for node in work.first.inputs if "path" in node.meta
-        }
+        assert samples * own[-1].output == sum(info(node).aval.nbytes for node in stage.sends_forward)
+        taken = {info(node).path for work in stage.works.values() for node in work.first.inputs if info(node).path}
         assert {f"0/{path}" for layer in own for path in layer.weights} == {p for p in taken if p.startswith("0/")}
     assert first == len(layers)
 
@@ -96,7 +95,7 @@ def test_of_ops_with_several_results_each_is_kept_by_itself(op: str, layers: int
     plan = fp.pipeline("pipe", microbatches=1, schedule="zb-h1")
     (stage,) = fp.compile(fp.grad(plan(loss)), Mesh(pipe=1)).lower(params, x).stages
     kept = {name: size for layer in fp.layer_costs(loss, params, x) for name, size in layer.kept.items()}
-    residuals = [node.meta["val"].nbytes for node in stage.after_forward if not node.meta["backward"]]
+    residuals = [info(node).aval.nbytes for node in stage.after_forward if not info(node).backward]
     assert len(x) * sum(kept.values()) == pytest.approx(sum(residuals))
     fp.testing.assert_equivalent(loss, plan, Mesh(pipe=layers), params, x)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import functional_parallel as fp
+from functional_parallel.ir import info
 from functional_parallel.passes.recompute import forward_nodes
 from functional_parallel.program.memory import Ledger
 from sharding_specs import Mesh
@@ -53,7 +54,7 @@ def held(program: Any) -> int:
     for node in ledger.nodes:
         for storage in ledger.storages[node]:
             maker = storage[0]
-            if maker in number and maker not in forward and not maker.meta.get("recomputed"):
+            if maker in number and maker not in forward and not info(maker).recomputed:
                 uses = [number[user] for user in node.users if user in number]
                 lives.setdefault(storage, []).extend([number[maker], *uses])
     products = [number[node] for node in forward if node.target is torch.ops.aten.mm.default]

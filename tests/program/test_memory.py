@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import functional_parallel as fp
+from functional_parallel.ir import info
 from functional_parallel.ir.graph import primitive_name
 from functional_parallel.runtime.execution.codegen import Writer
 from functional_parallel.testing.tracker import tracked
@@ -35,7 +36,7 @@ def flat_function(program: Any) -> Any:
 
     def line(node: torch.fx.Node, writer: Writer) -> str:
         if primitive_name(node) is not None:
-            aval = node.meta["val"]
+            aval = info(node).val
             make = writer.constant(partial(torch.zeros, aval.shape, dtype=aval.dtype))
             return f"{make}()"
         if node.target.__name__ == "getitem":
@@ -47,7 +48,7 @@ def flat_function(program: Any) -> Any:
 
 def measured(program: Any) -> int:
     run = flat_function(program)
-    inputs = [filled(node.meta["val"]) for node in program.traced.inputs]
+    inputs = [filled(info(node).val) for node in program.traced.inputs]
     constants = list(program.traced.constants.values())
     with torch.no_grad(), tracked((inputs, constants)) as tracker:
         run(list(inputs))

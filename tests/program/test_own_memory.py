@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from torch import fx, ops
 
+from functional_parallel.ir import update_info
 from functional_parallel.ops.adamw_kernel import ADAMW_IN_PLACE
 from functional_parallel.ops.packing import PACK
 from functional_parallel.program.sharing import is_only_use_of_own_memory, may_stay_in_place
@@ -106,7 +107,7 @@ def part_of(kind: str, use: Callable[[Call, fx.Node], fx.Node]) -> fx.Node:
         return graph.call_function(target, args)
 
     whole = graph.placeholder("x")
-    whole.meta["parameter"] = kind != "input"
+    update_info(whole, is_parameter=kind != "input")
     if kind == "cast":
         whole = call(ops.fp.pcast.default, whole, ["data"], "invariant", "reduced")
     if kind == "computed":

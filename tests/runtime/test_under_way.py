@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 import functional_parallel as fp
-from functional_parallel.ir import Aval, Traced
+from functional_parallel.ir import Aval, NodeInfo, Traced, info, set_info
 from functional_parallel.ops.packing import PACK, UNPACK
 from functional_parallel.program import Program
 from functional_parallel.runtime.algorithms import starting
@@ -65,7 +65,7 @@ def test_one_gradient_at_a_time_waits_to_be_scattered(bucket: int | str | None) 
     step = fp.train_step(loss, fp.optim.sgd(0.1), Mesh(data=2), fp.zero(3, "data"), bucket=bucket)
     program = step.lower(step.init(params), torch.zeros(4, WIDTH))
     carrier = Watching()
-    OneRank(program, carrier).function()([torch.zeros(x.meta["val"].shape) for x in program.traced.inputs])
+    OneRank(program, carrier).function()([torch.zeros(info(x).aval.shape) for x in program.traced.inputs])
     assert program.counts()["psum_scatter", ("data",)] == {None: LAYERS, "auto": 1}.get(bucket, LAYERS // 2)
     assert carrier.most["psum_scatter"] == 1
     assert carrier.most["all_gather"] <= 3
@@ -80,7 +80,7 @@ def test_what_is_still_to_be_packed_is_not_written_over() -> None:
     both = [graph.call_function(UNPACK, (gathered, 2, begin, [3], 0)) for begin in (0, 3)]
     written = graph.call_function(torch.ops.aten.add_.Tensor, tuple(inputs))
     for node, length in [(x, 3) for x in (*inputs, written)] + [(packed, 6), (gathered, 12)] + [(x, 6) for x in both]:
-        node.meta = {"val": Aval((length,), torch.float32), "source": None, "backward": False}
+        set_info(node, NodeInfo(Aval((length,), torch.float32)))
     traced = Traced(graph, inputs, [*both, written])
     traced.seal()
     specs = {"in_specs": [P(), P()], "out_specs": [P()] * 3, "in_paths": ["x", "y"], "out_paths": ["a", "b", "c"]}

@@ -9,6 +9,7 @@ written where it is left: at the update, at results, and where a value of it mee
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -16,7 +17,7 @@ from torch import fx
 from sharding_specs import P
 
 from ...collectives import State
-from ...ir import Traced, operands_of
+from ...ir import Traced, info, operands_of, set_info
 from .rounds import Rounds
 
 __all__ = ["end_one_microbatch"]
@@ -46,7 +47,7 @@ class _Ends:
         self.traced, self.axis = traced, axis
         self.rounds = Rounds(traced, axis, in_specs)
         self.varying = set(self.rounds.varying)
-        self.of_model = _leading_to(traced, lambda node: bool(node.meta["backward"]))
+        self.of_model = _leading_to(traced, lambda node: bool(info(node).backward))
         self.sums: dict[fx.Node, fx.Node] = {}
 
     def write(self, out_specs: list[P]) -> None:
@@ -68,13 +69,13 @@ class _Ends:
         ]
 
     def _is_update(self, node: fx.Node, gradient: fx.Node) -> bool:
-        return node not in self.of_model and bool(gradient.meta.get("backward"))
+        return node not in self.of_model and bool(info(gradient).backward)
 
     def _sum(self, value: fx.Node) -> fx.Node:
         if value not in self.sums:
             with self.traced.graph.inserting_after(value):
                 total = self.traced.graph.call_function(torch.ops.fp.psum.default, (value, [self.axis], "varying"))
-            total.meta = {**value.meta, "type": value.meta["type"].having([self.axis], State.INVARIANT)}
+            set_info(total, replace(info(value), type=info(value).typed.having([self.axis], State.INVARIANT)))
             self.sums[value] = total
         return self.sums[value]
 
@@ -89,4 +90,4 @@ def _leading_to(traced: Traced, chosen: Callable[[fx.Node], bool]) -> set[fx.Nod
 
 
 def _state(node: fx.Node, axis: str) -> State:
-    return node.meta["type"][axis]  # type: ignore[no-any-return]
+    return info(node).typed[axis]

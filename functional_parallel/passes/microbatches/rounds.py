@@ -11,7 +11,7 @@ from torch import fx
 
 from sharding_specs import P
 
-from ...ir import Traced, operands_of, primitive_name
+from ...ir import Traced, info, operands_of, primitive_name
 
 __all__ = ["Rounds", "UnrollError", "names_axis"]
 
@@ -79,5 +79,5 @@ def names_axis(node: fx.Node, axis: str) -> bool:
         return False
     axes = node.args[0] if name == "axis_index" else node.args[1]
     if axis in axes and len(axes) > 1:
-        raise UnrollError(f"{node.meta['source']}: {name} over {tuple(axes)} at once; name {axis!r} apart")
+        raise UnrollError(f"{info(node).source}: {name} over {tuple(axes)} at once; name {axis!r} apart")
     return axis in axes

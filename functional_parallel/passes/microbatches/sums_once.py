@@ -14,7 +14,7 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ...ir import Traced, primitive_name
+from ...ir import Traced, info, primitive_name
 from ..base import ProgramPass
 from ..swap import is_cast, let_pass
 
@@ -61,7 +61,7 @@ class ReduceEach(ProgramPass):
         moved: set[fx.Node] = set()  # behind one sum over ranks, and no further
 
         def is_passed(node: fx.Node) -> bool:
-            return is_total(node, self.axis) and node.meta["backward"] and node not in moved
+            return is_total(node, self.axis) and info(node).backward and node not in moved
 
         for node in list(traced.nodes):
             reduces = primitive_name(node) in ("psum", "psum_scatter") and not is_total(node, self.axis)

@@ -11,6 +11,7 @@ In which order ops run, and which of them once, `rounds` says.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import fx
 from sharding_specs import P
 
 from ...collectives import Parts, Type
-from ...ir import Aval, Traced, operands_of, primitive_name
+from ...ir import Aval, NodeInfo, Traced, info, operands_of, primitive_name, set_info, update_info
 from .rounds import CASTS, Rounds, UnrollError, names_axis
 
 __all__ = ["UnrollError", "combined_by", "microbatch_dim", "resized", "shortened", "unroll"]
@@ -79,29 +80,29 @@ class _Unroll:
         ]
         self.result.seal()
         for node in self.graph.nodes:
-            if "type" in node.meta:
-                node.meta["type"] = Type({name: state for name, state in node.meta["type"].items() if name != axis})
+            if (known := info(node).type) is not None:
+                update_info(node, type=Type({name: state for name, state in known.items() if name != axis}))
 
     # --- writing the new graph ---
 
     def _inputs(self, in_specs: list[P]) -> None:
         for node, spec in zip(self.old.inputs, in_specs, strict=True):
             new = self.graph.placeholder(node.name)
-            new.meta = dict(node.meta)
+            set_info(new, info(node))
             self.result.inputs.append(new)
             if node not in self.varying:
                 self.once[node] = new
                 continue
-            dim = microbatch_dim(spec, self.axis, str(node.meta.get("path", node.name)))
-            aval = node.meta["val"]
-            new.meta["val"] = resized(aval, dim, self.parts)
+            dim = microbatch_dim(spec, self.axis, str(info(node).path or node.name))
+            aval = info(node).aval
+            update_info(new, val=resized(aval, dim, self.parts))
             for number in range(self.size):
                 bounds = (dim, *self.parts.held(number, aval.shape[dim]))
-                self.own[number][node] = self._write(aten.slice.Tensor, (new, *bounds), node.meta)
+                self.own[number][node] = self._write(aten.slice.Tensor, (new, *bounds), info(node))
         for node in self.old.graph.nodes:
             if node.op == "get_attr":
                 new = self.once[node] = self.graph.get_attr(node.target)
-                new.meta = dict(node.meta)
+                set_info(new, info(node))
 
     def _rounds(self) -> None:
         rounds = self.microbatches.of
@@ -161,38 +162,38 @@ class _Unroll:
         if combine is None:
             return
         value = self.own[microbatch][node.args[0]]
-        meta = {**node.meta, "val": value.meta["val"]}
-        self.once[node] = value if microbatch == 0 else self._write(combine, (self.once[node], value), meta)
+        known = replace(info(node), val=info(value).val)
+        self.once[node] = value if microbatch == 0 else self._write(combine, (self.once[node], value), known)
 
     def _close(self, node: fx.Node) -> None:
         """What each microbatch gets of a barrier's result, once all have passed."""
         name = primitive_name(node)
         if name == "all_gather":
             parts = [own[node.args[0]] for own in self.own]
-            self.once[node] = self._write(aten.cat.default, (parts, node.args[2]), node.meta)
+            self.once[node] = self._write(aten.cat.default, (parts, node.args[2]), info(node))
         elif name == "psum_scatter":
             for microbatch, own in enumerate(self.own):
                 own[node] = self._part(self.once[node], node, microbatch)
 
     def _part(self, value: fx.Node, node: fx.Node, microbatch: int) -> fx.Node:
-        dim, length = node.args[2], node.meta["val"].shape[node.args[2]]
-        return self._write(aten.slice.Tensor, (value, dim, microbatch * length, (microbatch + 1) * length), node.meta)
+        dim, length = node.args[2], info(node).aval.shape[node.args[2]]
+        return self._write(aten.slice.Tensor, (value, dim, microbatch * length, (microbatch + 1) * length), info(node))
 
     def _constant(self, value: torch.Tensor, node: fx.Node) -> fx.Node:
         name = f"microbatch_{int(value)}"
         self.result.constants[name] = value
         new = self.graph.get_attr(name)
-        new.meta = dict(node.meta)
+        set_info(new, info(node))
         return new
 
     def _copy(self, node: fx.Node, values: dict[fx.Node, fx.Node]) -> fx.Node:
         new = self.graph.node_copy(node, lambda a: values[a] if a in values else self.once[a])
-        new.meta = dict(node.meta)
+        set_info(new, info(node))
         return new
 
-    def _write(self, target: Any, args: tuple[Any, ...], meta: dict[str, Any]) -> fx.Node:
+    def _write(self, target: Any, args: tuple[Any, ...], known: NodeInfo) -> fx.Node:
         node = self.graph.call_function(target, args)
-        node.meta = {"backward": False, "no_grad": False, "source": None, **meta}
+        set_info(node, known)
         return node
 
     def _output(self, output: Any, spec: P) -> Any:
@@ -201,20 +202,19 @@ class _Unroll:
         if self.axis not in spec.axes:
             return self._copy_once(output) if output.op == "call_function" else self.once[output]
         dim = microbatch_dim(spec, self.axis, "a result")
-        aval = output.meta["val"]
+        aval = info(output).aval
         for number in range(self.size):  # one that is the same for every microbatch has each its copy of
             self._provide(output, number)
-        parts = [self._own_part(own[output], dim, number, output.meta) for number, own in enumerate(self.own)]
-        return self._write(aten.cat.default, (parts, dim), {**output.meta, "val": resized(aval, dim, self.parts)})
+        parts = [self._own_part(own[output], dim, number, info(output)) for number, own in enumerate(self.own)]
+        return self._write(aten.cat.default, (parts, dim), replace(info(output), val=resized(aval, dim, self.parts)))
 
-    def _own_part(self, value: fx.Node, dim: int, microbatch: int, meta: dict[str, Any]) -> fx.Node:
+    def _own_part(self, value: fx.Node, dim: int, microbatch: int, known: NodeInfo) -> fx.Node:
         """Of a microbatch's result what no other microbatch before it has."""
-        extent = meta["val"].shape[dim]
-        begin, end = self.parts.own(microbatch, extent)
+        begin, end = self.parts.own(microbatch, known.aval.shape[dim])
         if begin == 0:
             return value
-        aval = shortened(meta["val"], dim, end - begin)
-        return self._write(aten.slice.Tensor, (value, dim, begin, end), {**meta, "val": aval})
+        known = replace(known, val=shortened(known.aval, dim, end - begin))
+        return self._write(aten.slice.Tensor, (value, dim, begin, end), known)
 
 
 def microbatch_dim(spec: P, axis: str, where: str) -> int:
@@ -234,7 +234,7 @@ def combined_by(node: fx.Node, axis: str) -> Any:
         return None
     if name not in _COMBINE:
         raise UnrollError(
-            f"{node.meta['source']}: {name} over {axis!r} moves values between microbatches, which run one "
+            f"{info(node).source}: {name} over {axis!r} moves values between microbatches, which run one "
             "after another; split the batch over an axis of the mesh instead"
         )
     return _COMBINE[name]

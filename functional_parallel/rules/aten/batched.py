@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import fx
 
-from ...ir import tensor_operands
+from ...ir import info, tensor_operands
 from ..texts import pattern
 
 __all__ = ["all_whole_text", "batched_text"]
@@ -21,7 +21,7 @@ def batched_text(*trailing: int, linear: str = "") -> Callable[[fx.Node], str]:
     """
 
     def text(node: fx.Node) -> str:
-        shapes = [operand.meta["val"].shape for operand in tensor_operands(node)]
+        shapes = [info(operand).aval.shape for operand in tensor_operands(node)]
         counts = [*trailing, *[trailing[-1]] * len(shapes)][: len(shapes)]
         marks = [mark.replace(".", "") for mark in linear.ljust(len(shapes), ".")]
         batches = [shape[: len(shape) - count] for shape, count in zip(shapes, counts, strict=True)]
@@ -30,10 +30,9 @@ def batched_text(*trailing: int, linear: str = "") -> Callable[[fx.Node], str]:
             mark + _pattern(_aligned(batch, batches), len(shape) - len(batch), f"o{index}x", "^")
             for index, (mark, batch, shape) in enumerate(zip(marks, batches, shapes, strict=True))
         ]
-        value = node.meta["val"]
         results = [
             _pattern(_aligned(largest, [largest]), len(result.shape) - len(largest), f"new{index}x")
-            for index, result in enumerate(value if isinstance(value, tuple) else (value,))
+            for index, result in enumerate(info(node).avals)
         ]
         return f"{', '.join(operands)} -> {', '.join(results)}"
 
@@ -42,7 +41,7 @@ def batched_text(*trailing: int, linear: str = "") -> Callable[[fx.Node], str]:
 
 def all_whole_text(node: fx.Node) -> str:
     """A rule by which no dim is free."""
-    return batched_text(*(len(operand.meta["val"].shape) for operand in tensor_operands(node)))(node)
+    return batched_text(*(len(info(operand).aval.shape) for operand in tensor_operands(node)))(node)
 
 
 def _aligned(batch: tuple[int, ...], batches: list[tuple[int, ...]]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...ir import argument, tensor_operands
+from ...ir import argument, info, tensor_operands
 from ..duplicates import once
 from ..placement import Shard
 from ..registry import Rule, rule
@@ -31,7 +31,7 @@ _LOSSES = {  # at which place the op takes its reduction
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
     """Of the losses of all elements."""
-    return tuple(torch.broadcast_shapes(*(operand.meta["val"].shape for operand in tensor_operands(node))))
+    return tuple(torch.broadcast_shapes(*(info(operand).aval.shape for operand in tensor_operands(node))))
 
 
 def _text(node: fx.Node) -> str:
@@ -39,7 +39,7 @@ def _text(node: fx.Node) -> str:
     mark = "" if argument(node, "reduction") == _NONE else "+"
     operands = []
     for operand in tensor_operands(node):
-        shape = operand.meta["val"].shape
+        shape = info(operand).aval.shape
         ahead = len(whole) - len(shape)
         named = (f"d{ahead + i}{mark}" if size == whole[ahead + i] else "1" for i, size in enumerate(shape))
         operands.append(pattern(named))

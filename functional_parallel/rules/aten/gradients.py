@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...ir import info
 from ..registry import Rule, rule
 from ..step import Step
 from ..texts import linear_text, ndim_of, pattern, pointwise_text
@@ -26,7 +27,7 @@ aten = torch.ops.aten
 
 def _with_buffer_text(node: fx.Node) -> str:
     """`log_sigmoid_backward(gradient, x, buffer)`, whose buffer is empty on some devices."""
-    _, x, buffer = (operand.meta["val"].shape for operand in node.all_input_nodes)
+    _, x, buffer = (info(operand).aval.shape for operand in node.all_input_nodes)
     return "~..., ..., ... -> ..." if x == buffer else all_whole_text(node)
 
 

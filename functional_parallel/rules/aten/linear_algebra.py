@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from ...ir import info
 from ..registry import Rule, rule
 from ..texts import dim_of, ndim_of, whole_along
 from .batched import all_whole_text, batched_text
@@ -19,12 +20,12 @@ aten = torch.ops.aten
 
 def _solve_text(node: fx.Node) -> str:
     """`solve(A, B)`, whose B is a stack of vectors where its shape is A's without the last dim."""
-    a, b = (operand.meta["val"].shape for operand in node.args[:2])
+    a, b = (info(operand).aval.shape for operand in node.args[:2])
     return batched_text(2, 1 if len(b) == 1 or b == a[:-1] else 2)(node)
 
 
 def _cross_text(node: fx.Node) -> str:
-    a, b = (operand.meta["val"].shape for operand in node.args[:2])
+    a, b = (info(operand).aval.shape for operand in node.args[:2])
     return whole_along(dim_of(node), ndim=len(a), operands=2) if a == b else all_whole_text(node)
 
 
@@ -43,7 +44,7 @@ rule([aten.linalg_cross.default], Rule(_cross_text))
 
 def _distances_text(node: fx.Node) -> str:
     """`cdist(x, y)`: of each pair of rows, over the last dim."""
-    a, b = (operand.meta["val"].shape for operand in node.args[:2])
+    a, b = (info(operand).aval.shape for operand in node.args[:2])
     if a[:-2] != b[:-2]:
         return all_whole_text(node)
     batch = " ".join(f"b{index}" for index in range(len(a) - 2))

@@ -10,10 +10,9 @@ import torch
 from torch import fx
 
 from ...errors import TracingError
-from ...ir import Aval, current_source, tensor_operands
+from ...ir import Aval, current_source, info, tensor_operands
 from ...tracing import intercept
 from ..convert import convert
-from ..enumerated import ENUMERATED
 from ..placement import WHOLE, Shard
 from ..registry import Rule, rule
 from ..step import Step
@@ -88,7 +87,7 @@ def _embedding(
 
 def _gather_text(node: fx.Node) -> str:
     """Other dims pair up where their sizes agree; `gather` allows a shorter index, which needs them whole."""
-    x, index = node.args[0].meta["val"].shape, node.args[2].meta["val"].shape
+    x, index = info(node.args[0]).aval.shape, info(node.args[2]).aval.shape
     if len(x) != len(index):  # a scalar, or an index without elements
         return all_whole_text(node)
     shorter = [dim for dim in range(len(x)) if x[dim] != index[dim]]
@@ -107,7 +106,7 @@ def _local_gather(step: Step, x: torch.Tensor, dim: int, index: torch.Tensor, **
 
 def _index_select_text(node: fx.Node) -> str:
     ndim, dim = ndim_of(node), dim_of(node)
-    if not ndim or not node.args[2].meta["val"].shape:
+    if not ndim or not info(node.args[2]).aval.shape:
         return all_whole_text(node)
     return f"~{pattern(dim_names(ndim, {dim: 'picked?'}))}, slots -> {pattern(dim_names(ndim, {dim: 'slots'}))}"
 
@@ -145,7 +144,7 @@ def _put_text(node: fx.Node) -> str:
     if names is None:
         return _replicated_text(node)
     x, indices, written = names
-    shape = tensor_operands(node)[-1].meta["val"].shape
+    shape = info(tensor_operands(node)[-1]).aval.shape
     sizes = _written_shape(node)
     aligned = zip(written[len(written) - len(shape) :], shape, sizes[len(sizes) - len(shape) :], strict=True)
     values = ["1" if size == 1 != full else name for name, size, full in aligned]
@@ -165,7 +164,7 @@ def _indexing_names(node: fx.Node, mark: str = "") -> tuple[list[str], list[list
     if any(aval.dtype == torch.bool for aval in avals.values()):
         return None
     shared = torch.broadcast_shapes(*(aval.shape for aval in avals.values()))
-    paired = dict(node.meta.get(ENUMERATED, ()))
+    paired = dict(info(node).enumerated)
     names = [f"p{k}" if k in paired.values() else f"i{k}{mark}" for k in range(len(shared))]
     indices = [
         [
@@ -183,7 +182,7 @@ def _indexing_names(node: fx.Node, mark: str = "") -> tuple[list[str], list[list
 
 def _index_avals(node: fx.Node) -> dict[int, Aval]:
     """The indices by the dim of x that each takes elements from."""
-    return {dim: index.meta["val"] for dim, index in enumerate(node.args[1]) if index is not None}  # type: ignore
+    return {dim: info(index).aval for dim, index in enumerate(node.args[1]) if index is not None}  # type: ignore
 
 
 def _dims_ahead(indexed: list[int], ndim: int) -> int:
@@ -194,7 +193,7 @@ def _dims_ahead(indexed: list[int], ndim: int) -> int:
 
 def _written_shape(node: fx.Node) -> list[int]:
     """The shape of `x[indices]`."""
-    avals, x = _index_avals(node), node.args[0].meta["val"].shape  # type: ignore[union-attr]
+    avals, x = _index_avals(node), info(node.args[0]).aval.shape  # type: ignore[union-attr]
     kept = [size for dim, size in enumerate(x) if dim not in avals]
     ahead = _dims_ahead(list(avals), len(x))
     return [*kept[:ahead], *torch.broadcast_shapes(*(aval.shape for aval in avals.values())), *kept[ahead:]]
@@ -202,7 +201,7 @@ def _written_shape(node: fx.Node) -> list[int]:
 
 def _local_indexing(step: Step, x: torch.Tensor, indices: list[Any], *args: Any, **kwargs: Any) -> torch.Tensor:
     """The op on a shard; an index that enumerates the sharded dim enumerates the shard."""
-    for dim, k in step.node.meta.get(ENUMERATED, ()):
+    for dim, k in info(step.node).enumerated:
         if step.splits(f"p{k}"):
             index, ndim = indices[dim], max(index.ndim for index in indices if index is not None)
             shape = [1] * index.ndim
@@ -214,7 +213,7 @@ def _local_indexing(step: Step, x: torch.Tensor, indices: list[Any], *args: Any,
 
 def _scatter_text(node: fx.Node) -> str:
     """`scatter(x, dim, index, source)`: the indexed dim whole, others pair up where every operand has their size."""
-    shapes = [operand.meta["val"].shape for operand in tensor_operands(node)]
+    shapes = [info(operand).aval.shape for operand in tensor_operands(node)]
     ndim = len(shapes[0])
     whole = [dim for dim in range(ndim) if dim == dim_of(node) or len({shape[dim] for shape in shapes}) > 1]
     patterns = [pattern(dim_names(ndim, {d: f"o{position}x{d}^" for d in whole})) for position in range(len(shapes))]
@@ -242,7 +241,7 @@ def _without_marks(text: Callable[[fx.Node], str]) -> Callable[[fx.Node], str]:
 def _rows_text(node: fx.Node) -> str:
     """`index_add(x, dim, index, source)`: whole along that dim."""
     ndim, dim = ndim_of(node), dim_of(node)
-    if not ndim or len(node.args[3].meta["val"].shape) != ndim:
+    if not ndim or len(info(node.args[3]).aval.shape) != ndim:
         return _replicated_text(node)
     x, source, result = (pattern(dim_names(ndim, {dim: name})) for name in ("row^", "part^", "new"))
     return f"&{x}, i^, &{source} -> {result}"

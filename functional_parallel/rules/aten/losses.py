@@ -14,7 +14,7 @@ from torch import fx
 
 from ... import collectives as fp
 from ...collectives import MICROBATCH, hidden_axes
-from ...ir import Traced
+from ...ir import Traced, info
 from ..duplicates import lowest
 from ..registry import Rule, rule
 from ..step import Step
@@ -41,7 +41,7 @@ def fuse_cross_entropy(traced: Traced) -> None:
         source = node.args[0]
         if not isinstance(source, fx.Node) or source.target is not aten._log_softmax.default or source.args[2]:
             continue
-        if source.args[1] in (-1, source.meta["val"].ndim - 1):
+        if source.args[1] in (-1, info(source).aval.ndim - 1):
             node.target = cross_entropy
             node.args = (source.args[0], *node.args[1:])
 

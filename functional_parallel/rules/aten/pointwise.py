@@ -12,7 +12,7 @@ from torch import fx
 
 from ... import collectives as fp
 from ...collectives import MICROBATCH, hidden_axes
-from ...ir import tensor_operands
+from ...ir import info, tensor_operands
 from ...tracing import STRAIGHT_THROUGH
 from ..decide import Decision
 from ..placement import PARTIAL, WHOLE
@@ -37,7 +37,7 @@ def _quotient_text(node: fx.Node) -> str:
 
 def _cast_text(node: fx.Node) -> str:
     """Partial sums are completed before a cast: narrower they would round, and wider be more to send."""
-    return "~... -> ..." if node.args[0].meta["val"].dtype == node.meta["val"].dtype else "... -> ..."
+    return "~... -> ..." if info(node.args[0]).aval.dtype == info(node).aval.dtype else "... -> ..."
 
 
 def _decide_quotient(step: Step) -> Decision | None:
@@ -61,13 +61,13 @@ def _local_quotient(step: Step, a: Any, b: Any, **kwargs: Any) -> Any:
 
 def _with_buffer_text(node: fx.Node) -> str:
     """A result, and on some devices as much memory for the backward."""
-    x, buffer = node.args[0].meta["val"].shape, node.meta["val"][1].shape
+    x, buffer = info(node.args[0]).aval.shape, info(node).avals[1].shape
     return "... -> ..., ..." if x == buffer else all_whole_text(node)
 
 
 def _membership_text(node: fx.Node) -> str:
     """`isin(elements, test_elements)`: each element is looked for among all of the others."""
-    return f"..., {pattern(f't{dim}^' for dim in range(node.args[1].meta['val'].ndim))} -> ..."
+    return f"..., {pattern(f't{dim}^' for dim in range(info(node.args[1]).aval.ndim))} -> ..."
 
 
 rule([aten.add.Tensor, aten.sub.Tensor], Rule(_sum_text))

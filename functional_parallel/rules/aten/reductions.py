@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from ... import collectives as fp
-from ...ir import argument, operands_of
+from ...ir import argument, info, operands_of
 from ..duplicates import lowest
 from ..registry import Rule, rule
 from ..step import Step
@@ -29,8 +29,8 @@ def reduced_dims(node: fx.Node) -> list[int]:
 
 def _reduction_text(mark: str, linear: str = "") -> Callable[[fx.Node], str]:
     def text(node: fx.Node) -> str:
-        ndim, dims, value = ndim_of(node), reduced_dims(node), node.meta["val"]
-        keepdim = (value[0] if isinstance(value, tuple) else value).ndim == ndim
+        ndim, dims = ndim_of(node), reduced_dims(node)
+        keepdim = info(node).avals[0].ndim == ndim
         left = pattern(dim_names(ndim, {dim: f"d{dim}{mark}" for dim in dims}))
         right = pattern(dim_names(ndim, dict.fromkeys(dims, "1" if keepdim else "")))
         return f"{linear}{left} -> {', '.join([right] * results_of(node))}"

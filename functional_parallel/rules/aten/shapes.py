@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from ...collectives import Parts
-from ...ir import argument, tensor_operands
+from ...ir import argument, info, tensor_operands
 from ..decide import Decision
 from ..placement import REDUCED, WHOLE, Place, Shard
 from ..registry import Rule, rule
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 def _shape(node: Any) -> tuple[int, ...]:
-    return node.meta["val"].shape
+    return info(node).aval.shape
 
 
 # -----------------------------------------------------------------------------
@@ -307,7 +307,7 @@ def _unfold_text(node: fx.Node) -> str:
 
 def _bits_text(node: fx.Node) -> str:
     """`view(dtype)`: elementwise, or along the last dim where elements are of another size."""
-    before, after = node.args[0].meta["val"], node.meta["val"]
+    before, after = info(node.args[0]).aval, info(node).aval
     return "... -> ..." if before.dtype.itemsize == after.dtype.itemsize else batched_text(1)(node)
 
 

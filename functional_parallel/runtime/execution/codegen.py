@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from ... import _torch
-from ...ir import Traced, operands_of, primitive_name, stand_in
+from ...ir import Traced, info, operands_of, primitive_name, stand_in
 from .kernels import called_by
 
 __all__ = ["Writer", "is_alias"]
@@ -127,4 +127,4 @@ def is_alias(node: fx.Node, differentiable: bool) -> bool:
 
 def _stops(node: fx.Node, differentiable: bool) -> bool:
     """Whether a derivative in reverse mode stops at the op, as the user had switched gradients off around it."""
-    return differentiable and bool(node.meta.get("no_grad"))
+    return differentiable and bool(info(node).no_grad)

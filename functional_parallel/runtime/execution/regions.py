@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,18 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ... import _torch
-from ...ir import Traced, in_order, named_arguments, operands_of, primitive_name, source_of, walk_args
+from ...ir import (
+    Traced,
+    forget_info,
+    in_order,
+    info,
+    named_arguments,
+    operands_of,
+    primitive_name,
+    set_info,
+    source_of,
+    walk_args,
+)
 from ...ops import UNPACK, unpacked
 from ...program import STARTED, Program, overlapped, readers_before_writes, root_of, written_by
 from .inductor import Region, region_of
@@ -81,10 +92,10 @@ def _is_seen_through(node: fx.Node) -> bool:
     """Whether a view shows all of its operand; one that takes a part differs from layer to layer by which."""
     if node.op != "call_function" or not (_is_view(node) and _is_pure(node)):
         return False
-    if node.target is operator.getitem or isinstance(node.meta["val"], tuple):  # of a split, or one
+    if node.target is operator.getitem or isinstance(info(node).val, tuple):  # of a split, or one
         return False
     (operand,) = operands_of(node)
-    return bool(operand.meta["val"].numel == node.meta["val"].numel)
+    return bool(info(operand).aval.numel == info(node).aval.numel)
 
 
 def _is_pure(node: fx.Node) -> bool:
@@ -173,7 +184,7 @@ def _after_results(stretch: Sequence[fx.Node], cut: int) -> int:
 
 def _token(node: fx.Node) -> str:
     """What an op does, whatever its operands are called."""
-    args = walk_args((node.args, node.kwargs), lambda a: a.meta["val"] if isinstance(a, fx.Node) else a)
+    args = walk_args((node.args, node.kwargs), lambda a: info(a).val if isinstance(a, fx.Node) else a)
     return f"{node.target} {args}"
 
 
@@ -234,7 +245,7 @@ class _Build:
 
     def _copy(self, node: fx.Node) -> None:
         copy = self.graph.node_copy(node, self.new.__getitem__)
-        copy.meta = dict(node.meta)
+        set_info(copy, info(node))
         self.new[node] = self.done_by[node] = copy
 
     def _write(self, part: Sequence[fx.Node]) -> None:
@@ -259,7 +270,7 @@ class _Build:
             while node in inside and _is_view(node):
                 views[node] = None
                 (node,) = operands_of(node)
-            if node in inside and not isinstance(node.meta["val"], tuple):
+            if node in inside and not isinstance(info(node).val, tuple):
                 results[node] = None
         return [node for node in inside if node in results], [node for node in inside if node in views]
 
@@ -271,11 +282,11 @@ class _Build:
         self.calls.append(region)
         call = self.graph.call_function(region, tuple(self.new[each] for each in operands))  # type: ignore[arg-type]
         source = source_of(ops[0])
-        call.meta = {**ops[0].meta, "val": tuple(each.meta["val"] for each in results), "source": source}
+        set_info(call, replace(info(ops[0]), val=tuple(info(each).aval for each in results), source=source))
         self.done_by.update(dict.fromkeys(ops, call))
         for index, node in enumerate(results):
             value = self.graph.call_function(operator.getitem, (call, index))
-            value.meta = dict(node.meta)
+            set_info(value, info(node))
             self.new[node] = value
 
 
@@ -301,7 +312,7 @@ def _with_views(ops: Sequence[fx.Node]) -> list[fx.Node]:
 def _key(operands: Sequence[fx.Node], ops: Sequence[fx.Node], results: Sequence[fx.Node]) -> str:
     """The structure: equal for regions that do the same to operands of the same shapes, dtypes and devices."""
     number = {node: index for index, node in enumerate([*operands, *ops])}
-    lines = [repr(node.meta["val"]) for node in operands]
+    lines = [repr(info(node).val) for node in operands]
     for node in ops:
         args = walk_args((node.args, node.kwargs), lambda a: _Number(number[a]) if isinstance(a, fx.Node) else a)
         lines.append(f"{node.target} {args}")
@@ -322,7 +333,7 @@ def _region(operands: Sequence[fx.Node], ops: Sequence[fx.Node], results: Sequen
         else:
             new[node] = graph.node_copy(node, new.__getitem__)
             new[node].target = _target(node)
-            new[node].meta = {}
+            forget_info(new[node])
     graph.output(tuple(new[node] for node in results))
     return Region(graph, f"{len(ops)} ops from {source_of(ops[0])}")
 

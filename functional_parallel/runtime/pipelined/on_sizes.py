@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...ir import Aval
+from ...ir import Aval, info
 from ...pipelines import PIPELINE_KINDS, Part, PipelineMemory, PipelineProgram, Stage
 from ...program import Ledger, Memory, Program, Storage, channel_bytes, shared_by_collectives
 from ...schedules import Action, Receive, Send
@@ -177,9 +177,9 @@ def _kinds_of_work(stage: Stage, kind: str, part: Part, sums: int) -> list[str]:
 
 
 def _kind_of_input(node: fx.Node | None) -> str:
-    if node is None or not node.meta.get("carried"):
+    if node is None or not info(node).is_state:
         return ""
-    return "parameters" if node.meta.get("parameter") else "optimizer state"
+    return "parameters" if info(node).is_parameter else "optimizer state"
 
 
 # -----------------------------------------------------------------------------
@@ -219,11 +219,11 @@ class _OneRank:
     # --- values ---
 
     def _input(self, node: fx.Node) -> Value:
-        aval, kind = node.meta["val"], _kind_of_input(node)
+        aval, kind = info(node).aval, _kind_of_input(node)
         if not kind:
-            kind = "parameters" if node.meta.get("parameter") else "other inputs"
+            kind = "parameters" if info(node).is_parameter else "other inputs"
         size = aval.nbytes * (self.program.schedule.microbatches if node in self.program.cut_dims else 1)
-        return (Stored(self.tally, size, kind, str(node.meta.get("path", node.name))),)
+        return (Stored(self.tally, size, kind, str(info(node).path or node.name)),)
 
     def _constant(self, tensor: torch.Tensor) -> Stored:
         key = id(tensor)

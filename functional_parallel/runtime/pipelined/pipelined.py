@@ -21,7 +21,7 @@ from torch import fx
 from sharding_specs import Mesh, P, local_shape, whole_shape
 
 from ... import _torch
-from ...ir import Aval, hollow
+from ...ir import Aval, hollow, info
 from ...pipelines import Exchange, PipelineError, PipelineProgram
 from ...schedules import Action, Event, Receive, Send, messages, replay
 from ..calls import READS
@@ -216,7 +216,7 @@ class PipelineRuntime:
     def _give_up(self, program: PipelineProgram, placed: Sequence[Placed]) -> None:
         """Of what a step may write into, drop the copies that no rank will hold, and give each rank one of its own."""
         for node, each in zip(program.inputs, placed, strict=True):
-            if not node.meta.get("donated"):
+            if not info(node).donated:
                 continue
             holders = program.holders(node)
             for rank in each.parts.keys() - holders:
@@ -245,7 +245,7 @@ class PipelineRuntime:
                 self.mail.send(step, sent)
                 sent = []
             elif isinstance(step, Receive):
-                self.mail.expect(step, [node.meta["val"] for node in program.message(step.action)])
+                self.mail.expect(step, [info(node).aval for node in program.message(step.action)])
             else:
                 sent = self._act(program, worker, step)
         self.mail.finish()
@@ -303,7 +303,7 @@ class PipelineRuntime:
                 outgoing.setdefault(target, []).append(worker.late_value(node))
             elif target == worker.rank:
                 incoming.setdefault(source, []).append(node)
-        avals = {source: [node.meta["val"] for node in nodes] for source, nodes in incoming.items()}
+        avals = {source: [info(node).aval for node in nodes] for source, nodes in incoming.items()}
         for source, values in self.mail.exchange(outgoing, avals).items():
             worker.late.update(zip(incoming[source], values, strict=True))
 
@@ -314,7 +314,7 @@ class PipelineRuntime:
             Placed(
                 {rank: declared(value(rank, node), made, spec) for rank in self.ranks if rank in holders},
                 holders,
-                node.meta["val"],
+                info(node).aval,
             )
             for node, holders, made, spec in results
         ]

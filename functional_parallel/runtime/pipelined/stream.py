@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import fx
 
+from ...ir import info
 from ...pipelines import PipelineProgram
 from ...schedules import Action
 from .worker import Run, Worker
@@ -111,4 +112,4 @@ class Stream:
 
 def _weights(inputs: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
     """What microbatches may read of a step's inputs: no optimizer state."""
-    return {node: x for node, x in inputs.items() if node.meta.get("parameter") or not node.meta.get("carried")}
+    return {node: x for node, x in inputs.items() if info(node).is_parameter or not info(node).is_state}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...ir import primitive_name
+from ...ir import info, primitive_name
 from ...ops import PACK, UNPACK, UNPACK_INTO
 from ...program import (
     STARTED,
@@ -103,7 +103,7 @@ class OneRank:
             unpacked = [user.args[-4:] for user in node.users]
             return Layout(unpacked[0][0], tuple((begin, tuple(shape), dim) for _, begin, shape, dim in unpacked))
         if primitive_name(node) == "psum" and node.args[0] in self._packed_when_sent:
-            lengths = [value.meta["val"].numel for value in node.args[0].args[0]]
+            lengths = [info(value).aval.numel for value in node.args[0].args[0]]
             ends = itertools.accumulate(lengths)
             stretches = [(node, 0, end - length, end) for length, end in zip(lengths, ends, strict=True)]
             if [(user.target, user.args) for user in node.users] == [(aten.slice.Tensor, each) for each in stretches]:
@@ -119,7 +119,7 @@ class OneRank:
     def _slice(self, node: fx.Node, writer: Writer) -> str:
         """A rank's part of what all ranks hold."""
         whole, axes, dim = node.args
-        length = node.meta["val"].shape[dim]
+        length = info(node).aval.shape[dim]
         begin = length * self.carrier.axis_index(tuple(axes))
         dense = f"memory_format={writer.constant(torch.contiguous_format)}"
         copy = "contiguous" if may_stay_in_place(node) else "clone"
@@ -143,7 +143,7 @@ class OneRank:
         return lambda x, *targets: start(x, params=[*params, replace(layout, targets=targets)])
 
     def _where(self, node: fx.Node) -> str:
-        source = node.meta["source"]
+        source = info(node).source
         return f"{source}: `{source.text}`" if source is not None else self.program.name
 
     def _collective(self, node: fx.Node, name: str) -> Callable[..., torch.Tensor]:

@@ -18,7 +18,7 @@ from torch import fx
 from sharding_specs import P, tree_paths, whole_shape
 
 from ...functions import PyTree, SpecTree, axis_mesh
-from ...ir import Aval, Traced, operands_of, source_of, tensor_operands, walk_args, where
+from ...ir import Aval, Traced, info, operands_of, source_of, tensor_operands, walk_args, where
 from ...ops import ADAMW
 from ...rules import is_elementwise
 from ...tracing import trace
@@ -217,9 +217,7 @@ def _lying(traced: Traced, labels: Sequence[Any]) -> tuple[dict[fx.Node, Any], f
 
 
 def _lies(node: fx.Node, label: Any) -> Any:
-    value = node.meta["val"]
-    first = value[0] if isinstance(value, tuple) else value
-    return None if label is None else (label, first.shape)
+    return None if label is None else (label, info(node).avals[0].shape)
 
 
 def _takes_each(op: Any) -> bool:
@@ -227,7 +225,7 @@ def _takes_each(op: Any) -> bool:
 
 
 def _has_dims(node: fx.Node) -> bool:
-    value = node.meta.get("val")
+    value = info(node).val
     return value is None or isinstance(value, tuple) or value.ndim > 0
 
 
@@ -301,7 +299,7 @@ def _shown(node: fx.Node, traced: Traced) -> str:
 
     def shown(leaf: Any) -> Any:
         if isinstance(leaf, fx.Node):
-            return traced.constants[str(leaf.target)].tolist() if leaf.op == "get_attr" else leaf.meta["val"]
+            return traced.constants[str(leaf.target)].tolist() if leaf.op == "get_attr" else info(leaf).val
         return leaf
 
     if node.op != "call_function":

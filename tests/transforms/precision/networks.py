@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import functional_parallel as fp
+from functional_parallel.ir import info
 from sharding_specs import split
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
@@ -45,7 +46,7 @@ def types_of(program: Any, *names: str) -> set[torch.dtype]:
     found = set()
     for node in program.traced.nodes:
         if any(f"aten.{name}." in str(node.target) for name in names):
-            found |= {operand.meta["val"].dtype for operand in node.all_input_nodes}
+            found |= {info(operand).aval.dtype for operand in node.all_input_nodes}
     return {dtype for dtype in found if dtype.is_floating_point}
 
 

@@ -1,0 +1,75 @@
+"""A tensor without its values: shape, dtype and device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+__all__ = ["Aval", "aval_of", "hollow", "without_memory"]
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Aval:
+    """A tensor without its values: shape, dtype, device.
+
+    >>> Aval((2, 3), torch.float32).nbytes
+    24
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device = _CPU
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def is_differentiable(self) -> bool:
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.").replace("float", "f").replace("bf16", "bf16").replace("int", "i")
+        return f"{name}[{', '.join(map(str, self.shape))}]"
+
+
+def aval_of(value: torch.Tensor) -> Aval:
+    """A tensor's shape, dtype and device; one object for all tensors that share them."""
+    return _aval(tuple(int(size) for size in value.shape), value.dtype, value.device)
+
+
+_aval = lru_cache(maxsize=4096)(Aval)
+
+
+def without_memory(leaf: Any) -> Any:
+    """A tensor of the same shape and dtype on the meta device; what is no tensor is itself."""
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, torch.Tensor) else leaf
+
+
+def hollow(like: Any, shape: Sequence[int] | None = None) -> Any:
+    """A tensor with the memory of one element, for those who ask for its shape, dtype and device alone.
+
+    >>> hollow(torch.zeros(2, 3)).shape, hollow(torch.zeros(2, 3), (4, 3)).untyped_storage().nbytes()
+    (torch.Size([2, 3]), 4)
+
+    Args:
+        like: a tensor or an `Aval`; a leaf that is neither is returned as it is.
+        shape: another shape than that one's.
+    """
+    if not isinstance(like, (torch.Tensor, Aval)):
+        return like
+    return torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape if shape is None else tuple(shape))
