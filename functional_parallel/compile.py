@@ -15,9 +15,10 @@ from sharding_specs import Mesh, register_dataclasses
 from .collectives import guards
 from .functions import LocalFunction, PyTree, by_place, explain_keywords, layout_of, require_mesh
 from .ir import current_source
-from .lowering import LayoutError, Staged, call_region, stage
+from .lowering import LayoutError, Lowered, Options, call_region, lower
 from .passes import named
-from .pipelines import PipelineError
+from .pipelines import PipelineError, PipelineProgram
+from .program import Program
 from .runtime import PipelineRuntime, check_backend, default_runtime
 from .tracing import Programs, recorder, switched_off
 
@@ -84,7 +85,8 @@ def compile(
             "torch.func's transforms drop the layout; fp.grad, fp.grad_and_value and fp.hessian keep it"
             + ("; fp.functional(module) makes a function that a plan takes" if isinstance(f, nn.Module) else "")
         )
-    return Compiled(f, mesh, in_specs, out_specs, name or _name(f), bucket, named(without), backend)
+    options = Options(bucket=bucket, without=named(without), backend=backend)
+    return Compiled(f, mesh, None if isinstance(f, LocalFunction) else (in_specs, out_specs), name or _name(f), options)
 
 
 def shard_map(
@@ -141,36 +143,32 @@ class Compiled:
         self,
         f: Callable[..., PyTree],
         mesh: Mesh,
-        in_specs: Any,
-        out_specs: Any,
+        specs: tuple[Any, Any] | None,
         name: str,
-        bucket: int | str | None = None,
-        without: Collection[str] = (),
-        backend: str = "eager",
+        options: Options,
     ) -> None:
-        self.f, self.mesh, self.name, self.bucket, self.without = f, mesh, name, bucket, without
-        self.backend = backend
-        self.program: Any = None
-        self._in_specs, self._out_specs = in_specs, out_specs
-        self._staged: Programs[Staged] = Programs(name, below=2)
+        self.f, self.mesh, self.name, self.options = f, mesh, name, options
+        self.program: Program | PipelineProgram | None = None
+        self._specs = specs
+        self._lowered: Programs[Lowered] = Programs(name, below=2)
 
     def __call__(self, *args: PyTree, **named: PyTree) -> PyTree:
         if recorder() is not None:
             return self._inside(self._by_place(args, named))
-        staged, tensors = self._stage(self._by_place(args, named))
-        staged.require_layouts(tensors)
+        lowered, tensors = self._lower(self._by_place(args, named))
+        lowered.require_layouts(tensors)
         with switched_off():
-            result = staged.unflatten(runtime_of(self.mesh, self.f).run_whole(staged.program, tensors))
+            result = lowered.unflatten(runtime_of(self.mesh, self.f).run_whole(lowered.program, tensors))
         return result if self._stacks is None else self._stacks.restack_all(result)
 
     def _inside(self, args: tuple[PyTree, ...]) -> PyTree:
         """Called in a trace, a bare function is a part of it; what has a plan of its own is not."""
-        if isinstance(self.f, LocalFunction):
+        if self._specs is None:
             raise LayoutError(
                 f"{current_source() or 'a call'}: {self!r} is called inside a function that is being traced, where "
                 "every rank would run the program of all ranks; call there what it was compiled from, its `.f`"
             )
-        return call_region(self.f, self.mesh, self._in_specs, self._out_specs, self.name, args)
+        return call_region(self.f, self.mesh, *self._specs, self.name, args)
 
     @property
     def _stacks(self) -> Any:
@@ -178,7 +176,7 @@ class Compiled:
 
     def lower(self, *args: PyTree, **named: PyTree) -> Any:
         """The program for these arguments, tensors of any device (meta included); nothing runs."""
-        return self._stage(self._by_place(args, named))[0].program
+        return self._lower(self._by_place(args, named))[0].program
 
     def explain(self, *args: PyTree, **options: Any) -> Any:
         """Every collective of the program: kind, axis, count, bytes, source line.
@@ -199,28 +197,16 @@ class Compiled:
         register_dataclasses(args, named)
         return by_place(layout_of(self.f).signature, self.name, args, named) if named else args
 
-    def _stage(self, args: tuple[PyTree, ...]) -> tuple[Staged, list[torch.Tensor]]:
+    def _lower(self, args: tuple[PyTree, ...]) -> tuple[Lowered, list[torch.Tensor]]:
         if self._stacks is not None:
             args = (self._stacks.unstack(args[0]), *args[1:])
         leaves, tree = optree.tree_flatten(args)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         key = (tree, tuple(_signature(leaf) for leaf in leaves))
-        staged = self._staged.get(key, lambda: self._trace(args))
-        self.program = staged.program
-        return staged, tensors
-
-    def _trace(self, args: tuple[PyTree, ...]) -> Staged:
-        return stage(
-            self.f,
-            self.mesh,
-            args,
-            self._in_specs,
-            self._out_specs,
-            name=self.name,
-            bucket=self.bucket,
-            without=self.without,
-            backend=self.backend,
-        )
+        make = functools.partial(lower, self.f, self.mesh, args, self._specs, name=self.name, options=self.options)
+        lowered = self._lowered.get(key, make)
+        self.program = lowered.program
+        return lowered, tensors
 
 
 def refuse_asynchronous(f: LocalFunction, mesh: Mesh) -> None:

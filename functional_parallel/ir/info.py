@@ -74,10 +74,14 @@ class NodeInfo:
         return self.val
 
     @property
+    def results(self) -> tuple[Aval | None, ...]:
+        """Shape, dtype and device of each result; None for one that is not a tensor."""
+        return self.val if isinstance(self.val, tuple) else (self.val,)
+
+    @property
     def nbytes(self) -> int:
         """The bytes of all results."""
-        found = self.val if isinstance(self.val, tuple) else (self.val,)
-        return sum(each.nbytes for each in found if each is not None)
+        return sum(each.nbytes for each in self.results if each is not None)
 
     @property
     def typed(self) -> Type:
@@ -88,9 +92,9 @@ class NodeInfo:
     @property
     def avals(self) -> tuple[Aval, ...]:
         """Shape, dtype and device of each result, for an op all of whose results are tensors."""
-        found = self.val if isinstance(self.val, tuple) else (self.val,)
-        assert None not in found, "a result is not a tensor"
-        return found  # type: ignore[return-value]
+        found = tuple(each for each in self.results if each is not None)
+        assert len(found) == len(self.results), "a result is not a tensor"
+        return found
 
 
 _NOTHING = NodeInfo()

@@ -1,15 +1,21 @@
 """From a function on shards to a program that runs: traced, typed, checked, cut into microbatches, its passes run."""
 
 from .leftovers import traced_in
-from .lower import UNCHECKED, LayoutError, OutSpecError, Staged, stage
+from .lower import UNCHECKED, LayoutError, Lowered, OutSpecError, lower, lowering
+from .options import ArgumentPaths, Options
 from .region import call_region
+from .rewrite import UNCUT
 
 __all__ = [
     "UNCHECKED",
+    "UNCUT",
+    "ArgumentPaths",
     "LayoutError",
+    "Lowered",
+    "Options",
     "OutSpecError",
-    "Staged",
     "call_region",
-    "stage",
+    "lower",
+    "lowering",
     "traced_in",
 ]

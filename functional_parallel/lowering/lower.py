@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -17,16 +17,17 @@ from ..collectives import CollectiveTypeError, Parts, State, Type, bind
 from ..functions import Layout, LocalFunction, PyTree, SpecTree, full_specs, layout_of
 from ..ir import Traced, forget_values, hollow, info, simplify, update_info
 from ..ops import refuse_idle
-from ..passes import drop_trivial, local_aval, parts_of
+from ..passes import drop_trivial, finished, local_aval, parts_of
 from ..pipelines import PipelineProgram
-from ..program import Program
+from ..program import Intermediate, Program
 from ..runtime import pipeline_memory
 from ..tracing import Assumption, LayoutRead, assume, assumed, autocasts, require_contiguous, trace
 from .constants import require_transparent
 from .leftovers import leaving_nothing
-from .rewrite import Watch, rewrite
+from .options import ArgumentPaths, Options
+from .rewrite import rewrite
 
-__all__ = ["UNCHECKED", "LayoutError", "OutSpecError", "Staged", "mismatch", "per_argument", "stage"]
+__all__ = ["UNCHECKED", "LayoutError", "Lowered", "OutSpecError", "lower", "lowering", "mismatch", "per_argument"]
 
 _V, _I, _U = State.VARYING, State.INVARIANT, State.UNREDUCED
 
@@ -42,10 +43,10 @@ class OutSpecError(CollectiveTypeError):
 
 
 @dataclass
-class Staged:
+class Lowered:
     """A program with what is needed to give its flat results their tree back."""
 
-    program: Any  # Program, or PipelineProgram
+    program: Program | PipelineProgram
     out_tree: Any
     outputs: list[Any]
     assumptions: list[Assumption] = field(default_factory=list)
@@ -72,34 +73,55 @@ UNCHECKED = object()  # for out_specs: take the results rank by rank, whatever t
 
 
 @leaving_nothing()
-def stage(
+def lower(
     f: Callable[..., PyTree],
     mesh: Mesh,
     args: tuple[PyTree, ...],
-    in_specs: Any = None,
-    out_specs: Any = None,
+    specs: tuple[Any, Any] | None = None,
     *,
     name: str,
-    parameters: str = "0",
-    carried: str | None = None,
-    donate: bool = False,
-    bucket: int | str | None = None,
-    without: Collection[str] = (),
-    backend: str = "eager",
-    watch: Watch = lambda *_: None,
-) -> Staged:
+    options: Options = Options(),
+    paths: ArgumentPaths = ArgumentPaths(),
+) -> Lowered:
     """Trace a function on shards, type its values, check how its results lie, and run the passes that it asks for.
 
     Args:
-        f, mesh, args, in_specs, out_specs, name, bucket, without, backend: as for `compile`.
-        parameters: the path of the argument that holds the model's parameters.
-        carried: the path of the argument that steps hand on: parameters and optimizer state; None for none.
-        donate: whether the program may write into that.
-        watch: called with the name of each rewrite after it, the program, and the mesh with its virtual axes.
+        f: a local function, or a bare function on shards.
+        mesh: the mesh.
+        args: its arguments; only shapes count.
+        specs: of a bare function, the specs of its arguments and of its results.
+        name: for messages.
+        options: the user's choices.
+        paths: which arguments are parameters, and which are state.
+
+    Returns:
+        The program, with its results' tree.
+    """
+    return finished(lowering(f, mesh, args, specs, name=name, options=options, paths=paths))
+
+
+def lowering(
+    f: Callable[..., PyTree],
+    mesh: Mesh,
+    args: tuple[PyTree, ...],
+    specs: tuple[Any, Any] | None = None,
+    *,
+    name: str,
+    options: Options = Options(),
+    paths: ArgumentPaths = ArgumentPaths(),
+) -> Generator[Intermediate, None, Lowered]:
+    """Lower a function as `lower` does.
+
+    Yields:
+        The program after each pass.
+
+    Returns:
+        The result of `lower`.
     """
     require_transparent(args, f"{name}, arguments")
     layout = layout_of(f)
     wide = layout.mesh(mesh)
+    in_specs, out_specs = specs or (None, None)
     with bind(wide.shape, None):
         full = (
             full_specs(layout.arguments(args), args, f"specs of {f!r}")
@@ -110,7 +132,8 @@ def stage(
         flat = _Flat(f, args, full, out_specs, name)
         traced, types, assumptions = _traced(flat, wide, parts, layout)
     layout_reads = {index: (read, flat.in_paths[index]) for index, read in traced.layout_reads.items()}
-    _mark_inputs(traced, flat, parameters, carried, donate)
+    _mark_inputs(traced, flat, paths, options.donate)
+    shapes = optree.tree_map(hollow, args)
     program = Program(
         traced,
         mesh=mesh,
@@ -119,31 +142,16 @@ def stage(
         in_paths=flat.in_paths,
         out_paths=flat.out_paths,
         name=name,
-        backend=backend,
-    )
-    program.restage = functools.partial(
-        stage,
-        f,
-        mesh,
-        optree.tree_map(hollow, args),
-        in_specs,
-        out_specs,
-        name=name,
-        parameters=parameters,
-        carried=carried,
-        donate=donate,
-        bucket=bucket,
-        without=without,
-        backend=backend,
+        backend=options.backend,
+        lowering=functools.partial(lowering, f, mesh, shapes, specs, name=name, options=options, paths=paths),
     )
     if out_specs is not UNCHECKED:
         _check_results(program, types, layout.axes if isinstance(f, LocalFunction) else wide.axis_names)
     notes = _untrained(traced)
-    rewritten = rewrite(program, layout, parts, bucket, donate, without, watch)
-    if isinstance(rewritten, (Program, PipelineProgram)):
-        rewritten.notes += notes
+    rewritten = yield from rewrite(program, layout, parts, options)
+    rewritten.notes += notes
     _settle(rewritten)
-    return Staged(rewritten, flat.out_tree, flat.outputs, assumptions, layout_reads)
+    return Lowered(rewritten, flat.out_tree, flat.outputs, assumptions, layout_reads)
 
 
 class _Flat:
@@ -231,21 +239,21 @@ def _pipelined_axes(layout: Layout) -> tuple[str, ...]:
     return () if layout.pipeline is None else (layout.pipeline.virtual,)
 
 
-def _mark_inputs(traced: Traced, flat: _Flat, parameters: str, carried: str | None, donate: bool) -> None:
-    """Say of every input what it is to the step: a parameter, handed on, given up, replaced by which result."""
+def _mark_inputs(traced: Traced, flat: _Flat, paths: ArgumentPaths, donate: bool) -> None:
+    """Note of every input whether it is a parameter, or state, whether it is donated, and which result replaces it."""
     returned = {path: index for index, path in enumerate(flat.out_paths)}
     for node, path in zip(traced.inputs, flat.in_paths, strict=True):
-        is_carried = carried is not None and _is_in(path, carried)
+        is_state = paths.state is not None and _is_in(path, paths.state)
+        is_parameter = _is_in(path, paths.parameters)
         update_info(
             node,
             path=path,
-            is_parameter=_is_in(path, parameters),
-            is_state=is_carried,
-            donated=donate and is_carried,
+            is_parameter=is_parameter,
+            param_path=path[len(paths.parameters) + 1 :] if is_parameter else "",
+            is_state=is_state,
+            donated=donate and is_state,
             updated_output=returned.get(path),
         )
-        if info(node).is_parameter:
-            update_info(node, param_path=path[len(parameters) + 1 :])
 
 
 def _untrained(traced: Traced) -> tuple[str, ...]:
@@ -259,13 +267,13 @@ def _is_in(path: str, parent: str) -> bool:
     return f"{path}/".startswith(f"{parent}/")
 
 
-def _settle(rewritten: Any) -> None:
-    """Let go of what only rewrites ask for, once there are no more."""
+def _settle(rewritten: Program | PipelineProgram) -> None:
+    """Forget what only passes read, now that the last one ran."""
     if isinstance(rewritten, PipelineProgram):
         rewritten.memory_by = pipeline_memory
         for part in rewritten.every_program():
             part.traced.settle()
-    elif isinstance(rewritten, Program):  # else it is what a search wants to know
+    else:
         rewritten.traced.settle()
 
 

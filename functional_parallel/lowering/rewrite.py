@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Generator, Mapping, Sequence
+from typing import TypeVar
+
+from torch import fx
 
 from sharding_specs import Mesh
 
@@ -26,84 +29,75 @@ from ..passes import (
     run_passes,
     unroll,
 )
-from ..pipelines import PipelineError, PipelineProgram, add_in_place, build
-from ..program import Program, keep_phases
+from ..pipelines import PipelineError, PipelinePlan, PipelineProgram, add_in_place, build, forget_ops, names_in
+from ..program import Intermediate, Program, keep_phases
+from .options import Options
 
-__all__ = ["Watch", "rewrite"]
+__all__ = ["UNCUT", "rewrite"]
 
-Watch = Callable[[str, Program, Mesh], None]
+UNCUT = "uncut"  # the name of the last program of a full step, before a pipeline is cut out of it
+
+T = TypeVar("T")
+Programs = Generator[Intermediate, None, T]
 
 
 def rewrite(
-    program: Program,
-    layout: Layout,
-    parts: Mapping[str, Parts],
-    bucket: int | str | None,
-    donated: bool,
-    without: Collection[str],
-    watch: Watch,
-) -> Program | PipelineProgram:
+    program: Program, layout: Layout, parts: Mapping[str, Parts], options: Options
+) -> Programs[Program | PipelineProgram]:
     """Take the virtual axes out of a program, and run the passes that its transforms ask for.
 
     Args:
         program: as traced, at the shapes of one microbatch.
         layout: of the function that it came from.
         parts: per virtual axis, into which microbatches it cuts.
-        bucket, without: as for `compile`.
-        donated: whether inputs are given up to be written into.
-        watch: called with the name of each rewrite after it, the program, and the mesh with its virtual axes.
+        options: the user's choices.
+
+    Yields:
+        The program after each pass.
+
+    Returns:
+        The final program.
 
     Raises:
-        ValueError: when `without` names a rewrite that there is not.
+        ValueError: when `options.without` names a pass that does not exist.
     """
     wide = layout.mesh(program.mesh)
-    unknown = sorted(set(without) - NAMES - {each.name for each in layout.passes})
+    unknown = sorted(options.without - NAMES - {each.name for each in layout.passes})
     if unknown:
         raise ValueError(f"without={unknown}: no such rewrites; there are {', '.join(map(repr, sorted(NAMES)))}")
     keep_phases(program.traced)
-    watch("traced", program, wide)
+    yield Intermediate("traced", program, wide)
     first: list[ProgramPass] = [SumsOnce(axis) for axis, cut in parts.items() if cut.ranks > 1]
     first += [each for each in layout.passes if each.order < 0]
-    early, _ = run_passes(first, program.traced, program.mesh, without, lambda name: watch(name, program, wide))
-    program.passes = early
+    program.passes, _ = yield from _passed(program, first, wide, options)
     if layout.pipeline is not None:
-        return _pipelined(program, layout, parts[layout.pipeline.virtual], bucket, without, watch)
+        return (yield from _pipelined(program, layout, parts[layout.pipeline.virtual], options))
     for axis, cut in parts.items():
         if cut.ranks > 1:
-            anew = {node for each in layout.passes for node in each.per_microbatch(program.traced)}
+            anew = _per_microbatch(program, layout)
             program.traced = unroll(program.traced, axis, cut, program.in_specs, program.out_specs, anew)
         program.in_specs = [spec.without({axis}) for spec in program.in_specs]
         program.out_specs = [spec.without({axis}) for spec in program.out_specs]
-        watch("microbatches", program, wide)
-    late = [each for each in layout.passes if each.order >= 0]
+        yield Intermediate("microbatches", program, wide)
     passes = [
         Marked(),
         Turned(),
         Reductions(),
-        *late,
+        *(each for each in layout.passes if each.order >= 0),
         CheapAgain(),
-        *_buckets(bucket),
-        *([InPlace()] if donated else []),
+        *_last(options, options.donate),
     ]
-    later, program.notes = run_passes(
-        passes, program.traced, program.mesh, without, lambda name: watch(name, program, program.mesh)
-    )
-    program.passes = early + later
+    later, program.notes = yield from _passed(program, passes, program.mesh, options)
+    program.passes += later
     fuse_views(program.traced)
-    watch("views", program, program.mesh)
+    yield Intermediate("views", program, program.mesh)
     return program
 
 
-def _pipelined(
-    program: Program,
-    layout: Layout,
-    parts: Parts,
-    bucket: int | str | None,
-    without: Collection[str],
-    watch: Watch,
-) -> PipelineProgram:
+def _pipelined(program: Program, layout: Layout, parts: Parts, options: Options) -> Programs[PipelineProgram]:
     """Cut a program into a pipeline: first what is recomputed and gathered when, last how sums are batched."""
     plan, wide = layout.pipeline, layout.mesh(program.mesh)
+    assert isinstance(plan, PipelinePlan)
     if any(isinstance(each, LookingAhead) for each in layout.passes):
         raise PipelineError(
             "fp.remat(budget=…) looks for the peak of a whole step, and a pipeline's ranks reach theirs one by one: "
@@ -114,29 +108,55 @@ def _pipelined(
     fold_layers(program.traced)
     simplify(program.traced)
     late = [Marked(), Turned(), *(each for each in layout.passes if each.order >= 0)]
-    later, _ = run_passes(late, program.traced, program.mesh, without, lambda name: watch(name, program, wide))
+    later, _ = yield from _passed(program, late, wide, options)
     program.passes += later
-    inlined = {node for each in layout.passes for node in each.per_microbatch(program.traced)}
-    if plan.measure is not None:
-        return plan.measure(program, plan.virtual, inlined, without)
-
-    def finish(part: Program) -> None:
-        part.backend = program.backend
-        watch("cut", part, part.mesh)
-        donated = any(info(node).donated for node in part.traced.inputs)
-        passes: list[ProgramPass] = [Reductions(), *_buckets(bucket), *([InPlace()] if donated else [])]
-        part.passes, _ = run_passes(passes, part.traced, part.mesh, without, lambda name: watch(name, part, part.mesh))
-        fuse_views(part.traced)
-        watch("views", part, part.mesh)
-
-    result = build(program, plan, parts, inlined, finish, without, lambda name: watch(name, program, wide))
-    for work in (work for stage in result.stages for work in stage.works.values() if InPlace.name not in without):
-        for part in add_in_place(work):
+    inlined = _per_microbatch(program, layout)
+    yield Intermediate(UNCUT, program, wide, inlined)
+    names = build(program, plan, parts, inlined, options.without)
+    result = yield from _each(names, program, wide)
+    for part in list(result.every_program()):
+        yield from _finished_part(part, program.backend, options)
+    forget_ops(names_in(result))
+    for work in (work for stage in result.stages for work in stage.works.values()):
+        for part in add_in_place(work) if InPlace.name not in options.without else ():
             part.passes += (InPlace.name,)
-            watch(InPlace.name, part, part.mesh)
+            yield Intermediate(InPlace.name, part, part.mesh)
     result.passes += tuple(dict.fromkeys(name for part, _ in result.programs() for name in part.passes))
     return result
 
 
-def _buckets(size: int | str | None) -> list[Buckets]:
-    return [] if size is None else [Buckets(size)]
+def _finished_part(part: Program, backend: str, options: Options) -> Programs[None]:
+    """Run the last passes on one program of a pipeline."""
+    part.backend = backend
+    yield Intermediate("cut", part, part.mesh)
+    donated = any(info(node).donated for node in part.traced.inputs)
+    part.passes, _ = yield from _passed(part, [Reductions(), *_last(options, donated)], part.mesh, options)
+    fuse_views(part.traced)
+    yield Intermediate("views", part, part.mesh)
+
+
+def _passed(
+    program: Program, passes: Sequence[ProgramPass], mesh: Mesh, options: Options
+) -> Programs[tuple[tuple[str, ...], tuple[str, ...]]]:
+    names = run_passes(passes, program.traced, program.mesh, options.without)
+    return (yield from _each(names, program, mesh))
+
+
+def _each(names: Generator[str, None, T], program: Program, mesh: Mesh) -> Programs[T]:
+    """Yield a program after each step of a generator that changes it."""
+    while True:
+        try:
+            name = next(names)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        yield Intermediate(name, program, mesh)
+
+
+def _per_microbatch(program: Program, layout: Layout) -> set[fx.Node]:
+    return {node for each in layout.passes for node in each.per_microbatch(program.traced)}
+
+
+def _last(options: Options, donated: bool) -> list[ProgramPass]:
+    buckets: list[ProgramPass] = [] if options.bucket is None else [Buckets(options.bucket)]
+    return [*buckets, InPlace()] if donated else buckets

@@ -297,8 +297,8 @@ def _reduced(result: Aval | None) -> Place:
     return REDUCED if result is not None and result.is_differentiable else WHOLE
 
 
-def _results(node: fx.Node) -> list[Aval]:
-    return list(info(node).avals)
+def _results(node: fx.Node) -> list[Aval | None]:
+    return list(info(node).results)
 
 
 def _decision(rule: Rule, step: Step) -> Decision:

@@ -5,7 +5,7 @@ place and leaves its meaning as it was. Transforms put passes into a function's 
 """
 
 from .added_products import add_products_in_place
-from .base import LookingAhead, ProgramPass, named, run_passes
+from .base import LookingAhead, ProgramPass, finished, named, run_passes
 from .buckets import Buckets
 from .budget import BudgetError, RematWithin
 from .casts import NarrowGathers
@@ -81,6 +81,7 @@ __all__ = [
     "combined_by",
     "drop_trivial",
     "end_one_microbatch",
+    "finished",
     "fold_layers",
     "fuse_views",
     "local_aval",

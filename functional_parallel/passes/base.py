@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Collection, Generator, Iterable
+from typing import Protocol, TypeVar, runtime_checkable
 
 from torch import fx
 
@@ -13,7 +13,9 @@ from sharding_specs import Mesh
 
 from ..ir import Traced
 
-__all__ = ["LookingAhead", "ProgramPass", "named", "run_passes"]
+__all__ = ["LookingAhead", "ProgramPass", "finished", "named", "run_passes"]
+
+T = TypeVar("T")
 
 
 class ProgramPass(ABC):
@@ -55,17 +57,29 @@ def named(without: str | Collection[str]) -> frozenset[str]:
     return frozenset([without] if isinstance(without, str) else without)
 
 
+def finished(steps: Generator[object, None, T]) -> T:
+    """Run a generator to its end, and return its result."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+
 def run_passes(
     passes: Iterable[ProgramPass],
     traced: Traced,
     mesh: Mesh,
     without: Collection[str],
-    after: Callable[[str], None] = lambda _: None,
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Run the passes in their order, but for those that are switched off by name, and call `after` after each.
+) -> Generator[str, None, tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Run the passes in their order, except those that are switched off by name.
+
+    Yields:
+        The name of each pass after it ran.
 
     Returns:
-        The names of what ran, and what it notes.
+        The names of the passes that ran, and their notes.
     """
     chosen = {each: None for each in passes if each.name not in without}
     ordered = sorted(chosen, key=lambda each: each.order)
@@ -76,7 +90,7 @@ def run_passes(
         else:
             each.run(traced, mesh)
         traced.seal()
-        after(each.name)
+        yield each.name
     return tuple(each.name for each in ordered), tuple(note for note in notes if note)
 
 

@@ -6,6 +6,7 @@ from .epilogue import Epilogue, Exchange
 from .extract import Part
 from .late_graph import Given
 from .memory import PIPELINE_KINDS, PipelineMemory
+from .names import forget_ops, names_in
 from .program import PipelineProgram
 from .roles import PipelineError, Role, Roles
 from .stacks import Stacks, unstacked
@@ -33,6 +34,8 @@ __all__ = [
     "add_in_place",
     "build",
     "finest",
+    "forget_ops",
+    "names_in",
     "prepared",
     "stage_of_layer",
     "staged",

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import fx
@@ -22,7 +21,6 @@ from .cut import Cut, cut_of
 from .epilogue import EpilogueBuilder
 from .extract import Extractor
 from .late_graph import LateGraph
-from .names import forget_ops, names_in
 from .placing import Placing
 from .program import PipelineProgram
 from .prologue import Prologue, PrologueBuilder, Wanted
@@ -42,15 +40,12 @@ class PipelinePlan:
         virtual: the axis of microbatches.
         schedule: the schedule, or a function that makes one for a number of ranks of the axis.
         cut: how to cut the model.
-        measure: instead of a pipeline, what to make of the step: called with it, the virtual axis, the values that are
-            made anew for every microbatch, and the names of rewrites that are switched off.
     """
 
     axis: str
     virtual: str
     schedule: Callable[[int], Schedule]
     cut: Cut
-    measure: Callable[[Program, str, set[fx.Node], Collection[str]], Any] | None = None
 
     def on(self, mesh: Mesh) -> Schedule:
         """The schedule on a mesh."""
@@ -71,25 +66,31 @@ def build(
     plan: PipelinePlan,
     parts: Parts,
     inlined: set[fx.Node],
-    finish: Callable[[Program], None],
     without: Collection[str] = (),
-    watch: Callable[[str], None] = lambda _: None,
-) -> PipelineProgram:
-    """Cut a step into a pipeline.
+) -> Generator[str, None, PipelineProgram]:
+    """Cut a step into a pipeline, whose programs have not seen the passes of a program yet.
 
     Args:
         program: the step at the shapes of one microbatch, with the axis of microbatches in its specs.
         plan: the axis, the schedule and the cut.
         parts: into which microbatches the batch of a rank is cut.
         inlined: values that shall be made anew for every microbatch: gathered parameters.
-        finish: rewrites of every program of the pipeline.
         without: names of rewrites that are switched off.
-        watch: called with the name of each rewrite of the whole step after it.
+
+    Yields:
+        The name of each pass over the full step after it.
+
+    Returns:
+        The pipeline.
 
     Raises:
         PipelineError: when the function cannot be cut so.
     """
-    return _Build(program, plan, parts, inlined, finish, without, watch).result()
+    roles = prepared(program, plan.virtual, inlined)
+    schedule = plan.on(program.mesh)
+    cut = cut_of(program.traced, roles, plan.cut, schedule.depth, program.mesh)
+    builder = yield from staged(program, roles, cut, schedule.depth, without)
+    return _Build(program, plan, parts, roles, builder).result()
 
 
 class _Build:
@@ -98,23 +99,17 @@ class _Build:
         program: Program,
         plan: PipelinePlan,
         parts: Parts,
-        inlined: set[fx.Node],
-        finish: Callable[[Program], None],
-        without: Collection[str],
-        watch: Callable[[str], None],
+        roles: Roles,
+        builder: StageBuilder,
     ) -> None:
-        self.program, self.plan, self.parts, self.finish = program, plan, parts, finish
-        self.traced = program.traced
-        self.roles = prepared(program, plan.virtual, inlined)
+        self.program, self.plan, self.parts, self.roles, self.builder = program, plan, parts, roles, builder
+        self.traced, self.extractor = program.traced, builder.extractor
         self.schedule = plan.on(program.mesh)
         self.cut_dims = {
             node: microbatch_dim(spec, plan.virtual, str(info(node).path))
             for node, spec in zip(self.traced.inputs, program.in_specs, strict=True)
             if node in self.roles.varying
         }
-        cut = cut_of(self.traced, self.roles, plan.cut, self.schedule.depth, program.mesh)
-        self.builder = staged(program, self.roles, cut, self.schedule.depth, without, watch)
-        self.extractor = self.builder.extractor
         if not self.builder.has_backward:
             self.schedule = _forward_only(self.schedule)
 
@@ -156,13 +151,11 @@ class _Build:
             name=self.program.name,
             passes=self.program.passes,
             notes=self._notes(),
-            restage=self.program.restage,
+            lowering=self.program.lowering,
         )
         if self.schedule.versions is not None:
             _check_stream(result)
             self._check_means(result)
-        self._finish(result)
-        forget_ops(names_in(result))
         return result
 
     def _check_means(self, result: PipelineProgram) -> None:
@@ -179,10 +172,6 @@ class _Build:
                     f"everything the mean over the updates, but result {path!r} {why}: return a floating mean of it, "
                     "or take a synchronous schedule"
                 )
-
-    def _finish(self, result: PipelineProgram) -> None:
-        for program in list(result.every_program()):
-            self.finish(program)
 
     def _notes(self) -> tuple[str, ...]:
         """How the batch is made up."""
@@ -256,8 +245,7 @@ def staged(
     cut: Mapping[fx.Node, int],
     count: int,
     without: Collection[str],
-    watch: Callable[[str], None] = lambda _: None,
-) -> StageBuilder:
+) -> Generator[str, None, StageBuilder]:
     """Give every op of a step its stage, let the stages' backwards compute cheap values again, and take them apart.
 
     Args:
@@ -266,14 +254,19 @@ def staged(
         cut: the stage that each forward op shall have.
         count: how many stages there are.
         without: names of rewrites that are switched off.
-        watch: called with the name of each rewrite of the whole step after it.
+
+    Yields:
+        The name of each pass over the full step after it.
+
+    Returns:
+        The builder of the stages' programs.
     """
     stage = assign(program.traced, roles, cut, count - 1)
     if CheapAgain.name not in without:
-        watch("microbatches")
+        yield "microbatches"
         compute_cheap_again(program.traced, roles, stage)
         program.passes += (CheapAgain.name,)
-        watch(CheapAgain.name)
+        yield CheapAgain.name
     extractor = Extractor(program.traced, program.mesh, program.in_specs, roles.is_inline, roles.axis)
     return StageBuilder(roles, stage, extractor, count, program.name)
 

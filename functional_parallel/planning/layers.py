@@ -10,6 +10,7 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..ir import info, operands_of
+from ..passes import finished
 from ..pipelines import Part, PipelineError, Role, Roles, Stage, finest, prepared, staged
 from ..program import Ledger, Program, work
 
@@ -51,7 +52,7 @@ def measure(
     """
     roles = prepared(program, virtual, inlined)
     cut, count = finest(program.traced, roles, program.mesh)
-    builder = staged(program, roles, cut, count, without)
+    builder = finished(staged(program, roles, cut, count, without))
     if not builder.has_backward:
         raise PipelineError(f"{program.name} has no backward to pipeline: none of its parameters is a floating tensor")
     return [_layer(each, roles, program.mesh) for each in builder.build("IW")]

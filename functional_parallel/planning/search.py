@@ -17,7 +17,7 @@ from sharding_specs import Mesh, register_dataclasses, tree_paths
 
 from ..functions import grad
 from ..ir import is_trained, without_memory
-from ..lowering import stage
+from ..lowering import UNCUT, lowering
 from ..optim import Optimizer, sgd
 from ..pipelines import PipelineMemory
 from ..quantities import is_count
@@ -113,11 +113,11 @@ def _measured(
         raise ValueError(f"layer_costs(speed={speed!r}): give the flops per second that a rank gets done, above 0")
     _samples(batch)
     whole = pipeline("pipe", microbatches=1)(loss if inner is None else inner(loss))
-    measuring = replace(whole.layout, pipeline=replace(whole.layout.pipeline, measure=measure))
     register_dataclasses(params, batch)
     args = optree.tree_map(without_memory, (params, *batch))
-    found: list[MeasuredLayer] = stage(grad(whole.with_layout(measuring)), Mesh(pipe=1), args, name=whole.name).program
-    return found
+    programs = lowering(grad(whole), Mesh(pipe=1), args, name=whole.name)
+    uncut = next(each for each in programs if each.name == UNCUT)
+    return measure(uncut.program, whole.layout.pipeline.virtual, set(uncut.per_microbatch))
 
 
 def _layers(

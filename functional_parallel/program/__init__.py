@@ -9,6 +9,7 @@ from .memory import KINDS, Ledger, Memory, Storage, draw, memory_of, said_shared
 from .overlap import STARTED, one_scatter_at_a_time, overlapped
 from .price import Item, Price, price_of
 from .program import Program
+from .rewrites import Intermediate
 from .shared_memory import channel_bytes, shared_by_collectives
 from .sharing import (
     aliases_of,
@@ -31,6 +32,7 @@ __all__ = [
     "Collective",
     "Explanation",
     "Hardware",
+    "Intermediate",
     "Item",
     "Ledger",
     "Line",

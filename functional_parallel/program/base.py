@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from sharding_specs import Mesh, P
 
 from .collectives import Collective, bytes_of, counts_of
 from .explain import Explanation, explain
-from .rewrites import PassTable, Recording
+from .rewrites import Intermediate, PassTable, Recording
 
 __all__ = ["BaseProgram"]
 
@@ -28,7 +28,7 @@ class BaseProgram(abc.ABC):
         name: for messages.
         passes: the names of the rewrites that ran, in order.
         notes: lines that `explain` prints below its table.
-        restage: makes the program once more, from shapes; its argument `watch` looks on.
+        lowering: lowers the function again, from shapes, and yields the program after each pass.
         backend: what computes between collectives: "eager", torch's kernels op by op, or "inductor".
     """
 
@@ -40,7 +40,7 @@ class BaseProgram(abc.ABC):
     name: str
     passes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    restage: Callable[..., Any] | None = field(default=None, repr=False)
+    lowering: Callable[[], Iterable[Intermediate]] | None = field(default=None, repr=False)
     backend: str = "eager"
     cache: dict[str, Any] = field(default_factory=dict, repr=False)  # what runtimes prepare, once
 
@@ -105,8 +105,9 @@ class BaseProgram(abc.ABC):
         return self._recorded(with_text=True).around(name)[1]
 
     def _recorded(self, with_text: bool = False) -> Recording:
-        if self.restage is None:
+        if self.lowering is None:
             raise ValueError(f"{self.name} was not made by fp.compile or fp.train_step, so its passes are not known")
         recording = Recording(with_text)
-        self.restage(watch=recording)
+        for each in self.lowering():
+            recording.add(each)
         return recording

@@ -188,7 +188,7 @@ class Ledger:
     # --- storages ---
 
     def _own(self, node: fx.Node) -> None:
-        values = info(node).avals
+        values = info(node).results
         self.storages[node] = [(node, index) for index in range(len(values))]
         for storage, value in zip(self.storages[node], values, strict=True):
             self.sizes[storage] = value.nbytes if value is not None else 0  # a gradient that nobody asked for

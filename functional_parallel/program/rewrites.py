@@ -1,23 +1,25 @@
 """What each pass makes of a program: a row per pass, and the text before and after.
 
-A program keeps nothing of its making. When somebody asks, it is made once more, and a `Recording` looks on.
+A program keeps none of its intermediate programs. On request it is lowered again, and a `Recording` reads each of them.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple
+
+from torch import fx
 
 from sharding_specs import Mesh
 
-from ..ir import Traced
 from .collectives import collectives_of
 from .explain import columns, readable_bytes
 from .memory import memory_of
 
-__all__ = ["PassRow", "PassTable", "Recording", "Snapshot"]
+__all__ = ["Intermediate", "PassRow", "PassTable", "Recording", "Snapshot"]
 
 _HEADERS = ("pass", "ops", "collectives", "bytes sent", "peak of live tensors")
 
@@ -32,17 +34,25 @@ class Snapshot:
     peak: int
 
 
-class Rewritten(Protocol):
-    """The fields of a `Program` that a `Recording` reads."""
+class Intermediate(NamedTuple):
+    """A program in the course of its lowering.
+
+    Attributes:
+        name: the pass that ran last; "traced" before the first one.
+        program: the program; later passes change it.
+        mesh: the program's mesh, with an axis for microbatches as long as there is one.
+        per_microbatch: values that each microbatch computes, although they are the same for all.
+    """
 
     name: str
-    traced: Traced
+    program: Any
     mesh: Mesh
+    per_microbatch: Collection[fx.Node] = ()
 
 
 @dataclass
 class Recording:
-    """Looks on as a program is made.
+    """What each pass did to a program.
 
     Attributes:
         with_text: whether to keep the program's text at every moment.
@@ -53,14 +63,9 @@ class Recording:
     with_text: bool = False
     moments: dict[str, list[tuple[str, Snapshot, str]]] = field(default_factory=dict)
 
-    def __call__(self, name: str, program: Rewritten, mesh: Mesh) -> None:
-        """Called after each pass.
-
-        Args:
-            name: the pass.
-            program: what it made.
-            mesh: the program's mesh, with an axis for microbatches as long as there is one.
-        """
+    def add(self, intermediate: Intermediate) -> None:
+        """Add the program after one pass."""
+        name, program, mesh, _ = intermediate
         found = [one for one in collectives_of(program.traced, mesh) if set(one.axes) <= set(program.mesh.axis_names)]
         ops, sent = len(list(program.traced.nodes)), sum(one.bytes for one in found)
         snapshot = Snapshot(ops, len(found), sent, memory_of("", program.traced).peak)

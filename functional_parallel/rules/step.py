@@ -26,7 +26,7 @@ class Step:
     axis: str
     parts: Parts
     operands: list[Operand]
-    results: list[Aval]
+    results: list[Aval | None]
     emit: Callable[..., Any]
     decision: Decision = field(default_factory=lambda: Decision((), ()))
 

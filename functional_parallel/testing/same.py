@@ -13,7 +13,8 @@ from sharding_specs import Mesh, register_dataclasses
 from ..checker import type_of
 from ..collectives import State
 from ..functions import grad
-from ..lowering import UNCHECKED, stage
+from ..lowering import UNCHECKED, lower
+from ..program import Program
 from ..runtime import SimulatedRuntime
 from .compare import NotEquivalentError, compare
 
@@ -62,10 +63,11 @@ def assert_same(
 
 
 def _on_every_rank(f: Callable[..., Any], mesh: Mesh, in_specs: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
-    staged = stage(f, mesh, args, in_specs, UNCHECKED, name=getattr(f, "__name__", "f"))
+    lowered = lower(f, mesh, args, (in_specs, UNCHECKED), name=getattr(f, "__name__", "f"))
     runtime = SimulatedRuntime(mesh, deduplicate=False)
     tensors = [leaf for leaf in optree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-    program = staged.program
+    program = lowered.program
+    assert isinstance(program, Program)
     handles = [runtime.shard(x, spec) for x, spec in zip(tensors, program.in_specs, strict=True)]
     results = runtime.run(program, handles)
     by_rank = [[handle[rank] for handle in results] for rank in mesh.ranks]

@@ -119,7 +119,7 @@ def _refuse(train: Any, step: int, state: Any, metrics: Metrics) -> None:
     )
     begin = (
         f"make the state before step {step} again, from what was saved"
-        if train.donate
+        if train.options.donate
         else f"take the state that was given to step {step}"
     )
     raise NonFiniteError(

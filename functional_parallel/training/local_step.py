@@ -18,6 +18,7 @@ from sharding_specs import P
 from .. import random
 from ..functions import LocalFunction, PyTree, SpecTree, grad_and_value
 from ..optim import Optimizer, skips_untrained
+from .options import StepOptions
 from .untrained import old_params, old_state, report_untrained, untrained, without
 from .update import (
     Places,
@@ -59,16 +60,14 @@ class LocalStep:
     Attributes:
         f: the loss, local.
         optimizer: as for `train_step`.
-        clip: bound on the gradient's global norm; None for none.
-        has_aux: whether the loss returns `(scalar, aux)`.
+        options: the step's options.
         has_norm: whether the gradient's norm is reported.
         warned: parameters and closed-over tensors that a warning has named; extended.
     """
 
     f: LocalFunction
     optimizer: Optimizer
-    clip: float | None
-    has_aux: bool
+    options: StepOptions
     has_norm: bool
     warned: set[str] = field(default_factory=set)
 
@@ -108,10 +107,10 @@ class LocalStep:
             into_update, gradients, places.update, places.whole, places.summed, none_is_leaf=True
         )
         gradients = gradients if scale is None else unscaled(gradients, scale.scale)
-        wanted = self.has_norm or self.clip is not None or scale is not None
+        wanted = self.has_norm or self.options.clip is not None or scale is not None
         norm: Any = _norm(gradients, places) if wanted else None
-        if self.clip is not None:
-            factor = torch.clamp(self.clip / (norm + 1e-6), max=1.0)
+        if self.options.clip is not None:
+            factor = torch.clamp(self.options.clip / (norm + 1e-6), max=1.0)
             gradients = optree.tree_map(lambda g: g * factor.to(g.dtype), gradients)
         own = optree.tree_map(split_further, places.packing.pack(params), places.update, places.whole)
         before, lies = (state, state_specs) if scale is None else (state.optimizer, state_specs.optimizer)
@@ -132,11 +131,11 @@ class LocalStep:
     def _gradients(self, params: PyTree, batch: tuple[PyTree, ...], scale: Any) -> tuple[PyTree, Any, PyTree]:
         """Gradients of the loss, times the loss scale if there is one; its value; and what comes beside it."""
         if scale is None:
-            gradients, value = grad_and_value(self.f, has_aux=self.has_aux)(params, *batch)
+            gradients, value = grad_and_value(self.f, has_aux=self.options.has_aux)(params, *batch)
         else:
-            f = scaled_loss(self.f, scale.scale, self.has_aux)
+            f = scaled_loss(self.f, scale.scale, self.options.has_aux)
             gradients, (_, value) = grad_and_value(f, has_aux=True)(params, *batch)
-        return (gradients, *value) if self.has_aux else (gradients, value, None)
+        return (gradients, *value) if self.options.has_aux else (gradients, value, None)
 
     def _metric_specs(self, metrics: Metrics) -> Metrics:
         aux = None if metrics.aux is None else self.f.results[1]

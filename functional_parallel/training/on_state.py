@@ -14,7 +14,7 @@ from sharding_specs import SpecError, broadcast_specs, tree_paths
 from ..collectives import bind
 from ..compile import refuse_asynchronous
 from ..functions import LocalFunction, PyTree, SpecTree, unsharded
-from ..lowering import Staged, stage
+from ..lowering import Lowered, Options, lower
 from ..runtime import own, storages
 from ..tracing import Programs, switched_off
 from .batches import Batches, tensors_of
@@ -32,21 +32,19 @@ class OnState:
     Args:
         train: the step.
         f: the function.
-        options: the step's `bucket`, `without` and `backend`.
 
     Attributes:
         program: the `Program` used last; None before the first call.
     """
 
-    def __init__(self, train: States, f: Callable[..., Any], **options: Any) -> None:
+    def __init__(self, train: States, f: Callable[..., Any]) -> None:
         self.train, self.f = train, f if isinstance(f, LocalFunction) else unsharded(f)
-        self._options = options
         self.f.layout.mesh(train.mesh)
         refuse_asynchronous(self.f, train.mesh)
         _require_alike_pipelines(self.f, train.f)
         self.batches = Batches(self.f, train.mesh, train.batches.own)
         self.program: Any = None
-        self._staged: dict[Form, Programs[Staged]] = {}
+        self._lowered: dict[Form, Programs[Lowered]] = {}
 
     def __call__(self, state: TrainState, *batch: PyTree, **named: PyTree) -> PyTree:
         """The function of a state's parameters and a batch; results are whole. A collective: every process calls it."""
@@ -54,19 +52,19 @@ class OnState:
         batch = self.batches.by_place(batch, named)
         self.batches.stay_in_step(runtime, f"calls {self.f.name} on the state of step {state.step}", batch)
         handles = [each for each in state.handles[: form.params.num_leaves] if not isinstance(each, Constant)]
-        staged = self._stage(form, state, batch)
-        staged.require_layouts(tensors_of(batch), len(handles))
-        extra, shown = self.batches.entered(runtime, staged.program, self.f.name, batch)
-        taken, specs = storages(*handles), staged.program.out_specs  # a later step writes into the state's memory
+        lowered = self._lower(form, state, batch)
+        lowered.require_layouts(tensors_of(batch), len(handles))
+        extra, shown = self.batches.entered(runtime, lowered.program, self.f.name, batch)
+        taken, specs = storages(*handles), lowered.program.out_specs  # a later step writes into the state's memory
         with switched_off():
-            results = runtime.run(staged.program, [*handles, *extra], shown, state.whose)
+            results = runtime.run(lowered.program, [*handles, *extra], shown, state.whose)
         whole = [own(runtime.whole(x, spec), taken) for x, spec in zip(results, specs, strict=True)]
-        result, stacks = staged.unflatten(whole), self.f.layout.stacks
+        result, stacks = lowered.unflatten(whole), self.f.layout.stacks
         return result if stacks is None else stacks.restack_all(result)
 
     def lower(self, state: TrainState, *batch: PyTree, **named: PyTree) -> Any:
         """The program for these arguments; nothing runs."""
-        return self._stage(self.train.known_form(state), state, self.batches.by_place(batch, named)).program
+        return self._lower(self.train.known_form(state), state, self.batches.by_place(batch, named)).program
 
     def explain(self, **options: Any) -> Any:
         """Every collective of the program used last: kind, axis, count, bytes, source line."""
@@ -79,14 +77,14 @@ class OnState:
 
     # --- the program ---
 
-    def _stage(self, form: Form, state: TrainState, batch: tuple[PyTree, ...]) -> Staged:
+    def _lower(self, form: Form, state: TrainState, batch: tuple[PyTree, ...]) -> Lowered:
         leaves, tree = optree.tree_flatten(batch)
-        programs = self._staged.setdefault(form, Programs(self.f.name, below=2))
-        staged = programs.get((tree, tuple(map(look, leaves))), lambda: self._trace(form, state, batch))
-        self.program = staged.program
-        return staged
+        programs = self._lowered.setdefault(form, Programs(self.f.name, below=2))
+        lowered = programs.get((tree, tuple(map(look, leaves))), lambda: self._trace(form, state, batch))
+        self.program = lowered.program
+        return lowered
 
-    def _trace(self, form: Form, state: TrainState, batch: tuple[PyTree, ...]) -> Staged:
+    def _trace(self, form: Form, state: TrainState, batch: tuple[PyTree, ...]) -> Lowered:
         params = self._own_layers(self.train.shapes(form, state)[0])
         batch = self.batches.global_shapes(params, batch)
         kept = form.params.unflatten(form.specs[: form.params.num_leaves])
@@ -99,7 +97,9 @@ class OnState:
             return (kept, *self.f.layout.arguments(args)[1:])
 
         local = LocalFunction(call, replace(self.f.layout, arguments=arguments), self.f.name)
-        return stage(local, self.train.mesh, (params, *batch), name=self.f.name, **self._options)
+        given = self.train.options
+        options = Options(bucket=given.bucket, without=given.without, backend=given.backend)
+        return lower(local, self.train.mesh, (params, *batch), name=self.f.name, options=options)
 
     def _own_layers(self, params: PyTree) -> PyTree:
         """The parameters, after a check that the function's plan has stacks of layers where the step's has them."""

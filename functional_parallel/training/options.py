@@ -1,9 +1,10 @@
-"""What `train_step` was asked for: refused where it is written, before it is taken for something else."""
+"""The options of `train_step`, which are checked when it is called."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
@@ -11,45 +12,66 @@ import torch
 
 from .. import optim
 from ..functions import LocalFunction, require_function, require_mesh, written_here
+from ..lowering import Options
 from ..quantities import is_limit
 
-__all__ = ["require_options"]
+__all__ = ["StepOptions", "require_arguments"]
 
 _OPTIMIZERS = {name: getattr(optim, name) for name in ("adafactor", "adam", "adamw", "lion", "sgd")}
 
 
-def require_options(
-    loss: Any, optimizer: Any, mesh: Any, plan: Any, clip: Any, seed: Any, batch: Any, reduction: Any, nonfinite: Any
-) -> None:
-    """Refuse options of `train_step` that mean nothing.
+@dataclass(frozen=True)
+class StepOptions(Options):
+    """The options of a training step.
 
-    Args:
-        loss, optimizer, mesh, plan, clip, seed, batch, reduction, nonfinite: as for `train_step`.
+    Attributes:
+        clip: bound on the gradient's global norm; None for none.
+        seed: of the key for random numbers; None where nothing is drawn.
+        has_aux: whether the loss returns `(scalar, aux)`.
+        batch: "global" if each process passes the full batch, "own" if it passes its own shard.
+        nonfinite: "error" or "continue", at a loss or gradient norm that is not finite.
 
     Raises:
-        ValueError, TypeError: for one that it does not take, naming what it does.
+        ValueError, TypeError: for a value that is not legal; the message names the legal ones.
+    """
+
+    clip: float | None = None
+    seed: int | None = None
+    has_aux: bool = False
+    batch: str = "global"
+    nonfinite: str = "error"
+
+    def __post_init__(self) -> None:
+        if self.batch not in ("global", "own"):
+            raise ValueError(f"train_step(batch={self.batch!r}): it is 'global' or 'own'")
+        if self.reduction not in ("fast", "ordered"):
+            raise ValueError(
+                f"train_step(reduction={self.reduction!r}): it is 'fast' or 'ordered', the order in which ranks are "
+                "summed; whether gradients are of a sum or a mean, the loss says"
+            )
+        if self.nonfinite not in ("error", "continue"):
+            raise ValueError(
+                f"train_step(nonfinite={self.nonfinite!r}): it is 'error', to stop at a loss or gradient norm that is "
+                "NaN or infinite, or 'continue'"
+            )
+        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, Integral)):
+            raise TypeError(f"train_step(seed={self.seed!r}): it is an integer, or None where nothing is drawn")
+        if self.clip is not None and not is_limit(self.clip):
+            raise ValueError(
+                f"train_step(clip={self.clip!r}): the bound on the gradients' global norm is a number above 0, or None "
+                "for none"
+            )
+
+
+def require_arguments(loss: Any, optimizer: Any, mesh: Any, plan: Any) -> None:
+    """Check the arguments of `train_step` that are objects.
+
+    Raises:
+        TypeError: for an object of another kind; the message names what to write.
     """
     if not isinstance(loss, LocalFunction):
         require_function(loss, "train_step")
     require_mesh(mesh, "train_step")
-    if batch not in ("global", "own"):
-        raise ValueError(f"train_step(batch={batch!r}): it is 'global' or 'own'")
-    if reduction not in ("fast", "ordered"):
-        raise ValueError(
-            f"train_step(reduction={reduction!r}): it is 'fast' or 'ordered', the order in which ranks are summed; "
-            "whether gradients are of a sum or a mean, the loss says"
-        )
-    if nonfinite not in ("error", "continue"):
-        raise ValueError(
-            f"train_step(nonfinite={nonfinite!r}): it is 'error', to stop at a loss or gradient norm that is NaN or "
-            "infinite, or 'continue'"
-        )
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, Integral)):
-        raise TypeError(f"train_step(seed={seed!r}): it is an integer, or None where nothing is drawn")
-    if clip is not None and not is_limit(clip):
-        raise ValueError(
-            f"train_step(clip={clip!r}): the bound on the gradients' global norm is a number above 0, or None for none"
-        )
     if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         instead = _instead_of_torchs(optimizer) or written_here(optimizer)
         raise TypeError(

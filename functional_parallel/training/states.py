@@ -27,6 +27,7 @@ from .deferred import CannotDeferError, deferred
 from .finite import settle
 from .loading import expected_state, require_parameters, require_state_of, require_values, steps_done
 from .looks import look, look_as_text
+from .options import StepOptions
 from .state import Constant, Form, TrainState, form_of, plain
 from .update import Places, find_places, warn_of_replicated_state, with_scale
 
@@ -42,9 +43,7 @@ class States:
         f: the loss, and what the plan made of it.
         optimizer: the optimizer.
         mesh: the mesh.
-        clip: bound on the gradient's global norm; None for none.
-        reduction: of sums on real processes, as for `train_step`.
-        own_batch: whether each process is given its own part of a batch.
+        options: the step's options.
     """
 
     def __init__(
@@ -52,14 +51,12 @@ class States:
         f: Callable[..., Any],
         optimizer: Optimizer,
         mesh: Mesh,
-        clip: float | None,
-        reduction: str,
-        own_batch: bool,
+        options: StepOptions,
     ) -> None:
         self.f = f if isinstance(f, LocalFunction) else unsharded(f)
-        self.optimizer, self.mesh, self.clip, self.reduction = optimizer, mesh, clip, reduction
+        self.optimizer, self.mesh, self.options = optimizer, mesh, options
         self.f.layout.mesh(mesh)  # refuses one without the axes that the plan splits over
-        self.batches = Batches(self.f, mesh, own_batch)
+        self.batches = Batches(self.f, mesh, options.batch == "own")
         self.scaling: LossScale | None = self.f.layout.loss_scale
         self._forms: dict[Any, Form] = {}
         self._known: set[Form] = set()
@@ -119,7 +116,7 @@ class States:
 
     def _compared(self, name: str, form: Form, leaves: list[Any], made: Made) -> TrainState:
         """A state of these leaves as they are made, once it is known that all ranks have the same parameters."""
-        runtime = runtime_of(self.mesh, self.f, self.reduction)
+        runtime = runtime_of(self.mesh, self.f, self.options.reduction)
         count = form.params.num_leaves
         params = {index: leaf for index, leaf in enumerate(leaves[:count]) if isinstance(leaf, torch.Tensor)}
         every = tree_paths(form.params.unflatten(range(count)))
@@ -149,14 +146,14 @@ class States:
         require_state_of(expected, optimizer_state)
         given, done = storages(*optree.tree_leaves((params, optimizer_state))), steps_done(step)
         loaded = {"params": params, "optimizer_state": optimizer_state, "step": torch.tensor(done)}
-        check_same(runtime_of(self.mesh, self.f, self.reduction), "train_step.load", loaded)
+        check_same(runtime_of(self.mesh, self.f, self.options.reduction), "train_step.load", loaded)
         if stacks is not None:
             params, optimizer_state = stacks.unstack(params), stacks.unstack_like(optimizer_state, params)
         with switched_off():
             require_values(params, optimizer_state)
             form, leaves = self._place(params, optimizer_state)
             held = self._held(form, enumerate(leaves), given)
-        runtime = runtime_of(self.mesh, self.f, self.reduction)
+        runtime = runtime_of(self.mesh, self.f, self.options.reduction)
         return TrainState(done, held, form, f", of the state that call {runtime.calls} made")
 
     def begun(self, params: PyTree) -> tuple[PyTree, PyTree]:
@@ -182,7 +179,7 @@ class States:
 
     def _sharding(self, form: Form) -> Callable[[int, torch.Tensor], Any]:
         """How a leaf is sharded: in a pipeline that is cut already, for the ranks whose stages take it."""
-        runtime, program = runtime_of(self.mesh, self.f, self.reduction), self._latest.get(form)
+        runtime, program = runtime_of(self.mesh, self.f, self.options.reduction), self._latest.get(form)
         if not isinstance(program, PipelineProgram) or program.schedule.versions is not None:
             return lambda index, leaf: runtime.shard(leaf, form.specs[index])
         numbers = list(accumulate(isinstance(look, tuple) for look in form.looks))  # of what is a tensor, from one
@@ -205,7 +202,7 @@ class States:
 
     def places(self, params: PyTree) -> Places:
         """Where everything lies that a step with these parameters holds."""
-        return find_places(self.f.layout, self.mesh, params, self.optimizer, self.clip is not None)
+        return find_places(self.f.layout, self.mesh, params, self.optimizer, self.options.clip is not None)
 
     def params(self, state: TrainState) -> PyTree:
         """The parameters of a state, whole; later steps do not change them. A collective: every process calls it."""
@@ -260,7 +257,7 @@ class States:
 
     def runtime_for(self, state: TrainState) -> Any:
         """What runs the step, for a state that lies with the ranks that it runs on."""
-        runtime = runtime_of(self.mesh, self.f, self.reduction)
+        runtime = runtime_of(self.mesh, self.f, self.options.reduction)
         handle = next((each for each in state.handles if not isinstance(each, Constant)), None)
         if handle is not None and who_holds(handle) != runtime.holders:
             raise ValueError(
@@ -281,7 +278,8 @@ class States:
 
     def shapes(self, form: Form, state: TrainState) -> tuple[PyTree, PyTree]:
         """Parameters and optimizer state as they are held, without values."""
-        like, held = runtime_of(self.mesh, self.f, self.reduction).like, zip(state.handles, form.specs, strict=True)
+        like = runtime_of(self.mesh, self.f, self.options.reduction).like
+        held = zip(state.handles, form.specs, strict=True)
         leaves = [handle.value if isinstance(handle, Constant) else like(handle, spec) for handle, spec in held]
         return form.trees(leaves)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 import optree
@@ -12,9 +13,11 @@ from sharding_specs import Mesh
 
 from .. import random
 from ..functions import PyTree, explain_keywords
-from ..lowering import Staged, stage
+from ..lowering import ArgumentPaths, Lowered, lower
 from ..optim import Optimizer, counted_on_host
 from ..passes import named
+from ..pipelines import PipelineProgram
+from ..program import Program
 from ..runtime import Origin, check_backend, note_step
 from ..tracing import Programs, switched_off
 from .asynchronous import is_asynchronous, of_one_update
@@ -23,7 +26,7 @@ from .finite import require_finite, require_finite_inputs
 from .local_step import LocalStep, Metrics
 from .looks import look
 from .on_state import OnState
-from .options import require_options
+from .options import StepOptions, require_arguments
 from .state import Constant, Form, TrainState, recorded_steps
 from .states import States
 from .update import require_elementwise
@@ -89,39 +92,24 @@ def train_step(
         The step: `state = train.init(params)`, `state, metrics = train(state, *batch)`, `train.params(state)`.
     """
     check_backend(backend)
-    require_options(loss, optimizer, mesh, plan, clip, seed, batch, reduction, nonfinite)
-    f = plan(loss) if plan is not None else loss
-    options = (batch == "own", bucket, reduction, donate, named(without), backend, nonfinite)
-    return TrainStep(f, optimizer, mesh, clip, seed, has_aux, *options)
+    require_arguments(loss, optimizer, mesh, plan)
+    options = StepOptions(
+        bucket, named(without), backend, donate, reduction, clip, seed, has_aux, batch=batch, nonfinite=nonfinite
+    )
+    return TrainStep(plan(loss) if plan is not None else loss, optimizer, mesh, options)
 
 
 class TrainStep(States):
     """A compiled training step; see `train_step`."""
 
-    def __init__(
-        self,
-        f: Callable[..., Any],
-        optimizer: Optimizer,
-        mesh: Mesh,
-        clip: float | None,
-        seed: int | None,
-        has_aux: bool,
-        own_batch: bool,
-        bucket: int | str | None,
-        reduction: str,
-        donate: bool = True,
-        without: Collection[str] = (),
-        backend: str = "eager",
-        nonfinite: str = "error",
-    ) -> None:
-        super().__init__(f, optimizer, mesh, clip, reduction, own_batch)
-        self.seed, self.has_aux, self.bucket = seed, has_aux, bucket
+    def __init__(self, f: Callable[..., Any], optimizer: Optimizer, mesh: Mesh, options: StepOptions) -> None:
+        super().__init__(f, optimizer, mesh, options)
         if self.f.layout.flat_update:
             require_elementwise(optimizer)
-        self.without, self.backend, self.nonfinite = without, backend, nonfinite
-        self.donate = donate and not is_asynchronous(self.f.layout, mesh)  # whose weights have versions
-        self.program: Any = None
-        self._staged: dict[Form, Programs[Staged]] = {}
+        if is_asynchronous(self.f.layout, mesh):  # whose weights have versions
+            self.options = replace(options, donate=False)
+        self.program: Program | PipelineProgram | None = None
+        self._lowered: dict[Form, Programs[Lowered]] = {}
         self._warned: set[str] = set()  # parameters that are not trained
 
     # --- stepping ---
@@ -147,27 +135,27 @@ class TrainStep(States):
         batch = self.batches.by_place(batch, named)
         note_step(state.step)
         self.batches.stay_in_step(runtime, f"takes step {state.step}", batch)
-        staged = self._stage(form, state, batch)
+        lowered = self._lower(form, state, batch)
         count = sum(not isinstance(handle, Constant) for handle in state.handles)
-        staged.require_layouts(tensors_of(batch), count)
-        extra, shown = self.batches.entered(runtime, staged.program, "train_step", batch, *self._key(state))
-        runtime.agree_on(staged.program)
-        held = state.give() if self.donate else state.handles
+        lowered.require_layouts(tensors_of(batch), count)
+        extra, shown = self.batches.entered(runtime, lowered.program, "train_step", batch, *self._key(state))
+        runtime.agree_on(lowered.program)
+        held = state.give() if self.options.donate else state.handles
         handles = [handle for handle in held if not isinstance(handle, Constant)]
         counts = self._counts(state)
         with state.used_by_a_step(held), switched_off(), counted_on_host(counts):
-            results = runtime.run(staged.program, [*handles, *extra], shown, state.whose)
+            results = runtime.run(lowered.program, [*handles, *extra], shown, state.whose)
         whole = [
-            runtime.whole(x, spec) for x, spec in zip(results[count:], staged.program.out_specs[count:], strict=True)
+            runtime.whole(x, spec) for x, spec in zip(results[count:], lowered.program.out_specs[count:], strict=True)
         ]
-        _, metrics = staged.unflatten([*results[:count], *whole])
+        _, metrics = lowered.unflatten([*results[:count], *whole])
         new = iter(results)
         kept = tuple(handle if isinstance(handle, Constant) else next(new) for handle in held)
         recorded = recorded_steps(state.recorded, metrics.loss)
         note_step(None)
         after = TrainState(state.step + 1, kept, form, state.whose, recorded)
         after.counts = None if counts is None else {name: count + 1 for name, count in counts.items()}
-        if self.nonfinite == "error":
+        if self.options.nonfinite == "error":
             require_finite(self, state, after, metrics)
         return after, metrics
 
@@ -204,11 +192,11 @@ class TrainStep(States):
         batch = self.batches.by_place(batch, named)
         self.batches.stay_in_step(runtime, f"replays step {state.step}", batch)
         require_finite_inputs(self, state, batch)
-        staged = self._stage(form, state, batch)
-        extra, _ = self.batches.entered(runtime, staged.program, "train_step", batch, *self._key(state))
+        lowered = self._lower(form, state, batch)
+        extra, _ = self.batches.entered(runtime, lowered.program, "train_step", batch, *self._key(state))
         held = [handle for handle in self.copy(state).handles if not isinstance(handle, Constant)]
         with switched_off():
-            return runtime.replay(staged.program, [*held, *extra])
+            return runtime.replay(lowered.program, [*held, *extra])
 
     def _counts(self, state: TrainState) -> dict[str, int] | None:
         """Return the numbers of updates that the host knows; None where a step may make none, or several."""
@@ -217,7 +205,8 @@ class TrainStep(States):
         return dict(state.counts)
 
     def _key(self, state: TrainState) -> list[torch.Tensor]:
-        return [] if self.seed is None else [random.fold_in(random.key(self.seed), state.step)]
+        seed = self.options.seed
+        return [] if seed is None else [random.fold_in(random.key(seed), state.step)]
 
     def compile(self, f: Callable[..., Any]) -> OnState:
         """Compile another function of the parameters, called on a state, whose parameters stay as they lie.
@@ -239,7 +228,7 @@ class TrainStep(States):
         Raises:
             TypeError, ValueError: when called, on what is no state; for parameters that lie otherwise.
         """
-        return OnState(self, f, bucket=self.bucket, without=self.without, backend=self.backend)
+        return OnState(self, f)
 
     def explain(self, **options: Any) -> Any:
         """Every collective of the step: kind, axis, count, bytes, source line."""
@@ -257,41 +246,33 @@ class TrainStep(States):
         """
         batch = self.batches.by_place(batch, named)
         if isinstance(state, TrainState):
-            return self._stage(self.known_form(state), state, batch).program
+            return self._lower(self.known_form(state), state, batch).program
         form, leaves = self._place(*self.begun(state))
-        return self._staged_for(form, batch, lambda: form.trees(leaves)).program
+        return self._lowered_for(form, batch, lambda: form.trees(leaves)).program
 
     # --- the program ---
 
-    def _stage(self, form: Form, state: TrainState, batch: tuple[PyTree, ...]) -> Staged:
-        return self._staged_for(form, batch, lambda: self.shapes(form, state))
+    def _lower(self, form: Form, state: TrainState, batch: tuple[PyTree, ...]) -> Lowered:
+        return self._lowered_for(form, batch, lambda: self.shapes(form, state))
 
-    def _staged_for(self, form: Form, batch: tuple[PyTree, ...], shapes: Callable[[], tuple[PyTree, PyTree]]) -> Staged:
+    def _lowered_for(
+        self, form: Form, batch: tuple[PyTree, ...], shapes: Callable[[], tuple[PyTree, PyTree]]
+    ) -> Lowered:
         leaves, tree = optree.tree_flatten(batch)
         key = (tree, tuple(map(look, leaves)))
-        programs = self._staged.setdefault(form, Programs("train_step", below=3))
-        staged = programs.get(key, lambda: self._trace(form, shapes(), batch))
-        self.program = self._latest[form] = staged.program
-        return staged
+        programs = self._lowered.setdefault(form, Programs("train_step", below=3))
+        lowered = programs.get(key, lambda: self._trace(form, shapes(), batch))
+        self.program = self._latest[form] = lowered.program
+        return lowered
 
-    def _trace(self, form: Form, held: tuple[PyTree, PyTree], batch: tuple[PyTree, ...]) -> Staged:
+    def _trace(self, form: Form, held: tuple[PyTree, PyTree], batch: tuple[PyTree, ...]) -> Lowered:
         params, _ = held
         _, state_specs = form.trees(list(form.specs))
         batch = self.batches.global_shapes(params, batch)
         batch = of_one_update(self.f.layout, self.mesh, params, batch)
-        key = torch.zeros((), dtype=torch.int64) if self.seed is not None else None
+        key = torch.zeros((), dtype=torch.int64) if self.options.seed is not None else None
         args = (held, batch, key)
         has_norm = not is_asynchronous(self.f.layout, self.mesh)
-        step = LocalStep(self.f, self.optimizer, self.clip, self.has_aux, has_norm, self._warned)
-        return stage(
-            step.on(form.places, state_specs),
-            self.mesh,
-            args,
-            name="train_step",
-            parameters="0/0",
-            carried="0",
-            donate=self.donate,
-            bucket=self.bucket,
-            without=self.without,
-            backend=self.backend,
-        )
+        step = LocalStep(self.f, self.optimizer, self.options, has_norm, self._warned)
+        local, paths = step.on(form.places, state_specs), ArgumentPaths(parameters="0/0", state="0")
+        return lower(local, self.mesh, args, name="train_step", options=self.options, paths=paths)

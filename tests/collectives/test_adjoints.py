@@ -14,7 +14,7 @@ from torch import Tensor
 
 from functional_parallel.collectives import State, Type, dual
 from functional_parallel.ir.emit import explicit_casts
-from functional_parallel.lowering import UNCHECKED, stage
+from functional_parallel.lowering import UNCHECKED, lower
 from functional_parallel.runtime.processes.process_carrier import ProcessCarrier
 from functional_parallel.runtime.simulated import SimulatedRuntime
 from sharding_specs import Mesh, P
@@ -61,7 +61,7 @@ def simulated(case: Case, axes: tuple[str, ...]) -> list[Found]:
     specs = tuple(spec_of(state, axes) for state, _ in states)
     stacked = [torch.zeros(stack_of(spec), *shape).double() for spec, (_, shape) in zip(specs, states, strict=True)]
     body = lambda x, y: both(case, axes, x[0], y[0])  # noqa: E731
-    program = stage(body, MESH, tuple(stacked), specs, UNCHECKED, name="adjoint").program
+    program = lower(body, MESH, tuple(stacked), (specs, UNCHECKED), name="adjoint").program
     handles = [
         [value_of(rank, shape, state, axes, seed)[None] for rank in MESH.ranks]
         for seed, (state, shape) in enumerate(states)

@@ -116,7 +116,7 @@ def test_a_program_keeps_no_arguments() -> None:
 
 def test_a_program_of_unknown_making() -> None:
     found = program()
-    found.restage = None
+    found.lowering = None
     with pytest.raises(ValueError, match=r"train_step was not made by fp\.compile"):
         found.explain(group="pass")
     with pytest.raises(ValueError, match="it is 'line', 'axis' or 'pass'"):
