@@ -35,7 +35,7 @@ def split_backwards(step: Step, form: Shard) -> tuple[Step, Rule] | None:
 
 
 def _through_view(step: Step, form: Shard) -> Decision | None:
-    before, after = step.operands[0].aval.shape, step.results[0].shape
+    before, after = step.operands[0].aval.shape, step.result().shape
     place = reshaped_place(after, before, form, step.parts)
     if not isinstance(place, Shard) or reshaped_place(before, after, place, step.parts) != form:
         return None
@@ -45,9 +45,9 @@ def _through_view(step: Step, form: Shard) -> Decision | None:
 def _through_text(step: Step, rule: Rule, form: Shard) -> Decision | None:
     text = parse_rule(rule.text_for(step.node))
     fits = [pattern.fit(op.aval.shape, step.where) for pattern, op in zip(text.operands, step.operands, strict=True)]
-    result = text.results[0].fit(step.results[0].shape, step.where)
+    result = text.results[0].fit(step.result().shape, step.where)
     sizes = factor_sizes(fits, step.operands, step.where)
-    sizes.update({names[0]: n for names, n in zip(result, step.results[0].shape, strict=True) if len(names) == 1})
+    sizes.update({names[0]: n for names, n in zip(result, step.result().shape, strict=True) if len(names) == 1})
     choice = find_factor(result, form, sizes, step.parts)
     if choice is None or text.marks.get(choice.factor):
         return None

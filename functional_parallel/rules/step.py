@@ -48,12 +48,18 @@ class Step:
         """Whether the op is sharded on that factor of its rule."""
         return self.choice is not None and self.choice.factor == factor
 
+    def result(self, index: int = 0) -> Aval:
+        """Shape, dtype and device of a result that is a tensor."""
+        found = self.results[index]
+        assert found is not None, f"{self.where}: result {index} is not a tensor"
+        return found
+
     def result_place(self, index: int = 0) -> Place:
         return self.decision.results[index]
 
     def local_result_shape(self, index: int = 0) -> list[int]:
         """The shape that a rank holds of a result."""
-        return list(local_shape(self.results[index].shape, self.result_place(index), self.parts))
+        return list(local_shape(self.result(index).shape, self.result_place(index), self.parts))
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The op itself, on a rank's operands."""

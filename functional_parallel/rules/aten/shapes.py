@@ -56,7 +56,7 @@ def reshaped_place(before: Sequence[int], after: Sequence[int], place: Place, pa
 
 def _decide_view(step: Step) -> Decision:
     operand = step.operands[0]
-    place = reshaped_place(operand.aval.shape, step.results[0].shape, operand.place, step.parts)
+    place = reshaped_place(operand.aval.shape, step.result().shape, operand.place, step.parts)
     return Decision((WHOLE,), (WHOLE,)) if place is None else Decision((operand.place,), (place,))
 
 
@@ -170,7 +170,7 @@ def _strided_place(
 
 def _decide_slice(step: Step) -> Decision | None:
     dim, (start, end, stride) = dim_of(step.node), _bounds(step.node)
-    operand, length = step.operands[0], step.results[0].shape[dim_of(step.node)]
+    operand, length = step.operands[0], step.result().shape[dim_of(step.node)]
     extent = operand.aval.shape[dim]
     if stride == 1:
         place = _cut_place(operand.place, dim, extent, start, end - start)
@@ -196,7 +196,7 @@ def _bounds(node: fx.Node) -> tuple[int, int, int]:
 def _decide_split(step: Step) -> Decision | None:
     dim, operand = dim_of(step.node), step.operands[0]
     places, start = [], 0
-    for result in step.results:
+    for result in info(step.node).avals:
         places.append(_cut_place(operand.place, dim, operand.aval.shape[dim], start, result.shape[dim]))
         start += result.shape[dim]
     if any(place is None for place in places):
@@ -252,7 +252,7 @@ def _decide_cat(step: Step) -> Decision | None:
 
     What is whole beside them is sliced, unless it is the larger part. Empty tensors stay as they are.
     """
-    dim = argument(step.node, "dim") % len(step.results[0].shape)
+    dim = argument(step.node, "dim") % len(step.result().shape)
     filled = [operand for operand in step.operands if operand.aval.shape[dim]]
     held = [operand for operand in filled if isinstance(operand.place, Shard)]
     whole = [operand for operand in filled if operand.place in (WHOLE, REDUCED)]
