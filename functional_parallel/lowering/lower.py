@@ -20,7 +20,6 @@ from ..ops import refuse_idle
 from ..passes import drop_trivial, finished, local_aval, parts_of
 from ..pipelines import PipelineProgram
 from ..program import Intermediate, Program
-from ..runtime import pipeline_memory
 from ..tracing import Assumption, LayoutRead, assume, assumed, autocasts, require_contiguous, trace
 from .constants import require_transparent
 from .leftovers import leaving_nothing
@@ -270,7 +269,6 @@ def _is_in(path: str, parent: str) -> bool:
 def _settle(rewritten: Program | PipelineProgram) -> None:
     """Forget what only passes read, now that the last one ran."""
     if isinstance(rewritten, PipelineProgram):
-        rewritten.memory_by = pipeline_memory
         for part in rewritten.every_program():
             part.traced.settle()
     else:

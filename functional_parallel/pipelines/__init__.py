@@ -3,6 +3,7 @@
 from .build import PipelinePlan, build, prepared, staged
 from .cut import BALANCES, Cut, finest, stage_of_layer
 from .epilogue import Epilogue, Exchange
+from .execution import RankExecutor, Run, Stream, Worker, slices_of
 from .extract import Part
 from .late_graph import Given
 from .memory import PIPELINE_KINDS, PipelineMemory
@@ -26,17 +27,22 @@ __all__ = [
     "PipelineMemory",
     "PipelinePlan",
     "PipelineProgram",
+    "RankExecutor",
     "Role",
     "Roles",
+    "Run",
     "Stacks",
     "Stage",
+    "Stream",
     "Work",
+    "Worker",
     "add_in_place",
     "build",
     "finest",
     "forget_ops",
     "names_in",
     "prepared",
+    "slices_of",
     "stage_of_layer",
     "staged",
     "unstacked",

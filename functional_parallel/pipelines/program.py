@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from torch import fx
 
 from ..ir import info, source_of
 from ..program import Collective, Hardware, Price, bytes_of, counts_of, hardware_of, readable_bytes
 from ..schedules import Action, Event, Timeline, peaks
+from .execution import pipeline_memory
 from .memory import PipelineMemory
 from .price import price_of_pipeline
 from .roles import PipelineError
@@ -23,11 +24,9 @@ class PipelineProgram(PipelineStructure):
     """What the ranks of a pipeline run in a step: like a `Program`, but another one on every rank of the axis.
 
     Attributes:
-        memory_by: the executor's prediction of memory.
         events: the actions of the last run with their times; None unless `record` was called.
     """
 
-    memory_by: Callable[[PipelineProgram], PipelineMemory] | None = field(default=None, repr=False)
     events: list[Event] | None = None
 
     def record(self) -> None:
@@ -118,8 +117,7 @@ class PipelineProgram(PipelineStructure):
         batch, sums of gradients, residuals of microbatches under way, messages, and what a program takes while it runs.
         Microbatches are added up in order, as with `reduction="ordered"`; "fast" holds no more.
         """
-        assert self.memory_by is not None, "build() alone does not know the executor"
-        return self.memory_by(self)
+        return pipeline_memory(self)
 
     def lines(self) -> list[str]:
         """The text of all programs without source lines: equal for two pipelines exactly when they do the same."""

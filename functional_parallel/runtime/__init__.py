@@ -4,7 +4,7 @@ from .calls import CollectiveError, OutOfStepError, OverlapError, note_step, ran
 from .default import default_runtime, is_main_rank, rank, use_runtime
 from .execution import BackendError, Origin, check_backend
 from .handles import Placed, own, storages, who_holds
-from .pipelined import PipelineRuntime, pipeline_memory
+from .pipelined import PipelineRuntime
 from .processes import DifferentInputsError, DifferentProgramsError, ProcessRuntime
 from .simulated import SimulatedRuntime
 
@@ -25,7 +25,6 @@ __all__ = [
     "is_main_rank",
     "note_step",
     "own",
-    "pipeline_memory",
     "rank",
     "rank_name",
     "storages",

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import functional_parallel as fp
 from functional_parallel.ir import info
+from functional_parallel.pipelines.execution.worker import Worker
 from functional_parallel.runtime import storages
-from functional_parallel.runtime.pipelined.worker import Worker
 from functional_parallel.schedules import Action
 from sharding_specs import Mesh, split
 

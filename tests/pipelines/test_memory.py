@@ -19,12 +19,12 @@ from torch import Tensor
 import functional_parallel as fp
 from functional_parallel import schedules
 from functional_parallel.ir import info
-from functional_parallel.pipelines import PipelineProgram
+from functional_parallel.pipelines import PipelineProgram, slices_of
+from functional_parallel.pipelines.execution.on_sizes import Stored
+from functional_parallel.pipelines.execution.stream import Stream
+from functional_parallel.pipelines.execution.worker import Worker
 from functional_parallel.program import Program
 from functional_parallel.runtime import PipelineRuntime, ProcessRuntime, use_runtime
-from functional_parallel.runtime.pipelined.on_sizes import Stored
-from functional_parallel.runtime.pipelined.stream import Stream
-from functional_parallel.runtime.pipelined.worker import Worker
 from functional_parallel.schedules import Action
 from functional_parallel.testing.tracker import tracked
 from sharding_specs import Mesh, split
@@ -66,15 +66,15 @@ class OneRank(PipelineRuntime):
         inputs = {node: self._input(node) for node in program.inputs if rank in program.holders(node)}
         with torch.no_grad(), tracked((list(inputs.values()), constants)) as tracker:
             if program.schedule.versions is not None:
-                stream = Stream(program, rank, self.run, inputs, self._slices(program, inputs))
+                stream = Stream(program, rank, self.run, inputs, slices_of(program, inputs, self._chunks))
                 del inputs
-                self._as_one_rank(program, stream)
+                self._executor(program).run_schedule(stream)
             else:
                 worker = Worker(program, rank, self.run, inputs, ordered=True)
                 del inputs
                 worker.begin()
-                self._as_one_rank(program, worker)
-                self._end(program, {rank: worker})
+                self._executor(program).run_schedule(worker)
+                self._executor(program).run_epilogue(worker)
         return tracker.peak
 
     def _input(self, node: torch.fx.Node) -> Tensor:

@@ -22,14 +22,12 @@ from sharding_specs import Mesh, P, local_shape, whole_shape
 
 from ... import _torch
 from ...ir import Aval, hollow, info
-from ...pipelines import Exchange, PipelineError, PipelineProgram
-from ...schedules import Action, Event, Receive, Send, messages, replay
+from ...pipelines import PipelineError, PipelineProgram, RankExecutor, Run, Stream, Worker, slices_of
+from ...schedules import Action, Event, replay
 from ..calls import READS
 from ..execution import Log, Origin
 from ..handles import Placed, own
 from .mail import Mail
-from .stream import Stream
-from .worker import Run, Worker
 
 __all__ = ["PipelineRuntime"]
 
@@ -198,7 +196,7 @@ class PipelineRuntime:
         if self.carrier is None:
             self._in_lockstep(program, workers)
         else:
-            self._as_one_rank(program, workers[self.ranks[0]])
+            self._executor(program).run_schedule(workers[self.ranks[0]])
 
     def _brought(self, program: PipelineProgram, placed: Sequence[Placed]) -> list[Placed]:
         """Everything where this program needs it, which another one, cut into other stages, left with other ranks."""
@@ -236,20 +234,6 @@ class PipelineRuntime:
             if target is not None:
                 workers[schedule.rank_of_stage[target]].receive(action, target, sent)
 
-    def _as_one_rank(self, program: PipelineProgram, worker: Worker | Stream) -> None:
-        if "messages" not in program.cache:
-            program.cache["messages"] = messages(program.schedule)
-        sent: list[Any] = []
-        for step in program.cache["messages"][worker.rank]:
-            if isinstance(step, Send):  # what the action right before it made
-                self.mail.send(step, sent)
-                sent = []
-            elif isinstance(step, Receive):
-                self.mail.expect(step, [info(node).aval for node in program.message(step.action)])
-            else:
-                sent = self._act(program, worker, step)
-        self.mail.finish()
-
     def _timed(self, program: PipelineProgram, worker: Worker | Stream, action: Action) -> list[Any]:
         if program.events is None:
             return worker.act(action)
@@ -268,44 +252,19 @@ class PipelineRuntime:
         """This rank's messages; the first use is a collective."""
         return Mail(self.carrier, self.axis, self.ranks[0], self.base.device)
 
+    def _executor(self, program: PipelineProgram) -> RankExecutor:
+        return RankExecutor(program, self.mail, partial(self._timed, program))
+
     def _end(self, program: PipelineProgram, workers: dict[int, Worker]) -> None:
         """Run what comes after the pipeline."""
+        if self.carrier is not None:
+            self._executor(program).run_epilogue(workers[self.ranks[0]])
+            return
         for level, exchanges in enumerate(program.epilogue.exchanges):
             for worker in workers.values():
                 worker.end(level)
-            if self.carrier is not None:
-                self._exchange(workers[self.ranks[0]], exchanges)
-                continue
             for node, source, target in exchanges:
                 workers[target].late[node] = workers[source].late_value(node)
-
-    def _act(self, program: PipelineProgram, worker: Worker | Stream, action: Action) -> list[Any]:
-        """Run an action of this process's rank; what it has for a neighbour on another."""
-        for awaited in program.awaited(action):
-            self._take(worker, awaited, action.stage)
-        sent = self._timed(program, worker, action)
-        target = program.neighbour(action)
-        if target is None or program.schedule.rank_of_stage[target] != worker.rank:
-            return sent
-        worker.receive(action, target, sent)
-        return []
-
-    def _take(self, worker: Worker | Stream, awaited: Action, stage: int) -> None:
-        values = self.mail.take(awaited)  # named here alone, since they may die within the action
-        if values is not None:
-            worker.receive(awaited, stage, values)
-
-    def _exchange(self, worker: Worker, exchanges: Sequence[Exchange]) -> None:
-        outgoing: dict[int, list[torch.Tensor]] = {}
-        incoming: dict[int, list[fx.Node]] = {}
-        for node, source, target in exchanges:
-            if source == worker.rank:
-                outgoing.setdefault(target, []).append(worker.late_value(node))
-            elif target == worker.rank:
-                incoming.setdefault(source, []).append(node)
-        avals = {source: [info(node).aval for node in nodes] for source, nodes in incoming.items()}
-        for source, values in self.mail.exchange(outgoing, avals).items():
-            worker.late.update(zip(incoming[source], values, strict=True))
 
     def _results(self, program: PipelineProgram, value: Callable[[int, fx.Node], Any]) -> list[Placed]:
         epilogue, declared = program.epilogue, self.base.declared
@@ -322,18 +281,13 @@ class PipelineRuntime:
     # --- asynchronous ---
 
     def _stream(self, program: PipelineProgram, inputs: dict[int, dict[fx.Node, Any]], run: Run) -> list[Placed]:
-        workers = {rank: Stream(program, rank, run, held, self._slices(program, held)) for rank, held in inputs.items()}
+        workers = {
+            rank: Stream(program, rank, run, held, slices_of(program, held, self._chunks))
+            for rank, held in inputs.items()
+        }
         self._pass_through(program, workers)
         program.cache["most versions"] = {rank: worker.most_versions for rank, worker in workers.items()}
         return self._results(program, lambda rank, node: self._last_or_mean(program, node, workers[rank]))
-
-    def _slices(self, program: PipelineProgram, inputs: dict[fx.Node, Any]) -> list[dict[fx.Node, Any]]:
-        """The batch, cut into what each update sums."""
-        found: list[dict[fx.Node, Any]] = [{} for _ in range(program.updates)]
-        for node, dim in program.cut_dims.items():
-            for part, whole in zip(found, self._chunks(inputs[node], program.updates, dim), strict=False):
-                part[node] = whole
-        return found
 
     def _chunks(self, handle: Any, count: int, dim: int) -> list[Any]:
         if isinstance(handle, torch.Tensor):

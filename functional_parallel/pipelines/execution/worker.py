@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import fx
 
-from ...pipelines import PipelineProgram, Work
 from ...program import Program
 from ...schedules import Action
+from ..stages import Work
+from ..structure import PipelineStructure
 
 __all__ = ["Run", "Worker"]
 
@@ -36,7 +37,7 @@ class Worker:
     """
 
     def __init__(
-        self, program: PipelineProgram, rank: int, run: Run, inputs: dict[fx.Node, Any], ordered: bool
+        self, program: PipelineStructure, rank: int, run: Run, inputs: dict[fx.Node, Any], ordered: bool
     ) -> None:
         self.ordered = ordered
         self.program, self.rank, self.run, self.inputs = program, rank, run, inputs

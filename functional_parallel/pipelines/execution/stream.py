@@ -12,8 +12,8 @@ from typing import Any
 from torch import fx
 
 from ...ir import info
-from ...pipelines import PipelineProgram
 from ...schedules import Action
+from ..structure import PipelineStructure
 from .worker import Run, Worker
 
 __all__ = ["Stream"]
@@ -37,7 +37,7 @@ class Stream:
 
     def __init__(
         self,
-        program: PipelineProgram,
+        program: PipelineStructure,
         rank: int,
         run: Run,
         inputs: dict[fx.Node, Any],

@@ -10,17 +10,18 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import fx
 
 from ...ir import Aval, info
-from ...pipelines import PIPELINE_KINDS, Part, PipelineMemory, PipelineProgram, Stage
 from ...program import Ledger, Memory, Program, Storage, channel_bytes, shared_by_collectives
 from ...schedules import Action, Receive, Send
-from .pipelined import PipelineRuntime
+from ..extract import Part
+from ..memory import PIPELINE_KINDS, PipelineMemory
+from ..stages import Stage
+from ..structure import PipelineStructure
+from .rank import RankExecutor, slices_of
 from .stream import Stream
 from .worker import Worker
 
@@ -29,7 +30,7 @@ __all__ = ["pipeline_memory"]
 Row = tuple[int, str, str, str]  # a storage: bytes, kind, what it is, source line
 
 
-def pipeline_memory(program: PipelineProgram) -> PipelineMemory:
+def pipeline_memory(program: PipelineStructure) -> PipelineMemory:
     """What the ranks of a pipeline hold in a step; see `PipelineProgram.memory`."""
     footprints = {part: _Footprint(part, kinds) for part, kinds in _programs(program)}
     ranks = tuple(_OneRank(program, rank, footprints).memory() for rank in range(program.schedule.ranks))
@@ -152,7 +153,7 @@ class _Footprint:
         return ledger.sizes[storage], self._kind(storage), ledger.title(storage), ledger.line(storage)
 
 
-def _programs(program: PipelineProgram) -> Iterator[tuple[Program, list[str]]]:
+def _programs(program: PipelineStructure) -> Iterator[tuple[Program, list[str]]]:
     """All programs of a pipeline, with the kinds of their results; "" where the program itself says it."""
     for prologue in program.prologues:
         yield prologue.program, [""] * len(prologue.outputs)
@@ -190,9 +191,8 @@ def _kind_of_input(node: fx.Node | None) -> str:
 class _OneRank:
     """The runtime of a rank's single programs, and its mail: makes nothing, and counts what that would take."""
 
-    def __init__(self, program: PipelineProgram, rank: int, footprints: Mapping[Program, _Footprint]) -> None:
+    def __init__(self, program: PipelineStructure, rank: int, footprints: Mapping[Program, _Footprint]) -> None:
         self.program, self.rank, self.footprints, self.mesh = program, rank, footprints, program.mesh
-        self.carrier = SimpleNamespace(reduction="ordered")
         self.tally, self.constants = _Tally(), dict[int, Stored]()
         self.step = ""
         self.sent: list[Value] = []  # until the next message leaves
@@ -207,9 +207,25 @@ class _OneRank:
         program = self.program
         inputs = {node: self._input(node) for node in program.inputs if self.rank in program.holders(node)}
         self.step = f"before the pipeline, rank {self.rank}"
-        _OnSizes(self).step(program, self.rank, inputs)
+        self._run_step(inputs)
         found = self.tally.memory(f"{program.name}, rank {self.rank} of {program.axis!r}")
         return replace(found, shared=self._shared())
+
+    def _run_step(self, inputs: dict[fx.Node, Value]) -> None:
+        program, executor = self.program, RankExecutor(self.program, self, self._act)
+        if program.schedule.versions is not None:
+            slices = slices_of(program, inputs, lambda value, count, _: [value] * count)  # views of the batch
+            executor.run_schedule(Stream(program, self.rank, self.run, inputs, slices))
+            return
+        worker = Worker(program, self.rank, self.run, inputs, ordered=True)
+        worker.begin()
+        executor.run_schedule(worker)
+        self.step = f"after the pipeline, rank {self.rank}"
+        executor.run_epilogue(worker)
+
+    def _act(self, worker: Worker | Stream, action: Action) -> list[Value]:
+        self.step = str(action)
+        return worker.act(action)
 
     def _shared(self) -> int:
         own = [one for part in self.program.programs_of_rank(self.rank) for one in part.collectives()]
@@ -306,29 +322,3 @@ def _given_up(given: dict[Storage, Stored], last_uses: Mapping[Storage, int]) ->
     watched = {storage: (weakref.ref(given[storage]), given[storage].row) for storage in latest.values()}
     given.clear()
     return {storage: row for storage, (stored, row) in watched.items() if stored() is None}
-
-
-class _OnSizes(PipelineRuntime):
-    """Runs one rank of a pipeline on values that are sizes."""
-
-    def __init__(self, one: _OneRank) -> None:
-        self.one, self.base, self.carrier, self.axis = one, one, one.carrier, one.program.axis
-        self.ranks, self.mail = (one.rank,), one  # type: ignore[assignment]
-
-    def step(self, program: PipelineProgram, rank: int, inputs: dict[fx.Node, Any]) -> None:
-        """A step, without its results being joined."""
-        if program.schedule.versions is not None:
-            self._as_one_rank(program, Stream(program, rank, self.one.run, inputs, self._slices(program, inputs)))
-            return
-        worker = Worker(program, rank, self.one.run, inputs, ordered=True)
-        worker.begin()
-        self._as_one_rank(program, worker)
-        self.one.step = f"after the pipeline, rank {rank}"
-        self._end(program, {rank: worker})
-
-    def _timed(self, program: PipelineProgram, worker: Worker | Stream, action: Action) -> list[Any]:
-        self.one.step = str(action)
-        return worker.act(action)
-
-    def _chunks(self, handle: Any, count: int, dim: int) -> list[Any]:
-        return [handle] * count  # views of the batch
