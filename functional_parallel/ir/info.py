@@ -89,6 +89,12 @@ class NodeInfo:
         assert self.type is not None, "the graph has no types"
         return self.type
 
+    def result(self, index: int) -> Aval:
+        """Return shape, dtype and device of one result, which is a tensor."""
+        found = self.results[index]
+        assert found is not None, f"result {index} is not a tensor"
+        return found
+
     @property
     def avals(self) -> tuple[Aval, ...]:
         """Shape, dtype and device of each result, for an op all of whose results are tensors."""

@@ -21,7 +21,7 @@ from ..ir import is_library
 __all__ = ["forget_library_lines", "give_back_pages", "keep_pages", "leaving_nothing", "traced_in"]
 
 _MOST_LINES = 1_000  # a tenth of a megabyte; to read ten times as many takes a millisecond
-_MOST_SHAPES = 1_000  # a megabyte
+_MOST_SHAPES = 10_000  # ten megabytes
 _MOST_TAKEN_FOR_ORDINARY = 32 << 20  # bytes; glibc's DEFAULT_MMAP_THRESHOLD_MAX
 
 

@@ -92,7 +92,7 @@ def _likelihood_of_rows(traced: Traced, node: fx.Node) -> None:
         if user.target is operator.getitem and user.args[1] == 0 and loss.ndim:
             with traced.graph.inserting_after(user):
                 whole = _viewed(traced, user, user, pixels)
-            update_info(user, val=info(losses).avals[0])
+            update_info(user, val=info(losses).result(0))
             user.replace_all_uses_with(whole, delete_user_cb=lambda each, whole=whole: each is not whole)
             traced.outputs = [whole if out is user else out for out in traced.outputs]
 

@@ -45,7 +45,7 @@ def _lies_by_itself(program: Program, place: int) -> bool:
     if base is None or base in others:
         return False
     (node, index), aval = base, info(outputs[place]).aval
-    whole = info(node).avals[index or 0]
+    whole = info(node).result(index or 0)
     return whole.numel == aval.numel and whole.dtype == aval.dtype
 
 

@@ -61,7 +61,7 @@ def _local_quotient(step: Step, a: Any, b: Any, **kwargs: Any) -> Any:
 
 def _with_buffer_text(node: fx.Node) -> str:
     """A result, and on some devices as much memory for the backward."""
-    x, buffer = info(node.args[0]).aval.shape, info(node).avals[1].shape
+    x, buffer = info(node.args[0]).aval.shape, info(node).result(1).shape
     return "... -> ..., ..." if x == buffer else all_whole_text(node)
 
 

@@ -30,7 +30,7 @@ def reduced_dims(node: fx.Node) -> list[int]:
 def _reduction_text(mark: str, linear: str = "") -> Callable[[fx.Node], str]:
     def text(node: fx.Node) -> str:
         ndim, dims = ndim_of(node), reduced_dims(node)
-        keepdim = info(node).avals[0].ndim == ndim
+        keepdim = info(node).result(0).ndim == ndim
         left = pattern(dim_names(ndim, {dim: f"d{dim}{mark}" for dim in dims}))
         right = pattern(dim_names(ndim, dict.fromkeys(dims, "1" if keepdim else "")))
         return f"{linear}{left} -> {', '.join([right] * results_of(node))}"

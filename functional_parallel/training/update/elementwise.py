@@ -217,7 +217,7 @@ def _lying(traced: Traced, labels: Sequence[Any]) -> tuple[dict[fx.Node, Any], f
 
 
 def _lies(node: fx.Node, label: Any) -> Any:
-    return None if label is None else (label, info(node).avals[0].shape)
+    return None if label is None else (label, info(node).result(0).shape)
 
 
 def _takes_each(op: Any) -> bool:
