@@ -1,7 +1,7 @@
 """The blocks of README and docs/ run on real processes too, and print there what the page states.
 
-A page is one session, as in `test_docs`, in four processes. Blocks that fail there run again in two, after the blocks
-that define their names, because many of them have a mesh of two ranks.
+A page is one session, as in `test_docs`, in two processes. Blocks that fail there run again in four, after the blocks
+that define their names, because some of them have a mesh of four ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 from .processes import run_on_processes
 from .test_docs import PAGES, blocks, name
 
-WORLD_SIZES = (4, 2)
+WORLD_SIZES = (2, 4)
 
 # Blocks that no number of processes can run, by page and first line, with the reason. One that runs fails the test.
 ONLY_SIMULATED = {

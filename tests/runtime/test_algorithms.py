@@ -346,6 +346,7 @@ def choices(rank: int, size: int) -> dict[str, Any]:
         "forced": ProcessRuntime(mesh, algorithm="naive").algorithms("data"),
         "off": ProcessRuntime(mesh, algorithm="backend").algorithms("data"),
         "apart": Chooser(apart, "auto", False).table(),
+        "selected": [getattr(ordered.choose(kind), "name", "backend") for kind in KINDS],
         "ordered": list(ordered.predictions("all_reduce", 1 << 20)),
         "gathers": list(ordered.predictions("all_gather", 1 << 20)),
     }
@@ -355,10 +356,12 @@ def test_all_ranks_choose_alike_and_say_why() -> None:
     first, *others = run_on_processes(choices, 2, 2)
     assert all(other == first for other in others)
     assert "2 ranks on 1 host" in first["table"] and "shared memory" in first["table"]
-    assert "1 signal, 3 n through memory" in first["table"] and "× as fast as" in first["table"]
+    assert first["table"].count("shared  its ranks share memory") == 4 * 5
     assert first["forced"].count("asked for") == 4 * 5 and "naive" in first["forced"]
     assert first["off"] == "collectives over ('data',) go the way of the backend, gloo"
     assert "2 ranks on 2 hosts" in first["apart"] and "none" in first["apart"]
+    assert first["apart"].count("no other applies") == 4 * 5
+    assert first["selected"] == ["direct", "backend", "backend", "backend"]
     assert first["ordered"] == ["direct", "naive"], "only what adds in rank order"
     assert first["gathers"] == ["direct", "halving", "ring", "naive", "backend"]
 

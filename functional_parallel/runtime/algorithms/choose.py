@@ -1,4 +1,4 @@
-"""Which algorithm a collective goes by, and why."""
+"""Select the algorithm of a collective by a fixed rule, so that two runs select the same one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from .team import Team
 __all__ = ["VARIABLE", "Chooser", "setting"]
 
 VARIABLE = "FUNCTIONAL_PARALLEL_ALGORITHM"
-_CLEARLY = 2.0
 SIZES = tuple(1 << power for power in (10, 14, 18, 22, 26))
 
 
@@ -43,8 +42,16 @@ def setting(given: str | None, ordered: bool) -> str:
     return name
 
 
+_REASONS = {
+    "shared": "its ranks share memory",
+    "two_level": "each host has as many ranks",
+    "direct": "adds in rank order",
+    "backend": "no other applies",
+}
+
+
 class Chooser:
-    """Chooses for one team. All ranks choose alike: the same numbers, the same formulas.
+    """Selects the algorithms of one team.
 
     Args:
         team: the ranks.
@@ -68,30 +75,35 @@ class Chooser:
         if self._forced is not None and (reason := self._forced.refuses(team)):
             raise ValueError(f"algorithm={setting!r} (or {VARIABLE}) cannot be used here: {reason}; write 'auto'")
         self._machine: Machine | None = None
-        self._chosen: dict[tuple[str, int], str] = {}
 
     @property
     def machine(self) -> Machine:
-        """What was measured; the first use is a collective."""
+        """The measured costs of this team, which `table` shows; the first use is a collective."""
         if self._machine is None:
             with self._measuring():
                 self._machine = measured(self.team)
         return self._machine
 
-    def choose(self, kind: str, size: int) -> Algorithm | None:
-        """The algorithm for a collective of this many bytes in all; None is the backend's own."""
-        if self._forced is not None:
-            return self._forced
-        if (kind, size) not in self._chosen:
-            self._chosen[kind, size] = _first_of_the_best(self.predictions(kind, size))
-        return ALGORITHMS.get(self._chosen[kind, size])
+    def choose(self, kind: str) -> Algorithm | None:
+        """Select the algorithm of a kind of collective; None is the backend's own."""
+        return self._forced if self._forced is not None else ALGORITHMS.get(self._by_rule(kind))
+
+    def _by_rule(self, kind: str) -> str:
+        for name in ("shared", "two_level"):
+            is_able = ALGORITHMS[name].refuses(self.team) is None and self._may_add(name, kind)
+            if is_able and work_of(name, kind, self.team.size, len(self.team.hosts)) is not None:
+                return name
+        return "direct" if self._must_add(kind) and kind == "all_reduce" else "backend"
+
+    def _may_add(self, name: str, kind: str) -> bool:
+        return ALGORITHMS[name].is_ordered or not self._must_add(kind)
 
     def predictions(self, kind: str, size: int) -> dict[str, float]:
         """Seconds by the name of each algorithm that may be used here, "backend" among them."""
         found = {}
         for name, algorithm in ALGORITHMS.items():
             work = work_of(name, kind, self.team.size, len(self.team.hosts), size)
-            if work and not algorithm.refuses(self.team) and (algorithm.is_ordered or not self._must_add(kind)):
+            if work and not algorithm.refuses(self.team) and self._may_add(name, kind):
                 line = self.machine.whole.get((name, kind))
                 found[name] = line.seconds(size) if line else work.seconds(size, self.machine)
         if not (self._must_add(kind) and kind == "all_reduce"):
@@ -102,7 +114,9 @@ class Chooser:
         return self.ordered and kind in ("all_reduce", "reduce_scatter")
 
     def table(self, sizes: Sequence[int] = SIZES) -> str:
-        """Predicted milliseconds by collective, size and algorithm, and what was chosen. A collective at its first use.
+        """Return predicted milliseconds by collective, size and algorithm, and the selected algorithm.
+
+        The first call measures the team; every rank must make it.
 
         Args:
             sizes: bytes.
@@ -121,28 +135,17 @@ class Chooser:
             for size in sizes:
                 times = self.predictions(kind, size)
                 cells = (f"{1000 * times[name]:.3f}" if name in times else "–" for name in names)
-                rows.append((kind, _bytes(size), *cells, *self._reason(kind, size, times)))
+                rows.append((kind, _bytes(size), *cells, *self._reason(kind)))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines += [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
         ]
         return "\n".join(lines)
 
-    def _reason(self, kind: str, size: int, times: dict[str, float]) -> tuple[str, str]:
-        algorithm = self.choose(kind, size)
-        name = "backend" if algorithm is None else algorithm.name
+    def _reason(self, kind: str) -> tuple[str, str]:
         if self._forced is not None:
-            return name, "asked for"
-        others = {other: seconds for other, seconds in times.items() if other != name}
-        next_best = min(others, key=others.__getitem__, default=name)
-        work = work_of(name, kind, self.team.size, len(self.team.hosts), size) if algorithm else "measured"
-        return name, f"{work}; {times[next_best] / times[name]:.2g} × as fast as {next_best}"
-
-
-def _first_of_the_best(times: dict[str, float]) -> str:
-    """The first that none is twice as fast as: measurements are noisy, and runs should choose alike."""
-    best = min(times.values())
-    return next(name for name, seconds in times.items() if seconds <= _CLEARLY * best)
+            return self._forced.name, "asked for"
+        return self._by_rule(kind), _REASONS[self._by_rule(kind)]
 
 
 def _bytes(size: int) -> str:

@@ -182,7 +182,7 @@ class ProcessCarrier:
         layout: Layout | None = None,
         operation: str = "all_gather",
     ) -> Pending:
-        if chosen := self._chosen("all_gather", x, axes, len(self._groups.over(axes).ranks)):
+        if chosen := self._chosen("all_gather", x, axes):
             return self._start_steps(operation, x, axes, chosen, starting.all_gather(*chosen, x, dim, layout))
         return self._backend.all_gather(
             operation, whole(x), axes, lambda parts: starting.taken_apart(joined(parts, dim), layout)
@@ -199,12 +199,10 @@ class ProcessCarrier:
 
     # --- by algorithms of ours ---
 
-    def _chosen(
-        self, kind: str, x: Tensor | Packed, axes: tuple[str, ...], times: int = 1
-    ) -> tuple[Algorithm, Team] | None:
+    def _chosen(self, kind: str, x: Tensor | Packed, axes: tuple[str, ...]) -> tuple[Algorithm, Team] | None:
         """How a collective goes, where it does not go the backend's own way."""
         chooser = self._chooser(axes) if x.device.type == "cpu" else None
-        algorithm = chooser and chooser.choose(kind, times * x.nbytes)
+        algorithm = chooser and chooser.choose(kind)
         return (algorithm, chooser.team) if chooser and algorithm else None
 
     def _start_steps(
@@ -283,7 +281,7 @@ class ProcessCarrier:
         return members.messages() if chooser is None else chooser.team
 
     def algorithms(self, axes: tuple[str, ...], sizes: Sequence[int] = SIZES) -> str:
-        """Which algorithm serves collectives over these axes, by size, and why; all ranks must ask.
+        """Return which algorithm serves collectives over these axes, and why, with predicted times; a collective.
 
         Args:
             axes: the axes.
@@ -308,8 +306,8 @@ class ProcessCarrier:
 
     @contextmanager
     def _first_use(self, axes: tuple[str, ...]) -> Iterator[None]:
-        """Note that the ranks of a group find each other and measure their connections."""
-        what = f"the first collective over {axes}, in which its ranks find and measure each other,"
+        """Note that the ranks of a group find each other."""
+        what = f"the first collective over {axes}, in which its ranks find each other,"
         wait = NamedWait(self.mesh, self.rank, self._groups.over(axes).ranks, what)
         wait.where, began = self.where, time.monotonic()
         try:
