@@ -1,8 +1,9 @@
-"""Settings of the process that runs the tests, and what the mark `every` means."""
+"""Settings of the process that runs the tests, the meaning of the mark `every`, and which process runs which test."""
 
 from __future__ import annotations
 
 import zlib
+from typing import Any
 
 import pytest
 
@@ -21,3 +22,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         number = each[0].get_closest_marker("every").args[0]  # type: ignore[union-attr]
         for item in each[-(-len(each) // number) :]:
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Run the tests of a file in one process, so that they share fixtures, programs and models."""
+    from xdist.scheduler import LoadFileScheduling
+
+    return LoadFileScheduling(config, log)
