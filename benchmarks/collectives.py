@@ -3,7 +3,7 @@
     python benchmarks/collectives.py                                  # 2 and 4 ranks, 4 KiB to 64 MiB
     python benchmarks/collectives.py --ranks 2 --sizes 65536 --kinds all_gather --algorithms shared backend --write
 
-Each collective is run as a program runs it: through `ProcessCarrier`, into new tensors. A size is the bytes of the
+Each collective is run as a program runs it: through `ProcessCommunicator`, into new tensors. A size is the bytes of the
 whole: the operand of a sum, the result of a gather. Between a barrier each, the slowest rank counts. Beside the median
 stand the quartiles.
 """
@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from functional_parallel.runtime.algorithms import ALGORITHMS
-from functional_parallel.runtime.processes.process_carrier import ProcessCarrier
+from functional_parallel.runtime.processes.process_carrier import ProcessCommunicator
 from sharding_specs import Mesh
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather")
@@ -62,7 +62,7 @@ def on_processes(ranks: int, args: argparse.Namespace) -> list[list[str]]:
 def rank_of(rank: int, ranks: int, port: int, args: argparse.Namespace, results: object) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    carriers = {name: ProcessCarrier(Mesh(data=ranks), algorithm=name) for name in args.algorithms}
+    carriers = {name: ProcessCommunicator(Mesh(data=ranks), algorithm=name) for name in args.algorithms}
     rows = []
     for kind in args.kinds:
         for size in args.sizes:
@@ -77,7 +77,7 @@ def rank_of(rank: int, ranks: int, port: int, args: argparse.Namespace, results:
     dist.destroy_process_group()
 
 
-def collective(carrier: ProcessCarrier, kind: str, size: int, ranks: int) -> Callable[[], torch.Tensor]:
+def collective(carrier: ProcessCommunicator, kind: str, size: int, ranks: int) -> Callable[[], torch.Tensor]:
     whole, part = torch.ones(size // 4), torch.ones(size // 4 // ranks)
     if kind == "all_reduce":
         return lambda: carrier.psum(whole, AXES)

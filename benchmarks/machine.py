@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from model import SIZES, Config
 
-from functional_parallel.runtime.algorithms.model import Machine, measured
-from functional_parallel.runtime.processes.groups import Groups
+from functional_parallel.runtime.algorithms.model import MeasuredCosts, measure_group
+from functional_parallel.runtime.processes.groups import MeshGroups
 from sharding_specs import Mesh
 
 __all__ = ["HEAD", "bandwidth", "bound", "cells"]
@@ -35,8 +35,8 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     ranks = dist.get_world_size()
-    team = Groups(Mesh(all=ranks), dist.get_rank(), None).over(("all",)).team
-    network = lines(measured(team), ranks)
+    team = MeshGroups(Mesh(all=ranks), dist.get_rank(), None).over(("all",)).team
+    network = lines(measure_group(team), ranks)
     copying = copy_rate()  # all ranks at once
     dist.barrier()
     if dist.get_rank() == 0:
@@ -76,7 +76,7 @@ def _seconds(run: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def lines(machine: Machine, ranks: int) -> dict[str, Any]:
+def lines(machine: MeasuredCosts, ranks: int) -> dict[str, Any]:
     """Latency, and bytes a second that a rank sends; of an all-reduce those that it sends around a ring."""
     found = {"message": [machine.message.alpha, 1 / machine.message.beta]}
     for (way, kind), line in machine.whole.items():

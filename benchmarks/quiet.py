@@ -23,8 +23,8 @@ from ours import Ours
 
 from functional_parallel.runtime import ProcessRuntime, default_runtime, use_runtime
 from functional_parallel.runtime.algorithms import starting
-from functional_parallel.runtime.buffers import Layout, Packed, Stretches, whole
-from functional_parallel.runtime.processes.process_carrier import ProcessCarrier
+from functional_parallel.runtime.buffers import BucketLayout, FlatOutputs, LazyBucket, to_tensor
+from functional_parallel.runtime.processes.process_carrier import ProcessCommunicator
 from functional_parallel.schedules import Event
 from sharding_specs import Mesh
 
@@ -104,7 +104,7 @@ def _agreed(doing: str, otherwise: str, number: int = 0) -> int:
     return number
 
 
-class SilentCarrier(ProcessCarrier):
+class SilentCarrier(ProcessCommunicator):
     """Has the result of every collective at once.
 
     That of a sum over ranks is the rank's own part. All others are made of the rank's own values when a step asks
@@ -125,14 +125,14 @@ class SilentCarrier(ProcessCarrier):
         self._turn, self.seconds = 0, 0.0
 
     def start(
-        self, name: str, x: torch.Tensor | Packed, *, axes: Axes, params: Sequence[Any], overwrite: bool, where: str
+        self, name: str, x: torch.Tensor | LazyBucket, *, axes: Axes, params: Sequence[Any], overwrite: bool, where: str
     ) -> Any:
-        return _There(getattr(self, name)(x if name == "psum" else whole(x), axes, *params))
+        return _There(getattr(self, name)(x if name == "psum" else to_tensor(x), axes, *params))
 
-    def psum(self, x: torch.Tensor | Packed, axes: Axes, layout: Layout | None = None) -> Any:
-        if isinstance(x, Packed) and layout is not None:  # ours packs nothing either: it sends from where each lies
-            return Stretches(x.results())
-        return starting.taken_apart(whole(x).contiguous(), layout)
+    def psum(self, x: torch.Tensor | LazyBucket, axes: Axes, layout: BucketLayout | None = None) -> Any:
+        if isinstance(x, LazyBucket) and layout is not None:  # ours packs nothing either: it sends from where each lies
+            return FlatOutputs(x.results())
+        return starting.unpack_bucket(to_tensor(x).contiguous(), layout)
 
     def pmax(self, x: torch.Tensor, axes: Axes) -> torch.Tensor:
         return x.contiguous()
@@ -148,8 +148,8 @@ class SilentCarrier(ProcessCarrier):
     def psum_scatter(self, x: torch.Tensor, axes: Axes, dim: int) -> torch.Tensor:
         return self._kept(_divided(x.shape, dim, self._size(axes)), x)
 
-    def all_gather(self, x: torch.Tensor, axes: Axes, dim: int, layout: Layout | None = None) -> Any:
-        return starting.taken_apart(self._kept(_multiplied(x.shape, dim, self._size(axes)), x), layout)
+    def all_gather(self, x: torch.Tensor, axes: Axes, dim: int, layout: BucketLayout | None = None) -> Any:
+        return starting.unpack_bucket(self._kept(_multiplied(x.shape, dim, self._size(axes)), x), layout)
 
     def all_to_all(self, x: torch.Tensor, axes: Axes, split_dim: int, concat_dim: int) -> torch.Tensor:
         size = self._size(axes)

@@ -23,7 +23,7 @@ import torch
 import functional_parallel as fp
 from functional_parallel.ir import info
 from functional_parallel.program.explain import readable_bytes
-from functional_parallel.program.memory import Ledger
+from functional_parallel.program.memory import StorageTable
 from functional_parallel.testing.tracker import tracked
 from sharding_specs import Mesh
 
@@ -82,7 +82,7 @@ class Step:
 
     def kept(self) -> int:
         """Bytes of storages that the forward makes and the backward takes."""
-        ledger, found = Ledger("", self.program.traced), set()
+        ledger, found = StorageTable("", self.program.traced), set()
         for node in self.program.traced.nodes:
             if not info(node).backward and any(user.op != "output" and info(user).backward for user in node.users):
                 found.update(storage for storage in ledger.storages[node] if storage[0].op == "call_function")

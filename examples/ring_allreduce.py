@@ -29,9 +29,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from functional_parallel.runtime.algorithms import ALGORITHMS, Team
-from functional_parallel.runtime.algorithms.model import Line, fitted, work_of
-from functional_parallel.runtime.calls import Steps
+from functional_parallel.runtime.algorithms import ALGORITHMS, AlgorithmGroup
+from functional_parallel.runtime.algorithms.model import Line, algorithm_cost, fitted
+from functional_parallel.runtime.calls import CollectiveSteps
 
 NAMES = {"naive": "one server", "ring": "ring"}
 ROUNDS = 5
@@ -45,7 +45,7 @@ Measured = dict[tuple[str, int, int], list[float]]  # by algorithm, ranks and by
 # -----------------------------------------------------------------------------
 
 
-class Networked(Team):
+class Networked(AlgorithmGroup):
     """A team whose ranks send and receive so many bytes a second at most, each in both directions at once."""
 
     def __init__(self, handle: Any, rank: int, size: int, speed: float) -> None:
@@ -109,10 +109,10 @@ def on_rank(rank: int, ranks: list[int], sizes: list[int], speed: float, port: i
     dist.destroy_process_group()
 
 
-def link_of(team: Team) -> Line:
+def link_of(team: AlgorithmGroup) -> Line:
     """α and 1/β, from messages that two ranks send each other."""
 
-    def swap(sent: torch.Tensor, received: torch.Tensor) -> Steps:
+    def swap(sent: torch.Tensor, received: torch.Tensor) -> CollectiveSteps:
         messages = team.messages()
         yield [messages.receive(received, 1 - team.rank), messages.send(sent, 1 - team.rank)]
 
@@ -120,7 +120,7 @@ def link_of(team: Team) -> Line:
     return fitted(MESSAGES, [min(seconds(team, lambda pair=pair: swap(*pair))) for pair in buffers])
 
 
-def timed(team: Team, name: str, size: int) -> list[float]:
+def timed(team: AlgorithmGroup, name: str, size: int) -> list[float]:
     """Seconds of the slowest rank for an all-reduce of ones, which is checked."""
     x, result = torch.ones(size // 4), torch.empty(size // 4)
     times = torch.tensor(seconds(team, lambda: ALGORITHMS[name].all_reduce(team, x, result, None)))
@@ -128,7 +128,7 @@ def timed(team: Team, name: str, size: int) -> list[float]:
     return torch.tensor(team.exchange(times.tolist())).amax(0).tolist()
 
 
-def seconds(team: Team, start: Callable[[], Steps]) -> list[float]:
+def seconds(team: AlgorithmGroup, start: Callable[[], CollectiveSteps]) -> list[float]:
     times = []
     for _ in range(2 + ROUNDS):
         dist.barrier(team.handle)
@@ -154,7 +154,7 @@ def measured(ranks: list[int], sizes: list[int], speed: float) -> tuple[Line, Me
 
 
 def predicted(name: str, count: int, size: float, link: Line) -> float:
-    work = work_of(name, "all_reduce", count)
+    work = algorithm_cost(name, "all_reduce", count)
     assert work is not None
     return work.rounds * link.alpha + work.sent * size * link.beta
 
@@ -163,7 +163,7 @@ def print_table(link: Line, times: Measured) -> None:
     print(f"a link: α = {1e6 * link.alpha:.0f} µs a message, β = {1e-6 / link.beta:.0f} MB/s\n")
     print("algorithm   ranks      φ, KiB  rounds   bytes at the busiest rank  predicted, ms   best, ms  median, ms")
     for (name, count, size), found in times.items():
-        work = work_of(name, "all_reduce", count)
+        work = algorithm_cost(name, "all_reduce", count)
         print(
             f"{NAMES[name]:10}  {count:5}  {size / 1024:10.0f}  {work.rounds:6}  {work.sent:6.2f} φ = "
             f"{work.sent * size / 2**20:9.3f} MiB  {1000 * predicted(name, count, size, link):13.2f}  "

@@ -13,14 +13,14 @@ from torch import nn
 from sharding_specs import Mesh, register_dataclasses
 
 from .collectives import guards
-from .functions import LocalFunction, PyTree, by_place, explain_keywords, layout_of, require_mesh
+from .functions import LocalFunction, PyTree, bind_positional, explain_keywords, layout_of, require_mesh
 from .ir import current_source
-from .lowering import LayoutError, Lowered, Options, call_region, lower
-from .passes import named
+from .lowering import LayoutError, Lowered, Options, call_shard_map, lower
+from .passes import pass_names
 from .pipelines import PipelineError, PipelineProgram
 from .program import Program
 from .runtime import PipelineRuntime, check_backend, default_runtime
-from .tracing import Programs, recorder, switched_off
+from .tracing import ProgramCache, disable_ambient_modes, recorder
 
 __all__ = ["Compiled", "compile", "refuse_asynchronous", "runtime_of", "shard_map"]
 
@@ -85,7 +85,7 @@ def compile(
             "torch.func's transforms drop the layout; fp.grad, fp.grad_and_value and fp.hessian keep it"
             + ("; fp.functional(module) makes a function that a plan takes" if isinstance(f, nn.Module) else "")
         )
-    options = Options(bucket=bucket, without=named(without), backend=backend)
+    options = Options(bucket=bucket, without=pass_names(without), backend=backend)
     return Compiled(f, mesh, None if isinstance(f, LocalFunction) else (in_specs, out_specs), name or _name(f), options)
 
 
@@ -150,14 +150,14 @@ class Compiled:
         self.f, self.mesh, self.name, self.options = f, mesh, name, options
         self.program: Program | PipelineProgram | None = None
         self._specs = specs
-        self._lowered: Programs[Lowered] = Programs(name, below=2)
+        self._lowered: ProgramCache[Lowered] = ProgramCache(name, below=2)
 
     def __call__(self, *args: PyTree, **named: PyTree) -> PyTree:
         if recorder() is not None:
             return self._inside(self._by_place(args, named))
         lowered, tensors = self._lower(self._by_place(args, named))
         lowered.require_layouts(tensors)
-        with switched_off():
+        with disable_ambient_modes():
             result = lowered.unflatten(runtime_of(self.mesh, self.f).run_whole(lowered.program, tensors))
         return result if self._stacks is None else self._stacks.restack_all(result)
 
@@ -168,7 +168,7 @@ class Compiled:
                 f"{current_source() or 'a call'}: {self!r} is called inside a function that is being traced, where "
                 "every rank would run the program of all ranks; call there what it was compiled from, its `.f`"
             )
-        return call_region(self.f, self.mesh, *self._specs, self.name, args)
+        return call_shard_map(self.f, self.mesh, *self._specs, self.name, args)
 
     @property
     def _stacks(self) -> Any:
@@ -195,7 +195,7 @@ class Compiled:
 
     def _by_place(self, args: tuple[PyTree, ...], named: dict[str, PyTree]) -> tuple[PyTree, ...]:
         register_dataclasses(args, named)
-        return by_place(layout_of(self.f).signature, self.name, args, named) if named else args
+        return bind_positional(layout_of(self.f).signature, self.name, args, named) if named else args
 
     def _lower(self, args: tuple[PyTree, ...]) -> tuple[Lowered, list[torch.Tensor]]:
         if self._stacks is not None:

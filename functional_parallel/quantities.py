@@ -6,7 +6,7 @@ import math
 from numbers import Integral, Real
 from typing import Any
 
-__all__ = ["is_amount", "is_count", "is_limit", "is_number"]
+__all__ = ["is_non_negative", "is_number", "is_positive", "is_positive_int"]
 
 
 def is_number(value: Any) -> bool:
@@ -18,16 +18,16 @@ def is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def is_amount(value: Any) -> bool:
+def is_non_negative(value: Any) -> bool:
     """Whether a value is a finite number of at least 0, as times and sizes are."""
     return is_number(value) and value >= 0
 
 
-def is_limit(value: Any) -> bool:
+def is_positive(value: Any) -> bool:
     """Whether a value is a number above 0, infinity included, as rates and capacities are."""
     return value == math.inf or (is_number(value) and value > 0)
 
 
-def is_count(value: Any) -> bool:
+def is_positive_int(value: Any) -> bool:
     """Whether a value is an integer of at least 1."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1

@@ -21,8 +21,8 @@ import torch
 
 from . import _torch
 from . import collectives as fp
-from .collectives import Parts, axis_size
-from .ir import differentiable
+from .collectives import DimSplit, axis_size
+from .ir import register_differentiable
 from .tracing import intercept, intercept_op
 
 __all__ = ["RandomKeyError", "dropout", "fold_in", "key", "next_key", "normal", "uniform", "using"]
@@ -246,7 +246,7 @@ def _uniform(
     stride = 1
     for dim in range(len(shape) - 1, -1, -1):
         splits = [
-            (outer, Parts(axis_size(axis), count), axis)
+            (outer, DimSplit(axis_size(axis), count), axis)
             for axis, where, outer, count in zip(axes, dims, outers, samples, strict=True)
             if where == dim
         ]
@@ -259,7 +259,7 @@ def _uniform(
     return (whole.to(torch.float64) * 2.0**-digits).to(like.dtype).expand(*key.shape, *like.shape)
 
 
-def _global_index(length: int, splits: Sequence[tuple[int, Parts, str]], device: Any) -> torch.Tensor:
+def _global_index(length: int, splits: Sequence[tuple[int, DimSplit, str]], device: Any) -> torch.Tensor:
     index = torch.arange(length, device=device)
     for outer, parts, axis in reversed(splits):
         index = parts.whole_position(index, fp.axis_index(axis), length, outer)
@@ -301,4 +301,4 @@ def _vmap(info: Any, in_dims: Any, like: torch.Tensor, key: torch.Tensor, *where
 
 torch.library.register_vmap("fp::uniform", _vmap, lib=_library)
 OP = torch.ops.fp.uniform.default
-differentiable(OP, _uniform)
+register_differentiable(OP, _uniform)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 __all__ = ["Mesh", "MeshError"]
 
-Axes = str | Iterable[str]
+AxisNames = str | Iterable[str]
 
 
 class MeshError(ValueError):
@@ -111,7 +111,7 @@ class Mesh:
         """All ranks in order."""
         return range(self.size)
 
-    def axis_size(self, axes: Axes) -> int:
+    def axis_size(self, axes: AxisNames) -> int:
         """The number of ranks along an axis, or the product over several.
 
         >>> Mesh(data=2, tensor=4).axis_size(("data", "tensor"))
@@ -149,7 +149,7 @@ class Mesh:
             rank = rank * size + index
         return rank
 
-    def axis_index(self, rank: int, axes: Axes) -> int:
+    def axis_index(self, rank: int, axes: AxisNames) -> int:
         """A rank's index along an axis; along several, the first named major.
 
         >>> Mesh(data=2, tensor=2).axis_index(2, ("tensor", "data"))
@@ -161,7 +161,7 @@ class Mesh:
             index = index * self._shape[name] + coordinates[name]
         return index
 
-    def groups(self, axes: Axes) -> list[list[int]]:
+    def groups(self, axes: AxisNames) -> list[list[int]]:
         """The ranks that differ only along some axes, one list per group, in the order of their index along them.
 
         >>> Mesh(data=2, tensor=2).groups(("data", "tensor"))
@@ -176,7 +176,7 @@ class Mesh:
             groups.append([self.rank({**base, **dict(zip(named, index, strict=True))}) for index in along])
         return groups
 
-    def _named(self, axes: Axes) -> tuple[str, ...]:
+    def _named(self, axes: AxisNames) -> tuple[str, ...]:
         names = (axes,) if isinstance(axes, str) else tuple(axes)
         for name in names:
             if name not in self._shape:

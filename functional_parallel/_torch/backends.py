@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from .transforms import apart_from_transforms
+from .transforms import disable_functorch
 
 __all__ = [
     "compile_by_inductor",
@@ -77,7 +77,7 @@ def compile_by_inductor(
     """
     import torch._inductor as inductor  # takes a second, and few programs need it
 
-    with apart_from_transforms(), torch.no_grad(), warnings.catch_warnings():
+    with disable_functorch(), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own modules, when they are imported
         with FakeTensorMode():  # of each its own: where one tensor comes twice, inductor would take that for a rule
             like: list[Any] = [

@@ -13,26 +13,26 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 __all__ = [
     "TorchDispatchMode",
-    "apart_from_functions",
-    "apart_from_modes",
-    "apart_from_transforms",
     "backward_node_number",
     "counting_levels",
     "differentiating_level",
+    "disable_functorch",
+    "disable_modes",
+    "disable_torch_function",
     "dispatch_modes",
-    "holds_levels",
-    "innermost",
+    "has_functorch_level",
     "is_above_autograd",
     "is_functorch_wrapped",
     "is_inside_transform",
     "mapped_dims",
     "needs_higher_derivatives",
     "next_node_number",
+    "unwrap",
 ]
 
 
 @contextmanager
-def apart_from_transforms() -> Iterator[None]:
+def disable_functorch() -> Iterator[None]:
     """Set aside active dispatch modes and torch.func levels: what runs inside sees plain tensors."""
     with temporarily_clear_interpreter_stack(), _disable_current_modes():
         yield
@@ -47,10 +47,10 @@ def is_above_autograd() -> bool:
     return not torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
 
 
-apart_from_modes = _disable_current_modes  # set aside active dispatch modes only
+disable_modes = _disable_current_modes  # set aside active dispatch modes only
 
 
-apart_from_functions = torch._C.DisableTorchFunction  # and those that see torch's functions
+disable_torch_function = torch._C.DisableTorchFunction  # and those that see torch's functions
 
 
 def dispatch_modes() -> list[TorchDispatchMode]:
@@ -88,14 +88,14 @@ def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
-def holds_levels(tensors: Sequence[Any]) -> bool:
+def has_functorch_level(tensors: Sequence[Any]) -> bool:
     """Whether some tensor takes part in a derivative or a vmap."""
     inside, recorded = is_inside_transform(), torch.is_grad_enabled()
     found = (x for x in tensors if isinstance(x, torch.Tensor))
     return any((recorded and x.requires_grad) or (inside and is_functorch_wrapped(x)) for x in found)
 
 
-def innermost(tensor: torch.Tensor) -> torch.Tensor:
+def unwrap(tensor: torch.Tensor) -> torch.Tensor:
     """The plain tensor inside all torch.func wrappers."""
     while is_functorch_wrapped(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)

@@ -1,7 +1,7 @@
 """The checker: what every value of a traced program is on each mesh axis, and what may be done with it."""
 
 from .declared import OP as DECLARED
-from .declared import ArgumentSpecError, checked_arguments, declared_type, say_specs
+from .declared import ArgumentSpecError, check_arguments, record_input_specs, type_of_spec
 from .typed import run_typed
 from .typing import Typing, TypingError, is_zero, type_of
 
@@ -10,10 +10,10 @@ __all__ = [
     "ArgumentSpecError",
     "Typing",
     "TypingError",
-    "checked_arguments",
-    "declared_type",
+    "check_arguments",
     "is_zero",
+    "record_input_specs",
     "run_typed",
-    "say_specs",
     "type_of",
+    "type_of_spec",
 ]

@@ -20,10 +20,10 @@ from sharding_specs import P, broadcast_specs, register_dataclasses, tree_paths
 from .. import _torch
 from ..collectives import CollectiveTypeError, Lane, State, Type, current_axes, is_mapped, snapshot
 from ..ir import current_source, info, update_info
-from ..ops import define_mark
+from ..ops import define_marker
 from ..tracing import recorder
 
-__all__ = ["ArgumentSpecError", "checked_arguments", "declared_type", "say_specs"]
+__all__ = ["ArgumentSpecError", "check_arguments", "record_input_specs", "type_of_spec"]
 
 _V, _I, _U, _R = State.VARYING, State.INVARIANT, State.UNREDUCED, State.REDUCED
 
@@ -32,7 +32,7 @@ class ArgumentSpecError(CollectiveTypeError):
     """Arguments of a local function that do not lie as its layout declares; lists every one."""
 
 
-def declared_type(spec: P) -> Type:
+def type_of_spec(spec: P) -> Type:
     """The type of a value that lies as a spec says.
 
     >>> declared_type(P("data", unreduced={"tensor"}))
@@ -44,7 +44,7 @@ def declared_type(spec: P) -> Type:
     return Type(states)
 
 
-def say_specs(specs: Iterable[P]) -> None:
+def record_input_specs(specs: Iterable[P]) -> None:
     """Say of the arguments of the function that is being traced how they lie; called at its beginning."""
     active = recorder()
     assert active is not None
@@ -52,7 +52,7 @@ def say_specs(specs: Iterable[P]) -> None:
         update_info(node, spec=spec)
 
 
-def checked_arguments(
+def check_arguments(
     function: object,
     axes: tuple[str, ...],
     arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]],
@@ -95,7 +95,7 @@ class _Argument:
     def marked(self, axes: Iterable[str], function: str) -> Any:
         if not isinstance(self.value, torch.Tensor):
             return self.value
-        wanted = declared_type(self.spec)
+        wanted = type_of_spec(self.spec)
         states = [wanted[axis].value for axis in axes]
         return _Declared.apply(self.value, list(axes), states, self.path, repr(self.spec), function)
 
@@ -103,7 +103,7 @@ class _Argument:
         """What is wrong with the value, in words."""
         if not isinstance(self.value, torch.Tensor):
             return None
-        wrong = _type_difference(self.value, axes, declared_type(self.spec), repr(self.spec))
+        wrong = _type_difference(self.value, axes, type_of_spec(self.spec), repr(self.spec))
         wrong = wrong or self._spec_difference(axes)
         return None if wrong is None else f"  {self.path}: {wrong}"
 
@@ -133,7 +133,7 @@ def _spec_of(value: torch.Tensor) -> P | None:
 
 def _node_of(value: torch.Tensor) -> fx.Node | None:
     """The node of a value that is being traced, beneath torch.func's wrappers; None for others."""
-    active, plain = recorder(), _torch.innermost(value)
+    active, plain = recorder(), _torch.unwrap(value)
     return active.node_of(plain) if active is not None and isinstance(plain, _torch.FakeTensor) else None
 
 
@@ -209,7 +209,7 @@ def _check_mark(x: Any, axes: list[str], states: list[str], path: str, spec: str
     return x
 
 
-_Declared = define_mark(
+_Declared = define_marker(
     "declared(Tensor x, str[] axes, str[] states, str path, str spec, str function)", _check_mark, names_dims=False
 )
 OP = _Declared.op

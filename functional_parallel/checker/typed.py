@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..collectives import State, emit
+from ..collectives import State, apply_primitive
 from ..ir import (
     Traced,
-    emit_node,
+    at_source,
+    eval_node,
     explicit_casts,
     grad_mode_of,
-    inherit,
     is_trained,
     source_of,
     tensor_operands,
@@ -32,19 +32,19 @@ def run_typed(traced: Traced, inputs: Sequence[Any]) -> list[Any]:
         traced: the graph, typed by `Typing`.
         inputs: a value for each input, then for each captured tensor.
     """
-    run = _Run(traced)
+    run = _TypedInterpreter(traced)
     run.values.update(zip([*traced.inputs, *traced.captured_inputs], inputs, strict=True))
     with explicit_casts():
         for node in traced.graph.nodes:
             if node.op == "get_attr":
                 run.values[node] = traced.constants[node.target]
             elif node.op == "call_function":
-                with inherit(source_of(node)):
+                with at_source(source_of(node)):
                     run.values[node] = run.compute(node)
     return [run.values[out] if isinstance(out, fx.Node) else out for out in traced.outputs]
 
 
-class _Run:
+class _TypedInterpreter:
     def __init__(self, traced: Traced) -> None:
         self.values: dict[fx.Node, Any] = {}
         self.casts: dict[tuple[Any, ...], Any] = {}
@@ -63,7 +63,7 @@ class _Run:
 
         args, kwargs = walk_args((node.args, node.kwargs), visit)
         with grad_mode_of(node):
-            return emit_node(node.target, _resolved(node, args), kwargs)
+            return eval_node(node.target, _resolved(node, args), kwargs)
 
     def _cast(self, node: fx.Node, casts: list[tuple[str, State, State]]) -> Any:
         value = self.values[node]
@@ -74,7 +74,7 @@ class _Run:
             done = (*done, cast)
             key = (node, done)
             if key not in self.casts:
-                self.casts[key] = emit("pcast", value, (cast[0],), cast[1].value, cast[2].value)
+                self.casts[key] = apply_primitive("pcast", value, (cast[0],), cast[1].value, cast[2].value)
             value = self.casts[key]
         return value
 

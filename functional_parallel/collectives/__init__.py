@@ -18,7 +18,7 @@ from .axes import (
     Axes,
     UnboundAxisError,
     are_bound,
-    axis_parts,
+    axis_dim_split,
     axis_size,
     bind,
     current_axes,
@@ -27,15 +27,15 @@ from .axes import (
     mesh_axis_size,
     normalize_axes,
     snapshot,
-    staging,
+    trace_only,
 )
-from .carrier import Carrier
+from .carrier import Communicator
 from .casts import axis_index, pcast, pvary
 from .grad_mode import called_with_gradients, called_without_gradients, keeping_grad_mode
 from .guards import ForeignCollectiveError, check_callable, check_op, guard
 from .ops import primitive_of
-from .parts import Parts
-from .primitives import NotDifferentiableError, emit
+from .parts import DimSplit
+from .primitives import NotDifferentiableError, apply_primitive
 from .shapes import CollectiveShapeError
 from .slots import AHEAD, ALIGNMENT, GATHERED, HALF, LARGEST, ROOM, SMALL_HALF, aligned, places, slot_bytes
 from .types import CollectiveTypeError, State, Type, dual, result_type, source_state
@@ -52,22 +52,23 @@ __all__ = [
     "ROOM",
     "SMALL_HALF",
     "Axes",
-    "Carrier",
     "CollectiveShapeError",
     "CollectiveTypeError",
+    "Communicator",
+    "DimSplit",
     "ForeignCollectiveError",
     "Lane",
     "NotDifferentiableError",
-    "Parts",
     "State",
     "Type",
     "UnboundAxisError",
     "aligned",
     "all_gather",
     "all_to_all",
+    "apply_primitive",
     "are_bound",
+    "axis_dim_split",
     "axis_index",
-    "axis_parts",
     "axis_size",
     "bind",
     "broadcast",
@@ -78,7 +79,6 @@ __all__ = [
     "current_axes",
     "dims_of_leaves",
     "dual",
-    "emit",
     "gather",
     "group",
     "guard",
@@ -111,6 +111,6 @@ __all__ = [
     "slots",
     "snapshot",
     "source_state",
-    "staging",
+    "trace_only",
     "vmap",
 ]

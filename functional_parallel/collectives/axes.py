@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
 
-from .carrier import Carrier, Lane
-from .parts import Parts
+from .carrier import Communicator, Lane
+from .parts import DimSplit
 
 __all__ = [
     "MICROBATCH",
@@ -28,19 +28,19 @@ __all__ = [
     "Environment",
     "UnboundAxisError",
     "are_bound",
-    "axis_parts",
+    "axis_dim_split",
     "axis_size",
     "bind",
-    "carrier_for",
+    "communicator_for",
     "current_axes",
     "hidden_axes",
     "hide",
     "mesh_axis_size",
     "normalize_axes",
     "restored",
-    "same_carrier",
+    "share_communicator",
     "snapshot",
-    "staging",
+    "trace_only",
 ]
 
 MICROBATCH = "microbatch"  # the axis whose ranks one rank plays one after another
@@ -60,7 +60,7 @@ class Binding:
     """
 
     size: int
-    carrier: Carrier | Lane | None
+    carrier: Communicator | Lane | None
     hidden: bool = False
     samples: int | None = None
 
@@ -105,7 +105,7 @@ def normalize_axes(axes: Axes) -> tuple[str, ...]:
 
 @contextmanager
 def bind(
-    sizes: Mapping[str, int], carrier: Carrier | Lane | None, samples: Mapping[str, int] | None = None
+    sizes: Mapping[str, int], carrier: Communicator | Lane | None, samples: Mapping[str, int] | None = None
 ) -> Iterator[None]:
     """Give axis names a meaning inside a `with` block, shadowing outer ones of the same name.
 
@@ -124,7 +124,7 @@ def bind(
         yield
 
 
-def are_bound(sizes: Mapping[str, int], carrier: Carrier | Lane) -> bool:
+def are_bound(sizes: Mapping[str, int], carrier: Communicator | Lane) -> bool:
     """Whether these axes mean already what `bind(sizes, carrier)` would have them mean."""
     found = map(_environment.get().get, sizes)
     return all(each is not None and each.carrier is carrier and not each.hidden for each in found)
@@ -150,7 +150,7 @@ def hide(names: Axes) -> Iterator[None]:
 
 
 @contextmanager
-def staging() -> Iterator[None]:
+def trace_only() -> Iterator[None]:
     """Take the carriers away inside a `with` block: axes keep their sizes, and collectives can only be traced.
 
     A tracer that sets torch.func's levels aside enters this, so that no axis means a level that is not there.
@@ -220,7 +220,7 @@ def axis_size(axis: Axes) -> int:
     return prod(_visible("axis_size", name).size for name in normalize_axes(axis))
 
 
-def axis_parts(name: str) -> Parts:
+def axis_dim_split(name: str) -> DimSplit:
     """Into which parts an axis cuts a dim: as many as it has ranks, equal but for microbatches.
 
     >>> with bind({"microbatch": 4}, None, {"microbatch": 11}):
@@ -231,7 +231,7 @@ def axis_parts(name: str) -> Parts:
         UnboundAxisError: when the axis is not bound here, or is hidden.
     """
     binding = _visible("axis_parts", name)
-    return Parts.of(binding.size, binding.samples)
+    return DimSplit.of(binding.size, binding.samples)
 
 
 def mesh_axis_size(name: str) -> int:
@@ -248,7 +248,7 @@ def mesh_axis_size(name: str) -> int:
     return binding.size if binding is not None else _visible("mesh_axis_size", name).size
 
 
-def carrier_for(operation: str, axes: Iterable[str]) -> Carrier | Lane | None:
+def communicator_for(operation: str, axes: Iterable[str]) -> Communicator | Lane | None:
     """The one carrier that all these axes share; None while tracing.
 
     Args:
@@ -265,7 +265,7 @@ def carrier_for(operation: str, axes: Iterable[str]) -> Carrier | Lane | None:
     return carriers[0]
 
 
-def same_carrier(operation: str, axes: Iterable[str]) -> bool:
+def share_communicator(operation: str, axes: Iterable[str]) -> bool:
     """Whether one carrier serves all these axes, so that one collective can go over them together."""
     carriers = [_visible(operation, name).carrier for name in axes]
     return all(carrier is carriers[0] for carrier in carriers)

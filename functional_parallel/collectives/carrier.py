@@ -12,11 +12,11 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-__all__ = ["Carrier", "Lane"]
+__all__ = ["Communicator", "Lane"]
 
 
 @runtime_checkable
-class Carrier(Protocol):
+class Communicator(Protocol):
     """What a set of ranks must be able to do. Axes come as a tuple, the first one major; dims are not negative."""
 
     def psum(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:

@@ -21,10 +21,10 @@ from torch import Tensor
 __all__ = [
     "all_gather",
     "all_to_all",
+    "apply_reference",
     "axis_index",
     "pbroadcast",
     "pcast",
-    "perform",
     "pmax",
     "pmin",
     "ppermute",
@@ -36,7 +36,7 @@ __all__ = [
 Values = Sequence[Tensor]
 
 
-def perform(operation: str, values: Values, *params: Any) -> list[Tensor]:
+def apply_reference(operation: str, values: Values, *params: Any) -> list[Tensor]:
     """Perform the primitive of a given name, with the arguments of its library op after `axes`.
 
     >>> perform("psum", [torch.tensor(1), torch.tensor(2)], "varying")

@@ -11,7 +11,7 @@ from torch import Tensor
 from sharding_specs import register_dataclasses
 
 from . import primitives, shapes
-from .axes import Axes, carrier_for, normalize_axes
+from .axes import Axes, communicator_for, normalize_axes
 from .types import State, Type, result_type
 from .vmap import Lane, is_mapped
 
@@ -23,7 +23,7 @@ NUMBERS = (bool, int, float, complex)
 def over_leaves(operation: str, leaf: Callable[..., Any], tree: Any, axis: Axes, numbers: bool = False) -> Any:
     axes = normalize_axes(axis)
     for name in axes:
-        carrier_for(operation, (name,))
+        communicator_for(operation, (name,))
 
     def visit(value: Any) -> Any:
         if isinstance(value, Tensor) or (numbers and isinstance(value, NUMBERS)):
@@ -39,10 +39,10 @@ def over_leaves(operation: str, leaf: Callable[..., Any], tree: Any, axis: Axes,
 
 def checked_emit(operation: str, x: Tensor, axes: tuple[str, ...], **params: Any) -> Tensor:
     for axis in axes:
-        carrier = carrier_for(operation, (axis,))
+        carrier = communicator_for(operation, (axis,))
         if isinstance(carrier, Lane):
             result_type(operation, Type({axis: _known_state(x, carrier, params)}), (axis,), **params)
-    return primitives.emit(operation, x, axes, *params.values())
+    return primitives.apply_primitive(operation, x, axes, *params.values())
 
 
 def _known_state(x: Tensor, lane: Lane, params: dict[str, Any]) -> State:
@@ -54,5 +54,5 @@ def _known_state(x: Tensor, lane: Lane, params: dict[str, Any]) -> State:
 
 def split_dim_of(operation: str, x: Tensor, dim: int, axes: tuple[str, ...]) -> int:
     dim = shapes.canonical_dim(operation, x.shape, dim)
-    shapes.split(operation, x.shape, dim, axes)
+    shapes.chunk_shape(operation, x.shape, dim, axes)
     return dim

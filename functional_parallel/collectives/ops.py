@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import shapes
-from .axes import axis_size, carrier_for
-from .carrier import Carrier
+from .axes import axis_size, communicator_for
+from .carrier import Communicator
 from .vmap import Lane
 
 __all__ = ["primitive_of"]
@@ -93,8 +93,8 @@ def _without_states(params: Sequence[Any]) -> list[Any]:
     return [param for param in params if not isinstance(param, str)]
 
 
-def _carrier(name: str, axes: Sequence[str]) -> Carrier:
-    carrier = carrier_for(name, axes)
+def _carrier(name: str, axes: Sequence[str]) -> Communicator:
+    carrier = communicator_for(name, axes)
     assert carrier is not None, f"{name} over {tuple(axes)} met real tensors, but these axes are bound for tracing only"
     assert not isinstance(carrier, Lane), f"{name} over {tuple(axes)} must reach the vmap level that they name"
     return carrier
@@ -106,25 +106,25 @@ def _same_shape(x: Tensor, axes: Sequence[str], *params: Any) -> Tensor:
 
 
 def _fake_psum_scatter(x: Tensor, axes: Sequence[str], dim: int, src: str) -> Tensor:
-    return x.new_empty(shapes.split("psum_scatter", x.shape, dim, axes))
+    return x.new_empty(shapes.chunk_shape("psum_scatter", x.shape, dim, axes))
 
 
 def _fake_all_gather(x: Tensor, axes: Sequence[str], dim: int, dst: str) -> Tensor:
-    return x.new_empty(shapes.concatenated("all_gather", x.shape, dim, axes))
+    return x.new_empty(shapes.gathered_shape("all_gather", x.shape, dim, axes))
 
 
 def _fake_pscatter(x: Tensor, axes: Sequence[str], dim: int) -> Tensor:
-    return x.new_empty(shapes.split("pscatter", x.shape, dim, axes))
+    return x.new_empty(shapes.chunk_shape("pscatter", x.shape, dim, axes))
 
 
 def _fake_all_to_all(x: Tensor, axes: Sequence[str], split_dim: int, concat_dim: int) -> Tensor:
-    shape = shapes.split("all_to_all", x.shape, split_dim, axes)
-    return x.new_empty(shapes.concatenated("all_to_all", shape, concat_dim, axes))
+    shape = shapes.chunk_shape("all_to_all", x.shape, split_dim, axes)
+    return x.new_empty(shapes.gathered_shape("all_to_all", shape, concat_dim, axes))
 
 
 def _pscatter(x: Tensor, axes: Sequence[str], dim: int) -> Tensor:
     """A slice of what every rank holds already: no communication."""
-    chunk = shapes.split("pscatter", x.shape, dim, axes)[dim]
+    chunk = shapes.chunk_shape("pscatter", x.shape, dim, axes)[dim]
     index = 0 if axis_size(axes) == 1 else _carrier("pscatter", axes).axis_index(tuple(axes))
     return x.narrow(dim, index * chunk, chunk).clone(memory_format=torch.contiguous_format)
 

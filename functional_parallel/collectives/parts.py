@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Parts"]
+__all__ = ["DimSplit"]
 
 
 @dataclass(frozen=True)
-class Parts:
+class DimSplit:
     """A dim of `samples`, or a multiple of it, cut for `ranks`.
 
     >>> parts = Parts.of(4, 11)
@@ -34,7 +34,7 @@ class Parts:
     samples: int
 
     @classmethod
-    def of(cls, ranks: int, samples: int | None = None) -> Parts:
+    def of(cls, ranks: int, samples: int | None = None) -> DimSplit:
         """Parts of so many samples; equal ones if the ranks divide them, or nothing is said."""
         return cls(ranks, ranks) if samples is None or samples % ranks == 0 else cls(ranks, samples)
 

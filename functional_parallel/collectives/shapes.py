@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from .axes import axis_size
 
-__all__ = ["CollectiveShapeError", "canonical_dim", "checked_pairs", "checked_rank", "concatenated", "split"]
+__all__ = ["CollectiveShapeError", "canonical_dim", "checked_pairs", "checked_rank", "chunk_shape", "gathered_shape"]
 
 
 class CollectiveShapeError(ValueError):
@@ -33,7 +33,7 @@ def canonical_dim(operation: str, shape: Sequence[int], dim: int) -> int:
     return dim % len(shape)
 
 
-def split(operation: str, shape: Sequence[int], dim: int, axes: Sequence[str]) -> tuple[int, ...]:
+def chunk_shape(operation: str, shape: Sequence[int], dim: int, axes: Sequence[str]) -> tuple[int, ...]:
     """The shape of one rank's chunk when `dim` is split over the axes.
 
     Raises:
@@ -48,7 +48,7 @@ def split(operation: str, shape: Sequence[int], dim: int, axes: Sequence[str]) -
     return (*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :])
 
 
-def concatenated(operation: str, shape: Sequence[int], dim: int, axes: Sequence[str]) -> tuple[int, ...]:
+def gathered_shape(operation: str, shape: Sequence[int], dim: int, axes: Sequence[str]) -> tuple[int, ...]:
     """The shape when `dim` holds the chunks of all ranks, one after the other."""
     return (*shape[:dim], shape[dim] * axis_size(axes), *shape[dim + 1 :])
 

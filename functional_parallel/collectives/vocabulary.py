@@ -22,7 +22,7 @@ from .axes import Axes, axis_size
 from .casts import axis_index, pvary
 from .leaves import over_leaves, split_dim_of
 
-__all__ = ["Sent", "broadcast", "gather", "recv", "reduce", "scatter", "send"]
+__all__ = ["InFlightValue", "broadcast", "gather", "recv", "reduce", "scatter", "send"]
 
 Tree = TypeVar("Tree")
 
@@ -119,7 +119,7 @@ def reduce(x: Tree, axis: Axes, root: int = 0) -> Tree:
 
 
 @dataclass(frozen=True)
-class Sent(Generic[Tree]):
+class InFlightValue(Generic[Tree]):
     """A value under way from one rank to another; `recv` takes it out.
 
     Attributes:
@@ -133,7 +133,7 @@ class Sent(Generic[Tree]):
     target: int
 
 
-def send(x: Tree, axis: Axes, source: int, target: int) -> Sent[Tree]:
+def send(x: Tree, axis: Axes, source: int, target: int) -> InFlightValue[Tree]:
     """Send the value of one rank to another. All ranks call it, and `recv` gives the value on the target.
 
     Type V → V. Transposes to a send from the target back to the source.
@@ -154,10 +154,10 @@ def send(x: Tree, axis: Axes, source: int, target: int) -> Sent[Tree]:
     Raises:
         CollectiveShapeError: when there is no such rank.
     """
-    return Sent(ppermute(x, axis, [(source, target)]), source, target)
+    return InFlightValue(ppermute(x, axis, [(source, target)]), source, target)
 
 
-def recv(sent: Sent[Tree]) -> Tree:
+def recv(sent: InFlightValue[Tree]) -> Tree:
     """The value that was sent, on its target; zeros elsewhere.
 
     >>> from functional_parallel.collectives import vmap
@@ -173,7 +173,7 @@ def recv(sent: Sent[Tree]) -> Tree:
     Raises:
         TypeError: when given anything else.
     """
-    if not isinstance(sent, Sent):
+    if not isinstance(sent, InFlightValue):
         raise TypeError(
             f"recv takes what fp.send returned, not {type(sent).__name__}: one program runs on all ranks, so write "
             "fp.recv(fp.send(x, axis, source, target))"

@@ -19,7 +19,7 @@ from sharding_specs import Mesh, register_dataclasses, tree_paths
 from ..functions import PyTree
 from ..runtime import default_runtime, rank_name
 
-__all__ = ["UnevenBatchError", "even_batches", "looks_of", "pad_batch", "stay_in_step"]
+__all__ = ["UnevenBatchError", "batch_signature", "check_same_call", "even_batches", "pad_batch"]
 
 
 class UnevenBatchError(ValueError):
@@ -106,7 +106,7 @@ def even_batches(batches: Iterable[PyTree], rows: int, mesh: Mesh) -> Iterator[t
         batch, number = own.take(), number + 1
 
 
-def stay_in_step(runtime: Any, doing: str) -> None:
+def check_same_call(runtime: Any, doing: str) -> None:
     """Make sure that ranks with batches of their own are about to do the same; `doing` reads on after "rank 0"."""
     runtime.agree(
         doing,
@@ -189,7 +189,7 @@ def _nothing_of(sample: PyTree) -> PyTree:
 
 def _common_sample(samples: list[PyTree | None], mesh: Mesh) -> PyTree | None:
     """The first rank's that has one; all of them must look alike."""
-    looks = {rank: looks_of(sample, begin=1) for rank, sample in enumerate(samples) if sample is not None}
+    looks = {rank: batch_signature(sample, begin=1) for rank, sample in enumerate(samples) if sample is not None}
     if len(set(looks.values())) > 1:
         first = {look: rank for rank, look in reversed(looks.items())}
         ranks = sorted(first.items(), key=lambda pair: pair[1])
@@ -198,7 +198,7 @@ def _common_sample(samples: list[PyTree | None], mesh: Mesh) -> PyTree | None:
     return samples[min(looks)] if looks else None
 
 
-def looks_of(batch: PyTree, begin: int = 0) -> str:
+def batch_signature(batch: PyTree, begin: int = 0) -> str:
     """Path, type and shape (from a dim on) of every tensor of a batch, and the rest as it is."""
     leaves = zip(tree_paths(batch), optree.tree_leaves(batch), strict=True)
     return ", ".join(f"{path}: {_look(leaf, begin)}".removeprefix(": ") for path, leaf in leaves)

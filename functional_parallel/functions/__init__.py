@@ -1,33 +1,33 @@
 """Functions on shards: layouts, positional arguments, grad, vmap, jvp and hessian, modules as functions."""
 
-from .by_place import by_place
+from .by_place import bind_positional
 from .derivatives import grad, grad_and_value, hessian, jvp, unused, vmap
 from .foreign import require_function, require_mesh, written_here
 from .functional import functional
 from .keywords import explain_keywords
 from .local_function import (
-    TAKEN,
+    STACK_DIM,
     Layout,
     LocalFunction,
     PyTree,
     SpecTree,
+    as_local_function,
     axis_mesh,
-    full_specs,
     layout_of,
     refuse_unknown_axes,
-    unsharded,
+    specs_per_leaf,
 )
 
 __all__ = [
-    "TAKEN",
+    "STACK_DIM",
     "Layout",
     "LocalFunction",
     "PyTree",
     "SpecTree",
+    "as_local_function",
     "axis_mesh",
-    "by_place",
+    "bind_positional",
     "explain_keywords",
-    "full_specs",
     "functional",
     "grad",
     "grad_and_value",
@@ -37,7 +37,7 @@ __all__ = [
     "refuse_unknown_axes",
     "require_function",
     "require_mesh",
-    "unsharded",
+    "specs_per_leaf",
     "unused",
     "vmap",
     "written_here",

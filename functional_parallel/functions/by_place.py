@@ -6,12 +6,12 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["by_place", "called_as", "signature_of"]
+__all__ = ["bind_positional", "call_signature", "copy_signature"]
 
 _PLACED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def signature_of(f: Callable[..., Any]) -> inspect.Signature | None:
+def call_signature(f: Callable[..., Any]) -> inspect.Signature | None:
     """What a function says of its arguments; None where it says nothing, as some that are written in C."""
     try:
         return inspect.signature(f)
@@ -19,13 +19,13 @@ def signature_of(f: Callable[..., Any]) -> inspect.Signature | None:
         return None
 
 
-def called_as(f: Callable[..., Any], made: Callable[..., Any]) -> Callable[..., Any]:
+def copy_signature(f: Callable[..., Any], made: Callable[..., Any]) -> Callable[..., Any]:
     """What was made of a function, which takes the same arguments."""
-    made.__signature__ = signature_of(f)  # type: ignore[attr-defined]
+    made.__signature__ = call_signature(f)  # type: ignore[attr-defined]
     return made
 
 
-def by_place(
+def bind_positional(
     signature: inspect.Signature | None, name: str, args: tuple[Any, ...], named: Mapping[str, Any]
 ) -> tuple[Any, ...]:
     """All arguments by place; those between that were left out have their defaults.

@@ -23,9 +23,9 @@ from ..collectives import dims_of_leaves, dual, pvary
 from ..collectives import vmap as _vmap
 from ..ir import hollow, info, is_trained, primitive_name, update_info
 from ..tracing import Recorder, recorder
-from .by_place import called_as
+from .by_place import copy_signature
 from .forward_first import forward_first
-from .local_function import LocalFunction, PyTree, unsharded
+from .local_function import LocalFunction, PyTree, as_local_function
 
 __all__ = ["grad", "grad_and_value", "hessian", "jvp", "unused", "vmap"]
 
@@ -50,7 +50,7 @@ def grad_and_value(f: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = 
     """
     call = _gradient_call(f, argnums, has_aux)
     if not isinstance(f, LocalFunction):
-        return called_as(f, call)
+        return copy_signature(f, call)
     return _local(f, call, lambda args: (_gradient_specs(f, args, argnums), f.results), "grad_and_value")
 
 
@@ -77,7 +77,7 @@ def grad(f: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> 
         own = _gradient_specs(f, args, argnums)  # type: ignore[arg-type]
         return (own, f.results[1]) if has_aux else own  # type: ignore[attr-defined]
 
-    return _local(f, gradients, specs, "grad") if isinstance(f, LocalFunction) else called_as(f, gradients)
+    return _local(f, gradients, specs, "grad") if isinstance(f, LocalFunction) else copy_signature(f, gradients)
 
 
 def hessian(f: Callable[..., Any], argnums: int = 0) -> Callable[..., Any]:
@@ -181,7 +181,7 @@ def vmap(
     if axis_name is not None or (spmd_axis is None and not isinstance(f, LocalFunction)):
         own = f if axis_name is not None else forward_first(f, lenient=True)
         return _vmap(own, in_dims, out_dims, axis_name=axis_name, **options)
-    local = (f if isinstance(f, LocalFunction) else unsharded(f)).without_schedule()
+    local = (f if isinstance(f, LocalFunction) else as_local_function(f)).without_schedule()
     if spmd_axis in local.layout.axes:
         raise ValueError(f"fp.vmap(spmd_axis={spmd_axis!r}): {local!r} splits over {spmd_axis!r} itself already")
     return _mapped(local, in_dims, out_dims, spmd_axis, options)
@@ -299,7 +299,7 @@ def unused(x: torch.Tensor, gradient: torch.Tensor) -> bool:
     active = recorder()
     if active is None:
         return False
-    node, source = active.node_of(_torch.innermost(gradient)), active.node_of(_torch.innermost(x))
+    node, source = active.node_of(_torch.unwrap(gradient)), active.node_of(_torch.unwrap(x))
     return node.target is torch.ops.aten.zeros_like.default and node.args[0] is source
 
 
@@ -309,10 +309,10 @@ def _note_unused(active: Recorder, inputs: Sequence[torch.Tensor], gradients: Se
     torch makes these zeros like the input. Their type is the gradient's, not the input's.
     """
     for x, gradient in zip(inputs, gradients, strict=True):
-        node = active.node_of(_torch.innermost(x))
+        node = active.node_of(_torch.unwrap(x))
         is_unused = unused(x, gradient)
         if is_unused:
-            update_info(active.node_of(_torch.innermost(gradient)), type=dual(type_of(node)))
+            update_info(active.node_of(_torch.unwrap(gradient)), type=dual(type_of(node)))
         while node.op == "call_function" and primitive_name(node) == "pcast":
             node = node.args[0]  # type: ignore[assignment]
         update_info(node, trained=info(node).trained or not is_unused)

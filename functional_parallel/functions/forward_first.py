@@ -19,7 +19,7 @@ from .. import _torch
 from ..checker import Typing, run_typed, type_of
 from ..collectives import current_axes
 from ..ir import aval_of
-from ..tracing import Enclosed, Recorder, depends_on_layouts, recorder, trace
+from ..tracing import CapturedTensors, Recorder, depends_on_layouts, recorder, trace
 
 __all__ = ["forward_first"]
 
@@ -40,7 +40,7 @@ def forward_first(f: Callable[..., PyTree], *, lenient: bool = False) -> Callabl
     def call(*args: PyTree, **named: PyTree) -> PyTree:
         active = recorder()
         typed = active is not None and isinstance(active.on_node, Typing)
-        if active is None or not typed or not _torch.is_inside_transform() or (lenient and Enclosed(f).tensors):
+        if active is None or not typed or not _torch.is_inside_transform() or (lenient and CapturedTensors(f).tensors):
             return f(*args, **named)
         register_dataclasses(args, named)
         return _run_traced(f, active, *optree.tree_flatten((args, named)))
@@ -66,7 +66,7 @@ def _run_traced(f: Callable[..., PyTree], active: Recorder, leaves: list[Any], t
         traced = trace(
             flat,
             [aval_of(leaves[index]) for index in tensors],
-            types=[type_of(active.node_of(_torch.innermost(leaves[index]))) for index in tensors],
+            types=[type_of(active.node_of(_torch.unwrap(leaves[index]))) for index in tensors],
             forward_only=True,
             on_node=Typing(current_axes()),
             is_local_body=active.is_local_body,

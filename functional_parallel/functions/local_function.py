@@ -25,28 +25,30 @@ from sharding_specs import (
     tree_paths,
 )
 
-from ..checker import checked_arguments
+from ..checker import check_arguments
 from ..collectives import bind, current_axes, hidden_axes, mesh_axis_size
-from .by_place import by_place, signature_of
+from .by_place import bind_positional, call_signature
 
 __all__ = [
-    "TAKEN",
+    "STACK_DIM",
     "Layout",
     "LocalFunction",
     "PyTree",
     "SpecTree",
+    "as_local_function",
     "axis_mesh",
-    "full_specs",
     "layout_of",
     "refuse_unknown_axes",
-    "unsharded",
-    "whole_arguments",
+    "replicated_arguments",
+    "specs_per_leaf",
 ]
 
 PyTree = Any
 SpecTree = Any
 
-TAKEN = "taken_dim"  # an attribute of a tensor that stands for a stack of layers: the dim that no transform may choose
+STACK_DIM = (
+    "taken_dim"  # an attribute of a tensor that stands for a stack of layers: the dim that no transform may choose
+)
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class Layout:
     def batch_specs(self, mesh: Mesh, params: PyTree, batch: tuple[PyTree, ...]) -> SpecTree:
         """How the arguments after the parameters lie, a spec for every leaf."""
         with bind(self.mesh(mesh).shape, None):
-            return full_specs(self.arguments((params, *batch))[1:], batch, "specs of the loss", 1)
+            return specs_per_leaf(self.arguments((params, *batch))[1:], batch, "specs of the loss", 1)
 
     def virtual_sizes(self, mesh: Mesh) -> dict[str, int]:
         """The sizes of the virtual axes beside a mesh."""
@@ -124,8 +126,8 @@ class LocalFunction:
         self.results: SpecTree = None
 
     def __call__(self, *args: PyTree, **named: PyTree) -> PyTree:
-        args = by_place(self.layout.signature, self.name, args, named)
-        return self.run(*checked_arguments(self, self.layout.axes, self.layout.arguments, args))
+        args = bind_positional(self.layout.signature, self.name, args, named)
+        return self.run(*check_arguments(self, self.layout.axes, self.layout.arguments, args))
 
     def run(self, *args: PyTree) -> PyTree:
         """The function on what is known to lie as the layout declares."""
@@ -172,7 +174,9 @@ class LocalFunction:
         return f"{' → '.join((self.name, *self.layout.describe))}"
 
 
-def full_specs(specs: tuple[SpecTree, ...], args: tuple[PyTree, ...], of: str, first: int = 0) -> tuple[SpecTree, ...]:
+def specs_per_leaf(
+    specs: tuple[SpecTree, ...], args: tuple[PyTree, ...], of: str, first: int = 0
+) -> tuple[SpecTree, ...]:
     """A spec for every leaf of some arguments.
 
     Args:
@@ -191,17 +195,17 @@ def full_specs(specs: tuple[SpecTree, ...], args: tuple[PyTree, ...], of: str, f
     return tuple(full)
 
 
-def whole_arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
+def replicated_arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
     """The layout of a plain function: everything whole."""
     return tuple(P() for _ in args)
 
 
 def layout_of(f: Callable[..., PyTree]) -> Layout:
     """A local function's own layout; of a plain one that everything is whole."""
-    return f.layout if isinstance(f, LocalFunction) else Layout(whole_arguments, signature=signature_of(f))
+    return f.layout if isinstance(f, LocalFunction) else Layout(replicated_arguments, signature=call_signature(f))
 
 
-def unsharded(f: Callable[..., PyTree]) -> LocalFunction:
+def as_local_function(f: Callable[..., PyTree]) -> LocalFunction:
     """A plain function as a local one: every rank does all of it."""
 
     def call(*args: PyTree) -> tuple[PyTree, SpecTree]:

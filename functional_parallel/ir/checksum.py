@@ -10,7 +10,7 @@ import torch
 
 from .. import _torch
 
-__all__ = ["checksum", "contents", "glance"]
+__all__ = ["checksum", "contents", "sample_hash"]
 
 _FEW = 8  # elements that are shown as they are
 
@@ -24,7 +24,7 @@ def checksum(x: torch.Tensor) -> str:
     Args:
         x: a tensor with values, on any device; it is read once and not copied if it lies contiguous in main memory.
     """
-    with _torch.apart_from_transforms():  # inside of which nothing has an address
+    with _torch.disable_functorch():  # inside of which nothing has an address
         data = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
     count = data.numel() * data.element_size()
     raw = (ctypes.c_char * count).from_address(data.data_ptr()) if count else b""
@@ -33,7 +33,7 @@ def checksum(x: torch.Tensor) -> str:
     return digest.hexdigest()
 
 
-def glance(x: torch.Tensor) -> int:
+def sample_hash(x: torch.Tensor) -> int:
     """A number from a few of a tensor's values, in microseconds: tensors with different ones are different.
 
     >>> glance(torch.arange(100)) == glance(torch.arange(100)), glance(torch.arange(100)) == glance(torch.ones(100))
@@ -58,5 +58,5 @@ def contents(x: torch.Tensor) -> str:
     """
     if x.numel() > _FEW:
         return checksum(x)
-    with _torch.apart_from_transforms():
+    with _torch.disable_functorch():
         return repr(x.detach().tolist())

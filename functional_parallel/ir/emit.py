@@ -15,18 +15,18 @@ import torch
 from torch import fx
 
 from .. import _torch
-from ..collectives import emit, primitive_of
+from ..collectives import apply_primitive, primitive_of
 from ..errors import CustomFunctionError
 from .info import info
 from .source import current_source
-from .stand_ins import stand_in
+from .stand_ins import differentiable_form
 
-__all__ = ["casts_are_explicit", "emit_node", "explicit_casts", "grad_mode_of"]
+__all__ = ["casts_are_explicit", "eval_node", "explicit_casts", "grad_mode_of"]
 
 
-def emit_node(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def eval_node(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one op of a graph on actual values."""
-    function = stand_in(target)
+    function = differentiable_form(target)
     if function is not None:
         return function(*args, **kwargs)
     primitive = primitive_of(target)
@@ -34,7 +34,7 @@ def emit_node(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return target(*args)
     if primitive is not None:
         x, axes, *params = args
-        return emit(primitive, x, axes, *params)
+        return apply_primitive(primitive, x, axes, *params)
     if isinstance(target, torch._ops.OpOverload) and not _torch.has_derivative(target):
         _refuse_derivative(target, args, kwargs)
     return _torch.under_transforms(target)(*args, **kwargs)

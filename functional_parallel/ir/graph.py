@@ -27,12 +27,12 @@ __all__ = [
     "aval_of",
     "forget_rewrites",
     "hollow",
-    "in_order",
     "named_arguments",
     "operands_of",
     "primitive_name",
     "source_of",
     "tensor_operands",
+    "topological_order",
     "walk_args",
     "where",
     "without_memory",
@@ -146,7 +146,7 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
     return list(dict.fromkeys(tensor_operands(node)))
 
 
-def in_order(wanted: K, needed: Callable[[K], Iterable[K]], done: Container[K]) -> Iterator[K]:
+def topological_order(wanted: K, needed: Callable[[K], Iterable[K]], done: Container[K]) -> Iterator[K]:
     """What is not done yet of something and all that it needs, each after what it needs itself.
 
     Not by recursion: a norm is a chain of as many sums as there are parameters.

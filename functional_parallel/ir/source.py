@@ -1,7 +1,7 @@
 """Where an op came from: the user's file and line, found in the Python stack while a function is traced.
 
 A traced graph keeps no stack of its own, and one graph is interpreted again by every outer transform, so the frame is
-taken once, at the innermost trace, and carried from then on (`inherit`).
+taken once, at the innermost trace, and carried from then on (`at_source`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .. import _torch
 
 __all__ = [
     "Source",
+    "at_source",
+    "count_stage_boundaries",
     "current_source",
-    "inherit",
     "is_in_region",
     "is_library",
-    "next_stage",
+    "pass_stage_boundary",
     "raising_source",
-    "region",
-    "stages",
+    "recompute_region",
     "warn_at",
 ]
 
@@ -46,7 +46,7 @@ _STDLIB = os.path.dirname(os.path.abspath(linecache.__file__)) + os.sep
 
 @dataclass(frozen=True)
 class Source:
-    """One line of user code; `region` names the call of an `fp.recompute` function that it is part of.
+    """One line of user code; `recompute_region` names the call of an `fp.recompute` function that it is part of.
 
     `casts_parameters` marks the casts with which `fp.mixed_precision` begins, and so their transposes. `stage` counts
     the `fp.stage_boundary` calls that the model made before.
@@ -93,7 +93,7 @@ def _around() -> _Around:
 
 
 @contextmanager
-def inherit(source: Source | None) -> Iterator[None]:
+def at_source(source: Source | None) -> Iterator[None]:
     """Say that ops recorded inside come from this line, whatever the stack says."""
     inherited = _around().inherited
     inherited.append(source)
@@ -104,7 +104,7 @@ def inherit(source: Source | None) -> Iterator[None]:
 
 
 @contextmanager
-def region(name: str) -> Iterator[None]:
+def recompute_region(name: str) -> Iterator[None]:
     """Say that ops recorded inside belong together, in one region of that name."""
     regions = _around().regions
     regions.append(f"{name} {next(_region_numbers)}")
@@ -115,7 +115,7 @@ def region(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def stages() -> Iterator[None]:
+def count_stage_boundaries() -> Iterator[None]:
     """Count the stage boundaries passed inside from 0."""
     counts = _around().stages
     counts.append(0)
@@ -125,7 +125,7 @@ def stages() -> Iterator[None]:
         counts.pop()
 
 
-def next_stage() -> None:
+def pass_stage_boundary() -> None:
     """Say that ops recorded from here on belong to the next stage."""
     counts = _around().stages
     if len(counts) > 1:

@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["differentiable", "stand_in"]
+__all__ = ["differentiable_form", "register_differentiable"]
 
 _functions: dict[Any, Callable[..., Any]] = {}
 
 
-def differentiable(op: Any, function: Callable[..., Any]) -> None:
+def register_differentiable(op: Any, function: Callable[..., Any]) -> None:
     """Say which function stands for a library op where a derivative may be taken."""
     _functions[op] = function
 
 
-def stand_in(op: Any) -> Callable[..., Any] | None:
+def differentiable_form(op: Any) -> Callable[..., Any] | None:
     """The function that stands for an op, if one was named."""
     return _functions.get(op)

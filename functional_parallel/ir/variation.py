@@ -8,17 +8,17 @@ from torch import fx
 
 from .graph import Traced, operands_of, primitive_name
 
-__all__ = ["Axes", "axes_of_nodes", "varied_axes"]
+__all__ = ["AxisSet", "axes_of_nodes", "varied_axes"]
 
-Axes = frozenset[str]
+AxisSet = frozenset[str]
 
 _EQUALISING = ("psum", "pmax", "pmin", "pbroadcast", "all_gather")
 _SPREADING = ("psum_scatter", "pscatter", "all_to_all", "ppermute")
 
 
-def varied_axes(node: fx.Node, operands: Iterable[Axes]) -> Axes:
+def varied_axes(node: fx.Node, operands: Iterable[AxisSet]) -> AxisSet:
     """The rule: collectives that end in one value for all remove their axes, those that end in many add them."""
-    union: Axes = frozenset().union(*operands)
+    union: AxisSet = frozenset().union(*operands)
     name = primitive_name(node)
     if name == "axis_index":
         return frozenset(node.args[0])
@@ -29,7 +29,7 @@ def varied_axes(node: fx.Node, operands: Iterable[Axes]) -> Axes:
     return union
 
 
-def axes_of_nodes(traced: Traced, inputs: Mapping[fx.Node, Axes]) -> dict[fx.Node, Axes]:
+def axes_of_nodes(traced: Traced, inputs: Mapping[fx.Node, AxisSet]) -> dict[fx.Node, AxisSet]:
     """The axes of all values of a graph, from those of its inputs."""
     found = dict(inputs)
     for node in traced.nodes:

@@ -3,7 +3,7 @@
 from .leftovers import traced_in
 from .lower import UNCHECKED, LayoutError, Lowered, OutSpecError, lower, lowering
 from .options import ArgumentPaths, Options
-from .region import call_region
+from .region import call_shard_map
 from .rewrite import UNCUT
 
 __all__ = [
@@ -14,7 +14,7 @@ __all__ = [
     "Lowered",
     "Options",
     "OutSpecError",
-    "call_region",
+    "call_shard_map",
     "lower",
     "lowering",
     "traced_in",

@@ -16,10 +16,10 @@ from sharding_specs import register_dataclasses, tree_paths
 
 from ..functions import PyTree
 
-__all__ = ["require_transparent"]
+__all__ = ["check_static_leaves"]
 
 
-def require_transparent(tree: PyTree, where: str) -> None:
+def check_static_leaves(tree: PyTree, where: str) -> None:
     """Refuse leaves whose content a program would take for a constant.
 
     Args:

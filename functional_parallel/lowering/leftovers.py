@@ -18,7 +18,7 @@ import torch
 from .. import _torch
 from ..ir import is_library
 
-__all__ = ["forget_library_lines", "give_back_pages", "keep_pages", "leaving_nothing", "traced_in"]
+__all__ = ["forget_library_lines", "give_back_pages", "keep_pages", "release_trace_memory", "traced_in"]
 
 _MOST_LINES = 1_000  # a tenth of a megabyte; to read ten times as many takes a millisecond
 _MOST_SHAPES = 10_000  # ten megabytes
@@ -26,7 +26,7 @@ _MOST_TAKEN_FOR_ORDINARY = 32 << 20  # bytes; glibc's DEFAULT_MMAP_THRESHOLD_MAX
 
 
 @contextmanager
-def leaving_nothing() -> Iterator[None]:
+def release_trace_memory() -> Iterator[None]:
     """Make a program inside; afterwards caches are small, and memory that is free now is the system's again."""
     forget_library_lines()
     try:

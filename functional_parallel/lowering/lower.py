@@ -12,17 +12,17 @@ import torch
 
 from sharding_specs import Mesh, P, broadcast_specs, require_dims, tree_paths
 
-from ..checker import Typing, declared_type, is_zero, say_specs, type_of
-from ..collectives import CollectiveTypeError, Parts, State, Type, bind
-from ..functions import Layout, LocalFunction, PyTree, SpecTree, full_specs, layout_of
+from ..checker import Typing, is_zero, record_input_specs, type_of, type_of_spec
+from ..collectives import CollectiveTypeError, DimSplit, State, Type, bind
+from ..functions import Layout, LocalFunction, PyTree, SpecTree, layout_of, specs_per_leaf
 from ..ir import Traced, forget_values, hollow, info, simplify, update_info
 from ..ops import refuse_idle
-from ..passes import drop_trivial, finished, local_aval, parts_of
+from ..passes import drop_size_one_axes, finished, microbatch_splits, shard_aval
 from ..pipelines import PipelineProgram
 from ..program import Intermediate, Program
-from ..tracing import Assumption, LayoutRead, assume, assumed, autocasts, require_contiguous, trace
-from .constants import require_transparent
-from .leftovers import leaving_nothing
+from ..tracing import Assumption, LayoutRead, assume, autocast_dtypes, collect_assumptions, require_contiguous, trace
+from .constants import check_static_leaves
+from .leftovers import release_trace_memory
 from .options import ArgumentPaths, Options
 from .rewrite import rewrite
 
@@ -71,7 +71,7 @@ _TENSOR = object()
 UNCHECKED = object()  # for out_specs: take the results rank by rank, whatever their types
 
 
-@leaving_nothing()
+@release_trace_memory()
 def lower(
     f: Callable[..., PyTree],
     mesh: Mesh,
@@ -117,17 +117,17 @@ def lowering(
     Returns:
         The result of `lower`.
     """
-    require_transparent(args, f"{name}, arguments")
+    check_static_leaves(args, f"{name}, arguments")
     layout = layout_of(f)
     wide = layout.mesh(mesh)
     in_specs, out_specs = specs or (None, None)
     with bind(wide.shape, None):
         full = (
-            full_specs(layout.arguments(args), args, f"specs of {f!r}")
+            specs_per_leaf(layout.arguments(args), args, f"specs of {f!r}")
             if isinstance(f, LocalFunction)
             else per_argument(in_specs, args, name)
         )
-        parts = parts_of(args, full, wide, layout.virtual_sizes(mesh))
+        parts = microbatch_splits(args, full, wide, layout.virtual_sizes(mesh))
         flat = _Flat(f, args, full, out_specs, name)
         traced, types, assumptions = _traced(flat, wide, parts, layout)
     layout_reads = {index: (read, flat.in_paths[index]) for index, read in traced.layout_reads.items()}
@@ -183,10 +183,10 @@ class _Flat:
         filled = list(self._leaves)
         for index, value in zip(self._chosen, values, strict=True):
             filled[index] = value
-        say_specs(self.in_specs)
+        record_input_specs(self.in_specs)
         run = self._f.run if isinstance(self._f, LocalFunction) else self._f
         result = run(*optree.tree_unflatten(self._tree, filled))
-        require_transparent(result, f"{self._name}, results")
+        check_static_leaves(result, f"{self._name}, results")
         specs = self._f.results if isinstance(self._f, LocalFunction) else self._out_specs
         leaves, self.out_tree = optree.tree_flatten(result)
         self.outputs = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -203,16 +203,19 @@ def _of(chosen: Sequence[int], values: Sequence[T]) -> list[T]:
 
 
 def _traced(
-    flat: _Flat, wide: Mesh, parts: Mapping[str, Parts], layout: Layout
+    flat: _Flat, wide: Mesh, parts: Mapping[str, DimSplit], layout: Layout
 ) -> tuple[Traced, list[Type], list[Assumption]]:
     """The graph, the types of its results, and what it takes for granted."""
-    avals = [local_aval(leaf, spec, wide, parts) for leaf, spec in zip(flat.tensors, flat.in_specs, strict=True)]
-    types = [declared_type(spec) for spec in flat.in_specs]
-    with bind(wide.shape, None, {axis: each.samples for axis, each in parts.items()}), assumed() as assumptions:
-        assume(autocasts)
+    avals = [shard_aval(leaf, spec, wide, parts) for leaf, spec in zip(flat.tensors, flat.in_specs, strict=True)]
+    types = [type_of_spec(spec) for spec in flat.in_specs]
+    with (
+        bind(wide.shape, None, {axis: each.samples for axis, each in parts.items()}),
+        collect_assumptions() as assumptions,
+    ):
+        assume(autocast_dtypes)
         traced = trace(_within(flat, layout, wide), avals, types=types, on_node=Typing(wide.shape))
     held = [type_of(output) for output in traced.outputs]
-    return simplify(drop_trivial(forget_values(traced), wide, kept=_pipelined_axes(layout))), held, assumptions
+    return simplify(drop_size_one_axes(forget_values(traced), wide, kept=_pipelined_axes(layout))), held, assumptions
 
 
 def _within(flat: _Flat, layout: Layout, wide: Mesh) -> Callable[..., list[torch.Tensor]]:
@@ -285,7 +288,7 @@ def _check_results(program: Program, types: list[Type], known: Collection[str]) 
     wrong = []
     outputs = program.traced.outputs
     for held, spec, path, output in zip(types, program.out_specs, program.out_paths, outputs, strict=True):
-        wanted = declared_type(spec)
+        wanted = type_of_spec(spec)
         zero = is_zero(output)
         for axis in sorted({*held, *wanted}):
             if zero and wanted[axis] is _U and held[axis] is not _V:
@@ -325,4 +328,4 @@ def per_argument(specs: Any, args: tuple[PyTree, ...], name: str) -> tuple[SpecT
             "; a list is the specs of one argument that is a list: write a tuple" if isinstance(specs, list) else ""
         )
         raise LayoutError(f"in_specs has {len(given)} entries for {len(args)} arguments; give one per argument{listed}")
-    return full_specs(given, args, f"in_specs of {name}")
+    return specs_per_leaf(given, args, f"in_specs of {name}")

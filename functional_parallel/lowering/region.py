@@ -17,19 +17,19 @@ import torch
 from sharding_specs import Mesh, P, broadcast_specs, require_dims, tree_paths, validate
 
 from .. import _torch
-from ..checker import Typing, checked_arguments, declared_type, run_typed, type_of
-from ..collectives import axis_parts, current_axes, hide, snapshot
+from ..checker import Typing, check_arguments, run_typed, type_of, type_of_spec
+from ..collectives import axis_dim_split, current_axes, hide, snapshot
 from ..functions import PyTree
 from ..ir import Traced, aval_of, current_source
-from ..partition import place_of
-from ..rules import WHOLE, convert
+from ..partition import axis_layout_of
+from ..rules import REPLICATED, convert
 from ..tracing import depends_on_layouts, recorder, trace
 from .lower import LayoutError, OutSpecError, mismatch, per_argument
 
-__all__ = ["call_region"]
+__all__ = ["call_shard_map"]
 
 
-def call_region(
+def call_shard_map(
     f: Callable[..., PyTree], mesh: Mesh, in_specs: Any, out_specs: Any, name: str, args: tuple[PyTree, ...]
 ) -> PyTree:
     """Call a body on slices of what is whole here, inside a trace.
@@ -51,7 +51,7 @@ def call_region(
     _check_axes(optree.tree_leaves((specs, out_specs)), mesh, name)
     validate(args, specs, mesh)
     visible = tuple(axis for axis in mesh.axis_names if axis in current_axes())
-    args = checked_arguments(name, visible, lambda given: tuple(P() for _ in given), args)
+    args = check_arguments(name, visible, lambda given: tuple(P() for _ in given), args)
     leaves, tree = optree.tree_flatten(args)
     chosen = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     flat = optree.tree_leaves(specs)
@@ -90,9 +90,9 @@ def _traced(
     active = recorder()
     assert active is not None
     if active.on_node is None:
-        types = [declared_type(spec) for spec in specs]
+        types = [type_of_spec(spec) for spec in specs]
     else:
-        types = [type_of(active.node_of(_torch.innermost(tensor))) for tensor in tensors]
+        types = [type_of(active.node_of(_torch.unwrap(tensor))) for tensor in tensors]
     others = [axis for axis in current_axes() if axis not in visible]
     typing = Typing(current_axes())
     with hide(others) if others else nullcontext():
@@ -104,7 +104,7 @@ def _check_results(traced: Traced, specs: Sequence[P], visible: Sequence[str], p
     wrong = []
     for output, spec, path in zip(traced.outputs, specs, paths, strict=True):
         if isinstance(output, torch.fx.Node):
-            held, wanted = type_of(output), declared_type(spec)
+            held, wanted = type_of(output), type_of_spec(spec)
             wrong += [
                 f"  {path or 'the result'}: {mismatch(axis, held[axis], wanted[axis], spec)}"
                 for axis in visible
@@ -122,7 +122,7 @@ def _check_results(traced: Traced, specs: Sequence[P], visible: Sequence[str], p
 def _entered(x: torch.Tensor, spec: P) -> torch.Tensor:
     """This rank's slice."""
     for entered, axis in enumerate(axes := _axes_of(spec)):
-        x = convert(x, WHOLE, place_of(spec, axis, axes[:entered]), axis, axis_parts(axis))
+        x = convert(x, REPLICATED, axis_layout_of(spec, axis, axes[:entered]), axis, axis_dim_split(axis))
     return x
 
 
@@ -130,7 +130,7 @@ def _left(x: torch.Tensor, spec: P) -> torch.Tensor:
     """The whole, of the ranks' slices."""
     axes = _axes_of(spec)
     for entered, axis in reversed(list(enumerate(axes))):
-        x = convert(x, place_of(spec, axis, axes[:entered]), WHOLE, axis, axis_parts(axis))
+        x = convert(x, axis_layout_of(spec, axis, axes[:entered]), REPLICATED, axis, axis_dim_split(axis))
     return x
 
 

@@ -9,27 +9,35 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..collectives import Parts
+from ..collectives import DimSplit
 from ..functions import Layout
 from ..ir import info, simplify
 from ..passes import (
-    NAMES,
+    PASS_NAMES,
     Buckets,
-    CheapAgain,
-    InPlace,
-    LookingAhead,
-    Marked,
+    EarlyReductions,
+    InPlaceUpdates,
+    LookaheadPass,
     ProgramPass,
-    Reductions,
-    SumsOnce,
-    Turned,
-    end_one_microbatch,
+    RecomputeCheap,
+    RecomputeMarked,
+    ReduceOncePerStep,
+    TransposedGradients,
     fold_layers,
     fuse_views,
+    place_single_microbatch_sums,
     run_passes,
     unroll,
 )
-from ..pipelines import PipelineError, PipelinePlan, PipelineProgram, add_in_place, build, forget_ops, names_in
+from ..pipelines import (
+    PipelineError,
+    PipelineProgram,
+    PipelineRequest,
+    accumulate_in_place,
+    build,
+    forget_ops,
+    names_in,
+)
 from ..program import Intermediate, Program, keep_phases
 from .options import Options
 
@@ -42,7 +50,7 @@ Programs = Generator[Intermediate, None, T]
 
 
 def rewrite(
-    program: Program, layout: Layout, parts: Mapping[str, Parts], options: Options
+    program: Program, layout: Layout, parts: Mapping[str, DimSplit], options: Options
 ) -> Programs[Program | PipelineProgram]:
     """Take the virtual axes out of a program, and run the passes that its transforms ask for.
 
@@ -62,12 +70,12 @@ def rewrite(
         ValueError: when `options.without` names a pass that does not exist.
     """
     wide = layout.mesh(program.mesh)
-    unknown = sorted(options.without - NAMES - {each.name for each in layout.passes})
+    unknown = sorted(options.without - PASS_NAMES - {each.name for each in layout.passes})
     if unknown:
-        raise ValueError(f"without={unknown}: no such rewrites; there are {', '.join(map(repr, sorted(NAMES)))}")
+        raise ValueError(f"without={unknown}: no such rewrites; there are {', '.join(map(repr, sorted(PASS_NAMES)))}")
     keep_phases(program.traced)
     yield Intermediate("traced", program, wide)
-    first: list[ProgramPass] = [SumsOnce(axis) for axis, cut in parts.items() if cut.ranks > 1]
+    first: list[ProgramPass] = [ReduceOncePerStep(axis) for axis, cut in parts.items() if cut.ranks > 1]
     first += [each for each in layout.passes if each.order < 0]
     program.passes, _ = yield from _passed(program, first, wide, options)
     if layout.pipeline is not None:
@@ -80,11 +88,11 @@ def rewrite(
         program.out_specs = [spec.without({axis}) for spec in program.out_specs]
         yield Intermediate("microbatches", program, wide)
     passes = [
-        Marked(),
-        Turned(),
-        Reductions(),
+        RecomputeMarked(),
+        TransposedGradients(),
+        EarlyReductions(),
         *(each for each in layout.passes if each.order >= 0),
-        CheapAgain(),
+        RecomputeCheap(),
         *_last(options, options.donate),
     ]
     later, program.notes = yield from _passed(program, passes, program.mesh, options)
@@ -94,20 +102,20 @@ def rewrite(
     return program
 
 
-def _pipelined(program: Program, layout: Layout, parts: Parts, options: Options) -> Programs[PipelineProgram]:
+def _pipelined(program: Program, layout: Layout, parts: DimSplit, options: Options) -> Programs[PipelineProgram]:
     """Cut a program into a pipeline: first what is recomputed and gathered when, last how sums are batched."""
     plan, wide = layout.pipeline, layout.mesh(program.mesh)
-    assert isinstance(plan, PipelinePlan)
-    if any(isinstance(each, LookingAhead) for each in layout.passes):
+    assert isinstance(plan, PipelineRequest)
+    if any(isinstance(each, LookaheadPass) for each in layout.passes):
         raise PipelineError(
             "fp.remat(budget=…) looks for the peak of a whole step, and a pipeline's ranks reach theirs one by one: "
             "choose what is recomputed, as fp.remat('layers') or fp.remat('attention')"
         )
     if parts.ranks == 1:
-        end_one_microbatch(program.traced, plan.virtual, program.in_specs, program.out_specs)
+        place_single_microbatch_sums(program.traced, plan.virtual, program.in_specs, program.out_specs)
     fold_layers(program.traced)
     simplify(program.traced)
-    late = [Marked(), Turned(), *(each for each in layout.passes if each.order >= 0)]
+    late = [RecomputeMarked(), TransposedGradients(), *(each for each in layout.passes if each.order >= 0)]
     later, _ = yield from _passed(program, late, wide, options)
     program.passes += later
     inlined = _per_microbatch(program, layout)
@@ -118,9 +126,9 @@ def _pipelined(program: Program, layout: Layout, parts: Parts, options: Options)
         yield from _finished_part(part, program.backend, options)
     forget_ops(names_in(result))
     for work in (work for stage in result.stages for work in stage.works.values()):
-        for part in add_in_place(work) if InPlace.name not in options.without else ():
-            part.passes += (InPlace.name,)
-            yield Intermediate(InPlace.name, part, part.mesh)
+        for part in accumulate_in_place(work) if InPlaceUpdates.name not in options.without else ():
+            part.passes += (InPlaceUpdates.name,)
+            yield Intermediate(InPlaceUpdates.name, part, part.mesh)
     result.passes += tuple(dict.fromkeys(name for part, _ in result.programs() for name in part.passes))
     return result
 
@@ -130,7 +138,7 @@ def _finished_part(part: Program, backend: str, options: Options) -> Programs[No
     part.backend = backend
     yield Intermediate("cut", part, part.mesh)
     donated = any(info(node).donated for node in part.traced.inputs)
-    part.passes, _ = yield from _passed(part, [Reductions(), *_last(options, donated)], part.mesh, options)
+    part.passes, _ = yield from _passed(part, [EarlyReductions(), *_last(options, donated)], part.mesh, options)
     fuse_views(part.traced)
     yield Intermediate("views", part, part.mesh)
 
@@ -159,4 +167,4 @@ def _per_microbatch(program: Program, layout: Layout) -> set[fx.Node]:
 
 def _last(options: Options, donated: bool) -> list[ProgramPass]:
     buckets: list[ProgramPass] = [] if options.bucket is None else [Buckets(options.bucket)]
-    return [*buckets, InPlace()] if donated else buckets
+    return [*buckets, InPlaceUpdates()] if donated else buckets

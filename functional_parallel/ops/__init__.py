@@ -4,7 +4,7 @@ from . import attention, ctc, draws, grouped, keyed_draws
 from .adamw_kernel import ADAMW, ADAMW_IN_PLACE, adamw_of_one
 from .constrain import OP as CONSTRAIN
 from .constrain import constrain, refuse_idle
-from .marks import define_mark
+from .marks import define_marker
 from .packing import PACK, UNPACK, UNPACK_INTO, packed, run_of, unpacked
 from .squares import sum_of_squares
 
@@ -19,7 +19,7 @@ __all__ = [
     "attention",
     "constrain",
     "ctc",
-    "define_mark",
+    "define_marker",
     "draws",
     "grouped",
     "keyed_draws",

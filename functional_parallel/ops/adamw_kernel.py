@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from ..ir import differentiable
+from ..ir import register_differentiable
 
 __all__ = ["ADAMW", "ADAMW_IN_PLACE", "adamw_of_one"]
 
@@ -35,7 +35,7 @@ def adamw_of_one(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *options: Any) -> T
         ValueError: when they differ in shape or dtype.
     """
     _require_alike(p, g, m, v)
-    if _torch.holds_levels((p, g, m, v)):
+    if _torch.has_functorch_level((p, g, m, v)):
         return _formula(p, g, m, v, *options)
     found: Triple = ADAMW(p, g, m, v, *options)
     return found
@@ -145,5 +145,5 @@ torch.library.register_fake("fp::adamw", _fake, lib=_library)
 torch.library.register_fake("fp::adamw_", _fake_in_place, lib=_library)
 ADAMW = torch.ops.fp.adamw.default
 ADAMW_IN_PLACE = torch.ops.fp.adamw_.default
-differentiable(ADAMW, _formula)
-differentiable(ADAMW_IN_PLACE, _formulas)
+register_differentiable(ADAMW, _formula)
+register_differentiable(ADAMW_IN_PLACE, _formulas)

@@ -15,8 +15,8 @@ from torch import fx
 
 from .. import _torch, random
 from .. import collectives as fp
-from ..ir import differentiable, info, tensor_operands
-from ..rules import WHOLE, Decision, Rule, Shard, Step, rule
+from ..ir import info, register_differentiable, tensor_operands
+from ..rules import REPLICATED, OpContext, OpSharding, Rule, Shard, rule
 from ..tracing import intercept
 
 __all__ = ["attention"]
@@ -126,7 +126,7 @@ def _fake(q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float | Non
 
 _library.impl("attention", attention, "CompositeExplicitAutograd")
 torch.library.register_fake("fp::attention", _fake, lib=_library)
-differentiable(torch.ops.fp.attention.default, attention)
+register_differentiable(torch.ops.fp.attention.default, attention)
 
 
 # -----------------------------------------------------------------------------
@@ -156,17 +156,17 @@ def _row(batch: list[str], heads: list[str], rest: str) -> str:
     return " ".join([*batch, *heads, rest])
 
 
-def _decide(step: Step) -> Decision | None:
+def _decide(step: OpContext) -> OpSharding | None:
     """More ranks than groups: query heads stay split, and each rank picks the key heads that its own need."""
     q, k = step.operands[0], step.operands[1]
     heads_dim = q.aval.ndim - 3
     split = isinstance(q.place, Shard) and q.place.dim == heads_dim
-    if not split or k.place != WHOLE or step.parts.divide(k.aval.shape[-3]) or not step.parts.is_even:
+    if not split or k.place != REPLICATED or step.parts.divide(k.aval.shape[-3]) or not step.parts.is_even:
         return None
-    return Decision((q.place, *[WHOLE] * (len(step.operands) - 1)), (q.place,), None)
+    return OpSharding((q.place, *[REPLICATED] * (len(step.operands) - 1)), (q.place,), None)
 
 
-def _local(step: Step, q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float | None) -> torch.Tensor:
+def _local(step: OpContext, q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float | None) -> torch.Tensor:
     place = step.decision.operands[0]
     if step.choice is None and isinstance(place, Shard) and q.shape[-3] != step.operands[0].aval.shape[-3]:
         heads, groups = step.operands[0].aval.shape[-3], k.shape[-3]

@@ -13,7 +13,7 @@ from sharding_specs import Mesh, P, SpecError, as_spec
 from ..collectives import current_axes, hidden_axes, mesh_axis_size
 from ..ir import Source, current_source, warn_at
 from ..tracing import recorder
-from .marks import define_mark
+from .marks import define_marker
 
 __all__ = ["OP", "constrain", "refuse_idle"]
 
@@ -146,5 +146,5 @@ def constrain_rest(x: Any, axes: Sequence[str], dims: Sequence[int], outers: Seq
 
 
 # Gradients follow from the collectives that the constraint becomes.
-_Constrain = define_mark("constrain(Tensor x, str[] axes, int[] dims, int[] outers)", constrain_rest, names_dims=True)
+_Constrain = define_marker("constrain(Tensor x, str[] axes, int[] dims, int[] outers)", constrain_rest, names_dims=True)
 OP = _Constrain.op

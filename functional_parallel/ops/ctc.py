@@ -13,7 +13,7 @@ import torch
 from .. import _torch
 from ..collectives import keeping_grad_mode
 from ..errors import TracingError
-from ..ir import current_source, differentiable
+from ..ir import current_source, register_differentiable
 from ..rules import Rule, rule
 from ..tracing import intercept
 
@@ -69,7 +69,7 @@ def _no_more(source: Any) -> TracingError:
 
 _library.impl("ctc", _ctc, "CompositeExplicitAutograd")
 torch.library.register_fake("fp::ctc", _fake, lib=_library)
-differentiable(torch.ops.fp.ctc.default, _losses)
+register_differentiable(torch.ops.fp.ctc.default, _losses)
 rule([torch.ops.fp.ctc.default], Rule("t^ n c^, n s^, n, n -> n, newt n newc"))
 
 

@@ -8,24 +8,24 @@ from typing import Any
 import torch
 
 from .. import random
-from ..rules import WHOLE, Decision, Rule, Shard, Step, rule
+from ..rules import REPLICATED, OpContext, OpSharding, Rule, Shard, rule
 
 
-def _decide(step: Step) -> Decision:
+def _decide(step: OpContext) -> OpSharding:
     """As `like` lies, or as its keys do; only its shape is asked for, so partial sums count as whole."""
     like, key = (operand.place for operand in step.operands)
     if isinstance(like, Shard):
-        return Decision((like, WHOLE), (replace(like, dim=like.dim + _keys(step)),), of_shapes=True)
-    return Decision((like, key), (key if isinstance(key, Shard) else WHOLE,), of_shapes=True)
+        return OpSharding((like, REPLICATED), (replace(like, dim=like.dim + _keys(step)),), of_shapes=True)
+    return OpSharding((like, key), (key if isinstance(key, Shard) else REPLICATED,), of_shapes=True)
 
 
-def _keys(step: Step) -> int:
+def _keys(step: OpContext) -> int:
     """How many dims of keys there are in front."""
     return step.operands[1].aval.ndim
 
 
 def _local(
-    step: Step, like: torch.Tensor, key: torch.Tensor, shape: Any, axes: Any, dims: Any, outers: Any, samples: Any
+    step: OpContext, like: torch.Tensor, key: torch.Tensor, shape: Any, axes: Any, dims: Any, outers: Any, samples: Any
 ) -> torch.Tensor:
     place = step.decision.operands[0]
     if isinstance(place, Shard):

@@ -14,7 +14,7 @@ import torch
 from .. import _torch
 from ..collectives import keeping_grad_mode
 from ..errors import TracingError
-from ..ir import current_source, differentiable
+from ..ir import current_source, register_differentiable
 from ..rules import Rule, rule
 from ..tracing import intercept
 
@@ -178,7 +178,7 @@ for _op, _function, _text in (
     (torch.ops.fp.grouped_mm.default, grouped_mm, "~s^ k+, ~e^ k+ n, e^ -> s n"),
     (torch.ops.fp.grouped_outer.default, grouped_outer, "~s^ k, ~s^ n, e^ -> e k n"),
 ):
-    differentiable(_op, _function)
+    register_differentiable(_op, _function)
     rule([_op], Rule(_text))
 
 

@@ -7,14 +7,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..ir import differentiable
+from ..ir import register_differentiable
 
-__all__ = ["Mark", "define_mark"]
+__all__ = ["MarkerOp", "define_marker"]
 
 _library = torch.library.Library("fp", "FRAGMENT")
 
 
-class Mark(torch.autograd.Function):
+class MarkerOp(torch.autograd.Function):
     """The identity in every derivative; `op` is the library op that a trace records for it."""
 
     op: ClassVar[Any]
@@ -32,7 +32,7 @@ class Mark(torch.autograd.Function):
         return cotangent, *(None,) * ctx.parameters
 
 
-def define_mark(schema: str, again: Callable[..., Any], *, names_dims: bool) -> type[Mark]:
+def define_marker(schema: str, again: Callable[..., Any], *, names_dims: bool) -> type[MarkerOp]:
     """Define a mark's library op, and the Function that applies it.
 
     Args:
@@ -45,7 +45,7 @@ def define_mark(schema: str, again: Callable[..., Any], *, names_dims: bool) -> 
     _library.impl(name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fp::{name}", _fake, lib=_library)
 
-    class Defined(Mark):
+    class Defined(MarkerOp):
         op = getattr(torch.ops.fp, name).default
 
         @staticmethod
@@ -58,7 +58,7 @@ def define_mark(schema: str, again: Callable[..., Any], *, names_dims: bool) -> 
                 return Defined.apply(x, *parameters), in_dims[0]
             return Defined.apply(x.movedim(in_dims[0], -1), *parameters), x.ndim - 1
 
-    differentiable(Defined.op, again)
+    register_differentiable(Defined.op, again)
     return Defined
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..ir import differentiable
+from ..ir import register_differentiable
 
 __all__ = ["PACK", "UNPACK", "UNPACK_INTO", "packed", "run_of", "unpacked"]
 
@@ -82,6 +82,6 @@ torch.library.register_fake("fp::unpack", _fake_unpack, lib=_library)
 PACK = torch.ops.fp.pack.default
 UNPACK = torch.ops.fp.unpack.default
 UNPACK_INTO = torch.ops.fp.unpack_.default
-differentiable(PACK, packed)
-differentiable(UNPACK, unpacked)
-differentiable(UNPACK_INTO, lambda target, *packed: unpacked(*packed))
+register_differentiable(PACK, packed)
+register_differentiable(UNPACK, unpacked)
+register_differentiable(UNPACK_INTO, lambda target, *packed: unpacked(*packed))

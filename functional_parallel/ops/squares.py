@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from ..ir import as_real, differentiable
+from ..ir import as_real, register_differentiable
 
 __all__ = ["sum_of_squares"]
 
@@ -30,7 +30,7 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
             but in float32 at least: float16 holds none of more than 255.
     """
     tensors = list(map(as_real, tensors))
-    if _torch.holds_levels(tensors):
+    if _torch.has_functorch_level(tensors):
         return _in_torchs_ops(tensors)
     result: Tensor = torch.ops.fp.sum_of_squares(tensors)
     return result
@@ -69,4 +69,4 @@ def _fake(tensors: Sequence[Tensor]) -> Tensor:
 
 _library.impl("sum_of_squares", _sum, "CompositeExplicitAutograd")
 torch.library.register_fake("fp::sum_of_squares", _fake, lib=_library)
-differentiable(torch.ops.fp.sum_of_squares.default, _in_torchs_ops)
+register_differentiable(torch.ops.fp.sum_of_squares.default, _in_torchs_ops)

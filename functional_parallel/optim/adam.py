@@ -11,7 +11,7 @@ from ..functions import explain_keywords
 from .adamw import AdamWState, adamw
 from .decay import Decay, decay_rates
 from .hyperparameters import require_betas, require_not_negative, require_rate
-from .optimizer import Optimizer, Schedule, known_elementwise, map_gradients
+from .optimizer import Optimizer, Schedule, map_gradients, mark_elementwise
 from .sgd import decayed
 
 __all__ = ["adam"]
@@ -55,7 +55,7 @@ def adam(
         rates(params)  # a pattern that matches nothing is refused here
         return plain.init(params)
 
-    @known_elementwise
+    @mark_elementwise
     def update(grads: Any, state: AdamWState, params: Any, constants: Any = None) -> tuple[Any, AdamWState]:
         def one(p: torch.Tensor, g: torch.Tensor, rate: float) -> torch.Tensor:
             return decayed(g, p, rate)

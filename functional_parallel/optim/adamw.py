@@ -11,7 +11,7 @@ from ..functions import explain_keywords
 from ..ops import adamw_of_one
 from .decay import Decay, decay_rates
 from .hyperparameters import require_betas, require_not_negative, require_rate
-from .optimizer import Optimizer, Schedule, known_elementwise, learning_rate, map_leaves, zeros_like
+from .optimizer import Optimizer, Schedule, learning_rate, map_leaves, mark_elementwise, zeros_like
 
 __all__ = ["AdamWState", "adamw"]
 
@@ -60,7 +60,7 @@ def adamw(
         rates(params)  # a pattern that matches nothing is refused here
         return AdamWState(torch.zeros(()), zeros_like(params), zeros_like(params))
 
-    @known_elementwise
+    @mark_elementwise
     def update(grads: Any, state: AdamWState, params: Any, constants: Any = None) -> tuple[Any, AdamWState]:
         rate, step = learning_rate(lr, state.step), state.step + 1
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..ir import differentiable
+from ..ir import register_differentiable
 
 __all__ = ["counted_on_host", "rate_on_host"]
 
@@ -103,4 +103,4 @@ OP: Any = torch.ops.fp.rate_on_host.default
 torch.library.register_vmap(
     "fp::rate_on_host", lambda info, in_dims, updates, name: (OP(updates, name), in_dims[0]), lib=_library
 )
-differentiable(OP, lambda updates, name: OP(updates.detach(), name))
+register_differentiable(OP, lambda updates, name: OP(updates.detach(), name))

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from ..functions import written_here
-from ..quantities import is_amount, is_number
+from ..quantities import is_non_negative, is_number
 
 __all__ = ["require_betas", "require_not_negative", "require_rate"]
 
 
 def require_rate(optimizer: str, lr: Any) -> None:
     """Refuse what is neither a learning rate, as a number or a scalar tensor, nor a function that makes them."""
-    if callable(lr) or (isinstance(lr, torch.Tensor) and lr.ndim == 0) or is_amount(lr):
+    if callable(lr) or (isinstance(lr, torch.Tensor) and lr.ndim == 0) or is_non_negative(lr):
         return
     instead = written_here(lr)
     if instead:
@@ -28,7 +28,7 @@ def require_rate(optimizer: str, lr: Any) -> None:
 def require_not_negative(optimizer: str, **values: Any) -> None:
     """Refuse what is no number of at least 0."""
     for name, value in values.items():
-        if not is_amount(value):
+        if not is_non_negative(value):
             raise ValueError(f"{optimizer}({name}={value!r}): give a number of at least 0")
 
 

@@ -10,7 +10,7 @@ import torch
 from ..functions import explain_keywords
 from .decay import Decay, decay_rates
 from .hyperparameters import require_betas, require_not_negative, require_rate
-from .optimizer import Optimizer, Schedule, known_elementwise, learning_rate, map_leaves, zeros_like
+from .optimizer import Optimizer, Schedule, learning_rate, map_leaves, mark_elementwise, zeros_like
 
 __all__ = ["LionState", "lion"]
 
@@ -56,7 +56,7 @@ def lion(
         rates(params)  # a pattern that matches nothing is refused here
         return LionState(torch.zeros(()), zeros_like(params))
 
-    @known_elementwise
+    @mark_elementwise
     def update(grads: Any, state: LionState, params: Any, constants: Any = None) -> tuple[Any, LionState]:
         rate = learning_rate(lr, state.step)
 

@@ -20,10 +20,10 @@ __all__ = [
     "Schedule",
     "clip_value",
     "is_known_elementwise",
-    "known_elementwise",
     "learning_rate",
     "map_gradients",
     "map_leaves",
+    "mark_elementwise",
     "skipping",
     "skips_untrained",
     "zeros_like",
@@ -69,7 +69,7 @@ _skipping: WeakSet[Any] = WeakSet()
 _known: WeakSet[Any] = WeakSet()  # by identity: a wrapper's attributes would be those of what it wraps
 
 
-def known_elementwise(update: F) -> F:
+def mark_elementwise(update: F) -> F:
     """Mark an update of ours that tests show to be elementwise: to read that off a trace takes time at every start."""
     _known.add(update)
     return skipping(update)
@@ -121,7 +121,7 @@ def clip_value(optimizer: Optimizer, bound: float) -> Optimizer:
         return optimizer.update(clipped, state, params, *specs, **constants)
 
     if is_known_elementwise(optimizer.update):
-        known_elementwise(update)
+        mark_elementwise(update)
     if skips_untrained(optimizer.update):
         skipping(update)
     return Optimizer(optimizer.init, update, optimizer.specs, optimizer.constants)

@@ -11,7 +11,7 @@ from ..functions import explain_keywords
 from ..quantities import is_number
 from .decay import Decay, decay_rates
 from .hyperparameters import require_not_negative, require_rate
-from .optimizer import Optimizer, Schedule, known_elementwise, learning_rate, map_leaves, zeros_like
+from .optimizer import Optimizer, Schedule, learning_rate, map_leaves, mark_elementwise, zeros_like
 
 __all__ = ["SGDState", "sgd"]
 
@@ -66,7 +66,7 @@ def sgd(
         velocity = zeros_like(params) if momentum else None
         return SGDState(torch.zeros(()), velocity)
 
-    @known_elementwise
+    @mark_elementwise
     def update(grads: Any, state: SGDState, params: Any, constants: Any = None) -> tuple[Any, SGDState]:
         rate = learning_rate(lr, state.step)
         constants = rates(params) if constants is None else constants

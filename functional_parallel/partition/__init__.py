@@ -1,15 +1,15 @@
 """Partition: a function that is global with respect to one mesh axis → one that is local to it."""
 
 from . import own_ops
-from .function import partition, place_of
+from .function import axis_layout_of, partition
 from .preparation import prepare
 from .run import PartitionError, PartitionWarning
 
 __all__ = [
     "PartitionError",
     "PartitionWarning",
+    "axis_layout_of",
     "own_ops",
     "partition",
-    "place_of",
     "prepare",
 ]

@@ -16,15 +16,24 @@ from torch import fx
 
 from sharding_specs import P, Placement, broadcast_specs, register_dataclasses, require_dims, tree_paths
 
-from ..collectives import Parts, axis_parts, current_axes, hidden_axes, hide, mesh_axis_size
-from ..functions import Layout, LocalFunction, PyTree, SpecTree, axis_mesh, full_specs, layout_of, refuse_unknown_axes
+from ..collectives import DimSplit, axis_dim_split, current_axes, hidden_axes, hide, mesh_axis_size
+from ..functions import (
+    Layout,
+    LocalFunction,
+    PyTree,
+    SpecTree,
+    axis_mesh,
+    layout_of,
+    refuse_unknown_axes,
+    specs_per_leaf,
+)
 from ..ir import Aval, Traced, hollow, info
-from ..rules import REDUCED, WHOLE, Place, Shard, convert
+from ..rules import REDUCED, REPLICATED, AxisLayout, Shard, convert
 from ..tracing import depends_on_layouts, recorder, trace
 from .preparation import prepare
 from .run import PartitionError, run_partitioned
 
-__all__ = ["partition", "place_of"]
+__all__ = ["axis_layout_of", "partition"]
 
 Specs = Callable[[tuple[PyTree, ...]], tuple[SpecTree, ...]]
 
@@ -78,9 +87,9 @@ def partition(
     specs = in_specs if callable(in_specs) else (lambda args: _as_tuple(in_specs, args))
 
     def arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
-        own = full_specs(specs(args), args, f"specs of {name}")
+        own = specs_per_leaf(specs(args), args, f"specs of {name}")
         refuse_unknown_axes(own, name, {axis})
-        before = full_specs(inner.arguments(args), args, f"specs of {f!r}")
+        before = specs_per_leaf(inner.arguments(args), args, f"specs of {f!r}")
         return tuple(_merge_trees(a, b, axis, inner.axes) for a, b in zip(before, own, strict=True))
 
     described = (*inner.describe, name)
@@ -116,17 +125,17 @@ class _Partition:
         self.entries: dict[Any, _Entry] = {}
 
     def __call__(self, *args: PyTree) -> tuple[PyTree, SpecTree]:
-        cut = axis_parts(self.axis)
+        cut = axis_dim_split(self.axis)
         register_dataclasses(args)
         specs = self._leaf_specs(args)
         leaves, tree = optree.tree_flatten(args)
-        places = [place_of(spec, self.axis, self.inner.axes) for spec in specs]
+        places = [axis_layout_of(spec, self.axis, self.inner.axes) for spec in specs]
         given, held = leaves, places
         leaves, places = self._gather(args, leaves, places, specs, cut)
         tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         entry = self._entry(leaves, tree, tensors, places, cut)
         self._check_layouts(entry.traced, args, given, held)
-        flat_places = [places[index] for index in tensors] + [WHOLE] * len(entry.traced.captured)
+        flat_places = [places[index] for index in tensors] + [REPLICATED] * len(entry.traced.captured)
         static = self._argument_flags(args, (self.parameters,))
         outputs, out_places = run_partitioned(
             entry.traced,
@@ -142,14 +151,14 @@ class _Partition:
         return optree.tree_unflatten(entry.out_tree, outputs), optree.tree_unflatten(entry.out_tree, specs_out)
 
     def _leaf_specs(self, args: tuple[PyTree, ...]) -> list[P]:
-        return optree.tree_leaves(full_specs(self.specs(args), args, f"specs over {self.axis!r}"))
+        return optree.tree_leaves(specs_per_leaf(self.specs(args), args, f"specs over {self.axis!r}"))
 
     def _argument_flags(self, args: tuple[PyTree, ...], numbers: Sequence[int | None]) -> list[bool]:
         return [number in numbers for number, arg in enumerate(args) for _ in optree.tree_leaves(arg)]
 
     def _gather(
-        self, args: tuple[PyTree, ...], leaves: list[Any], places: list[Place], specs: list[P], cut: Parts
-    ) -> tuple[list[Any], list[Place]]:
+        self, args: tuple[PyTree, ...], leaves: list[Any], places: list[AxisLayout], specs: list[P], cut: DimSplit
+    ) -> tuple[list[Any], list[AxisLayout]]:
         flags = self._argument_flags(args, self.gathered)
         whole = [flag and isinstance(place, Shard) for flag, place in zip(flags, places, strict=True)]
         self._check_padding(args, whole, specs)
@@ -164,7 +173,9 @@ class _Partition:
             if self.axis in spec.axes and spec.only({self.axis}).padded and not flag:
                 raise PartitionError(f"{path}: {spec!r} is padded, which only what lies at rest can be; make it even")
 
-    def _check_layouts(self, traced: Traced, args: tuple[PyTree, ...], leaves: list[Any], places: list[Place]) -> None:
+    def _check_layouts(
+        self, traced: Traced, args: tuple[PyTree, ...], leaves: list[Any], places: list[AxisLayout]
+    ) -> None:
         """Outside of a trace a shard's strides say nothing of the full tensor's, so it counts as contiguous."""
         if not traced.layout_reads:
             return
@@ -175,7 +186,7 @@ class _Partition:
         ]
         depends_on_layouts(traced, [leaf for leaf, _ in tensors], [path for _, path in tensors])
 
-    def _out_places(self, entry: _Entry) -> list[Place | None] | None:
+    def _out_places(self, entry: _Entry) -> list[AxisLayout | None] | None:
         if self.out_specs is None:
             return None
         outputs = optree.tree_unflatten(entry.out_tree, entry.traced.outputs)
@@ -183,11 +194,13 @@ class _Partition:
         shapes = optree.tree_map(lambda out: hollow(info(out).val) if isinstance(out, fx.Node) else out, outputs)
         require_dims(shapes, full, f"the results over {self.axis!r} (out_specs)")
         specs = optree.tree_leaves(full)
-        return [place_of(spec, self.axis, self.inner.axes) for spec in specs]
+        return [axis_layout_of(spec, self.axis, self.inner.axes) for spec in specs]
 
     # --- tracing ---
 
-    def _entry(self, leaves: list[Any], tree: Any, tensors: list[int], places: list[Place], cut: Parts) -> _Entry:
+    def _entry(
+        self, leaves: list[Any], tree: Any, tensors: list[int], places: list[AxisLayout], cut: DimSplit
+    ) -> _Entry:
         avals = [_global_aval(leaves[index], places[index], cut) for index in tensors]
         static = tuple(repr(leaf) for index, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
         key = (tree, tuple(avals), static, tuple(current_axes().items()), hidden_axes(), cut)
@@ -239,7 +252,7 @@ def _trimmed(x: torch.Tensor, spec: P) -> torch.Tensor:
     return x
 
 
-def place_of(spec: P, axis: str, inner: Sequence[str]) -> Place:
+def axis_layout_of(spec: P, axis: str, inner: Sequence[str]) -> AxisLayout:
     """Where a spec puts a value on one axis, in a view that is local to the inner axes already.
 
     Args:
@@ -250,7 +263,7 @@ def place_of(spec: P, axis: str, inner: Sequence[str]) -> Place:
     if axis in spec.reduced:
         return REDUCED
     if axis not in spec.axes:
-        return WHOLE
+        return REPLICATED
     by_axis: dict[str, Placement] = {placement.axis: placement for placement in spec.placements(axis_mesh())}
     mine = by_axis[axis]
     outer = mine.outer
@@ -261,14 +274,14 @@ def place_of(spec: P, axis: str, inner: Sequence[str]) -> Place:
     return Shard(mine.dim, outer)
 
 
-def _global_aval(leaf: torch.Tensor, place: Place, cut: Parts) -> Aval:
+def _global_aval(leaf: torch.Tensor, place: AxisLayout, cut: DimSplit) -> Aval:
     shape = list(leaf.shape)
     if isinstance(place, Shard):
         shape[place.dim] = cut.whole(shape[place.dim])
     return Aval(tuple(shape), leaf.dtype, leaf.device)
 
 
-def _with_place(spec: P, place: Place, axis: str, padded: Mapping[int, int] | None = None) -> P:
+def _with_place(spec: P, place: AxisLayout, axis: str, padded: Mapping[int, int] | None = None) -> P:
     """The spec of a value that inner transforms left as `spec` and this one leaves in `place`."""
     if not isinstance(place, Shard):
         return spec
@@ -295,6 +308,6 @@ def _merge_trees(before: SpecTree, own: SpecTree, axis: str, inner: Sequence[str
             told = b.only((*inner, axis))
             return told.replace(reduced=told.reduced | a.reduced, unreduced=told.unreduced | a.unreduced)
         mine = b.only({axis})
-        return _with_place(a, place_of(mine, axis, ()), axis, mine.padded)
+        return _with_place(a, axis_layout_of(mine, axis, ()), axis, mine.padded)
 
     return optree.tree_map(merge, before, own)

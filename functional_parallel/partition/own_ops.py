@@ -12,41 +12,41 @@ from torch import fx
 from ..checker import DECLARED
 from ..collectives import mesh_axis_size
 from ..ops import CONSTRAIN
-from ..rules import WHOLE, Decision, Place, Rule, Shard, Step, ndim_of, rule, whole_along
+from ..rules import REPLICATED, AxisLayout, OpContext, OpSharding, Rule, Shard, ndim_of, rule, whole_along
 
 ops = torch.ops.fp
 
 
-def _other_size(step: Step) -> int:
+def _other_size(step: OpContext) -> int:
     size = 1
     for name in step.node.args[1]:
         size *= mesh_axis_size(str(name))
     return size
 
 
-def _decide_gather(step: Step) -> Decision:
+def _decide_gather(step: OpContext) -> OpSharding:
     """`all_gather` puts the other ranks outside everything else in the dim."""
     place, dim = step.operands[0].place, step.node.args[2]
     if isinstance(place, Shard) and place.dim == dim:
-        return Decision((place,), (Shard(dim, place.outer * _other_size(step)),))
-    return Decision((place,), (place,))
+        return OpSharding((place,), (Shard(dim, place.outer * _other_size(step)),))
+    return OpSharding((place,), (place,))
 
 
-def _decide_scatter(step: Step) -> Decision:
+def _decide_scatter(step: OpContext) -> OpSharding:
     """A slice takes the outermost factor of the dim, so a split inside that factor survives."""
     place, dim = step.operands[0].place, step.node.args[2]
     if isinstance(place, Shard) and place.dim == dim:
         outer, rest = divmod(place.outer, _other_size(step))
-        return Decision((WHOLE,), (WHOLE,)) if rest else Decision((place,), (Shard(dim, outer),))
-    return Decision((place,), (place,))
+        return OpSharding((REPLICATED,), (REPLICATED,)) if rest else OpSharding((place,), (Shard(dim, outer),))
+    return OpSharding((place,), (place,))
 
 
 def _exchange_text(node: fx.Node) -> str:
     return whole_along(*node.args[2:4], ndim=ndim_of(node))
 
 
-def _decide_index(step: Step) -> Decision:
-    return Decision((), (WHOLE,))
+def _decide_index(step: OpContext) -> OpSharding:
+    return OpSharding((), (REPLICATED,))
 
 
 rule([ops.psum.default, ops.pcast.default, ops.ppermute.default, ops.pbroadcast.default], Rule("~... -> ..."))
@@ -63,21 +63,21 @@ rule([ops.axis_index.default], Rule(decide=_decide_index))
 # -----------------------------------------------------------------------------
 
 
-def _decide_constraint(step: Step) -> Decision:
+def _decide_constraint(step: OpContext) -> OpSharding:
     """Where the spec puts the value on this axis; an axis that the spec does not name is left as it is."""
     place = constrained_place(step.node, step.axis)
     if place is None:
         held = step.operands[0].place
-        return Decision((held,), (held,))
-    return Decision((place,), (place,))
+        return OpSharding((held,), (held,))
+    return OpSharding((place,), (place,))
 
 
-def constrained_place(node: fx.Node, axis: str) -> Place | None:
+def constrained_place(node: fx.Node, axis: str) -> AxisLayout | None:
     """The place that a `constrain` node asks for on one axis, or None."""
     axes, dims, outers = node.args[1:4]
     for name, dim, outer in zip(axes, dims, outers, strict=True):
         if name == axis:
-            return Shard(dim, outer) if dim >= 0 else WHOLE
+            return Shard(dim, outer) if dim >= 0 else REPLICATED
     return None
 
 

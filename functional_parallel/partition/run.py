@@ -15,16 +15,16 @@ import torch
 from torch import fx
 
 from .. import collectives as fp
-from ..collectives import Parts
+from ..collectives import DimSplit
 from ..ir import (
     Aval,
     Traced,
+    at_source,
     current_source,
-    emit_node,
+    eval_node,
     explicit_casts,
     grad_mode_of,
     info,
-    inherit,
     is_trained,
     source_of,
     tensor_operands,
@@ -34,21 +34,21 @@ from ..ir import (
 from ..rules import (
     PARTIAL,
     REDUCED,
-    VARYING,
-    WHOLE,
-    Decision,
-    Form,
-    Operand,
-    Place,
+    REPLICATED,
+    REPLICATED_VARYING,
+    AxisLayout,
+    OpContext,
+    OperandInfo,
+    OpSharding,
     Reduced,
+    Replicated,
     Rule,
     Shard,
-    Step,
-    Whole,
+    TargetLayout,
+    choose_sharding,
     convert,
-    decide,
     lookup,
-    once,
+    mask_duplicates,
     parse_rule,
 )
 from .decompose import decomposed
@@ -69,23 +69,23 @@ class PartitionWarning(UserWarning):
 class _Value:
     """One value of the global function: its place, this rank's part, and the forms it was converted to."""
 
-    place: Place
+    place: AxisLayout
     part: Any
     is_parameter: bool = False
-    forms: dict[Form, Any] = field(default_factory=dict)
+    forms: dict[TargetLayout, Any] = field(default_factory=dict)
 
 
 def run_partitioned(
     traced: Traced,
     parts: Sequence[torch.Tensor],
-    places: Sequence[Place],
+    places: Sequence[AxisLayout],
     *,
     axis: str,
-    cut: Parts,
+    cut: DimSplit,
     is_parameter: Sequence[bool],
-    out_places: Sequence[Place | None] | None = None,
+    out_places: Sequence[AxisLayout | None] | None = None,
     strict: bool = False,
-) -> tuple[list[Any], list[Place]]:
+) -> tuple[list[Any], list[AxisLayout]]:
     """Compute a rank's part of a traced function.
 
     Args:
@@ -101,22 +101,22 @@ def run_partitioned(
     Returns:
         This rank's part of each output, and its place.
     """
-    run = _Run(axis, cut, strict)
+    run = _ShardInterpreter(axis, cut, strict)
     inputs = [*traced.inputs, *traced.captured_inputs]
     for node, part, place, static in zip(inputs, parts, places, is_parameter, strict=True):
         run.values[node] = _Value(place, part, static)
     with explicit_casts():
         for node in traced.graph.nodes:
             if node.op == "get_attr":
-                run.values[node] = _Value(WHOLE, traced.constants[node.target])
+                run.values[node] = _Value(REPLICATED, traced.constants[node.target])
             elif node.op == "call_function":
-                with inherit(source_of(node)):
+                with at_source(source_of(node)):
                     run.compute(node)
         return run.results(traced.outputs, out_places)
 
 
-class _Run:
-    def __init__(self, axis: str, cut: Parts, strict: bool) -> None:
+class _ShardInterpreter:
+    def __init__(self, axis: str, cut: DimSplit, strict: bool) -> None:
         self.axis, self.cut, self.strict = axis, cut, strict
         self.values: dict[fx.Node, Any] = {}
         self.stands_for: dict[fx.Node, fx.Node] = {}  # of a graph that is run in place of an op, its inputs
@@ -134,7 +134,7 @@ class _Run:
         step.decision = _decision(rule, step)
         completed = rule.whole_gradient and _is_reduced(step)
         reduced = _is_reduced(step) and not completed
-        whole = REDUCED if reduced else VARYING if step.decision.varying and not rule.casts else WHOLE
+        whole = REDUCED if reduced else REPLICATED_VARYING if step.decision.varying and not rule.casts else REPLICATED
         args, kwargs = self._arguments(node, tensor_operands(node), step.decision, whole, completed)
         if reduced:
             step.decision = replace(step.decision, results=tuple(map(_reduced, step.results)))
@@ -149,7 +149,7 @@ class _Run:
             return False
         for inner in traced.graph.nodes:
             if inner.op == "get_attr":
-                self.values[inner] = _Value(WHOLE, traced.constants[inner.target])
+                self.values[inner] = _Value(REPLICATED, traced.constants[inner.target])
         for inner, operand in zip(traced.inputs, tensor_operands(node), strict=True):
             self.values[inner], self.stands_for[inner] = self.values[operand], self.stands_for.get(operand, operand)
         for inner in traced.nodes:
@@ -158,12 +158,12 @@ class _Run:
         self.values[node] = values if isinstance(info(node).val, tuple) else values[0]
         return True
 
-    def _operand(self, node: fx.Node) -> Operand:
+    def _operand(self, node: fx.Node) -> OperandInfo:
         value: _Value = self.values[node]
-        completed = value.place == PARTIAL and WHOLE in value.forms  # to go on with parts would cost another sum
-        return Operand(info(node).aval, WHOLE if completed else value.place, value.is_parameter)
+        completed = value.place == PARTIAL and REPLICATED in value.forms  # to go on with parts would cost another sum
+        return OperandInfo(info(node).aval, REPLICATED if completed else value.place, value.is_parameter)
 
-    def _rule(self, step: Step) -> Rule:
+    def _rule(self, step: OpContext) -> Rule:
         rule = lookup(step.node.target)
         if rule is not None:
             return rule
@@ -175,10 +175,10 @@ class _Run:
             if self.strict:
                 raise PartitionError(message)
             warn_at(source_of(step.node), message, PartitionWarning)
-        return _REPLICATED
+        return _COMPUTE_REPLICATED
 
     def _arguments(
-        self, node: fx.Node, operands: list[fx.Node], decision: Decision, whole: Form, completed: bool = False
+        self, node: fx.Node, operands: list[fx.Node], decision: OpSharding, whole: TargetLayout, completed: bool = False
     ) -> tuple[Any, Any]:
         """The node's arguments with each tensor converted to what the decision requires.
 
@@ -192,40 +192,40 @@ class _Run:
             index, (operand, required) = next(remaining)
             if completed and self.values[operand].place == REDUCED:
                 return self._with_whole_gradient(operand)
-            part = self._in_form(operand, whole if isinstance(required, (Whole, Reduced)) else required)
-            return once(part, required, self.axis, self.cut) if index in decision.masked else part
+            part = self._in_form(operand, whole if isinstance(required, (Replicated, Reduced)) else required)
+            return mask_duplicates(part, required, self.axis, self.cut) if index in decision.masked else part
 
         return walk_args((node.args, node.kwargs), visit)
 
-    def _in_form(self, node: fx.Node, form: Form) -> Any:
+    def _in_form(self, node: fx.Node, form: TargetLayout) -> Any:
         node = self.stands_for.get(node, node)
         value = self.values[node]
         if form == value.place:
             return value.part
-        held_whole = isinstance(value.place, (Whole, Reduced))
-        if held_whole and (form == WHOLE or not (isinstance(form, Shard) or info(node).aval.is_differentiable)):
+        held_whole = isinstance(value.place, (Replicated, Reduced))
+        if held_whole and (form == REPLICATED or not (isinstance(form, Shard) or info(node).aval.is_differentiable)):
             return value.part
         if form not in value.forms:
-            if isinstance(form, Shard) and value.place == WHOLE:
+            if isinstance(form, Shard) and value.place == REPLICATED:
                 value.forms[form] = self._sliced(node, value, form)
             else:  # partial sums are completed on behalf of the op that left them
-                with inherit(source_of(node) if value.place == PARTIAL else current_source()):
+                with at_source(source_of(node) if value.place == PARTIAL else current_source()):
                     value.forms[form] = self._converted(value, form)
         return value.forms[form]
 
     def _with_whole_gradient(self, node: fx.Node) -> Any:
         """A Reduced value as an Invariant one, once for all ops that need it."""
         value: _Value = self.values[node]
-        if WHOLE not in value.forms:
-            value.forms[WHOLE] = convert(value.part, REDUCED, WHOLE, self.axis, self.cut)
-        return value.forms[WHOLE]
+        if REPLICATED not in value.forms:
+            value.forms[REPLICATED] = convert(value.part, REDUCED, REPLICATED, self.axis, self.cut)
+        return value.forms[REPLICATED]
 
-    def _converted(self, value: _Value, form: Form) -> Any:
-        if form == VARYING and value.place == PARTIAL:  # one psum, however many ops take it whole
-            whole = value.forms.get(WHOLE)
+    def _converted(self, value: _Value, form: TargetLayout) -> Any:
+        if form == REPLICATED_VARYING and value.place == PARTIAL:  # one psum, however many ops take it whole
+            whole = value.forms.get(REPLICATED)
             if whole is None:
-                whole = value.forms[WHOLE] = convert(value.part, PARTIAL, WHOLE, self.axis, self.cut)
-            return convert(whole, WHOLE, VARYING, self.axis, self.cut)
+                whole = value.forms[REPLICATED] = convert(value.part, PARTIAL, REPLICATED, self.axis, self.cut)
+            return convert(whole, REPLICATED, REPLICATED_VARYING, self.axis, self.cut)
         return convert(value.part, value.place, form, self.axis, self.cut)
 
     def _sliced(self, node: fx.Node, value: _Value, form: Shard) -> Any:
@@ -239,15 +239,15 @@ class _Run:
         if source is None:
             return self._converted(value, form)
         step, rule = source
-        args, kwargs = self._arguments(node, tensor_operands(node), step.decision, VARYING)
-        with inherit(source_of(node)), grad_mode_of(node):
+        args, kwargs = self._arguments(node, tensor_operands(node), step.decision, REPLICATED_VARYING)
+        with at_source(source_of(node)), grad_mode_of(node):
             return rule.local(step, *args, **kwargs) if rule.local else step.run(*args, **kwargs)
 
-    def _step(self, node: fx.Node) -> Step:
+    def _step(self, node: fx.Node) -> OpContext:
         operands = [self._operand(operand) for operand in tensor_operands(node)]
-        return Step(node, self.axis, self.cut, operands, _results(node), emit_node)
+        return OpContext(node, self.axis, self.cut, operands, _results(node), eval_node)
 
-    def _store(self, node: fx.Node, step: Step, outputs: Any) -> None:
+    def _store(self, node: fx.Node, step: OpContext, outputs: Any) -> None:
         static = bool(step.operands) and all(operand.is_parameter for operand in step.operands)
         parts = outputs if isinstance(outputs, (tuple, list)) else [outputs]
         if step.decision.extremum:
@@ -257,63 +257,65 @@ class _Run:
 
     # --- the end ---
 
-    def results(self, outputs: list[Any], wanted: Sequence[Place | None] | None) -> tuple[list[Any], list[Place]]:
+    def results(
+        self, outputs: list[Any], wanted: Sequence[AxisLayout | None] | None
+    ) -> tuple[list[Any], list[AxisLayout]]:
         parts: list[Any] = []
-        places: list[Place] = []
+        places: list[AxisLayout] = []
         for index, output in enumerate(outputs):
             if not isinstance(output, fx.Node):
                 parts.append(output)
-                places.append(WHOLE)
+                places.append(REPLICATED)
                 continue
             held = self.values[output].place
             place = wanted[index] if wanted is not None else None
-            place = place if place is not None else (WHOLE if held in (PARTIAL, REDUCED) else held)
-            with inherit(source_of(output)):
+            place = place if place is not None else (REPLICATED if held in (PARTIAL, REDUCED) else held)
+            with at_source(source_of(output)):
                 parts.append(self._result(output, place))
             places.append(place)
         return parts, places
 
-    def _result(self, output: fx.Node, place: Place) -> Any:
+    def _result(self, output: fx.Node, place: AxisLayout) -> Any:
         value = self.values[output]
-        if value.place == REDUCED and place == WHOLE:
+        if value.place == REDUCED and place == REPLICATED:
             if info(output).aval.is_differentiable:
-                return convert(value.part, REDUCED, WHOLE, self.axis, self.cut)
+                return convert(value.part, REDUCED, REPLICATED, self.axis, self.cut)
             return value.part.clone()  # of a parameter: what is computed without a gradient lies whole
         return self._in_form(output, place)
 
 
-def _is_split(step: Step) -> bool:
-    return any(not isinstance(operand.place, (Whole, Reduced)) for operand in step.operands)
+def _is_split(step: OpContext) -> bool:
+    return any(not isinstance(operand.place, (Replicated, Reduced)) for operand in step.operands)
 
 
-def _is_reduced(step: Step) -> bool:
+def _is_reduced(step: OpContext) -> bool:
     """Whether an op is computed of a value whose gradient is wanted as partial sums."""
     free = step.decision.varying or step.decision.of_shapes
     return not free and any(isinstance(operand.place, Reduced) for operand in step.operands)
 
 
-def _reduced(result: Aval | None) -> Place:
+def _reduced(result: Aval | None) -> AxisLayout:
     """Where that leaves a result; an op may leave out one that it was not asked for."""
-    return REDUCED if result is not None and result.is_differentiable else WHOLE
+    return REDUCED if result is not None and result.is_differentiable else REPLICATED
 
 
 def _results(node: fx.Node) -> list[Aval | None]:
     return list(info(node).results)
 
 
-def _decision(rule: Rule, step: Step) -> Decision:
+def _decision(rule: Rule, step: OpContext) -> OpSharding:
     decision = rule.decide(step) if rule.decide is not None else None
     if decision is None:
         text = parse_rule(rule.text_for(step.node))
-        decision = decide(text, step.operands, step.results, step.parts, step.where, rule.counts)
+        decision = choose_sharding(text, step.operands, step.results, step.parts, step.where, rule.counts)
     return decision
 
 
-def _whole(step: Step) -> Decision:
-    return Decision((WHOLE,) * len(step.operands), (WHOLE,) * len(step.results))
+def _whole(step: OpContext) -> OpSharding:
+    return OpSharding((REPLICATED,) * len(step.operands), (REPLICATED,) * len(step.results))
 
 
-_REPLICATED = Rule(decide=_whole)
+_COMPUTE_REPLICATED = Rule(decide=_whole)
 
 
 def _over_ranks(extremum: str, part: torch.Tensor, axis: str) -> torch.Tensor:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..rules import (
+    REPLICATED,
     VIEWS,
-    WHOLE,
-    Decision,
+    OpContext,
+    OpSharding,
     Rule,
     Shard,
-    Step,
     factor_sizes,
     find_factor,
     lookup,
@@ -22,10 +22,10 @@ from ..rules import (
 __all__ = ["split_backwards"]
 
 
-def split_backwards(step: Step, form: Shard) -> tuple[Step, Rule] | None:
+def split_backwards(step: OpContext, form: Shard) -> tuple[OpContext, Rule] | None:
     """A step that computes one rank's slice of a result from slices of whole operands, or None if no rule says how."""
     rule = lookup(step.node.target)
-    if rule is None or len(step.results) != 1 or any(operand.place != WHOLE for operand in step.operands):
+    if rule is None or len(step.results) != 1 or any(operand.place != REPLICATED for operand in step.operands):
         return None
     if step.node.target in VIEWS:
         decision = _through_view(step, form)
@@ -34,15 +34,15 @@ def split_backwards(step: Step, form: Shard) -> tuple[Step, Rule] | None:
     return None if decision is None else (replace(step, decision=decision), rule)
 
 
-def _through_view(step: Step, form: Shard) -> Decision | None:
+def _through_view(step: OpContext, form: Shard) -> OpSharding | None:
     before, after = step.operands[0].aval.shape, step.result().shape
     place = reshaped_place(after, before, form, step.parts)
     if not isinstance(place, Shard) or reshaped_place(before, after, place, step.parts) != form:
         return None
-    return Decision((place,), (form,))
+    return OpSharding((place,), (form,))
 
 
-def _through_text(step: Step, rule: Rule, form: Shard) -> Decision | None:
+def _through_text(step: OpContext, rule: Rule, form: Shard) -> OpSharding | None:
     text = parse_rule(rule.text_for(step.node))
     fits = [pattern.fit(op.aval.shape, step.where) for pattern, op in zip(text.operands, step.operands, strict=True)]
     result = text.results[0].fit(step.result().shape, step.where)
@@ -54,5 +54,5 @@ def _through_text(step: Step, rule: Rule, form: Shard) -> Decision | None:
     known = any(choice.factor in names for fit in fits for names in fit)
     if not known and not step.node.target._schema.name.endswith("::expand"):
         return None
-    required = tuple(placed(fit, choice, sizes) or WHOLE for fit in fits)
-    return Decision(required, (form,), choice)
+    required = tuple(placed(fit, choice, sizes) or REPLICATED for fit in fits)
+    return OpSharding(required, (form,), choice)

@@ -4,93 +4,93 @@ A `ProgramPass` is a value with a `name`, a place in the `order`, and `run(trace
 place and leaves its meaning as it was. Transforms put passes into a function's layout; `fp.compile` runs them.
 """
 
-from .added_products import add_products_in_place
-from .base import LookingAhead, ProgramPass, finished, named, run_passes
+from .added_products import fuse_matmul_accumulate
+from .base import LookaheadPass, ProgramPass, finished, pass_names, run_passes
 from .buckets import Buckets
-from .budget import BudgetError, RematWithin
-from .casts import NarrowGathers
-from .cheap import CheapAgain, CheapValues
-from .gathers import Gathers
-from .in_place import InPlace
+from .budget import BudgetError, RematToBudget
+from .casts import CastBeforeGather
+from .cheap import CheapValues, RecomputeCheap
+from .gathers import GatherPlacement
+from .in_place import InPlaceUpdates
 from .layers import fold_layers
 from .microbatches import (
     CASTS,
-    ReduceEach,
-    Rounds,
-    SumsOnce,
-    combined_by,
-    end_one_microbatch,
-    local_aval,
+    MicrobatchRounds,
+    ReduceOncePerStep,
+    ReducePerMicrobatch,
+    combine_op,
     microbatch_dim,
+    microbatch_splits,
     names_axis,
-    parts_of,
-    resized,
-    shortened,
+    place_single_microbatch_sums,
+    shard_aval,
     unroll,
+    with_dim_size,
+    with_global_size,
 )
-from .reduce_types import ReduceIn
-from .reductions import Reductions
-from .remat import Marked, Remat
-from .shards_first import ShardsFirst
-from .trivial import drop_trivial
-from .turned import Turned
+from .reduce_types import ReduceDtype
+from .reductions import EarlyReductions
+from .remat import RecomputeMarked, Remat
+from .shards_first import ReduceScatterFirst
+from .trivial import drop_size_one_axes
+from .turned import TransposedGradients
 from .views import fuse_views
 
-NAMES = frozenset(
+PASS_NAMES = frozenset(
     each.name
     for each in (
         Buckets,
-        CheapAgain,
-        Gathers,
-        InPlace,
-        Marked,
-        NarrowGathers,
-        ReduceEach,
-        ReduceIn,
-        Reductions,
+        RecomputeCheap,
+        GatherPlacement,
+        InPlaceUpdates,
+        RecomputeMarked,
+        CastBeforeGather,
+        ReducePerMicrobatch,
+        ReduceDtype,
+        EarlyReductions,
         Remat,
-        ShardsFirst,
-        SumsOnce,
-        Turned,
+        ReduceScatterFirst,
+        ReduceOncePerStep,
+        TransposedGradients,
     )
 )
 
 __all__ = [
     "CASTS",
-    "NAMES",
+    "PASS_NAMES",
     "Buckets",
     "BudgetError",
-    "CheapAgain",
+    "CastBeforeGather",
     "CheapValues",
-    "Gathers",
-    "InPlace",
-    "LookingAhead",
-    "Marked",
-    "NarrowGathers",
+    "EarlyReductions",
+    "GatherPlacement",
+    "InPlaceUpdates",
+    "LookaheadPass",
+    "MicrobatchRounds",
     "ProgramPass",
-    "ReduceEach",
-    "ReduceIn",
-    "Reductions",
+    "RecomputeCheap",
+    "RecomputeMarked",
+    "ReduceDtype",
+    "ReduceOncePerStep",
+    "ReducePerMicrobatch",
+    "ReduceScatterFirst",
     "Remat",
-    "RematWithin",
-    "Rounds",
-    "ShardsFirst",
-    "SumsOnce",
-    "Turned",
-    "add_products_in_place",
-    "combined_by",
-    "drop_trivial",
-    "end_one_microbatch",
+    "RematToBudget",
+    "TransposedGradients",
+    "combine_op",
+    "drop_size_one_axes",
     "finished",
     "fold_layers",
+    "fuse_matmul_accumulate",
     "fuse_views",
-    "local_aval",
     "microbatch_dim",
-    "named",
+    "microbatch_splits",
     "names_axis",
-    "parts_of",
-    "resized",
+    "pass_names",
+    "place_single_microbatch_sums",
     "run_passes",
-    "shortened",
+    "shard_aval",
     "unroll",
+    "with_dim_size",
+    "with_global_size",
 ]

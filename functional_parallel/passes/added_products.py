@@ -17,21 +17,21 @@ import torch
 from torch import fx
 
 from ..collectives import State
-from ..ir import Aval, Axes, Traced, axes_of_nodes, info, set_info
+from ..ir import Aval, AxisSet, Traced, axes_of_nodes, info, set_info
 
-__all__ = ["add_products_in_place"]
+__all__ = ["fuse_matmul_accumulate"]
 
 aten = torch.ops.aten
 
 
-def add_products_in_place(traced: Traced) -> bool:
+def fuse_matmul_accumulate(traced: Traced) -> bool:
     """Write products into sums that are updated in place or are sums of products; return whether any was.
 
     A sum is written at its last product, so no operand lives longer for it.
     """
     position = {node: index for index, node in enumerate(traced.graph.nodes)}
     sums = [node for node in traced.nodes if node.target in (aten.add.Tensor, aten.add_.Tensor)]
-    axes: dict[fx.Node, Axes] = {}
+    axes: dict[fx.Node, AxisSet] = {}
     found = False
     for node in sums:
         total, product = _parts(node, position)
@@ -50,7 +50,7 @@ def add_products_in_place(traced: Traced) -> bool:
     return found
 
 
-def _axes_of_input(node: fx.Node) -> Axes:
+def _axes_of_input(node: fx.Node) -> AxisSet:
     return frozenset(axis for axis, state in (info(node).type or {}).items() if state is not State.INVARIANT)
 
 
@@ -70,7 +70,7 @@ def fuses(like: Aval) -> bool:
     return like.device.type != "cpu" or like.dtype not in (torch.float32, torch.float64)
 
 
-def _is_given_up(total: fx.Node, node: fx.Node, axes: Mapping[fx.Node, Axes]) -> bool:
+def _is_given_up(total: fx.Node, node: fx.Node, axes: Mapping[fx.Node, AxisSet]) -> bool:
     """Whether a value lies by itself, for this sum alone, on every rank that has a sum of its own."""
     is_own = total.target in (aten.mm.default, aten.addmm_.default)
     return is_own and list(total.users) == [node] and axes[total] == axes[node]

@@ -13,7 +13,7 @@ from sharding_specs import Mesh
 
 from ..ir import Traced
 
-__all__ = ["LookingAhead", "ProgramPass", "finished", "named", "run_passes"]
+__all__ = ["LookaheadPass", "ProgramPass", "finished", "pass_names", "run_passes"]
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class ProgramPass(ABC):
 
 
 @runtime_checkable
-class LookingAhead(Protocol):
+class LookaheadPass(Protocol):
     """A pass that depends on what later passes make of the program."""
 
     def run_before(self, traced: Traced, mesh: Mesh, rest: Callable[[Traced], None]) -> str | None:
@@ -48,7 +48,7 @@ class LookingAhead(Protocol):
         ...
 
 
-def named(without: str | Collection[str]) -> frozenset[str]:
+def pass_names(without: str | Collection[str]) -> frozenset[str]:
     """The names of rewrites, of which one may be given by itself.
 
     >>> named("buckets") == named(["buckets"])
@@ -85,7 +85,7 @@ def run_passes(
     ordered = sorted(chosen, key=lambda each: each.order)
     notes = []
     for index, each in enumerate(ordered):
-        if isinstance(each, LookingAhead):
+        if isinstance(each, LookaheadPass):
             notes.append(each.run_before(traced, mesh, functools.partial(_run, ordered[index + 1 :], mesh)))
         else:
             each.run(traced, mesh)

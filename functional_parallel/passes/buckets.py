@@ -60,14 +60,14 @@ class Buckets(ProgramPass):
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
         full = _MOST if self.size == "auto" else int(self.size)
-        full_of_gradients = _fitting(traced) if self.size == "auto" else full
+        full_of_gradients = _auto_size(traced) if self.size == "auto" else full
         open_: dict[Hashable, _Bucket] = {}
         following: set[fx.Node] = set()
         for node in list(traced.nodes):
             if node in following or _is_alias_of_waiting(node, open_):
                 continue
             key = _key(node)
-            computes = key is None and not _looks(node)
+            computes = key is None and not _is_view_or_cast(node)
             for other, bucket in list(open_.items()):
                 asked = any(operand in bucket.waiting for operand in operands_of(node))
                 if asked or (computes and bucket.is_of_a_layer):
@@ -83,7 +83,7 @@ class Buckets(ProgramPass):
             bucket.send(traced, mesh, before=last)
 
 
-def _fitting(traced: Traced) -> int:
+def _auto_size(traced: Traced) -> int:
     """A size of which a backward fills several."""
     sums = [node for node in traced.nodes if _is_of_gradient(node)]
     following = {each for node in sums for each in _following(node)}
@@ -119,7 +119,7 @@ def _key(node: fx.Node) -> Hashable | None:
     return (name, tuple(node.args[1]), states, aval.dtype, aval.device, layer, info(node).no_grad)
 
 
-def _looks(node: fx.Node) -> bool:
+def _is_view_or_cast(node: fx.Node) -> bool:
     return primitive_name(node) == "pcast" or node.target in _VIEWS
 
 
@@ -137,7 +137,7 @@ def _is_only_returned(gather: fx.Node) -> bool:
 
 def _is_alias_of_waiting(node: fx.Node, open_: dict[Hashable, _Bucket]) -> bool:
     """Casts and views of what waits in a bucket wait with it: linear layers turn parameters and gradients round."""
-    if not _looks(node):
+    if not _is_view_or_cast(node):
         return False
     for bucket in open_.values():
         if node.args[0] in bucket.waiting:

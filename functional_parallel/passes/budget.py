@@ -14,10 +14,10 @@ from sharding_specs import Mesh
 from ..ir import Traced
 from ..program import Memory, memory_of, readable_bytes
 from .base import ProgramPass
-from .choices import Choice, ladder
-from .recompute import recompute
+from .choices import RematOption, remat_options
+from .recompute import insert_recompute
 
-__all__ = ["BudgetError", "RematWithin"]
+__all__ = ["BudgetError", "RematToBudget"]
 
 _WAYS_OUT = {
     "parameters": "fp.zero(3, axis) or fp.tensor_parallel, which split parameters",
@@ -35,7 +35,7 @@ class BudgetError(ValueError):
 
 
 @dataclass(frozen=True)
-class RematWithin(ProgramPass):
+class RematToBudget(ProgramPass):
     """Recompute what makes the peak fit; see `fp.remat`.
 
     The choices are a ladder that does not depend on the budget. What it expects is checked: a copy of the program goes
@@ -60,7 +60,7 @@ class RematWithin(ProgramPass):
         plain = memory_of("", finished)
         if plain.peak <= self.budget:
             return f"{self}: nothing is computed again, at most {readable_bytes(plain.peak)} are alive"
-        rungs = ladder(traced, finished, copies, mesh, self.where)
+        rungs = remat_options(traced, finished, copies, mesh, self.where)
 
         @functools.cache
         def memory(count: int) -> Memory:
@@ -69,10 +69,10 @@ class RematWithin(ProgramPass):
         reached = self._reached(rungs, lambda count: memory(count).peak)
         if memory(reached).peak > self.budget:
             raise BudgetError(_unreachable(self, plain, memory(reached)))
-        recompute(traced, _dropped(rungs[: reached + 1]))
+        insert_recompute(traced, _dropped(rungs[: reached + 1]))
         return _note(self, plain, memory(reached), rungs[1 : reached + 1])
 
-    def _reached(self, rungs: list[Choice], peak: Callable[[int], int]) -> int:
+    def _reached(self, rungs: list[RematOption], peak: Callable[[int], int]) -> int:
         """The place on the ladder: begun where the peak should fit, moved to where it does.
 
         A looser budget never ends higher: begun lower, it meets on its way up what a tighter one found to fit.
@@ -89,19 +89,19 @@ class RematWithin(ProgramPass):
         return f"remat(budget={self.budget})"
 
 
-def _dropped(rungs: list[Choice]) -> set[fx.Node]:
+def _dropped(rungs: list[RematOption]) -> set[fx.Node]:
     return {node for rung in rungs for node in rung.adds}
 
 
 def _memory_with(traced: Traced, dropped: Collection[fx.Node], rest: Callable[[Traced], None]) -> Memory:
     trial, copies = traced.copy()
-    recompute(trial, {copies[node] for node in dropped})
+    insert_recompute(trial, {copies[node] for node in dropped})
     trial.seal()
     rest(trial)
     return memory_of("", trial)
 
 
-def _note(remat: RematWithin, plain: Memory, chosen: Memory, rungs: list[Choice]) -> str:
+def _note(remat: RematToBudget, plain: Memory, chosen: Memory, rungs: list[RematOption]) -> str:
     levels = {rung.layer: rung.what for rung in rungs}  # the last of each
     counts = Counter(levels.values())
     parts = ", ".join(f"{what} of {count} {'layer' if count == 1 else 'layers'}" for what, count in counts.items())
@@ -111,7 +111,7 @@ def _note(remat: RematWithin, plain: Memory, chosen: Memory, rungs: list[Choice]
     )
 
 
-def _unreachable(remat: RematWithin, plain: Memory, lowest: Memory) -> str:
+def _unreachable(remat: RematToBudget, plain: Memory, lowest: Memory) -> str:
     alive = {kind: size for kind, size in lowest.alive.items() if size}
     kinds = sorted(alive, key=lambda kind: -alive[kind])
     ways = dict.fromkeys(_WAYS_OUT[kind] for kind in kinds[:3])

@@ -16,7 +16,7 @@ from sharding_specs import Mesh
 from ..ir import Traced, info, primitive_name, set_info, update_info
 from .base import ProgramPass
 
-__all__ = ["NarrowGathers"]
+__all__ = ["CastBeforeGather"]
 
 aten = torch.ops.aten
 
@@ -34,7 +34,7 @@ _VIEWS = {
 
 
 @dataclass(frozen=True)
-class NarrowGathers(ProgramPass):
+class CastBeforeGather(ProgramPass):
     """Turn cast(all_gather(x)) into all_gather(cast(x)), where nothing else uses what was gathered.
 
     Attributes:

@@ -19,11 +19,11 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..ir import Traced, info, operands_of
-from ..program import Ledger, Storage, viewed
+from ..program import Storage, StorageTable, view_base
 from .base import ProgramPass
-from .recompute import forward_nodes, recompute
+from .recompute import forward_nodes, insert_recompute
 
-__all__ = ["CheapAgain", "CheapValues"]
+__all__ = ["CheapValues", "RecomputeCheap"]
 
 aten = torch.ops.aten
 
@@ -37,7 +37,7 @@ LEAST = 128 << 10
 
 
 @dataclass(frozen=True)
-class CheapAgain(ProgramPass):
+class RecomputeCheap(ProgramPass):
     """Let the backward compute cheap values again from what is kept for it anyway."""
 
     name: str = "cheap ops again"
@@ -55,7 +55,7 @@ class CheapValues:
     """
 
     def __init__(self, traced: Traced) -> None:
-        self.traced, self.ledger = traced, Ledger("", traced)
+        self.traced, self.ledger = traced, StorageTable("", traced)
         self.number = {node: index for index, node in enumerate(self.ledger.nodes)}
         self.outputs = {s for out in traced.outputs if isinstance(out, fx.Node) for s in self.ledger.storages[out]}
         self.values: dict[Storage, list[fx.Node]] = {}
@@ -77,7 +77,7 @@ class CheapValues:
                 own = self.ledger.made_by(node)
                 dropped.update(each for s in own for each in self.values[s] if not info(each).backward)
                 instead |= {(node, operand): copy for operand, copy in taken.items()}
-        recompute(self.traced, dropped, instead)
+        insert_recompute(self.traced, dropped, instead)
         copies = [node for node in self.traced.nodes if node not in self.number]
         for copy in copies:
             if copy.target is operator.getitem:  # taken out at once, results do not wait for one another
@@ -119,7 +119,7 @@ class CheapValues:
         """The ops that take a value of a storage; the forward's views of it do not."""
         for value in self.values.get(storage, [storage[0]]):
             for user in value.users:
-                if user in self.number and (viewed(user) is None or info(user).backward):
+                if user in self.number and (view_base(user) is None or info(user).backward):
                     yield user
 
     def may_drop(self, node: fx.Node) -> bool:
@@ -136,6 +136,6 @@ class CheapValues:
 def _is_cheap(node: fx.Node) -> bool:
     """Whether an op takes about the time that it takes to read its operands, and always makes the same of them."""
     tags = getattr(node.target, "tags", ())
-    if torch.Tag.nondeterministic_seeded in tags or viewed(node) is not None:
+    if torch.Tag.nondeterministic_seeded in tags or view_base(node) is not None:
         return False
     return node.target in _CHEAP or torch.Tag.pointwise in tags

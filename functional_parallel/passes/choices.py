@@ -21,16 +21,16 @@ from sharding_specs import Mesh
 
 from ..ir import Traced, info, operands_of, primitive_name
 from ..program import COMMUNICATING, flops
-from .groups import Layers, made_of_parameters
-from .lifetimes import Lifetimes, Survey
+from .groups import LayerIndex, made_of_parameters
+from .lifetimes import Lifetimes, LifetimeSummary
 from .recompute import forward_nodes
-from .remat import attention_cores, inside
+from .remat import attention_cores, recomputable
 
-__all__ = ["Choice", "ladder"]
+__all__ = ["RematOption", "remat_options"]
 
 
 @dataclass(frozen=True)
-class Choice:
+class RematOption:
     """One rung: what it computes again in addition, in which layer, and the peak that is expected then."""
 
     adds: frozenset[fx.Node]
@@ -89,8 +89,8 @@ class _Move:
     segments: tuple[int, ...]
     state: tuple[int, bool]
     adds: frozenset[int]
-    before: Survey
-    after: Survey
+    before: LifetimeSummary
+    after: LifetimeSummary
     length: int  # of the run of layers that it makes
 
     def ratio(self, at: int) -> Fraction:
@@ -99,7 +99,9 @@ class _Move:
         return Fraction(freed, max(self.after.work - self.before.work, 1))
 
 
-def ladder(traced: Traced, finished: Traced, copies: Mapping[fx.Node, fx.Node], mesh: Mesh, where: str) -> list[Choice]:
+def remat_options(
+    traced: Traced, finished: Traced, copies: Mapping[fx.Node, fx.Node], mesh: Mesh, where: str
+) -> list[RematOption]:
     """The choices, least work first.
 
     Args:
@@ -120,7 +122,7 @@ class _Ladder:
         self, traced: Traced, finished: Traced, copies: Mapping[fx.Node, fx.Node], mesh: Mesh, where: str
     ) -> None:
         self.forward = forward_nodes(traced)
-        self.layers = Layers.find(traced, self.forward)
+        self.layers = LayerIndex.find(traced, self.forward)
         apart = self._gathered_anyway(copies, set(finished.nodes))
         self.times = Lifetimes(finished, mesh, [copies[node] for node in apart])
         self.number = {node: self.times.number[copy] for node, copy in copies.items() if copy in self.times.number}
@@ -129,7 +131,7 @@ class _Ladder:
         self.segment_of = {node: index for index, nodes in enumerate(self.members) for node in nodes}
         self.segments = self._segments()
         self.between = dict(self._between())
-        self.surveys: dict[tuple[int, tuple[int, bool]], Survey] = {}
+        self.surveys: dict[tuple[int, tuple[int, bool]], LifetimeSummary] = {}
         self.runs = [[index] for index in range(len(self.segments))]
 
     # --- what there is to choose from ---
@@ -157,7 +159,7 @@ class _Ladder:
     def _inside(self, runs: Sequence[int]) -> set[fx.Node]:
         """What can be dropped if segments of equal number are computed again at once."""
         own = {node: self.segment_of.get(node) for node in self.forward}
-        return inside(self.forward, {node: None if index is None else runs[index] for node, index in own.items()})
+        return recomputable(self.forward, {node: None if index is None else runs[index] for node, index in own.items()})
 
     def _segments(self) -> list[_Segment]:
         whole, cores = self._inside(range(len(self.members))), attention_cores(self.forward)
@@ -201,17 +203,17 @@ class _Ladder:
 
     # --- choosing ---
 
-    def rungs(self) -> Iterator[Choice]:
+    def rungs(self) -> Iterator[RematOption]:
         dropped: set[int] = set()
         curve = self.times.curve(dropped)
-        yield Choice(frozenset(), "nothing", "", curve.peak)
+        yield RematOption(frozenset(), "nothing", "", curve.peak)
         while (move := self._best(curve.at)) is not None:
             dropped |= move.adds
             self._take(move)
             curve = self.times.curve(dropped)
             segment = self.segments[move.segments[0]]
             what = segment.what() if len(move.segments) == 1 else "all, and what it hands on,"
-            yield Choice(frozenset(self.node[n] for n in move.adds), what, segment.name, curve.peak)
+            yield RematOption(frozenset(self.node[n] for n in move.adds), what, segment.name, curve.peak)
 
     def _best(self, at: int) -> _Move | None:
         moves = [(move.ratio(at), move) for move in self._moves()]
@@ -230,7 +232,7 @@ class _Ladder:
                 length = len(self.runs[first]) + len(self.runs[first + 1])
                 yield replace(move, length=length)
 
-    def _survey(self, index: int, state: tuple[int, bool]) -> Survey:
+    def _survey(self, index: int, state: tuple[int, bool]) -> LifetimeSummary:
         if (index, state) not in self.surveys:
             segment = self.segments[index]
             self.surveys[index, state] = self.times.survey(segment.members, segment.dropped(state))

@@ -19,9 +19,9 @@ from ..collectives import MICROBATCH
 from ..ir import Traced, info, operands_of, primitive_name
 from .base import ProgramPass
 from .groups import is_numbered, layer_of_path
-from .recompute import forward_nodes, recompute
+from .recompute import forward_nodes, insert_recompute
 
-__all__ = ["Gathers", "layer_of_gather"]
+__all__ = ["GatherPlacement", "layer_of_gather"]
 
 aten = torch.ops.aten
 
@@ -41,7 +41,7 @@ _RESHAPED = {
 
 
 @dataclass(frozen=True)
-class Gathers(ProgramPass):
+class GatherPlacement(ProgramPass):
     """Place the gathers of parameters over one axis.
 
     A parameter may be sharded over several axes. Then its gather over one axis reads the result of its gather over
@@ -67,7 +67,7 @@ class Gathers(ProgramPass):
     def run(self, traced: Traced, mesh: Mesh) -> None:
         gathered = self._gathered(traced)
         if not self.keep:
-            recompute(traced, gathered)
+            insert_recompute(traced, gathered)
         Placement(traced, self.axis, self.prefetch).place()
 
     def _gathered(self, traced: Traced) -> set[fx.Node]:

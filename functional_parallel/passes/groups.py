@@ -10,7 +10,7 @@ from torch import fx
 
 from ..ir import Traced, info, operands_of
 
-__all__ = ["Layers", "is_numbered", "layer_of_path", "made_of_parameters"]
+__all__ = ["LayerIndex", "is_numbered", "layer_of_path", "made_of_parameters"]
 
 _NUMBERED = re.compile(r"(.+)[/.]\d+")
 
@@ -35,7 +35,7 @@ def is_numbered(layer: str) -> bool:
 
 
 @dataclass
-class Layers:
+class LayerIndex:
     """The layers of a model, in the order in which its forward meets their parameters, and each value's layer.
 
     Attributes:
@@ -47,7 +47,7 @@ class Layers:
     of: dict[fx.Node, int]
 
     @classmethod
-    def find(cls, traced: Traced, forward: Collection[fx.Node]) -> Layers:
+    def find(cls, traced: Traced, forward: Collection[fx.Node]) -> LayerIndex:
         names = {node: {layer_of_path(info(node).path)} for node in traced.inputs if info(node).is_parameter}
         weights = made_of_parameters(forward)  # gathers and casts stand anywhere: a layer is met where it computes
         order: dict[str, int] = {}

@@ -19,15 +19,15 @@ from sharding_specs import Mesh
 
 from ..ir import Traced, info, operands_of, primitive_name, set_info
 from ..ops import ADAMW, ADAMW_IN_PLACE, PACK, UNPACK, UNPACK_INTO
-from ..program import aliases_of, root_of, shares_memory
-from .added_products import add_products_in_place
+from ..program import aliases_of, shares_memory, storage_root
+from .added_products import fuse_matmul_accumulate
 from .base import ProgramPass
 
-__all__ = ["InPlace"]
+__all__ = ["InPlaceUpdates"]
 
 
 @dataclass(frozen=True)
-class InPlace(ProgramPass):
+class InPlaceUpdates(ProgramPass):
     """Merge updates of donated parameters, and of values that die there, into few that write in place."""
 
     name: str = "in place"
@@ -46,7 +46,7 @@ class InPlace(ProgramPass):
         for group in open_.values():
             _merge(traced, group, before=last)
         _unpack_into_old(traced)
-        add_products_in_place(traced)
+        fuse_matmul_accumulate(traced)
 
 
 def _asks_for(node: fx.Node, group: list[fx.Node]) -> bool:
@@ -57,13 +57,13 @@ def _asks_for(node: fx.Node, group: list[fx.Node]) -> bool:
 
 def _may_be_overwritten(update: fx.Node, position: dict[fx.Node, int], outputs: list[object]) -> bool:
     """Whether parameter and moments are there for this update alone, from here on."""
-    roots = {root_of(value) for value in update.args[:4]}
+    roots = {storage_root(value) for value in update.args[:4]}
     held = (update.args[0], *update.args[2:4])
     return len(roots) == 4 and all(_dies_at(update, value, position, outputs) for value in held)
 
 
 def _dies_at(update: fx.Node, value: fx.Node, position: dict[fx.Node, int], outputs: list[object]) -> bool:
-    root = root_of(value)
+    root = storage_root(value)
     if root.op != "call_function" and not info(root).donated:
         return False
     aliases = aliases_of(root)

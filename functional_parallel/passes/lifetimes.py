@@ -15,15 +15,15 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..ir import Traced, info, operands_of
-from ..program import Ledger, viewed, work
+from ..program import StorageTable, recompute_cost, view_base
 
-__all__ = ["Curve", "Lifetimes", "Survey"]
+__all__ = ["LifetimeSummary", "Lifetimes", "MemoryCurve"]
 
-Part = tuple[int, int]  # a storage: the number of the op that makes it, and which of its results
+StorageId = tuple[int, int]  # a storage: the number of the op that makes it, and which of its results
 
 
 @dataclass(frozen=True)
-class Curve:
+class MemoryCurve:
     """Bytes alive at each op, copies included, and each op's number: a copy has that of the op that needs it."""
 
     bytes: list[int]
@@ -40,7 +40,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Survey:
+class LifetimeSummary:
     """When values of a part of a program live, (first, last, bytes) each; and the work of computing some again."""
 
     intervals: tuple[tuple[int, int, int], ...]
@@ -62,14 +62,14 @@ class Lifetimes:
     """
 
     def __init__(self, traced: Traced, mesh: Mesh, elsewhere: Collection[fx.Node] = ()) -> None:
-        self.mesh, self.ledger = mesh, Ledger("", traced)
+        self.mesh, self.ledger = mesh, StorageTable("", traced)
         self.nodes = self.ledger.nodes
         self.number = {node: index for index, node in enumerate(self.nodes)}
         self._elsewhere = {self.number[node] for node in elsewhere if node in self.number}
         self._backward = [bool(info(node).backward) for node in self.nodes]
         self._operands = [[self.number[v] for v in operands_of(node) if v in self.number] for node in self.nodes]
         self._users = [[self.number[user] for user in node.users if user in self.number] for node in self.nodes]
-        self._base = [None if (base := viewed(node)) is None else self.number.get(base, -1) for node in self.nodes]
+        self._base = [None if (base := view_base(node)) is None else self.number.get(base, -1) for node in self.nodes]
         self._parts = [self._parts_of(node) for node in self.nodes]
         self._size = {
             (self.number[node], index): size for (node, index), size in self.ledger.sizes.items() if node in self.number
@@ -78,12 +78,12 @@ class Lifetimes:
         self._outputs = {self.number[out] for out in traced.outputs if isinstance(out, fx.Node) and out in self.number}
         self._results = {part for out in traced.outputs if isinstance(out, fx.Node) for part in self._parts_of(out)}
 
-    def _parts_of(self, node: fx.Node) -> list[Part]:
+    def _parts_of(self, node: fx.Node) -> list[StorageId]:
         return [(self.number[maker], index) for maker, index in self.ledger.storages[node] if maker in self.number]
 
     # --- the whole program ---
 
-    def curve(self, dropped: Collection[int]) -> Curve:
+    def curve(self, dropped: Collection[int]) -> MemoryCurve:
         """The bytes alive, op by op, if these values were computed again instead of kept.
 
         Args:
@@ -104,7 +104,7 @@ class Lifetimes:
             changes[born] += size
             if key[2] or key[:2] not in self._results:
                 changes[last[key] + 1] -= size
-        return Curve([self._held + alive for alive in itertools.accumulate(changes[:-1])], numbers)
+        return MemoryCurve([self._held + alive for alive in itertools.accumulate(changes[:-1])], numbers)
 
     def _ops(self, dropped: set[int]) -> Iterator[tuple[int, int, list[tuple[int, int, bool]]]]:
         """Per op that would run: where it stands, which op it is, and the storages it touches, each own or a copy's."""
@@ -156,7 +156,7 @@ class Lifetimes:
 
     # --- a part of it ---
 
-    def survey(self, members: Sequence[int], dropped: Collection[int]) -> Survey:
+    def survey(self, members: Sequence[int], dropped: Collection[int]) -> LifetimeSummary:
         """When the values of a part of the forward live, and what is computed again, if some of them are dropped.
 
         Args:
@@ -165,7 +165,7 @@ class Lifetimes:
         """
         inside, again = set(members), set(dropped)
         needed = self._needed(members, again)
-        spans: dict[tuple[Part, bool], list[int]] = {}
+        spans: dict[tuple[StorageId, bool], list[int]] = {}
         for value in members:
             uses = [user for user in self._users[value] if not self._backward[user]]
             for part in self._parts[value]:
@@ -178,7 +178,9 @@ class Lifetimes:
                     start = needed.get(part[0], needed[value])[0] if is_copy else part[0]
                     _widen(spans, (part, is_copy), start, needed[value][1])
         intervals = tuple((start, end, self._size[part]) for (part, _), (start, end) in spans.items())
-        return Survey(intervals, sum(work(self.nodes[value], self.mesh) for value in again if value in needed))
+        return LifetimeSummary(
+            intervals, sum(recompute_cost(self.nodes[value], self.mesh) for value in again if value in needed)
+        )
 
     def _needed(self, members: Sequence[int], again: set[int]) -> dict[int, tuple[int, int]]:
         """The first and the last op of the backward at which each value, or its copy, is needed."""
@@ -191,6 +193,6 @@ class Lifetimes:
         return needed
 
 
-def _widen(spans: dict[tuple[Part, bool], list[int]], key: tuple[Part, bool], start: int, end: int) -> None:
+def _widen(spans: dict[tuple[StorageId, bool], list[int]], key: tuple[StorageId, bool], start: int, end: int) -> None:
     span = spans.setdefault(key, [start, end])
     span[0], span[1] = min(span[0], start), max(span[1], end)

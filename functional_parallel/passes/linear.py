@@ -7,7 +7,7 @@ from torch import fx
 
 from ..ir import primitive_name
 
-__all__ = ["is_linear"]
+__all__ = ["commutes_with_sum"]
 
 aten = torch.ops.aten
 
@@ -26,6 +26,6 @@ _LINEAR = {
 }
 
 
-def is_linear(node: fx.Node) -> bool:
+def commutes_with_sum(node: fx.Node) -> bool:
     """Whether an op is one of these; casts of a value's type over an axis are."""
     return node.target in _LINEAR or primitive_name(node) == "pcast"

@@ -9,7 +9,7 @@ from torch import fx
 
 from ..ir import Traced, info, operands_of, set_info
 
-__all__ = ["forward_nodes", "recompute"]
+__all__ = ["forward_nodes", "insert_recompute"]
 
 
 def forward_nodes(traced: Traced) -> list[fx.Node]:
@@ -24,7 +24,7 @@ def forward_nodes(traced: Traced) -> list[fx.Node]:
     return found
 
 
-def recompute(
+def insert_recompute(
     traced: Traced, dropped: Collection[fx.Node], instead: Mapping[tuple[fx.Node, fx.Node], fx.Node] | None = None
 ) -> None:
     """Let the backward use copies of forward values, each computed just before its first use there.

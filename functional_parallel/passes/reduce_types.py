@@ -16,9 +16,9 @@ from sharding_specs import Mesh
 
 from ..ir import Traced, info, primitive_name, set_info, update_info
 from .base import ProgramPass
-from .linear import is_linear
+from .linear import commutes_with_sum
 
-__all__ = ["ReduceIn"]
+__all__ = ["ReduceDtype"]
 
 aten = torch.ops.aten
 
@@ -26,7 +26,7 @@ _SUMS = ("psum", "psum_scatter")
 
 
 @dataclass(frozen=True)
-class ReduceIn(ProgramPass):
+class ReduceDtype(ProgramPass):
     """Sum gradients of parameters over ranks in one type.
 
     Attributes:
@@ -56,7 +56,7 @@ class ReduceIn(ProgramPass):
             for user in list(node.users):
                 if primitive_name(user) in _SUMS and info(user).aval.dtype == info(start).aval.dtype:
                     pending.append(self._narrow(traced, user))
-                elif is_linear(user) or _is_sum_of_two(user) or _is_end_to_end(user, reached):
+                elif commutes_with_sum(user) or _is_sum_of_two(user) or _is_end_to_end(user, reached):
                     pending.append(user)
 
     def _narrow_sums_before(self, traced: Traced, start: fx.Node) -> None:
@@ -114,7 +114,7 @@ def _chain(cast: fx.Node) -> list[fx.Node]:
     pending = [cast.args[0]]
     for node in pending:
         only = node.op == "call_function" and len(node.users) == 1 and info(node).backward
-        if only and (is_linear(node) or _is_sum_of_two(node) or primitive_name(node) in _SUMS):
+        if only and (commutes_with_sum(node) or _is_sum_of_two(node) or primitive_name(node) in _SUMS):
             found.append(node)
             pending += node.args[:2] if _is_sum_of_two(node) else node.args[:1]
     return found

@@ -15,11 +15,11 @@ from sharding_specs import Mesh
 from ..ir import Traced, info, primitive_name
 from .base import ProgramPass
 
-__all__ = ["Reductions"]
+__all__ = ["EarlyReductions"]
 
 
 @dataclass(frozen=True)
-class Reductions(ProgramPass):
+class EarlyReductions(ProgramPass):
     """Move every sum of a gradient to where the gradient is computed."""
 
     name: str = "reductions"

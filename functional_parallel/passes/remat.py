@@ -14,10 +14,10 @@ from sharding_specs import Mesh
 
 from ..ir import Traced, operands_of, source_of
 from .base import ProgramPass
-from .groups import Layers, made_of_parameters
-from .recompute import forward_nodes, recompute
+from .groups import LayerIndex, made_of_parameters
+from .recompute import forward_nodes, insert_recompute
 
-__all__ = ["Marked", "Remat", "attention_cores", "inside"]
+__all__ = ["RecomputeMarked", "Remat", "attention_cores", "recomputable"]
 
 aten = torch.ops.aten
 
@@ -44,10 +44,10 @@ class Remat(ProgramPass):
             dropped = attention_cores(forward)
         else:
             dropped = self._layers(traced, forward)
-        recompute(traced, dropped)
+        insert_recompute(traced, dropped)
 
     def _layers(self, traced: Traced, forward: list[fx.Node]) -> set[fx.Node]:
-        layers = Layers.find(traced, forward)
+        layers = LayerIndex.find(traced, forward)
         segments: dict[int, Hashable] = {}
         counts: dict[str, int] = defaultdict(int)
         for index, name in enumerate(layers.names):
@@ -55,11 +55,11 @@ class Remat(ProgramPass):
                 stem = layers.stem(index)
                 segments[index] = (stem, counts[stem] // self.every)
                 counts[stem] += 1
-        return inside(forward, {node: segments.get(layer) for node, layer in layers.of.items()})
+        return recomputable(forward, {node: segments.get(layer) for node, layer in layers.of.items()})
 
 
 @dataclass(frozen=True)
-class Marked(ProgramPass):
+class RecomputeMarked(ProgramPass):
     """Recompute what `fp.recompute` marks in model code."""
 
     name: str = "recompute"
@@ -69,10 +69,10 @@ class Marked(ProgramPass):
         forward = forward_nodes(traced)
         regions = {node: source.region if (source := source_of(node)) else None for node in forward}
         if any(region is not None for region in regions.values()):
-            recompute(traced, inside(forward, regions))
+            insert_recompute(traced, recomputable(forward, regions))
 
 
-def inside(forward: Sequence[fx.Node], segments: Mapping[fx.Node, Hashable]) -> set[fx.Node]:
+def recomputable(forward: Sequence[fx.Node], segments: Mapping[fx.Node, Hashable]) -> set[fx.Node]:
     """The values of segments that no other part of the forward takes, or that follow from those without parameters."""
     members = set(forward)
     dropped: set[fx.Node] = set()

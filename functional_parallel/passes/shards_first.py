@@ -16,13 +16,13 @@ from sharding_specs import Mesh
 
 from ..ir import Traced, info, primitive_name, update_info
 from .base import ProgramPass
-from .swap import let_pass
+from .swap import move_before_sums
 
-__all__ = ["ShardsFirst"]
+__all__ = ["ReduceScatterFirst"]
 
 
 @dataclass(frozen=True)
-class ShardsFirst(ProgramPass):
+class ReduceScatterFirst(ProgramPass):
     """Move sums over some axes behind the reduce-scatters over others.
 
     Attributes:
@@ -48,7 +48,7 @@ class ShardsFirst(ProgramPass):
                 return False
             return name == "psum_scatter" or _is_inside(reduction, node, mesh)
 
-        ahead = let_pass(traced, reduction, is_passed)
+        ahead = move_before_sums(traced, reduction, is_passed)
         for node in ahead:  # an optimizer's reduce-scatter becomes part of the backward
             update_info(node, backward=True)
         return bool(ahead)

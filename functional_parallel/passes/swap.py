@@ -8,9 +8,9 @@ import torch
 from torch import fx
 
 from ..ir import Traced, info, primitive_name, update_info
-from .linear import is_linear
+from .linear import commutes_with_sum
 
-__all__ = ["is_cast", "let_pass"]
+__all__ = ["is_cast", "move_before_sums"]
 
 aten = torch.ops.aten
 
@@ -29,7 +29,7 @@ def _widens(node: fx.Node) -> bool:
     )
 
 
-def let_pass(
+def move_before_sums(
     traced: Traced,
     reduction: fx.Node,
     is_passed: Callable[[fx.Node], bool],
@@ -69,7 +69,7 @@ def _sums_before(
         path.append(node)
         if node.target is aten.cat.default:  # gradients end to end
             pending += node.args[0]
-        elif is_linear(node) or through(node):
+        elif commutes_with_sum(node) or through(node):
             pending.append(node.args[0])
         else:
             return [], []

@@ -11,12 +11,12 @@ from sharding_specs import Mesh
 
 from ..ir import Traced, info, primitive_name
 
-__all__ = ["drop_trivial"]
+__all__ = ["drop_size_one_axes"]
 
 _REDUCTIONS = ("psum", "pmax", "pmin")
 
 
-def drop_trivial(traced: Traced, mesh: Mesh, kept: Sequence[str] = ()) -> Traced:
+def drop_size_one_axes(traced: Traced, mesh: Mesh, kept: Sequence[str] = ()) -> Traced:
     """Remove every collective and cast over axes of one rank, in place: its result is its operand, an index is zero.
 
     Args:

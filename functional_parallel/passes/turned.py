@@ -17,13 +17,13 @@ from sharding_specs import Mesh
 from ..ir import Traced, info, primitive_name, set_info, update_info
 from .base import ProgramPass
 
-__all__ = ["Turned"]
+__all__ = ["TransposedGradients"]
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Turned(ProgramPass):
+class TransposedGradients(ProgramPass):
     """Let `(a @ b).T` be `b.T @ a.T`, through the casts, sums and collectives between the product and the turn."""
 
     name: str = "turned"

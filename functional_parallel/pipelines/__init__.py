@@ -1,50 +1,50 @@
 """A step cut into the stages of a pipeline: their programs, what passes between them, what runs before and after."""
 
-from .build import PipelinePlan, build, prepared, staged
-from .cut import BALANCES, Cut, finest, stage_of_layer
-from .epilogue import Epilogue, Exchange
-from .execution import RankExecutor, Run, Stream, Worker, slices_of
-from .extract import Part
-from .late_graph import Given
+from .build import PipelineRequest, build, build_stages, classify_ops
+from .cut import BALANCES, CutSpec, finest, stage_of_layer
+from .epilogue import Epilogue, Transfer
+from .execution import AsyncRankExecutor, RankExecutor, RunProgram, ScheduleRunner, slices_of
+from .extract import Subprogram
+from .late_graph import EpilogueInput
 from .memory import PIPELINE_KINDS, PipelineMemory
 from .names import forget_ops, names_in
 from .program import PipelineProgram
-from .roles import PipelineError, Role, Roles
+from .roles import OpRole, OpRoles, PipelineError
 from .stacks import Stacks, unstacked
-from .stages import Stage, Work
+from .stages import ActionPrograms, Stage
 from .structure import updates_of
-from .sums import add_in_place
+from .sums import accumulate_in_place
 
 __all__ = [
     "BALANCES",
     "PIPELINE_KINDS",
-    "Cut",
+    "ActionPrograms",
+    "AsyncRankExecutor",
+    "CutSpec",
     "Epilogue",
-    "Exchange",
-    "Given",
-    "Part",
+    "EpilogueInput",
+    "OpRole",
+    "OpRoles",
     "PipelineError",
     "PipelineMemory",
-    "PipelinePlan",
     "PipelineProgram",
+    "PipelineRequest",
     "RankExecutor",
-    "Role",
-    "Roles",
-    "Run",
+    "RunProgram",
+    "ScheduleRunner",
     "Stacks",
     "Stage",
-    "Stream",
-    "Work",
-    "Worker",
-    "add_in_place",
+    "Subprogram",
+    "Transfer",
+    "accumulate_in_place",
     "build",
+    "build_stages",
+    "classify_ops",
     "finest",
     "forget_ops",
     "names_in",
-    "prepared",
     "slices_of",
     "stage_of_layer",
-    "staged",
     "unstacked",
     "updates_of",
 ]

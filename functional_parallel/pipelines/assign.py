@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from torch import fx
 
 from ..ir import Aval, Traced, info, operands_of
-from ..program import viewed
-from .roles import Role, Roles
+from ..program import view_base
+from .roles import OpRole, OpRoles
 
-__all__ = ["assign"]
+__all__ = ["assign_stages"]
 
 
-def assign(traced: Traced, roles: Roles, cut: Mapping[fx.Node, int], last: int) -> dict[fx.Node, int]:
+def assign_stages(traced: Traced, roles: OpRoles, cut: Mapping[fx.Node, int], last: int) -> dict[fx.Node, int]:
     """Give every staged op its stage: forward values go to later stages only, backward values to earlier ones only.
 
     Args:
@@ -27,7 +27,7 @@ def assign(traced: Traced, roles: Roles, cut: Mapping[fx.Node, int], last: int) 
     """
     stage: dict[fx.Node, int] = {}
     for node in traced.nodes:
-        if roles.of[node] is not Role.STAGED:
+        if roles.of[node] is not OpRole.STAGED:
             continue
         if node not in roles.backward:
             stage[node] = max([cut[node], *(stage[each] for each in operands_of(node) if each in stage)])
@@ -41,7 +41,7 @@ def assign(traced: Traced, roles: Roles, cut: Mapping[fx.Node, int], last: int) 
     return stage
 
 
-def _of_backward(node: fx.Node, roles: Roles, stage: dict[fx.Node, int], last: int) -> int:
+def _of_backward(node: fx.Node, roles: OpRoles, stage: dict[fx.Node, int], last: int) -> int:
     operands = [each for each in operands_of(node) if each in stage]
     found = [stage[each] for each in operands if each in roles.backward and not info(each).recomputed]
     forward = _forward(node)
@@ -52,7 +52,7 @@ def _of_backward(node: fx.Node, roles: Roles, stage: dict[fx.Node, int], last: i
     return max((stage[each] for each in operands), default=last)
 
 
-def _view_where_used(traced: Traced, roles: Roles, stage: dict[fx.Node, int]) -> None:
+def _view_where_used(traced: Traced, roles: OpRoles, stage: dict[fx.Node, int]) -> None:
     """Other stages make the views of a value that only they use: they are sent the value once, not every view."""
     kept = {*traced.outputs, *(total.args[0] for total in roles.totals)}
     for node in reversed(list(traced.nodes)):
@@ -66,7 +66,7 @@ def _view_where_used(traced: Traced, roles: Roles, stage: dict[fx.Node, int]) ->
 
 def _is_whole_view(node: fx.Node) -> bool:
     """Whether an op is a view of all of a value, which is no larger than the view."""
-    base = viewed(node)
+    base = view_base(node)
     if base is None or not isinstance(info(base).val, Aval) or not isinstance(info(node).val, Aval):
         return False
     return info(base).aval.nbytes <= info(node).aval.nbytes

@@ -10,29 +10,29 @@ from torch import fx
 
 from sharding_specs import Mesh
 
-from ..collectives import Parts
+from ..collectives import DimSplit
 from ..ir import Traced, info, operands_of, primitive_name, set_info, source_of
-from ..passes import CASTS, CheapAgain, microbatch_dim, names_axis
+from ..passes import CASTS, RecomputeCheap, microbatch_dim, names_axis
 from ..program import Program
 from ..schedules import Schedule
-from .assign import assign
-from .cheap import compute_cheap_again
-from .cut import Cut, cut_of
+from .assign import assign_stages
+from .cheap import recompute_cheap_in_stages
+from .cut import CutSpec, cut_of
 from .epilogue import EpilogueBuilder
 from .extract import Extractor
-from .late_graph import LateGraph
-from .placing import Placing
+from .late_graph import EpilogueGraph
+from .placing import EpiloguePlacement
 from .program import PipelineProgram
-from .prologue import Prologue, PrologueBuilder, Wanted
-from .roles import PipelineError, Roles
+from .prologue import Prologue, PrologueBuilder, PrologueOutput
+from .roles import OpRoles, PipelineError
 from .stages import StageBuilder
 from .structure import parts_of_rank, updates_of
 
-__all__ = ["PipelinePlan", "build", "prepared", "staged"]
+__all__ = ["PipelineRequest", "build", "build_stages", "classify_ops"]
 
 
 @dataclass(frozen=True)
-class PipelinePlan:
+class PipelineRequest:
     """What `fp.pipeline` asks for.
 
     Attributes:
@@ -45,7 +45,7 @@ class PipelinePlan:
     axis: str
     virtual: str
     schedule: Callable[[int], Schedule]
-    cut: Cut
+    cut: CutSpec
 
     def on(self, mesh: Mesh) -> Schedule:
         """The schedule on a mesh."""
@@ -63,8 +63,8 @@ class PipelinePlan:
 
 def build(
     program: Program,
-    plan: PipelinePlan,
-    parts: Parts,
+    plan: PipelineRequest,
+    parts: DimSplit,
     inlined: set[fx.Node],
     without: Collection[str] = (),
 ) -> Generator[str, None, PipelineProgram]:
@@ -86,20 +86,20 @@ def build(
     Raises:
         PipelineError: when the function cannot be cut so.
     """
-    roles = prepared(program, plan.virtual, inlined)
+    roles = classify_ops(program, plan.virtual, inlined)
     schedule = plan.on(program.mesh)
     cut = cut_of(program.traced, roles, plan.cut, schedule.depth, program.mesh)
-    builder = yield from staged(program, roles, cut, schedule.depth, without)
-    return _Build(program, plan, parts, roles, builder).result()
+    builder = yield from build_stages(program, roles, cut, schedule.depth, without)
+    return _PipelineBuilder(program, plan, parts, roles, builder).result()
 
 
-class _Build:
+class _PipelineBuilder:
     def __init__(
         self,
         program: Program,
-        plan: PipelinePlan,
-        parts: Parts,
-        roles: Roles,
+        plan: PipelineRequest,
+        parts: DimSplit,
+        roles: OpRoles,
         builder: StageBuilder,
     ) -> None:
         self.program, self.plan, self.parts, self.roles, self.builder = program, plan, parts, roles, builder
@@ -118,7 +118,7 @@ class _Build:
         ranks = range(self.schedule.ranks)
         parts = [list(parts_of_rank(stages, self.schedule, rank)) for rank in ranks]
         taken = [{node for part in each for node in part.inputs} for each in parts]
-        graph = LateGraph(
+        graph = EpilogueGraph(
             self.roles,
             self.extractor,
             self.program.in_specs,
@@ -129,7 +129,7 @@ class _Build:
             self.schedule.chains,
         )
         used, apart = [self._inputs_below(each) for each in taken], self.schedule.versions is not None
-        placing = Placing(graph, self._ranks_of_total, self._rank_of_collected, used, apart)
+        placing = EpiloguePlacement(graph, self._ranks_of_total, self._rank_of_collected, used, apart)
         epilogue = EpilogueBuilder(graph, placing, self.program.name).build()
         late = [given.node for given in epilogue.given.values() if given.kind == "once"]
         prologues = [self._prologue(rank, {*taken[rank], *late}) for rank in ranks]
@@ -204,7 +204,7 @@ class _Build:
     # --- prologues ---
 
     def _prologue(self, rank: int, taken: set[fx.Node]) -> Prologue:
-        wanted: list[Wanted] = []
+        wanted: list[PrologueOutput] = []
         for node in sorted(taken, key=self.extractor.position.__getitem__):
             scope = self.roles.scope(node)
             if scope == "once":
@@ -232,16 +232,16 @@ class _Build:
         return {node for node in found if node.op == "placeholder"}
 
 
-def prepared(program: Program, virtual: str, inlined: set[fx.Node]) -> Roles:
+def classify_ops(program: Program, virtual: str, inlined: set[fx.Node]) -> OpRoles:
     """The roles of a step's ops, after what only other ways to run microbatches need is out of it."""
     _drop_casts(program.traced, virtual)
     _sum_one_by_one(program.traced)
-    return Roles(program.traced, virtual, program.in_specs, inlined)
+    return OpRoles(program.traced, virtual, program.in_specs, inlined)
 
 
-def staged(
+def build_stages(
     program: Program,
-    roles: Roles,
+    roles: OpRoles,
     cut: Mapping[fx.Node, int],
     count: int,
     without: Collection[str],
@@ -261,17 +261,17 @@ def staged(
     Returns:
         The builder of the stages' programs.
     """
-    stage = assign(program.traced, roles, cut, count - 1)
-    if CheapAgain.name not in without:
+    stage = assign_stages(program.traced, roles, cut, count - 1)
+    if RecomputeCheap.name not in without:
         yield "microbatches"
-        compute_cheap_again(program.traced, roles, stage)
-        program.passes += (CheapAgain.name,)
-        yield CheapAgain.name
+        recompute_cheap_in_stages(program.traced, roles, stage)
+        program.passes += (RecomputeCheap.name,)
+        yield RecomputeCheap.name
     extractor = Extractor(program.traced, program.mesh, program.in_specs, roles.is_inline, roles.axis)
     return StageBuilder(roles, stage, extractor, count, program.name)
 
 
-def _lengths(parts: Parts, each: int) -> str:
+def _lengths(parts: DimSplit, each: int) -> str:
     """How long microbatches are of which one is held as `each`."""
     if parts.is_even:
         return f"{each}"

@@ -6,12 +6,12 @@ from torch import fx
 
 from ..ir import Traced, info, operands_of, update_info
 from ..passes import CheapValues
-from .roles import Role, Roles
+from .roles import OpRole, OpRoles
 
-__all__ = ["compute_cheap_again"]
+__all__ = ["recompute_cheap_in_stages"]
 
 
-def compute_cheap_again(traced: Traced, roles: Roles, stage: dict[fx.Node, int]) -> None:
+def recompute_cheap_in_stages(traced: Traced, roles: OpRoles, stage: dict[fx.Node, int]) -> None:
     """Let every stage's backward compute cheap values again.
 
     Args:
@@ -22,7 +22,7 @@ def compute_cheap_again(traced: Traced, roles: Roles, stage: dict[fx.Node, int])
     for copy in _CheapInStages(traced, roles, stage).drop():
         update_info(copy, is_cheap_copy=True)
         stage[copy] = stage[info(copy).forward_node]
-        roles.of[copy] = Role.STAGED
+        roles.of[copy] = OpRole.STAGED
         roles.backward.add(copy)
         roles.varying.add(copy)
     traced.seal()
@@ -35,7 +35,7 @@ def compute_cheap_again(traced: Traced, roles: Roles, stage: dict[fx.Node, int])
 class _CheapInStages(CheapValues):
     """Values that no other stage's backward takes, from what their own stage's backward takes besides."""
 
-    def __init__(self, traced: Traced, roles: Roles, stage: dict[fx.Node, int]) -> None:
+    def __init__(self, traced: Traced, roles: OpRoles, stage: dict[fx.Node, int]) -> None:
         super().__init__(traced)
         self.roles, self.stage = roles, stage
         self.taken = {
@@ -67,5 +67,5 @@ class _CheapInStages(CheapValues):
 
     def _is_held(self, maker: fx.Node) -> bool:
         """Whether a value is there throughout a step."""
-        once = maker.op != "call_function" or self.roles.of[maker] is Role.ONCE
+        once = maker.op != "call_function" or self.roles.of[maker] is OpRole.ONCE
         return once and not self.roles.is_inline(maker)

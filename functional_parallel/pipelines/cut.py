@@ -19,12 +19,12 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..ir import Aval, Source, Traced, info, operands_of, source_of
-from ..program import work
+from ..program import recompute_cost
 from ..schedules import count
-from .roles import PipelineError, Role, Roles
+from .roles import OpRole, OpRoles, PipelineError
 from .stacks import Stacks
 
-__all__ = ["BALANCES", "Cut", "bounds_of", "cut_of", "finest", "stage_of_layer"]
+__all__ = ["BALANCES", "CutSpec", "bounds_of", "cut_of", "finest", "stage_of_layer"]
 
 BALANCES = ("work", "memory")
 _FREE = 1e-6  # the share of the model's cost that its ops get in addition where stages would cost nothing
@@ -32,7 +32,7 @@ _SLACK = 1.1  # how much more than the least largest stage may be for the sake o
 
 
 @dataclass(frozen=True)
-class Cut:
+class CutSpec:
     """How to cut.
 
     Attributes:
@@ -45,7 +45,7 @@ class Cut:
     stacks: Stacks | None = None
 
 
-def cut_of(traced: Traced, roles: Roles, cut: Cut, stages: int, mesh: Mesh) -> dict[fx.Node, int]:
+def cut_of(traced: Traced, roles: OpRoles, cut: CutSpec, stages: int, mesh: Mesh) -> dict[fx.Node, int]:
     """The stage of every staged forward op.
 
     Raises:
@@ -68,8 +68,8 @@ def cut_of(traced: Traced, roles: Roles, cut: Cut, stages: int, mesh: Mesh) -> d
     return _balanced(forward, _costs(forward, roles, cut.balance, mesh), stages)
 
 
-def _staged_forward(traced: Traced, roles: Roles) -> list[fx.Node]:
-    return [node for node in traced.nodes if roles.of[node] is Role.STAGED and node not in roles.backward]
+def _staged_forward(traced: Traced, roles: OpRoles) -> list[fx.Node]:
+    return [node for node in traced.nodes if roles.of[node] is OpRole.STAGED and node not in roles.backward]
 
 
 # -----------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def _staged_forward(traced: Traced, roles: Roles) -> list[fx.Node]:
 # -----------------------------------------------------------------------------
 
 
-def _by_marks(forward: list[fx.Node], roles: Roles, marks: int, stages: int) -> dict[fx.Node, int]:
+def _by_marks(forward: list[fx.Node], roles: OpRoles, marks: int, stages: int) -> dict[fx.Node, int]:
     if marks != stages:
         raise PipelineError(
             f"the model's {marks - 1} fp.stage_boundary() make {marks} stages, but the schedule has {stages}: mark "
@@ -105,7 +105,7 @@ def _by_marks(forward: list[fx.Node], roles: Roles, marks: int, stages: int) -> 
 
 
 def _by_layers(
-    traced: Traced, roles: Roles, forward: list[fx.Node], lengths: dict[str, int], stages: int
+    traced: Traced, roles: OpRoles, forward: list[fx.Node], lengths: dict[str, int], stages: int
 ) -> dict[fx.Node, int]:
     """Equal runs of layers; what the model computes after a layer belongs to its stage or a later one."""
     _check_stacks(traced, roles)
@@ -131,9 +131,9 @@ def stage_of_layer(path: str, lengths: Mapping[str, int], stages: int) -> int:
     return int(path.rpartition("/")[2]) * stages // lengths[path]
 
 
-def _check_stacks(traced: Traced, roles: Roles) -> None:
+def _check_stacks(traced: Traced, roles: OpRoles) -> None:
     whole = [
-        node for node in traced.nodes if node.target is torch.ops.aten.stack.default and roles.of[node] is Role.ONCE
+        node for node in traced.nodes if node.target is torch.ops.aten.stack.default and roles.of[node] is OpRole.ONCE
     ]
     for node in whole:
         if any(info(operand).is_parameter for operand in operands_of(node)):
@@ -149,9 +149,9 @@ def _check_stacks(traced: Traced, roles: Roles) -> None:
 # -----------------------------------------------------------------------------
 
 
-def _costs(forward: Sequence[fx.Node], roles: Roles, balance: str, mesh: Mesh) -> list[float]:
+def _costs(forward: Sequence[fx.Node], roles: OpRoles, balance: str, mesh: Mesh) -> list[float]:
     if balance == "work":
-        return [work(node, mesh) for node in forward]
+        return [recompute_cost(node, mesh) for node in forward]
     seen: set[fx.Node] = set()
     found = []
     for node in forward:
@@ -162,23 +162,23 @@ def _costs(forward: Sequence[fx.Node], roles: Roles, balance: str, mesh: Mesh) -
     return found
 
 
-def _weights(node: fx.Node, roles: Roles) -> list[fx.Node]:
+def _weights(node: fx.Node, roles: OpRoles) -> list[fx.Node]:
     """The parameters that an op uses, through casts and views of them."""
     pending, found = operands_of(node), []
     while pending:
         value = pending.pop()
         if value.op == "placeholder" and info(value).is_parameter:
             found.append(value)
-        elif roles.of.get(value) is Role.ONCE:
+        elif roles.of.get(value) is OpRole.ONCE:
             pending += operands_of(value)
     return found
 
 
-def _is_kept(node: fx.Node, roles: Roles) -> bool:
+def _is_kept(node: fx.Node, roles: OpRoles) -> bool:
     return isinstance(info(node).val, Aval) and any(user in roles.backward for user in node.users)
 
 
-def finest(traced: Traced, roles: Roles, mesh: Mesh) -> tuple[dict[fx.Node, int], int]:
+def finest(traced: Traced, roles: OpRoles, mesh: Mesh) -> tuple[dict[fx.Node, int], int]:
     """The model cut at every place that is no wider than those next to it, each stage with some work; and how many."""
     forward = _staged_forward(traced, roles)
     places, costs = _narrow(_places(forward)), _costs(forward, roles, "work", mesh)

@@ -16,16 +16,16 @@ from torch import fx
 from sharding_specs import P
 
 from ..ir import info, operands_of, primitive_name, update_info
-from ..program import aliases_of, root_of
-from .extract import Extractor, Part
-from .late_graph import Given, LateGraph
-from .placing import Placing, Ranks
+from ..program import aliases_of, storage_root
+from .extract import Extractor, Subprogram
+from .late_graph import EpilogueGraph, EpilogueInput
+from .placing import EpiloguePlacement, RankSet
 from .roles import is_view
 
-__all__ = ["Epilogue", "EpilogueBuilder", "Exchange"]
+__all__ = ["Epilogue", "EpilogueBuilder", "Transfer"]
 
 
-class Exchange(NamedTuple):
+class Transfer(NamedTuple):
     """A value that one rank of the pipeline sends to another."""
 
     node: fx.Node
@@ -53,12 +53,12 @@ class Epilogue:
             gradient that is zero whatever the batch lies sharded, though all shards are the same.
     """
 
-    given: dict[fx.Node, Given]
-    parts: tuple[dict[int, Part], ...]
-    exchanges: tuple[tuple[Exchange, ...], ...]
+    given: dict[fx.Node, EpilogueInput]
+    parts: tuple[dict[int, Subprogram], ...]
+    exchanges: tuple[tuple[Transfer, ...], ...]
     outputs: tuple[fx.Node, ...]
     replaces: dict[fx.Node, fx.Node]
-    output_holders: tuple[Ranks, ...]
+    output_holders: tuple[RankSet, ...]
     output_specs: tuple[P, ...]
 
 
@@ -71,12 +71,12 @@ class EpilogueBuilder:
         name: of the function.
     """
 
-    def __init__(self, graph: LateGraph, placing: Placing, name: str) -> None:
+    def __init__(self, graph: EpilogueGraph, placing: EpiloguePlacement, name: str) -> None:
         self.name, self.traced, self.given, self.links = name, graph.traced, graph.given, graph.links
         self.ranks, self.at, self.wanted = placing.ranks, placing.at, placing.wanted
         self.extractor = Extractor(self.traced, graph.whole.mesh, graph.specs, lambda _: False, graph.whole.hidden)
         once = [given.node for given in self.given.values() if given.kind == "once"]
-        self.kept = {root_of(node) for node in once}  # in whose memory something else may lie
+        self.kept = {storage_root(node) for node in once}  # in whose memory something else may lie
         self._levels()
 
     def _levels(self) -> None:
@@ -102,13 +102,13 @@ class EpilogueBuilder:
         return self.level[node, min(self.at[node])] + 1 if here is None else here
 
     def build(self) -> Epilogue:
-        exchanges: list[list[Exchange]] = [[] for _ in range(self.count)]
+        exchanges: list[list[Transfer]] = [[] for _ in range(self.count)]
         for node in self.traced.graph.nodes:
             if node.op == "output":
                 continue
             for target in sorted(self.wanted[node] - self.at[node]):
                 source = min(self.at[node])
-                exchanges[self.level[node, source]].append(Exchange(node, source, target))
+                exchanges[self.level[node, source]].append(Transfer(node, source, target))
         parts = tuple({r: p for r in sorted(self.ranks) if (p := self._part(r, level))} for level in range(self.count))
         outputs = tuple(self.traced.outputs)
         return Epilogue(
@@ -121,7 +121,7 @@ class EpilogueBuilder:
             tuple(self.extractor.spec(node) for node in outputs),
         )
 
-    def _part(self, rank: int, level: int) -> Part | None:
+    def _part(self, rank: int, level: int) -> Subprogram | None:
         nodes = [node for node in self.traced.nodes if self.level.get((node, rank)) == level]
         if not nodes:
             return None
@@ -137,7 +137,7 @@ class EpilogueBuilder:
         self._donate(part, rank, level)
         return part
 
-    def _donate(self, part: Part, rank: int, level: int) -> None:
+    def _donate(self, part: Subprogram, rank: int, level: int) -> None:
         """Say of a part's inputs whether it may write into them, and which of its results takes their place."""
         becomes = {self.links[index]: node for index, node in enumerate(self.traced.outputs) if index in self.links}
         for node, placeholder in zip(part.inputs, part.program.traced.inputs, strict=True):

@@ -14,11 +14,11 @@ from ..collectives import Type
 from ..ir import NodeInfo, Traced, axes_of_nodes, info, operands_of, set_info, update_info
 from ..program import Program
 
-__all__ = ["Extractor", "Part"]
+__all__ = ["Extractor", "Subprogram"]
 
 
 @dataclass(frozen=True)
-class Part:
+class Subprogram:
     """A program that computes some values of a graph from others.
 
     Attributes:
@@ -68,7 +68,7 @@ class Extractor:
         name: str,
         given: Iterable[fx.Node] = (),
         added: Sequence[tuple[fx.Node, Any]] = (),
-    ) -> Part:
+    ) -> Subprogram:
         """A program of these ops.
 
         Args:
@@ -106,7 +106,7 @@ class Extractor:
         outputs: list[fx.Node],
         name: str,
         added: Sequence[tuple[fx.Node, Any]],
-    ) -> Part:
+    ) -> Subprogram:
         new = Traced(fx.Graph(), constants=self.traced.constants)
         values: dict[fx.Node, fx.Node] = {}
         taken = [*inputs, *(total for total, _ in added)]
@@ -139,7 +139,7 @@ class Extractor:
             name=name,
         )
         program.cache["doing"] = f"runs {program.name}"  # the ranks compare the whole pipeline, once
-        return Part(program, tuple(taken), tuple(outputs))
+        return Subprogram(program, tuple(taken), tuple(outputs))
 
     def clean(self, known: NodeInfo) -> NodeInfo:
         """Return the facts about a value as they read outside the full graph."""

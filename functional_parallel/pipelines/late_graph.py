@@ -10,18 +10,18 @@ from torch import fx
 
 from sharding_specs import P
 
-from ..collectives import Parts
-from ..ir import Traced, in_order, info, operands_of, set_info, update_info
-from ..passes import combined_by, microbatch_dim, resized, shortened
+from ..collectives import DimSplit
+from ..ir import Traced, info, operands_of, set_info, topological_order, update_info
+from ..passes import combine_op, microbatch_dim, with_dim_size, with_global_size
 from .extract import Extractor
-from .roles import Role, Roles
+from .roles import OpRole, OpRoles
 
-__all__ = ["Given", "LateGraph"]
+__all__ = ["EpilogueGraph", "EpilogueInput"]
 
 aten = torch.ops.aten
 
 
-class Given(NamedTuple):
+class EpilogueInput(NamedTuple):
     """A value that the epilogue begins with.
 
     kind is "input" (of the step), "once" (made before the pipeline filled), "total" (a sum over a chain's
@@ -33,7 +33,7 @@ class Given(NamedTuple):
     which: int = 0
 
 
-class LateGraph:
+class EpilogueGraph:
     """Writes it.
 
     Args:
@@ -53,36 +53,36 @@ class LateGraph:
 
     def __init__(
         self,
-        roles: Roles,
+        roles: OpRoles,
         extractor: Extractor,
         in_specs: list[P],
         out_specs: list[P],
         in_paths: Sequence[str],
         out_paths: Sequence[str],
-        parts: Parts,
+        parts: DimSplit,
         chains: int,
     ) -> None:
         self.roles, self.whole, self.parts, self.chains = roles, extractor, parts, chains
         self.in_specs = dict(zip(roles.traced.inputs, in_specs, strict=True))
         self.traced = Traced(fx.Graph(), constants=roles.traced.constants)
-        self.given: dict[fx.Node, Given] = {}
+        self.given: dict[fx.Node, EpilogueInput] = {}
         self.specs: list[P] = []
         self._made: dict[Any, fx.Node] = {}
         for node in roles.traced.inputs:
-            self._placeholder(Given("input", node), in_specs[len(self.specs)].without({roles.axis}))
+            self._placeholder(EpilogueInput("input", node), in_specs[len(self.specs)].without({roles.axis}))
         inputs = list(self.traced.inputs)
         results = zip(roles.traced.outputs, out_specs, strict=True)
         self.traced.outputs = [self._output(output, spec) for output, spec in results]
         self._seal()
         self.links = self._links(inputs, in_paths, out_paths)
 
-    def _placeholder(self, given: Given, spec: P) -> fx.Node:
+    def _placeholder(self, given: EpilogueInput, spec: P) -> fx.Node:
         if given not in self._made:
             node = self.traced.graph.placeholder(f"{given.kind}_{given.node.name}_{given.which}")
             set_info(node, self.whole.clean(info(given.node)))
             if given.kind == "input" and given.node in self.roles.varying:
                 dim = microbatch_dim(self.in_specs[given.node], self.roles.axis, given.node.name)
-                update_info(node, val=resized(info(given.node).aval, dim, self.parts))
+                update_info(node, val=with_global_size(info(given.node).aval, dim, self.parts))
             self.traced.inputs.append(node)
             self.given[node], self._made[given] = given, node
             self.specs.append(spec)
@@ -99,8 +99,8 @@ class LateGraph:
 
     def _value(self, node: fx.Node) -> fx.Node:
         if node.op == "placeholder":
-            return self._made[Given("input", node)]
-        for each in in_order(node, self._needed, self._made):
+            return self._made[EpilogueInput("input", node)]
+        for each in topological_order(node, self._needed, self._made):
             self._made[each] = self._written(each)
         return self._made[node]
 
@@ -113,15 +113,15 @@ class LateGraph:
     def _begins(self, node: fx.Node) -> bool:
         """Whether the epilogue is given this value."""
         role = self.roles.of[node]
-        return role is Role.TOTAL or (node in self.roles.late and role in (Role.ONCE, Role.EARLY))
+        return role is OpRole.TOTAL or (node in self.roles.late and role in (OpRole.ONCE, OpRole.EARLY))
 
     def _written(self, node: fx.Node) -> fx.Node:
         if node.op == "get_attr":
             return self._with_meta(self.traced.graph.get_attr(node.target), node)
-        if self.roles.of[node] is Role.TOTAL:
+        if self.roles.of[node] is OpRole.TOTAL:
             return self._total(node)
         if self._begins(node):
-            return self._placeholder(Given("once", node), self.whole.spec(node))
+            return self._placeholder(EpilogueInput("once", node), self.whole.spec(node))
         if self.roles.rounds.is_barrier(node):
             return self._multiple(node)
         return self._with_meta(self.traced.graph.node_copy(node, self._value), node)
@@ -134,24 +134,27 @@ class LateGraph:
         return total
 
     def _total(self, node: fx.Node) -> fx.Node:
-        combine = combined_by(node, self.roles.axis)
+        combine = combine_op(node, self.roles.axis)
         if combine is None:
-            return self._side_by_side(node.args[0], node.args[2], node, Parts.of(self.parts.ranks))
-        parts = [self._placeholder(Given("total", node, chain), self.whole.spec(node)) for chain in range(self.chains)]
+            return self._side_by_side(node.args[0], node.args[2], node, DimSplit.of(self.parts.ranks))
+        parts = [
+            self._placeholder(EpilogueInput("total", node, chain), self.whole.spec(node))
+            for chain in range(self.chains)
+        ]
         total = parts[0]
         for part in parts[1:]:
             total = self._with_meta(self.traced.graph.call_function(combine, (total, part)), node)
         return total
 
-    def _side_by_side(self, node: fx.Node, dim: int, like: fx.Node, parts: Parts) -> fx.Node:
+    def _side_by_side(self, node: fx.Node, dim: int, like: fx.Node, parts: DimSplit) -> fx.Node:
         each = [self._collected(node, dim, microbatch, parts) for microbatch in parts]
         joined = self._with_meta(self.traced.graph.call_function(aten.cat.default, (each, dim)), like)
-        update_info(joined, val=resized(info(node).aval, dim, parts))
+        update_info(joined, val=with_global_size(info(node).aval, dim, parts))
         return joined
 
-    def _collected(self, node: fx.Node, dim: int, microbatch: int, parts: Parts) -> fx.Node:
+    def _collected(self, node: fx.Node, dim: int, microbatch: int, parts: DimSplit) -> fx.Node:
         """Of a microbatch's value what no other microbatch before it has."""
-        given, aval = Given("collected", node, microbatch), info(node).aval
+        given, aval = EpilogueInput("collected", node, microbatch), info(node).aval
         varies = node in self.roles.varying
         value = self._placeholder(given, self.whole.spec(node)) if varies else self._value(node)
         begin, end = parts.own(microbatch, aval.shape[dim])
@@ -161,7 +164,7 @@ class LateGraph:
         if key not in self._made:
             args = (value, dim, begin, end)
             self._made[key] = self._with_meta(self.traced.graph.call_function(aten.slice.Tensor, args), node)
-            update_info(self._made[key], val=shortened(aval, dim, end - begin))
+            update_info(self._made[key], val=with_dim_size(aval, dim, end - begin))
         return self._made[key]
 
     def _with_meta(self, new: fx.Node, like: fx.Node) -> fx.Node:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..program import KINDS, Memory, columns, draw, readable_bytes, said_shared
+from ..program import MEMORY_KINDS, Memory, columns, draw, readable_bytes, said_shared
 
 __all__ = ["PIPELINE_KINDS", "PipelineMemory"]
 
-PIPELINE_KINDS = (*KINDS, "messages")
+PIPELINE_KINDS = (*MEMORY_KINDS, "messages")
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,16 @@ from typing import Any
 from torch import fx
 
 from ..ir import Aval, info, operands_of
-from .late_graph import LateGraph
+from .late_graph import EpilogueGraph
 
-__all__ = ["Placing", "Ranks"]
+__all__ = ["EpiloguePlacement", "RankSet"]
 
 _SMALL = 64  # elements: what costs a message and no more
 
-Ranks = frozenset[int]
+RankSet = frozenset[int]
 
 
-class Placing:
+class EpiloguePlacement:
     """Places the ops of a graph.
 
     Args:
@@ -34,7 +34,7 @@ class Placing:
 
     def __init__(
         self,
-        graph: LateGraph,
+        graph: EpilogueGraph,
         ranks_of_total: Callable[[fx.Node], Sequence[int]],
         rank_of_collected: Callable[[fx.Node, int], int],
         used: Sequence[Collection[fx.Node]],
@@ -47,7 +47,7 @@ class Placing:
 
     def _place_until_it_holds(self) -> None:
         """A result that takes an input's place must end up wherever the next step will want that input."""
-        self.needed: dict[int, Ranks] = {}
+        self.needed: dict[int, RankSet] = {}
         while True:
             self._place()
             needed = {index: self.at[node] | self._users_of(node) for index, node in self.links.items()}
@@ -57,13 +57,13 @@ class Placing:
 
     def _place(self) -> None:
         self.met: set[fx.Node] = set()
-        self.available: dict[fx.Node, Ranks | None] = {node: self._first_ranks(node) for node in self.traced.inputs}
+        self.available: dict[fx.Node, RankSet | None] = {node: self._first_ranks(node) for node in self.traced.inputs}
         for node in self.traced.nodes:
             self.available[node] = self._meeting(node)
         wanted: dict[fx.Node, set[int]] = {node: set() for node in self.traced.graph.nodes}
         for index, output in enumerate(self.traced.outputs):
             wanted[output] |= self._wanted_of_output(index, output)
-        self.at: dict[fx.Node, Ranks] = {}
+        self.at: dict[fx.Node, RankSet] = {}
         for node in reversed(list(self.traced.graph.nodes)):
             if node.op == "output":
                 continue
@@ -76,7 +76,7 @@ class Placing:
                 wanted[operand] |= here
         self.wanted = {node: frozenset(ranks) for node, ranks in wanted.items()}
 
-    def _first_ranks(self, node: fx.Node) -> Ranks | None:
+    def _first_ranks(self, node: fx.Node) -> RankSet | None:
         kind, value, which = self.given[node]
         if kind == "total":
             return frozenset({self.ranks_of_total(value)[which]})
@@ -86,7 +86,7 @@ class Placing:
             return frozenset(rank for rank, inputs in enumerate(self.used) if value in inputs) or None
         return None
 
-    def _meeting(self, node: fx.Node) -> Ranks | None:
+    def _meeting(self, node: fx.Node) -> RankSet | None:
         """The ranks on which an op can run; None for any. What is small, and no parameter, may be sent elsewhere.
 
         What follows from small values of several ranks, as a norm does, runs on every rank that wants it: one exchange,
@@ -114,7 +114,7 @@ class Placing:
         given = self.given.get(node)
         return given is not None and given.kind == "input" and bool(info(given.node).is_parameter)
 
-    def _wanted_of_output(self, index: int, output: fx.Node) -> Ranks:
+    def _wanted_of_output(self, index: int, output: fx.Node) -> RankSet:
         possible = self.available.get(output)
         if index in self.links:
             kept = self.available[self.links[index]] or possible or self.ranks
@@ -123,7 +123,7 @@ class Placing:
             return self.ranks  # with the exchange that there is, instead of a broadcast later
         return frozenset({min(possible or self.ranks)})
 
-    def _users_of(self, node: fx.Node) -> Ranks:
+    def _users_of(self, node: fx.Node) -> RankSet:
         return frozenset(rank for rank, inputs in enumerate(self.used) if self.given[node].node in inputs)
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from ..ir import info, source_of
 from ..program import Hardware, Item, Line, Price, price_of
 from ..schedules import Action, Costs, Timeline, simulate
-from .extract import Part
+from .extract import Subprogram
 from .structure import PipelineStructure
 
 __all__ = ["price_of_pipeline"]
@@ -59,7 +59,7 @@ class _Priced:
             (str(self.schedule.name), where, *self.program.notes),
         )
 
-    def _of(self, part: Part) -> Price:
+    def _of(self, part: Subprogram) -> Price:
         one = part.program
         return price_of(one.name, one.traced, one.mesh, self.hardware)
 

@@ -11,18 +11,20 @@ from torch import fx
 
 from sharding_specs import P
 
-from ..collectives import Parts
-from ..ir import NodeInfo, Traced, in_order, info, operands_of, primitive_name, set_info, update_info
-from ..passes import combined_by, microbatch_dim, names_axis, resized
+from ..collectives import DimSplit
+from ..ir import NodeInfo, Traced, info, operands_of, primitive_name, set_info, topological_order, update_info
+from ..passes import combine_op, microbatch_dim, names_axis, with_global_size
 from ..program import Program
 from .extract import Extractor
-from .roles import Roles
+from .roles import OpRoles
 
-__all__ = ["Prologue", "PrologueBuilder", "Wanted"]
+__all__ = ["Prologue", "PrologueBuilder", "PrologueOutput"]
 
 aten = torch.ops.aten
 
-Wanted = tuple[fx.Node, int | None]  # a value, and of which microbatch; None for one that all microbatches share
+PrologueOutput = tuple[
+    fx.Node, int | None
+]  # a value, and of which microbatch; None for one that all microbatches share
 
 
 @dataclass(frozen=True)
@@ -37,21 +39,27 @@ class Prologue:
 
     program: Program
     inputs: tuple[fx.Node, ...]
-    outputs: tuple[Wanted, ...]
+    outputs: tuple[PrologueOutput, ...]
 
 
 class PrologueBuilder:
     """Writes the program that makes some values, each of one microbatch or one that all share."""
 
     def __init__(
-        self, roles: Roles, extractor: Extractor, in_specs: list[P], parts: Parts, wanted: Iterable[Wanted], name: str
+        self,
+        roles: OpRoles,
+        extractor: Extractor,
+        in_specs: list[P],
+        parts: DimSplit,
+        wanted: Iterable[PrologueOutput],
+        name: str,
     ) -> None:
         self.roles, self.extractor, self.parts = roles, extractor, parts
         self.in_specs = dict(zip(roles.traced.inputs, in_specs, strict=True))
         self.new = Traced(fx.Graph(), constants=dict(roles.traced.constants))
         self.inputs: list[fx.Node] = []
         self.outputs = tuple(wanted)
-        self._made: dict[Wanted, fx.Node] = {}
+        self._made: dict[PrologueOutput, fx.Node] = {}
         self._placeholders(self.outputs)
         self.new.outputs = [self.value(node, microbatch) for node, microbatch in self.outputs]
         self._drop_unused()
@@ -64,14 +72,14 @@ class PrologueBuilder:
     def value(self, node: fx.Node, microbatch: int | None) -> fx.Node:
         """A value of one microbatch, or one that all share, written where it is first asked for."""
         wanted = self._key(node, microbatch)
-        for key in in_order(wanted, self._needed, self._made):
+        for key in topological_order(wanted, self._needed, self._made):
             self._made[key] = self._write_value(*key)
         return self._made[wanted]
 
-    def _key(self, node: fx.Node, microbatch: int | None) -> Wanted:
+    def _key(self, node: fx.Node, microbatch: int | None) -> PrologueOutput:
         return node, microbatch if node in self.roles.varying else None
 
-    def _needed(self, key: Wanted) -> list[Wanted]:
+    def _needed(self, key: PrologueOutput) -> list[PrologueOutput]:
         """The values that one is written from."""
         node, microbatch = key
         if self.roles.rounds.is_barrier(node):
@@ -99,7 +107,7 @@ class PrologueBuilder:
     def _joined(self, node: fx.Node, microbatch: int | None) -> fx.Node:
         """The result of a sum, or the like, over all microbatches."""
         parts = [self.value(node.args[0], each) for each in self.parts]
-        combine = combined_by(node, self.roles.axis)
+        combine = combine_op(node, self.roles.axis)
         if combine is None:
             return self._call(aten.cat.default, (parts, node.args[2]), node)
         total = parts[0]
@@ -128,11 +136,11 @@ class PrologueBuilder:
 
     # --- inputs ---
 
-    def _placeholders(self, wanted: Iterable[Wanted]) -> None:
+    def _placeholders(self, wanted: Iterable[PrologueOutput]) -> None:
         for node in self.roles.traced.inputs:
             new = self._with_meta(self.new.graph.placeholder(node.name), node)
             if node in self.roles.varying:
-                update_info(new, val=resized(info(node).aval, self._dim(node), self.parts))
+                update_info(new, val=with_global_size(info(node).aval, self._dim(node), self.parts))
             self.inputs.append(node)
             self.new.inputs.append(new)
             self._made[node, None] = new

@@ -25,18 +25,18 @@ from torch import fx
 from sharding_specs import P
 
 from ..ir import Traced, info, operands_of, primitive_name, source_of
-from ..passes import Rounds, names_axis
-from ..program import viewed
+from ..passes import MicrobatchRounds, names_axis
+from ..program import view_base
 from ..rules import lookup
 
-__all__ = ["PipelineError", "Role", "Roles", "is_view"]
+__all__ = ["OpRole", "OpRoles", "PipelineError", "is_view"]
 
 
 class PipelineError(ValueError):
     """A function that cannot be cut into the stages of a pipeline, or a pipeline that does not fit it."""
 
 
-class Role(Enum):
+class OpRole(Enum):
     """The part that an op plays; see the module."""
 
     ONCE = "once"
@@ -47,7 +47,7 @@ class Role(Enum):
     AFTER = "after"
 
 
-class Roles:
+class OpRoles:
     """The role of every op.
 
     Attributes:
@@ -60,15 +60,15 @@ class Roles:
 
     def __init__(self, traced: Traced, axis: str, in_specs: list[P], inlined: set[fx.Node]) -> None:
         self.traced, self.axis, self.inlined = traced, axis, inlined
-        self.rounds = Rounds(traced, axis, in_specs)
+        self.rounds = MicrobatchRounds(traced, axis, in_specs)
         self.varying = {node for node, spec in zip(traced.inputs, in_specs, strict=True) if axis in spec.axes}
         self.on_parameters = {node for node in traced.inputs if info(node).is_parameter}
         self.backward: set[fx.Node] = set()
         self.late: set[fx.Node] = set()
-        self.of: dict[fx.Node, Role] = {}
+        self.of: dict[fx.Node, OpRole] = {}
         for node in traced.nodes:
             self._classify(node)
-        self.totals = [node for node, role in self.of.items() if role is Role.TOTAL]
+        self.totals = [node for node, role in self.of.items() if role is OpRole.TOTAL]
         self._check_early()
 
     def _classify(self, node: fx.Node) -> None:
@@ -83,26 +83,26 @@ class Roles:
         if not shared and (self._begins(node) or any(operand in self.varying for operand in operands)):
             self.varying.add(node)
         self.of[node] = self._role(node, operands, barrier)
-        if barrier and self.of[node] is Role.EARLY:
+        if barrier and self.of[node] is OpRole.EARLY:
             self.late.add(node)
 
     def _begins(self, node: fx.Node) -> bool:
         """Whether the op's result differs by microbatch though its operands do not."""
         return primitive_name(node) in ("axis_index", "pscatter") and names_axis(node, self.axis)
 
-    def _role(self, node: fx.Node, operands: list[fx.Node], barrier: bool) -> Role:
+    def _role(self, node: fx.Node, operands: list[fx.Node], barrier: bool) -> OpRole:
         in_last_round = self.rounds.of[node] >= self.rounds.last
         if barrier and node in self.backward and self._sums_alike(node):
-            return Role.AFTER
+            return OpRole.AFTER
         if barrier:
             made = node.args[0] in self.varying and node.args[0].op != "placeholder"  # not the batch as it is
-            return Role.TOTAL if in_last_round and made else Role.EARLY
+            return OpRole.TOTAL if in_last_round and made else OpRole.EARLY
         if node not in self.varying:
-            after = any(self.of.get(operand) in (Role.TOTAL, Role.AFTER) for operand in operands)
-            return Role.AFTER if after else Role.ONCE
+            after = any(self.of.get(operand) in (OpRole.TOTAL, OpRole.AFTER) for operand in operands)
+            return OpRole.AFTER if after else OpRole.ONCE
         if self._begins(node) or not in_last_round:
-            return Role.EARLY
-        return Role.STAGED if node in self.on_parameters or node in self.backward else Role.LOCAL
+            return OpRole.EARLY
+        return OpRole.STAGED if node in self.on_parameters or node in self.backward else OpRole.LOCAL
 
     def _sums_alike(self, node: fx.Node) -> bool:
         """Whether every microbatch brings the same to a sum, as to the gradient of a linear function's bias."""
@@ -112,7 +112,7 @@ class Roles:
         found = [
             node
             for node, role in self.of.items()
-            if role is Role.EARLY and node in self.on_parameters and not self._is_slice_of_shared(node)
+            if role is OpRole.EARLY and node in self.on_parameters and not self._is_slice_of_shared(node)
         ]
         if not found:
             return
@@ -132,7 +132,7 @@ class Roles:
 
     def _is_slice_of_shared(self, node: fx.Node) -> bool:
         """Whether every microbatch takes its slice of what is computed once a step: there is nobody to wait for."""
-        return primitive_name(node) == "pscatter" and self.of.get(node.args[0]) is Role.ONCE  # type: ignore[call-overload]
+        return primitive_name(node) == "pscatter" and self.of.get(node.args[0]) is OpRole.ONCE  # type: ignore[call-overload]
 
     def _leads_to_backward(self, node: fx.Node) -> bool:
         return any(each in self.backward for each in _reached(node, lambda each: each.users))
@@ -140,11 +140,11 @@ class Roles:
     def is_inline(self, node: fx.Node) -> bool:
         """Whether an op is repeated wherever its value is needed: it costs nothing, or its value may not be kept."""
         role = self.of.get(node)
-        if role is Role.LOCAL:  # what follows from sums that come before it too: those it is given
+        if role is OpRole.LOCAL:  # what follows from sums that come before it too: those it is given
             return True
-        if role is Role.EARLY:
+        if role is OpRole.EARLY:
             return node not in self.late and not self._begins(node)
-        if role is not Role.ONCE:
+        if role is not OpRole.ONCE:
             return False
         if node in self.inlined or info(node).recomputed:
             return True
@@ -152,7 +152,7 @@ class Roles:
 
     def scope(self, node: fx.Node) -> str:
         """Where a value that a stage takes comes from: "input", "once", "microbatch" or "stage"."""
-        if self.of.get(node) in (Role.STAGED, Role.LOCAL):
+        if self.of.get(node) in (OpRole.STAGED, OpRole.LOCAL):
             return "stage"
         if node in self.varying:
             return "microbatch"
@@ -161,7 +161,7 @@ class Roles:
 
 def is_view(node: fx.Node) -> bool:
     """Whether an op computes nothing: a view, or a cast without communication."""
-    return node.op == "call_function" and viewed(node) is not None
+    return node.op == "call_function" and view_base(node) is not None
 
 
 def _why_all(barrier: fx.Node, wanted: bool) -> str:

@@ -15,7 +15,7 @@ import torch
 
 from sharding_specs import P, SpecError, broadcast_specs, tree_paths
 
-from ..functions import TAKEN, Layout, LocalFunction, PyTree, SpecTree
+from ..functions import STACK_DIM, Layout, LocalFunction, PyTree, SpecTree
 from ..ir import without_memory
 
 __all__ = ["Stacks", "unstacked"]
@@ -135,7 +135,7 @@ class Stacks:
         why = "it has `specs`, as that of adafactor, whose means go over a whole parameter"
         if getattr(optimizer, "specs", None) is None:
             stacked = self.restack(optree.tree_map(without_memory, params))
-            found = beyond(stacked, lambda leaf: getattr(leaf, TAKEN, None) == 0)
+            found = beyond(stacked, lambda leaf: getattr(leaf, STACK_DIM, None) == 0)
             if found is None:
                 return
             why = found
@@ -198,6 +198,6 @@ def _of_layer(spec: P) -> P:
 def _stack(layers: list[Any]) -> Any:
     if layers and all(isinstance(layer, torch.Tensor) and layer.device.type == "meta" for layer in layers):
         stack = layers[0].new_empty((len(layers), *layers[0].shape))
-        setattr(stack, TAKEN, 0)
+        setattr(stack, STACK_DIM, 0)
         return stack
     return torch.stack(layers)

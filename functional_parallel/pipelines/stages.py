@@ -14,19 +14,19 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from ..ir import Aval, info, operands_of, primitive_name
-from ..passes import combined_by
+from ..passes import combine_op
 from ..program import Program
-from .extract import Extractor, Part
-from .roles import PipelineError, Role, Roles, is_view
+from .extract import Extractor, Subprogram
+from .roles import OpRole, OpRoles, PipelineError, is_view
 
-__all__ = ["Stage", "StageBuilder", "Work"]
+__all__ = ["ActionPrograms", "Stage", "StageBuilder"]
 
 
 _FOLLOWING = {"F": "IW", "I": "W", "W": "", "B": ""}  # per kind of work, the stage's own that comes after it
 
 
 @dataclass(frozen=True, eq=False)
-class Work:
+class ActionPrograms:
     """One kind of a stage's work on a microbatch.
 
     Attributes:
@@ -35,9 +35,9 @@ class Work:
         totals: the sums over microbatches that the last outputs go into, in order, each with a program that only adds.
     """
 
-    first: Part
-    following: Part
-    totals: dict[fx.Node, Part]
+    first: Subprogram
+    following: Subprogram
+    totals: dict[fx.Node, Subprogram]
 
     @property
     def programs(self) -> list[Program]:
@@ -59,7 +59,7 @@ class Stage:
     """
 
     index: int
-    works: dict[str, Work] = field(default_factory=dict)
+    works: dict[str, ActionPrograms] = field(default_factory=dict)
     sends_forward: tuple[fx.Node, ...] = ()
     sends_backward: tuple[fx.Node, ...] = ()
     after_forward: frozenset[fx.Node] = frozenset()
@@ -85,7 +85,7 @@ class StageBuilder:
         name: of the function, for messages.
     """
 
-    def __init__(self, roles: Roles, stage: dict[fx.Node, int], extractor: Extractor, count: int, name: str) -> None:
+    def __init__(self, roles: OpRoles, stage: dict[fx.Node, int], extractor: Extractor, count: int, name: str) -> None:
         self.roles, self.extractor, self.count, self.name = roles, extractor, count, name
         self.stage = dict(stage)
         self.collected = self._collected()
@@ -147,7 +147,7 @@ class StageBuilder:
                     found |= {"another stage", "waits"}
                 elif user in leads_to:
                     found |= leads_to[user]
-                elif self.roles.of.get(user) is Role.TOTAL:
+                elif self.roles.of.get(user) is OpRole.TOTAL:
                     found.add(user)
             if info(node).is_cheap_copy:
                 found |= {"another stage", "waits"}
@@ -203,7 +203,7 @@ class StageBuilder:
 
     def _residuals_beside(self, index: int, forward: list[fx.Node]) -> set[fx.Node]:
         """Values of the batch alone, such as dropout's masks, that the forward computes and the backward takes too."""
-        made = {n for n in self.extractor.closure(forward) if self.roles.of[n] is Role.LOCAL and n not in self.stage}
+        made = {n for n in self.extractor.closure(forward) if self.roles.of[n] is OpRole.LOCAL and n not in self.stage}
         taken = {
             operand
             for node in self.members[index]
@@ -222,7 +222,7 @@ class StageBuilder:
                     found.add(node)
         return found | {node for node in nodes if node in self.collected}
 
-    def _work(self, index: int, kind: str, beside: set[fx.Node]) -> Work:
+    def _work(self, index: int, kind: str, beside: set[fx.Node]) -> ActionPrograms:
         """The programs of one kind; the forward makes what lies beside it for the backward, which is given it."""
         parts = "IW" if kind == "B" else kind
         nodes = [node for each in parts for node in self._of_kind(index, each)]
@@ -235,13 +235,13 @@ class StageBuilder:
         values = [value for _, value in sums]
         first = self.extractor.part(nodes, [*order, *values], name, given)
         if not sums:
-            return Work(first, first, {})
-        added = [(total, combined_by(total, self.roles.axis)) for total, _ in sums]
+            return ActionPrograms(first, first, {})
+        added = [(total, combine_op(total, self.roles.axis)) for total, _ in sums]
         following = self.extractor.part(nodes, [*order, *values], f"{name}, adding", given, added)
         adding = {}
         for number, ((total, value), added_to) in enumerate(zip(sums, added, strict=True)):
             adding[total] = self.extractor.part((), [value], f"{name}, sum {number}", [value], [added_to])
-        return Work(first, following, adding)
+        return ActionPrograms(first, following, adding)
 
     def _crossing(self, index: int, neighbour: int, up: bool) -> tuple[fx.Node, ...]:
         """What this stage hands to a neighbour: its own values and others', for that one and those behind it."""

@@ -16,7 +16,7 @@ from ..ir import info
 from ..program import BaseProgram, Program
 from ..schedules import Action, Schedule
 from .epilogue import Epilogue
-from .extract import Part
+from .extract import Subprogram
 from .prologue import Prologue
 from .stages import Stage
 
@@ -155,7 +155,7 @@ def updates_of(schedule: Schedule) -> int:
     return sum(action.stage == 0 for action in schedule.versions.writes)
 
 
-def parts_of_rank(stages: list[Stage], schedule: Schedule, rank: int) -> Iterator[Part]:
+def parts_of_rank(stages: list[Stage], schedule: Schedule, rank: int) -> Iterator[Subprogram]:
     """The programs of all stages that a rank of the pipeline runs."""
     for kind, index in _works_of_rank(schedule, rank):
         yield stages[index].works[kind].first

@@ -8,16 +8,16 @@ import torch
 from torch import fx
 
 from ..ir import info, operands_of, primitive_name
-from ..passes import add_products_in_place
+from ..passes import fuse_matmul_accumulate
 from ..program import Program, shares_memory
-from .stages import Work
+from .stages import ActionPrograms
 
-__all__ = ["add_in_place"]
+__all__ = ["accumulate_in_place"]
 
 aten = torch.ops.aten
 
 
-def add_in_place(work: Work) -> list[Program]:
+def accumulate_in_place(work: ActionPrograms) -> list[Program]:
     """Let a stage's later microbatches write their sums over the sums so far; returns the programs that changed.
 
     The first microbatch's part begins the sum. It may be written over when it lies in memory of its own: made by an op
@@ -32,7 +32,7 @@ def add_in_place(work: Work) -> list[Program]:
                     program.traced.outputs[index].target = aten.add_.Tensor  # type: ignore[union-attr]
                     changed.setdefault(program)
     for program in work.programs:
-        if add_products_in_place(program.traced):
+        if fuse_matmul_accumulate(program.traced):
             program.traced.seal()
             changed.setdefault(program)
     return list(changed)

@@ -16,7 +16,7 @@ from ..ir import is_trained
 from ..optim import Optimizer, sgd
 from ..pipelines import PipelineError, stage_of_layer
 from ..program import readable_bytes
-from ..training import TrainStep, over_likes, train_step, with_scale
+from ..training import TrainStep, train_step, tree_map_params, with_scale
 
 __all__ = ["CONVENTIONS", "Convention", "Estimate", "activation_bytes", "estimate", "transformer_parameters"]
 
@@ -156,7 +156,7 @@ def _only(tree: Any, shapes: Any, there: Any) -> Any:
     def chosen(like: Any) -> Any:
         return optree.tree_map(lambda leaf, is_there: leaf if is_there else "elsewhere", like, there)
 
-    return over_likes(chosen, tree, optree.tree_structure(shapes))
+    return tree_map_params(chosen, tree, optree.tree_structure(shapes))
 
 
 # -----------------------------------------------------------------------------

@@ -11,14 +11,14 @@ from sharding_specs import Mesh
 
 from ..ir import info, operands_of
 from ..passes import finished
-from ..pipelines import Part, PipelineError, Role, Roles, Stage, finest, prepared, staged
-from ..program import Ledger, Program, work
+from ..pipelines import OpRole, OpRoles, PipelineError, Stage, Subprogram, build_stages, classify_ops, finest
+from ..program import Program, StorageTable, recompute_cost
 
-__all__ = ["MeasuredLayer", "measure"]
+__all__ = ["LayerProfile", "profile_layers"]
 
 
 @dataclass(frozen=True)
-class MeasuredLayer:
+class LayerProfile:
     """A run of ops between two places where the model may be cut; of one microbatch.
 
     Attributes:
@@ -36,9 +36,9 @@ class MeasuredLayer:
     working: int
 
 
-def measure(
+def profile_layers(
     program: Program, virtual: str, inlined: set[fx.Node], without: Collection[str] = ()
-) -> list[MeasuredLayer]:
+) -> list[LayerProfile]:
     """The layers of a step, at the shapes of one microbatch, in order.
 
     Args:
@@ -50,18 +50,18 @@ def measure(
     Raises:
         PipelineError: when the step has no backward, or cannot be streamed.
     """
-    roles = prepared(program, virtual, inlined)
+    roles = classify_ops(program, virtual, inlined)
     cut, count = finest(program.traced, roles, program.mesh)
-    builder = finished(staged(program, roles, cut, count, without))
+    builder = finished(build_stages(program, roles, cut, count, without))
     if not builder.has_backward:
         raise PipelineError(f"{program.name} has no backward to pipeline: none of its parameters is a floating tensor")
     return [_layer(each, roles, program.mesh) for each in builder.build("IW")]
 
 
-def _layer(stage: Stage, roles: Roles, mesh: Mesh) -> MeasuredLayer:
+def _layer(stage: Stage, roles: OpRoles, mesh: Mesh) -> LayerProfile:
     parts = {kind: stage.works[kind].first for kind in "FIW"}
-    return MeasuredLayer(
-        {kind: sum(work(node, mesh) for node in part.program.traced.nodes) for kind, part in parts.items()},
+    return LayerProfile(
+        {kind: sum(recompute_cost(node, mesh) for node in part.program.traced.nodes) for kind, part in parts.items()},
         {node.name: info(node).aval.nbytes for node in stage.after_forward if node not in roles.backward},
         sum(info(node).aval.nbytes for node in stage.sends_forward),
         frozenset(_weights(parts.values(), roles)),
@@ -70,18 +70,18 @@ def _layer(stage: Stage, roles: Roles, mesh: Mesh) -> MeasuredLayer:
 
 
 def _working(program: Program) -> int:
-    ledger = Ledger(program.name, program.traced)
+    ledger = StorageTable(program.name, program.traced)
     return max(ledger.alive(ledger.spans), default=0)
 
 
-def _weights(parts: Iterable[Part], roles: Roles) -> set[str]:
+def _weights(parts: Iterable[Subprogram], roles: OpRoles) -> set[str]:
     pending = [node for part in parts for node in part.inputs]
     found, seen = set(), set(pending)
     while pending:
         node = pending.pop()
         if node.op == "placeholder" and info(node).is_parameter:
             found.add(info(node).param_path)
-        elif roles.of.get(node) is Role.ONCE:
+        elif roles.of.get(node) is OpRole.ONCE:
             fresh = [each for each in operands_of(node) if each not in seen]
             pending += fresh
             seen.update(fresh)

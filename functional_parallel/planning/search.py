@@ -20,13 +20,13 @@ from ..ir import is_trained, without_memory
 from ..lowering import UNCUT, lowering
 from ..optim import Optimizer, sgd
 from ..pipelines import PipelineMemory
-from ..quantities import is_count
+from ..quantities import is_positive_int
 from ..schedules import Layer, Machine, Plan, ScheduleError, check_search
 from ..schedules import search as search_plans
 from ..training import train_step
 from ..transforms import Plan as Chain
 from ..transforms import Transform, chain, data_parallel, pipeline
-from .layers import MeasuredLayer, measure
+from .layers import LayerProfile, profile_layers
 
 __all__ = ["PipelineChoice", "PipelineChoices", "layer_costs", "search_pipeline"]
 
@@ -107,7 +107,7 @@ def _measured(
     speed: float,
     optimizer: Optimizer | None,
     inner: Transform | Chain | None,
-) -> list[MeasuredLayer]:
+) -> list[LayerProfile]:
     _check_optimizer(optimizer)
     if not speed > 0:
         raise ValueError(f"layer_costs(speed={speed!r}): give the flops per second that a rank gets done, above 0")
@@ -117,11 +117,11 @@ def _measured(
     args = optree.tree_map(without_memory, (params, *batch))
     programs = lowering(grad(whole), Mesh(pipe=1), args, name=whole.name)
     uncut = next(each for each in programs if each.name == UNCUT)
-    return measure(uncut.program, whole.layout.pipeline.virtual, set(uncut.per_microbatch))
+    return profile_layers(uncut.program, whole.layout.pipeline.virtual, set(uncut.per_microbatch))
 
 
 def _layers(
-    measured: list[MeasuredLayer], params: Any, samples: int, speed: float, optimizer: Optimizer | None
+    measured: list[LayerProfile], params: Any, samples: int, speed: float, optimizer: Optimizer | None
 ) -> list[Layer]:
     weights = _weights(optree.tree_map(without_memory, params), optimizer or sgd(0.0))
     return [_layer(each, samples, speed, weights) for each in measured]
@@ -181,7 +181,7 @@ def search_pipeline(
         TypeError: when the machine or the optimizer is none, or `names` is one name.
     """
     check_search(machine, names, chunks)
-    if not is_count(most):
+    if not is_positive_int(most):
         raise ValueError(f"search_pipeline(most={most!r}): how many choices to return is an integer of at least 1")
     report = _reporter(progress)
     measured, samples = _measured(loss, params, batch, speed, optimizer, inner), _samples(batch)
@@ -322,7 +322,7 @@ class PipelineChoices(Sequence[PipelineChoice]):
         return f"PipelineChoices({self._found!r}{more})"
 
 
-def _layer(found: MeasuredLayer, samples: int, speed: float, weights: dict[str, tuple[int, int]]) -> Layer:
+def _layer(found: LayerProfile, samples: int, speed: float, weights: dict[str, tuple[int, int]]) -> Layer:
     forward, inputs, weight = (found.work[kind] / samples / speed for kind in "FIW")
     kept = {name: size / samples for name, size in found.kept.items()}
     own = {path: weights[path] for path in found.weights if path in weights}

@@ -5,7 +5,7 @@ from .collectives import COMMUNICATING, Collective, bytes_of, collectives_of, co
 from .explain import Explanation, columns, parse_bytes, readable_bytes
 from .hardware import HARDWARE, Hardware, hardware_of
 from .links import Line
-from .memory import KINDS, Ledger, Memory, Storage, draw, memory_of, said_shared
+from .memory import MEMORY_KINDS, Memory, Storage, StorageTable, draw, memory_of, said_shared
 from .overlap import STARTED, one_scatter_at_a_time, overlapped
 from .price import Item, Price, price_of
 from .program import Program
@@ -15,18 +15,18 @@ from .sharing import (
     aliases_of,
     is_only_use_of_own_memory,
     may_stay_in_place,
+    mutated_operands,
     readers_before_writes,
-    root_of,
     shares_memory,
-    viewed,
-    written_by,
+    storage_root,
+    view_base,
 )
-from .work import flops, work
+from .work import flops, recompute_cost
 
 __all__ = [
     "COMMUNICATING",
     "HARDWARE",
-    "KINDS",
+    "MEMORY_KINDS",
     "STARTED",
     "BaseProgram",
     "Collective",
@@ -34,12 +34,12 @@ __all__ = [
     "Hardware",
     "Intermediate",
     "Item",
-    "Ledger",
     "Line",
     "Memory",
     "Price",
     "Program",
     "Storage",
+    "StorageTable",
     "aliases_of",
     "bytes_of",
     "channel_bytes",
@@ -53,17 +53,17 @@ __all__ = [
     "keep_phases",
     "may_stay_in_place",
     "memory_of",
+    "mutated_operands",
     "one_scatter_at_a_time",
     "overlapped",
     "parse_bytes",
     "price_of",
     "readable_bytes",
     "readers_before_writes",
-    "root_of",
+    "recompute_cost",
     "said_shared",
     "shared_by_collectives",
     "shares_memory",
-    "viewed",
-    "work",
-    "written_by",
+    "storage_root",
+    "view_base",
 ]

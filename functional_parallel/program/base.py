@@ -12,7 +12,7 @@ from sharding_specs import Mesh, P
 
 from .collectives import Collective, bytes_of, counts_of
 from .explain import Explanation, explain
-from .rewrites import Intermediate, PassTable, Recording
+from .rewrites import Intermediate, PassRecorder, PassTable
 
 __all__ = ["BaseProgram"]
 
@@ -104,10 +104,10 @@ class BaseProgram(abc.ABC):
         """The program's text after a pass ran; of several of that name the last. See `before`."""
         return self._recorded(with_text=True).around(name)[1]
 
-    def _recorded(self, with_text: bool = False) -> Recording:
+    def _recorded(self, with_text: bool = False) -> PassRecorder:
         if self.lowering is None:
             raise ValueError(f"{self.name} was not made by fp.compile or fp.train_step, so its passes are not known")
-        recording = Recording(with_text)
+        recording = PassRecorder(with_text)
         for each in self.lowering():
             recording.add(each)
         return recording

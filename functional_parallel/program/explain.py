@@ -11,7 +11,7 @@ from typing import Any
 
 from .collectives import Collective
 
-__all__ = ["Explanation", "Row", "columns", "explain", "parse_bytes", "readable_bytes"]
+__all__ = ["CollectiveRow", "Explanation", "columns", "explain", "parse_bytes", "readable_bytes"]
 
 _HEADERS = ("collective", "axis", "count", "operand", "bytes sent", "phase", "source")
 _CONVENTION = (
@@ -21,7 +21,7 @@ _CONVENTION = (
 
 
 @dataclass(frozen=True)
-class Row:
+class CollectiveRow:
     """Collectives of one kind from one place: how many, of what, and the bytes a rank sends for all of them."""
 
     kind: str
@@ -45,7 +45,7 @@ class Explanation:
 
     name: str
     mesh: str
-    rows: tuple[Row, ...]
+    rows: tuple[CollectiveRow, ...]
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -116,7 +116,7 @@ def explain(
     return Explanation(name, mesh, tuple(_row(members, group) for members in groups.values()), tuple(notes))
 
 
-def _row(members: list[Collective], group: str) -> Row:
+def _row(members: list[Collective], group: str) -> CollectiveRow:
     first = members[0]
     operands = {str(member.operand) for member in members}
     operand = str(first.operand) if len(operands) == 1 else "various"
@@ -124,7 +124,7 @@ def _row(members: list[Collective], group: str) -> Row:
     text = "" if source is None else _shortened(source.text)
     size = sum(member.bytes for member in members)
     where = str(source) if source is not None else ""
-    return Row(first.kind, first.axes, len(members), operand, size, first.phase, where, text)
+    return CollectiveRow(first.kind, first.axes, len(members), operand, size, first.phase, where, text)
 
 
 def readable_bytes(count: int) -> str:

@@ -29,10 +29,10 @@ from sharding_specs import Mesh
 from .collectives import Collective
 from .links import Line
 
-__all__ = ["HARDWARE", "Hardware", "Reach", "hardware_of", "reach_of"]
+__all__ = ["HARDWARE", "GroupTopology", "Hardware", "group_topology", "hardware_of"]
 
 
-class Reach(NamedTuple):
+class GroupTopology(NamedTuple):
     """How a group of ranks lies: so many on each of so many hosts."""
 
     inside: int
@@ -108,14 +108,14 @@ class Hardware:
     def collective(self, one: Collective, mesh: Mesh) -> float:
         """Seconds of a collective of a program on a mesh, nothing else being under way."""
         whole = one.result.nbytes if one.kind == "all_gather" else one.operand.nbytes
-        return self.start + self._seconds(one.kind, whole, reach_of(mesh, one.axes, self.ranks_per_host))
+        return self.start + self._seconds(one.kind, whole, group_topology(mesh, one.axes, self.ranks_per_host))
 
     def message(self, mesh: Mesh, axis: str) -> Line:
         """A message to another rank of an axis: of those, the pair that is furthest apart."""
-        link = self.between if reach_of(mesh, (axis,), self.ranks_per_host).hosts > 1 else self.inside
+        link = self.between if group_topology(mesh, (axis,), self.ranks_per_host).hosts > 1 else self.inside
         return Line(self.start + link.alpha, link.beta / self.links_share)
 
-    def _seconds(self, kind: str, size: float, reach: Reach) -> float:
+    def _seconds(self, kind: str, size: float, reach: GroupTopology) -> float:
         inside, hosts = reach
         if kind in ("all_gather", "psum_scatter"):
             return self._half(inside, size, self.inside) + self._half(hosts, size / inside, self.between)
@@ -166,7 +166,7 @@ def _readable(amount: float, unit: str) -> str:
     return f"{amount:.3g} {rest}"
 
 
-def reach_of(mesh: Mesh, axes: Iterable[str], ranks_per_host: int) -> Reach:
+def group_topology(mesh: Mesh, axes: Iterable[str], ranks_per_host: int) -> GroupTopology:
     """How a group over some axes lies on hosts, without a list of its ranks.
 
     >>> reach_of(Mesh(data=512, tensor=8, pipe=4), ("data",), 8), reach_of(Mesh(data=512, tensor=8), ("tensor",), 8)
@@ -182,7 +182,7 @@ def reach_of(mesh: Mesh, axes: Iterable[str], ranks_per_host: int) -> Reach:
         if name in named:
             inside *= min(size, max(1, ranks_per_host // stride))
         stride *= size
-    return Reach(inside, math.ceil(mesh.axis_size(named) / inside))
+    return GroupTopology(inside, math.ceil(mesh.axis_size(named) / inside))
 
 
 def hardware_of(hardware: Hardware | str) -> Hardware:

@@ -21,13 +21,13 @@ from torch import fx
 
 from ..ir import Traced, info, operands_of, primitive_name
 from .explain import readable_bytes
-from .sharing import viewed, written_by
+from .sharing import mutated_operands, view_base
 
-__all__ = ["KINDS", "Ledger", "Memory", "draw", "memory_of", "said_shared"]
+__all__ = ["MEMORY_KINDS", "Memory", "StorageTable", "draw", "memory_of", "said_shared"]
 
 aten = torch.ops.aten
 
-KINDS = ("parameters", "optimizer state", "other inputs", "gathered", "residuals", "gradients", "temporaries")
+MEMORY_KINDS = ("parameters", "optimizer state", "other inputs", "gathered", "residuals", "gradients", "temporaries")
 
 Storage = tuple[fx.Node, int]  # the op that makes it, and which of its results
 
@@ -112,10 +112,10 @@ def draw(path: str | Path, title: str, curves: Mapping[str, Sequence[int]], peak
 
 def memory_of(name: str, traced: Traced) -> Memory:
     """The curve of a graph; see `Program.memory`."""
-    return Ledger(name, traced).memory()
+    return StorageTable(name, traced).memory()
 
 
-class Ledger:
+class StorageTable:
     """Which storage each value of a graph lies in, and how many bytes it has.
 
     Attributes:
@@ -145,7 +145,7 @@ class Ledger:
             self.name,
             curve,
             tuple(map(self.op, range(len(self.nodes)))),
-            {kind: kinds[kind] for kind in KINDS},
+            {kind: kinds[kind] for kind in MEMORY_KINDS},
             tuple((self.sizes[s], f"{self.kind(s)}: {self.title(s)}", self.line(s)) for s in largest),
         )
 
@@ -198,11 +198,11 @@ class Ledger:
             source = self.storages[node.args[0]]
             self.storages[node] = [source[node.args[1]] if len(source) > 1 else source[0]]
             return
-        written = written_by(node)
+        written = mutated_operands(node)
         if written:
             self.storages[node] = [self.storages[value][0] for value in written]
             return
-        base = viewed(node)
+        base = view_base(node)
         if base is None:
             self._own(node)
         else:
@@ -240,7 +240,7 @@ class Ledger:
         return str(info(storage[0]).source or "")
 
     def kind(self, storage: Storage) -> str:
-        """One of `KINDS`."""
+        """One of `MEMORY_KINDS`."""
         node = storage[0]
         if node.op == "placeholder":
             if info(node).is_parameter:
@@ -265,7 +265,7 @@ class Ledger:
 
 def _base(node: fx.Node) -> fx.Node:
     """What a view is of, through views of views."""
-    while node.op == "call_function" and (source := viewed(node)) is not None:
+    while node.op == "call_function" and (source := view_base(node)) is not None:
         node = source
     return node
 
@@ -273,7 +273,7 @@ def _base(node: fx.Node) -> fx.Node:
 def _with_views(node: fx.Node) -> list[fx.Node]:
     found = [node]
     for each in found:
-        found += [user for user in each.users if user.op == "call_function" and viewed(user) is each]
+        found += [user for user in each.users if user.op == "call_function" and view_base(user) is each]
     return found
 
 

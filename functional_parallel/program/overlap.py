@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx
 
-from ..ir import Traced, in_order, info, operands_of, primitive_name
+from ..ir import Traced, info, operands_of, primitive_name, topological_order
 from ..ops import PACK, UNPACK
-from .sharing import shares_memory, written_by
+from .sharing import mutated_operands, shares_memory
 
 __all__ = ["STARTED", "one_scatter_at_a_time", "overlapped"]
 
@@ -67,7 +67,7 @@ def one_scatter_at_a_time(order: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Nod
 def _write(nodes: Iterable[fx.Node], order: dict[fx.Node, None], readers: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
     """Append ops, each after those of its operands that are not there yet, and those that its writing would disturb."""
     for node in nodes:
-        for each in in_order(node, lambda n: [*_computed(operands_of(n)), *readers.get(n, ())], order):
+        for each in topological_order(node, lambda n: [*_computed(operands_of(n)), *readers.get(n, ())], order):
             order[each] = None
 
 
@@ -78,4 +78,4 @@ def _computed(nodes: Iterable[fx.Node]) -> list[fx.Node]:
 def _only_looks(node: fx.Node) -> bool:
     if primitive_name(node) == "pcast" or node.target in (operator.getitem, UNPACK):
         return True
-    return shares_memory(node) and not written_by(node)
+    return shares_memory(node) and not mutated_operands(node)

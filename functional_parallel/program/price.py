@@ -23,8 +23,8 @@ from .collectives import Collective, collective_of, phases_of
 from .explain import columns, readable_bytes
 from .hardware import Hardware
 from .overlap import STARTED, overlapped
-from .sharing import readers_before_writes, viewed
-from .work import flops, moved
+from .sharing import readers_before_writes, view_base
+from .work import bytes_moved, flops
 
 __all__ = ["Item", "Price", "PriceRow", "price_of", "readable_seconds"]
 
@@ -222,14 +222,14 @@ def price_of(
     name: str, traced: Traced, mesh: Mesh, hardware: Hardware, memory: int = 0, notes: Iterable[str] = ()
 ) -> Price:
     """The price of a graph; see `Program.price`."""
-    run = _Run(traced, mesh, hardware)
+    run = _RankClocks(traced, mesh, hardware)
     total = sum(run.flops.values())
     ideal = sum(done / hardware.rate(dtype) for dtype, done in run.flops.items())
     utilization = ideal / run.now if run.now else 0.0
     return Price(name, mesh, hardware, run.now, tuple(run.items), memory, total, utilization, tuple(notes))
 
 
-class _Run:
+class _RankClocks:
     """A rank's two clocks, `now` of what it computes and `wire` of what it communicates, op after op."""
 
     def __init__(self, traced: Traced, mesh: Mesh, hardware: Hardware) -> None:
@@ -247,7 +247,7 @@ class _Run:
             collective = collective_of(node, mesh)
             if collective is not None and collective.bytes:
                 self._communicate(node, collective)
-            elif collective is None and primitive_name(node) is None and viewed(node) is None:
+            elif collective is None and primitive_name(node) is None and view_base(node) is None:
                 self._compute(node)
         self._wait([out for out in traced.outputs if isinstance(out, fx.Node)])
         self.items = [_exposed(item, self.waited.get(i, item.exposed)) for i, item in enumerate(self.items)]
@@ -276,13 +276,13 @@ class _Run:
             self._wait([node])
 
     def _compute(self, node: fx.Node) -> None:
-        done, bytes_moved, dtype = flops(node), moved(node), _dtype(node)
-        seconds = self.hardware.compute(done, bytes_moved, dtype)
+        done, nbytes, dtype = flops(node), bytes_moved(node), _dtype(node)
+        seconds = self.hardware.compute(done, nbytes, dtype)
         self.now += seconds
         self.flops[dtype] += done
         what, source = "products" if done else "other ops", str(info(node).source or "")
         self.items.append(
-            Item(what, (), self.phases[node], source, flops=done, moved=bytes_moved, seconds=seconds, exposed=seconds)
+            Item(what, (), self.phases[node], source, flops=done, moved=nbytes, seconds=seconds, exposed=seconds)
         )
 
 

@@ -1,6 +1,6 @@
 """What each pass makes of a program: a row per pass, and the text before and after.
 
-A program keeps none of its intermediate programs. On request it is lowered again, and a `Recording` reads each of them.
+A program keeps none of its intermediate programs. On request it is lowered again, and a `PassRecorder` reads each.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .collectives import collectives_of
 from .explain import columns, readable_bytes
 from .memory import memory_of
 
-__all__ = ["Intermediate", "PassRow", "PassTable", "Recording", "Snapshot"]
+__all__ = ["Intermediate", "PassRecorder", "PassRow", "PassTable", "Snapshot"]
 
 _HEADERS = ("pass", "ops", "collectives", "bytes sent", "peak of live tensors")
 
@@ -51,7 +51,7 @@ class Intermediate(NamedTuple):
 
 
 @dataclass
-class Recording:
+class PassRecorder:
     """What each pass did to a program.
 
     Attributes:

@@ -1,6 +1,6 @@
 """Which values may lie in the same memory, and which ops write into it.
 
-All but `viewed` errs on the safe side: two values may share memory if some runtime lets them.
+All but `view_base` errs on the safe side: two values may share memory if some runtime lets them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ __all__ = [
     "aliases_of",
     "is_only_use_of_own_memory",
     "may_stay_in_place",
+    "mutated_operands",
     "readers_before_writes",
-    "root_of",
     "shares_memory",
-    "viewed",
-    "written_by",
+    "storage_root",
+    "view_base",
 ]
 
 aten = torch.ops.aten
@@ -38,7 +38,7 @@ def shares_memory(node: fx.Node) -> bool:
     return target in _MAY_SHARE_MEMORY or any(each.alias_info is not None for each in target._schema.returns)
 
 
-def viewed(node: fx.Node) -> fx.Node | None:
+def view_base(node: fx.Node) -> fx.Node | None:
     """The operand whose storage the op's result shares, if it does."""
     if node.target is operator.getitem:
         return node.args[0]
@@ -54,7 +54,7 @@ def viewed(node: fx.Node) -> fx.Node | None:
     return None
 
 
-def written_by(node: fx.Node) -> list[fx.Node]:
+def mutated_operands(node: fx.Node) -> list[fx.Node]:
     """The operands that an op writes into; its results are these, in their order."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
@@ -77,15 +77,15 @@ def aliases_of(value: fx.Node) -> dict[fx.Node, None]:
     waiting = [value]
     while waiting:
         for user in waiting.pop().users:
-            if user.op == "call_function" and user not in found and _may_alias(user) and not written_by(user):
+            if user.op == "call_function" and user not in found and _may_alias(user) and not mutated_operands(user):
                 found[user] = None
                 waiting.append(user)
     return found
 
 
-def root_of(value: fx.Node) -> fx.Node:
+def storage_root(value: fx.Node) -> fx.Node:
     """The value from which another was made without leaving its memory, as far as one can tell."""
-    while value.op == "call_function" and _may_alias(value) and operands_of(value) and not written_by(value):
+    while value.op == "call_function" and _may_alias(value) and operands_of(value) and not mutated_operands(value):
         value = operands_of(value)[0]
     return value
 
@@ -99,7 +99,7 @@ def readers_before_writes(traced: Traced) -> dict[fx.Node, list[fx.Node]]:
     position = {node: index for index, node in enumerate(traced.nodes)}
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in position:
-        roots = dict.fromkeys(root_of(value) for value in written_by(node))
+        roots = dict.fromkeys(storage_root(value) for value in mutated_operands(node))
         if roots:
             readers = {user: None for root in roots for alias in aliases_of(root) for user in alias.users}
             found[node] = [user for user in readers if position.get(user, len(position)) < position[node]]
@@ -121,8 +121,8 @@ def is_only_use_of_own_memory(value: fx.Node) -> bool:
         return False
     if value.target is operator.getitem:
         return _owns_results(value.args[0])
-    written = written_by(value)
-    base = written[0] if len(written) == 1 else viewed(value)
+    written = mutated_operands(value)
+    base = written[0] if len(written) == 1 else view_base(value)
     return not shares_memory(value) if base is None else is_only_use_of_own_memory(base)
 
 
@@ -146,7 +146,7 @@ def may_stay_in_place(part: fx.Node) -> bool:
 def _is_done_with(value: fx.Node, user: fx.Node) -> bool:
     if user.op != "call_function" or primitive_name(user) is not None or user.target is PACK:
         return False
-    written = written_by(user)
+    written = mutated_operands(user)
     if value not in written:
         return not shares_memory(user)
     results = [each for each in user.users if each.target is operator.getitem and written[each.args[1]] is value]

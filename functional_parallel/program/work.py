@@ -12,9 +12,9 @@ from sharding_specs import Mesh
 from .. import _torch
 from ..ir import Aval, info, operands_of, walk_args
 from .collectives import collective_of
-from .sharing import viewed
+from .sharing import view_base
 
-__all__ = ["flops", "moved", "work"]
+__all__ = ["bytes_moved", "flops", "recompute_cost"]
 
 # Flops in the time of a byte read or written, and of a byte sent. Machines differ by a factor of ten either way; what
 # counts is the order: elementwise ops are cheap beside products, and communication is dear.
@@ -64,21 +64,21 @@ def flops(node: fx.Node) -> int:
     return 0
 
 
-def work(node: fx.Node, mesh: Mesh) -> int:
+def recompute_cost(node: fx.Node, mesh: Mesh) -> int:
     """Everything that an op does, in flops: its own, and the bytes that it moves and sends at a fixed rate.
 
     Args:
         node: an op of a program.
         mesh: the sizes of the axes.
     """
-    if viewed(node) is not None:
+    if view_base(node) is not None:
         return 0
     collective = collective_of(node, mesh)
     sent = 0 if collective is None else collective.bytes
-    return flops(node) + _PER_BYTE_MOVED * moved(node) + _PER_BYTE_SENT * sent
+    return flops(node) + _PER_BYTE_MOVED * bytes_moved(node) + _PER_BYTE_SENT * sent
 
 
-def moved(node: fx.Node) -> int:
+def bytes_moved(node: fx.Node) -> int:
     """The bytes that an op reads and writes; of a table from which it takes rows it reads no more than it makes."""
     read = [node if node.target in _TAKE and each is node.args[0] else each for each in operands_of(node)]
     return sum(info(each).nbytes for each in (node, *read))

@@ -2,46 +2,46 @@
 
 from . import aten
 from .aten import VIEWS, batch_norm, cross_entropy, fuse_cross_entropy, reshaped_place
-from .convert import VARYING, Form, convert
-from .decide import Choice, Decision, Operand, decide, factor_sizes, find_factor, placed
-from .duplicates import once
+from .convert import REPLICATED_VARYING, TargetLayout, convert
+from .decide import OperandInfo, OpSharding, SplitFactor, choose_sharding, factor_sizes, find_factor, placed
+from .duplicates import mask_duplicates
 from .enumerated import note_enumerated
 from .notation import RuleText, parse_rule
-from .placement import PARTIAL, REDUCED, WHOLE, Place, Reduced, Shard, Whole
+from .placement import PARTIAL, REDUCED, REPLICATED, AxisLayout, Reduced, Replicated, Shard
 from .registry import Rule, is_elementwise, lookup, register_rule, rule
-from .step import Step
+from .step import OpContext
 from .texts import ndim_of, whole_along
 
 __all__ = [
     "PARTIAL",
     "REDUCED",
-    "VARYING",
+    "REPLICATED",
+    "REPLICATED_VARYING",
     "VIEWS",
-    "WHOLE",
-    "Choice",
-    "Decision",
-    "Form",
-    "Operand",
-    "Place",
+    "AxisLayout",
+    "OpContext",
+    "OpSharding",
+    "OperandInfo",
     "Reduced",
+    "Replicated",
     "Rule",
     "RuleText",
     "Shard",
-    "Step",
-    "Whole",
+    "SplitFactor",
+    "TargetLayout",
     "aten",
     "batch_norm",
+    "choose_sharding",
     "convert",
     "cross_entropy",
-    "decide",
     "factor_sizes",
     "find_factor",
     "fuse_cross_entropy",
     "is_elementwise",
     "lookup",
+    "mask_duplicates",
     "ndim_of",
     "note_enumerated",
-    "once",
     "parse_rule",
     "placed",
     "register_rule",

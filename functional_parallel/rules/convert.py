@@ -19,17 +19,17 @@ from typing import Any
 
 import torch
 
-from ..collectives import MICROBATCH, Parts, axis_index, emit
-from .duplicates import joined, spread
-from .placement import REDUCED, WHOLE, Partial, Place, Reduced, Shard, Whole
+from ..collectives import MICROBATCH, DimSplit, apply_primitive, axis_index
+from .duplicates import add_duplicates, drop_duplicates
+from .placement import REDUCED, REPLICATED, AxisLayout, Partial, Reduced, Replicated, Shard
 
-__all__ = ["VARYING", "Form", "convert"]
+__all__ = ["REPLICATED_VARYING", "TargetLayout", "convert"]
 
-VARYING = "whole, on every rank of its own"
-Form = Place | str
+REPLICATED_VARYING = "whole, on every rank of its own"
+TargetLayout = AxisLayout | str
 
 
-def convert(x: torch.Tensor, held: Place, form: Form, axis: str, parts: Parts) -> torch.Tensor:
+def convert(x: torch.Tensor, held: AxisLayout, form: TargetLayout, axis: str, parts: DimSplit) -> torch.Tensor:
     """Bring a rank's part of a value into another form.
 
     Args:
@@ -41,58 +41,58 @@ def convert(x: torch.Tensor, held: Place, form: Form, axis: str, parts: Parts) -
     """
     if held == form:
         return x
-    if form == VARYING:
+    if form == REPLICATED_VARYING:
         if isinstance(held, Shard):
             return _gather(x, held, axis, parts, "varying")
         if isinstance(held, Reduced):
-            return emit("pcast", x, (axis,), "reduced", "varying")
-        return emit("pcast", convert(x, held, WHOLE, axis, parts), (axis,), "invariant", "varying")
+            return apply_primitive("pcast", x, (axis,), "reduced", "varying")
+        return apply_primitive("pcast", convert(x, held, REPLICATED, axis, parts), (axis,), "invariant", "varying")
     if form == REDUCED:
         if isinstance(held, Shard):
             return _gather(x, held, axis, parts, "reduced")
-        return emit("pcast", convert(x, held, WHOLE, axis, parts), (axis,), "invariant", "reduced")
-    if isinstance(form, Whole):
+        return apply_primitive("pcast", convert(x, held, REPLICATED, axis, parts), (axis,), "invariant", "reduced")
+    if isinstance(form, Replicated):
         if isinstance(held, Partial):
-            return emit("psum", x, (axis,), "varying")
+            return apply_primitive("psum", x, (axis,), "varying")
         if isinstance(held, Reduced):
-            return emit("pbroadcast", emit("pcast", x, (axis,), "reduced", "varying"), (axis,), 0)
+            return apply_primitive("pbroadcast", apply_primitive("pcast", x, (axis,), "reduced", "varying"), (axis,), 0)
         assert isinstance(held, Shard)
         return _gather(x, held, axis, parts, "invariant")
     assert isinstance(form, Shard), f"nothing is turned into {form}"
     if isinstance(held, Partial):
-        return _scatter("psum_scatter", spread(x, form, parts), form, axis, "varying")
-    if isinstance(held, Whole):
-        return _scatter("pscatter", spread(x, form, parts), form, axis)
+        return _scatter("psum_scatter", add_duplicates(x, form, parts), form, axis, "varying")
+    if isinstance(held, Replicated):
+        return _scatter("pscatter", add_duplicates(x, form, parts), form, axis)
     if isinstance(held, Reduced):
-        return _own_part(emit("pcast", x, (axis,), "reduced", "varying"), form, axis, parts)
+        return _own_part(apply_primitive("pcast", x, (axis,), "reduced", "varying"), form, axis, parts)
     return _reshard(x, held, form, axis, parts)
 
 
-def _own_part(x: torch.Tensor, form: Shard, axis: str, parts: Parts) -> torch.Tensor:
+def _own_part(x: torch.Tensor, form: Shard, axis: str, parts: DimSplit) -> torch.Tensor:
     """This rank's slice of a value of its own, by index."""
-    split = spread(x, form, parts).unflatten(form.dim, (form.outer, parts.ranks, -1))
+    split = add_duplicates(x, form, parts).unflatten(form.dim, (form.outer, parts.ranks, -1))
     index = axis_index(axis).reshape(1)
     return split.index_select(form.dim + 1, index).flatten(form.dim, form.dim + 2)
 
 
-def _reshard(x: torch.Tensor, held: Shard, form: Shard, axis: str, parts: Parts) -> torch.Tensor:
+def _reshard(x: torch.Tensor, held: Shard, form: Shard, axis: str, parts: DimSplit) -> torch.Tensor:
     side_by_side = axis != MICROBATCH  # what runs one after another cannot exchange
     if side_by_side and held.outer == form.outer == 1 and held.dim != form.dim and parts.divide(x.shape[form.dim]):
-        return emit("all_to_all", x, (axis,), form.dim, held.dim)
-    return _scatter("pscatter", spread(_gather(x, held, axis, parts, "invariant"), form, parts), form, axis)
+        return apply_primitive("all_to_all", x, (axis,), form.dim, held.dim)
+    return _scatter("pscatter", add_duplicates(_gather(x, held, axis, parts, "invariant"), form, parts), form, axis)
 
 
-def _gather(x: torch.Tensor, held: Shard, axis: str, parts: Parts, dst: str) -> torch.Tensor:
+def _gather(x: torch.Tensor, held: Shard, axis: str, parts: DimSplit, dst: str) -> torch.Tensor:
     dim = held.dim
     if held.outer == 1:
-        return joined(emit("all_gather", x, (axis,), dim, dst), held, parts)
-    gathered = emit("all_gather", x.unflatten(dim, (held.outer, -1)), (axis,), dim + 1, dst)
-    return joined(gathered.flatten(dim, dim + 1), held, parts)
+        return drop_duplicates(apply_primitive("all_gather", x, (axis,), dim, dst), held, parts)
+    gathered = apply_primitive("all_gather", x.unflatten(dim, (held.outer, -1)), (axis,), dim + 1, dst)
+    return drop_duplicates(gathered.flatten(dim, dim + 1), held, parts)
 
 
 def _scatter(operation: str, x: torch.Tensor, form: Shard, axis: str, *params: Any) -> torch.Tensor:
     dim = form.dim
     if form.outer == 1:
-        return emit(operation, x, (axis,), dim, *params)
-    part = emit(operation, x.unflatten(dim, (form.outer, -1)), (axis,), dim + 1, *params)
+        return apply_primitive(operation, x, (axis,), dim, *params)
+    part = apply_primitive(operation, x.unflatten(dim, (form.outer, -1)), (axis,), dim + 1, *params)
     return part.flatten(dim, dim + 1)

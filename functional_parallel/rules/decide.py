@@ -11,27 +11,27 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..collectives import Parts
+from ..collectives import DimSplit
 from ..ir import Aval
 from .notation import RuleError, RuleText
-from .placement import PARTIAL, WHOLE, Partial, Place, Shard
+from .placement import PARTIAL, REPLICATED, AxisLayout, Partial, Shard
 
-__all__ = ["Choice", "Decision", "Operand", "decide", "factor_sizes", "find_factor", "placed"]
+__all__ = ["OpSharding", "OperandInfo", "SplitFactor", "choose_sharding", "factor_sizes", "find_factor", "placed"]
 
 Factors = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
-class Operand:
+class OperandInfo:
     """What a decision knows of one tensor operand: global shape and dtype, place, and whether it is a parameter's."""
 
     aval: Aval
-    place: Place
+    place: AxisLayout
     is_parameter: bool = False
 
 
 @dataclass(frozen=True)
-class Choice:
+class SplitFactor:
     """The factor that an op is sharded on; the ranks split (outer, ranks, rest) of it."""
 
     factor: str
@@ -39,7 +39,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Decision:
+class OpSharding:
     """Required places of the operands and places of the results.
 
     `varying` says that the op computes rank-dependent values, so whole operands enter it by `pvary`.
@@ -47,9 +47,9 @@ class Decision:
     samples that unequal parts hold twice must be zero once.
     """
 
-    operands: tuple[Place, ...]
-    results: tuple[Place, ...]
-    choice: Choice | None = None
+    operands: tuple[AxisLayout, ...]
+    results: tuple[AxisLayout, ...]
+    choice: SplitFactor | None = None
     extremum: str = ""
     masked: tuple[int, ...] = ()
     of_shapes: bool = False
@@ -59,14 +59,14 @@ class Decision:
         return any(isinstance(place, (Partial, Shard)) for place in self.operands)
 
 
-def decide(
+def choose_sharding(
     rule: RuleText,
-    operands: Sequence[Operand],
+    operands: Sequence[OperandInfo],
     results: Sequence[Aval | None],
-    parts: Parts,
+    parts: DimSplit,
     where: str,
     counts: bool = False,
-) -> Decision:
+) -> OpSharding:
     """Apply a text rule to operands that lie in given places, on an axis that cuts into these parts.
 
     With `counts`, the op's own lowering leaves out what unequal parts hold twice.
@@ -79,30 +79,30 @@ def decide(
     choice = _choose(rule, fits, operands, sizes, parts, counts)
     if choice is None:
         return _without_choice(rule, operands, len(results))
-    required = tuple(placed(fit, choice, sizes) or WHOLE for fit in fits)
+    required = tuple(placed(fit, choice, sizes) or REPLICATED for fit in fits)
     mark = rule.marks.get(choice.factor, "")
-    places: list[Place] = []
+    places: list[AxisLayout] = []
     for pattern, aval in zip(rule.results, results, strict=False):
         if aval is None:  # a gradient that nobody wants
-            places.append(WHOLE)
+            places.append(REPLICATED)
             continue
         place = placed(pattern.fit(aval.shape, where, ones=ones), choice, sizes)
         if place is None and not mark:
             raise RuleError(f"{where}: {rule.text!r} drops factor {choice.factor}, which needs a mark (+, >, ^, …)")
-        places.append(place or (PARTIAL if mark in "+?" else WHOLE))
+        places.append(place or (PARTIAL if mark in "+?" else REPLICATED))
     masked = () if parts.is_even or counts or not mark else _summed_alone(rule, fits, operands, choice.factor)
-    return Decision(required, tuple(places), choice, {">": "pmax", "<": "pmin"}.get(mark, ""), masked)
+    return OpSharding(required, tuple(places), choice, {">": "pmax", "<": "pmin"}.get(mark, ""), masked)
 
 
 def _choose(
     rule: RuleText,
     fits: list[Factors],
-    operands: Sequence[Operand],
+    operands: Sequence[OperandInfo],
     sizes: dict[str, int],
-    parts: Parts,
+    parts: DimSplit,
     counts: bool,
-) -> Choice | None:
-    best: tuple[tuple[bool, int], Choice] | None = None
+) -> SplitFactor | None:
+    best: tuple[tuple[bool, int], SplitFactor] | None = None
     for fit, operand in zip(fits, operands, strict=True):
         choice = find_factor(fit, operand.place, sizes, parts)
         mark = None if choice is None else rule.marks.get(choice.factor)
@@ -118,7 +118,7 @@ def _choose(
     return best[1] if best else None
 
 
-def _summed_alone(rule: RuleText, fits: list[Factors], operands: Sequence[Operand], factor: str) -> tuple[int, ...]:
+def _summed_alone(rule: RuleText, fits: list[Factors], operands: Sequence[OperandInfo], factor: str) -> tuple[int, ...]:
     """An operand, the smallest, of which zeros along the factor add nothing: one that the op is linear in."""
     found = [
         (operand.aval.nbytes, index)
@@ -128,7 +128,7 @@ def _summed_alone(rule: RuleText, fits: list[Factors], operands: Sequence[Operan
     return (min(found)[1],) if found else ()
 
 
-def find_factor(fit: Factors, place: Place, sizes: dict[str, int], parts: Parts) -> Choice | None:
+def find_factor(fit: Factors, place: AxisLayout, sizes: dict[str, int], parts: DimSplit) -> SplitFactor | None:
     """The factor that a sharded operand is split on, or None if the split cuts across factors."""
     if not isinstance(place, Shard):
         return None
@@ -137,12 +137,12 @@ def find_factor(fit: Factors, place: Place, sizes: dict[str, int], parts: Parts)
         extent = sizes[factor]
         inner, rest = divmod(place.outer, before)
         if rest == 0 and extent % inner == 0 and parts.divide(extent // inner):
-            return Choice(factor, inner)
+            return SplitFactor(factor, inner)
         before *= extent
     return None
 
 
-def placed(fit: Factors, choice: Choice, sizes: dict[str, int]) -> Shard | None:
+def placed(fit: Factors, choice: SplitFactor, sizes: dict[str, int]) -> Shard | None:
     """Where a tensor with these factors is sharded when the op is split by the choice."""
     for dim, factors in enumerate(fit):
         if choice.factor in factors:
@@ -151,7 +151,7 @@ def placed(fit: Factors, choice: Choice, sizes: dict[str, int]) -> Shard | None:
     return None
 
 
-def _without_choice(rule: RuleText, operands: Sequence[Operand], results: int) -> Decision:
+def _without_choice(rule: RuleText, operands: Sequence[OperandInfo], results: int) -> OpSharding:
     """No factor to split on: partial sums either pass (where the op is linear in them) or are resolved.
 
     In a product of two partial sums both are resolved: one has to be, and the product of the other with it would need a
@@ -164,11 +164,11 @@ def _without_choice(rule: RuleText, operands: Sequence[Operand], results: int) -
         keep = [index in together for index in range(len(operands))]
     elif not together:
         keep = [pattern.linear == "~" and partial[i] and sum(partial) == 1 for i, pattern in enumerate(rule.operands)]
-    required = tuple(PARTIAL if kept else WHOLE for kept in keep)
-    return Decision(required, (PARTIAL if any(keep) else WHOLE,) * results)
+    required = tuple(PARTIAL if kept else REPLICATED for kept in keep)
+    return OpSharding(required, (PARTIAL if any(keep) else REPLICATED,) * results)
 
 
-def factor_sizes(fits: list[Factors], operands: Sequence[Operand], where: str) -> dict[str, int]:
+def factor_sizes(fits: list[Factors], operands: Sequence[OperandInfo], where: str) -> dict[str, int]:
     dims = [(f, s) for fit, op in zip(fits, operands, strict=True) for f, s in zip(fit, op.aval.shape, strict=True)]
     sizes = {factors[0]: extent for factors, extent in dims if len(factors) == 1}
     for factors, extent in dims:

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from ..collectives import Parts, axis_index
-from .placement import Place, Shard
+from ..collectives import DimSplit, axis_index
+from .placement import AxisLayout, Shard
 
-__all__ = ["joined", "lowest", "once", "own", "spread"]
+__all__ = ["add_duplicates", "drop_duplicates", "mask_duplicates", "reduction_identity", "unique_mask"]
 
 
-def own(extent: int, place: Shard, axis: str, parts: Parts, device: Any) -> torch.Tensor:
+def unique_mask(extent: int, place: Shard, axis: str, parts: DimSplit, device: Any) -> torch.Tensor:
     """Which positions along a dim, of which a rank holds `extent`, no rank before it holds."""
     begins_own = axis_index(axis) < parts.full
     rows = (torch.arange(parts.rows, device=device) > 0) | begins_own
@@ -25,7 +25,7 @@ def own(extent: int, place: Shard, axis: str, parts: Parts, device: Any) -> torc
     return rows.reshape(1, -1, 1).expand(place.outer, parts.rows, inner).reshape(-1)
 
 
-def once(x: torch.Tensor, place: Place, axis: str, parts: Parts, fill: float = 0.0) -> torch.Tensor:
+def mask_duplicates(x: torch.Tensor, place: AxisLayout, axis: str, parts: DimSplit, fill: float = 0.0) -> torch.Tensor:
     """A rank's part with something else in the place of what another rank holds too.
 
     Args:
@@ -36,12 +36,12 @@ def once(x: torch.Tensor, place: Place, axis: str, parts: Parts, fill: float = 0
     """
     if parts.is_even or not isinstance(place, Shard):
         return x
-    kept = own(x.shape[place.dim], place, axis, parts, x.device)
+    kept = unique_mask(x.shape[place.dim], place, axis, parts, x.device)
     kept = kept.reshape([-1 if dim == place.dim else 1 for dim in range(x.ndim)])
     return torch.where(kept, x, torch.full((), fill, dtype=x.dtype, device=x.device))
 
 
-def lowest(dtype: torch.dtype, sign: int = 1) -> float:
+def reduction_identity(dtype: torch.dtype, sign: int = 1) -> float:
     """What no maximum notices; with sign -1, no minimum."""
     if dtype == torch.bool:
         return sign < 0
@@ -50,7 +50,7 @@ def lowest(dtype: torch.dtype, sign: int = 1) -> float:
     return torch.iinfo(dtype).min if sign > 0 else torch.iinfo(dtype).max
 
 
-def spread(x: torch.Tensor, form: Shard, parts: Parts) -> torch.Tensor:
+def add_duplicates(x: torch.Tensor, form: Shard, parts: DimSplit) -> torch.Tensor:
     """A whole value as all ranks hold it, side by side: equal parts, some samples twice."""
     if parts.is_even:
         return x
@@ -59,7 +59,7 @@ def spread(x: torch.Tensor, form: Shard, parts: Parts) -> torch.Tensor:
     return _cat(split, bounds, form)
 
 
-def joined(x: torch.Tensor, held: Shard, parts: Parts) -> torch.Tensor:
+def drop_duplicates(x: torch.Tensor, held: Shard, parts: DimSplit) -> torch.Tensor:
     """All ranks' parts, side by side, as the whole value: every sample once."""
     if parts.is_even:
         return x

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..collectives import Parts
+from ..collectives import DimSplit
 
-__all__ = ["PARTIAL", "REDUCED", "WHOLE", "Partial", "Place", "Reduced", "Shard", "Whole", "local_shape"]
+__all__ = ["PARTIAL", "REDUCED", "REPLICATED", "AxisLayout", "Partial", "Reduced", "Replicated", "Shard", "shard_shape"]
 
 
 @dataclass(frozen=True)
-class Whole:
+class Replicated:
     """Every rank holds all of it (the state Invariant)."""
 
     def __str__(self) -> str:
@@ -48,13 +48,13 @@ class Shard:
         return f"sharded on dim {self.dim}" + (f" inside a factor of {self.outer}" if self.outer > 1 else "")
 
 
-Place = Whole | Reduced | Partial | Shard
-WHOLE = Whole()
+AxisLayout = Replicated | Reduced | Partial | Shard
+REPLICATED = Replicated()
 REDUCED = Reduced()
 PARTIAL = Partial()
 
 
-def local_shape(shape: tuple[int, ...], place: Place, parts: Parts) -> tuple[int, ...]:
+def shard_shape(shape: tuple[int, ...], place: AxisLayout, parts: DimSplit) -> tuple[int, ...]:
     """The shape that one rank holds.
 
     >>> local_shape((4, 6), Shard(1), Parts.of(2))

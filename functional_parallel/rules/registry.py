@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ..ir import differentiable, where
+from ..ir import register_differentiable, where
 from .notation import RuleError, parse_rule
 from .texts import pointwise_text
 
 if TYPE_CHECKING:
-    from .decide import Decision
-    from .step import Step
+    from .decide import OpSharding
+    from .step import OpContext
 
 __all__ = ["Rule", "is_elementwise", "lookup", "register_rule", "rule"]
 
@@ -32,14 +32,14 @@ class Rule:
     rank's part when that is not just the op itself on the rank's operands. With `casts`, `local` gets whole operands as
     they are, invariant, and casts those itself that meet rank-dependent values. `moves_only` says of an op without text
     that it computes nothing, so partial sums pass through it. With `counts`, `local` counts samples that unequal parts
-    hold twice once (`Step.once`); without, one operand that the op is linear in has zeros there, or all are whole.
+    hold twice once (`OpContext.once`); without, one operand that the op is linear in has zeros there, or all are whole.
     `whole_gradient` says that torch's derivative is computed by ops that are not linear in the gradient, which must not
     be partial sums then.
     """
 
     text: Text | None = None
     local: Local | None = None
-    decide: Callable[[Step], Decision | None] | None = None
+    decide: Callable[[OpContext], OpSharding | None] | None = None
     casts: bool = False
     moves_only: bool = False
     counts: bool = False
@@ -93,7 +93,7 @@ def register_rule(
     for overload in overloads:
         _rules[overload] = Rule(text, local)
         if function is not None:
-            differentiable(overload, function)
+            register_differentiable(overload, function)
 
 
 def rule(ops: Iterable[Any], entry: Rule) -> None:

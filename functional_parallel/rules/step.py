@@ -9,26 +9,26 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..collectives import Parts, axis_index
+from ..collectives import DimSplit, axis_index
 from ..ir import Aval, where
-from .decide import Choice, Decision, Operand
-from .duplicates import once, own
-from .placement import Place, Shard, local_shape
+from .decide import OperandInfo, OpSharding, SplitFactor
+from .duplicates import mask_duplicates, unique_mask
+from .placement import AxisLayout, Shard, shard_shape
 
-__all__ = ["Step"]
+__all__ = ["OpContext"]
 
 
 @dataclass
-class Step:
+class OpContext:
     """An op with its operands' places, and, once decided, the places of its results."""
 
     node: fx.Node
     axis: str
-    parts: Parts
-    operands: list[Operand]
+    parts: DimSplit
+    operands: list[OperandInfo]
     results: list[Aval | None]
     emit: Callable[..., Any]
-    decision: Decision = field(default_factory=lambda: Decision((), ()))
+    decision: OpSharding = field(default_factory=lambda: OpSharding((), ()))
 
     @property
     def size(self) -> int:
@@ -41,7 +41,7 @@ class Step:
         return where(self.node)
 
     @property
-    def choice(self) -> Choice | None:
+    def choice(self) -> SplitFactor | None:
         return self.decision.choice
 
     def splits(self, factor: str) -> bool:
@@ -54,12 +54,12 @@ class Step:
         assert found is not None, f"{self.where}: result {index} is not a tensor"
         return found
 
-    def result_place(self, index: int = 0) -> Place:
+    def result_place(self, index: int = 0) -> AxisLayout:
         return self.decision.results[index]
 
     def local_result_shape(self, index: int = 0) -> list[int]:
         """The shape that a rank holds of a result."""
-        return list(local_shape(self.result(index).shape, self.result_place(index), self.parts))
+        return list(shard_shape(self.result(index).shape, self.result_place(index), self.parts))
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The op itself, on a rank's operands."""
@@ -67,14 +67,14 @@ class Step:
 
     def once(self, x: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
         """The first operand's part, with `fill` for samples that another rank holds too."""
-        return once(x, self.decision.operands[0], self.axis, self.parts, fill)
+        return mask_duplicates(x, self.decision.operands[0], self.axis, self.parts, fill)
 
     def own(self, extent: int, device: Any) -> torch.Tensor | bool:
         """Along the dim in which the first operand is sharded: which samples no other rank before this one holds."""
         place = self.decision.operands[0]
         if self.parts.is_even or not isinstance(place, Shard):
             return True
-        return own(extent, place, self.axis, self.parts, device)
+        return unique_mask(extent, place, self.axis, self.parts, device)
 
     def held_positions(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions along the first operand's sharded dim → those in this rank's part, and which of them lie there.

@@ -3,7 +3,7 @@
 from .calls import CollectiveError, OutOfStepError, OverlapError, note_step, rank_name
 from .default import default_runtime, is_main_rank, rank, use_runtime
 from .execution import BackendError, Origin, check_backend
-from .handles import Placed, own, storages, who_holds
+from .handles import PipelineValue, copy_if_aliased, runtime_kind_of, storages
 from .pipelined import PipelineRuntime
 from .processes import DifferentInputsError, DifferentProgramsError, ProcessRuntime
 from .simulated import SimulatedRuntime
@@ -17,17 +17,17 @@ __all__ = [
     "OutOfStepError",
     "OverlapError",
     "PipelineRuntime",
-    "Placed",
+    "PipelineValue",
     "ProcessRuntime",
     "SimulatedRuntime",
     "check_backend",
+    "copy_if_aliased",
     "default_runtime",
     "is_main_rank",
     "note_step",
-    "own",
     "rank",
     "rank_name",
+    "runtime_kind_of",
     "storages",
     "use_runtime",
-    "who_holds",
 ]

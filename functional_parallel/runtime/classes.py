@@ -13,30 +13,30 @@ from torch import fx
 
 from sharding_specs import Mesh, P
 
-from ..ir import Axes, varied_axes
+from ..ir import AxisSet, varied_axes
 
-__all__ = ["Classes", "Jobs"]
+__all__ = ["Jobs", "RankClasses"]
 
 Jobs = list[tuple[tuple[int, ...], list[tuple[int, int]]]]
 
 
-class Classes:
+class RankClasses:
     """Numbers the classes of a mesh for every set of axes."""
 
     def __init__(self, mesh: Mesh, deduplicate: bool = True) -> None:
         self.mesh = mesh
-        self.all_axes: Axes = frozenset(name for name in mesh.axis_names if mesh.axis_size(name) > 1)
+        self.all_axes: AxisSet = frozenset(name for name in mesh.axis_names if mesh.axis_size(name) > 1)
         self.deduplicate = deduplicate
-        self._representatives: dict[Axes, list[int]] = {}
+        self._representatives: dict[AxisSet, list[int]] = {}
         self._groups: dict[tuple[str, ...], dict[int, list[int]]] = {}
-        self._picks: dict[tuple[Axes, Axes], list[int]] = {}
-        self._jobs: dict[tuple[tuple[str, ...], Axes, Axes], Jobs] = {}
+        self._picks: dict[tuple[AxisSet, AxisSet], list[int]] = {}
+        self._jobs: dict[tuple[tuple[str, ...], AxisSet, AxisSet], Jobs] = {}
 
-    def of_spec(self, spec: P) -> Axes:
+    def of_spec(self, spec: P) -> AxisSet:
         """The axes along which a value with this spec varies."""
         return self.all_axes & (spec.axes | spec.unreduced) if self.deduplicate else self.all_axes
 
-    def representatives(self, axes: Axes) -> list[int]:
+    def representatives(self, axes: AxisSet) -> list[int]:
         """One rank per class, in order."""
         if axes not in self._representatives:
             names = [name for name in self.mesh.axis_names if name in axes]
@@ -45,7 +45,7 @@ class Classes:
             self._representatives[axes] = found
         return self._representatives[axes]
 
-    def index(self, rank: int, axes: Axes) -> int:
+    def index(self, rank: int, axes: AxisSet) -> int:
         """The class that a rank belongs to."""
         coordinates = self.mesh.coordinates(rank)
         number = 0
@@ -54,7 +54,7 @@ class Classes:
                 number = number * self.mesh.axis_size(name) + coordinates[name]
         return number
 
-    def picks(self, wanted: Axes, held: Axes) -> list[int]:
+    def picks(self, wanted: AxisSet, held: AxisSet) -> list[int]:
         """For each class of one set of axes, the class of another that its ranks belong to."""
         if (wanted, held) not in self._picks:
             self._picks[wanted, held] = [self.index(rank, held) for rank in self.representatives(wanted)]
@@ -66,7 +66,7 @@ class Classes:
             self._groups[axes] = {member: members for members in self.mesh.groups(axes) for member in members}
         return self._groups[axes][rank]
 
-    def jobs(self, axes: tuple[str, ...], made: Axes, held: Axes) -> Jobs:
+    def jobs(self, axes: tuple[str, ...], made: AxisSet, held: AxisSet) -> Jobs:
         """What a collective computes: per group the classes of its operand, and which member's result is which class.
 
         Args:
@@ -83,7 +83,7 @@ class Classes:
             self._jobs[key] = list(found.items())
         return self._jobs[key]
 
-    def of_node(self, node: fx.Node, operands: Iterable[Axes]) -> Axes:
+    def of_node(self, node: fx.Node, operands: Iterable[AxisSet]) -> AxisSet:
         """The axes along which a node's result varies, from those of its operands."""
         if not self.deduplicate:
             return self.all_axes

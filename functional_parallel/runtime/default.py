@@ -55,7 +55,7 @@ def default_runtime(mesh: Mesh, reduction: str = "fast") -> Any:
         return runtime
     if world is not None and _world() is None:
         raise _let_go(mesh, "torch.distributed.init_process_group")
-    with _torch.apart_from_transforms():  # a program may be called there for the first time
+    with _torch.disable_functorch():  # a program may be called there for the first time
         runtime = ProcessRuntime(mesh, reduction=reduction) if _is_launched() else _simulated(mesh)
     _made[mesh, reduction] = (runtime, _world())
     return runtime

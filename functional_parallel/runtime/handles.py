@@ -10,11 +10,11 @@ import torch
 from .. import _torch
 from ..ir import Aval
 
-__all__ = ["Placed", "own", "storages", "who_holds"]
+__all__ = ["PipelineValue", "copy_if_aliased", "runtime_kind_of", "storages"]
 
 
 @dataclass(slots=True, eq=False)
-class Placed:
+class PipelineValue:
     """A value that some ranks of a pipeline hold.
 
     Attributes:
@@ -37,31 +37,34 @@ def storages(*values: Any) -> set[int]:
                 found.add(value.untyped_storage().data_ptr())
         elif isinstance(value, list):
             found |= storages(*value)
-        elif isinstance(value, Placed):
+        elif isinstance(value, PipelineValue):
             found |= storages(*value.parts.values())
     return found
 
 
-def who_holds(handle: Any) -> str:
+def runtime_kind_of(handle: Any) -> str:
     """Where a handle's parts are: with "simulated ranks", or "real processes".
 
     >>> who_holds([torch.ones(2), torch.zeros(2)])
     'simulated ranks'
     """
-    part = next(iter(handle.parts.values()), None) if isinstance(handle, Placed) else handle
+    part = next(iter(handle.parts.values()), None) if isinstance(handle, PipelineValue) else handle
     return "simulated ranks" if isinstance(part, list) else "real processes"
 
 
-def own(handle: Any, taken: set[int]) -> Any:
+def copy_if_aliased(handle: Any, taken: set[int]) -> Any:
     """A handle in memory that nobody else has: copied where that is taken, and taken from now on.
 
     Ranks of a pipeline that hold the same still do.
     """
-    if isinstance(handle, Placed):
-        made = {id(part): own(part, taken) for part in {id(part): part for part in handle.parts.values()}.values()}
+    if isinstance(handle, PipelineValue):
+        made = {
+            id(part): copy_if_aliased(part, taken)
+            for part in {id(part): part for part in handle.parts.values()}.values()
+        }
         return replace(handle, parts={rank: made[id(part)] for rank, part in handle.parts.items()})
     if isinstance(handle, list):
-        return [own(part, taken) for part in handle]
+        return [copy_if_aliased(part, taken) for part in handle]
     if not isinstance(handle, torch.Tensor):
         return handle
     if not handle.is_contiguous() or storages(handle) & taken:

@@ -19,13 +19,13 @@ from sharding_specs import Mesh, P, shard_leaf, unshard_leaf, whole_shape
 from .. import _torch
 from ..collectives import group
 from ..ir import hollow, operands_of, primitive_name
-from ..program import Program, written_by
-from .classes import Classes, Jobs
+from ..program import Program, mutated_operands
+from .classes import Jobs, RankClasses
 from .execution import Log, Origin, Recorded, Writer, with_regions
 
-__all__ = ["Handle", "SimulatedRuntime"]
+__all__ = ["SimulatedRuntime", "SimulatedValue"]
 
-Handle = list[torch.Tensor]
+SimulatedValue = list[torch.Tensor]
 
 
 class SimulatedRuntime:
@@ -47,18 +47,18 @@ class SimulatedRuntime:
 
     def __init__(self, mesh: Mesh, *, deduplicate: bool = True) -> None:
         self.mesh = mesh
-        self.classes = Classes(mesh, deduplicate)
+        self.classes = RankClasses(mesh, deduplicate)
 
-    def shard(self, x: torch.Tensor, spec: P) -> Handle:
+    def shard(self, x: torch.Tensor, spec: P) -> SimulatedValue:
         """The ranks' parts of a whole tensor."""
         ranks = self.classes.representatives(self.classes.of_spec(spec))
         return [shard_leaf(x, spec, self.mesh, rank) for rank in ranks]
 
-    def entered(self, x: torch.Tensor, spec: P) -> Handle:
+    def entered(self, x: torch.Tensor, spec: P) -> SimulatedValue:
         """The same: a derivative of all parts is one of the whole."""
         return self.shard(x, spec)
 
-    def own(self, x: torch.Tensor, spec: P) -> Handle:
+    def own(self, x: torch.Tensor, spec: P) -> SimulatedValue:
         """Shard a batch that this process reads for its ranks. It has all ranks, so it reads the global batch."""
         return self.entered(x, spec)
 
@@ -91,44 +91,44 @@ class SimulatedRuntime:
     def agree_on(self, program: Program) -> None:
         """Nothing to do: all ranks have this program."""
 
-    def whole(self, handle: Handle, spec: P, whose: str = "") -> torch.Tensor:
+    def whole(self, handle: SimulatedValue, spec: P, whose: str = "") -> torch.Tensor:
         """The whole tensor from the ranks' parts."""
         axes = self.classes.of_spec(spec)
         return unshard_leaf([handle[self.classes.index(rank, axes)] for rank in self.mesh.ranks], spec, self.mesh)
 
-    def like(self, handle: Handle, spec: P) -> torch.Tensor:
+    def like(self, handle: SimulatedValue, spec: P) -> torch.Tensor:
         """A tensor of the whole shape, without memory for it."""
         return hollow(handle[0], whole_shape(handle[0].shape, spec, self.mesh))
 
-    def declared(self, handle: Handle, made: P, spec: P) -> Handle:
+    def declared(self, handle: SimulatedValue, made: P, spec: P) -> SimulatedValue:
         """A value with a part for each class of its spec, given those of the axes along which it differs."""
         wanted, held = self.classes.of_spec(spec), self.classes.of_spec(made)
         return handle if wanted == held else [handle[index] for index in self.classes.picks(wanted, held)]
 
     def run(
-        self, program: Program, handles: list[Handle], batch: Sequence[torch.Tensor] = (), whose: str = ""
-    ) -> list[Handle]:
+        self, program: Program, handles: list[SimulatedValue], batch: Sequence[torch.Tensor] = (), whose: str = ""
+    ) -> list[SimulatedValue]:
         """Run a program on sharded inputs; the list is given up, so that an input lives to its last use.
 
         With all ranks in one process there is nobody to compare the batch with, or to tell whose state it is.
         """
-        differentiable = any(_torch.holds_levels(handle) for handle in handles)
+        differentiable = any(_torch.has_functorch_level(handle) for handle in handles)
         key = f"simulated {self.classes.deduplicate} {differentiable}"
         if key not in program.cache:
-            with _torch.apart_from_transforms():  # constants made here would belong to their levels, later calls too
+            with _torch.disable_functorch():  # constants made here would belong to their levels, later calls too
                 program.cache[key] = _Lockstep(program, self.classes, differentiable).function()
         if differentiable:
             return program.cache[key](handles)
         with torch.no_grad():
             return program.cache[key](handles)
 
-    def replay(self, program: Program, handles: list[Handle]) -> Origin | None:
+    def replay(self, program: Program, handles: list[SimulatedValue]) -> Origin | None:
         """Run a program op by op, and return the op that first made a value that is not finite, if one did."""
         log = Log()
         self.run_recorded(log, program, handles)
         return log.first
 
-    def run_recorded(self, log: Log, program: Program, handles: list[Handle]) -> list[Handle]:
+    def run_recorded(self, log: Log, program: Program, handles: list[SimulatedValue]) -> list[SimulatedValue]:
         """Run a program as `run` does, op by op, and log the op that made a value that is not finite, if one did."""
         lockstep = _Lockstep(program, self.classes, differentiable=False, record=True)
         assert lockstep.record is not None
@@ -144,7 +144,7 @@ class SimulatedRuntime:
 class _Lockstep:
     """The flat function of one program over all classes of ranks."""
 
-    def __init__(self, program: Program, classes: Classes, differentiable: bool, record: bool = False) -> None:
+    def __init__(self, program: Program, classes: RankClasses, differentiable: bool, record: bool = False) -> None:
         self.program, self.classes, self.mesh = program, classes, classes.mesh
         self.axes: dict[fx.Node, frozenset[str]] = {}
         self.traced = program.traced
@@ -158,7 +158,9 @@ class _Lockstep:
             if node.op == "get_attr":
                 self.axes[node] = classes.of_spec(P())
             elif node.op == "call_function":
-                decisive = written_by(node) or operands_of(node)  # what is overwritten is overwritten once per class
+                decisive = mutated_operands(node) or operands_of(
+                    node
+                )  # what is overwritten is overwritten once per class
                 self.axes[node] = classes.of_node(node, (self.axes[operand] for operand in decisive))
 
     def function(self) -> Callable[..., Any]:
@@ -220,10 +222,10 @@ class _Lockstep:
         return f"{writer.constant(perform)}({writer.names[operand]})"
 
 
-def _perform(name: str, params: tuple[Any, ...], jobs: Jobs, count: int, x: Handle) -> Handle:
+def _perform(name: str, params: tuple[Any, ...], jobs: Jobs, count: int, x: SimulatedValue) -> SimulatedValue:
     results: list[Any] = [None] * count
     for inputs, outputs in jobs:
-        values = group.perform(name, [x[index] for index in inputs], *params)
+        values = group.apply_reference(name, [x[index] for index in inputs], *params)
         for member, position in outputs:
             results[position] = values[member]
     return results

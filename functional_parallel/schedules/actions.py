@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["KINDS", "Action", "Schedule", "ScheduleError", "Versions", "rows"]
+__all__ = ["ACTION_KINDS", "Action", "Schedule", "ScheduleError", "Versions", "rows"]
 
-KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+ACTION_KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .actions import KINDS, Action, Schedule, ScheduleError, count
+from .actions import ACTION_KINDS, Action, Schedule, ScheduleError, count
 from .dependencies import gradients_of_input, replay, waits_for
 
 __all__ = ["check", "kept_versions", "peaks"]
@@ -137,8 +137,8 @@ def _check_actions(schedule: Schedule) -> None:
 
 
 def _fault(schedule: Schedule, rank: int, action: Action) -> str | None:
-    if action.kind not in KINDS:
-        return f"but {action.kind!r} is no kind of action: there are {', '.join(KINDS)}"
+    if action.kind not in ACTION_KINDS:
+        return f"but {action.kind!r} is no kind of action: there are {', '.join(ACTION_KINDS)}"
     if not 0 <= action.stage < schedule.stages:
         return f"but the stages are 0 to {schedule.stages - 1}"
     if schedule.rank_of_stage[action.stage] != rank:
@@ -152,7 +152,7 @@ def _check_complete(schedule: Schedule) -> None:
     every = set(schedule)
     for stage, rank in enumerate(schedule.rank_of_stage):
         for m in range(schedule.microbatches_of_chain):
-            kinds = "".join(kind for kind in KINDS if Action(kind, stage, m) in every)
+            kinds = "".join(kind for kind in ACTION_KINDS if Action(kind, stage, m) in every)
             if kinds in ("FB", "FIW"):
                 continue
             where = f"{schedule.name}: rank {rank} runs " + (" and ".join(f"{stage}{k}{m}" for k in kinds) or "nothing")

@@ -38,10 +38,10 @@ class Receive(NamedTuple):
         return f"receive {self.action} from {self.rank}"
 
 
-Step = Action | Send | Receive
+Instruction = Action | Send | Receive
 
 
-def messages(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
+def messages(schedule: Schedule) -> tuple[tuple[Instruction, ...], ...]:
     """Each rank's actions with the sends and receives between them.
 
     >>> from functional_parallel import schedules
@@ -60,7 +60,7 @@ def messages(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
     Raises:
         ScheduleError: when the ranks wait for each other.
     """
-    steps: list[list[Step]] = [[] for _ in schedule.actions]
+    steps: list[list[Instruction]] = [[] for _ in schedule.actions]
     ran = 0
     for rank, action in replay(schedule):
         steps[rank].append(action)
@@ -81,7 +81,7 @@ def _receiver(schedule: Schedule, action: Action) -> int | None:
     return None if stage is None else schedule.rank_of_stage[stage]
 
 
-def check_messages(schedule: Schedule, steps: Sequence[Sequence[Step]], tagged: bool = False) -> None:
+def check_messages(schedule: Schedule, steps: Sequence[Sequence[Instruction]], tagged: bool = False) -> None:
     """Prove an order of sends and receives right, even for sends that wait until they are received.
 
     Args:
@@ -97,7 +97,7 @@ def check_messages(schedule: Schedule, steps: Sequence[Sequence[Step]], tagged: 
     _run(schedule, steps, gradients_of_input(schedule), waiting=not tagged)
 
 
-def _check_same_order(schedule: Schedule, steps: Sequence[Sequence[Step]], tagged: bool) -> None:
+def _check_same_order(schedule: Schedule, steps: Sequence[Sequence[Instruction]], tagged: bool) -> None:
     for sender in range(len(steps)):
         for receiver in range(len(steps)):
             sent = [step.action for step in steps[sender] if isinstance(step, Send) and step.rank == receiver]
@@ -118,16 +118,16 @@ def _check_same_order(schedule: Schedule, steps: Sequence[Sequence[Step]], tagge
 
 
 def _run(
-    schedule: Schedule, steps: Sequence[Sequence[Step]], kinds: Mapping[tuple[int, int], str], waiting: bool
+    schedule: Schedule, steps: Sequence[Sequence[Instruction]], kinds: Mapping[tuple[int, int], str], waiting: bool
 ) -> None:
     positions = [0] * len(steps)
     have: list[set[Action]] = [set() for _ in steps]  # what each rank made or received
     sent: set[Action] = set()
 
-    def head(rank: int) -> Step | None:
+    def head(rank: int) -> Instruction | None:
         return steps[rank][positions[rank]] if positions[rank] < len(steps[rank]) else None
 
-    def ready(rank: int, step: Step) -> bool:
+    def ready(rank: int, step: Instruction) -> bool:
         if isinstance(step, Action):
             return all(earlier in have[rank] for earlier in waits_for(schedule, kinds, step))
         if isinstance(step, Receive):

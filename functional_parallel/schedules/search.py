@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..quantities import is_amount, is_count, is_limit
+from ..quantities import is_non_negative, is_positive, is_positive_int
 from .actions import Schedule, ScheduleError
 from .registry import FAMILIES, for_ranks, stages_for
 from .simulate import Costs, Timeline, simulate
@@ -52,7 +52,7 @@ class Layer:
 
     def __post_init__(self) -> None:
         for name in ("forward", "input_gradient", "weight_gradient", "activation", "output", "gradient", "state"):
-            _require("Layer", name, getattr(self, name), is_amount, "a number of at least 0")
+            _require("Layer", name, getattr(self, name), is_non_negative, "a number of at least 0")
 
     @property
     def time(self) -> float:
@@ -83,11 +83,11 @@ class Machine:
     overhead: float = 0.0
 
     def __post_init__(self) -> None:
-        _require("Machine", "ranks", self.ranks, is_count, "an integer of at least 1")
+        _require("Machine", "ranks", self.ranks, is_positive_int, "an integer of at least 1")
         for name in ("memory", "bandwidth", "reduce_bandwidth"):
-            _require("Machine", name, getattr(self, name), is_limit, "a number above 0, in bytes")
+            _require("Machine", name, getattr(self, name), is_positive, "a number above 0, in bytes")
         for name in ("latency", "overhead"):
-            _require("Machine", name, getattr(self, name), is_amount, "a number of at least 0")
+            _require("Machine", name, getattr(self, name), is_non_negative, "a number of at least 0")
 
 
 def _require(what: str, name: str, value: object, legal: Callable[[Any], bool], range_: str) -> None:
@@ -162,7 +162,7 @@ def search(
         TypeError: for a machine that is none, or one name where a list of them belongs.
     """
     check_search(machine, names, chunks)
-    _require("search", "batch", batch, is_count, "an integer of at least 1")
+    _require("search", "batch", batch, is_positive_int, "an integer of at least 1")
     plans = [_plan(*choice, sample * batch) for choice in _choices(layers, machine, batch, names, chunks)]
     fitting = [plan for plan in plans if plan.memory <= machine.memory]
     if fitting:
@@ -185,7 +185,7 @@ def check_search(machine: object, names: object, chunks: object) -> None:
         raise TypeError(f"machine= takes an fp.schedules.Machine(ranks=…, memory=…), not {machine!r}")
     if isinstance(names, str):
         raise TypeError(f"names= takes a list of schedules, [{names!r}], not one name")
-    _require("search", "chunks", chunks, is_count, "an integer of at least 1")
+    _require("search", "chunks", chunks, is_positive_int, "an integer of at least 1")
 
 
 _Choice = tuple[Sequence[Layer], Machine, str, Schedule, int, int]

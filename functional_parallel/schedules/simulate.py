@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..quantities import is_amount, is_limit
+from ..quantities import is_non_negative, is_positive
 from .actions import Action, Schedule, ScheduleError
 from .dependencies import gradients_of_input, waits_for
 
@@ -56,12 +56,12 @@ class Costs:
         for name in ("forward", "input_gradient", "weight_gradient", "latency", "message", "activation"):
             given = getattr(self, name)
             for value in given if isinstance(given, Sequence) and not isinstance(given, str) else [given]:
-                _require(name, value, is_amount(value), "0 or more")
+                _require(name, value, is_non_negative(value), "0 or more")
         for name in ("overlap", "kept_by_weight_gradient", "jitter"):
             share = getattr(self, name)
             nothing = name == "overlap" and share is None
-            _require(name, share, nothing or (is_amount(share) and share <= 1), "from 0 to 1")
-        _require("bandwidth", self.bandwidth, is_limit(self.bandwidth), "more than 0")
+            _require(name, share, nothing or (is_non_negative(share) and share <= 1), "from 0 to 1")
+        _require("bandwidth", self.bandwidth, is_positive(self.bandwidth), "more than 0")
 
     def time(self, action: Action) -> float:
         """The time of an action without jitter."""

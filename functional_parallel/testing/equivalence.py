@@ -16,7 +16,7 @@ from ..functions import grad_and_value
 from ..ir import as_real, info
 from .compare import NotEquivalentError, compare, tolerance_of
 from .drawn import drawn_arguments
-from .intermediate import first_difference, traced_leaves
+from .intermediate import first_differing_op, traced_leaves
 
 __all__ = ["NotEquivalentError", "assert_equivalent"]
 
@@ -126,7 +126,7 @@ class _Check:
             except NotEquivalentError as error:
                 why = self._unlike_before(wanted["value"], args)
                 exactness = {"exact": self.exact, "rtol": self.rtol}
-                why = why or first_difference(self.loss, self.plan, self.mesh, args, name, **exactness)
+                why = why or first_differing_op(self.loss, self.plan, self.mesh, args, name, **exactness)
                 raise NotEquivalentError(f"{error}{why}") from None
 
     # --- the kind of function ---

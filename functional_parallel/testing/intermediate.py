@@ -15,15 +15,15 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..compile import compile
-from ..ir import Traced, aval_of, emit_node, grad_mode_of, info, inherit, source_of, walk_args, where
+from ..ir import Traced, at_source, aval_of, eval_node, grad_mode_of, info, source_of, walk_args, where
 from ..partition import prepare
 from ..tracing import trace
 from .compare import NotEquivalentError, compare
 
-__all__ = ["first_difference", "traced_leaves"]
+__all__ = ["first_differing_op", "traced_leaves"]
 
 
-def first_difference(
+def first_differing_op(
     loss: Callable[..., Any], plan: Callable[..., Any], mesh: Mesh, args: tuple[Any, ...], what: str, **exactness: Any
 ) -> str:
     """What to say of where a function's values under a plan begin to differ from its own.
@@ -87,6 +87,6 @@ def _values(traced: Traced, ops: list[fx.Node], args: tuple[Any, ...]) -> list[t
             known[node] = traced.constants[str(node.target)]
         elif node.op == "call_function":
             at = lambda leaf: known[leaf] if isinstance(leaf, fx.Node) else leaf  # noqa: E731
-            with inherit(source_of(node)), grad_mode_of(node):
-                known[node] = emit_node(node.target, *walk_args((node.args, node.kwargs), at))
+            with at_source(source_of(node)), grad_mode_of(node):
+                known[node] = eval_node(node.target, *walk_args((node.args, node.kwargs), at))
     return [known[node] for node in ops]

@@ -13,10 +13,10 @@ import torch
 from sharding_specs import Mesh
 
 from .. import _torch
-from ..collectives import MICROBATCH, Parts
+from ..collectives import MICROBATCH, DimSplit
 from ..compile import compile
 from ..functions import grad_and_value
-from ..ir import as_real, aval_of, stand_in
+from ..ir import as_real, aval_of, differentiable_form
 from ..partition import partition
 from ..runtime import SimulatedRuntime
 from ..transforms import accumulate
@@ -139,7 +139,7 @@ class _Check:
     def run(self) -> None:
         self.coverage.add_sample(self.sample)
         for count in self.coverage.ranks:
-            cases = cases_of(self.sample.rule, self.sample.avals, Parts.of(count))
+            cases = cases_of(self.sample.rule, self.sample.avals, DimSplit.of(count))
             self._compare(cases, count, f"over {count} ranks")
         for case, count in self._unequal():
             self._compare([case], count, f"in {count} unequal parts", unequal=True)
@@ -150,7 +150,7 @@ class _Check:
         for factor, size in ({} if rule is None else factors_of(rule, avals)).items():
             count = next((count for count in range(2, size) if size % count), None)
             if count is not None:
-                cases = cases_of(rule, avals, Parts.of(count, size))
+                cases = cases_of(rule, avals, DimSplit.of(count, size))
                 yield from ((case, count) for case in cases if case.factor == factor)
 
     def _compare(self, cases: list[Case], count: int, way: str, unequal: bool = False) -> None:
@@ -290,7 +290,7 @@ def _is_differentiable(sample: Sample, results: Sequence[torch.Tensor]) -> bool:
     if not (any(x.is_differentiable for x in sample.avals) and any(aval_of(x).is_differentiable for x in results)):
         return False
     is_overload = isinstance(sample.op, torch._ops.OpOverload)
-    if stand_in(sample.op) is None and is_overload and not _torch.has_derivative(sample.op):
+    if differentiable_form(sample.op) is None and is_overload and not _torch.has_derivative(sample.op):
         return False
     weights = [torch.ones_like(result) for result in results]
     try:

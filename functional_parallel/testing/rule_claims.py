@@ -9,9 +9,9 @@ import torch
 
 from sharding_specs import P
 
-from ..collectives import Parts
+from ..collectives import DimSplit
 from ..ir import Aval
-from ..rules import WHOLE, Choice, Operand, RuleText, Shard, factor_sizes, placed
+from ..rules import REPLICATED, OperandInfo, RuleText, Shard, SplitFactor, factor_sizes, placed
 
 __all__ = ["SUMS", "Case", "Layouts", "cases_of", "factors_of", "name_of", "spec_of"]
 
@@ -60,7 +60,7 @@ class Case:
         return " and ".join([*shards, *([f"partial sums in {_operands(sums)}"] if sums else [])])
 
 
-def cases_of(rule: RuleText | None, avals: Sequence[Aval], parts: Parts) -> list[Case]:
+def cases_of(rule: RuleText | None, avals: Sequence[Aval], parts: DimSplit) -> list[Case]:
     """Enumerate layouts of an op's operands on one mesh axis, and the claims that they test.
 
     Args:
@@ -106,7 +106,7 @@ def spec_of(layout: Shard | str | None, axis: str) -> P:
 # -----------------------------------------------------------------------------
 
 
-def _of_factors(rule: RuleText, avals: Sequence[Aval], parts: Parts) -> Iterator[Case]:
+def _of_factors(rule: RuleText, avals: Sequence[Aval], parts: DimSplit) -> Iterator[Case]:
     """Split all operands along a factor; also inside an outer block of two."""
     fits = _fits(rule, avals)
     sizes = _sizes(rule, avals)
@@ -116,7 +116,7 @@ def _of_factors(rule: RuleText, avals: Sequence[Aval], parts: Parts) -> Iterator
         for outer in (1, 2) if parts.is_even else (1,):
             if size % outer or not parts.divide(size // outer):
                 continue
-            layouts = tuple(placed(fit, Choice(factor, outer), sizes) for fit in fits)
+            layouts = tuple(placed(fit, SplitFactor(factor, outer), sizes) for fit in fits)
             yield Case(name_of(rule, factor), _PROMISES[mark], fix, layouts, factor)
 
 
@@ -133,7 +133,7 @@ def _of_marks(rule: RuleText, avals: Sequence[Aval]) -> Iterator[Case]:
         yield Case(f"mark {mark} of {_operands(group)}", f"the op is linear in {them}", "Remove the mark", layouts)
 
 
-def _of_single_operands(avals: Sequence[Aval], parts: Parts) -> Iterator[Case]:
+def _of_single_operands(avals: Sequence[Aval], parts: DimSplit) -> Iterator[Case]:
     """Shard a single operand, or give it as partial sums: its rule has to convert the others or itself."""
     for index, aval in enumerate(avals):
         options: list[Shard | str] = [Shard(dim) for dim, size in enumerate(aval.shape) if size and parts.divide(size)]
@@ -155,7 +155,7 @@ def _fits(rule: RuleText, avals: Sequence[Aval]) -> list[tuple[tuple[str, ...], 
 
 
 def _sizes(rule: RuleText, avals: Sequence[Aval]) -> dict[str, int]:
-    operands = [Operand(aval, WHOLE) for aval in avals]
+    operands = [OperandInfo(aval, REPLICATED) for aval in avals]
     return factor_sizes(_fits(rule, avals), operands, f"the rule {rule.text!r}")
 
 

@@ -11,7 +11,7 @@ import optree
 import torch
 from torch import fx
 
-from ..ir import Aval, aval_of, emit_node, tensor_operands
+from ..ir import Aval, aval_of, eval_node, tensor_operands
 from ..partition import prepare
 from ..rules import RuleText, lookup, parse_rule
 from ..tracing import recorder, trace
@@ -77,7 +77,7 @@ def sample_of(op: Any, number: int, sample: Any) -> Sample:
 
 def _call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Call the op: with its derivative outside of a trace, and as the op itself in a trace."""
-    result = op(*args, **kwargs) if recorder() is not None else emit_node(op, args, kwargs)
+    result = op(*args, **kwargs) if recorder() is not None else eval_node(op, args, kwargs)
     return [leaf for leaf in optree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
 
 

@@ -20,11 +20,11 @@ except ImportError as error:
 
 __all__ = ["cases", "fitting_shapes", "integers", "meshes", "numbered", "plans", "pytrees", "specs"]
 
-NAMES = ("pipe", "data", "tensor")
+AXIS_NAMES = ("pipe", "data", "tensor")
 
 
 @st.composite
-def meshes(draw: st.DrawFn, most_ranks: int = 8, names: tuple[str, ...] = NAMES) -> Mesh:
+def meshes(draw: st.DrawFn, most_ranks: int = 8, names: tuple[str, ...] = AXIS_NAMES) -> Mesh:
     """Meshes of some of these axes, in any order, sizes 1 to 4.
 
     >>> from hypothesis import find

@@ -1,37 +1,37 @@
 """Function → FX graph: own recording of aten ops and collectives on fake tensors."""
 
 from . import without_values
-from .assumptions import Assumption, Programs, assume, assumed
+from .assumptions import Assumption, ProgramCache, assume, collect_assumptions
 from .closed_over import ClosedOver
-from .enclosing import Enclosed
+from .enclosing import CapturedTensors
 from .interception import intercept, intercept_op
 from .known import assume_constants, constant_in
 from .layout_questions import depends_on_layouts
 from .memory_layout import LayoutRead, require_contiguous
 from .record import Recorder, needs_values, recorder, trace
 from .straight_through import OP as STRAIGHT_THROUGH
-from .switches import autocasts, switched_off
+from .switches import autocast_dtypes, disable_ambient_modes
 
 __all__ = [
     "STRAIGHT_THROUGH",
     "Assumption",
+    "CapturedTensors",
     "ClosedOver",
-    "Enclosed",
     "LayoutRead",
-    "Programs",
+    "ProgramCache",
     "Recorder",
     "assume",
     "assume_constants",
-    "assumed",
-    "autocasts",
+    "autocast_dtypes",
+    "collect_assumptions",
     "constant_in",
     "depends_on_layouts",
+    "disable_ambient_modes",
     "intercept",
     "intercept_op",
     "needs_values",
     "recorder",
     "require_contiguous",
-    "switched_off",
     "trace",
     "without_values",
 ]

@@ -17,7 +17,7 @@ from torch import fx
 
 from ..ir import Aval, NodeInfo, getitem, info
 
-__all__ = ["Aliases", "View", "are_apart"]
+__all__ = ["View", "ViewChains", "are_apart"]
 
 aten = torch.ops.aten
 
@@ -47,7 +47,7 @@ class View:
         return dim, range(size)[given.get("start") : given.get("end") : given.get("step", 1)]
 
 
-class Aliases:
+class ViewChains:
     """The chains of views of a recording.
 
     Args:

@@ -18,7 +18,7 @@ from sharding_specs import tree_paths
 
 from .. import _torch
 
-__all__ = ["Assumption", "Programs", "assume", "assumed"]
+__all__ = ["Assumption", "ProgramCache", "assume", "collect_assumptions"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def assume(read: Callable[[], Hashable]) -> None:
 
 
 @contextmanager
-def assumed() -> Iterator[list[Assumption]]:
+def collect_assumptions() -> Iterator[list[Assumption]]:
     """What is assumed inside."""
     found: list[Assumption] = []
     _open().append(found)
@@ -65,7 +65,7 @@ _MANY = 32  # programs of one function; a warning comes with so many, and again 
 _MOST = 3  # leaves that it names
 
 
-class Programs(Generic[T]):
+class ProgramCache(Generic[T]):
     """What was traced, by what it was traced for; of several for the same, the one whose assumptions hold.
 
     Args:

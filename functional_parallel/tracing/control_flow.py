@@ -13,7 +13,7 @@ import torch
 
 from ..errors import TracingError
 from ..ir import current_source
-from .known import plainly, value_of
+from .known import outside_trace, value_of
 from .writer import Writer
 
 __all__ = ["unrolled"]
@@ -75,5 +75,5 @@ def _truth(recording: Writer, value: Any, what: str, advice: str) -> bool:
             f"{current_source() or 'the function'}: {what} depends on values, which a traced function does not have; "
             f"{advice}"
         )
-    with plainly():
+    with outside_trace():
         return bool(known)

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from ..errors import TracingError
-from ..ir import current_source, in_order, named_arguments, operands_of
+from ..ir import current_source, named_arguments, operands_of, topological_order
 from .writer import Writer
 
 __all__ = ["refuse_decisions", "refuse_draws"]
@@ -39,7 +39,7 @@ def refuse_decisions(recording: Writer, func: Any, args: tuple[Any, ...]) -> Non
     if node is None:
         return
     seen: dict[fx.Node, None] = {}
-    for each in in_order(node, lambda each: () if _is_draw(each) else operands_of(each), seen):
+    for each in topological_order(node, lambda each: () if _is_draw(each) else operands_of(each), seen):
         seen[each] = None
     if any(map(_is_draw, seen)) and not any(each.op == "placeholder" for each in seen):
         raise TracingError(

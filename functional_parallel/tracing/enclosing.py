@@ -19,13 +19,13 @@ from .. import _torch
 from ..errors import TracingError
 from ..ir import current_source, is_library
 
-__all__ = ["Enclosed"]
+__all__ = ["CapturedTensors"]
 
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _PLAIN = {int, float, complex, bool, str, bytes, type(None)}  # of which there may be millions, as in a table of samples
 
 
-class Enclosed:
+class CapturedTensors:
     """Tensors of an enclosing torch.func transform that a function reaches by its closure or by globals.
 
     Args:

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from .. import _torch
-from .enclosing import Enclosed
+from .enclosing import CapturedTensors
 from .memory_layout import Layouts
 
 __all__ = ["Interception", "intercept", "intercept_op", "replacement_of"]
@@ -67,7 +67,7 @@ def replacement_of(op: Any) -> Callable[..., Any] | None:
 class Interception(TorchFunctionMode):
     """Active during a trace. What is replaced in forwards alone runs as it is in a trace of derivatives."""
 
-    def __init__(self, forward_only: bool, enclosed: Enclosed, layouts: Layouts) -> None:
+    def __init__(self, forward_only: bool, enclosed: CapturedTensors, layouts: Layouts) -> None:
         super().__init__()
         self.forward_only, self.enclosed, self.layouts = forward_only, enclosed, layouts
 

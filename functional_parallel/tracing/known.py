@@ -16,12 +16,12 @@ import torch
 from torch import fx
 
 from .. import _torch
-from ..ir import Aval, Traced, getitem, hollow, in_order, info, operands_of, walk_args
+from ..ir import Aval, Traced, getitem, hollow, info, operands_of, topological_order, walk_args
 from .assumptions import assume
 from .straight_through import OP as STRAIGHT_THROUGH
 from .writer import Writer
 
-__all__ = ["asks_for_values", "assume_constants", "computed", "constant_in", "plainly", "value_of"]
+__all__ = ["asks_for_values", "assume_constants", "constant_in", "fold_constants", "outside_trace", "value_of"]
 
 aten = torch.ops.aten
 
@@ -45,9 +45,9 @@ def asks_for_values(func: Any) -> bool:
 
 
 @contextmanager
-def plainly() -> Iterator[None]:
+def outside_trace() -> Iterator[None]:
     """Compute on values, without any trace or transform that is under way."""
-    with _torch.apart_from_transforms(), _torch.apart_from_functions(), torch.no_grad():
+    with _torch.disable_functorch(), _torch.disable_torch_function(), torch.no_grad():
         yield
 
 
@@ -70,7 +70,7 @@ def constant_in(traced: Traced, wanted: fx.Node, known: dict[fx.Node, Any]) -> t
         wanted: one of its nodes.
         known: the values found so far, by node, to which those found here are added.
     """
-    for node in in_order(wanted, _needed, known):
+    for node in topological_order(wanted, _needed, known):
         known[node] = None
         if node.op == "get_attr":
             known[node] = _on_host(traced.constants[str(node.target)])
@@ -81,20 +81,20 @@ def constant_in(traced: Traced, wanted: fx.Node, known: dict[fx.Node, Any]) -> t
 
 
 def _on_host(constant: torch.Tensor) -> torch.Tensor | None:
-    with plainly():
+    with outside_trace():
         return None if constant.is_meta else constant.cpu()
 
 
 def assume_constants(traced: Traced, wanted: fx.Node) -> None:
     """Use the program only as long as the constants that a node is computed from stay the same."""
     seen: dict[fx.Node, None] = {}
-    for node in in_order(wanted, _needed, seen):
+    for node in topological_order(wanted, _needed, seen):
         seen[node] = None
         if node.op == "get_attr":
             assume(partial(_content, traced.constants[str(node.target)]))
 
 
-def computed(recording: Writer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def fold_constants(recording: Writer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What an op gives for operands that are all known; NotImplemented if one is not."""
     operands = [x for x in _leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     values: dict[int, torch.Tensor] = {}
@@ -114,7 +114,7 @@ def _leaves(args: Any) -> list[Any]:
 
 def _evaluated(recording: Writer, wanted: fx.Node) -> Any:
     values: dict[fx.Node, Any] = {}
-    for node in in_order(wanted, _needed, values):
+    for node in topological_order(wanted, _needed, values):
         values[node] = None if node.op == "call_function" else _given(recording, node)
         if values[node] is None and not _is_computable(node):
             return None
@@ -171,11 +171,11 @@ def _computed_node(node: fx.Node, values: dict[fx.Node, Any], on_host: bool = Fa
     args, kwargs = walk_args((node.args, node.kwargs), value)
     certain = _certain(node)
     if certain is not None:
-        with plainly():
+        with outside_trace():
             return torch.full(info(node).aval.shape, certain, device=_HOST if on_host else info(node).aval.device)
     if node.target in _OF_A_SHAPE:
         like = info(node.args[0]).aval  # type: ignore[union-attr]
-        with plainly():
+        with outside_trace():
             args = (hollow(Aval(like.shape, like.dtype, _HOST) if on_host else like), *args[1:])
     if on_host and kwargs.get("device") is not None:
         kwargs = {**kwargs, "device": _HOST}
@@ -183,10 +183,10 @@ def _computed_node(node: fx.Node, values: dict[fx.Node, Any], on_host: bool = Fa
 
 
 def _run(op: Any, args: Any, kwargs: Any) -> Any:
-    with plainly():
+    with outside_trace():
         return op(*args, **kwargs)
 
 
 def _content(x: torch.Tensor) -> bytes:
-    with plainly():
+    with outside_trace():
         return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

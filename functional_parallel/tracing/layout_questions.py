@@ -39,7 +39,7 @@ def depends_on_layouts(traced: Traced, arguments: Sequence[Any], paths: Sequence
         if x is None:
             continue
         found = _recording_of(x)
-        with _torch.apart_from_functions():
+        with _torch.disable_torch_function():
             require_contiguous(x, read, paths[index])
         if found is not None:
             found[0].layouts.require_read(found[1], read)
@@ -48,7 +48,7 @@ def depends_on_layouts(traced: Traced, arguments: Sequence[Any], paths: Sequence
 def _recording_of(x: Any) -> tuple[Recorder, torch.Tensor] | None:
     """The trace that a tensor belongs to, and the fake inside its wrappers; None for a tensor with values."""
     active = recorder()
-    plain = _torch.innermost(x) if isinstance(x, torch.Tensor) else None
+    plain = _torch.unwrap(x) if isinstance(x, torch.Tensor) else None
     return (active, plain) if active is not None and isinstance(plain, _torch.FakeTensor) else None
 
 
@@ -92,7 +92,7 @@ def _view_or_copy(function: Any) -> None:
         found = _recording_of(x)
         result = function(x, *args, **kwargs)
         if found is not None and isinstance(result, torch.Tensor):
-            found[0].layouts.pair(found[1], _torch.innermost(result), name)
+            found[0].layouts.pair(found[1], _torch.unwrap(result), name)
         return result
 
     intercept(function, always=True, same_strides=True)(replacement)
@@ -120,7 +120,7 @@ def _as_strided(function: Callable[..., Any], is_view: bool = True) -> None:
         result = strided_elements(input, size, stride, storage_offset)
         layouts.leave_unknown(result, (), "as_strided (under a derivative)")
         if is_view:
-            layouts.pair(plain, _torch.innermost(result), "as_strided", surely=True)
+            layouts.pair(plain, _torch.unwrap(result), "as_strided", surely=True)
         return result
 
     intercept(function, always=True, same_strides=True)(replacement)

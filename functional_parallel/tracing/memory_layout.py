@@ -101,7 +101,7 @@ class Layouts:
         """Note the storage that a node's tensor is in; a sparse tensor has none."""
         if tensor.layout is not torch.strided:
             return
-        with _torch.apart_from_functions():
+        with _torch.disable_torch_function():
             storage = tensor.untyped_storage()
         key = storage._cdata
         self._made.setdefault(key, (storage, node))
@@ -114,9 +114,9 @@ class Layouts:
 
     def leave_unknown(self, results: Any, operands: Any, what: str) -> None:
         """Note that another op was recorded for the one that made these results, whose strides may differ."""
-        given = [_torch.innermost(x) for x in _tensors(operands)]
+        given = [_torch.unwrap(x) for x in _tensors(operands)]
         for x in _tensors(results):
-            plain = _torch.innermost(x)
+            plain = _torch.unwrap(x)
             if self.is_new(plain, given):
                 self._unknown[_key(plain)] = f"{what} at {current_source() or 'an unknown line'}"
 
@@ -213,7 +213,7 @@ def _is_contiguous(node: fx.Node) -> bool:
 def _key(tensor: torch.Tensor) -> int:
     if tensor.layout is not torch.strided:
         return -1
-    with _torch.apart_from_functions():
+    with _torch.disable_torch_function():
         return int(tensor.untyped_storage()._cdata)
 
 

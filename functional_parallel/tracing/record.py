@@ -21,14 +21,22 @@ import torch
 from torch import fx
 
 from .. import _torch
-from ..collectives import called_with_gradients, called_without_gradients, guards, staging
+from ..collectives import called_with_gradients, called_without_gradients, guards, trace_only
 from ..errors import CustomFunctionError, TracingError
-from ..ir import Aval, Traced, current_source, raising_source, region, stages, stand_in
+from ..ir import (
+    Aval,
+    Traced,
+    count_stage_boundaries,
+    current_source,
+    differentiable_form,
+    raising_source,
+    recompute_region,
+)
 from .control_flow import unrolled
 from .draws import refuse_decisions, refuse_draws
-from .enclosing import Enclosed
+from .enclosing import CapturedTensors
 from .interception import Interception, replacement_of
-from .known import asks_for_values, computed
+from .known import asks_for_values, fold_constants
 from .mutation import mutate
 from .strided import strided
 from .writer import Writer
@@ -67,9 +75,9 @@ def trace(
         TracingError: when the function reads values, mutates what it must not, or computes in threads that it starts.
     """
     outer = recorder()
-    enclosed = Enclosed(fn)
+    enclosed = CapturedTensors(fn)
     mode = outer.fake_mode if outer is not None else _torch.FakeTensorMode(allow_non_fake_inputs=True)
-    with _torch.apart_from_transforms(), staging(), torch.inference_mode(False), torch.enable_grad():
+    with _torch.disable_functorch(), trace_only(), torch.inference_mode(False), torch.enable_grad():
         with mode:
             arguments = [torch.empty(a.shape, dtype=a.dtype, device=a.device) for a in inputs]
         recording = Recorder(mode, forward_only, on_node, outer, is_local_body)
@@ -77,8 +85,8 @@ def trace(
         with ExitStack() as stack:
             alone = forward_only and on_node is None  # in a typed body ops are a rank's own
             stack.enter_context(Interception(alone, enclosed, recording.layouts))
-            stack.enter_context(_torch.checkpointing(region))
-            stack.enter_context(stages())
+            stack.enter_context(_torch.checkpointing(recompute_region))
+            stack.enter_context(count_stage_boundaries())
             stack.enter_context(_torch.unlogged_fakes())
             stack.enter_context(torch.autograd.set_detect_anomaly(False))  # it would look at values
             stack.enter_context(mode)
@@ -195,7 +203,7 @@ class Recorder(Writer):
         return result
 
     def _known(self, func: Any, args: Any, kwargs: Any) -> Any:
-        result = computed(self, func, args, kwargs)
+        result = fold_constants(self, func, args, kwargs)
         if isinstance(result, torch.Tensor):
             return self.lift(aten.lift_fresh.default, result)
         if _has_tensor(result):
@@ -226,4 +234,4 @@ def _has_tensor(result: Any) -> bool:
 
 def _is_of_a_user(func: Any) -> bool:
     """Whether an op has a rule of a user's that names what stands for it, and so its derivative."""
-    return stand_in(func) is not None and func.namespace != "fp"
+    return differentiable_form(func) is not None and func.namespace != "fp"

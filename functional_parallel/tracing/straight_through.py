@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..collectives import keeping_grad_mode
-from ..ir import differentiable
+from ..ir import register_differentiable
 
 __all__ = ["OP", "straight_through"]
 
@@ -63,4 +63,4 @@ class _StraightThrough(torch.autograd.Function):
         return _StraightThrough.apply(x, value), 0
 
 
-differentiable(OP, straight_through)
+register_differentiable(OP, straight_through)

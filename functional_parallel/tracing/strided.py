@@ -144,7 +144,7 @@ class _Memory:
             reach = max(reach, step * extent)
 
     def _holds_all(self, size: Sequence[int], stride: Sequence[int]) -> bool:
-        with _torch.apart_from_transforms(), _torch.apart_from_functions():
+        with _torch.disable_functorch(), _torch.disable_torch_function():
             left, inside = _grid(size, stride, self.start, "cpu"), True
             for extent, step in zip(self.elements.shape, self.strides, strict=True):
                 if extent > 1:

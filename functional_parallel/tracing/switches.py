@@ -11,13 +11,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-__all__ = ["autocasts", "switched_off"]
+__all__ = ["autocast_dtypes", "disable_ambient_modes"]
 
 _DEVICES = ("cpu", "cuda")
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
-def autocasts() -> tuple[torch.dtype | None, ...]:
+def autocast_dtypes() -> tuple[torch.dtype | None, ...]:
     """To which type each kind of device casts now; None for those that do not.
 
     >>> with torch.autocast("cpu", torch.bfloat16):
@@ -27,7 +27,7 @@ def autocasts() -> tuple[torch.dtype | None, ...]:
     return tuple(torch.get_autocast_dtype(each) if torch.is_autocast_enabled(each) else None for each in _DEVICES)
 
 
-def switched_off() -> AbstractContextManager[None]:
+def disable_ambient_modes() -> AbstractContextManager[None]:
     """Run a program inside: its ops do what they say."""
     if torch.is_inference_mode_enabled() or any(map(torch.is_autocast_enabled, _DEVICES)):
         return _switched_off()

@@ -17,7 +17,7 @@ from .. import _torch
 from ..errors import TracingError
 from ..ir import current_source
 from .interception import intercept, intercept_op
-from .known import plainly, value_of
+from .known import outside_trace, value_of
 from .record import recorder
 
 __all__: list[str] = []
@@ -41,7 +41,7 @@ def _one_hot(tensor: Any, num_classes: int = -1) -> Any:
         return NotImplemented
     value = _known(tensor)
     if value is not None and value.numel():
-        with plainly():  # to check it and to count the classes its extremes are enough
+        with outside_trace():  # to check it and to count the classes its extremes are enough
             num_classes = functional.one_hot(torch.stack(value.aminmax()), num_classes).shape[-1]
     if num_classes < 1:
         return NotImplemented
@@ -173,7 +173,7 @@ def _tolist(x: torch.Tensor) -> Any:
     value = _known(x)
     if value is None:
         return NotImplemented
-    with plainly():
+    with outside_trace():
         return value.tolist()
 
 
@@ -195,7 +195,7 @@ def _of_constant(x: torch.Tensor, read: Callable[[torch.Tensor], Any]) -> Any:
             f"{current_source() or 'the function'}: numpy needs a tensor's values, which a traced function does not "
             "have; write it with torch, or compute it outside and pass it in as an argument"
         )
-    with plainly():
+    with outside_trace():
         return read(value)
 
 
@@ -204,6 +204,6 @@ def _known(x: torch.Tensor) -> torch.Tensor | None:
     active = recorder()
     if active is None or _torch.mapped_dims(x):
         return None
-    plain = _torch.innermost(x)
-    with _torch.apart_from_transforms():  # whose constants would belong to it
+    plain = _torch.unwrap(x)
+    with _torch.disable_functorch():  # whose constants would belong to it
         return value_of(active, plain)

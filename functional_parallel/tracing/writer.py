@@ -19,7 +19,7 @@ from torch import fx
 from .. import _torch
 from ..errors import TracingError
 from ..ir import NodeInfo, Traced, aval_of, current_source, info, set_info, update_info, walk_args
-from .aliases import Aliases
+from .aliases import ViewChains
 from .closed_over import ClosedOver, closed_over
 from .memory_layout import Layouts
 
@@ -56,7 +56,7 @@ class Writer(_torch.TorchDispatchMode):
         self._nodes: dict[int, fx.Node] = {}
         self._references: dict[int, weakref.ref[torch.Tensor]] = {}
         self.outer = outer
-        self.aliases = Aliases(self.create)
+        self.aliases = ViewChains(self.create)
         around = None if outer is None else outer.layouts
         self.layouts: Layouts = Layouts(self.traced, self.node_of, self.living, around)
         self.closed_over: set[fx.Node] = set()
@@ -135,7 +135,7 @@ class Writer(_torch.TorchDispatchMode):
                 f"mapping (shape {tuple(tensor.shape)}); pass it as an argument"
             )
         name = f"constant{len(self.traced.constants)}"
-        with _torch.apart_from_modes():  # the fake mode would make it a fake
+        with _torch.disable_modes():  # the fake mode would make it a fake
             self.traced.constants[name] = tensor.detach()
         return self._at_front(lambda: self.traced.graph.create_node("get_attr", name))
 
@@ -159,7 +159,7 @@ class Writer(_torch.TorchDispatchMode):
 
     def lift(self, func: Any, value: torch.Tensor) -> torch.Tensor:
         lifted = _torch.without_constant(func(value))
-        with _torch.apart_from_modes():
+        with _torch.disable_modes():
             node = self._constant(value.clone())
         update_info(node, val=aval_of(value), source=current_source(), backward=False, no_grad=False)
         self.bind(lifted, node)

@@ -5,7 +5,7 @@ from .local_step import Metrics
 from .state import DonatedStateError, TrainState
 from .step import TrainStep, train_step
 from .untrained import NothingToTrainError, NotTrainedWarning
-from .update import over_likes, with_scale
+from .update import tree_map_params, with_scale
 
 __all__ = [
     "DonatedStateError",
@@ -15,7 +15,7 @@ __all__ = [
     "NothingToTrainError",
     "TrainState",
     "TrainStep",
-    "over_likes",
     "train_step",
+    "tree_map_params",
     "with_scale",
 ]

@@ -10,14 +10,14 @@ import torch
 from sharding_specs import Mesh, P, register_dataclasses, tree_paths
 
 from .. import _torch
-from ..data import looks_of, stay_in_step
-from ..functions import LocalFunction, PyTree, by_place
+from ..data import batch_signature, check_same_call
+from ..functions import LocalFunction, PyTree, bind_positional
 from ..runtime import default_runtime
 
-__all__ = ["Batches", "check_same", "tensors_of"]
+__all__ = ["BatchInputs", "check_same", "tensors_of"]
 
 
-class Batches:
+class BatchInputs:
     """What a function of a state, and after it of a batch, is given.
 
     Args:
@@ -33,12 +33,12 @@ class Batches:
     def by_place(self, batch: tuple[PyTree, ...], named: dict[str, PyTree]) -> tuple[PyTree, ...]:
         """The arguments after the parameters, in order."""
         register_dataclasses(batch, named)
-        return by_place(self.f.layout.signature, self.f.name, (None, *batch), named)[1:]
+        return bind_positional(self.f.layout.signature, self.f.name, (None, *batch), named)[1:]
 
     def stay_in_step(self, runtime: Any, doing: str, batch: PyTree) -> None:
         """Make sure that ranks with batches of their own do the same, on batches that look alike."""
         if self.own:
-            stay_in_step(runtime, f"{doing} on {looks_of(batch)}")
+            check_same_call(runtime, f"{doing} on {batch_signature(batch)}")
 
     def entered(
         self, runtime: Any, program: Any, name: str, batch: tuple[PyTree, ...], *more: torch.Tensor
@@ -59,7 +59,7 @@ class Batches:
         specs = program.in_specs[len(program.in_specs) - len(tensors) - len(more) :]
         if program.cache.get("first batch", True):  # where a loader that was seeded or split wrongly shows
             check_same(runtime, name, batch, specs[: len(tensors)] if self.own else None)
-            program.cache["first batch"] = _torch.holds_levels(tensors)
+            program.cache["first batch"] = _torch.has_functorch_level(tensors)
         tensors += more
         handles = [
             runtime.own(x, spec) if self.own and spec.axes else runtime.entered(x, spec)

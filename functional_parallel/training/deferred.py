@@ -20,9 +20,9 @@ from .. import _torch
 from ..functions import PyTree
 from ..ir import hollow
 from ..lowering import traced_in
-from .generators import Draw, Generators, draws
+from .generators import Generators, RecordedDraw, draws
 
-__all__ = ["CannotDeferError", "Deferred", "deferred"]
+__all__ = ["CannotDeferError", "DeferredInit", "defer_init"]
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ class CannotDeferError(Exception):
     """A function that cannot be recorded: it looks at values, or does what leaves no trace."""
 
 
-def deferred(f: Callable[[], tuple[T, list[Any]]]) -> tuple[T, Deferred]:
+def defer_init(f: Callable[[], tuple[T, list[Any]]]) -> tuple[T, DeferredInit]:
     """What a function says of the tensors that it makes, and who makes those.
 
     >>> from torch.nn.init import orthogonal_
@@ -53,7 +53,7 @@ def deferred(f: Callable[[], tuple[T, list[Any]]]) -> tuple[T, Deferred]:
     """
     if _torch.is_inside_transform():
         raise CannotDeferError("torch.func transforms look on")
-    recording = Deferred()
+    recording = DeferredInit()
     try:
         with traced_in():
             said = recording.record(f)
@@ -84,11 +84,11 @@ class _Op:
     given: PyTree  # its arguments and keywords
     results: list[_View | None]
     memories: set[Any]
-    draw: Draw | None
+    draw: RecordedDraw | None
 
 
-class Deferred(_torch.TorchDispatchMode):
-    """A recording of what is called while it is the active mode; see `deferred`.
+class DeferredInit(_torch.TorchDispatchMode):
+    """A recording of what is called while it is the active mode; see `defer_init`.
 
     Attributes:
         leaves: what is made; of tensors the shapes, dtypes and devices alone, but what was there before is itself.
@@ -158,7 +158,7 @@ class Deferred(_torch.TorchDispatchMode):
 
     def call(self, function: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Record a function that fills a tensor, and looks at values on its way, as if it were one op."""
-        with _torch.apart_from_modes():  # as it is where an op is dispatched
+        with _torch.disable_modes():  # as it is where an op is dispatched
             fake = self._fake(tensor, function)
             self._note(function, ((fake, *args), kwargs), [fake], set(), True)
         return tensor
@@ -216,7 +216,7 @@ class Deferred(_torch.TorchDispatchMode):
         self._ops.append(_Op(call, taken, views, memories, draw))
         self._touched |= memories
 
-    def _draw(self, generator: torch.Generator | None, device: torch.device) -> Draw:
+    def _draw(self, generator: torch.Generator | None, device: torch.device) -> RecordedDraw:
         generator = generator or _torch.default_generator(device)
         if generator is None:
             raise CannotDeferError(f"it draws random numbers on {device}, whose generator is not known")

@@ -15,7 +15,7 @@ import torch
 from sharding_specs import tree_paths
 
 from .. import _torch
-from ..runtime import Placed
+from ..runtime import PipelineValue
 from .local_step import Metrics
 
 __all__ = ["NonFiniteError", "Watched", "require_finite", "require_finite_inputs", "settle"]
@@ -71,7 +71,7 @@ def require_finite(train: Any, before: Any, state: Any, metrics: Metrics) -> Non
         NonFiniteError: when loss or gradient norm is not finite, and no loss scale skipped the step.
         LossScaleError: when gradients overflow at the lowest loss scale.
     """
-    if _torch.holds_levels([metrics.loss]):
+    if _torch.has_functorch_level([metrics.loss]):
         return
     minimum = 0.0 if train.scaling is None else train.scaling.minimum
     good = _is_good(metrics, minimum)
@@ -163,7 +163,7 @@ def not_finite(train: Any, state: Any) -> tuple[list[str], int]:
 
 
 def _all_finite(handle: Any) -> bool:
-    if isinstance(handle, Placed):
+    if isinstance(handle, PipelineValue):
         return all(map(_all_finite, handle.parts.values()))
     if isinstance(handle, list):
         return all(map(_all_finite, handle))

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Draw", "Generators", "Replay", "draws"]
+__all__ = ["GeneratorReplay", "Generators", "RecordedDraw", "draws"]
 
 _MARK = 0x6A09E667F3BCC908  # and the number of the draw; nobody's seed
 
@@ -24,7 +24,7 @@ def draws(op: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Draw:
+class RecordedDraw:
     """A draw that was noted.
 
     Attributes:
@@ -45,9 +45,9 @@ class Generators:
         self._marks: dict[torch.Generator, dict[bytes, int]] = {}
         self._last: dict[torch.Generator, bytes] = {}
 
-    def noted(self, generator: torch.Generator, number: int) -> Draw:
+    def noted(self, generator: torch.Generator, number: int) -> RecordedDraw:
         """Note a draw, by a number of its own."""
-        draw = Draw(generator, self._since_last(generator))
+        draw = RecordedDraw(generator, self._since_last(generator))
         generator.manual_seed(_MARK + number)
         key = self._last[generator] = _key(generator.get_state())
         self._marks.setdefault(generator, {})[key] = number
@@ -64,14 +64,14 @@ class Generators:
         for generator, state in self._begun.items():
             generator.set_state(state)
 
-    def replay(self, noted: Iterable[Draw | None]) -> Replay:
+    def replay(self, noted: Iterable[RecordedDraw | None]) -> GeneratorReplay:
         """Who sets generators around the draws that were noted."""
-        last = [Draw(generator, self._since_last(generator)) for generator in self._begun]
+        last = [RecordedDraw(generator, self._since_last(generator)) for generator in self._begun]
         begins = (draw.begins for draw in (*noted, *last) if draw is not None)
-        return Replay(last, {begin for begin in begins if isinstance(begin, int)})
+        return GeneratorReplay(last, {begin for begin in begins if isinstance(begin, int)})
 
 
-class Replay:
+class GeneratorReplay:
     """Sets generators as they were set when draws were noted.
 
     Args:
@@ -79,12 +79,12 @@ class Replay:
         returned_to: numbers of the draws after which the state is wanted once more.
     """
 
-    def __init__(self, last: list[Draw], returned_to: set[int]) -> None:
+    def __init__(self, last: list[RecordedDraw], returned_to: set[int]) -> None:
         self._last, self._returned_to = last, returned_to
         self._after: dict[int, torch.Tensor] = {}
 
     @contextmanager
-    def __call__(self, number: int, draw: Draw | None) -> Iterator[None]:
+    def __call__(self, number: int, draw: RecordedDraw | None) -> Iterator[None]:
         """Around the draw of that number, if it is one."""
         if draw is not None:
             self._set(draw)
@@ -97,7 +97,7 @@ class Replay:
         for draw in self._last:
             self._set(draw)
 
-    def _set(self, draw: Draw) -> None:
+    def _set(self, draw: RecordedDraw) -> None:
         if draw.begins is not None:
             draw.generator.set_state(self._after[draw.begins] if isinstance(draw.begins, int) else draw.begins)
 

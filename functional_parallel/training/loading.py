@@ -16,7 +16,7 @@ from ..functions import PyTree
 from ..ir import is_trained, without_memory
 from ..transforms import LossScaleState
 from .local_step import Metrics
-from .looks import listed, look, look_as_text, structure_as_text
+from .looks import leaf_signature, listed, signature_text, structure_as_text
 from .update import ScaledState
 
 __all__ = ["expected_state", "require_parameters", "require_state_of", "require_values", "steps_done"]
@@ -135,4 +135,4 @@ def _by_path(tree: PyTree, name: str = "optimizer_state") -> dict[str, Any]:
 
 def _kind(leaf: Any) -> str:
     """What an optimizer keeps of a kind: numbers change from step to step."""
-    return look_as_text(look(leaf)) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+    return signature_text(leaf_signature(leaf)) if isinstance(leaf, torch.Tensor) else type(leaf).__name__

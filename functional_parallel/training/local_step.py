@@ -21,20 +21,20 @@ from ..optim import Optimizer, skips_untrained
 from .options import StepOptions
 from .untrained import old_params, old_state, report_untrained, untrained, without
 from .update import (
-    Places,
     ScaledState,
+    StepLayout,
+    gather_updated,
     global_norm,
     into_compute,
-    into_update,
-    joined_again,
-    require_alike,
+    reduce_gradient,
+    require_same_structure,
     scaled_loss,
-    split_further,
-    unless,
+    select_unless,
+    shard_for_update,
     unscaled,
 )
 
-__all__ = ["LocalStep", "Metrics"]
+__all__ = ["LocalTrainStep", "Metrics"]
 
 
 class Metrics(NamedTuple):
@@ -54,7 +54,7 @@ class Metrics(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LocalStep:
+class LocalTrainStep:
     """The training step of a loss.
 
     Attributes:
@@ -71,7 +71,7 @@ class LocalStep:
     has_norm: bool
     warned: set[str] = field(default_factory=set)
 
-    def on(self, places: Places, state_specs: SpecTree) -> LocalFunction:
+    def on(self, places: StepLayout, state_specs: SpecTree) -> LocalFunction:
         """The step as a function of ((parameters, state), batch, key) to ((parameters, state), metrics).
 
         Args:
@@ -91,7 +91,12 @@ class LocalStep:
         return LocalFunction(call, layout, "train_step")
 
     def _stepped(
-        self, places: Places, state_specs: SpecTree, held: tuple[PyTree, PyTree], batch: tuple[PyTree, ...], key: Any
+        self,
+        places: StepLayout,
+        state_specs: SpecTree,
+        held: tuple[PyTree, PyTree],
+        batch: tuple[PyTree, ...],
+        key: Any,
     ) -> tuple[tuple[PyTree, PyTree], Metrics]:
         params, state = held
         scale = state.loss_scale if isinstance(state, ScaledState) else None
@@ -104,7 +109,7 @@ class LocalStep:
             gradients = without(gradients, idle)
         gradients = places.packing.pack(gradients)
         gradients = optree.tree_map(
-            into_update, gradients, places.update, places.whole, places.summed, none_is_leaf=True
+            reduce_gradient, gradients, places.update, places.whole, places.summed, none_is_leaf=True
         )
         gradients = gradients if scale is None else unscaled(gradients, scale.scale)
         wanted = self.has_norm or self.options.clip is not None or scale is not None
@@ -112,20 +117,20 @@ class LocalStep:
         if self.options.clip is not None:
             factor = torch.clamp(self.options.clip / (norm + 1e-6), max=1.0)
             gradients = optree.tree_map(lambda g: g * factor.to(g.dtype), gradients)
-        own = optree.tree_map(split_further, places.packing.pack(params), places.update, places.whole)
+        own = optree.tree_map(shard_for_update, places.packing.pack(params), places.update, places.whole)
         before, lies = (state, state_specs) if scale is None else (state.optimizer, state_specs.optimizer)
         specs = (places.update, lies, places.update)
         returned = places.packing.update(self.optimizer, gradients, before, own, specs=specs)
-        new, after = require_alike(returned, own, before)
-        masks = optree.tree_map(split_further, places.packing.masks(idle), places.update, places.whole)
+        new, after = require_same_structure(returned, own, before)
+        masks = optree.tree_map(shard_for_update, places.packing.masks(idle), places.update, places.whole)
         after = old_state(after, before, own, masks)
         metrics = Metrics(value, norm, aux)
         if scale is not None:
             overflow = ~torch.isfinite(norm)  # a sum over all ranks, so all of them agree
-            new, after = unless(overflow, new, own), unless(overflow, after, before)
+            new, after = select_unless(overflow, new, own), select_unless(overflow, after, before)
             after = ScaledState(after, self.f.layout.loss_scale.update(scale, overflow))
             metrics = metrics._replace(skipped=overflow, loss_scale=scale.scale)
-        new = places.packing.unpack(optree.tree_map(joined_again, new, places.update, places.whole))
+        new = places.packing.unpack(optree.tree_map(gather_updated, new, places.update, places.whole))
         return (old_params(new, params, idle), after), metrics
 
     def _gradients(self, params: PyTree, batch: tuple[PyTree, ...], scale: Any) -> tuple[PyTree, Any, PyTree]:
@@ -142,6 +147,6 @@ class LocalStep:
         return Metrics(*(None if each is None else P() for each in metrics))._replace(aux=aux)
 
 
-def _norm(gradients: PyTree, places: Places) -> torch.Tensor:
-    parts = optree.tree_map(split_further, gradients, places.counted, places.update, none_is_leaf=True)
+def _norm(gradients: PyTree, places: StepLayout) -> torch.Tensor:
+    parts = optree.tree_map(shard_for_update, gradients, places.counted, places.update, none_is_leaf=True)
     return global_norm(parts, places.counted)

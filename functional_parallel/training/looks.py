@@ -7,17 +7,17 @@ from typing import Any
 import optree
 import torch
 
-__all__ = ["listed", "look", "look_as_text", "on_one_line", "structure_as_text"]
+__all__ = ["leaf_signature", "listed", "on_one_line", "signature_text", "structure_as_text"]
 
 _MOST = 8  # lines, or names, of a message that lists them
 
 
-def look(leaf: Any) -> Any:
+def leaf_signature(leaf: Any) -> Any:
     """What a program depends on of a leaf: a tensor's shape and dtype, anything else itself."""
     return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf)
 
 
-def look_as_text(look: Any) -> str:
+def signature_text(look: Any) -> str:
     """A leaf's look as messages show it.
 
     >>> look_as_text(look(torch.ones(2, 3)))

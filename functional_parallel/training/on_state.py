@@ -13,20 +13,20 @@ from sharding_specs import SpecError, broadcast_specs, tree_paths
 
 from ..collectives import bind
 from ..compile import refuse_asynchronous
-from ..functions import LocalFunction, PyTree, SpecTree, unsharded
+from ..functions import LocalFunction, PyTree, SpecTree, as_local_function
 from ..lowering import Lowered, Options, lower
-from ..runtime import own, storages
-from ..tracing import Programs, switched_off
-from .batches import Batches, tensors_of
-from .looks import listed, look, structure_as_text
-from .state import Constant, Form, TrainState
-from .states import States
+from ..runtime import copy_if_aliased, storages
+from ..tracing import ProgramCache, disable_ambient_modes
+from .batches import BatchInputs, tensors_of
+from .looks import leaf_signature, listed, structure_as_text
+from .state import StateLayout, StaticLeaf, TrainState
+from .states import StateManager
 from .update import at_rest, into_compute
 
-__all__ = ["OnState"]
+__all__ = ["StateFunction"]
 
 
-class OnState:
+class StateFunction:
     """A function compiled for a step's states; see `TrainStep.compile`.
 
     Args:
@@ -37,28 +37,28 @@ class OnState:
         program: the `Program` used last; None before the first call.
     """
 
-    def __init__(self, train: States, f: Callable[..., Any]) -> None:
-        self.train, self.f = train, f if isinstance(f, LocalFunction) else unsharded(f)
+    def __init__(self, train: StateManager, f: Callable[..., Any]) -> None:
+        self.train, self.f = train, f if isinstance(f, LocalFunction) else as_local_function(f)
         self.f.layout.mesh(train.mesh)
         refuse_asynchronous(self.f, train.mesh)
         _require_alike_pipelines(self.f, train.f)
-        self.batches = Batches(self.f, train.mesh, train.batches.own)
+        self.batches = BatchInputs(self.f, train.mesh, train.batches.own)
         self.program: Any = None
-        self._lowered: dict[Form, Programs[Lowered]] = {}
+        self._lowered: dict[StateLayout, ProgramCache[Lowered]] = {}
 
     def __call__(self, state: TrainState, *batch: PyTree, **named: PyTree) -> PyTree:
         """The function of a state's parameters and a batch; results are whole. A collective: every process calls it."""
         form, runtime = self.train.known_form(state), self.train.runtime_for(state)
         batch = self.batches.by_place(batch, named)
         self.batches.stay_in_step(runtime, f"calls {self.f.name} on the state of step {state.step}", batch)
-        handles = [each for each in state.handles[: form.params.num_leaves] if not isinstance(each, Constant)]
+        handles = [each for each in state.handles[: form.params.num_leaves] if not isinstance(each, StaticLeaf)]
         lowered = self._lower(form, state, batch)
         lowered.require_layouts(tensors_of(batch), len(handles))
         extra, shown = self.batches.entered(runtime, lowered.program, self.f.name, batch)
         taken, specs = storages(*handles), lowered.program.out_specs  # a later step writes into the state's memory
-        with switched_off():
+        with disable_ambient_modes():
             results = runtime.run(lowered.program, [*handles, *extra], shown, state.whose)
-        whole = [own(runtime.whole(x, spec), taken) for x, spec in zip(results, specs, strict=True)]
+        whole = [copy_if_aliased(runtime.whole(x, spec), taken) for x, spec in zip(results, specs, strict=True)]
         result, stacks = lowered.unflatten(whole), self.f.layout.stacks
         return result if stacks is None else stacks.restack_all(result)
 
@@ -77,14 +77,14 @@ class OnState:
 
     # --- the program ---
 
-    def _lower(self, form: Form, state: TrainState, batch: tuple[PyTree, ...]) -> Lowered:
+    def _lower(self, form: StateLayout, state: TrainState, batch: tuple[PyTree, ...]) -> Lowered:
         leaves, tree = optree.tree_flatten(batch)
-        programs = self._lowered.setdefault(form, Programs(self.f.name, below=2))
-        lowered = programs.get((tree, tuple(map(look, leaves))), lambda: self._trace(form, state, batch))
+        programs = self._lowered.setdefault(form, ProgramCache(self.f.name, below=2))
+        lowered = programs.get((tree, tuple(map(leaf_signature, leaves))), lambda: self._trace(form, state, batch))
         self.program = lowered.program
         return lowered
 
-    def _trace(self, form: Form, state: TrainState, batch: tuple[PyTree, ...]) -> Lowered:
+    def _trace(self, form: StateLayout, state: TrainState, batch: tuple[PyTree, ...]) -> Lowered:
         params = self._own_layers(self.train.shapes(form, state)[0])
         batch = self.batches.global_shapes(params, batch)
         kept = form.params.unflatten(form.specs[: form.params.num_leaves])

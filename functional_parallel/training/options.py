@@ -13,7 +13,7 @@ import torch
 from .. import optim
 from ..functions import LocalFunction, require_function, require_mesh, written_here
 from ..lowering import Options
-from ..quantities import is_limit
+from ..quantities import is_positive
 
 __all__ = ["StepOptions", "require_arguments"]
 
@@ -56,7 +56,7 @@ class StepOptions(Options):
             )
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, Integral)):
             raise TypeError(f"train_step(seed={self.seed!r}): it is an integer, or None where nothing is drawn")
-        if self.clip is not None and not is_limit(self.clip):
+        if self.clip is not None and not is_positive(self.clip):
             raise ValueError(
                 f"train_step(clip={self.clip!r}): the bound on the gradients' global norm is a number above 0, or None "
                 "for none"

@@ -18,38 +18,38 @@ from sharding_specs import Mesh, P, tree_paths
 from .. import _torch
 from ..functions import PyTree
 from ..runtime import OverlapError
-from .looks import look, look_as_text, on_one_line, structure_as_text
-from .update import Places
+from .looks import leaf_signature, on_one_line, signature_text, structure_as_text
+from .update import StepLayout
 
 __all__ = [
-    "Constant",
     "DonatedStateError",
-    "Form",
+    "StateLayout",
+    "StaticLeaf",
     "TrainState",
-    "form_of",
-    "plain",
+    "detach_leaf",
     "recorded_steps",
+    "state_layout",
 ]
 
 _MANY_RECORDED = 32
 _MOST_OF_A_FAILURE = 200  # characters; the error itself was raised
 
 
-def plain(leaf: Any) -> Any:
+def detach_leaf(leaf: Any) -> Any:
     """A module's parameter without what it asks of autograd, which would keep every step; all else is itself."""
     is_parameter = isinstance(leaf, torch.Tensor) and leaf.is_leaf and not _torch.is_functorch_wrapped(leaf)
     return leaf.detach() if is_parameter else leaf
 
 
 @dataclass(frozen=True)
-class Constant:
+class StaticLeaf:
     """A leaf of the parameters that is no tensor, in the place of a handle."""
 
     value: Any
 
 
 @dataclass(eq=False)
-class Form:
+class StateLayout:
     """How a state lies: what a step's program is made for, beside the batch.
 
     Forms are compared by identity, which costs a step nothing; a step keeps one of each `key`.
@@ -63,7 +63,7 @@ class Form:
     """
 
     mesh: Mesh
-    places: Places
+    places: StepLayout
     params: Any
     state: Any
     specs: tuple[P, ...]
@@ -79,7 +79,7 @@ class Form:
         count = self.params.num_leaves
         return self.params.unflatten(leaves[:count]), self.state.unflatten(leaves[count:])
 
-    def difference(self, other: Form) -> str:
+    def difference(self, other: StateLayout) -> str:
         """Where another form differs first, said of this one."""
         if self.mesh != other.mesh:
             return f"it lies on {self.mesh!r}, the step's on {other.mesh!r}"
@@ -98,13 +98,13 @@ class Form:
         return [*tree_paths(params), *(f"optimizer state, {path}" for path in tree_paths(state))]
 
     def _lies(self) -> list[str]:
-        return [f"{look_as_text(look)} as {spec!r}" for look, spec in zip(self.looks, self.specs, strict=True)]
+        return [f"{signature_text(look)} as {spec!r}" for look, spec in zip(self.looks, self.specs, strict=True)]
 
 
-def form_of(mesh: Mesh, places: Places, params: PyTree, state: PyTree, specs: tuple[P, ...]) -> Form:
+def state_layout(mesh: Mesh, places: StepLayout, params: PyTree, state: PyTree, specs: tuple[P, ...]) -> StateLayout:
     """The form of whole parameters and a packed state."""
-    looks = tuple(map(look, optree.tree_leaves((params, state))))
-    return Form(mesh, places, optree.tree_structure(params), optree.tree_structure(state), specs, looks)
+    looks = tuple(map(leaf_signature, optree.tree_leaves((params, state))))
+    return StateLayout(mesh, places, optree.tree_structure(params), optree.tree_structure(state), specs, looks)
 
 
 def recorded_steps(before: int, loss: torch.Tensor) -> int:
@@ -141,7 +141,7 @@ class TrainState:
 
     __slots__ = ("_failure", "_form", "_handles", "_step", "counts", "recorded", "watched", "whose")
 
-    def __init__(self, step: int, handles: tuple[Any, ...], form: Form, whose: str, recorded: int = 0) -> None:
+    def __init__(self, step: int, handles: tuple[Any, ...], form: StateLayout, whose: str, recorded: int = 0) -> None:
         self._step, self._form, self.whose, self._failure = step, form, whose, ""
         self.recorded = recorded
         self.watched: Any = None
@@ -154,7 +154,7 @@ class TrainState:
         return self._step
 
     @property
-    def form(self) -> Form:
+    def form(self) -> StateLayout:
         """How it lies."""
         return self._form
 

@@ -15,28 +15,28 @@ from sharding_specs import Mesh, P, register_dataclasses, tree_paths, validate
 
 from .. import _torch
 from ..compile import runtime_of
-from ..data import stay_in_step
-from ..functions import LocalFunction, PyTree, unsharded
+from ..data import check_same_call
+from ..functions import LocalFunction, PyTree, as_local_function
 from ..optim import Optimizer
 from ..pipelines import PipelineProgram
-from ..runtime import own, storages, who_holds
-from ..tracing import switched_off
+from ..runtime import copy_if_aliased, runtime_kind_of, storages
+from ..tracing import disable_ambient_modes
 from ..transforms import LossScale, LossScaleState
-from .batches import Batches, check_same
-from .deferred import CannotDeferError, deferred
+from .batches import BatchInputs, check_same
+from .deferred import CannotDeferError, defer_init
 from .finite import settle
 from .loading import expected_state, require_parameters, require_state_of, require_values, steps_done
-from .looks import look, look_as_text
+from .looks import leaf_signature, signature_text
 from .options import StepOptions
-from .state import Constant, Form, TrainState, form_of, plain
-from .update import Places, find_places, warn_of_replicated_state, with_scale
+from .state import StateLayout, StaticLeaf, TrainState, detach_leaf, state_layout
+from .update import StepLayout, find_step_layout, warn_of_replicated_state, with_scale
 
-__all__ = ["States"]
+__all__ = ["StateManager"]
 
 Made = Iterable[tuple[int, Any]]  # leaves, each with its number, in any order
 
 
-class States:
+class StateManager:
     """What begins a run, goes on with a saved one, and reads what a state holds.
 
     Args:
@@ -53,14 +53,14 @@ class States:
         mesh: Mesh,
         options: StepOptions,
     ) -> None:
-        self.f = f if isinstance(f, LocalFunction) else unsharded(f)
+        self.f = f if isinstance(f, LocalFunction) else as_local_function(f)
         self.optimizer, self.mesh, self.options = optimizer, mesh, options
         self.f.layout.mesh(mesh)  # refuses one without the axes that the plan splits over
-        self.batches = Batches(self.f, mesh, options.batch == "own")
+        self.batches = BatchInputs(self.f, mesh, options.batch == "own")
         self.scaling: LossScale | None = self.f.layout.loss_scale
-        self._forms: dict[Any, Form] = {}
-        self._known: set[Form] = set()
-        self._latest: dict[Form, Any] = {}  # programs
+        self._forms: dict[Any, StateLayout] = {}
+        self._known: set[StateLayout] = set()
+        self._latest: dict[StateLayout, Any] = {}  # programs
 
     def init(self, params: PyTree) -> TrainState:
         """Shard parameters and make the optimizer's state, one leaf after the other.
@@ -88,13 +88,13 @@ class States:
         """
         register_dataclasses(params)
         makes = callable(params) and not isinstance(params, torch.nn.Module)
-        given = None if makes else optree.tree_map(plain, params)
+        given = None if makes else optree.tree_map(detach_leaf, params)
         make = params if makes else lambda: given
         why = "" if makes or _elements(given) > _FEW else "a recording would take longer"
-        with switched_off():
+        with disable_ambient_modes():
             try:
                 if not why:
-                    form, recording = deferred(partial(self._begin, make))
+                    form, recording = defer_init(partial(self._begin, make))
                     leaves, made = recording.leaves, recording.made()
             except CannotDeferError as error:
                 why = str(error)
@@ -105,7 +105,7 @@ class States:
                 warnings.warn(_IN_ONE_PIECE.format(why=why), RuntimeWarning, stacklevel=2)
             return self._compared("train_step.init", form, leaves, made)
 
-    def _begin(self, make: Callable[[], PyTree]) -> tuple[Form, list[Any]]:
+    def _begin(self, make: Callable[[], PyTree]) -> tuple[StateLayout, list[Any]]:
         """How a state lies that begins with some parameters, and its leaves, whole."""
         params = make()
         register_dataclasses(params)
@@ -114,14 +114,14 @@ class States:
         require_values(held, state)
         return self._place(held, state)
 
-    def _compared(self, name: str, form: Form, leaves: list[Any], made: Made) -> TrainState:
+    def _compared(self, name: str, form: StateLayout, leaves: list[Any], made: Made) -> TrainState:
         """A state of these leaves as they are made, once it is known that all ranks have the same parameters."""
         runtime = runtime_of(self.mesh, self.f, self.options.reduction)
         count = form.params.num_leaves
         params = {index: leaf for index, leaf in enumerate(leaves[:count]) if isinstance(leaf, torch.Tensor)}
         every = tree_paths(form.params.unflatten(range(count)))
         paths = [every[index] or "parameters" for index in params]
-        runtime.check_sums(name, paths, [look_as_text(look(leaf)) for leaf in params.values()])
+        runtime.check_sums(name, paths, [signature_text(leaf_signature(leaf)) for leaf in params.values()])
         given = storages(*params.values())
         sums = dict.fromkeys(params, "")
 
@@ -149,7 +149,7 @@ class States:
         check_same(runtime_of(self.mesh, self.f, self.options.reduction), "train_step.load", loaded)
         if stacks is not None:
             params, optimizer_state = stacks.unstack(params), stacks.unstack_like(optimizer_state, params)
-        with switched_off():
+        with disable_ambient_modes():
             require_values(params, optimizer_state)
             form, leaves = self._place(params, optimizer_state)
             held = self._held(form, enumerate(leaves), given)
@@ -165,7 +165,7 @@ class States:
         return stacks.unstack(params), stacks.first_state(self.optimizer.init, params)
 
     def _held(
-        self, form: Form, made: Made, given: set[int], see: Callable[[int, Any], None] = lambda *_: None
+        self, form: StateLayout, made: Made, given: set[int], see: Callable[[int, Any], None] = lambda *_: None
     ) -> tuple[Any, ...]:
         """Leaves as the runtime holds them, in memory of their own; what was `given` lies in others'."""
         held: list[Any] = [None] * len(form.specs)
@@ -173,11 +173,11 @@ class States:
         for index, leaf in made:
             see(index, leaf)
             is_tensor = isinstance(leaf, torch.Tensor)
-            held[index] = own(shard(index, plain(leaf)), given) if is_tensor else Constant(leaf)
+            held[index] = copy_if_aliased(shard(index, detach_leaf(leaf)), given) if is_tensor else StaticLeaf(leaf)
             del leaf  # or it would be there while the next is made
         return tuple(held)
 
-    def _sharding(self, form: Form) -> Callable[[int, torch.Tensor], Any]:
+    def _sharding(self, form: StateLayout) -> Callable[[int, torch.Tensor], Any]:
         """How a leaf is sharded: in a pipeline that is cut already, for the ranks whose stages take it."""
         runtime, program = runtime_of(self.mesh, self.f, self.options.reduction), self._latest.get(form)
         if not isinstance(program, PipelineProgram) or program.schedule.versions is not None:
@@ -185,24 +185,24 @@ class States:
         numbers = list(accumulate(isinstance(look, tuple) for look in form.looks))  # of what is a tensor, from one
         return lambda index, leaf: runtime.shard_for(program, numbers[index] - 1, leaf, form.specs[index])
 
-    def _place(self, params: PyTree, optimizer_state: PyTree) -> tuple[Form, list[Any]]:
+    def _place(self, params: PyTree, optimizer_state: PyTree) -> tuple[StateLayout, list[Any]]:
         """Decide where everything lies; that, and the leaves of parameters and state as a step holds them, whole."""
-        with _torch.apart_from_modes():  # a recording of how leaves are made, which asks what tracing an update may not
+        with _torch.disable_modes():  # a recording of how leaves are made, which asks what tracing an update may not
             places = self.places(params)
         validate(params, places.kept, self.mesh, advice="fp.zero(3, …) pads parameters by itself")
         packed = places.packed_state(with_scale(optimizer_state, self.scaling))
         state_specs = places.state(packed, self.optimizer)
         specs = optree.tree_leaves((places.kept, state_specs))
-        found = form_of(self.mesh, places, params, packed, tuple(specs))
+        found = state_layout(self.mesh, places, params, packed, tuple(specs))
         if found.key not in self._forms:
             warn_of_replicated_state(packed, state_specs, places, self.optimizer)
         form = self._forms.setdefault(found.key, found)
         self._known.add(form)
         return form, optree.tree_leaves((params, packed))
 
-    def places(self, params: PyTree) -> Places:
+    def places(self, params: PyTree) -> StepLayout:
         """Where everything lies that a step with these parameters holds."""
-        return find_places(self.f.layout, self.mesh, params, self.optimizer, self.options.clip is not None)
+        return find_step_layout(self.f.layout, self.mesh, params, self.optimizer, self.options.clip is not None)
 
     def params(self, state: TrainState) -> PyTree:
         """The parameters of a state, whole; later steps do not change them. A collective: every process calls it."""
@@ -211,7 +211,10 @@ class States:
     def copy(self, state: TrainState) -> TrainState:
         """The same state in memory of its own, which steps from the original do not use up."""
         form = self.known_form(state)
-        held = (handle if isinstance(handle, Constant) else own(handle, storages(handle)) for handle in state.handles)
+        held = (
+            handle if isinstance(handle, StaticLeaf) else copy_if_aliased(handle, storages(handle))
+            for handle in state.handles
+        )
         copied = TrainState(state.step, tuple(held), form, state.whose, state.recorded)
         copied.watched, copied.counts = state.watched, state.counts
         return copied
@@ -221,11 +224,11 @@ class States:
         form, runtime = self.known_form(state), self.runtime_for(state)
         settle(self, state)
         if self.batches.own:
-            stay_in_step(runtime, f"reads the state of step {state.step}")
+            check_same_call(runtime, f"reads the state of step {state.step}")
         leaves = [
             handle.value
-            if isinstance(handle, Constant)
-            else own(runtime.whole(handle, spec, state.whose), storages(handle))
+            if isinstance(handle, StaticLeaf)
+            else copy_if_aliased(runtime.whole(handle, spec, state.whose), storages(handle))
             for handle, spec in zip(state.handles, form.specs, strict=True)
         ]
         params, packed = form.trees(leaves)
@@ -245,7 +248,7 @@ class States:
             scale = [runtime.whole(handle, P(), state.whose) for handle in held]
             self.scaling.check(LossScaleState(*scale))
 
-    def known_form(self, state: TrainState) -> Form:
+    def known_form(self, state: TrainState) -> StateLayout:
         """The form of a state that is not used up, as this step knows it."""
         if not isinstance(state, TrainState):
             raise TypeError(
@@ -258,15 +261,15 @@ class States:
     def runtime_for(self, state: TrainState) -> Any:
         """What runs the step, for a state that lies with the ranks that it runs on."""
         runtime = runtime_of(self.mesh, self.f, self.options.reduction)
-        handle = next((each for each in state.handles if not isinstance(each, Constant)), None)
-        if handle is not None and who_holds(handle) != runtime.holders:
+        handle = next((each for each in state.handles if not isinstance(each, StaticLeaf)), None)
+        if handle is not None and runtime_kind_of(handle) != runtime.holders:
             raise ValueError(
-                f"this state, of step {state.step}, lies with {who_holds(handle)}, and {self.mesh!r} is "
+                f"this state, of step {state.step}, lies with {runtime_kind_of(handle)}, and {self.mesh!r} is "
                 f"{runtime.holders} by now: call torch.distributed.init_process_group before train.init or train.load"
             )
         return runtime
 
-    def _own_form(self, form: Form) -> Form:
+    def _own_form(self, form: StateLayout) -> StateLayout:
         """The same form as this step made it; another step's states have forms of their own."""
         if form.key in self._forms:
             return self._forms[form.key]
@@ -276,11 +279,11 @@ class States:
             "train.load(*other.whole(state), state.step), where `other` is the step that made it"
         )
 
-    def shapes(self, form: Form, state: TrainState) -> tuple[PyTree, PyTree]:
+    def shapes(self, form: StateLayout, state: TrainState) -> tuple[PyTree, PyTree]:
         """Parameters and optimizer state as they are held, without values."""
         like = runtime_of(self.mesh, self.f, self.options.reduction).like
         held = zip(state.handles, form.specs, strict=True)
-        leaves = [handle.value if isinstance(handle, Constant) else like(handle, spec) for handle, spec in held]
+        leaves = [handle.value if isinstance(handle, StaticLeaf) else like(handle, spec) for handle, spec in held]
         return form.trees(leaves)
 
 

@@ -15,20 +15,20 @@ from .. import random
 from ..functions import PyTree, explain_keywords
 from ..lowering import ArgumentPaths, Lowered, lower
 from ..optim import Optimizer, counted_on_host
-from ..passes import named
+from ..passes import pass_names
 from ..pipelines import PipelineProgram
 from ..program import Program
 from ..runtime import Origin, check_backend, note_step
-from ..tracing import Programs, switched_off
+from ..tracing import ProgramCache, disable_ambient_modes
 from .asynchronous import is_asynchronous, of_one_update
 from .batches import tensors_of
 from .finite import require_finite, require_finite_inputs
-from .local_step import LocalStep, Metrics
-from .looks import look
-from .on_state import OnState
+from .local_step import LocalTrainStep, Metrics
+from .looks import leaf_signature
+from .on_state import StateFunction
 from .options import StepOptions, require_arguments
-from .state import Constant, Form, TrainState, recorded_steps
-from .states import States
+from .state import StateLayout, StaticLeaf, TrainState, recorded_steps
+from .states import StateManager
 from .update import require_elementwise
 
 __all__ = ["TrainStep", "train_step"]
@@ -94,12 +94,12 @@ def train_step(
     check_backend(backend)
     require_arguments(loss, optimizer, mesh, plan)
     options = StepOptions(
-        bucket, named(without), backend, donate, reduction, clip, seed, has_aux, batch=batch, nonfinite=nonfinite
+        bucket, pass_names(without), backend, donate, reduction, clip, seed, has_aux, batch=batch, nonfinite=nonfinite
     )
     return TrainStep(plan(loss) if plan is not None else loss, optimizer, mesh, options)
 
 
-class TrainStep(States):
+class TrainStep(StateManager):
     """A compiled training step; see `train_step`."""
 
     def __init__(self, f: Callable[..., Any], optimizer: Optimizer, mesh: Mesh, options: StepOptions) -> None:
@@ -109,7 +109,7 @@ class TrainStep(States):
         if is_asynchronous(self.f.layout, mesh):  # whose weights have versions
             self.options = replace(options, donate=False)
         self.program: Program | PipelineProgram | None = None
-        self._lowered: dict[Form, Programs[Lowered]] = {}
+        self._lowered: dict[StateLayout, ProgramCache[Lowered]] = {}
         self._warned: set[str] = set()  # parameters that are not trained
 
     # --- stepping ---
@@ -136,21 +136,21 @@ class TrainStep(States):
         note_step(state.step)
         self.batches.stay_in_step(runtime, f"takes step {state.step}", batch)
         lowered = self._lower(form, state, batch)
-        count = sum(not isinstance(handle, Constant) for handle in state.handles)
+        count = sum(not isinstance(handle, StaticLeaf) for handle in state.handles)
         lowered.require_layouts(tensors_of(batch), count)
         extra, shown = self.batches.entered(runtime, lowered.program, "train_step", batch, *self._key(state))
         runtime.agree_on(lowered.program)
         held = state.give() if self.options.donate else state.handles
-        handles = [handle for handle in held if not isinstance(handle, Constant)]
+        handles = [handle for handle in held if not isinstance(handle, StaticLeaf)]
         counts = self._counts(state)
-        with state.used_by_a_step(held), switched_off(), counted_on_host(counts):
+        with state.used_by_a_step(held), disable_ambient_modes(), counted_on_host(counts):
             results = runtime.run(lowered.program, [*handles, *extra], shown, state.whose)
         whole = [
             runtime.whole(x, spec) for x, spec in zip(results[count:], lowered.program.out_specs[count:], strict=True)
         ]
         _, metrics = lowered.unflatten([*results[:count], *whole])
         new = iter(results)
-        kept = tuple(handle if isinstance(handle, Constant) else next(new) for handle in held)
+        kept = tuple(handle if isinstance(handle, StaticLeaf) else next(new) for handle in held)
         recorded = recorded_steps(state.recorded, metrics.loss)
         note_step(None)
         after = TrainState(state.step + 1, kept, form, state.whose, recorded)
@@ -194,8 +194,8 @@ class TrainStep(States):
         require_finite_inputs(self, state, batch)
         lowered = self._lower(form, state, batch)
         extra, _ = self.batches.entered(runtime, lowered.program, "train_step", batch, *self._key(state))
-        held = [handle for handle in self.copy(state).handles if not isinstance(handle, Constant)]
-        with switched_off():
+        held = [handle for handle in self.copy(state).handles if not isinstance(handle, StaticLeaf)]
+        with disable_ambient_modes():
             return runtime.replay(lowered.program, [*held, *extra])
 
     def _counts(self, state: TrainState) -> dict[str, int] | None:
@@ -208,7 +208,7 @@ class TrainStep(States):
         seed = self.options.seed
         return [] if seed is None else [random.fold_in(random.key(seed), state.step)]
 
-    def compile(self, f: Callable[..., Any]) -> OnState:
+    def compile(self, f: Callable[..., Any]) -> StateFunction:
         """Compile another function of the parameters, called on a state, whose parameters stay as they lie.
 
         >>> import torch, functional_parallel as fp
@@ -228,7 +228,7 @@ class TrainStep(States):
         Raises:
             TypeError, ValueError: when called, on what is no state; for parameters that lie otherwise.
         """
-        return OnState(self, f)
+        return StateFunction(self, f)
 
     def explain(self, **options: Any) -> Any:
         """Every collective of the step: kind, axis, count, bytes, source line."""
@@ -252,20 +252,20 @@ class TrainStep(States):
 
     # --- the program ---
 
-    def _lower(self, form: Form, state: TrainState, batch: tuple[PyTree, ...]) -> Lowered:
+    def _lower(self, form: StateLayout, state: TrainState, batch: tuple[PyTree, ...]) -> Lowered:
         return self._lowered_for(form, batch, lambda: self.shapes(form, state))
 
     def _lowered_for(
-        self, form: Form, batch: tuple[PyTree, ...], shapes: Callable[[], tuple[PyTree, PyTree]]
+        self, form: StateLayout, batch: tuple[PyTree, ...], shapes: Callable[[], tuple[PyTree, PyTree]]
     ) -> Lowered:
         leaves, tree = optree.tree_flatten(batch)
-        key = (tree, tuple(map(look, leaves)))
-        programs = self._lowered.setdefault(form, Programs("train_step", below=3))
+        key = (tree, tuple(map(leaf_signature, leaves)))
+        programs = self._lowered.setdefault(form, ProgramCache("train_step", below=3))
         lowered = programs.get(key, lambda: self._trace(form, shapes(), batch))
         self.program = self._latest[form] = lowered.program
         return lowered
 
-    def _trace(self, form: Form, held: tuple[PyTree, PyTree], batch: tuple[PyTree, ...]) -> Lowered:
+    def _trace(self, form: StateLayout, held: tuple[PyTree, PyTree], batch: tuple[PyTree, ...]) -> Lowered:
         params, _ = held
         _, state_specs = form.trees(list(form.specs))
         batch = self.batches.global_shapes(params, batch)
@@ -273,6 +273,6 @@ class TrainStep(States):
         key = torch.zeros((), dtype=torch.int64) if self.options.seed is not None else None
         args = (held, batch, key)
         has_norm = not is_asynchronous(self.f.layout, self.mesh)
-        step = LocalStep(self.f, self.optimizer, self.options, has_norm, self._warned)
+        step = LocalTrainStep(self.f, self.optimizer, self.options, has_norm, self._warned)
         local, paths = step.on(form.places, state_specs), ArgumentPaths(parameters="0/0", state="0")
         return lower(local, self.mesh, args, name="train_step", options=self.options, paths=paths)

@@ -17,7 +17,7 @@ from sharding_specs import tree_paths
 from ..functions import PyTree, unused
 from ..ir import current_source, is_trained, warn_at
 from ..tracing import ClosedOver, recorder
-from .update import likes, over_likes
+from .update import likes, tree_map_params
 
 __all__ = [
     "NotTrainedWarning",
@@ -149,7 +149,7 @@ def old_state(new: PyTree, old: PyTree, params: PyTree, masks: PyTree) -> PyTree
     def chosen(after: PyTree) -> PyTree:
         return optree.tree_map(_chosen, masks, params, after, next(subtrees))
 
-    return over_likes(chosen, new, optree.tree_structure(params))
+    return tree_map_params(chosen, new, optree.tree_structure(params))
 
 
 def _chosen(mask: Any, param: Any, new: Any, old: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..collectives import MICROBATCH
 from ..functions import LocalFunction, SpecTree, explain_keywords
-from ..passes import ReduceEach
+from ..passes import ReducePerMicrobatch
 from .microbatched import microbatched
 from .transform import Order, Transform
 
@@ -52,6 +52,6 @@ def accumulate(microbatches: int, *, batch: SpecTree = None, reduce: str = "once
         local = microbatched(f, batch, f"accumulate({microbatches})")
         layout = replace(local.layout, virtual=((MICROBATCH, microbatches), *local.layout.virtual))
         local = local.with_layout(layout)
-        return local.asking(ReduceEach(MICROBATCH)) if reduce == "each" else local
+        return local.asking(ReducePerMicrobatch(MICROBATCH)) if reduce == "each" else local
 
     return Transform(f"accumulate({microbatches})", MICROBATCH, Order.ACCUMULATE, apply)

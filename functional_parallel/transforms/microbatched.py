@@ -10,9 +10,9 @@ import optree
 from sharding_specs import P, broadcast_specs
 
 from ..collectives import MICROBATCH, snapshot
-from ..functions import Layout, LocalFunction, PyTree, SpecTree, unsharded
+from ..functions import Layout, LocalFunction, PyTree, SpecTree, as_local_function
 from ..partition import partition
-from .parallel import rest_specs
+from .parallel import batch_arg_specs
 
 __all__ = ["microbatched"]
 
@@ -30,11 +30,11 @@ def microbatched(f: Callable[..., Any], batch: SpecTree, describe: str) -> Local
         describe: what is done to it, in words.
     """
 
-    inner = f if isinstance(f, LocalFunction) else unsharded(f)
+    inner = f if isinstance(f, LocalFunction) else as_local_function(f)
 
     def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
         cut = _as_data_axes_cut(inner.layout, args) if batch is None else None
-        return (P(), *(rest_specs(args, batch, P(MICROBATCH)) if cut is None else cut))
+        return (P(), *(batch_arg_specs(args, batch, P(MICROBATCH)) if cut is None else cut))
 
     local = partition(f, MICROBATCH, in_specs, describe=describe)
 

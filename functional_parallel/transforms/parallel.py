@@ -24,7 +24,7 @@ from sharding_specs import (
 from sharding_specs.rules import nearest
 
 from ..functions import (
-    TAKEN,
+    STACK_DIM,
     Layout,
     LocalFunction,
     PyTree,
@@ -36,12 +36,12 @@ from ..functions import (
 )
 from ..ir import Source, current_source, warn_at
 from ..partition import partition
-from ..passes import Gathers, ShardsFirst
-from ..quantities import is_count
+from ..passes import GatherPlacement, ReduceScatterFirst
+from ..quantities import is_positive_int
 from ..tracing import recorder
 from .transform import Order, Transform
 
-__all__ = ["data_parallel", "matched", "parameter_specs", "rest_specs", "tensor_parallel", "zero"]
+__all__ = ["batch_arg_specs", "data_parallel", "matched", "parameter_specs", "tensor_parallel", "zero"]
 
 Rules = Any  # pattern → spec, a list of such pairs, or a tree of specs
 
@@ -74,7 +74,7 @@ def tensor_parallel(axis: str, specs: Rules, *, batch: SpecTree = None, strict: 
     find = parameter_specs(specs, axis, name)
 
     def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
-        return (_only(find(args[0]), axis, name), *rest_specs(args, batch))
+        return (_only(find(args[0]), axis, name), *batch_arg_specs(args, batch))
 
     return Transform(name, axis, Order.TENSOR, lambda f: partition(f, axis, in_specs, strict=strict, describe=name))
 
@@ -147,10 +147,10 @@ def zero(
     if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
         raise ValueError(f"zero(stage={stage!r}): the stages are 0 (data parallel), 1, 2 and 3")
     for what, number in (("whole_below", whole_below), ("prefetch", prefetch)):
-        if number != 0 and not is_count(number):
+        if number != 0 and not is_positive_int(number):
             raise ValueError(f"zero({stage}, {axis!r}, {what}={number!r}): it is an integer of at least 0")
     _check_layout(layout, stage, axis, specs, whole_below)
-    passes = (Gathers(axis, keep_gathered, prefetch),) if stage == 3 else ()
+    passes = (GatherPlacement(axis, keep_gathered, prefetch),) if stage == 3 else ()
     flat = layout == "flat"
     name = f"zero({stage}, {axis!r}{', layout=' + repr(layout) if flat else ''})"
     return _zero(stage, axis, specs, batch, strict, name, passes, whole_below, flat)
@@ -183,7 +183,7 @@ def _zero(
     batch: SpecTree,
     strict: bool,
     name: str,
-    passes: tuple[Gathers, ...] = (),
+    passes: tuple[GatherPlacement, ...] = (),
     whole_below: int = 0,
     flat: bool = False,
 ) -> Transform:
@@ -191,18 +191,18 @@ def _zero(
 
     def apply(f: Callable[..., Any]) -> LocalFunction:
         inner = layout_of(f)
-        at_rest = _AtRest(axis, _taken(inner), given, whole_below, name)
+        at_rest = _ShardDimChooser(axis, _taken(inner), given, whole_below, name)
 
         def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
             parameters = at_rest(args) if stage == 3 else P() if stage == 0 else P(reduced={axis})
-            return (parameters, *rest_specs(args, batch, P(axis)))
+            return (parameters, *batch_arg_specs(args, batch, P(axis)))
 
         local = partition(f, axis, in_specs, gathered=(0,) if stage == 3 else (), strict=strict, describe=name)
         if local.layout.norm_specs is None or stage:  # the innermost data axis says in which parts a norm is summed
             local = local.with_layout(replace(local.layout, norm_specs=at_rest if stage == 0 else _nothing))
         local = _with_data_axis(local, axis)
         if stage in (0, 3):
-            kept = frozenset(each.axis for each in inner.passes if isinstance(each, Gathers) and each.keep)
+            kept = frozenset(each.axis for each in inner.passes if isinstance(each, GatherPlacement) and each.keep)
             return local.asking(*(replace(each, kept=kept) for each in passes))
         also = _dividing(inner.update_specs, at_rest)
         return local.updating(axis, also, flat=flat, whole_gradients=stage == 1)
@@ -213,7 +213,7 @@ def _zero(
 def _with_data_axis(f: LocalFunction, axis: str) -> LocalFunction:
     axes = (*f.layout.data_axes, axis)
     f = f.with_layout(replace(f.layout, data_axes=axes))
-    return f.asking(ShardsFirst(axes)) if len(axes) > 1 else f
+    return f.asking(ReduceScatterFirst(axes)) if len(axes) > 1 else f
 
 
 def _nothing(args: tuple[PyTree, ...]) -> SpecTree:
@@ -244,7 +244,7 @@ def _dividing(
     return divided
 
 
-class _AtRest:
+class _ShardDimChooser:
     """Chooses, once per parameter tree and mesh, the dim of each parameter that lies along an axis, if nobody gave it.
 
     The choice is made from whole shapes, before the function is traced. A trace shows shards, which might be the whole
@@ -293,7 +293,7 @@ class _AtRest:
         """
         if not isinstance(leaf, torch.Tensor) or not leaf.ndim or leaf.numel() < self.whole_below:
             return P()
-        used = {placement.dim for placement in taken.placements(mesh)} | {getattr(leaf, TAKEN, None)}
+        used = {placement.dim for placement in taken.placements(mesh)} | {getattr(leaf, STACK_DIM, None)}
         size = mesh.axis_size(self.axis)
         free = [dim for dim in range(leaf.ndim) if dim not in used and leaf.shape[dim]]
         if not free:
@@ -363,7 +363,7 @@ def _only(specs: SpecTree, axis: str, who: str) -> SpecTree:
     return optree.tree_map(lambda spec: spec.only({axis}), specs)
 
 
-def rest_specs(args: tuple[PyTree, ...], batch: SpecTree, default: P | None = None) -> list[SpecTree]:
+def batch_arg_specs(args: tuple[PyTree, ...], batch: SpecTree, default: P | None = None) -> list[SpecTree]:
     """Specs of the arguments after the parameters, none where only the parameters are known.
 
     Raises:

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from ..collectives import MICROBATCH
-from ..functions import LocalFunction, SpecTree, explain_keywords, unsharded
+from ..functions import LocalFunction, SpecTree, as_local_function, explain_keywords
 from ..ir import source
-from ..pipelines import BALANCES, Cut, PipelineError, PipelinePlan, Stacks, unstacked
+from ..pipelines import BALANCES, CutSpec, PipelineError, PipelineRequest, Stacks, unstacked
 from ..schedules import FAMILIES, Schedule, check, for_ranks, get, stages_for
 from .microbatched import microbatched
 from .parallel import Rules, parameter_specs
@@ -91,7 +91,7 @@ def pipeline(
     title = schedule if isinstance(schedule, str) else getattr(schedule, "name", getattr(schedule, "__name__", "own"))
     name = f"pipeline({axis!r}, {title!r}, {microbatches})"
     stacks = None if specs is None else Stacks(axis, parameter_specs(specs, axis, name))
-    plan = PipelinePlan(axis, MICROBATCH, _Maker(schedule, microbatches, chunks, axis), Cut(balance, stacks))
+    plan = PipelineRequest(axis, MICROBATCH, _Maker(schedule, microbatches, chunks, axis), CutSpec(balance, stacks))
 
     def apply(f: Callable[..., Any]) -> LocalFunction:
         if isinstance(f, LocalFunction) and f.layout.virtual:
@@ -101,7 +101,7 @@ def pipeline(
             )
         inner = f
         if stacks is not None:
-            inner = unstacked(f if isinstance(f, LocalFunction) else unsharded(f), stacks)
+            inner = unstacked(f if isinstance(f, LocalFunction) else as_local_function(f), stacks)
         local = microbatched(inner, batch, name)
         virtual = ((MICROBATCH, plan.summed_together), *local.layout.virtual)
         return local.with_layout(replace(local.layout, virtual=virtual, pipeline=plan))
@@ -190,5 +190,5 @@ def stage_boundary(x: T) -> T:
             "for the backward (fp.recompute, torch.utils.checkpoint), and a block is computed again on one stage: put "
             "it before or after that function"
         )
-    source.next_stage()
+    source.pass_stage_boundary()
     return x

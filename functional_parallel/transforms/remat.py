@@ -6,9 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ..functions import LocalFunction, explain_keywords, unsharded
-from ..ir import region
-from ..passes import Remat, RematWithin
+from ..functions import LocalFunction, as_local_function, explain_keywords
+from ..ir import recompute_region
+from ..passes import Remat, RematToBudget
 from ..program import parse_bytes
 from .transform import Order, Transform
 
@@ -88,10 +88,10 @@ def remat(
             else f"a budget is for 'auto', not {name!r}"
         )
         raise ValueError(f"remat({policy!r}, budget={budget!r}): {wrong}")
-    asked = Remat(name, every, where) if budget is None else RematWithin(parse_bytes(budget), where)
+    asked = Remat(name, every, where) if budget is None else RematToBudget(parse_bytes(budget), where)
 
     def apply(f: Callable[..., Any]) -> LocalFunction:
-        local = f if isinstance(f, LocalFunction) else unsharded(f)
+        local = f if isinstance(f, LocalFunction) else as_local_function(f)
         return local.asking(asked)
 
     return Transform(_described(name, every, budget), None, Order.PRECISION, apply)
@@ -117,7 +117,7 @@ def recompute(f: F) -> F:
 
     @functools.wraps(f)
     def marked(*args: Any, **kwargs: Any) -> Any:
-        with region(getattr(f, "__qualname__", "recompute")):
+        with recompute_region(getattr(f, "__qualname__", "recompute")):
             return f(*args, **kwargs)
 
     return marked  # type: ignore[return-value]

@@ -42,7 +42,7 @@ def _only_on(root: int, values: list[Tensor]) -> list[Tensor]:
 
 
 def _emit(name: str, *params: object) -> Callable[[Tensor, tuple[str, ...]], Tensor]:
-    return lambda x, axes: fp.emit(name, x, axes, *params)
+    return lambda x, axes: fp.apply_primitive(name, x, axes, *params)
 
 
 CASES = [

@@ -79,8 +79,8 @@ def test_a_backward_means_the_axes_of_its_forward() -> None:
 
 def test_staging_keeps_sizes_and_takes_carriers_away() -> None:
     def inside(x: torch.Tensor) -> torch.Tensor:
-        with axes.staging():
-            assert axes.carrier_for("psum", ("i",)) is None
+        with axes.trace_only():
+            assert axes.communicator_for("psum", ("i",)) is None
             assert fp.axis_size("i") == 3
         return fp.psum(x, "i")
 

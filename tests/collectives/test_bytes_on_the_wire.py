@@ -21,7 +21,7 @@ import functional_parallel as fp
 from functional_parallel.program.collectives import COMMUNICATING
 from functional_parallel.runtime.algorithms import ALGORITHMS
 from functional_parallel.runtime.algorithms.team import ROLL_CALL
-from functional_parallel.runtime.processes.process_carrier import ProcessCarrier
+from functional_parallel.runtime.processes.process_carrier import ProcessCommunicator
 from functional_parallel.runtime.shared_memory import shared
 from functional_parallel.runtime.shared_memory.channels import Channels
 from sharding_specs import Mesh, P
@@ -75,7 +75,7 @@ class Passed:
             for name in ("isend", "all_reduce", "all_gather", "all_to_all_single", "broadcast"):
                 stack.enter_context(patch.object(dist, name, self._noted(name, getattr(dist, name))))
             stack.enter_context(patch.object(Channels, "send", self._noted("channel", Channels.send)))
-            for piece in (shared._Piece, shared._PackedPiece):
+            for piece in (shared._Chunk, shared._PackedPiece):
                 stack.enter_context(patch.object(piece, "write", self._written(piece.write)))
             yield
 
@@ -133,7 +133,7 @@ def passed(rank: int, ranks: int) -> dict[tuple[str, str], int]:
     """Per algorithm and collective, the bytes that this rank passes on."""
     found = {}
     for name in SETTINGS:
-        carrier = ProcessCarrier(Mesh(i=ranks), algorithm=name)
+        carrier = ProcessCommunicator(Mesh(i=ranks), algorithm=name)
         for kind, body in KINDS.items():
             x = torch.full((ELEMENTS,), float(rank), dtype=torch.float64)
             with carrier.bound():

@@ -62,7 +62,7 @@ IDENTITIES: dict[str, tuple[Program, Program]] = {
     ),
     "psum_scatter of partial sums = psum_scatter": (
         lambda x, axes: fp.psum_scatter(x, axes),
-        lambda x, axes: fp.emit("psum_scatter", fp.pcast(x, axes, to="unreduced"), axes, 0, "unreduced"),
+        lambda x, axes: fp.apply_primitive("psum_scatter", fp.pcast(x, axes, to="unreduced"), axes, 0, "unreduced"),
     ),
     "gathering to Reduced, then varying = gathering to Varying": (
         lambda x, axes: fp.all_gather(x, axes),

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from functional_parallel import collectives as fp
 from functional_parallel.collectives import group
-from functional_parallel.runtime.processes.process_carrier import ProcessCarrier
+from functional_parallel.runtime.processes.process_carrier import ProcessCommunicator
 from sharding_specs import Mesh
 from tests.processes import run_on_processes
 
@@ -47,7 +47,7 @@ def on_two_ranks(rank: int) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     x = torch.tensor([1.0, 2.0]) + rank
     results: dict[str, Any] = {"ddp": gradient_of_ddp(rank)}
-    with ProcessCarrier(Mesh(i=2)).bound():
+    with ProcessCommunicator(Mesh(i=2)).bound():
         for name, collective in {"in_place": in_place, "functional": functional, "ours": ours}.items():
             results[name] = answers(collective, x, weight=rank + 1)
     return results

@@ -16,7 +16,7 @@ from torch import Tensor
 from functional_parallel import collectives as fp
 from functional_parallel.collectives import group
 from functional_parallel.runtime import CollectiveError
-from functional_parallel.runtime.processes.process_carrier import ProcessCarrier
+from functional_parallel.runtime.processes.process_carrier import ProcessCommunicator
 from sharding_specs import Mesh
 from tests.processes import RankError, run_on_processes
 
@@ -64,7 +64,9 @@ def derivatives(x: Tensor, v: Tensor) -> tuple[Tensor, ...]:
 
 
 def on_four_ranks(rank: int) -> dict[Any, Any]:
-    carriers = {reduction: ProcessCarrier(Mesh(**SQUARE), reduction=reduction) for reduction in ("fast", "ordered")}
+    carriers = {
+        reduction: ProcessCommunicator(Mesh(**SQUARE), reduction=reduction) for reduction in ("fast", "ordered")
+    }
     results: dict[Any, Any] = {}
     for (reduction, carrier), axes in product(carriers.items(), AXES):
         with carrier.bound():
@@ -94,15 +96,15 @@ def on_two_ranks(rank: int) -> dict[Any, Any]:
     mesh = Mesh(a=2)
     x = torch.full((1000,), 1 / 3, dtype=torch.bfloat16)
     results: dict[Any, Any] = {}
-    with ProcessCarrier(mesh, reduce_dtype=torch.float32).bound():
+    with ProcessCommunicator(mesh, reduce_dtype=torch.float32).bound():
         results["wide"] = fp.psum(x if rank else x * 1000, "a")
         results["empty"] = fp.all_gather(torch.ones(0, 3), "a"), fp.psum(torch.ones(0), "a")
         ignored = torch.func.grad(lambda y: y.sum() + (0 if rank else 1) * fp.all_gather(y, "a").sum())
         results["ignored"] = ignored(torch.ones(2))
     for algorithm in ("auto", "backend", "shared", "ring"):
-        with ProcessCarrier(mesh, algorithm=algorithm).bound():
+        with ProcessCommunicator(mesh, algorithm=algorithm).bound():
             results["extremes", algorithm] = [(fp.pmax(x, "a"), fp.pmin(x, "a")) for x in extremes(rank)]
-    with ProcessCarrier(mesh, timeout=timedelta(seconds=1)).bound():
+    with ProcessCommunicator(mesh, timeout=timedelta(seconds=1)).bound():
         results["alone"] = error_of_a_gradient(rank)
     return results
 
@@ -133,7 +135,7 @@ def error_of_a_gradient(rank: int) -> str:
 
 
 def on_the_wrong_number(rank: int) -> None:
-    ProcessCarrier(Mesh(a=3))
+    ProcessCommunicator(Mesh(a=3))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import functional_parallel as fp
-from functional_parallel.functions.by_place import by_place, signature_of
+from functional_parallel.functions.by_place import bind_positional, call_signature
 from sharding_specs import Mesh, P
 
 MESH = Mesh(data=2)
@@ -38,9 +38,9 @@ def test_a_call_by_name_is_one_by_place(first: int, named: set[str]) -> None:
     except TypeError:
         if names:
             with pytest.raises(TypeError, match=r"of_names\(a: .*: (missing|multiple)"):
-                by_place(signature_of(of_names), "of_names", args, names)
+                bind_positional(call_signature(of_names), "of_names", args, names)
         return
-    found = by_place(signature_of(of_names), "of_names", args, names)
+    found = bind_positional(call_signature(of_names), "of_names", args, names)
     assert of_names(*found) == wanted
     assert len(found) == max([first, *("abcde".index(name) + 1 for name in named)])
 

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from functional_parallel.ir import aval_of
-from functional_parallel.ir.emit import emit_node
+from functional_parallel.ir.emit import eval_node
 from functional_parallel.ir.graph import walk_args
 from functional_parallel.partition.preparation import prepare
 from functional_parallel.rules import lookup, registry
@@ -157,7 +157,7 @@ def calls_in(op: Any, sample: Any, with_gradient: bool) -> list[tuple[Any, Any]]
             args, kwargs = walk_args(
                 (node.args, node.kwargs), lambda leaf: known[leaf] if isinstance(leaf, fx.Node) else leaf
             )
-            known[node] = emit_node(node.target, args, kwargs)
+            known[node] = eval_node(node.target, args, kwargs)
             is_ours = node.target is not operator.getitem and lookup(node.target) is not None
             if is_ours and not str(node.target).startswith(ELSEWHERE) and is_fit((args, kwargs), known[node]):
                 found.append((node.target, (tuple(args), dict(kwargs))))

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import functional_parallel as fp
-from functional_parallel.collectives.parts import Parts
+from functional_parallel.collectives.parts import DimSplit
 from sharding_specs import Mesh, P
 
 from .random_functions import apart
@@ -150,7 +150,7 @@ def test_every_sample_meets_every_other(
 @given(samples=st.integers(1, 12), ranks=st.integers(1, 4), outer=st.integers(1, 3), rest=st.integers(1, 3))
 def test_where_a_rank_holds_what(samples: int, ranks: int, outer: int, rest: int) -> None:
     """The two maps are each other's inverse, on numbers as on tensors, and every position lies somewhere."""
-    parts = Parts.of(ranks, max(samples, ranks))
+    parts = DimSplit.of(ranks, max(samples, ranks))
     whole = outer * parts.samples * rest
     extent = parts.local(whole)
     seen = set()

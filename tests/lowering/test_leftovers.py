@@ -129,14 +129,14 @@ def test_what_became_garbage_inside_is_collected() -> None:
     assert gc.isenabled()
     older = weakref.ref(Cycle())
     gc.collect(0)
-    with leftovers.leaving_nothing():
+    with leftovers.release_trace_memory():
         garbage = weakref.ref(Cycle())
-        with leftovers.leaving_nothing():
+        with leftovers.release_trace_memory():
             pass
         assert garbage() is not None, "only the outermost collects"
     assert garbage() is None and gc.isenabled()
     assert older() is None
-    with pytest.raises(ZeroDivisionError), leftovers.leaving_nothing():
+    with pytest.raises(ZeroDivisionError), leftovers.release_trace_memory():
         1 / 0  # noqa: B018
     assert gc.isenabled()
 
@@ -144,7 +144,7 @@ def test_what_became_garbage_inside_is_collected() -> None:
 def test_who_forbids_collections_gets_none() -> None:
     gc.disable()
     try:
-        with leftovers.leaving_nothing():
+        with leftovers.release_trace_memory():
             garbage = weakref.ref(Cycle())
         assert garbage() is not None and not gc.isenabled()
     finally:

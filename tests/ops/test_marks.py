@@ -11,7 +11,7 @@ import torch
 from functional_parallel.checker import declared
 from functional_parallel.ir import info
 from functional_parallel.ir.graph import aval_of
-from functional_parallel.ir.stand_ins import stand_in
+from functional_parallel.ir.stand_ins import differentiable_form
 from functional_parallel.ops.constrain import OP as CONSTRAIN
 from functional_parallel.ops.constrain import _Constrain, constrain_rest
 from functional_parallel.tracing import trace
@@ -58,4 +58,4 @@ def test_a_mark_under_vmap(name: str, in_dim: int) -> None:
 def test_a_trace_records_the_op_and_its_stand_in(name: str) -> None:
     nodes: list[Any] = [node for node in trace(lambda x: [MARKS[name](x)], [aval_of(X)]).nodes]
     assert [node.target for node in nodes if node.op == "call_function"] == [OPS[name]]
-    assert stand_in(OPS[name]) is {"constrain": constrain_rest, "declared": declared._check_mark}[name]
+    assert differentiable_form(OPS[name]) is {"constrain": constrain_rest, "declared": declared._check_mark}[name]

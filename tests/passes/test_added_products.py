@@ -15,7 +15,7 @@ from torch import Tensor, fx
 import functional_parallel as fp
 from functional_parallel.collectives.types import Type
 from functional_parallel.ir import NodeInfo, Traced, aval_of, info, set_info
-from functional_parallel.passes import add_products_in_place, added_products
+from functional_parallel.passes import added_products, fuse_matmul_accumulate
 from functional_parallel.program.work import flops
 from sharding_specs import Mesh
 
@@ -133,7 +133,7 @@ def test_a_value_that_ranks_share_is_not_written_by_each(first: Type) -> None:
     for node in (*two, *traced.outputs):
         set_info(node, info(x))
     traced.seal()
-    assert add_products_in_place(traced) is bool(first)
+    assert fuse_matmul_accumulate(traced) is bool(first)
 
 
 def written(f: Any, *args: Tensor) -> list[fx.Node]:

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 import functional_parallel as fp
 from functional_parallel.ir import Traced, info
 from functional_parallel.passes import ProgramPass
-from functional_parallel.passes.choices import ladder
-from functional_parallel.passes.recompute import recompute
+from functional_parallel.passes.choices import remat_options
+from functional_parallel.passes.recompute import insert_recompute
 from functional_parallel.program.memory import memory_of
-from functional_parallel.program.work import work
+from functional_parallel.program.work import recompute_cost
 from sharding_specs import Mesh, split
 
 from ..processes import run_on_processes
@@ -70,7 +70,7 @@ def reached(error: fp.BudgetError) -> int:
 def again(program: Any) -> int:
     """The work of computing again, gathers of parameters apart: those are ZeRO-3's own."""
     copies = [node for node in program.traced.nodes if info(node).recomputed]
-    return sum(work(node, program.mesh) for node in copies if "all_gather" not in str(node.target))
+    return sum(recompute_cost(node, program.mesh) for node in copies if "all_gather" not in str(node.target))
 
 
 @settings(max_examples=10)
@@ -149,10 +149,10 @@ class Compare(ProgramPass):
         finished, copies = traced.copy()
         rest(finished)
         dropped: set[torch.fx.Node] = set()
-        for rung in ladder(traced, finished, copies, mesh, "*"):
+        for rung in remat_options(traced, finished, copies, mesh, "*"):
             dropped |= rung.adds
             trial, copies = traced.copy()
-            recompute(trial, {copies[node] for node in dropped})
+            insert_recompute(trial, {copies[node] for node in dropped})
             trial.seal()
             rest(trial)
             self.found.append((rung.peak, memory_of("", trial).peak))

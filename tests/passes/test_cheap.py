@@ -146,7 +146,7 @@ def test_at_no_moment_is_more_alive(no_value_is_small: None, of_what: None, kind
     trial, copy_of = plain.copy()
     copies = set(cheap.CheapValues(trial).drop())
     trial.seal()
-    ledgers = cheap.Ledger("", plain), cheap.Ledger("", trial)
+    ledgers = cheap.StorageTable("", plain), cheap.StorageTable("", trial)
     before, after = (dict(zip(ledger.nodes, ledger.curve(), strict=True)) for ledger in ledgers)
     limits = {copy_of[node]: alive for node, alive in before.items()}
     limit = 0

@@ -13,7 +13,7 @@ import functional_parallel as fp
 from functional_parallel.ir import info
 from functional_parallel.ir.graph import operands_of
 from functional_parallel.program.overlap import overlapped
-from functional_parallel.program.sharing import readers_before_writes, written_by
+from functional_parallel.program.sharing import mutated_operands, readers_before_writes
 from sharding_specs import Mesh
 
 from .networks import SPLIT, batch, loss, parameters
@@ -54,7 +54,7 @@ def test_updates_are_one_call_that_returns_what_it_was_given(plan: str) -> None:
         moment = info(node).path.startswith(("0/1/1", "0/1/2"))
         if moment:
             new = traced.outputs[info(node).updated_output]
-            assert written_by(new.args[0])[new.args[1]] is node
+            assert mutated_operands(new.args[0])[new.args[1]] is node
 
 
 @pytest.mark.parametrize("plan", ["zero 1", "zero 2, microbatches", "tensor and zero 1"])
@@ -74,7 +74,7 @@ def test_what_reads_an_old_value_comes_before_what_overwrites_it(plan: str) -> N
     assert readers
     for writer, before in readers.items():
         assert all(order[reader] < order[writer] for reader in before)
-        inputs = [each for each in written_by(writer) if each.op == "placeholder"]
+        inputs = [each for each in mutated_operands(writer) if each.op == "placeholder"]
         for value in inputs:
             direct = [user for user in value.users if user.op == "call_function" and user is not writer]
             assert all(order[user] < order[writer] for user in direct)

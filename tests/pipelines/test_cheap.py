@@ -75,7 +75,7 @@ def kept(values: Collection[fx.Node]) -> int:
 def test_residuals_are_fewer_and_as_predicted(name: str, no_value_is_small: None) -> None:
     kinds = ["norm", "gate", "norm", "gelu"]
     on, off = step(kinds, name), step(kinds, name, *OFF)
-    assert cheap.CheapAgain.name in on.passes and cheap.CheapAgain.name not in off.passes
+    assert cheap.RecomputeCheap.name in on.passes and cheap.RecomputeCheap.name not in off.passes
     for stage, other in zip(on.stages, off.stages, strict=True):
         assert kept(stage.after_forward) < kept(other.after_forward)
         assert held(stage.after_input) <= held(other.after_input)

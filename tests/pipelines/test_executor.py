@@ -15,7 +15,7 @@ import functional_parallel as fp
 from functional_parallel import schedules
 from functional_parallel.ir import info
 from functional_parallel.pipelines import PipelineError
-from functional_parallel.pipelines.execution.worker import Worker
+from functional_parallel.pipelines.execution.worker import RankExecutor
 from functional_parallel.schedules import Action
 from sharding_specs import Mesh
 
@@ -61,13 +61,13 @@ def network(depth: int) -> Any:
 def test_live_residuals_are_those_of_the_schedule(name: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = made(name, ranks, 2 * ranks)
     tracker = LiveResiduals((2, INNER))
-    act = Worker.act
+    act = RankExecutor.act
 
-    def watched(self: Worker, action: Action) -> Any:
+    def watched(self: RankExecutor, action: Action) -> Any:
         tracker.rank = self.rank
         return act(self, action)
 
-    monkeypatch.setattr(Worker, "act", watched)
+    monkeypatch.setattr(RankExecutor, "act", watched)
     step = fp.compile(fp.grad(pipeline(schedule)(one_residual_per_stage)), Mesh(pipe=ranks))
     args = network(schedule.depth), torch.randn(2 * schedule.microbatches, WIDTH)
     step.lower(*args)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import functional_parallel as fp
 from functional_parallel.ir import info
-from functional_parallel.pipelines.execution.worker import Worker
+from functional_parallel.pipelines.execution.worker import RankExecutor
 from functional_parallel.runtime import storages
 from functional_parallel.schedules import Action
 from sharding_specs import Mesh, split
@@ -181,9 +181,9 @@ def test_on_four_processes_with_zero_1() -> None:
 def sums_of(monkeypatch: pytest.MonkeyPatch, f: Any, params: Any, x: Tensor, schedule: str = "1f1b") -> Any:
     """A gradient, with the storages in which each sum lay, and how many sums there were."""
     found: dict[Any, set[int]] = {}
-    act = Worker.act
+    act = RankExecutor.act
 
-    def watched(self: Worker, action: Action) -> Any:
+    def watched(self: RankExecutor, action: Action) -> Any:
         sent = act(self, action)
         for chain, totals in self.totals.items():
             for total, value in totals.items():
@@ -191,7 +191,7 @@ def sums_of(monkeypatch: pytest.MonkeyPatch, f: Any, params: Any, x: Tensor, sch
         return sent
 
     with monkeypatch.context() as patch:
-        patch.setattr(Worker, "act", watched)
+        patch.setattr(RankExecutor, "act", watched)
         step = fp.compile(fp.grad(fp.pipeline("pipe", schedule=schedule, microbatches=4)(f)), Mesh(pipe=2))
         return step(params, x), list(found.values())
 

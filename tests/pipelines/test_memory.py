@@ -20,9 +20,9 @@ import functional_parallel as fp
 from functional_parallel import schedules
 from functional_parallel.ir import info
 from functional_parallel.pipelines import PipelineProgram, slices_of
-from functional_parallel.pipelines.execution.on_sizes import Stored
-from functional_parallel.pipelines.execution.stream import Stream
-from functional_parallel.pipelines.execution.worker import Worker
+from functional_parallel.pipelines.execution.on_sizes import SimulatedStorage
+from functional_parallel.pipelines.execution.stream import AsyncRankExecutor
+from functional_parallel.pipelines.execution.worker import RankExecutor
 from functional_parallel.program import Program
 from functional_parallel.runtime import PipelineRuntime, ProcessRuntime, use_runtime
 from functional_parallel.schedules import Action
@@ -66,11 +66,11 @@ class OneRank(PipelineRuntime):
         inputs = {node: self._input(node) for node in program.inputs if rank in program.holders(node)}
         with torch.no_grad(), tracked((list(inputs.values()), constants)) as tracker:
             if program.schedule.versions is not None:
-                stream = Stream(program, rank, self.run, inputs, slices_of(program, inputs, self._chunks))
+                stream = AsyncRankExecutor(program, rank, self.run, inputs, slices_of(program, inputs, self._chunks))
                 del inputs
                 self._executor(program).run_schedule(stream)
             else:
-                worker = Worker(program, rank, self.run, inputs, ordered=True)
+                worker = RankExecutor(program, rank, self.run, inputs, ordered=True)
                 del inputs
                 worker.begin()
                 self._executor(program).run_schedule(worker)
@@ -193,10 +193,10 @@ def results_of_kernels(program: PipelineProgram) -> int:
 # -----------------------------------------------------------------------------
 
 
-def bytes_kept(worker: Worker, action: Action) -> int:
+def bytes_kept(worker: RankExecutor, action: Action) -> int:
     """The bytes of all storages that an action leaves for those after it, each counted once."""
     leaves = optree.tree_leaves(list(worker.held.get((action.stage, action.microbatch), {}).values()))
-    sizes = {id(x): x.size for x in leaves if isinstance(x, Stored)}
+    sizes = {id(x): x.size for x in leaves if isinstance(x, SimulatedStorage)}
     storages = [x.untyped_storage() for x in leaves if isinstance(x, Tensor)]
     return sum({**sizes, **{storage.data_ptr(): storage.nbytes() for storage in storages}}.values())
 
@@ -204,14 +204,14 @@ def bytes_kept(worker: Worker, action: Action) -> int:
 @pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_what_an_action_leaves_is_what_the_executor_keeps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found: dict[int, list[tuple[Action, int]]] = {}
-    act = Worker.act
+    act = RankExecutor.act
 
-    def watched(self: Worker, action: Action) -> Any:
+    def watched(self: RankExecutor, action: Action) -> Any:
         sent = act(self, action)
         found.setdefault(self.rank, []).append((action, bytes_kept(self, action)))
         return sent
 
-    monkeypatch.setattr(Worker, "act", watched)
+    monkeypatch.setattr(RankExecutor, "act", watched)
     schedule = made(name, 2, 4)
     step = fp.compile(fp.grad(pipeline(schedule)(plain)), Mesh(pipe=2))
     params = [{"in": torch.randn(4, 8), "out": torch.randn(8, 4)} for _ in range(schedule.depth)]

@@ -12,7 +12,7 @@ import functional_parallel as fp
 from functional_parallel.ir import info
 from functional_parallel.pipelines import PipelineError
 from functional_parallel.planning.estimate import CONVENTIONS, Convention, transformer_parameters
-from functional_parallel.training.state import Constant
+from functional_parallel.training.state import StaticLeaf
 from sharding_specs import Mesh, P
 
 # ZeRO, arXiv 1910.02054, table 1: GB per device of stages 1, 2, 3; the paper prints as many digits.
@@ -111,7 +111,7 @@ def test_it_is_what_a_training_step_holds(plan: str, optimizer: fp.optim.Optimiz
     found = fp.estimate(parameters(), mesh, PLANS[plan], optimizer=optimizer)
     train = fp.train_step(lambda *_: None, optimizer, mesh, PLANS[plan])
     state = train.init(parameters())
-    held = [0 if isinstance(h, Constant) else h[0].numel() * h[0].element_size() for h in state.handles]
+    held = [0 if isinstance(h, StaticLeaf) else h[0].numel() * h[0].element_size() for h in state.handles]
     count = len(optree.tree_leaves(parameters()))
     assert (found.parameters, found.optimizer) == (sum(held[:count]), sum(held[count:]))
 

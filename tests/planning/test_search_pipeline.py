@@ -21,7 +21,7 @@ from torch import Tensor
 import functional_parallel as fp
 from functional_parallel.ir import info
 from functional_parallel.pipelines import PipelineError
-from functional_parallel.program.work import work
+from functional_parallel.program.work import recompute_cost
 from functional_parallel.schedules import Layer, Machine, ScheduleError
 from sharding_specs import Mesh, split
 
@@ -43,7 +43,7 @@ def chain_params(widths: list[int]) -> Any:
 
 def of_program(program: Any, kind: str, index: int) -> int:
     nodes = program.stages[index].works[kind].first.program.traced.nodes
-    return sum(work(node, program.mesh) for node in nodes)
+    return sum(recompute_cost(node, program.mesh) for node in nodes)
 
 
 @settings(max_examples=6)

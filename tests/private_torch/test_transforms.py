@@ -27,7 +27,7 @@ def test_a_dispatch_mode_sees_ops_below_autograd() -> None:
 
 def test_modes_can_be_set_aside() -> None:
     with Count() as mode:
-        with _torch.apart_from_modes():
+        with _torch.disable_modes():
             torch.ones(2) + 1
         assert mode.seen == []
         assert _torch.dispatch_modes() == [mode]
@@ -38,13 +38,13 @@ def test_functions_are_not_seen_where_what_sees_them_is_set_aside() -> None:
         def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             raise AssertionError(func)
 
-    with Seen(), _torch.apart_from_functions():
+    with Seen(), _torch.disable_torch_function():
         assert torch.ones(2).numpy().tolist() == [1, 1]
 
 
 def test_levels_that_a_trace_sets_aside_count() -> None:
     def needs(x: torch.Tensor, counted: bool) -> torch.Tensor:
-        with _torch.counting_levels() if counted else nullcontext(), _torch.apart_from_transforms():
+        with _torch.counting_levels() if counted else nullcontext(), _torch.disable_functorch():
             found.append(_torch.needs_higher_derivatives())
         return x
 
@@ -61,7 +61,7 @@ def test_transforms_can_be_set_aside() -> None:
 
     def f(x: torch.Tensor) -> torch.Tensor:
         assert _torch.differentiating_level() == 1
-        with _torch.apart_from_transforms():
+        with _torch.disable_functorch():
             found.append((_torch.differentiating_level(), _torch.is_functorch_wrapped(torch.ones(2) * 2)))
         assert _torch.differentiating_level() == 1
         return (x * x).sum()
@@ -75,7 +75,7 @@ def test_mapped_dims_of_the_plain_tensor() -> None:
     found = []
 
     def f(x: torch.Tensor) -> torch.Tensor:
-        found.append((tuple(x.shape), _torch.mapped_dims(x), tuple(_torch.innermost(x).shape)))
+        found.append((tuple(x.shape), _torch.mapped_dims(x), tuple(_torch.unwrap(x).shape)))
         return x.sum()
 
     torch.func.vmap(torch.func.vmap(torch.func.grad(f), 1), 2)(torch.ones(2, 3, 4, 5))
@@ -144,7 +144,7 @@ def test_autograd_hands_dispatch_modes_on_to_its_threads() -> None:
         thread = threading.Thread(target=note, args=(torch.ones(2),))
         thread.start()
         thread.join()
-        with _torch.apart_from_modes():
+        with _torch.disable_modes():
             assert _torch.dispatch_modes() == []
     assert [modes for _, modes in seen] == [[outer, inner], []]
     assert threading.get_ident() not in {thread for thread, _ in seen}
@@ -172,13 +172,13 @@ def test_levels_of_torch_func_are_counted() -> None:
 def test_wrappers_are_recognised_and_taken_off(transform: Callable[..., Callable[..., torch.Tensor]]) -> None:
     def f(x: torch.Tensor) -> torch.Tensor:
         assert _torch.is_functorch_wrapped(x)
-        plain = _torch.innermost(x)
+        plain = _torch.unwrap(x)
         assert not _torch.is_functorch_wrapped(plain) and plain.data_ptr() == data.data_ptr()
         return x * x
 
     data = torch.ones(()) if transform is not torch.func.vmap else torch.ones(3)
     transform(f)(data)
-    assert not _torch.is_functorch_wrapped(data) and _torch.innermost(data) is data
+    assert not _torch.is_functorch_wrapped(data) and _torch.unwrap(data) is data
 
 
 def test_a_transform_is_seen_from_inside() -> None:
@@ -196,9 +196,9 @@ def test_a_transform_is_seen_from_inside() -> None:
 
 def test_who_takes_part_in_a_derivative_or_a_vmap() -> None:
     x, found = torch.ones(2), list[bool]()
-    assert not _torch.holds_levels([x, None, 1])
-    assert _torch.holds_levels([x, x.clone().requires_grad_()])
-    torch.func.grad(lambda y: found.append(_torch.holds_levels([x, y])) or y.sum())(x)
-    torch.vmap(lambda y: found.append(_torch.holds_levels([y])) or y)(x)
-    torch.func.grad(lambda y: found.append(_torch.holds_levels([x])) or y.sum())(x)
+    assert not _torch.has_functorch_level([x, None, 1])
+    assert _torch.has_functorch_level([x, x.clone().requires_grad_()])
+    torch.func.grad(lambda y: found.append(_torch.has_functorch_level([x, y])) or y.sum())(x)
+    torch.vmap(lambda y: found.append(_torch.has_functorch_level([y])) or y)(x)
+    torch.func.grad(lambda y: found.append(_torch.has_functorch_level([x])) or y.sum())(x)
     assert found == [True, True, False], "what a transform only looks on at takes no part"

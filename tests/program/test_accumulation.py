@@ -13,7 +13,7 @@ import torch
 import functional_parallel as fp
 from functional_parallel.ir import info
 from functional_parallel.passes.recompute import forward_nodes
-from functional_parallel.program.memory import Ledger
+from functional_parallel.program.memory import StorageTable
 from sharding_specs import Mesh
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "memory.md"
@@ -48,7 +48,7 @@ def sent(program: Any, *kinds: str) -> int:
 
 def held(program: Any) -> int:
     """The most bytes of gradients that live while a product of the forward runs."""
-    ledger, forward = Ledger("", program.traced), set(forward_nodes(program.traced))
+    ledger, forward = StorageTable("", program.traced), set(forward_nodes(program.traced))
     number = {node: index for index, node in enumerate(ledger.nodes)}
     lives: dict[Any, list[int]] = {}
     for node in ledger.nodes:

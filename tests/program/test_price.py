@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import functional_parallel as fp
-from functional_parallel.program.hardware import HARDWARE, reach_of
+from functional_parallel.program.hardware import HARDWARE, group_topology
 from functional_parallel.program.links import Line
 from functional_parallel.program.work import flops
 from functional_parallel.schedules.registry import FAMILIES
@@ -112,7 +112,7 @@ def test_a_groups_reach_is_what_counting_its_ranks_gives(data: st.DataObject) ->
     axes = data.draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
     for group in mesh.groups(axes):
         found = Counter(rank // on_each for rank in group)
-        assert reach_of(mesh, axes, on_each) == (found.most_common(1)[0][1], len(found))
+        assert group_topology(mesh, axes, on_each) == (found.most_common(1)[0][1], len(found))
 
 
 # -----------------------------------------------------------------------------

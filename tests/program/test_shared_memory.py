@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import functional_parallel as fp
 from functional_parallel.collectives.slots import HALF, SMALL_HALF, slot_bytes
 from functional_parallel.runtime import ProcessRuntime, use_runtime
-from functional_parallel.runtime.shared_memory.memory import Piece
+from functional_parallel.runtime.shared_memory.memory import MappedMemory
 from functional_parallel.testing.tracker import tracked
 from sharding_specs import Mesh, P
 
@@ -46,7 +46,7 @@ def mapped() -> int:
 
 def pieces() -> list[torch.Tensor]:
     """What is mapped, as tensors. They are no tensors of the program."""
-    found = [each for each in gc.get_objects() if isinstance(each, Piece)]
+    found = [each for each in gc.get_objects() if isinstance(each, MappedMemory)]
     return [tensor for piece in found for tensor in (piece.halves, piece.channels[0])]
 
 

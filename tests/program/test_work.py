@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count
 
 import functional_parallel as fp
 from functional_parallel.program.explain import parse_bytes, readable_bytes
-from functional_parallel.program.work import flops, work
+from functional_parallel.program.work import flops, recompute_cost
 from sharding_specs import Mesh, P
 
 F = torch.nn.functional
@@ -61,7 +61,7 @@ def test_attentions_backward_counts_five_products() -> None:
 def test_views_cost_nothing_and_communication_is_dear() -> None:
     mesh = Mesh(tensor=4)
     f = fp.compile(lambda x: fp.psum(x.t().relu(), "tensor"), mesh, in_specs=P("tensor"), out_specs=P())
-    cost = {str(node.target): work(node, mesh) for node in f.lower(torch.ones(64, 32)).traced.nodes}
+    cost = {str(node.target): recompute_cost(node, mesh) for node in f.lower(torch.ones(64, 32)).traced.nodes}
     assert cost["aten.t.default"] == 0
     relu, psum = cost["aten.relu.default"], cost["fp.psum.default"]
     assert 0 < relu < psum / 10

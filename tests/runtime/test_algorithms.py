@@ -19,11 +19,18 @@ from torch import Tensor
 
 from functional_parallel.collectives import group, slots
 from functional_parallel.runtime import CollectiveError, ProcessRuntime
-from functional_parallel.runtime.algorithms import ALGORITHMS, Algorithm, Chooser, Team, setting, starting
+from functional_parallel.runtime.algorithms import (
+    ALGORITHMS,
+    Algorithm,
+    AlgorithmGroup,
+    AlgorithmSelector,
+    requested_algorithm,
+    starting,
+)
 from functional_parallel.runtime.algorithms.choose import VARIABLE
-from functional_parallel.runtime.algorithms.model import fitted, work_of
-from functional_parallel.runtime.buffers import Layout, Packed
-from functional_parallel.runtime.processes.process_carrier import ProcessCarrier
+from functional_parallel.runtime.algorithms.model import algorithm_cost, fitted
+from functional_parallel.runtime.buffers import BucketLayout, LazyBucket
+from functional_parallel.runtime.processes.process_carrier import ProcessCommunicator
 from functional_parallel.runtime.shared_memory import memory as shared_memory
 from functional_parallel.runtime.shared_memory import rendezvous as connect
 from sharding_specs import Mesh
@@ -83,7 +90,7 @@ def told() -> Any:
     return box[0]
 
 
-def start(team: Team, name: str, case: Case) -> Callable[[], None]:
+def start(team: AlgorithmGroup, name: str, case: Case) -> Callable[[], None]:
     """Start a collective; what is returned waits for it and compares."""
     algorithm, size, rank = ALGORITHMS[name], team.size, team.rank
     operands = [operand(case, source, size, algorithm.is_ordered) for source in range(size)]
@@ -93,11 +100,11 @@ def start(team: Team, name: str, case: Case) -> Callable[[], None]:
         wanted, x = [group.psum(operands)[rank].clone()], sent(case, mine, 1)
         if case["packed"]:
             both = leaves(case, mine, 1)
-            x = Packed(both, 1, [0, 0], case["given_up"])
+            x = LazyBucket(both, 1, [0, 0], case["given_up"])
             kept = [(each, each.clone()) for each, is_free in zip(both, case["given_up"], strict=True) if not is_free]
             lengths = [each.numel() for each in both]
             wanted = list(wanted[0].split(lengths))
-            layout = Layout(1, ((0, (lengths[0],), 0), (lengths[0], (lengths[1],), 0)))
+            layout = BucketLayout(1, ((0, (lengths[0],), 0), (lengths[0], (lengths[1],), 0)))
         steps, result = starting.all_reduce(algorithm, team, x, case["in_place"], None, layout)
     elif kind == "reduce_scatter":
         wanted = [group.psum_scatter(operands, 0)[rank]]
@@ -108,7 +115,7 @@ def start(team: Team, name: str, case: Case) -> Callable[[], None]:
             parts = [leaves(case, x, 1) for x in operands]
             wanted = [torch.cat([part[index] for part in parts], index) for index in range(2)]
             first, second = parts[rank]
-            layout = Layout(size, ((0, tuple(first.shape), 0), (first.numel(), tuple(second.shape), 1)))
+            layout = BucketLayout(size, ((0, tuple(first.shape), 0), (first.numel(), tuple(second.shape), 1)))
         steps, result = starting.all_gather(algorithm, team, sent(case, mine, 1), 0, layout)
     else:
         wanted = [torch.cat([each.chunk(size, 0)[rank] for each in operands])]
@@ -129,8 +136,8 @@ def exchanging(algorithm: Algorithm) -> Algorithm:
     return algorithm if algorithm.all_to_all else ALGORITHMS["direct"]
 
 
-def sent(case: Case, x: Tensor, parts: int) -> Tensor | Packed:
-    return Packed(leaves(case, x, parts), parts, [0, 1]) if case["packed"] else x
+def sent(case: Case, x: Tensor, parts: int) -> Tensor | LazyBucket:
+    return LazyBucket(leaves(case, x, parts), parts, [0, 1]) if case["packed"] else x
 
 
 def leaves(case: Case, x: Tensor, parts: int) -> list[Tensor]:
@@ -154,14 +161,14 @@ def operand(case: Case, source: int, size: int, is_ordered: bool) -> Tensor:
     return values[:, 0] if case["strided"] else values[:, 0].contiguous()
 
 
-def teams(rank: int, size: int) -> Iterator[tuple[Team, list[str]]]:
+def teams(rank: int, size: int) -> Iterator[tuple[AlgorithmGroup, list[str]]]:
     """This host as it is, and as if it were two: alike, with ranks in turn on them, and with more ranks on one."""
     everyone = list(range(size))
-    whole = Team(dist.group.WORLD, rank, everyone)
+    whole = AlgorithmGroup(dist.group.WORLD, rank, everyone)
     yield whole, [name for name, each in ALGORITHMS.items() if each.refuses(whole) is None]
     for hosts in ("aabb", "abab", "aab"):
         if len(hosts) == size:
-            apart = Team(dist.group.WORLD, rank, everyone, host=hosts[rank])
+            apart = AlgorithmGroup(dist.group.WORLD, rank, everyone, host=hosts[rank])
             yield apart, [name for name, each in ALGORITHMS.items() if each.refuses(apart) is None]
 
 
@@ -170,7 +177,7 @@ def all_algorithms(rank: int, size: int) -> list[list[str]]:
     for team, names in teams(rank, size):
         found.append(names)
 
-        def check(several: list[Case], team: Team = team, names: list[str] = names) -> None:
+        def check(several: list[Case], team: AlgorithmGroup = team, names: list[str] = names) -> None:
             for name in names:
                 for finish in [start(team, name, case) for case in several]:
                     finish()
@@ -196,7 +203,7 @@ def small_halves(rank: int, size: int) -> None:
     """So little memory that halves are left all the time, and that large operands go in many pieces."""
     shared_memory.HALF = connect.HALF = 1 << 14
     slots.AT_ONCE, slots.PIECE = 1 << 12, 1 << 10
-    team = Team(dist.group.WORLD, rank, list(range(size)))
+    team = AlgorithmGroup(dist.group.WORLD, rank, list(range(size)))
 
     def check(several: list[Case]) -> None:
         for finish in [start(team, "shared", case) for case in several * 3]:
@@ -207,11 +214,11 @@ def small_halves(rank: int, size: int) -> None:
 
 def sums_over_operands(rank: int, size: int) -> None:
     """Tensors of a large bucket that nobody needs any more become their sums; the others stay as they are."""
-    team = Team(dist.group.WORLD, rank, list(range(size)))
+    team = AlgorithmGroup(dist.group.WORLD, rank, list(range(size)))
     length = slots.AT_ONCE // 4
     free, turned, kept = torch.ones(length), torch.ones(2, length)[:, ::2].t(), torch.ones(3)
-    layout = Layout(1, ((0, (length,), 0), (length, (length,), 0), (2 * length, (3,), 0)))
-    packed = Packed([free, turned, kept], 1, [0, 0, 0], [True, True, False])
+    layout = BucketLayout(1, ((0, (length,), 0), (length, (length,), 0), (2 * length, (3,), 0)))
+    packed = LazyBucket([free, turned, kept], 1, [0, 0, 0], [True, True, False])
     steps, result = starting.all_reduce(ALGORITHMS["shared"], team, packed, False, None, layout)
     team.run(steps).wait()
     sums = [result().take(index) for index in range(3)]
@@ -228,12 +235,12 @@ def test_a_large_bucket_needs_no_memory_of_its_own(size: int) -> None:
 def a_late_reader(rank: int, size: int) -> None:
     """Rank 0 fills both halves and wants the first one again, long before rank 1 has read it."""
     shared_memory.HALF = connect.HALF = 1 << 14
-    team = Team(dist.group.WORLD, rank, list(range(size)))
+    team = AlgorithmGroup(dist.group.WORLD, rank, list(range(size)))
     for number in range(3):
         gathers_under_way(team, [1 << 11] * 16, first=64 * number, pause=0.3)
 
 
-def gathers_under_way(team: Team, lengths: list[int], *, first: int = 0, pause: float) -> None:
+def gathers_under_way(team: AlgorithmGroup, lengths: list[int], *, first: int = 0, pause: float) -> None:
     """Gathers of so many bytes, all started before one is read; rank 1 begins to read after so many seconds."""
     results, running = [], []
     for index, length in enumerate(lengths):
@@ -254,7 +261,7 @@ def test_nobody_writes_over_what_is_not_read_yet() -> None:
 
 def growing_halves(rank: int, size: int) -> list[int]:
     """Bytes of shared memory that this rank maps: nothing yet, after small ones, a large one among them, at the end."""
-    team = Team(dist.group.WORLD, rank, list(range(size)))
+    team = AlgorithmGroup(dist.group.WORLD, rank, list(range(size)))
     held = [shared_bytes()]
     for length in (100, 1 << 20, 300):
         gathers_under_way(team, [100, 5000, length, 100, length, 7], pause=0.1)
@@ -294,14 +301,14 @@ def test_memory_that_is_used_again_and_again(size: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_the_formulas_are_those_of_the_papers(ranks: int) -> None:
-    sent = {name: work_of(name, "all_reduce", ranks) for name in ("direct", "ring", "halving", "naive")}
+    sent = {name: algorithm_cost(name, "all_reduce", ranks) for name in ("direct", "ring", "halving", "naive")}
     assert all(work is not None for work in sent.values())
     optimum = 2 * (ranks - 1) / ranks  # Patarasu & Yuan: no algorithm sends less
     assert all(sent[name].sent == pytest.approx(optimum) for name in ("direct", "ring", "halving"))
     assert sent["ring"].rounds == 2 * (ranks - 1)
     assert sent["halving"].rounds == (2 * (ranks.bit_length() - 1) if ranks != 3 else 4)
     assert sent["naive"].sent == sent["naive"].messages == 2 * (ranks - 1)
-    halves = [work_of("two_level", kind, 2 * ranks, hosts=2) for kind in ("reduce_scatter", "all_gather")]
+    halves = [algorithm_cost("two_level", kind, 2 * ranks, hosts=2) for kind in ("reduce_scatter", "all_gather")]
     assert sum(half.sent for half in halves) == pytest.approx(1 / ranks), "between hosts, 2 (H − 1) / H of n / L"
 
 
@@ -318,16 +325,16 @@ def test_noise_never_makes_bytes_free() -> None:
 
 def test_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert setting(None, ordered=False) == "auto"
+    assert requested_algorithm(None, ordered=False) == "auto"
     monkeypatch.setenv(VARIABLE, "ring")
-    assert setting(None, ordered=False) == "ring"
-    assert setting("direct", ordered=True) == "direct", "an argument goes first"
+    assert requested_algorithm(None, ordered=False) == "ring"
+    assert requested_algorithm("direct", ordered=True) == "direct", "an argument goes first"
     with pytest.raises(
         ValueError, match=r"adds in rank order, which algorithm='ring' .* does not; write one of 'auto'"
     ):
-        setting(None, ordered=True)
+        requested_algorithm(None, ordered=True)
     with pytest.raises(ValueError, match=r"algorithm='rng' .*write one of 'auto', 'backend', 'shared'"):
-        setting("rng", ordered=False)
+        requested_algorithm("rng", ordered=False)
 
 
 def choices(rank: int, size: int) -> dict[str, Any]:
@@ -335,17 +342,17 @@ def choices(rank: int, size: int) -> dict[str, Any]:
     with pytest.raises(ValueError, match="algorithm must be the same on every rank, but it is, by rank, ring, naive"):
         ProcessRuntime(mesh, algorithm="naive" if rank else "ring")
     runtime = ProcessRuntime(mesh)
-    apart = Team(dist.group.WORLD, rank, list(range(size)), host=str(rank))
+    apart = AlgorithmGroup(dist.group.WORLD, rank, list(range(size)), host=str(rank))
     with pytest.raises(ValueError, match=r"algorithm='shared' .*cannot be used here: its ranks share no memory"):
-        Chooser(apart, "shared", False)
+        AlgorithmSelector(apart, "shared", False)
     with pytest.raises(ValueError, match="cannot be used here: all its ranks are on one host"):
-        Chooser(Team(dist.group.WORLD, rank, list(range(size))), "two_level", False)
-    ordered = Chooser(apart, "auto", True)
+        AlgorithmSelector(AlgorithmGroup(dist.group.WORLD, rank, list(range(size))), "two_level", False)
+    ordered = AlgorithmSelector(apart, "auto", True)
     return {
         "table": runtime.algorithms(),
         "forced": ProcessRuntime(mesh, algorithm="naive").algorithms("data"),
         "off": ProcessRuntime(mesh, algorithm="backend").algorithms("data"),
-        "apart": Chooser(apart, "auto", False).table(),
+        "apart": AlgorithmSelector(apart, "auto", False).table(),
         "selected": [getattr(ordered.choose(kind), "name", "backend") for kind in KINDS],
         "ordered": list(ordered.predictions("all_reduce", 1 << 20)),
         "gathers": list(ordered.predictions("all_gather", 1 << 20)),
@@ -373,7 +380,7 @@ def test_all_ranks_choose_alike_and_say_why() -> None:
 
 def with_a_rank_that_dies(rank: int, size: int) -> tuple[str, float]:
     """One good sum, and a second one that rank 1 does not come to."""
-    carrier = ProcessCarrier(Mesh(data=size), algorithm="shared")
+    carrier = ProcessCommunicator(Mesh(data=size), algorithm="shared")
     assert carrier.psum(torch.ones(3), ("data",)).tolist() == [size] * 3
     began = time.monotonic()
     if rank == 1:
@@ -404,7 +411,7 @@ def in_shared_memory() -> set[str]:
 
 
 def with_a_rank_that_does_not_come(rank: int) -> str:
-    carrier = ProcessCarrier(Mesh(data=2), algorithm="shared", timeout=timedelta(seconds=1))
+    carrier = ProcessCommunicator(Mesh(data=2), algorithm="shared", timeout=timedelta(seconds=1))
     carrier.psum(torch.ones(3), ("data",))
     message = ""
     if rank == 0:
@@ -426,7 +433,7 @@ def sums_in_float32(rank: int, size: int) -> dict[str, list[Tensor]]:
     x = torch.full((8,), [256.0, 1.0, 1.0, 2.0][rank], dtype=torch.bfloat16)
     found = {}
     for name in ("shared", "direct", "halving", "ring", "naive", "backend"):
-        carrier = ProcessCarrier(Mesh(data=size), algorithm=name, reduce_dtype=torch.float32)
+        carrier = ProcessCommunicator(Mesh(data=size), algorithm=name, reduce_dtype=torch.float32)
         found[name] = [carrier.psum(x, ("data",)), carrier.psum_scatter(x, ("data",), 0)]
     return found
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 
 from functional_parallel.runtime import OutOfStepError
-from functional_parallel.runtime.algorithms import NOTHING, Team, team
-from functional_parallel.runtime.calls import Doing
+from functional_parallel.runtime.algorithms import COMPLETED, AlgorithmGroup, team
+from functional_parallel.runtime.calls import CallLog
 from functional_parallel.runtime.shared_memory import channels
 from functional_parallel.runtime.shared_memory.channels import Channels
 from tests.processes import run_on_processes
@@ -26,7 +26,7 @@ class Paper:
     """Signals that are written down, not sent."""
 
     def __init__(self) -> None:
-        self.doing = Doing()
+        self.doing = CallLog()
         self.told: list[tuple[int, int]] = []
 
     def refuse(self, rank: int, mark: int) -> None:
@@ -85,7 +85,7 @@ def talks(draw: st.DrawFn, size: int) -> list[dict[str, int]]:
     return draw(st.lists(one, min_size=1, max_size=60))
 
 
-def follow(ours: Team, rank: int, talk: list[dict[str, Any]]) -> None:
+def follow(ours: AlgorithmGroup, rank: int, talk: list[dict[str, Any]]) -> None:
     """Send and expect in the order of the talk; wait for what is expected in another."""
     expected: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
     sent: list[tuple[Any, torch.Tensor]] = []
@@ -102,7 +102,7 @@ def follow(ours: Team, rank: int, talk: list[dict[str, Any]]) -> None:
         if rank == source:
             work = ours.send(message, target)
             sent.append((work, message))
-            if work is NOTHING:
+            if work is COMPLETED:
                 message.zero_()  # it has been copied
         elif rank == target:
             into = torch.empty_like(message)
@@ -118,7 +118,7 @@ def follow(ours: Team, rank: int, talk: list[dict[str, Any]]) -> None:
 def with_little_room(rank: int, size: int) -> bool:
     channels.ROOM, channels.LARGEST, channels._MOST_UNDER_WAY = ROOM, ROOM // 2, 5
     team.LARGEST = channels.LARGEST
-    ours = Team(dist.group.WORLD, rank, list(range(size)))
+    ours = AlgorithmGroup(dist.group.WORLD, rank, list(range(size)))
     led_by_rank_0(rank, talks(size), lambda talk: follow(ours, rank, talk))
     return ours.shared is not None
 
@@ -129,7 +129,7 @@ def test_any_talk(size: int) -> None:
 
 
 def between_hosts(rank: int, size: int) -> bool:
-    ours = Team(dist.group.WORLD, rank, list(range(size)), host="aabb"[rank])
+    ours = AlgorithmGroup(dist.group.WORLD, rank, list(range(size)), host="aabb"[rank])
     led_by_rank_0(rank, talks(size), lambda talk: follow(ours, rank, talk))
     return ours.shared is not None and ours.is_on_one_host
 
@@ -144,7 +144,7 @@ def test_ranks_on_two_hosts_talk_too() -> None:
 
 
 def with_a_rank_that_dies(rank: int) -> tuple[str, float]:
-    ours = Team(dist.group.WORLD, rank, [0, 1])
+    ours = AlgorithmGroup(dist.group.WORLD, rank, [0, 1])
     if rank == 1:
         os._exit(17)
     began = time.monotonic()
@@ -159,7 +159,7 @@ def test_a_rank_that_died_is_named_at_once() -> None:
 
 
 def with_a_rank_that_never_reads(rank: int) -> str:
-    ours = Team(dist.group.WORLD, rank, [0, 1], timeout=1.0)
+    ours = AlgorithmGroup(dist.group.WORLD, rank, [0, 1], timeout=1.0)
     if rank == 1:
         dist.barrier()
         return ""

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import functional_parallel as fp
 from functional_parallel.collectives import slots
-from functional_parallel.runtime.buffers import Layout
-from functional_parallel.runtime.buffers.unpacked import InPlace
+from functional_parallel.runtime.buffers import BucketLayout
+from functional_parallel.runtime.buffers.unpacked import DirectOutputs
 from sharding_specs import Mesh
 
 from ..processes import run_on_processes
@@ -85,8 +85,8 @@ def test_so_they_do_by_an_algorithm_that_brings_a_whole(algorithm: str, monkeypa
 
 def test_a_part_that_lies_where_it_belongs_is_not_written() -> None:
     targets = tuple(torch.arange(4.0) for _ in range(3))
-    layout = Layout(2, ((0, (2,), 0), (2, (2,), 0), (4, (2,), 0)), (*targets[:2], None))
-    leaves = InPlace(layout, torch.float32, torch.device("cpu"))
+    layout = BucketLayout(2, ((0, (2,), 0), (2, (2,), 0), (4, (2,), 0)), (*targets[:2], None))
+    leaves = DirectOutputs(layout, torch.float32, torch.device("cpu"))
     leaves.keep(0, [targets[0][:2], targets[1][:2].clone(), targets[2][:2]])
     leaves.write(0, 0, torch.full((6,), 7.0))
     leaves.write(1, 0, torch.full((6,), 8.0))

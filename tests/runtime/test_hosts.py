@@ -14,7 +14,7 @@ import torch
 
 import functional_parallel as fp
 from functional_parallel.runtime import ProcessRuntime, SimulatedRuntime, use_runtime
-from functional_parallel.runtime.algorithms import Chooser, team
+from functional_parallel.runtime.algorithms import AlgorithmSelector, team
 from functional_parallel.runtime.algorithms.model import _neighbours
 from functional_parallel.runtime.shared_memory import rendezvous as connect
 from sharding_specs import Mesh
@@ -87,8 +87,8 @@ def test_a_rank_on_another_host_that_reads_parameters(algorithm: str) -> None:
 
 def messages_of_different_calls(rank: int) -> list[float]:
     """Each sends in a call of its own what the other expects in another one, and both then go on in step."""
-    doing = team.Doing()
-    pair = team.Team(torch.distributed.group.WORLD, rank, [0, 1], host=str(rank), doing=doing)
+    doing = team.CallLog()
+    pair = team.AlgorithmGroup(torch.distributed.group.WORLD, rank, [0, 1], host=str(rank), doing=doing)
     received = []
     for calls in (["first", "second"], ["second", "first"]):
         arriving = []
@@ -108,7 +108,7 @@ def test_messages_of_another_call_are_not_taken() -> None:
 
 
 def test_a_short_mark_tells_calls_apart() -> None:
-    doing, seen = team.Doing(), set()
+    doing, seen = team.CallLog(), set()
     for step in range(200):
         doing.begin("runs train_step" if step % 2 else "reads")
         seen.add(doing.brief(19))
@@ -121,8 +121,8 @@ def test_a_short_mark_tells_calls_apart() -> None:
 
 
 def on_uneven_hosts(rank: int, size: int) -> str:
-    three = team.Team(torch.distributed.group.WORLD, rank, list(range(size)), host="aab"[rank])
-    return Chooser(three, "auto", False).table()
+    three = team.AlgorithmGroup(torch.distributed.group.WORLD, rank, list(range(size)), host="aab"[rank])
+    return AlgorithmSelector(three, "auto", False).table()
 
 
 def test_hosts_with_different_numbers_of_ranks_are_measured() -> None:

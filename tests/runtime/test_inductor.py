@@ -29,7 +29,7 @@ from functional_parallel.program.overlap import overlapped
 from functional_parallel.program.sharing import is_only_use_of_own_memory, readers_before_writes
 from functional_parallel.runtime import BackendError, DifferentProgramsError, SimulatedRuntime
 from functional_parallel.runtime.execution import regions
-from functional_parallel.runtime.execution.inductor import Region
+from functional_parallel.runtime.execution.inductor import CompiledRegion
 from functional_parallel.runtime.execution.repeats import cuts_between_repeats
 from sharding_specs import Mesh, P, split
 
@@ -113,7 +113,7 @@ def lowered(layers: int, name: str) -> tuple[Any, list[torch.Tensor]]:
 def works(graph: fx.Graph) -> Iterator[fx.Node]:
     """The ops that compute something, in order, those of regions among them."""
     for node in graph.nodes:
-        if isinstance(node.target, Region):
+        if isinstance(node.target, CompiledRegion):
             yield from works(node.target.graph)
         elif node.op == "call_function" and not (node.target is operator.getitem or regions._is_view(node)):
             yield node
@@ -175,7 +175,7 @@ def test_a_region_is_compiled_once_for_all_layers(as_is: mock.Mock) -> None:
 def test_regions_of_one_structure_are_one_object() -> None:
     """Across programs too, and staged from shapes alone; but not of another dtype or with another number in an op."""
 
-    def region(x: torch.Tensor, number: float = 1.0) -> Region:
+    def region(x: torch.Tensor, number: float = 1.0) -> CompiledRegion:
         step = fp.compile(lambda x: (x.sin() * number + x.cos()).exp(), Mesh(), in_specs=P(), out_specs=P())
         (found,) = regions.with_regions(step.lower(x)).calls
         return found

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import functional_parallel as fp
-from functional_parallel.runtime.classes import Classes
+from functional_parallel.runtime.classes import RankClasses
 from sharding_specs import Mesh, P, split
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples"))
@@ -127,10 +127,10 @@ def test_work_grows_as_the_ranks_do() -> None:
 def test_groups_are_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Writing a program asks for the ranks of each group once, however many ops it has."""
     listed: list[Any] = []
-    groups, index = Mesh.groups, Classes.index
+    groups, index = Mesh.groups, RankClasses.index
     monkeypatch.setattr(Mesh, "groups", lambda mesh, axes: listed.append(axes) or groups(mesh, axes))
     asked: list[int] = []
-    monkeypatch.setattr(Classes, "index", lambda self, rank, axes: asked.append(rank) or index(self, rank, axes))
+    monkeypatch.setattr(RankClasses, "index", lambda self, rank, axes: asked.append(rank) or index(self, rank, axes))
     counts = []
     for blocks in (1, 8):
         params = [{"up": torch.ones(64, 64, dtype=D), "down": torch.ones(64, 64, dtype=D)} for _ in range(blocks)]

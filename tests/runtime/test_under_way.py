@@ -15,8 +15,8 @@ from functional_parallel.ir import Aval, NodeInfo, Traced, info, set_info
 from functional_parallel.ops.packing import PACK, UNPACK
 from functional_parallel.program import Program
 from functional_parallel.runtime.algorithms import starting
-from functional_parallel.runtime.buffers import Packed, whole
-from functional_parallel.runtime.processes.one_rank import OneRank
+from functional_parallel.runtime.buffers import LazyBucket, to_tensor
+from functional_parallel.runtime.processes.one_rank import RankProgram
 from sharding_specs import Mesh, P
 
 LAYERS, WIDTH = 12, 8
@@ -29,9 +29,9 @@ class Watching:
         self.held: dict[str, set[int]] = {}
         self.most: dict[str, int] = {}
 
-    def start(self, name: str, x: Tensor | Packed, *, params: list[Any], **_: Any) -> _Held:
+    def start(self, name: str, x: Tensor | LazyBucket, *, params: list[Any], **_: Any) -> _Held:
         held = self.held.setdefault(name, set())
-        pending = _Held(lambda: held.discard(id(pending)), lambda: self.result(name, whole(x), params))
+        pending = _Held(lambda: held.discard(id(pending)), lambda: self.result(name, to_tensor(x), params))
         held.add(id(pending))
         self.most[name] = max(self.most.get(name, 0), len(held))
         return pending
@@ -40,7 +40,7 @@ class Watching:
         if name == "psum_scatter":
             return x.chunk(2)[0].clone()
         if name == "all_gather":
-            return starting.taken_apart(torch.cat([x, x]), *params[1:])
+            return starting.unpack_bucket(torch.cat([x, x]), *params[1:])
         return x
 
 
@@ -65,7 +65,7 @@ def test_one_gradient_at_a_time_waits_to_be_scattered(bucket: int | str | None) 
     step = fp.train_step(loss, fp.optim.sgd(0.1), Mesh(data=2), fp.zero(3, "data"), bucket=bucket)
     program = step.lower(step.init(params), torch.zeros(4, WIDTH))
     carrier = Watching()
-    OneRank(program, carrier).function()([torch.zeros(info(x).aval.shape) for x in program.traced.inputs])
+    RankProgram(program, carrier).function()([torch.zeros(info(x).aval.shape) for x in program.traced.inputs])
     assert program.counts()["psum_scatter", ("data",)] == {None: LAYERS, "auto": 1}.get(bucket, LAYERS // 2)
     assert carrier.most["psum_scatter"] == 1
     assert carrier.most["all_gather"] <= 3
@@ -86,7 +86,7 @@ def test_what_is_still_to_be_packed_is_not_written_over() -> None:
     specs = {"in_specs": [P(), P()], "out_specs": [P()] * 3, "in_paths": ["x", "y"], "out_paths": ["a", "b", "c"]}
     program = Program(traced, mesh=Mesh(data=2), name="written", **specs)
     x, y = torch.ones(3), torch.full((3,), 2.0)
-    found = OneRank(program, Watching()).function()([x.clone(), y.clone()])
+    found = RankProgram(program, Watching()).function()([x.clone(), y.clone()])
     assert all(map(torch.equal, found, [x.repeat(2), y.repeat(2), x + y]))
 
 
@@ -94,7 +94,7 @@ def test_what_is_still_to_be_packed_is_not_written_over() -> None:
 def test_what_is_packed_is_let_go_of_tensor_by_tensor(length: int) -> None:
     tensors = [torch.full((2, 6), float(number)) for number in range(3)]
     alive = [weakref.ref(x) for x in tensors]
-    packed, found = Packed(tensors, 2, [0, 0, 0]), torch.empty(2, 18)
+    packed, found = LazyBucket(tensors, 2, [0, 0, 0]), torch.empty(2, 18)
     del tensors
     for begin in range(0, 18, length):
         packed.write(list(found[:, begin : begin + length]))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import functional_parallel as fp
-from functional_parallel.training.deferred import CannotDeferError, deferred
+from functional_parallel.training.deferred import CannotDeferError, defer_init
 
 SIDE = 40  # of a square that is large enough to be put off
 
@@ -96,7 +96,7 @@ def test_values_and_generators_are_those_of_the_function(steps: list[tuple[str, 
     torch.manual_seed(0)
     given, generators = square(), []  # type: tuple[Tensor, list[torch.Generator]]
     try:
-        _, recording = deferred(lambda: (None, run(given, generators)))
+        _, recording = defer_init(lambda: (None, run(given, generators)))
     except CannotDeferError as error:
         assert "new tensor's data" in str(error) and "new data" in [what for what, _, _ in steps]
         assert torch.equal(given, square())
@@ -115,14 +115,14 @@ def test_a_module_is_made_in_half_precision_and_its_layers_copied() -> None:
     torch.manual_seed(0)
     expected = make()
     torch.manual_seed(0)
-    _, recording = deferred(lambda: (None, optree.tree_leaves(make())))
+    _, recording = defer_init(lambda: (None, optree.tree_leaves(make())))
     made = dict(recording.made())
     torch.testing.assert_close([made[index] for index in sorted(made)], optree.tree_leaves(expected), rtol=0, atol=0)
 
 
 def test_few_values_may_be_looked_at() -> None:
     """As a rate per layer."""
-    _, recording = deferred(lambda: (None, [float(x) * torch.ones(SIDE, SIDE) for x in torch.linspace(0, 1, 3)]))
+    _, recording = defer_init(lambda: (None, [float(x) * torch.ones(SIDE, SIDE) for x in torch.linspace(0, 1, 3)]))
     assert [float(value.sum()) for _, value in recording.made()] == [0, SIDE * SIDE / 2, SIDE * SIDE]
 
 
@@ -146,7 +146,7 @@ W = torch.randn(SIDE, SIDE, requires_grad=True)
 def test_what_cannot_be_recorded_says_why_and_has_done_nothing(make: Callable[[], Any], why: str) -> None:
     before = torch.get_rng_state()
     with pytest.raises(CannotDeferError, match=why):
-        deferred(lambda: (None, [make()]))
+        defer_init(lambda: (None, [make()]))
     KEPT.clear()
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -161,6 +161,6 @@ def test_another_thread_draws_as_it_always_did() -> None:
         return nn.init.trunc_normal_(torch.empty(SIDE, SIDE))
 
     elsewhere = torch.full((SIDE, SIDE), 7.0)
-    _, recording = deferred(lambda: (None, [make()]))
+    _, recording = defer_init(lambda: (None, [make()]))
     assert elsewhere.abs().max() <= 1.0
     assert dict(recording.made())[0].abs().max() <= 2.0

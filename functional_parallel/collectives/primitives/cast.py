@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..types import State
-from .emit import emit, keep, named_vmap, register, source_of_cast, transpose
+from .emit import apply_primitive, named_vmap, register, save_for_transpose, source_of_cast, transpose
 
 __all__ = ["Pcast"]
 
@@ -41,11 +41,11 @@ class Pcast(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        keep(ctx, inputs)
+        save_for_transpose(ctx, inputs)
 
     @staticmethod
     def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:
-        return emit("pcast", tangent, *ctx.params)
+        return apply_primitive("pcast", tangent, *ctx.params)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Any) -> Any:

@@ -1,8 +1,8 @@
 """How every primitive is called, by users, by transposes and by whoever interprets a traced program again.
 
-`emit("psum", x, axes, "varying")` has the arguments of the library op `torch.ops.fp.psum`, but is differentiable: it
-applies the primitive's `torch.autograd.Function`. The raw op in a traced graph carries no derivative, so a graph
-that is interpreted under a transform must go through here.
+`apply_primitive("psum", x, axes, "varying")` has the arguments of the library op `torch.ops.fp.psum`, but is
+differentiable: it applies the primitive's `torch.autograd.Function`. The raw op in a traced graph carries no
+derivative, so a graph that is interpreted under a transform must go through here.
 
 All Functions take `(x, lane, axes, *params)`. `lane` is None, or, when the axes are one vmap level, the index of that
 level's entries: an integer tensor mapped over exactly that level. Its `in_dims` entry is how a `vmap` rule knows the
@@ -18,24 +18,32 @@ import torch
 from torch import Tensor
 
 from .. import group
-from ..axes import axis_size, carrier_for, restored, same_carrier, snapshot
+from ..axes import axis_size, communicator_for, restored, share_communicator, snapshot
 from ..grad_mode import keeping_grad_mode
 from ..types import CollectiveTypeError, State
 from ..vmap import Lane
 from . import separate
 
-__all__ = ["axis_index", "emit", "keep", "named_vmap", "register", "source_of_cast", "transpose"]
+__all__ = [
+    "apply_primitive",
+    "axis_index",
+    "named_vmap",
+    "register",
+    "save_for_transpose",
+    "source_of_cast",
+    "transpose",
+]
 
 _FUNCTIONS: dict[str, type[torch.autograd.Function]] = {}
 
 
 def register(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
-    """Make `emit` know a primitive's Function, by the name it carries."""
+    """Make `apply_primitive` know a primitive's Function, by the name it carries."""
     _FUNCTIONS[function.operation] = function  # type: ignore[attr-defined]
     return function
 
 
-def emit(operation: str, x: Tensor, axes: Sequence[str], *params: Any) -> Tensor:
+def apply_primitive(operation: str, x: Tensor, axes: Sequence[str], *params: Any) -> Tensor:
     """Apply a primitive, differentiably.
 
     Args:
@@ -49,9 +57,9 @@ def emit(operation: str, x: Tensor, axes: Sequence[str], *params: Any) -> Tensor
         CollectiveTypeError: when a vmap level shows that x varies where it must not.
     """
     axes = tuple(axes)
-    if not same_carrier(operation, axes):
-        return separate.apart(operation, emit, axis_index(axes), x, axes, params)
-    carrier = carrier_for(operation, axes)
+    if not share_communicator(operation, axes):
+        return separate.one_axis_at_a_time(operation, apply_primitive, axis_index(axes), x, axes, params)
+    carrier = communicator_for(operation, axes)
     lane = carrier.index if isinstance(carrier, Lane) else None
     with keeping_grad_mode():
         return _FUNCTIONS[operation].apply(x, lane, axes, *params)
@@ -60,12 +68,12 @@ def emit(operation: str, x: Tensor, axes: Sequence[str], *params: Any) -> Tensor
 def axis_index(axes: Sequence[str]) -> Tensor:
     """This rank's index along the axes, the first one major: an integer scalar, Varying."""
     axes = tuple(axes)
-    if not same_carrier("axis_index", axes):
+    if not share_communicator("axis_index", axes):
         index = axis_index(axes[:1])
         for axis in axes[1:]:
             index = index * axis_size(axis) + axis_index((axis,))
         return index
-    carrier = carrier_for("axis_index", axes)
+    carrier = communicator_for("axis_index", axes)
     return carrier.index if isinstance(carrier, Lane) else torch.ops.fp.axis_index(axes)
 
 
@@ -74,7 +82,7 @@ def axis_index(axes: Sequence[str]) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def keep(ctx: Any, inputs: tuple[Any, ...]) -> None:
+def save_for_transpose(ctx: Any, inputs: tuple[Any, ...]) -> None:
     """Keep on `ctx` what every jvp and backward needs: the arguments, and the axes' meaning at the time of the call."""
     ctx.params = inputs[2:]
     ctx.environment = snapshot()
@@ -83,7 +91,7 @@ def keep(ctx: Any, inputs: tuple[Any, ...]) -> None:
 def transpose(ctx: Any, operation: str, cotangent: Tensor, *params: Any) -> tuple[Tensor | None, ...]:
     """What a backward returns whose transpose is another primitive over the same axes."""
     with restored(ctx.environment):
-        result = emit(operation, cotangent, ctx.params[0], *params)
+        result = apply_primitive(operation, cotangent, ctx.params[0], *params)
     return result, None, *(None for _ in ctx.params)
 
 
@@ -102,7 +110,7 @@ def named_vmap(
         return result, result.ndim - 1
     operation = function.operation  # type: ignore[attr-defined]
     values = _values_of_ranks(operation, x, in_dims[0], info.batch_size, axes, params)
-    results = group.perform(operation, values, *params)
+    results = group.apply_reference(operation, values, *params)
     if function.leaves(*params) in (State.INVARIANT, State.REDUCED):  # type: ignore[attr-defined]
         return results[0], None
     return torch.stack(results), 0

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..types import State
-from .emit import keep, named_vmap, register
+from .emit import named_vmap, register, save_for_transpose
 
 __all__ = ["NotDifferentiableError", "Pmax", "Pmin"]
 
@@ -48,7 +48,7 @@ class Pmax(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        keep(ctx, inputs)
+        save_for_transpose(ctx, inputs)
 
     @staticmethod
     def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:
@@ -84,7 +84,7 @@ class Pmin(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        keep(ctx, inputs)
+        save_for_transpose(ctx, inputs)
 
     @staticmethod
     def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..types import State
-from .emit import emit, keep, named_vmap, register, transpose
+from .emit import apply_primitive, named_vmap, register, save_for_transpose, transpose
 
 __all__ = ["AllGather", "Pscatter"]
 
@@ -37,11 +37,11 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        keep(ctx, inputs)
+        save_for_transpose(ctx, inputs)
 
     @staticmethod
     def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:
-        return emit("all_gather", tangent, *ctx.params)
+        return apply_primitive("all_gather", tangent, *ctx.params)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Any) -> Any:
@@ -76,11 +76,11 @@ class Pscatter(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        keep(ctx, inputs)
+        save_for_transpose(ctx, inputs)
 
     @staticmethod
     def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:
-        return emit("pscatter", tangent, *ctx.params)
+        return apply_primitive("pscatter", tangent, *ctx.params)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Any) -> Any:

@@ -8,7 +8,7 @@ import torch
 
 from ..axes import restored
 from ..types import State
-from .emit import axis_index, emit, keep, named_vmap, register, transpose
+from .emit import apply_primitive, axis_index, named_vmap, register, save_for_transpose, transpose
 
 __all__ = ["AllToAll", "Pbroadcast", "Ppermute"]
 
@@ -34,11 +34,11 @@ class AllToAll(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        keep(ctx, inputs)
+        save_for_transpose(ctx, inputs)
 
     @staticmethod
     def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:
-        return emit("all_to_all", tangent, *ctx.params)
+        return apply_primitive("all_to_all", tangent, *ctx.params)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Any) -> Any:
@@ -71,11 +71,11 @@ class Ppermute(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        keep(ctx, inputs)
+        save_for_transpose(ctx, inputs)
 
     @staticmethod
     def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:
-        return emit("ppermute", tangent, *ctx.params)
+        return apply_primitive("ppermute", tangent, *ctx.params)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Any) -> Any:
@@ -109,17 +109,17 @@ class Pbroadcast(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        keep(ctx, inputs)
+        save_for_transpose(ctx, inputs)
 
     @staticmethod
     def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:
-        return emit("pbroadcast", tangent, *ctx.params)
+        return apply_primitive("pbroadcast", tangent, *ctx.params)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Any) -> Any:
         axes, source = ctx.params
         with restored(ctx.environment):
-            own = emit("pcast", cotangent, axes, "invariant", "varying")
+            own = apply_primitive("pcast", cotangent, axes, "invariant", "varying")
             is_source = (axis_index(axes) == source).to(own.device)
         return torch.where(is_source, own, torch.zeros_like(own)), None, None, None
 

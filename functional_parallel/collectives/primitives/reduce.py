@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..types import State
-from .emit import emit, keep, named_vmap, register, transpose
+from .emit import apply_primitive, named_vmap, register, save_for_transpose, transpose
 
 __all__ = ["Psum", "PsumScatter"]
 
@@ -33,11 +33,11 @@ class Psum(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        keep(ctx, inputs)
+        save_for_transpose(ctx, inputs)
 
     @staticmethod
     def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:
-        return emit("psum", tangent, *ctx.params)
+        return apply_primitive("psum", tangent, *ctx.params)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Any) -> Any:
@@ -70,11 +70,11 @@ class PsumScatter(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        keep(ctx, inputs)
+        save_for_transpose(ctx, inputs)
 
     @staticmethod
     def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:
-        return emit("psum_scatter", tangent, *ctx.params)
+        return apply_primitive("psum_scatter", tangent, *ctx.params)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Any) -> Any:

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from ..axes import axis_size
 
-__all__ = ["apart"]
+__all__ = ["one_axis_at_a_time"]
 
 Emit = Callable[..., Tensor]
 
 
-def apart(operation: str, emit: Emit, index: Tensor, x: Tensor, axes: tuple[str, ...], params: Sequence[Any]) -> Tensor:
+def one_axis_at_a_time(
+    operation: str, emit: Emit, index: Tensor, x: Tensor, axes: tuple[str, ...], params: Sequence[Any]
+) -> Tensor:
     """Perform a primitive over several axes, one at a time.
 
     Args:

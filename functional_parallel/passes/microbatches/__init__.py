@@ -1,23 +1,23 @@
 """Microbatches: how a batch is cut, which ops run per microbatch, how they are unrolled and summed."""
 
-from .one_microbatch import end_one_microbatch
-from .rounds import CASTS, Rounds, names_axis
-from .split import local_aval, parts_of
-from .sums_once import ReduceEach, SumsOnce
-from .unroll import combined_by, microbatch_dim, resized, shortened, unroll
+from .one_microbatch import place_single_microbatch_sums
+from .rounds import CASTS, MicrobatchRounds, names_axis
+from .split import microbatch_splits, shard_aval
+from .sums_once import ReduceOncePerStep, ReducePerMicrobatch
+from .unroll import combine_op, microbatch_dim, unroll, with_dim_size, with_global_size
 
 __all__ = [
     "CASTS",
-    "ReduceEach",
-    "Rounds",
-    "SumsOnce",
-    "combined_by",
-    "end_one_microbatch",
-    "local_aval",
+    "MicrobatchRounds",
+    "ReduceOncePerStep",
+    "ReducePerMicrobatch",
+    "combine_op",
     "microbatch_dim",
+    "microbatch_splits",
     "names_axis",
-    "parts_of",
-    "resized",
-    "shortened",
+    "place_single_microbatch_sums",
+    "shard_aval",
     "unroll",
+    "with_dim_size",
+    "with_global_size",
 ]

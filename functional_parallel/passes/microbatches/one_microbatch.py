@@ -18,12 +18,12 @@ from sharding_specs import P
 
 from ...collectives import State
 from ...ir import Traced, info, operands_of, set_info
-from .rounds import Rounds
+from .rounds import MicrobatchRounds
 
-__all__ = ["end_one_microbatch"]
+__all__ = ["place_single_microbatch_sums"]
 
 
-def end_one_microbatch(traced: Traced, axis: str, in_specs: list[P], out_specs: list[P]) -> None:
+def place_single_microbatch_sums(traced: Traced, axis: str, in_specs: list[P], out_specs: list[P]) -> None:
     """Have sums over an axis of one microbatch only where the pipeline ends.
 
     Args:
@@ -31,7 +31,7 @@ def end_one_microbatch(traced: Traced, axis: str, in_specs: list[P], out_specs: 
         axis: the axis of microbatches.
         in_specs, out_specs: how inputs and results lie.
     """
-    rounds = Rounds(traced, axis, in_specs)
+    rounds = MicrobatchRounds(traced, axis, in_specs)
     goes_on = _leading_to(traced, lambda node: node in rounds.varying and _state(node, axis) is not State.INVARIANT)
     for node in list(filter(rounds.is_barrier, traced.nodes)):
         if any(user in goes_on for user in node.users):
@@ -45,7 +45,7 @@ class _Ends:
 
     def __init__(self, traced: Traced, axis: str, in_specs: list[P]) -> None:
         self.traced, self.axis = traced, axis
-        self.rounds = Rounds(traced, axis, in_specs)
+        self.rounds = MicrobatchRounds(traced, axis, in_specs)
         self.varying = set(self.rounds.varying)
         self.of_model = _leading_to(traced, lambda node: bool(info(node).backward))
         self.sums: dict[fx.Node, fx.Node] = {}

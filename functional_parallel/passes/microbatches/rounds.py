@@ -13,7 +13,7 @@ from sharding_specs import P
 
 from ...ir import Traced, info, operands_of, primitive_name
 
-__all__ = ["Rounds", "UnrollError", "names_axis"]
+__all__ = ["MicrobatchRounds", "UnrollError", "names_axis"]
 
 CASTS = ("pvary", "pcast")
 
@@ -22,7 +22,7 @@ class UnrollError(ValueError):
     """A program that asks of microbatches what only ranks that run side by side can do."""
 
 
-class Rounds:
+class MicrobatchRounds:
     """The microbatches of a graph that is written over a virtual axis.
 
     Attributes:

@@ -11,14 +11,16 @@ import torch
 
 from sharding_specs import Mesh, P, SpecError, broadcast_specs, local_shape, tree_paths, validate
 
-from ...collectives import Parts
+from ...collectives import DimSplit
 from ...ir import Aval
-from .unroll import microbatch_dim, shortened
+from .unroll import microbatch_dim, with_dim_size
 
-__all__ = ["local_aval", "parts_of"]
+__all__ = ["microbatch_splits", "shard_aval"]
 
 
-def parts_of(args: tuple[Any, ...], specs: tuple[Any, ...], mesh: Mesh, virtual: Mapping[str, int]) -> dict[str, Parts]:
+def microbatch_splits(
+    args: tuple[Any, ...], specs: tuple[Any, ...], mesh: Mesh, virtual: Mapping[str, int]
+) -> dict[str, DimSplit]:
     """Per axis of microbatches, how it cuts, after a check that the arguments lie as their specs say.
 
     Arguments of several lengths are cut alike: where 5 samples are cut into 2, 2 and 1, then 10 into 4, 4 and 2.
@@ -32,7 +34,7 @@ def parts_of(args: tuple[Any, ...], specs: tuple[Any, ...], mesh: Mesh, virtual:
     Raises:
         SpecError: when an argument does not lie so, or there are fewer samples than microbatches.
     """
-    found = {axis: Parts.of(count, _samples(args, specs, mesh, axis, count)) for axis, count in virtual.items()}
+    found = {axis: DimSplit.of(count, _samples(args, specs, mesh, axis, count)) for axis, count in virtual.items()}
     uneven = [axis for axis, parts in found.items() if not parts.is_even]
     advice = (
         "fp.pad_batch(batch, rows) fills up a batch and says what counts; fp.zero(3, …) pads parameters by itself; an "
@@ -42,7 +44,7 @@ def parts_of(args: tuple[Any, ...], specs: tuple[Any, ...], mesh: Mesh, virtual:
     return found
 
 
-def local_aval(leaf: torch.Tensor, spec: P, mesh: Mesh, parts: Mapping[str, Parts]) -> Aval:
+def shard_aval(leaf: torch.Tensor, spec: P, mesh: Mesh, parts: Mapping[str, DimSplit]) -> Aval:
     """A rank's part of a whole tensor, or of such a part a microbatch."""
     uneven = [axis for axis, each in parts.items() if not each.is_even and axis in spec.axes]
     # What is given on the meta device is to run elsewhere, and its own choice of kernels is of no interest: attention
@@ -51,7 +53,7 @@ def local_aval(leaf: torch.Tensor, spec: P, mesh: Mesh, parts: Mapping[str, Part
     aval = Aval(tuple(local_shape(tuple(leaf.shape), spec.without(uneven), mesh)), leaf.dtype, device)
     for axis in uneven:
         dim = microbatch_dim(spec, axis, "an argument")
-        aval = shortened(aval, dim, parts[axis].local(aval.shape[dim]))
+        aval = with_dim_size(aval, dim, parts[axis].local(aval.shape[dim]))
     return aval
 
 

@@ -16,13 +16,13 @@ from sharding_specs import Mesh
 
 from ...ir import Traced, info, primitive_name
 from ..base import ProgramPass
-from ..swap import is_cast, let_pass
+from ..swap import is_cast, move_before_sums
 
-__all__ = ["ReduceEach", "SumsOnce"]
+__all__ = ["ReduceOncePerStep", "ReducePerMicrobatch"]
 
 
 @dataclass(frozen=True)
-class SumsOnce(ProgramPass):
+class ReduceOncePerStep(ProgramPass):
     """Move sums over ranks behind the sums over microbatches that are made of them; runs before the others are moved.
 
     Attributes:
@@ -36,7 +36,7 @@ class SumsOnce(ProgramPass):
     def run(self, traced: Traced, mesh: Mesh) -> None:
         for node in list(traced.nodes):
             if is_total(node, self.axis):
-                while let_pass(traced, node, lambda other: self.axis not in other.args[1]):
+                while move_before_sums(traced, node, lambda other: self.axis not in other.args[1]):
                     pass
 
 
@@ -46,7 +46,7 @@ def is_total(node: fx.Node, axis: str) -> bool:
 
 
 @dataclass(frozen=True)
-class ReduceEach(ProgramPass):
+class ReducePerMicrobatch(ProgramPass):
     """Move sums over microbatches behind the sums over ranks; runs before microbatches are unrolled.
 
     Attributes:
@@ -65,5 +65,5 @@ class ReduceEach(ProgramPass):
 
         for node in list(traced.nodes):
             reduces = primitive_name(node) in ("psum", "psum_scatter") and not is_total(node, self.axis)
-            if reduces and let_pass(traced, node, is_passed, through=is_cast):
+            if reduces and move_before_sums(traced, node, is_passed, through=is_cast):
                 moved.update(node.users)

@@ -19,11 +19,11 @@ from torch import fx
 
 from sharding_specs import P
 
-from ...collectives import Parts, Type
+from ...collectives import DimSplit, Type
 from ...ir import Aval, NodeInfo, Traced, info, operands_of, primitive_name, set_info, update_info
-from .rounds import CASTS, Rounds, UnrollError, names_axis
+from .rounds import CASTS, MicrobatchRounds, UnrollError, names_axis
 
-__all__ = ["UnrollError", "combined_by", "microbatch_dim", "resized", "shortened", "unroll"]
+__all__ = ["UnrollError", "combine_op", "microbatch_dim", "unroll", "with_dim_size", "with_global_size"]
 
 aten = torch.ops.aten
 
@@ -38,7 +38,7 @@ _COMBINE = {
 def unroll(
     traced: Traced,
     axis: str,
-    parts: Parts,
+    parts: DimSplit,
     in_specs: list[P],
     out_specs: list[P],
     replicated: Collection[fx.Node] = (),
@@ -64,14 +64,20 @@ def unroll(
 
 class _Unroll:
     def __init__(
-        self, traced: Traced, axis: str, parts: Parts, in_specs: list[P], out_specs: list[P], replicated: set[fx.Node]
+        self,
+        traced: Traced,
+        axis: str,
+        parts: DimSplit,
+        in_specs: list[P],
+        out_specs: list[P],
+        replicated: set[fx.Node],
     ) -> None:
         self.old, self.axis, self.parts, self.size, self.replicated = traced, axis, parts, parts.ranks, replicated
         self.graph = fx.Graph()
         self.once: dict[fx.Node, fx.Node] = {}
         self.own: list[dict[fx.Node, fx.Node]] = [{} for _ in parts]
         self.result = Traced(self.graph, constants=dict(traced.constants))
-        self.microbatches = Rounds(traced, axis, in_specs)
+        self.microbatches = MicrobatchRounds(traced, axis, in_specs)
         self.varying, self._is_barrier = self.microbatches.varying, self.microbatches.is_barrier
         self._inputs(in_specs)
         self._rounds()
@@ -95,7 +101,7 @@ class _Unroll:
                 continue
             dim = microbatch_dim(spec, self.axis, str(info(node).path or node.name))
             aval = info(node).aval
-            update_info(new, val=resized(aval, dim, self.parts))
+            update_info(new, val=with_global_size(aval, dim, self.parts))
             for number in range(self.size):
                 bounds = (dim, *self.parts.held(number, aval.shape[dim]))
                 self.own[number][node] = self._write(aten.slice.Tensor, (new, *bounds), info(node))
@@ -158,7 +164,7 @@ class _Unroll:
             own[value] = self._copy_once(value) if value.op == "call_function" else self.once[value]
 
     def _accumulate(self, node: fx.Node, microbatch: int) -> None:
-        combine = combined_by(node, self.axis)
+        combine = combine_op(node, self.axis)
         if combine is None:
             return
         value = self.own[microbatch][node.args[0]]
@@ -206,14 +212,16 @@ class _Unroll:
         for number in range(self.size):  # one that is the same for every microbatch has each its copy of
             self._provide(output, number)
         parts = [self._own_part(own[output], dim, number, info(output)) for number, own in enumerate(self.own)]
-        return self._write(aten.cat.default, (parts, dim), replace(info(output), val=resized(aval, dim, self.parts)))
+        return self._write(
+            aten.cat.default, (parts, dim), replace(info(output), val=with_global_size(aval, dim, self.parts))
+        )
 
     def _own_part(self, value: fx.Node, dim: int, microbatch: int, known: NodeInfo) -> fx.Node:
         """Of a microbatch's result what no other microbatch before it has."""
         begin, end = self.parts.own(microbatch, known.aval.shape[dim])
         if begin == 0:
             return value
-        known = replace(known, val=shortened(known.aval, dim, end - begin))
+        known = replace(known, val=with_dim_size(known.aval, dim, end - begin))
         return self._write(aten.slice.Tensor, (value, dim, begin, end), known)
 
 
@@ -227,7 +235,7 @@ def microbatch_dim(spec: P, axis: str, where: str) -> int:
     raise UnrollError(f"{where}: {spec!r} does not say which dim holds the microbatches")
 
 
-def combined_by(node: fx.Node, axis: str) -> Any:
+def combine_op(node: fx.Node, axis: str) -> Any:
     """The op that joins two microbatches' operands of a barrier; None where they are laid side by side."""
     name = primitive_name(node)
     if name == "all_gather":
@@ -240,11 +248,11 @@ def combined_by(node: fx.Node, axis: str) -> Any:
     return _COMBINE[name]
 
 
-def resized(aval: Aval, dim: int, parts: Parts) -> Aval:
+def with_global_size(aval: Aval, dim: int, parts: DimSplit) -> Aval:
     """All microbatches together, from one."""
-    return shortened(aval, dim, parts.whole(aval.shape[dim]))
+    return with_dim_size(aval, dim, parts.whole(aval.shape[dim]))
 
 
-def shortened(aval: Aval, dim: int, length: int) -> Aval:
+def with_dim_size(aval: Aval, dim: int, length: int) -> Aval:
     """The same with another length of a dim."""
     return Aval((*aval.shape[:dim], length, *aval.shape[dim + 1 :]), aval.dtype, aval.device)

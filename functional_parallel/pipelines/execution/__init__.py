@@ -1,16 +1,16 @@
 """The execution of a pipeline: what a rank holds, what its actions do, and the same on sizes alone."""
 
 from .on_sizes import pipeline_memory
-from .rank import Mailbox, RankExecutor, slices_of
-from .stream import Stream
-from .worker import Run, Worker
+from .rank import Mailbox, ScheduleRunner, slices_of
+from .stream import AsyncRankExecutor
+from .worker import RankExecutor, RunProgram
 
 __all__ = [
+    "AsyncRankExecutor",
     "Mailbox",
     "RankExecutor",
-    "Run",
-    "Stream",
-    "Worker",
+    "RunProgram",
+    "ScheduleRunner",
     "pipeline_memory",
     "slices_of",
 ]

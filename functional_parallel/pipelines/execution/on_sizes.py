@@ -1,7 +1,7 @@
 """A pipeline run without tensors: the executor itself, on values that are only sizes, to know what each rank holds.
 
-A value is a `Stored`: the bytes of one storage, counted from when it is made until nothing refers to it any more. So
-the executor's own code says how long residuals, sums and messages live, and how many there are at once.
+A value is a `SimulatedStorage`: the bytes of one storage, counted from its creation until nothing refers to it. So the
+executor's own code determines how long residuals, sums and messages live, and how many exist at the same time.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 from torch import fx
 
 from ...ir import Aval, info
-from ...program import Ledger, Memory, Program, Storage, channel_bytes, shared_by_collectives
+from ...program import Memory, Program, Storage, StorageTable, channel_bytes, shared_by_collectives
 from ...schedules import Action, Receive, Send
-from ..extract import Part
+from ..extract import Subprogram
 from ..memory import PIPELINE_KINDS, PipelineMemory
 from ..stages import Stage
 from ..structure import PipelineStructure
-from .rank import RankExecutor, slices_of
-from .stream import Stream
-from .worker import Worker
+from .rank import ScheduleRunner, slices_of
+from .stream import AsyncRankExecutor
+from .worker import RankExecutor
 
 __all__ = ["pipeline_memory"]
 
@@ -42,7 +42,7 @@ def pipeline_memory(program: PipelineStructure) -> PipelineMemory:
 # -----------------------------------------------------------------------------
 
 
-class Stored:
+class SimulatedStorage:
     """A storage without contents.
 
     Attributes:
@@ -72,7 +72,7 @@ class Stored:
         self.tally.alive[self.kind] -= self.size
 
 
-Value = tuple[Stored, ...]  # what the executor passes around: a tensor, or the results of an op with several
+Value = tuple[SimulatedStorage, ...]  # what the executor passes around: a tensor, or the results of an op with several
 
 
 class _Tally:
@@ -80,7 +80,7 @@ class _Tally:
 
     def __init__(self) -> None:
         self.alive: Counter[str] = Counter()
-        self.living: weakref.WeakSet[Stored] = weakref.WeakSet()
+        self.living: weakref.WeakSet[SimulatedStorage] = weakref.WeakSet()
         self.curve: list[int] = []
         self.peak = -1
         self.steps: list[str] = []
@@ -118,7 +118,7 @@ class _Footprint:
     """
 
     def __init__(self, program: Program, kinds: Sequence[str]) -> None:
-        self.ledger, self.traced = Ledger(program.name, program.traced), program.traced
+        self.ledger, self.traced = StorageTable(program.name, program.traced), program.traced
         self.left = [self.ledger.storages[output] for output in self.traced.outputs]
         self.inputs = [storage for node in self.traced.inputs for storage in self.ledger.storages[node]]
         self._kinds = {storage: kind for made, kind in zip(self.left, kinds, strict=True) for storage in made}
@@ -170,7 +170,7 @@ def _programs(program: PipelineStructure) -> Iterator[tuple[Program, list[str]]]
             yield part.program, [_kind_of_input(replaces.get(node)) for node in part.outputs]
 
 
-def _kinds_of_work(stage: Stage, kind: str, part: Part, sums: int) -> list[str]:
+def _kinds_of_work(stage: Stage, kind: str, part: Subprogram, sums: int) -> list[str]:
     """What a stage's work makes: what is kept, what only travels on, and what is added up."""
     ordinary = part.outputs[: len(part.outputs) - sums]
     travels = set(stage.sends(kind)) - stage.kept_after(kind)
@@ -193,7 +193,7 @@ class _OneRank:
 
     def __init__(self, program: PipelineStructure, rank: int, footprints: Mapping[Program, _Footprint]) -> None:
         self.program, self.rank, self.footprints, self.mesh = program, rank, footprints, program.mesh
-        self.tally, self.constants = _Tally(), dict[int, Stored]()
+        self.tally, self.constants = _Tally(), dict[int, SimulatedStorage]()
         self.step = ""
         self.sent: list[Value] = []  # until the next message leaves
         self.messages: defaultdict[int, list[int]] = defaultdict(list)  # bytes of those to each rank
@@ -212,18 +212,18 @@ class _OneRank:
         return replace(found, shared=self._shared())
 
     def _run_step(self, inputs: dict[fx.Node, Value]) -> None:
-        program, executor = self.program, RankExecutor(self.program, self, self._act)
+        program, executor = self.program, ScheduleRunner(self.program, self, self._act)
         if program.schedule.versions is not None:
             slices = slices_of(program, inputs, lambda value, count, _: [value] * count)  # views of the batch
-            executor.run_schedule(Stream(program, self.rank, self.run, inputs, slices))
+            executor.run_schedule(AsyncRankExecutor(program, self.rank, self.run, inputs, slices))
             return
-        worker = Worker(program, self.rank, self.run, inputs, ordered=True)
+        worker = RankExecutor(program, self.rank, self.run, inputs, ordered=True)
         worker.begin()
         executor.run_schedule(worker)
         self.step = f"after the pipeline, rank {self.rank}"
         executor.run_epilogue(worker)
 
-    def _act(self, worker: Worker | Stream, action: Action) -> list[Value]:
+    def _act(self, worker: RankExecutor | AsyncRankExecutor, action: Action) -> list[Value]:
         self.step = str(action)
         return worker.act(action)
 
@@ -239,12 +239,12 @@ class _OneRank:
         if not kind:
             kind = "parameters" if info(node).is_parameter else "other inputs"
         size = aval.nbytes * (self.program.schedule.microbatches if node in self.program.cut_dims else 1)
-        return (Stored(self.tally, size, kind, str(info(node).path or node.name)),)
+        return (SimulatedStorage(self.tally, size, kind, str(info(node).path or node.name)),)
 
-    def _constant(self, tensor: torch.Tensor) -> Stored:
+    def _constant(self, tensor: torch.Tensor) -> SimulatedStorage:
         key = id(tensor)
         if key not in self.constants:
-            self.constants[key] = Stored(self.tally, tensor.nbytes, "other inputs", "a constant")
+            self.constants[key] = SimulatedStorage(self.tally, tensor.nbytes, "other inputs", "a constant")
         return self.constants[key]
 
     # --- programs ---
@@ -261,7 +261,7 @@ class _OneRank:
         made |= {storage: self._constant(tensor) for storage, tensor in found.constants.items()}
         for storage in left:
             if storage not in made:
-                made[storage] = Stored(self.tally, *found.row(storage))
+                made[storage] = SimulatedStorage(self.tally, *found.row(storage))
         return [tuple(made[storage] for storage in result) for result in found.left]
 
     # --- mail ---
@@ -311,10 +311,10 @@ class _OneRank:
         return found
 
     def _message(self, size: int, what: str) -> Value:
-        return (Stored(self.tally, size, "messages", what),)
+        return (SimulatedStorage(self.tally, size, "messages", what),)
 
 
-def _given_up(given: dict[Storage, Stored], last_uses: Mapping[Storage, int]) -> dict[Storage, Row]:
+def _given_up(given: dict[Storage, SimulatedStorage], last_uses: Mapping[Storage, int]) -> dict[Storage, Row]:
     """What of a program's inputs nobody else holds, once this has let go of it."""
     latest: dict[int, Storage] = {}
     for storage in sorted(given, key=lambda storage: last_uses.get(storage, 0)):

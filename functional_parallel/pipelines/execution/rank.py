@@ -9,12 +9,12 @@ from torch import fx
 
 from ...ir import Aval, info
 from ...schedules import Action, Receive, Send, messages
-from ..epilogue import Exchange
+from ..epilogue import Transfer
 from ..structure import PipelineStructure
-from .stream import Stream
-from .worker import Worker
+from .stream import AsyncRankExecutor
+from .worker import RankExecutor
 
-__all__ = ["Mailbox", "RankExecutor", "slices_of"]
+__all__ = ["Mailbox", "ScheduleRunner", "slices_of"]
 
 
 class Mailbox(Protocol):
@@ -38,7 +38,7 @@ class Mailbox(Protocol):
         """Send values to ranks, and receive others from them."""
 
 
-class RankExecutor:
+class ScheduleRunner:
     """Runs one rank of a pipeline, whose other ranks are elsewhere.
 
     Args:
@@ -48,11 +48,14 @@ class RankExecutor:
     """
 
     def __init__(
-        self, program: PipelineStructure, mail: Mailbox, act: Callable[[Worker | Stream, Action], list[Any]]
+        self,
+        program: PipelineStructure,
+        mail: Mailbox,
+        act: Callable[[RankExecutor | AsyncRankExecutor, Action], list[Any]],
     ) -> None:
         self.program, self.mail, self.act = program, mail, act
 
-    def run_schedule(self, worker: Worker | Stream) -> None:
+    def run_schedule(self, worker: RankExecutor | AsyncRankExecutor) -> None:
         """Run the rank's actions and messages in the order of the schedule."""
         program = self.program
         if "messages" not in program.cache:
@@ -68,7 +71,7 @@ class RankExecutor:
                 sent = self._run_action(worker, step)
         self.mail.finish()
 
-    def _run_action(self, worker: Worker | Stream, action: Action) -> list[Any]:
+    def _run_action(self, worker: RankExecutor | AsyncRankExecutor, action: Action) -> list[Any]:
         """Run an action; return the values for a neighbour on another rank."""
         program = self.program
         for awaited in program.awaited(action):
@@ -80,18 +83,18 @@ class RankExecutor:
         worker.receive(action, target, sent)
         return []
 
-    def _take(self, worker: Worker | Stream, awaited: Action, stage: int) -> None:
+    def _take(self, worker: RankExecutor | AsyncRankExecutor, awaited: Action, stage: int) -> None:
         values = self.mail.take(awaited)  # referenced here only, since they may be freed within the action
         if values is not None:
             worker.receive(awaited, stage, values)
 
-    def run_epilogue(self, worker: Worker) -> None:
+    def run_epilogue(self, worker: RankExecutor) -> None:
         """Run the programs after the schedule, level by level."""
         for level, exchanges in enumerate(self.program.epilogue.exchanges):
             worker.end(level)
             self._exchange(worker, exchanges)
 
-    def _exchange(self, worker: Worker, exchanges: Sequence[Exchange]) -> None:
+    def _exchange(self, worker: RankExecutor, exchanges: Sequence[Transfer]) -> None:
         outgoing: dict[int, list[Any]] = {}
         incoming: dict[int, list[fx.Node]] = {}
         for node, source, target in exchanges:

@@ -14,13 +14,13 @@ from torch import fx
 from ...ir import info
 from ...schedules import Action
 from ..structure import PipelineStructure
-from .worker import Run, Worker
+from .worker import RankExecutor, RunProgram
 
-__all__ = ["Stream"]
+__all__ = ["AsyncRankExecutor"]
 
 
-class Stream:
-    """Runs a rank's actions; takes a `Worker`'s place.
+class AsyncRankExecutor:
+    """Runs a rank's actions; takes a `RankExecutor`'s place.
 
     Args:
         program: the pipeline.
@@ -39,7 +39,7 @@ class Stream:
         self,
         program: PipelineStructure,
         rank: int,
-        run: Run,
+        run: RunProgram,
         inputs: dict[fx.Node, Any],
         slices: list[dict[fx.Node, Any]],
     ) -> None:
@@ -49,7 +49,7 @@ class Stream:
         self.together = program.schedule.microbatches // len(slices)
         self.versions: dict[int, dict[fx.Node, Any]] = {0: inputs}
         self.newest, self.most_versions = 0, 1
-        self.workers: dict[int, Worker] = {}
+        self.workers: dict[int, RankExecutor] = {}
         self.results: list[dict[fx.Node, Any]] = []
         self._mail: dict[int, list[tuple[Action, int, list[Any]]]] = {}
         self._to_read = [self.reads[action] for action in program.schedule.actions[rank] if action in self.reads]
@@ -81,16 +81,16 @@ class Stream:
         group, microbatch = divmod(action.microbatch, self.together)
         return group, action._replace(microbatch=microbatch)
 
-    def _worker(self, group: int, action: Action) -> Worker:
+    def _worker(self, group: int, action: Action) -> RankExecutor:
         if group not in self.workers:
             inputs = {**_weights(self.versions[self.reads[action]]), **self.slices[group]}
-            worker = self.workers[group] = Worker(self.program, self.rank, self.run, inputs, ordered=True)
+            worker = self.workers[group] = RankExecutor(self.program, self.rank, self.run, inputs, ordered=True)
             worker.begin()
             for mail in self._mail.pop(group, ()):
                 worker.receive(*mail)
         return self.workers[group]
 
-    def _update(self, group: int, worker: Worker) -> None:
+    def _update(self, group: int, worker: RankExecutor) -> None:
         newest = self.versions[self.newest]
         worker.inputs = {**newest, **self.slices[group]}
         worker.end(0)

@@ -10,15 +10,15 @@ from torch import fx
 
 from ...program import Program
 from ...schedules import Action
-from ..stages import Work
+from ..stages import ActionPrograms
 from ..structure import PipelineStructure
 
-__all__ = ["Run", "Worker"]
+__all__ = ["RankExecutor", "RunProgram"]
 
-Run = Callable[[Program, list[Any]], list[Any]]
+RunProgram = Callable[[Program, list[Any]], list[Any]]
 
 
-class Worker:
+class RankExecutor:
     """Runs a rank's actions.
 
     Args:
@@ -37,7 +37,7 @@ class Worker:
     """
 
     def __init__(
-        self, program: PipelineStructure, rank: int, run: Run, inputs: dict[fx.Node, Any], ordered: bool
+        self, program: PipelineStructure, rank: int, run: RunProgram, inputs: dict[fx.Node, Any], ordered: bool
     ) -> None:
         self.ordered = ordered
         self.program, self.rank, self.run, self.inputs = program, rank, run, inputs
@@ -93,7 +93,9 @@ class Worker:
             self.held[action.stage, action.microbatch] = {n: v for n, v in held.items() if n in kept}
         return sent
 
-    def _run(self, work: Work, action: Action, microbatch: int, held: dict[fx.Node, Any], wanted: set[fx.Node]) -> None:
+    def _run(
+        self, work: ActionPrograms, action: Action, microbatch: int, held: dict[fx.Node, Any], wanted: set[fx.Node]
+    ) -> None:
         """Run one of the work's programs: what is not wanted afterwards dies in it, at its last use."""
         chain = action.stage // self.program.schedule.depth
         totals = self.totals[chain]
@@ -121,7 +123,7 @@ class Worker:
                 self.early.setdefault((total, chain), {})[action.microbatch] = value
             self._catch_up(work, total, chain)
 
-    def _catch_up(self, work: Work, total: fx.Node, chain: int) -> None:
+    def _catch_up(self, work: ActionPrograms, total: fx.Node, chain: int) -> None:
         """Add what was there before its turn, as far as it is its turn now."""
         key, totals = (total, chain), self.totals[chain]
         early = self.early.get(key, {})

@@ -9,10 +9,10 @@ import torch
 from torch import fx
 
 from ...ir import argument, info, tensor_operands
-from ..duplicates import once
+from ..duplicates import mask_duplicates
 from ..placement import Shard
 from ..registry import Rule, rule
-from ..step import Step
+from ..step import OpContext
 from ..texts import dim_names, pattern
 
 aten = torch.ops.aten
@@ -46,7 +46,7 @@ def _text(node: fx.Node) -> str:
     return f"{', '.join(operands)} -> {pattern(() if mark else dim_names(len(whole)))}"
 
 
-def _local(step: Step, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _local(step: OpContext, *args: Any, **kwargs: Any) -> torch.Tensor:
     """The losses of a rank's elements; summed, they are divided by the whole count."""
     position, reduction = _LOSSES[step.node.target], argument(step.node, "reduction")
     if reduction == _NONE or step.choice is None:
@@ -56,7 +56,7 @@ def _local(step: Step, *args: Any, **kwargs: Any) -> torch.Tensor:
     else:
         kwargs = {**kwargs, "reduction": _NONE}
     place = Shard(int(step.choice.factor[1:]), step.choice.outer)
-    total = once(step.run(*args, **kwargs), place, step.axis, step.parts).sum()
+    total = mask_duplicates(step.run(*args, **kwargs), place, step.axis, step.parts).sum()
     return total / math.prod(_shape(step.node)) if reduction == _MEAN else total
 
 

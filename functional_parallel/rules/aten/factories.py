@@ -6,27 +6,27 @@ from typing import Any
 
 import torch
 
-from ..decide import Decision
-from ..placement import WHOLE, Partial
+from ..decide import OpSharding
+from ..placement import REPLICATED, Partial
 from ..registry import Rule, rule
-from ..step import Step
+from ..step import OpContext
 
 aten = torch.ops.aten
 
 
-def _decide_whole(step: Step) -> Decision:
-    return Decision((), (WHOLE,) * len(step.results))
+def _decide_whole(step: OpContext) -> OpSharding:
+    return OpSharding((), (REPLICATED,) * len(step.results))
 
 
-def _decide_like(step: Step) -> Decision:
+def _decide_like(step: OpContext) -> OpSharding:
     """As the operand lies; partial sums count as whole, since only their shape is asked for."""
     place = step.operands[0].place
-    return Decision((place,), (WHOLE if isinstance(place, Partial) else place,))
+    return OpSharding((place,), (REPLICATED if isinstance(place, Partial) else place,))
 
 
-def _decide_new(step: Step) -> Decision:
+def _decide_new(step: OpContext) -> OpSharding:
     """`x.new_zeros(shape)`: only dtype and device are asked for."""
-    return Decision((step.operands[0].place,), (WHOLE,), of_shapes=True)
+    return OpSharding((step.operands[0].place,), (REPLICATED,), of_shapes=True)
 
 
 _MAKERS = {
@@ -45,18 +45,18 @@ _MAKERS_LIKE = {
 }
 
 
-def _local_like(step: Step, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _local_like(step: OpContext, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     if not isinstance(step.decision.operands[0], Partial):
         return step.run(x, *args, **kwargs)
     kwargs.pop("memory_format", None)
     return _made(step, _MAKERS_LIKE[step.node.target], x, (list(x.shape), *args), kwargs)
 
 
-def _local_new(step: Step, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _local_new(step: OpContext, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return _made(step, _MAKERS[step.node.target], x, args, kwargs)
 
 
-def _made(step: Step, maker: Any, x: torch.Tensor, args: tuple[Any, ...], options: dict[str, Any]) -> torch.Tensor:
+def _made(step: OpContext, maker: Any, x: torch.Tensor, args: tuple[Any, ...], options: dict[str, Any]) -> torch.Tensor:
     """Made without the operand, which would make it a value of this rank's own."""
     given = {key: value for key, value in options.items() if value is not None}
     return step.emit(maker, args, {"dtype": x.dtype, "device": x.device, **given})

@@ -14,7 +14,7 @@ from torch import fx
 
 from ...ir import info
 from ..registry import Rule, rule
-from ..step import Step
+from ..step import OpContext
 from ..texts import linear_text, ndim_of, pattern, pointwise_text
 from .batched import all_whole_text, batched_text
 
@@ -60,15 +60,15 @@ def _convolution_text(node: fx.Node) -> str:
     return f"{', '.join(operands)} -> n c {' '.join(into)}, {' '.join([*weight, *kernel])}, co"
 
 
-def _local_convolution(step: Step, gradient: Any, x: Any, weight: Any, bias_sizes: Any, *args: Any) -> Any:
+def _local_convolution(step: OpContext, gradient: Any, x: Any, weight: Any, bias_sizes: Any, *args: Any) -> Any:
     return step.run(gradient, x, weight, [gradient.shape[1]] if bias_sizes else bias_sizes, *args)
 
 
-def _local_resizing(step: Step, gradient: torch.Tensor, size: Any, of_input: Any, *args: Any) -> torch.Tensor:
+def _local_resizing(step: OpContext, gradient: torch.Tensor, size: Any, of_input: Any, *args: Any) -> torch.Tensor:
     return step.run(gradient, size, [*gradient.shape[:2], *of_input[2:]], *args)
 
 
-def _local_contiguous(step: Step, *args: Any) -> torch.Tensor:
+def _local_contiguous(step: OpContext, *args: Any) -> torch.Tensor:
     """torch's kernel takes a shard with one channel for one whose channels lie last, and returns other numbers."""
     copies = (
         arg.clone(memory_format=torch.contiguous_format) if isinstance(arg, torch.Tensor) else arg for arg in args

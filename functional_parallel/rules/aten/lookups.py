@@ -13,9 +13,9 @@ from ...errors import TracingError
 from ...ir import Aval, current_source, info, tensor_operands
 from ...tracing import intercept
 from ..convert import convert
-from ..placement import WHOLE, Shard
+from ..placement import REPLICATED, Shard
 from ..registry import Rule, rule
-from ..step import Step
+from ..step import OpContext
 from ..texts import dim_names, dim_of, ndim_of, pattern
 from .batched import all_whole_text
 
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 def _local_embedding(
-    step: Step, table: torch.Tensor, index: torch.Tensor, padding: int = -1, by_frequency: bool = False, *args: Any
+    step: OpContext, table: torch.Tensor, index: torch.Tensor, padding: int = -1, by_frequency: bool = False, *args: Any
 ) -> torch.Tensor:
     if step.splits("v"):
         rows = _held_rows(step, table, index, padding)
@@ -38,7 +38,7 @@ def _local_embedding(
     return _by_frequency(step, rows, index) if by_frequency else rows
 
 
-def _held_rows(step: Step, table: torch.Tensor, index: torch.Tensor, padding: int) -> torch.Tensor:
+def _held_rows(step: OpContext, table: torch.Tensor, index: torch.Tensor, padding: int) -> torch.Tensor:
     held, inside = step.held_positions(index)
     rows = aten.embedding.default(table, held)
     if padding >= 0:  # the padding row is looked up but never trained
@@ -46,9 +46,9 @@ def _held_rows(step: Step, table: torch.Tensor, index: torch.Tensor, padding: in
     return torch.where(inside.unsqueeze(-1), rows, torch.zeros((), dtype=rows.dtype, device=rows.device))
 
 
-def _by_frequency(step: Step, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def _by_frequency(step: OpContext, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """The same rows, their gradients divided by how often each is looked up on all ranks."""
-    everywhere = convert(index, step.decision.operands[1], WHOLE, step.axis, step.parts).flatten()
+    everywhere = convert(index, step.decision.operands[1], REPLICATED, step.axis, step.parts).flatten()
     none = torch.zeros(step.operands[0].aval.shape[0], dtype=torch.int64, device=index.device)
     counts = none.scatter_add(0, everywhere.long(), torch.ones_like(everywhere, dtype=torch.int64))
     difference = torch.where(rows.isfinite(), rows - rows.detach(), 0)  # none, but it has the derivative
@@ -97,7 +97,7 @@ def _gather_text(node: fx.Node) -> str:
     return f"~{pattern(dim_names(len(x), left))}, {slots} -> {slots.replace('^', '')}"
 
 
-def _local_gather(step: Step, x: torch.Tensor, dim: int, index: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+def _local_gather(step: OpContext, x: torch.Tensor, dim: int, index: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     if not step.splits("picked"):
         return step.run(x, dim, index, **kwargs)
     held, inside = step.held_positions(index)
@@ -111,7 +111,7 @@ def _index_select_text(node: fx.Node) -> str:
     return f"~{pattern(dim_names(ndim, {dim: 'picked?'}))}, slots -> {pattern(dim_names(ndim, {dim: 'slots'}))}"
 
 
-def _local_index_select(step: Step, x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+def _local_index_select(step: OpContext, x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
     if not step.splits("picked"):
         return step.run(x, dim, index)
     held, inside = step.held_positions(index)
@@ -199,7 +199,7 @@ def _written_shape(node: fx.Node) -> list[int]:
     return [*kept[:ahead], *torch.broadcast_shapes(*(aval.shape for aval in avals.values())), *kept[ahead:]]
 
 
-def _local_indexing(step: Step, x: torch.Tensor, indices: list[Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+def _local_indexing(step: OpContext, x: torch.Tensor, indices: list[Any], *args: Any, **kwargs: Any) -> torch.Tensor:
     """The op on a shard; an index that enumerates the sharded dim enumerates the shard."""
     for dim, k in info(step.node).enumerated:
         if step.splits(f"p{k}"):

@@ -15,9 +15,9 @@ from torch import fx
 from ... import collectives as fp
 from ...collectives import MICROBATCH, hidden_axes
 from ...ir import Traced, info
-from ..duplicates import lowest
+from ..duplicates import reduction_identity
 from ..registry import Rule, rule
-from ..step import Step
+from ..step import OpContext
 from ..texts import dim_names, dim_of, ndim_of, pattern
 from .reductions import logsumexp_over_ranks
 
@@ -56,17 +56,17 @@ def _softmax_text(node: fx.Node) -> str:
     return f"{names} -> {names}"
 
 
-def _local_softmax(step: Step, x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+def _local_softmax(step: OpContext, x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
     if not step.splits("classes") or not x.numel():
         return step.run(x, dim, half_to_float)
     exps = (x - fp.pmax(x.detach().amax(dim, keepdim=True), step.axis)).exp()
     return exps / fp.pvary(fp.psum(step.once(exps).sum(dim, keepdim=True), step.axis), step.axis)
 
 
-def _local_log_softmax(step: Step, x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+def _local_log_softmax(step: OpContext, x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
     if not step.splits("classes") or not x.numel():
         return step.run(x, dim, half_to_float)
-    counted = step.once(x, lowest(x.dtype))
+    counted = step.once(x, reduction_identity(x.dtype))
     return x - fp.pvary(logsumexp_over_ranks(counted, [dim], True, step.axis), step.axis)
 
 
@@ -93,7 +93,7 @@ def _likelihood_text(node: fx.Node) -> str:
     return f"n! c!, n!{weight} -> n, ()"
 
 
-def _local_likelihood(step: Step, scores: torch.Tensor, target: torch.Tensor, weight: Any, *rest: Any) -> Any:
+def _local_likelihood(step: OpContext, scores: torch.Tensor, target: torch.Tensor, weight: Any, *rest: Any) -> Any:
     """Loss and total weight from per-token terms, each of them whole or partial as the decision says."""
     reduction, ignore = rest
     axis = step.axis
@@ -123,7 +123,7 @@ def _local_likelihood(step: Step, scores: torch.Tensor, target: torch.Tensor, we
     return loss / total, total
 
 
-def _token_losses(step: Step, scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def _token_losses(step: OpContext, scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """−log p(target) per token; whole on every rank when the classes are sharded."""
     is_logits = step.node.target is cross_entropy
     if not step.splits("c"):
@@ -134,7 +134,7 @@ def _token_losses(step: Step, scores: torch.Tensor, target: torch.Tensor) -> tor
     picked = scores.gather(-1, local.unsqueeze(-1)).squeeze(-1)
     picked = torch.where(inside, picked, torch.zeros((), dtype=scores.dtype, device=scores.device))
     score = fp.psum(picked, step.axis)
-    counted = step.once(scores, lowest(scores.dtype))
+    counted = step.once(scores, reduction_identity(scores.dtype))
     return logsumexp_over_ranks(counted, [-1], False, step.axis) - score if is_logits else -score
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from ..registry import Rule, rule
-from ..step import Step
+from ..step import OpContext
 from ..texts import ndim_of
 
 aten = torch.ops.aten
@@ -39,7 +39,7 @@ def _group_norm_text(node: fx.Node) -> str:
     return f"{', '.join([f'n {rest}', *scales])} -> n {plain}, n newg, n newg"
 
 
-def _local_group_norm(step: Step, x: torch.Tensor, weight: Any, bias: Any, n: int, *args: Any) -> Any:
+def _local_group_norm(step: OpContext, x: torch.Tensor, weight: Any, bias: Any, n: int, *args: Any) -> Any:
     return step.run(x, weight, bias, x.shape[0], *args)
 
 

@@ -14,10 +14,10 @@ from ... import collectives as fp
 from ...collectives import MICROBATCH, hidden_axes
 from ...ir import info, tensor_operands
 from ...tracing import STRAIGHT_THROUGH
-from ..decide import Decision
-from ..placement import PARTIAL, WHOLE
+from ..decide import OpSharding
+from ..placement import PARTIAL, REPLICATED
 from ..registry import Rule, rule
-from ..step import Step
+from ..step import OpContext
 from ..texts import linear_text, pattern, pointwise_text
 from .batched import all_whole_text
 
@@ -40,7 +40,7 @@ def _cast_text(node: fx.Node) -> str:
     return "~... -> ..." if info(node.args[0]).aval.dtype == info(node).aval.dtype else "... -> ..."
 
 
-def _decide_quotient(step: Step) -> Decision | None:
+def _decide_quotient(step: OpContext) -> OpSharding | None:
     """A quotient of two sums (a mean over what a mask keeps) completes both in one collective.
 
     Not with microbatches: the count must not wait for what the forward computes.
@@ -49,10 +49,10 @@ def _decide_quotient(step: Step) -> Decision | None:
         return None
     both = len(step.operands) == 2 and all(operand.place == PARTIAL for operand in step.operands)
     alike = both and step.operands[0].aval == step.operands[1].aval and not step.node.kwargs.get("rounding_mode")
-    return Decision((PARTIAL, PARTIAL), (WHOLE,)) if alike else None
+    return OpSharding((PARTIAL, PARTIAL), (REPLICATED,)) if alike else None
 
 
-def _local_quotient(step: Step, a: Any, b: Any, **kwargs: Any) -> Any:
+def _local_quotient(step: OpContext, a: Any, b: Any, **kwargs: Any) -> Any:
     if step.decision.operands != (PARTIAL, PARTIAL):
         return step.run(a, b, **kwargs)
     a, b = fp.psum(torch.stack([a, b]), step.axis).unbind()

@@ -11,9 +11,9 @@ from torch import fx
 
 from ... import collectives as fp
 from ...ir import argument, info, operands_of
-from ..duplicates import lowest
+from ..duplicates import reduction_identity
 from ..registry import Rule, rule
-from ..step import Step
+from ..step import OpContext
 from ..texts import along_text, dim_names, ndim_of, pattern, results_of
 
 aten = torch.ops.aten
@@ -45,7 +45,9 @@ def _histc_text(node: fx.Node) -> str:
     return f"{pattern(dim_names(ndim_of(node), names))} -> newbin"
 
 
-def _local_mean(step: Step, x: torch.Tensor, dims: Any = None, keepdim: bool = False, **kwargs: Any) -> torch.Tensor:
+def _local_mean(
+    step: OpContext, x: torch.Tensor, dims: Any = None, keepdim: bool = False, **kwargs: Any
+) -> torch.Tensor:
     """A sum over the shard, divided by the whole count."""
     wanted = reduced_dims(step.node)
     count = math.prod(step.operands[0].aval.shape[dim] for dim in wanted)
@@ -54,7 +56,7 @@ def _local_mean(step: Step, x: torch.Tensor, dims: Any = None, keepdim: bool = F
     return x.sum(wanted, keepdim=keepdim, **kwargs) / count
 
 
-def _local_variance(step: Step, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def _local_variance(step: OpContext, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Var, std and both with the mean, of the whole, from two sums over ranks when a reduced dim is sharded."""
     if not _reduces_ranks(step):
         return step.run(x, *args, **kwargs)
@@ -71,15 +73,15 @@ def _local_variance(step: Step, x: torch.Tensor, *args: Any, **kwargs: Any) -> A
     return spread
 
 
-def _reduces_ranks(step: Step) -> bool:
+def _reduces_ranks(step: OpContext) -> bool:
     place = step.decision.operands[0]
     return getattr(place, "dim", None) in reduced_dims(step.node)
 
 
-def _local_logsumexp(step: Step, x: torch.Tensor, dims: Any, keepdim: bool = False) -> torch.Tensor:
+def _local_logsumexp(step: OpContext, x: torch.Tensor, dims: Any, keepdim: bool = False) -> torch.Tensor:
     if not _reduces_ranks(step):
         return step.run(x, dims, keepdim)
-    x = step.once(x, lowest(x.dtype))
+    x = step.once(x, reduction_identity(x.dtype))
     return logsumexp_over_ranks(x, reduced_dims(step.node), keepdim, step.axis)
 
 
@@ -94,13 +96,13 @@ def logsumexp_over_ranks(x: torch.Tensor, dims: list[int], keepdim: bool, axis: 
     return total.log() + (top if keepdim else top.reshape(total.shape))
 
 
-def _local_extremum(step: Step, x: torch.Tensor, dims: Any = (), keepdim: bool = False) -> torch.Tensor:
+def _local_extremum(step: OpContext, x: torch.Tensor, dims: Any = (), keepdim: bool = False) -> torch.Tensor:
     """The extremum of the whole; as in torch, elements that tie for it share its gradient evenly, on all ranks."""
     if not _reduces_ranks(step):
         return step.run(*([x, dims, keepdim] if len(step.node.args) > 1 else [x]))
     largest = step.node.target in (aten.amax.default, aten.max.default)
     wanted = reduced_dims(step.node)
-    x = step.once(x, lowest(x.dtype, 1 if largest else -1))
+    x = step.once(x, reduction_identity(x.dtype, 1 if largest else -1))
     own = x.detach().amax(wanted, keepdim=True) if largest else x.detach().amin(wanted, keepdim=True)
     best = (fp.pmax if largest else fp.pmin)(own, step.axis)
     whole = best if keepdim else best.squeeze(wanted)

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...collectives import Parts
+from ...collectives import DimSplit
 from ...ir import argument, info, tensor_operands
-from ..decide import Decision
-from ..placement import REDUCED, WHOLE, Place, Shard
+from ..decide import OpSharding
+from ..placement import REDUCED, REPLICATED, AxisLayout, Shard
 from ..registry import Rule, rule
-from ..step import Step
+from ..step import OpContext
 from ..texts import along_text, dim_names, dim_of, ndim_of, pattern, results_of, whole_along
 from .batched import batched_text
 
@@ -30,7 +30,9 @@ def _shape(node: Any) -> tuple[int, ...]:
 # -----------------------------------------------------------------------------
 
 
-def reshaped_place(before: Sequence[int], after: Sequence[int], place: Place, parts: Parts) -> Place | None:
+def reshaped_place(
+    before: Sequence[int], after: Sequence[int], place: AxisLayout, parts: DimSplit
+) -> AxisLayout | None:
     """Where a shard lies after a reshape, or None if the new dims cut across it.
 
     The tensor's elements in order read (major, ranks, minor). A dim of the new shape carries the ranks' factor if its
@@ -54,13 +56,13 @@ def reshaped_place(before: Sequence[int], after: Sequence[int], place: Place, pa
     return None
 
 
-def _decide_view(step: Step) -> Decision:
+def _decide_view(step: OpContext) -> OpSharding:
     operand = step.operands[0]
     place = reshaped_place(operand.aval.shape, step.result().shape, operand.place, step.parts)
-    return Decision((WHOLE,), (WHOLE,)) if place is None else Decision((operand.place,), (place,))
+    return OpSharding((REPLICATED,), (REPLICATED,)) if place is None else OpSharding((operand.place,), (place,))
 
 
-def _local_view(step: Step, x: torch.Tensor, shape: Sequence[int], **_: Any) -> torch.Tensor:
+def _local_view(step: OpContext, x: torch.Tensor, shape: Sequence[int], **_: Any) -> torch.Tensor:
     return x.reshape(step.local_result_shape())
 
 
@@ -114,7 +116,7 @@ def _squeeze_text(node: fx.Node) -> str:
     return f"~{pattern(left)} -> {pattern(right)}"
 
 
-def _local_squeeze(step: Step, x: torch.Tensor, dims: Any = None) -> torch.Tensor:
+def _local_squeeze(step: OpContext, x: torch.Tensor, dims: Any = None) -> torch.Tensor:
     return x.reshape(step.local_result_shape())
 
 
@@ -127,7 +129,7 @@ def _expand_text(node: fx.Node) -> str:
     return f"~{pattern(grown)} -> {pattern(right)}"
 
 
-def _local_expand(step: Step, x: torch.Tensor, shape: Sequence[int], **_: Any) -> torch.Tensor:
+def _local_expand(step: OpContext, x: torch.Tensor, shape: Sequence[int], **_: Any) -> torch.Tensor:
     return x.expand(step.local_result_shape())
 
 
@@ -144,7 +146,7 @@ rule([aten.expand.default], Rule(_expand_text, _local_expand))
 # -----------------------------------------------------------------------------
 
 
-def _cut_place(place: Place, dim: int, extent: int, start: int, length: int) -> Place | None:
+def _cut_place(place: AxisLayout, dim: int, extent: int, start: int, length: int) -> AxisLayout | None:
     """Where `length` elements from `start` of a dim lie, when they are whole blocks outside the ranks' factor.
 
     A fused `"embed (3 heads/tensor)"` is cut into its three parts this way, without moving anything.
@@ -159,8 +161,8 @@ def _cut_place(place: Place, dim: int, extent: int, start: int, length: int) -> 
 
 
 def _strided_place(
-    place: Place, dim: int, extent: int, start: int, length: int, stride: int, parts: Parts
-) -> Place | None:
+    place: AxisLayout, dim: int, extent: int, start: int, length: int, stride: int, parts: DimSplit
+) -> AxisLayout | None:
     """Where every other element of a dim lies, or of every so many one, when each rank takes the same of its own."""
     if not isinstance(place, Shard) or place.dim != dim or start >= stride:
         return None
@@ -168,7 +170,7 @@ def _strided_place(
     return place if divides and length * stride == extent else None
 
 
-def _decide_slice(step: Step) -> Decision | None:
+def _decide_slice(step: OpContext) -> OpSharding | None:
     dim, (start, end, stride) = dim_of(step.node), _bounds(step.node)
     operand, length = step.operands[0], step.result().shape[dim_of(step.node)]
     extent = operand.aval.shape[dim]
@@ -176,10 +178,10 @@ def _decide_slice(step: Step) -> Decision | None:
         place = _cut_place(operand.place, dim, extent, start, end - start)
     else:
         place = _strided_place(operand.place, dim, extent, start, length, stride, step.parts)
-    return None if place is None else Decision((operand.place,), (place,))
+    return None if place is None else OpSharding((operand.place,), (place,))
 
 
-def _local_slice(step: Step, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _local_slice(step: OpContext, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     dim, (start, end, stride) = dim_of(step.node), _bounds(step.node)
     place = step.decision.operands[0]
     if isinstance(place, Shard) and place.dim == dim:
@@ -193,7 +195,7 @@ def _bounds(node: fx.Node) -> tuple[int, int, int]:
     return start, max(start, end), stride
 
 
-def _decide_split(step: Step) -> Decision | None:
+def _decide_split(step: OpContext) -> OpSharding | None:
     dim, operand = dim_of(step.node), step.operands[0]
     places, start = [], 0
     for result in info(step.node).avals:
@@ -201,10 +203,10 @@ def _decide_split(step: Step) -> Decision | None:
         start += result.shape[dim]
     if any(place is None for place in places):
         return None
-    return Decision((operand.place,), tuple(place for place in places if place is not None))
+    return OpSharding((operand.place,), tuple(place for place in places if place is not None))
 
 
-def _local_split(step: Step, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def _local_split(step: OpContext, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     dim = dim_of(step.node)
     lengths = [step.local_result_shape(index)[dim] for index in range(len(step.results))]
     return step.emit(aten.split_with_sizes.default, (x, lengths, dim), {})
@@ -247,7 +249,7 @@ def _cat_text(node: fx.Node) -> str:
     return f"{', '.join(parts)} -> {pattern(dim_names(ndim, {dim: 'new'}))}"
 
 
-def _decide_cat(step: Step) -> Decision | None:
+def _decide_cat(step: OpContext) -> OpSharding | None:
     """Blocks of equal lengths that ranks split alike lie side by side, as both halves of a batch of pairs do.
 
     What is whole beside them is sliced, unless it is the larger part. Empty tensors stay as they are.
@@ -255,7 +257,7 @@ def _decide_cat(step: Step) -> Decision | None:
     dim = argument(step.node, "dim") % len(step.result().shape)
     filled = [operand for operand in step.operands if operand.aval.shape[dim]]
     held = [operand for operand in filled if isinstance(operand.place, Shard)]
-    whole = [operand for operand in filled if operand.place in (WHOLE, REDUCED)]
+    whole = [operand for operand in filled if operand.place in (REPLICATED, REDUCED)]
     places = [place for operand in held if isinstance(place := operand.place, Shard)]
     if not step.parts.is_even or len(held) + len(whole) < len(filled) or {p.dim for p in places} != {dim}:
         return None
@@ -265,7 +267,7 @@ def _decide_cat(step: Step) -> Decision | None:
     if others or larger or any(length % block for length in lengths):
         return None
     required = [Shard(dim, operand.aval.shape[dim] // block or 1) for operand in step.operands]
-    return Decision(tuple(required), (Shard(dim, sum(lengths) // block),))
+    return OpSharding(tuple(required), (Shard(dim, sum(lengths) // block),))
 
 
 def _stack_text(node: fx.Node) -> str:

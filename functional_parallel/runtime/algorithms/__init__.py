@@ -1,22 +1,22 @@
 """Algorithms for collectives of real processes, each a few lines over messages or shared memory, and which to use."""
 
 from . import starting
-from .choose import SIZES, Chooser, setting
-from .roll_call import RollCall
+from .choose import SIZES, AlgorithmSelector, requested_algorithm
+from .roll_call import CallCheck
 from .table import ALGORITHMS, Algorithm
-from .team import NOTHING, ROLL_CALL, Messages, Ranks, Team
+from .team import COMPLETED, ROLL_CALL, AlgorithmGroup, RankGroup, TaggedMessages
 
 __all__ = [
     "ALGORITHMS",
-    "NOTHING",
+    "COMPLETED",
     "ROLL_CALL",
     "SIZES",
     "Algorithm",
-    "Chooser",
-    "Messages",
-    "Ranks",
-    "RollCall",
-    "Team",
-    "setting",
+    "AlgorithmGroup",
+    "AlgorithmSelector",
+    "CallCheck",
+    "RankGroup",
+    "TaggedMessages",
+    "requested_algorithm",
     "starting",
 ]

@@ -6,17 +6,17 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from .model import KINDS, Machine, measured, work_of
+from .model import COLLECTIVE_KINDS, MeasuredCosts, algorithm_cost, measure_group
 from .table import ALGORITHMS, Algorithm
-from .team import Team
+from .team import AlgorithmGroup
 
-__all__ = ["VARIABLE", "Chooser", "setting"]
+__all__ = ["VARIABLE", "AlgorithmSelector", "requested_algorithm"]
 
 VARIABLE = "FUNCTIONAL_PARALLEL_ALGORITHM"
 SIZES = tuple(1 << power for power in (10, 14, 18, 22, 26))
 
 
-def setting(given: str | None, ordered: bool) -> str:
+def requested_algorithm(given: str | None, ordered: bool) -> str:
     """What was asked for: an argument, else the environment variable, else "auto".
 
     >>> setting("ring", ordered=False)
@@ -50,7 +50,7 @@ _REASONS = {
 }
 
 
-class Chooser:
+class AlgorithmSelector:
     """Selects the algorithms of one team.
 
     Args:
@@ -65,7 +65,7 @@ class Chooser:
 
     def __init__(
         self,
-        team: Team,
+        team: AlgorithmGroup,
         setting: str,
         ordered: bool,
         measuring: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -74,14 +74,14 @@ class Chooser:
         self._forced = ALGORITHMS.get(setting)
         if self._forced is not None and (reason := self._forced.refuses(team)):
             raise ValueError(f"algorithm={setting!r} (or {VARIABLE}) cannot be used here: {reason}; write 'auto'")
-        self._machine: Machine | None = None
+        self._machine: MeasuredCosts | None = None
 
     @property
-    def machine(self) -> Machine:
+    def machine(self) -> MeasuredCosts:
         """The measured costs of this team, which `table` shows; the first use is a collective."""
         if self._machine is None:
             with self._measuring():
-                self._machine = measured(self.team)
+                self._machine = measure_group(self.team)
         return self._machine
 
     def choose(self, kind: str) -> Algorithm | None:
@@ -91,7 +91,7 @@ class Chooser:
     def _by_rule(self, kind: str) -> str:
         for name in ("shared", "two_level"):
             is_able = ALGORITHMS[name].refuses(self.team) is None and self._may_add(name, kind)
-            if is_able and work_of(name, kind, self.team.size, len(self.team.hosts)) is not None:
+            if is_able and algorithm_cost(name, kind, self.team.size, len(self.team.hosts)) is not None:
                 return name
         return "direct" if self._must_add(kind) and kind == "all_reduce" else "backend"
 
@@ -102,7 +102,7 @@ class Chooser:
         """Seconds by the name of each algorithm that may be used here, "backend" among them."""
         found = {}
         for name, algorithm in ALGORITHMS.items():
-            work = work_of(name, kind, self.team.size, len(self.team.hosts), size)
+            work = algorithm_cost(name, kind, self.team.size, len(self.team.hosts), size)
             if work and not algorithm.refuses(self.team) and self._may_add(name, kind):
                 line = self.machine.whole.get((name, kind))
                 found[name] = line.seconds(size) if line else work.seconds(size, self.machine)
@@ -131,7 +131,7 @@ class Chooser:
         ]
         names = [*(name for name, each in ALGORITHMS.items() if not each.refuses(team)), "backend"]
         rows = [("milliseconds", "bytes", *names, "chosen", "because")]
-        for kind in KINDS:
+        for kind in COLLECTIVE_KINDS:
             for size in sizes:
                 times = self.predictions(kind, size)
                 cells = (f"{1000 * times[name]:.3f}" if name in times else "–" for name in names)

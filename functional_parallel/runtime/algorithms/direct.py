@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from ..buffers import ordered_sum
-from ..calls import Steps
-from .team import Messages, Ranks, Team
+from ..calls import CollectiveSteps
+from .team import AlgorithmGroup, RankGroup, TaggedMessages
 
 __all__ = ["all_to_all", "gather", "reduce"]
 
 
-def all_to_all(team: Team, chunks: Sequence[Tensor], parts: Sequence[Tensor]) -> Steps:
+def all_to_all(team: AlgorithmGroup, chunks: Sequence[Tensor], parts: Sequence[Tensor]) -> CollectiveSteps:
     """Chunk i goes to rank i; `parts[i]`, contiguous, becomes what rank i sent here."""
     messages = team.messages()
     parts[team.rank].copy_(chunks[team.rank])
@@ -28,8 +28,8 @@ def all_to_all(team: Team, chunks: Sequence[Tensor], parts: Sequence[Tensor]) ->
 
 
 def reduce(
-    team: Ranks, messages: Messages, chunks: Sequence[Tensor], result: Tensor, accumulated: torch.dtype | None
-) -> Steps:
+    team: RankGroup, messages: TaggedMessages, chunks: Sequence[Tensor], result: Tensor, accumulated: torch.dtype | None
+) -> CollectiveSteps:
     """Chunk i of the sum on rank i."""
     parts = {other: torch.empty_like(result) for other in team.others()}
     sent = [chunks[other].contiguous() for other in team.others()]
@@ -40,7 +40,7 @@ def reduce(
     result.copy_(ordered_sum([parts[rank] for rank in range(team.size)], buffer, accumulated))
 
 
-def gather(team: Ranks, messages: Messages, parts: Sequence[Tensor]) -> Steps:
+def gather(team: RankGroup, messages: TaggedMessages, parts: Sequence[Tensor]) -> CollectiveSteps:
     """`parts[i]` becomes that of rank i; a rank's own is there already."""
     receiving = [messages.receive(parts[other], other) for other in team.others()]
     yield [*receiving, *(messages.send(parts[team.rank], other) for other in team.others())]

@@ -13,10 +13,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..buffers import whole_of
-from ..calls import Steps
+from ..buffers import flat_or_view
+from ..calls import CollectiveSteps
 from . import ring
-from .team import Messages, Ranks
+from .team import RankGroup, TaggedMessages
 
 __all__ = ["gather", "is_power_of_two", "reduce"]
 
@@ -26,11 +26,11 @@ def is_power_of_two(number: int) -> bool:
 
 
 def reduce(
-    team: Ranks, messages: Messages, chunks: Sequence[Tensor], result: Tensor, accumulated: torch.dtype | None
-) -> Steps:
+    team: RankGroup, messages: TaggedMessages, chunks: Sequence[Tensor], result: Tensor, accumulated: torch.dtype | None
+) -> CollectiveSteps:
     """Chunk i of the sum on rank i: each round gives away the half of the chunks that the partner's side keeps."""
     if not is_power_of_two(team.size):
-        yield from ring.reduce(team, messages, chunks, result, accumulated)
+        yield from ring.reduce_scatter_steps(team, messages, chunks, result, accumulated)
         return
     dtype = accumulated or result.dtype
     sums = torch.cat([chunk.reshape(-1).to(dtype) for chunk in chunks])
@@ -49,16 +49,16 @@ def reduce(
     result.copy_(span(first, last).view(result.shape))
 
 
-def gather(team: Ranks, messages: Messages, parts: Sequence[Tensor]) -> Steps:
+def gather(team: RankGroup, messages: TaggedMessages, parts: Sequence[Tensor]) -> CollectiveSteps:
     """`parts[i]` becomes that of rank i; they lie one behind the other. Each round doubles what a rank has."""
     if not is_power_of_two(team.size):
-        yield from ring.gather(team, messages, parts)
+        yield from ring.all_gather_steps(team, messages, parts)
         return
     flat = [part.view(-1) for part in parts]
     length = 1
     while length < team.size:
         partner = team.rank ^ length
-        mine, theirs = (whole_of(flat[first : first + length]) for first in _aligned(length, team.rank, partner))
+        mine, theirs = (flat_or_view(flat[first : first + length]) for first in _aligned(length, team.rank, partner))
         yield [messages.receive(theirs, partner), messages.send(mine, partner)]
         length *= 2
 

@@ -20,14 +20,14 @@ from torch import Tensor
 
 from ...program import Line
 from ..buffers import ordered_sum
-from ..calls import Steps
+from ..calls import CollectiveSteps
 from ..shared_memory import shared
 from .halving import is_power_of_two
-from .team import Team
+from .team import AlgorithmGroup
 
-__all__ = ["KINDS", "Line", "Machine", "Work", "fitted", "measured", "work_of"]
+__all__ = ["COLLECTIVE_KINDS", "AlgorithmCost", "Line", "MeasuredCosts", "algorithm_cost", "fitted", "measure_group"]
 
-KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+COLLECTIVE_KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 _SIZES = (1 << 12, 1 << 20)
 _BATCH, _MOST_BATCHES = 3, 5
 _SECONDS = 0.06
@@ -51,7 +51,7 @@ def fitted(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
 
 
 @dataclass(frozen=True)
-class Machine:
+class MeasuredCosts:
     """What was measured on a team, the slowest rank of it counting.
 
     Attributes:
@@ -70,7 +70,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Work:
+class AlgorithmCost:
     """What the busiest rank does in an algorithm; bytes are multiples of the collective's.
 
     Attributes:
@@ -87,8 +87,8 @@ class Work:
     signals: int = 0
     copied: float = 0.0
 
-    def __add__(self, other: Work) -> Work:
-        return Work(
+    def __add__(self, other: AlgorithmCost) -> AlgorithmCost:
+        return AlgorithmCost(
             self.rounds + other.rounds,
             self.messages + other.messages,
             self.sent + other.sent,
@@ -96,7 +96,7 @@ class Work:
             self.copied + other.copied,
         )
 
-    def seconds(self, size: float, machine: Machine) -> float:
+    def seconds(self, size: float, machine: MeasuredCosts) -> float:
         """How long it takes for a collective of so many bytes."""
         messages = self.rounds * machine.message.alpha + (self.messages - self.rounds) * machine.further
         memory = machine.memory or Line(0.0, 0.0)
@@ -122,7 +122,7 @@ def _count(number: int, what: str) -> str:
 # -----------------------------------------------------------------------------
 
 
-def work_of(name: str, kind: str, ranks: int, hosts: int = 1, size: int = 1 << 30) -> Work | None:
+def algorithm_cost(name: str, kind: str, ranks: int, hosts: int = 1, size: int = 1 << 30) -> AlgorithmCost | None:
     """What an algorithm does for a collective of n bytes: the operand of a sum or an exchange, the result of a gather.
 
     >>> print(work_of("ring", "all_reduce", 4))
@@ -132,7 +132,7 @@ def work_of(name: str, kind: str, ranks: int, hosts: int = 1, size: int = 1 << 3
 
     Args:
         name: a name in `ALGORITHMS`.
-        kind: one of `KINDS`.
+        kind: one of `COLLECTIVE_KINDS`.
         ranks: how many there are.
         hosts: on how many hosts they are, equally many on each.
         size: n; what is small may go another way.
@@ -143,38 +143,42 @@ def work_of(name: str, kind: str, ranks: int, hosts: int = 1, size: int = 1 << 3
     if name == "shared":
         return _shared(kind, ranks, size)
     if kind == "all_to_all":
-        return Work(1, ranks - 1, (ranks - 1) / ranks) if name == "direct" else None
+        return AlgorithmCost(1, ranks - 1, (ranks - 1) / ranks) if name == "direct" else None
     if name == "naive":
         return _naive(kind, ranks)
-    phase = _two_level(ranks // hosts, hosts) if name == "two_level" else {kind: _phase(name, ranks) for kind in KINDS}
+    phase = (
+        _two_level(ranks // hosts, hosts)
+        if name == "two_level"
+        else {kind: _phase(name, ranks) for kind in COLLECTIVE_KINDS}
+    )
     return phase["reduce_scatter"] + phase["all_gather"] if kind == "all_reduce" else phase[kind]
 
 
-def _phase(name: str, ranks: int) -> Work:
+def _phase(name: str, ranks: int) -> AlgorithmCost:
     """Half an all-reduce: p − 1 parts of n / p bytes are sent, whatever the algorithm."""
     sent = (ranks - 1) / ranks
     if name == "direct":
-        return Work(1, ranks - 1, sent)
+        return AlgorithmCost(1, ranks - 1, sent)
     rounds = int(log2(ranks)) if name == "halving" and is_power_of_two(ranks) else ranks - 1
-    return Work(rounds, rounds, sent)
+    return AlgorithmCost(rounds, rounds, sent)
 
 
-def _naive(kind: str, ranks: int) -> Work:
+def _naive(kind: str, ranks: int) -> AlgorithmCost:
     if kind == "all_reduce":
-        return Work(2, 2 * (ranks - 1), 2.0 * (ranks - 1))
-    return Work(2, (ranks + 1) * (ranks - 1), (ranks - 1) * (1 + 1 / ranks))
+        return AlgorithmCost(2, 2 * (ranks - 1), 2.0 * (ranks - 1))
+    return AlgorithmCost(2, (ranks + 1) * (ranks - 1), (ranks - 1) * (1 + 1 / ranks))
 
 
-def _shared(kind: str, ranks: int, size: int) -> Work:
+def _shared(kind: str, ranks: int, size: int) -> AlgorithmCost:
     """Writing n bytes or a part of them, and reading what is wanted."""
     if kind == "all_reduce":
         one_round = ranks == 2 or size <= shared.ONE_ROUND
-        return Work(signals=1, copied=1.0 + ranks) if one_round else Work(signals=2, copied=3.0)
-    return Work(signals=1, copied=1 + 1 / ranks if kind == "all_gather" else 2 - 1 / ranks)
+        return AlgorithmCost(signals=1, copied=1.0 + ranks) if one_round else AlgorithmCost(signals=2, copied=3.0)
+    return AlgorithmCost(signals=1, copied=1 + 1 / ranks if kind == "all_gather" else 2 - 1 / ranks)
 
 
-def _two_level(on_each: int, hosts: int) -> dict[str, Work]:
-    across = Work(hosts - 1, hosts - 1, (hosts - 1) / hosts / on_each)
+def _two_level(on_each: int, hosts: int) -> dict[str, AlgorithmCost]:
+    across = AlgorithmCost(hosts - 1, hosts - 1, (hosts - 1) / hosts / on_each)
     return {kind: _shared(kind, on_each, 0) + across for kind in ("reduce_scatter", "all_gather")}
 
 
@@ -183,7 +187,7 @@ def _two_level(on_each: int, hosts: int) -> dict[str, Work]:
 # -----------------------------------------------------------------------------
 
 
-def measured(team: Team) -> Machine:
+def measure_group(team: AlgorithmGroup) -> MeasuredCosts:
     """Measure a team; every rank takes part, and all get the same numbers: those of the slowest rank."""
     trials = {(key, size): run for size in _SIZES for key, run in _trials(team, size).items()}
     best = dict.fromkeys(trials, float("inf"))
@@ -199,7 +203,9 @@ def measured(team: Team) -> Machine:
     lines = {key: fitted(_SIZES, [slowest[key, size] for size in _SIZES]) for key, _ in trials}
     one, several, memory = lines.pop(("message", "")), lines.pop(("messages", "")), lines.pop(("memory", ""), None)
     further = max(0.0, several.alpha - one.alpha) / (_IN_A_ROUND - 1)
-    return Machine(one, further, memory and Line(memory.alpha, memory.beta / (1 + 1 / len(team.on_my_host))), lines)
+    return MeasuredCosts(
+        one, further, memory and Line(memory.alpha, memory.beta / (1 + 1 / len(team.on_my_host))), lines
+    )
 
 
 def _time_all(trials: dict[Any, Callable[[], object]], best: dict[Any, float]) -> None:
@@ -212,7 +218,7 @@ def _time_all(trials: dict[Any, Callable[[], object]], best: dict[Any, float]) -
         best[trial] = min(best[trial], (time.perf_counter() - began) / _BATCH)
 
 
-def _trials(team: Team, size: int) -> dict[tuple[str, str], Callable[[], object]]:
+def _trials(team: AlgorithmGroup, size: int) -> dict[tuple[str, str], Callable[[], object]]:
     """What is timed, for so many bytes: by algorithm and kind."""
     length = size // 4 // team.size
     whole, mine = torch.zeros(length * team.size), torch.zeros(length)
@@ -232,7 +238,7 @@ def _trials(team: Team, size: int) -> dict[tuple[str, str], Callable[[], object]
         trials["memory", ""] = lambda: team.run(steps()).wait()
         if team.is_on_one_host:
             chunks = whole.chunk(team.size)
-            of_kind: dict[str, Callable[[], Steps]] = {
+            of_kind: dict[str, Callable[[], CollectiveSteps]] = {
                 "all_reduce": lambda: shared.all_reduce(memory, whole, whole),
                 "reduce_scatter": lambda: shared.reduce_scatter(memory, chunks, torch.empty(length)),
                 "all_gather": lambda: shared.all_gather(memory, mine, _parts(team, mine)),
@@ -247,13 +253,13 @@ def _parts(ranks: Any, like: Tensor) -> list[Tensor]:
     return list(like.new_empty(ranks.size, *like.shape).unbind())
 
 
-def _exchanged(team: Team, whole: Tensor) -> list[Tensor]:
+def _exchanged(team: AlgorithmGroup, whole: Tensor) -> list[Tensor]:
     received = torch.empty_like(whole)
     dist.all_to_all_single(received, whole, group=team.handle)
     return list(received.chunk(team.size))
 
 
-def _shift(team: Team, sent: Tensor, count: int) -> None:
+def _shift(team: AlgorithmGroup, sent: Tensor, count: int) -> None:
     """Send to a neighbour and receive from one, in so many messages."""
     after, before = _neighbours(team)
     messages = team.messages()
@@ -262,7 +268,7 @@ def _shift(team: Team, sent: Tensor, count: int) -> None:
         message.wait()
 
 
-def _neighbours(team: Team) -> tuple[int, int]:
+def _neighbours(team: AlgorithmGroup) -> tuple[int, int]:
     """Whom a rank sends to, and whom it hears: on another host where there are several, if none has most of the ranks.
 
     In a ring of all ranks, host by host, one further by as many as the largest host has.

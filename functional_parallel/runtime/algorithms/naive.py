@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from ..buffers import ordered_sum
-from ..calls import Steps
-from .team import Messages, Ranks, Team
+from ..calls import CollectiveSteps
+from .team import AlgorithmGroup, RankGroup, TaggedMessages
 
 __all__ = ["all_reduce", "gather", "reduce"]
 
 SERVER = 0
 
 
-def all_reduce(team: Team, x: Tensor, result: Tensor, accumulated: torch.dtype | None) -> Steps:
+def all_reduce(team: AlgorithmGroup, x: Tensor, result: Tensor, accumulated: torch.dtype | None) -> CollectiveSteps:
     """The sum, into `result`, which is contiguous and may be `x`."""
     messages = team.messages()
     clients = team.others()
@@ -35,8 +35,8 @@ def all_reduce(team: Team, x: Tensor, result: Tensor, accumulated: torch.dtype |
 
 
 def reduce(
-    team: Ranks, messages: Messages, chunks: Sequence[Tensor], result: Tensor, accumulated: torch.dtype | None
-) -> Steps:
+    team: RankGroup, messages: TaggedMessages, chunks: Sequence[Tensor], result: Tensor, accumulated: torch.dtype | None
+) -> CollectiveSteps:
     """Chunk i of the sum on rank i."""
     clients = team.others()
     if team.rank != SERVER:
@@ -52,7 +52,7 @@ def reduce(
     yield [messages.send(sums[client], client) for client in clients]
 
 
-def gather(team: Ranks, messages: Messages, parts: Sequence[Tensor]) -> Steps:
+def gather(team: RankGroup, messages: TaggedMessages, parts: Sequence[Tensor]) -> CollectiveSteps:
     """`parts[i]` becomes that of rank i."""
     if team.rank != SERVER:
         yield [messages.send(parts[team.rank], SERVER)]

@@ -12,15 +12,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..calls import Steps
-from .team import Messages, Ranks
+from ..calls import CollectiveSteps
+from .team import RankGroup, TaggedMessages
 
-__all__ = ["gather", "reduce"]
+__all__ = ["all_gather_steps", "reduce_scatter_steps"]
 
 
-def reduce(
-    team: Ranks, messages: Messages, chunks: Sequence[Tensor], result: Tensor, accumulated: torch.dtype | None
-) -> Steps:
+def reduce_scatter_steps(
+    team: RankGroup, messages: TaggedMessages, chunks: Sequence[Tensor], result: Tensor, accumulated: torch.dtype | None
+) -> CollectiveSteps:
     """Chunk i of the sum on rank i: it sets out from rank i + 1, and every rank that it visits adds its own."""
     after, before = _neighbours(team)
     travelling = chunks[before].to(accumulated or result.dtype).contiguous()
@@ -32,7 +32,7 @@ def reduce(
     result.copy_(travelling)
 
 
-def gather(team: Ranks, messages: Messages, parts: Sequence[Tensor]) -> Steps:
+def all_gather_steps(team: RankGroup, messages: TaggedMessages, parts: Sequence[Tensor]) -> CollectiveSteps:
     """`parts[i]` becomes that of rank i: each is passed on as it arrives."""
     after, before = _neighbours(team)
     for step in range(team.size - 1):
@@ -40,5 +40,5 @@ def gather(team: Ranks, messages: Messages, parts: Sequence[Tensor]) -> Steps:
         yield [messages.receive(parts[coming], before), messages.send(parts[here], after)]
 
 
-def _neighbours(team: Ranks) -> tuple[int, int]:
+def _neighbours(team: RankGroup) -> tuple[int, int]:
     return (team.rank + 1) % team.size, (team.rank - 1) % team.size

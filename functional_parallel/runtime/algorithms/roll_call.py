@@ -10,13 +10,13 @@ from collections.abc import Sequence
 
 import torch
 
-from ..calls import Doing, Steps, Waitable
-from .team import NOTHING, Messages, Ranks
+from ..calls import CallLog, CollectiveSteps, Waitable
+from .team import COMPLETED, RankGroup, TaggedMessages
 
-__all__ = ["RollCall"]
+__all__ = ["CallCheck"]
 
 
-class RollCall:
+class CallCheck:
     """One rank's end of it.
 
     Args:
@@ -26,10 +26,10 @@ class RollCall:
         names: the ranks' names, for messages.
     """
 
-    def __init__(self, ranks: Ranks, messages: Messages, doing: Doing, names: Sequence[str]) -> None:
+    def __init__(self, ranks: RankGroup, messages: TaggedMessages, doing: CallLog, names: Sequence[str]) -> None:
         self._ranks, self._messages, self._doing, self._names = ranks, messages, doing, names
         self._asked = 0  # nothing yet
-        self._answer: Waitable = NOTHING
+        self._answer: Waitable = COMPLETED
 
     def ask(self) -> Waitable:
         """Tell the others what this rank does, if it has not; to be waited for before anything of theirs is used.
@@ -41,7 +41,7 @@ class RollCall:
             self._answer = _Answer(self._ranks, self._messages, self._doing, self._names)
         return self._answer
 
-    def before(self, steps: Steps) -> Steps:
+    def before(self, steps: CollectiveSteps) -> CollectiveSteps:
         """The steps of a collective, after the first of which it is clear that it is one."""
         answer = self.ask()
         for awaited in steps:
@@ -49,7 +49,7 @@ class RollCall:
 
 
 class _Answer:
-    def __init__(self, ranks: Ranks, messages: Messages, doing: Doing, names: Sequence[str]) -> None:
+    def __init__(self, ranks: RankGroup, messages: TaggedMessages, doing: CallLog, names: Sequence[str]) -> None:
         self._doing, self._names = doing, names
         self._mine = torch.tensor([doing.mark], dtype=torch.int64, device="cpu")  # kept until it has left
         self._marks = {rank: torch.zeros(1, dtype=torch.int64, device="cpu") for rank in ranks.others()}

@@ -12,33 +12,42 @@ import torch
 from torch import Tensor
 
 from ...collectives import slots
-from ..buffers import InPlace, Layout, OutOfWhole, Packed, Stretches, Unpacked, joined, whole
-from ..calls import Steps
+from ..buffers import (
+    BucketLayout,
+    BucketOutput,
+    DirectOutputs,
+    FlatOutputs,
+    LazyBucket,
+    SlicedBucket,
+    cat_or_view,
+    to_tensor,
+)
+from ..calls import CollectiveSteps
 from .table import Algorithm
-from .team import Team
+from .team import AlgorithmGroup
 
 __all__ = [
-    "Started",
+    "StartedCollective",
     "all_gather",
     "all_reduce",
     "all_to_all",
-    "plain",
     "reduce_scatter",
-    "taken_apart",
+    "resolved",
+    "unpack_bucket",
 ]
 
-Started = tuple[Steps, Callable[[], Tensor | Unpacked]]
-Operand = Tensor | Packed
+StartedCollective = tuple[CollectiveSteps, Callable[[], Tensor | BucketOutput]]
+CollectiveInput = Tensor | LazyBucket
 
 
 def all_reduce(
     algorithm: Algorithm,
-    team: Team,
-    x: Operand,
+    team: AlgorithmGroup,
+    x: CollectiveInput,
     overwrite: bool,
     accumulated: torch.dtype | None,
-    layout: Layout | None = None,
-) -> Started:
+    layout: BucketLayout | None = None,
+) -> StartedCollective:
     """The sum, in the operand's memory where it may be overwritten.
 
     Args:
@@ -51,22 +60,24 @@ def all_reduce(
     """
     operand = _as_it_lies(algorithm, x)
     # less than goes in pieces is added in one op
-    if layout is not None and isinstance(operand, Packed) and operand.nbytes > slots.AT_ONCE:
+    if layout is not None and isinstance(operand, LazyBucket) and operand.nbytes > slots.AT_ONCE:
         sums = operand.results()
-        return algorithm.all_reduce(team, operand, sums, accumulated), lambda: Stretches(sums)
-    if isinstance(operand, Packed):
+        return algorithm.all_reduce(team, operand, sums, accumulated), lambda: FlatOutputs(sums)
+    if isinstance(operand, LazyBucket):
         result = operand.empty()
     elif overwrite and operand.is_contiguous():
         result = operand
     else:
         result = torch.empty_like(operand, memory_format=torch.contiguous_format)
-    return algorithm.all_reduce(team, operand, result, accumulated), lambda: taken_apart(result, layout)
+    return algorithm.all_reduce(team, operand, result, accumulated), lambda: unpack_bucket(result, layout)
 
 
-def reduce_scatter(algorithm: Algorithm, team: Team, x: Operand, dim: int, accumulated: torch.dtype | None) -> Started:
+def reduce_scatter(
+    algorithm: Algorithm, team: AlgorithmGroup, x: CollectiveInput, dim: int, accumulated: torch.dtype | None
+) -> StartedCollective:
     """This rank's chunk of the sum, along a dim."""
     operand = _as_it_lies(algorithm, x)
-    if isinstance(operand, Packed):
+    if isinstance(operand, LazyBucket):
         result = operand.empty(operand.shape.numel() // team.size)
         return algorithm.reduce_scatter(team, operand, result, accumulated), lambda: result
     chunks = operand.chunk(team.size, dim)
@@ -74,7 +85,9 @@ def reduce_scatter(algorithm: Algorithm, team: Team, x: Operand, dim: int, accum
     return algorithm.reduce_scatter(team, chunks, result, accumulated), lambda: result
 
 
-def all_gather(algorithm: Algorithm, team: Team, x: Operand, dim: int, layout: Layout | None = None) -> Started:
+def all_gather(
+    algorithm: Algorithm, team: AlgorithmGroup, x: CollectiveInput, dim: int, layout: BucketLayout | None = None
+) -> StartedCollective:
     """All ranks' operands, joined along a dim; with a layout the tensors that are packed in it.
 
     Args:
@@ -86,36 +99,38 @@ def all_gather(algorithm: Algorithm, team: Team, x: Operand, dim: int, layout: L
     """
     operand = _as_it_lies(algorithm, x)
     if layout is not None and algorithm.packs:
-        leaves = InPlace(layout, operand.dtype, operand.device)
-        if isinstance(operand, Packed):
+        leaves = DirectOutputs(layout, operand.dtype, operand.device)
+        if isinstance(operand, LazyBucket):
             leaves.keep(team.rank, operand.tensors)
         return algorithm.all_gather(team, operand, leaves), lambda: leaves
     if dim > 0 and algorithm.packs:  # each rank's part where it belongs, as if it alone were packed
         assert isinstance(operand, Tensor)
-        alone = InPlace(Layout(team.size, ((0, tuple(operand.shape), dim),)), operand.dtype, operand.device)
+        alone = DirectOutputs(BucketLayout(team.size, ((0, tuple(operand.shape), dim),)), operand.dtype, operand.device)
         return algorithm.all_gather(team, operand.reshape(-1), alone), lambda: alone.take(0)
     shape = (team.size, *operand.shape)
     parts = torch.empty(shape, dtype=operand.dtype, device=operand.device).unbind()
-    return algorithm.all_gather(team, operand, parts), lambda: taken_apart(joined(parts, dim), layout)
+    return algorithm.all_gather(team, operand, parts), lambda: unpack_bucket(cat_or_view(parts, dim), layout)
 
 
-def taken_apart(whole: Tensor, layout: Layout | None = None) -> Tensor | Unpacked:
+def unpack_bucket(whole: Tensor, layout: BucketLayout | None = None) -> Tensor | BucketOutput:
     """A whole, or the tensors in it."""
-    return whole if layout is None else OutOfWhole(layout, whole)
+    return whole if layout is None else SlicedBucket(layout, whole)
 
 
-def all_to_all(algorithm: Algorithm, team: Team, x: Tensor, split_dim: int, concat_dim: int) -> Started:
+def all_to_all(
+    algorithm: Algorithm, team: AlgorithmGroup, x: Tensor, split_dim: int, concat_dim: int
+) -> StartedCollective:
     """Chunks of all ranks for this one, joined along a dim, by an algorithm that knows a way."""
     assert algorithm.all_to_all is not None, algorithm.name
-    chunks = plain(x).chunk(team.size, split_dim)
+    chunks = resolved(x).chunk(team.size, split_dim)
     parts = x.new_empty((team.size, *chunks[0].shape)).unbind()
-    return algorithm.all_to_all(team, chunks, parts), lambda: joined(parts, concat_dim)
+    return algorithm.all_to_all(team, chunks, parts), lambda: cat_or_view(parts, concat_dim)
 
 
-def plain(x: Tensor) -> Tensor:
+def resolved(x: Tensor) -> Tensor:
     """The values as they lie in memory."""
     return x.detach().resolve_conj().resolve_neg()
 
 
-def _as_it_lies(algorithm: Algorithm, x: Operand) -> Operand:
-    return x if isinstance(x, Packed) and algorithm.packs else plain(whole(x))
+def _as_it_lies(algorithm: Algorithm, x: CollectiveInput) -> CollectiveInput:
+    return x if isinstance(x, LazyBucket) and algorithm.packs else resolved(to_tensor(x))

@@ -9,21 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calls import Steps
+from ..calls import CollectiveSteps
 from ..shared_memory import SharedMemory, shared
 from . import direct, halving, naive, ring, two_level
-from .team import Messages, Team
+from .team import AlgorithmGroup, TaggedMessages
 
 __all__ = ["ALGORITHMS", "Algorithm"]
 
 Dtype = torch.dtype | None
 Operand = Any  # Tensor, or Packed where the algorithm packs; of a scatter its chunks, or Packed
-Parts = Any  # Sequence[Tensor], or InPlace where it packs
+GatherOutput = Any  # Sequence[Tensor], or InPlace where it packs
 Result = Any  # Tensor, or flat tensors end to end where it packs
-AllReduce = Callable[[Team, Operand, Result, Dtype], Steps]
-ReduceScatter = Callable[[Team, Operand, Tensor, Dtype], Steps]
-AllGather = Callable[[Team, Operand, Parts], Steps]
-AllToAll = Callable[[Team, Sequence[Tensor], Sequence[Tensor]], Steps]
+AllReduce = Callable[[AlgorithmGroup, Operand, Result, Dtype], CollectiveSteps]
+ReduceScatter = Callable[[AlgorithmGroup, Operand, Tensor, Dtype], CollectiveSteps]
+AllGatherFn = Callable[[AlgorithmGroup, Operand, GatherOutput], CollectiveSteps]
+AllToAllFn = Callable[[AlgorithmGroup, Sequence[Tensor], Sequence[Tensor]], CollectiveSteps]
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class Algorithm:
 
     name: str
     is_ordered: bool
-    refuses: Callable[[Team], str | None]
+    refuses: Callable[[AlgorithmGroup], str | None]
     all_reduce: AllReduce
     reduce_scatter: ReduceScatter
-    all_gather: AllGather
-    all_to_all: AllToAll | None = None
+    all_gather: AllGatherFn
+    all_to_all: AllToAllFn | None = None
     packs: bool = False
     signals: bool = False
 
@@ -58,12 +58,12 @@ class Algorithm:
 # Algorithms of messages: a phase that sums, a phase that gathers; an all-reduce is one after the other
 # -----------------------------------------------------------------------------
 
-Reduce = Callable[[Team, Messages, Sequence[Tensor], Tensor, Dtype], Steps]
-Gather = Callable[[Team, Messages, Sequence[Tensor]], Steps]
+Reduce = Callable[[AlgorithmGroup, TaggedMessages, Sequence[Tensor], Tensor, Dtype], CollectiveSteps]
+Gather = Callable[[AlgorithmGroup, TaggedMessages, Sequence[Tensor]], CollectiveSteps]
 
 
 def _reduce_then_gather(reduce: Reduce, gather: Gather) -> AllReduce:
-    def all_reduce(team: Team, x: Tensor, result: Tensor, accumulated: Dtype) -> Steps:
+    def all_reduce(team: AlgorithmGroup, x: Tensor, result: Tensor, accumulated: Dtype) -> CollectiveSteps:
         messages = team.messages()
         flat = result.as_strided((result.numel(),), (1,))  # a single element may have any stride
         parts = flat.tensor_split(team.size)
@@ -77,15 +77,15 @@ def _reduce_only(reduce: Reduce) -> ReduceScatter:
     return lambda team, chunks, result, accumulated: reduce(team, team.messages(), chunks, result, accumulated)
 
 
-def _gather_only(gather: Gather) -> AllGather:
-    def all_gather(team: Team, mine: Tensor, parts: Sequence[Tensor]) -> Steps:
+def _gather_only(gather: Gather) -> AllGatherFn:
+    def all_gather(team: AlgorithmGroup, mine: Tensor, parts: Sequence[Tensor]) -> CollectiveSteps:
         parts[team.rank].copy_(mine)
         yield from gather(team, team.messages(), parts)
 
     return all_gather
 
 
-def _anywhere(team: Team) -> str | None:
+def _anywhere(team: AlgorithmGroup) -> str | None:
     return None
 
 
@@ -95,9 +95,9 @@ def _of_messages(
     gather: Gather,
     *,
     is_ordered: bool = False,
-    refuses: Callable[[Team], str | None] = _anywhere,
+    refuses: Callable[[AlgorithmGroup], str | None] = _anywhere,
     all_reduce: AllReduce | None = None,
-    all_to_all: AllToAll | None = None,
+    all_to_all: AllToAllFn | None = None,
 ) -> Algorithm:
     together = all_reduce or _reduce_then_gather(reduce, gather)
     return Algorithm(name, is_ordered, refuses, together, _reduce_only(reduce), _gather_only(gather), all_to_all)
@@ -108,11 +108,11 @@ def _of_messages(
 # -----------------------------------------------------------------------------
 
 
-def _share_nothing(team: Team) -> str | None:
+def _share_nothing(team: AlgorithmGroup) -> str | None:
     return None if team.is_on_one_host and team.shared is not None else "its ranks share no memory"
 
 
-def _memory(team: Team) -> SharedMemory:
+def _memory(team: AlgorithmGroup) -> SharedMemory:
     assert team.shared is not None
     return team.shared
 
@@ -137,7 +137,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         _of_messages("two_level", two_level.reduce, two_level.gather, refuses=two_level.refuses),
         _of_messages("direct", direct.reduce, direct.gather, is_ordered=True, all_to_all=direct.all_to_all),
         _of_messages("halving", halving.reduce, halving.gather),
-        _of_messages("ring", ring.reduce, ring.gather),
+        _of_messages("ring", ring.reduce_scatter_steps, ring.all_gather_steps),
         _of_messages("naive", naive.reduce, naive.gather, is_ordered=True, all_reduce=naive.all_reduce),
     )
 }

@@ -9,10 +9,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ..calls import Doing, Handle, Running, Steps, Waitable
+from ..calls import CallLog, CollectiveSteps, ProcessGroupRef, RunningCollective, Waitable
 from ..shared_memory import LARGEST, Channels, connect, host_identity
 
-__all__ = ["NOTHING", "ROLL_CALL", "Messages", "Ranks", "Team"]
+__all__ = ["COMPLETED", "ROLL_CALL", "AlgorithmGroup", "RankGroup", "TaggedMessages"]
 
 _TAG_BITS = 31
 _COUNT_BITS = 12  # so many collectives of a group are never under way at once
@@ -20,7 +20,7 @@ _SINGLE = 0  # in the place of the count, of messages that belong to no collecti
 ROLL_CALL = (1 << _TAG_BITS) - 1  # a tag that no other messages have
 
 
-class Ranks:
+class RankGroup:
     """Some ranks, numbered from 0, of which this is one."""
 
     def __init__(self, rank: int, size: int) -> None:
@@ -31,7 +31,7 @@ class Ranks:
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
 
-class Team(Ranks):
+class AlgorithmGroup(RankGroup):
     """A process group, its ranks numbered in the order of the mesh axes.
 
     Args:
@@ -60,13 +60,13 @@ class Team(Ranks):
         timeout: float = 600.0,
         host: str | None = None,
         tags: Iterator[int] | None = None,
-        doing: Doing | None = None,
+        doing: CallLog | None = None,
         names: Sequence[str] | None = None,
     ) -> None:
         super().__init__(rank, len(seats))
         called = names or [f"rank {number} of the group" for number in range(len(seats))]
-        self._handle, self._seats = Handle(handle), seats
-        self._tags, self._doing = tags or count(), doing or Doing()
+        self._handle, self._seats = ProcessGroupRef(handle), seats
+        self._tags, self._doing = tags or count(), doing or CallLog()
         names = self.exchange(host_identity() if host is None else host)
         by_name: dict[str, list[int]] = {}
         for number, name in enumerate(names):
@@ -83,18 +83,18 @@ class Team(Ranks):
         """Torch's process group, as long as torch holds it."""
         return self._handle.group
 
-    def run(self, steps: Steps) -> Running:
+    def run(self, steps: CollectiveSteps) -> RunningCollective:
         """Start an algorithm."""
-        return Running(steps) if self.shared is None else self.shared.run(steps)
+        return RunningCollective(steps) if self.shared is None else self.shared.run(steps)
 
-    def messages(self) -> Messages:
+    def messages(self) -> TaggedMessages:
         """The messages of one collective: all ranks call this in the same order."""
         return self._tagged(1 + next(self._tags) % ((1 << _COUNT_BITS) - 2))
 
-    def _tagged(self, number: int) -> Messages:
+    def _tagged(self, number: int) -> TaggedMessages:
         """Messages that no rank takes for its own which does something else."""
         doing = self._doing.brief(_TAG_BITS - _COUNT_BITS)
-        return Messages(self._handle, self._seats, doing << _COUNT_BITS | number)
+        return TaggedMessages(self._handle, self._seats, doing << _COUNT_BITS | number)
 
     # --- messages to single ranks, received in the order in which they were sent ---
 
@@ -104,7 +104,7 @@ class Team(Ranks):
         if channels is None:
             return self._tagged(_SINGLE).send(x, to)
         channels.send(x, self.on_my_host.index(to))
-        return NOTHING
+        return COMPLETED
 
     def receive(self, into: Tensor, source: int) -> Waitable:
         """Start to receive into contiguous bytes."""
@@ -130,14 +130,14 @@ class Team(Ranks):
         return self.places()[self.local.rank]
 
     @property
-    def local(self) -> Ranks:
+    def local(self) -> RankGroup:
         """The ranks on this host."""
-        return Ranks(self.on_my_host.index(self.rank), len(self.on_my_host))
+        return RankGroup(self.on_my_host.index(self.rank), len(self.on_my_host))
 
     @property
-    def across(self) -> Ranks:
+    def across(self) -> RankGroup:
         """The ranks that have this one's place on their hosts."""
-        return Ranks(self.with_my_place.index(self.rank), len(self.hosts))
+        return RankGroup(self.with_my_place.index(self.rank), len(self.hosts))
 
     def exchange(self, value: Any) -> list[Any]:
         """One object from each rank, by rank."""
@@ -146,7 +146,7 @@ class Team(Ranks):
         return [values[seat] for seat in self._seats]
 
 
-class Messages:
+class TaggedMessages:
     """Sends and receives under a tag of their own, so that no other collective's can be taken for them.
 
     Between two ranks, messages of one tag arrive in the order in which they were sent.
@@ -154,12 +154,12 @@ class Messages:
 
     __slots__ = ("_handle", "_seats", "_tag")
 
-    def __init__(self, handle: Handle, seats: Sequence[int], tag: int = 0) -> None:
+    def __init__(self, handle: ProcessGroupRef, seats: Sequence[int], tag: int = 0) -> None:
         self._handle, self._seats, self._tag = handle, seats, tag
 
-    def among(self, ranks: Sequence[int]) -> Messages:
+    def among(self, ranks: Sequence[int]) -> TaggedMessages:
         """The same between some of the ranks, numbered by their place in the list."""
-        return Messages(self._handle, [self._seats[rank] for rank in ranks], self._tag)
+        return TaggedMessages(self._handle, [self._seats[rank] for rank in ranks], self._tag)
 
     def send(self, x: Tensor, to: int) -> Waitable:
         """Start to send a contiguous tensor, which must not change until this is waited for."""
@@ -171,7 +171,7 @@ class Messages:
 
     def _started(self, operation: Callable[..., Any], x: Tensor, seat: int, end: str) -> Waitable:
         if x.numel() == 0:
-            return NOTHING
+            return COMPLETED
         work = operation(x, group=self._handle.group, tag=self._tag, **{end: seat})
         return _UnderWay(work, self._handle, seat, "to" if end == "group_dst" else "from")
 
@@ -181,7 +181,7 @@ class _UnderWay:
 
     __slots__ = ("_direction", "_handle", "_seat", "_work")
 
-    def __init__(self, work: Any, handle: Handle, seat: int, direction: str) -> None:
+    def __init__(self, work: Any, handle: ProcessGroupRef, seat: int, direction: str) -> None:
         self._work, self._handle, self._seat, self._direction = work, handle, seat, direction
 
     def wait(self) -> None:
@@ -200,4 +200,4 @@ class _Nothing:
         pass
 
 
-NOTHING = _Nothing()
+COMPLETED = _Nothing()

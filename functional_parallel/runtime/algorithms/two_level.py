@@ -12,15 +12,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..calls import Steps
+from ..calls import CollectiveSteps
 from ..shared_memory import shared
 from . import direct, ring
-from .team import Messages, Team
+from .team import AlgorithmGroup, TaggedMessages
 
 __all__ = ["gather", "reduce", "refuses"]
 
 
-def refuses(team: Team) -> str | None:
+def refuses(team: AlgorithmGroup) -> str | None:
     """Why this team has no two levels."""
     sizes = sorted({len(ranks) for ranks in team.hosts})
     if len(team.hosts) == 1:
@@ -31,8 +31,12 @@ def refuses(team: Team) -> str | None:
 
 
 def reduce(
-    team: Team, messages: Messages, chunks: Sequence[Tensor], result: Tensor, accumulated: torch.dtype | None
-) -> Steps:
+    team: AlgorithmGroup,
+    messages: TaggedMessages,
+    chunks: Sequence[Tensor],
+    result: Tensor,
+    accumulated: torch.dtype | None,
+) -> CollectiveSteps:
     """Chunk i of the sum on rank i."""
     dtype = accumulated or result.dtype
     bundles = _alike([torch.cat([chunks[rank].reshape(-1).to(dtype) for rank in ranks]) for ranks in team.places()])
@@ -42,17 +46,17 @@ def reduce(
     else:
         yield from direct.reduce(local, messages.among(team.on_my_host), bundles, mine, None)
     total = torch.empty_like(result, dtype=dtype).view(-1)
-    yield from ring.reduce(
+    yield from ring.reduce_scatter_steps(
         team.across, messages.among(team.with_my_place), _unbundled(mine, chunks, team.with_my_place), total, None
     )
     result.copy_(total.view(result.shape))
 
 
-def gather(team: Team, messages: Messages, parts: Sequence[Tensor]) -> Steps:
+def gather(team: AlgorithmGroup, messages: TaggedMessages, parts: Sequence[Tensor]) -> CollectiveSteps:
     """`parts[i]` becomes that of rank i."""
     flat = [part.view(-1) for part in parts]
     across = [flat[rank] for rank in team.with_my_place]
-    yield from ring.gather(team.across, messages.among(team.with_my_place), across)
+    yield from ring.all_gather_steps(team.across, messages.among(team.with_my_place), across)
     longest = max(sum(flat[rank].numel() for rank in ranks) for ranks in team.places())
     bundles = [flat[0].new_empty(longest) for _ in team.places()]
     mine = bundles[team.local.rank]

@@ -1,22 +1,22 @@
 """Tensors in one buffer: packed where they are sent from, unpacked where they belong, summed in rank order."""
 
-from .packed import EndToEnd, Packed, whole
+from .packed import ConcatReader, LazyBucket, to_tensor
 from .sums import ordered_sum
-from .unpacked import InPlace, Layout, OutOfWhole, Stretches, Unpacked
-from .zero_copy import as_bytes, from_bytes, joined, whole_of
+from .unpacked import BucketLayout, BucketOutput, DirectOutputs, FlatOutputs, SlicedBucket
+from .zero_copy import as_bytes, cat_or_view, flat_or_view, from_bytes
 
 __all__ = [
-    "EndToEnd",
-    "InPlace",
-    "Layout",
-    "OutOfWhole",
-    "Packed",
-    "Stretches",
-    "Unpacked",
+    "BucketLayout",
+    "BucketOutput",
+    "ConcatReader",
+    "DirectOutputs",
+    "FlatOutputs",
+    "LazyBucket",
+    "SlicedBucket",
     "as_bytes",
+    "cat_or_view",
+    "flat_or_view",
     "from_bytes",
-    "joined",
     "ordered_sum",
-    "whole",
-    "whole_of",
+    "to_tensor",
 ]

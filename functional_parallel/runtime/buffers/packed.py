@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ...ops import packed, run_of
 
-__all__ = ["EndToEnd", "Packed", "whole"]
+__all__ = ["ConcatReader", "LazyBucket", "to_tensor"]
 
 
-class EndToEnd:
+class ConcatReader:
     """Tensors that lie one behind the other along their last dim, to be gone through once, from front to back.
 
     >>> tensors = EndToEnd([torch.tensor([1, 2, 3]), torch.tensor([4])])
@@ -50,7 +50,7 @@ class EndToEnd:
         return found
 
 
-class Packed:
+class LazyBucket:
     """What `fp.pack` would make of tensors, before any of them is copied. They are let go of when they are packed.
 
     >>> Packed([torch.tensor([[1, 2], [3, 4]]), torch.tensor([5, 6])], 2, [1, 0]).whole()
@@ -75,7 +75,7 @@ class Packed:
     ) -> None:
         self.tensors, self.parts, self._dims = tensors, parts, dims
         self._given_up = [False] * len(tensors) if given_up is None else given_up
-        self._runs = EndToEnd(_runs_of(deque(tensors), parts, dims))
+        self._runs = ConcatReader(_runs_of(deque(tensors), parts, dims))
         self.dtype, self.device = tensors[0].dtype, tensors[0].device
         self.shape = torch.Size([sum(x.numel() for x in tensors)])
         self.nbytes, self.length = self.shape.numel() * self.dtype.itemsize, self.shape.numel() // parts
@@ -101,7 +101,7 @@ class Packed:
     def whole(self) -> Tensor:
         """Pack into memory of their own."""
         tensors, self.tensors = self.tensors, ()
-        self._runs = EndToEnd(())
+        self._runs = ConcatReader(())
         return packed(tensors, self.parts, self._dims)
 
 
@@ -111,6 +111,6 @@ def _runs_of(tensors: deque[Tensor], parts: int, dims: Sequence[int]) -> Iterato
         yield run_of(tensors.popleft(), parts, dim)
 
 
-def whole(x: Tensor | Packed) -> Tensor:
+def to_tensor(x: Tensor | LazyBucket) -> Tensor:
     """As a tensor."""
-    return x.whole() if isinstance(x, Packed) else x
+    return x.whole() if isinstance(x, LazyBucket) else x

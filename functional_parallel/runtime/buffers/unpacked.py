@@ -16,17 +16,17 @@ from torch import Tensor
 
 from ...ops import UNPACK, UNPACK_INTO
 
-__all__ = ["InPlace", "Layout", "OutOfWhole", "Stretches", "Unpacked"]
+__all__ = ["BucketLayout", "BucketOutput", "DirectOutputs", "FlatOutputs", "SlicedBucket"]
 
 
-class Unpacked(Protocol):
+class BucketOutput(Protocol):
     """Tensors by number, each to be taken once."""
 
     def take(self, index: int) -> Tensor: ...
 
 
 @dataclass(frozen=True)
-class Layout:
+class BucketLayout:
     """Where tensors lie in a packed one, which is made of a run of every rank.
 
     Attributes:
@@ -44,10 +44,10 @@ class Layout:
         return None if self.targets is None else self.targets[index]
 
 
-class OutOfWhole:
+class SlicedBucket:
     """Tensors that are taken out of a whole one: stretches of a single run, copies of what lies in several."""
 
-    def __init__(self, layout: Layout, whole: Tensor) -> None:
+    def __init__(self, layout: BucketLayout, whole: Tensor) -> None:
         self._layout, self._whole = layout, whole
 
     def take(self, index: int) -> Tensor:
@@ -59,7 +59,7 @@ class OutOfWhole:
         return UNPACK(self._whole, self._layout.runs, offset, shape, dim)
 
 
-class Stretches:
+class FlatOutputs:
     """Flat tensors, each in memory of its own."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -70,7 +70,7 @@ class Stretches:
         return tensor
 
 
-class InPlace:
+class DirectOutputs:
     """Tensors into which runs are written as they arrive.
 
     >>> leaves = InPlace(Layout(2, ((0, (2, 1), 1), (2, (1,), 0))), torch.int64, torch.device("cpu"))
@@ -82,7 +82,7 @@ class InPlace:
             [2, 4]]), tensor([5, 6]))
     """
 
-    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, layout: BucketLayout, dtype: torch.dtype, device: torch.device) -> None:
         self._leaves: list[Any] = []
         self._parts: list[list[_Part]] = [[] for _ in range(layout.runs)]
         for index, (begin, shape, dim) in enumerate(layout.leaves):

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["as_bytes", "from_bytes", "joined", "whole_of"]
+__all__ = ["as_bytes", "cat_or_view", "flat_or_view", "from_bytes"]
 
 
-def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+def cat_or_view(parts: Sequence[Tensor], dim: int) -> Tensor:
     """`torch.cat(parts, dim)`, without a copy where the parts follow each other in memory."""
     first = parts[0]
     outer = first.shape[:dim].numel()
@@ -21,9 +21,9 @@ def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     return first.as_strided((torch.Size(shape).numel(),), (1,)).view(shape)
 
 
-def whole_of(parts: Sequence[Tensor]) -> Tensor:
+def flat_or_view(parts: Sequence[Tensor]) -> Tensor:
     """Flat parts as one flat tensor, without a copy where they follow each other in memory."""
-    return joined(parts, 0)
+    return cat_or_view(parts, 0)
 
 
 def _follow_each_other(parts: Sequence[Tensor]) -> bool:

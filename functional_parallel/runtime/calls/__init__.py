@@ -1,28 +1,28 @@
 """Collectives under way: what each rank is doing, what it waits for, and what errors say of it."""
 
-from .doing import READS, Doing, OutOfStepError, is_ahead
-from .handle import Handle
-from .pending import Pending
-from .running import Running, Steps, Waitable
-from .turn import OverlapError, Turn
+from .doing import READS, CallLog, OutOfStepError, is_ahead
+from .handle import ProcessGroupRef
+from .pending import PendingCollective
+from .running import CollectiveSteps, RunningCollective, Waitable
+from .turn import CallGuard, OverlapError
 from .waiting import CURRENT, Lost, Wait, brief, note_step, waiting
 from .waits import CollectiveError, CollectiveWait, NamedWait, WaitFor, rank_name, rank_names
 
 __all__ = [
     "CURRENT",
     "READS",
+    "CallGuard",
+    "CallLog",
     "CollectiveError",
+    "CollectiveSteps",
     "CollectiveWait",
-    "Doing",
-    "Handle",
     "Lost",
     "NamedWait",
     "OutOfStepError",
     "OverlapError",
-    "Pending",
-    "Running",
-    "Steps",
-    "Turn",
+    "PendingCollective",
+    "ProcessGroupRef",
+    "RunningCollective",
     "Wait",
     "WaitFor",
     "Waitable",

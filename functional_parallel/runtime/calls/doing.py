@@ -13,7 +13,7 @@ from typing import Protocol
 
 from .waiting import CURRENT
 
-__all__ = ["READS", "Doing", "OutOfStepError", "is_ahead"]
+__all__ = ["READS", "CallLog", "OutOfStepError", "is_ahead"]
 
 READS = "reads a value that lies in parts"
 _COUNT_FROM, _KIND_FROM = 32, 12  # bits of a mark: how many things, above which thing, above with what values
@@ -24,13 +24,13 @@ class OutOfStepError(RuntimeError):
     """Ranks that were about to do different things, and would have waited for each other; says who what."""
 
 
-class Told(Protocol):
+class CallListener(Protocol):
     """Where others are told what this rank waits for outside of their memory."""
 
     def announce(self) -> None: ...
 
 
-class Doing:
+class CallLog:
     """What this rank is doing.
 
     Args:
@@ -45,7 +45,7 @@ class Doing:
         self._me = me
         self.mark = self.count = 0
         self._known = {_kind(READS): READS}
-        self._told: weakref.WeakSet[Told] = weakref.WeakSet()
+        self._told: weakref.WeakSet[CallListener] = weakref.WeakSet()
 
     def begin(self, what: str, values: int = 0) -> None:
         """Say what this rank does from now on.
@@ -66,7 +66,7 @@ class Doing:
         count, rest = divmod(self.mark, 1 << _COUNT_FROM)
         return (count + (rest >> _KIND_FROM)) % (1 << bits)
 
-    def tell(self, told: Told) -> None:
+    def tell(self, told: CallListener) -> None:
         """Let `announce` go there too."""
         self._told.add(told)
 

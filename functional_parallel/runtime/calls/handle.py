@@ -9,10 +9,10 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-__all__ = ["Handle"]
+__all__ = ["ProcessGroupRef"]
 
 
-class Handle:
+class ProcessGroupRef:
     """A reference that does not keep its group.
 
     Args:

@@ -12,10 +12,10 @@ from .doing import OutOfStepError
 from .waiting import CURRENT
 from .waits import NamedWait
 
-__all__ = ["Pending"]
+__all__ = ["PendingCollective"]
 
 
-class Pending:
+class PendingCollective:
     """What starting a collective returns.
 
     Args:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import Any, Protocol
 
-__all__ = ["Running", "Steps", "Waitable"]
+__all__ = ["CollectiveSteps", "RunningCollective", "Waitable"]
 
 
 class Waitable(Protocol):
@@ -23,16 +23,16 @@ class Waitable(Protocol):
     def wait(self) -> Any: ...
 
 
-Steps = Generator[Sequence[Waitable], None, None]
+CollectiveSteps = Generator[Sequence[Waitable], None, None]
 
 
-class Running:
+class RunningCollective:
     """Runs the steps of one collective on this rank, the first of them at once."""
 
     __slots__ = ("_awaited", "_steps")
 
-    def __init__(self, steps: Steps) -> None:
-        self._steps: Steps | None = steps
+    def __init__(self, steps: CollectiveSteps) -> None:
+        self._steps: CollectiveSteps | None = steps
         self._awaited: Sequence[Waitable] = ()
         self._go_on()
 

@@ -13,14 +13,14 @@ from .doing import OutOfStepError
 from .waiting import CURRENT
 from .waits import CollectiveError
 
-__all__ = ["OverlapError", "Turn"]
+__all__ = ["CallGuard", "OverlapError"]
 
 
 class OverlapError(OutOfStepError):
     """A call that began before another one of this process was done; nothing of it ran."""
 
 
-class Turn:
+class CallGuard:
     """Held while a call goes on; refused meanwhile, and in other processes than the one that made it.
 
     Once it was refused it always is: which call came through may be another one on every rank.

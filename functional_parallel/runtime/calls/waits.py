@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sharding_specs import Mesh
 
-from ..buffers import Packed
+from ..buffers import LazyBucket
 from .doing import OutOfStepError
 from .waiting import CURRENT
 
@@ -140,7 +140,7 @@ class CollectiveWait(NamedWait):
     __slots__ = ("_axes", "_dtype", "_operation", "_shape")
 
     def __init__(
-        self, mesh: Mesh, rank: int, ranks: Sequence[int], operation: str, x: Tensor | Packed, axes: tuple[str, ...]
+        self, mesh: Mesh, rank: int, ranks: Sequence[int], operation: str, x: Tensor | LazyBucket, axes: tuple[str, ...]
     ) -> None:
         super().__init__(mesh, rank, ranks)
         self._operation, self._axes, self._shape, self._dtype = operation, axes, x.shape, x.dtype
@@ -151,4 +151,4 @@ class CollectiveWait(NamedWait):
         return f"{self._operation} over {self._axes} of {dtype}{list(self._shape)}"
 
 
-WaitFor = Callable[[str, Tensor | Packed, tuple[str, ...]], CollectiveWait]
+WaitFor = Callable[[str, Tensor | LazyBucket, tuple[str, ...]], CollectiveWait]

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from ... import _torch
-from ...ir import Traced, info, operands_of, primitive_name, stand_in
+from ...ir import Traced, differentiable_form, info, operands_of, primitive_name
 from .kernels import called_by
 
 __all__ = ["Writer", "is_alias"]
@@ -75,7 +75,7 @@ class Writer:
     def op(self, target: Any) -> str:
         """A name for what an op is called by."""
         if self.differentiable:
-            return self.constant(stand_in(target) or _torch.under_transforms(target))
+            return self.constant(differentiable_form(target) or _torch.under_transforms(target))
         return self.constant(called_by(target))
 
     def argument(self, value: Any, node_text: Callable[[fx.Node], str]) -> str:

@@ -14,12 +14,12 @@ from torch import fx
 
 from ... import _torch
 
-__all__ = ["BACKENDS", "BackendError", "Region", "check_backend", "region_of"]
+__all__ = ["BACKENDS", "BackendError", "CompiledRegion", "check_backend", "region_of"]
 
 BACKENDS = ("eager", "inductor")
-Run = Callable[..., Sequence[torch.Tensor]]
+CompiledFn = Callable[..., Sequence[torch.Tensor]]
 
-_regions: WeakValueDictionary[str, Region] = WeakValueDictionary()
+_regions: WeakValueDictionary[str, CompiledRegion] = WeakValueDictionary()
 
 
 class BackendError(RuntimeError):
@@ -32,7 +32,7 @@ def check_backend(name: str) -> None:
         raise ValueError(f"backend={name!r}: write one of {', '.join(map(repr, BACKENDS))}")
 
 
-class Region:
+class CompiledRegion:
     """Ops that are compiled together: called with tensors, returns a tuple of tensors in memory of their own.
 
     Args:
@@ -48,7 +48,7 @@ class Region:
 
     def __init__(self, graph: fx.Graph, describe: str) -> None:
         self.graph, self.describe = graph, describe
-        self.compiled: dict[tuple[tuple[int, ...], ...], Run] = {}
+        self.compiled: dict[tuple[tuple[int, ...], ...], CompiledFn] = {}
 
     def __call__(self, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
         strides = tuple([x.stride() for x in operands])
@@ -57,7 +57,7 @@ class Region:
             run = self.compiled[strides] = self._compile(operands)
         return run(*operands)
 
-    def _compile(self, operands: Sequence[torch.Tensor]) -> Run:
+    def _compile(self, operands: Sequence[torch.Tensor]) -> CompiledFn:
         try:
             run = _torch.compile_by_inductor(fx.GraphModule({}, self.graph), operands)
             results = run(*operands)
@@ -66,7 +66,7 @@ class Region:
         return _copied(run) if _overlap(results, operands) else run
 
 
-def region_of(key: str, make: Callable[[], Region]) -> Region:
+def region_of(key: str, make: Callable[[], CompiledRegion]) -> CompiledRegion:
     """The region of this structure."""
     region = _regions.get(key)
     if region is None:
@@ -87,7 +87,7 @@ def _extent(x: torch.Tensor) -> tuple[int, int, torch.device]:
     return x.data_ptr(), x.data_ptr() + (last + 1) * x.itemsize, x.device
 
 
-def _copied(run: Run) -> Run:
+def _copied(run: CompiledFn) -> CompiledFn:
     def copied(*operands: torch.Tensor) -> list[torch.Tensor]:
         return [x.clone() for x in run(*operands)]
 

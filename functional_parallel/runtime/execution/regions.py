@@ -25,21 +25,21 @@ from ... import _torch
 from ...ir import (
     Traced,
     forget_info,
-    in_order,
     info,
     named_arguments,
     operands_of,
     primitive_name,
     set_info,
     source_of,
+    topological_order,
     walk_args,
 )
 from ...ops import UNPACK, unpacked
-from ...program import STARTED, Program, overlapped, readers_before_writes, root_of, written_by
-from .inductor import Region, region_of
+from ...program import STARTED, Program, mutated_operands, overlapped, readers_before_writes, storage_root
+from .inductor import CompiledRegion, region_of
 from .repeats import cuts_between_repeats
 
-__all__ = ["Regions", "with_regions"]
+__all__ = ["RegionProgram", "with_regions"]
 
 aten = torch.ops.aten
 
@@ -50,7 +50,7 @@ _KERNELS = frozenset({"mm", "bmm", "addmm", "baddbmm", "convolution", "convoluti
 
 
 @dataclass
-class Regions:
+class RegionProgram:
     """A program with compiled regions.
 
     Attributes:
@@ -61,14 +61,14 @@ class Regions:
 
     traced: Traced
     readers: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
-    calls: list[Region] = field(default_factory=list)
+    calls: list[CompiledRegion] = field(default_factory=list)
 
 
-def with_regions(program: Program) -> Regions:
+def with_regions(program: Program) -> RegionProgram:
     """The program's graph with its regions, made once."""
     if "regions" not in program.cache:
-        program.cache["regions"] = _Build(program).result()
-    regions: Regions = program.cache["regions"]
+        program.cache["regions"] = _RegionBuilder(program).result()
+    regions: RegionProgram = program.cache["regions"]
     return regions
 
 
@@ -105,7 +105,7 @@ def _is_pure(node: fx.Node) -> bool:
     if primitive_name(node) == "pcast" or node.target is UNPACK:
         return True
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or written_by(node):
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or mutated_operands(node):
         return False
     if _is_view(node) and len(operands_of(node)) != 1:
         return False
@@ -129,7 +129,7 @@ def _is_fusible(node: fx.Node) -> bool:
 
 def _stretches(order: Sequence[fx.Node], mesh: Mesh) -> list[list[fx.Node]]:
     """Pure ops that follow each other with no need to wait in between, and all other ops one by one."""
-    protected = {root_of(value) for node in order for value in written_by(node)}
+    protected = {storage_root(value) for node in order for value in mutated_operands(node)}
     under_way: set[fx.Node] = set()
     found: list[list[fx.Node]] = []
     is_open = False
@@ -209,15 +209,15 @@ def _crossing(stretch: Sequence[fx.Node]) -> list[int]:
 # -----------------------------------------------------------------------------
 
 
-class _Build:
+class _RegionBuilder:
     def __init__(self, program: Program) -> None:
         self.program, self.old = program, program.traced
         self.graph = fx.Graph()
         self.new: dict[fx.Node, fx.Node] = {}  # by value
         self.done_by: dict[fx.Node, fx.Node] = {}  # by op
-        self.calls: list[Region] = []
+        self.calls: list[CompiledRegion] = []
 
-    def result(self) -> Regions:
+    def result(self) -> RegionProgram:
         readers = readers_before_writes(self.old)
         order = _with_results(overlapped(self.old, readers))
         for node in self.old.graph.nodes:
@@ -235,7 +235,7 @@ class _Build:
             [self.new[node] for node in self.old.captured_inputs],
         )
         traced.seal()
-        return Regions(traced, self._readers(readers), self.calls)
+        return RegionProgram(traced, self._readers(readers), self.calls)
 
     def _readers(self, readers: Mapping[fx.Node, Sequence[fx.Node]]) -> dict[fx.Node, list[fx.Node]]:
         return {
@@ -304,7 +304,7 @@ def _with_views(ops: Sequence[fx.Node]) -> list[fx.Node]:
     """The ops after the views that they look through, so that a region takes what these are views of."""
     found: dict[fx.Node, None] = {}
     for node in ops:
-        for each in in_order(node, lambda n: filter(_is_seen_through, operands_of(n)), found):
+        for each in topological_order(node, lambda n: filter(_is_seen_through, operands_of(n)), found):
             found[each] = None
     return list(found)
 
@@ -324,7 +324,7 @@ class _Number(int):
         return f"%{int(self)}"
 
 
-def _region(operands: Sequence[fx.Node], ops: Sequence[fx.Node], results: Sequence[fx.Node]) -> Region:
+def _region(operands: Sequence[fx.Node], ops: Sequence[fx.Node], results: Sequence[fx.Node]) -> CompiledRegion:
     graph = fx.Graph()
     new = {node: graph.placeholder(f"x{index}") for index, node in enumerate(operands)}
     for node in ops:
@@ -335,7 +335,7 @@ def _region(operands: Sequence[fx.Node], ops: Sequence[fx.Node], results: Sequen
             new[node].target = _target(node)
             forget_info(new[node])
     graph.output(tuple(new[node] for node in results))
-    return Region(graph, f"{len(ops)} ops from {source_of(ops[0])}")
+    return CompiledRegion(graph, f"{len(ops)} ops from {source_of(ops[0])}")
 
 
 def _target(node: fx.Node) -> Any:

@@ -12,13 +12,13 @@ from sharding_specs import Mesh
 
 from ...ir import Aval
 from ...schedules import Action, Receive, Send
-from ..algorithms import NOTHING
+from ..algorithms import COMPLETED
 from ..calls import NamedWait, OutOfStepError, rank_name, waiting
 
-__all__ = ["Mail"]
+__all__ = ["PointToPoint"]
 
 
-class Mail:
+class PointToPoint:
     """One rank's messages.
 
     Between two ranks messages arrive in the order of their sends, and the schedule's receives are posted in that order,
@@ -109,7 +109,7 @@ class Mail:
             raise
         except (RuntimeError, ValueError) as error:
             raise wait.failure(time.monotonic() - began, error) from error
-        if work is not NOTHING:
+        if work is not COMPLETED:
             self._sent.append((work, buffer, name))
 
     def _wait_for(self, name: Send | Receive | int) -> _MessageWait:

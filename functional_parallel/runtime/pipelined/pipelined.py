@@ -22,12 +22,20 @@ from sharding_specs import Mesh, P, local_shape, whole_shape
 
 from ... import _torch
 from ...ir import Aval, hollow, info
-from ...pipelines import PipelineError, PipelineProgram, RankExecutor, Run, Stream, Worker, slices_of
+from ...pipelines import (
+    AsyncRankExecutor,
+    PipelineError,
+    PipelineProgram,
+    RankExecutor,
+    RunProgram,
+    ScheduleRunner,
+    slices_of,
+)
 from ...schedules import Action, Event, replay
 from ..calls import READS
 from ..execution import Log, Origin
-from ..handles import Placed, own
-from .mail import Mail
+from ..handles import PipelineValue, copy_if_aliased
+from .mail import PointToPoint
 
 __all__ = ["PipelineRuntime"]
 
@@ -52,21 +60,21 @@ class PipelineRuntime:
 
     # --- handles ---
 
-    def shard(self, x: torch.Tensor, spec: P) -> Placed:
+    def shard(self, x: torch.Tensor, spec: P) -> PipelineValue:
         """A whole tensor, on every rank of the pipeline until a step says which of them need it."""
         return self._everywhere(self.base.shard(x, spec))
 
-    def shard_for(self, program: PipelineProgram, number: int, x: torch.Tensor, spec: P) -> Placed:
+    def shard_for(self, program: PipelineProgram, number: int, x: torch.Tensor, spec: P) -> PipelineValue:
         """A whole tensor that is an input of a program, on the ranks that hold it."""
         return self._where_taken(program.holders(program.inputs[number]), x, spec)
 
-    def entered(self, x: torch.Tensor, spec: P) -> Placed:
+    def entered(self, x: torch.Tensor, spec: P) -> PipelineValue:
         """The same, so that a derivative of it is one of the whole."""
         if self.carrier is not None:
             _refuse_derivatives([x])
         return self._everywhere(self.base.entered(x, spec))
 
-    def own(self, x: torch.Tensor, spec: P) -> Placed:
+    def own(self, x: torch.Tensor, spec: P) -> PipelineValue:
         """A part that this process was given as its own."""
         return self._everywhere(self.base.own(x, spec))
 
@@ -75,7 +83,7 @@ class PipelineRuntime:
         """How many things this rank has done with the others."""
         return int(self.base.calls)
 
-    def whole(self, placed: Placed, spec: P, whose: str = "") -> torch.Tensor:
+    def whole(self, placed: PipelineValue, spec: P, whose: str = "") -> torch.Tensor:
         """The whole tensor."""
         if placed.holders is None or placed.holders >= frozenset(range(self.size)):
             return self.base.whole(next(iter(placed.parts.values())), spec, whose)
@@ -86,7 +94,7 @@ class PipelineRuntime:
             mine = self._from_a_holder(placed)
         return self.base.whole(mine, spec, whose)
 
-    def _from_a_holder(self, placed: Placed) -> Any:
+    def _from_a_holder(self, placed: PipelineValue) -> Any:
         """What some ranks of the pipeline hold, on this one too."""
         assert placed.holders is not None
         source = min(placed.holders)
@@ -97,7 +105,7 @@ class PipelineRuntime:
             mine = torch.empty(placed.aval.shape, dtype=placed.aval.dtype, device=self.base.device)
         return self.carrier.pbroadcast(mine, (self.axis,), source)
 
-    def like(self, placed: Placed, spec: P) -> torch.Tensor:
+    def like(self, placed: PipelineValue, spec: P) -> torch.Tensor:
         """A tensor of the whole shape, without memory for it."""
         return hollow(placed.aval, whole_shape(placed.aval.shape, spec, self.mesh))
 
@@ -121,16 +129,16 @@ class PipelineRuntime:
         """Make sure, before its first run, that all ranks have the same program."""
         self.base.agree_on(program)
 
-    def _where_taken(self, holders: frozenset[int], x: torch.Tensor, spec: P) -> Placed:
+    def _where_taken(self, holders: frozenset[int], x: torch.Tensor, spec: P) -> PipelineValue:
         """A whole tensor, on the ranks of the pipeline that take it."""
         aval = Aval(tuple(local_shape(x.shape, spec, self.mesh)), x.dtype, x.device)
         here = holders & frozenset(self.ranks)
-        return Placed(dict.fromkeys(here, self.base.entered(x, spec)) if here else {}, holders, aval)
+        return PipelineValue(dict.fromkeys(here, self.base.entered(x, spec)) if here else {}, holders, aval)
 
-    def _everywhere(self, handle: Any) -> Placed:
+    def _everywhere(self, handle: Any) -> PipelineValue:
         tensor = handle if isinstance(handle, torch.Tensor) else handle[0]
         aval = Aval(tuple(tensor.shape), tensor.dtype, tensor.device)
-        return Placed(dict.fromkeys(self.ranks, handle), None, aval)
+        return PipelineValue(dict.fromkeys(self.ranks, handle), None, aval)
 
     # --- running ---
 
@@ -139,7 +147,7 @@ class PipelineRuntime:
         if self.carrier is not None:
             self.base.agree_on(program)
             self.base.agree_on_inputs(program, tensors)
-            if _torch.holds_levels(tensors):
+            if _torch.has_functorch_level(tensors):
                 return PipelineRuntime(self.base, self.axis, alone=True).run_whole(program, tensors)
         given = zip(program.inputs, tensors, program.in_specs, strict=True)
         placed = [self._where_taken(program.holders(node), x, spec) for node, x, spec in given]
@@ -147,8 +155,12 @@ class PipelineRuntime:
         return [self.whole(x, spec) for x, spec in zip(results, program.out_specs, strict=True)]
 
     def run(
-        self, program: PipelineProgram, placed: Sequence[Placed], batch: Sequence[torch.Tensor] = (), whose: str = ""
-    ) -> list[Placed]:
+        self,
+        program: PipelineProgram,
+        placed: Sequence[PipelineValue],
+        batch: Sequence[torch.Tensor] = (),
+        whose: str = "",
+    ) -> list[PipelineValue]:
         """Run a pipeline on sharded inputs, made of a batch that every rank was given whole."""
         if self.carrier is None:
             return self._run(program, placed, self.base.run)
@@ -162,7 +174,7 @@ class PipelineRuntime:
             program.events[:] = [event for events in everywhere for event in events]
         return results
 
-    def replay(self, program: PipelineProgram, placed: Sequence[Placed]) -> Origin | None:
+    def replay(self, program: PipelineProgram, placed: Sequence[PipelineValue]) -> Origin | None:
         """Run a pipeline op by op, and return an op that made a value that is not finite, if one did."""
         log = Log()
         run = partial(self.base.run_recorded, log)
@@ -175,19 +187,19 @@ class PipelineRuntime:
             self._run(program, placed, run)
         return self.base.first_origin(log)
 
-    def _run(self, program: PipelineProgram, placed: Sequence[Placed], run: Run) -> list[Placed]:
+    def _run(self, program: PipelineProgram, placed: Sequence[PipelineValue], run: RunProgram) -> list[PipelineValue]:
         placed = self._brought(program, placed)
         self._give_up(program, placed)
         inputs = {rank: self._inputs(program, placed, rank) for rank in self.ranks}
         if program.schedule.versions is not None:
             return self._stream(program, inputs, run)
         ordered = self.carrier is None or self.carrier.reduction == "ordered"
-        workers = {rank: Worker(program, rank, run, inputs[rank], ordered) for rank in self.ranks}
+        workers = {rank: RankExecutor(program, rank, run, inputs[rank], ordered) for rank in self.ranks}
         self._pass_through(program, workers)
         self._end(program, workers)
         return self._results(program, lambda rank, node: workers[rank].late_value(node))
 
-    def _pass_through(self, program: PipelineProgram, workers: Mapping[int, Worker | Stream]) -> None:
+    def _pass_through(self, program: PipelineProgram, workers: Mapping[int, RankExecutor | AsyncRankExecutor]) -> None:
         """Run the schedule."""
         for worker in workers.values():
             worker.begin()
@@ -198,7 +210,7 @@ class PipelineRuntime:
         else:
             self._executor(program).run_schedule(workers[self.ranks[0]])
 
-    def _brought(self, program: PipelineProgram, placed: Sequence[Placed]) -> list[Placed]:
+    def _brought(self, program: PipelineProgram, placed: Sequence[PipelineValue]) -> list[PipelineValue]:
         """Everything where this program needs it, which another one, cut into other stages, left with other ranks."""
         found = list(placed)
         for index, (node, each) in enumerate(zip(program.inputs, placed, strict=True)):
@@ -208,10 +220,10 @@ class PipelineRuntime:
             _say_that_stages_moved(program, self.axis)
             holders, got = needed | each.holders, self._from_a_holder(each)
             parts = {rank: each.parts.get(rank, got) for rank in self.ranks if rank in holders}
-            found[index] = Placed(parts, holders, each.aval)
+            found[index] = PipelineValue(parts, holders, each.aval)
         return found
 
-    def _give_up(self, program: PipelineProgram, placed: Sequence[Placed]) -> None:
+    def _give_up(self, program: PipelineProgram, placed: Sequence[PipelineValue]) -> None:
         """Of what a step may write into, drop the copies that no rank will hold, and give each rank one of its own."""
         for node, each in zip(program.inputs, placed, strict=True):
             if not info(node).donated:
@@ -221,12 +233,12 @@ class PipelineRuntime:
                 del each.parts[rank]
             taken: set[int] = set()
             for rank in each.parts if len(each.parts) > 1 else ():
-                each.parts[rank] = own(each.parts[rank], taken)
+                each.parts[rank] = copy_if_aliased(each.parts[rank], taken)
 
-    def _inputs(self, program: PipelineProgram, placed: Sequence[Placed], rank: int) -> dict[fx.Node, Any]:
+    def _inputs(self, program: PipelineProgram, placed: Sequence[PipelineValue], rank: int) -> dict[fx.Node, Any]:
         return {node: each.parts[rank] for node, each in zip(program.inputs, placed, strict=True) if rank in each.parts}
 
-    def _in_lockstep(self, program: PipelineProgram, workers: Mapping[int, Worker | Stream]) -> None:
+    def _in_lockstep(self, program: PipelineProgram, workers: Mapping[int, RankExecutor | AsyncRankExecutor]) -> None:
         schedule = program.schedule
         for rank, action in replay(schedule):
             sent = self._timed(program, workers[rank], action)
@@ -234,7 +246,7 @@ class PipelineRuntime:
             if target is not None:
                 workers[schedule.rank_of_stage[target]].receive(action, target, sent)
 
-    def _timed(self, program: PipelineProgram, worker: Worker | Stream, action: Action) -> list[Any]:
+    def _timed(self, program: PipelineProgram, worker: RankExecutor | AsyncRankExecutor, action: Action) -> list[Any]:
         if program.events is None:
             return worker.act(action)
         start = self._now()
@@ -248,14 +260,14 @@ class PipelineRuntime:
         return time.perf_counter()
 
     @cached_property
-    def mail(self) -> Mail:
+    def mail(self) -> PointToPoint:
         """This rank's messages; the first use is a collective."""
-        return Mail(self.carrier, self.axis, self.ranks[0], self.base.device)
+        return PointToPoint(self.carrier, self.axis, self.ranks[0], self.base.device)
 
-    def _executor(self, program: PipelineProgram) -> RankExecutor:
-        return RankExecutor(program, self.mail, partial(self._timed, program))
+    def _executor(self, program: PipelineProgram) -> ScheduleRunner:
+        return ScheduleRunner(program, self.mail, partial(self._timed, program))
 
-    def _end(self, program: PipelineProgram, workers: dict[int, Worker]) -> None:
+    def _end(self, program: PipelineProgram, workers: dict[int, RankExecutor]) -> None:
         """Run what comes after the pipeline."""
         if self.carrier is not None:
             self._executor(program).run_epilogue(workers[self.ranks[0]])
@@ -266,11 +278,11 @@ class PipelineRuntime:
             for node, source, target in exchanges:
                 workers[target].late[node] = workers[source].late_value(node)
 
-    def _results(self, program: PipelineProgram, value: Callable[[int, fx.Node], Any]) -> list[Placed]:
+    def _results(self, program: PipelineProgram, value: Callable[[int, fx.Node], Any]) -> list[PipelineValue]:
         epilogue, declared = program.epilogue, self.base.declared
         results = zip(epilogue.outputs, epilogue.output_holders, epilogue.output_specs, program.out_specs, strict=True)
         return [
-            Placed(
+            PipelineValue(
                 {rank: declared(value(rank, node), made, spec) for rank in self.ranks if rank in holders},
                 holders,
                 info(node).aval,
@@ -280,9 +292,11 @@ class PipelineRuntime:
 
     # --- asynchronous ---
 
-    def _stream(self, program: PipelineProgram, inputs: dict[int, dict[fx.Node, Any]], run: Run) -> list[Placed]:
+    def _stream(
+        self, program: PipelineProgram, inputs: dict[int, dict[fx.Node, Any]], run: RunProgram
+    ) -> list[PipelineValue]:
         workers = {
-            rank: Stream(program, rank, run, held, slices_of(program, held, self._chunks))
+            rank: AsyncRankExecutor(program, rank, run, held, slices_of(program, held, self._chunks))
             for rank, held in inputs.items()
         }
         self._pass_through(program, workers)
@@ -294,7 +308,7 @@ class PipelineRuntime:
             return [part.contiguous() for part in handle.chunk(count, dim)]
         return [list(part) for part in zip(*(self._chunks(x, count, dim) for x in handle), strict=True)]
 
-    def _last_or_mean(self, program: PipelineProgram, node: fx.Node, worker: Stream) -> Any:
+    def _last_or_mean(self, program: PipelineProgram, node: fx.Node, worker: AsyncRankExecutor) -> Any:
         """What replaces an input, after the last update; of everything else, the mean over updates."""
         if node in program.epilogue.replaces:
             return worker.results[-1][node]
@@ -318,7 +332,7 @@ def _say_that_stages_moved(program: PipelineProgram, axis: str) -> None:
 
 
 def _refuse_derivatives(tensors: Sequence[torch.Tensor]) -> None:
-    if _torch.holds_levels(tensors):
+    if _torch.has_functorch_level(tensors):
         raise PipelineError(
             "a step's batch or state takes part in a derivative or a vmap, but what ranks of a pipeline in different "
             "processes send each other carries none: take it of the loss, and compile that"

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..buffers import as_bytes, from_bytes, whole_of
-from ..calls import Doing, Pending, WaitFor
-from .groups import Groups
+from ..buffers import as_bytes, flat_or_view, from_bytes
+from ..calls import CallLog, PendingCollective, WaitFor
+from .groups import MeshGroups
 
-__all__ = ["Backend"]
+__all__ = ["TorchCollectives"]
 
 
-class Backend:
+class TorchCollectives:
     """The backend of a mesh's process groups.
 
     Args:
@@ -28,7 +28,7 @@ class Backend:
         wait: makes the wait for an operation on a tensor over axes.
     """
 
-    def __init__(self, groups: Groups, doing: Doing, wait: WaitFor) -> None:
+    def __init__(self, groups: MeshGroups, doing: CallLog, wait: WaitFor) -> None:
         self._groups, self._doing, self._wait_for = groups, doing, wait
 
     def all_reduce(
@@ -39,7 +39,7 @@ class Backend:
         how: Any,
         overwrite: bool,
         finish: Callable[[Tensor], Any],
-    ) -> Pending:
+    ) -> PendingCollective:
         in_place = overwrite and x.is_contiguous()
         result = x.detach() if in_place else x.detach().clone(memory_format=torch.contiguous_format)
         handle = self._groups.over(axes).handle
@@ -51,7 +51,7 @@ class Backend:
             lambda: finish(result),
         )
 
-    def reduce_scatter(self, x: Tensor, axes: tuple[str, ...], dim: int, dtype: torch.dtype) -> Pending:
+    def reduce_scatter(self, x: Tensor, axes: tuple[str, ...], dim: int, dtype: torch.dtype) -> PendingCollective:
         members = self._groups.over(axes)
         chunks = torch.stack(members.by_seat(x.detach().chunk(len(members.ranks), dim)))
         result = torch.empty_like(chunks[0])
@@ -65,7 +65,7 @@ class Backend:
 
     def all_gather(
         self, operation: str, x: Tensor, axes: tuple[str, ...], finish: Callable[[list[Tensor]], Any]
-    ) -> Pending:
+    ) -> PendingCollective:
         """All ranks' values, in the order of the axes, go to `finish`."""
         members = self._groups.over(axes)
         mine = as_bytes(x)
@@ -89,7 +89,7 @@ class Backend:
         chunks: Sequence[Tensor],
         axes: tuple[str, ...],
         finish: Callable[[list[Tensor]], Tensor],
-    ) -> Pending:
+    ) -> PendingCollective:
         """Chunk i goes to rank i; the chunks that arrive, in the order of the axes, go to `finish`."""
         sizes = [chunk.numel() for chunk in chunks]
 
@@ -106,11 +106,11 @@ class Backend:
         expected: Sequence[int],
         axes: tuple[str, ...],
         finish: Callable[[list[Tensor]], Tensor],
-    ) -> Pending:
+    ) -> PendingCollective:
         members = self._groups.over(axes)
         to_send = [as_bytes(chunk) for chunk in members.by_seat(chunks)]
         lengths = [part.numel() for part in to_send]
-        sent = whole_of(to_send)
+        sent = flat_or_view(to_send)
         sizes = [0] * len(expected)
         for seat, elements in zip(members.seats, expected, strict=True):
             sizes[seat] = elements * x.element_size()
@@ -123,7 +123,7 @@ class Backend:
             lambda: finish([from_bytes(part, x) for part in members.in_order(received.split(sizes))]),
         )
 
-    def broadcast(self, operation: str, x: Tensor, axes: tuple[str, ...], source: int) -> Pending:
+    def broadcast(self, operation: str, x: Tensor, axes: tuple[str, ...], source: int) -> PendingCollective:
         """Every rank gets what the one at `source` has."""
         members = self._groups.over(axes)
         buffer = as_bytes(x).clone()
@@ -142,7 +142,7 @@ class Backend:
         axes: tuple[str, ...],
         start: Callable[[], Any],
         finish: Callable[[], Any],
-    ) -> Pending:
+    ) -> PendingCollective:
         """Start what the backend carries: whoever waits for this rank in shared memory shall know."""
         self._doing.announce()
         roll_call = self._groups.over(axes).roll_call
@@ -152,4 +152,4 @@ class Backend:
                 roll_call.ask().wait()
             return start()
 
-        return Pending(start_together, finish, self._wait_for(operation, x, axes))
+        return PendingCollective(start_together, finish, self._wait_for(operation, x, axes))

@@ -18,16 +18,16 @@ from torch.distributed.constants import default_pg_timeout
 
 from sharding_specs import Mesh
 
-from ..algorithms import ROLL_CALL, Messages, Ranks, RollCall, Team
-from ..calls import Doing, Handle, rank_name
+from ..algorithms import ROLL_CALL, AlgorithmGroup, CallCheck, RankGroup, TaggedMessages
+from ..calls import CallLog, ProcessGroupRef, rank_name
 from ..watch import recorded
 
-__all__ = ["Group", "Groups"]
+__all__ = ["AxisGroup", "MeshGroups"]
 
 _MOST_AXES_TOGETHER = 3
 
 
-class Group:
+class AxisGroup:
     """The ranks that one collective goes over.
 
     Attributes:
@@ -40,12 +40,12 @@ class Group:
 
     def __init__(
         self,
-        handle: Handle,
+        handle: ProcessGroupRef,
         rank: int,
         ranks: tuple[int, ...],
         timeout: timedelta | None,
         tags: Iterator[int],
-        doing: Doing | None,
+        doing: CallLog | None,
         names: Sequence[str],
     ) -> None:
         self._handle, self.ranks, self._timeout, self._tags, self._doing = handle, ranks, timeout, tags, doing
@@ -53,18 +53,18 @@ class Group:
         self.rank = ranks.index(rank)
         self.seats = tuple(sorted(ranks).index(each) for each in ranks)
         self.backend = str(dist.get_backend(handle.group))
-        self.roll_call: RollCall | None = None
+        self.roll_call: CallCheck | None = None
         if doing is not None and self.backend == "gloo":
-            self.roll_call = RollCall(Ranks(self.rank, len(ranks)), self.messages(ROLL_CALL), doing, names)
+            self.roll_call = CallCheck(RankGroup(self.rank, len(ranks)), self.messages(ROLL_CALL), doing, names)
 
     @property
     def handle(self) -> Any:
         """Torch's process group, as long as torch holds it."""
         return self._handle.group
 
-    def messages(self, tag: int = 0) -> Messages:
+    def messages(self, tag: int = 0) -> TaggedMessages:
         """Messages to single ranks, under a tag."""
-        return Messages(self._handle, self.seats, tag)
+        return TaggedMessages(self._handle, self.seats, tag)
 
     def in_order(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """From torch's order to the order of the axes."""
@@ -76,10 +76,10 @@ class Group:
         return [placed[seat] for seat in range(len(parts))]
 
     @cached_property
-    def team(self) -> Team:
+    def team(self) -> AlgorithmGroup:
         """The same ranks, for algorithms of ours. The first use is a collective."""
         timeout = self._timeout or default_pg_timeout
-        return Team(
+        return AlgorithmGroup(
             self.handle,
             self.rank,
             self.seats,
@@ -90,7 +90,7 @@ class Group:
         )
 
 
-class Groups:
+class MeshGroups:
     """This rank's groups, by axes.
 
     Args:
@@ -100,13 +100,13 @@ class Groups:
         doing: what this rank is doing.
     """
 
-    def __init__(self, mesh: Mesh, rank: int, timeout: timedelta | None, doing: Doing | None = None) -> None:
+    def __init__(self, mesh: Mesh, rank: int, timeout: timedelta | None, doing: CallLog | None = None) -> None:
         self._mesh, self._rank, self._timeout, self._doing = mesh, rank, timeout, doing
         self._handles = _make_groups(mesh, rank, timeout)
         self._tags: dict[frozenset[int], Iterator[int]] = {ranks: count() for ranks in self._handles}
-        self._found: dict[tuple[str, ...], Group] = {}
+        self._found: dict[tuple[str, ...], AxisGroup] = {}
 
-    def over(self, axes: tuple[str, ...]) -> Group:
+    def over(self, axes: tuple[str, ...]) -> AxisGroup:
         """The group along some axes.
 
         Raises:
@@ -116,7 +116,7 @@ class Groups:
             self._found[axes] = self._find(axes)
         return self._found[axes]
 
-    def _find(self, axes: tuple[str, ...]) -> Group:
+    def _find(self, axes: tuple[str, ...]) -> AxisGroup:
         ranks = next(tuple(ranks) for ranks in self._mesh.groups(axes) if self._rank in ranks)
         if ranks == (self._rank,) and frozenset(ranks) not in self._handles:
             self._add_alone(frozenset(ranks))
@@ -128,16 +128,16 @@ class Groups:
         members = frozenset(ranks)
         names = [rank_name(self._mesh, rank) for rank in ranks]
         handle, tags = self._handles[members], self._tags[members]
-        return Group(handle, self._rank, ranks, self._timeout, tags, self._doing, names)
+        return AxisGroup(handle, self._rank, ranks, self._timeout, tags, self._doing, names)
 
     def _add_alone(self, ranks: frozenset[int]) -> None:
         """Make the group of axes with one rank. The other ranks take no part."""
         with recorded():
             group = dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True)
-        self._handles[ranks], self._tags[ranks] = Handle(group), count()
+        self._handles[ranks], self._tags[ranks] = ProcessGroupRef(group), count()
 
 
-def _make_groups(mesh: Mesh, rank: int, timeout: timedelta | None) -> dict[frozenset[int], Handle]:
+def _make_groups(mesh: Mesh, rank: int, timeout: timedelta | None) -> dict[frozenset[int], ProcessGroupRef]:
     """A rank's process groups, by their ranks; every rank makes every group, in the same order."""
     names = [name for name in mesh.axis_names if mesh.axis_size(name) > 1]
     few = chain.from_iterable(combinations(names, number) for number in range(1, _MOST_AXES_TOGETHER + 1))
@@ -147,4 +147,4 @@ def _make_groups(mesh: Mesh, rank: int, timeout: timedelta | None) -> dict[froze
             if frozenset(ranks) not in made:
                 with recorded():
                     made[frozenset(ranks)] = dist.new_group(sorted(ranks), timeout=timeout)
-    return {ranks: Handle(group) for ranks, group in made.items() if rank in ranks}
+    return {ranks: ProcessGroupRef(group) for ranks, group in made.items() if rank in ranks}

@@ -20,13 +20,13 @@ import torch.distributed as dist
 from sharding_specs import Mesh
 
 from ... import _torch
-from ..calls import Doing, Handle, NamedWait, OutOfStepError, Turn, rank_name, waiting
+from ..calls import CallGuard, CallLog, NamedWait, OutOfStepError, ProcessGroupRef, rank_name, waiting
 from ..watch import recorded
 
-__all__ = ["Meeting"]
+__all__ = ["ControlGroup"]
 
 
-class Meeting:
+class ControlGroup:
     """Where all ranks of torch.distributed meet. Making it is a collective.
 
     Args:
@@ -36,13 +36,13 @@ class Meeting:
         turn: held while this rank meets the others.
     """
 
-    def __init__(self, mesh: Mesh, timeout: timedelta | None, doing: Doing, turn: Turn) -> None:
+    def __init__(self, mesh: Mesh, timeout: timedelta | None, doing: CallLog, turn: CallGuard) -> None:
         self._mesh, self._doing, self._turn = mesh, doing, turn
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         on_devices = str(dist.get_backend()) == "nccl"
         backend = "gloo" if on_devices and dist.is_gloo_available() else None
         with recorded():
-            self._handle = Handle(dist.new_group(backend=backend, timeout=timeout))
+            self._handle = ProcessGroupRef(dist.new_group(backend=backend, timeout=timeout))
         self.device = torch.device("cuda" if on_devices and backend is None else "cpu")
 
     def agree(self, doing: str, otherwise: str, number: int = 0) -> int:
@@ -101,7 +101,7 @@ class Meeting:
     def _waits(self, what: str, otherwise: str = "") -> Iterator[None]:
         wait, began = NamedWait(self._mesh, self.rank, range(self.size), what), time.monotonic()
         try:
-            with _torch.apart_from_transforms(), waiting(wait):
+            with _torch.disable_functorch(), waiting(wait):
                 yield
         except RuntimeError as error:
             raise wait.failure(time.monotonic() - began, error, otherwise) from error

@@ -23,20 +23,20 @@ from ...program import (
     overlapped,
     readers_before_writes,
 )
-from ..buffers import Layout, Packed
-from ..calls import Pending
+from ..buffers import BucketLayout, LazyBucket
+from ..calls import PendingCollective
 from ..execution import Recorded, Writer, with_regions
-from .process_carrier import ProcessCarrier
+from .process_carrier import ProcessCommunicator
 
-__all__ = ["OneRank"]
+__all__ = ["RankProgram"]
 
 aten = torch.ops.aten
 
 
-class OneRank:
+class RankProgram:
     """The flat function of one program on one rank: collectives start early and are waited for late."""
 
-    def __init__(self, program: Program, carrier: ProcessCarrier, record: bool = False) -> None:
+    def __init__(self, program: Program, carrier: ProcessCommunicator, record: bool = False) -> None:
         self.program, self.carrier = program, carrier
         self.record = Recorded(program.traced, lambda node: (carrier.rank,)) if record else None
         if program.backend == "inductor" and not record:
@@ -83,9 +83,8 @@ class OneRank:
             return f"{text(brought)}.take({index})"
         if node in self._packed_when_sent:
             given_up = [is_only_use_of_own_memory(value) for value in node.args[0]]
-            return (
-                f"{writer.constant(Packed)}({', '.join(writer.argument(arg, text) for arg in (*node.args, given_up))})"
-            )
+            arguments = ", ".join(writer.argument(arg, text) for arg in (*node.args, given_up))
+            return f"{writer.constant(LazyBucket)}({arguments})"
         return writer.call(node, text)
 
     def _is_started(self, node: fx.Node) -> bool:
@@ -97,17 +96,17 @@ class OneRank:
         """Whether an op packs and the next one starts to send that, which nothing else needs."""
         return value.target is PACK and self._is_started(node) and list(value.users) == [node]
 
-    def _layout(self, node: fx.Node) -> Layout | None:
+    def _layout(self, node: fx.Node) -> BucketLayout | None:
         """Where tensors lie in what a collective brings, if it brings several and nobody needs the whole."""
         if primitive_name(node) == "all_gather" and self._is_only_unpacked(node):
             unpacked = [user.args[-4:] for user in node.users]
-            return Layout(unpacked[0][0], tuple((begin, tuple(shape), dim) for _, begin, shape, dim in unpacked))
+            return BucketLayout(unpacked[0][0], tuple((begin, tuple(shape), dim) for _, begin, shape, dim in unpacked))
         if primitive_name(node) == "psum" and node.args[0] in self._packed_when_sent:
             lengths = [info(value).aval.numel for value in node.args[0].args[0]]
             ends = itertools.accumulate(lengths)
             stretches = [(node, 0, end - length, end) for length, end in zip(lengths, ends, strict=True)]
             if [(user.target, user.args) for user in node.users] == [(aten.slice.Tensor, each) for each in stretches]:
-                return Layout(1, tuple((begin, (end - begin,), 0) for _, _, begin, end in stretches))
+                return BucketLayout(1, tuple((begin, (end - begin,), 0) for _, _, begin, end in stretches))
         return None
 
     def _is_only_unpacked(self, gather: fx.Node) -> bool:
@@ -125,7 +124,7 @@ class OneRank:
         copy = "contiguous" if may_stay_in_place(node) else "clone"
         return f"{writer.names[whole]}.narrow({dim}, {begin}, {length}).{copy}({dense})"
 
-    def _start(self, node: fx.Node, name: str) -> Callable[..., Pending]:
+    def _start(self, node: fx.Node, name: str) -> Callable[..., PendingCollective]:
         axes = tuple(node.args[1])
         params = [param for param in node.args[2:] if not isinstance(param, str)]
         layout = self._layouts.get(node)

@@ -19,16 +19,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...collectives import GATHERED, are_bound, bind, group
-from ..algorithms import SIZES, Algorithm, Chooser, Messages, Team, setting, starting
-from ..buffers import Layout, Packed, joined, whole
-from ..calls import CollectiveWait, Doing, NamedWait, Pending, rank_name, waiting
-from .backend import Backend
-from .groups import Group, Groups
+from ..algorithms import (
+    SIZES,
+    Algorithm,
+    AlgorithmGroup,
+    AlgorithmSelector,
+    TaggedMessages,
+    requested_algorithm,
+    starting,
+)
+from ..buffers import BucketLayout, LazyBucket, cat_or_view, to_tensor
+from ..calls import CallLog, CollectiveWait, NamedWait, PendingCollective, rank_name, waiting
+from .backend import TorchCollectives
+from .groups import AxisGroup, MeshGroups
 
 if TYPE_CHECKING:
     from sharding_specs import Mesh
 
-__all__ = ["ProcessCarrier"]
+__all__ = ["ProcessCommunicator"]
 
 _REDUCED_BY_ALL = {torch.float32, torch.float64, torch.int32, torch.int64, torch.int8, torch.uint8}
 _REDUCED_BY = {
@@ -37,7 +45,7 @@ _REDUCED_BY = {
 }
 
 
-class ProcessCarrier:
+class ProcessCommunicator:
     """Carries the collectives of a mesh between processes of an initialised torch.distributed.
 
     Args:
@@ -78,12 +86,12 @@ class ProcessCarrier:
         self.rank = dist.get_rank()
         self.reduction = reduction
         self.reduce_dtype = reduce_dtype
-        self.algorithm = setting(algorithm, reduction == "ordered")
+        self.algorithm = requested_algorithm(algorithm, reduction == "ordered")
         _agree(mesh, {"reduction": reduction, "reduce_dtype": str(reduce_dtype), "algorithm": self.algorithm})
-        self.doing, self.where = Doing(rank_name(mesh, self.rank)), ""
-        self._groups = Groups(mesh, self.rank, timeout, self.doing)
-        self._backend = Backend(self._groups, self.doing, self._wait)
-        self._choosers: dict[Group, Chooser] = {}
+        self.doing, self.where = CallLog(rank_name(mesh, self.rank)), ""
+        self._groups = MeshGroups(mesh, self.rank, timeout, self.doing)
+        self._backend = TorchCollectives(self._groups, self.doing, self._wait)
+        self._choosers: dict[AxisGroup, AlgorithmSelector] = {}
 
     def bound(self) -> AbstractContextManager[None]:
         """Let collectives inside a `with` block name the axes of the mesh."""
@@ -94,13 +102,13 @@ class ProcessCarrier:
     def start(
         self,
         name: str,
-        x: Tensor | Packed,
+        x: Tensor | LazyBucket,
         *,
         axes: tuple[str, ...],
         params: Sequence[Any],
         overwrite: bool,
         where: str,
-    ) -> Pending:
+    ) -> PendingCollective:
         """Start a primitive, to be waited for later.
 
         Args:
@@ -119,15 +127,15 @@ class ProcessCarrier:
             self.where = ""
 
     def _started(
-        self, name: str, x: Tensor | Packed, axes: tuple[str, ...], params: Sequence[Any], overwrite: bool
-    ) -> Pending:
+        self, name: str, x: Tensor | LazyBucket, axes: tuple[str, ...], params: Sequence[Any], overwrite: bool
+    ) -> PendingCollective:
         if name == "psum":
             return self._start_psum(x, axes, overwrite, *params)
         if name == "psum_scatter":
             return self._start_psum_scatter(x, axes, *params)
         if name == "all_gather":
             return self._start_all_gather(x, axes, *params)
-        return self._start_all_to_all(whole(x), axes, *params)
+        return self._start_all_to_all(to_tensor(x), axes, *params)
 
     def psum(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
         return self._start_psum(x, axes, False).wait()
@@ -142,16 +150,16 @@ class ProcessCarrier:
         return self._start_all_to_all(x, axes, split_dim, concat_dim).wait()
 
     def _start_psum(
-        self, x: Tensor | Packed, axes: tuple[str, ...], overwrite: bool, layout: Layout | None = None
-    ) -> Pending:
+        self, x: Tensor | LazyBucket, axes: tuple[str, ...], overwrite: bool, layout: BucketLayout | None = None
+    ) -> PendingCollective:
         accumulated = self._accumulation_dtype(x.dtype)
         if chosen := self._chosen("all_reduce", x, axes):
             started = starting.all_reduce(*chosen, x, overwrite, accumulated, layout)
             return self._start_steps("psum", x, axes, chosen, started)
-        x, dtype = whole(x), x.dtype
+        x, dtype = to_tensor(x), x.dtype
 
         def finish(total: Tensor) -> Any:
-            return starting.taken_apart(total.to(dtype), layout)
+            return starting.unpack_bucket(total.to(dtype), layout)
 
         widened = x.to(accumulated or dtype)
         if self._reduces_itself(widened, axes):
@@ -159,12 +167,12 @@ class ProcessCarrier:
             return self._backend.all_reduce("psum", widened, axes, dist.ReduceOp.SUM, own, finish)
         return self._backend.all_gather("psum", x, axes, lambda parts: finish(group.psum(parts, accumulated)[0]))
 
-    def _start_psum_scatter(self, x: Tensor | Packed, axes: tuple[str, ...], dim: int) -> Pending:
+    def _start_psum_scatter(self, x: Tensor | LazyBucket, axes: tuple[str, ...], dim: int) -> PendingCollective:
         accumulated = self._accumulation_dtype(x.dtype)
         if chosen := self._chosen("reduce_scatter", x, axes):
             started = starting.reduce_scatter(*chosen, x, dim, accumulated)
             return self._start_steps("psum_scatter", x, axes, chosen, started)
-        x = whole(x)
+        x = to_tensor(x)
         if self.reduction == "fast" and self._groups.over(axes).backend == "nccl":
             return self._backend.reduce_scatter(x.to(accumulated or x.dtype), axes, dim, x.dtype)
 
@@ -176,30 +184,32 @@ class ProcessCarrier:
 
     def _start_all_gather(
         self,
-        x: Tensor | Packed,
+        x: Tensor | LazyBucket,
         axes: tuple[str, ...],
         dim: int,
-        layout: Layout | None = None,
+        layout: BucketLayout | None = None,
         operation: str = "all_gather",
-    ) -> Pending:
+    ) -> PendingCollective:
         if chosen := self._chosen("all_gather", x, axes):
             return self._start_steps(operation, x, axes, chosen, starting.all_gather(*chosen, x, dim, layout))
         return self._backend.all_gather(
-            operation, whole(x), axes, lambda parts: starting.taken_apart(joined(parts, dim), layout)
+            operation, to_tensor(x), axes, lambda parts: starting.unpack_bucket(cat_or_view(parts, dim), layout)
         )
 
     def _start_all_to_all(
         self, x: Tensor, axes: tuple[str, ...], split_dim: int, concat_dim: int, operation: str = "all_to_all"
-    ) -> Pending:
+    ) -> PendingCollective:
         if (chosen := self._chosen("all_to_all", x, axes)) and chosen[0].all_to_all:
             started = starting.all_to_all(*chosen, x, split_dim, concat_dim)
             return self._start_steps(operation, x, axes, chosen, started)
-        chunks = starting.plain(x).chunk(len(self._groups.over(axes).ranks), split_dim)
-        return self._backend.all_to_all(operation, x, chunks, axes, lambda parts: joined(parts, concat_dim))
+        chunks = starting.resolved(x).chunk(len(self._groups.over(axes).ranks), split_dim)
+        return self._backend.all_to_all(operation, x, chunks, axes, lambda parts: cat_or_view(parts, concat_dim))
 
     # --- by algorithms of ours ---
 
-    def _chosen(self, kind: str, x: Tensor | Packed, axes: tuple[str, ...]) -> tuple[Algorithm, Team] | None:
+    def _chosen(
+        self, kind: str, x: Tensor | LazyBucket, axes: tuple[str, ...]
+    ) -> tuple[Algorithm, AlgorithmGroup] | None:
         """How a collective goes, where it does not go the backend's own way."""
         chooser = self._chooser(axes) if x.device.type == "cpu" else None
         algorithm = chooser and chooser.choose(kind)
@@ -208,15 +218,15 @@ class ProcessCarrier:
     def _start_steps(
         self,
         operation: str,
-        x: Tensor | Packed,
+        x: Tensor | LazyBucket,
         axes: tuple[str, ...],
-        chosen: tuple[Algorithm, Team],
-        started: starting.Started,
-    ) -> Pending:
+        chosen: tuple[Algorithm, AlgorithmGroup],
+        started: starting.StartedCollective,
+    ) -> PendingCollective:
         (algorithm, team), (steps, finish) = chosen, started
         if not algorithm.signals and (roll_call := self._groups.over(axes).roll_call):
             steps = roll_call.before(steps)
-        return Pending(lambda: team.run(steps), finish, self._wait(operation, x, axes))
+        return PendingCollective(lambda: team.run(steps), finish, self._wait(operation, x, axes))
 
     # --- by the backend ---
 
@@ -265,12 +275,12 @@ class ProcessCarrier:
 
     # --- looking up ---
 
-    def _wait(self, operation: str, x: Tensor | Packed, axes: tuple[str, ...]) -> CollectiveWait:
+    def _wait(self, operation: str, x: Tensor | LazyBucket, axes: tuple[str, ...]) -> CollectiveWait:
         wait = CollectiveWait(self.mesh, self.rank, self._groups.over(axes).ranks, operation, x, axes)
         wait.where = self.where
         return wait
 
-    def messages(self, axes: tuple[str, ...], device: torch.device) -> Team | Messages:
+    def messages(self, axes: tuple[str, ...], device: torch.device) -> AlgorithmGroup | TaggedMessages:
         """What brings messages to single ranks along some axes, numbered in their order; all ranks must ask.
 
         Args:
@@ -292,7 +302,7 @@ class ProcessCarrier:
             return f"collectives over {axes} go the way of the backend, {self._groups.over(axes).backend}"
         return chooser.table(sizes)
 
-    def _chooser(self, axes: tuple[str, ...]) -> Chooser | None:
+    def _chooser(self, axes: tuple[str, ...]) -> AlgorithmSelector | None:
         """None where all is left to the backend."""
         members = self._groups.over(axes)
         if self.algorithm == "backend" or members.backend != "gloo" or len(members.ranks) == 1:
@@ -301,7 +311,7 @@ class ProcessCarrier:
             first = partial(self._first_use, axes)
             with first():
                 team = members.team
-            self._choosers[members] = Chooser(team, self.algorithm, self.reduction == "ordered", first)
+            self._choosers[members] = AlgorithmSelector(team, self.algorithm, self.reduction == "ordered", first)
         return self._choosers[members]
 
     @contextmanager

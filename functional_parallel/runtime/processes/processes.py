@@ -23,16 +23,16 @@ from sharding_specs import Mesh, P, shard_leaf, whole_shape
 
 from ... import _torch
 from ...checker import run_typed
-from ...collectives import Parts, emit
-from ...ir import checksum, first_difference, glance, hollow
+from ...collectives import DimSplit, apply_primitive
+from ...ir import checksum, first_difference, hollow, sample_hash
 from ...program import Program
-from ...rules import WHOLE, Shard, convert
-from ..calls import CURRENT, READS, CollectiveError, NamedWait, Turn, rank_name, rank_names, waiting
+from ...rules import REPLICATED, Shard, convert
+from ..calls import CURRENT, READS, CallGuard, CollectiveError, NamedWait, rank_name, rank_names, waiting
 from ..execution import Log, Origin
 from ..watch import Watch, environment_store, recorded, watch_processes
-from .meeting import Meeting
-from .one_rank import OneRank
-from .process_carrier import ProcessCarrier
+from .meeting import ControlGroup
+from .one_rank import RankProgram
+from .process_carrier import ProcessCommunicator
 
 __all__ = ["DifferentInputsError", "DifferentProgramsError", "ProcessRuntime"]
 
@@ -57,7 +57,7 @@ class ProcessRuntime:
         timeout: seconds after which a collective that some rank does not come to fails; None is the process group's own
             where somebody else made it, else 600.
         reduction: "fast" (any order) or "ordered" (in rank order, bit-equal to simulated ranks).
-        algorithm: how collectives travel on gloo, as in `ProcessCarrier`.
+        algorithm: how collectives travel on gloo, as in `ProcessCommunicator`.
 
     Raises:
         ValueError: when the number of processes is not the mesh's.
@@ -71,12 +71,12 @@ class ProcessRuntime:
     ) -> None:
         _initialise(_SECONDS if timeout is None else timeout, mesh)
         limit = _torch.timeout_of_all_ranks() if timeout is None else timedelta(seconds=timeout)
-        self.mesh, self.turn = mesh, Turn()
+        self.mesh, self.turn = mesh, CallGuard()
         wait = NamedWait(mesh, dist.get_rank(), range(mesh.size), "making process groups")
         try:
             with waiting(wait):
-                self.carrier = ProcessCarrier(mesh, reduction=reduction, timeout=limit, algorithm=algorithm)
-                self.rank, self._meeting = self.carrier.rank, Meeting(mesh, limit, self.carrier.doing, self.turn)
+                self.carrier = ProcessCommunicator(mesh, reduction=reduction, timeout=limit, algorithm=algorithm)
+                self.rank, self._meeting = self.carrier.rank, ControlGroup(mesh, limit, self.carrier.doing, self.turn)
         except CollectiveError:
             raise
         except RuntimeError as error:
@@ -104,7 +104,7 @@ class ProcessRuntime:
         part = shard_leaf(x, spec, self.mesh, self.rank)
         return (
             part.to(self.device)
-            if _torch.holds_levels([x])
+            if _torch.has_functorch_level([x])
             else part.to(self.device).clone(memory_format=torch.contiguous_format)
         )
 
@@ -124,9 +124,11 @@ class ProcessRuntime:
             with self.turn, self.carrier.bound():
                 self.carrier.doing.begin(READS + whose)
                 if spec.unreduced:
-                    handle = emit("psum", handle, tuple(sorted(spec.unreduced)), "unreduced")
+                    handle = apply_primitive("psum", handle, tuple(sorted(spec.unreduced)), "unreduced")
                 for axis, dim, outer in split:
-                    handle = convert(handle, Shard(dim, outer), WHOLE, axis, Parts.of(self.mesh.axis_size(axis)))
+                    handle = convert(
+                        handle, Shard(dim, outer), REPLICATED, axis, DimSplit.of(self.mesh.axis_size(axis))
+                    )
         for dim, size in spec.padded.items():
             handle = handle.narrow(dim, 0, size)
         return handle
@@ -154,7 +156,7 @@ class ProcessRuntime:
         """
         self.agree_on(program)
         with self.turn, self.carrier.bound():
-            derived = _torch.holds_levels(handles)
+            derived = _torch.has_functorch_level(handles)
             self.begin(program, batch, whose + _DERIVED * derived)
             if derived:
                 return run_typed(program.traced, handles)
@@ -168,15 +170,15 @@ class ProcessRuntime:
         every step can.
         """
         values = 0
-        if self.mesh.size > 1 and not _torch.holds_levels(batch):
-            values = sum(glance(x) for x in batch if x.device.type == "cpu")
+        if self.mesh.size > 1 and not _torch.has_functorch_level(batch):
+            values = sum(sample_hash(x) for x in batch if x.device.type == "cpu")
         self.carrier.doing.begin(program.cache["doing"] + whose, values)
 
     def run_plain(self, program: Program, handles: list[torch.Tensor]) -> list[torch.Tensor]:
         """The same where ranks agree, axes are bound, and nothing differentiates: one of many programs of a step."""
         made = program.cache.get("process")
         if made is None or made[0] is not self.carrier:  # as after another init_process_group
-            made = program.cache["process"] = (self.carrier, OneRank(program, self.carrier).function())
+            made = program.cache["process"] = (self.carrier, RankProgram(program, self.carrier).function())
         return made[1](handles)
 
     def replay(self, program: Program, handles: list[torch.Tensor]) -> Origin | None:
@@ -193,7 +195,7 @@ class ProcessRuntime:
 
     def run_recorded(self, log: Log, program: Program, handles: list[torch.Tensor]) -> list[torch.Tensor]:
         """Run a program as `run_plain` does, op by op, and log the op that made a value that is not finite."""
-        one = OneRank(program, self.carrier, record=True)
+        one = RankProgram(program, self.carrier, record=True)
         assert one.record is not None
         return one.record.run(one.function(), handles, log)
 
@@ -213,12 +215,12 @@ class ProcessRuntime:
 
     def entered(self, x: torch.Tensor, spec: P) -> torch.Tensor:
         """This rank's part, taken so that a derivative of it is a derivative of the whole."""
-        if not _torch.holds_levels([x]):
+        if not _torch.has_functorch_level([x]):
             return self.shard(x, spec)
         with self.carrier.bound():
             for axis, dim, outer in sorted(spec.placements(self.mesh), key=lambda placement: -placement.outer):
                 if self.mesh.axis_size(axis) > 1:
-                    x = convert(x, WHOLE, Shard(dim, outer), axis, Parts.of(self.mesh.axis_size(axis)))
+                    x = convert(x, REPLICATED, Shard(dim, outer), axis, DimSplit.of(self.mesh.axis_size(axis)))
         return x
 
     # --- agreement ---
@@ -260,7 +262,7 @@ class ProcessRuntime:
         Raises:
             DifferentInputsError: on every rank, naming those that differ.
         """
-        if not _torch.holds_levels(tensors):
+        if not _torch.has_functorch_level(tensors):
             self.check_sums(name, paths, [self.checksum(x) for x in tensors], parts)
 
     def checksum(self, x: torch.Tensor) -> str:

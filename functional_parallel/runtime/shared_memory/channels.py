@@ -14,7 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ...collectives import ALIGNMENT, LARGEST, ROOM, aligned
-from ..calls import Doing
+from ..calls import CallLog
 
 __all__ = ["LARGEST", "ROOM", "Channels"]
 
@@ -25,7 +25,7 @@ _TAKEN = 1
 class Signals(Protocol):
     """How a rank tells another, and waits to be told."""
 
-    doing: Doing
+    doing: CallLog
 
     def refuse(self, rank: int, mark: int) -> None: ...
     def tell(self, rank: int, note: int) -> None: ...

@@ -30,10 +30,10 @@ import torch
 from torch import Tensor
 
 from ...collectives import HALF, ROOM, SMALL_HALF, aligned
-from ..calls import CURRENT, Doing, Running, Steps, Waitable, is_ahead
+from ..calls import CURRENT, CallLog, CollectiveSteps, RunningCollective, Waitable, is_ahead
 from .channels import Channels
 
-__all__ = ["HALF", "Piece", "SharedMemory", "Slot", "anonymous_memory"]
+__all__ = ["HALF", "MappedMemory", "SharedMemory", "Slot", "anonymous_memory"]
 
 _MOST_IN_A_HALF = 32  # more signals than a socket's buffer holds must never be under way
 _SIGNAL = struct.Struct("<qq")  # a number, and what the rank is doing
@@ -67,7 +67,7 @@ class _Half:
 
     def __init__(self, begin: int, send: Callable[[int], None]) -> None:
         self.begin, self._send = begin, send
-        self.running: list[tuple[Running, Slot]] = []
+        self.running: list[tuple[RunningCollective, Slot]] = []
         self.left_as = 0
         self.enter()
 
@@ -108,14 +108,14 @@ class SharedMemory:
         self,
         rank: int,
         peers: dict[int, socket.socket],
-        memory: Sequence[Piece],
+        memory: Sequence[MappedMemory],
         timeout: float = 600.0,
-        doing: Doing | None = None,
+        doing: CallLog | None = None,
         names: Sequence[str] | None = None,
     ) -> None:
         self.rank, self.size = rank, len(memory)
         self._names = names or [f"rank {number} of the group" for number in range(self.size)]
-        self.doing = doing or Doing()
+        self.doing = doing or CallLog()
         self.doing.tell(self)
         self._peers, self._memory, self._timeout = peers, memory, timeout
         weakref.finalize(self, _close, list(peers.values()))
@@ -247,10 +247,10 @@ class SharedMemory:
 
     # --- memory ---
 
-    def run(self, steps: Steps) -> Running:
+    def run(self, steps: CollectiveSteps) -> RunningCollective:
         """Start an algorithm that asks for at most one slot before its first `yield`."""
         self._last_slot = None
-        running = Running(steps)
+        running = RunningCollective(steps)
         if self._last_slot is not None:
             self._halves[0].running.append((running, self._last_slot))
         return running
@@ -338,11 +338,11 @@ def anonymous_memory(size: int) -> int:
     return descriptor
 
 
-class Piece:
+class MappedMemory:
     """One rank's memory, mapped: two halves for collectives, and a channel to every rank.
 
     Args:
-        descriptor: of `Piece.size(ranks)` bytes; it is closed.
+        descriptor: of `MappedMemory.size(ranks)` bytes; it is closed.
         ranks: how many share memory.
     """
 

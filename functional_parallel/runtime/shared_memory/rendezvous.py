@@ -13,15 +13,15 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from ..calls import Doing
-from .memory import Piece, SharedMemory, anonymous_memory
+from ..calls import CallLog
+from .memory import MappedMemory, SharedMemory, anonymous_memory
 
 __all__ = ["connect", "host_identity"]
 
 _HELLO = struct.Struct("<16si")
 _SECONDS_TO_MEET = 20.0
 
-Exchange = Callable[[Any], list[Any]]  # one object from each rank of the group, the same list on all
+AllGatherObject = Callable[[Any], list[Any]]  # one object from each rank of the group, the same list on all
 
 
 def host_identity() -> str:
@@ -36,9 +36,9 @@ def host_identity() -> str:
 def connect(
     rank: int,
     members: Sequence[int],
-    exchange: Exchange,
+    exchange: AllGatherObject,
     timeout: float,
-    doing: Doing | None = None,
+    doing: CallLog | None = None,
     names: Sequence[str] | None = None,
 ) -> SharedMemory | None:
     """Share memory with the ranks of the group that are on this host.
@@ -62,7 +62,7 @@ def connect(
         greetings = exchange((address, secret))
         here = [greetings[member] for member in members]
         seconds = min(_SECONDS_TO_MEET, timeout)
-        calls = _Calls(me, here, seconds)
+        calls = _Connections(me, here, seconds)
         stack.callback(calls.close)
         reached = exchange(listener is not None and calls.reached)  # else those who are not called would wait for it
         shared = None
@@ -73,7 +73,7 @@ def connect(
         return shared if everywhere and len(members) > 1 else None
 
 
-class _Calls:
+class _Connections:
     """Connections to those before me, with what they need to map my memory; they need not have answered.
 
     Attributes:
@@ -84,7 +84,7 @@ class _Calls:
         self.peers: dict[int, socket.socket] = {}
         self.descriptor: int | None = None
         try:
-            self.descriptor = anonymous_memory(Piece.size(len(greetings)))
+            self.descriptor = anonymous_memory(MappedMemory.size(len(greetings)))
             for number, (address, secret) in enumerate(greetings[:me]):
                 self.peers[number] = _call(me, address, secret, self.descriptor, seconds)
             self.reached = True
@@ -120,10 +120,10 @@ def _meet(
     me: int,
     listener: socket.socket,
     greetings: Sequence[tuple[str, bytes]],
-    calls: _Calls,
+    calls: _Connections,
     seconds: float,
     timeout: float,
-    doing: Doing | None,
+    doing: CallLog | None,
     names: Sequence[str] | None,
 ) -> SharedMemory:
     """Hear those before me answer, answer those behind me, and hand out file descriptors of my memory both ways."""
@@ -135,7 +135,7 @@ def _meet(
     for number in range(me):
         memory[number] = _received(peers[number], 1, ranks)[1]
     descriptor, calls.descriptor = calls.descriptor, None
-    memory[me] = Piece(descriptor, ranks)
+    memory[me] = MappedMemory(descriptor, ranks)
     calls.peers = {}
     for peer in peers.values():
         peer.settimeout(timeout)
@@ -158,7 +158,7 @@ def _call(me: int, address: str | None, secret: bytes, descriptor: int, seconds:
 
 def _answer(
     listener: socket.socket, secret: bytes, descriptor: int, ranks: int, seconds: float
-) -> tuple[int, socket.socket, Piece]:
+) -> tuple[int, socket.socket, MappedMemory]:
     """The next rank that calls and knows the secret."""
     listener.settimeout(seconds)
     while True:
@@ -172,8 +172,8 @@ def _answer(
         peer.close()
 
 
-def _received(peer: socket.socket, size: int, ranks: int) -> tuple[bytes, Piece]:
+def _received(peer: socket.socket, size: int, ranks: int) -> tuple[bytes, MappedMemory]:
     data, descriptors, _, _ = socket.recv_fds(peer, size, 1)
     if len(data) != size or len(descriptors) != 1:
         raise ConnectionError("a rank on this host ended, or something else called")
-    return data, Piece(descriptors[0], ranks)
+    return data, MappedMemory(descriptors[0], ranks)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ...collectives import AHEAD, aligned, places, slot_bytes
-from ..buffers import EndToEnd, InPlace, Packed, ordered_sum
-from ..calls import Steps
+from ..buffers import ConcatReader, DirectOutputs, LazyBucket, ordered_sum
+from ..calls import CollectiveSteps
 from .memory import SharedMemory
 
 __all__ = ["ONE_ROUND", "all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
@@ -25,23 +25,25 @@ __all__ = ["ONE_ROUND", "all_gather", "all_reduce", "all_to_all", "reduce_scatte
 ONE_ROUND = 128 << 10  # below, a second round of signals costs more than that every rank adds everything
 
 
-def all_gather(memory: SharedMemory, mine: Tensor | Packed, parts: Sequence[Tensor] | InPlace) -> Steps:
+def all_gather(
+    memory: SharedMemory, mine: Tensor | LazyBucket, parts: Sequence[Tensor] | DirectOutputs
+) -> CollectiveSteps:
     """`parts[i]`, contiguous, becomes the value of rank i; or tensors get their parts of it."""
-    for piece in _pieces(memory, mine if isinstance(mine, Packed) else [mine]):
+    for piece in _pieces(memory, mine if isinstance(mine, LazyBucket) else [mine]):
         _put(piece, piece.own(0), parts, memory.rank)
         yield [memory.all_gave(piece.sent)]
         for rank in _others(memory):
             _put(piece, piece.read(rank, 0), parts, rank)
 
 
-def _put(piece: _Piece, values: Tensor, parts: Sequence[Tensor] | InPlace, rank: int) -> None:
-    if isinstance(parts, InPlace):
+def _put(piece: _Chunk, values: Tensor, parts: Sequence[Tensor] | DirectOutputs, rank: int) -> None:
+    if isinstance(parts, DirectOutputs):
         parts.write(rank, piece.begin, values)
     else:
         piece.of(parts[rank]).copy_(values)
 
 
-def all_to_all(memory: SharedMemory, chunks: Sequence[Tensor], parts: Sequence[Tensor]) -> Steps:
+def all_to_all(memory: SharedMemory, chunks: Sequence[Tensor], parts: Sequence[Tensor]) -> CollectiveSteps:
     """Chunk i goes to rank i; `parts[i]`, contiguous, becomes what rank i sent here."""
     parts[memory.rank].copy_(chunks[memory.rank])
     for piece in _pieces(memory, chunks, keep=parts[memory.rank]):
@@ -51,8 +53,8 @@ def all_to_all(memory: SharedMemory, chunks: Sequence[Tensor], parts: Sequence[T
 
 
 def reduce_scatter(
-    memory: SharedMemory, chunks: Sequence[Tensor] | Packed, result: Tensor, accumulated: torch.dtype | None = None
-) -> Steps:
+    memory: SharedMemory, chunks: Sequence[Tensor] | LazyBucket, result: Tensor, accumulated: torch.dtype | None = None
+) -> CollectiveSteps:
     """Chunk i of the sum on rank i, into `result`, which is contiguous."""
     for piece in _pieces(memory, chunks, keep=result):
         yield [memory.all_gave(piece.sent)]
@@ -63,22 +65,22 @@ def reduce_scatter(
 
 def all_reduce(
     memory: SharedMemory,
-    x: Tensor | Packed,
+    x: Tensor | LazyBucket,
     result: Tensor | Sequence[Tensor],
     accumulated: torch.dtype | None = None,
-) -> Steps:
+) -> CollectiveSteps:
     """The sum, into `result`, which is contiguous and may be `x`; or into flat tensors, which lie end to end.
 
     Two ranks, and more of them with little to add, each add everything. Else each adds a part and reads the others.
     """
-    results = EndToEnd([result.view(-1)] if isinstance(result, Tensor) else result)
+    results = ConcatReader([result.view(-1)] if isinstance(result, Tensor) else result)
     if memory.size == 2 or x.nbytes <= ONE_ROUND:
-        for piece in _pieces(memory, x if isinstance(x, Packed) else [x]):
+        for piece in _pieces(memory, x if isinstance(x, LazyBucket) else [x]):
             yield [memory.all_gave(piece.sent)]
             for out, parts in _beside(results, [piece.read(rank, 0).view(-1) for rank in range(memory.size)]):
                 ordered_sum(parts, out, accumulated)
         return
-    for piece in _pieces(memory, x if isinstance(x, Packed) else [x.reshape(-1)]):
+    for piece in _pieces(memory, x if isinstance(x, LazyBucket) else [x.reshape(-1)]):
         yield [memory.all_gave(piece.sent)]
         written = [piece.read(rank, 0).tensor_split(memory.size) for rank in range(memory.size)]
         mine = [parts[memory.rank] for parts in written]
@@ -90,7 +92,7 @@ def all_reduce(
                 out.copy_(part)
 
 
-def _beside(results: EndToEnd, values: Sequence[Tensor]) -> Iterator[tuple[Tensor, Sequence[Tensor]]]:
+def _beside(results: ConcatReader, values: Sequence[Tensor]) -> Iterator[tuple[Tensor, Sequence[Tensor]]]:
     """The stretches of the results that come next, each with what belongs there of every value."""
     begin = 0
     for out in (stretches := results.next(values[0].numel())):
@@ -103,7 +105,7 @@ def _others(memory: SharedMemory) -> list[int]:
     return [rank for rank in range(memory.size) if rank != memory.rank]
 
 
-class _Piece:
+class _Chunk:
     """A piece of each of several tensors alike, in the memory of every rank.
 
     Attributes:
@@ -154,11 +156,11 @@ class _Piece:
         self._memory.signal(self.sent)
 
 
-class _PackedPiece(_Piece):
+class _PackedPiece(_Chunk):
     """A piece of each run of what is packed where it is sent from: a rank reads its own there, as the others do."""
 
     def __init__(
-        self, memory: SharedMemory, packed: Packed, where: slice, buffers: Sequence[Tensor], keep: Tensor | None
+        self, memory: SharedMemory, packed: LazyBucket, where: slice, buffers: Sequence[Tensor], keep: Tensor | None
     ) -> None:
         super().__init__(memory, (), where, buffers, keep is not None)
         self._packed, self._kept = packed, keep
@@ -177,13 +179,13 @@ class _PackedPiece(_Piece):
         self._memory.signal(self.sent)
 
 
-def _pieces(memory: SharedMemory, sent: Sequence[Tensor] | Packed, keep: Tensor | None = None) -> Iterator[_Piece]:
+def _pieces(memory: SharedMemory, sent: Sequence[Tensor] | LazyBucket, keep: Tensor | None = None) -> Iterator[_Chunk]:
     """The pieces of what this rank sends, one after the other, each to be read before the next is asked for.
 
     Where a rank needs one of the tensors for itself alone, the one with its number, this is not written: it stays where
     it is, or is packed into `keep`.
     """
-    if isinstance(sent, Packed):
+    if isinstance(sent, LazyBucket):
         count, length, itemsize = sent.parts, sent.length, sent.dtype.itemsize
     else:
         count, length, itemsize = len(sent), sent[0].numel(), sent[0].element_size()
@@ -192,16 +194,16 @@ def _pieces(memory: SharedMemory, sent: Sequence[Tensor] | Packed, keep: Tensor 
     size = written * aligned(stretches[0].stop * itemsize)
     under_way = min(len(stretches), 2 * AHEAD)
     slot = memory.slot(slot_bytes(written, length, itemsize))
-    if len(stretches) > 1 and not isinstance(sent, Packed):
+    if len(stretches) > 1 and not isinstance(sent, LazyBucket):
         sent = [tensor.reshape(-1) for tensor in sent]
-    pieces: list[_Piece] = []
+    pieces: list[_Chunk] = []
     for index, place in enumerate(stretches):
         begin = index % under_way * size
         buffers = [part[begin : begin + size] for part in slot.parts]
-        if isinstance(sent, Packed):
+        if isinstance(sent, LazyBucket):
             pieces.append(_PackedPiece(memory, sent, place, buffers, keep))
         else:
-            pieces.append(_Piece(memory, sent, place if len(stretches) > 1 else None, buffers, keep is not None))
+            pieces.append(_Chunk(memory, sent, place if len(stretches) > 1 else None, buffers, keep is not None))
     for piece in pieces[:AHEAD]:
         piece.write()
     for index, piece in enumerate(pieces):

@@ -1,28 +1,37 @@
 """An optimizer's update of shards: where its leaves lie, what it may compute, and the flat vector."""
 
 from .flat import require_elementwise
-from .places import Places, find_places
+from .places import StepLayout, find_step_layout
 from .replicated_state import warn_of_replicated_state
-from .returned import require_alike
-from .scaled import ScaledState, scaled_loss, unless, unscaled, with_scale
-from .updating import at_rest, global_norm, into_compute, into_update, joined_again, likes, over_likes, split_further
+from .returned import require_same_structure
+from .scaled import ScaledState, scaled_loss, select_unless, unscaled, with_scale
+from .updating import (
+    at_rest,
+    gather_updated,
+    global_norm,
+    into_compute,
+    likes,
+    reduce_gradient,
+    shard_for_update,
+    tree_map_params,
+)
 
 __all__ = [
-    "Places",
     "ScaledState",
+    "StepLayout",
     "at_rest",
-    "find_places",
+    "find_step_layout",
+    "gather_updated",
     "global_norm",
     "into_compute",
-    "into_update",
-    "joined_again",
     "likes",
-    "over_likes",
-    "require_alike",
+    "reduce_gradient",
     "require_elementwise",
+    "require_same_structure",
     "scaled_loss",
-    "split_further",
-    "unless",
+    "select_unless",
+    "shard_for_update",
+    "tree_map_params",
     "unscaled",
     "warn_of_replicated_state",
     "with_scale",

@@ -22,10 +22,10 @@ from ...ir import Aval, Traced, info, operands_of, source_of, tensor_operands, w
 from ...ops import ADAMW
 from ...rules import is_elementwise
 from ...tracing import trace
-from .returned import require_alike
+from .returned import require_same_structure
 from .updating import like_params
 
-__all__ = ["Call", "Update", "beyond_layers", "beyond_shards", "difference", "of_shape", "require_promise_kept"]
+__all__ = ["Call", "Update", "layer_mismatch", "of_shape", "require_promise_kept", "shard_mismatch", "update_mismatch"]
 
 aten = torch.ops.aten
 
@@ -63,7 +63,7 @@ class Call(NamedTuple):
     names: list[Hashable]
 
 
-def beyond_shards(update: Update, args: tuple[PyTree, ...], specs: tuple[SpecTree, ...]) -> str | None:
+def shard_mismatch(update: Update, args: tuple[PyTree, ...], specs: tuple[SpecTree, ...]) -> str | None:
     """What keeps an update from doing to every element of a rank's shards what it does to it in whole tensors.
 
     Args:
@@ -79,14 +79,14 @@ def beyond_shards(update: Update, args: tuple[PyTree, ...], specs: tuple[SpecTre
     rows = zip(optree.tree_leaves(whole), optree.tree_leaves(specs), strict=True)
     labels = [(spec, tuple(leaf.shape)) if spec.axes else None for leaf, spec in rows if _is_tensor(leaf)]
     names: list[Hashable] = [*range(len(labels))]
-    return difference(Call(update, whole, names), Call(update, args, names), labels, "a rank's shards")
+    return update_mismatch(Call(update, whole, names), Call(update, args, names), labels, "a rank's shards")
 
 
 def _whole(leaf: Any, spec: P) -> Any:
     return of_shape(leaf, whole_shape(leaf.shape, spec, axis_mesh())) if _is_tensor(leaf) else leaf
 
 
-def beyond_layers(update: Update, state: PyTree, stacked: PyTree, is_stack: Callable[[Any], bool]) -> str | None:
+def layer_mismatch(update: Update, state: PyTree, stacked: PyTree, is_stack: Callable[[Any], bool]) -> str | None:
     """What keeps an update from doing to every element of a layer what it does to it in the stack of all layers.
 
     Args:
@@ -101,7 +101,7 @@ def beyond_layers(update: Update, state: PyTree, stacked: PyTree, is_stack: Call
     rows = zip(optree.tree_leaves(args), optree.tree_leaves(taken), strict=True)
     labels = [tuple(leaf.shape) if spec.axes else None for leaf, spec in rows if _is_tensor(leaf)]
     names: list[Hashable] = [*range(len(labels))]
-    return difference(Call(update, args, names), Call(update, layers, names), labels, "one layer")
+    return update_mismatch(Call(update, args, names), Call(update, layers, names), labels, "one layer")
 
 
 def require_promise_kept(beyond: str | None, way_out: str) -> None:
@@ -126,7 +126,7 @@ def require_promise_kept(beyond: str | None, way_out: str) -> None:
 # -----------------------------------------------------------------------------
 
 
-def difference(whole: Call, parts: Call, labels: Sequence[Any], parts_are: str) -> str | None:
+def update_mismatch(whole: Call, parts: Call, labels: Sequence[Any], parts_are: str) -> str | None:
     """What keeps an update from doing to every element of parts what it does to it in whole tensors.
 
     Args:
@@ -162,7 +162,7 @@ def _traced(call: Call) -> Traced:
         for index, value in zip(tensors, values, strict=True):
             filled[index] = value
         gradients, state, params = optree.tree_unflatten(tree, filled)
-        returned = require_alike(call.update(gradients, state, params), params, state)
+        returned = require_same_structure(call.update(gradients, state, params), params, state)
         return [leaf for leaf in optree.tree_leaves(returned) if _is_tensor(leaf)]
 
     given = [leaves[index] for index in tensors]

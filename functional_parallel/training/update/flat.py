@@ -22,24 +22,24 @@ from sharding_specs import Mesh, P, local_shape, shard_leaf, tree_paths, unshard
 from ...functions import PyTree, SpecTree
 from ...ir import hollow, is_trained
 from ...optim import Optimizer, is_known_elementwise
-from .elementwise import Call, Update, difference, of_shape, require_promise_kept
-from .partitioned_update import require_kept, updated
-from .updating import at_rest, over_likes
+from .elementwise import Call, Update, of_shape, require_promise_kept, update_mismatch
+from .partitioned_update import check_elementwise, update_shards
+from .updating import at_rest, tree_map_params
 
-__all__ = ["Apart", "EndToEnd", "Vectors", "require_elementwise"]
+__all__ = ["FlatBuffers", "FlatPacking", "NoPacking", "require_elementwise"]
 
 _VECTOR = 64  # elements: a multiple per rank, so that kernels meet no tail, which they may round otherwise
 _LINE = 64  # bytes: a leaf that begins elsewhere than at a multiple of them is copied out of its vector
 
 
-class Vectors(NamedTuple):
+class FlatBuffers(NamedTuple):
     """A tree of parameters, of gradients or of a moment, with what is trained in vectors."""
 
     vectors: tuple[Any, ...]  # one per group
     rest: list[Any]  # leaves that are not trained
 
 
-class Apart:
+class NoPacking:
     """Every parameter is updated by itself: packing changes nothing.
 
     Args:
@@ -69,10 +69,10 @@ class Apart:
         if self.constants is not None:
             update = partial(optimizer.update, constants=self.constants)
             if not (self._is_checked or is_known_elementwise(optimizer.update)):
-                require_kept(update, args, specs)
+                check_elementwise(update, args, specs)
                 self._is_checked = True
             return update(*args)
-        return updated(optimizer.update, args, specs)
+        return update_shards(optimizer.update, args, specs)
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class _Group:
         return [math.prod(shape) for shape in self.shapes]
 
 
-class EndToEnd:
+class FlatPacking:
     """Packs trees shaped like the parameters into vectors: a rank's own, or whole ones.
 
     A whole vector is the ranks' vectors one after another, so that the axes that split its leaves split dim 0.
@@ -130,7 +130,7 @@ class EndToEnd:
         self.structure = optree.tree_structure(self._specs(lambda group: P(), self.kept))
         lengths = [group.length * self._ranks(group).size for group in self.groups]
         vectors = (hollow(leaves[group.leaves[0]], (n,)) for group, n in zip(self.groups, lengths, strict=True))
-        self.like = Vectors(tuple(vectors), [leaves[number] for number in self.rest])  # whole, for their shapes
+        self.like = FlatBuffers(tuple(vectors), [leaves[number] for number in self.rest])  # whole, for their shapes
 
     def _per_leaf(self, params: PyTree, prefix: PyTree) -> list[Any]:
         return self.tree.flatten_up_to(optree.tree_broadcast_prefix(prefix, params))
@@ -153,32 +153,32 @@ class EndToEnd:
     # --- specs ---
 
     @property
-    def summed(self) -> Vectors:
+    def summed(self) -> FlatBuffers:
         """How vectors of gradients come out of the loss: partial sums wherever the parameters are reduced."""
         return self._specs(lambda group: P(group.axes, reduced=group.reduced), self.computed)
 
     @property
-    def whole(self) -> Vectors:
+    def whole(self) -> FlatBuffers:
         """How vectors lie that these axes do not split."""
         return self._specs(lambda group: P(group.axes), self.kept)
 
     @property
-    def split(self) -> Vectors:
+    def split(self) -> FlatBuffers:
         """How vectors lie that these axes split, inside all others."""
         return self._specs(lambda group: P((*group.axes, *self.over)), self.kept)
 
-    def _specs(self, of_group: Callable[[_Group], P], of_leaves: list[P]) -> Vectors:
-        return Vectors(tuple(map(of_group, self.groups)), [of_leaves[number] for number in self.rest])
+    def _specs(self, of_group: Callable[[_Group], P], of_leaves: list[P]) -> FlatBuffers:
+        return FlatBuffers(tuple(map(of_group, self.groups)), [of_leaves[number] for number in self.rest])
 
     # --- on one rank ---
 
-    def pack(self, tree: PyTree) -> Vectors:
+    def pack(self, tree: PyTree) -> FlatBuffers:
         """A rank's vectors, from its shards; None where there is no gradient."""
         leaves = self.tree.flatten_up_to(tree)
         vectors = tuple(_end_to_end([leaves[number] for number in group.leaves], group) for group in self.groups)
-        return Vectors(vectors, [leaves[number] for number in self.rest])
+        return FlatBuffers(vectors, [leaves[number] for number in self.rest])
 
-    def unpack(self, packed: Vectors) -> PyTree:
+    def unpack(self, packed: FlatBuffers) -> PyTree:
         """A rank's shards, from its vectors: views, but for those that would begin within a line of memory."""
         leaves: list[Any] = [None] * self.tree.num_leaves
         for group, vector in zip(self.groups, packed.vectors, strict=True):
@@ -189,15 +189,15 @@ class EndToEnd:
             leaves[number] = leaf
         return self.tree.unflatten(leaves)
 
-    def masks(self, flags: Sequence[bool]) -> Vectors:
+    def masks(self, flags: Sequence[bool]) -> FlatBuffers:
         """For every vector True or False where its leaves' flags agree, else a vector of them; False for the rest."""
-        return Vectors(
+        return FlatBuffers(
             tuple(_mask([flags[number] for number in g.leaves], g) for g in self.groups), [False] * len(self.rest)
         )
 
     def update(self, optimizer: Optimizer, *args: PyTree, specs: tuple[SpecTree, ...]) -> tuple[PyTree, PyTree]:
         """The optimizer's update of vectors: to it each is one parameter."""
-        constants = Vectors(tuple(group.constant for group in self.groups), [None] * len(self.rest))
+        constants = FlatBuffers(tuple(group.constant for group in self.groups), [None] * len(self.rest))
         update = partial(optimizer.update, constants=constants)
         if not (self._is_checked or is_known_elementwise(optimizer.update)):
             require_promise_kept(self._beyond_vectors(optimizer, update, args), _LAY_APART)
@@ -212,12 +212,12 @@ class EndToEnd:
         names, numbered = self._apart(named, lambda name, _: name), self._apart(named, lambda _, number: number)
         labels = [None if isinstance(each, str) else each for each in _named(numbered)]
         by_leaf = Call(partial(optimizer.update, constants=self.constants), whole, _named(names))
-        return difference(by_leaf, Call(update, args, _named(named)), labels, "a vector of several parameters")
+        return update_mismatch(by_leaf, Call(update, args, _named(named)), labels, "a vector of several parameters")
 
     def _apart(self, args: tuple[PyTree, ...], of: Callable[[Any, int], Any]) -> tuple[PyTree, ...]:
         """Gradients, state and parameters with, in the place of vectors, what is said of each leaf in them."""
 
-        def spread(packed: Vectors) -> PyTree:
+        def spread(packed: FlatBuffers) -> PyTree:
             leaves = [packed.rest[self.rest.index(i)] if i in self.rest else None for i in range(self.tree.num_leaves)]
             for group, vector in zip(self.groups, packed.vectors, strict=True):
                 for number in group.leaves:
@@ -225,11 +225,11 @@ class EndToEnd:
             return self.tree.unflatten(leaves)
 
         gradients, state, params = args
-        return spread(gradients), over_likes(spread, state, self.structure), spread(params)
+        return spread(gradients), tree_map_params(spread, state, self.structure), spread(params)
 
     # --- whole ---
 
-    def pack_whole(self, tree: PyTree) -> Vectors:
+    def pack_whole(self, tree: PyTree) -> FlatBuffers:
         """Whole vectors, from whole leaves.
 
         Raises:
@@ -245,9 +245,9 @@ class EndToEnd:
                 parts = [shard_leaf(leaves[number], self.kept[number], mesh, rank) for number in group.leaves]
                 rows.append(_end_to_end(parts, group))
             vectors.append(rows[0] if len(rows) == 1 else torch.cat(rows))
-        return Vectors(tuple(vectors), [leaves[number] for number in self.rest])
+        return FlatBuffers(tuple(vectors), [leaves[number] for number in self.rest])
 
-    def unpack_whole(self, packed: Vectors) -> PyTree:
+    def unpack_whole(self, packed: FlatBuffers) -> PyTree:
         """Whole leaves, from whole vectors."""
         leaves: list[Any] = [None] * self.tree.num_leaves
         for group, vector in zip(self.groups, packed.vectors, strict=True):

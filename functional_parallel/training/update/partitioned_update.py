@@ -21,15 +21,15 @@ from ...functions import PyTree, SpecTree, axis_mesh
 from ...ops import ADAMW
 from ...partition import partition
 from ...rules import register_rule
-from .elementwise import Update, beyond_shards, require_promise_kept
-from .returned import require_alike
+from .elementwise import Update, require_promise_kept, shard_mismatch
+from .returned import require_same_structure
 
-__all__ = ["require_kept", "updated"]
+__all__ = ["check_elementwise", "update_shards"]
 
 register_rule(ADAMW, "..., ..., ..., ..., , -> ..., ..., ...")  # parameter, gradient, two moments, step, rate
 
 
-def updated(update: Update, args: tuple[PyTree, ...], specs: tuple[SpecTree, ...]) -> tuple[PyTree, PyTree]:
+def update_shards(update: Update, args: tuple[PyTree, ...], specs: tuple[SpecTree, ...]) -> tuple[PyTree, PyTree]:
     """New parameters and state, which lie as the old ones.
 
     Args:
@@ -39,7 +39,7 @@ def updated(update: Update, args: tuple[PyTree, ...], specs: tuple[SpecTree, ...
     """
     full = _full(args, specs)
     axes = _axes_of(full)
-    if not axes or beyond_shards(update, args, full) is None:
+    if not axes or shard_mismatch(update, args, full) is None:
         return update(*args)
     even = optree.tree_map(_even, full)
     local: Callable[..., Any] = _checked(update)
@@ -50,7 +50,7 @@ def updated(update: Update, args: tuple[PyTree, ...], specs: tuple[SpecTree, ...
     return optree.tree_map(_filled, new, (full[2], full[1]))  # type: ignore[return-value]
 
 
-def require_kept(update: Update, args: tuple[PyTree, ...], specs: tuple[SpecTree, ...]) -> None:
+def check_elementwise(update: Update, args: tuple[PyTree, ...], specs: tuple[SpecTree, ...]) -> None:
     """Check that an update which is promised to be elementwise is, where it is given shards.
 
     Args:
@@ -62,7 +62,7 @@ def require_kept(update: Update, args: tuple[PyTree, ...], specs: tuple[SpecTree
         ValueError: when it is not.
     """
     full = _full(args, specs)
-    require_promise_kept(beyond_shards(update, args, full) if _axes_of(full) else None, _LEAVE_IT_AWAY)
+    require_promise_kept(shard_mismatch(update, args, full) if _axes_of(full) else None, _LEAVE_IT_AWAY)
 
 
 _LEAVE_IT_AWAY = (
@@ -80,7 +80,7 @@ def _axes_of(full: tuple[SpecTree, ...]) -> set[str]:
 
 
 def _checked(update: Update) -> Update:
-    return lambda gradients, state, params: require_alike(update(gradients, state, params), params, state)
+    return lambda gradients, state, params: require_same_structure(update(gradients, state, params), params, state)
 
 
 def _of_axis(axis: str, spec: P) -> P:

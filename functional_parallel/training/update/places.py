@@ -15,16 +15,16 @@ from ...collectives import bind
 from ...functions import Layout, PyTree, SpecTree
 from ...ir import hollow
 from ...optim import Optimizer, is_known_elementwise
-from .elementwise import beyond_layers
-from .flat import Apart, EndToEnd
+from .elementwise import layer_mismatch
+from .flat import FlatPacking, NoPacking
 from .scaled import ScaledState, scaled_specs
-from .updating import at_rest, like_params, over_likes
+from .updating import at_rest, like_params, tree_map_params
 
-__all__ = ["Places", "find_places"]
+__all__ = ["StepLayout", "find_step_layout"]
 
 
 @dataclass(frozen=True)
-class Places:
+class StepLayout:
     """Specs of everything that a step holds.
 
     `compute` and `kept` have the parameters' own tree: how they lie in the loss, and between steps. The others have the
@@ -33,7 +33,7 @@ class Places:
     """
 
     params: PyTree
-    packing: Apart | EndToEnd
+    packing: NoPacking | FlatPacking
     compute: SpecTree
     kept: SpecTree
     summed: SpecTree
@@ -51,14 +51,14 @@ class Places:
 
     def packed_state(self, state: PyTree) -> PyTree:
         """A whole state as the step holds it."""
-        return over_likes(self.packing.pack_whole, state, optree.tree_structure(self.params))
+        return tree_map_params(self.packing.pack_whole, state, optree.tree_structure(self.params))
 
     def unpacked_state(self, state: PyTree) -> PyTree:
         """A whole state in the parameters' own tree, whatever the layout: what a checkpoint saves."""
-        return over_likes(self.packing.unpack_whole, state, self.packing.structure)
+        return tree_map_params(self.packing.unpack_whole, state, self.packing.structure)
 
 
-def find_places(f: Layout, mesh: Mesh, params: PyTree, optimizer: Optimizer, clipped: bool) -> Places:
+def find_step_layout(f: Layout, mesh: Mesh, params: PyTree, optimizer: Optimizer, clipped: bool) -> StepLayout:
     """Where everything lies that a step with this layout holds.
 
     Args:
@@ -75,15 +75,15 @@ def find_places(f: Layout, mesh: Mesh, params: PyTree, optimizer: Optimizer, cli
         if f.update_axes and f.flat_update:
             _refuse_stages(f)
             apart = 0 if f.summed_as is None else f.summed_as(shapes)
-            packing = EndToEnd(shapes, compute, mesh, f.update_axes, optimizer, apart)
+            packing = FlatPacking(shapes, compute, mesh, f.update_axes, optimizer, apart)
             split = packing.split
-            return Places(shapes, packing, compute, kept, packing.summed, packing.whole, split, split)
+            return StepLayout(shapes, packing, compute, kept, packing.summed, packing.whole, split, split)
         if f.stacks is not None:
             f.stacks.require_elementwise(optimizer, shapes, partial(_beyond_layers, optimizer))
         update = _split_over(f.update_specs, shapes, kept, mesh)
         counted = _split_over(f.norm_specs if clipped else None, shapes, update, mesh)
         constants = _constants(f, shapes, optimizer)
-        return Places(shapes, Apart(shapes, constants), compute, kept, compute, kept, update, counted)
+        return StepLayout(shapes, NoPacking(shapes, constants), compute, kept, compute, kept, update, counted)
 
 
 def _refuse_stages(f: Layout) -> None:
@@ -110,7 +110,7 @@ def _beyond_layers(optimizer: Optimizer, stacked: PyTree, is_stack: Callable[[An
         return None
     if decide is not None:
         update = partial(update, constants=optree.tree_broadcast_prefix(decide(stacked), stacked))
-    return beyond_layers(update, optimizer.init(stacked), stacked, is_stack)
+    return layer_mismatch(update, optimizer.init(stacked), stacked, is_stack)
 
 
 def _split_over(

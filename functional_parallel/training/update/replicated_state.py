@@ -11,7 +11,7 @@ from ...functions import PyTree, SpecTree
 from ...ir import current_source, warn_at
 from ...optim import Optimizer
 from ...partition import PartitionWarning
-from .places import Places
+from .places import StepLayout
 from .scaled import ScaledState
 
 __all__ = ["warn_of_replicated_state"]
@@ -19,7 +19,7 @@ __all__ = ["warn_of_replicated_state"]
 _LISTED = 4
 
 
-def warn_of_replicated_state(state: PyTree, specs: SpecTree, places: Places, optimizer: Optimizer) -> None:
+def warn_of_replicated_state(state: PyTree, specs: SpecTree, places: StepLayout, optimizer: Optimizer) -> None:
     """Warn of leaves of a state that look like moments of sharded parameters, and are replicated.
 
     Args:
@@ -55,7 +55,7 @@ def warn_of_replicated_state(state: PyTree, specs: SpecTree, places: Places, opt
     )
 
 
-def _axes_by_shape(places: Places) -> dict[torch.Size, frozenset[str]]:
+def _axes_by_shape(places: StepLayout) -> dict[torch.Size, frozenset[str]]:
     """For the shape of every parameter that the update splits, the axes that split it."""
     found: dict[torch.Size, frozenset[str]] = {}
     specs: list[P] = optree.tree_leaves(places.update)

@@ -10,12 +10,12 @@ import torch
 from sharding_specs import tree_paths
 
 from ...functions import PyTree
-from ..looks import listed, look, look_as_text, structure_as_text
+from ..looks import leaf_signature, listed, signature_text, structure_as_text
 
-__all__ = ["require_alike"]
+__all__ = ["require_same_structure"]
 
 
-def require_alike(returned: Any, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+def require_same_structure(returned: Any, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
     """New parameters and state, after a check that they are of the old ones' trees, shapes and dtypes.
 
     Args:
@@ -51,12 +51,12 @@ def _differences(name: str, given: PyTree, returned: PyTree) -> list[str]:
     return [
         f"{name}{path and '/' + path}: {_difference(old, new)}"
         for path, old, new in zip(paths, *leaves, strict=True)
-        if look(old) != look(new)
+        if leaf_signature(old) != leaf_signature(new)
     ]
 
 
 def _difference(old: Any, new: Any) -> str:
-    found = f"given as {look_as_text(look(old))}, returned as {look_as_text(look(new))}"
+    found = f"given as {signature_text(leaf_signature(old))}, returned as {signature_text(leaf_signature(new))}"
     if isinstance(old, torch.Tensor):
         return found
     return f"{found}; what changes from step to step is a tensor, torch.tensor({old!r}) in `init`"

@@ -12,7 +12,7 @@ from sharding_specs import P, broadcast_specs
 from ...functions import LocalFunction, PyTree, SpecTree
 from ...transforms import LossScale, LossScaleState
 
-__all__ = ["ScaledState", "scaled_loss", "scaled_specs", "unless", "unscaled", "with_scale"]
+__all__ = ["ScaledState", "scaled_loss", "scaled_specs", "select_unless", "unscaled", "with_scale"]
 
 
 class ScaledState(NamedTuple):
@@ -57,6 +57,6 @@ def unscaled(gradients: PyTree, scale: torch.Tensor) -> PyTree:
     return optree.tree_map(one, gradients)
 
 
-def unless(skip: torch.Tensor, new: PyTree, old: PyTree) -> PyTree:
+def select_unless(skip: torch.Tensor, new: PyTree, old: PyTree) -> PyTree:
     """The new values; the old ones where a step is skipped."""
     return optree.tree_map(lambda a, b: torch.where(skip, b, a) if isinstance(a, torch.Tensor) else a, new, old)

@@ -20,14 +20,14 @@ from ...ops import sum_of_squares
 
 __all__ = [
     "at_rest",
+    "gather_updated",
     "global_norm",
     "into_compute",
-    "into_update",
-    "joined_again",
     "like_params",
     "likes",
-    "over_likes",
-    "split_further",
+    "reduce_gradient",
+    "shard_for_update",
+    "tree_map_params",
 ]
 
 
@@ -47,7 +47,7 @@ def _new_splits(update: P, kept: P) -> list[tuple[str, int]]:
     return [(axis, dim) for dim, axes in enumerate(update.dim_axes()) for axis in axes if axis not in kept.axes]
 
 
-def into_update(gradient: torch.Tensor | None, update: P, kept: P, compute: P) -> torch.Tensor | None:
+def reduce_gradient(gradient: torch.Tensor | None, update: P, kept: P, compute: P) -> torch.Tensor | None:
     """Sum partial gradients, keeping a slice where the update is split. Leaves that are not floating have none."""
     if gradient is None:
         return None
@@ -57,7 +57,7 @@ def into_update(gradient: torch.Tensor | None, update: P, kept: P, compute: P) -
     return psum(gradient, rest) if rest else gradient
 
 
-def split_further(param: Any, update: P, kept: P) -> Any:
+def shard_for_update(param: Any, update: P, kept: P) -> Any:
     """The part of a parameter that a rank updates."""
     if not isinstance(param, torch.Tensor):
         return param
@@ -66,7 +66,7 @@ def split_further(param: Any, update: P, kept: P) -> Any:
     return param
 
 
-def joined_again(param: torch.Tensor, update: P, kept: P) -> torch.Tensor:
+def gather_updated(param: torch.Tensor, update: P, kept: P) -> torch.Tensor:
     """The parameter from its updated parts."""
     for axis, dim in reversed(_new_splits(update, kept)):
         param = all_gather(param, axis, dim, to="invariant")
@@ -115,7 +115,7 @@ def _as_its_parameter(leaf: Any, param: Any, spec: P) -> P:
     return spec if getattr(leaf, "shape", None) == getattr(param, "shape", None) else P()
 
 
-def over_likes(change: Callable[[PyTree], PyTree], state: PyTree, structure: Any) -> PyTree:
+def tree_map_params(change: Callable[[PyTree], PyTree], state: PyTree, structure: Any) -> PyTree:
     """An optimizer state with every subtree changed that is shaped like the parameters."""
     is_like = _is_like(structure)
     return optree.tree_map(lambda x: change(x) if is_like(x) else x, state, is_leaf=is_like)

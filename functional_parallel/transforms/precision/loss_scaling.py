@@ -17,7 +17,7 @@ import optree
 import torch
 
 from ...ir import is_trained
-from ...quantities import is_count, is_number
+from ...quantities import is_number, is_positive_int
 
 __all__ = ["LossScale", "LossScaleError", "LossScaleState", "has_overflow"]
 
@@ -79,7 +79,7 @@ class LossScale:
     fail_at_minimum: bool = True
 
     def __post_init__(self) -> None:
-        counts = is_count(self.window) and is_count(self.hysteresis)
+        counts = is_positive_int(self.window) and is_positive_int(self.hysteresis)
         numbers = all(map(is_number, (self.initial, self.minimum, self.factor)))  # an infinite scale never falls
         if not (counts and numbers and self.factor > 1 and 0 <= self.minimum <= self.initial):
             raise ValueError(

@@ -10,19 +10,19 @@ import optree
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .tables import FAR, ISLANDS, LOSSES, PRODUCTS, SAME_TYPE, functions_named
+from .tables import FP32_OPS, LOSSES, LOW_PRECISION_OPS, PROMOTE_OPS, WIDE_RANGE_OPS, functions_named
 
-__all__ = ["Computing", "cast", "is_floating"]
+__all__ = ["PrecisionMode", "cast", "is_floating"]
 
-_products = functools.cache(lambda: functions_named(PRODUCTS))
-_islands = functools.cache(lambda: functions_named(ISLANDS))
-_far = functools.cache(lambda: functions_named(FAR))
+_products = functools.cache(lambda: functions_named(LOW_PRECISION_OPS))
+_islands = functools.cache(lambda: functions_named(FP32_OPS))
+_far = functools.cache(lambda: functions_named(WIDE_RANGE_OPS))
 _losses = functools.cache(lambda: functions_named(LOSSES))
-_same_type = functools.cache(lambda: functions_named(SAME_TYPE))
+_same_type = functools.cache(lambda: functions_named(PROMOTE_OPS))
 _with_statistics = functools.cache(lambda: functions_named(["batch_norm", "instance_norm"]))
 
 
-class Computing(TorchFunctionMode):
+class PrecisionMode(TorchFunctionMode):
     """Active while a function runs: products in `dtype`, islands and losses in float32.
 
     An island's result is narrow again where its operand was, but for what float16 may not hold.

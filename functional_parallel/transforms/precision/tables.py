@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["FAR", "ISLANDS", "LOSSES", "PRODUCTS", "SAME_TYPE", "STATISTICS", "functions_named"]
+__all__ = ["FP32_OPS", "LOSSES", "LOW_PRECISION_OPS", "PROMOTE_OPS", "STATISTICS", "WIDE_RANGE_OPS", "functions_named"]
 
 # In the narrow type.
-PRODUCTS = [
+LOW_PRECISION_OPS = [
     "linear",
     "bilinear",
     "matmul",
@@ -49,7 +49,7 @@ PRODUCTS = [
 # In float32, the result in the type of the operand; but for what float16, which ends at 65,504, may not hold though it
 # holds the operand: there it stays in float32, or the square of 256 would be infinite, and a norm of it zero. bfloat16
 # ends where float32 does.
-FAR = [
+WIDE_RANGE_OPS = [
     "norm",
     "vector_norm",
     "matrix_norm",
@@ -80,8 +80,8 @@ FAR = [
 ]
 
 # In float32, the result in the type of the operand; the ones above among them.
-ISLANDS = [
-    *FAR,
+FP32_OPS = [
+    *WIDE_RANGE_OPS,
     "softmax",
     "log_softmax",
     "softmin",
@@ -140,7 +140,7 @@ LOSSES = [
 ]
 
 # In the widest type among the operands: torch refuses these when types differ.
-SAME_TYPE = [
+PROMOTE_OPS = [
     "index_put",
     "index_add",
     "index_copy",

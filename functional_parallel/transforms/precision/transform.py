@@ -13,12 +13,12 @@ import torch
 from sharding_specs import tree_paths
 from sharding_specs.rules import matches, nearest
 
-from ...functions import LocalFunction, PyTree, explain_keywords, unsharded
-from ...ir import Source, current_source, inherit
-from ...passes import NarrowGathers, ReduceIn
+from ...functions import LocalFunction, PyTree, as_local_function, explain_keywords
+from ...ir import Source, at_source, current_source
+from ...passes import CastBeforeGather, ReduceDtype
 from ..transform import Order, OrderError, Transform
 from .loss_scaling import LossScale
-from .mode import Computing, cast, is_floating
+from .mode import PrecisionMode, cast, is_floating
 from .tables import STATISTICS, functions_named
 
 __all__ = ["mixed_precision"]
@@ -78,19 +78,19 @@ def mixed_precision(
     reductions = _type(reduce, "reduce", ("fp32", "bf16", "fp16"))
     further = functions_named(islands)
     scale = _rules(loss_scale, compute)
-    passes = (*([NarrowGathers(dtype)] if gathers is dtype else []), ReduceIn(reductions))
+    passes = (*([CastBeforeGather(dtype)] if gathers is dtype else []), ReduceDtype(reductions))
     apart = partial(_is_kept, keep) if keep and reductions.itemsize < 4 else None
     name = f"mixed_precision({compute!r})"
 
     def apply(f: Callable[..., Any]) -> LocalFunction:
-        inner = f if isinstance(f, LocalFunction) else unsharded(f)
+        inner = f if isinstance(f, LocalFunction) else as_local_function(f)
         _refuse_twice(inner, name)
 
         def call(first: PyTree, *batch: PyTree) -> Any:
             _refuse_unused(keep, first)
             leaves, kept = _cast_parameters(first, dtype, (*keep, *STATISTICS))
             batch, statistics = _cast(batch, entering, STATISTICS)
-            with Computing(dtype, [*kept, *statistics], further):
+            with PrecisionMode(dtype, [*kept, *statistics], further):
                 result = inner.run(leaves, *batch)
             return optree.tree_map(lambda leaf: _result(leaf, dtype), result), inner.results
 
@@ -119,7 +119,7 @@ def _refuse_unused(keep: Sequence[str], params: PyTree) -> None:
 def _cast_parameters(params: PyTree, dtype: torch.dtype, keep: Sequence[str]) -> tuple[PyTree, list[torch.Tensor]]:
     """The parameters in the narrow type, and those that were not cast."""
     source = current_source() or Source("", 0, "", "")
-    with inherit(replace(source, casts_parameters=True)):  # by which passes know the gradients of parameters
+    with at_source(replace(source, casts_parameters=True)):  # by which passes know the gradients of parameters
         return _cast(params, dtype, keep)
 
 
