@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from functional_parallel.runtime.algorithms import ALGORITHMS
-from functional_parallel.runtime.processes.process_carrier import ProcessCommunicator
+from functional_parallel.runtime.processes.process_communicator import ProcessCommunicator
 from sharding_specs import Mesh
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather")

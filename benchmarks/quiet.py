@@ -22,9 +22,9 @@ from makespan import ends, ordinary
 from ours import Ours
 
 from functional_parallel.runtime import ProcessRuntime, default_runtime, use_runtime
-from functional_parallel.runtime.algorithms import starting
+from functional_parallel.runtime.algorithms import launch
 from functional_parallel.runtime.buffers import BucketLayout, FlatOutputs, LazyBucket, to_tensor
-from functional_parallel.runtime.processes.process_carrier import ProcessCommunicator
+from functional_parallel.runtime.processes.process_communicator import ProcessCommunicator
 from functional_parallel.schedules import Event
 from sharding_specs import Mesh
 
@@ -132,7 +132,7 @@ class SilentCarrier(ProcessCommunicator):
     def psum(self, x: torch.Tensor | LazyBucket, axes: Axes, layout: BucketLayout | None = None) -> Any:
         if isinstance(x, LazyBucket) and layout is not None:  # ours packs nothing either: it sends from where each lies
             return FlatOutputs(x.results())
-        return starting.unpack_bucket(to_tensor(x).contiguous(), layout)
+        return launch.unpack_bucket(to_tensor(x).contiguous(), layout)
 
     def pmax(self, x: torch.Tensor, axes: Axes) -> torch.Tensor:
         return x.contiguous()
@@ -149,7 +149,7 @@ class SilentCarrier(ProcessCommunicator):
         return self._kept(_divided(x.shape, dim, self._size(axes)), x)
 
     def all_gather(self, x: torch.Tensor, axes: Axes, dim: int, layout: BucketLayout | None = None) -> Any:
-        return starting.unpack_bucket(self._kept(_multiplied(x.shape, dim, self._size(axes)), x), layout)
+        return launch.unpack_bucket(self._kept(_multiplied(x.shape, dim, self._size(axes)), x), layout)
 
     def all_to_all(self, x: torch.Tensor, axes: Axes, split_dim: int, concat_dim: int) -> torch.Tensor:
         size = self._size(axes)

@@ -1,7 +1,7 @@
 """The checker: what every value of a traced program is on each mesh axis, and what may be done with it."""
 
-from .declared import OP as DECLARED
-from .declared import ArgumentSpecError, check_arguments, record_input_specs, type_of_spec
+from .argument_checks import OP as DECLARED
+from .argument_checks import ArgumentSpecError, check_arguments, record_input_specs, type_of_spec
 from .typed import run_typed
 from .typing import Typing, TypingError, is_zero, type_of
 

@@ -1,6 +1,6 @@
 """Typed collectives: functions of values whose forward decides their backward. See README.md in this folder."""
 
-from . import group, guards, ops, slots
+from . import guards, ops, reference, slots
 from .api import (
     all_gather,
     all_to_all,
@@ -29,18 +29,18 @@ from .axes import (
     snapshot,
     trace_only,
 )
-from .carrier import Communicator
 from .casts import axis_index, pcast, pvary
+from .communicator import Communicator
+from .dim_split import DimSplit
 from .grad_mode import called_with_gradients, called_without_gradients, keeping_grad_mode
 from .guards import ForeignCollectiveError, check_callable, check_op, guard
 from .ops import primitive_of
-from .parts import DimSplit
 from .primitives import NotDifferentiableError, apply_primitive
 from .shapes import CollectiveShapeError
 from .slots import AHEAD, ALIGNMENT, GATHERED, HALF, LARGEST, ROOM, SMALL_HALF, aligned, places, slot_bytes
+from .torch_names import broadcast, gather, recv, reduce, scatter, send
 from .types import CollectiveTypeError, State, Type, dual, result_type, source_state
 from .vmap import Lane, dims_of_leaves, is_mapped, vmap
-from .vocabulary import broadcast, gather, recv, reduce, scatter, send
 
 __all__ = [
     "AHEAD",
@@ -80,7 +80,6 @@ __all__ = [
     "dims_of_leaves",
     "dual",
     "gather",
-    "group",
     "guard",
     "guards",
     "hidden_axes",
@@ -104,6 +103,7 @@ __all__ = [
     "pvary",
     "recv",
     "reduce",
+    "reference",
     "result_type",
     "scatter",
     "send",

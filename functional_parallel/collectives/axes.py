@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
 
-from .carrier import Communicator, Lane
-from .parts import DimSplit
+from .communicator import Communicator, Lane
+from .dim_split import DimSplit
 
 __all__ = [
     "MICROBATCH",

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from . import shapes
 from .axes import axis_size, communicator_for
-from .carrier import Communicator
+from .communicator import Communicator
 from .vmap import Lane
 
 __all__ = ["primitive_of"]

@@ -24,7 +24,7 @@ from torch import Tensor
 from sharding_specs import register_dataclasses
 
 from .axes import bind
-from .carrier import Lane
+from .communicator import Lane
 from .types import CollectiveTypeError
 
 __all__ = ["dims_of_leaves", "is_mapped", "vmap"]

@@ -1,6 +1,5 @@
 """Functions on shards: layouts, positional arguments, grad, vmap, jvp and hessian, modules as functions."""
 
-from .by_place import bind_positional
 from .derivatives import grad, grad_and_value, hessian, jvp, unused, vmap
 from .foreign import require_function, require_mesh, written_here
 from .functional import functional
@@ -17,6 +16,7 @@ from .local_function import (
     refuse_unknown_axes,
     specs_per_leaf,
 )
+from .positional import bind_positional
 
 __all__ = [
     "STACK_DIM",

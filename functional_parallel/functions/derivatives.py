@@ -23,9 +23,9 @@ from ..collectives import dims_of_leaves, dual, pvary
 from ..collectives import vmap as _vmap
 from ..ir import hollow, info, is_trained, primitive_name, update_info
 from ..tracing import Recorder, recorder
-from .by_place import copy_signature
 from .forward_first import forward_first
 from .local_function import LocalFunction, PyTree, as_local_function
+from .positional import copy_signature
 
 __all__ = ["grad", "grad_and_value", "hessian", "jvp", "unused", "vmap"]
 

@@ -27,7 +27,7 @@ from sharding_specs import (
 
 from ..checker import check_arguments
 from ..collectives import bind, current_axes, hidden_axes, mesh_axis_size
-from .by_place import bind_positional, call_signature
+from .positional import bind_positional, call_signature
 
 __all__ = [
     "STACK_DIM",

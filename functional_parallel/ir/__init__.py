@@ -3,7 +3,7 @@
 from . import source
 from .aval import Aval, aval_of, hollow, without_memory
 from .checksum import checksum, sample_hash
-from .emit import casts_are_explicit, eval_node, explicit_casts, grad_mode_of
+from .eval_node import casts_are_explicit, eval_node, explicit_casts, grad_mode_of
 from .graph import (
     Traced,
     argument,

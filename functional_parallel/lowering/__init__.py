@@ -2,8 +2,8 @@
 
 from .leftovers import traced_in
 from .lower import UNCHECKED, LayoutError, Lowered, OutSpecError, lower, lowering
+from .nested_shard_map import call_shard_map
 from .options import ArgumentPaths, Options
-from .region import call_shard_map
 from .rewrite import UNCUT
 
 __all__ = [

@@ -12,7 +12,6 @@ from .casts import CastBeforeGather
 from .cheap import CheapValues, RecomputeCheap
 from .gathers import GatherPlacement
 from .in_place import InPlaceUpdates
-from .layers import fold_layers
 from .microbatches import (
     CASTS,
     MicrobatchRounds,
@@ -32,8 +31,9 @@ from .reduce_types import ReduceDtype
 from .reductions import EarlyReductions
 from .remat import RecomputeMarked, Remat
 from .shards_first import ReduceScatterFirst
+from .stacked_layers import fold_layers
+from .transposed import TransposedGradients
 from .trivial import drop_size_one_axes
-from .turned import TransposedGradients
 from .views import fuse_views
 
 PASS_NAMES = frozenset(

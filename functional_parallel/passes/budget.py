@@ -14,8 +14,8 @@ from sharding_specs import Mesh
 from ..ir import Traced
 from ..program import Memory, memory_of, readable_bytes
 from .base import ProgramPass
-from .choices import RematOption, remat_options
 from .recompute import insert_recompute
+from .remat_options import RematOption, remat_options
 
 __all__ = ["BudgetError", "RematToBudget"]
 

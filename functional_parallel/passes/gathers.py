@@ -18,7 +18,7 @@ from sharding_specs import Mesh
 from ..collectives import MICROBATCH
 from ..ir import Traced, info, operands_of, primitive_name
 from .base import ProgramPass
-from .groups import is_numbered, layer_of_path
+from .layer_index import is_numbered, layer_of_path
 from .recompute import forward_nodes, insert_recompute
 
 __all__ = ["GatherPlacement", "layer_of_gather"]

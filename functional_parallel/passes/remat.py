@@ -14,7 +14,7 @@ from sharding_specs import Mesh
 
 from ..ir import Traced, operands_of, source_of
 from .base import ProgramPass
-from .groups import LayerIndex, made_of_parameters
+from .layer_index import LayerIndex, made_of_parameters
 from .recompute import forward_nodes, insert_recompute
 
 __all__ = ["RecomputeMarked", "Remat", "attention_cores", "recomputable"]

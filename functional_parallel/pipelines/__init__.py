@@ -1,11 +1,12 @@
 """A step cut into the stages of a pipeline: their programs, what passes between them, what runs before and after."""
 
+from .accumulate import accumulate_in_place
 from .build import PipelineRequest, build, build_stages, classify_ops
 from .cut import BALANCES, CutSpec, finest, stage_of_layer
 from .epilogue import Epilogue, Transfer
+from .epilogue_graph import EpilogueInput
 from .execution import AsyncRankExecutor, RankExecutor, RunProgram, ScheduleRunner, slices_of
 from .extract import Subprogram
-from .late_graph import EpilogueInput
 from .memory import PIPELINE_KINDS, PipelineMemory
 from .names import forget_ops, names_in
 from .program import PipelineProgram
@@ -13,7 +14,6 @@ from .roles import OpRole, OpRoles, PipelineError
 from .stacks import Stacks, unstacked
 from .stages import ActionPrograms, Stage
 from .structure import updates_of
-from .sums import accumulate_in_place
 
 __all__ = [
     "BALANCES",

@@ -19,9 +19,9 @@ from .assign import assign_stages
 from .cheap import recompute_cheap_in_stages
 from .cut import CutSpec, cut_of
 from .epilogue import EpilogueBuilder
+from .epilogue_graph import EpilogueGraph
+from .epilogue_placement import EpiloguePlacement
 from .extract import Extractor
-from .late_graph import EpilogueGraph
-from .placing import EpiloguePlacement
 from .program import PipelineProgram
 from .prologue import Prologue, PrologueBuilder, PrologueOutput
 from .roles import OpRoles, PipelineError

@@ -17,9 +17,9 @@ from sharding_specs import P
 
 from ..ir import info, operands_of, primitive_name, update_info
 from ..program import aliases_of, storage_root
+from .epilogue_graph import EpilogueGraph, EpilogueInput
+from .epilogue_placement import EpiloguePlacement, RankSet
 from .extract import Extractor, Subprogram
-from .late_graph import EpilogueGraph, EpilogueInput
-from .placing import EpiloguePlacement, RankSet
 from .roles import is_view
 
 __all__ = ["Epilogue", "EpilogueBuilder", "Transfer"]

@@ -26,7 +26,7 @@ from ..schedules import search as search_plans
 from ..training import train_step
 from ..transforms import Plan as Chain
 from ..transforms import Transform, chain, data_parallel, pipeline
-from .layers import LayerProfile, profile_layers
+from .layer_profile import LayerProfile, profile_layers
 
 __all__ = ["PipelineChoice", "PipelineChoices", "layer_costs", "search_pipeline"]
 

@@ -1,17 +1,6 @@
 """A program: a flat graph of aten ops and named collectives, with the mesh it is for; typed, printable, countable."""
 
-from .base import BaseProgram
-from .collectives import COMMUNICATING, Collective, bytes_of, collectives_of, counts_of, keep_phases
-from .explain import Explanation, columns, parse_bytes, readable_bytes
-from .hardware import HARDWARE, Hardware, hardware_of
-from .links import Line
-from .memory import MEMORY_KINDS, Memory, Storage, StorageTable, draw, memory_of, said_shared
-from .overlap import STARTED, one_scatter_at_a_time, overlapped
-from .price import Item, Price, price_of
-from .program import Program
-from .rewrites import Intermediate
-from .shared_memory import channel_bytes, shared_by_collectives
-from .sharing import (
+from .aliasing import (
     aliases_of,
     is_only_use_of_own_memory,
     may_stay_in_place,
@@ -21,6 +10,17 @@ from .sharing import (
     storage_root,
     view_base,
 )
+from .base import BaseProgram
+from .collectives import COMMUNICATING, Collective, bytes_of, collectives_of, counts_of, keep_phases
+from .explain import Explanation, columns, parse_bytes, readable_bytes
+from .hardware import HARDWARE, Hardware, hardware_of
+from .links import Line
+from .memory import MEMORY_KINDS, Memory, Storage, StorageTable, draw, memory_of, said_shared
+from .overlap import STARTED, one_scatter_at_a_time, overlapped
+from .pass_table import Intermediate
+from .price import Item, Price, price_of
+from .program import Program
+from .shared_memory import channel_bytes, shared_by_collectives
 from .work import flops, recompute_cost
 
 __all__ = [

@@ -12,7 +12,7 @@ from sharding_specs import Mesh, P
 
 from .collectives import Collective, bytes_of, counts_of
 from .explain import Explanation, explain
-from .rewrites import Intermediate, PassRecorder, PassTable
+from .pass_table import Intermediate, PassRecorder, PassTable
 
 __all__ = ["BaseProgram"]
 

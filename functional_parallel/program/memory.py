@@ -20,8 +20,8 @@ import torch
 from torch import fx
 
 from ..ir import Traced, info, operands_of, primitive_name
+from .aliasing import mutated_operands, view_base
 from .explain import readable_bytes
-from .sharing import mutated_operands, view_base
 
 __all__ = ["MEMORY_KINDS", "Memory", "StorageTable", "draw", "memory_of", "said_shared"]
 

@@ -18,7 +18,7 @@ from torch import fx
 
 from ..ir import Traced, info, operands_of, primitive_name, topological_order
 from ..ops import PACK, UNPACK
-from .sharing import mutated_operands, shares_memory
+from .aliasing import mutated_operands, shares_memory
 
 __all__ = ["STARTED", "one_scatter_at_a_time", "overlapped"]
 

@@ -19,11 +19,11 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..ir import Aval, Traced, info, operands_of, primitive_name
+from .aliasing import readers_before_writes, view_base
 from .collectives import Collective, collective_of, phases_of
 from .explain import columns, readable_bytes
 from .hardware import Hardware
 from .overlap import STARTED, overlapped
-from .sharing import readers_before_writes, view_base
 from .work import bytes_moved, flops
 
 __all__ = ["Item", "Price", "PriceRow", "price_of", "readable_seconds"]

@@ -11,8 +11,8 @@ from sharding_specs import Mesh
 
 from .. import _torch
 from ..ir import Aval, info, operands_of, walk_args
+from .aliasing import view_base
 from .collectives import collective_of
-from .sharing import view_base
 
 __all__ = ["bytes_moved", "flops", "recompute_cost"]
 

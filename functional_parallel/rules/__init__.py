@@ -2,14 +2,14 @@
 
 from . import aten
 from .aten import VIEWS, batch_norm, cross_entropy, fuse_cross_entropy, reshaped_place
+from .axis_layout import PARTIAL, REDUCED, REPLICATED, AxisLayout, Reduced, Replicated, Shard
 from .convert import REPLICATED_VARYING, TargetLayout, convert
 from .decide import OperandInfo, OpSharding, SplitFactor, choose_sharding, factor_sizes, find_factor, placed
 from .duplicates import mask_duplicates
 from .enumerated import note_enumerated
 from .notation import RuleText, parse_rule
-from .placement import PARTIAL, REDUCED, REPLICATED, AxisLayout, Reduced, Replicated, Shard
+from .op_context import OpContext
 from .registry import Rule, is_elementwise, lookup, register_rule, rule
-from .step import OpContext
 from .texts import ndim_of, whole_along
 
 __all__ = [

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from ..collectives import MICROBATCH, DimSplit, apply_primitive, axis_index
+from .axis_layout import REDUCED, REPLICATED, AxisLayout, Partial, Reduced, Replicated, Shard
 from .duplicates import add_duplicates, drop_duplicates
-from .placement import REDUCED, REPLICATED, AxisLayout, Partial, Reduced, Replicated, Shard
 
 __all__ = ["REPLICATED_VARYING", "TargetLayout", "convert"]
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from ..collectives import DimSplit
 from ..ir import Aval
+from .axis_layout import PARTIAL, REPLICATED, AxisLayout, Partial, Shard
 from .notation import RuleError, RuleText
-from .placement import PARTIAL, REPLICATED, AxisLayout, Partial, Shard
 
 __all__ = ["OpSharding", "OperandInfo", "SplitFactor", "choose_sharding", "factor_sizes", "find_factor", "placed"]
 

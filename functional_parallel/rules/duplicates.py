@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..collectives import DimSplit, axis_index
-from .placement import AxisLayout, Shard
+from .axis_layout import AxisLayout, Shard
 
 __all__ = ["add_duplicates", "drop_duplicates", "mask_duplicates", "reduction_identity", "unique_mask"]
 

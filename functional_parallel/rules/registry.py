@@ -15,7 +15,7 @@ from .texts import pointwise_text
 
 if TYPE_CHECKING:
     from .decide import OpSharding
-    from .step import OpContext
+    from .op_context import OpContext
 
 __all__ = ["Rule", "is_elementwise", "lookup", "register_rule", "rule"]
 

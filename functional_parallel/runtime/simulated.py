@@ -17,7 +17,7 @@ from torch import fx
 from sharding_specs import Mesh, P, shard_leaf, unshard_leaf, whole_shape
 
 from .. import _torch
-from ..collectives import group
+from ..collectives import reference
 from ..ir import hollow, operands_of, primitive_name
 from ..program import Program, mutated_operands
 from .classes import Jobs, RankClasses
@@ -225,7 +225,7 @@ class _Lockstep:
 def _perform(name: str, params: tuple[Any, ...], jobs: Jobs, count: int, x: SimulatedValue) -> SimulatedValue:
     results: list[Any] = [None] * count
     for inputs, outputs in jobs:
-        values = group.apply_reference(name, [x[index] for index in inputs], *params)
+        values = reference.apply_reference(name, [x[index] for index in inputs], *params)
         for member, position in outputs:
             results[position] = values[member]
     return results

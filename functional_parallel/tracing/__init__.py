@@ -1,11 +1,11 @@
 """Function → FX graph: own recording of aten ops and collectives on fake tensors."""
 
-from . import without_values
+from . import data_dependent
 from .assumptions import Assumption, ProgramCache, assume, collect_assumptions
 from .closed_over import ClosedOver
+from .constant_folding import assume_constants, constant_in
 from .enclosing import CapturedTensors
 from .interception import intercept, intercept_op
-from .known import assume_constants, constant_in
 from .layout_questions import depends_on_layouts
 from .memory_layout import LayoutRead, require_contiguous
 from .record import Recorder, needs_values, recorder, trace
@@ -25,6 +25,7 @@ __all__ = [
     "autocast_dtypes",
     "collect_assumptions",
     "constant_in",
+    "data_dependent",
     "depends_on_layouts",
     "disable_ambient_modes",
     "intercept",
@@ -33,5 +34,4 @@ __all__ = [
     "recorder",
     "require_contiguous",
     "trace",
-    "without_values",
 ]

@@ -13,7 +13,7 @@ import torch
 
 from ..errors import TracingError
 from ..ir import current_source
-from .known import outside_trace, value_of
+from .constant_folding import outside_trace, value_of
 from .writer import Writer
 
 __all__ = ["unrolled"]

@@ -15,8 +15,8 @@ from torch import fx
 from .. import _torch
 from ..errors import MutationError
 from ..ir import current_source, info
-from .aliases import View, are_apart
 from .straight_through import OP as STRAIGHT_THROUGH
+from .view_chains import View, are_apart
 from .writer import Writer
 
 __all__ = ["mutate"]

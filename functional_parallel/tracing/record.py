@@ -32,11 +32,11 @@ from ..ir import (
     raising_source,
     recompute_region,
 )
+from .constant_folding import asks_for_values, fold_constants
 from .control_flow import unrolled
 from .draws import refuse_decisions, refuse_draws
 from .enclosing import CapturedTensors
 from .interception import Interception, replacement_of
-from .known import asks_for_values, fold_constants
 from .mutation import mutate
 from .strided import strided
 from .writer import Writer

@@ -19,9 +19,9 @@ from torch import fx
 from .. import _torch
 from ..errors import TracingError
 from ..ir import NodeInfo, Traced, aval_of, current_source, info, set_info, update_info, walk_args
-from .aliases import ViewChains
 from .closed_over import ClosedOver, closed_over
 from .memory_layout import Layouts
+from .view_chains import ViewChains
 
 __all__ = ["Writer"]
 

@@ -16,7 +16,7 @@ from ..functions import PyTree
 from ..ir import is_trained, without_memory
 from ..transforms import LossScaleState
 from .local_step import Metrics
-from .looks import leaf_signature, listed, signature_text, structure_as_text
+from .signatures import leaf_signature, listed, signature_text, structure_as_text
 from .update import ScaledState
 
 __all__ = ["expected_state", "require_parameters", "require_state_of", "require_values", "steps_done"]

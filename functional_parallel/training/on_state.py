@@ -18,7 +18,7 @@ from ..lowering import Lowered, Options, lower
 from ..runtime import copy_if_aliased, storages
 from ..tracing import ProgramCache, disable_ambient_modes
 from .batches import BatchInputs, tensors_of
-from .looks import leaf_signature, listed, structure_as_text
+from .signatures import leaf_signature, listed, structure_as_text
 from .state import StateLayout, StaticLeaf, TrainState
 from .states import StateManager
 from .update import at_rest, into_compute

@@ -18,7 +18,7 @@ from sharding_specs import Mesh, P, tree_paths
 from .. import _torch
 from ..functions import PyTree
 from ..runtime import OverlapError
-from .looks import leaf_signature, on_one_line, signature_text, structure_as_text
+from .signatures import leaf_signature, on_one_line, signature_text, structure_as_text
 from .update import StepLayout
 
 __all__ = [

@@ -26,8 +26,8 @@ from .batches import BatchInputs, check_same
 from .deferred import CannotDeferError, defer_init
 from .finite import settle
 from .loading import expected_state, require_parameters, require_state_of, require_values, steps_done
-from .looks import leaf_signature, signature_text
 from .options import StepOptions
+from .signatures import leaf_signature, signature_text
 from .state import StateLayout, StaticLeaf, TrainState, detach_leaf, state_layout
 from .update import StepLayout, find_step_layout, warn_of_replicated_state, with_scale
 

@@ -24,9 +24,9 @@ from .asynchronous import is_asynchronous, of_one_update
 from .batches import tensors_of
 from .finite import require_finite, require_finite_inputs
 from .local_step import LocalTrainStep, Metrics
-from .looks import leaf_signature
 from .on_state import StateFunction
 from .options import StepOptions, require_arguments
+from .signatures import leaf_signature
 from .state import StateLayout, StaticLeaf, TrainState, recorded_steps
 from .states import StateManager
 from .update import require_elementwise

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from functional_parallel import collectives as fp
-from functional_parallel.collectives import State, group
+from functional_parallel.collectives import State, reference
 
 V, I, U, R = State.VARYING, State.INVARIANT, State.UNREDUCED, State.REDUCED  # noqa: E741 - the names of the types
 
@@ -46,41 +46,55 @@ def _emit(name: str, *params: object) -> Callable[[Tensor, tuple[str, ...]], Ten
 
 
 CASES = [
-    Case("psum", lambda x, axes: fp.psum(x, axes), group.psum, V, I),
-    Case("psum", _emit("psum", "unreduced"), group.psum, U, I),
-    Case("pmean", lambda x, axes: fp.pmean(x, axes), lambda v: [s / len(v) for s in group.psum(v)], V, I),
-    Case("psum_scatter 0", lambda x, axes: fp.psum_scatter(x, axes), lambda v: group.psum_scatter(v, 0), V, V),
-    Case("psum_scatter 1", lambda x, axes: fp.psum_scatter(x, axes, -1), lambda v: group.psum_scatter(v, 1), V, V),
-    Case("psum_scatter", _emit("psum_scatter", 0, "unreduced"), lambda v: group.psum_scatter(v, 0), U, V),
-    Case("all_gather 0", lambda x, axes: fp.all_gather(x, axes), lambda v: group.all_gather(v, 0), V, V),
-    Case("all_gather 1", lambda x, axes: fp.all_gather(x, axes, -1), lambda v: group.all_gather(v, 1), V, V),
-    Case("all_gather", lambda x, axes: fp.all_gather(x, axes, to="invariant"), lambda v: group.all_gather(v, 0), V, I),
-    Case("all_gather", lambda x, axes: fp.all_gather(x, axes, 1, to="reduced"), lambda v: group.all_gather(v, 1), V, R),
-    Case("pscatter 0", lambda x, axes: fp.pscatter(x, axes), lambda v: group.pscatter(v, 0), I, V),
-    Case("pscatter 1", lambda x, axes: fp.pscatter(x, axes, 1), lambda v: group.pscatter(v, 1), I, V),
+    Case("psum", lambda x, axes: fp.psum(x, axes), reference.psum, V, I),
+    Case("psum", _emit("psum", "unreduced"), reference.psum, U, I),
+    Case("pmean", lambda x, axes: fp.pmean(x, axes), lambda v: [s / len(v) for s in reference.psum(v)], V, I),
+    Case("psum_scatter 0", lambda x, axes: fp.psum_scatter(x, axes), lambda v: reference.psum_scatter(v, 0), V, V),
+    Case("psum_scatter 1", lambda x, axes: fp.psum_scatter(x, axes, -1), lambda v: reference.psum_scatter(v, 1), V, V),
+    Case("psum_scatter", _emit("psum_scatter", 0, "unreduced"), lambda v: reference.psum_scatter(v, 0), U, V),
+    Case("all_gather 0", lambda x, axes: fp.all_gather(x, axes), lambda v: reference.all_gather(v, 0), V, V),
+    Case("all_gather 1", lambda x, axes: fp.all_gather(x, axes, -1), lambda v: reference.all_gather(v, 1), V, V),
+    Case(
+        "all_gather", lambda x, axes: fp.all_gather(x, axes, to="invariant"), lambda v: reference.all_gather(v, 0), V, I
+    ),
+    Case(
+        "all_gather",
+        lambda x, axes: fp.all_gather(x, axes, 1, to="reduced"),
+        lambda v: reference.all_gather(v, 1),
+        V,
+        R,
+    ),
+    Case("pscatter 0", lambda x, axes: fp.pscatter(x, axes), lambda v: reference.pscatter(v, 0), I, V),
+    Case("pscatter 1", lambda x, axes: fp.pscatter(x, axes, 1), lambda v: reference.pscatter(v, 1), I, V),
     *(
         Case(
             f"all_to_all {split}{concat}",
             lambda x, axes, s=split, c=concat: fp.all_to_all(x, axes, s, c),
-            lambda v, s=split, c=concat: group.all_to_all(v, s, c),
+            lambda v, s=split, c=concat: reference.all_to_all(v, s, c),
             V,
             V,
         )
         for split, concat in product((0, 1), repeat=2)
     ),
-    Case("ppermute partial", lambda x, axes: fp.ppermute(x, axes, [(1, 0)]), lambda v: group.ppermute(v, [1, 0]), V, V),
     Case(
-        "ppermute swap",
-        lambda x, axes: fp.ppermute(x, axes, [(0, 1), (1, 0)]),
-        lambda v: group.ppermute(v, [0, 1, 1, 0]),
+        "ppermute partial",
+        lambda x, axes: fp.ppermute(x, axes, [(1, 0)]),
+        lambda v: reference.ppermute(v, [1, 0]),
         V,
         V,
     ),
-    Case("pbroadcast", lambda x, axes: fp.pbroadcast(x, axes, 1), lambda v: group.pbroadcast(v, 1), V, I),
-    Case("pvary", lambda x, axes: fp.pvary(x, axes), group.pcast, I, V),
-    Case("pcast", lambda x, axes: fp.pcast(x, axes, to="reduced"), group.pcast, I, R),
-    Case("pcast", lambda x, axes: fp.pcast(x, axes, to="varying", src="reduced"), group.pcast, R, V),
-    Case("pcast", lambda x, axes: fp.pcast(x, axes, to="unreduced"), group.pcast, V, U),
+    Case(
+        "ppermute swap",
+        lambda x, axes: fp.ppermute(x, axes, [(0, 1), (1, 0)]),
+        lambda v: reference.ppermute(v, [0, 1, 1, 0]),
+        V,
+        V,
+    ),
+    Case("pbroadcast", lambda x, axes: fp.pbroadcast(x, axes, 1), lambda v: reference.pbroadcast(v, 1), V, I),
+    Case("pvary", lambda x, axes: fp.pvary(x, axes), reference.pcast, I, V),
+    Case("pcast", lambda x, axes: fp.pcast(x, axes, to="reduced"), reference.pcast, I, R),
+    Case("pcast", lambda x, axes: fp.pcast(x, axes, to="varying", src="reduced"), reference.pcast, R, V),
+    Case("pcast", lambda x, axes: fp.pcast(x, axes, to="unreduced"), reference.pcast, V, U),
     Case(
         "scatter",
         lambda x, axes: fp.scatter(x, axes, source=1),
@@ -91,15 +105,15 @@ CASES = [
     Case(
         "gather",
         lambda x, axes: fp.gather(x, axes, root=1, dim=1),
-        lambda v: _only_on(1, group.all_gather(v, 1)),
+        lambda v: _only_on(1, reference.all_gather(v, 1)),
         V,
         V,
     ),
-    Case("reduce", lambda x, axes: fp.reduce(x, axes, root=1), lambda v: _only_on(1, group.psum(v)), V, V),
+    Case("reduce", lambda x, axes: fp.reduce(x, axes, root=1), lambda v: _only_on(1, reference.psum(v)), V, V),
     Case(
         "send",
         lambda x, axes: fp.recv(fp.send(x, axes, source=0, target=1)),
-        lambda v: group.ppermute(v, [0, 1]),
+        lambda v: reference.ppermute(v, [0, 1]),
         V,
         V,
     ),

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from functional_parallel.collectives import State, Type, dual
-from functional_parallel.ir.emit import explicit_casts
+from functional_parallel.ir.eval_node import explicit_casts
 from functional_parallel.lowering import UNCHECKED, lower
-from functional_parallel.runtime.processes.process_carrier import ProcessCommunicator
+from functional_parallel.runtime.processes.process_communicator import ProcessCommunicator
 from functional_parallel.runtime.simulated import SimulatedRuntime
 from sharding_specs import Mesh, P
 from tests.processes import run_on_processes

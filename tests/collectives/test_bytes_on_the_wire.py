@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import functional_parallel as fp
 from functional_parallel.program.collectives import COMMUNICATING
 from functional_parallel.runtime.algorithms import ALGORITHMS
-from functional_parallel.runtime.algorithms.team import ROLL_CALL
-from functional_parallel.runtime.processes.process_carrier import ProcessCommunicator
+from functional_parallel.runtime.algorithms.algorithm_group import ROLL_CALL
+from functional_parallel.runtime.processes.process_communicator import ProcessCommunicator
 from functional_parallel.runtime.shared_memory import shared
 from functional_parallel.runtime.shared_memory.channels import Channels
 from sharding_specs import Mesh, P

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from functional_parallel import collectives as fp
-from functional_parallel.collectives import group
-from functional_parallel.runtime.processes.process_carrier import ProcessCommunicator
+from functional_parallel.collectives import reference
+from functional_parallel.runtime.processes.process_communicator import ProcessCommunicator
 from sharding_specs import Mesh
 from tests.processes import run_on_processes
 
@@ -226,7 +226,7 @@ def test_a_generated_vmap_rule_would_be_wrong() -> None:
 
         @staticmethod
         def forward(x: Tensor) -> Tensor:
-            return group.psum([x])[0]
+            return reference.psum([x])[0]
 
         @staticmethod
         def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from functional_parallel import collectives as fp
-from functional_parallel.collectives import group
+from functional_parallel.collectives import reference
 from functional_parallel.runtime import CollectiveError
-from functional_parallel.runtime.processes.process_carrier import ProcessCommunicator
+from functional_parallel.runtime.processes.process_communicator import ProcessCommunicator
 from sharding_specs import Mesh
 from tests.processes import RankError, run_on_processes
 
@@ -167,9 +167,9 @@ def test_every_dtype(four: list[dict[Any, Any]], dtype: torch.dtype) -> None:
         for ranks in Mesh(**SQUARE).groups(axes):
             values = [value_of(rank).to(dtype) for rank in ranks]
             summed = [counted(value) for value in values]
-            expected = [group.psum(summed), group.all_gather(values, 0), group.psum_scatter(summed, 0)]
+            expected = [reference.psum(summed), reference.all_gather(values, 0), reference.psum_scatter(summed, 0)]
             if not dtype.is_complex:
-                expected += [group.pmax(values), group.pmin(values)]
+                expected += [reference.pmax(values), reference.pmin(values)]
             for position, rank in enumerate(ranks):
                 for ours, theirs in zip(four[rank][reduction, axes, dtype], expected, strict=True):
                     assert torch.equal(ours, theirs[position]) and ours.dtype == theirs[position].dtype
@@ -178,7 +178,7 @@ def test_every_dtype(four: list[dict[Any, Any]], dtype: torch.dtype) -> None:
 def test_ordered_sums_add_in_rank_order_to_the_bit(four: list[dict[Any, Any]]) -> None:
     for axes in AXES:
         for ranks in Mesh(**SQUARE).groups(axes):
-            expected = group.psum([value_of(rank) / 7 for rank in ranks])[0]
+            expected = reference.psum([value_of(rank) / 7 for rank in ranks])[0]
             assert all(torch.equal(four[rank]["ordered", axes, "floats"], expected) for rank in ranks)
             fast = [four[rank]["fast", axes, "floats"] for rank in ranks]
             torch.testing.assert_close(fast[0], expected)

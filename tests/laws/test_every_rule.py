@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from functional_parallel.ir import aval_of
-from functional_parallel.ir.emit import eval_node
+from functional_parallel.ir.eval_node import eval_node
 from functional_parallel.ir.graph import walk_args
 from functional_parallel.partition.preparation import prepare
 from functional_parallel.rules import lookup, registry

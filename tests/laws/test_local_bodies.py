@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import functional_parallel as fp
-from functional_parallel.collectives import group
+from functional_parallel.collectives import reference
 from functional_parallel.testing import strategies
 from sharding_specs import Mesh, P, SpecError, shard_leaf, unshard_leaf
 
@@ -58,24 +58,28 @@ def gathered(spec: P) -> P:
 
 BODIES = [
     Body("square", lambda x: x * x, each(lambda x: x * x), lambda spec: spec),
-    Body("psum", lambda x: fp.psum(x, "i"), over("i", group.psum), if_varying("i", lambda spec: spec.without({"i"}))),
+    Body(
+        "psum", lambda x: fp.psum(x, "i"), over("i", reference.psum), if_varying("i", lambda spec: spec.without({"i"}))
+    ),
     Body(
         "psum of a sum",
         lambda x: fp.psum(x.sum(), "i"),
-        lambda mesh, parts: over("i", group.psum)(mesh, [part.sum() for part in parts]),
+        lambda mesh, parts: over("i", reference.psum)(mesh, [part.sum() for part in parts]),
         lambda spec: P() if spec.axes == {"i"} else None,
     ),
-    Body("pmax", lambda x: fp.pmax(x, "i"), over("i", group.pmax), if_varying("i", lambda spec: spec.without({"i"}))),
+    Body(
+        "pmax", lambda x: fp.pmax(x, "i"), over("i", reference.pmax), if_varying("i", lambda spec: spec.without({"i"}))
+    ),
     Body(
         "all_gather",
         lambda x: fp.all_gather(x, "i", 1, to="invariant"),
-        over("i", lambda parts: group.all_gather(parts, 1)),
+        over("i", lambda parts: reference.all_gather(parts, 1)),
         lambda spec: gathered(spec) if spec.dim_axes()[1:] == (("i",),) else None,
     ),
     Body(
         "psum_scatter",
         lambda x: fp.psum_scatter(x, "i", 1),
-        over("i", lambda parts: group.psum_scatter(parts, 1)),
+        over("i", lambda parts: reference.psum_scatter(parts, 1)),
         if_varying("i", lambda spec: _scattered(spec.without({"i"}))),
     ),
     Body(

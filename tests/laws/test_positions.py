@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import functional_parallel as fp
-from functional_parallel.collectives.parts import DimSplit
+from functional_parallel.collectives.dim_split import DimSplit
 from sharding_specs import Mesh, P
 
 from .random_functions import apart

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from functional_parallel.checker import declared
+from functional_parallel.checker import argument_checks
 from functional_parallel.ir import info
 from functional_parallel.ir.graph import aval_of
 from functional_parallel.ir.stand_ins import differentiable_form
@@ -19,9 +19,9 @@ from functional_parallel.tracing import trace
 X = torch.arange(6.0, dtype=torch.float64).view(2, 3)
 MARKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "constrain": lambda x: _Constrain.apply(x, ["data"], [0], [1]),
-    "declared": lambda x: declared._Declared.apply(x, ["data"], ["varying"], "0", "P('data')", "f"),
+    "declared": lambda x: argument_checks._Declared.apply(x, ["data"], ["varying"], "0", "P('data')", "f"),
 }
-OPS = {"constrain": CONSTRAIN, "declared": declared.OP}
+OPS = {"constrain": CONSTRAIN, "declared": argument_checks.OP}
 
 
 @pytest.mark.parametrize("name", MARKS)
@@ -58,4 +58,6 @@ def test_a_mark_under_vmap(name: str, in_dim: int) -> None:
 def test_a_trace_records_the_op_and_its_stand_in(name: str) -> None:
     nodes: list[Any] = [node for node in trace(lambda x: [MARKS[name](x)], [aval_of(X)]).nodes]
     assert [node.target for node in nodes if node.op == "call_function"] == [OPS[name]]
-    assert differentiable_form(OPS[name]) is {"constrain": constrain_rest, "declared": declared._check_mark}[name]
+    assert (
+        differentiable_form(OPS[name]) is {"constrain": constrain_rest, "declared": argument_checks._check_mark}[name]
+    )

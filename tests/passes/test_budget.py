@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 import functional_parallel as fp
 from functional_parallel.ir import Traced, info
 from functional_parallel.passes import ProgramPass
-from functional_parallel.passes.choices import remat_options
 from functional_parallel.passes.recompute import insert_recompute
+from functional_parallel.passes.remat_options import remat_options
 from functional_parallel.program.memory import memory_of
 from functional_parallel.program.work import recompute_cost
 from sharding_specs import Mesh, split

@@ -12,8 +12,8 @@ import torch
 import functional_parallel as fp
 from functional_parallel.ir import info
 from functional_parallel.ir.graph import operands_of
+from functional_parallel.program.aliasing import mutated_operands, readers_before_writes
 from functional_parallel.program.overlap import overlapped
-from functional_parallel.program.sharing import mutated_operands, readers_before_writes
 from sharding_specs import Mesh
 
 from .networks import SPLIT, batch, loss, parameters

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import functional_parallel as fp
 from functional_parallel.ir import info
-from functional_parallel.pipelines.execution.worker import RankExecutor
+from functional_parallel.pipelines.execution.rank_executor import RankExecutor
 from functional_parallel.runtime import storages
 from functional_parallel.schedules import Action
 from sharding_specs import Mesh, split

@@ -20,9 +20,9 @@ import functional_parallel as fp
 from functional_parallel import schedules
 from functional_parallel.ir import info
 from functional_parallel.pipelines import PipelineProgram, slices_of
-from functional_parallel.pipelines.execution.on_sizes import SimulatedStorage
-from functional_parallel.pipelines.execution.stream import AsyncRankExecutor
-from functional_parallel.pipelines.execution.worker import RankExecutor
+from functional_parallel.pipelines.execution.async_executor import AsyncRankExecutor
+from functional_parallel.pipelines.execution.memory_simulator import SimulatedStorage
+from functional_parallel.pipelines.execution.rank_executor import RankExecutor
 from functional_parallel.program import Program
 from functional_parallel.runtime import PipelineRuntime, ProcessRuntime, use_runtime
 from functional_parallel.schedules import Action

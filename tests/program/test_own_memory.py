@@ -12,7 +12,7 @@ from torch import fx, ops
 from functional_parallel.ir import update_info
 from functional_parallel.ops.adamw_kernel import ADAMW_IN_PLACE
 from functional_parallel.ops.packing import PACK
-from functional_parallel.program.sharing import is_only_use_of_own_memory, may_stay_in_place
+from functional_parallel.program.aliasing import is_only_use_of_own_memory, may_stay_in_place
 
 aten = ops.aten
 Call = Callable[..., fx.Node]

@@ -17,20 +17,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from functional_parallel.collectives import group, slots
+from functional_parallel.collectives import reference, slots
 from functional_parallel.runtime import CollectiveError, ProcessRuntime
 from functional_parallel.runtime.algorithms import (
     ALGORITHMS,
     Algorithm,
     AlgorithmGroup,
     AlgorithmSelector,
+    launch,
     requested_algorithm,
-    starting,
 )
 from functional_parallel.runtime.algorithms.choose import VARIABLE
 from functional_parallel.runtime.algorithms.model import algorithm_cost, fitted
 from functional_parallel.runtime.buffers import BucketLayout, LazyBucket
-from functional_parallel.runtime.processes.process_carrier import ProcessCommunicator
+from functional_parallel.runtime.processes.process_communicator import ProcessCommunicator
 from functional_parallel.runtime.shared_memory import memory as shared_memory
 from functional_parallel.runtime.shared_memory import rendezvous as connect
 from sharding_specs import Mesh
@@ -97,7 +97,7 @@ def start(team: AlgorithmGroup, name: str, case: Case) -> Callable[[], None]:
     mine, kind = operands[rank], case["kind"]
     layout, kept = None, []
     if kind == "all_reduce":
-        wanted, x = [group.psum(operands)[rank].clone()], sent(case, mine, 1)
+        wanted, x = [reference.psum(operands)[rank].clone()], sent(case, mine, 1)
         if case["packed"]:
             both = leaves(case, mine, 1)
             x = LazyBucket(both, 1, [0, 0], case["given_up"])
@@ -105,10 +105,10 @@ def start(team: AlgorithmGroup, name: str, case: Case) -> Callable[[], None]:
             lengths = [each.numel() for each in both]
             wanted = list(wanted[0].split(lengths))
             layout = BucketLayout(1, ((0, (lengths[0],), 0), (lengths[0], (lengths[1],), 0)))
-        steps, result = starting.all_reduce(algorithm, team, x, case["in_place"], None, layout)
+        steps, result = launch.all_reduce(algorithm, team, x, case["in_place"], None, layout)
     elif kind == "reduce_scatter":
-        wanted = [group.psum_scatter(operands, 0)[rank]]
-        steps, result = starting.reduce_scatter(algorithm, team, sent(case, mine, size), 0, None)
+        wanted = [reference.psum_scatter(operands, 0)[rank]]
+        steps, result = launch.reduce_scatter(algorithm, team, sent(case, mine, size), 0, None)
     elif kind == "all_gather":
         wanted = [torch.cat(operands)]
         if case["packed"]:
@@ -116,10 +116,10 @@ def start(team: AlgorithmGroup, name: str, case: Case) -> Callable[[], None]:
             wanted = [torch.cat([part[index] for part in parts], index) for index in range(2)]
             first, second = parts[rank]
             layout = BucketLayout(size, ((0, tuple(first.shape), 0), (first.numel(), tuple(second.shape), 1)))
-        steps, result = starting.all_gather(algorithm, team, sent(case, mine, 1), 0, layout)
+        steps, result = launch.all_gather(algorithm, team, sent(case, mine, 1), 0, layout)
     else:
         wanted = [torch.cat([each.chunk(size, 0)[rank] for each in operands])]
-        steps, result = starting.all_to_all(exchanging(algorithm), team, mine, 0, 0)
+        steps, result = launch.all_to_all(exchanging(algorithm), team, mine, 0, 0)
     running = team.run(steps)
 
     def finish() -> None:
@@ -219,7 +219,7 @@ def sums_over_operands(rank: int, size: int) -> None:
     free, turned, kept = torch.ones(length), torch.ones(2, length)[:, ::2].t(), torch.ones(3)
     layout = BucketLayout(1, ((0, (length,), 0), (length, (length,), 0), (2 * length, (3,), 0)))
     packed = LazyBucket([free, turned, kept], 1, [0, 0, 0], [True, True, False])
-    steps, result = starting.all_reduce(ALGORITHMS["shared"], team, packed, False, None, layout)
+    steps, result = launch.all_reduce(ALGORITHMS["shared"], team, packed, False, None, layout)
     team.run(steps).wait()
     sums = [result().take(index) for index in range(3)]
     assert all((each == size).all() for each in sums)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 
 from functional_parallel.runtime import OutOfStepError
-from functional_parallel.runtime.algorithms import COMPLETED, AlgorithmGroup, team
+from functional_parallel.runtime.algorithms import COMPLETED, AlgorithmGroup, algorithm_group
 from functional_parallel.runtime.calls import CallLog
 from functional_parallel.runtime.shared_memory import channels
 from functional_parallel.runtime.shared_memory.channels import Channels
@@ -117,7 +117,7 @@ def follow(ours: AlgorithmGroup, rank: int, talk: list[dict[str, Any]]) -> None:
 
 def with_little_room(rank: int, size: int) -> bool:
     channels.ROOM, channels.LARGEST, channels._MOST_UNDER_WAY = ROOM, ROOM // 2, 5
-    team.LARGEST = channels.LARGEST
+    algorithm_group.LARGEST = channels.LARGEST
     ours = AlgorithmGroup(dist.group.WORLD, rank, list(range(size)))
     led_by_rank_0(rank, talks(size), lambda talk: follow(ours, rank, talk))
     return ours.shared is not None

@@ -14,7 +14,7 @@ import torch
 
 import functional_parallel as fp
 from functional_parallel.runtime import ProcessRuntime, SimulatedRuntime, use_runtime
-from functional_parallel.runtime.algorithms import AlgorithmSelector, team
+from functional_parallel.runtime.algorithms import AlgorithmSelector, algorithm_group
 from functional_parallel.runtime.algorithms.model import _neighbours
 from functional_parallel.runtime.shared_memory import rendezvous as connect
 from sharding_specs import Mesh
@@ -25,7 +25,7 @@ X = torch.arange(96, dtype=torch.float64).reshape(12, 8) % 5
 
 def on_hosts(hosts: str) -> None:
     """Let this process believe that it is on the host that the letter of its rank names."""
-    team.host_identity = lambda: hosts[int(os.environ["RANK"])]
+    algorithm_group.host_identity = lambda: hosts[int(os.environ["RANK"])]
 
 
 def training(mesh: Mesh, plan: Any, shift: float = 0.0) -> Any:
@@ -87,8 +87,8 @@ def test_a_rank_on_another_host_that_reads_parameters(algorithm: str) -> None:
 
 def messages_of_different_calls(rank: int) -> list[float]:
     """Each sends in a call of its own what the other expects in another one, and both then go on in step."""
-    doing = team.CallLog()
-    pair = team.AlgorithmGroup(torch.distributed.group.WORLD, rank, [0, 1], host=str(rank), doing=doing)
+    doing = algorithm_group.CallLog()
+    pair = algorithm_group.AlgorithmGroup(torch.distributed.group.WORLD, rank, [0, 1], host=str(rank), doing=doing)
     received = []
     for calls in (["first", "second"], ["second", "first"]):
         arriving = []
@@ -108,7 +108,7 @@ def test_messages_of_another_call_are_not_taken() -> None:
 
 
 def test_a_short_mark_tells_calls_apart() -> None:
-    doing, seen = team.CallLog(), set()
+    doing, seen = algorithm_group.CallLog(), set()
     for step in range(200):
         doing.begin("runs train_step" if step % 2 else "reads")
         seen.add(doing.brief(19))
@@ -121,7 +121,7 @@ def test_a_short_mark_tells_calls_apart() -> None:
 
 
 def on_uneven_hosts(rank: int, size: int) -> str:
-    three = team.AlgorithmGroup(torch.distributed.group.WORLD, rank, list(range(size)), host="aab"[rank])
+    three = algorithm_group.AlgorithmGroup(torch.distributed.group.WORLD, rank, list(range(size)), host="aab"[rank])
     return AlgorithmSelector(three, "auto", False).table()
 
 

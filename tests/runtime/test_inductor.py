@@ -25,8 +25,8 @@ from torch import fx
 import functional_parallel as fp
 from functional_parallel import _torch
 from functional_parallel.ir.graph import primitive_name
+from functional_parallel.program.aliasing import is_only_use_of_own_memory, readers_before_writes
 from functional_parallel.program.overlap import overlapped
-from functional_parallel.program.sharing import is_only_use_of_own_memory, readers_before_writes
 from functional_parallel.runtime import BackendError, DifferentProgramsError, SimulatedRuntime
 from functional_parallel.runtime.execution import regions
 from functional_parallel.runtime.execution.inductor import CompiledRegion

@@ -14,9 +14,9 @@ import functional_parallel as fp
 from functional_parallel.ir import Aval, NodeInfo, Traced, info, set_info
 from functional_parallel.ops.packing import PACK, UNPACK
 from functional_parallel.program import Program
-from functional_parallel.runtime.algorithms import starting
+from functional_parallel.runtime.algorithms import launch
 from functional_parallel.runtime.buffers import LazyBucket, to_tensor
-from functional_parallel.runtime.processes.one_rank import RankProgram
+from functional_parallel.runtime.processes.rank_program import RankProgram
 from sharding_specs import Mesh, P
 
 LAYERS, WIDTH = 12, 8
@@ -40,7 +40,7 @@ class Watching:
         if name == "psum_scatter":
             return x.chunk(2)[0].clone()
         if name == "all_gather":
-            return starting.unpack_bucket(torch.cat([x, x]), *params[1:])
+            return launch.unpack_bucket(torch.cat([x, x]), *params[1:])
         return x
 
 

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import group
+from .. import reference
 from ..axes import axis_size, communicator_for, restored, share_communicator, snapshot
 from ..grad_mode import keeping_grad_mode
 from ..types import CollectiveTypeError, State
 from ..vmap import Lane
-from . import separate
+from . import single_axis
 
 __all__ = [
     "apply_primitive",
@@ -58,7 +58,7 @@ def apply_primitive(operation: str, x: Tensor, axes: Sequence[str], *params: Any
     """
     axes = tuple(axes)
     if not share_communicator(operation, axes):
-        return separate.one_axis_at_a_time(operation, apply_primitive, axis_index(axes), x, axes, params)
+        return single_axis.one_axis_at_a_time(operation, apply_primitive, axis_index(axes), x, axes, params)
     carrier = communicator_for(operation, axes)
     lane = carrier.index if isinstance(carrier, Lane) else None
     with keeping_grad_mode():
@@ -110,7 +110,7 @@ def named_vmap(
         return result, result.ndim - 1
     operation = function.operation  # type: ignore[attr-defined]
     values = _values_of_ranks(operation, x, in_dims[0], info.batch_size, axes, params)
-    results = group.apply_reference(operation, values, *params)
+    results = reference.apply_reference(operation, values, *params)
     if function.leaves(*params) in (State.INVARIANT, State.REDUCED):  # type: ignore[attr-defined]
         return results[0], None
     return torch.stack(results), 0

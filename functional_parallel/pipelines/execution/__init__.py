@@ -1,9 +1,9 @@
 """The execution of a pipeline: what a rank holds, what its actions do, and the same on sizes alone."""
 
-from .on_sizes import pipeline_memory
-from .rank import Mailbox, ScheduleRunner, slices_of
-from .stream import AsyncRankExecutor
-from .worker import RankExecutor, RunProgram
+from .async_executor import AsyncRankExecutor
+from .memory_simulator import pipeline_memory
+from .rank_executor import RankExecutor, RunProgram
+from .schedule_runner import Mailbox, ScheduleRunner, slices_of
 
 __all__ = [
     "AsyncRankExecutor",

@@ -9,10 +9,10 @@ import torch
 from torch import fx
 
 from ...ir import argument, info, tensor_operands
+from ..axis_layout import Shard
 from ..duplicates import mask_duplicates
-from ..placement import Shard
+from ..op_context import OpContext
 from ..registry import Rule, rule
-from ..step import OpContext
 from ..texts import dim_names, pattern
 
 aten = torch.ops.aten

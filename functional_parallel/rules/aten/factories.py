@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from ..axis_layout import REPLICATED, Partial
 from ..decide import OpSharding
-from ..placement import REPLICATED, Partial
+from ..op_context import OpContext
 from ..registry import Rule, rule
-from ..step import OpContext
 
 aten = torch.ops.aten
 

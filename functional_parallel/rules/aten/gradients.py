@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from ...ir import info
+from ..op_context import OpContext
 from ..registry import Rule, rule
-from ..step import OpContext
 from ..texts import linear_text, ndim_of, pattern, pointwise_text
 from .batched import all_whole_text, batched_text
 

@@ -12,10 +12,10 @@ from torch import fx
 from ...errors import TracingError
 from ...ir import Aval, current_source, info, tensor_operands
 from ...tracing import intercept
+from ..axis_layout import REPLICATED, Shard
 from ..convert import convert
-from ..placement import REPLICATED, Shard
+from ..op_context import OpContext
 from ..registry import Rule, rule
-from ..step import OpContext
 from ..texts import dim_names, dim_of, ndim_of, pattern
 from .batched import all_whole_text
 

@@ -16,8 +16,8 @@ from ... import collectives as fp
 from ...collectives import MICROBATCH, hidden_axes
 from ...ir import Traced, info
 from ..duplicates import reduction_identity
+from ..op_context import OpContext
 from ..registry import Rule, rule
-from ..step import OpContext
 from ..texts import dim_names, dim_of, ndim_of, pattern
 from .reductions import logsumexp_over_ranks
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..op_context import OpContext
 from ..registry import Rule, rule
-from ..step import OpContext
 from ..texts import ndim_of
 
 aten = torch.ops.aten

@@ -14,10 +14,10 @@ from ... import collectives as fp
 from ...collectives import MICROBATCH, hidden_axes
 from ...ir import info, tensor_operands
 from ...tracing import STRAIGHT_THROUGH
+from ..axis_layout import PARTIAL, REPLICATED
 from ..decide import OpSharding
-from ..placement import PARTIAL, REPLICATED
+from ..op_context import OpContext
 from ..registry import Rule, rule
-from ..step import OpContext
 from ..texts import linear_text, pattern, pointwise_text
 from .batched import all_whole_text
 

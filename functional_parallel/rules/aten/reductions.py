@@ -12,8 +12,8 @@ from torch import fx
 from ... import collectives as fp
 from ...ir import argument, info, operands_of
 from ..duplicates import reduction_identity
+from ..op_context import OpContext
 from ..registry import Rule, rule
-from ..step import OpContext
 from ..texts import along_text, dim_names, ndim_of, pattern, results_of
 
 aten = torch.ops.aten

@@ -11,10 +11,10 @@ from torch import fx
 
 from ...collectives import DimSplit
 from ...ir import argument, info, tensor_operands
+from ..axis_layout import REDUCED, REPLICATED, AxisLayout, Shard
 from ..decide import OpSharding
-from ..placement import REDUCED, REPLICATED, AxisLayout, Shard
+from ..op_context import OpContext
 from ..registry import Rule, rule
-from ..step import OpContext
 from ..texts import along_text, dim_names, dim_of, ndim_of, pattern, results_of, whole_along
 from .batched import batched_text
 

@@ -1,10 +1,10 @@
 """Algorithms for collectives of real processes, each a few lines over messages or shared memory, and which to use."""
 
-from . import starting
+from . import launch
+from .algorithm_group import COMPLETED, ROLL_CALL, AlgorithmGroup, RankGroup, TaggedMessages
+from .call_check import CallCheck
 from .choose import SIZES, AlgorithmSelector, requested_algorithm
-from .roll_call import CallCheck
 from .table import ALGORITHMS, Algorithm
-from .team import COMPLETED, ROLL_CALL, AlgorithmGroup, RankGroup, TaggedMessages
 
 __all__ = [
     "ALGORITHMS",
@@ -17,6 +17,6 @@ __all__ = [
     "CallCheck",
     "RankGroup",
     "TaggedMessages",
+    "launch",
     "requested_algorithm",
-    "starting",
 ]

@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+from .algorithm_group import AlgorithmGroup
 from .model import COLLECTIVE_KINDS, MeasuredCosts, algorithm_cost, measure_group
 from .table import ALGORITHMS, Algorithm
-from .team import AlgorithmGroup
 
 __all__ = ["VARIABLE", "AlgorithmSelector", "requested_algorithm"]
 

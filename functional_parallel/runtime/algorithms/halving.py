@@ -16,7 +16,7 @@ from torch import Tensor
 from ..buffers import flat_or_view
 from ..calls import CollectiveSteps
 from . import ring
-from .team import RankGroup, TaggedMessages
+from .algorithm_group import RankGroup, TaggedMessages
 
 __all__ = ["gather", "is_power_of_two", "reduce"]
 

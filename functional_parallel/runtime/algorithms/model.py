@@ -22,8 +22,8 @@ from ...program import Line
 from ..buffers import ordered_sum
 from ..calls import CollectiveSteps
 from ..shared_memory import shared
+from .algorithm_group import AlgorithmGroup
 from .halving import is_power_of_two
-from .team import AlgorithmGroup
 
 __all__ = ["COLLECTIVE_KINDS", "AlgorithmCost", "Line", "MeasuredCosts", "algorithm_cost", "fitted", "measure_group"]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..buffers import ordered_sum
 from ..calls import CollectiveSteps
-from .team import AlgorithmGroup, RankGroup, TaggedMessages
+from .algorithm_group import AlgorithmGroup, RankGroup, TaggedMessages
 
 __all__ = ["all_reduce", "gather", "reduce"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..calls import CollectiveSteps
-from .team import RankGroup, TaggedMessages
+from .algorithm_group import RankGroup, TaggedMessages
 
 __all__ = ["all_gather_steps", "reduce_scatter_steps"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..calls import CollectiveSteps
 from ..shared_memory import SharedMemory, shared
 from . import direct, halving, naive, ring, two_level
-from .team import AlgorithmGroup, TaggedMessages
+from .algorithm_group import AlgorithmGroup, TaggedMessages
 
 __all__ = ["ALGORITHMS", "Algorithm"]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..calls import CollectiveSteps
 from ..shared_memory import shared
 from . import direct, ring
-from .team import AlgorithmGroup, TaggedMessages
+from .algorithm_group import AlgorithmGroup, TaggedMessages
 
 __all__ = ["gather", "reduce", "refuses"]
 

@@ -1,10 +1,10 @@
 """Collectives under way: what each rank is doing, what it waits for, and what errors say of it."""
 
-from .doing import READS, CallLog, OutOfStepError, is_ahead
+from .call_guard import CallGuard, OverlapError
+from .call_log import READS, CallLog, OutOfStepError, is_ahead
 from .handle import ProcessGroupRef
 from .pending import PendingCollective
 from .running import CollectiveSteps, RunningCollective, Waitable
-from .turn import CallGuard, OverlapError
 from .waiting import CURRENT, Lost, Wait, brief, note_step, waiting
 from .waits import CollectiveError, CollectiveWait, NamedWait, WaitFor, rank_name, rank_names
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .doing import OutOfStepError
+from .call_log import OutOfStepError
 from .waiting import CURRENT
 from .waits import NamedWait
 

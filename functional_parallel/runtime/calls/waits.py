@@ -10,7 +10,7 @@ from torch import Tensor
 from sharding_specs import Mesh
 
 from ..buffers import LazyBucket
-from .doing import OutOfStepError
+from .call_log import OutOfStepError
 from .waiting import CURRENT
 
 __all__ = ["CollectiveError", "CollectiveWait", "NamedWait", "WaitFor", "rank_name", "rank_names"]

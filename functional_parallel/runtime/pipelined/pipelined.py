@@ -35,7 +35,7 @@ from ...schedules import Action, Event, replay
 from ..calls import READS
 from ..execution import Log, Origin
 from ..handles import PipelineValue, copy_if_aliased
-from .mail import PointToPoint
+from .point_to_point import PointToPoint
 
 __all__ = ["PipelineRuntime"]
 

@@ -30,9 +30,9 @@ from ...rules import REPLICATED, Shard, convert
 from ..calls import CURRENT, READS, CallGuard, CollectiveError, NamedWait, rank_name, rank_names, waiting
 from ..execution import Log, Origin
 from ..watch import Watch, environment_store, recorded, watch_processes
-from .meeting import ControlGroup
-from .one_rank import RankProgram
-from .process_carrier import ProcessCommunicator
+from .control_group import ControlGroup
+from .process_communicator import ProcessCommunicator
+from .rank_program import RankProgram
 
 __all__ = ["DifferentInputsError", "DifferentProgramsError", "ProcessRuntime"]
 

@@ -1,11 +1,11 @@
 """An optimizer's update of shards: where its leaves lie, what it may compute, and the flat vector."""
 
 from .flat import require_elementwise
-from .places import StepLayout, find_step_layout
 from .replicated_state import warn_of_replicated_state
 from .returned import require_same_structure
 from .scaled import ScaledState, scaled_loss, select_unless, unscaled, with_scale
-from .updating import (
+from .step_layout import StepLayout, find_step_layout
+from .update_layout import (
     at_rest,
     gather_updated,
     global_norm,

@@ -23,7 +23,7 @@ from ...ops import ADAMW
 from ...rules import is_elementwise
 from ...tracing import trace
 from .returned import require_same_structure
-from .updating import like_params
+from .update_layout import like_params
 
 __all__ = ["Call", "Update", "layer_mismatch", "of_shape", "require_promise_kept", "shard_mismatch", "update_mismatch"]
 

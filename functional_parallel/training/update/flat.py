@@ -24,7 +24,7 @@ from ...ir import hollow, is_trained
 from ...optim import Optimizer, is_known_elementwise
 from .elementwise import Call, Update, of_shape, require_promise_kept, update_mismatch
 from .partitioned_update import check_elementwise, update_shards
-from .updating import at_rest, tree_map_params
+from .update_layout import at_rest, tree_map_params
 
 __all__ = ["FlatBuffers", "FlatPacking", "NoPacking", "require_elementwise"]
 

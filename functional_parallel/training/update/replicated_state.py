@@ -11,8 +11,8 @@ from ...functions import PyTree, SpecTree
 from ...ir import current_source, warn_at
 from ...optim import Optimizer
 from ...partition import PartitionWarning
-from .places import StepLayout
 from .scaled import ScaledState
+from .step_layout import StepLayout
 
 __all__ = ["warn_of_replicated_state"]
 

@@ -10,7 +10,7 @@ import torch
 from sharding_specs import tree_paths
 
 from ...functions import PyTree
-from ..looks import leaf_signature, listed, signature_text, structure_as_text
+from ..signatures import leaf_signature, listed, signature_text, structure_as_text
 
 __all__ = ["require_same_structure"]
 

@@ -18,7 +18,7 @@ from ...optim import Optimizer, is_known_elementwise
 from .elementwise import layer_mismatch
 from .flat import FlatPacking, NoPacking
 from .scaled import ScaledState, scaled_specs
-from .updating import at_rest, like_params, tree_map_params
+from .update_layout import at_rest, like_params, tree_map_params
 
 __all__ = ["StepLayout", "find_step_layout"]
 

@@ -14,7 +14,7 @@ from torch import fx
 from ...ir import info
 from ...schedules import Action
 from ..structure import PipelineStructure
-from .worker import RankExecutor, RunProgram
+from .rank_executor import RankExecutor, RunProgram
 
 __all__ = ["AsyncRankExecutor"]
 

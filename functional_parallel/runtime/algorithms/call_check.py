@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from ..calls import CallLog, CollectiveSteps, Waitable
-from .team import COMPLETED, RankGroup, TaggedMessages
+from .algorithm_group import COMPLETED, RankGroup, TaggedMessages
 
 __all__ = ["CallCheck"]
 

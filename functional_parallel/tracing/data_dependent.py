@@ -16,8 +16,8 @@ from torch.nn import functional
 from .. import _torch
 from ..errors import TracingError
 from ..ir import current_source
+from .constant_folding import outside_trace, value_of
 from .interception import intercept, intercept_op
-from .known import outside_trace, value_of
 from .record import recorder
 
 __all__: list[str] = []

@@ -23,8 +23,8 @@ from ..buffers import (
     to_tensor,
 )
 from ..calls import CollectiveSteps
+from .algorithm_group import AlgorithmGroup
 from .table import Algorithm
-from .team import AlgorithmGroup
 
 __all__ = [
     "StartedCollective",

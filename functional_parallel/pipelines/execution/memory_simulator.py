@@ -21,9 +21,9 @@ from ..extract import Subprogram
 from ..memory import PIPELINE_KINDS, PipelineMemory
 from ..stages import Stage
 from ..structure import PipelineStructure
-from .rank import ScheduleRunner, slices_of
-from .stream import AsyncRankExecutor
-from .worker import RankExecutor
+from .async_executor import AsyncRankExecutor
+from .rank_executor import RankExecutor
+from .schedule_runner import ScheduleRunner, slices_of
 
 __all__ = ["pipeline_memory"]
 

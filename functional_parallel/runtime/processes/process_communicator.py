@@ -18,15 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...collectives import GATHERED, are_bound, bind, group
+from ...collectives import GATHERED, are_bound, bind, reference
 from ..algorithms import (
     SIZES,
     Algorithm,
     AlgorithmGroup,
     AlgorithmSelector,
     TaggedMessages,
+    launch,
     requested_algorithm,
-    starting,
 )
 from ..buffers import BucketLayout, LazyBucket, cat_or_view, to_tensor
 from ..calls import CallLog, CollectiveWait, NamedWait, PendingCollective, rank_name, waiting
@@ -154,30 +154,30 @@ class ProcessCommunicator:
     ) -> PendingCollective:
         accumulated = self._accumulation_dtype(x.dtype)
         if chosen := self._chosen("all_reduce", x, axes):
-            started = starting.all_reduce(*chosen, x, overwrite, accumulated, layout)
+            started = launch.all_reduce(*chosen, x, overwrite, accumulated, layout)
             return self._start_steps("psum", x, axes, chosen, started)
         x, dtype = to_tensor(x), x.dtype
 
         def finish(total: Tensor) -> Any:
-            return starting.unpack_bucket(total.to(dtype), layout)
+            return launch.unpack_bucket(total.to(dtype), layout)
 
         widened = x.to(accumulated or dtype)
         if self._reduces_itself(widened, axes):
             own = overwrite or widened is not x
             return self._backend.all_reduce("psum", widened, axes, dist.ReduceOp.SUM, own, finish)
-        return self._backend.all_gather("psum", x, axes, lambda parts: finish(group.psum(parts, accumulated)[0]))
+        return self._backend.all_gather("psum", x, axes, lambda parts: finish(reference.psum(parts, accumulated)[0]))
 
     def _start_psum_scatter(self, x: Tensor | LazyBucket, axes: tuple[str, ...], dim: int) -> PendingCollective:
         accumulated = self._accumulation_dtype(x.dtype)
         if chosen := self._chosen("reduce_scatter", x, axes):
-            started = starting.reduce_scatter(*chosen, x, dim, accumulated)
+            started = launch.reduce_scatter(*chosen, x, dim, accumulated)
             return self._start_steps("psum_scatter", x, axes, chosen, started)
         x = to_tensor(x)
         if self.reduction == "fast" and self._groups.over(axes).backend == "nccl":
             return self._backend.reduce_scatter(x.to(accumulated or x.dtype), axes, dim, x.dtype)
 
         def finish(parts: list[Tensor]) -> Tensor:
-            return group.psum(parts, accumulated)[0]
+            return reference.psum(parts, accumulated)[0]
 
         chunks = x.chunk(len(self._groups.over(axes).ranks), dim)
         return self._backend.all_to_all("psum_scatter", x, chunks, axes, finish)
@@ -191,18 +191,18 @@ class ProcessCommunicator:
         operation: str = "all_gather",
     ) -> PendingCollective:
         if chosen := self._chosen("all_gather", x, axes):
-            return self._start_steps(operation, x, axes, chosen, starting.all_gather(*chosen, x, dim, layout))
+            return self._start_steps(operation, x, axes, chosen, launch.all_gather(*chosen, x, dim, layout))
         return self._backend.all_gather(
-            operation, to_tensor(x), axes, lambda parts: starting.unpack_bucket(cat_or_view(parts, dim), layout)
+            operation, to_tensor(x), axes, lambda parts: launch.unpack_bucket(cat_or_view(parts, dim), layout)
         )
 
     def _start_all_to_all(
         self, x: Tensor, axes: tuple[str, ...], split_dim: int, concat_dim: int, operation: str = "all_to_all"
     ) -> PendingCollective:
         if (chosen := self._chosen("all_to_all", x, axes)) and chosen[0].all_to_all:
-            started = starting.all_to_all(*chosen, x, split_dim, concat_dim)
+            started = launch.all_to_all(*chosen, x, split_dim, concat_dim)
             return self._start_steps(operation, x, axes, chosen, started)
-        chunks = starting.resolved(x).chunk(len(self._groups.over(axes).ranks), split_dim)
+        chunks = launch.resolved(x).chunk(len(self._groups.over(axes).ranks), split_dim)
         return self._backend.all_to_all(operation, x, chunks, axes, lambda parts: cat_or_view(parts, concat_dim))
 
     # --- by algorithms of ours ---
@@ -221,7 +221,7 @@ class ProcessCommunicator:
         x: Tensor | LazyBucket,
         axes: tuple[str, ...],
         chosen: tuple[Algorithm, AlgorithmGroup],
-        started: starting.StartedCollective,
+        started: launch.StartedCollective,
     ) -> PendingCollective:
         (algorithm, team), (steps, finish) = chosen, started
         if not algorithm.signals and (roll_call := self._groups.over(axes).roll_call):
@@ -246,10 +246,10 @@ class ProcessCommunicator:
         return self._backend.all_to_all_unevenly("ppermute", x, to_send, expected, axes, finish).wait()
 
     def pmax(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
-        return self._extreme("pmax", x, axes, group.pmax)
+        return self._extreme("pmax", x, axes, reference.pmax)
 
     def pmin(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
-        return self._extreme("pmin", x, axes, group.pmin)
+        return self._extreme("pmin", x, axes, reference.pmin)
 
     def _extreme(
         self, operation: str, x: Tensor, axes: tuple[str, ...], among: Callable[[Sequence[Tensor]], list[Tensor]]

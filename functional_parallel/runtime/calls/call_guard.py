@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 
-from .doing import OutOfStepError
+from .call_log import OutOfStepError
 from .waiting import CURRENT
 from .waits import CollectiveError
 

@@ -11,9 +11,9 @@ from torch import fx
 
 from ..collectives import DimSplit, axis_index
 from ..ir import Aval, where
+from .axis_layout import AxisLayout, Shard, shard_shape
 from .decide import OperandInfo, OpSharding, SplitFactor
 from .duplicates import mask_duplicates, unique_mask
-from .placement import AxisLayout, Shard, shard_shape
 
 __all__ = ["OpContext"]
 

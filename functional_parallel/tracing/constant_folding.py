@@ -41,7 +41,7 @@ _OF_A_SHAPE = {  # the values of their first operand do not matter
 
 def asks_for_values(func: Any) -> bool:
     """Whether an op's result, or the shape of it, depends on the values of its operands."""
-    return func is not aten.index.Tensor and not _ASKING.isdisjoint(func.tags)  # by numbers, or see `without_values`
+    return func is not aten.index.Tensor and not _ASKING.isdisjoint(func.tags)  # by numbers, or see `data_dependent`
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from sharding_specs import Mesh
 
 from ..ir import Traced, info, operands_of, primitive_name
 from ..program import COMMUNICATING, flops
-from .groups import LayerIndex, made_of_parameters
+from .layer_index import LayerIndex, made_of_parameters
 from .lifetimes import Lifetimes, LifetimeSummary
 from .recompute import forward_nodes
 from .remat import attention_cores, recomputable

@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from ..ir import Aval, info, operands_of
-from .late_graph import EpilogueGraph
+from .epilogue_graph import EpilogueGraph
 
 __all__ = ["EpiloguePlacement", "RankSet"]
 

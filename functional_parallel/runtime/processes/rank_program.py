@@ -26,7 +26,7 @@ from ...program import (
 from ..buffers import BucketLayout, LazyBucket
 from ..calls import PendingCollective
 from ..execution import Recorded, Writer, with_regions
-from .process_carrier import ProcessCommunicator
+from .process_communicator import ProcessCommunicator
 
 __all__ = ["RankProgram"]
 

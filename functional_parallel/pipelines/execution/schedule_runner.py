@@ -11,8 +11,8 @@ from ...ir import Aval, info
 from ...schedules import Action, Receive, Send, messages
 from ..epilogue import Transfer
 from ..structure import PipelineStructure
-from .stream import AsyncRankExecutor
-from .worker import RankExecutor
+from .async_executor import AsyncRankExecutor
+from .rank_executor import RankExecutor
 
 __all__ = ["Mailbox", "ScheduleRunner", "slices_of"]
 
