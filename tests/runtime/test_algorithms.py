@@ -32,7 +32,6 @@ from functional_parallel.runtime.algorithms.model import algorithm_cost, fitted
 from functional_parallel.runtime.buffers import BucketLayout, LazyBucket
 from functional_parallel.runtime.processes.process_communicator import ProcessCommunicator
 from functional_parallel.runtime.shared_memory import memory as shared_memory
-from functional_parallel.runtime.shared_memory import rendezvous as connect
 from sharding_specs import Mesh
 from tests.processes import run_on_processes
 
@@ -201,7 +200,7 @@ def test_every_algorithm_gives_the_mathematical_result(size: int) -> None:
 
 def small_halves(rank: int, size: int) -> None:
     """So little memory that halves are left all the time, and that large operands go in many pieces."""
-    shared_memory.HALF = connect.HALF = 1 << 14
+    shared_memory.HALF = 1 << 14
     slots.AT_ONCE, slots.PIECE = 1 << 12, 1 << 10
     team = AlgorithmGroup(dist.group.WORLD, rank, list(range(size)))
 
@@ -234,7 +233,7 @@ def test_a_large_bucket_needs_no_memory_of_its_own(size: int) -> None:
 
 def a_late_reader(rank: int, size: int) -> None:
     """Rank 0 fills both halves and wants the first one again, long before rank 1 has read it."""
-    shared_memory.HALF = connect.HALF = 1 << 14
+    shared_memory.HALF = 1 << 14
     team = AlgorithmGroup(dist.group.WORLD, rank, list(range(size)))
     for number in range(3):
         gathers_under_way(team, [1 << 11] * 16, first=64 * number, pause=0.3)
