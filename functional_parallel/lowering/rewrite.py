@@ -18,6 +18,7 @@ from ..passes import (
     EarlyReductions,
     InPlaceUpdates,
     LookaheadPass,
+    Phase,
     ProgramPass,
     RecomputeCheap,
     RecomputeMarked,
@@ -25,8 +26,10 @@ from ..passes import (
     TransposedGradients,
     fold_layers,
     fuse_views,
+    passes_before,
     place_single_microbatch_sums,
     run_passes,
+    sorted_passes,
     unroll,
 )
 from ..pipelines import (
@@ -76,7 +79,7 @@ def rewrite(
     keep_phases(program.traced)
     yield Intermediate("traced", program, wide)
     first: list[ProgramPass] = [ReduceOncePerStep(axis) for axis, cut in parts.items() if cut.ranks > 1]
-    first += [each for each in layout.passes if each.order < 0]
+    first += passes_before(layout.passes, Phase.RECOMPUTE)
     program.passes, _ = yield from _passed(program, first, wide, options)
     if layout.pipeline is not None:
         return (yield from _pipelined(program, layout, parts[layout.pipeline.virtual], options))
@@ -91,7 +94,7 @@ def rewrite(
         RecomputeMarked(),
         TransposedGradients(),
         EarlyReductions(),
-        *(each for each in layout.passes if each.order >= 0),
+        *(each for each in layout.passes if each.phase >= Phase.RECOMPUTE),
         RecomputeCheap(),
         *_last(options, options.donate),
     ]
@@ -115,7 +118,8 @@ def _pipelined(program: Program, layout: Layout, parts: DimSplit, options: Optio
         place_single_microbatch_sums(program.traced, plan.virtual, program.in_specs, program.out_specs)
     fold_layers(program.traced)
     simplify(program.traced)
-    late = [RecomputeMarked(), TransposedGradients(), *(each for each in layout.passes if each.order >= 0)]
+    late = [RecomputeMarked(), TransposedGradients()]
+    late += [each for each in layout.passes if each.phase >= Phase.RECOMPUTE]
     later, _ = yield from _passed(program, late, wide, options)
     program.passes += later
     inlined = _per_microbatch(program, layout)
@@ -146,7 +150,7 @@ def _finished_part(part: Program, backend: str, options: Options) -> Programs[No
 def _passed(
     program: Program, passes: Sequence[ProgramPass], mesh: Mesh, options: Options
 ) -> Programs[tuple[tuple[str, ...], tuple[str, ...]]]:
-    names = run_passes(passes, program.traced, program.mesh, options.without)
+    names = run_passes(sorted_passes(passes), program.traced, program.mesh, options.without)
     return (yield from _each(names, program, mesh))
 
 

@@ -1,11 +1,12 @@
 """Rewrites of a program that a plan asks for: what is recomputed, when parameters are gathered, how sums are batched.
 
-A `ProgramPass` is a value with a `name`, a place in the `order`, and `run(traced, mesh)`, which rewrites the graph in
-place and leaves its meaning as it was. Transforms put passes into a function's layout; `fp.compile` runs them.
+A `ProgramPass` has a `name`, a `phase` in which it runs, and `run(traced, mesh)`, which rewrites the graph in place and
+leaves its meaning unchanged. Transforms put passes into a function's layout. Lowering runs them in the order of
+`table`.
 """
 
 from .added_products import fuse_matmul_accumulate
-from .base import LookaheadPass, ProgramPass, finished, pass_names, run_passes
+from .base import LookaheadPass, Phase, ProgramPass, finished, pass_names, run_passes
 from .buckets import Buckets
 from .budget import BudgetError, RematToBudget
 from .casts import CastBeforeGather
@@ -32,28 +33,10 @@ from .reductions import EarlyReductions
 from .remat import RecomputeMarked, Remat
 from .shards_first import ReduceScatterFirst
 from .stacked_layers import fold_layers
+from .table import PASS_NAMES, passes_before, sorted_passes
 from .transposed import TransposedGradients
 from .trivial import drop_size_one_axes
 from .views import fuse_views
-
-PASS_NAMES = frozenset(
-    each.name
-    for each in (
-        Buckets,
-        RecomputeCheap,
-        GatherPlacement,
-        InPlaceUpdates,
-        RecomputeMarked,
-        CastBeforeGather,
-        ReducePerMicrobatch,
-        ReduceDtype,
-        EarlyReductions,
-        Remat,
-        ReduceScatterFirst,
-        ReduceOncePerStep,
-        TransposedGradients,
-    )
-)
 
 __all__ = [
     "CASTS",
@@ -67,6 +50,7 @@ __all__ = [
     "InPlaceUpdates",
     "LookaheadPass",
     "MicrobatchRounds",
+    "Phase",
     "ProgramPass",
     "RecomputeCheap",
     "RecomputeMarked",
@@ -87,9 +71,11 @@ __all__ = [
     "microbatch_splits",
     "names_axis",
     "pass_names",
+    "passes_before",
     "place_single_microbatch_sums",
     "run_passes",
     "shard_aval",
+    "sorted_passes",
     "unroll",
     "with_dim_size",
     "with_global_size",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Iterable
-from typing import Protocol, TypeVar, runtime_checkable
+from enum import IntEnum
+from typing import ClassVar, Protocol, TypeVar, runtime_checkable
 
 from torch import fx
 
@@ -13,23 +14,33 @@ from sharding_specs import Mesh
 
 from ..ir import Traced
 
-__all__ = ["LookaheadPass", "ProgramPass", "finished", "pass_names", "run_passes"]
+__all__ = ["LookaheadPass", "Phase", "ProgramPass", "finished", "pass_names", "run_passes"]
 
 T = TypeVar("T")
 
 
+class Phase(IntEnum):
+    """When a pass runs, in ascending order. Passes of one phase run in the order of `passes.table`."""
+
+    PREPARE = -2  # sums over ranks and microbatches get their order
+    TYPES = -1  # casts and sums get their types; the last phase before microbatches are unrolled or stages are cut
+    RECOMPUTE = 0  # values are dropped and recomputed in the backward
+    GATHERS = 1  # gathers of parameters get their positions
+    SUMS = 2  # sums of gradients get their positions, and cheap values are recomputed
+    BUCKETS = 3  # collectives are merged
+    IN_PLACE = 4  # updates are written in place
+
+
 class ProgramPass(ABC):
-    """A rewrite of a program's graph, in place."""
+    """A rewrite of a program's graph, in place.
 
-    @property
-    @abstractmethod
-    def name(self) -> str: ...
+    Attributes:
+        name: its name in `program.passes` and in `without=`.
+        phase: when it runs.
+    """
 
-    @property
-    @abstractmethod
-    def order(self) -> int:
-        """Passes run by ascending order: -1 chooses types, 0 recomputes, 1 places gathers, 2 merges collectives."""
-        ...
+    name: ClassVar[str]
+    phase: ClassVar[Phase]
 
     def per_microbatch(self, traced: Traced) -> Collection[fx.Node]:
         """Values that are the same for every microbatch, but shall be computed for each anew."""
@@ -73,7 +84,7 @@ def run_passes(
     mesh: Mesh,
     without: Collection[str],
 ) -> Generator[str, None, tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Run the passes in their order, except those that are switched off by name.
+    """Run the passes in the given order, except those that are switched off by name.
 
     Yields:
         The name of each pass after it ran.
@@ -82,7 +93,7 @@ def run_passes(
         The names of the passes that ran, and their notes.
     """
     chosen = {each: None for each in passes if each.name not in without}
-    ordered = sorted(chosen, key=lambda each: each.order)
+    ordered = list(chosen)
     notes = []
     for index, each in enumerate(ordered):
         if isinstance(each, LookaheadPass):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -19,7 +19,7 @@ from sharding_specs import Mesh
 from ..collectives import Type
 from ..ir import Aval, NodeInfo, Traced, info, operands_of, primitive_name, set_info
 from ..ops import PACK, UNPACK
-from .base import ProgramPass
+from .base import Phase, ProgramPass
 from .gathers import layer_of_gather
 
 __all__ = ["Buckets"]
@@ -40,7 +40,7 @@ _VIEWS = {
 
 @dataclass(frozen=True)
 class Buckets(ProgramPass):
-    """Merge reductions of gradients, and gathers of parameters, that wait for nothing in between.
+    """Merge reductions of gradients, and gathers of parameters, with nothing between them that needs their results.
 
     Attributes:
         size: bytes at which a bucket is sent; "auto" for a quarter of the gradients, between 1 MiB and 25 MiB, and for
@@ -51,8 +51,8 @@ class Buckets(ProgramPass):
     """
 
     size: int | str = "auto"
-    name: str = "buckets"
-    order: int = 3
+    name: ClassVar[str] = "buckets"
+    phase: ClassVar[Phase] = Phase.BUCKETS
 
     def __post_init__(self) -> None:
         if self.size != "auto" and not (isinstance(self.size, int) and self.size > 0):

@@ -6,6 +6,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import fx
 
@@ -13,7 +14,7 @@ from sharding_specs import Mesh
 
 from ..ir import Traced
 from ..program import Memory, memory_of, readable_bytes
-from .base import ProgramPass
+from .base import Phase, ProgramPass
 from .recompute import insert_recompute
 from .remat_options import RematOption, remat_options
 
@@ -36,7 +37,7 @@ class BudgetError(ValueError):
 
 @dataclass(frozen=True)
 class RematToBudget(ProgramPass):
-    """Recompute what makes the peak fit; see `fp.remat`.
+    """Recompute as little work as makes the peak fit; see `fp.remat`.
 
     The choices are a ladder that does not depend on the budget. What it expects is checked: a copy of the program goes
     through all later passes, and its memory is asked.
@@ -48,8 +49,8 @@ class RematToBudget(ProgramPass):
 
     budget: int
     where: str = "*"
-    name: str = "remat"
-    order: int = 0
+    name: ClassVar[str] = "remat"
+    phase: ClassVar[Phase] = Phase.RECOMPUTE
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
         self.run_before(traced, mesh, lambda _: None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -14,7 +15,7 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..ir import Traced, info, primitive_name, set_info, update_info
-from .base import ProgramPass
+from .base import Phase, ProgramPass
 
 __all__ = ["CastBeforeGather"]
 
@@ -35,15 +36,15 @@ _VIEWS = {
 
 @dataclass(frozen=True)
 class CastBeforeGather(ProgramPass):
-    """Turn cast(all_gather(x)) into all_gather(cast(x)), where nothing else uses what was gathered.
+    """Replace cast(all_gather(x)) by all_gather(cast(x)) if nothing else uses the gathered value.
 
     Attributes:
         dtype: the type to gather in.
     """
 
     dtype: torch.dtype
-    name: str = "casts"
-    order: int = -1
+    name: ClassVar[str] = "casts"
+    phase: ClassVar[Phase] = Phase.TYPES
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
         for node in reversed(list(traced.nodes)):  # of two gathers in a row the later one first

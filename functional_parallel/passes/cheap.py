@@ -12,6 +12,7 @@ import math
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -20,7 +21,7 @@ from sharding_specs import Mesh
 
 from ..ir import Traced, info, operands_of
 from ..program import Storage, StorageTable, view_base
-from .base import ProgramPass
+from .base import Phase, ProgramPass
 from .recompute import forward_nodes, insert_recompute
 
 __all__ = ["CheapValues", "RecomputeCheap"]
@@ -38,10 +39,10 @@ LEAST = 128 << 10
 
 @dataclass(frozen=True)
 class RecomputeCheap(ProgramPass):
-    """Let the backward compute cheap values again from what is kept for it anyway."""
+    """Recompute cheap values in the backward from values that are saved for it anyway."""
 
-    name: str = "cheap ops again"
-    order: int = 2  # where gathers stand, and what is kept of them, is settled
+    name: ClassVar[str] = "cheap ops again"
+    phase: ClassVar[Phase] = Phase.SUMS  # where gathers stand, and what is kept of them, is settled
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
         CheapValues(traced).drop()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -17,7 +18,7 @@ from sharding_specs import Mesh
 
 from ..collectives import MICROBATCH
 from ..ir import Traced, info, operands_of, primitive_name
-from .base import ProgramPass
+from .base import Phase, ProgramPass
 from .layer_index import is_numbered, layer_of_path
 from .recompute import forward_nodes, insert_recompute
 
@@ -58,8 +59,8 @@ class GatherPlacement(ProgramPass):
     keep: bool = False
     prefetch: int = 1
     kept: frozenset[str] = frozenset()
-    name: str = "gathers"
-    order: int = 1
+    name: ClassVar[str] = "gathers"
+    phase: ClassVar[Phase] = Phase.GATHERS
 
     def per_microbatch(self, traced: Traced) -> set[fx.Node]:
         return set() if self.keep else self._gathered(traced)

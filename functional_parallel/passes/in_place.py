@@ -12,6 +12,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torch import fx
 
@@ -21,17 +22,17 @@ from ..ir import Traced, info, operands_of, primitive_name, set_info
 from ..ops import ADAMW, ADAMW_IN_PLACE, PACK, UNPACK, UNPACK_INTO
 from ..program import aliases_of, shares_memory, storage_root
 from .added_products import fuse_matmul_accumulate
-from .base import ProgramPass
+from .base import Phase, ProgramPass
 
 __all__ = ["InPlaceUpdates"]
 
 
 @dataclass(frozen=True)
 class InPlaceUpdates(ProgramPass):
-    """Merge updates of donated parameters, and of values that die there, into few that write in place."""
+    """Merge the updates of donated parameters into few calls that write in place."""
 
-    name: str = "in place"
-    order: int = 4
+    name: ClassVar[str] = "in place"
+    phase: ClassVar[Phase] = Phase.IN_PLACE
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
         position = {node: index for index, node in enumerate(traced.nodes)}

@@ -8,6 +8,7 @@ over microbatches, over ranks. Sums over ranks, and they alone, are narrowed aga
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -15,7 +16,7 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..ir import Traced, info, primitive_name, set_info, update_info
-from .base import ProgramPass
+from .base import Phase, ProgramPass
 from .linear import commutes_with_sum
 
 __all__ = ["ReduceDtype"]
@@ -34,8 +35,8 @@ class ReduceDtype(ProgramPass):
     """
 
     dtype: torch.dtype
-    name: str = "reduction types"
-    order: int = -1
+    name: ClassVar[str] = "reduction types"
+    phase: ClassVar[Phase] = Phase.TYPES
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
         reached: set[fx.Node] = set()

@@ -7,23 +7,24 @@ last layers while the backward goes on to the first ones. After a pipeline all o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import fx
 
 from sharding_specs import Mesh
 
 from ..ir import Traced, info, primitive_name
-from .base import ProgramPass
+from .base import Phase, ProgramPass
 
 __all__ = ["EarlyReductions"]
 
 
 @dataclass(frozen=True)
 class EarlyReductions(ProgramPass):
-    """Move every sum of a gradient to where the gradient is computed."""
+    """Move every sum of a gradient to the position where the gradient is computed."""
 
-    name: str = "reductions"
-    order: int = 2
+    name: ClassVar[str] = "reductions"
+    phase: ClassVar[Phase] = Phase.SUMS
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
         first = list(traced.inputs)  # and after them the sums of those of them that are gradients

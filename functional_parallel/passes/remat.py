@@ -6,6 +6,7 @@ import fnmatch
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -13,7 +14,7 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..ir import Traced, operands_of, source_of
-from .base import ProgramPass
+from .base import Phase, ProgramPass
 from .layer_index import LayerIndex, made_of_parameters
 from .recompute import forward_nodes, insert_recompute
 
@@ -31,8 +32,8 @@ class Remat(ProgramPass):
     policy: str | Callable[[fx.Node], bool] = "layers"
     every: int = 1
     where: str = "*"
-    name: str = "remat"
-    order: int = 0
+    name: ClassVar[str] = "remat"
+    phase: ClassVar[Phase] = Phase.RECOMPUTE
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
         forward = forward_nodes(traced)
@@ -60,10 +61,10 @@ class Remat(ProgramPass):
 
 @dataclass(frozen=True)
 class RecomputeMarked(ProgramPass):
-    """Recompute what `fp.recompute` marks in model code."""
+    """Recompute the functions that `fp.recompute` marks in model code."""
 
-    name: str = "recompute"
-    order: int = 0
+    name: ClassVar[str] = "recompute"
+    phase: ClassVar[Phase] = Phase.RECOMPUTE
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
         forward = forward_nodes(traced)

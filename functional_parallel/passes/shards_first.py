@@ -9,13 +9,14 @@ nothing go from the mesh's innermost axis outwards, so that every ZeRO stage add
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import fx
 
 from sharding_specs import Mesh
 
 from ..ir import Traced, info, primitive_name, update_info
-from .base import ProgramPass
+from .base import Phase, ProgramPass
 from .swap import move_before_sums
 
 __all__ = ["ReduceScatterFirst"]
@@ -23,15 +24,15 @@ __all__ = ["ReduceScatterFirst"]
 
 @dataclass(frozen=True)
 class ReduceScatterFirst(ProgramPass):
-    """Move sums over some axes behind the reduce-scatters over others.
+    """Move sums over some axes after the reduce-scatters over others.
 
     Attributes:
         axes: the axes that split the batch.
     """
 
     axes: tuple[str, ...]
-    name: str = "shards first"
-    order: int = -2
+    name: ClassVar[str] = "shards first"
+    phase: ClassVar[Phase] = Phase.PREPARE
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
         moved = True

@@ -8,6 +8,7 @@ eager autograd chooses it too, by the strides of the weight.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -15,7 +16,7 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..ir import Traced, info, primitive_name, set_info, update_info
-from .base import ProgramPass
+from .base import Phase, ProgramPass
 
 __all__ = ["TransposedGradients"]
 
@@ -24,10 +25,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class TransposedGradients(ProgramPass):
-    """Let `(a @ b).T` be `b.T @ a.T`, through the casts, sums and collectives between the product and the turn."""
+    """Compute `(a @ b).T` as `b.T @ a.T`, also with casts, sums and collectives between product and transpose."""
 
-    name: str = "turned"
-    order: int = 1
+    name: ClassVar[str] = "turned"
+    phase: ClassVar[Phase] = Phase.GATHERS
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
         for node in list(traced.nodes):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import optree
 import pytest
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import functional_parallel as fp
 from functional_parallel.ir import Traced, info
-from functional_parallel.passes import ProgramPass
+from functional_parallel.passes import Phase, ProgramPass
 from functional_parallel.passes.recompute import insert_recompute
 from functional_parallel.passes.remat_options import remat_options
 from functional_parallel.program.memory import memory_of
@@ -139,8 +139,8 @@ def test_no_named_policy_fits_with_less_work(name: str) -> None:
 class Compare(ProgramPass):
     """A pass that holds every rung's expected peak against that of the program rewritten so."""
 
-    name: str = "compare"
-    order: int = 0
+    name: ClassVar[str] = "compare"
+    phase: ClassVar[Phase] = Phase.RECOMPUTE
     found: list[tuple[int, int]] = field(default_factory=list, hash=False)
 
     def run(self, traced: Traced, mesh: Mesh) -> None: ...

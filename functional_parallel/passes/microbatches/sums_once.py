@@ -9,13 +9,14 @@ holds more of the sum than its part.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import fx
 
 from sharding_specs import Mesh
 
 from ...ir import Traced, info, primitive_name
-from ..base import ProgramPass
+from ..base import Phase, ProgramPass
 from ..swap import is_cast, move_before_sums
 
 __all__ = ["ReduceOncePerStep", "ReducePerMicrobatch"]
@@ -23,15 +24,15 @@ __all__ = ["ReduceOncePerStep", "ReducePerMicrobatch"]
 
 @dataclass(frozen=True)
 class ReduceOncePerStep(ProgramPass):
-    """Move sums over ranks behind the sums over microbatches that are made of them; runs before the others are moved.
+    """Sum over ranks once per step: after the sum over microbatches.
 
     Attributes:
         axis: the axis of microbatches.
     """
 
     axis: str
-    name: str = "sums once"
-    order: int = -2
+    name: ClassVar[str] = "sums once"
+    phase: ClassVar[Phase] = Phase.PREPARE
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
         for node in list(traced.nodes):
@@ -47,15 +48,15 @@ def is_total(node: fx.Node, axis: str) -> bool:
 
 @dataclass(frozen=True)
 class ReducePerMicrobatch(ProgramPass):
-    """Move sums over microbatches behind the sums over ranks; runs before microbatches are unrolled.
+    """Sum over ranks for every microbatch: before the sum over microbatches.
 
     Attributes:
         axis: the axis of microbatches.
     """
 
     axis: str
-    name: str = "reduce each microbatch"
-    order: int = -1
+    name: ClassVar[str] = "reduce each microbatch"
+    phase: ClassVar[Phase] = Phase.TYPES
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
         moved: set[fx.Node] = set()  # behind one sum over ranks, and no further

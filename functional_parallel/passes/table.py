@@ -1,0 +1,63 @@
+"""The passes in the order in which they run. Names, phases and the page docs/passes.md come from this table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .base import Phase, ProgramPass
+from .buckets import Buckets
+from .budget import RematToBudget
+from .casts import CastBeforeGather
+from .cheap import RecomputeCheap
+from .gathers import GatherPlacement
+from .in_place import InPlaceUpdates
+from .microbatches import ReduceOncePerStep, ReducePerMicrobatch
+from .reduce_types import ReduceDtype
+from .reductions import EarlyReductions
+from .remat import RecomputeMarked, Remat
+from .shards_first import ReduceScatterFirst
+from .transposed import TransposedGradients
+
+__all__ = ["PASSES", "PASS_NAMES", "as_markdown", "passes_before", "sorted_passes"]
+
+PASSES: tuple[tuple[type[ProgramPass], str], ...] = (  # with what requests it
+    (ReduceOncePerStep, "microbatches"),
+    (ReduceScatterFirst, "several data axes"),
+    (CastBeforeGather, "`mixed_precision`"),
+    (ReduceDtype, "`mixed_precision`"),
+    (ReducePerMicrobatch, '`accumulate(reduce="each")`'),
+    (RecomputeMarked, "every program"),
+    (Remat, "`remat`"),
+    (RematToBudget, "`remat(budget=…)`"),
+    (TransposedGradients, "every program"),
+    (GatherPlacement, "`zero(3, …)`"),
+    (EarlyReductions, "every program"),
+    (RecomputeCheap, "every program"),
+    (Buckets, "`bucket=`"),
+    (InPlaceUpdates, "donated state"),
+)
+PASS_NAMES = frozenset(each.name for each, _ in PASSES)
+_POSITION = {each: number for number, (each, _) in enumerate(PASSES)}
+
+
+def sorted_passes(passes: Iterable[ProgramPass]) -> list[ProgramPass]:
+    """Return passes in the order of the table; a pass that is not in it is the last of its phase."""
+    return sorted(passes, key=lambda each: (each.phase, _POSITION.get(type(each), len(PASSES))))
+
+
+def passes_before(passes: Iterable[ProgramPass], phase: Phase) -> list[ProgramPass]:
+    """Return the passes that run before a phase."""
+    return [each for each in passes if each.phase < phase]
+
+
+def as_markdown() -> str:
+    """Return the table as Markdown."""
+    rows = [
+        f"| `{each.name}` | {each.phase.name.lower().replace('_', ' ')} | {_summary(each)} | {requested_by} |"
+        for each, requested_by in PASSES
+    ]
+    return "\n".join(["| name | phase | what it does | requested by |", "|---|---|---|---|", *rows])
+
+
+def _summary(kind: type[ProgramPass]) -> str:
+    return (kind.__doc__ or "").splitlines()[0].rstrip(".")
