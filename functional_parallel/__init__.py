@@ -1,7 +1,7 @@
 """Distributed training in PyTorch as function transforms.
 
-A model is a pure function; a sharding spec is data; every form of parallelism is a function transform; the result is a
-program whose every collective is visible.
+A model is a pure function. A sharding spec is data. Every form of parallelism is a function transform. The result is a
+program that shows all its collectives.
 """
 
 from sharding_specs import keep_as_leaves as _keep_as_leaves

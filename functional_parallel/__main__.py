@@ -1,4 +1,4 @@
-"""`python -m functional_parallel`."""
+"""Entry point of `python -m functional_parallel`."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""The command line: what this machine has, what a program sends, what a rank holds, when a pipeline works.
+"""Command line: properties of this machine, communication, price and memory of programs, and pipeline schedules.
 
-`explain`, `price` and `memory` take `module:function`, where the function gets a mesh. It returns what is to be looked
-at:
+`explain`, `price` and `memory` take `module:function`. The function is called with a mesh and returns the objects to
+analyze:
 
     def step(mesh):   # for explain and price: a compiled function or a training step, and its arguments
         return fp.compile(fp.grad_and_value(plan(loss)), mesh), (params, batch)
@@ -9,7 +9,7 @@ at:
     def model(mesh):  # for memory: parameters, tensors of any device, and their specs
         return params, {"*/w1": P(None, "tensor")}
 
-Nothing is computed, so parameters on the meta device will do.
+Nothing is computed, so the parameters may be on the meta device.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .transforms import OrderError, chain, matched, pipeline, tensor_parallel, z
 
 __all__ = ["main"]
 
-_TARGETS = (__doc__ or "\n\n").split("\n\n", 1)[1]  # python -OO leaves docstrings out
+_TARGETS = (__doc__ or "\n\n").split("\n\n", 1)[1]  # python -OO removes docstrings
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -46,10 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        arguments: the words after the program's name; those of this process without it.
+        arguments: command-line arguments after the program name. By default, the arguments of this process.
 
     Returns:
-        The exit status: 0, or 2 for arguments that name nothing.
+        The exit status: 0, or 2 for an error in the arguments or in the objects that they name.
     """
     parser = _parser()
     chosen = parser.parse_args(arguments)
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class UsageError(ValueError):
-    """Arguments that do not name what a command needs."""
+    """Raised if the arguments do not name the objects that a command needs."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -204,7 +204,7 @@ def _memory(chosen: argparse.Namespace) -> str:
 
 
 def _to_train(chosen: argparse.Namespace, params: Any, specs: Any, mesh: Mesh) -> str:
-    mesh.axis_size(chosen.axis)  # refuses an axis that is not there
+    mesh.axis_size(chosen.axis)  # raises for an unknown axis
     used = {axis for spec in optree.tree_leaves(specs) for axis in spec.axes}
     split = used - {chosen.axis, chosen.pipe}
     others = [tensor_parallel(axis, specs) for axis in reversed(mesh.axis_names) if axis in split]
@@ -232,7 +232,7 @@ def _function(target: str) -> Callable[[Mesh], Any]:
         loaded = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # of something that the module imports
+            raise  # the missing module is one that the target imports
         hint = "; a module is named without .py" if module.endswith(".py") else ""
         raise UsageError(f"{target!r} is not to be found: {error}{hint}") from error
     if not hasattr(loaded, name):

@@ -1,4 +1,4 @@
-"""Functions on shards compiled for a mesh: called on whole tensors, they give whole tensors."""
+"""Compile functions on shards for a mesh. The compiled functions map full tensors to full tensors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def compile(
     without: Collection[str] = (),
     backend: str = "eager",
 ) -> Compiled:
-    """Compile a function on shards into a program for a mesh; whole tensors in, whole tensors out.
+    """Compile a function on shards into a program for a mesh. Inputs and outputs are full tensors.
 
     >>> import torch, functional_parallel as fp
     >>> from sharding_specs import Mesh, P
@@ -46,30 +46,31 @@ def compile(
     tensor(6.)
 
     Args:
-        f: a local function, as transforms return it, or a bare function on shards with `in_specs` and `out_specs`.
-        mesh: its axes are what f's collectives name.
-        in_specs: for a bare function, a spec or pytree prefix of specs per argument (one that is no tuple serves a
-            function of one argument).
-        out_specs: likewise, for the results.
-        name: for messages; the function's own by default.
-        bucket: bytes of gradients, or of a layer's gathered parameters, that travel in one collective; "auto" for what
-            fits their sum; None for one collective each.
-        without: rewrites to switch off, one name or several; `program.passes` lists those that ran.
-        backend: what computes between collectives: "eager", torch's kernels op by op, or "inductor", torch's compiler,
-            which rounds otherwise and takes its time when the program first runs.
+        f: a local function, as returned by a transform, or a bare function on shards with `in_specs` and `out_specs`.
+        mesh: the mesh; the collectives of `f` use the names of its axes.
+        in_specs: for a bare function, a spec or pytree prefix of specs per argument. A value that is not a tuple is
+            for a function of one argument.
+        out_specs: for a bare function, a spec or pytree prefix of specs for the results.
+        name: the name in messages. The default is the name of `f`.
+        bucket: bytes of gradients, or of a layer's gathered parameters, per collective. "auto" derives the size from
+            their sum. None uses one collective per tensor.
+        without: one or several names of passes to disable. `program.passes` lists the passes that ran.
+        backend: the executor of the ops between collectives. "eager" runs torch's kernels op by op. "inductor" uses
+            torch's compiler; it rounds differently and compiles when the program first runs.
 
     Returns:
-        The compiled function, of the same arguments, by place or name. It traces once per signature of its arguments,
-        and mode of its modules (`fp.functional`); what else f closes over counts as it was then. `.program` is the last
-        program used.
+        The compiled function, with the arguments of `f`, positional or by keyword. It traces once per signature of its
+        arguments and mode of its modules (`fp.functional`). Other closed-over values are constants from that trace.
+        `.program` is the last program used.
 
     Raises:
-        LayoutError: when a bare function has no specs, or a local one is given some.
-        OutSpecError: when called, if a result does not lie as its spec says.
-        SpecError: when called, if the specs' structure is not that of arguments or results, naming where.
+        LayoutError: when a bare function has no specs, or a local function is passed specs.
+        OutSpecError: when called, if the layout of a result differs from its spec.
+        SpecError: when called, if the specs do not match the structure of arguments or results; the message has the
+            path.
         TypingError: when called, if the program treats a value as something it is not.
         BackendError: when called, if the backend lacks something on this machine.
-        ValueError: for another backend; when called, if there is no rewrite of a name in `without`.
+        ValueError: for an unknown backend; when called, if `without` names a pass that does not exist.
     """
     guards.check_callable(f)
     require_mesh(mesh, "compile")
@@ -95,7 +96,7 @@ def shard_map(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> Any:
-    """The local view: a body on shards that writes its collectives by hand, types checked.
+    """Map a body over shards. The body writes its collectives explicitly, and its types are checked.
 
     >>> import torch, functional_parallel as fp
     >>> from sharding_specs import Mesh, P
@@ -107,19 +108,20 @@ def shard_map(
             [4., 4., 4.]])
 
     Args:
-        f: the body; or leave it out and use the result as a decorator.
+        f: the body. Omit it to use the result as a decorator.
         mesh: the mesh.
         in_specs: a spec, or pytree prefix of specs, per argument.
         out_specs: specs of the results.
 
     Returns:
-        A function of whole tensors; torch.func's transforms apply to it. In a plan's function, or a body, it is a part
-        of that, over axes that are not split there: slices are taken and results gathered.
+        A function of full tensors. torch.func's transforms apply to it. It can be called in the function of a plan or
+        in another body, over axes that are not split there. Such a call slices its arguments and gathers its results.
 
     Raises:
         LayoutError: when specs or mesh are missing.
-        OutSpecError, TypingError: when called, naming every result and line at fault.
-        SpecError: when called, if the specs' structure is not that of arguments or results, naming where.
+        OutSpecError, TypingError: when called; the message names every wrong result and source line.
+        SpecError: when called, if the specs do not match the structure of arguments or results; the message has the
+            path.
     """
     if isinstance(f, Mesh):
         f, mesh = None, f
@@ -131,12 +133,12 @@ def shard_map(
 
 
 class Compiled:
-    """A compiled function: calls run, and it shows what it runs.
+    """Compiled function. A call runs its program, which can be inspected.
 
     Attributes:
-        f: what it was compiled from.
-        mesh: the mesh it was compiled for.
-        program: the `Program` used last; None before the first call.
+        f: the function that was compiled.
+        mesh: the mesh that it was compiled for.
+        program: the last `Program` or `PipelineProgram` used; None before the first call.
     """
 
     def __init__(
@@ -162,7 +164,11 @@ class Compiled:
         return result if self._stacks is None else self._stacks.restack_all(result)
 
     def _inside(self, args: tuple[PyTree, ...]) -> PyTree:
-        """Called in a trace, a bare function is a part of it; what has a plan of its own is not."""
+        """Call the function inside a trace. A bare function becomes a region of the traced program.
+
+        Raises:
+            LayoutError: when the function carries its own layout.
+        """
         if self._specs is None:
             raise LayoutError(
                 f"{current_source() or 'a call'}: {self!r} is called inside a function that is being traced, where "
@@ -175,15 +181,18 @@ class Compiled:
         return self.f.layout.stacks if isinstance(self.f, LocalFunction) else None
 
     def lower(self, *args: PyTree, **named: PyTree) -> Any:
-        """The program for these arguments, tensors of any device (meta included); nothing runs."""
+        """Return the program for these arguments, without running it. Tensors may be on any device, including meta."""
         return self._lower(self._by_place(args, named))[0].program
 
     def explain(self, *args: PyTree, **options: Any) -> Any:
-        """Every collective of the program: kind, axis, count, bytes, source line.
+        """Describe every collective of the program: kind, axis, count, bytes, source line.
 
         Args:
-            args: arguments to trace for; none for the program used last.
+            args: the arguments to trace for. Without arguments, the last program used is described.
             options: as for `Program.explain`.
+
+        Raises:
+            LayoutError: when there are no arguments and no program yet.
         """
         program = self.lower(*args) if args else self.program
         if program is None:
@@ -210,7 +219,11 @@ class Compiled:
 
 
 def refuse_asynchronous(f: LocalFunction, mesh: Mesh) -> None:
-    """Refuse a pipeline whose weights change on the way, of which only a training step makes sense."""
+    """Reject a pipeline that updates weights between microbatches, because it supports only training steps.
+
+    Raises:
+        PipelineError: when the schedule of the pipeline is asynchronous.
+    """
     plan = f.layout.pipeline
     if plan is not None and plan.on(mesh).versions is not None:
         raise PipelineError(
@@ -220,7 +233,7 @@ def refuse_asynchronous(f: LocalFunction, mesh: Mesh) -> None:
 
 
 def runtime_of(mesh: Mesh, f: Any, reduction: str = "fast") -> Any:
-    """What runs a function's programs: the mesh's runtime, around it that of the pipeline if there is one."""
+    """Return the runtime of a function's programs: the runtime of the mesh, wrapped by that of the pipeline if any."""
     base = default_runtime(mesh, reduction)
     plan = f.layout.pipeline if isinstance(f, LocalFunction) else None
     return base if plan is None else PipelineRuntime(base, plan.axis)

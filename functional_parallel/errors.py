@@ -1,4 +1,4 @@
-"""What a trace refuses."""
+"""Errors of functions that cannot be traced."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ __all__ = ["CustomFunctionError", "MemoryLayoutError", "MutationError", "Tracing
 
 
 class TracingError(ValueError):
-    """The function cannot be traced: it needs values, or does what a pure function must not."""
+    """Raised for a function that cannot be traced: it depends on values, or is not pure."""
 
 
 class MutationError(TracingError):
-    """An in-place op whose effect would be lost, or is not known."""
+    """Raised for an in-place op if its effect would be lost or is unknown."""
 
 
 class CustomFunctionError(TracingError):
-    """A user's autograd.Function inside a function whose backward is derived from its traced forward."""
+    """Raised for a user's autograd.Function inside a function. The backward is derived from the traced forward."""
 
 
 class MemoryLayoutError(TracingError):
-    """An op whose result depends on strides or memory that a program does not share with eager torch."""
+    """Raised for an op with a result that depends on strides or memory, which may differ between program and eager."""

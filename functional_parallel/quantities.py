@@ -1,4 +1,4 @@
-"""What counts as a quantity: a caller's number is checked where it comes in, before it makes nonsense of a result."""
+"""Predicates for numbers from a caller, which are checked on entry, before they lead to a meaningless result."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def is_number(value: Any) -> bool:
 
 
 def is_non_negative(value: Any) -> bool:
-    """Whether a value is a finite number of at least 0, as times and sizes are."""
+    """Whether a value is a finite number of at least 0, for example a time or a size."""
     return is_number(value) and value >= 0
 
 
 def is_positive(value: Any) -> bool:
-    """Whether a value is a number above 0, infinity included, as rates and capacities are."""
+    """Whether a value is a number above 0, infinity included, for example a rate or a capacity."""
     return value == math.inf or (is_number(value) and value > 0)
 
 

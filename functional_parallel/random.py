@@ -1,12 +1,13 @@
-"""Random numbers keyed by seed, site, step and global position, so that every mesh draws the same ones.
+"""Random numbers keyed by seed, site, step and global position. Every mesh draws the same numbers.
 
-A draw is a pure function: it hashes (key, position of the element in the whole tensor). Sharding a value then only
-changes which positions a rank asks for. While a forward is traced a draw is one op, `torch.ops.fp.uniform`, whose
-blocks the partitioner fills in; run, it is integer arithmetic (the finaliser of SplitMix64, Steele, Lea & Flood, OOPSLA
-2014).
+A draw is a pure function: it hashes the key and the position of the element in the full tensor. Sharding a value only
+changes the positions that a rank draws. In a traced forward a draw is one op, `torch.ops.fp.uniform`. The partitioner
+adds the splits to its arguments. At run time it is integer arithmetic (the finaliser of SplitMix64, Steele, Lea &
+Flood, OOPSLA 2014).
 
-Models draw from the ambient key (`with fp.random.using(key)`, which `train_step(seed=…)` enters anew each step), each
-call of `dropout` or `next_key` being a site of its own, counted in the order of the trace; or from a key by hand.
+Models draw from the ambient key, set by `with fp.random.using(key)`; `train_step(seed=…)` enters it in each step. Each
+call of `dropout` or `next_key` is a separate site. Sites are numbered in the order of the trace. A model may also pass
+a key.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ __all__ = ["RandomKeyError", "dropout", "fold_in", "key", "next_key", "normal", 
 
 
 class RandomKeyError(RuntimeError):
-    """A draw with no key to draw from."""
+    """Raised for a draw without a key."""
 
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -38,20 +39,20 @@ _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 def key(seed: int) -> torch.Tensor:
-    """A key made from a seed: an int64 scalar.
+    """Return a key for a seed, as an int64 scalar.
 
     >>> import functional_parallel as fp
     >>> fp.random.key(3).shape
     torch.Size([])
 
     Args:
-        seed: any integer of 64 bits.
+        seed: any signed 64-bit integer.
     """
     return _mix(torch.tensor(seed, dtype=torch.int64) + _GOLDEN)
 
 
 def fold_in(key: torch.Tensor, number: int | torch.Tensor) -> torch.Tensor:
-    """A new key made from a key and a number (a step, a site, a layer).
+    """Return a new key derived from a key and a number (a step, a site, a layer).
 
     >>> import functional_parallel as fp
     >>> bool(fp.random.fold_in(fp.random.key(0), 1) == fp.random.fold_in(fp.random.key(0), 2))
@@ -59,14 +60,14 @@ def fold_in(key: torch.Tensor, number: int | torch.Tensor) -> torch.Tensor:
 
     Args:
         key: an int64 scalar.
-        number: which key of those that this one makes; it may be a tensor, as `axis_index` is.
+        number: number of the derived key. It may be a tensor, such as `axis_index`.
     """
     number = torch.as_tensor(number, dtype=torch.int64, device=key.device)
     return _mix(key * _GOLDEN + _mix(number + _GOLDEN))  # not symmetric: step 1 of seed 0 is not step 0 of seed 1
 
 
 def uniform(key: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Numbers in [0, 1) of the shape and dtype of `like`.
+    """Draw uniform numbers in [0, 1) with the shape and dtype of `like`.
 
     >>> import torch, functional_parallel as fp
     >>> x = fp.random.uniform(fp.random.key(0), torch.empty(1000))
@@ -74,11 +75,12 @@ def uniform(key: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     True
 
     Args:
-        key: an int64 scalar, from `key` or `fold_in`; for many draws map over keys, by torch.func.vmap.
-        like: gives shape, dtype and device; sharded as it is, the numbers are those of the whole tensor.
+        key: an int64 scalar, from `key` or `fold_in`. For several keys, use torch.func.vmap.
+        like: tensor that provides shape, dtype and device. If it is sharded, the numbers are the shards of the numbers
+            of the full tensor.
 
     Raises:
-        ValueError: when the key is no scalar.
+        ValueError: when the key is not a scalar.
     """
     if key.ndim:
         raise ValueError(f"a draw takes one key, a scalar, not {tuple(key.shape)}: map over keys by torch.func.vmap")
@@ -86,7 +88,7 @@ def uniform(key: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def normal(key: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Standard normal numbers of the shape and dtype of `like` (Box and Muller's transform of two uniforms).
+    """Draw standard normal numbers with the shape and dtype of `like` (Box-Muller transform of two uniforms).
 
     >>> import torch, functional_parallel as fp
     >>> x = fp.random.normal(fp.random.key(0), torch.empty(10_000))
@@ -101,7 +103,7 @@ def normal(key: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def dropout(x: torch.Tensor, p: float = 0.5, *, key: torch.Tensor | None = None) -> torch.Tensor:
-    """Zero each element with probability p and scale the rest by 1 / (1 − p), alike on every mesh.
+    """Zero each element with probability p and scale the others by 1 / (1 − p). Every mesh gives the same result.
 
     >>> import torch, functional_parallel as fp
     >>> y = fp.random.dropout(torch.ones(1000), 0.25, key=fp.random.key(0))
@@ -111,11 +113,11 @@ def dropout(x: torch.Tensor, p: float = 0.5, *, key: torch.Tensor | None = None)
     Args:
         x: any floating tensor.
         p: probability of zero, in [0, 1].
-        key: without it the ambient key, with a site of its own.
+        key: an int64 scalar. Without it, the key of the next site of the ambient key.
 
     Raises:
-        RandomKeyError: when there is neither.
-        ValueError: when p is no probability.
+        RandomKeyError: when neither `key` nor an ambient key is given.
+        ValueError: when p is not in [0, 1].
     """
     if not 0 <= p <= 1:
         raise ValueError(f"dropout probability must lie in [0, 1], not {p}")
@@ -128,7 +130,7 @@ def dropout(x: torch.Tensor, p: float = 0.5, *, key: torch.Tensor | None = None)
 
 
 def happens(p: float | torch.Tensor, x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Draw for each element whether an event of that probability happens."""
+    """Draw for each element of `x` whether an event of probability `p` happens."""
     like = torch.empty_like(x, dtype=torch.float32) if x.dtype.itemsize < 4 else x  # enough digits to hit p
     return uniform(key, like) < p
 
@@ -141,17 +143,17 @@ def happens(p: float | torch.Tensor, x: torch.Tensor, key: torch.Tensor) -> torc
 @dataclass
 class _Ambient:
     key: torch.Tensor
-    drawn: int = 0  # sites so far
+    drawn: int = 0  # number of sites so far
 
 
 def _ambient() -> list[_Ambient]:
-    """The keys around what a thread runs, innermost last."""
+    """Ambient keys of this thread, innermost last."""
     return _torch.of_thread("random", list[_Ambient])
 
 
 @contextmanager
 def using(key: torch.Tensor) -> Iterator[None]:
-    """Draw from this key inside a `with` block; the first draw is site 0, the next site 1.
+    """Use a key as the ambient key inside a `with` block. The first draw is site 0, the next one site 1.
 
     >>> import torch, functional_parallel as fp
     >>> with fp.random.using(fp.random.key(0)):
@@ -171,7 +173,7 @@ def using(key: torch.Tensor) -> Iterator[None]:
 
 
 def next_key() -> torch.Tensor:
-    """A key for one draw in a model: the ambient key, with a site of its own.
+    """Return a key for one draw in a model: the key of the next site of the ambient key.
 
     >>> import torch, functional_parallel as fp
     >>> with fp.random.using(fp.random.key(0)):
@@ -180,13 +182,13 @@ def next_key() -> torch.Tensor:
     False
 
     Raises:
-        RandomKeyError: when there is none.
+        RandomKeyError: when there is no ambient key.
     """
     return next_site("fp.random.next_key()")
 
 
 def next_site(what: str) -> torch.Tensor:
-    """Return the key of the next site, for a draw of that name.
+    """Return the key of the next site. `what` names the draw in the error.
 
     Raises:
         RandomKeyError: when there is no ambient key.
@@ -210,7 +212,7 @@ def _traced_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, 
 
 @intercept_op(torch.ops.aten.native_dropout.default)
 def _keyed_native_dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:
-    """The kernel of dropout on CUDA: what is left, and of which elements."""
+    """Replacement of the CUDA kernel of dropout. Return the result and the mask of kept elements."""
     if train is False or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     kept = ~happens(p, x, next_site("dropout"))
@@ -236,11 +238,11 @@ def _uniform(
     outers: Sequence[int],
     samples: Sequence[int],
 ) -> torch.Tensor:
-    """The numbers at this rank's positions of a tensor of the given whole shape.
+    """Draw the numbers at this rank's positions of a tensor of global shape `shape`.
 
-    `axes`, `dims`, `outers`, `samples` list the splits, innermost transform first; each views its dim as
-    (outer, samples, rest), of whose samples a rank has its part. Of many keys each gives numbers of its own, its dims
-    in front.
+    `axes`, `dims`, `outers`, `samples` list the splits, innermost transform first. Each split views its dim as
+    (outer, samples, rest), and a rank has its chunk of the samples. Each of several keys gives separate numbers. The
+    dims of `key` precede those of `like`.
     """
     position = torch.zeros((), dtype=torch.int64, device=like.device)
     stride = 1
@@ -268,14 +270,14 @@ def _global_index(length: int, splits: Sequence[tuple[int, DimSplit, str]], devi
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's finaliser on int64, whose multiplication wraps around."""
+    """Apply the finaliser of SplitMix64 to int64. Its multiplication wraps around."""
     x = (x ^ _shifted(x, 30)) * _MIX_1
     x = (x ^ _shifted(x, 27)) * _MIX_2
     return x ^ _shifted(x, 31)
 
 
 def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """A logical shift to the right; torch's is arithmetic."""
+    """Shift right logically. torch's shift is arithmetic."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -292,7 +294,7 @@ torch.library.register_fake("fp::uniform", _fake, lib=_library)
 
 
 def _vmap(info: Any, in_dims: Any, like: torch.Tensor, key: torch.Tensor, *where: Any) -> tuple[torch.Tensor, Any]:
-    """Of what is like drawn for only the shape is asked."""
+    """Map over keys. Only the shape, dtype and device of `like` matter, so a mapped `like` is reduced to one entry."""
     of_like, of_key, *_ = in_dims
     one = like if of_like is None else like.select(of_like, 0)
     keys = key if of_key is None else key.movedim(of_key, 0)

@@ -1,4 +1,4 @@
-"""What lies where: meshes, sharding specs, rules that find specs by path, and layouts. Nothing here computes."""
+"""Meshes, sharding specs, rules that match specs to paths, and conversion between layouts, without computation."""
 
 from .annotate import annotate, split
 from .dataclass_nodes import keep_as_leaves, register_dataclasses

@@ -1,4 +1,4 @@
-"""A spec written where a parameter is created, and taken off again before anything computes."""
+"""Specs that are attached to parameters at their creation and removed before any computation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Annotated", "annotate", "split"]
 
 
 def annotate(value: Any, spec: P | str) -> Any:
-    """Put a spec beside a parameter where it is created; `split` takes it off.
+    """Attach a spec to a parameter at its creation. `split` removes it.
 
     >>> import torch
     >>> params, specs = split({"wte": annotate(torch.zeros(8, 4), "vocab/tensor embed"), "scale": torch.ones(4)})
@@ -26,7 +26,7 @@ def annotate(value: Any, spec: P | str) -> Any:
         spec: a spec or its string form.
 
     Raises:
-        SpecError: when a spec has more dims than the tensor, or a string form names fewer.
+        SpecError: when a spec has more dims than the tensor, or a string form without `...` has another number of dims.
     """
     parsed = as_spec(spec)
     ndim = getattr(value, "ndim", None)
@@ -40,7 +40,7 @@ def annotate(value: Any, spec: P | str) -> Any:
 
 
 def split(tree: Any) -> tuple[Any, Any]:
-    """Parameters and specs, apart, from a tree of annotated values; what carries no spec is whole.
+    """Separate a tree of annotated values into parameters and specs. A value without a spec is replicated.
 
     Args:
         tree: any pytree.
@@ -55,7 +55,7 @@ def split(tree: Any) -> tuple[Any, Any]:
 
 
 def _dims_named(text: str) -> int:
-    """The number of dims in a spec string: top-level words, a parenthesised one counting once."""
+    """Return the number of dims in a spec string. A parenthesised group is one dim."""
     depth, count, inside = 0, 0, False
     for letter in text:
         if letter.isspace() and depth == 0:

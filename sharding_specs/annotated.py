@@ -1,4 +1,4 @@
-"""A value that carries its spec, until `split` separates them."""
+"""Value with an attached spec."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Annotated"]
 
 
 class Annotated:
-    """A value with its spec: a leaf of a pytree until `split` takes them apart."""
+    """Value with its spec. It is a leaf of a pytree until `split` separates the two."""
 
     __slots__ = ("spec", "value")
 

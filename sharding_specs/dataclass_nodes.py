@@ -1,4 +1,4 @@
-"""Dataclasses as pytrees: a class is registered with optree when a tree that holds an instance of it is first met."""
+"""Dataclasses as pytrees. A class is registered with optree at the first tree that contains an instance of it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .spec import P
 
 __all__ = ["keep_as_leaves", "register_dataclasses"]
 
-_libraries = {"torch", "optree", "sharding_specs"}  # whose dataclasses are leaves
-_CONTAINERS = (dict, list, tuple, set, frozenset, str)  # which hold more than their fields
+_libraries = {"torch", "optree", "sharding_specs"}  # packages with dataclasses that are leaves
+_CONTAINERS = (dict, list, tuple, set, frozenset, str)  # subclasses store more than their fields
 _HELD = (torch.Tensor, P, Annotated)
 
 _lock = threading.Lock()
@@ -28,8 +28,8 @@ _registered: WeakSet[type] = WeakSet()
 def register_dataclasses(*trees: Any) -> None:
     """Register the dataclasses in some trees with optree, in its global namespace, if they hold tensors or specs.
 
-    Their fields are the children, in the order of declaration, by name. A field that is not a tensor is a leaf too, as
-    a number in a dict is. A class that is registered already stays as it is.
+    Their children are the fields, by name, in the order of declaration. A field that is not a tensor is also a leaf,
+    like a number in a dict. The registration of a class that is already registered is not changed.
 
     >>> import torch
     >>> from dataclasses import dataclass
@@ -48,16 +48,16 @@ def register_dataclasses(*trees: Any) -> None:
     for leaf in optree.tree_leaves(trees):
         if _is_instance(leaf) and _holds(leaf):
             _register(type(leaf))
-            register_dataclasses(leaf)  # what its fields hold
+            register_dataclasses(leaf)  # its fields may contain more
 
 
 def keep_as_leaves(library: str) -> None:
-    """Let the dataclasses that a library defines be leaves, and no nodes of a tree.
+    """Make the dataclasses of a library leaves, not nodes, of a tree.
 
     >>> keep_as_leaves("my_library")
 
     Args:
-        library: the name of its package.
+        library: name of its package.
     """
     _libraries.add(library)
 
@@ -70,7 +70,7 @@ def _is_instance(leaf: Any) -> bool:
 
 
 def _is_defined_in_a_library(kind: type) -> bool:
-    """Whether a module of a library defines the class; an example in a docstring of that module does not."""
+    """Whether a module of a library defines the class. A class of a doctest in that module does not count."""
     is_inside = kind.__module__.split(".")[0] in _libraries
     return is_inside and hasattr(sys.modules.get(kind.__module__), kind.__qualname__.split(".")[0])
 
@@ -83,7 +83,7 @@ def _holds(leaf: Any) -> bool:
 
 def _register(kind: type) -> None:
     with _lock:
-        if kind not in _registered:  # by another thread
+        if kind not in _registered:  # another thread may have registered it
             _registered.add(kind)
             optree.register_pytree_node(
                 kind,
@@ -100,7 +100,7 @@ def _flatten(instance: Any) -> tuple[tuple[Any, ...], tuple[str, ...], tuple[str
 
 
 def _content(instance: Any) -> dict[str, Any]:
-    """Fields, and attributes beside them; what a cached property keeps is computed again."""
+    """Fields and additional attributes, without the values of cached properties, which are recomputed."""
     fields = [field.name for field in dataclasses.fields(instance)]
     more = [
         name
@@ -111,7 +111,7 @@ def _content(instance: Any) -> dict[str, Any]:
 
 
 def _made(kind: type, names: tuple[str, ...], children: Any) -> Any:
-    """An instance, frozen or not, without a call of its `__init__` or `__post_init__`, which may check for tensors."""
+    """Create an instance, frozen or not. `__init__` and `__post_init__` are not called; they may check for tensors."""
     instance: Any = object.__new__(kind)
     for name, child in zip(names, children, strict=True):
         object.__setattr__(instance, name, child)

@@ -1,4 +1,4 @@
-"""Cutting whole tensors into ranks' shards and putting them together again; slices and views, nothing else."""
+"""Split of full tensors into shards, and reassembly, by indexing, concatenation and sums of partial sums."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ __all__ = ["local_shape", "padded_shape", "reshard", "shard", "shard_leaf", "uns
 
 
 def local_shape(shape: Sequence[int], spec: P, mesh: Mesh) -> tuple[int, ...]:
-    """The shape of one rank's shard.
+    """Return the shape of one rank's shard.
 
     >>> local_shape((8, 6), P(("data", "tensor"), None), Mesh(data=2, tensor=2))
     (2, 6)
 
     Args:
-        shape: the whole shape.
-        spec: how the tensor lies.
+        shape: the global shape.
+        spec: spec of the tensor.
         mesh: the mesh.
 
     Raises:
-        SpecError: when a dim does not divide, the spec has more dims, or the mesh has no such axis.
+        SpecError: when a dim is not divisible, the spec has more dims, or the mesh does not have one of its axes.
     """
     _check(shape, spec, mesh)
     sizes = list(padded_shape(shape, spec, mesh) if spec.padded else shape)
@@ -38,14 +38,14 @@ def local_shape(shape: Sequence[int], spec: P, mesh: Mesh) -> tuple[int, ...]:
 
 
 def whole_shape(local: Sequence[int], spec: P, mesh: Mesh) -> tuple[int, ...]:
-    """The whole shape of which a rank's part has shape `local`; the inverse of `local_shape`.
+    """Return the global shape of a tensor with shards of shape `local`. The inverse of `local_shape`.
 
     >>> whole_shape((3, 2), P("data", padded={0: 5}), Mesh(data=2))
     (5, 2)
 
     Args:
-        local: the shape of a rank's part.
-        spec: how the tensor lies.
+        local: shape of one rank's shard.
+        spec: spec of the tensor.
         mesh: the mesh.
     """
     sizes = list(local)
@@ -57,18 +57,19 @@ def whole_shape(local: Sequence[int], spec: P, mesh: Mesh) -> tuple[int, ...]:
 
 
 def padded_shape(shape: Sequence[int], spec: P, mesh: Mesh) -> tuple[int, ...]:
-    """The shape with every sharded dim rounded up to what its axes divide.
+    """Return the shape with every sharded dim rounded up to a multiple of its number of ranks.
 
     >>> padded_shape((5, 3), P("data"), Mesh(data=4))
     (8, 3)
 
     Args:
-        shape: the whole shape.
-        spec: must not shard inner factors of a dim that needs padding.
+        shape: the global shape.
+        spec: spec of the tensor. It must not shard inner factors of a dim that needs padding.
         mesh: the mesh.
 
     Raises:
-        SpecError: when the spec shards an inner factor of a dim that does not divide.
+        SpecError: when the spec shards an inner factor of a dim that is not divisible, or does not fit the shape or
+            the mesh.
     """
     _check(shape, spec, mesh, pad=True)
     sizes = list(shape)
@@ -90,20 +91,21 @@ def _check(shape: Sequence[int], spec: P, mesh: Mesh, *, pad: bool = False) -> N
 
 
 def shard(tree: Any, specs: Any, mesh: Mesh, rank: int, *, pad: bool = False) -> Any:
-    """One rank's part of a tree of whole tensors; views where nothing is padded.
+    """Return one rank's shards of a tree of full tensors. They are views where possible.
 
     >>> shard({"w": torch.arange(4)}, {"w": P("data")}, Mesh(data=2), rank=1)
     {'w': tensor([2, 3])}
 
     Args:
-        tree: any pytree; leaves that are no tensors are returned as they are.
+        tree: any pytree. Leaves that are not tensors are returned unchanged.
         specs: a pytree prefix of specs.
         mesh: the mesh.
-        rank: whose part.
-        pad: fill uneven dims with zeros at the end.
+        rank: the rank.
+        pad: pad uneven dims with zeros at the end.
 
     Raises:
-        SpecError: when a dim does not divide (without `pad`); lists every leaf that does not fit.
+        SpecError: when a leaf does not fit, for example because a dim is not divisible and `pad` is False. The message
+            lists every such leaf.
     """
     full = broadcast_specs(specs, tree)
     fitting = optree.tree_map(lambda leaf, spec: spec if isinstance(leaf, torch.Tensor) else P(), tree, full)
@@ -116,7 +118,7 @@ def shard(tree: Any, specs: Any, mesh: Mesh, rank: int, *, pad: bool = False) ->
 
 
 def unshard(trees: Sequence[Any], specs: Any, mesh: Mesh, *, shapes: Any = None, check: bool = False) -> Any:
-    """Whole tensors from every rank's part.
+    """Return the full tensors, given every rank's shards.
 
     >>> unshard([{"w": torch.tensor([0, 1])}, {"w": torch.tensor([2, 3])}], P("data"), Mesh(data=2))
     {'w': tensor([0, 1, 2, 3])}
@@ -125,12 +127,12 @@ def unshard(trees: Sequence[Any], specs: Any, mesh: Mesh, *, shapes: Any = None,
         trees: one tree per rank, in rank order.
         specs: a pytree prefix of specs.
         mesh: the mesh.
-        shapes: a tree of whole shapes (or tensors that have them), to cut padding off.
+        shapes: a tree of global shapes (or tensors with these shapes), to remove padding.
         check: verify that replicas are equal, bit for bit.
 
     Raises:
-        SpecError: when there is not one tree per rank, or a spec has more dims than its tensors; with `check`, listing
-            every leaf of which replicas differ, and the ranks.
+        SpecError: when there is not one tree per rank, or a spec has more dims than its tensors. With `check`, also
+            when replicas differ; the message lists the leaves and ranks.
     """
     if len(trees) != mesh.size:
         raise SpecError(f"unshard takes one tree per rank: {mesh!r} has {mesh.size} ranks, got {len(trees)} trees")
@@ -158,7 +160,7 @@ def unshard(trees: Sequence[Any], specs: Any, mesh: Mesh, *, shapes: Any = None,
 def reshard(
     trees: Sequence[Any], from_specs: Any, from_mesh: Mesh, to_specs: Any, to_mesh: Mesh, *, shapes: Any = None
 ) -> list[Any]:
-    """Every rank's part under one layout → every rank's part under another, also of another mesh.
+    """Convert every rank's shards from one layout to another, which may be on another mesh.
 
     >>> parts = [torch.tensor([0, 1]), torch.tensor([2, 3])]
     >>> reshard(parts, P("data"), Mesh(data=2), P("data"), Mesh(data=4))
@@ -166,9 +168,9 @@ def reshard(
 
     Args:
         trees: one tree per rank of `from_mesh`, in rank order.
-        from_specs, from_mesh: how they lie.
-        to_specs, to_mesh: how they shall lie.
-        shapes: a tree of whole shapes, when dims are padded: old padding is cut off, new padding filled with zeros.
+        from_specs, from_mesh: current layout.
+        to_specs, to_mesh: new layout.
+        shapes: a tree of global shapes, required for padded dims. Old padding is removed; new padding is zeros.
 
     Returns:
         One tree per rank of `to_mesh`.
@@ -183,14 +185,14 @@ def reshard(
 
 
 def shard_leaf(x: torch.Tensor, spec: P, mesh: Mesh, rank: int, *, pad: bool = False) -> torch.Tensor:
-    """One rank's part of a whole tensor. Partial sums: the first rank of a group holds it all, the others zeros.
+    """Return one rank's shard of a full tensor. For partial sums, rank 0 of a group gets the value, the others zeros.
 
     >>> shard_leaf(torch.arange(4), P("data"), Mesh(data=2), rank=1)
     tensor([2, 3])
 
     Args:
-        x: the whole tensor.
-        spec: how it shall lie.
+        x: the full tensor.
+        spec: spec of the result.
         mesh, rank, pad: as for `shard`.
 
     Raises:
@@ -207,20 +209,20 @@ def shard_leaf(x: torch.Tensor, spec: P, mesh: Mesh, rank: int, *, pad: bool = F
             x = x.narrow(dim, coordinates[axis] * length, length)
         else:
             x = x.unflatten(dim, (outer, size, -1)).select(dim + 1, coordinates[axis]).flatten(dim, dim + 1)
-    if any(coordinates[axis] for axis in spec.unreduced):  # partial sums: one rank holds the value
+    if any(coordinates[axis] for axis in spec.unreduced):  # partial sums: one rank has the value
         return torch.zeros_like(x)
     return x
 
 
 def unshard_leaf(parts: Sequence[torch.Tensor], spec: P, mesh: Mesh) -> torch.Tensor:
-    """The whole tensor from every rank's part; partial sums are summed in rank order.
+    """Return the full tensor, given every rank's shard. Partial sums are summed in rank order.
 
     >>> unshard_leaf([torch.tensor([0, 1]), torch.tensor([2, 3])], P(unreduced={"data"}), Mesh(data=2))
     tensor([2, 4])
 
     Args:
         parts: one tensor per rank, in rank order.
-        spec: how they lie.
+        spec: spec of the tensor.
         mesh: the mesh.
 
     Raises:
@@ -282,7 +284,7 @@ def _differing(path: str, parts: list[torch.Tensor], spec: P, mesh: Mesh) -> lis
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equality of bits: a NaN equals itself, and 0.0 differs from -0.0."""
+    """Whether two tensors have the same bits. A NaN equals itself, and 0.0 differs from -0.0."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(*(x.detach().contiguous().flatten().view(torch.uint8) for x in (a, b)))

@@ -1,4 +1,4 @@
-"""Bytes per rank, from shapes and specs alone."""
+"""Bytes per rank, computed from shapes and specs only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["MemoryRow", "bytes_per_rank", "memory_table"]
 
 
 class MemoryRow(NamedTuple):
-    """One leaf: its path, whole shape, spec, and the bytes that each rank holds of it."""
+    """Path, global shape and spec of one leaf, and the bytes of its shard on each rank."""
 
     path: str
     shape: tuple[int, ...]
@@ -25,7 +25,7 @@ class MemoryRow(NamedTuple):
 
 
 def memory_table(tree: Any, specs: Any, mesh: Mesh) -> list[MemoryRow]:
-    """What a rank holds of every leaf; uneven dims count as padded.
+    """Return the size of a rank's shard of every leaf. Uneven dims count as padded.
 
     >>> import torch
     >>> from sharding_specs import P
@@ -33,7 +33,7 @@ def memory_table(tree: Any, specs: Any, mesh: Mesh) -> list[MemoryRow]:
     [MemoryRow(path='w', shape=(8, 4), spec=P('data'), bytes=32)]
 
     Args:
-        tree: tensors, on any device, meta included; other leaves are left out.
+        tree: tensors on any device, meta included. Other leaves are skipped.
         specs: a pytree prefix of specs.
         mesh: the mesh.
     """
@@ -41,7 +41,7 @@ def memory_table(tree: Any, specs: Any, mesh: Mesh) -> list[MemoryRow]:
     full = optree.tree_leaves(broadcast_specs(specs, tree))
     rows = []
     for path, leaf, spec in zip(tree_paths(tree), optree.tree_leaves(tree), full, strict=True):
-        if not hasattr(leaf, "shape"):  # a number or a name, which takes no memory worth counting
+        if not hasattr(leaf, "shape"):  # a number or a name, with negligible memory
             continue
         shape = local_shape(leaf.shape, spec.fitted(leaf.shape, mesh), mesh)
         rows.append(MemoryRow(path, tuple(leaf.shape), spec, math.prod(shape) * leaf.dtype.itemsize))
@@ -49,7 +49,7 @@ def memory_table(tree: Any, specs: Any, mesh: Mesh) -> list[MemoryRow]:
 
 
 def bytes_per_rank(tree: Any, specs: Any, mesh: Mesh) -> int:
-    """The bytes that each rank holds of a tree.
+    """Return the bytes of a tree's shards on each rank.
 
     >>> import torch
     >>> from sharding_specs import P

@@ -1,4 +1,4 @@
-"""A mesh: ranks arranged along named axes, the first axis outermost."""
+"""Mesh of ranks along named axes, the first axis outermost."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ AxisNames = str | Iterable[str]
 
 
 class MeshError(ValueError):
-    """A mesh that cannot be, or a question about an axis or rank that it does not have."""
+    """Raised for an invalid mesh, or for an axis or rank that a mesh does not have."""
 
 
 class Mesh:
-    """Ranks arranged along named axes. Rank 0 is the first coordinate of every axis; the last axis varies fastest.
+    """Ranks along named axes. Rank 0 has coordinate 0 on every axis. The last axis varies fastest.
 
     >>> mesh = Mesh(data=2, tensor=2)
     >>> mesh, mesh.size, mesh.coordinates(2)
@@ -25,11 +25,11 @@ class Mesh:
     [[0, 2], [1, 3]]
 
     Args:
-        axes: a mapping from axis name to number of ranks, outermost first.
-        more: the same as keywords. One size may be -1: the rest of the world size, see `resolve`.
+        axes: mapping from axis name to number of ranks, outermost first.
+        more: additional axes as keywords. One size may be -1, for the rest of the world size; see `resolve`.
 
     Raises:
-        MeshError: for a name that is no identifier, a size that is no positive number, or a second -1.
+        MeshError: for a name that is not an identifier, a size that is not a positive integer or -1, or a second -1.
     """
 
     __slots__ = ("_shape",)
@@ -55,7 +55,7 @@ class Mesh:
             text: `axis=size` pairs separated by commas; empty for one rank.
 
         Raises:
-            MeshError: naming the part that does not read.
+            MeshError: for a pair that cannot be read or a repeated axis. The message names it.
         """
         axes: dict[str, int] = {}
         for part in filter(None, (part.strip() for part in text.split(","))):
@@ -68,13 +68,13 @@ class Mesh:
         return cls(axes)
 
     def resolve(self, world_size: int) -> Mesh:
-        """The mesh with -1 replaced by what a world size leaves for it.
+        """Return the mesh with -1 replaced by the world size divided by the other axes.
 
         >>> Mesh(data=-1, tensor=2).resolve(8)
         Mesh(data=4, tensor=2)
 
         Raises:
-            MeshError: when the other axes do not divide the world size, or the sizes do not multiply to it.
+            MeshError: when the other axes do not divide the world size, or the product of the sizes differs from it.
         """
         known = math.prod(size for size in self._shape.values() if size != -1)
         if -1 in self._shape.values():
@@ -103,7 +103,7 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """Number of ranks."""
         return math.prod(self.shape.values())
 
     @property
@@ -112,7 +112,7 @@ class Mesh:
         return range(self.size)
 
     def axis_size(self, axes: AxisNames) -> int:
-        """The number of ranks along an axis, or the product over several.
+        """Return the number of ranks along an axis, or the product over several axes.
 
         >>> Mesh(data=2, tensor=4).axis_size(("data", "tensor"))
         8
@@ -122,7 +122,7 @@ class Mesh:
     # --- coordinates ---
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """A rank's index along each axis.
+        """Return a rank's index along each axis.
 
         Raises:
             MeshError: when there is no such rank.
@@ -135,7 +135,7 @@ class Mesh:
         return {name: found[name] for name in self.axis_names}
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
-        """The rank at these coordinates; axes left out count as 0.
+        """Return the rank at these coordinates. A missing axis counts as 0.
 
         >>> Mesh(data=2, tensor=2).rank({"data": 1, "tensor": 1})
         3
@@ -150,7 +150,7 @@ class Mesh:
         return rank
 
     def axis_index(self, rank: int, axes: AxisNames) -> int:
-        """A rank's index along an axis; along several, the first named major.
+        """Return a rank's index along an axis, or along several axes, the first named one major.
 
         >>> Mesh(data=2, tensor=2).axis_index(2, ("tensor", "data"))
         1
@@ -162,7 +162,7 @@ class Mesh:
         return index
 
     def groups(self, axes: AxisNames) -> list[list[int]]:
-        """The ranks that differ only along some axes, one list per group, in the order of their index along them.
+        """Return the groups of ranks that differ only along `axes`, each in the order of the index along them.
 
         >>> Mesh(data=2, tensor=2).groups(("data", "tensor"))
         [[0, 1, 2, 3]]

@@ -1,4 +1,4 @@
-"""The string form of a spec: an einops pattern in which a factor may carry `/axis`."""
+"""String form of a spec: an einops pattern with an optional `/axis` after a factor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHARDED = re.compile(r"([A-Za-z0-9_]+)/(\(([^()]*)\)|[A-Za-z_][A-Za-z0-9_]*)")
 
 
 def parse_dims(text: str, sizes: Mapping[str, int]) -> list[tuple[str | int, ...]]:
-    """Per dim of a spec string, its sharded factors and the sizes of what stands outside them.
+    """Return, per dim of a spec string, its sharded factors and the sizes of the factors outside them.
 
     >>> parse_dims("embed (3 heads/tensor dim)", {})
     [(), (3, 'tensor')]
@@ -24,7 +24,7 @@ def parse_dims(text: str, sizes: Mapping[str, int]) -> list[tuple[str | int, ...
         sizes: sizes of named factors.
 
     Raises:
-        ValueError: when it is no pattern, or a factor outside a sharded one has no known size.
+        ValueError: when the text is not a pattern, or a factor outside a sharded factor has no known size.
     """
     axes: dict[str, tuple[str, ...]] = {}
 
@@ -60,14 +60,14 @@ def _without_leading_ellipsis(composition: Sequence[Any], axes: Mapping[str, obj
 
 
 def _name(factor: Any) -> str:
-    """A factor's name, or its number: einops wraps numbers."""
+    """Return the name of a factor, or its number as text. einops wraps numbers."""
     return str(getattr(factor, "value", factor))
 
 
 def _factors(
     names: list[str], axes: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int], text: str
 ) -> tuple[str | int, ...]:
-    """The factors of a dim up to its last sharded one."""
+    """Return the factors of a dim up to its last sharded factor."""
     last = max((index for index, name in enumerate(names) if name in axes), default=-1)
     found: list[str | int] = []
     for index, name in enumerate(names[: last + 1]):

@@ -1,7 +1,7 @@
-"""Specs found by path: patterns → specs, the first match wins; and ready rules for models that users know.
+"""Rules that assign specs by path: patterns → specs, the first match wins. Also rules for well-known models.
 
-A pattern is a glob over a leaf's path. `/` and `.` are the same separator, so dotted names of modules and pytree paths
-read alike; `*` crosses separators; a leading `*/` also matches at the top level.
+A pattern is a glob over a leaf's path. `/` and `.` are equivalent separators, for dotted names of modules and pytree
+paths. `*` crosses separators. A leading `*/` also matches at the top level.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Rules = Mapping[str, P | str | None] | Iterable[tuple[str, P | str | None]]
 
 
 class optional(str):
-    """A pattern that need not find a leaf: rules that serve several models have parameters in them that one lacks.
+    """Pattern that may match no leaf. Rules for several models contain parameters that some of them do not have.
 
     >>> match_rules({"*/weight": P("tensor"), optional("*/bias"): P("tensor")}, {"head": {"weight": 0}}).unused
     []
@@ -34,7 +34,7 @@ class optional(str):
 
 
 class RuleMatch(NamedTuple):
-    """The specs found, the leaves that no pattern matched, and the patterns, not optional, that matched no leaf."""
+    """Specs of all leaves, paths of leaves without a match, and patterns, not optional, without a match."""
 
     specs: Any
     unmatched: list[str]
@@ -48,9 +48,9 @@ def match_rules(rules: Rules, tree: Any, *, default: P | None = None) -> RuleMat
     RuleMatch(specs={'layers': [{'w1': P(None, 'tensor'), 'b1': P()}]}, unmatched=['layers/0/b1'], unused=['head'])
 
     Args:
-        rules: patterns → specs (or their string forms), in order; the first that matches a leaf wins.
+        rules: patterns → specs (or their string forms), in order. The first pattern that matches a leaf wins.
         tree: any pytree.
-        default: for leaves that nothing matches; whole by default.
+        default: spec of leaves without a match; replicated by default.
     """
     pairs = [(pattern, as_spec(spec)) for pattern, spec in (rules.items() if isinstance(rules, Mapping) else rules)]
     used, unmatched, specs = set(), [], []
@@ -67,17 +67,17 @@ def match_rules(rules: Rules, tree: Any, *, default: P | None = None) -> RuleMat
 
 
 def apply_rules(rules: Rules, tree: Any, *, strict: bool = False, default: P | None = None) -> Any:
-    """The specs of `match_rules` alone.
+    """Return only the specs of `match_rules`.
 
     >>> apply_rules([("*/w", "embed heads/tensor"), ("*", None)], {"a": {"w": 0, "b": 0}}, strict=True)
     {'a': {'w': P(None, 'tensor'), 'b': P()}}
 
     Args:
         rules, tree, default: as for `match_rules`.
-        strict: refuse leaves that no pattern matches, and patterns that match no leaf.
+        strict: raise for leaves without a match, and for patterns without a match that are not optional.
 
     Raises:
-        SpecError: in strict mode, listing all of them.
+        SpecError: in strict mode. The message lists all of them.
     """
     match = match_rules(rules, tree, default=default)
     if strict and (match.unmatched or match.unused):
@@ -101,7 +101,7 @@ def _expression(pattern: str) -> re.Pattern[str]:
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Whether a pattern finds a leaf, by the leaf's path.
+    """Whether `pattern` matches the path of a leaf. The separators `.` and `/` are equivalent.
 
     >>> matches("*/bias", "layers.0.bias"), matches("*/bias", "bias"), matches("bias", "layers/0/bias")
     (True, True, False)
@@ -110,7 +110,7 @@ def matches(pattern: str, path: str) -> bool:
 
 
 def nearest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
-    """Of known paths, or names, those that a name or pattern resembles most: for messages.
+    """Return the known paths or names that are most similar to a name or pattern, for messages.
 
     >>> nearest("*nrom*", ["head/w", "layers/0/norm/w", "layers/0/w1"], most=1)
     ['layers/0/norm/w']
@@ -124,7 +124,7 @@ def nearest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
 
 
 # -----------------------------------------------------------------------------
-# Ready rules: Megatron's column and row splits for Hugging Face's parameter names, all of them optional
+# Rules for models: Megatron's column and row splits for Hugging Face's parameter names, all of them optional
 # -----------------------------------------------------------------------------
 
 
@@ -133,7 +133,7 @@ def _ready(rules: Mapping[str, P]) -> dict[str, P]:
 
 
 def gpt2(axis: str = "tensor") -> dict[str, P]:
-    """GPT-2: fused query-key-value split by heads, MLP by columns then rows, vocabulary split.
+    """Rules of GPT-2: fused query-key-value split by heads, MLP by columns then rows, vocabulary split.
 
     >>> gpt2()["*/c_attn/weight"]
     P(None, (3, 'tensor'))
@@ -152,7 +152,7 @@ def gpt2(axis: str = "tensor") -> dict[str, P]:
 
 
 def llama(axis: str = "tensor") -> dict[str, P]:
-    """Llama: query, key, value, gate and up by columns, output and down by rows, vocabulary split.
+    """Rules of Llama: query, key, value, gate and up by columns, output and down by rows, vocabulary split.
 
     >>> llama()["*/o_proj/weight"]
     P(None, 'tensor')
@@ -164,7 +164,7 @@ def llama(axis: str = "tensor") -> dict[str, P]:
 
 
 def bert(axis: str = "tensor") -> dict[str, P]:
-    """BERT: query, key, value and intermediate by columns, outputs by rows, vocabulary split.
+    """Rules of BERT: query, key, value and intermediate by columns, outputs by rows, vocabulary split.
 
     >>> bert()["*/attention/output/dense/weight"]
     P(None, 'tensor')
@@ -177,7 +177,7 @@ def bert(axis: str = "tensor") -> dict[str, P]:
 
 
 def vit(axis: str = "tensor") -> dict[str, P]:
-    """ViT: query, key, value and the MLP's first layer by columns, outputs and its second by rows.
+    """Rules of ViT: query, key, value and the MLP's first layer by columns, outputs and its second layer by rows.
 
     >>> vit()["*/fc2/weight"]
     P(None, 'tensor')

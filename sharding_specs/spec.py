@@ -1,8 +1,8 @@
-"""A sharding spec: how one tensor lies on a mesh, as data.
+"""Sharding spec: the layout of one tensor on a mesh, as data.
 
-Per dim it lists factors, outermost first. A factor is a number (that many blocks, unsharded) or a mesh axis (as many
-blocks as the axis has ranks, one per rank). `P("data", None)` shards dim 0; `P(("data", "tensor"))` splits one dim by
-two axes, the first major; `P(None, (3, "tensor"))` splits an inner factor, as a fused query-key-value dim needs.
+Per dim it lists factors, outermost first. A factor is a number n (n unsharded blocks) or a mesh axis (one block per
+rank of the axis). `P("data", None)` shards dim 0. `P(("data", "tensor"))` splits one dim over two axes, the first one
+major. `P(None, (3, "tensor"))` splits an inner factor, for example of a fused query-key-value dim.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Factor = str | int
 
 
 class SpecError(ValueError):
-    """A spec that does not read, or does not fit the tensors it is for; lists every one."""
+    """Raised for specs that cannot be read or do not fit their tensors. The message lists all of them."""
 
 
 class Placement(NamedTuple):
-    """One axis's part of a spec: the dim is viewed as (outer, ranks of the axis, rest), cut in the middle."""
+    """Split by one axis. The dim is viewed as (outer, ranks of the axis, rest) and split along its second factor."""
 
     axis: str
     dim: int
@@ -32,7 +32,7 @@ class Placement(NamedTuple):
 
 
 class P:
-    """How a tensor lies on a mesh.
+    """Layout of a tensor on a mesh.
 
     >>> P("tensor", None)
     P('tensor')
@@ -42,12 +42,12 @@ class P:
     P(None, (3, 'tensor'))
 
     Args:
-        dims: per dim None, an axis, or a tuple of axes and numbers, the first major. Dims not mentioned are unsharded.
-            A tensor must have at least as many dims as are mentioned, None included.
-        unreduced: axes along which ranks hold partial sums.
-        reduced: axes along which ranks hold the same value and its gradient is wanted as partial sums.
-        padded: sharded dims that their axes need not divide, with their length: ranks hold them filled up with zeros.
-            For what lies at rest, `P("data", padded={0: 5})`.
+        dims: per dim None, an axis, or a tuple of axes and numbers, the first one major. Dims that are not listed are
+            unsharded. A tensor must have at least the number of listed dims, None included.
+        unreduced: axes with partial sums on their ranks.
+        reduced: axes with an equal value on their ranks, where its gradient is wanted as partial sums.
+        padded: size of each sharded dim that its axes may not divide. The shards are padded with zeros. For storage
+            layouts, for example `P("data", padded={0: 5})`.
 
     Raises:
         SpecError: when an axis is used twice, or a padded dim is not sharded.
@@ -63,7 +63,7 @@ class P:
         padded: Mapping[int, int] | None = None,
     ) -> None:
         self._dims = _trimmed(tuple(_factors(dim) for dim in dims))
-        self.named = len(dims)  # a tensor must have that many dims; those at the end may be unsharded
+        self.named = len(dims)  # a tensor must have at least this number of dims; trailing dims may be unsharded
         self.unreduced = frozenset((unreduced,) if isinstance(unreduced, str) else unreduced)
         self.reduced = frozenset((reduced,) if isinstance(reduced, str) else reduced)
         self.padded = dict(sorted((padded or {}).items()))
@@ -77,18 +77,18 @@ class P:
 
     @classmethod
     def parse(cls, text: str, **sizes: int) -> P:
-        """Read a spec from its string form: einops names per dim, `/axis` where a factor is sharded.
+        """Read a spec from its string form: an einops name per dim, with `/axis` after a sharded factor.
 
         >>> P.parse("batch time/(data,tensor) embed")
         P(None, ('data', 'tensor'))
 
         Args:
             text: dims separated by spaces, each `name` or `name/axis` or `name/(axis,axis)`, compound dims in
-                parentheses; after `...` nothing may be sharded. Names only document.
-            sizes: sizes of named factors that stand outside a sharded one.
+                parentheses. No dim after `...` may be sharded. The names are documentation only.
+            sizes: sizes of named factors outside a sharded factor.
 
         Raises:
-            SpecError: saying what does not read.
+            SpecError: when the text cannot be read. The message states the reason.
         """
         try:
             dims = parse_dims(text, sizes)
@@ -105,7 +105,7 @@ class P:
         reduced: Iterable[str] = (),
         padded: Mapping[int, int] | None = None,
     ) -> P:
-        """The spec whose placements on a mesh are these.
+        """Return the spec with these placements on a mesh.
 
         >>> mesh = Mesh(data=2, tensor=2)
         >>> P.from_placements(P(("data", "tensor"), None).placements(mesh), mesh)
@@ -128,23 +128,23 @@ class P:
 
     @property
     def dims(self) -> tuple[tuple[Factor, ...], ...]:
-        """Per dim its factors, outermost first; trailing unsharded dims are left out."""
+        """Factors of each dim, outermost first. Trailing unsharded dims are omitted."""
         return self._dims
 
     def dim_axes(self) -> tuple[tuple[str, ...], ...]:
-        """Per dim the axes alone."""
+        """Return only the axes of each dim."""
         return tuple(tuple(factor for factor in dim if isinstance(factor, str)) for dim in self._dims)
 
     @property
     def axes(self) -> frozenset[str]:
-        """The axes that split a dim."""
+        """Axes that split a dim."""
         return frozenset(self._axes())
 
     def _axes(self) -> list[str]:
         return [factor for dim in self._dims for factor in dim if isinstance(factor, str)]
 
     def placements(self, mesh: Mesh) -> tuple[Placement, ...]:
-        """Per axis, where it splits.
+        """Return the split of each axis.
 
         >>> P(None, (3, "tensor")).placements(Mesh(tensor=2))
         (Placement(axis='tensor', dim=1, outer=3),)
@@ -170,16 +170,16 @@ class P:
         reduced: Iterable[str] | None = None,
         padded: Mapping[int, int] | None = None,
     ) -> P:
-        """Return the spec with some fields changed; every other field is kept.
+        """Return the spec with some fields replaced.
 
         >>> P("data", unreduced={"pipe"}).replace([None, "tensor"])
         P(None, 'tensor', unreduced={'pipe'})
 
         Args:
-            dims: the new dims, as for `P`.
-            unreduced: the new axes with partial sums.
-            reduced: the new axes whose gradient is wanted as partial sums.
-            padded: the new padded dims with their lengths.
+            dims: new dims, as for `P`.
+            unreduced: new axes with partial sums.
+            reduced: new axes along which the gradient is wanted as partial sums.
+            padded: new padded dims with their sizes.
 
         Raises:
             SpecError: when the fields do not fit together.
@@ -192,14 +192,14 @@ class P:
         )
 
     def only(self, axes: Iterable[str]) -> P:
-        """What the spec says of some axes alone. Axes on the same dim that are dropped leave no trace."""
+        """Return the spec restricted to `axes`. Other axes are removed from their dims; numbers stay."""
         keep = set(axes)
         dims = [tuple(f for f in dim if isinstance(f, int) or f in keep) for dim in self._dims]
         padded = {dim: size for dim, size in self.padded.items() if any(isinstance(f, str) for f in dims[dim])}
         return self.replace(dims, unreduced=self.unreduced & keep, reduced=self.reduced & keep, padded=padded)
 
     def fitted(self, shape: Sequence[int], mesh: Mesh) -> P:
-        """The spec with every dim padded that its axes do not divide.
+        """Return the spec with padding for every dim that its axes do not divide.
 
         >>> P("data").fitted((5, 3), Mesh(data=2))
         P('data', padded={0: 5})
@@ -212,7 +212,7 @@ class P:
         return self.replace(padded=uneven)
 
     def divided(self, further: P, mesh: Mesh) -> P:
-        """The spec of parts that another one divides further: on a dim of both, its axes are the inner ones.
+        """Return the spec of shards that `further` splits again. On a dim of both, its axes are the inner ones.
 
         >>> P("tensor").divided(P("data"), Mesh(data=2, tensor=2))
         P(('tensor', 'data'))
@@ -224,11 +224,11 @@ class P:
         return P.from_placements([*held, *inside], mesh, self.unreduced, self.reduced, padded)
 
     def without(self, axes: Iterable[str]) -> P:
-        """The spec without some axes."""
+        """Return the spec without `axes`."""
         return self.only((self.axes | self.unreduced | self.reduced) - set(axes))
 
     def dual(self) -> P:
-        """How the gradient of such a value lies: Unreduced and Reduced change places."""
+        """Return the spec of the gradient: `unreduced` and `reduced` are swapped."""
         return self.replace(unreduced=self.reduced, reduced=self.unreduced)
 
     # --- as a value ---
@@ -243,7 +243,7 @@ class P:
         return (self._dims, self.unreduced, self.reduced, tuple(self.padded.items()))
 
     def as_written(self) -> str:
-        """The spec as text, with the unsharded dims at its end.
+        """Return the spec as text, including trailing unsharded dims.
 
         >>> P("data", None).as_written()
         "P('data', None)"
@@ -257,28 +257,28 @@ class P:
         dims = [*self._dims, *[()] * (count - len(self._dims))]
         parts = [repr(dim[0]) if len(dim) == 1 else repr(dim) if dim else "None" for dim in dims]
         for name in ("unreduced", "reduced"):
-            if axes := sorted(getattr(self, name)):  # sorted: a set prints in an order of its own in every process
+            if axes := sorted(getattr(self, name)):  # sorted: the order of a set differs between processes
                 parts.append(f"{name}={{{', '.join(map(repr, axes))}}}")
         if self.padded:
             parts.append(f"padded={self.padded}")
         return f"P({', '.join(parts)})"
 
     def __str__(self) -> str:
-        """The string form of the dims; `P.parse` reads it again, unless a number stands between axes of one dim."""
+        """Return the string form of the dims. `P.parse` can read it unless a number is between two axes of one dim."""
         return " ".join(_dim_text(f"d{index}", dim) for index, dim in enumerate(self._dims))
 
 
 def as_spec(spec: P | str | None) -> P:
-    """A spec, from a spec, its string form, or None (whole).
+    """Convert a spec, its string form, or None (replicated) to a spec.
 
     >>> as_spec("vocab/tensor embed"), as_spec(None)
     (P('tensor'), P())
 
     Args:
-        spec: what stands for a spec.
+        spec: a spec, a string or None.
 
     Raises:
-        SpecError: for anything else, or a string form that does not read.
+        SpecError: for any other value, or a string that cannot be read.
     """
     if isinstance(spec, P):
         return spec
@@ -297,7 +297,7 @@ def _factors(dim: Any) -> tuple[Factor, ...]:
         if not isinstance(factor, (str, int)) or isinstance(factor, bool) or (isinstance(factor, int) and factor < 1):
             raise SpecError(f"a dim is None, an axis name, or a tuple of axis names and numbers; not {dim!r}")
     kept = list(factors)
-    while kept and isinstance(kept[-1], int):  # blocks inside the last axis say nothing
+    while kept and isinstance(kept[-1], int):  # blocks inside the last axis have no effect
         kept.pop()
     return tuple(factor for factor in kept if factor != 1)
 

@@ -1,4 +1,4 @@
-"""Spec trees beside value trees: prefixes, and paths for messages."""
+"""Spec trees for value trees: broadcast of prefixes, and paths for messages."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["broadcast_specs", "is_spec", "path_text", "tree_paths"]
 
 
 def is_spec(x: Any) -> bool:
-    """Whether something is a leaf of a spec tree: a spec, its string form, or None."""
+    """Whether `x` is a leaf of a spec tree: a spec, its string form, or None."""
     return x is None or isinstance(x, (P, str))
 
 
 def path_text(path: tuple[Any, ...]) -> str:
-    """A pytree path as text: keys and indices joined by '/'.
+    """Return a pytree path as text: keys and indices joined by '/'.
 
     >>> path_text(("layers", 0, "w1"))
     'layers/0/w1'
@@ -27,7 +27,7 @@ def path_text(path: tuple[Any, ...]) -> str:
 
 
 def tree_paths(tree: Any) -> list[str]:
-    """The paths of a tree's leaves as text, in optree's order.
+    """Return the paths of a tree's leaves as text, in optree's order.
 
     >>> tree_paths({"b": [1, 2], "a": 3})
     ['a', 'b/0', 'b/1']
@@ -40,18 +40,18 @@ def tree_paths(tree: Any) -> list[str]:
 
 
 def broadcast_specs(specs: Any, tree: Any, *, name: str = "the spec tree", what: str = "the tree it is for") -> Any:
-    """A spec for every leaf of a tree, from a tree of specs that may be a prefix of it.
+    """Expand a tree of specs, which may be a prefix of `tree`, to one spec per leaf.
 
     >>> broadcast_specs({"a": P("data"), "b": None}, {"a": [1, 2], "b": 3})
     {'a': [P('data'), P('data')], 'b': P()}
 
     Args:
-        specs: one spec for the whole tree, or a pytree whose leaves are specs for subtrees.
+        specs: one spec for the entire tree, or a pytree with one spec per subtree.
         tree: any optree pytree.
-        name, what: what messages call specs and tree.
+        name, what: names of specs and tree in messages.
 
     Raises:
-        SpecError: when the specs are not a prefix of the tree, naming where they differ.
+        SpecError: when the specs are not a prefix of the tree. The message lists the differences.
     """
     register_dataclasses(tree, specs)
     if is_spec(specs):
@@ -65,12 +65,12 @@ def broadcast_specs(specs: Any, tree: Any, *, name: str = "the spec tree", what:
         more = [f"  and {len(found) - _MOST} more"] if len(found) > _MOST else []
         lines = [*(f"  {each}" for each in found[:_MOST]), *more, f"  {_ways_to_write(tree)}"]
         raise SpecError("\n".join([f"{name}: not of the structure of {what}:", *lines])) from None
-    full = [as_spec(leaf) for leaf in leaves]  # refuses what is no spec
+    full = [as_spec(leaf) for leaf in leaves]  # raises for leaves that are not specs
     return structure.unflatten([broadcast_specs(spec, sub) for spec, sub in zip(full, subtrees, strict=True)])
 
 
 # -----------------------------------------------------------------------------
-# Where specs are no prefix
+# Messages for specs that are not a prefix
 # -----------------------------------------------------------------------------
 
 _MOST = 8  # lines of a message
@@ -78,7 +78,7 @@ _LONGEST = 100  # characters of an example
 
 
 def _differences(specs: Any, tree: Any, path: tuple[Any, ...]) -> list[str]:
-    """Where a tree of specs has nodes that a tree has not, one line each."""
+    """Differences between the nodes of a spec tree and a tree, one line each."""
     if is_spec(specs) or optree.tree_is_leaf(specs):
         return []
     ours, theirs = _children(specs), _children(tree)
@@ -114,7 +114,7 @@ class _AnySpec:
 
 
 def _ways_to_write(tree: Any) -> str:
-    """How a spec tree for it may look."""
+    """Explain the valid forms of a spec tree for `tree`."""
     each = repr(optree.tree_map(lambda _: _AnySpec(), tree, is_leaf=lambda x: x is not tree))
     example = f", {each} has one for each part" if 4 < len(each) <= _LONGEST else ""
     return f"a spec stands for all that is below it: P(…) alone for everything{example}"

@@ -1,4 +1,4 @@
-"""Whether specs fit the tensors they are for; one error lists every leaf that does not."""
+"""Check that specs fit their tensors. One error lists every leaf that does not fit."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ another dim, or leave it whole
         tree: any pytree of tensors.
         specs: a pytree prefix of specs.
         mesh: the mesh.
-        pad: for tensors at rest, whose uneven dims are padded.
-        advice: what else to do about uneven dims, in a line of its own.
+        pad: allow uneven dims, for a storage layout that pads them.
+        advice: additional advice for uneven dims, as a separate line.
 
     Raises:
-        SpecError: listing every offending leaf with path, shape, spec, axis and sizes.
+        SpecError: when a leaf does not fit. The message lists every such leaf with path, shape, spec, axis and sizes.
     """
     full = optree.tree_leaves(broadcast_specs(specs, tree))
     problems, uneven = [], False
@@ -50,7 +50,7 @@ another dim, or leave it whole
 
 
 def require_dims(tree: Any, specs: Any, name: str = "the tensors") -> None:
-    """Check that no spec has more dims than its tensor, unsharded dims at its end included.
+    """Check that no spec has more dims than its tensor. Trailing unsharded dims of the spec count.
 
     >>> import torch
     >>> require_dims({"b": torch.ones(4)}, {"b": P("data", None)})
@@ -61,10 +61,10 @@ def require_dims(tree: Any, specs: Any, name: str = "the tensors") -> None:
     Args:
         tree: any pytree; leaves that are not tensors are not checked.
         specs: a pytree prefix of specs.
-        name: what the tensors are, for the error.
+        name: description of the tensors, for the error.
 
     Raises:
-        SpecError: listing every such leaf with path, shape and spec.
+        SpecError: when a spec has more dims. The message lists every such leaf with path, shape and spec.
     """
     full = optree.tree_leaves(broadcast_specs(specs, tree))
     wrong = [
@@ -81,7 +81,9 @@ def _longer(spec: P, ndim: int) -> str:
 
 
 def misfits(shape: Sequence[int], spec: P, mesh: Mesh, *, pad: bool = False) -> list[str]:
-    """Why a tensor of this shape cannot lie so, one sentence per reason; with `pad`, at rest.
+    """Return the reasons why a tensor of this shape does not fit the spec, one sentence each.
+
+    With `pad`, a storage layout is checked, which may pad uneven dims.
 
     >>> misfits((5,), P("data", "model"), Mesh(data=2))[0]
     'the spec has 2 dims, the tensor has 1; drop the last entries'
@@ -101,7 +103,7 @@ def misfits(shape: Sequence[int], spec: P, mesh: Mesh, *, pad: bool = False) -> 
 
 
 def _uneven(dim: int, size: int, factors: Sequence[str | int], mesh: Mesh, pad: bool) -> list[str]:
-    """The first factor of a dim that does not divide what the factors outside it leave."""
+    """Return the misfit of the first factor that does not divide the dim, after the factors outside it."""
     inner = any(isinstance(factor, int) for factor in factors)
     if pad and not inner:
         return []

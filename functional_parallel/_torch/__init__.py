@@ -1,6 +1,6 @@
-"""Every private torch API that the library touches, in one place.
+"""All private torch APIs that the library uses.
 
-Each name is here because torch offers no public one; `tests/private_torch` fails loudly when torch moves it.
+torch has no public equivalent of these names. `tests/private_torch` fails if torch moves one of them.
 """
 
 from .backends import (

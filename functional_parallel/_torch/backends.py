@@ -1,4 +1,4 @@
-"""Kernels, the compiler and process groups, where torch has no public way to them."""
+"""Kernels, the compiler and process groups, for which torch has no public API."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 
 def has_fused_adamw(parameter: torch.Tensor) -> bool:
-    """Whether torch's fused AdamW kernel serves this parameter."""
+    """Whether torch's fused AdamW kernel supports this parameter."""
     return (
         hasattr(torch, "_fused_adamw_")
         and parameter.device.type in ("cpu", "cuda")
@@ -43,25 +43,25 @@ def fused_adamw_(
     weight_decay: float,
     eps: float,
 ) -> None:
-    """torch's fused AdamW on many parameters, in place; `step` counts this update."""
+    """Update many parameters in place by torch's fused AdamW. `step` includes this update."""
     options: dict[str, Any] = {"beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "eps": eps}
     torch._fused_adamw_(p, g, m, v, [], [step] * len(p), lr=lr, amsgrad=False, maximize=False, **options)
 
 
 def timeout_of_all_ranks() -> timedelta | None:
-    """After how long collectives of the process group of all ranks fail; None where its backend does not say."""
+    """Return the timeout of collectives of the default process group; None if its backend does not report one."""
     world = torch.distributed.group.WORLD
     assert world is not None, "nobody has initialised torch.distributed"
     for device in ("cpu", "cuda"):
-        with suppress(RuntimeError, AttributeError):  # no backend for this device, or one without options, as mpi
+        with suppress(RuntimeError, AttributeError):  # no backend for this device, or one without options, e.g. mpi
             return world._get_backend(torch.device(device)).options._timeout  # type: ignore[no-any-return]
     return None
 
 
 def store_of_all_ranks() -> torch.distributed.Store | None:
-    """The store by which the ranks of torch.distributed found each other; None where the backend has none, as mpi.
+    """Return the rendezvous store of the default process group; None if the backend, such as mpi, does not use one.
 
-    `init_process_group` returns nothing, and the store of a script's own group is nowhere else.
+    `init_process_group` does not return it, and torch has no public API for the store of a group of a script.
     """
     if torch.distributed.get_backend() in ("mpi", "fake"):
         return None
@@ -71,15 +71,15 @@ def store_of_all_ranks() -> torch.distributed.Store | None:
 def compile_by_inductor(
     module: torch.fx.GraphModule, operands: Sequence[torch.Tensor]
 ) -> Callable[..., Sequence[torch.Tensor]]:
-    """Compile a graph of aten ops that writes nothing and that nothing differentiates, for these shapes and strides.
+    """Compile a graph of aten ops for these shapes and strides. It must not write to memory or be differentiated.
 
-    `torch.compile` would trace it once more, by dynamo, and guard on what cannot change.
+    `torch.compile` would retrace it with dynamo and add guards on values that cannot change.
     """
     import torch._inductor as inductor  # takes a second, and few programs need it
 
     with disable_functorch(), torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own modules, when they are imported
-        with FakeTensorMode():  # of each its own: where one tensor comes twice, inductor would take that for a rule
+        warnings.simplefilter("ignore", DeprecationWarning)  # raised by torch's modules at import
+        with FakeTensorMode():  # separate fakes: a tensor passed twice would be compiled as always aliased
             like: list[Any] = [
                 torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in operands
             ]

@@ -1,4 +1,4 @@
-"""`torch.utils.checkpoint` inside a model that is traced."""
+"""Support for `torch.utils.checkpoint` inside a traced model."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["checkpointing"]
 
 @contextmanager
 def checkpointing(region: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:
-    """Let `torch.utils.checkpoint.checkpoint` call its function plainly, inside `region(name)`.
+    """Make `torch.utils.checkpoint.checkpoint` call its function directly, inside `region(name)`.
 
-    Its own ways, an autograd.Function and hooks on saved tensors, do not go through torch.func. Models hold references
-    to `checkpoint`, so the two names that it looks up when called are what is replaced, for all threads as long as some
-    thread is inside; those that are not go torch's way.
+    Its two implementations, an autograd.Function and hooks on saved tensors, do not work under torch.func. Models hold
+    references to `checkpoint`, so the two names that it looks up at each call are replaced. They stay replaced for all
+    threads while some thread is inside. Threads outside still use torch's implementations.
     """
     regions = _regions()
     regions.append(region)
@@ -38,7 +38,7 @@ def _regions() -> list[Callable[[str], AbstractContextManager[None]]]:
 
 
 class _Checkpoints:
-    """The two names, and how many ask for them to be replaced."""
+    """Replacement of the two names, with a count of the active contexts."""
 
     def __init__(self) -> None:
         self._torchs: tuple[Any, Any] = (None, None)
@@ -79,7 +79,7 @@ class _Checkpoints:
 
 
 _GENERATOR = "_checkpoint_without_reentrant_generator"
-if hasattr(torch.utils.checkpoint, f"{_GENERATOR}_impl"):  # torch 2.14, where the other is there for callers of old
+if hasattr(torch.utils.checkpoint, f"{_GENERATOR}_impl"):  # torch 2.14 keeps the other name for old callers
     _GENERATOR += "_impl"
 
 _checkpoints = _Checkpoints()

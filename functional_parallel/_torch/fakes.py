@@ -1,4 +1,4 @@
-"""Tensors without memory, which torch traces with, and graphs: what these keep, and what they refuse."""
+"""Fake tensors and graphs: logging, caches, notes that they keep, and errors that they raise."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ except ImportError:  # pragma: no cover - an older or newer spelling
 
 @contextmanager
 def unlogged_fakes() -> Iterator[None]:
-    """What fails on fake tensors inside is raised only: torch also logs it, as twenty lines of its own traceback."""
+    """Silence torch's log of errors on fake tensors, twenty lines of traceback each. The errors are still raised."""
     silent = of_thread("silent", list)
     silent.append(True)
     try:
@@ -55,10 +55,10 @@ FAKES = logging.getLogger("torch._subclasses.fake_tensor")
 
 @contextmanager
 def forgetting_shapes(most: int) -> Iterator[None]:
-    """Bound the cache of all fake modes, which holds the result's shape per op and operands and has no bound itself.
+    """Bound the cache that all fake modes share. It stores the result's shape per op and operands and is unbounded.
 
-    When it has more than `most` entries, what was added inside is dropped again: a kilobyte per entry, which makes a
-    second trace of the like faster.
+    If it has more than `most` entries at the end, the entries that were added inside are dropped. An entry takes a
+    kilobyte and makes a second, similar trace faster.
     """
     cache: dict[Any, Any] = getattr(FakeTensorMode, "cache", {})
     known = set(cache)
@@ -71,22 +71,22 @@ def forgetting_shapes(most: int) -> Iterator[None]:
 
 
 def forget_names(graph: torch.fx.Graph) -> None:
-    """Let a graph forget the names it gave, and with them the nodes that were erased: new nodes may be called alike."""
+    """Reset the namespace of a graph, so that new nodes can reuse the names of erased nodes."""
     graph._graph_namespace = type(graph._graph_namespace)()
 
 
 def forget_fakes(mode: FakeTensorMode) -> None:
-    """Let a mode forget which tensors without memory it made: its notes of them keep `swap_tensors` from them."""
+    """Clear the record of the fake tensors that a mode created. The record prevents `swap_tensors` on them."""
     mode.fake_tensor_converter.tensor_memo.clear()
 
 
-is_all_true = torch._is_all_true  # what torch.distributions ask about values, under vmap too
+is_all_true = torch._is_all_true  # the test of values in torch.distributions, also under vmap
 
 
 def without_constant(fake: torch.Tensor) -> torch.Tensor:
-    """A fake without torch's notes of its value, which a trace's writes in place would not change.
+    """Remove torch's record of the value of a fake tensor. In-place writes of a trace would not update it.
 
-    The second one is of scalars, and comes with torch 2.14.
+    `item_memo` is for scalars and exists since torch 2.14.
     """
     if isinstance(fake, FakeTensor):
         fake.constant, fake.item_memo = None, None
@@ -94,7 +94,7 @@ def without_constant(fake: torch.Tensor) -> torch.Tensor:
 
 
 def reads_no_memory(error: Exception) -> bool:
-    """Whether a function of torch's in C++ wanted the memory of a tensor that has none, being a fake."""
+    """Whether `error` comes from a C++ function of torch that accessed the memory of a fake tensor."""
     return isinstance(error, RuntimeError) and any(each in str(error) for each in _NO_MEMORY)
 
 

@@ -1,4 +1,4 @@
-"""The autograd.Functions whose forwards run, which torch tells nobody."""
+"""Detection of running autograd.Functions, which torch does not report."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _APPLY: CodeType | None = getattr(getattr(torch.autograd.Function.apply, "__func
 
 
 def running_functions(since: CodeType) -> list[type]:
-    """The autograd.Functions whose forwards run inside the innermost call of that code, innermost first.
+    """Return the autograd.Functions with running forwards inside the innermost call of `since`, innermost first.
 
-    Known by the frames of `apply`, which torch 2.14 wrote in C++; since then by those of their forwards. These always
-    have one: torch asks for their signature, which a function in C does not have.
+    They are found by the frames of `apply`. Since torch 2.14 `apply` is in C++, and they are found by the frames of
+    their forwards. A forward always has a frame: torch reads its signature, which a C function does not have.
     """
     frames = list(_frames(since))
     running = _by_forwards(frames) if _APPLY is None else _by_apply(frames)
-    return [cls for cls, _ in groupby(running)]  # torch.func calls one again, level by level
+    return [cls for cls, _ in groupby(running)]  # torch.func calls a Function once per level
 
 
 def _by_apply(frames: Sequence[FrameType]) -> list[type]:
@@ -62,7 +62,7 @@ def _all_functions() -> Iterator[Any]:
 
 
 def _innermost(forward: Any) -> Any:
-    """The function that a decorator keeps inside: the decorator's own code is that of others too."""
+    """Return the function inside decorators and partials. The code of a decorator is shared by all its uses."""
     forward = inspect.unwrap(forward)
     return _innermost(forward.func) if isinstance(forward, partial) else forward
 
@@ -72,7 +72,7 @@ def _code_of(forward: Any) -> CodeType | None:
 
 
 def _runs(frame: FrameType, forward: Any) -> bool:
-    """Whether a frame of a forward's code is that forward's: of one code come many, with other free variables."""
+    """Whether a frame with the code of `forward` runs it. Closures with other free variables share the same code."""
     held, code = frame.f_locals, frame.f_code
     if not isinstance(forward, FunctionType):
         return bool(code.co_varnames) and held.get(code.co_varnames[0]) is forward

@@ -1,4 +1,4 @@
-"""What torch fills new tensors with: its generators, and the initialisers that look at the values they draw."""
+"""Random generators of torch, and initialisers that read the values they draw."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["default_generator", "inits_by"]
 
 
 def default_generator(device: torch.device) -> torch.Generator | None:
-    """The generator that ops on a device draw from; None where it is not known."""
+    """Return the generator that ops on a device use; None for other devices than CPU and CUDA."""
     if device.type == "cpu":
         return torch.default_generator
     if device.type == "cuda":
@@ -24,10 +24,10 @@ def default_generator(device: torch.device) -> torch.Generator | None:
 
 @contextmanager
 def inits_by(call: Callable[..., Any]) -> Iterator[None]:
-    """Inside, in this thread, `call(function, tensor, …)` stands for an initialiser that looks at values.
+    """Replace a call of an initialiser that reads values by `call(function, tensor, …)`, in this thread.
 
-    That of a truncated normal draws again what lies outside its bounds. Its public function asks for the private one,
-    which does so, by name.
+    The initialiser of a truncated normal redraws values outside its bounds. The public function looks up the private
+    one, which redraws, by name.
     """
     thread, plainly = threading.get_ident(), torch.nn.init._no_grad_trunc_normal_
 

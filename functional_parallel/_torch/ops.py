@@ -1,4 +1,4 @@
-"""Ops of torch: the twin that writes nothing, what one is made of, how it is called."""
+"""Ops of torch: out-of-place variants, decompositions, and ways to call them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ __all__ = [
 ]
 
 
-grouped_mm = torch._grouped_mm  # what F.grouped_mm calls, and what models called before that was public
+grouped_mm = torch._grouped_mm  # called by F.grouped_mm, and by models before F.grouped_mm was public
 
 
 def functional_variant(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    """The out-of-place twin of an in-place op (`aten.add_.Tensor` → `aten.add.Tensor`), or of one with `out=`, or None.
+    """Return the out-of-place variant of an in-place op or of an op with `out=`, or None.
 
-    Where it has another overload's name it is the one of the same arguments (`aten.transpose_` → `aten.transpose.int`).
+    For `aten.add_.Tensor` it is `aten.add.Tensor`. The overload is chosen by the arguments, because its name may differ
+    (`aten.transpose_` → `aten.transpose.int`).
     """
     name = op._schema.name.split("::")[1]
     has_out = [argument.name for argument in op._schema.arguments if argument.is_out] == ["out"]
@@ -39,36 +40,36 @@ def functional_variant(op: torch._ops.OpOverload) -> torch._ops.OpOverload | Non
 
 
 def decomposition_of(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
-    """What torch writes an op as in terms of simpler ones, or None."""
-    from torch._decomp import decomposition_table  # which takes a while, and few ask
+    """Return torch's decomposition of an op into simpler ops, or None."""
+    from torch._decomp import decomposition_table  # a slow import that few calls need
 
     return decomposition_table.get(op)
 
 
 def has_derivative(op: torch._ops.OpOverload) -> bool:
-    """Whether autograd knows an op; of what one without makes, torch.func takes the gradient for zero."""
+    """Whether autograd supports an op. For other ops torch.func would return a zero gradient."""
     names = ("Autograd", "AutogradCPU", "AutogradCUDA", "AutogradOther", "CompositeImplicitAutograd")
     keys = (getattr(torch._C.DispatchKey, name) for name in names)
     return op.namespace in ("aten", "prims") or any(map(op.has_kernel_for_dispatch_key, keys))
 
 
 def is_composite(op: torch._ops.OpOverload) -> bool:
-    """Whether one of torch's ops is made of others alone; called beneath autograd, nobody has taken it apart yet."""
+    """Whether an aten op is composed of other ops only. If called below autograd, it is not yet decomposed."""
     return op.namespace == "aten" and op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
 def is_foreach(op: torch._ops.OpOverload) -> bool:
-    """Whether one of torch's ops does to every tensor of a list what another op does to one, as `_foreach_add`."""
+    """Whether an aten op applies another op to every tensor of a list, for example `_foreach_add`."""
     return op._schema.name.startswith("aten::_foreach_")
 
 
 def one_by_one(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Call such an op by torch's kernel for all devices, which calls the other op on every tensor."""
+    """Call a foreach op by torch's device-independent kernel, which calls the other op on every tensor."""
     return op._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
 
 def _taken(op: torch._ops.OpOverload) -> list[tuple[str, str]]:
-    """Names and types of an op's arguments, without those that are there for its results."""
+    """Names and types of an op's arguments, without its `out` arguments."""
     return [(argument.name, str(argument.type)) for argument in op._schema.arguments if not argument.is_out]
 
 
@@ -76,17 +77,17 @@ _VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
 
 
 def stride_free(op: Any) -> Any:
-    """The op to run for a traced one: what was traced on contiguous fakes may meet a tensor that lies otherwise.
+    """Return the op to run for a traced op. It was traced on contiguous fakes, but operands may have other strides.
 
-    A view cannot be made of it then; and attention's kernels, which torch chooses only for operands whose rows are in
-    one piece, would read beside them. Others refuse operands that are not contiguous.
+    A view of such an operand may be impossible. torch selects attention kernels only for operands with contiguous rows;
+    on other operands they would read wrong memory. Some other ops reject operands that are not contiguous.
     """
     return torch.ops.aten.reshape.default if op in _VIEWS else _ON_COPIES.get(op, op)
 
 
 def _on_rows(op: Any) -> Callable[..., Any]:
     def row(x: Any) -> Any:
-        # Sums of exponentials, which a kernel keeps for its backward, have a dim less, and lie as it left them.
+        # The sums of exponentials that a kernel saves for its backward have one dim fewer and keep their strides.
         scattered = isinstance(x, torch.Tensor) and x.ndim > 3 and x.shape[-1] > 1 and x.stride(-1) != 1
         return x.contiguous() if scattered else x
 
@@ -120,8 +121,8 @@ _ON_COPIES = _OF_ROWS | {
 def under_transforms(op: Any) -> Any:
     """Return the op to run for a traced op where torch.func's transforms may be active.
 
-    torch.func cannot map a product into a sum in place. It maps `slice_scatter` by as many positions as the slice's end
-    says, which is the largest integer for `x[2:]`.
+    torch.func cannot map `addmm_`, a product that is added in place. It maps `slice_scatter` with the number of
+    positions given by the slice's end, which is the largest integer for `x[2:]`.
     """
     return _UNDER_TRANSFORMS.get(op) or stride_free(op)
 
@@ -138,5 +139,5 @@ _UNDER_TRANSFORMS = {
 
 
 def direct_call(op: object) -> Any:
-    """What an op's Python object calls into, without the Python frame around it."""
+    """Return the function that an op's Python object calls, to skip one Python frame."""
     return getattr(op, "_op", op) if isinstance(op, torch._ops.OpOverload) else op

@@ -1,4 +1,4 @@
-"""An object that each thread of a program has one of, autograd's own threads included."""
+"""Objects per thread. Autograd's threads share the objects of the thread that called the backward."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ T = TypeVar("T")
 
 
 def of_thread(name: str, make: Callable[[], T]) -> T:
-    """An object that each thread has one of, but for those in which autograd runs a backward: theirs is the caller's.
+    """Return this thread's object `name`, created by `make` at the first call.
 
-    On CUDA a backward runs in such threads, and what stands around it in the program must hold there too, which
-    `threading.local` and context variables do not see to. torch hands these on with the rest of a thread's state.
+    In a thread where autograd runs a backward, it is the object of the caller's thread. On CUDA a backward runs in such
+    threads, and the contexts around it must apply there too. `threading.local` and context variables do not provide
+    this. torch copies its objects together with the rest of a thread's state.
     """
     key = f"functional_parallel.{name}"
     if not torch._C._is_key_in_tls(key):
@@ -29,7 +30,7 @@ def of_thread(name: str, make: Callable[[], T]) -> T:
 
 
 def _stash(key: str, value: object) -> None:
-    """Have torch keep an object for this thread. Before 2.12 it lets go of one that it never took hold of."""
+    """Store an object in torch's state of this thread. Before 2.12, torch releases a reference that it never took."""
     before = sys.getrefcount(value)
     torch._C._stash_obj_in_tls(key, value)
     if sys.getrefcount(value) == before:

@@ -1,4 +1,4 @@
-"""Which transforms and modes of torch look on, and tensors without what these wrap around them."""
+"""Active transforms and modes of torch, and tensors without their wrappers."""
 
 from __future__ import annotations
 
@@ -33,33 +33,33 @@ __all__ = [
 
 @contextmanager
 def disable_functorch() -> Iterator[None]:
-    """Set aside active dispatch modes and torch.func levels: what runs inside sees plain tensors."""
+    """Disable active dispatch modes and torch.func levels. Code inside sees plain tensors."""
     with temporarily_clear_interpreter_stack(), _disable_current_modes():
         yield
 
 
 def is_above_autograd() -> bool:
-    """Whether an op was called where autograd would still see it, though dispatch modes see it already.
+    """Whether autograd will still process the current op, although dispatch modes already see it.
 
-    So torch detaches a result that a backward op saves, to save it and each time that it is looked up: it has its
-    gradient again then, unlike what a user detaches.
+    torch detaches in this way a result that a backward op saves, when it is saved and at each access. Such a result
+    gets its gradient back, unlike a tensor that the user detaches.
     """
     return not torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
 
 
-disable_modes = _disable_current_modes  # set aside active dispatch modes only
+disable_modes = _disable_current_modes  # disables active dispatch modes only
 
 
-disable_torch_function = torch._C.DisableTorchFunction  # and those that see torch's functions
+disable_torch_function = torch._C.DisableTorchFunction  # disables modes that intercept torch functions
 
 
 def dispatch_modes() -> list[TorchDispatchMode]:
-    """The active dispatch modes, innermost last: this thread's; in one of autograd's, those of its caller."""
+    """Return the active dispatch modes of this thread, innermost last. An autograd thread has its caller's modes."""
     return _get_current_dispatch_mode_stack()
 
 
 def backward_node_number() -> int | None:
-    """The number of the autograd node whose backward is running now, which its forward got from `next_node_number`."""
+    """Return the number of the autograd node with the running backward, or None. See `next_node_number`."""
     if torch._C._current_graph_task_id() == -1:
         return None
     node = torch._C._current_autograd_node()
@@ -67,19 +67,19 @@ def backward_node_number() -> int | None:
 
 
 def next_node_number() -> int:
-    """The number that the next autograd node of this thread will carry."""
+    """Return the number that the next autograd node of this thread will get."""
     return torch._C._autograd._get_sequence_nr()
 
 
 def differentiating_level() -> int:
-    """How many torch.func levels that differentiate (grad, vjp, jvp) are active here."""
+    """Return the number of active torch.func levels that differentiate (grad, vjp, jvp)."""
     stack = torch._C._functorch.get_interpreter_stack()
     differentiating = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
     return 0 if stack is None else sum(level.key() in differentiating for level in stack)
 
 
 def is_inside_transform() -> bool:
-    """Whether some torch.func level is active here."""
+    """Whether a torch.func level is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
@@ -96,14 +96,14 @@ def has_functorch_level(tensors: Sequence[Any]) -> bool:
 
 
 def unwrap(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor inside all torch.func wrappers."""
+    """Return the plain tensor inside all torch.func wrappers."""
     while is_functorch_wrapped(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
 
 
 def mapped_dims(tensor: torch.Tensor) -> list[int]:
-    """The dims of the plain tensor inside that vmap levels map, each counted without those before it."""
+    """Return the mapped dims of the plain tensor. Each dim is numbered without the dims before it in the list."""
     functorch, found = torch._C._functorch, []
     while functorch.is_functorch_wrapped_tensor(tensor):
         if functorch.is_batchedtensor(tensor):
@@ -113,7 +113,7 @@ def mapped_dims(tensor: torch.Tensor) -> list[int]:
 
 
 def needs_higher_derivatives() -> bool:
-    """Whether a forward-mode or a second derivative is being taken here, which fused kernels do not have."""
+    """Whether a forward-mode or second derivative is active, which fused kernels do not support."""
     keys = [*_around.get(), *_level_keys()]
     kinds = torch._C._functorch.TransformType
     return kinds.Jvp in keys or keys.count(kinds.Grad) > 1
@@ -124,9 +124,9 @@ _around: ContextVar[tuple[Any, ...]] = ContextVar("levels around a trace", defau
 
 @contextmanager
 def counting_levels() -> Iterator[None]:
-    """Count the torch.func levels that are active now in `needs_higher_derivatives`, though a trace sets them aside.
+    """Count the currently active torch.func levels in `needs_higher_derivatives`, although a trace disables them.
 
-    They will differentiate or map what the trace records.
+    They will differentiate or map the traced ops.
     """
     token = _around.set((*_around.get(), *_level_keys()))
     try:

@@ -1,4 +1,4 @@
-"""The checker: what every value of a traced program is on each mesh axis, and what may be done with it."""
+"""Checker: infer the state of every value of a traced program on each mesh axis, and refuse invalid uses."""
 
 from .argument_checks import OP as DECLARED
 from .argument_checks import ArgumentSpecError, check_arguments, record_input_specs, type_of_spec

@@ -1,9 +1,12 @@
-"""What a local function's layout declares of its arguments, held against what it is called on.
+"""Check the arguments of a call of a local function against its layout.
 
-A layout that torch.func's transforms dropped leaves a function on shards that takes whatever it is given: a whole batch
-for its shard. What a value is, is known in three settings. In a typed trace it has a type, and an argument of the
-traced function the very spec it came in with. Under `fp.vmap(axis_name=…)` it is mapped or not. In a trace that is
-typed only later, when an outer transform runs it again, a mark goes with the value and is checked then.
+If torch.func's transforms drop a layout, a function on shards accepts any value, such as a global batch instead of its
+shard. The state of a value is known in three settings:
+
+- In a typed trace, a value has a type. An argument of the traced function also has its spec.
+- Under `fp.vmap(axis_name=…)`, a value is mapped or not.
+- A trace may be typed only later, when an outer transform reruns it. The value then gets a mark, which is checked in
+  that run.
 """
 
 from __future__ import annotations
@@ -29,13 +32,13 @@ _V, _I, _U, _R = State.VARYING, State.INVARIANT, State.UNREDUCED, State.REDUCED
 
 
 class ArgumentSpecError(CollectiveTypeError):
-    """Arguments of a local function that do not lie as its layout declares; lists every one."""
+    """Raised for arguments of a local function that do not match its layout; the message lists all of them."""
 
 
 def type_of_spec(spec: P) -> Type:
-    """The type of a value that lies as a spec says.
+    """Return the type of a value with this spec.
 
-    >>> declared_type(P("data", unreduced={"tensor"}))
+    >>> type_of_spec(P("data", unreduced={"tensor"}))
     {V:data, U:tensor}
     """
     states = dict.fromkeys(sorted(spec.axes), _V)
@@ -45,7 +48,7 @@ def type_of_spec(spec: P) -> Type:
 
 
 def record_input_specs(specs: Iterable[P]) -> None:
-    """Say of the arguments of the function that is being traced how they lie; called at its beginning."""
+    """Record the specs of the arguments of the function that is being traced. Call it at the start of the function."""
     active = recorder()
     assert active is not None
     for node, spec in zip(active.traced.inputs, specs, strict=True):
@@ -58,20 +61,23 @@ def check_arguments(
     arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]],
     args: tuple[Any, ...],
 ) -> tuple[Any, ...]:
-    """The arguments of a call, after a check, or marked for one, that they lie as the function's layout declares.
+    """Check that the arguments of a call match the layout of the function, or mark them for a later check.
 
     Args:
-        function: what is called.
-        axes: those that it is local to.
-        arguments: its layout's: from arguments to their spec trees.
-        args: what it is called on.
+        function: the called function.
+        axes: mesh axes over which it is local.
+        arguments: `arguments` of its layout, which maps arguments to their spec trees.
+        args: arguments of the call.
+
+    Returns:
+        The arguments, marked if the trace is typed only later.
 
     Raises:
-        ArgumentSpecError: when some do not, naming each, what was declared of it and what it is.
+        ArgumentSpecError: if an argument does not match. The message lists each with its declared and actual state.
     """
     bound = snapshot()
     if not axes or not args or any(axis not in bound or bound[axis].hidden for axis in axes):
-        return args  # its own collectives say what is missing
+        return args  # the collectives of the function raise the error
     register_dataclasses(args)
     leaves, tree = optree.tree_flatten(args)
     declared = arguments(args)
@@ -87,7 +93,7 @@ def check_arguments(
 
 
 class _Argument:
-    """One leaf of a call's arguments, and what the layout declares of it."""
+    """One leaf of the arguments of a call, with the spec that the layout declares for it."""
 
     def __init__(self, value: Any, spec: P, path: str) -> None:
         self.value, self.spec, self.path = value, spec, path
@@ -100,7 +106,7 @@ class _Argument:
         return _Declared.apply(self.value, list(axes), states, self.path, repr(self.spec), function)
 
     def difference(self, axes: Sequence[str]) -> str | None:
-        """What is wrong with the value, in words."""
+        """Describe the mismatch of the value. None if it matches."""
         if not isinstance(self.value, torch.Tensor):
             return None
         wrong = _type_difference(self.value, axes, type_of_spec(self.spec), repr(self.spec))
@@ -108,7 +114,7 @@ class _Argument:
         return None if wrong is None else f"  {self.path}: {wrong}"
 
     def _spec_difference(self, axes: Sequence[str]) -> str | None:
-        """An argument of the traced function that no op has changed lies as its own spec says, dim by dim."""
+        """Compare specs dim by dim, for an argument of the traced function that no op has changed."""
         held = _spec_of(self.value)
         if held is None:
             return None
@@ -132,7 +138,7 @@ def _spec_of(value: torch.Tensor) -> P | None:
 
 
 def _node_of(value: torch.Tensor) -> fx.Node | None:
-    """The node of a value that is being traced, beneath torch.func's wrappers; None for others."""
+    """Return the node of a traced value, without torch.func's wrappers. None for other values."""
     active, plain = recorder(), _torch.unwrap(value)
     return active.node_of(plain) if active is not None and isinstance(plain, _torch.FakeTensor) else None
 
@@ -151,9 +157,10 @@ def _type_difference(value: torch.Tensor, axes: Iterable[str], wanted: Type, spe
 
 
 def _state_of(value: torch.Tensor, axis: str, wanted: State) -> State:
-    """What the ranks along an axis hold of a value; what is wanted where nobody knows.
+    """Return the state of a value along an axis. If it cannot be determined, return `wanted`.
 
-    A vmap level may map what is the same for all entries, and its word is taken for what is Reduced.
+    A vmap level may map a value that is equal for all entries, and cannot detect Reduced values. Under vmap, only a
+    missing Varying is therefore reported.
     """
     if recorder() is not None:
         node = _node_of(value)
@@ -194,7 +201,7 @@ def _refuse(function: object, found: Iterable[str | None]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A mark that is checked when the trace is run again
+# Marks, which are checked when the trace is rerun
 # ---------------------------------------------------------------------------------------------------------------------
 
 

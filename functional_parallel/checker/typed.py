@@ -1,4 +1,4 @@
-"""Running a typed graph with its implied casts written in, so that its derivative has the right collectives."""
+"""Run a typed graph with its implied casts made explicit, so that its derivative has the right collectives."""
 
 from __future__ import annotations
 
@@ -26,11 +26,14 @@ __all__ = ["run_typed"]
 
 
 def run_typed(traced: Traced, inputs: Sequence[Any]) -> list[Any]:
-    """Run a graph whose nodes carry types, casting each value once per axis where an op implies it.
+    """Run a typed graph with its implied casts. Each value is cast at most once per axis and target state.
 
     Args:
         traced: the graph, typed by `Typing`.
-        inputs: a value for each input, then for each captured tensor.
+        inputs: a value for each input, followed by a value for each captured tensor.
+
+    Returns:
+        The outputs of the graph.
     """
     run = _TypedInterpreter(traced)
     run.values.update(zip([*traced.inputs, *traced.captured_inputs], inputs, strict=True))
@@ -88,7 +91,7 @@ def _names_axes(node: fx.Node) -> bool:
 
 
 def _resolved(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A collective's arguments with `"auto"` replaced by the state that its operand has."""
+    """Replace `"auto"` in the arguments of a collective by the state of its operand."""
     if "auto" not in [arg for arg in args if isinstance(arg, str)]:
         return args
     held = type_of(node.args[0])

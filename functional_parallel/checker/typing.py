@@ -1,8 +1,8 @@
-"""Types of the nodes of a traced local program, one node at a time, as they are recorded.
+"""Infer the type of each node of a traced local program when it is recorded.
 
-An ordinary op needs no rule of its own: its result is the union of its operands' states, where an Invariant operand
-that meets a Varying one counts as cast (`pvary`). Only what may take partial sums is declared, by the marks `~` and `&`
-of the op's sharding rule; any other op on an Unreduced value is an error.
+An ordinary op does not need a typing rule. Its result has the union of the states of its operands. An Invariant operand
+that is combined with a Varying one is treated as cast (`pvary`). Only ops that accept partial sums are declared, by the
+marks `~` and `&` of their sharding rules. Any other op on an Unreduced value is an error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ aten = torch.ops.aten
 
 _V, _I, _U, _R = State.VARYING, State.INVARIANT, State.UNREDUCED, State.REDUCED
 
-#: zeros beside a value as its tangent, and that value written over them: nothing of the first operand is left
+#: zeros with the layout of a value, as its tangent, and a copy over them: no value of the first operand is left
 _OF_THE_SECOND = {aten._new_zeros_with_same_feature_meta.default, aten.copy.default}
 
 _ZEROS = {aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default}
@@ -45,18 +45,18 @@ _KEEPS_ZEROS = {
     *(aten.unsqueeze.default, aten.squeeze.dim, aten.select.int, aten.slice.Tensor),
     *(aten.sum.default, aten.sum.dim_IntList),
 }
-_GRADIENTS_OF_VIEWS = {  # linear; a forward derivative of a backward has them as its own ops
+_GRADIENTS_OF_VIEWS = {  # linear; a forward derivative of a backward records them as ordinary ops
     *(aten.slice_backward.default, aten.select_backward.default),
     *(aten.diagonal_backward.default, aten.unfold_backward.default),
 }
-_FILLED = {  # with what is no sum over ranks, even where they are made like one
+_FILLED = {  # with a value that is not a partial sum, even if their operand is one
     *(aten.ones_like.default, aten.full_like.default),
     *(aten.new_ones.default, aten.new_full.default),
 }
 
 
 class TypingError(CollectiveTypeError):
-    """A program that treats a value as something it is not; the message names the source line."""
+    """Raised for an op that does not support the state of an operand; the message names the source line."""
 
 
 class Typing:
@@ -68,7 +68,7 @@ class Typing:
 
     def __init__(self, axes: dict[str, int]) -> None:
         self.axes = axes
-        self._known: dict[Type, Type] = {}  # one object for all equal ones
+        self._known: dict[Type, Type] = {}  # one object for all equal types
 
     def __call__(self, node: fx.Node) -> None:
         found = self._infer(node)
@@ -83,7 +83,7 @@ class Typing:
             return type_of(node.args[1])
         if (
             node.target is aten.zeros.default and info(node).forward_node is not None
-        ):  # a derivative that is 0: it lies as any other
+        ):  # a derivative that is 0 has the type of any other derivative
             return dual(type_of(info(node).forward_node))
         types = [type_of(operand) for operand in tensor_operands(node)]
         self._refuse_missed_casts(node)
@@ -125,12 +125,12 @@ class Typing:
         if together and partial == together:
             return _U
         if len(held) > len(partial) and all(is_zero(operands[i]) and marks[i] != "~" for i in partial):
-            rest = [state for state in held if state is not _U]  # what is put into zeros lies as it did
+            rest = [state for state in held if state is not _U]  # a value put into zeros keeps its type
             return self._union(node, axis, rest)
         if node.target in _ZEROS:
-            return _U  # the zeros of all ranks add up to zeros: a tangent of a gradient, where that is constant
+            return _U  # zeros of all ranks sum to zeros: a tangent of a constant gradient
         if len(partial) == 1 and (marks[partial[0]] == "~" or info(node).backward):
-            return _U  # a backward op is linear in its gradient, and no other partial sum gets that far
+            return _U  # a backward op is linear in its gradient, the only partial sum that reaches it
         raise TypingError(
             f"{_where(node)}: {node.target} is not linear in a value that is Unreduced over {axis!r} (the ranks hold "
             f"partial sums), so the sum of its results is not its result of the sum; write fp.psum(x, {axis!r}) first"
@@ -152,7 +152,7 @@ def type_of(node: Any) -> Type:
 
 
 def _of_gradient(node: fx.Node, found: Type) -> Type:
-    """Numbers that have no gradient do not want one as partial sums: they are the same on all ranks, and no more."""
+    """Replace Reduced by Invariant in the type of a value without a gradient, such as integers."""
     value = info(node).val
     if _R not in found.values() or not isinstance(value, Aval) or value.is_differentiable:
         return found
@@ -160,19 +160,19 @@ def _of_gradient(node: fx.Node, found: Type) -> Type:
 
 
 def casts_of(node: fx.Node) -> list[tuple[int, str, State, State]]:
-    """The casts an ordinary op implies: (operand, axis, from, to), where an operand's state is not the op's."""
+    """Return the implied casts (operand, axis, from, to) of an ordinary op: states that differ from the result's."""
     result = type_of(node)
     casts = []
     for index, operand in enumerate(tensor_operands(node)):
         held = type_of(operand)
         if node.target in _FILLED:
-            continue  # which reads nothing but a shape
+            continue  # it reads only the shape of its operand
         for axis in result:
             if held[axis] is _U and is_zero(operand):
                 continue
             target = _R if result[axis] is _U and held[axis] is _I and not is_zero(operand) else result[axis]
             if (held[axis], target) == (_R, _I):
-                continue  # of a result without a gradient
+                continue  # the result has no gradient
             if held[axis] is not target and target is not _U:
                 casts.append((index, axis, held[axis], target))
     return casts
@@ -189,11 +189,11 @@ def _linear_marks(node: fx.Node) -> list[str]:
 
 
 def is_zero(node: fx.Node, depth: int = 16) -> bool:
-    """Return whether a value is made of zeros. Those of all ranks add up to it, so it joins partial sums as it is.
+    """Whether a value is all zeros. The zeros of all ranks sum to zeros, so they combine with partial sums uncast.
 
     Args:
         node: the value.
-        depth: number of ops to look through: products with zeros, and what moves, adds up or casts zeros.
+        depth: number of ops to trace back: products with zeros, and ops that move, sum or cast zeros.
     """
     level = {node}
     for _ in range(depth + 1):
@@ -209,7 +209,7 @@ def _makes_zeros(node: fx.Node) -> bool:
 
 
 def _whose_zeros_it_keeps(node: fx.Node) -> list[fx.Node]:
-    """The operands of which one of zeros alone makes the result zeros."""
+    """Return the operands that make the result zeros if any one of them is zeros."""
     if node.target in _PRODUCTS:
         return [each for each in node.args[:2] if isinstance(each, fx.Node)]
     return [node.args[0]] if node.target in _KEEPS_ZEROS or primitive_name(node) == "pcast" else []

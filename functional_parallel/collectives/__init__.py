@@ -1,4 +1,4 @@
-"""Typed collectives: functions of values whose forward decides their backward. See README.md in this folder."""
+"""Typed collectives: functions of values. Their forward determines their backward. See README.md in this folder."""
 
 from . import guards, ops, reference, slots
 from .api import (

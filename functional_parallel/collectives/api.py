@@ -1,8 +1,8 @@
-"""The collectives that a user writes, in the functional vocabulary.
+"""Public collectives, as functions of values.
 
-Every function takes a pytree of tensors and an axis: a name, or a tuple of names of which the first is major. In the
-specifications below, x_i is the value of rank i and n the number of ranks along the axis; V, I, U and R are the states
-of `types`. Dims may be negative, and are dims of one rank's value.
+Every function takes a pytree of tensors and an axis: a name, or a tuple of names, the first one major. In the
+specifications below, x_i is the value of rank i and n is the number of ranks along the axis. V, I, U and R are the
+states of `types`. Dims are dims of one rank's value and may be negative.
 
 The examples run on `vmap(f, axis_name="i")`, where row i of the argument is x_i.
 """
@@ -41,10 +41,10 @@ Tree = TypeVar("Tree")
 
 
 def psum(x: Tree, axis: Axes) -> Tree:
-    """The sum over the ranks, on every rank: Σ_i x_i.
+    """Return the sum over the ranks, on every rank: Σ_i x_i.
 
-    Type V → I, U → I. Transposes to `pvary` (of a U: to a cast to Reduced). A Python number c gives n·c without
-    communication; booleans are counted, as in torch.sum. An Invariant operand is an error: write `x * axis_size(axis)`.
+    Type V → I, U → I. Transposes to `pvary` (for U: to a cast to Reduced). For a Python number c it returns n·c without
+    communication. Booleans are counted, as in torch.sum. An Invariant operand is an error; write `x * axis_size(axis)`.
 
     >>> from functional_parallel.collectives import vmap
     >>> vmap(lambda x: psum(x, "i"), out_dims=None, axis_name="i")(torch.tensor([[1, 2], [3, 4]]))
@@ -59,7 +59,7 @@ def psum(x: Tree, axis: Axes) -> Tree:
 
     Raises:
         UnboundAxisError: when the axis is not bound here.
-        CollectiveTypeError: when x is known to be the same on all ranks.
+        CollectiveTypeError: when x is known to be equal on all ranks.
     """
 
     def leaf(value: Any, axes: tuple[str, ...]) -> Any:
@@ -71,10 +71,10 @@ def psum(x: Tree, axis: Axes) -> Tree:
 
 
 def pmean(x: Tree, axis: Axes) -> Tree:
-    """The mean over the ranks, on every rank: Σ_i x_i / n.
+    """Return the mean over the ranks, on every rank: Σ_i x_i / n.
 
-    Type V → I, U → I. Transposes to `pvary` divided by n. It is the mean of the whole only where shards are equal;
-    otherwise write `psum(total) / psum(count)`.
+    Type V → I, U → I. Transposes to `pvary` divided by n. The mean of the shards' means is the global mean only if all
+    shards have the same size. If not, write `psum(total) / psum(count)`.
 
     >>> from functional_parallel.collectives import vmap
     >>> vmap(lambda x: pmean(x, "i"), out_dims=None, axis_name="i")(torch.tensor([1.0, 2.0, 6.0]))
@@ -95,10 +95,10 @@ def pmean(x: Tree, axis: Axes) -> Tree:
 
 
 def pmax(x: Tree, axis: Axes) -> Tree:
-    """The elementwise largest value of all ranks, on every rank.
+    """Return the elementwise maximum over the ranks, on every rank.
 
-    Type V → I. It has no derivative: under a transform that takes one, write `pmax(x.detach(), axis)`. NaN on any rank
-    is NaN on all.
+    Type V → I. It has no derivative. Under a transform that differentiates it, write `pmax(x.detach(), axis)`. NaN on
+    any rank gives NaN on all ranks.
 
     >>> from functional_parallel.collectives import vmap
     >>> vmap(lambda x: pmax(x, "i"), out_dims=None, axis_name="i")(torch.tensor([[1, 4], [3, 2]]))
@@ -115,10 +115,10 @@ def pmax(x: Tree, axis: Axes) -> Tree:
 
 
 def pmin(x: Tree, axis: Axes) -> Tree:
-    """The elementwise smallest value of all ranks, on every rank.
+    """Return the elementwise minimum over the ranks, on every rank.
 
-    Type V → I. It has no derivative: under a transform that takes one, write `pmin(x.detach(), axis)`. NaN on any rank
-    is NaN on all.
+    Type V → I. It has no derivative. Under a transform that differentiates it, write `pmin(x.detach(), axis)`. NaN on
+    any rank gives NaN on all ranks.
 
     >>> from functional_parallel.collectives import vmap
     >>> vmap(lambda x: pmin(x, "i"), out_dims=None, axis_name="i")(torch.tensor([[1, 4], [3, 2]]))
@@ -135,10 +135,10 @@ def pmin(x: Tree, axis: Axes) -> Tree:
 
 
 def psum_scatter(x: Tree, axis: Axes, dim: int = 0) -> Tree:
-    """The sum over the ranks, of which rank i keeps chunk i: (Σ_j x_j)[i].
+    """Return chunk i of the sum over the ranks on rank i: (Σ_j x_j)[i].
 
-    Type V → V, U → V. Transposes to `all_gather` (of a U: to Reduced). It is `psum` followed by `pscatter` at half the
-    traffic.
+    Type V → V, U → V. Transposes to `all_gather` (for U: to Reduced). It equals `psum` followed by `pscatter`, at half
+    the traffic.
 
     >>> from functional_parallel.collectives import vmap
     >>> vmap(lambda x: psum_scatter(x, "i"), axis_name="i")(torch.tensor([[1, 2], [3, 4]]))
@@ -148,13 +148,13 @@ def psum_scatter(x: Tree, axis: Axes, dim: int = 0) -> Tree:
     Args:
         x: pytree of tensors.
         axis: mesh axis or axes.
-        dim: the dim to split; its size must divide by n.
+        dim: the dim to split; its size must be divisible by n.
 
     Returns:
-        A pytree whose shapes have `dim` divided by n.
+        A pytree of the same shapes, with the size of `dim` divided by n.
 
     Raises:
-        CollectiveShapeError: when there is no such dim, or n does not divide it.
+        CollectiveShapeError: when there is no such dim, or n does not divide its size.
     """
 
     def leaf(value: Tensor, axes: tuple[str, ...]) -> Tensor:
@@ -170,10 +170,11 @@ def psum_scatter(x: Tree, axis: Axes, dim: int = 0) -> Tree:
 
 
 def all_gather(x: Tree, axis: Axes, dim: int = 0, to: str = "varying") -> Tree:
-    """All ranks' values, concatenated along a dim, on every rank: [x_0, …, x_(n-1)].
+    """Return the values of all ranks, concatenated along a dim, on every rank: [x_0, …, x_(n-1)].
 
-    Type V → V, I or R, as `to` says. To Varying or Reduced it transposes to `psum_scatter`: each rank has a gradient of
-    its own for the whole, and they are added up. To Invariant it transposes to `pscatter`: all agree on one gradient.
+    Type V → V, I or R, as specified by `to`. To Varying or Reduced it transposes to `psum_scatter`: each rank has a
+    separate gradient of the full tensor, and the gradients are summed. To Invariant it transposes to `pscatter`: all
+    ranks have one gradient.
 
     >>> from functional_parallel.collectives import vmap
     >>> vmap(lambda x: all_gather(x, "i", to="invariant"), out_dims=None, axis_name="i")(torch.tensor([[1, 2], [3, 4]]))
@@ -186,7 +187,7 @@ def all_gather(x: Tree, axis: Axes, dim: int = 0, to: str = "varying") -> Tree:
         to: "varying", "invariant" or "reduced".
 
     Returns:
-        A pytree whose shapes have `dim` multiplied by n.
+        A pytree of the same shapes, with the size of `dim` multiplied by n.
 
     Raises:
         CollectiveShapeError: when there is no such dim.
@@ -200,7 +201,7 @@ def all_gather(x: Tree, axis: Axes, dim: int = 0, to: str = "varying") -> Tree:
 
 
 def pscatter(x: Tree, axis: Axes, dim: int = 0) -> Tree:
-    """Of a value that all ranks hold, rank i keeps chunk i: x[i]. Nothing is sent.
+    """Return chunk i of an Invariant value on rank i: x[i]. Nothing is sent.
 
     Type I → V. Transposes to `all_gather(to="invariant")`.
 
@@ -210,15 +211,15 @@ def pscatter(x: Tree, axis: Axes, dim: int = 0) -> Tree:
             [3, 4]])
 
     Args:
-        x: pytree of tensors, the same on all ranks.
+        x: pytree of tensors, equal on all ranks.
         axis: mesh axis or axes.
-        dim: the dim to split; its size must divide by n.
+        dim: the dim to split; its size must be divisible by n.
 
     Returns:
-        A pytree whose shapes have `dim` divided by n.
+        A pytree of the same shapes, with the size of `dim` divided by n.
 
     Raises:
-        CollectiveShapeError: when there is no such dim, or n does not divide it.
+        CollectiveShapeError: when there is no such dim, or n does not divide its size.
     """
 
     def leaf(value: Tensor, axes: tuple[str, ...]) -> Tensor:
@@ -233,10 +234,10 @@ def pscatter(x: Tree, axis: Axes, dim: int = 0) -> Tree:
 
 
 def all_to_all(x: Tree, axis: Axes, split_dim: int, concat_dim: int) -> Tree:
-    """Rank i gets chunk i of every rank's value, concatenated: [x_0[i], …, x_(n-1)[i]].
+    """Return, on rank i, chunk i of every rank's value, concatenated: [x_0[i], …, x_(n-1)[i]].
 
-    Type V → V. Transposes to itself with the dims swapped. It turns a value sharded at `concat_dim` into one sharded at
-    `split_dim`.
+    Type V → V. Transposes to itself with the dims swapped. It converts a value that is sharded along `concat_dim` to
+    one that is sharded along `split_dim`.
 
     >>> from functional_parallel.collectives import vmap
     >>> vmap(lambda x: all_to_all(x, "i", 0, 0), axis_name="i")(torch.tensor([[1, 2], [3, 4]]))
@@ -246,14 +247,14 @@ def all_to_all(x: Tree, axis: Axes, split_dim: int, concat_dim: int) -> Tree:
     Args:
         x: pytree of tensors.
         axis: mesh axis or axes.
-        split_dim: the dim to split; its size must divide by n.
+        split_dim: the dim to split; its size must be divisible by n.
         concat_dim: the dim along which to concatenate.
 
     Returns:
-        A pytree whose shapes have `split_dim` divided and `concat_dim` multiplied by n.
+        A pytree of the same shapes, with the size of `split_dim` divided and of `concat_dim` multiplied by n.
 
     Raises:
-        CollectiveShapeError: when there is no such dim, or n does not divide it.
+        CollectiveShapeError: when there is no such dim, or n does not divide its size.
     """
 
     def leaf(value: Tensor, axes: tuple[str, ...]) -> Tensor:
@@ -265,7 +266,7 @@ def all_to_all(x: Tree, axis: Axes, split_dim: int, concat_dim: int) -> Tree:
 
 
 def ppermute(x: Tree, axis: Axes, pairs: Iterable[tuple[int, int]]) -> Tree:
-    """Each source's value on its target, zeros on ranks that are nobody's target.
+    """Send each source's value to its target. The result is zeros on ranks that are not a target.
 
     Type V → V. Transposes to the inverse pairs.
 
@@ -293,9 +294,9 @@ def ppermute(x: Tree, axis: Axes, pairs: Iterable[tuple[int, int]]) -> Tree:
 
 
 def pbroadcast(x: Tree, axis: Axes, source: int = 0) -> Tree:
-    """The value of one rank, on every rank: x_source.
+    """Return the value of one rank on every rank: x_source.
 
-    Type V → I. Its transpose keeps the gradient on the source, and is zero elsewhere.
+    Type V → I. The transpose keeps the gradient on the source and is zero on the other ranks.
 
     >>> from functional_parallel.collectives import vmap
     >>> vmap(lambda x: pbroadcast(x, "i", source=2), out_dims=None, axis_name="i")(torch.tensor([1, 2, 3]))
@@ -304,7 +305,7 @@ def pbroadcast(x: Tree, axis: Axes, source: int = 0) -> Tree:
     Args:
         x: pytree of tensors.
         axis: mesh axis or axes.
-        source: the rank whose value it is.
+        source: rank that provides the value.
 
     Returns:
         A pytree of the same shapes.

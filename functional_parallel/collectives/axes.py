@@ -1,12 +1,12 @@
-"""Which mesh axes are bound here, how large they are, and who carries their collectives.
+"""Bindings of mesh axes: the bound names, their sizes, and the communicators of their collectives.
 
-A collective names its axes as strings. What a name means is decided by the innermost `bind` around the call: real
-processes, simulated ranks, a vmap level, or (with no carrier) a trace that only needs the size.
+A collective names its axes as strings. The innermost `bind` around the call gives a name its meaning: real processes,
+simulated ranks, a vmap level, or (without a communicator) a trace that needs only the size.
 
 The environment is an immutable mapping in a context variable. A context variable belongs to one thread, and autograd
-runs the backward of CUDA tensors on threads of its own; so every primitive keeps its forward's environment on `ctx`
-(`snapshot`) and its backward runs inside it (`restored`). This is also lexical scoping: a backward that runs after the
-`bind` has ended, or inside another one, still means the axes that its forward meant.
+runs the backward of CUDA tensors on separate threads. Every primitive therefore saves the environment of its forward on
+`ctx` (`snapshot`), and its backward runs inside it (`restored`). This is also lexical scoping: a backward uses the axes
+of its forward, even after the `bind` has ended or inside another `bind`.
 """
 
 from __future__ import annotations
@@ -43,20 +43,24 @@ __all__ = [
     "trace_only",
 ]
 
-MICROBATCH = "microbatch"  # the axis whose ranks one rank plays one after another
+MICROBATCH = "microbatch"  # axis over microbatches, which one rank runs sequentially
 
 Axes = str | Iterable[str]
 
 
 class UnboundAxisError(NameError):
-    """A collective names an axis that nothing around it binds."""
+    """Raised for a collective over an axis that is not bound around the call, or is hidden there."""
 
 
 @dataclass(frozen=True)
 class Binding:
-    """What one axis name means: its size, its carrier (None while tracing), whether it is hidden, and what it cuts.
+    """Meaning of one axis name.
 
-    `samples` are those of a batch that the axis cuts into unequal parts; None where all parts are equal.
+    Attributes:
+        size: number of ranks along the axis.
+        carrier: communicator of the axis; None while tracing.
+        hidden: whether collectives over the axis are forbidden.
+        samples: size of a batch that the axis splits into unequal chunks; None if all chunks are equal.
     """
 
     size: int
@@ -71,13 +75,13 @@ _environment: ContextVar[Environment] = ContextVar("mesh axes", default=MappingP
 
 
 def normalize_axes(axes: Axes) -> tuple[str, ...]:
-    """Make a tuple of axis names out of one name or several.
+    """Return one axis name, or several, as a tuple.
 
     >>> normalize_axes("data"), normalize_axes(["data", "tensor"])
     (('data',), ('data', 'tensor'))
 
     Args:
-        axes: a mesh axis, or several of them, the first one major.
+        axes: one mesh axis or several, the first one major.
 
     Returns:
         The names, in the order given.
@@ -107,7 +111,7 @@ def normalize_axes(axes: Axes) -> tuple[str, ...]:
 def bind(
     sizes: Mapping[str, int], carrier: Communicator | Lane | None, samples: Mapping[str, int] | None = None
 ) -> Iterator[None]:
-    """Give axis names a meaning inside a `with` block, shadowing outer ones of the same name.
+    """Bind axis names inside a `with` block. They shadow outer bindings of the same names.
 
     >>> with bind({"data": 4}, None):
     ...     axis_size("data")
@@ -115,8 +119,8 @@ def bind(
 
     Args:
         sizes: number of ranks along each axis.
-        carrier: performs the collectives of these axes; None while a function is only traced.
-        samples: for an axis of microbatches that do not divide their batch, its samples.
+        carrier: communicator that runs the collectives of these axes; None while a function is only traced.
+        samples: batch size of each microbatch axis that does not divide its batch.
     """
     cut = samples or {}
     bindings = {name: Binding(size, carrier, samples=cut.get(name)) for name, size in sizes.items()}
@@ -125,14 +129,14 @@ def bind(
 
 
 def are_bound(sizes: Mapping[str, int], carrier: Communicator | Lane) -> bool:
-    """Whether these axes mean already what `bind(sizes, carrier)` would have them mean."""
+    """Whether these axes are already bound to `carrier` and not hidden. Their sizes are not compared."""
     found = map(_environment.get().get, sizes)
     return all(each is not None and each.carrier is carrier and not each.hidden for each in found)
 
 
 @contextmanager
 def hide(names: Axes) -> Iterator[None]:
-    """Forbid collectives over some axes inside a `with` block; `mesh_axis_size` still tells their size.
+    """Forbid collectives over some axes inside a `with` block. `mesh_axis_size` still returns their sizes.
 
     >>> with bind({"data": 4}, None), hide("data"):
     ...     mesh_axis_size("data"), current_axes()
@@ -151,12 +155,12 @@ def hide(names: Axes) -> Iterator[None]:
 
 @contextmanager
 def trace_only() -> Iterator[None]:
-    """Take the carriers away inside a `with` block: axes keep their sizes, and collectives can only be traced.
+    """Remove the communicators inside a `with` block: axes keep their sizes, and collectives can only be traced.
 
-    A tracer that sets torch.func's levels aside enters this, so that no axis means a level that is not there.
+    A tracer that disables torch.func's levels enters this context, so that no axis is bound to a disabled level.
 
-    >>> with bind({"data": 4}, None), staging():
-    ...     carrier_for("psum", ("data",)) is None
+    >>> with bind({"data": 4}, None), trace_only():
+    ...     communicator_for("psum", ("data",)) is None
     True
     """
     bindings = {name: replace(binding, carrier=None) for name, binding in _environment.get().items()}
@@ -165,7 +169,7 @@ def trace_only() -> Iterator[None]:
 
 
 def snapshot() -> Environment:
-    """The environment as it is now, to be entered again with `restored`."""
+    """Return the current environment, to be re-entered with `restored`."""
     return _environment.get()
 
 
@@ -180,12 +184,12 @@ def restored(environment: Environment) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Looking up
+# Lookup
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def current_axes() -> dict[str, int]:
-    """The axes that a collective may name here, with their sizes, in the order they were bound.
+    """Return the axes that a collective may use here, with their sizes, in the order of their binding.
 
     >>> with bind({"data": 4, "tensor": 2}, None):
     ...     current_axes()
@@ -195,7 +199,7 @@ def current_axes() -> dict[str, int]:
 
 
 def hidden_axes() -> tuple[str, ...]:
-    """The axes that surrounding transforms have yet to partition, in the order they were bound.
+    """Return the axes that surrounding transforms will partition later, in the order of their binding.
 
     >>> with bind({"data": 4, "tensor": 2}, None), hide("data"):
     ...     hidden_axes()
@@ -205,7 +209,9 @@ def hidden_axes() -> tuple[str, ...]:
 
 
 def axis_size(axis: Axes) -> int:
-    """The number of ranks along an axis, or the product over several; a Python number, without communication.
+    """Return the number of ranks along an axis, or the product over several axes, as a Python int.
+
+    It needs no communication.
 
     >>> with bind({"data": 4, "tensor": 2}, None):
     ...     axis_size("data"), axis_size(("data", "tensor"))
@@ -221,10 +227,10 @@ def axis_size(axis: Axes) -> int:
 
 
 def axis_dim_split(name: str) -> DimSplit:
-    """Into which parts an axis cuts a dim: as many as it has ranks, equal but for microbatches.
+    """Return the split of a dim over an axis: one chunk per rank, equal except for microbatches.
 
     >>> with bind({"microbatch": 4}, None, {"microbatch": 11}):
-    ...     axis_parts("microbatch").rows
+    ...     axis_dim_split("microbatch").rows
     3
 
     Raises:
@@ -235,7 +241,7 @@ def axis_dim_split(name: str) -> DimSplit:
 
 
 def mesh_axis_size(name: str) -> int:
-    """The size of an axis, hidden ones included.
+    """Return the size of an axis, which may be hidden.
 
     >>> with bind({"data": 4}, None), hide("data"):
     ...     mesh_axis_size("data")
@@ -249,15 +255,15 @@ def mesh_axis_size(name: str) -> int:
 
 
 def communicator_for(operation: str, axes: Iterable[str]) -> Communicator | Lane | None:
-    """The one carrier that all these axes share; None while tracing.
+    """Return the one communicator that all these axes share; None while tracing.
 
     Args:
-        operation: the collective's name, for the message.
-        axes: the axes it names.
+        operation: name of the collective, for the message.
+        axes: its axes.
 
     Raises:
         UnboundAxisError: when an axis is not bound here, or is hidden.
-        ValueError: when the axes are carried by different carriers (the public functions split such a call).
+        ValueError: when the axes have different communicators (the public functions split such a call).
     """
     carriers = [_visible(operation, name).carrier for name in axes]
     if any(carrier is not carriers[0] for carrier in carriers):
@@ -266,7 +272,7 @@ def communicator_for(operation: str, axes: Iterable[str]) -> Communicator | Lane
 
 
 def share_communicator(operation: str, axes: Iterable[str]) -> bool:
-    """Whether one carrier serves all these axes, so that one collective can go over them together."""
+    """Whether all these axes have one communicator, so that one collective can span them."""
     carriers = [_visible(operation, name).carrier for name in axes]
     return all(carrier is carriers[0] for carrier in carriers)
 

@@ -1,4 +1,4 @@
-"""Casts between the states of a value, and the rank's own index: what a user writes that sends nothing."""
+"""Public functions that do not communicate: casts between the states of a value, and the index of the rank."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Tree = TypeVar("Tree")
 
 
 def pcast(x: Tree, axis: Axes, to: str, src: str = "auto") -> Tree:
-    """The same value, typed otherwise; nothing is sent.
+    """Change the type of a value without changing or sending it.
 
     ========  ==========================================  ==========================
     type      meaning                                     transpose
     ========  ==========================================  ==========================
     I → V     from here on the ranks may differ           psum
-    I → R     the gradient shall stay partial sums        psum, of partial sums
+    I → R     the gradient is wanted as partial sums      psum, of partial sums
     R → V     from here on the ranks may differ           V → U
-    V → U     the values are the parts of a sum           R → V
+    V → U     the values are partial sums                 R → V
     ========  ==========================================  ==========================
 
     >>> from functional_parallel.collectives import vmap
@@ -39,14 +39,14 @@ def pcast(x: Tree, axis: Axes, to: str, src: str = "auto") -> Tree:
         x: pytree of tensors; numbers are Invariant and pass unchanged.
         axis: mesh axis or axes.
         to: "varying", "reduced" or "unreduced".
-        src: what x is. The checker of a compiled program finds that out; where a function runs eagerly, "auto" stands
-            for Invariant (for `to="unreduced"`, Varying), and a cast out of Reduced must say so.
+        src: state of x. In a compiled program the checker infers it. In an eager run, "auto" means Invariant (for
+            `to="unreduced"`: Varying), so a cast from Reduced must pass `src="reduced"`.
 
     Returns:
         A pytree of the same values.
 
     Raises:
-        CollectiveTypeError: when x is known not to be what the cast starts from.
+        CollectiveTypeError: when x is known to have another state than the source of the cast.
     """
 
     def leaf(value: Any, axes: tuple[str, ...]) -> Any:
@@ -58,16 +58,16 @@ def pcast(x: Tree, axis: Axes, to: str, src: str = "auto") -> Tree:
 
 
 def pvary(x: Tree, axis: Axes) -> Tree:
-    """Cast an Invariant value to Varying; nothing is sent, and its gradient is summed over the ranks.
+    """Cast an Invariant value to Varying. Nothing is sent, and its gradient is summed over the ranks.
 
-    Type I → V. Transposes to `psum`. On a parameter that meets sharded data this is data parallelism.
+    Type I → V. Transposes to `psum`. For a parameter that is combined with sharded data, this is data parallelism.
 
     >>> from functional_parallel.collectives import vmap
     >>> vmap(lambda x: pvary(x, "i"), in_dims=None, axis_name="i", axis_size=3)(torch.tensor(7))
     tensor([7, 7, 7])
 
     Args:
-        x: pytree of tensors, the same on all ranks.
+        x: pytree of tensors, equal on all ranks.
         axis: mesh axis or axes.
 
     Returns:
@@ -77,7 +77,7 @@ def pvary(x: Tree, axis: Axes) -> Tree:
 
 
 def axis_index(axis: Axes) -> Tensor:
-    """This rank's index along an axis, or along several of which the first is major.
+    """Return the index of this rank along an axis, or along several axes, the first one major.
 
     Type V, an integer scalar. It has no derivative.
 

@@ -1,8 +1,8 @@
-"""The small interface between a collective and whatever moves the bytes.
+"""Interface between a collective and the communicator that moves the bytes.
 
-A carrier is bound to mesh axes by `axes.bind`. It computes one rank's result of each primitive, on plain tensors below
-autograd, over axes of which at least one is larger than one. Real processes (`runtime.processes.process_carrier`) and
-vmap levels (`vmap`) are carriers; `group` says what each of the results must be.
+`axes.bind` binds a communicator to mesh axes. It computes one rank's result of each primitive, on plain tensors below
+autograd. At least one of the axes is larger than one. `runtime.processes` has one for real processes. A vmap level is
+represented by `Lane`, and the vmap rules of the primitives do its work. `reference` defines the results.
 """
 
 from __future__ import annotations
@@ -17,42 +17,45 @@ __all__ = ["Communicator", "Lane"]
 
 @runtime_checkable
 class Communicator(Protocol):
-    """What a set of ranks must be able to do. Axes come as a tuple, the first one major; dims are not negative."""
+    """Operations that a set of ranks must support. Axes are a tuple, the first one major. Dims are not negative."""
 
     def psum(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
-        """The sum over the ranks."""
+        """Return the sum over the ranks."""
 
     def psum_scatter(self, x: Tensor, axes: tuple[str, ...], dim: int) -> Tensor:
-        """This rank's chunk of `dim` of the sum over the ranks."""
+        """Return this rank's chunk, along `dim`, of the sum over the ranks."""
 
     def all_gather(self, x: Tensor, axes: tuple[str, ...], dim: int) -> Tensor:
-        """All ranks' values, concatenated along `dim`."""
+        """Concatenate the values of all ranks along `dim`."""
 
     def all_to_all(self, x: Tensor, axes: tuple[str, ...], split_dim: int, concat_dim: int) -> Tensor:
-        """This rank's chunk of every rank's value, concatenated along `concat_dim`."""
+        """Concatenate this rank's chunk of every rank's value along `concat_dim`."""
 
     def ppermute(self, x: Tensor, axes: tuple[str, ...], pairs: Sequence[int]) -> Tensor:
-        """The value of the rank that sends here (pairs are source, target, source, target, ...), or zeros."""
+        """Return the value of the rank that sends to this one, or zeros.
+
+        `pairs` is flat: source, target, source, target, ...
+        """
 
     def pmax(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
-        """The elementwise largest of all ranks' values."""
+        """Return the elementwise maximum over the ranks."""
 
     def pmin(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
-        """The elementwise smallest of all ranks' values."""
+        """Return the elementwise minimum over the ranks."""
 
     def pbroadcast(self, x: Tensor, axes: tuple[str, ...], source: int) -> Tensor:
-        """The value of rank `source`."""
+        """Return the value of rank `source`."""
 
     def axis_index(self, axes: tuple[str, ...]) -> int:
-        """This rank's index along the axes."""
+        """Return the index of this rank along the axes."""
 
 
 class Lane:
-    """The carrier of an axis that is a vmap level. The primitives' vmap rules do its work.
+    """Binding of an axis to a vmap level. The vmap rules of the primitives do its work.
 
     Args:
-        name: the axis.
-        index: each entry's index, an integer tensor mapped over the level and over nothing else.
+        name: name of the axis.
+        index: index of each entry, an integer tensor that is mapped over this level only.
     """
 
     def __init__(self, name: str, index: Tensor) -> None:

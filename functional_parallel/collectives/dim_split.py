@@ -1,9 +1,9 @@
-"""Into which parts an axis cuts a dim.
+"""Split of a dim over the ranks of an axis.
 
-The ranks of a mesh take equal parts. Microbatches need not: of 11 samples 4 microbatches take 3, 3, 3 and 2. Every part
-is still held in one shape, so that one program serves all: a part that is one sample short begins one sample early,
-with the last sample of the part before. That sample is then there twice, and whatever sums over samples counts its
-second copy for nothing (`rules.duplicates`).
+The ranks of a mesh get equal chunks. Microbatches may be unequal: 4 microbatches of 11 samples get 3, 3, 3 and 2. All
+chunks are stored with one shape, so that one program serves all of them. A chunk that is one sample short starts one
+sample early, with the last sample of the previous chunk. This sample is duplicated. Every sum over samples counts its
+second copy as zero (`rules.duplicates`).
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ __all__ = ["DimSplit"]
 
 @dataclass(frozen=True)
 class DimSplit:
-    """A dim of `samples`, or a multiple of it, cut for `ranks`.
+    """Split of a dim of size `samples`, or of a multiple of it, over `ranks`.
 
-    >>> parts = Parts.of(4, 11)
+    >>> parts = DimSplit.of(4, 11)
     >>> parts.rows, [parts.length(index) for index in range(4)], [parts.start(index) for index in range(4)]
     (3, [3, 3, 3, 2], [0, 3, 6, 8])
-    >>> parts.local(22), parts.whole(6), Parts.of(4, 12).local(12)
+    >>> parts.local(22), parts.whole(6), DimSplit.of(4, 12).local(12)
     (6, 22, 3)
 
     Attributes:
-        ranks: how many parts.
-        samples: what cannot be cut further: as many as ranks, each a part, unless the cut is uneven.
+        ranks: number of chunks.
+        samples: number of indivisible units. It equals `ranks`, with one unit per chunk, unless the split is uneven.
     """
 
     ranks: int
@@ -35,73 +35,75 @@ class DimSplit:
 
     @classmethod
     def of(cls, ranks: int, samples: int | None = None) -> DimSplit:
-        """Parts of so many samples; equal ones if the ranks divide them, or nothing is said."""
+        """Return the split of `samples` over `ranks`; even if `ranks` divides `samples`, or if `samples` is None."""
         return cls(ranks, ranks) if samples is None or samples % ranks == 0 else cls(ranks, samples)
 
     @property
     def is_even(self) -> bool:
-        """Whether all parts are equal."""
+        """Whether all chunks have the same size."""
         return self.samples == self.ranks
 
     @property
     def rows(self) -> int:
-        """The samples that every rank holds, one of them twice where its part is short."""
+        """Number of samples that every rank stores, including the duplicate of a short chunk."""
         return -(-self.samples // self.ranks)
 
     @property
     def full(self) -> int:
-        """How many parts are not short; they come first."""
+        """Number of chunks that are not short. They precede the short ones."""
         return self.samples % self.ranks or self.ranks
 
     def divide(self, extent: int) -> bool:
-        """Whether a dim of this extent can be cut so."""
+        """Whether a dim of size `extent` can be split in this way."""
         return extent % self.samples == 0
 
     def local(self, extent: int) -> int:
-        """The extent that a rank holds of a whole one."""
+        """Return the local size of a dim of global size `extent`."""
         return extent // self.samples * self.rows
 
     def whole(self, extent: int) -> int:
-        """The whole extent of which a rank holds this one."""
+        """Return the global size of a dim of local size `extent`."""
         return extent // self.rows * self.samples
 
     def length(self, index: int) -> int:
-        """The samples of a part."""
+        """Return the number of samples of chunk `index`, without the duplicate."""
         return self.rows - (index >= self.full)
 
     def start(self, index: Any) -> Any:
-        """The first sample that a rank holds; the rank a number, or a tensor."""
+        """Return the first sample that rank `index` stores. `index` is a number or a tensor."""
         if self.is_even:
             return index
         short = index - (self.full - 1)
         return index * self.rows - (max(short, 0) if isinstance(short, int) else short.clamp(min=0))
 
     def whole_position(self, position: Any, index: Any, extent: int, outer: int = 1) -> Any:
-        """Where in the whole dim a position lies that a rank holds; numbers, or tensors.
+        """Return the global position of a local position. Both are numbers or tensors.
 
-        >>> parts, held = Parts.of(2), [0, 1, 2, 3]     # rank 1's halves of two blocks of 4
+        >>> parts, held = DimSplit.of(2), [0, 1, 2, 3]     # rank 1's halves of two blocks of 4
         >>> [parts.whole_position(position, 1, 4, outer=2) for position in held]
         [2, 3, 6, 7]
 
         Args:
-            position: where in what the rank holds.
-            index: the rank.
-            extent: how much of the dim it holds.
-            outer: of how many blocks of the dim it holds its part.
+            position: position in the shard of the rank.
+            index: index of the rank.
+            extent: local size of the dim.
+            outer: number of blocks of the dim. The rank stores one chunk of each block.
         """
         block = extent // outer
         ahead, inside = (0, position) if outer == 1 else (position // block * self.whole(block), position % block)
         return ahead + self.start(index) * (block // self.rows) + inside
 
     def held_position(self, position: Any, index: Any, extent: int, outer: int = 1) -> tuple[Any, Any]:
-        """Where a position of the whole lies in what a rank holds, and whether it does; if not, just any number.
+        """Return the local position of a global position, and whether the rank stores it.
 
-        >>> parts, whole = Parts.of(2), [2, 3, 4, 7]
+        If the rank does not store it, the local position is arbitrary.
+
+        >>> parts, whole = DimSplit.of(2), [2, 3, 4, 7]
         >>> [parts.held_position(position, 1, 4, outer=2) for position in whole]
         [(0, True), (1, True), (2, False), (3, True)]
 
         Args:
-            position: where in the whole dim, or beyond it.
+            position: global position in the dim, or past its end.
             index, extent, outer: as for `whole_position`.
         """
         block = extent // outer
@@ -114,12 +116,15 @@ class DimSplit:
         return offset // whole * block + inside, held
 
     def held(self, index: int, extent: int) -> tuple[int, int]:
-        """Begin and end of what a rank holds, in a dim of which it holds `extent`."""
+        """Return begin and end, in the global dim, of the samples that rank `index` stores.
+
+        `extent` is the local size of the dim.
+        """
         begin = self.start(index) * (extent // self.rows)
         return begin, begin + extent
 
     def own(self, index: int, extent: int) -> tuple[int, int]:
-        """Begin and end, in the extent that a rank holds, of what no rank before it holds."""
+        """Return begin and end, in the local dim, of the samples that no previous rank stores."""
         return (self.rows - self.length(index)) * (extent // self.rows), extent
 
     def __iter__(self) -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""Whether gradients were on where a primitive was called: inside its autograd.Function torch has switched them off."""
+"""Grad mode at the call of a primitive. Inside the primitive's autograd.Function torch has disabled gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _at_call: ContextVar[bool | None] = ContextVar("gradients at the call", default=
 
 @contextmanager
 def keeping_grad_mode() -> Iterator[None]:
-    """Around a Function's `apply`, which under torch.func calls itself again, level by level."""
+    """Record the grad mode around a Function's `apply`. Under torch.func, `apply` calls itself once per level."""
     token = _at_call.set(torch.is_grad_enabled()) if _at_call.get() is None else None
     try:
         yield
@@ -30,5 +30,5 @@ def called_without_gradients() -> bool:
 
 
 def called_with_gradients() -> bool:
-    """Whether a primitive is running that was called with gradients on, so in no autograd.Function of anybody's."""
+    """Whether a primitive is running that was called with gradients enabled, so outside every autograd.Function."""
     return _at_call.get() is True

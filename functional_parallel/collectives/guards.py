@@ -1,9 +1,9 @@
-"""Refusing what would be silently wrong: torch.distributed's own collectives, and modules that communicate in hooks.
+"""Rejection of calls that are silently wrong: torch.distributed's collectives, and modules that communicate in hooks.
 
-Under torch.func an in-place `dist.all_reduce` differentiates as if it were the identity, a functional collective has a
-zero tangent and a meaningless vmap, and a DDP module returns gradients that were never synchronised (torch 2.13). None
-of them raises. So wherever this library transforms or traces a function, they are refused, and the message says what to
-write.
+Under torch.func an in-place `dist.all_reduce` is differentiated like the identity. A functional collective has a zero
+tangent and a meaningless vmap. A DDP module returns gradients that were never synchronised (torch 2.13). None of them
+raises an error. This library rejects them wherever it transforms or traces a function. The message names the
+replacement.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ _PARALLEL_MODULES = {
 
 
 class ForeignCollectiveError(TypeError):
-    """A collective of torch.distributed, or a module that hides some, under a transform that cannot see through it."""
+    """Raised for a collective of torch.distributed, or a module that contains some, under a function transform."""
 
 
 def check_op(op: Any) -> None:
-    """Refuse an op of torch.distributed.
+    """Raise if `op` is an op of torch.distributed.
 
     >>> import torch
     >>> check_op(torch.ops.aten.add.Tensor)
 
     Args:
-        op: an `OpOverload`, as a dispatch mode gets it.
+        op: an `OpOverload`, as a dispatch mode receives it.
 
     Raises:
-        ForeignCollectiveError: naming the function to call instead.
+        ForeignCollectiveError: for such an op. The message names the function to call instead.
     """
     namespace = getattr(op, "namespace", None)
     if namespace not in _NAMESPACES:
@@ -73,7 +73,10 @@ def check_op(op: Any) -> None:
 
 
 def check_callable(fn: Callable[..., Any]) -> None:
-    """Refuse a function that holds a DDP or FSDP module: itself, bound, partially applied, or in its closure.
+    """Raise if a function holds a DDP or FSDP module.
+
+    The module may be the function itself, its bound object, an argument of a partial, in its closure, or a global that
+    its code uses.
 
     >>> check_callable(nn.Linear(2, 2))
 
@@ -81,7 +84,7 @@ def check_callable(fn: Callable[..., Any]) -> None:
         fn: a function or module that is about to be transformed.
 
     Raises:
-        ForeignCollectiveError: naming the module's class and the transform to use instead.
+        ForeignCollectiveError: for such a module. The message names its class and the transform to use instead.
     """
     for module in _held_modules(fn, set()):
         for part in module.modules():
@@ -89,7 +92,7 @@ def check_callable(fn: Callable[..., Any]) -> None:
 
 
 def guard() -> _Guard:
-    """A context manager in which collectives of torch.distributed are refused.
+    """Return a context manager in which collectives of torch.distributed raise an error.
 
     >>> import torch
     >>> with guard():

@@ -1,4 +1,4 @@
-"""What all public collectives share: going over a pytree, and checking what is known before a primitive is applied."""
+"""Helpers of all public collectives: map over a pytree, and check the known states before a primitive is applied."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ def checked_emit(operation: str, x: Tensor, axes: tuple[str, ...], **params: Any
 
 
 def _known_state(x: Tensor, lane: Lane, params: dict[str, Any]) -> State:
-    """What a vmap level knows of a value: whether it varies. Reduced and Unreduced are taken at the caller's word."""
+    """Return the state of a value at a vmap level, which knows only whether the value varies.
+
+    Reduced is taken from the caller's `src`.
+    """
     if is_mapped(x, lane):
         return State.VARYING
     return State.REDUCED if params.get("src") == "reduced" else State.INVARIANT

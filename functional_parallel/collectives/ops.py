@@ -1,9 +1,9 @@
-"""The library ops: one `torch.ops.fp.*` per primitive, so that a trace shows each collective as one named node.
+"""Library ops: one `torch.ops.fp.*` per primitive, so that a trace shows each collective as one named node.
 
-An op moves values and knows no derivative; that is `primitives`' part. Its kernel asks the carrier bound to the axes;
-its fake kernel needs only the axis sizes. An op over axes of size one moves nothing. `src`, `dst` name the states of
-`types` (or "auto", resolved by the checker); they do not change the values, but they are what the transpose, the
-partitioner and the price list read.
+An op moves values and has no derivative; `primitives` defines the derivatives. Its kernel calls the communicator of the
+axes. Its fake kernel needs only the axis sizes. An op over axes of size one moves nothing. `src` and `dst` name states
+of `types`, or "auto", which the checker resolves. They do not change the values. The transpose, the partitioner and the
+price list read them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _names: dict[Any, str] = {}
 
 
 def primitive_of(op: Any) -> str | None:
-    """The name of the primitive that a library op is, `"psum"` for `torch.ops.fp.psum.default`; None for others."""
+    """Return the primitive of a library op, `"psum"` for `torch.ops.fp.psum.default`; None for other ops."""
     return _names.get(op)
 
 
@@ -43,7 +43,7 @@ def _define(schema: str, kernel: Callable[..., Tensor], fake: Callable[..., Tens
 
 
 def _underivable(name: str) -> Callable[..., Tensor]:
-    """Refuse to differentiate the raw op: torch would let the derivative be zero without a word."""
+    """Reject a derivative of the raw op. torch would return zero without an error."""
     op = getattr(torch.ops.fp, name).default
 
     def kernel(keyset: Any, x: Tensor, *params: Any) -> Tensor:
@@ -59,7 +59,7 @@ def _underivable(name: str) -> Callable[..., Tensor]:
 
 
 def _unbatchable(name: str) -> Callable[..., Tensor]:
-    """Refuse to map the raw op: torch's fallback would run one collective per entry, in an order of its own."""
+    """Reject vmap of the raw op. torch's fallback would run one collective per entry, in an arbitrary order."""
 
     def kernel(*_: Any) -> Tensor:
         raise TypeError(
@@ -71,7 +71,7 @@ def _unbatchable(name: str) -> Callable[..., Tensor]:
 
 
 def _carried(name: str) -> Callable[..., Tensor]:
-    """The kernel of an op `name(x, axes, *params)` that the carrier's method of that name performs."""
+    """Return the kernel of an op `name(x, axes, *params)`, which calls the communicator's method of that name."""
 
     def kernel(x: Tensor, axes: Sequence[str], *params: Any) -> Tensor:
         if axis_size(axes) == 1:
@@ -83,7 +83,7 @@ def _carried(name: str) -> Callable[..., Tensor]:
 
 
 def _identity(name: str, x: Tensor, params: Sequence[Any]) -> Tensor:
-    """What a collective over one rank does: nothing, but for a permutation that sends nothing."""
+    """Result of a collective over one rank: a copy of `x`, or zeros for a permutation without pairs."""
     if name == "ppermute" and not params[0]:
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
     return x.clone(memory_format=torch.contiguous_format)
@@ -123,14 +123,14 @@ def _fake_all_to_all(x: Tensor, axes: Sequence[str], split_dim: int, concat_dim:
 
 
 def _pscatter(x: Tensor, axes: Sequence[str], dim: int) -> Tensor:
-    """A slice of what every rank holds already: no communication."""
+    """Slice of a replicated value, without communication."""
     chunk = shapes.chunk_shape("pscatter", x.shape, dim, axes)[dim]
     index = 0 if axis_size(axes) == 1 else _carrier("pscatter", axes).axis_index(tuple(axes))
     return x.narrow(dim, index * chunk, chunk).clone(memory_format=torch.contiguous_format)
 
 
 def _pcast(x: Tensor, axes: Sequence[str], src: str, dst: str) -> Tensor:
-    """A copy: an op's result that shares memory with its operand would let an in-place op reach the operand."""
+    """Copy `x`. If the result shared memory with its operand, an in-place op could change the operand."""
     axis_size(axes)
     return x.clone(memory_format=torch.contiguous_format)
 

@@ -1,6 +1,6 @@
-"""Shapes of what collectives return, and the errors for dimensions that do not fit.
+"""Shapes of the results of collectives, and errors for dims that do not fit.
 
-*dim* is a dimension of a tensor, *axis* an axis of the mesh.
+A *dim* is a dimension of a tensor. An *axis* is an axis of the mesh.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ __all__ = ["CollectiveShapeError", "canonical_dim", "checked_pairs", "checked_ra
 
 
 class CollectiveShapeError(ValueError):
-    """A dimension, or a rank number, that does not fit the operand or the axes."""
+    """Raised for a dim or a rank that does not fit the operand or the axes."""
 
 
 def canonical_dim(operation: str, shape: Sequence[int], dim: int) -> int:
-    """The dim counted from the front.
+    """Return `dim` counted from the front.
 
     >>> canonical_dim("all_gather", (2, 3), -1)
     1
@@ -34,7 +34,7 @@ def canonical_dim(operation: str, shape: Sequence[int], dim: int) -> int:
 
 
 def chunk_shape(operation: str, shape: Sequence[int], dim: int, axes: Sequence[str]) -> tuple[int, ...]:
-    """The shape of one rank's chunk when `dim` is split over the axes.
+    """Return the shape of one rank's chunk if `dim` is split over the axes.
 
     Raises:
         CollectiveShapeError: when the dim's size does not divide by the number of ranks.
@@ -49,12 +49,12 @@ def chunk_shape(operation: str, shape: Sequence[int], dim: int, axes: Sequence[s
 
 
 def gathered_shape(operation: str, shape: Sequence[int], dim: int, axes: Sequence[str]) -> tuple[int, ...]:
-    """The shape when `dim` holds the chunks of all ranks, one after the other."""
+    """Return the shape if the chunks of all ranks are concatenated along `dim`."""
     return (*shape[:dim], shape[dim] * axis_size(axes), *shape[dim + 1 :])
 
 
 def checked_rank(operation: str, what: str, rank: int, axes: Sequence[str]) -> int:
-    """Return the index of a rank along the axes, after a check that there is such a rank.
+    """Check that a rank exists along the axes, and return it.
 
     Raises:
         CollectiveShapeError: when the axes have no such rank.
@@ -68,7 +68,7 @@ def checked_rank(operation: str, what: str, rank: int, axes: Sequence[str]) -> i
 
 
 def checked_pairs(operation: str, pairs: Iterable[tuple[int, int]], axes: Sequence[str]) -> list[int]:
-    """Flatten `[(source, target), ...]` to `[source, target, ...]`, checked.
+    """Check the pairs and flatten `[(source, target), ...]` to `[source, target, ...]`.
 
     Raises:
         CollectiveShapeError: when a rank does not exist, sends twice or receives twice.

@@ -1,8 +1,8 @@
-"""How much of the memory that the ranks of a host share a collective takes, by the sizes of what is sent.
+"""Sizes of the shared memory that a collective uses on one host, from the sizes of its messages.
 
-Each rank has a piece of it: two halves for collectives, which are used in turn, and a channel to every other rank for
-single messages. A collective of up to `AT_ONCE` bytes takes a slot of its size, a larger one a slot for four pieces of
-about `PIECE` bytes. A half begins at `SMALL_HALF` and grows to the largest slot that was asked for.
+Each rank has two halves for collectives, which are used alternately. It also has a channel to every other rank for
+single messages. A collective of up to `AT_ONCE` bytes uses a slot of its size. A larger collective uses a slot for four
+pieces of about `PIECE` bytes. A half starts at `SMALL_HALF` bytes and grows to the largest slot that was requested.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ __all__ = [
     "slot_bytes",
 ]
 
-HALF = 2 << 20  # at most
+HALF = 2 << 20  # bytes of a half, at most
 SMALL_HALF = 256 << 10
 AT_ONCE = 3 << 19
 PIECE = 512 << 10
 AHEAD = 2
-ROOM = 8 << 20  # of a channel; pages are taken when first written, so a small message's channel stays small
-LARGEST = ROOM // 2  # message in a channel
-GATHERED = 1 << 20  # bytes of all ranks, up to which a maximum gathers them; of more, parts are exchanged first
-ALIGNMENT = 64  # a cache line, so that ranks do not write into each other's
+ROOM = 8 << 20  # bytes of a channel; pages are allocated at the first write, so small messages use few
+LARGEST = ROOM // 2  # bytes of a message in a channel
+GATHERED = 1 << 20  # bytes of all ranks: up to this size a maximum gathers all values; above, chunks are exchanged
+ALIGNMENT = 64  # a cache line, so that two ranks do not write to the same line
 
 
 def aligned(size: int) -> int:
-    """Return bytes, filled up to whole cache lines.
+    """Round a number of bytes up to a multiple of the cache line.
 
     >>> aligned(1), aligned(64), aligned(65)
     (64, 64, 128)
@@ -42,11 +42,13 @@ def aligned(size: int) -> int:
 
 
 def places(count: int, length: int, itemsize: int) -> list[slice]:
-    """Return where pieces lie in each of several tensors: one for all of it, or several alike.
+    """Return the slices of the pieces of each tensor: one for the full tensor, or several of equal size.
+
+    The last of several pieces may be smaller.
 
     Args:
         count: number of tensors that are sent together.
-        length: elements of each.
+        length: number of elements of each tensor.
         itemsize: bytes of an element.
     """
     if count * aligned(length * itemsize) <= AT_ONCE:
@@ -56,7 +58,7 @@ def places(count: int, length: int, itemsize: int) -> list[slice]:
 
 
 def slot_bytes(count: int, length: int, itemsize: int) -> int:
-    """Return the bytes of every rank's memory that a collective takes; arguments as of `places`.
+    """Return the bytes that a collective uses in every rank's memory. The arguments are those of `places`.
 
     >>> slot_bytes(1, 1000, 4), slot_bytes(1, 1_000_000, 4)
     (4032, 2097152)

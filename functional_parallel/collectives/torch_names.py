@@ -1,10 +1,10 @@
-"""The collectives under the names that users of torch.distributed know, as functions of values.
+"""Collectives with the names of torch.distributed, as functions of values.
 
-`broadcast`, `scatter`, `gather` and `reduce` have a root, as there; but one program runs on all ranks, so every rank
-calls them and every rank gets a result, which is zeros where torch.distributed would give nothing. All of them are
-written with the primitives, so they have types and transposes like everything else.
+`broadcast`, `scatter`, `gather` and `reduce` have a source or root rank, as in torch.distributed. One program runs on
+all ranks, so every rank calls them and gets a result. The result is zeros where torch.distributed would return nothing.
+All of them are written with the primitives and therefore have types and transposes.
 
-`send` and `recv` are a matched pair in one program, not two calls on two ranks: a message that nobody receives, or the
+`send` and `recv` are a matched pair in one program, not two calls on two ranks. A send without a receive, or the
 reverse, cannot be written.
 """
 
@@ -28,9 +28,9 @@ Tree = TypeVar("Tree")
 
 
 def broadcast(x: Tree, axis: Axes, source: int = 0) -> Tree:
-    """The value of one rank, on every rank: another name of `pbroadcast`.
+    """Return the value of one rank on every rank. Alias of `pbroadcast`.
 
-    Type V → I. Its transpose keeps the gradient on the source, and is zero elsewhere.
+    Type V → I. The transpose keeps the gradient on the source and is zero on the other ranks.
 
     >>> from functional_parallel.collectives import vmap
     >>> vmap(lambda x: broadcast(x, "i", source=1), out_dims=None, axis_name="i")(torch.tensor([1, 2, 3]))
@@ -39,7 +39,7 @@ def broadcast(x: Tree, axis: Axes, source: int = 0) -> Tree:
     Args:
         x: pytree of tensors.
         axis: mesh axis or axes.
-        source: the rank whose value it is.
+        source: rank that provides the value.
 
     Returns:
         A pytree of the same shapes.
@@ -48,9 +48,9 @@ def broadcast(x: Tree, axis: Axes, source: int = 0) -> Tree:
 
 
 def scatter(x: Tree, axis: Axes, source: int = 0, dim: int = 0) -> Tree:
-    """The value of one rank, of which rank i gets chunk i: x_source[i].
+    """Return chunk i of the value of one rank on rank i: x_source[i].
 
-    Type V → V. Transposes to `gather` to the source. To split a value that all ranks hold, `pscatter` sends nothing.
+    Type V → V. Transposes to `gather` to the source. To split an Invariant value, use `pscatter`, which sends nothing.
 
     >>> from functional_parallel.collectives import vmap
     >>> vmap(lambda x: scatter(x, "i", source=1), axis_name="i")(torch.tensor([[1, 2], [3, 4]]))
@@ -60,11 +60,11 @@ def scatter(x: Tree, axis: Axes, source: int = 0, dim: int = 0) -> Tree:
     Args:
         x: pytree of tensors.
         axis: mesh axis or axes.
-        source: the rank whose value is split.
-        dim: the dim to split; its size must divide by the number of ranks.
+        source: rank that provides the value.
+        dim: the dim to split; its size must be divisible by the number of ranks.
 
     Returns:
-        A pytree whose shapes have `dim` divided by the number of ranks.
+        A pytree of the same shapes, with the size of `dim` divided by the number of ranks.
     """
 
     def leaf(value: Tensor, axes: tuple[str, ...]) -> Tensor:
@@ -77,7 +77,7 @@ def scatter(x: Tree, axis: Axes, source: int = 0, dim: int = 0) -> Tree:
 
 
 def gather(x: Tree, axis: Axes, root: int = 0, dim: int = 0) -> Tree:
-    """All ranks' values, concatenated along a dim, on the root; zeros elsewhere.
+    """Return the values of all ranks, concatenated along a dim, on the root; zeros on the other ranks.
 
     Type V → V. Transposes to `scatter` from the root.
 
@@ -89,17 +89,17 @@ def gather(x: Tree, axis: Axes, root: int = 0, dim: int = 0) -> Tree:
     Args:
         x: pytree of tensors.
         axis: mesh axis or axes.
-        root: the rank that gets the whole.
+        root: rank that gets the concatenation.
         dim: the dim along which to concatenate.
 
     Returns:
-        A pytree whose shapes have `dim` multiplied by the number of ranks.
+        A pytree of the same shapes, with the size of `dim` multiplied by the number of ranks.
     """
     return _only_on("gather", root, axis, all_gather(x, axis, dim))
 
 
 def reduce(x: Tree, axis: Axes, root: int = 0) -> Tree:
-    """The sum over the ranks, on the root; zeros elsewhere.
+    """Return the sum over the ranks on the root; zeros on the other ranks.
 
     Type V → V. Transposes to a broadcast from the root.
 
@@ -110,7 +110,7 @@ def reduce(x: Tree, axis: Axes, root: int = 0) -> Tree:
     Args:
         x: pytree of tensors.
         axis: mesh axis or axes.
-        root: the rank that gets the sum.
+        root: rank that gets the sum.
 
     Returns:
         A pytree of the same shapes.
@@ -120,12 +120,12 @@ def reduce(x: Tree, axis: Axes, root: int = 0) -> Tree:
 
 @dataclass(frozen=True)
 class InFlightValue(Generic[Tree]):
-    """A value under way from one rank to another; `recv` takes it out.
+    """Value in flight from one rank to another. `recv` returns it.
 
     Attributes:
-        value: what the target receives, zeros on all other ranks.
-        source: the rank that sent it.
-        target: the rank that receives it.
+        value: the received value on the target, zeros on all other ranks.
+        source: rank that sent it.
+        target: rank that receives it.
     """
 
     value: Tree
@@ -134,7 +134,7 @@ class InFlightValue(Generic[Tree]):
 
 
 def send(x: Tree, axis: Axes, source: int, target: int) -> InFlightValue[Tree]:
-    """Send the value of one rank to another. All ranks call it, and `recv` gives the value on the target.
+    """Send the value of one rank to another. All ranks call `send`. `recv` returns the value on the target.
 
     Type V → V. Transposes to a send from the target back to the source.
 
@@ -145,11 +145,11 @@ def send(x: Tree, axis: Axes, source: int, target: int) -> InFlightValue[Tree]:
     Args:
         x: pytree of tensors.
         axis: mesh axis or axes.
-        source: the rank whose value is sent.
-        target: the rank that receives it.
+        source: rank that sends its value.
+        target: rank that receives it.
 
     Returns:
-        The value under way.
+        The value in flight.
 
     Raises:
         CollectiveShapeError: when there is no such rank.
@@ -158,20 +158,20 @@ def send(x: Tree, axis: Axes, source: int, target: int) -> InFlightValue[Tree]:
 
 
 def recv(sent: InFlightValue[Tree]) -> Tree:
-    """The value that was sent, on its target; zeros elsewhere.
+    """Return the value that was sent, on its target; zeros on the other ranks.
 
     >>> from functional_parallel.collectives import vmap
     >>> vmap(lambda x: recv(send(x, "i", source=1, target=0)), axis_name="i")(torch.tensor([5, 6]))
     tensor([6, 0])
 
     Args:
-        sent: what `send` returned.
+        sent: result of `send`.
 
     Returns:
-        A pytree of the shapes that were sent.
+        A pytree of the same shapes as the sent one.
 
     Raises:
-        TypeError: when given anything else.
+        TypeError: when `sent` is not a result of `send`.
     """
     if not isinstance(sent, InFlightValue):
         raise TypeError(

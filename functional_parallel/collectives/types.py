@@ -1,16 +1,16 @@
-"""The type of a value: per mesh axis, what the ranks along it hold; and what each primitive does to a type.
+"""Types of values, which record one state per mesh axis, and type rules of the primitives.
 
 =============  =====================================  ================  =====================
-state          the ranks along the axis hold          gradient's state  casts without sending
+state          values of the ranks along the axis     gradient's state  casts without sending
 =============  =====================================  ================  =====================
-Varying V      different values                       V                 → U
-Invariant I    the same value                         I                 → V, → R
+Varying V      may differ                             V                 → U
+Invariant I    equal                                  I                 → V, → R
 Unreduced U    partial sums                           R                 none
-Reduced R      the same, gradient wanted unreduced    U                 → V
+Reduced R      equal, gradient wanted unreduced       U                 → V
 =============  =====================================  ================  =====================
 
-The states and the transitions between them are those of JAX's shard_map (jax-ml/jax, `jax/_src/lax/parallel.py`), but
-for `pbroadcast`, whose result is invariant here, as its value is.
+The states and transitions are the same as in JAX's shard_map (jax-ml/jax, `jax/_src/lax/parallel.py`). The exception is
+`pbroadcast`: its result is Invariant here, because its value is equal on all ranks.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = ["CollectiveTypeError", "State", "Type", "dual", "result_type", "sourc
 
 
 class CollectiveTypeError(ValueError):
-    """A collective that does not fit what the ranks hold.
+    """Raised for a collective that does not match the state of its operand.
 
-    No TypeError: Python's operators take one raised inside `x * y` for "try the other operand", and lose its message.
+    It is not a TypeError: inside `x * y` a TypeError means "try the other operand", and its message is lost.
     """
 
 
 class State(str, Enum):
-    """What the ranks along one mesh axis hold.
+    """State of a value along one mesh axis.
 
     >>> State.UNREDUCED.letter, State("varying").dual
     ('U', <State.VARYING: 'varying'>)
@@ -47,7 +47,7 @@ class State(str, Enum):
 
     @property
     def dual(self) -> State:
-        """The state of the gradient of a value in this state."""
+        """State of the gradient of a value in this state."""
         return _DUAL.get(self, self)
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ _HOLDING = {
 
 
 class Type(Mapping[str, State]):
-    """The state of a value on every mesh axis; axes not mentioned are Invariant. Immutable.
+    """State of a value on every mesh axis. Axes that are not listed are Invariant. Immutable.
 
     >>> Type(data="varying", tensor=State.UNREDUCED)
     {V:data, U:tensor}
@@ -94,11 +94,11 @@ class Type(Mapping[str, State]):
         return axis in self._states
 
     def axes(self, state: State) -> frozenset[str]:
-        """The axes on which the value is in a state; for Invariant there is no such list."""
+        """Return the axes on which the value is in `state`. Empty for Invariant, because those axes are not stored."""
         return frozenset(axis for axis, held in self._states.items() if held is state)
 
     def having(self, axes: Iterable[str], state: State) -> Type:
-        """The same type, but for these axes.
+        """Return the type with the state on `axes` replaced by `state`.
 
         >>> Type(data="varying").having(["data"], State.INVARIANT)
         {}
@@ -117,7 +117,7 @@ class Type(Mapping[str, State]):
 
 
 def dual(type_: Type) -> Type:
-    """The type of the gradient of a value of this type: Unreduced and Reduced change places.
+    """Return the type of the gradient of a value of this type: Unreduced and Reduced are swapped.
 
     >>> dual(Type(data="varying", tensor="unreduced"))
     {V:data, R:tensor}
@@ -174,7 +174,7 @@ _FIX_BY_STATE = {
 
 
 def result_type(operation: str, operand: Type, axes: tuple[str, ...], **params: Any) -> Type:
-    """The type of a primitive's result.
+    """Return the type of the result of a primitive.
 
     >>> result_type("psum", Type(data="varying", tensor="varying"), ("tensor",))
     {V:data}
@@ -185,13 +185,13 @@ def result_type(operation: str, operand: Type, axes: tuple[str, ...], **params: 
 if the product is meant, write x * fp.axis_size('data')
 
     Args:
-        operation: the primitive's name, as in `torch.ops.fp`.
-        operand: the type of its tensor operand (`Type()` for `axis_index`).
-        axes: the mesh axes it names.
-        params: its other arguments; `src` and `dst` matter here.
+        operation: name of the primitive, as in `torch.ops.fp`.
+        operand: type of its tensor operand (`Type()` for `axis_index`).
+        axes: mesh axes of the collective.
+        params: its other arguments. Only `src` and `dst` matter here.
 
     Raises:
-        CollectiveTypeError: when the operand's state on one of the axes does not fit; the message says what does.
+        CollectiveTypeError: when the operand's state on one of the axes does not fit. The message states a fix.
     """
     if operation == "axis_index":
         return operand.having(axes, _V)
@@ -206,13 +206,13 @@ if the product is meant, write x * fp.axis_size('data')
 
 
 def source_state(operation: str, operand: Type, axes: tuple[str, ...], **params: Any) -> State:
-    """The one state that the operand has on all the axes: what `src="auto"` stands for.
+    """Return the one state of the operand on all `axes`, the meaning of `src="auto"`.
 
     >>> source_state("psum", Type(data="unreduced"), ("data",), src="auto")
     <State.UNREDUCED: 'unreduced'>
 
     Raises:
-        CollectiveTypeError: when the primitive does not take that state, or the axes differ in it.
+        CollectiveTypeError: when the primitive does not accept the state, or the axes have different states.
     """
     for axis in axes:
         _check_state(operation, axis, operand[axis], params)

@@ -1,13 +1,13 @@
-"""A vmap whose mapped dimension is a mesh axis: every rank in one process, as one batch.
+"""vmap over a mesh axis: all ranks run in one process, as one batch.
 
-The axis name is bound to a vmap level, and a collective over it becomes arithmetic along that level: psum a sum,
-all_gather a concatenation. It needs no processes and no tracing, and it composes with grad, jvp and other vmaps, which
-makes it the oracle that everything else is tested against.
+The axis name is bound to a vmap level. A collective over the axis becomes arithmetic along that level: psum is a sum,
+all_gather a concatenation. It needs no processes and no tracing, and it composes with grad, jvp and other vmaps. It is
+therefore the oracle for the tests of all other implementations.
 
-Types come for free. A value that is mapped at the level is Varying, one that is not is Invariant: `out_dims=None` is
-accepted for exactly the Invariant results, and a psum of a value that no level maps is the doubled psum that the types
-forbid. Casts are not inserted: where a gradient is taken *inside*, `vmap(grad(f))`, an Invariant parameter that meets
-Varying data needs `fp.pvary`, or its gradient stays one per rank.
+The level determines the types. A value that is mapped at the level is Varying; an unmapped value is Invariant.
+`out_dims=None` is accepted for exactly the Invariant results. A psum of an unmapped value is the doubled psum that the
+types forbid. Casts are not inserted. If a gradient is taken *inside*, as in `vmap(grad(f))`, an Invariant parameter
+that is combined with Varying data needs `fp.pvary`. Without it, its gradient is not summed and differs between ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def vmap(
     randomness: str = "error",
     chunk_size: int | None = None,
 ) -> Callable[..., Any]:
-    """Map a function over a dim of its arguments, which collectives inside may name as a mesh axis.
+    """Map a function over a dim of its arguments. Collectives inside can use this dim as a mesh axis.
 
     >>> from functional_parallel.collectives import psum
     >>> vmap(lambda x: x / psum(x, "i"), axis_name="i")(torch.tensor([1.0, 1.0, 2.0]))
@@ -49,17 +49,18 @@ def vmap(
     tensor(4.)
 
     Args:
-        fn: any function; collectives in it may name `axis_name`. Nest vmaps for several axes.
+        fn: any function. Its collectives can use `axis_name`. Nest vmaps for several axes.
         in_dims: as in torch.func.vmap: an int, None, or a pytree of them for the positional arguments.
-        out_dims: as in torch.func.vmap; None says that the result is the same for all entries, and is checked.
-        axis_name: the mesh axis that the level is; None maps without naming.
-        axis_size: the number of entries, needed when no argument is mapped.
+        out_dims: as in torch.func.vmap. None declares that the result is equal for all entries, which is checked.
+        axis_name: name of the mesh axis; None maps without a name.
+        axis_size: number of entries, required if no argument is mapped.
         randomness: as in torch.func.vmap.
-        chunk_size: as in torch.func.vmap; only without `axis_name`, since all ranks of an axis must meet.
+        chunk_size: as in torch.func.vmap. Not allowed with `axis_name`, because all ranks of an axis must run together.
 
     Raises:
-        ValueError: when the mapped dims differ in size, or `axis_size` is needed, or contradicts them.
-        CollectiveTypeError: when a result varies along the axis, but out_dims=None says that it does not.
+        ValueError: when the mapped dims differ in size, `axis_size` is missing or contradicts them, or `chunk_size` is
+            given with `axis_name`, `axis_size` or dataclasses.
+        CollectiveTypeError: when a result varies along the axis although its out_dim is None.
     """
     plain = None
     if axis_name is None and axis_size is None:
@@ -93,9 +94,9 @@ def vmap(
 
 
 class _Results:
-    """Takes the results that all entries share past torch's vmap, and puts them back beside the mapped ones.
+    """Results of the mapped function. Results that all entries share bypass torch's vmap.
 
-    torch refuses out_dims=None for any result that some outer level maps, though it is the same along this one.
+    torch rejects out_dims=None for a result that an outer level maps, even if the result is unmapped at this level.
     """
 
     def __init__(self, axis_name: str | None, out_dims: Any) -> None:
@@ -115,7 +116,7 @@ class _Results:
                     f"vmap over axis {self.axis_name!r}: {where} is Varying, but out_dims=None says that it is the "
                     "same for all entries; reduce it (fp.psum, fp.pmean), or give it an out_dim"
                 )
-        # The index is returned too, so that torch's vmap has a result when all of ours are shared.
+        # Return the index too, so that torch's vmap has a result even if no result of the function is mapped.
         return [lane.index, *(leaf for leaf, dim in zip(self.leaves, self.dims, strict=True) if dim is not None)]
 
     def join(self, stacked: list[Tensor]) -> Any:
@@ -128,7 +129,7 @@ class _Results:
 
 
 def is_mapped(x: Tensor, lane: Lane) -> bool:
-    """Whether a value differs between the entries of a level, as far as vmap knows."""
+    """Whether a value is mapped at the vmap level of `lane`."""
     functorch = torch._C._functorch
     level = functorch.maybe_get_level(lane.index)
     while functorch.is_functorch_wrapped_tensor(x):
@@ -139,7 +140,7 @@ def is_mapped(x: Tensor, lane: Lane) -> bool:
 
 
 def _holds_dataclasses(args: Any) -> bool:
-    """Whether some node is a dataclass, which torch's own pytrees do not know."""
+    """Whether some node is a dataclass. torch's pytrees do not support dataclasses."""
     return any(map(is_dataclass, optree.tree_leaves(args, is_leaf=is_dataclass)))
 
 
@@ -152,7 +153,7 @@ def _device_of(leaves: Sequence[Any]) -> torch.device | None:
 
 
 def dims_of_leaves(in_dims: Any, args: Any) -> list[int | None]:
-    """The mapped dim of every leaf of the arguments; what is no tensor has none."""
+    """Return the mapped dim of every leaf of the arguments; None for a leaf that is not a tensor."""
     if isinstance(in_dims, list):
         in_dims = tuple(in_dims)
     if isinstance(in_dims, tuple) and len(in_dims) != len(args):
@@ -173,5 +174,5 @@ def _checked_size(axis_name: str | None, given: int | None, leaves: Sequence[Any
 
 
 def _broadcast(dims: Any, tree: Any) -> list[Any]:
-    """One dim per leaf of the tree, from a tree of dims that may stop earlier."""
+    """Expand a prefix tree of dims to one dim per leaf of `tree`."""
     return optree.tree_leaves(optree.tree_broadcast_prefix(dims, tree, none_is_leaf=True), none_is_leaf=True)

@@ -1,4 +1,4 @@
-"""Batches: which samples each rank reads, and batches of unequal sizes made equal."""
+"""Batches of training data: the samples that each rank reads, and padding for batches of unequal sizes."""
 
 from .sampler import Position, Sampler
 from .uneven import UnevenBatchError, batch_signature, check_same_call, even_batches, pad_batch

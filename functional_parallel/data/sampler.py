@@ -1,12 +1,12 @@
-"""Which samples each rank reads: a pure function of length, seed, epoch and place on the mesh.
+"""Sharded sampler: the samples of a rank are a pure function of length, seed, epoch and position on the mesh.
 
-An epoch is a permutation of the samples, cut into global batches, each cut into one block per rank along the batch's
-axes: block r of global batch k is what rank r would take from that batch if it were given whole. So a run fed by
-`train_step(batch="own")` sees what one fed by whole batches sees, and a run resumed on another number of ranks goes on
-with the same batches.
+An epoch is a permutation of the samples. It is cut into global batches, and each batch into one block per rank along
+the batch axes. Block r of a global batch is the shard of rank r if the batch were sharded. Therefore a run with
+`train_step(batch="own")` sees the same batches as a run with global batches. A run that is resumed on another number of
+ranks continues with the same batches.
 
-Without a rank, a sampler returns the samples of this process. In a simulated run that is the global batch, since one
-process has all ranks. A script that names no rank is therefore right in both.
+Without a rank, a sampler returns the samples of this process. In a simulated run that is the global batch, because one
+process has all ranks. A script that names no rank is therefore correct in both cases.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TAILS = ("uneven", "drop", "repeat")
 
 
 class Position(NamedTuple):
-    """How far a run has read its samples. A saved position continues the run, on any mesh.
+    """Position of a run in its samples. A run can be resumed from a saved position, on any mesh.
 
     >>> import functional_parallel as fp
     >>> from sharding_specs import Mesh
@@ -40,7 +40,7 @@ class Position(NamedTuple):
 
     Args:
         epoch: the epoch, counted from 0.
-        batch: the number of global batches already read in that epoch.
+        batch: number of global batches already read in that epoch.
     """
 
     epoch: int = 0
@@ -48,12 +48,12 @@ class Position(NamedTuple):
 
 
 START = Position()
-torch.serialization.add_safe_globals([Position])  # torch.load(weights_only=True), its default, may make one
+torch.serialization.add_safe_globals([Position])  # allow it in torch.load(weights_only=True), the default
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """A sharded data sampler: it covers every sample of an epoch once.
+    """A sharded data sampler. An epoch reads every sample once, except as `tail` specifies.
 
     >>> import functional_parallel as fp
     >>> from sharding_specs import Mesh
@@ -69,19 +69,21 @@ class Sampler:
     `fp.train_step(..., batch="own")`. The same script then trains on the same batches simulated and under torchrun.
 
     Args:
-        length: the number of samples.
-        batch: samples in a global batch, all ranks together.
+        length: number of samples.
+        batch: number of samples in a global batch, over all ranks.
         mesh: the mesh.
-        axis: the axis or axes that split the batch, first one major; ranks that differ along others read the same.
-        tail: what becomes of the last batch of an epoch when it is not full. "uneven": its samples are split as evenly
-            as they can be, the first ranks having one more and the last perhaps none (`even_batches` fills up); "drop":
-            they are left out (each epoch shuffles anew, so each leaves out others); "repeat": it is filled from the
-            beginning of the epoch's order.
-        shuffle: whether each epoch has an order of its own, made from seed and epoch; otherwise 0, 1, 2, ….
-        seed: of the orders.
+        axis: the axis or axes that split the batch, with the first one major. Ranks that differ only along other axes
+            read the same samples.
+        tail: rule for the last batch of an epoch if it is incomplete. "uneven": its samples are split as evenly as
+            possible. The first ranks may have one sample more, and the last ranks may have none (`even_batches` pads
+            them). "drop": its samples are dropped; if `shuffle` is set, each epoch drops other samples. "repeat": it is
+            completed from the beginning of the order of the epoch.
+        shuffle: whether each epoch has its own order, computed from seed and epoch. If False, the order is 0, 1, 2, ….
+        seed: seed of the orders.
 
     Raises:
-        ValueError: for a batch that the ranks along the axes do not divide, an unknown tail, or no sample at all.
+        ValueError: if the number of ranks along the axes does not divide `batch`, `tail` is unknown, `length` is less
+            than 1, or "drop" leaves no batch.
     """
 
     length: int
@@ -111,27 +113,27 @@ class Sampler:
 
     @property
     def ranks(self) -> int:
-        """How many ranks the batch is split over."""
+        """Number of ranks that the batch is split over."""
         return self.mesh.axis_size(self.axis)
 
     @property
     def rows(self) -> int:
-        """Number of samples that this process reads of a full batch; `even_batches` pads the last one to it.
+        """Number of samples of a full batch that this process reads; `even_batches` pads the last batch to it.
 
-        In a simulated run it is the global batch.
+        In a simulated run it is the size of the global batch.
         """
         return self.batch if self._here() is None else self.batch // self.ranks
 
     @property
     def batches(self) -> int:
-        """Global batches in an epoch, the same on every rank."""
+        """Number of global batches per epoch, the same on every rank."""
         return self.length // self.batch if self.tail == "drop" else math.ceil(self.length / self.batch)
 
     def order(self, epoch: int) -> torch.Tensor:
-        """The order in which an epoch reads the samples.
+        """Return the order of the samples in an epoch.
 
         Args:
-            epoch: counts from 0.
+            epoch: the epoch, counted from 0.
 
         Returns:
             A permutation of 0 … length - 1, the same on every rank and every machine.
@@ -139,25 +141,25 @@ class Sampler:
         numbers = torch.arange(self.length)
         if not self.shuffle:
             return numbers
-        # fold_in is one to one in the number it folds, so no two samples draw the same and the order is unique.
+        # fold_in is injective in the folded number, so all samples draw different values and the order is unique.
         return random.fold_in(random.fold_in(random.key(self.seed), epoch), numbers).argsort()
 
     def epoch(self, epoch: int, rank: int | None = None) -> list[list[int]]:
         """Return the batches that a rank, or this process, reads in an epoch.
 
         Args:
-            epoch: counts from 0.
-            rank: a rank of the mesh. By default the batches are those of this process: of its rank, or global batches
-                where it simulates all ranks.
+            epoch: the epoch, counted from 0.
+            rank: a rank of the mesh. By default the batches are for this process: for its rank, or global batches if
+                it simulates all ranks.
 
         Returns:
-            Per global batch, the samples of the rank's block, or all of them.
+            For each global batch, the samples in the block of the rank, or all samples.
         """
         order, rank = self.order(epoch), self._here() if rank is None else rank
         return [self._block(order, number, rank) for number in range(self.batches)]
 
     def run(self, rank: int | None = None, start: Position = START) -> Iterator[tuple[Position, list[int]]]:
-        """Return the batches of a rank, or of this process, from a position on, over epochs without end.
+        """Return an infinite iterator over the batches of a rank, or of this process, from a position on.
 
         >>> import itertools
         >>> from sharding_specs import Mesh
@@ -169,13 +171,15 @@ class Sampler:
 
         Args:
             rank: a rank of the mesh; by default this process, as in `epoch`.
-            start: where to begin; the beginning by default.
+            start: position of the first batch. By default the run starts at the beginning.
 
         Returns:
-            Pairs of the position after a batch, which a checkpoint keeps (it is two numbers), and the batch's samples.
+            Pairs of the position after a batch and the samples of the batch. Store the position, two integers, in a
+            checkpoint.
 
         Raises:
-            ValueError: for a position that no epoch of this sampler has, as of one with smaller batches.
+            ValueError: if no epoch of this sampler has the position, for example the position of a sampler with smaller
+                batches.
         """
         return self._run(self._here() if rank is None else rank, self._checked(start))
 
@@ -190,7 +194,7 @@ class Sampler:
         return Position(epoch, batch)
 
     def _here(self) -> int | None:
-        """Return the rank of this process on the mesh; None where it simulates all ranks."""
+        """Return the rank of this process on the mesh, or None if it simulates all ranks."""
         runtime = default_runtime(self.mesh)
         return runtime.rank if isinstance(runtime, ProcessRuntime) else None
 

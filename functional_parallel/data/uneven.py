@@ -1,9 +1,9 @@
-"""Ranks with unequal numbers of samples: batches filled up to one size, with a mask of what is really there.
+"""Ranks with unequal numbers of samples: batches are padded to one size, with a mask of the real samples.
 
-A program has one shape on all ranks, and every rank comes to every collective. So a rank with fewer samples computes
-copies of one that count for nothing, and a rank that has run out of batches computes batches of nothing else. The loss,
-written for the whole batch, says what counts: its mean is one over the samples that are there, on whichever rank.
-(PyTorch's Join shadows the missing ranks' collectives instead, and takes means of the ranks' means.)
+A program has the same shapes on all ranks, and every rank calls every collective. A rank with fewer samples therefore
+computes copies of a sample that are masked. A rank without batches left computes batches of masked copies only. The
+loss is written for the global batch and applies the mask, so its mean is over the real samples of all ranks.
+(PyTorch's Join instead shadows the collectives of the missing ranks, and averages the means of the ranks.)
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ __all__ = ["UnevenBatchError", "batch_signature", "check_same_call", "even_batch
 
 
 class UnevenBatchError(ValueError):
-    """A batch that cannot be filled up: too large, of several lengths, or of other samples than another rank's."""
+    """Raised for a batch that cannot be padded.
+
+    It is too large, has tensors of different lengths, or has samples that differ in signature from another rank.
+    """
 
 
 def pad_batch(batch: PyTree, rows: int, *, like: PyTree = None) -> tuple[PyTree, torch.Tensor]:
-    """Fill a batch up to a number of rows with copies of its first one, and say which rows are its own.
+    """Pad a batch to a number of rows with copies of its first row, and return a mask of the real rows.
 
     >>> import torch, functional_parallel as fp
     >>> fp.pad_batch({"x": torch.tensor([[1, 2], [3, 4]])}, 3)
@@ -36,16 +39,16 @@ def pad_batch(batch: PyTree, rows: int, *, like: PyTree = None) -> tuple[PyTree,
             [1, 2]])}, tensor([ True,  True, False]))
 
     Args:
-        batch: a pytree whose tensors have the samples in dim 0; scalars and leaves that are no tensors stay.
-        rows: how many rows it shall have.
-        like: a batch with a row to copy, for one that has none.
+        batch: a pytree of tensors with the samples in dim 0. Scalars and leaves that are not tensors are unchanged.
+        rows: number of rows of the padded batch.
+        like: a batch with a row to copy, for a batch without rows.
 
     Returns:
-        The batch, and a mask of `rows` booleans. Losses per sample times the mask, summed, over the sum of the mask, is
-        their mean over the samples that are there.
+        The padded batch, and a mask of `rows` booleans. The mean over the real samples is the sum of the masked losses
+        per sample, divided by the sum of the mask.
 
     Raises:
-        UnevenBatchError: when the batch has more rows, tensors of different lengths, or no row to copy.
+        UnevenBatchError: if the batch has more than `rows` rows, tensors of different lengths, or no row to copy.
     """
     register_dataclasses(batch, like)
     count = _rows_that_fit(batch, rows)
@@ -65,10 +68,10 @@ def pad_batch(batch: PyTree, rows: int, *, like: PyTree = None) -> tuple[PyTree,
 
 
 def even_batches(batches: Iterable[PyTree], rows: int, mesh: Mesh) -> Iterator[tuple[PyTree, torch.Tensor]]:
-    """Go through a rank's own batches, each filled up to one size, as often as the rank with the most has batches.
+    """Iterate over the batches of a rank, padded to one size. The rank with the most batches sets the number.
 
-    Every rank goes through its own at the same time: before each batch they tell each other whether they have one. A
-    rank that has none left, or never had one, is given copies of a sample of another rank, all masked.
+    All ranks iterate at the same time. Before each batch they exchange whether they have one. A rank without batches
+    left, or without any batch, gets copies of a sample of another rank, all masked.
 
     >>> import torch, functional_parallel as fp
     >>> from sharding_specs import Mesh
@@ -79,17 +82,18 @@ def even_batches(batches: Iterable[PyTree], rows: int, mesh: Mesh) -> Iterator[t
     [4, 4] [True, False]
 
     Args:
-        batches: what this rank has, as `pad_batch` takes it. Batches without rows are left out.
-        rows: how many rows every batch shall have, on every rank.
-        mesh: the mesh. Where its ranks are simulated in one process, batches are global ones, and `rows` is theirs.
+        batches: the batches of this rank, as for `pad_batch`. Batches without rows are skipped.
+        rows: number of rows of every padded batch, on every rank.
+        mesh: the mesh. If one process simulates its ranks, `batches` are global batches and `rows` is their size.
 
     Returns:
-        Pairs of a batch and its mask, as many on every rank.
+        Pairs of a batch and its mask. The number of pairs is the same on every rank.
 
     Raises:
-        UnevenBatchError: on every rank, when a batch of one of them cannot be filled up, when that rank's iterable
-            raises, or when ranks have different samples.
-        OutOfStepError: on every rank, when one of them leaves before all have gone through.
+        UnevenBatchError: on every rank, if a batch of any rank cannot be padded, the iterable of any rank raises, or
+            samples of two ranks differ in signature. The rank with the faulty batch or iterable raises its original
+            exception.
+        OutOfStepError: on every rank, if a rank stops before all ranks have finished.
     """
     runtime, own = default_runtime(mesh), _Own(batches, rows, mesh)
     name, advice = f"fp.even_batches(rows={rows})", "Every rank goes through it to the end, or all leave at one batch"
@@ -107,7 +111,10 @@ def even_batches(batches: Iterable[PyTree], rows: int, mesh: Mesh) -> Iterator[t
 
 
 def check_same_call(runtime: Any, doing: str) -> None:
-    """Make sure that ranks with batches of their own are about to do the same; `doing` reads on after "rank 0"."""
+    """Check that ranks with per-rank batches are about to make the same call.
+
+    `doing` describes the call; an error prints it after the name of the rank.
+    """
     runtime.agree(
         doing,
         "With batch='own' every rank takes as many steps, on batches of one shape: go through "
@@ -119,14 +126,14 @@ _NOTHING, _BATCH, _PROBLEM = range(3)
 
 
 class _Own:
-    """This rank's batches; what goes wrong with them is kept until the other ranks know."""
+    """Batches of this rank. An exception is stored until the other ranks have been notified."""
 
     def __init__(self, batches: Iterable[PyTree], rows: int, mesh: Mesh) -> None:
         self.batches, self.rows, self.mesh = iter(batches), rows, mesh
         self.problem: Exception | None = None
 
     def take(self) -> PyTree | None:
-        """The next batch that has rows; None at the end, or when there is a problem."""
+        """Return the next batch that has rows. Return None at the end or after an exception."""
         try:
             for batch in self.batches:
                 if _rows_that_fit(batch, self.rows):
@@ -177,7 +184,7 @@ def _rows_that_fit(batch: PyTree, rows: int) -> int:
 
 
 def _sample(batch: PyTree | None) -> PyTree | None:
-    """A batch of one row, in memory of its own, to be sent."""
+    """Return a copy of the first row of a batch, to be sent to the other ranks."""
     if batch is None:
         return None
     return optree.tree_map(lambda leaf: leaf[:1].detach().cpu().clone() if _has_rows(leaf) else leaf, batch)
@@ -188,7 +195,7 @@ def _nothing_of(sample: PyTree) -> PyTree:
 
 
 def _common_sample(samples: list[PyTree | None], mesh: Mesh) -> PyTree | None:
-    """The first rank's that has one; all of them must look alike."""
+    """Return the sample of the first rank that has one. All samples must have the same signature."""
     looks = {rank: batch_signature(sample, begin=1) for rank, sample in enumerate(samples) if sample is not None}
     if len(set(looks.values())) > 1:
         first = {look: rank for rank, look in reversed(looks.items())}
@@ -199,7 +206,10 @@ def _common_sample(samples: list[PyTree | None], mesh: Mesh) -> PyTree | None:
 
 
 def batch_signature(batch: PyTree, begin: int = 0) -> str:
-    """Path, type and shape (from a dim on) of every tensor of a batch, and the rest as it is."""
+    """Return path, dtype and shape of every tensor of a batch, and path and repr of the other leaves.
+
+    Dims before `begin` are omitted from the shapes.
+    """
     leaves = zip(tree_paths(batch), optree.tree_leaves(batch), strict=True)
     return ", ".join(f"{path}: {_look(leaf, begin)}".removeprefix(": ") for path, leaf in leaves)
 

@@ -1,8 +1,8 @@
-"""Modules of batch norm inside `fp.functional`: one that synchronises ranks by itself, and one that reads a counter.
+"""Batch norm modules inside `fp.functional` with a forward that cannot be traced.
 
-`nn.SyncBatchNorm` looks for a process group: on a CPU it raises if one exists, and on CUDA it would communicate beside
-the program. Here the statistics of a batch are those of the global batch, so it is a batch norm like any other. With
-`momentum=None` torch's forward reads the number of batches as a Python number, which a trace does not have.
+`nn.SyncBatchNorm` looks for a process group. On a CPU it raises if a group exists, and on CUDA it would communicate
+outside of the program. Here statistics are those of the global batch, so it is treated as a plain batch norm. With
+`momentum=None`, torch's forward reads the number of batches as a Python number, which a trace does not have.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..tracing import recorder
 __all__ = ["as_batch_norms", "holds_batch_norms", "require_no_group"]
 
 _CLASSES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_torchs = nn.BatchNorm1d.forward  # the one that all of them but SyncBatchNorm inherit
+_torchs = nn.BatchNorm1d.forward  # inherited by all of them except SyncBatchNorm
 _synchronised = nn.SyncBatchNorm.forward
 
 
@@ -36,10 +36,10 @@ def _is_replaced(module: nn.Module) -> bool:
 
 
 def require_no_group(module: nn.Module) -> None:
-    """Refuse batch norms that synchronise some ranks only.
+    """Refuse batch norms that synchronise only some ranks.
 
     Raises:
-        ValueError: naming them, and the way to statistics of groups.
+        ValueError: if there is one. The message names them and explains how to get statistics of groups.
     """
     wrong = [
         path or "the module"
@@ -61,9 +61,10 @@ def _is_world(group: Any) -> bool:
 
 @contextmanager
 def as_batch_norms() -> Iterator[None]:
-    """Let batch norms that this thread calls inside be plain ones over the batch that they are given.
+    """Run the batch norms that this thread calls inside as plain ones over their input batch.
 
-    The classes' `forward` is replaced for all threads as long as some thread is inside; others go torch's way.
+    The `forward` of the classes is replaced for all threads while any thread is inside. Threads that are not inside
+    still get torch's behaviour.
     """
     inside = _inside()
     inside.append(True)
@@ -88,7 +89,7 @@ def _forward(module: Any, input: torch.Tensor) -> Any:
 
 
 def _averaged(module: Any, input: torch.Tensor) -> torch.Tensor:
-    """The training forward that keeps the mean of all batches' statistics."""
+    """Run the training forward that tracks the mean of the statistics of all batches."""
     module._check_input_dim(input)
     module.num_batches_tracked.add_(1)
     factor: Any = 1 / module.num_batches_tracked.to(module.running_mean.dtype)
@@ -97,7 +98,7 @@ def _averaged(module: Any, input: torch.Tensor) -> torch.Tensor:
 
 
 class _Forwards:
-    """The forwards of the classes, and the number of calls for which they are replaced."""
+    """Forwards of the classes, and the number of calls that need them replaced."""
 
     def __init__(self) -> None:
         self._lock, self._inside = threading.Lock(), 0

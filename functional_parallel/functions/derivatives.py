@@ -1,9 +1,11 @@
-"""torch.func's transforms, with the layout carried and every pytree flattened by optree.
+"""torch.func's transforms, which here keep layouts and flatten every pytree with optree.
 
-`fp.grad(f)` is `torch.func.grad(f)` in three settings: of a local function it returns a local function, whose layout
-says how the gradients lie; inside a `shard_map` body it first traces and types what it differentiates, so that an
-Invariant value that meets a Varying one is cast where AD can see it; of any other function it only adds that leaves
-which are not floating are passed by instead of refused.
+`fp.grad(f)` is `torch.func.grad(f)` in three settings:
+
+- For a local function it returns a local function. Its layout contains the specs of the gradients.
+- Inside a `shard_map` body it first traces and types the function. An Invariant value that is combined with a Varying
+  one is then cast where automatic differentiation sees the cast.
+- For any other function, the only difference is that leaves that are not floating-point are skipped, not refused.
 """
 
 from __future__ import annotations
@@ -33,20 +35,20 @@ Argnums = int | Sequence[int]
 
 
 def grad_and_value(f: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
-    """Gradients and value of a scalar function: `grads, value = grad_and_value(f)(params, batch)`.
+    """Return a function for gradients and value: `grads, value = grad_and_value(f)(params, batch)`.
 
     >>> import torch, functional_parallel as fp
     >>> fp.grad_and_value(lambda p: (p["w"] ** 2).sum())({"w": torch.tensor([1.0, 2.0]), "steps": 3})
     ({'w': tensor([2., 4.]), 'steps': None}, tensor(5.))
 
     Args:
-        f: returns a scalar tensor, or (with `has_aux`) a scalar and anything else.
-        argnums: the argument, or arguments, to differentiate by; any optree pytrees.
+        f: returns a scalar tensor, or (with `has_aux`) a scalar tensor and any other value.
+        argnums: number of the argument, or arguments, to differentiate by; any optree pytrees.
         has_aux: whether f returns `(value, aux)`.
 
     Returns:
-        A function that returns `(gradients, value)` or `(gradients, (value, aux))`. Gradients have the argument's tree;
-        a leaf that is not a floating tensor has None. A local function yields a local function.
+        A function that returns `(gradients, value)` or `(gradients, (value, aux))`. Gradients have the structure of the
+        argument, with None for each leaf that is not a floating-point tensor. For a local f, a local function.
     """
     call = _gradient_call(f, argnums, has_aux)
     if not isinstance(f, LocalFunction):
@@ -55,7 +57,7 @@ def grad_and_value(f: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = 
 
 
 def grad(f: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
-    """Gradients of a scalar function; see `grad_and_value`.
+    """Return a function for the gradients of a scalar function; see `grad_and_value`.
 
     >>> import torch, functional_parallel as fp
     >>> fp.grad(lambda x: (x ** 3).sum())(torch.tensor([2.0]))
@@ -81,7 +83,7 @@ def grad(f: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> 
 
 
 def hessian(f: Callable[..., Any], argnums: int = 0) -> Callable[..., Any]:
-    """Second derivatives of a scalar function of one tensor: forward over reverse.
+    """Return a function for the second derivatives by one tensor, computed as forward over reverse.
 
     >>> import torch, functional_parallel as fp
     >>> fp.hessian(lambda x: (x ** 3).sum())(torch.tensor([1.0, 2.0]))
@@ -93,10 +95,10 @@ def hessian(f: Callable[..., Any], argnums: int = 0) -> Callable[..., Any]:
         argnums: the argument to differentiate by; one tensor.
 
     Returns:
-        A function of the same arguments; its result has the argument's dims twice.
+        A function of the same arguments. Its result has the dims of the differentiated argument twice.
     """
     if not isinstance(f, LocalFunction):
-        return torch.func.jacfwd(grad(f, argnums), argnums)  # whose reverse part is typed in a body
+        return torch.func.jacfwd(grad(f, argnums), argnums)  # a body types the reverse pass
     call = torch.func.hessian(_run_of(f), argnums)
 
     def results(args: tuple[PyTree, ...]) -> P:
@@ -112,16 +114,16 @@ def hessian(f: Callable[..., Any], argnums: int = 0) -> Callable[..., Any]:
 
 
 def jvp(f: Callable[..., Any], primals: tuple[PyTree, ...], tangents: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
-    """Value and directional derivative, `torch.func.jvp` on optree pytrees.
+    """Return the value and the directional derivative: `torch.func.jvp` on optree pytrees.
 
     >>> import torch, functional_parallel as fp
     >>> fp.jvp(lambda x: (x ** 2).sum(), (torch.tensor([3.0]),), (torch.tensor([1.0]),))
     (tensor(9.), tensor(6.))
 
     Args:
-        f: any function, local ones included.
+        f: any function, including a local function.
         primals: its arguments.
-        tangents: the direction, of the same trees; leaves beside non-floating primals are ignored.
+        tangents: the direction, with the same structure. Leaves at positions of non-floating primals are ignored.
     """
     register_dataclasses(primals, tangents)
     leaves, tree = optree.tree_flatten(primals)
@@ -136,7 +138,7 @@ def jvp(f: Callable[..., Any], primals: tuple[PyTree, ...], tangents: tuple[PyTr
         outputs, found["tree"] = optree.tree_flatten(result)
         return tuple(outputs)
 
-    values, derivatives = torch.func.jvp(  # type: ignore[misc]  # three values with has_aux alone
+    values, derivatives = torch.func.jvp(  # type: ignore[misc]  # three values only with has_aux
         flat, tuple(leaves[index] for index in moving), tuple(directions[index] for index in moving)
     )
     return optree.tree_unflatten(found["tree"], values), optree.tree_unflatten(found["tree"], derivatives)
@@ -151,11 +153,11 @@ def vmap(
     spmd_axis: str | None = None,
     **options: Any,
 ) -> Callable[..., Any]:
-    """`torch.func.vmap`, whose mapped dim may be named as a mesh axis or split over one.
+    """Map a function as `torch.func.vmap` does. The mapped dim may be a virtual mesh axis or be sharded over an axis.
 
-    With `axis_name` the mapped dim is a mesh axis of its own: collectives inside may name it. That makes every law of
-    collectives checkable in microseconds. With `spmd_axis` the mapped dim is sharded over an axis of the mesh. With
-    neither, a local function keeps its layout; the mapped dim lies whole.
+    With `axis_name`, the mapped dim is a separate mesh axis that collectives inside may name. Laws of collectives can
+    therefore be checked in microseconds. With `spmd_axis`, the mapped dim is sharded over an axis of the mesh. With
+    neither, a local function keeps its layout and the mapped dim is replicated.
 
     >>> import torch, functional_parallel as fp
     >>> fp.vmap(lambda x: fp.psum(x, "i"), axis_name="i", out_dims=None)(torch.tensor([1.0, 2.0]))
@@ -167,14 +169,14 @@ def vmap(
     tensor([ 2.,  8., 18., 32.])
 
     Args:
-        f: any function; a local one with `spmd_axis`.
+        f: any function. With `spmd_axis`, a plain function is treated as a local one.
         in_dims, out_dims: as for torch.func.vmap.
-        axis_name: the name that collectives inside f use for the mapped dim.
-        spmd_axis: the mesh axis that splits the mapped dim; the result is a local function.
+        axis_name: name that collectives inside f use for the mapped dim.
+        spmd_axis: mesh axis that shards the mapped dim; the result is a local function.
         options: randomness, chunk_size, axis_size.
 
     Raises:
-        ValueError: when both names are given, or the layout of f uses `spmd_axis` already.
+        ValueError: if both names are given, or if the layout of f already uses `spmd_axis`.
     """
     if axis_name is not None and spmd_axis is not None:
         raise ValueError("fp.vmap takes axis_name (a virtual axis) or spmd_axis (an axis of the mesh), not both")
@@ -188,7 +190,7 @@ def vmap(
 
 
 def _mapped(f: LocalFunction, in_dims: Any, out_dims: Any, axis: str | None, options: dict[str, Any]) -> LocalFunction:
-    """The vmap of a local function, its layout with one more dim, which lies whole or split over an axis."""
+    """Return the vmap of a local function. Its layout has one more dim, replicated or sharded over `axis`."""
 
     def arguments(args: tuple[PyTree, ...]) -> tuple[Any, ...]:
         leaves, tree = optree.tree_flatten(args)
@@ -218,7 +220,10 @@ def _mapped(f: LocalFunction, in_dims: Any, out_dims: Any, axis: str | None, opt
 
 
 def _varied(args: tuple[PyTree, ...], dims: Sequence[int | None], axis: str) -> tuple[PyTree, ...]:
-    """Each rank maps over samples of its own, so what they share is its own too: no sum over ranks in gradients."""
+    """Cast trained arguments that are not mapped to Varying over `axis`.
+
+    Each rank maps over its own samples, so gradients taken inside are not summed over the ranks.
+    """
     leaves, tree = optree.tree_flatten(args)
     own = [
         pvary(leaf, axis) if dim is None and is_trained(leaf) else leaf for leaf, dim in zip(leaves, dims, strict=True)
@@ -227,7 +232,7 @@ def _varied(args: tuple[PyTree, ...], dims: Sequence[int | None], axis: str) -> 
 
 
 def _of_one(leaf: Any, dim: int | None) -> Any:
-    """What stands for one sample of a leaf, of its shape."""
+    """Return a stand-in with the shape of one sample of a leaf."""
     if dim is None:
         return leaf
     shape = list(leaf.shape)
@@ -236,7 +241,7 @@ def _of_one(leaf: Any, dim: int | None) -> Any:
 
 
 def _with_mapped(spec: P, leaf: Any, dim: int | None, axis: str | None) -> P:
-    """The spec of a value that has one more dim, split over an axis or whole."""
+    """Return the spec of a value with one more dim, sharded over `axis` or replicated."""
     if dim is None:
         return spec
     dim %= leaf.ndim
@@ -280,7 +285,7 @@ def _gradient_call(f: Callable[..., Any], argnums: Argnums, has_aux: bool) -> Ca
         by_leaf = dict(zip(moving, gradients, strict=True))
         trees = tree.unflatten([by_leaf.get(index) for index in range(len(leaves))])
         tensors = iter(aux)
-        flat_aux = [next(tensors) if leaf is None else leaf for leaf in found["aux"]]  # torch.func takes tensors alone
+        flat_aux = [next(tensors) if leaf is None else leaf for leaf in found["aux"]]  # torch.func accepts only tensors
         result = (value, optree.tree_unflatten(found["tree"], flat_aux)) if has_aux else value
         return (trees[argnums] if isinstance(argnums, int) else tuple(trees[number] for number in numbers)), result
 
@@ -288,7 +293,7 @@ def _gradient_call(f: Callable[..., Any], argnums: Argnums, has_aux: bool) -> Ca
 
 
 def _run_of(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what a derivative is taken of: a partitioned function traces its forward itself."""
+    """Return the function to differentiate. A partitioned function traces its forward itself."""
     if isinstance(f, LocalFunction):
         return f.run if f.layout.axes else forward_first(f.run)
     return forward_first(f)
@@ -304,9 +309,9 @@ def unused(x: torch.Tensor, gradient: torch.Tensor) -> bool:
 
 
 def _note_unused(active: Recorder, inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-    """Type the zeros of unused inputs, and note in every input of the trace whether a gradient reaches it.
+    """Type the zeros of unused inputs, and record for every input of the trace whether a gradient reaches it.
 
-    torch makes these zeros like the input. Their type is the gradient's, not the input's.
+    torch creates these zeros with `zeros_like` of the input, but their type must be that of the gradient.
     """
     for x, gradient in zip(inputs, gradients, strict=True):
         node = active.node_of(_torch.unwrap(x))
@@ -329,7 +334,7 @@ def _local(f: LocalFunction, call: Callable[..., Any], results: Callable[[tuple[
 
 
 def _gradient_specs(f: LocalFunction, args: tuple[PyTree, ...], argnums: Argnums) -> Any:
-    """Gradients lie as what they belong to, but Reduced becomes Unreduced."""
+    """Return the specs of gradients: the specs of their arguments, with Reduced replaced by Unreduced."""
     specs = f.layout.arguments(args)
     duals = [optree.tree_map(P.dual, spec) for spec in specs]
     return duals[argnums] if isinstance(argnums, int) else tuple(duals[number] for number in argnums)

@@ -1,4 +1,4 @@
-"""Refuse modules, optimizers and meshes of torch where this library takes its own, and show what to write."""
+"""Refuse modules, optimizers and meshes of torch where this library needs its own, and show the code to write."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _SCHEDULERS = {
 
 
 def require_function(f: Any, who: str) -> None:
-    """Refuse a function of parameters that is a module, or holds a DDP or FSDP module, or is not callable.
+    """Refuse a function of parameters that is a module, contains a DDP or FSDP module, or is not callable.
 
-    A module without parameters, such as `nn.MSELoss()`, is a function.
+    A module without parameters, such as `nn.MSELoss()`, is accepted as a function.
 
     Args:
         f: the function.
-        who: the caller, for the message.
+        who: name of the caller, for the message.
 
     Raises:
-        TypeError: for a module with parameters, and for anything that is not callable.
+        TypeError: for a module with parameters or an object that is not callable.
         ForeignCollectiveError: for a DDP or FSDP module.
     """
     if not callable(f):
@@ -53,10 +53,10 @@ def require_function(f: Any, who: str) -> None:
 
 
 def require_module(module: Any, who: str) -> None:
-    """Refuse what is not an `nn.Module`.
+    """Refuse an object that is not an `nn.Module`.
 
     Raises:
-        TypeError: naming what it is.
+        TypeError: if it is not; the message names its kind.
     """
     if not isinstance(module, nn.Module):
         name = getattr(module, "__name__", "")
@@ -65,10 +65,10 @@ def require_module(module: Any, who: str) -> None:
 
 
 def require_mesh(mesh: Any, who: str) -> None:
-    """Refuse what is not a `sharding_specs.Mesh`.
+    """Refuse an object that is not a `sharding_specs.Mesh`.
 
     Raises:
-        TypeError: with the mesh to write for a torch DeviceMesh, a dict, a string or a number.
+        TypeError: if it is not. The message shows the mesh to write, also for a DeviceMesh, dict, string or number.
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(f"{who} takes a sharding_specs.Mesh, not {type(mesh).__name__}: write {_mesh_for(mesh)}")
@@ -91,10 +91,10 @@ def _mesh_for(mesh: Any) -> str:
 
 
 def written_here(value: Any) -> str:
-    """Return what to write instead of torch's scheduler, or of parameters; empty for anything else.
+    """Return advice that replaces a torch scheduler or parameters; empty for any other value.
 
     Args:
-        value: given as an optimizer or as a learning rate.
+        value: value passed as an optimizer or as a learning rate.
     """
     kind = value if isinstance(value, type) else type(value)
     if issubclass(kind, torch.optim.lr_scheduler.LRScheduler):

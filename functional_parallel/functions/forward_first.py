@@ -1,7 +1,7 @@
-"""Tracing a plain function's forward before a torch.func transform is applied to it, as the partitioner does.
+"""Trace the forward of a plain function before a torch.func transform is applied to it, as the partitioner does.
 
-Under a transform, what a function computes is wrapped, and code that checks for a fake tensor, in order not to read
-values of one, does not recognise it. Without a wrapper it does, with a plan and without.
+Under a transform, the tensors of a function are wrapped. Code that checks for fake tensors, to avoid reading their
+values, does not recognise wrapped ones. In a separate trace they are not wrapped, with a plan and without one.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ PyTree = Any
 
 
 def forward_first(f: Callable[..., PyTree], *, lenient: bool = False) -> Callable[..., PyTree]:
-    """Return a function that calls f, from a trace of its forward if it is called under a transform in a typed trace.
+    """Return a function that calls f. Under a transform in a typed trace, it runs a trace of the forward of f.
 
-    The trace has every implied cast written in.
+    That trace is run with every implied cast made explicit.
 
     Args:
         f: a function of pytrees.
-        lenient: call f directly if it closes over a tensor of an enclosing transform, instead of refusing it.
+        lenient: whether to call f directly, instead of refusing it, if it closes over a tensor of an enclosing
+            transform.
     """
 
     @functools.wraps(f)

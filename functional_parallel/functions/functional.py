@@ -26,23 +26,23 @@ def functional(module: nn.Module, *, buffers: bool = False) -> Any:
     (['bias', 'weight'], torch.Size([3, 1]))
 
     Args:
-        module: any module; Hugging Face models too. It is not changed, and its mode (train or eval) counts as it is
-            when the function is called, also where that is compiled: each mode has a program then. What else it reads
-            of itself, a program has as it was when it was traced.
-        buffers: pass buffers in and out as state, which batch norm's running statistics need in training. Batch norm
-            and `nn.SyncBatchNorm` take the statistics of the global batch.
+        module: any module, including Hugging Face models. It is not changed. Its mode (train or eval) at the time of
+            the call is used. This also holds for compiled functions, which have one program per mode. A program freezes
+            all other attributes of the module when it is traced.
+        buffers: whether to pass buffers in and out as state. The running statistics of batch norm need this in
+            training. Batch norm and `nn.SyncBatchNorm` use the statistics of the global batch.
 
     Returns:
-        `(fn, params)` with `fn(params, *args, **kwargs)`; with `buffers`, `(fn, params, state)` with
+        `(fn, params)` with `fn(params, *args, **kwargs)`. With `buffers`, `(fn, params, state)` with
         `fn(params, state, *args, **kwargs)` returning `(result, new_state)`. Parameters are keyed by dotted path; a
-        tied weight is one leaf. A frozen one, with `requires_grad=False`, is none, as it is not trained, but a constant
-        that all ranks hold whole; unless all are frozen, as for inference.
+        tied weight is one leaf. A frozen parameter (`requires_grad=False`) is not in `params`. It is not trained, and
+        is a constant that is replicated on all ranks. If all are frozen, as for inference, all are in `params`.
 
     Raises:
-        TypeError: for what is not a module.
-        ForeignCollectiveError: for a DDP or FSDP module, whose hidden hooks torch.func does not see.
-        ValueError: for a `SyncBatchNorm` over some ranks only; when the function is called, of a module whose buffers
-            are on the meta device.
+        TypeError: if `module` is not a module.
+        ForeignCollectiveError: for a DDP or FSDP module, because torch.func does not see its hidden hooks.
+        ValueError: for a `SyncBatchNorm` over only some ranks. When the function is called, if buffers or frozen
+            parameters of the module are on the meta device but the passed parameters are not.
     """
     require_module(module, "fp.functional")
     guards.check_callable(module)

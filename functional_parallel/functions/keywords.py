@@ -1,4 +1,4 @@
-"""Explain unknown keyword arguments: names from other libraries, and what to write for each here."""
+"""Explain unknown keyword arguments: names from other libraries, and the equivalent of each in this library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ELSEWHERE", "explain_keywords"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Several names share a hint. `{v}` is the given value, if it is a number, a string or None, else "…".
+# Several names share a hint. `{v}` is the passed value if it is a number, a string or None, else "…".
 _CLIP = "clip gradients by train_step(clip={v})"
 _STAGE = "choose the ZeRO stage in the plan: fp.zero({v}, 'data')"
 _SHARDED = "choose the sharding in the plan: fp.zero(3, 'data'), or fp.zero(2, 'data') to keep parameters replicated"
@@ -61,7 +61,7 @@ _OWN_NAMES = {"learning_rate": "lr", "stage": "stage", "loss_fn": "loss", "optim
 
 
 def explain_keywords(f: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a function so that an unknown or doubled keyword argument gets an error that shows what to write.
+    """Wrap a function so that the error for an unknown or duplicate keyword argument shows how to fix the call.
 
     >>> @explain_keywords
     ... def train(loss, *, clip=None): ...
@@ -70,10 +70,10 @@ def explain_keywords(f: Callable[P, R]) -> Callable[P, R]:
     TypeError: train has no argument max_grad_norm: clip gradients by train_step(clip=1.0)
 
     Args:
-        f: the function; it takes no `**kwargs`.
+        f: the function; it must not have `**kwargs`.
 
     Returns:
-        The function with the same name and signature. It raises TypeError for such a call.
+        A function with the same name and signature. It raises TypeError for such a call.
     """
     signature = inspect.signature(f)
     positional = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]

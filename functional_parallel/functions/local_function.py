@@ -1,8 +1,7 @@
-"""A function on one rank's shards that knows how its arguments and results lie.
+"""Functions on the shards of one rank, with the layouts of their arguments and results.
 
-torch.func copies a function's attributes onto what it wraps, so a layout kept in an attribute would survive
-`hessian(f)` with a stale meaning. This class has slots and no `__dict__`: there is nothing to copy, and the layout is
-bound to the object itself.
+torch.func copies the attributes of a function onto its wrappers. A layout in an attribute would survive `hessian(f)`
+and be wrong there. `LocalFunction` has slots and no `__dict__`, so torch.func finds nothing to copy.
 """
 
 from __future__ import annotations
@@ -46,28 +45,37 @@ __all__ = [
 PyTree = Any
 SpecTree = Any
 
-STACK_DIM = (
-    "taken_dim"  # an attribute of a tensor that stands for a stack of layers: the dim that no transform may choose
-)
+STACK_DIM = "taken_dim"  # attribute of a tensor that represents a stack of layers: the dim that no transform may shard
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the arguments and results of a local function lie.
+    """Layouts of the arguments of a local function, and the requests of its transforms.
 
-    `arguments(args)` is a tuple of full spec trees, one per argument, made from the arguments' paths and shapes alone;
-    in a trace, which sees local shapes, it gives what it gave for the whole ones before. `axes` are the mesh axes that
-    the function is local to, innermost transform first; `describe` says in words what each transform did. `passes` are
-    the rewrites that transforms ask of the compiled program; `data_axes` are those that split the batch, `virtual` axes
-    that no mesh has, microbatches, with their sizes or functions that make them from the mesh. `update_axes` are
-    those over which the optimizer's work and state are split though the parameters are not (ZeRO-1 and 2), in the order
-    of the chain, and `update_specs(args)` says how, unless `flat_update` says that they are laid end to end and cut
-    anywhere; `whole_gradients` says that gradients count as held whole until then (ZeRO-1).
-    `norm_specs(args)` says in which further parts the squares of gradients are summed, so that every ZeRO stage adds up
-    the same numbers in the same order. `summed_as(params)` is a tree that tells parameters apart whose gradients are
-    summed in different types. `signature` is that of the user's function, so that arguments may be given by name.
-    `loss_scale` holds the rules of a loss scale, for `train_step`; `pipeline` says how the
-    compiled program is cut into stages, and `stacks` which parameters are stacks of layers.
+    Attributes:
+        arguments: returns a tuple of full spec trees, one per argument. They depend only on the paths and shapes of the
+            arguments. In a trace, which has local shapes, it returns the specs that it returned for the global ones.
+        signature: signature of the user's function. It allows keyword arguments.
+
+        axes: mesh axes over which the function is local, innermost transform first.
+        data_axes: mesh axes that shard the batch.
+        virtual: axes of microbatches, which no mesh has. Each has a size or a function that computes it from the mesh.
+
+        describe: description of each transform.
+        passes: passes that transforms request for the compiled program.
+
+        update_axes: axes that shard the update and the optimizer state but not the parameters (ZeRO-1 and ZeRO-2), in
+            the order of the chain.
+        update_specs: returns the specs of the parameters in the update, unless `flat_update` is set.
+        norm_specs: returns specs that additionally shard gradients for the sum of their squares. Every ZeRO stage then
+            sums the same numbers in the same order.
+        flat_update: whether the update concatenates all parameters and splits them at any element.
+        whole_gradients: whether a rank stores full gradients until the update (ZeRO-1). Memory estimates use it.
+        summed_as: returns a tree that distinguishes parameters with gradients that are summed in different dtypes.
+        loss_scale: rules of the loss scale, for `train_step`.
+
+        pipeline: request to cut the compiled program into pipeline stages.
+        stacks: parameters that are stacks of layers.
     """
 
     arguments: Callable[[tuple[PyTree, ...]], tuple[SpecTree, ...]]
@@ -88,7 +96,12 @@ class Layout:
     signature: Signature | None = None
 
     def mesh(self, mesh: Mesh) -> Mesh:
-        """A mesh together with the virtual axes, after a check that it has the others."""
+        """Return a mesh with the virtual axes added.
+
+        Raises:
+            ValueError: if the mesh has an axis with the name of a virtual axis.
+            MeshError: if the mesh lacks one of `axes`.
+        """
         clash = [name for name, _ in self.virtual if name in mesh.axis_names]
         if clash:
             raise ValueError(f"{mesh!r} has an axis {clash[0]!r}, the name of the axis of microbatches; rename it")
@@ -101,20 +114,20 @@ class Layout:
         return wide
 
     def batch_specs(self, mesh: Mesh, params: PyTree, batch: tuple[PyTree, ...]) -> SpecTree:
-        """How the arguments after the parameters lie, a spec for every leaf."""
+        """Return the specs of the arguments after the parameters, one spec per leaf."""
         with bind(self.mesh(mesh).shape, None):
             return specs_per_leaf(self.arguments((params, *batch))[1:], batch, "specs of the loss", 1)
 
     def virtual_sizes(self, mesh: Mesh) -> dict[str, int]:
-        """The sizes of the virtual axes beside a mesh."""
+        """Return the sizes of the virtual axes for a mesh."""
         return {name: size(mesh) if callable(size) else size for name, size in self.virtual}
 
 
 class LocalFunction:
-    """What a transform returns: a pure function on shards, with its layout.
+    """Pure function on shards, with its layout. Transforms return it.
 
-    Call it inside `fp.compile`, on real ranks, or under `fp.vmap(axis_name=…)`; torch.func's transforms apply to it.
-    A call checks that its arguments lie as the layout declares; what carries the layout on calls `run`.
+    Call it inside `fp.compile`, on real ranks, or under `fp.vmap(axis_name=…)`. torch.func's transforms apply to it.
+    A call checks that its arguments match the layout. Code that keeps the layout itself calls `run`.
     """
 
     __slots__ = ("__weakref__", "_call", "layout", "name", "results")
@@ -130,17 +143,17 @@ class LocalFunction:
         return self.run(*check_arguments(self, self.layout.axes, self.layout.arguments, args))
 
     def run(self, *args: PyTree) -> PyTree:
-        """The function on what is known to lie as the layout declares."""
+        """Call the function on arguments that are known to match the layout, and store the specs of its results."""
         value, self.results = self._call(*args)
         return value
 
     @property
     def specs(self) -> Layout:
-        """How the arguments and results lie."""
+        """Layout of the function."""
         return self.layout
 
     def asking(self, *passes: Any) -> LocalFunction:
-        """The same function, of whose program these rewrites are asked."""
+        """Return the function with these passes requested for its program."""
         return self.with_layout(replace(self.layout, passes=(*self.layout.passes, *passes)))
 
     def updating(
@@ -151,7 +164,7 @@ class LocalFunction:
         flat: bool = False,
         whole_gradients: bool = False,
     ) -> LocalFunction:
-        """The same function, its optimizer's work split over one more axis; `specs` say how it is over all of them."""
+        """Return the function with its update sharded over one more axis. `specs` covers all axes of the update."""
         return self.with_layout(
             replace(
                 self.layout,
@@ -163,11 +176,14 @@ class LocalFunction:
         )
 
     def without_schedule(self) -> LocalFunction:
-        """The same function for what a pipeline's schedule is not made for: every rank runs all stages."""
+        """Return the function without a pipeline: every rank runs all stages.
+
+        It is for transforms that a pipeline schedule does not support.
+        """
         return self if self.layout.pipeline is None else self.with_layout(replace(self.layout, pipeline=None))
 
     def with_layout(self, layout: Layout) -> LocalFunction:
-        """The same function under another layout."""
+        """Return the function with another layout."""
         return LocalFunction(self._call, layout, self.name)
 
     def __repr__(self) -> str:
@@ -177,16 +193,16 @@ class LocalFunction:
 def specs_per_leaf(
     specs: tuple[SpecTree, ...], args: tuple[PyTree, ...], of: str, first: int = 0
 ) -> tuple[SpecTree, ...]:
-    """A spec for every leaf of some arguments.
+    """Return a spec for every leaf of some arguments.
 
     Args:
-        specs: a pytree prefix per argument.
+        specs: a pytree prefix of specs per argument.
         args: the arguments.
-        of: says in messages whose they are.
-        first: the number of the first one, among all.
+        of: description of the specs, for messages.
+        first: number of the first argument among all.
 
     Raises:
-        SpecError: when the specs' structure is not that of the arguments, or a spec has more dims than its tensor.
+        SpecError: if the structure of the specs is not that of the arguments, or a spec has more dims than its tensor.
     """
     full = []
     for number, (spec, arg) in enumerate(zip(specs, args, strict=True), first):
@@ -196,17 +212,17 @@ def specs_per_leaf(
 
 
 def replicated_arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
-    """The layout of a plain function: everything whole."""
+    """Return the specs of a plain function: every argument is replicated."""
     return tuple(P() for _ in args)
 
 
 def layout_of(f: Callable[..., PyTree]) -> Layout:
-    """A local function's own layout; of a plain one that everything is whole."""
+    """Return the layout of a local function. For a plain function, a layout with every argument replicated."""
     return f.layout if isinstance(f, LocalFunction) else Layout(replicated_arguments, signature=call_signature(f))
 
 
 def as_local_function(f: Callable[..., PyTree]) -> LocalFunction:
-    """A plain function as a local one: every rank does all of it."""
+    """Turn a plain function into a local one: every rank computes all of it."""
 
     def call(*args: PyTree) -> tuple[PyTree, SpecTree]:
         result = f(*args)
@@ -217,17 +233,20 @@ def as_local_function(f: Callable[..., PyTree]) -> LocalFunction:
 
 
 def axis_mesh() -> Mesh:
-    """A mesh of all axes bound here, hidden ones included."""
+    """Return a mesh of all axes bound here, including hidden axes."""
     return Mesh({name: mesh_axis_size(name) for name in (*hidden_axes(), *current_axes())})
 
 
 def refuse_unknown_axes(specs: tuple[SpecTree, ...], who: str, known: Collection[str] = ()) -> None:
-    """Refuse specs of arguments that name an axis that no mesh bound here has: a slip of the pen.
+    """Refuse specs of arguments that name an axis that is not bound here, such as a typo.
 
     Args:
         specs: a tree of specs per argument.
-        who: asks for them.
+        who: name of the caller that needs the specs, for the message.
         known: axes that may be bound elsewhere.
+
+    Raises:
+        SpecError: if a spec names an unknown axis; the message lists every such spec.
     """
     names = axis_mesh().axis_names
     leaves = optree.tree_leaves(specs)

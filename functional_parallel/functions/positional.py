@@ -1,4 +1,4 @@
-"""Arguments that are given by name, put in their places: layouts tell arguments apart by place alone."""
+"""Bind keyword arguments to positions. Layouts identify an argument by its position only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PLACED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KE
 
 
 def call_signature(f: Callable[..., Any]) -> inspect.Signature | None:
-    """What a function says of its arguments; None where it says nothing, as some that are written in C."""
+    """Return the signature of a function. None if it has none, as some functions written in C."""
     try:
         return inspect.signature(f)
     except (TypeError, ValueError):
@@ -20,7 +20,7 @@ def call_signature(f: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def copy_signature(f: Callable[..., Any], made: Callable[..., Any]) -> Callable[..., Any]:
-    """What was made of a function, which takes the same arguments."""
+    """Set the signature of `made` to that of `f`, and return `made`."""
     made.__signature__ = call_signature(f)  # type: ignore[attr-defined]
     return made
 
@@ -28,18 +28,19 @@ def copy_signature(f: Callable[..., Any], made: Callable[..., Any]) -> Callable[
 def bind_positional(
     signature: inspect.Signature | None, name: str, args: tuple[Any, ...], named: Mapping[str, Any]
 ) -> tuple[Any, ...]:
-    """All arguments by place; those between that were left out have their defaults.
+    """Return all arguments by position. Omitted arguments before the last passed one get their defaults.
 
-    >>> by_place(signature_of(lambda params, x, mask=None, scale=1.0: None), "loss", (0, 1), {"scale": 2.0})
+    >>> bind_positional(call_signature(lambda params, x, mask=None, scale=1.0: None), "loss", (0, 1), {"scale": 2.0})
     (0, 1, None, 2.0)
 
     Args:
-        signature: of the function, if it is known.
-        name: of the function, for messages.
-        args, named: as it was called.
+        signature: signature of the function, or None if it is not known.
+        name: name of the function, for messages.
+        args, named: positional and keyword arguments of the call.
 
     Raises:
-        TypeError: for a name that it has not, or takes by name alone.
+        TypeError: for a keyword that the function does not have or that is keyword-only. Also for any keyword if the
+            signature is not known.
     """
     if not named:
         return args

@@ -1,4 +1,4 @@
-"""What a trace yields: the graph, each op's source line and stand-in, its text, and rewrites that every graph takes."""
+"""Result of a trace: the graph, source lines, differentiable forms of ops, its text, and passes for every graph."""
 
 from . import source
 from .aval import Aval, aval_of, hollow, without_memory

@@ -1,4 +1,4 @@
-"""A tensor without its values: shape, dtype and device."""
+"""Shape, dtype and device of a tensor, without its values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Aval:
-    """A tensor without its values: shape, dtype, device.
+    """Shape, dtype and device of a tensor, without its values.
 
     >>> Aval((2, 3), torch.float32).nbytes
     24
@@ -48,7 +48,7 @@ class Aval:
 
 
 def aval_of(value: torch.Tensor) -> Aval:
-    """A tensor's shape, dtype and device; one object for all tensors that share them."""
+    """Return shape, dtype and device of a tensor. Equal ones may share one cached object."""
     return _aval(tuple(int(size) for size in value.shape), value.dtype, value.device)
 
 
@@ -56,19 +56,19 @@ _aval = lru_cache(maxsize=4096)(Aval)
 
 
 def without_memory(leaf: Any) -> Any:
-    """A tensor of the same shape and dtype on the meta device; what is no tensor is itself."""
+    """Return a tensor of the same shape and dtype on the meta device. Return other leaves unchanged."""
     return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, torch.Tensor) else leaf
 
 
 def hollow(like: Any, shape: Sequence[int] | None = None) -> Any:
-    """A tensor with the memory of one element, for those who ask for its shape, dtype and device alone.
+    """Return a tensor with the memory of one element, for code that reads only its shape, dtype and device.
 
     >>> hollow(torch.zeros(2, 3)).shape, hollow(torch.zeros(2, 3), (4, 3)).untyped_storage().nbytes()
     (torch.Size([2, 3]), 4)
 
     Args:
-        like: a tensor or an `Aval`; a leaf that is neither is returned as it is.
-        shape: another shape than that one's.
+        like: a tensor or an `Aval`. Any other leaf is returned unchanged.
+        shape: shape of the result, if it is not the shape of `like`.
     """
     if not isinstance(like, (torch.Tensor, Aval)):
         return like

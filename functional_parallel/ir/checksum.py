@@ -1,4 +1,4 @@
-"""Short hashes of a tensor's contents, by which ranks compare what each of them holds."""
+"""Short hashes of the contents of tensors, with which ranks compare their tensors."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from .. import _torch
 
 __all__ = ["checksum", "contents", "sample_hash"]
 
-_FEW = 8  # elements that are shown as they are
+_FEW = 8  # elements that are shown as values
 
 
 def checksum(x: torch.Tensor) -> str:
-    """The same for tensors of equal shape, dtype and bytes; else different, but for a chance of 2^-64.
+    """Return a hash of shape, dtype and bytes. Different tensors have equal hashes with a probability of 2^-64.
 
     >>> checksum(torch.arange(3)) == checksum(torch.arange(6)[:3]), checksum(torch.zeros(2)) == checksum(torch.ones(2))
     (True, False)
 
     Args:
-        x: a tensor with values, on any device; it is read once and not copied if it lies contiguous in main memory.
+        x: a tensor with values, on any device. It is read once. It is not copied if it is contiguous in main memory.
     """
-    with _torch.disable_functorch():  # inside of which nothing has an address
+    with _torch.disable_functorch():  # tensors inside a transform have no address
         data = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
     count = data.numel() * data.element_size()
     raw = (ctypes.c_char * count).from_address(data.data_ptr()) if count else b""
@@ -34,9 +34,9 @@ def checksum(x: torch.Tensor) -> str:
 
 
 def sample_hash(x: torch.Tensor) -> int:
-    """A number from a few of a tensor's values, in microseconds: tensors with different ones are different.
+    """Return a hash of a few values of a tensor, in microseconds. If hashes differ, the tensors differ.
 
-    >>> glance(torch.arange(100)) == glance(torch.arange(100)), glance(torch.arange(100)) == glance(torch.ones(100))
+    >>> sample_hash(torch.arange(100)) == sample_hash(torch.arange(100)), sample_hash(torch.arange(100)) == sample_hash(torch.ones(100))
     (True, False)
 
     Args:
@@ -48,7 +48,7 @@ def sample_hash(x: torch.Tensor) -> int:
 
 
 def contents(x: torch.Tensor) -> str:
-    """A tensor's values if they are few, else its checksum: the same text for tensors of the same contents alone.
+    """Return the values of a small tensor as text, else its checksum. Only equal contents give equal text.
 
     >>> contents(torch.tensor(0.5)), contents(torch.arange(3)), len(contents(torch.zeros(99)))
     ('0.5', '[0, 1, 2]', 16)

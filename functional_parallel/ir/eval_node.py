@@ -1,7 +1,7 @@
-"""Calling the op of a traced node again, with its derivative.
+"""Run the op of a traced node with its derivative.
 
-A raw library op carries none, so gradients through it would silently be zero: each collective is called as the
-differentiable primitive it stands for.
+A raw library op does not have a derivative, so gradients through it would silently be zero. Each collective op is
+therefore called as its differentiable primitive.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ __all__ = ["casts_are_explicit", "eval_node", "explicit_casts", "grad_mode_of"]
 
 
 def eval_node(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run one op of a graph on actual values."""
+    """Run one op of a graph on actual values.
+
+    Raises:
+        CustomFunctionError: if the op has no derivative that torch.func supports and an operand requires gradients.
+    """
     function = differentiable_form(target)
     if function is not None:
         return function(*args, **kwargs)
@@ -53,13 +57,13 @@ def _refuse_derivative(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def grad_mode_of(node: fx.Node) -> AbstractContextManager[Any]:
-    """Gradients off around an op if the user had switched them off: tangents go through, unlike through `detach`."""
+    """Return `torch.no_grad()` if the op was recorded under it. Unlike through `detach`, tangents still propagate."""
     return torch.no_grad() if info(node).no_grad else nullcontext()
 
 
 @contextmanager
 def explicit_casts() -> Iterator[None]:
-    """What runs inside writes its casts itself, so no torch.func derivative of it can miss one."""
+    """Declare that ops inside write their casts explicitly, so that no torch.func derivative can miss one."""
     explicit = _explicit()
     explicit.append(True)
     try:

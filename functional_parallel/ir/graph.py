@@ -1,6 +1,6 @@
-"""What a trace yields: a flat FX graph of aten ops and named collectives, with shapes and source lines beside it.
+"""Flat FX graph of aten ops and named collectives, the result of a trace.
 
-`info(node)` returns what is known of a node; see `NodeInfo`.
+`info(node)` returns shape, source line and other facts about a node; see `NodeInfo`.
 """
 
 from __future__ import annotations
@@ -43,12 +43,16 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass
 class Traced:
-    """A traced function: flat tensors in, flat values out.
+    """Traced function from flat tensors to flat values.
 
-    `inputs` are the placeholders in argument order; `captured` are tensors of an enclosing trace that the function
-    closed over, with the placeholders that stand for them in `captured_inputs`; `constants` are real tensors met on the
-    way, by the name of their `get_attr` node. `outputs` hold nodes, or Python values returned as they are.
-    `layout_reads` has a `LayoutRead` for each input, by number, whose strides the graph depends on.
+    Attributes:
+        graph: the FX graph.
+        inputs: placeholders of the arguments, in order.
+        outputs: nodes, or Python values that are returned unchanged.
+        constants: real tensors that the function uses, by the name of their `get_attr` node.
+        captured: tensors of an enclosing trace that the function closes over.
+        captured_inputs: placeholders of the captured tensors.
+        layout_reads: a `LayoutRead` for each input with strides on which the graph depends, by number of the input.
     """
 
     graph: fx.Graph
@@ -61,11 +65,11 @@ class Traced:
 
     @property
     def nodes(self) -> Iterator[fx.Node]:
-        """The ops in order, without placeholders, constants and the output."""
+        """Ops in order, without placeholders, constants and the output."""
         return (node for node in self.graph.nodes if node.op == "call_function")
 
     def copy(self) -> tuple[Traced, dict[fx.Node, fx.Node]]:
-        """The same function in a graph of its own, for a rewrite on trial; and each node's copy."""
+        """Copy the function into a separate graph, for a tentative rewrite. Also return the copy of each node."""
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         for node in self.graph.nodes:
             if node.op != "output":
@@ -86,9 +90,9 @@ class Traced:
         return copied, copies
 
     def replace(self, node: fx.Node, by: fx.Node) -> None:
-        """Let one value stand for another, outputs included, and drop that op.
+        """Replace `node` by another value, also in the outputs, and erase `node`.
 
-        What refers to the op from outside the graph, as a backward op does to its forward, finds the new one under
+        References from outside the graph's edges, such as a backward op's to its forward, find the new node in
         `replaced_by`.
         """
         node.replace_all_uses_with(by)
@@ -97,11 +101,11 @@ class Traced:
         self.graph.erase_node(node)
 
     def settle(self) -> None:
-        """Say that no more rewrites come; see `forget_rewrites`."""
+        """Declare that no more passes follow; see `forget_rewrites`."""
         forget_rewrites(self.graph)
 
     def seal(self) -> None:
-        """Set the graph's output node from `outputs` and drop what no output needs."""
+        """Set the output node of the graph from `outputs`, and erase nodes that no output needs."""
         for node in list(self.graph.nodes):
             if node.op == "output":
                 self.graph.erase_node(node)
@@ -112,7 +116,7 @@ class Traced:
 
 
 def forget_rewrites(graph: fx.Graph) -> None:
-    """Forget what only rewrites ask for: names, which ops were erased, and what a backward op is the backward of."""
+    """Delete information that only passes use: names, replacements of erased ops, and forwards of backward ops."""
     for node in graph.nodes:
         known = info(node)
         if known.forward_node is not None or known.replaced_by is not None or known.implicit_cast:
@@ -121,7 +125,7 @@ def forget_rewrites(graph: fx.Graph) -> None:
 
 
 def primitive_name(node: fx.Node) -> str | None:
-    """`"psum"` for a node that calls `torch.ops.fp.psum`; None for an op that is no primitive."""
+    """Return `"psum"` for a node that calls `torch.ops.fp.psum`. None for an op that is not a primitive."""
     return primitive_of(node.target)
 
 
@@ -130,37 +134,37 @@ def source_of(node: fx.Node) -> Source | None:
 
 
 def where(node: fx.Node) -> str:
-    """An op and its source line, for messages."""
+    """Return an op and its source line, for messages."""
     return f"{node.target} at {source_of(node) or 'an unknown line'}"
 
 
 def tensor_operands(node: fx.Node) -> list[fx.Node]:
-    """The node's operands in order of appearance, each occurrence counted."""
+    """Return the operands of a node in order of appearance, with repetitions."""
     found: list[fx.Node] = []
     walk_args((node.args, node.kwargs), lambda value: found.append(value) if isinstance(value, fx.Node) else None)
     return found
 
 
 def operands_of(node: fx.Node) -> list[fx.Node]:
-    """The values an op takes, each once."""
+    """Return the operands of an op, each once."""
     return list(dict.fromkeys(tensor_operands(node)))
 
 
 def topological_order(wanted: K, needed: Callable[[K], Iterable[K]], done: Container[K]) -> Iterator[K]:
-    """What is not done yet of something and all that it needs, each after what it needs itself.
+    """Yield `wanted` and everything that it needs, if not done yet. Each item follows the items that it needs.
 
-    Not by recursion: a norm is a chain of as many sums as there are parameters.
+    It does not use recursion, because a norm is a chain with one sum per parameter.
 
     >>> done = {}
-    >>> for each in in_order(6, lambda number: [number // 2, number // 3] if number > 1 else [], done):
+    >>> for each in topological_order(6, lambda number: [number // 2, number // 3] if number > 1 else [], done):
     ...     done[each] = "done"
     >>> list(done)
     [1, 3, 0, 2, 6]
 
     Args:
-        wanted: what is to be done in the end.
-        needed: what something needs, in the order in which to do it.
-        done: what is done; the caller adds each to it before asking for the next.
+        wanted: last item.
+        needed: returns the items that an item needs, in the order in which to yield them.
+        done: items that are done. The caller must add each yielded item before it requests the next.
     """
     waiting = [wanted]
     while waiting:
@@ -175,12 +179,12 @@ def topological_order(wanted: K, needed: Callable[[K], Iterable[K]], done: Conta
 
 
 def named_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What an op is called on, by the names in its schema; without those that it was not given."""
+    """Return the arguments of a call of an op, by the names in its schema, without omitted arguments."""
     return {**dict(zip((each.name for each in op._schema.arguments), args, strict=False)), **kwargs}
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """What an op takes under a name of its schema: as it was given, else the default; None where there is no such name.
+    """Return an argument of an op by its name in the schema, or its default. None if the schema has no such name.
 
     >>> x = fx.Graph().placeholder("x")
     >>> unbind = x.graph.call_function(torch.ops.aten.unbind.int, (x,))
@@ -193,7 +197,7 @@ def argument(node: fx.Node, name: str) -> Any:
 
 @lru_cache(maxsize=4096)
 def _parameters(op: Any) -> dict[str, tuple[int, Any]]:
-    """Where an op takes its arguments, and what stands for them if it is not given any."""
+    """Return position and default of each argument of an op."""
     return {each.name: (index, each.default_value) for index, each in enumerate(op._schema.arguments)}
 
 

@@ -1,6 +1,6 @@
-"""What the library knows of a node of a graph, in one typed, immutable value.
+"""Facts about a node of a graph, in one typed, immutable value.
 
-It is stored under one key of `node.meta`. Copies of a node share it, so a change makes a new value.
+The value is stored under one key of `node.meta`. Copies of a node share it, so a change creates a new value.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ _KEY = "info"
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """The facts about a node.
+    """Facts about a node.
 
     Attributes:
         val: shape, dtype and device of the value; a tuple of them for an op with several results.
-        source: the line of the user's code that computes it.
-        type: its state along each axis.
+        source: line of the user's code that computes it.
+        type: state along each mesh axis.
         backward: whether autograd emitted the op.
         no_grad: whether gradients were switched off where it was recorded.
-        forward_node: the op that a backward op belongs to.
-        replaced_by: the node that replaced this one, which was erased.
-        implicit_cast: whether the checker inserted the op.
+        forward_node: for a backward op, the op that it belongs to.
+        replaced_by: for an erased node, the node that replaced it.
+        implicit_cast: whether the op implies a cast of an operand, which the graph does not contain.
         recomputed: whether the op is a copy that recomputes a value in the backward.
-        is_cheap_copy: whether it is such a copy of a cheap op.
-        phase: "forward", "backward" or "update", where it is not the op's own.
-        enumerated: of an indexing op, pairs of a dim of the operand and the dim of the indices that enumerates it.
-        spec: of a microbatched value, the spec that says which dim holds the microbatches.
-        path: of an input, its pytree path.
-        param_path: of a parameter, its path within the parameters.
+        is_cheap_copy: whether it is a copy of a cheap op that a pipeline recomputes.
+        phase: "forward", "backward" or "update", if recorded by `keep_phases`.
+        enumerated: for an indexing op, pairs of a dim of the operand and the dim of the indices that enumerates it.
+        spec: for an input of a traced function, its declared spec.
+        path: for an input, its pytree path.
+        param_path: for a parameter, its path within the parameters.
         is_parameter: whether the input is a parameter of the model.
-        is_state: whether the input is part of the state that a step returns updated.
-        donated: whether the program may write into the input's memory.
-        updated_output: the number of the output that is the input's new value.
-        trained: whether a gradient reaches the parameter; None where none was requested.
+        is_state: whether the input belongs to the state that a step returns updated.
+        donated: whether the program may overwrite the memory of the input.
+        updated_output: for an input, the number of the output with its new value.
+        trained: whether a gradient reaches the parameter. None if no gradient was requested.
     """
 
     val: Aval | tuple[Aval | None, ...] | None = None
@@ -80,12 +80,12 @@ class NodeInfo:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all results."""
+        """Size of all results in bytes."""
         return sum(each.nbytes for each in self.results if each is not None)
 
     @property
     def typed(self) -> Type:
-        """The type, of a value in a typed graph."""
+        """Type of a value in a typed graph."""
         assert self.type is not None, "the graph has no types"
         return self.type
 
@@ -97,7 +97,7 @@ class NodeInfo:
 
     @property
     def avals(self) -> tuple[Aval, ...]:
-        """Shape, dtype and device of each result, for an op all of whose results are tensors."""
+        """Shape, dtype and device of each result, for an op with only tensor results."""
         found = tuple(each for each in self.results if each is not None)
         assert len(found) == len(self.results), "a result is not a tensor"
         return found
@@ -107,18 +107,18 @@ _NOTHING = NodeInfo()
 
 
 def info(node: fx.Node) -> NodeInfo:
-    """Return what is known of a node."""
+    """Return the facts about a node."""
     found: NodeInfo = node.meta.get(_KEY, _NOTHING)
     return found
 
 
 def set_info(node: fx.Node, value: NodeInfo) -> None:
-    """Replace all that is known of a node."""
+    """Replace all facts about a node."""
     node.meta[_KEY] = value
 
 
 def forget_info(node: fx.Node) -> None:
-    """Forget all that is known of a node, of a copy that torch compiles."""
+    """Delete all facts about a node, for a copy that torch compiles."""
     node.meta.clear()
 
 

@@ -1,7 +1,7 @@
-"""Rewrites that every traced graph goes through: one value computed once, and no op that does nothing.
+"""Passes for every traced graph: common subexpression elimination and removal of identities.
 
-Common subexpressions matter beyond speed: a matrix product on a 3-D activation emits a view of its own each time, and
-three views of one activation would later cost three psums where one does.
+They matter for more than speed. Each matrix product on a 3-D activation emits a separate view of it. Three views of one
+activation would later cost three psums instead of one.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def simplify(traced: Traced) -> Traced:
     """Merge equal nodes and remove identities, in place.
 
     Args:
-        traced: the graph; its outputs follow the rewrites.
+        traced: the graph. Its outputs are updated too.
 
     Returns:
-        The same object, sealed again.
+        `traced`, sealed.
     """
     seen: dict[Hashable, fx.Node] = {}
     for node in list(traced.nodes):
@@ -55,10 +55,10 @@ _FILLED_LIKE: dict[Any, Any] = {aten.ones_like.default: 1, aten.zeros_like.defau
 
 
 def forget_values(traced: Traced) -> Traced:
-    """Write `ones_like(x)` and `zeros_like(x)` without x, whose value they do not need, in place.
+    """Rewrite `ones_like(x)` and `zeros_like(x)` as `full`, in place, because they do not need the value of x.
 
-    A gradient begins with ones like the loss; without this the loss, and its psum, would be computed for their shape.
-    Numbers that torch's vmap makes tensors of, by an op that else has an operand, are written so too.
+    A gradient starts with ones like the loss. Without this pass, the loss and its psum would be computed only for the
+    shape. Numbers that torch's vmap turns into tensors, with `_to_copy` of a number, are rewritten the same way.
     """
     for node in traced.nodes:
         filling = _filling_of(node)
@@ -72,7 +72,7 @@ def forget_values(traced: Traced) -> Traced:
 
 
 def _filling_of(node: fx.Node) -> Any:
-    """The number that all elements of a value are known to be; None for any other."""
+    """Return the number that all elements of a value are known to equal. None for any other value."""
     if node.target is aten._to_copy.default and not isinstance(node.args[0], fx.Node):
         return node.args[0]
     return _FILLED_LIKE.get(node.target)

@@ -1,7 +1,7 @@
-"""Where an op came from: the user's file and line, found in the Python stack while a function is traced.
+"""Source line of an op: the user's file and line, found in the Python stack while a function is traced.
 
-A traced graph keeps no stack of its own, and one graph is interpreted again by every outer transform, so the frame is
-taken once, at the innermost trace, and carried from then on (`at_source`).
+A traced graph does not store a stack, and every outer transform reruns the graph. The frame is therefore read once, in
+the innermost trace, and kept in all later runs (`at_source`).
 """
 
 from __future__ import annotations
@@ -46,13 +46,18 @@ _STDLIB = os.path.dirname(os.path.abspath(linecache.__file__)) + os.sep
 
 @dataclass(frozen=True)
 class Source:
-    """One line of user code; `recompute_region` names the call of an `fp.recompute` function that it is part of.
-
-    `casts_parameters` marks the casts with which `fp.mixed_precision` begins, and so their transposes. `stage` counts
-    the `fp.stage_boundary` calls that the model made before.
+    """One line of user code.
 
     >>> Source("model.py", 12, "block", "h = x @ w")
     Source(model.py:12 in block: h = x @ w)
+
+    Attributes:
+        file, line: name of the file and number of the line.
+        function: name of the function that contains the line.
+        text: code of the line.
+        region: name of the call of an `fp.recompute` or checkpointed function that contains the op.
+        casts_parameters: whether the op is one of the initial casts of `fp.mixed_precision`, or a transpose of one.
+        stage: number of earlier `fp.stage_boundary` calls of the model.
     """
 
     file: str
@@ -72,12 +77,12 @@ class Source:
 
 @dataclass
 class _Around:
-    """What stands around the code that a thread runs.
+    """Context of the code that a thread runs.
 
     Attributes:
-        inherited: the lines that ops come from, whatever the stack says, innermost last.
-        regions: names of the regions that it is in.
-        stages: boundaries passed, per function that is being traced.
+        inherited: source lines that override the stack, innermost last.
+        regions: names of the regions that contain the code.
+        stages: number of stage boundaries passed, per function that is being traced.
     """
 
     inherited: list[Source | None] = field(default_factory=list)
@@ -94,7 +99,7 @@ def _around() -> _Around:
 
 @contextmanager
 def at_source(source: Source | None) -> Iterator[None]:
-    """Say that ops recorded inside come from this line, whatever the stack says."""
+    """Set the source line of ops recorded inside, regardless of the stack. None leaves the stack in effect."""
     inherited = _around().inherited
     inherited.append(source)
     try:
@@ -105,7 +110,7 @@ def at_source(source: Source | None) -> Iterator[None]:
 
 @contextmanager
 def recompute_region(name: str) -> Iterator[None]:
-    """Say that ops recorded inside belong together, in one region of that name."""
+    """Put the ops recorded inside into one region. A number is appended to its name."""
     regions = _around().regions
     regions.append(f"{name} {next(_region_numbers)}")
     try:
@@ -116,7 +121,7 @@ def recompute_region(name: str) -> Iterator[None]:
 
 @contextmanager
 def count_stage_boundaries() -> Iterator[None]:
-    """Count the stage boundaries passed inside from 0."""
+    """Count the stage boundaries passed inside, starting at 0."""
     counts = _around().stages
     counts.append(0)
     try:
@@ -126,19 +131,19 @@ def count_stage_boundaries() -> Iterator[None]:
 
 
 def pass_stage_boundary() -> None:
-    """Say that ops recorded from here on belong to the next stage."""
+    """Assign ops recorded from here on to the next stage. Outside of a trace, do nothing."""
     counts = _around().stages
     if len(counts) > 1:
         counts[-1] += 1
 
 
 def is_in_region() -> bool:
-    """Whether a function marked by `fp.recompute` is running."""
+    """Whether a function marked by `fp.recompute`, or a checkpointed one, is running."""
     return bool(_around().regions)
 
 
 def current_source() -> Source | None:
-    """The line of user code that is running now, or the inherited one."""
+    """Return the line of user code that is running now, or the line set by `at_source`."""
     around = _around()
     if around.inherited and around.inherited[-1] is not None:
         return around.inherited[-1]
@@ -152,7 +157,7 @@ def current_source() -> Source | None:
 
 
 def raising_source(error: BaseException) -> Source | None:
-    """The innermost line of user code that an exception passed through."""
+    """Return the innermost line of user code that an exception passed through, else the current line."""
     found = None
     step = error.__traceback__
     while step is not None:
@@ -164,7 +169,7 @@ def raising_source(error: BaseException) -> Source | None:
 
 
 def warn_at(source: Source | None, message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the user's line, so that Python's filters count its repetitions as theirs."""
+    """Warn at the user's line, so that Python's filters detect repeated warnings of that line."""
     if source is None:
         warnings.warn(message, category, stacklevel=3)
     else:

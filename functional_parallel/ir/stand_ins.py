@@ -1,7 +1,7 @@
-"""Functions that stand for library ops, since a library op has no derivative under torch.func.
+"""Differentiable forms of library ops. A library op does not have a derivative under torch.func.
 
-A trace records the op. Whoever runs the graph where a derivative may be taken calls the function, and gets the op with
-its derivative: a torch.autograd.Function, or for an op that is there for speed its formula in torch's own ops.
+A trace records the op. A run of the graph that may be differentiated calls the differentiable form instead. This is a
+torch.autograd.Function that calls the op. For an op that exists only for speed, it is the formula in torch's own ops.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _functions: dict[Any, Callable[..., Any]] = {}
 
 
 def register_differentiable(op: Any, function: Callable[..., Any]) -> None:
-    """Say which function stands for a library op where a derivative may be taken."""
+    """Register the function that replaces a library op where a derivative may be taken."""
     _functions[op] = function
 
 
 def differentiable_form(op: Any) -> Callable[..., Any] | None:
-    """The function that stands for an op, if one was named."""
+    """Return the differentiable form of an op, or None if it has none registered."""
     return _functions.get(op)

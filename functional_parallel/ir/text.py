@@ -1,4 +1,4 @@
-"""A program as text: one line per op, `h3: f32[8, 16]{V:data} = psum(h2, 'tensor')  # model.py:12`."""
+"""Text of a program, with one line per op: `h3: f32[8, 16]{V:data} = psum(h2, 'tensor')  # model.py:12`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COLUMN = 88
 
 
 class _Name(str):
-    """A name that prints without quotes."""
+    """Name that prints without quotes."""
 
     __slots__ = ()
 
@@ -30,13 +30,13 @@ class _Name(str):
 
 
 def program_text(traced: Traced, mesh: Mesh, in_names: list[str], out_names: list[str], *, sources: bool = True) -> str:
-    """The program, readable.
+    """Return the readable text of a program.
 
     Args:
         traced: its graph.
-        mesh: types name its axes in its order.
-        in_names, out_names: what to call inputs and results.
-        sources: whether lines end in the source line.
+        mesh: mesh with the order of the axes in types.
+        in_names, out_names: names of inputs and results.
+        sources: whether each line ends with the source line.
     """
     names = _names(traced)
     lines: list[tuple[str, str]] = []
@@ -57,12 +57,12 @@ def program_text(traced: Traced, mesh: Mesh, in_names: list[str], out_names: lis
 
 
 def canonical_lines(traced: Traced, mesh: Mesh, in_names: list[str], out_names: list[str]) -> list[str]:
-    """The same without source lines: equal for two programs exactly when they do the same."""
+    """Return the lines of `program_text` without source lines. Two programs are equal exactly if these lines are."""
     return program_text(traced, mesh, in_names, out_names, sources=False).splitlines()
 
 
 def first_difference(mine: list[str], other: list[str]) -> str:
-    """The first lines in which two programs differ, as a person compares them; empty when they are equal.
+    """Return the first lines in which two programs differ, found by a diff. Empty if they are equal.
 
     >>> print(first_difference(["a = 1", "b = psum(a)"], ["a = 1", "b = all_gather(a)"]))
     line 2:
@@ -103,7 +103,7 @@ def _comment(node: fx.Node) -> str:
 
 
 def _beside(lines: list[tuple[str, str]]) -> list[str]:
-    """The comments in one column, but for lines too long for it."""
+    """Align the comments in one column, except on lines that are too long for it."""
     column = max((len(line) for line, comment in lines if comment and len(line) <= _COLUMN), default=0)
     return [f"{line:<{column}}  {comment}".rstrip() for line, comment in lines]
 
@@ -116,7 +116,7 @@ def _call(node: fx.Node, names: dict[fx.Node, str]) -> str:
 
 def _argument(value: Any) -> str:
     if isinstance(value, torch.device):
-        return value.type  # every rank has an index of its own
+        return value.type  # every rank has a different index
     if isinstance(value, (list, tuple)):
         inner = ", ".join(map(_argument, value))
         return f"[{inner}]"

@@ -1,7 +1,7 @@
-"""Which leaves are trained, and complex ones as the pairs of real numbers that they are trained as.
+"""Predicate for trained leaves, and conversion of complex leaves to pairs of real numbers for training.
 
-`torch.optim` updates a complex parameter as its real and imaginary parts (`view_as_real`), each a parameter of its own;
-so do we, and a norm counts both.
+`torch.optim` updates the real and imaginary components of a complex parameter (`view_as_real`) as separate real
+numbers. This library does the same, and a norm includes both.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["as_complex", "as_real", "is_trained"]
 
 
 def is_trained(leaf: Any) -> bool:
-    """Whether a leaf of the parameters has a gradient.
+    """Whether a leaf of the parameters has a gradient: a floating-point or complex tensor.
 
     >>> [is_trained(torch.zeros(2, dtype=dtype)) for dtype in (torch.bfloat16, torch.complex64, torch.int64)]
     [True, True, False]
@@ -23,7 +23,7 @@ def is_trained(leaf: Any) -> bool:
 
 
 def as_real(x: torch.Tensor) -> torch.Tensor:
-    """A complex tensor with its parts in a last dim of two; a real one as it is.
+    """Return a complex tensor as a real one with a last dim of size two. Return a real tensor unchanged.
 
     >>> as_real(torch.tensor([1 + 2j]))
     tensor([[1., 2.]])
@@ -32,5 +32,5 @@ def as_real(x: torch.Tensor) -> torch.Tensor:
 
 
 def as_complex(x: torch.Tensor) -> torch.Tensor:
-    """The complex tensor with these parts."""
+    """Return the complex tensor with these real and imaginary components in the last dim."""
     return torch.view_as_complex(x.contiguous())

@@ -1,4 +1,4 @@
-"""Along which mesh axes a value differs from rank to rank, from those of what it is made of."""
+"""Inference of the mesh axes over which values differ between ranks, from the axes of their operands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _SPREADING = ("psum_scatter", "pscatter", "all_to_all", "ppermute")
 
 
 def varied_axes(node: fx.Node, operands: Iterable[AxisSet]) -> AxisSet:
-    """The rule: collectives that end in one value for all remove their axes, those that end in many add them."""
+    """Return the axes along which the result of an op varies.
+
+    Collectives that return one value to all ranks remove their axes. Collectives that return different values add them.
+    """
     union: AxisSet = frozenset().union(*operands)
     name = primitive_name(node)
     if name == "axis_index":
@@ -30,7 +33,7 @@ def varied_axes(node: fx.Node, operands: Iterable[AxisSet]) -> AxisSet:
 
 
 def axes_of_nodes(traced: Traced, inputs: Mapping[fx.Node, AxisSet]) -> dict[fx.Node, AxisSet]:
-    """The axes of all values of a graph, from those of its inputs."""
+    """Return the axes along which each value of a graph varies, given the axes of its inputs."""
     found = dict(inputs)
     for node in traced.nodes:
         found[node] = varied_axes(node, (found.get(operand, frozenset()) for operand in operands_of(node)))

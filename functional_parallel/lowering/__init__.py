@@ -1,4 +1,4 @@
-"""From a function on shards to a program that runs: traced, typed, checked, cut into microbatches, its passes run."""
+"""Lower a function on shards to a program: trace, type, check, split into microbatches and run the passes."""
 
 from .leftovers import traced_in
 from .lower import UNCHECKED, LayoutError, Lowered, OutSpecError, lower, lowering

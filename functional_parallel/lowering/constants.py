@@ -1,7 +1,8 @@
-"""Leaves that are no tensors: a program takes them as they are when it is traced, and is traced anew for others.
+"""Check of leaves that are not tensors. They are constants of a program, which is retraced if they change.
 
-That is right for numbers, strings and flags, which say what they are. A NumPy array, or an object that holds tensors
-and is no pytree, as a tokenizer's `BatchEncoding`, does not: the program would go on with the first one.
+This is correct for numbers, strings and flags, because their repr identifies them. It is wrong for a NumPy array, and
+for an object that holds tensors and is not a pytree, such as a tokenizer's `BatchEncoding`. The program would keep
+using the first value.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ __all__ = ["check_static_leaves"]
 
 
 def check_static_leaves(tree: PyTree, where: str) -> None:
-    """Refuse leaves whose content a program would take for a constant.
+    """Check that no leaf holds content that a program would treat as a constant.
 
     Args:
-        tree: arguments or results of what is traced.
-        where: what they are of, for the error.
+        tree: arguments or results of the traced function.
+        where: the function and the kind of tree, for the error.
 
     Raises:
-        TypeError: listing every such leaf by its path.
+        TypeError: for such leaves; the message lists each by its path.
     """
     register_dataclasses(tree)
     leaves = optree.tree_leaves(tree)
@@ -57,12 +58,12 @@ def _is_content(leaf: Any) -> bool:
 
 
 def _is_array(leaf: Any) -> bool:
-    """NumPy's and others' arrays; their scalars, which can be hashed, say what they are."""
+    """Whether `leaf` is an array of NumPy or another library. Hashable scalars are not: their repr identifies them."""
     return hasattr(leaf, "__array__") and (getattr(leaf, "ndim", 0) > 0 or type(leaf).__hash__ is None)
 
 
 def _content(leaf: Any) -> list[Any]:
-    """What an object holds."""
+    """Values that an object holds."""
     if isinstance(leaf, Mapping):
         return list(leaf.values())
     slots = [getattr(leaf, name) for name in getattr(leaf, "__slots__", ()) if hasattr(leaf, name)]

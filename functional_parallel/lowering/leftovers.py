@@ -1,7 +1,7 @@
-"""What making a program leaves in memory and nobody asks for again, given back.
+"""Release memory that lowering a program leaves allocated and that is not used again.
 
-A rank makes its programs once and then trains for days, so what tracing leaves behind is held for days, on every rank.
-Most of it is caches of text and of shapes, which come back by themselves when they are needed.
+A rank lowers its programs once and then trains for days. Without this, every rank would hold the leftovers of tracing
+for days. Most of them are caches of text and of shapes, which are rebuilt automatically when they are needed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ..ir import is_library
 
 __all__ = ["forget_library_lines", "give_back_pages", "keep_pages", "release_trace_memory", "traced_in"]
 
-_MOST_LINES = 1_000  # a tenth of a megabyte; to read ten times as many takes a millisecond
-_MOST_SHAPES = 10_000  # ten megabytes
+_MOST_LINES = 1_000  # 0.1 MB; reading ten times this number takes a millisecond
+_MOST_SHAPES = 10_000  # 10 MB
 _MOST_TAKEN_FOR_ORDINARY = 32 << 20  # bytes; glibc's DEFAULT_MMAP_THRESHOLD_MAX
 
 
 @contextmanager
 def release_trace_memory() -> Iterator[None]:
-    """Make a program inside; afterwards caches are small, and memory that is free now is the system's again."""
+    """Context in which a program is lowered. On exit, caches are trimmed and free memory returns to the system."""
     forget_library_lines()
     try:
         with traced_in():
@@ -40,35 +40,36 @@ def release_trace_memory() -> Iterator[None]:
 
 @contextmanager
 def traced_in() -> Iterator[None]:
-    """Trace inside; afterwards what became garbage is gone, and shapes that were cached."""
+    """Context in which a function is traced. On exit, new garbage is collected and cached shapes are dropped."""
     with _collected(), _torch.forgetting_shapes(_MOST_SHAPES):
         yield
 
 
 @contextmanager
 def _collected() -> Iterator[None]:
-    """Collect what became garbage inside, and look at nothing older for it.
+    """Collect the garbage that was created inside the context, without scanning older objects.
 
-    Graphs are cycles, which Python would come to when the process has grown by a quarter: in training, never. While it
-    does not collect, what is made stays in the youngest generation, which alone is looked through in the end: to walk
-    through all that torch holds would take longer than the trace. A user who collects inside makes it older.
+    Graphs are reference cycles. Python would collect them only after the process has grown by a quarter, which never
+    happens in training. While collection is off, new objects stay in the youngest generation. On exit only that
+    generation is scanned, because a scan of all objects of torch would take longer than the trace. If the user
+    collects inside the context, the objects move to an older generation and are not collected here.
     """
     is_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if is_on:  # else an outer one will collect, or a user has forbidden it
+        if is_on:  # else an outer context collects, or the user has turned collection off
             gc.collect(0)
             gc.enable()
 
 
 def forget_library_lines() -> None:
-    """Drop the lines of torch's and our own files from `linecache`, which reads a file again when it is asked.
+    """Drop the lines of files of torch and this library from `linecache`, which rereads a file on demand.
 
-    Importing torch leaves some 4 MiB of them, read to say where an op was registered, and every fake mode reads the
-    files on its stack. Lines that are in no file (a notebook's cells), and those of the user's files, stay, and so do
-    few, which the next trace would read again.
+    Importing torch leaves about 4 MiB of lines, read to report where an op was registered. Every fake mode also reads
+    the files on its stack. Lines of user files, and lines without a file (notebook cells), are kept. A small cache is
+    kept too, because the next trace would reread it.
     """
     entries = [(file, entry) for file, entry in list(linecache.cache.items()) if len(entry) > 1]  # else not read yet
     ours = {file: lines for file, (_, time, lines, _) in entries if time is not None and is_library(file)}
@@ -78,21 +79,21 @@ def forget_library_lines() -> None:
 
 
 def give_back_pages() -> None:
-    """Let glibc return its free pages to the system, which by itself it does only at the end of its heap.
+    """Make glibc return its free pages to the system. Without this call it returns only the end of its heap.
 
-    A trace makes and drops thousands of small things between others that stay, and so leaves holes of some megabytes;
-    elsewhere than in glibc there is nothing to call.
+    A trace creates and frees thousands of small objects between objects that stay, which leaves holes of some
+    megabytes. Without glibc this does nothing.
     """
     if _trim is not None:
         _trim(0)
 
 
 def keep_pages() -> None:
-    """Let glibc keep what a step frees for the next step, up to 64 MiB.
+    """Make glibc keep up to 64 MiB of freed memory of a step for the next step.
 
-    It returns the end of its heap to the system when that is twice as large as the largest block that was freed so far,
-    and a step ends by freeing all gradients: the next would have to ask for each page anew, a fault per 4 KiB, 3 to 8 %
-    of a small step. A block that nobody writes into costs nothing, and once freed counts as the largest.
+    glibc returns the end of its heap to the system when it is twice as large as the largest block freed so far. A step
+    ends by freeing all gradients. The next step would then have a page fault per 4 KiB, 3 to 8 % of the time of a small
+    step. To prevent this, a large block is allocated and freed. It is never written, so it costs nothing.
     """
     if _trim is not None:
         torch.empty(_MOST_TAKEN_FOR_ORDINARY - (64 << 10), dtype=torch.uint8)

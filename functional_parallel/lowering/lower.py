@@ -1,4 +1,4 @@
-"""From a function on shards to a program that runs: trace at local shapes, type, check the results, rewrite."""
+"""Lower a function on shards to a program: trace at local shapes, type, check the results, run the passes."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ T = TypeVar("T")
 
 
 class LayoutError(ValueError):
-    """A function whose arguments' layout nobody declared, or declared twice."""
+    """Raised for a function with arguments of undeclared layout, or with a layout that was declared twice."""
 
 
 class OutSpecError(CollectiveTypeError):
-    """Results that do not lie as their specs say; lists every one."""
+    """Raised for results with layouts that differ from their specs. The message lists all of them."""
 
 
 @dataclass
 class Lowered:
-    """A program with what is needed to give its flat results their tree back."""
+    """Lowered program, with the data that is needed to unflatten its results."""
 
     program: Program | PipelineProgram
     out_tree: Any
@@ -56,11 +56,11 @@ class Lowered:
         return optree.tree_unflatten(self.out_tree, [next(remaining) if x is _TENSOR else x for x in self.outputs])
 
     def require_layouts(self, tensors: Sequence[torch.Tensor], first: int = 0) -> None:
-        """Check that arguments are contiguous whose strides the function depends on.
+        """Check that the arguments with strides that affect the function are contiguous.
 
         Args:
-            tensors: those of the arguments that are checked, without gaps.
-            first: the number of the first of them.
+            tensors: a consecutive range of the tensor arguments.
+            first: the index of the first tensor in this range.
         """
         for index, (read, path) in self.layout_reads.items():
             if 0 <= index - first < len(tensors):
@@ -68,7 +68,7 @@ class Lowered:
 
 
 _TENSOR = object()
-UNCHECKED = object()  # for out_specs: take the results rank by rank, whatever their types
+UNCHECKED = object()  # for out_specs: return the results of each rank, regardless of their types
 
 
 @release_trace_memory()
@@ -82,19 +82,19 @@ def lower(
     options: Options = Options(),
     paths: ArgumentPaths = ArgumentPaths(),
 ) -> Lowered:
-    """Trace a function on shards, type its values, check how its results lie, and run the passes that it asks for.
+    """Trace a function on shards, type its values, check the layouts of its results and run its passes.
 
     Args:
         f: a local function, or a bare function on shards.
         mesh: the mesh.
-        args: its arguments; only shapes count.
-        specs: of a bare function, the specs of its arguments and of its results.
-        name: for messages.
-        options: the user's choices.
-        paths: which arguments are parameters, and which are state.
+        args: the arguments of `f`; only their shapes and dtypes are used.
+        specs: for a bare function, the specs of its arguments and of its results.
+        name: the name of the function in messages.
+        options: the user's options.
+        paths: the paths of the arguments that are parameters and state.
 
     Returns:
-        The program, with its results' tree.
+        The program with the tree of its results.
     """
     return finished(lowering(f, mesh, args, specs, name=name, options=options, paths=paths))
 
@@ -109,7 +109,7 @@ def lowering(
     options: Options = Options(),
     paths: ArgumentPaths = ArgumentPaths(),
 ) -> Generator[Intermediate, None, Lowered]:
-    """Lower a function as `lower` does.
+    """Lower a function like `lower`, and yield the intermediate programs.
 
     Yields:
         The program after each pass.
@@ -154,14 +154,14 @@ def lowering(
 
 
 class _Flat:
-    """A function of tensors side by side, which says, once it was called, what it returned.
+    """Flattened function, from a list of tensors to a list of tensors. A call stores the structure of the result.
 
     Attributes:
-        tensors: those of the arguments.
-        in_specs, in_paths: of these.
-        outputs: the leaves of the result, a mark in the place of each tensor.
-        out_tree: what they are the leaves of.
-        out_specs, out_paths: of the tensors among them.
+        tensors: the tensors among the leaves of the arguments.
+        in_specs, in_paths: the specs and paths of these tensors.
+        outputs: the leaves of the result, with a marker for each tensor.
+        out_tree: the tree structure of the result.
+        out_specs, out_paths: the specs and paths of the tensors among the results.
     """
 
     out_tree: Any
@@ -205,7 +205,7 @@ def _of(chosen: Sequence[int], values: Sequence[T]) -> list[T]:
 def _traced(
     flat: _Flat, wide: Mesh, parts: Mapping[str, DimSplit], layout: Layout
 ) -> tuple[Traced, list[Type], list[Assumption]]:
-    """The graph, the types of its results, and what it takes for granted."""
+    """Return the graph, the types of its results, and the assumptions that it depends on."""
     avals = [shard_aval(leaf, spec, wide, parts) for leaf, spec in zip(flat.tensors, flat.in_specs, strict=True)]
     types = [type_of_spec(spec) for spec in flat.in_specs]
     with (
@@ -219,7 +219,7 @@ def _traced(
 
 
 def _within(flat: _Flat, layout: Layout, wide: Mesh) -> Callable[..., list[torch.Tensor]]:
-    """The function, and then a check that its plan, if it has one, splits every axis that its constraints name."""
+    """Wrap the function to check, after a call, that its plan (if any) splits every axis named by its constraints."""
 
     def checked(*values: torch.Tensor) -> list[torch.Tensor]:
         results = flat(*values)
@@ -233,16 +233,16 @@ def _within(flat: _Flat, layout: Layout, wide: Mesh) -> Callable[..., list[torch
     return checked
 
 
-_DERIVATIVES = {"grad", "grad_and_value", "hessian", "vmap"}  # in a layout's words, and no transforms of a plan
+_DERIVATIVES = {"grad", "grad_and_value", "hessian", "vmap"}  # described in a layout, but not transforms of a plan
 
 
 def _pipelined_axes(layout: Layout) -> tuple[str, ...]:
-    """Axes whose sums say where a pipeline ends, even over one microbatch."""
+    """Axes with sums that mark the end of a pipeline. They are kept even if there is only one microbatch."""
     return () if layout.pipeline is None else (layout.pipeline.virtual,)
 
 
 def _mark_inputs(traced: Traced, flat: _Flat, paths: ArgumentPaths, donate: bool) -> None:
-    """Note of every input whether it is a parameter, or state, whether it is donated, and which result replaces it."""
+    """Store in the info of every input whether it is a parameter, state or donated, and the result that replaces it."""
     returned = {path: index for index, path in enumerate(flat.out_paths)}
     for node, path in zip(traced.inputs, flat.in_paths, strict=True):
         is_state = paths.state is not None and _is_in(path, paths.state)
@@ -259,7 +259,7 @@ def _mark_inputs(traced: Traced, flat: _Flat, paths: ArgumentPaths, donate: bool
 
 
 def _untrained(traced: Traced) -> tuple[str, ...]:
-    """A line for `explain` on parameters that a gradient was taken by, and that have no path to the value."""
+    """Return a note for `explain` on the differentiated parameters that have no path to the value."""
     untrained = [info(node) for node in traced.inputs if info(node).trained is False]
     paths = [known.param_path or known.path or "" for known in untrained]
     return (f"no gradient reaches {', '.join(paths)}",) if paths else ()
@@ -270,7 +270,7 @@ def _is_in(path: str, parent: str) -> bool:
 
 
 def _settle(rewritten: Program | PipelineProgram) -> None:
-    """Forget what only passes read, now that the last one ran."""
+    """Drop the data that only passes read, after the last pass."""
     if isinstance(rewritten, PipelineProgram):
         for part in rewritten.every_program():
             part.traced.settle()
@@ -284,7 +284,13 @@ def _settle(rewritten: Program | PipelineProgram) -> None:
 
 
 def _check_results(program: Program, types: list[Type], known: Collection[str]) -> None:
-    """A result's type is what its spec says: no less, or ranks disagree; no more, or copies are taken for shards."""
+    """Check that the type of every result is the type of its spec.
+
+    Otherwise ranks would disagree on a value, or copies would be treated as shards.
+
+    Raises:
+        OutSpecError: for every result with another type.
+    """
     wrong = []
     outputs = program.traced.outputs
     for held, spec, path, output in zip(types, program.out_specs, program.out_paths, outputs, strict=True):
@@ -292,7 +298,7 @@ def _check_results(program: Program, types: list[Type], known: Collection[str]) 
         zero = is_zero(output)
         for axis in sorted({*held, *wanted}):
             if zero and wanted[axis] is _U and held[axis] is not _V:
-                continue  # a tangent of the gradient of an unused parameter: zeros are partial sums of zeros
+                continue  # tangent of the gradient of an unused parameter: zeros are partial sums of zeros
             if held[axis] is not wanted[axis]:
                 wrong.append(f"  {path or 'the result'}: {mismatch(axis, held[axis], wanted[axis], spec)}")
                 if (held[axis], wanted[axis]) == (_V, _I) and axis not in known:
@@ -308,7 +314,7 @@ _BY_HAND = (
 
 
 def mismatch(axis: str, held: State, wanted: State, spec: P) -> str:
-    """What is wrong with a result that is in one state along an axis, and shall be in another; and the way out."""
+    """Describe the mismatch of a result in state `held` along an axis with the state `wanted`, and how to fix it."""
     fixes = {
         (_V, _I): f"differs by rank along {axis!r}, but {spec!r} says that all ranks hold the same; "
         f"a missing psum? write fp.psum(x, {axis!r}) or mention {axis!r} in the spec",
@@ -321,7 +327,11 @@ def mismatch(axis: str, held: State, wanted: State, spec: P) -> str:
 
 
 def per_argument(specs: Any, args: tuple[PyTree, ...], name: str) -> tuple[SpecTree, ...]:
-    """A spec for every leaf of each argument; what is no tuple is those of one argument."""
+    """Return a spec for every leaf of each argument. Specs that are not a tuple are the specs of one argument.
+
+    Raises:
+        LayoutError: when the numbers of specs and of arguments differ.
+    """
     given = specs if isinstance(specs, tuple) else (specs,)
     if len(given) != len(args):
         listed = (

@@ -1,8 +1,8 @@
-"""A `shard_map` function called where a program is being traced: a region of that program, local to more axes.
+"""Calls of a `shard_map` function in a trace: a region of the traced program that is local to more axes.
 
-In a plan a value is whole along the axes that no transform splits. Such a call slices its operands along the axes of
-its specs, which sends nothing, runs the body on the slices, and gathers the results. The body is traced and typed by
-itself, so that every cast that its types imply is where differentiation sees it.
+In a plan, a value is replicated along the axes that no transform splits. The call slices its operands along the axes of
+its specs, which needs no communication. It then runs the body on the slices and gathers the results. The body is traced
+and typed separately, so that differentiation sees every cast that its types imply.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ __all__ = ["call_shard_map"]
 def call_shard_map(
     f: Callable[..., PyTree], mesh: Mesh, in_specs: Any, out_specs: Any, name: str, args: tuple[PyTree, ...]
 ) -> PyTree:
-    """Call a body on slices of what is whole here, inside a trace.
+    """Call a body on slices of values that are replicated in the surrounding trace.
 
     Args:
         f, mesh, in_specs, out_specs, name: as for `compile`.
-        args: whole along all axes of the mesh that are visible here.
+        args: arguments that are replicated along all axes of the mesh that are visible here.
 
     Returns:
-        The whole results.
+        The full results.
 
     Raises:
-        LayoutError: when an axis of the specs is split by the plan around, or means something else here.
+        LayoutError: when the surrounding plan splits an axis of the specs, when `mesh` does not match the bound axes,
+            or when a spec has partial sums, reduced axes or padding.
         ArgumentSpecError: when an argument is local to an axis of the mesh already.
-        OutSpecError: when a result does not lie as its spec says.
+        OutSpecError: when the layout of a result differs from its spec.
     """
     specs = per_argument(in_specs, args, name)
     _check_specs(optree.tree_leaves((specs, out_specs)), name)
@@ -115,19 +116,19 @@ def _check_results(traced: Traced, specs: Sequence[P], visible: Sequence[str], p
 
 
 # -----------------------------------------------------------------------------
-# In and out
+# Slices and gathers
 # -----------------------------------------------------------------------------
 
 
 def _entered(x: torch.Tensor, spec: P) -> torch.Tensor:
-    """This rank's slice."""
+    """Return this rank's slice of `x`."""
     for entered, axis in enumerate(axes := _axes_of(spec)):
         x = convert(x, REPLICATED, axis_layout_of(spec, axis, axes[:entered]), axis, axis_dim_split(axis))
     return x
 
 
 def _left(x: torch.Tensor, spec: P) -> torch.Tensor:
-    """The whole, of the ranks' slices."""
+    """Gather the full tensor from the slices of the ranks."""
     axes = _axes_of(spec)
     for entered, axis in reversed(list(enumerate(axes))):
         x = convert(x, axis_layout_of(spec, axis, axes[:entered]), REPLICATED, axis, axis_dim_split(axis))

@@ -1,4 +1,4 @@
-"""How a function is lowered and run: one value, made from the arguments of `compile` or `train_step`."""
+"""Options of lowering and running a function, built from the arguments of `compile` or `train_step`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ __all__ = ["ArgumentPaths", "Options"]
 
 @dataclass(frozen=True)
 class Options:
-    """Choices of the user that do not change what is computed.
+    """Options of the user that do not change the meaning of the program.
 
     Attributes:
-        bucket: bytes that travel in one collective; "auto" to fit the program; None for one collective each.
-        without: the names of passes that are switched off.
-        backend: what computes between collectives: "eager" or "inductor".
+        bucket: bytes per collective; "auto" selects a size for the program; None does not combine collectives.
+        without: names of the passes that are disabled.
+        backend: executor of the ops between collectives: "eager" or "inductor".
         donate: whether the program may write into the memory of the state.
         reduction: "fast" for the backend's own sums, "ordered" for sums in rank order.
     """
@@ -28,11 +28,11 @@ class Options:
 
 @dataclass(frozen=True)
 class ArgumentPaths:
-    """Which arguments of a function are parameters, and which are state.
+    """Paths of the arguments of a function that are parameters and state.
 
     Attributes:
         parameters: the pytree path of the argument that holds the model's parameters.
-        state: the path of the argument whose new value is a result: parameters and optimizer state; None for none.
+        state: the path of the argument that a result replaces (parameters and optimizer state), or None.
     """
 
     parameters: str = "0"

@@ -1,4 +1,4 @@
-"""From a traced program to one that runs: microbatches taken out of it, its passes run, or cut into a pipeline."""
+"""Rewrite a traced program: unroll its microbatches, run its passes, or cut it into a pipeline."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from .options import Options
 
 __all__ = ["UNCUT", "rewrite"]
 
-UNCUT = "uncut"  # the name of the last program of a full step, before a pipeline is cut out of it
+UNCUT = "uncut"  # name of the last program of a full step, before it is cut into a pipeline
 
 T = TypeVar("T")
 Programs = Generator[Intermediate, None, T]
@@ -55,13 +55,13 @@ Programs = Generator[Intermediate, None, T]
 def rewrite(
     program: Program, layout: Layout, parts: Mapping[str, DimSplit], options: Options
 ) -> Programs[Program | PipelineProgram]:
-    """Take the virtual axes out of a program, and run the passes that its transforms ask for.
+    """Remove the virtual axes of a program, and run the passes that its transforms request.
 
     Args:
-        program: as traced, at the shapes of one microbatch.
-        layout: of the function that it came from.
-        parts: per virtual axis, into which microbatches it cuts.
-        options: the user's choices.
+        program: the traced program, with the shapes of one microbatch.
+        layout: the layout of the traced function.
+        parts: the split into microbatches of each virtual axis.
+        options: the user's options.
 
     Yields:
         The program after each pass.
@@ -106,7 +106,10 @@ def rewrite(
 
 
 def _pipelined(program: Program, layout: Layout, parts: DimSplit, options: Options) -> Programs[PipelineProgram]:
-    """Cut a program into a pipeline: first what is recomputed and gathered when, last how sums are batched."""
+    """Cut a program into a pipeline.
+
+    The passes that decide on recomputation and gathers run before the cut; those that batch sums run after it.
+    """
     plan, wide = layout.pipeline, layout.mesh(program.mesh)
     assert isinstance(plan, PipelineRequest)
     if any(isinstance(each, LookaheadPass) for each in layout.passes):

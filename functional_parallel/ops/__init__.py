@@ -1,4 +1,4 @@
-"""Library ops that are no collective: schema, kernel, derivative and sharding rule, one op or family per file."""
+"""Library ops other than collectives. Each file has schema, kernel, derivative and sharding rule of an op or family."""
 
 from . import attention, ctc, draws, grouped, keyed_draws
 from .adamw_kernel import ADAMW, ADAMW_IN_PLACE, adamw_of_one

@@ -1,7 +1,7 @@
-"""AdamW's update as ops, with torch's fused kernel: of one parameter, and of many in place.
+"""Ops for AdamW's update with torch's fused kernel: one for one parameter, one for many parameters in place.
 
-The kernel rounds what is left beside whole vectors otherwise than what is in them. Both ops show it whole vectors
-only, so an element's update depends on nothing but its values, and is the same in a parameter and in a part of it.
+The kernel rounds the elements after the last full vector differently. Both ops therefore pass it full vectors only. The
+update of an element then depends only on its values, and is the same in a parameter and in a shard of it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _library.define(f"adamw(Tensor p, Tensor g, Tensor m, Tensor v, {_OPTIONS}) -> (
 _library.define(f"adamw_(Tensor(a!)[] held, Tensor[] g, {_OPTIONS}) -> Tensor(a!)[]")  # held: all p, all m, all v
 
 _NAMES = ("parameter", "gradient", "mean", "square")
-_VECTOR = 64  # elements; the kernel works on cache lines of so many, of the narrowest dtype
+_VECTOR = 64  # elements in a cache line of the narrowest dtype; the kernel works on cache lines
 
 
 def adamw_of_one(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *options: Any) -> Triple:
-    """The update of one parameter and its moments: the op, or where a derivative is taken of it, its formula.
+    """Update one parameter and its moments by the op, or by its formula if the update is differentiated.
 
     Raises:
-        ValueError: when they differ in shape or dtype.
+        ValueError: when parameter, gradient and moments differ in shape or dtype.
     """
     _require_alike(p, g, m, v)
     if _torch.has_functorch_level((p, g, m, v)):
@@ -42,7 +42,7 @@ def adamw_of_one(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *options: Any) -> T
 
 
 def _require_alike(p: Any, g: Any, m: Any, v: Any) -> None:
-    """Torch's kernel asks nobody how long the others are, and writes behind their ends."""
+    """Check shapes and dtypes. Torch's kernel does not check the sizes and writes past the ends of shorter tensors."""
     if p.shape == g.shape == m.shape == v.shape and p.dtype == g.dtype == m.dtype == v.dtype:
         return
     looks = (f"{name} {tuple(x.shape)} {x.dtype}" for name, x in zip(_NAMES, (p, g, m, v), strict=True))
@@ -59,7 +59,7 @@ def _adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *options: Any) -> Triple:
 
 
 def _adamw_(held: Sequence[Tensor], g: Sequence[Tensor], step: Tensor, lr: Tensor, *options: float) -> list[Tensor]:
-    """Update parameters of one dtype on one device, all in one call of the kernel."""
+    """Update parameters of one dtype on one device, with one call of the fused kernel if there is one."""
     if _torch.has_fused_adamw(held[0]):
         _fused(held, g, step, lr, *options)
     else:
@@ -71,7 +71,7 @@ def _adamw_(held: Sequence[Tensor], g: Sequence[Tensor], step: Tensor, lr: Tenso
 
 
 def _by_kind(held: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
-    """Parameters, means and squares."""
+    """Split a list into parameters, means and squares."""
     count = len(held) // 3
     return held[:count], held[count : 2 * count], held[2 * count :]
 
@@ -88,7 +88,7 @@ def _fused(held: Sequence[Tensor], g: Sequence[Tensor], step: Tensor, lr: Tensor
 
 
 def _in_vectors(x: Tensor) -> list[Tensor]:
-    """Pieces of whole vectors: a tensor as it lies, but for what is left beside its vectors, which is filled up."""
+    """Split a tensor into its full vectors (a view if it is contiguous) and one padded vector with the rest."""
     count = x.numel()
     whole = count - count % _VECTOR
     if whole == count:
@@ -100,7 +100,7 @@ def _in_vectors(x: Tensor) -> list[Tensor]:
 
 
 def _put_back(x: Tensor, pieces: Sequence[Tensor]) -> None:
-    """Write into a tensor what its pieces do not share with it."""
+    """Copy the pieces that do not share memory with `x` back into it."""
     count = x.numel()
     left = count % _VECTOR
     if not x.is_contiguous():
@@ -116,7 +116,7 @@ def _formula(
     m = m + (1 - beta1) * (g - m)
     v = beta2 * v + (1 - beta2) * g * g
     square = v / (1 - beta2**step)
-    unused = square == 0  # where the root's derivative would be infinite
+    unused = square == 0  # the derivative of the root would be infinite there
     denominator = torch.where(unused, 0, torch.where(unused, 1, square).sqrt()) + eps
     return p * (1 - lr * decay) - lr / (1 - beta1**step) * m / denominator, m, v
 

@@ -1,7 +1,7 @@
-"""Scaled dot-product attention as one op of a traced forward, whatever kernel a device would pick for it.
+"""Scaled dot-product attention as one op of a traced forward, independent of the kernel that a device selects.
 
-Traced, it is `torch.ops.fp.attention`; run, it is torch's own `scaled_dot_product_attention`, or its definition when a
-second or a forward derivative is asked, which the fused kernels do not have.
+A trace records `torch.ops.fp.attention`. When run, the op calls torch's `scaled_dot_product_attention`. It uses the
+definition if a second or forward derivative is required, because the fused kernels do not have these.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _library.define(
 
 
 def attention(q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float | None) -> torch.Tensor:
-    """Softmax(q kᵀ · scale + mask) v, with k and v shared by groups of heads where they have fewer.
+    """Compute softmax(q kᵀ · scale + mask) v. If k and v have fewer heads, groups of query heads share them.
 
     Args:
         q: shape (…, heads, queries, dim).
@@ -45,7 +45,7 @@ def attention(q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float |
 
 
 def _with_batch_of_all(*operands: Any) -> tuple[Any, ...]:
-    """Queries, keys and values with the batch dims that they broadcast to, and with dims for heads if any has heads."""
+    """Broadcast the batch dims of queries, keys and values, and add a dim for heads if any of them has heads."""
     if all(x.ndim <= 2 for x in operands):
         return operands
     batch = torch.broadcast_shapes(*(x.shape[:-3] for x in operands))
@@ -79,7 +79,7 @@ def _as_defined(
 
 
 def _in_torchs_words(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """What takes the arguments of `F.scaled_dot_product_attention`."""
+    """Wrap `compute` in a function with the signature of `F.scaled_dot_product_attention`."""
 
     def taking(
         query: Any,
@@ -104,11 +104,11 @@ def _in_torchs_words(compute: Callable[..., Any]) -> Callable[..., Any]:
 @intercept(torch.nn.functional.scaled_dot_product_attention)
 @_in_torchs_words
 def _recorded(q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float | None, dropout: float) -> torch.Tensor:
-    """As one op; where there is dropout, `_with_dropout` was asked before."""
+    """Record attention as one op. A call with dropout was already intercepted by `_with_dropout`."""
     return torch.ops.fp.attention(q, k, v, mask, is_causal, scale)
 
 
-# In a derivative that a loss takes itself, whose own derivative no kernel has:
+# In a derivative that a loss takes itself: no kernel has a derivative of it.
 _defined = intercept(torch.nn.functional.scaled_dot_product_attention, inside=True)(_in_torchs_words(_as_defined))
 
 
@@ -116,7 +116,7 @@ _defined = intercept(torch.nn.functional.scaled_dot_product_attention, inside=Tr
 def _with_dropout(
     query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *rest: Any, **named: Any
 ) -> Any:
-    """The kernels drop probabilities by draws of their own, so with dropout the definition is computed, keyed."""
+    """Compute attention with dropout by its definition and keyed draws, because the kernels make their own draws."""
     return _defined(query, key, value, attn_mask, dropout_p, *rest, **named) if dropout_p else NotImplemented
 
 
@@ -135,7 +135,7 @@ register_differentiable(torch.ops.fp.attention.default, attention)
 
 
 def _text(node: fx.Node) -> str:
-    """`"b (g r) s^ d^, b g t^ d^, b g t^ e^ -> b (g r) s e"`: a key head and its query heads stay together."""
+    """Return `"b (g r) s^ d^, b g t^ d^, b g t^ e^ -> b (g r) s e"`: a key head and its query heads share a rank."""
     q, k = (info(operand).aval for operand in tensor_operands(node)[:2])
     batch = [f"b{dim}" for dim in range(q.ndim - 3)]
     grouped = q.ndim > 2 and q.shape[-3] != k.shape[-3]
@@ -157,7 +157,10 @@ def _row(batch: list[str], heads: list[str], rest: str) -> str:
 
 
 def _decide(step: OpContext) -> OpSharding | None:
-    """More ranks than groups: query heads stay split, and each rank picks the key heads that its own need."""
+    """Decide for sharded query heads with replicated key heads that the ranks cannot split evenly.
+
+    The query heads stay sharded, and each rank selects the key heads of its query heads.
+    """
     q, k = step.operands[0], step.operands[1]
     heads_dim = q.aval.ndim - 3
     split = isinstance(q.place, Shard) and q.place.dim == heads_dim

@@ -1,4 +1,4 @@
-"""`constrain(x, spec)`: a mark in model code that says how a value shall lie; the identity outside a plan."""
+"""`constrain(x, spec)`: a marker in model code that requires a layout of a value. It is the identity outside a plan."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .marks import define_marker
 
 __all__ = ["OP", "constrain", "refuse_idle"]
 
-_ALIKE = 0.7  # of difflib's ratio: "tesnor" and "tensor" have 0.83, "seq" and "sequence" 0.55
+_ALIKE = 0.7  # threshold of difflib's ratio: "tesnor" and "tensor" have 0.83, "seq" and "sequence" 0.55
 
 
 def constrain(x: torch.Tensor, spec: P | str) -> torch.Tensor:
-    """Ask that a value lie as a spec says, on the axes that the spec names; outside a plan, return it unchanged.
+    """Constrain the layout of a value on the axes that a spec names. Outside a plan, return the value unchanged.
 
-    Sequence parallelism is one constraint per residual edge: `constrain(x, "batch time/tensor embed")` turns the psum
-    before it into a psum_scatter, and what needs the whole sequence gathers it.
+    Sequence parallelism is one constraint per residual edge. `constrain(x, "batch time/tensor embed")` turns the psum
+    before it into a psum_scatter, and ops that need the full sequence gather it.
 
     >>> import torch, functional_parallel as fp
     >>> fp.constrain(torch.ones(2, 4), "batch time/tensor").shape
@@ -32,12 +32,12 @@ def constrain(x: torch.Tensor, spec: P | str) -> torch.Tensor:
 
     Args:
         x: any value of the model.
-        spec: its placement; axes that the mesh does not have are ignored, with a warning where one is spelled almost
-            like an axis of the mesh.
+        spec: the required layout. Axes that the mesh does not have are ignored, with a warning if the name is close
+            to an axis of the mesh.
 
     Raises:
-        SpecError: when the spec does not fit the value; in a plan, when it names an axis of the mesh with several ranks
-            that no transform of the plan splits.
+        SpecError: when the spec does not fit the value. In a plan, also when the spec names an axis of the mesh with
+            several ranks that no transform of the plan splits.
     """
     spec = as_spec(spec)
     _note(spec)
@@ -55,9 +55,9 @@ def constrain(x: torch.Tensor, spec: P | str) -> torch.Tensor:
 
 
 def _note(spec: P) -> None:
-    """Note the axes that a traced function names, for `refuse_idle`.
+    """Record the axes that the constraints of a traced function name, for `refuse_idle`.
 
-    In a `shard_map` body the body's axes are split by hand, and not noted.
+    The axes of a `shard_map` body are split explicitly in the body, and are not recorded.
     """
     active = recorder()
     if active is not None:
@@ -68,15 +68,15 @@ def _note(spec: P) -> None:
 
 
 def refuse_idle(split: Collection[str], mesh: Mesh, transforms: Sequence[str]) -> None:
-    """Refuse constraints of the function that is being traced that no transform of its plan can satisfy.
+    """Check that the plan of the function being traced can satisfy its constraints.
 
     Args:
         split: the axes that the plan splits.
         mesh: the mesh.
-        transforms: the plan's transforms, in words.
+        transforms: descriptions of the transforms of the plan.
 
     Raises:
-        SpecError: when a constraint names another axis, of several ranks.
+        SpecError: when a constraint names another axis of the mesh with several ranks.
     """
     active = recorder()
     noted = {} if active is None else active.notes.get(_NOTES, {})
@@ -119,7 +119,7 @@ def _misfit(x: torch.Tensor, spec: P, problem: str) -> str:
 
 
 def _warn_of_slips(spec: P) -> None:
-    """A model may name axes that this mesh has not; a name that is nearly one of its own is a slip of the pen."""
+    """Warn of unknown axes with a name close to an axis of the mesh. Other unknown axes are allowed in a model."""
     known = {*current_axes(), *hidden_axes()}
     for axis in sorted(spec.axes - known):
         meant = get_close_matches(axis, known, n=1, cutoff=_ALIKE)
@@ -129,7 +129,7 @@ def _warn_of_slips(spec: P) -> None:
 
 
 def constrain_rest(x: Any, axes: Sequence[str], dims: Sequence[int], outers: Sequence[int]) -> Any:
-    """The same constraint, for the axes that outer transforms have still to partition."""
+    """Apply a constraint to the axes that outer transforms will partition later."""
     rest = [index for index, axis in enumerate(axes) if axis in hidden_axes()]
     done = [index for index in range(len(axes)) if index not in rest]
     if not rest:

@@ -1,7 +1,7 @@
-"""Connectionist temporal classification as one op of a trace, every sample by itself.
+"""Connectionist temporal classification as one op of a trace. Samples are independent.
 
-torch's own allocates by the longest target, which is a value. This one makes the gradient with the losses: both run
-over the same lattice, and nothing else of it is kept.
+torch's op allocates memory by the length of the longest target, which a trace does not know. This op computes the
+gradient together with the losses. Both use the same lattice, and nothing else of the lattice is saved.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 _OPTIONS = "Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank, bool zero_infinity"
 _library = torch.library.Library("fp", "FRAGMENT")
-_library.define(f"ctc(Tensor log_probs, {_OPTIONS}) -> (Tensor, Tensor)")  # per sample its loss; the gradient of each
+_library.define(f"ctc(Tensor log_probs, {_OPTIONS}) -> (Tensor, Tensor)")  # loss per sample; gradients of the losses
 
 
 def _ctc(log_probs: Any, targets: Any, inputs: Any, lengths: Any, blank: int, zero: bool) -> Any:
@@ -83,15 +83,18 @@ def ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> torch.Tensor:
-    """`F.ctc_loss`; see there. Targets are one row per sample, filled up, not end to end.
+    """Compute `F.ctc_loss`. Targets are padded to one row per sample; concatenated targets are not supported.
 
     Args:
         log_probs: shape (time, batch, classes), or (time, classes) of one sample.
         targets: shape (batch, longest), or (longest,) of one sample.
-        input_lengths, target_lengths: per sample.
-        blank: the class that stands for none.
+        input_lengths, target_lengths: lengths per sample.
+        blank: the index of the blank class.
         reduction: "mean" of the losses over the targets' lengths, "sum" or "none".
-        zero_infinity: whether a sample too short for its target counts as nothing.
+        zero_infinity: whether the infinite loss of a sample that is too short for its target is replaced by zero.
+
+    Raises:
+        TracingError: when targets are concatenated.
     """
     single = log_probs.ndim == 2
     if targets.ndim != 2 - single:

@@ -1,4 +1,4 @@
-"""Keyed draws: the numbers of the whole tensor, wherever it is split."""
+"""Sharding rule of keyed draws: a shard gets the numbers of the full tensor at its positions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from ..rules import REPLICATED, OpContext, OpSharding, Rule, Shard, rule
 
 
 def _decide(step: OpContext) -> OpSharding:
-    """As `like` lies, or as its keys do; only its shape is asked for, so partial sums count as whole."""
+    """Return the layout of `like`, or of the keys if `like` is not sharded.
+
+    Only the shape of `like` is read, so partial sums count as replicated.
+    """
     like, key = (operand.place for operand in step.operands)
     if isinstance(like, Shard):
         return OpSharding((like, REPLICATED), (replace(like, dim=like.dim + _keys(step)),), of_shapes=True)
@@ -20,7 +23,7 @@ def _decide(step: OpContext) -> OpSharding:
 
 
 def _keys(step: OpContext) -> int:
-    """How many dims of keys there are in front."""
+    """Number of leading dims for keys."""
     return step.operands[1].aval.ndim
 
 

@@ -1,7 +1,7 @@
-"""Products of groups of rows with one matrix per group, as a mixture of experts computes them.
+"""Products of groups of rows with one matrix per group, for a mixture of experts.
 
-torch's op has no shape function for other types than bfloat16, no forward derivative and no vmap rule, and refuses
-matrices whose rows do not begin at multiples of 16 bytes, as those of a shard may not.
+torch's op has a shape function for bfloat16 only, no forward derivative and no vmap rule. It also rejects matrices with
+rows that do not begin at multiples of 16 bytes, which a shard may have.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def grouped_outer(rows: torch.Tensor, others: torch.Tensor, ends: torch.Tensor) 
 
 
 def _groups(ends: torch.Tensor) -> Iterator[tuple[int, slice]]:
-    """The groups that have rows."""
+    """Iterate over the groups that have rows, with their slices."""
     bounds = [0, *ends.tolist()]
     return (
         (group, slice(*bounds[group : group + 2])) for group in range(len(ends)) if bounds[group] < bounds[group + 1]
@@ -87,7 +87,7 @@ def _outer(rows: torch.Tensor, others: torch.Tensor, ends: torch.Tensor) -> torc
 
 
 def _aligned(*matrices: torch.Tensor) -> bool:
-    """Whether torch's kernel takes them, which it does if rows or columns begin at multiples of 16 bytes."""
+    """Whether torch's kernel supports these matrices: rows or columns must begin at multiples of 16 bytes."""
     strides = [sorted(matrix.stride()[-2:]) for matrix in matrices]
     whole = all(
         inner == 1 and outer >= min(matrix.shape[-2:]) and outer * matrix.itemsize % 16 == 0
@@ -188,7 +188,7 @@ for _op, _function, _text in (
 
 
 def _grouped_mm(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
-    """Either operand is a list of rows, cut at `offs` into groups, or a stack of matrices."""
+    """Compute torch's grouped_mm. An operand is a list of rows, split at `offs` into groups, or a stack of matrices."""
     if a.ndim == 3 and b.ndim == 3:
         found = torch.bmm(a, b)
     elif offs is None or {a.ndim, b.ndim} - {2, 3}:

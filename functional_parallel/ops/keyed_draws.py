@@ -1,7 +1,7 @@
-"""Draws from torch's own generators as draws from the ambient key, so that every mesh draws the same numbers.
+"""Replace draws from torch's generators by draws from the ambient key, so that every mesh draws the same numbers.
 
-A trace records these in place of `torch.rand` and its kin. Draws that are not listed here are refused by
-`tracing.draws`, as is every draw from a generator that the caller passes.
+A trace records these instead of `torch.rand` and related functions. `tracing.draws` rejects draws that are not listed
+here, and every draw from a generator that the caller passes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 def _wide(like: torch.Tensor) -> torch.Tensor:
-    """An empty tensor of a type with enough digits, float64 for integers."""
+    """Return an empty tensor with a dtype of enough digits: at least float32, float64 for integers."""
     if not like.is_floating_point():
         return torch.empty_like(like, dtype=torch.float64)
     return torch.empty_like(like, dtype=torch.float32) if like.dtype.itemsize < 4 else like
@@ -36,7 +36,7 @@ def _normal(what: str, like: torch.Tensor) -> torch.Tensor:
 
 
 def _integers(what: str, low: int, high: int, like: torch.Tensor) -> Any:
-    """Integers in [low, high); more than 2^53 of them have no float64 each."""
+    """Draw integers in [low, high). The range is at most 2^53, because float64 cannot represent more integers."""
     if high <= low or high - low > 2**53:
         return NotImplemented
     drawn = uniform(next_site(what), torch.empty_like(like, dtype=torch.float64))
@@ -76,7 +76,7 @@ def _randint_low(low: int, high: int, size: Any, *, dtype: Any = torch.int64, de
 
 @intercept_op(aten.randperm.default)
 def _randperm(n: int, *, dtype: Any = torch.int64, device: Any = None, **_: Any) -> Any:
-    """The order of n numbers."""
+    """Return the sort order of n drawn numbers."""
     drawn = _uniform("torch.randperm", _empty((n,), torch.float64, device))
     return drawn.argsort(stable=True).to(dtype)
 
@@ -125,7 +125,7 @@ def _bernoulli_p(x: torch.Tensor, p: float, *, generator: Any = None) -> Any:
 
 @intercept_op(aten.bernoulli_.float)
 def _bernoulli_(target: torch.Tensor, p: float = 0.5, *, generator: Any = None) -> Any:
-    """The draw of the dropouts that torch has in C++: of features, alpha dropout, between layers of an LSTM."""
+    """Draw for the dropouts that torch implements in C++: feature dropout, alpha dropout, and dropout of an LSTM."""
     return NotImplemented if generator is not None else target.copy_(happens(p, target, next_site("dropout")))
 
 
@@ -157,7 +157,7 @@ def _normal_of_both(mean: torch.Tensor, std: torch.Tensor, *, generator: Any = N
 
 
 def _normal_of(like: torch.Tensor, mean: Any, std: Any, generator: Any) -> Any:
-    """Without a derivative by mean and deviation, which torch's draw has not either."""
+    """Draw normal numbers without a derivative with respect to `mean` and `std`; torch's draw has none either."""
     if generator is not None or not like.is_floating_point():
         return NotImplemented
     with torch.no_grad():
@@ -181,7 +181,7 @@ def _writes(op: Any, name: str, draw: Callable[..., torch.Tensor]) -> None:
 
 
 def _exponential(key: torch.Tensor, like: torch.Tensor, lambd: float = 1.0) -> torch.Tensor:
-    """Never 0, so that its logarithm is finite."""
+    """Draw exponential numbers. They are never 0, so that their logarithm is finite."""
     return -torch.log1p(-uniform(key, like)).clamp(max=-torch.finfo(like.dtype).eps / 2) / lambd
 
 

@@ -1,4 +1,4 @@
-"""Marks: library ops that are the identity, and say something of their operand to whoever runs the trace again."""
+"""Markers: library ops that are the identity, and carry information about their operand to a rerun of the trace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _library = torch.library.Library("fp", "FRAGMENT")
 
 
 class MarkerOp(torch.autograd.Function):
-    """The identity in every derivative; `op` is the library op that a trace records for it."""
+    """Identity function with identity derivatives. A trace records the library op `op` for it."""
 
     op: ClassVar[Any]
 
@@ -33,12 +33,12 @@ class MarkerOp(torch.autograd.Function):
 
 
 def define_marker(schema: str, again: Callable[..., Any], *, names_dims: bool) -> type[MarkerOp]:
-    """Define a mark's library op, and the Function that applies it.
+    """Define the library op of a marker, and the Function that applies it.
 
     Args:
-        schema: the op's name and parameters, of which the first is the value: "name(Tensor x, …)".
-        again: what is called on the op's arguments when its graph is run again.
-        names_dims: whether parameters count the value's dims, so that under vmap the mapped one goes behind them.
+        schema: the name and parameters of the op. The first parameter is the value: "name(Tensor x, …)".
+        again: the function that is called on the arguments of the op when its graph is rerun.
+        names_dims: whether parameters are dims of the value. If so, vmap moves the mapped dim to the last position.
     """
     name = schema.partition("(")[0]
     _library.define(f"{schema} -> Tensor")

@@ -1,8 +1,8 @@
-"""Several tensors in one: what a bucket of collectives sends.
+"""Ops that pack several tensors into one, which a bucket of collectives sends.
 
-A packed tensor is flat and made of `parts` equal runs, one per rank of a scatter or gather (one for a sum). Each run
-holds, of every tensor in turn, the part that belongs to that rank. So one collective along dim 0 does for all tensors
-what a collective each would have done along their own dims.
+A packed tensor is flat and consists of `parts` equal runs, one per rank of a scatter or gather (one run for a sum). The
+run of a rank concatenates the rank's slices of all tensors. One collective along dim 0 of the packed tensor then
+replaces one collective per tensor along its own dim.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ _library.define("unpack_(Tensor(a!) target, Tensor packed, int parts, int offset
 
 
 def run_of(x: torch.Tensor, parts: int, dim: int) -> torch.Tensor:
-    """Of a tensor its part of every run: (parts, elements)."""
+    """Return the slices of `x` for all runs, with shape (parts, elements)."""
     return x.reshape(1, -1) if parts == 1 else x.unflatten(dim, (parts, -1)).movedim(dim, 0).reshape(parts, -1)
 
 
 def packed(tensors: Sequence[torch.Tensor], parts: int, dims: Sequence[int]) -> torch.Tensor:
-    """The runs, one behind the other."""
+    """Pack tensors into one flat tensor of concatenated runs."""
     return torch.cat([run_of(x, parts, dim) for x, dim in zip(tensors, dims, strict=True)], 1).reshape(-1)
 
 
 def _unpack(packed: torch.Tensor, parts: int, offset: int, shape: Sequence[int], dim: int) -> torch.Tensor:
-    """The tensor whose part in each run starts at `offset` and has this shape; parts are joined along `dim`."""
+    """Unpack the tensor with a slice of shape `shape` at `offset` in each run; concatenate the slices along `dim`."""
     joined = _joined(packed, parts, offset, shape, dim)
     return joined.clone() if joined.data_ptr() == packed.data_ptr() else joined.contiguous()
 
 
 def unpacked(packed: torch.Tensor, parts: int, offset: int, shape: Sequence[int], dim: int) -> torch.Tensor:
-    """The same in torch's ops, for a compiler that looks inside; in memory of its own."""
+    """Unpack like the op `unpack`, written in torch's ops for a compiler. The result owns its memory."""
     return _joined(packed, parts, offset, shape, dim).clone(memory_format=torch.contiguous_format)
 
 
@@ -54,7 +54,7 @@ def _parts(packed: torch.Tensor, parts: int, offset: int, shape: Sequence[int]) 
 def _unpack_into(
     target: torch.Tensor, packed: torch.Tensor, parts: int, offset: int, shape: Sequence[int], dim: int
 ) -> torch.Tensor:
-    """The same, into memory that is there."""
+    """Unpack a tensor like `_unpack`, into the existing tensor `target`."""
     target.unflatten(dim, (parts, -1)).copy_(_parts(packed, parts, offset, shape).movedim(0, dim))
     return target
 

@@ -1,4 +1,4 @@
-"""The sum of squares of many tensors as one op, which writes nothing as large as they are."""
+"""Sum of squares of many tensors as one op. It allocates no temporary of the size of a large tensor."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ _library.define("sum_of_squares(Tensor[] tensors) -> Tensor")
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum of the squares of all elements, a scalar; tensor after tensor, in blocks of their own.
+    """Return the sum of the squares of all elements, a scalar. Each tensor is summed separately, in blocks.
 
     >>> sum_of_squares([torch.tensor([1.0, 2.0]), torch.tensor([[3.0]])])
     tensor(14.)
 
     Args:
-        tensors: at least one, floating, or complex, whose parts are squared. Squares are computed in each one's dtype,
-            but in float32 at least: float16 holds none of more than 255.
+        tensors: at least one floating-point or complex tensor. Of complex numbers, the real and imaginary components
+            are squared. Squares are computed in the dtype of the tensor, but at least in float32, because the square
+            of a number above 255 overflows float16.
     """
     tensors = list(map(as_real, tensors))
     if _torch.has_functorch_level(tensors):

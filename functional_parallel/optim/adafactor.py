@@ -1,7 +1,7 @@
-"""Adafactor (Shazeer & Stern, arXiv 1804.04235), as `torch.optim.Adafactor` defines it, right on shards too.
+"""Adafactor (Shazeer & Stern, arXiv 1804.04235), as `torch.optim.Adafactor` defines it, also correct on shards.
 
-Its second moment of a matrix is the product of a mean per row and a mean per column, so it is not elementwise: a mean
-along a dim that is split goes over the axes that split it. Where those are it learns from the specs of the parameters.
+The second moment of a matrix is the product of row means and column means, so Adafactor is not elementwise. A mean
+along a sharded dim is reduced over the axes that shard it. The specs of the parameters define these axes.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ __all__ = ["AdafactorState", "Factored", "adafactor"]
 
 
 class Factored(NamedTuple):
-    """The second moment of a parameter of two dims or more: n + m numbers in place of n · m."""
+    """Second moment of a parameter with at least two dims: n + m numbers instead of n · m."""
 
     row: Any  # (..., n, 1) mean of squares along the last dim
-    column: Any  # (..., 1, m) mean of squares along the last but one
+    column: Any  # (..., 1, m) mean of squares along the second to last dim
 
 
 class AdafactorState(NamedTuple):
     """State of `adafactor`."""
 
     step: Any  # () number of updates done
-    square: Any  # per parameter: Factored, or like the parameter where it has less than two dims
+    square: Any  # per parameter: Factored, or like the parameter if it has fewer than two dims
 
 
 @explain_keywords
@@ -62,19 +62,19 @@ def adafactor(
     tensor([0.5000, 0.5000, 0.5000])
 
     Args:
-        lr: upper bound ρ of the relative step, or a function from the number of updates done to it.
+        lr: upper bound ρ of the relative step, or a function from the number of updates done to this bound.
         beta2_decay: γ.
-        eps: ε₁, a floor under √v̂ (the dtype's own eps by default), and ε₂, a floor under RMS(p).
-        d: the largest RMS that an update has.
+        eps: ε₁, a lower bound of √v̂ (by default the eps of the dtype), and ε₂, a lower bound of RMS(p).
+        d: largest RMS of an update.
         weight_decay: λ, decoupled from the gradient.
-        decay: which parameters decay: path pattern → whether, or a predicate of path and leaf; all by default.
+        decay: parameters that decay: path pattern → bool or factor, or a function of path and leaf; by default all.
 
     Returns:
-        An optimizer whose update takes the specs of the parameters as fourth argument; `train_step` gives it them.
-        Its `init` refuses complex parameters, as torch's does.
+        An optimizer. Its update takes the specs of the parameters as fourth argument; `train_step` passes them. Its
+        `init` raises ValueError for complex parameters, which torch's Adafactor does not support either.
 
     Raises:
-        ValueError: for a number that is not in its range.
+        ValueError: for a number that is out of range.
     """
     require_rate("adafactor", lr)
     require_not_negative("adafactor", weight_decay=weight_decay)
@@ -82,7 +82,7 @@ def adafactor(
 
     def init(params: Any) -> AdafactorState:
         _refuse_complex(params)
-        decay_rates(weight_decay, decay, params)  # a pattern that matches nothing is refused here
+        decay_rates(weight_decay, decay, params)  # raises for a pattern that matches nothing
         return AdafactorState(torch.zeros(()), optree.tree_map(_start, params))
 
     @skipping
@@ -164,12 +164,12 @@ def _whole_along(spec: P, dim: int) -> P:
 
 
 # -----------------------------------------------------------------------------
-# Means over what other ranks hold
+# Means over sharded dims
 # -----------------------------------------------------------------------------
 
 
 def _second_moment(square: Any, g: torch.Tensor, weight: torch.Tensor, spec: P, floor: float) -> tuple[Any, Any]:
-    """The new state, and the second moment that it stands for."""
+    """Return the new state and the second moment that it represents."""
     squares = g * g
     if not isinstance(square, Factored):
         square = square + weight * (squares - square)

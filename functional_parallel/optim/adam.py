@@ -35,14 +35,14 @@ def adam(
     {'w': tensor([0.9000])}
 
     Args:
-        lr: learning rate, or a function from the number of updates done to it.
+        lr: learning rate, or a function from the number of updates done to the learning rate.
         betas: β₁ and β₂.
         eps: ε, outside the root.
-        weight_decay: λ, added to the gradient, and so divided by √v̂ with it; `adamw` keeps the two apart.
-        decay: which parameters decay: path pattern → whether, or a predicate of path and leaf; all by default.
+        weight_decay: λ. The decay is added to the gradient, so it is also divided by √v̂; `adamw` decouples the two.
+        decay: parameters that decay: path pattern → bool or factor, or a function of path and leaf; by default all.
 
     Raises:
-        ValueError: for a number that is not in its range.
+        ValueError: for a number that is out of range.
     """
     require_rate("adam", lr)
     require_betas("adam", betas)
@@ -52,7 +52,7 @@ def adam(
     rates = partial(decay_rates, weight_decay, decay)
 
     def init(params: Any) -> AdamWState:
-        rates(params)  # a pattern that matches nothing is refused here
+        rates(params)  # raises for a pattern that matches nothing
         return plain.init(params)
 
     @mark_elementwise

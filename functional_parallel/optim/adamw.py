@@ -42,14 +42,14 @@ def adamw(
     {'w': tensor([0.9000])}
 
     Args:
-        lr: learning rate, or a function from the number of updates done to it.
+        lr: learning rate, or a function from the number of updates done to the learning rate.
         betas: β₁ and β₂.
         eps: ε, outside the root.
         weight_decay: λ, decoupled from the gradient.
-        decay: which parameters decay: path pattern → whether, or a predicate of path and leaf; all by default.
+        decay: parameters that decay: path pattern → bool or factor, or a function of path and leaf; by default all.
 
     Raises:
-        ValueError: for a number that is not in its range.
+        ValueError: for a number that is out of range.
     """
     require_rate("adamw", lr)
     require_betas("adamw", betas)
@@ -57,7 +57,7 @@ def adamw(
     rates = partial(decay_rates, weight_decay, decay)
 
     def init(params: Any) -> AdamWState:
-        rates(params)  # a pattern that matches nothing is refused here
+        rates(params)  # raises for a pattern that matches nothing
         return AdamWState(torch.zeros(()), zeros_like(params), zeros_like(params))
 
     @mark_elementwise

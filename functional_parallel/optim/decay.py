@@ -1,4 +1,4 @@
-"""Which parameters decay: rules from path patterns to yes, no or a factor, or a predicate of path and leaf."""
+"""Weight decay per parameter: rules from path patterns to a bool or a factor, or a function of path and leaf."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ Decay = Mapping[str, float] | Callable[[str, torch.Tensor], float] | None
 
 
 def decay_rates(weight_decay: float, decay: Decay, params: Any) -> Any:
-    """The weight decay of every parameter, as a tree of numbers.
+    """Return the weight decay of every parameter, as a tree of numbers.
 
     >>> decay_rates(0.5, {"*/b": False}, {"layer": {"b": 0, "w": 0}})
     {'layer': {'b': 0.0, 'w': 0.5}}
 
     Args:
         weight_decay: λ.
-        decay: path pattern → whether (or by what factor) its leaves decay, the first that matches wins and a leaf that
-            none matches decays; or a function of path and leaf; or None: all decay.
+        decay: rules from a path pattern to a factor of λ, or to a bool, which turns the decay on or off. The first
+            match applies, and leaves without a match decay. A function of path and leaf may replace the rules. With
+            None, all leaves decay.
         params: the parameters, or shards of them.
 
     Raises:
-        ValueError: when a pattern matches no parameter.
+        ValueError: if a pattern matches no parameter.
     """
     paths, leaves = tree_paths(params), optree.tree_leaves(params)
     if isinstance(decay, Mapping):

@@ -1,9 +1,9 @@
-"""Learning rates by functions in plain Python: evaluated on the host, with the number of updates as an integer.
+"""Learning rates from plain Python functions, evaluated on the host with the number of updates as an integer.
 
 A trace has no values, so a function with an `if`, or with `math.cos`, cannot be part of a program. It becomes one op of
 the number of updates, which calls the function when the program runs. A number in main memory is read directly. Reading
-one from a device would wait for the device. So a training state counts its updates on the host after the first read,
-and the device compares the two counts: where they differ, the rate is NaN, which stops the run.
+a number from a device would wait for the device. A training state therefore counts its updates on the host after the
+first read. The device compares the two counts. If they differ, the rate is NaN, which stops the run.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _library.define("rate_on_host(Tensor updates, str name) -> Tensor", tags=(torch.
 
 
 def rate_on_host(function: Callable[[Any], Any], updates: torch.Tensor) -> torch.Tensor:
-    """Return the op that calls a function on the host, with the number of updates as an integer.
+    """Return the rate from an op that calls a function on the host, with the number of updates as an integer.
 
     Args:
-        function: from the number of updates done to a rate.
-        updates: the number of updates done.
+        function: function from the number of updates done to a rate.
+        updates: number of updates done.
     """
     found: torch.Tensor = OP(updates, _name_of(function))
     return found
@@ -43,7 +43,7 @@ def rate_on_host(function: Callable[[Any], Any], updates: torch.Tensor) -> torch
 
 @contextmanager
 def counted_on_host(counts: Counts | None) -> Iterator[None]:
-    """Take numbers of updates from these counts, and add those that are read; None reads them every time."""
+    """Read numbers of updates from `counts`, and add numbers read from a device. None reads the device every time."""
     token = _counts.set(counts)
     try:
         yield
@@ -52,12 +52,12 @@ def counted_on_host(counts: Counts | None) -> Iterator[None]:
 
 
 def _name_of(function: Callable[[Any], Any]) -> str:
-    """Return a name that is the same on every rank: the function's own, numbered among those that share it."""
+    """Return a name that is the same on every rank: the qualified name of the function and a number for duplicates."""
     if id(function) not in _names:
         base = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
         number = sum(name.rpartition("#")[0] == base for name in _functions)
         _names[id(function)] = f"{base}#{number}"
-        _functions[_names[id(function)]] = function  # kept, so that no other function gets its id
+        _functions[_names[id(function)]] = function  # keep a reference, so that no other function gets its id
     return _names[id(function)]
 
 
@@ -80,7 +80,7 @@ def _is_in_main_memory(updates: torch.Tensor) -> bool:
 
 
 def _read(updates: torch.Tensor) -> int:
-    """Return a number of updates; on a device, this waits for it."""
+    """Return a number of updates. If it is on a device, wait for the device."""
     return round(updates.item())
 
 

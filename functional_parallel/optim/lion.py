@@ -16,7 +16,7 @@ __all__ = ["LionState", "lion"]
 
 
 class LionState(NamedTuple):
-    """State of `lion`: half of Adam's."""
+    """State of `lion`, half the size of Adam's."""
 
     step: torch.Tensor  # () number of updates done
     mean: Any  # like params: moving average of gradients
@@ -28,7 +28,7 @@ def lion(
 ) -> Optimizer:
     """p ← p (1 − lr λ) − lr · sign(β₁ m + (1−β₁) g);  m ← β₂ m + (1−β₂) g.
 
-    Of a complex parameter the real and the imaginary parts are updated each by its own sign.
+    The real and the imaginary part of a complex parameter are updated separately, each by its sign.
 
     >>> import torch
     >>> optimizer = lion(0.25)
@@ -37,13 +37,14 @@ def lion(
     {'w': tensor([0.7500, 1.2500])}
 
     Args:
-        lr: learning rate, or a function from the number of updates done to it; a third to a tenth of AdamW's serves.
+        lr: learning rate, or a function from the number of updates done to the learning rate. Use a third to a
+            tenth of AdamW's.
         betas: β₁ for the step, β₂ for the average.
         weight_decay: λ, decoupled from the gradient.
-        decay: which parameters decay: path pattern → whether, or a predicate of path and leaf; all by default.
+        decay: parameters that decay: path pattern → bool or factor, or a function of path and leaf; by default all.
 
     Raises:
-        ValueError: for a number that is not in its range.
+        ValueError: for a number that is out of range.
     """
     require_rate("lion", lr)
     require_betas("lion", betas)
@@ -53,7 +54,7 @@ def lion(
     rates = partial(decay_rates, weight_decay, decay)
 
     def init(params: Any) -> LionState:
-        rates(params)  # a pattern that matches nothing is refused here
+        rates(params)  # raises for a pattern that matches nothing
         return LionState(torch.zeros(()), zeros_like(params))
 
     @mark_elementwise

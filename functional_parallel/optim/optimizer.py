@@ -1,4 +1,4 @@
-"""What an optimizer is: `init(params) -> state` and `update(grads, state, params) -> (params, state)`, both pure."""
+"""Optimizers as two pure functions: `init(params) -> state`, `update(grads, state, params) -> (params, state)`."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ Schedule = float | Callable[[torch.Tensor], Any]
 class Optimizer(NamedTuple):
     """A pair of pure functions.
 
-    A state has subtrees of the parameters' own structure (the moments), whose leaves lie as the parameters do where
-    they have their shapes; all else in it is whole on every rank. `update` is written for whole parameters. One that
-    is not elementwise is partitioned by `train_step`, unless it says by `specs` that it is made for shards, as
-    Adafactor, whose row and column means lie as those dims of the parameters do.
+    A state has subtrees with the structure of the parameters (the moments). A leaf of such a subtree with the shape of
+    its parameter has the layout of the parameter. The rest of the state is replicated. `update` is written for full
+    parameters. `train_step` partitions an update that is not elementwise, unless `specs` declares that it works on
+    shards. Adafactor does so: its row and column means have the layouts of those dims of the parameters.
 
-    A parameter without a path to the loss has a gradient of zeros here. `train_step` keeps the old parameter, and the
-    old state where it has the parameter's shape in a subtree of the parameters' structure, whatever `update` returns.
-    A step count belongs to all parameters, so it counts on.
+    A parameter that does not affect the loss has a gradient of zeros here. `train_step` keeps its old value regardless
+    of the result of `update`. It also keeps its old state, where a subtree with the structure of the parameters has a
+    leaf of the shape of the parameter. A step count belongs to all parameters, so it is still incremented.
 
     Attributes:
         init: params → state.
         update: (gradients, state, params) → (new params, new state).
-        specs: (params, their specs) → specs of the state. With it `update` is given shards, and the specs of the
-            parameters as a fourth argument, which tell it over which axes a sum over a dim must go.
-        constants: params → what the update treats parameters differently by, such as their weight decay: a number (or
-            anything hashable) for each, as a tree, or one for all. It is asked of whole parameters, stacks of layers
-            too, and what it says is given to `update` as keyword. It promises that `update` is elementwise, and may
-            be given shards as they are; `train_step` refuses one of which it sees that it is not. With it parameters
-            may be laid end to end (`fp.zero(1, "data", layout="flat")`): those with equal constants are given to
-            `update` as one.
+        specs: (params, their specs) → specs of the state. If it is set, `update` gets shards, and the specs of the
+            parameters as a fourth argument. The specs define the axes over which a sum over a dim must be reduced.
+        constants: params → constants that differ between parameters, such as the weight decay. It returns a tree with
+            one number (or hashable value) per parameter, or one for all. It is called with full parameters, including
+            stacks of layers. `update` gets the result as the keyword argument `constants`.
+            It declares that `update` is elementwise and may be called on shards. `train_step` raises an error if it
+            detects that the update is not elementwise. With `constants`, parameters may be concatenated
+            (`fp.zero(1, "data", layout="flat")`). `update` then gets parameters with equal constants as one vector.
     """
 
     init: Callable[[PyTree], Any]
@@ -66,11 +66,11 @@ class Optimizer(NamedTuple):
 
 
 _skipping: WeakSet[Any] = WeakSet()
-_known: WeakSet[Any] = WeakSet()  # by identity: a wrapper's attributes would be those of what it wraps
+_known: WeakSet[Any] = WeakSet()  # by identity: a wrapper copies the attributes of the wrapped function
 
 
 def mark_elementwise(update: F) -> F:
-    """Mark an update of ours that tests show to be elementwise: to read that off a trace takes time at every start."""
+    """Mark an update of this package as elementwise, as tests verify. A check by tracing would slow every start."""
     _known.add(update)
     return skipping(update)
 
@@ -82,20 +82,20 @@ def skipping(update: F) -> F:
 
 
 def skips_untrained(update: Callable[..., Any]) -> bool:
-    """Whether an update is one of those."""
+    """Whether `update` is marked by `skipping`."""
     return update in _skipping
 
 
 def is_known_elementwise(update: Callable[..., Any]) -> bool:
-    """Whether an update is one of those."""
+    """Whether `update` is marked by `mark_elementwise`."""
     return update in _known
 
 
 def clip_value(optimizer: Optimizer, bound: float) -> Optimizer:
-    """The optimizer, given gradients whose every element is first brought into [-bound, bound].
+    """Return an optimizer that first clamps every element of the gradients to [-bound, bound].
 
-    It needs no sum over ranks, so it is right under every sharding; `train_step(clip=…)` bounds the global norm
-    instead, before this. Of complex gradients it bounds the real and the imaginary parts.
+    It needs no sum over ranks, so it is correct under every sharding. `train_step(clip=…)` bounds the global norm
+    instead, and does so before this. The real and the imaginary part of complex gradients are clamped separately.
 
     >>> import torch, functional_parallel as fp
     >>> optimizer = fp.optim.clip_value(fp.optim.sgd(1.0), 0.5)
@@ -105,13 +105,13 @@ def clip_value(optimizer: Optimizer, bound: float) -> Optimizer:
 
     Args:
         optimizer: the optimizer.
-        bound: the largest absolute value that passes unchanged.
+        bound: largest absolute value that is not changed.
 
     Returns:
         An optimizer with the same state.
 
     Raises:
-        ValueError: when the bound is not positive.
+        ValueError: if `bound` is not positive.
     """
     if not bound > 0:
         raise ValueError(f"clip_value(bound={bound!r}): the bound must be positive")
@@ -128,13 +128,13 @@ def clip_value(optimizer: Optimizer, bound: float) -> Optimizer:
 
 
 def learning_rate(lr: Schedule, step: torch.Tensor) -> torch.Tensor:
-    """Return the rate of a step (0 for the first) as a float64 scalar: in float32, 0.1 would be off by 1e-9.
+    """Return the rate of a step (0 for the first) as a float64 scalar. In float32, 0.1 would have an error of 1e-9.
 
     >>> import torch
     >>> learning_rate(lambda step: 0.1 / (1 + step), torch.tensor(1.0))
     tensor(0.0500, dtype=torch.float64)
 
-    A function that cannot be traced, since it needs the value of `step`, is called when the program runs, on the host.
+    A function that cannot be traced, because it needs the value of `step`, is called on the host when the program runs.
     """
     try:
         rate = lr(step.double()) if callable(lr) else lr
@@ -146,7 +146,7 @@ def learning_rate(lr: Schedule, step: torch.Tensor) -> torch.Tensor:
 
 
 def zeros_like(params: PyTree) -> PyTree:
-    """A moment's start: zero for every tensor; other leaves stand for themselves."""
+    """Return the initial value of a moment: zeros for every tensor. Other leaves are unchanged."""
     register_dataclasses(params)
     return optree.tree_map(lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, torch.Tensor) else leaf, params)
 
@@ -154,7 +154,7 @@ def zeros_like(params: PyTree) -> PyTree:
 def map_gradients(
     change: Callable[..., torch.Tensor], params: PyTree, grads: PyTree, constants: PyTree = None
 ) -> PyTree:
-    """Apply a change to every gradient: (parameter, gradient[, constant]) → gradient. None stays None."""
+    """Apply `change` to every gradient: (parameter, gradient[, constant]) → gradient. None stays None."""
     leaves, tree = optree.tree_flatten(params)
     (changed,) = map_leaves(lambda p, g, *constant: (change(p, g, *constant),), params, grads, constants=constants)
     rows = zip(leaves, tree.flatten_up_to(grads), tree.flatten_up_to(changed), strict=True)
@@ -164,16 +164,19 @@ def map_gradients(
 def map_leaves(
     update: Callable[..., tuple[torch.Tensor, ...]], params: PyTree, *trees: PyTree, constants: PyTree = None
 ) -> tuple[PyTree, ...]:
-    """Apply an update to every floating or complex parameter with its gradient and state; returns a tree per result.
+    """Apply an update to every floating-point or complex parameter, with its gradient and state.
 
-    A complex parameter is given to it as pairs of real numbers, and so are its gradient and state. Leaves that are
-    neither stay as they are, and so do parameters with None for a gradient.
+    The update gets a complex parameter, its gradient and its state as pairs of real numbers. Other leaves are not
+    changed, and neither are parameters with a gradient of None.
 
     Args:
         update: (parameter, gradient, state…[, constant]) → (new parameter, new state…).
         params: the parameters.
         trees: the gradients, then the trees of the state.
-        constants: what the update takes after the state and does not return, one per parameter.
+        constants: one value per parameter, which the update takes after the state and does not return.
+
+    Returns:
+        One tree per result of the update.
     """
     leaves, tree = optree.tree_flatten(params)
     columns = [tree.flatten_up_to(other) for other in trees]

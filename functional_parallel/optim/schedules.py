@@ -1,8 +1,8 @@
 """Learning-rate schedules: pure functions from the number of updates done (0 for the first) to a rate.
 
-Any function will do; these are the common ones. They are torch ops, so they are traced with the step, and a skipped
-step, which counts no update, leaves them where they were. A function that cannot be traced, because it has a Python
-`if` or calls `math.cos`, is called on the host in every step, with the number of updates as an integer.
+An optimizer accepts any such function; this module has the common ones. They consist of torch ops, so they are traced
+with the step. A skipped step does not count as an update, so it does not advance them. A function with a Python `if` or
+`math.cos` cannot be traced. It is called on the host in every step, with the number of updates as an integer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Rate = Callable[[Any], torch.Tensor]
 
 
 def constant(rate: float) -> Rate:
-    """The same rate at every step.
+    """Return a constant schedule.
 
     >>> constant(0.1)(7)
     tensor(0.1000, dtype=torch.float64)
@@ -43,31 +43,31 @@ def constant(rate: float) -> Rate:
 
 
 def linear(start: float, end: float, steps: int) -> Rate:
-    """From one rate to another in equal steps, then constant: a warm-up, or a decay to 0.
+    """Change the rate linearly from `start` to `end`, then keep it constant. Use it as a warm-up or a decay to 0.
 
     >>> [linear(1.0, 0.0, 4)(step).item() for step in range(6)]
     [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
 
     Args:
-        start: the first step's rate.
-        end: the rate from step `steps` on.
-        steps: how many steps lie between; `torch.optim.lr_scheduler.LinearLR` calls it total_iters.
+        start: rate of the first step.
+        end: rate from step `steps` on.
+        steps: number of steps from `start` to `end`; `torch.optim.lr_scheduler.LinearLR` calls it total_iters.
     """
     _check_steps("linear", steps)
     return lambda step: start + (end - start) * _progress(step, steps)
 
 
 def cosine(rate: float, steps: int, *, warmup: int = 0, end: float = 0.0) -> Rate:
-    """Half a cosine from a rate down to another (Loshchilov & Hutter, arXiv 1608.03983 §3), after a linear warm-up.
+    """Decay along half a cosine (Loshchilov & Hutter, arXiv 1608.03983 §3), after a linear warm-up.
 
     >>> [round(cosine(1.0, 6, warmup=2)(step).item(), 3) for step in range(7)]
     [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
 
     Args:
-        rate: the highest rate.
-        steps: all steps, the warm-up's included; the rate stays at `end` afterwards.
-        warmup: steps of the warm-up; the rate of its first is rate / warmup, of its last the full rate.
-        end: the last rate.
+        rate: highest rate.
+        steps: number of steps, including the warm-up. After them the rate stays at `end`.
+        warmup: number of warm-up steps. The first has the rate rate / warmup, the last the highest rate.
+        end: final rate.
     """
     _check_steps("cosine", steps - warmup)
 
@@ -78,16 +78,16 @@ def cosine(rate: float, steps: int, *, warmup: int = 0, end: float = 0.0) -> Rat
 
 
 def exponential(rate: float, factor: float, *, every: int = 1, stairs: bool = False) -> Rate:
-    """A rate multiplied by a factor every so many steps, gradually or in stairs.
+    """Multiply the rate by a factor every `every` steps, continuously or as a step function.
 
     >>> [exponential(1.0, 0.5, every=2, stairs=True)(step).item() for step in range(5)]
     [1.0, 1.0, 0.5, 0.5, 0.25]
 
     Args:
-        rate: the first step's rate.
-        factor: what it is multiplied by.
-        every: after how many steps.
-        stairs: whether it stays constant between; then it is `torch.optim.lr_scheduler.StepLR`.
+        rate: rate of the first step.
+        factor: factor per `every` steps.
+        every: number of steps.
+        stairs: whether the rate is constant in between, as in `torch.optim.lr_scheduler.StepLR`.
     """
     _check_steps("exponential", every)
 
@@ -99,27 +99,27 @@ def exponential(rate: float, factor: float, *, every: int = 1, stairs: bool = Fa
 
 
 def warmup(steps: int, schedule: float | Rate) -> Rate:
-    """A linear warm-up, then another schedule from its beginning.
+    """Warm up linearly, then run another schedule from its beginning.
 
     >>> [warmup(4, 1.0)(step).item() for step in range(6)]
     [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
 
     Args:
-        steps: steps of the warm-up; the rate grows to the schedule's first in as many equal steps.
-        schedule: what follows, a rate or a schedule.
+        steps: number of warm-up steps. The rate grows in equal increments to the first rate of `schedule`.
+        schedule: a rate or a schedule, which follows the warm-up.
     """
     return _warmed(schedule if callable(schedule) else constant(schedule), steps)
 
 
 def join(*parts: tuple[int, Rate], last: Rate) -> Rate:
-    """Schedules one after another, each counting its own steps from 0.
+    """Run schedules sequentially. Each schedule counts its steps from 0.
 
     >>> [join((2, constant(1.0)), last=linear(0.5, 0.0, 2))(step).item() for step in range(5)]
     [1.0, 1.0, 0.5, 0.25, 0.0]
 
     Args:
-        parts: how many steps, and the schedule of these.
-        last: the schedule of all later steps.
+        parts: pairs of a number of steps and their schedule.
+        last: schedule of all later steps.
     """
 
     def at(step: Any) -> torch.Tensor:
@@ -137,7 +137,7 @@ def join(*parts: tuple[int, Rate], last: Rate) -> Rate:
 
 
 # -----------------------------------------------------------------------------
-# Parts
+# Helpers
 # -----------------------------------------------------------------------------
 
 
@@ -146,7 +146,7 @@ def as_step(step: Any) -> torch.Tensor:
 
 
 def _progress(step: Any, steps: int) -> torch.Tensor:
-    """The share done, from 0 to 1."""
+    """Return the completed fraction, from 0 to 1."""
     return (as_step(step) / steps).clamp(0.0, 1.0)
 
 
@@ -163,22 +163,22 @@ def _check_steps(name: str, steps: int) -> None:
 
 
 # -----------------------------------------------------------------------------
-# DeepSpeed's, by its names
+# DeepSpeed's schedules, with its names
 # -----------------------------------------------------------------------------
 
 
 def warmup_lr(high: float, steps: int, *, low: float = 0.0, shape: str = "log", compat: bool = False) -> Rate:
-    """DeepSpeed's WarmupLR: from a low rate to a high one, then constant.
+    """DeepSpeed's WarmupLR: increase the rate from low to high, then keep it constant.
 
     >>> [round(warmup_lr(1.0, 5, shape="linear")(step).item(), 3) for step in range(7)]
     [0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.0]
 
     Args:
         high: warmup_max_lr.
-        steps: warmup_num_steps; at least 2 are taken, as DeepSpeed does.
+        steps: warmup_num_steps. A value of 1 is replaced by 2, as in DeepSpeed.
         low: warmup_min_lr.
-        shape: "log": ln(t + 1) / ln(steps) of the way at step t; "linear": t / steps.
-        compat: DeepSpeed's own count, which gives the first rate to the first two updates.
+        shape: progress at step t. "log": ln(t + 1) / ln(steps); "linear": t / steps.
+        compat: whether to count steps as DeepSpeed does, which gives the first two updates the first rate.
     """
     gain = _warmup(steps, shape)
     return _counted(lambda t: low + (high - low) * gain(t), low, compat)
@@ -187,7 +187,7 @@ def warmup_lr(high: float, steps: int, *, low: float = 0.0, shape: str = "log", 
 def warmup_decay_lr(
     high: float, steps: int, total: int, *, low: float = 0.0, shape: str = "log", compat: bool = False
 ) -> Rate:
-    """DeepSpeed's WarmupDecayLR: `warmup_lr`, then a linear fall to the low rate at step `total`.
+    """DeepSpeed's WarmupDecayLR: `warmup_lr`, then a linear decay to the low rate at step `total`.
 
     >>> [round(warmup_decay_lr(1.0, 2, 4, shape="linear")(step).item(), 3) for step in range(6)]
     [0.0, 0.5, 1.0, 0.5, 0.0, 0.0]
@@ -215,18 +215,18 @@ def warmup_cosine_lr(
     shape: str = "log",
     compat: bool = False,
 ) -> Rate:
-    """DeepSpeed's WarmupCosineLR: a warm-up, then half a cosine; both ends are shares of the rate.
+    """DeepSpeed's WarmupCosineLR: a warm-up, then half a cosine. `low` and `end` are fractions of the rate.
 
     >>> [round(warmup_cosine_lr(1.0, 2, 4, end=0.0, shape="linear")(step).item(), 3) for step in range(6)]
     [0.0, 0.5, 0.5, 0.0, 0.0, 0.0]
 
     Args:
-        rate: the optimizer's rate.
+        rate: learning rate of the optimizer.
         steps, shape: as for `warmup_lr`.
         total: total_num_steps.
         low: warmup_min_ratio.
         end: cos_min_ratio.
-        compat: DeepSpeed's own count, whose first update has the rate 0.
+        compat: whether to count steps as DeepSpeed does, which gives the first update the rate 0.
     """
     gain, steps = _warmup(steps, shape), max(2, steps)
 
@@ -247,7 +247,7 @@ def one_cycle(
     decay: float = 0.0,
     decay_every: int = 0,
 ) -> Rate:
-    """DeepSpeed's OneCycle (Smith, arXiv 1803.09820): up, down, then a slow hyperbolic decay.
+    """DeepSpeed's OneCycle (Smith, arXiv 1803.09820): increase, decrease, then a slow hyperbolic decay.
 
     >>> [round(one_cycle(0.0, 1.0, 2, 4)(step).item(), 2) for step in range(8)]
     [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
@@ -255,10 +255,10 @@ def one_cycle(
     Args:
         low: cycle_min_lr.
         high: cycle_max_lr.
-        first: cycle_first_step_size, steps up.
-        second: cycle_second_step_size, steps down; as many as up by default.
-        decay: decay_lr_rate r: k steps after the cycle the rate is low / (1 + r k / decay_every).
-        decay_every: decay_step_size; 0: no decay.
+        first: cycle_first_step_size, number of steps of the increase.
+        second: cycle_second_step_size, number of steps of the decrease; `first` by default.
+        decay: decay_lr_rate r. The rate k steps after the cycle is low / (1 + r k / decay_every).
+        decay_every: decay_step_size; 0 disables the decay.
     """
     second = first if second is None else second
     _check_steps("one_cycle", min(first, second))
@@ -273,7 +273,7 @@ def one_cycle(
 
 
 def range_test(low: float, size: int, *, rate: float = 1.0, stairs: bool = False) -> Rate:
-    """DeepSpeed's LRRangeTest: a rate that grows until the loss diverges, to find the bounds of a cycle.
+    """DeepSpeed's LRRangeTest: increase the rate until the loss diverges, to find the bounds of a cycle.
 
     >>> [round(range_test(0.1, 2)(step).item(), 3) for step in range(4)]
     [0.1, 0.15, 0.2, 0.25]
@@ -281,7 +281,7 @@ def range_test(low: float, size: int, *, rate: float = 1.0, stairs: bool = False
     Args:
         low: lr_range_test_min_lr.
         size: lr_range_test_step_size.
-        rate: lr_range_test_step_rate: after `size` steps the learning rate is low · (1 + rate).
+        rate: lr_range_test_step_rate. After `size` steps the learning rate is low · (1 + rate).
         stairs: lr_range_test_staircase.
     """
     _check_steps("range_test", size)
@@ -294,7 +294,7 @@ def range_test(low: float, size: int, *, rate: float = 1.0, stairs: bool = False
 
 
 def _warmup(steps: int, shape: str) -> Rate:
-    """γ, from 0 to 1."""
+    """Return the progress γ of the warm-up, from 0 to 1."""
     _check_steps("warmup_lr", steps)
     if shape not in ("log", "linear"):
         raise ValueError(f"schedules: a warm-up is of shape 'log' or 'linear', not {shape!r}")
@@ -305,7 +305,7 @@ def _warmup(steps: int, shape: str) -> Rate:
 
 
 def _counted(at: Rate, before: float, compat: bool) -> Rate:
-    """DeepSpeed's schedulers count from -1, and only after an update; that first count has a rate of its own."""
+    """Count steps as DeepSpeed does if `compat`: from -1, after each update. Step -1 has the rate `before`."""
     if not compat:
         return lambda step: at(as_step(step))
 

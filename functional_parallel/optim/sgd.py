@@ -42,15 +42,16 @@ def sgd(
     {'w': tensor([0.5000])}
 
     Args:
-        lr: learning rate, or a function from the number of updates done to it.
+        lr: learning rate, or a function from the number of updates done to the learning rate.
         momentum: μ.
         dampening: τ, from the second update on.
-        nesterov: look ahead by the momentum.
+        nesterov: whether to use Nesterov momentum.
         weight_decay: λ, added to the gradient.
-        decay: which parameters decay: path pattern → whether, or a predicate of path and leaf; all by default.
+        decay: parameters that decay: path pattern → bool or factor, or a function of path and leaf; by default all.
 
     Raises:
-        ValueError: for a number that is negative or none, and for Nesterov without momentum, or with dampening.
+        ValueError: for a value that is not a number, and for a negative rate, momentum or weight decay. Also for
+            Nesterov momentum without `momentum` or with `dampening`.
     """
     require_rate("sgd", lr)
     require_not_negative("sgd", momentum=momentum, weight_decay=weight_decay)
@@ -62,7 +63,7 @@ def sgd(
     rates = partial(decay_rates, weight_decay, decay)
 
     def init(params: Any) -> SGDState:
-        rates(params)  # a pattern that matches nothing is refused here
+        rates(params)  # raises for a pattern that matches nothing
         velocity = zeros_like(params) if momentum else None
         return SGDState(torch.zeros(()), velocity)
 
@@ -90,5 +91,5 @@ def sgd(
 
 
 def decayed(gradient: torch.Tensor, parameter: torch.Tensor, rate: float) -> torch.Tensor:
-    """A gradient with the parameter's own pull to zero in it: L2 regularisation."""
+    """Return the gradient with weight decay added: L2 regularisation."""
     return gradient + rate * parameter if rate else gradient

@@ -1,4 +1,4 @@
-"""Partition: a function that is global with respect to one mesh axis → one that is local to it."""
+"""Partition a function that is global with respect to one mesh axis into a function that is local to it."""
 
 from . import own_ops
 from .function import axis_layout_of, partition

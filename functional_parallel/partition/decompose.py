@@ -1,8 +1,8 @@
-"""Backward ops of a loss that takes derivatives itself, written in ops that have rules.
+"""Decompose backward ops in a loss that takes derivatives itself into ops that have rules.
 
-A trace shows what torch's own derivatives consist of, one fused op each. Torch also has them in terms of plain ones.
-Their derivatives are those of the fused op only where all that the forward kept has derivatives itself, as a softmax's
-result does and a norm's statistics do not.
+A trace records torch's derivatives, which are one fused op each. Torch also has formulas for them in simpler ops. The
+derivatives of a formula are correct only if all values that the forward saved have derivatives. This holds for the
+result of a softmax, but not for the statistics of a norm.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["decomposed"]
 
 aten = torch.ops.aten
 
-_OPS = {  # those that are as they are on parts have rules, in rules.aten.gradients
+_OPS = {  # ops that run unchanged on shards have rules in rules.aten.gradients instead
     getattr(aten, name).default
     for name in (
         *("_log_softmax_backward_data", "_softmax_backward_data", "nll_loss_backward", "nll_loss2d_backward"),
@@ -34,7 +34,7 @@ _OPS = {  # those that are as they are on parts have rules, in rules.aten.gradie
 
 
 def decomposed(node: fx.Node) -> Traced | None:
-    """A backward op as a graph from its tensor operands to its results, each by itself; None if there is no such."""
+    """Return a graph from the tensor operands of a backward op to its results, or None if it has no decomposition."""
     formula = _torch.decomposition_of(node.target) if node.target in _OPS else None
     if formula is None:
         return None

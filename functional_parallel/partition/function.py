@@ -1,7 +1,7 @@
-"""The transform: a function that is global with respect to one mesh axis becomes one that is local to it.
+"""Transform of a function that is global with respect to one mesh axis into a function that is local to it.
 
-The function's forward is traced at global shapes, with the axis out of its sight, and then run on a rank's shards with
-the collectives written in. What runs is differentiable, so gradients, and their collectives, follow from it.
+The forward of the function is traced at global shapes, with the axis hidden. It is then run on the shards of a rank,
+with the collectives inserted. This run is differentiable, so gradients and their collectives follow from it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def partition(
     strict: bool = False,
     describe: str = "",
 ) -> LocalFunction:
-    """Make a function that is global with respect to one mesh axis local to it.
+    """Partition a function that is global with respect to one mesh axis, so that it is local to the axis.
 
     >>> import torch, functional_parallel as fp
     >>> from sharding_specs import Mesh, P
@@ -63,21 +63,24 @@ def partition(
     Args:
         f: a pure function, or one that is already local to other axes.
         axis: the mesh axis.
-        in_specs: per argument a spec, or a pytree prefix of specs; of each, what it says of this axis counts. Or a
-            function from the arguments to that tuple.
-        out_specs: how the results shall lie along the axis; without it sharded results stay sharded and partial sums
-            are completed.
-        parameters: the argument whose leaves keep their place when operands of an op disagree; None for no such.
-        gathered: arguments that only lie sharded: they are gathered at entry (whole, their gradients unreduced) and
-            take no part in propagation. The transpose of that gather is ZeRO's reduce-scatter.
-        strict: refuse ops that have no sharding rule, instead of computing them whole and saying so.
-        describe: what this transform does, in words.
+        in_specs: per argument a spec, or a pytree prefix of specs, or a function from the arguments to that tuple. Only
+            the entries of this axis are used.
+        out_specs: the required layouts of the results along the axis. Without it, sharded results stay sharded and
+            partial sums are completed.
+        parameters: the index of the argument with leaves that keep their layout when operands of an op disagree, or
+            None.
+        gathered: arguments that are sharded only at rest. They are gathered at entry (replicated, their gradients
+            unreduced), and their sharding is not propagated. The transpose of that gather is ZeRO's reduce-scatter.
+        strict: whether to raise for ops without a sharding rule, instead of computing them on full tensors with a
+            warning.
+        describe: a description of this transform.
 
     Returns:
-        The local function; its layout names this axis beside those it had.
+        The local function. Its layout names this axis in addition to the axes of `f`.
 
     Raises:
-        PartitionError: when called, if a dim does not divide or (strict) an op has no rule.
+        PartitionError: when `f` is local to the axis already. When called, if a dim does not divide, or with `strict`
+            if an op has no rule.
         SpecError: when called, if the specs do not fit the arguments.
     """
     name = describe or f"partition({axis!r})"
@@ -107,7 +110,7 @@ class _Entry:
 
 
 class _Partition:
-    """One partitioned function with its traces, one per signature."""
+    """Partitioned function with its traces, one per signature."""
 
     def __init__(
         self,
@@ -176,7 +179,11 @@ class _Partition:
     def _check_layouts(
         self, traced: Traced, args: tuple[PyTree, ...], leaves: list[Any], places: list[AxisLayout]
     ) -> None:
-        """Outside of a trace a shard's strides say nothing of the full tensor's, so it counts as contiguous."""
+        """Check the strides of arguments that affect the trace.
+
+        Outside a trace, the strides of a shard do not determine those of the full tensor. A shard then counts as
+        contiguous.
+        """
         if not traced.layout_reads:
             return
         tensors = [
@@ -204,7 +211,7 @@ class _Partition:
         avals = [_global_aval(leaves[index], places[index], cut) for index in tensors]
         static = tuple(repr(leaf) for index, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
         key = (tree, tuple(avals), static, tuple(current_axes().items()), hidden_axes(), cut)
-        recording = recorder()  # a program that is being made takes what it needs of this trace, and lasts longer
+        recording = recorder()  # a program being lowered copies the data that it needs, and outlives the trace
         known = self.entries if recording is None else recording.notes.setdefault(self, {})
         entry: _Entry | None = known.get(key)
         if entry is None:
@@ -220,7 +227,7 @@ class _Partition:
             filled = list(leaves)
             for index, value in zip(tensors, values, strict=True):
                 filled[index] = value
-            run = self.f.run if isinstance(self.f, LocalFunction) else self.f  # its layout is part of ours
+            run = self.f.run if isinstance(self.f, LocalFunction) else self.f  # its layout is included in ours
             result = run(*optree.tree_unflatten(tree, filled))
             register_dataclasses(result)
             outputs, found["tree"] = optree.tree_flatten(result)
@@ -234,7 +241,7 @@ class _Partition:
 
 
 # -----------------------------------------------------------------------------
-# Specs and places
+# Specs and layouts
 # -----------------------------------------------------------------------------
 
 
@@ -246,19 +253,19 @@ def _as_tuple(specs: Any, args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
 
 
 def _trimmed(x: torch.Tensor, spec: P) -> torch.Tensor:
-    """A gathered value without the zeros that filled it up."""
+    """Remove the padding of a gathered value."""
     for dim, size in spec.padded.items():
         x = x.narrow(dim, 0, size) if x.shape[dim] != size else x
     return x
 
 
 def axis_layout_of(spec: P, axis: str, inner: Sequence[str]) -> AxisLayout:
-    """Where a spec puts a value on one axis, in a view that is local to the inner axes already.
+    """Return the layout of a spec along one axis, for a value that is local to the inner axes already.
 
     Args:
-        spec: how the value lies.
-        axis: the axis.
-        inner: the axes that the view is local to.
+        spec: the spec of the value.
+        axis: the mesh axis.
+        inner: the axes to which the value is local.
     """
     if axis in spec.reduced:
         return REDUCED
@@ -282,14 +289,14 @@ def _global_aval(leaf: torch.Tensor, place: AxisLayout, cut: DimSplit) -> Aval:
 
 
 def _with_place(spec: P, place: AxisLayout, axis: str, padded: Mapping[int, int] | None = None) -> P:
-    """The spec of a value that inner transforms left as `spec` and this one leaves in `place`."""
+    """Return the spec of a value with `spec` from inner transforms and layout `place` along `axis`."""
     if not isinstance(place, Shard):
         return spec
     mesh = axis_mesh()
     held = spec.placements(mesh)
     outer, reached = place.outer, 1
     for other in sorted((p for p in held if p.dim == place.dim), key=lambda p: p.outer):
-        if other.outer // reached <= place.outer:  # outside this split: its ranks are a factor ahead of it
+        if other.outer // reached <= place.outer:  # outside this split: its ranks are a factor before it
             size = mesh.axis_size(other.axis)
             outer, reached = outer * size, reached * size
     places, padded = [*held, Placement(axis, place.dim, outer)], {**spec.padded, **(padded or {})}
@@ -297,7 +304,10 @@ def _with_place(spec: P, place: AxisLayout, axis: str, padded: Mapping[int, int]
 
 
 def _merge_trees(before: SpecTree, own: SpecTree, axis: str, inner: Sequence[str]) -> SpecTree:
-    """A spec tree declared for several axes is kept; else the axis is added to what inner transforms declared."""
+    """Merge the specs of this transform into the specs that inner transforms declared.
+
+    A spec in `own` that names all axes of the inner spec is used. Otherwise `axis` is added to the inner spec.
+    """
 
     def merge(a: P, b: P) -> P:
         if axis in b.reduced:

@@ -1,7 +1,8 @@
-"""The library's own ops, met when an outer axis is partitioned: another axis's collectives, casts, constraints.
+"""Rules of the library's own ops: collectives and casts of other axes, and constraints.
 
-A collective over `tensor` acts on each element or along one dim; where that dim is also sharded on the axis at hand,
-the other axis's ranks become a factor inside or outside the split.
+They occur when an outer axis is partitioned. A collective over another axis acts on each element or along one dim. If
+that dim is also sharded on the axis being partitioned, the ranks of the other axis become a factor inside or outside
+the split.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def _other_size(step: OpContext) -> int:
 
 
 def _decide_gather(step: OpContext) -> OpSharding:
-    """`all_gather` puts the other ranks outside everything else in the dim."""
+    """Decide for `all_gather`: the ranks of the other axis become the outermost factor of the dim."""
     place, dim = step.operands[0].place, step.node.args[2]
     if isinstance(place, Shard) and place.dim == dim:
         return OpSharding((place,), (Shard(dim, place.outer * _other_size(step)),))
@@ -33,7 +34,7 @@ def _decide_gather(step: OpContext) -> OpSharding:
 
 
 def _decide_scatter(step: OpContext) -> OpSharding:
-    """A slice takes the outermost factor of the dim, so a split inside that factor survives."""
+    """Decide for a scatter, which slices the outermost factor of the dim. A split inside that factor survives."""
     place, dim = step.operands[0].place, step.node.args[2]
     if isinstance(place, Shard) and place.dim == dim:
         outer, rest = divmod(place.outer, _other_size(step))
@@ -64,7 +65,7 @@ rule([ops.axis_index.default], Rule(decide=_decide_index))
 
 
 def _decide_constraint(step: OpContext) -> OpSharding:
-    """Where the spec puts the value on this axis; an axis that the spec does not name is left as it is."""
+    """Return the layout that a constraint requires on this axis. If it does not name the axis, nothing changes."""
     place = constrained_place(step.node, step.axis)
     if place is None:
         held = step.operands[0].place
@@ -73,7 +74,7 @@ def _decide_constraint(step: OpContext) -> OpSharding:
 
 
 def constrained_place(node: fx.Node, axis: str) -> AxisLayout | None:
-    """The place that a `constrain` node asks for on one axis, or None."""
+    """Return the layout that a `constrain` node requires on one axis, or None."""
     axes, dims, outers = node.args[1:4]
     for name, dim, outer in zip(axes, dims, outers, strict=True):
         if name == axis:

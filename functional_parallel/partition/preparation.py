@@ -1,8 +1,8 @@
-"""Rewrites of a traced forward that keep its rules few and its collectives few.
+"""Rewrite a traced forward so that it needs fewer rules and fewer collectives.
 
-Biases leave the products they are fused with: under a sharded contraction each rank would add one. Cross entropy is
-named as one op, so that its classes can stay sharded; that of images, or of a sequence with its classes in the middle,
-is one of rows.
+Biases are split from fused products, because each rank would add one if the contraction is sharded. Cross entropy is
+recorded as one op, so that its classes can stay sharded. Cross entropy of images, or of a sequence with its classes in
+the middle, is rewritten to cross entropy of rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PRODUCTS = {
 
 
 def prepare(traced: Traced) -> Traced:
-    """Split biases off, name cross entropies, and merge equal nodes."""
+    """Split biases off, record cross entropy as one op, and merge equal nodes."""
     for node in list(traced.nodes):
         if node.target in _PRODUCTS:
             _split_product(traced, node)
@@ -48,7 +48,7 @@ def prepare(traced: Traced) -> Traced:
 
 
 def _split_product(traced: Traced, node: fx.Node) -> None:
-    """`addmm(bias, a, b)` → `mm(a, b) * alpha + bias * beta`."""
+    """Rewrite `addmm(bias, a, b)` to `mm(a, b) * alpha + bias * beta`."""
     bias, a, b = node.args
     with traced.graph.inserting_before(node):
         product = _call(traced, node, _PRODUCTS[node.target], (a, b))
@@ -58,7 +58,7 @@ def _split_product(traced: Traced, node: fx.Node) -> None:
 
 
 def _split_convolution(traced: Traced, node: fx.Node) -> None:
-    """`convolution(x, w, bias, …)` → `convolution(x, w, None, …) + bias` over the channels."""
+    """Rewrite `convolution(x, w, bias, …)` to `convolution(x, w, None, …) + bias` over the channels."""
     x, weight, bias, *rest = node.args
     aval = info(node).aval
     with traced.graph.inserting_before(node):
@@ -71,11 +71,11 @@ def _split_convolution(traced: Traced, node: fx.Node) -> None:
 
 
 def _likelihood_of_rows(traced: Traced, node: fx.Node) -> None:
-    """`nll_loss2d(z, …)` → `nll_loss` of one row of classes per pixel, and the softmax before it likewise."""
+    """Rewrite `nll_loss2d(z, …)`, and a softmax before it, to `nll_loss` with one row of classes per pixel."""
     scores, target, *rest = node.args
     pixels = info(target).aval.shape
     if scores.target in _VIEWS and info(scores.args[0]).aval.shape[:2] == info(scores).aval.shape[:2]:
-        scores = scores.args[0]  # of any number of dims, as the user has them
+        scores = scores.args[0]  # the user's tensor, with any number of dims
     with traced.graph.inserting_before(node):
         if scores.target is aten._log_softmax.default and scores.args[1] == 1:
             rows = _rows(traced, node, scores.args[0])
@@ -98,7 +98,7 @@ def _likelihood_of_rows(traced: Traced, node: fx.Node) -> None:
 
 
 def _rows(traced: Traced, like: fx.Node, x: fx.Node) -> fx.Node:
-    """`(n, c, …)` as `(n · …, c)`."""
+    """Reshape `(n, c, …)` to `(n · …, c)`."""
     aval = info(x).aval
     order = [0, *range(2, aval.ndim), 1]
     turned = Aval(tuple(aval.shape[dim] for dim in order), aval.dtype, aval.device)
@@ -117,7 +117,7 @@ def _like(rows: fx.Node, scores: fx.Node) -> Aval:
 
 
 def _drop_empty(node: fx.Node) -> None:
-    """`cat` skips tensors of shape (0,) whatever the others' dims are."""
+    """Remove operands of shape (0,) from `cat`, which ignores them regardless of the dims of the others."""
     parts = [part for part in node.args[0] if info(part).aval.shape != (0,)]
     if parts and len(parts) < len(node.args[0]):
         node.args = (parts, *node.args[1:])
@@ -125,7 +125,7 @@ def _drop_empty(node: fx.Node) -> None:
 
 def _scaled(traced: Traced, node: fx.Node, value: Any, factor: Any) -> Any:
     if not info(value).aval.dtype.is_floating_point and not info(value).aval.dtype.is_complex:
-        factor = int(factor)  # as torch's kernels of products take it
+        factor = int(factor)  # like torch's kernels of products
     return value if factor == 1 else _call(traced, node, aten.mul.Tensor, (value, factor), info(value).aval)
 
 

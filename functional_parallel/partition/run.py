@@ -1,7 +1,7 @@
-"""Running a traced global function on one rank's shards: per op, decide, convert, compute.
+"""Run a traced global function on the shards of one rank: per op, decide, convert, compute.
 
-Values may belong to any torch.func level, so derivatives of what runs here are derivatives of the partitioned function,
-collectives included.
+Values may belong to any torch.func level. Derivatives of this run are therefore derivatives of the partitioned
+function, including its collectives.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ __all__ = ["PartitionError", "PartitionWarning", "run_partitioned"]
 
 
 class PartitionError(ValueError):
-    """A function that cannot be partitioned as the specs ask."""
+    """Raised for a function that cannot be partitioned as its specs require."""
 
 
 class PartitionWarning(UserWarning):
-    """An op computed whole on every rank because nothing says how to split it."""
+    """Warning of an op that every rank computes on full tensors because it has no sharding rule."""
 
 
 @dataclass
 class _Value:
-    """One value of the global function: its place, this rank's part, and the forms it was converted to."""
+    """One value of the global function: its layout, this rank's shard, and its conversions to other layouts."""
 
     place: AxisLayout
     part: Any
@@ -86,20 +86,23 @@ def run_partitioned(
     out_places: Sequence[AxisLayout | None] | None = None,
     strict: bool = False,
 ) -> tuple[list[Any], list[AxisLayout]]:
-    """Compute a rank's part of a traced function.
+    """Run a traced function on the shards of one rank.
 
     Args:
         traced: the function at global shapes, prepared.
-        parts: this rank's part of each input, then of each captured tensor.
-        places: how each lies along the axis.
+        parts: this rank's shard of each input, then of each captured tensor.
+        places: the layout of each of them along the axis.
         axis: the mesh axis.
-        cut: into which parts it cuts.
-        is_parameter: which inputs keep their place when operands of an op disagree.
-        out_places: how the results shall lie; None leaves a result sharded, and completes partial sums.
-        strict: refuse ops without a rule instead of computing them whole.
+        cut: the split of a dim over the axis.
+        is_parameter: whether each input keeps its layout when operands of an op disagree.
+        out_places: the required layouts of the results. None leaves a result sharded, and completes partial sums.
+        strict: whether to raise for ops without a rule instead of computing them on full tensors.
 
     Returns:
-        This rank's part of each output, and its place.
+        This rank's shard of each output, and its layout.
+
+    Raises:
+        PartitionError: with `strict`, when an op with a sharded operand has no rule.
     """
     run = _ShardInterpreter(axis, cut, strict)
     inputs = [*traced.inputs, *traced.captured_inputs]
@@ -119,7 +122,7 @@ class _ShardInterpreter:
     def __init__(self, axis: str, cut: DimSplit, strict: bool) -> None:
         self.axis, self.cut, self.strict = axis, cut, strict
         self.values: dict[fx.Node, Any] = {}
-        self.stands_for: dict[fx.Node, fx.Node] = {}  # of a graph that is run in place of an op, its inputs
+        self.stands_for: dict[fx.Node, fx.Node] = {}  # inputs of a graph that replaces an op → operands of the op
 
     # --- one op ---
 
@@ -143,7 +146,7 @@ class _ShardInterpreter:
             self._store(node, step, outputs)
 
     def _decompose(self, node: fx.Node) -> bool:
-        """Compute an op from simpler ones, if it can be."""
+        """Compute an op from simpler ops. Return False if it has no decomposition."""
         traced = decomposed(node)
         if traced is None:
             return False
@@ -160,7 +163,7 @@ class _ShardInterpreter:
 
     def _operand(self, node: fx.Node) -> OperandInfo:
         value: _Value = self.values[node]
-        completed = value.place == PARTIAL and REPLICATED in value.forms  # to go on with parts would cost another sum
+        completed = value.place == PARTIAL and REPLICATED in value.forms  # the partial sums would need a second psum
         return OperandInfo(info(node).aval, REPLICATED if completed else value.place, value.is_parameter)
 
     def _rule(self, step: OpContext) -> Rule:
@@ -180,9 +183,10 @@ class _ShardInterpreter:
     def _arguments(
         self, node: fx.Node, operands: list[fx.Node], decision: OpSharding, whole: TargetLayout, completed: bool = False
     ) -> tuple[Any, Any]:
-        """The node's arguments with each tensor converted to what the decision requires.
+        """Return the arguments of a node with each tensor converted to the layout that the decision requires.
 
-        `whole` is the form that whole operands take beside the others; with `completed`, none of them is Reduced.
+        `whole` is the layout to which replicated operands are converted. With `completed`, Reduced operands become
+        Invariant.
         """
         remaining = enumerate(zip(operands, decision.operands, strict=True))
 
@@ -208,20 +212,20 @@ class _ShardInterpreter:
         if form not in value.forms:
             if isinstance(form, Shard) and value.place == REPLICATED:
                 value.forms[form] = self._sliced(node, value, form)
-            else:  # partial sums are completed on behalf of the op that left them
+            else:  # attribute the psum of partial sums to the op that left them
                 with at_source(source_of(node) if value.place == PARTIAL else current_source()):
                     value.forms[form] = self._converted(value, form)
         return value.forms[form]
 
     def _with_whole_gradient(self, node: fx.Node) -> Any:
-        """A Reduced value as an Invariant one, once for all ops that need it."""
+        """Convert a Reduced value to Invariant, once for all ops that need it."""
         value: _Value = self.values[node]
         if REPLICATED not in value.forms:
             value.forms[REPLICATED] = convert(value.part, REDUCED, REPLICATED, self.axis, self.cut)
         return value.forms[REPLICATED]
 
     def _converted(self, value: _Value, form: TargetLayout) -> Any:
-        if form == REPLICATED_VARYING and value.place == PARTIAL:  # one psum, however many ops take it whole
+        if form == REPLICATED_VARYING and value.place == PARTIAL:  # one psum for all ops that read the full value
             whole = value.forms.get(REPLICATED)
             if whole is None:
                 whole = value.forms[REPLICATED] = convert(value.part, PARTIAL, REPLICATED, self.axis, self.cut)
@@ -229,10 +233,10 @@ class _ShardInterpreter:
         return convert(value.part, value.place, form, self.axis, self.cut)
 
     def _sliced(self, node: fx.Node, value: _Value, form: Shard) -> Any:
-        """A slice of a whole value, computed from slices of what it was computed from.
+        """Compute a slice of a replicated value from slices of the operands of its op.
 
-        Slicing the value itself would gather its gradient; a broadcast parameter, say, wants only its own summed. The
-        whole value is dead code then, if nothing else uses it.
+        Slicing the value itself would gather its gradient. For a broadcast parameter, for example, only the sum of the
+        gradient of the parameter is needed. The full value is then dead code, unless another op uses it.
         """
         is_op = node.op == "call_function" and node.target is not operator.getitem
         source = split_backwards(self._step(node), form) if is_op else None
@@ -280,7 +284,7 @@ class _ShardInterpreter:
         if value.place == REDUCED and place == REPLICATED:
             if info(output).aval.is_differentiable:
                 return convert(value.part, REDUCED, REPLICATED, self.axis, self.cut)
-            return value.part.clone()  # of a parameter: what is computed without a gradient lies whole
+            return value.part.clone()  # a parameter: results without a gradient are replicated
         return self._in_form(output, place)
 
 
@@ -289,13 +293,16 @@ def _is_split(step: OpContext) -> bool:
 
 
 def _is_reduced(step: OpContext) -> bool:
-    """Whether an op is computed of a value whose gradient is wanted as partial sums."""
+    """Whether an op reads a Reduced value (gradient wanted as partial sums), and no rank-dependent value."""
     free = step.decision.varying or step.decision.of_shapes
     return not free and any(isinstance(operand.place, Reduced) for operand in step.operands)
 
 
 def _reduced(result: Aval | None) -> AxisLayout:
-    """Where that leaves a result; an op may leave out one that it was not asked for."""
+    """Return the layout of a result of an op with a Reduced operand: Reduced if it is differentiable, else replicated.
+
+    None means that the op did not compute this output.
+    """
     return REDUCED if result is not None and result.is_differentiable else REPLICATED
 
 
@@ -319,7 +326,7 @@ _COMPUTE_REPLICATED = Rule(decide=_whole)
 
 
 def _over_ranks(extremum: str, part: torch.Tensor, axis: str) -> torch.Tensor:
-    """The maximum (minimum) over ranks, its gradient shared evenly by the ranks that hold it."""
+    """Return the maximum (minimum) over ranks. The ranks that hold it share its gradient evenly."""
     combine = fp.pmax if extremum == "pmax" else fp.pmin
     best = combine(part.detach(), axis)
     if not is_trained(part):

@@ -1,4 +1,4 @@
-"""Which slices of an op's operands give a slice of its result: a rule, read from right to left."""
+"""Find the slices of an op's operands that give a slice of its result, by reading its rule from right to left."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["split_backwards"]
 
 
 def split_backwards(step: OpContext, form: Shard) -> tuple[OpContext, Rule] | None:
-    """A step that computes one rank's slice of a result from slices of whole operands, or None if no rule says how."""
+    """Return a step that computes a slice of a result from slices of replicated operands, or None without a rule."""
     rule = lookup(step.node.target)
     if rule is None or len(step.results) != 1 or any(operand.place != REPLICATED for operand in step.operands):
         return None

@@ -1,7 +1,7 @@
-"""Rewrites of a program that a plan asks for: what is recomputed, when parameters are gathered, how sums are batched.
+"""Passes that a plan requests: recomputation, positions of gathers, buckets of sums.
 
 A `ProgramPass` has a `name`, a `phase` in which it runs, and `run(traced, mesh)`, which rewrites the graph in place and
-leaves its meaning unchanged. Transforms put passes into a function's layout. Lowering runs them in the order of
+leaves its meaning unchanged. Transforms add passes to a function's layout. Lowering runs them in the order of
 `table`.
 """
 

@@ -1,4 +1,4 @@
-"""Write products of matrices into the sums that they are added to, if no other op needs the old sum.
+"""Fuse matrix products into the sums that they are added to, if no other op reads the old sum.
 
 A matrix product can add to its output (BLAS's beta), so the addition is free and the product needs no memory. Most
 sums of a training step have this form: gradients of weights over microbatches, and the gradient of an input that
@@ -55,22 +55,22 @@ def _axes_of_input(node: fx.Node) -> AxisSet:
 
 
 def _parts(node: fx.Node, position: Mapping[fx.Node, int]) -> tuple[fx.Node, fx.Node] | tuple[None, None]:
-    """Of a sum of two the one that is there first, and a product that it alone takes."""
+    """Return the earlier operand of a sum of two, and the later one if it is a product that only the sum reads."""
     if len(node.args) != 2 or node.kwargs or not all(isinstance(arg, fx.Node) for arg in node.args):
         return None, None
     total, product = sorted(node.args, key=position.__getitem__)  # type: ignore[arg-type]
     fits = info(total).val == info(product).val == info(node).val
     is_product = product.target is aten.mm.default and list(product.users) == [node] and total is not product
-    fits = fits and 1 not in info(product).aval.shape  # a kernel for vectors adds term by term, and rounds otherwise
+    fits = fits and 1 not in info(product).aval.shape  # a kernel for vectors adds term by term and rounds differently
     return (total, product) if fits and is_product and fuses(info(product).aval) else (None, None)
 
 
 def fuses(like: Aval) -> bool:
-    """Whether a product with this device and dtype is written into its sum; the same on every machine."""
+    """Whether a product with this device and dtype is written into its sum. The answer is equal on all machines."""
     return like.device.type != "cpu" or like.dtype not in (torch.float32, torch.float64)
 
 
 def _is_given_up(total: fx.Node, node: fx.Node, axes: Mapping[fx.Node, AxisSet]) -> bool:
-    """Whether a value lies by itself, for this sum alone, on every rank that has a sum of its own."""
+    """Whether a product or sum of products is read by this sum only, and varies over the same axes as the sum."""
     is_own = total.target in (aten.mm.default, aten.addmm_.default)
     return is_own and list(total.users) == [node] and axes[total] == axes[node]

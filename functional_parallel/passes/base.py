@@ -1,4 +1,4 @@
-"""What a pass is, and running several."""
+"""Base class of passes, and functions that run several passes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ T = TypeVar("T")
 
 
 class Phase(IntEnum):
-    """When a pass runs, in ascending order. Passes of one phase run in the order of `passes.table`."""
+    """Phase in which a pass runs, in ascending order. Passes of one phase run in the order of `passes.table`."""
 
     PREPARE = -2  # sums over ranks and microbatches get their order
     TYPES = -1  # casts and sums get their types; the last phase before microbatches are unrolled or stages are cut
-    RECOMPUTE = 0  # values are dropped and recomputed in the backward
+    RECOMPUTE = 0  # values are not saved but recomputed in the backward
     GATHERS = 1  # gathers of parameters get their positions
     SUMS = 2  # sums of gradients get their positions, and cheap values are recomputed
     BUCKETS = 3  # collectives are merged
@@ -35,15 +35,15 @@ class ProgramPass(ABC):
     """A rewrite of a program's graph, in place.
 
     Attributes:
-        name: its name in `program.passes` and in `without=`.
-        phase: when it runs.
+        name: name of the pass in `program.passes` and in `without=`.
+        phase: phase in which the pass runs.
     """
 
     name: ClassVar[str]
     phase: ClassVar[Phase]
 
     def per_microbatch(self, traced: Traced) -> Collection[fx.Node]:
-        """Values that are the same for every microbatch, but shall be computed for each anew."""
+        """Values that do not depend on the microbatch, but are recomputed for each microbatch."""
         return ()
 
     @abstractmethod
@@ -52,24 +52,24 @@ class ProgramPass(ABC):
 
 @runtime_checkable
 class LookaheadPass(Protocol):
-    """A pass that depends on what later passes make of the program."""
+    """A pass that depends on the effect of the later passes."""
 
     def run_before(self, traced: Traced, mesh: Mesh, rest: Callable[[Traced], None]) -> str | None:
-        """Rewrite the graph in place; `rest` runs the later passes on a graph. Returns a note for `explain`."""
+        """Rewrite the graph in place; `rest` runs the later passes on a graph. Return a note for `explain`."""
         ...
 
 
 def pass_names(without: str | Collection[str]) -> frozenset[str]:
-    """The names of rewrites, of which one may be given by itself.
+    """Return a set of pass names; a single name may be given as a string.
 
-    >>> named("buckets") == named(["buckets"])
+    >>> pass_names("buckets") == pass_names(["buckets"])
     True
     """
     return frozenset([without] if isinstance(without, str) else without)
 
 
 def finished(steps: Generator[object, None, T]) -> T:
-    """Run a generator to its end, and return its result."""
+    """Run a generator to its end and return its result."""
     while True:
         try:
             next(steps)
@@ -84,7 +84,7 @@ def run_passes(
     mesh: Mesh,
     without: Collection[str],
 ) -> Generator[str, None, tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Run the passes in the given order, except those that are switched off by name.
+    """Run the passes in the given order, except those switched off by name.
 
     Yields:
         The name of each pass after it ran.

@@ -1,8 +1,9 @@
-"""Many small collectives become few large ones: gradients and parameters travel in buckets.
+"""Merge many small collectives of gradients and parameters into few large ones, called buckets.
 
-A collective costs a latency besides its bytes. Buckets are filled in the order in which their contents become ready
-and sent when they are full or when something needs their contents (PyTorch DDP's buckets, arXiv 2006.15704 §3.2.3).
-Full is a question of the model's size: one bucket for all would travel when there is nothing left to compute beside it.
+A collective has a latency in addition to the time for its bytes. Values are added to a bucket in the order in which
+they become ready. A bucket is sent when it is full, or when an op needs one of its values (PyTorch DDP's buckets, arXiv
+2006.15704 §3.2.3). The size depends on the model: one bucket for all values would be sent when no computation is left
+to overlap with it.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ class Buckets(ProgramPass):
     """Merge reductions of gradients, and gathers of parameters, with nothing between them that needs their results.
 
     Attributes:
-        size: bytes at which a bucket is sent; "auto" for a quarter of the gradients, between 1 MiB and 25 MiB, and for
-            whole layers of parameters, up to 25 MiB.
+        size: bytes at which a bucket is sent. "auto" for gradients is a quarter of all gradients, between 1 MiB and
+            25 MiB; for parameters it is full layers of up to 25 MiB.
 
     Raises:
-        ValueError: when it is neither.
+        ValueError: if the size is neither "auto" nor a positive number.
     """
 
     size: int | str = "auto"
@@ -84,7 +85,7 @@ class Buckets(ProgramPass):
 
 
 def _auto_size(traced: Traced) -> int:
-    """A size of which a backward fills several."""
+    """Bucket size for "auto": a quarter of the bytes of all gradients, at least 1 MiB and at most 25 MiB."""
     sums = [node for node in traced.nodes if _is_of_gradient(node)]
     following = {each for node in sums for each in _following(node)}
     gradients = [info(node.args[0]).aval.nbytes for node in sums if node not in following]
@@ -96,7 +97,7 @@ def _is_of_gradient(node: fx.Node) -> bool:
 
 
 def _following(node: fx.Node) -> list[fx.Node]:
-    """The sums over further axes that are all that is done with a sum of a gradient."""
+    """Return the chain of sums over other axes that follows the sum of a gradient, if each is the only user."""
     found: list[fx.Node] = []
     while _is_of_gradient(node) and len(node.users) == 1:
         (node,) = node.users
@@ -107,7 +108,7 @@ def _following(node: fx.Node) -> list[fx.Node]:
 
 
 def _key(node: fx.Node) -> Hashable | None:
-    """What collectives must share to travel together; None for one that travels alone."""
+    """Key that collectives must share to be merged; None for a collective that is not merged."""
     name = primitive_name(node)
     gradient = _is_of_gradient(node)
     parameter = name == "all_gather" and (_comes_from_parameter(node) or _is_only_returned(node))
@@ -131,12 +132,15 @@ def _comes_from_parameter(gather: fx.Node) -> bool:
 
 
 def _is_only_returned(gather: fx.Node) -> bool:
-    """A parameter that an optimizer has brought up to date in parts."""
+    """Whether only the program's outputs read a gather: an optimizer has updated shards of a parameter."""
     return all(user.op == "output" for user in gather.users)
 
 
 def _is_alias_of_waiting(node: fx.Node, open_: dict[Hashable, _Bucket]) -> bool:
-    """Casts and views of what waits in a bucket wait with it: linear layers turn parameters and gradients round."""
+    """Whether `node` is a cast or view of a value in an open bucket. If it is, add it to the bucket.
+
+    It must run after the bucket is sent. Linear layers transpose parameters and gradients in this way.
+    """
     if not _is_view_or_cast(node):
         return False
     for bucket in open_.values():
@@ -157,12 +161,12 @@ class _Bucket:
 
     @property
     def is_of_a_layer(self) -> bool:
-        """Whether it gathers parameters for a layer: they stand ahead of their use, and are sent where they stand."""
+        """Whether it gathers parameters of a layer. Such gathers precede their use and are sent at their position."""
         first = self.members[0]
         return primitive_name(first) == "all_gather" and not _is_only_returned(first)
 
     def add(self, node: fx.Node) -> list[fx.Node]:
-        """Put a collective in; returns the sums over further axes that will be sent after it, for all at once too."""
+        """Add a collective. Return the sums over other axes that follow it; they are merged and sent afterwards."""
         self.members.append(node)
         self.following[node] = _following(node)
         self.waiting.update((node, *self.following[node]))
@@ -170,7 +174,7 @@ class _Bucket:
         return self.following[node]
 
     def send(self, traced: Traced, mesh: Mesh, before: fx.Node) -> None:
-        """Replace the members by one collective, and their results by parts of its result."""
+        """Replace the members by one collective, and their results by slices of its result."""
         if len(self.members) < 2:
             return
         kind, axes = primitive_name(self.members[0]), tuple(self.members[0].args[1])
@@ -195,7 +199,7 @@ class _Bucket:
             part.append(alias)
 
     def _groups(self) -> list[list[fx.Node]]:
-        """Members that are summed over the same further axes lie side by side."""
+        """Group the members by the other axes that they are summed over; each group is contiguous in the bucket."""
         found: dict[Hashable, list[fx.Node]] = {}
         for member in self.members:
             key = tuple((tuple(each.args[1]), *each.args[2:]) for each in self.following[member])
@@ -205,7 +209,7 @@ class _Bucket:
     def _sums_over_further_axes(
         self, traced: Traced, group: list[fx.Node], sent: fx.Node, offset: int
     ) -> tuple[fx.Node, int]:
-        """What was sent, or a group's part of it, after these sums; and where in what was sent it begins."""
+        """Return the sent value, or a group's slice of it after these sums, and its offset in the sent value."""
         following = self.following[group[0]]
         if not following:
             return sent, 0
@@ -240,7 +244,7 @@ class _Bucket:
 
 
 def _part_shape(member: fx.Node, kind: str) -> list[int]:
-    """The shape of what one run of the packed result holds of a member."""
+    """Shape of the slice of a member in one rank's packed result."""
     return list(info(member.args[0] if kind == "all_gather" else member).aval.shape)
 
 

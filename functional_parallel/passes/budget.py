@@ -1,4 +1,4 @@
-"""Rematerialisation within a budget: as little recomputation as makes the predicted peak fit."""
+"""Rematerialisation within a budget: as little recomputation as needed for the predicted peak to fit."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _WAYS_OUT = {
 
 
 class BudgetError(ValueError):
-    """A budget of bytes that no choice of recomputation keeps."""
+    """Raised if no choice of recomputation keeps within a budget of bytes."""
 
 
 @dataclass(frozen=True)
 class RematToBudget(ProgramPass):
     """Recompute as little work as makes the peak fit; see `fp.remat`.
 
-    The choices are a ladder that does not depend on the budget. What it expects is checked: a copy of the program goes
-    through all later passes, and its memory is asked.
+    The choices are a ladder that does not depend on the budget. Its predictions are checked: a copy of the program runs
+    through all later passes, and the memory of the result is computed.
 
     Attributes:
         budget: bytes per rank.
@@ -74,9 +74,11 @@ class RematToBudget(ProgramPass):
         return _note(self, plain, memory(reached), rungs[1 : reached + 1])
 
     def _reached(self, rungs: list[RematOption], peak: Callable[[int], int]) -> int:
-        """The place on the ladder: begun where the peak should fit, moved to where it does.
+        """Return the index of the rung to use.
 
-        A looser budget never ends higher: begun lower, it meets on its way up what a tighter one found to fit.
+        The search starts at the first rung with a predicted peak within the budget, else at the lowest predicted peak.
+        It climbs until the peak fits, then descends while the next lower rung fits too. A looser budget never ends
+        higher. It starts no higher, and its climb ends at the rung that fits a tighter budget, or below.
         """
         top = min(range(len(rungs)), key=lambda index: (rungs[index].peak, index))
         place = next((index for index in range(top) if rungs[index].peak <= self.budget), top)
@@ -103,7 +105,7 @@ def _memory_with(traced: Traced, dropped: Collection[fx.Node], rest: Callable[[T
 
 
 def _note(remat: RematToBudget, plain: Memory, chosen: Memory, rungs: list[RematOption]) -> str:
-    levels = {rung.layer: rung.what for rung in rungs}  # the last of each
+    levels = {rung.layer: rung.what for rung in rungs}  # the last rung of each layer
     counts = Counter(levels.values())
     parts = ", ".join(f"{what} of {count} {'layer' if count == 1 else 'layers'}" for what, count in counts.items())
     return (

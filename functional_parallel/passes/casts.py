@@ -1,6 +1,6 @@
-"""Parameters are gathered in the type in which they are computed with.
+"""Gather parameters in the dtype in which they are used.
 
-The values are the same: a narrowing cast acts on each element alone. Half the bytes travel.
+The values do not change, because a narrowing cast acts on each element separately. Half the bytes are sent.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class CastBeforeGather(ProgramPass):
     """Replace cast(all_gather(x)) by all_gather(cast(x)) if nothing else uses the gathered value.
 
     Attributes:
-        dtype: the type to gather in.
+        dtype: the dtype to gather in.
     """
 
     dtype: torch.dtype
@@ -76,7 +76,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _views(node: fx.Node) -> list[fx.Node]:
-    """A value and all views of it."""
+    """Return a value and all views of it."""
     found = [node]
     for each in found:
         found += [user for user in each.users if _is_view(user)]
@@ -84,5 +84,5 @@ def _views(node: fx.Node) -> list[fx.Node]:
 
 
 def _uses(node: fx.Node) -> Iterator[fx.Node]:
-    """What computes with a value, or with a view of it."""
+    """Return the ops that compute with a value or with a view of it."""
     return (user for each in _views(node) for user in each.users if not _is_view(user))

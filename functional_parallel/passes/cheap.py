@@ -1,9 +1,9 @@
-"""Cheap forward values are computed again for the backward where that surely frees memory.
+"""Recompute cheap forward values for the backward if that certainly frees memory.
 
-An activation's result is kept for the gradient of the weight behind it, and the activation's operand for the gradient
-of the activation itself, though the one follows from the other in no time; a norm's result follows from its operand,
-kept too. Computing such values again is what arXiv 1604.06174 §3 proposes for cheap ops. Here it is done without asking
-only where no value needs to live any longer for it: at no moment of the program is more alive than before.
+The result of an activation is saved for the gradient of the following weight. The operand of the activation is saved
+for its own gradient, although the result is quick to recompute from it. The result of a norm also follows from its
+saved operand. Recomputation of cheap ops was proposed in arXiv 1604.06174 §3. This pass runs without a request, so it
+acts only if no value lives longer because of it. At no op of the program are more bytes alive than before.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _CHEAP = {aten._to_copy.default, aten.native_layer_norm.default, aten.embedding.
 if hasattr(aten, "_fused_rms_norm"):
     _CHEAP.add(aten._fused_rms_norm.default)
 
-# An op costs some 10 µs to launch, in which a CPU moves as many bytes: below that its launch is most of what it costs,
-# and it takes many such values to make a difference.
+# The launch of an op costs some 10 µs, the time in which a CPU moves this number of bytes. Below that, the launch
+# dominates the cost of the op, and only many such values together would make a difference.
 LEAST = 128 << 10
 
 
@@ -42,17 +42,18 @@ class RecomputeCheap(ProgramPass):
     """Recompute cheap values in the backward from values that are saved for it anyway."""
 
     name: ClassVar[str] = "cheap ops again"
-    phase: ClassVar[Phase] = Phase.SUMS  # where gathers stand, and what is kept of them, is settled
+    phase: ClassVar[Phase] = Phase.SUMS  # the positions of gathers and the saved gathered values are settled
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
         CheapValues(traced).drop()
 
 
 class CheapValues:
-    """The values to drop, found from the end of the forward to its begin: users before what they take.
+    """Values to recompute, found from the end of the forward to its start: users before their operands.
 
-    A value is dropped if its op is cheap, the backward alone takes it from some op on, and all that the op takes lives
-    as long or longer: as what is itself dropped does too, by its copy. So each is computed again once at most.
+    A value is dropped if its op is cheap and only the backward reads it from some op on. All operands of the op must
+    live at least until then. An operand that is dropped too meets this condition through its copy. Each value is
+    therefore recomputed at most once.
     """
 
     def __init__(self, traced: Traced) -> None:
@@ -66,10 +67,10 @@ class CheapValues:
                 self.values.setdefault(storage, []).append(node)
             if info(node).recomputed:
                 self.copies.setdefault(info(node).forward_node, []).append(node)
-        self.wanted: dict[Storage, int] = {}  # by the copies that are to be made, and where
+        self.wanted: dict[Storage, int] = {}  # first op at which a planned copy reads the storage
 
     def drop(self) -> list[fx.Node]:
-        """Rewrite the program; the copies that were made, in order."""
+        """Rewrite the program. Return the copies that were made, in order."""
         dropped: set[fx.Node] = set()
         instead: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
         for node in reversed(forward_nodes(self.traced)):
@@ -81,12 +82,15 @@ class CheapValues:
         insert_recompute(self.traced, dropped, instead)
         copies = [node for node in self.traced.nodes if node not in self.number]
         for copy in copies:
-            if copy.target is operator.getitem:  # taken out at once, results do not wait for one another
+            if copy.target is operator.getitem:  # unpacked immediately, so that results do not wait for each other
                 copy.args[0].append(copy)  # type: ignore[union-attr]
         return copies
 
     def _operands_of_copy(self, node: fx.Node) -> dict[fx.Node, fx.Node] | None:
-        """What a copy of an op would take, each kept value or a copy of it; None if there shall be no copy."""
+        """Return, for each operand of `node`, the value that a recomputed copy would read.
+
+        This is the operand or an existing copy of it. None if `node` must not be recomputed.
+        """
         own = self.ledger.made_by(node)
         if sum(self.ledger.sizes[storage] for storage in own) < LEAST or not self.may_drop(node):
             return None
@@ -106,7 +110,7 @@ class CheapValues:
         return taken
 
     def _needed(self, own: list[Storage]) -> int | None:
-        """Where a copy would stand, if each result is kept for the backward, and nothing else takes it later."""
+        """Position of a copy, if the backward reads each result and no forward op reads one later; else None."""
         first: float = math.inf
         for storage in own:
             backward = [self.number[user] for user in self.users(storage) if info(user).backward]
@@ -117,25 +121,25 @@ class CheapValues:
         return int(first) if all(number < first for number in others) else None
 
     def users(self, storage: Storage) -> Iterator[fx.Node]:
-        """The ops that take a value of a storage; the forward's views of it do not."""
+        """Yield the ops that read a value of a storage, except views of it in the forward."""
         for value in self.values.get(storage, [storage[0]]):
             for user in value.users:
                 if user in self.number and (view_base(user) is None or info(user).backward):
                     yield user
 
     def may_drop(self, node: fx.Node) -> bool:
-        """Whether an op's results are nobody's but the program's."""
+        """Whether no result of `node` is an output of the program."""
         return self.outputs.isdisjoint(self.ledger.made_by(node))
 
     def is_there(self, value: fx.Node, taker: fx.Node, when: int) -> bool:
-        """Whether a value lies in memory at an op of the backward anyway, so that a copy of the taker can take it."""
+        """Whether a value is still in memory at op `when` of the backward, so that a copy of `taker` can read it."""
         spans, always = self.ledger.spans, (-1, len(self.number))
         lives = (spans.get(storage, always) for storage in self.ledger.storages[value])
         return self.number.get(value, -1) < when and all(last >= when for _, last in lives)
 
 
 def _is_cheap(node: fx.Node) -> bool:
-    """Whether an op takes about the time that it takes to read its operands, and always makes the same of them."""
+    """Whether an op is deterministic and takes about the time needed to read its operands."""
     tags = getattr(node.target, "tags", ())
     if torch.Tag.nondeterministic_seeded in tags or view_base(node) is not None:
         return False

@@ -1,7 +1,8 @@
-"""When parameters that lie sharded are gathered: just before use, again for the backward, some layers ahead.
+"""Place the gathers of sharded parameters: just before use, again for the backward, some layers ahead.
 
 ZeRO-3 (arXiv 1910.02054 §5.3) and FSDP (arXiv 2304.11277 §4) release a layer's parameters after the forward has used
-them. Here that is no state to manage: the backward uses copies of the gathers, so no value lives from one to the other.
+them. Here this needs no managed state: the backward uses copies of the gathers, so no value lives from one to the
+other.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class Placement:
     """Moves the gathers of parameters over one axis, layer by layer.
 
     Attributes:
-        gathers: position of the first use of each gather, and the gather; in this order.
+        gathers: position of the first use of each gather, and the gather, in this order.
         position: of every op, before any is moved.
         moved: the gathers with the values that move along with them.
     """
@@ -126,7 +127,7 @@ class Placement:
                 starts = self._starts(gathers, ahead, group[0][0])
             else:
                 starts = [self._start(gather, use) for use, gather in group]
-            for step in (0, 1):  # all gathers before all views, so that the gathers can travel together
+            for step in (0, 1):  # all gathers before all views, so that the gathers can be merged
                 for gather, start in zip(gathers, starts, strict=True):
                     for node in self.moved[gather][step]:
                         self.ordered[start].prepend(node)
@@ -141,11 +142,11 @@ class Placement:
         return [self._start(gather, max(ahead, self.released[gather])) for gather in gathers]
 
     def _start(self, gather: fx.Node, wanted: int) -> int:
-        """The wanted position, or that of the first op that reads the gather's result, if it is earlier."""
+        """Return the wanted position, or that of the first op that reads the gather's result, if it is earlier."""
         return min(wanted, self._uses(gather)[0], self._next_gather(gather))
 
     def _released(self) -> dict[fx.Node, int]:
-        """Return per gather where it may start: after the last use of the same parameter's previous copy."""
+        """Return the earliest start of each gather: after the last use of the previous copy of the same parameter."""
         last: dict[Hashable, int] = {}
         found = {}
         for _, gather in self.gathers:
@@ -155,14 +156,14 @@ class Placement:
         return found
 
     def _after(self, position: int) -> int:
-        """The next position of an op that stays in place."""
+        """Return the next position of an op that is not moved."""
         position += 1
         while self.ordered[position] in self.is_moved:
             position += 1
         return position
 
     def _uses(self, gather: fx.Node) -> list[int]:
-        """Positions of the ops that compute with a gathered parameter; of the graph's end if there are none."""
+        """Return the positions of the ops that compute with a gathered parameter; the graph's end if there are none."""
         found, pending = [], [gather]
         while pending:
             for user in pending.pop().users:
@@ -173,12 +174,12 @@ class Placement:
         return sorted(found) or [len(self.ordered) - 1]
 
     def _next_gather(self, gather: fx.Node) -> int:
-        """Position of the first gather over another axis that reads a gather's result."""
+        """Return the position of the first gather over another axis that reads a gather's result."""
         users = [user for node in (gather, *self._views(gather)) for user in node.users]
         return min((self.position[user] for user in users if _is_gather(user)), default=len(self.ordered) - 1)
 
     def _with_views(self, gather: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-        """A gather with the values before it that only it reads; views and casts of its result; both in order."""
+        """Return a gather with the values before it that only it reads, and views and casts of its result, in order."""
         before = [gather]
         while before[0].args[0].op == "call_function" and len(before[0].args[0].users) == 1:
             before.insert(0, before[0].args[0])
@@ -197,7 +198,7 @@ def _group_key(gather: fx.Node) -> Hashable:
 
 
 def _recipe(gather: fx.Node) -> Hashable:
-    """Equal for two gathers with the same result: the parameter and the ops on it."""
+    """Key that is equal for two gathers with the same result: the parameter and the ops on it."""
     ops, node = [], gather
     while node.op == "call_function":
         ops.append((node.target, repr(node.args[1:]), repr(node.kwargs)))
@@ -215,7 +216,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _computed_before(gather: fx.Node) -> list[fx.Node]:
-    """The casts and views of a parameter before its gather. They are recomputed with it, so that they can move."""
+    """Return casts and views of a parameter before its gather. They are recomputed with it, so that they can move."""
     found: list[fx.Node] = []
     node = gather.args[0]
     while node.op == "call_function" and not _is_gather(node):
@@ -233,7 +234,7 @@ def stored_input(gather: fx.Node) -> fx.Node | None:
 
 
 def layer_of_gather(gather: fx.Node) -> str:
-    """The layer whose parameter a gather gathers; what is in no stack of layers counts as one layer, unnamed."""
+    """Layer of the parameter that `gather` gathers. Parameters outside numbered layers belong to one layer named ""."""
     node = stored_input(gather)
     layer = "" if node is None else layer_of_path(info(node).path)
     return layer if is_numbered(layer) else ""

@@ -1,10 +1,10 @@
-"""Optimizer updates write into what they update, all parameters in one call, when nobody needs the old values.
+"""Let optimizer updates overwrite their operands, all parameters in one call, if no op reads the old values.
 
-And products of matrices into the sums that they are added to (`added_products.py`).
+Matrix products are also written into the sums that they are added to (`added_products.py`).
 
-A training step that is given its state for good (`train_step(donate=True)`) may change it. That saves the memory and
-the copies of new parameters and moments, and one call of a kernel per parameter. Parameters whose updated parts are
-gathered from all ranks (ZeRO-1 and 2) are gathered into the old ones.
+A training step whose state is donated (`train_step(donate=True)`) may change it. That saves memory, copies of new
+parameters and moments, and one kernel call per parameter. Parameters with updated shards that are gathered from all
+ranks (ZeRO stages 1 and 2) are gathered into the old parameters.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _asks_for(node: fx.Node, group: list[fx.Node]) -> bool:
 
 
 def _may_be_overwritten(update: fx.Node, position: dict[fx.Node, int], outputs: list[object]) -> bool:
-    """Whether parameter and moments are there for this update alone, from here on."""
+    """Whether parameter and moments have separate storages that no op reads after this update."""
     roots = {storage_root(value) for value in update.args[:4]}
     held = (update.args[0], *update.args[2:4])
     return len(roots) == 4 and all(_dies_at(update, value, position, outputs) for value in held)
@@ -77,14 +77,14 @@ def _dies_at(update: fx.Node, value: fx.Node, position: dict[fx.Node, int], outp
 
 
 def _is_whole(value: fx.Node, root: fx.Node) -> bool:
-    """Whether a value lies by itself: an input, a result, or what a collective made of one, but no view."""
+    """Whether a value is not a view: an input, a result, or a collective's result computed from one of them."""
     while value is not root and (primitive_name(value) is not None or value.target is operator.getitem):
         value = value.args[0]
     return value is root
 
 
 def _key(update: fx.Node) -> Hashable:
-    """What updates must share to be done in one call: settings, dtype, device, ranks, and the bucket they wait for."""
+    """Key that updates must share to be merged: settings, dtype, device, ranks, and the bucket they wait for."""
     aval = info(update.args[0]).aval
     root = update.args[1]
     while root.op == "call_function" and primitive_name(root) is None and shares_memory(root):
@@ -95,7 +95,7 @@ def _key(update: fx.Node) -> Hashable:
 
 
 def _merge(traced: Traced, updates: list[fx.Node], before: fx.Node) -> None:
-    """One update in place of several, ahead of what asks for the first of their results."""
+    """Replace several updates by one, placed before the first op that reads one of their results."""
     first = updates[0]
     held = [update.args[kind] for kind in (0, 2, 3) for update in updates]
     gradients = [update.args[1] for update in updates]
@@ -117,7 +117,7 @@ def _merge(traced: Traced, updates: list[fx.Node], before: fx.Node) -> None:
 
 
 def _unpack_into_old(traced: Traced) -> None:
-    """Let what comes out of a bucket, in the place of a donated input that is not needed any more, be written there."""
+    """Write a value unpacked from a bucket into the donated input that it replaces, if no op reads the input later."""
     position = {node: index for index, node in enumerate(traced.nodes)}
     for old in traced.inputs:
         index = info(old).updated_output

@@ -1,4 +1,4 @@
-"""Which layer of the model a value belongs to, from the pytree paths of the parameters it is made of."""
+"""Find the layer of the model that a value belongs to, from the pytree paths of its parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NUMBERED = re.compile(r"(.+)[/.]\d+")
 
 
 def layer_of_path(path: str) -> str:
-    """The part of a parameter's path that names its layer: up to the first number after a name.
+    """Return the prefix of a parameter's path that names its layer: up to the first number after a name.
 
     >>> layer_of_path("0/layers/3/attention/w"), layer_of_path("0/layers.3.attention.w"), layer_of_path("0/embedding")
     ('0/layers/3', '0/layers.3', '0/embedding')
@@ -30,17 +30,17 @@ def layer_of_path(path: str) -> str:
 
 
 def is_numbered(layer: str) -> bool:
-    """Whether a layer is one of a stack, by its path."""
+    """Whether the path of a layer shows that it belongs to a stack."""
     return _NUMBERED.fullmatch(layer) is not None
 
 
 @dataclass
 class LayerIndex:
-    """The layers of a model, in the order in which its forward meets their parameters, and each value's layer.
+    """Layers of a model, in the order in which its forward uses their parameters, and the layer of each value.
 
     Attributes:
         names: the layers' paths.
-        of: per forward value the index of its layer, the last one that it depends on; -1 if on no parameter.
+        of: index of the layer of each forward value: the last layer that it depends on; -1 if it uses no parameter.
     """
 
     names: list[str]
@@ -49,7 +49,7 @@ class LayerIndex:
     @classmethod
     def find(cls, traced: Traced, forward: Collection[fx.Node]) -> LayerIndex:
         names = {node: {layer_of_path(info(node).path)} for node in traced.inputs if info(node).is_parameter}
-        weights = made_of_parameters(forward)  # gathers and casts stand anywhere: a layer is met where it computes
+        weights = made_of_parameters(forward)  # gathers and casts may be anywhere; a layer is placed by its computation
         order: dict[str, int] = {}
         of: dict[fx.Node, int] = {}
         for node in forward:
@@ -65,17 +65,17 @@ class LayerIndex:
         return cls(list(order), of)
 
     def is_numbered(self, index: int) -> bool:
-        """Whether this is one of a stack of layers."""
+        """Whether this layer belongs to a stack of layers."""
         return index >= 0 and is_numbered(self.names[index])
 
     def stem(self, index: int) -> str:
-        """The path of the stack that a numbered layer is part of."""
+        """Path of the stack that a numbered layer belongs to."""
         match = _NUMBERED.fullmatch(self.names[index])
         return match[1] if match is not None else self.names[index]
 
 
 def made_of_parameters(forward: Collection[fx.Node]) -> set[fx.Node]:
-    """Parameters, and what is made of nothing else: casts, gathers, views of them."""
+    """Return parameters, and values computed from parameters only: casts, gathers and views of them."""
     found: set[fx.Node] = set()
     for node in forward:
         needs = operands_of(node)

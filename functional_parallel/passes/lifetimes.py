@@ -1,7 +1,7 @@
-"""When the values of a finished program live, and when they would if some were computed again for the backward.
+"""Lifetimes of the values of a finished program, as it is and with some values recomputed for the backward.
 
-Nothing is rewritten: ops are numbers, and `Lifetimes.curve` goes through the copies that `recompute` would make as if
-they stood there. So many choices can be weighed in the time of one rewrite.
+The program is not rewritten. Ops are numbers, and `Lifetimes.curve` simulates the copies that `insert_recompute` makes.
+Many choices can be weighed in the time of one rewrite.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ..program import StorageTable, recompute_cost, view_base
 
 __all__ = ["LifetimeSummary", "Lifetimes", "MemoryCurve"]
 
-StorageId = tuple[int, int]  # a storage: the number of the op that makes it, and which of its results
+StorageId = tuple[int, int]  # a storage: the number of the op that allocates it, and the index of the result
 
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """Bytes alive at each op, copies included, and each op's number: a copy has that of the op that needs it."""
+    """Bytes alive at each op, copies included, and the number of each op. A copy has the number of its first user."""
 
     bytes: list[int]
     numbers: list[int]
@@ -35,19 +35,19 @@ class MemoryCurve:
 
     @property
     def at(self) -> int:
-        """The number of the op at which the peak is reached first."""
+        """Number of the op at which the peak is reached first."""
         return self.numbers[self.bytes.index(self.peak)] if self.bytes else 0
 
 
 @dataclass(frozen=True)
 class LifetimeSummary:
-    """When values of a part of a program live, (first, last, bytes) each; and the work of computing some again."""
+    """Lifetimes of values of some ops, as (first, last, bytes), and the work of recomputing some of them."""
 
     intervals: tuple[tuple[int, int, int], ...]
     work: int
 
     def bytes_at(self, number: int) -> int:
-        """The bytes alive at an op."""
+        """Return the bytes alive at an op."""
         return sum(size for first, last, size in self.intervals if first <= number <= last)
 
 
@@ -57,8 +57,7 @@ class Lifetimes:
     Args:
         traced: the program.
         mesh: the sizes of the axes.
-        elsewhere: forward values that copies do not take, as there will be others of the same content: what is gathered
-            again.
+        elsewhere: forward values that copies do not read, because they are gathered again for the backward.
     """
 
     def __init__(self, traced: Traced, mesh: Mesh, elsewhere: Collection[fx.Node] = ()) -> None:
@@ -81,10 +80,10 @@ class Lifetimes:
     def _parts_of(self, node: fx.Node) -> list[StorageId]:
         return [(self.number[maker], index) for maker, index in self.ledger.storages[node] if maker in self.number]
 
-    # --- the whole program ---
+    # --- the full program ---
 
     def curve(self, dropped: Collection[int]) -> MemoryCurve:
-        """The bytes alive, op by op, if these values were computed again instead of kept.
+        """Compute the bytes alive at each op, if these values were recomputed instead of saved.
 
         Args:
             dropped: numbers of forward ops.
@@ -107,9 +106,12 @@ class Lifetimes:
         return MemoryCurve([self._held + alive for alive in itertools.accumulate(changes[:-1])], numbers)
 
     def _ops(self, dropped: set[int]) -> Iterator[tuple[int, int, list[tuple[int, int, bool]]]]:
-        """Per op that would run: where it stands, which op it is, and the storages it touches, each own or a copy's."""
+        """Yield, for each op that would run: its position, the op, and its storages, each with whether a copy owns it.
+
+        A copy has the position of the op that needs it.
+        """
         copied: set[int] = set()
-        lies_in_copy: dict[tuple[int, bool], bool] = {}  # per value or copy of it, whether its storage is a copy's
+        lies_in_copy: dict[tuple[int, bool], bool] = {}  # per value or copy: whether a copy allocated its storage
 
         def touched(op: int, is_copy: bool) -> list[tuple[int, int, bool]]:
             takes_copies = self._backward[op] or is_copy
@@ -136,7 +138,7 @@ class Lifetimes:
                 yield number, number, touched(number, False)
 
     def _unused(self, dropped: set[int]) -> set[int]:
-        """What nothing takes any more, now that the backward takes copies."""
+        """Return the ops with results that are not used any more, because the backward reads copies."""
         unused: set[int] = set()
         for number in sorted(dropped, reverse=True):
             users = self._users[number]
@@ -154,14 +156,14 @@ class Lifetimes:
                 pending += self._operands[value]
         return missing
 
-    # --- a part of it ---
+    # --- some of its ops ---
 
     def survey(self, members: Sequence[int], dropped: Collection[int]) -> LifetimeSummary:
-        """When the values of a part of the forward live, and what is computed again, if some of them are dropped.
+        """Compute the lifetimes of the values of some forward ops, and the work of recomputation, if some are dropped.
 
         Args:
-            members: numbers of forward ops, in order; values from elsewhere count as kept anyway.
-            dropped: those of them that are dropped.
+            members: numbers of forward ops, in order; all other values count as saved.
+            dropped: the numbers of the dropped members.
         """
         inside, again = set(members), set(dropped)
         needed = self._needed(members, again)
@@ -183,7 +185,7 @@ class Lifetimes:
         )
 
     def _needed(self, members: Sequence[int], again: set[int]) -> dict[int, tuple[int, int]]:
-        """The first and the last op of the backward at which each value, or its copy, is needed."""
+        """Return the first and the last op of the backward at which each value, or its copy, is needed."""
         needed: dict[int, tuple[int, int]] = {}
         for value in reversed(members):
             uses = [user for user in self._users[value] if self._backward[user]]

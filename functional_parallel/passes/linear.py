@@ -27,5 +27,5 @@ _LINEAR = {
 
 
 def commutes_with_sum(node: fx.Node) -> bool:
-    """Whether an op is one of these; casts of a value's type over an axis are."""
+    """Whether an op is in this set; casts of a value's type over an axis are."""
     return node.target in _LINEAR or primitive_name(node) == "pcast"

@@ -1,4 +1,4 @@
-"""Computing a forward value again for the backward, instead of keeping it."""
+"""Recompute a forward value for the backward instead of saving it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["forward_nodes", "insert_recompute"]
 
 
 def forward_nodes(traced: Traced) -> list[fx.Node]:
-    """The ops of the forward: neither backward, nor what follows from the backward, as an optimizer's update does."""
+    """Return the ops of the forward: no backward ops, and no ops that depend on them, such as an optimizer's update."""
     later: set[fx.Node] = set()
     found = []
     for node in traced.nodes:
@@ -31,8 +31,8 @@ def insert_recompute(
 
     Args:
         traced: the graph, changed in place.
-        dropped: forward nodes not to be kept; whatever they need and is not dropped itself is kept.
-        instead: per dropped node and operand of it, what its copy takes in the place of that, and is there already.
+        dropped: forward nodes that are not saved; their operands that are not dropped are saved.
+        instead: for a dropped node and one of its operands, the existing value that its copy reads instead.
     """
     dropped, instead = set(dropped), instead or {}
     position = {node: index for index, node in enumerate(traced.graph.nodes)}
@@ -51,7 +51,7 @@ def insert_recompute(
 
 
 def _missing(node: fx.Node, dropped: set[fx.Node], copies: dict[fx.Node, fx.Node]) -> set[fx.Node]:
-    """The dropped values that an op needs, directly or through one another, and that have no copy yet."""
+    """Return the dropped values without a copy that an op needs, directly or through other dropped values."""
     missing: set[fx.Node] = set()
     pending = operands_of(node)
     while pending:

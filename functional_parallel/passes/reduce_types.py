@@ -1,8 +1,9 @@
-"""The type in which gradients of parameters are summed over ranks.
+"""Dtype in which gradients of parameters are summed over ranks.
 
-Where a partitioned function casts a parameter and only then lets it meet what varies, the sum of its gradient comes
-before the transpose of that cast, in the narrow type. Here the cast goes before the sums: over uses of the parameter,
-over microbatches, over ranks. Sums over ranks, and they alone, are narrowed again if the plan asks for that.
+A partitioned function may cast a parameter before it combines it with varying values. Then the gradient is summed in
+the narrow dtype, before the transpose of that cast. This pass moves the cast before the sums: over uses of the
+parameter, over microbatches and over ranks. If the plan requests it, sums over ranks, and only these, are narrowed
+again.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class ReduceDtype(ProgramPass):
     """Sum gradients of parameters over ranks in one type.
 
     Attributes:
-        dtype: float32 for the type of the parameters themselves, or a narrower one.
+        dtype: float32 for the dtype of the parameters themselves, or a narrower dtype.
     """
 
     dtype: torch.dtype
@@ -50,7 +51,7 @@ class ReduceDtype(ProgramPass):
                     self._narrow_sums_before(traced, start)
 
     def _narrow_sums_after(self, traced: Traced, start: fx.Node, reached: set[fx.Node]) -> None:
-        """`reached`: gradients that were met; several end to end go on together once all of them were."""
+        """Narrow sums after `start`. `reached`: gradients visited; a concatenation waits for all its operands."""
         pending = [start]
         for node in pending:
             reached.add(node)
@@ -61,7 +62,7 @@ class ReduceDtype(ProgramPass):
                     pending.append(user)
 
     def _narrow_sums_before(self, traced: Traced, start: fx.Node) -> None:
-        """The sum of a gradient that an island left wide, and that is rounded after it."""
+        """Narrow the sum of a gradient that an island, a float32 function, left wide and that is rounded later."""
         rounding = start.args[0]
         if rounding.target is aten._to_copy.default and info(rounding.args[0]).aval.dtype == info(start).aval.dtype:
             for node in _chain(rounding):
@@ -69,7 +70,7 @@ class ReduceDtype(ProgramPass):
                     self._narrow(traced, node)
 
     def _narrow(self, traced: Traced, total: fx.Node) -> fx.Node:
-        """Send a sum's operand narrow, and widen its result."""
+        """Cast the operand of a sum to the narrow dtype, and cast its result back."""
         operand, wide = total.args[0], info(total).aval
         with traced.graph.inserting_before(total):
             narrow = _source_of_cast(operand, self.dtype) or _to(traced, operand, self.dtype, operand)
@@ -91,7 +92,7 @@ def _widens_a_gradient(node: fx.Node) -> bool:
 
 
 def _cast_before_sums(traced: Traced, cast: fx.Node) -> list[fx.Node]:
-    """Move a widening cast towards where the gradient is computed, before all sums; the casts in its place."""
+    """Move a widening cast before all sums, towards the op that computes the gradient; return the new casts."""
     chain = _chain(cast)
     if not any(primitive_name(node) in _SUMS or _is_sum_of_two(node) for node in chain):
         return [cast]
@@ -110,7 +111,7 @@ def _cast_before_sums(traced: Traced, cast: fx.Node) -> list[fx.Node]:
 
 
 def _chain(cast: fx.Node) -> list[fx.Node]:
-    """The linear ops that lead to a cast and to nothing else."""
+    """Return the linear ops with results that are used for this cast only."""
     found = []
     pending = [cast.args[0]]
     for node in pending:
@@ -131,7 +132,7 @@ def _is_end_to_end(node: fx.Node, parts: set[fx.Node]) -> bool:
 
 
 def _source_of_cast(node: fx.Node, dtype: torch.dtype) -> fx.Node | None:
-    """What a value was cast from, if it had that type."""
+    """Return the operand of a cast if it has the given dtype, else None."""
     if node.target is aten._to_copy.default and info(node.args[0]).aval.dtype == dtype:
         return node.args[0]
     return None

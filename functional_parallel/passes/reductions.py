@@ -1,7 +1,7 @@
-"""Gradients are reduced as soon as they are ready, not when something asks for the sum.
+"""Reduce gradients as soon as they are ready, not when an op reads the sum.
 
-That frees a gradient that is scattered, and lets a runtime with asynchronous collectives reduce the gradients of the
-last layers while the backward goes on to the first ones. After a pipeline all of them are there, and travel first.
+That frees a gradient that is scattered. A runtime with asynchronous collectives can reduce the gradients of the last
+layers while the backward continues with the first layers. After a pipeline, all gradients are ready and are sent first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class EarlyReductions(ProgramPass):
     phase: ClassVar[Phase] = Phase.SUMS
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
-        first = list(traced.inputs)  # and after them the sums of those of them that are gradients
+        first = list(traced.inputs)  # followed by the sums of inputs that are gradients
         for node in list(traced.nodes):
             if primitive_name(node) not in ("psum", "psum_scatter") or not info(node.args[0]).backward:
                 continue
@@ -47,7 +47,7 @@ def _put_after(node: fx.Node, chain: list[fx.Node]) -> None:
 
 
 def _cast_on_the_way(total: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    """The gradient that is summed, and the ops from it to its sum."""
+    """Return the gradient that is summed, and the ops from it to its sum."""
     chain = [total]
     while primitive_name(chain[0].args[0]) == "pcast":
         chain.insert(0, chain[0].args[0])

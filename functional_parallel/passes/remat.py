@@ -1,4 +1,4 @@
-"""Rematerialisation: which forward values the backward computes again instead of keeping."""
+"""Rematerialisation: the backward recomputes forward values instead of saving them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class RecomputeMarked(ProgramPass):
 
 
 def recomputable(forward: Sequence[fx.Node], segments: Mapping[fx.Node, Hashable]) -> set[fx.Node]:
-    """The values of segments that no other part of the forward takes, or that follow from those without parameters."""
+    """Return values of segments that no other segment of the forward reads, or that need no parameter to recompute."""
     members = set(forward)
     dropped: set[fx.Node] = set()
     weights = made_of_parameters(forward)
@@ -95,9 +95,10 @@ def _follows_from_kept(
     dropped: set[fx.Node],
     weights: set[fx.Node],
 ) -> bool:
-    """Whether a value takes no parameter to compute from kept values of its own segment.
+    """Whether a value can be computed without parameters from saved values of its own segment.
 
-    A norm's statistics follow from the layer's result before them, though the norm's weight is the next layer's.
+    The statistics of a norm follow from the preceding result of the layer, though the weight of the norm belongs to the
+    next layer.
     """
     pending, seen, own = operands_of(node), set(), False
     while pending:
@@ -115,7 +116,7 @@ def _follows_from_kept(
 
 
 def attention_cores(forward: Collection[fx.Node]) -> set[fx.Node]:
-    """Between a query's product with keys and the probabilities' product with values (arXiv 2205.05198 §5)."""
+    """Return the ops from the product of queries and keys up to the product with values (arXiv 2205.05198 §5)."""
     members = set(forward)
     cores: set[fx.Node] = set()
     for softmax in forward:

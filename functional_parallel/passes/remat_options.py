@@ -1,11 +1,11 @@
-"""Which values to compute again first: a ladder of choices, each with more recomputation than the one before.
+"""Order the values to recompute: a ladder of choices, each with more recomputation than the one before.
 
-Of each layer more and more can be computed again: what is cheap, the attention core, all but communication, all; then
-also what layers hand one another. At every step the peak is found, and of the moves that free bytes there the one with
-most bytes per work is taken: the greedy algorithm for the multiple-choice knapsack (Sinha and Zoltners, Operations
-Research 27, 1979), with the peak moving as choices are made.
+Each layer has growing sets of values to recompute: cheap ops, the attention core, all ops except communication, all
+ops. The last choice is the values passed between layers. The peak is computed at every step. Among the moves that free
+bytes there, the one with the most bytes per work is taken. This is the greedy algorithm for the multiple-choice
+knapsack (Sinha and Zoltners, Operations Research 27, 1979), with a peak that moves as choices are made.
 
-No budget is asked for, so a looser budget finds its place lower on the same ladder.
+The ladder does not depend on a budget, so a looser budget stops lower on the same ladder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["RematOption", "remat_options"]
 
 @dataclass(frozen=True)
 class RematOption:
-    """One rung: what it computes again in addition, in which layer, and the peak that is expected then."""
+    """One rung: the values that it recomputes in addition, in one layer, and the peak that is predicted then."""
 
     adds: frozenset[fx.Node]
     what: str
@@ -44,15 +44,15 @@ _CHEAP = ("nothing", "cheap ops")
 
 @dataclass
 class _Segment:
-    """A layer, and what can be computed again of it.
+    """A layer, and the values of it that can be recomputed.
 
     Attributes:
         name: its path.
-        stem: the path of the stack that it is part of; empty outside stacks.
+        stem: the path of the stack that it belongs to; empty outside stacks.
         members: its values, by number.
-        levels: more and more of its inside, with a name each; level 0 is nothing.
-        exits: cheap values that it hands on.
-        state: the level chosen, and whether exits are computed again too.
+        levels: growing sets of its inner values, each with a name; level 0 is empty.
+        exits: cheap values that other layers read.
+        state: the level chosen, and whether exits are recomputed too.
     """
 
     name: str
@@ -67,7 +67,7 @@ class _Segment:
         return self.state[0] == len(self.levels) - 1
 
     def states(self) -> Iterator[tuple[int, bool]]:
-        """Those above the present one; what products hand on is dropped while they are kept, or by a join."""
+        """Yield the states above the current one. Exits are dropped only while products are kept, or by a join."""
         level, out = self.state
         yield from ((higher, out) for higher in range(level + 1, len(self.levels)))
         if self.exits and not out:
@@ -84,17 +84,17 @@ class _Segment:
 
 @dataclass(frozen=True)
 class _Move:
-    """A step up: of one segment to a state, or what a segment hands to the next one."""
+    """A step up the ladder: of one segment to a state, or of two segments by the values passed between them."""
 
     segments: tuple[int, ...]
     state: tuple[int, bool]
     adds: frozenset[int]
     before: LifetimeSummary
     after: LifetimeSummary
-    length: int  # of the run of layers that it makes
+    length: int  # number of layers of the resulting run
 
     def ratio(self, at: int) -> Fraction:
-        """Bytes freed at an op per unit of work."""
+        """Return the bytes freed at an op per unit of work."""
         freed = self.before.bytes_at(at) - self.after.bytes_at(at)
         return Fraction(freed, max(self.after.work - self.before.work, 1))
 
@@ -102,12 +102,12 @@ class _Move:
 def remat_options(
     traced: Traced, finished: Traced, copies: Mapping[fx.Node, fx.Node], mesh: Mesh, where: str
 ) -> list[RematOption]:
-    """The choices, least work first.
+    """Return the choices, least work first.
 
     Args:
         traced: the program before recomputation.
         finished: the program without recomputation, all later passes included.
-        copies: where each node of `traced` is to be found in `finished`, if it is there still.
+        copies: the node of `finished` for each node of `traced`; it may have been removed since.
         mesh: the sizes of the axes.
         where: a pattern for the paths of the layers to choose from.
 
@@ -134,10 +134,10 @@ class _Ladder:
         self.surveys: dict[tuple[int, tuple[int, bool]], LifetimeSummary] = {}
         self.runs = [[index] for index in range(len(self.segments))]
 
-    # --- what there is to choose from ---
+    # --- the choices ---
 
     def _members(self, where: str, apart: Collection[fx.Node]) -> list[list[fx.Node]]:
-        """The forward's values by layer; a parameter that is part of no stack is a layer too."""
+        """Group the forward's values by layer; a parameter outside stacks is a layer too."""
         chosen = {index for index, name in enumerate(self.layers.names) if fnmatch.fnmatch(name, f"*{where}")}
         found: dict[int, list[fx.Node]] = {}
         for node in self.forward:
@@ -146,7 +146,7 @@ class _Ladder:
         return [nodes for _, nodes in sorted(found.items())]
 
     def _gathered_anyway(self, copies: Mapping[fx.Node, fx.Node], there: Collection[fx.Node]) -> set[fx.Node]:
-        """Gathered parameters, and what is made of them, that later passes gather again for the backward."""
+        """Return gathered parameters, and values computed from them, that later passes re-gather for the backward."""
         found: set[fx.Node] = set()
         weights = made_of_parameters(self.forward)
         for node in self.forward:
@@ -157,7 +157,7 @@ class _Ladder:
         return found
 
     def _inside(self, runs: Sequence[int]) -> set[fx.Node]:
-        """What can be dropped if segments of equal number are computed again at once."""
+        """Return the values that can be dropped if segments with equal numbers are recomputed together."""
         own = {node: self.segment_of.get(node) for node in self.forward}
         return recomputable(self.forward, {node: None if index is None else runs[index] for node, index in own.items()})
 
@@ -187,7 +187,7 @@ class _Ladder:
         return [self.number[node] for node in nodes]
 
     def _between(self) -> Iterator[tuple[int, _Move]]:
-        """For each two segments of a stack that follow one another, the move that drops what one hands the other."""
+        """Yield, for adjacent segments of a stack, the move that drops the values passed between them."""
         for parity in (0, 1):
             joined = self._inside([(index + parity) // 2 for index in range(len(self.segments))])
             for first in range(parity, len(self.segments) - 1, 2):

@@ -1,9 +1,9 @@
-"""A gradient that several data axes sum is scattered before it is summed whole: ranks send shards of it, not all of it.
+"""Scatter a gradient before it is summed over other data axes, so that ranks send shards of it, not all of it.
 
-Where parameters are sharded over one axis and replicated over another (HSDP, arXiv 2304.11277 §3.2), the transposes of
-the two transforms come in the order of the chain: the sum over replicas of the whole gradient, then the reduce-scatter.
-Both are sums, so they can change places, and what replicas then sum is one rank's part. Sums over two axes that scatter
-nothing go from the mesh's innermost axis outwards, so that every ZeRO stage adds up in the same order.
+With parameters sharded over one axis and replicated over another (HSDP, arXiv 2304.11277 §3.2), the transposes of
+the two transforms follow the order of the chain. The full gradient is summed over replicas, then reduce-scattered.
+Both are sums, so they can be exchanged, and replicas then sum one rank's shard. Sums over two axes without a scatter
+run from the innermost axis of the mesh outwards, so that every ZeRO stage adds in the same order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ReduceScatterFirst(ProgramPass):
     """Move sums over some axes after the reduce-scatters over others.
 
     Attributes:
-        axes: the axes that split the batch.
+        axes: the axes that shard the batch.
     """
 
     axes: tuple[str, ...]
@@ -36,7 +36,7 @@ class ReduceScatterFirst(ProgramPass):
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
         moved = True
-        while moved:  # with three axes a sum has two reductions to pass
+        while moved:  # with three axes a sum has two reductions to move past
             moved = any([self._let_pass(traced, mesh, node) for node in list(traced.nodes)])
 
     def _let_pass(self, traced: Traced, mesh: Mesh, reduction: fx.Node) -> bool:
@@ -50,7 +50,7 @@ class ReduceScatterFirst(ProgramPass):
             return name == "psum_scatter" or _is_inside(reduction, node, mesh)
 
         ahead = move_before_sums(traced, reduction, is_passed)
-        for node in ahead:  # an optimizer's reduce-scatter becomes part of the backward
+        for node in ahead:  # the reduce-scatter of an optimizer joins the backward
             update_info(node, backward=True)
         return bool(ahead)
 
@@ -59,5 +59,5 @@ class ReduceScatterFirst(ProgramPass):
 
 
 def _is_inside(node: fx.Node, other: fx.Node, mesh: Mesh) -> bool:
-    """Whether the axes of one reduction lie inside those of another."""
+    """Whether the axes of one reduction are inner to those of another."""
     return min(map(mesh.axis_names.index, node.args[1])) > max(map(mesh.axis_names.index, other.args[1]))

@@ -1,8 +1,8 @@
-"""Layers of stacked values, taken from what was stacked: no op works on all layers where a model takes one at a time.
+"""Replace layers of stacked values by the values that were stacked, so that ops work on one layer at a time.
 
-`stack(xs)[i]` is `xs[i]`, also where something happens to the stack in between that happens to every layer alike: a
-cast, a gather or a sum over ranks, an addition. The gradient of `stack(xs)[i]` is zero but for layer i; adding up such
-gradients and taking them apart again leaves what was there.
+`stack(xs)[i]` is `xs[i]`. This also holds if the stack passes through ops that treat every layer identically: a cast, a
+gather or sum over ranks, an addition. The gradient of `stack(xs)[i]` is zero except for layer i. Adding such gradients
+and splitting the sum into layers yields the original gradients.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _UNARY = {aten._to_copy.default, aten.alias.default, aten.detach.default, aten.n
 
 
 def fold_layers(traced: Traced) -> Traced:
-    """Write every layer of a stack as what was stacked, in place.
+    """Replace every layer of a stack by the value that was stacked, in place.
 
     Args:
-        traced: the graph; its outputs follow.
+        traced: the graph; its outputs are updated.
 
     Returns:
         The same object, sealed again.
@@ -56,7 +56,7 @@ class _Fold:
         return node.op == "call_function" and (node.target not in (aten.select.int, aten.unbind.int))
 
     def layer(self, stacked: fx.Node, index: int) -> Any:
-        """Layer `index` of a stack as a node, `_ZERO`, or None if it cannot be told."""
+        """Return layer `index` of a stack as a node, `_ZERO`, or None if it is unknown."""
         key = (stacked, index)
         if key not in self.found:
             self.found[key] = self._layer(stacked, index)
@@ -78,7 +78,7 @@ class _Fold:
         return self._write(stacked, (operand, *_without_first_dim(stacked)))
 
     def _is_each_layer_alone(self, node: fx.Node) -> bool:
-        """Whether the op does to every layer what it does to the stack."""
+        """Whether the op applies the same computation to every layer separately."""
         target = node.target
         if target in _UNARY:
             return True
@@ -117,7 +117,7 @@ class _Fold:
 
 
 def _taken(node: fx.Node) -> tuple[fx.Node, int] | None:
-    """The stack and the number of the layer that an op takes from it."""
+    """Return the stack and the number of the layer that an op takes from it, or None."""
     if node.target is aten.select.int and node.args[1] == 0:
         return node.args[0], node.args[2] % info(node.args[0]).aval.shape[0]
     if node.target is operator.getitem and node.args[0].target is aten.unbind.int:
@@ -128,7 +128,7 @@ def _taken(node: fx.Node) -> tuple[fx.Node, int] | None:
 
 
 def _dims_of(node: fx.Node) -> int:
-    """The first dim that a slice or a padding changes."""
+    """Return the first dim that a slice or a padding changes."""
     if node.target is aten.slice.Tensor:
         return node.args[1] if len(node.args) > 1 else 0
     padded = len(node.args[1]) // 2
@@ -136,7 +136,7 @@ def _dims_of(node: fx.Node) -> int:
 
 
 def _without_first_dim(node: fx.Node) -> tuple[Any, ...]:
-    """The op's other arguments, where the first dim is gone."""
+    """Return the op's other arguments for an operand without its first dim."""
     rest = list(node.args[1:])
     if node.target is aten.slice.Tensor:
         rest[0] -= 1

@@ -1,4 +1,4 @@
-"""Two sums, one after the other, change places: the sum of sums over other axes is the same sum."""
+"""Exchange two consecutive sums: a sum of sums over other axes is the same sum."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ aten = torch.ops.aten
 
 
 def is_cast(node: fx.Node) -> bool:
-    """Whether an op casts to another type of numbers."""
+    """Whether an op casts to another dtype."""
     return node.target is aten._to_copy.default
 
 
 def _widens(node: fx.Node) -> bool:
-    """Whether an op casts to a type in which a sum is the more exact."""
+    """Whether an op casts to a floating-point dtype with more bytes, in which a sum is more exact."""
     return (
         is_cast(node)
         and info(node).aval.dtype.is_floating_point
@@ -35,16 +35,16 @@ def move_before_sums(
     is_passed: Callable[[fx.Node], bool],
     through: Callable[[fx.Node], bool] = _widens,
 ) -> list[fx.Node]:
-    """Move a psum or psum_scatter before the psums of which it is made by linear ops alone, if it is of nothing else.
+    """Move a psum or psum_scatter before other psums, if it is computed from them alone, through linear ops.
 
     Args:
         traced: the graph.
-        reduction: what is moved forward; of several psums, laid end to end, one is left behind it.
-        is_passed: whether a psum is one of these; they are all over the same axes.
-        through: which casts may stand between.
+        reduction: the op to move forward. Of several concatenated psums, one is left after it.
+        is_passed: whether the reduction may move before a psum. All psums must be over the same axes.
+        through: whether a cast may be between them.
 
     Returns:
-        What now comes before the sum: the reduction, and the ops that stood between; none if it was not moved.
+        The ops that are now before the sum: the reduction, and the ops between; empty if it was not moved.
     """
     sums, path = _sums_before(reduction, is_passed, through)
     if not sums:
@@ -56,7 +56,7 @@ def move_before_sums(
 def _sums_before(
     reduction: fx.Node, is_passed: Callable[[fx.Node], bool], through: Callable[[fx.Node], bool]
 ) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The psums that a reduction is made of, and the ops between; none if it is made of something else too."""
+    """Return the psums that a reduction is computed from, and the ops between; empty if it has other operands."""
     sums: list[fx.Node] = []
     path: list[fx.Node] = []
     pending = [reduction.args[0]]
@@ -67,7 +67,7 @@ def _sums_before(
             sums.append(node)
             continue
         path.append(node)
-        if node.target is aten.cat.default:  # gradients end to end
+        if node.target is aten.cat.default:  # concatenated gradients
             pending += node.args[0]
         elif commutes_with_sum(node) or through(node):
             pending.append(node.args[0])
@@ -79,7 +79,7 @@ def _sums_before(
 
 
 def _swap(traced: Traced, sums: list[fx.Node], ahead: list[fx.Node]) -> None:
-    """Leave one of several sums, behind what goes ahead of them; the last of that is the reduction."""
+    """Keep one of several sums, after the ops of `ahead`. The last of these is the reduction."""
     reduction, axes, last = ahead[-1], tuple(sums[0].args[1]), sums[0]
     state = info(last.args[0]).typed[axes[0]]
     for node in sums:

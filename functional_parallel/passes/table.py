@@ -20,7 +20,7 @@ from .transposed import TransposedGradients
 
 __all__ = ["PASSES", "PASS_NAMES", "as_markdown", "passes_before", "sorted_passes"]
 
-PASSES: tuple[tuple[type[ProgramPass], str], ...] = (  # with what requests it
+PASSES: tuple[tuple[type[ProgramPass], str], ...] = (  # with the transform or option that requests it
     (ReduceOncePerStep, "microbatches"),
     (ReduceScatterFirst, "several data axes"),
     (CastBeforeGather, "`mixed_precision`"),
@@ -41,7 +41,7 @@ _POSITION = {each: number for number, (each, _) in enumerate(PASSES)}
 
 
 def sorted_passes(passes: Iterable[ProgramPass]) -> list[ProgramPass]:
-    """Return passes in the order of the table; a pass that is not in it is the last of its phase."""
+    """Return passes in the order of the table; a pass that is missing from it is the last of its phase."""
     return sorted(passes, key=lambda each: (each.phase, _POSITION.get(type(each), len(PASSES))))
 
 

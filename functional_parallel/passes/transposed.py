@@ -1,7 +1,7 @@
-"""Gradients of weights are computed the way round in which they are wanted.
+"""Compute gradients of weights in the orientation in which they are used.
 
-The gradient of `x @ w.T` is traced as `(x.T @ dy).T`, a product followed by a view that turns it. Whatever then reads
-it in order, a bucket or an optimizer, would walk through memory crosswise. `dy.T @ x` is the same product in its place;
+The gradient of `x @ w.T` is traced as `(x.T @ dy).T`, a product followed by a transposed view. An op that reads it in
+order, such as a bucket or an optimizer, would access memory with a stride. `dy.T @ x` is the same value, contiguous;
 eager autograd chooses it too, by the strides of the weight.
 """
 
@@ -56,7 +56,7 @@ def _are_different(a: int, b: int) -> bool:
 
 
 def _can_turn(node: fx.Node, outputs: list[object]) -> bool:
-    """Whether nothing but one user sees how the value lies, and its op can as well make it the other way round."""
+    """Whether a value has a single user, and its op can compute the transpose just as well."""
     if node.op != "call_function" or len(node.users) != 1 or node in outputs:
         return False
     if node.target is aten.mm.default:
@@ -77,7 +77,7 @@ def _is_through(node: fx.Node) -> bool:
 
 
 def _turn(graph: fx.Graph, node: fx.Node) -> None:
-    """Turn a value where it is computed, in place."""
+    """Transpose a value where it is computed, in place."""
     update_info(node, val=replace(info(node).aval, shape=info(node).aval.shape[::-1]))
     if node.target is aten.mm.default:
         with graph.inserting_before(node):
@@ -92,7 +92,7 @@ def _turn(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _turned(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """An operand's other way round: what it was turned from, where it was."""
+    """Return the transpose of an operand: the operand of its own transpose if it is one, else a new view."""
     if node.op == "call_function" and _turns(node):
         return node.args[0]
     view = graph.call_function(aten.t.default, (node,))

@@ -1,4 +1,4 @@
-"""Axes of one rank cost nothing: their collectives are taken out of a program."""
+"""Remove collectives over axes of one rank from a program."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _REDUCTIONS = ("psum", "pmax", "pmin")
 
 
 def drop_size_one_axes(traced: Traced, mesh: Mesh, kept: Sequence[str] = ()) -> Traced:
-    """Remove every collective and cast over axes of one rank, in place: its result is its operand, an index is zero.
+    """Remove every collective and cast over axes of one rank, in place. Its result is its operand, an index is zero.
 
     Args:
         traced: the graph.
         mesh: the sizes of the axes.
-        kept: axes whose sums and extrema stay all the same.
+        kept: axes with sums and extrema that stay nevertheless.
     """
     for node in list(traced.nodes):
         name = primitive_name(node)
-        if name is None or name == "ppermute":  # one that sends nothing gives zeros
+        if name is None or name == "ppermute":  # a ppermute that sends nothing returns zeros
             continue
         if name == "axis_index":
             _drop_index(node, mesh)

@@ -1,7 +1,7 @@
-"""Chains of views as one view, or none: `einsum` and linear layers turn each operand round several times.
+"""Replace chains of views by one view or none: `einsum` and linear layers permute each operand several times.
 
-A chain of permutations and of dims of size one is an arrangement: which dim of the first tensor stands where, with
-ones in between. Whatever arrangement a chain ends in takes one op at most; and a view of a view is a view.
+A chain of permutations and of dims of size one is an arrangement. It maps each dim to a dim of the first tensor, or to
+a dim of size one. Any arrangement takes at most one op. A view of a view is a view.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _VIEWS = {aten.view.default, aten._unsafe_view.default}
 
 @dataclass(frozen=True)
 class _Arrangement:
-    """A view of `base`: per dim, the dim of the base that stands there, or None for one of size one."""
+    """A view of `base`: for each dim, the dim of the base at this position, or None for a dim of size one."""
 
     base: fx.Node
     dims: tuple[int | None, ...]
@@ -32,7 +32,7 @@ def fuse_views(traced: Traced) -> Traced:
     """Rewrite every chain of permutations, squeezes and the like, in place.
 
     Args:
-        traced: the graph; its outputs follow.
+        traced: the graph; its outputs are updated.
 
     Returns:
         The same object, sealed again.
@@ -78,7 +78,7 @@ def _is_in_order(arrangement: _Arrangement) -> bool:
 
 
 def _write(node: fx.Node, arrangement: _Arrangement) -> None:
-    """Make the node one op on the base, where there is one."""
+    """Replace the node by one op on the base, if one is enough."""
     base, shape = arrangement.base, info(node).aval.shape
     if _is_in_order(arrangement):
         node.target, node.args = aten.view.default, (base.args[0] if base.target in _VIEWS else base, list(shape))
@@ -89,7 +89,7 @@ def _write(node: fx.Node, arrangement: _Arrangement) -> None:
 
 
 # -----------------------------------------------------------------------------
-# What each op does to an arrangement
+# Effect of each op on an arrangement
 # -----------------------------------------------------------------------------
 
 _Dims = tuple[int | None, ...]
@@ -108,7 +108,7 @@ def _transpose(dims: _Dims, node: fx.Node) -> _Dims | None:
 
 
 def _resize(dims: _Dims, node: fx.Node) -> _Dims | None:
-    """Ones come and go; anything else is no arrangement."""
+    """Insert or remove dims of size one; None for any other change of shape."""
     before, after = info(node.args[0]).aval.shape, info(node).aval.shape
     if [size for size in before if size != 1] != [size for size in after if size != 1]:
         return None

@@ -1,4 +1,4 @@
-"""A step cut into the stages of a pipeline: their programs, what passes between them, what runs before and after."""
+"""Pipelined steps: programs of the stages, messages between stages, and programs before and after the pipeline."""
 
 from .accumulate import accumulate_in_place
 from .build import PipelineRequest, build, build_stages, classify_ops

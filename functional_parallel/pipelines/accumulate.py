@@ -1,4 +1,4 @@
-"""Sums over microbatches are added up where they lie, when a microbatch's own part lies by itself."""
+"""Accumulation in place of sums over microbatches, for summands that have separate memory."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ aten = torch.ops.aten
 
 
 def accumulate_in_place(work: ActionPrograms) -> list[Program]:
-    """Let a stage's later microbatches write their sums over the sums so far; returns the programs that changed.
+    """Let later microbatches of a stage overwrite the running sums. Return the programs that changed.
 
-    The first microbatch's part begins the sum. It may be written over when it lies in memory of its own: made by an op
-    there, whole, and of which nothing else leaves the program, so that no residual, message or other sum lies in it.
+    The summand of the first microbatch becomes the running sum. It may be overwritten if its memory is separate: an op
+    of the program allocated it at full size, and no other output of the program uses it. Then no residual, message or
+    other sum shares the memory.
     """
     changed: dict[Program, None] = {}
     count = len(work.totals)
@@ -50,9 +51,9 @@ def _lies_by_itself(program: Program, place: int) -> bool:
 
 
 def _base(value: fx.Node, *, through_collectives: bool) -> tuple[fx.Node, int | None] | None:
-    """The op in whose result, or in which of its results, a value may lie; None for inputs.
+    """Return the op (and the index among its results) that may own the memory of `value`; None for inputs.
 
-    What a collective returns may lie in its operand's memory, or in memory that it uses again.
+    The result of a collective may share the memory of its operand, or use memory that the collective will reuse.
     """
     while value.op == "call_function":
         if value.target is operator.getitem and not shares_memory(value.args[0]):
@@ -67,7 +68,7 @@ def _base(value: fx.Node, *, through_collectives: bool) -> tuple[fx.Node, int | 
 
 
 def _adds_to_input(program: Program, place: int) -> bool:
-    """Whether a result is an input, and nothing else's, with something added."""
+    """Whether a result is an input plus another value, and the input has no other user."""
     node = program.traced.outputs[place]
     if node.target is not aten.add.Tensor or len(node.args) != 2 or node.kwargs:
         return False

@@ -1,4 +1,4 @@
-"""The stage of every op: the forward's by the cut, the backward's by the forward op that it belongs to."""
+"""Assignment of ops to stages: forward ops by the cut, backward ops by their forward op."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["assign_stages"]
 
 
 def assign_stages(traced: Traced, roles: OpRoles, cut: Mapping[fx.Node, int], last: int) -> dict[fx.Node, int]:
-    """Give every staged op its stage: forward values go to later stages only, backward values to earlier ones only.
+    """Assign a stage to every staged op. Forward values pass to later stages only, backward values to earlier ones.
 
     Args:
-        traced: the graph; an op that is computed again may get the forward's value for an operand of another stage.
-        roles: of its ops.
-        cut: the stage that each forward op shall have; more is added where an operand comes from a later one.
+        traced: the graph. A backward op may get the forward's value for a recomputed operand of another stage.
+        roles: the roles of its ops.
+        cut: the minimum stage of each forward op. An op with an operand of a later stage moves to that stage.
         last: the last stage.
 
     Returns:
-        Per staged op its stage.
+        The stage of each staged op.
     """
     stage: dict[fx.Node, int] = {}
     for node in traced.nodes:
@@ -53,7 +53,7 @@ def _of_backward(node: fx.Node, roles: OpRoles, stage: dict[fx.Node, int], last:
 
 
 def _view_where_used(traced: Traced, roles: OpRoles, stage: dict[fx.Node, int]) -> None:
-    """Other stages make the views of a value that only they use: they are sent the value once, not every view."""
+    """Move views to the stages that use them. The base is sent once, instead of every view of it."""
     kept = {*traced.outputs, *(total.args[0] for total in roles.totals)}
     for node in reversed(list(traced.nodes)):
         if node not in stage or node in kept or info(node).recomputed or not _is_whole_view(node):
@@ -65,7 +65,7 @@ def _view_where_used(traced: Traced, roles: OpRoles, stage: dict[fx.Node, int]) 
 
 
 def _is_whole_view(node: fx.Node) -> bool:
-    """Whether an op is a view of all of a value, which is no larger than the view."""
+    """Whether `node` is a view that shows its full base. The test compares bytes: the base is not larger."""
     base = view_base(node)
     if base is None or not isinstance(info(base).val, Aval) or not isinstance(info(node).val, Aval):
         return False
@@ -73,7 +73,7 @@ def _is_whole_view(node: fx.Node) -> bool:
 
 
 def _forward(node: fx.Node) -> fx.Node | None:
-    """The forward op that a backward op belongs to, or the equal one that stands for it now."""
+    """Return the forward op of a backward op, or the equal op that replaced it."""
     forward = info(node).forward_node
     while forward is not None and info(forward).replaced_by is not None:
         forward = info(forward).replaced_by
@@ -81,7 +81,7 @@ def _forward(node: fx.Node) -> fx.Node | None:
 
 
 def _keep_what_crosses(node: fx.Node, stage: dict[fx.Node, int]) -> None:
-    """A stage computes again what is its own; what it was sent for the forward, it keeps."""
+    """Replace recomputed operands of other stages by the forward value. A stage recomputes only its own values."""
     for operand in operands_of(node):
         forward = _forward(operand)
         if info(operand).recomputed and operand in stage and stage[operand] != stage[node] and forward in stage:

@@ -1,4 +1,4 @@
-"""From the graph of a step over microbatches to the programs of a pipeline."""
+"""Construction of a pipeline's programs from the graph of a step over microbatches."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ __all__ = ["PipelineRequest", "build", "build_stages", "classify_ops"]
 
 @dataclass(frozen=True)
 class PipelineRequest:
-    """What `fp.pipeline` asks for.
+    """Request of `fp.pipeline`.
 
     Attributes:
         axis: the mesh axis.
         virtual: the axis of microbatches.
-        schedule: the schedule, or a function that makes one for a number of ranks of the axis.
-        cut: how to cut the model.
+        schedule: a function that returns the schedule for a number of ranks of the axis.
+        cut: the specification of the model's cut.
     """
 
     axis: str
@@ -48,7 +48,7 @@ class PipelineRequest:
     cut: CutSpec
 
     def on(self, mesh: Mesh) -> Schedule:
-        """The schedule on a mesh."""
+        """Return the schedule on a mesh."""
         if self.axis not in mesh.axis_names:
             raise PipelineError(
                 f"{mesh!r} has no axis {self.axis!r} for the pipeline; its axes are {', '.join(mesh.axis_names)}"
@@ -56,7 +56,7 @@ class PipelineRequest:
         return self.schedule(mesh.axis_size(self.axis))
 
     def summed_together(self, mesh: Mesh) -> int:
-        """How many microbatches one update sums."""
+        """Return the number of microbatches that one update sums."""
         schedule = self.on(mesh)
         return schedule.microbatches // updates_of(schedule)
 
@@ -68,14 +68,14 @@ def build(
     inlined: set[fx.Node],
     without: Collection[str] = (),
 ) -> Generator[str, None, PipelineProgram]:
-    """Cut a step into a pipeline, whose programs have not seen the passes of a program yet.
+    """Cut a step into a pipeline. The passes of a program have not been applied to its programs yet.
 
     Args:
         program: the step at the shapes of one microbatch, with the axis of microbatches in its specs.
         plan: the axis, the schedule and the cut.
-        parts: into which microbatches the batch of a rank is cut.
-        inlined: values that shall be made anew for every microbatch: gathered parameters.
-        without: names of rewrites that are switched off.
+        parts: the split of a rank's batch into microbatches.
+        inlined: values that are recomputed for every microbatch: gathered parameters.
+        without: names of disabled passes.
 
     Yields:
         The name of each pass over the full step after it.
@@ -84,7 +84,7 @@ def build(
         The pipeline.
 
     Raises:
-        PipelineError: when the function cannot be cut so.
+        PipelineError: if the function cannot be cut in this way.
     """
     roles = classify_ops(program, plan.virtual, inlined)
     schedule = plan.on(program.mesh)
@@ -159,7 +159,7 @@ class _PipelineBuilder:
         return result
 
     def _check_means(self, result: PipelineProgram) -> None:
-        """What an asynchronous pipeline reports is a mean over its updates, and shall have one."""
+        """Check that results of an asynchronous pipeline have a mean, because it returns means over its updates."""
         epilogue = result.epilogue
         for node, spec, path in zip(epilogue.outputs, self.program.out_specs, self.program.out_paths, strict=True):
             if not isinstance(node, fx.Node) or node in epilogue.replaces:
@@ -174,7 +174,7 @@ class _PipelineBuilder:
                 )
 
     def _notes(self) -> tuple[str, ...]:
-        """How the batch is made up."""
+        """Return a note about the composition of the batch."""
         mesh, axis = self.program.mesh, self.plan.virtual
         for node, spec in zip(self.traced.inputs, self.program.in_specs, strict=True):
             if node in self.cut_dims:
@@ -188,7 +188,7 @@ class _PipelineBuilder:
                 )
         return ()
 
-    # --- where things are ---
+    # --- ranks ---
 
     def _ranks_of_total(self, total: fx.Node) -> list[int]:
         return self._ranks_of_stage(self.builder.stage[total.args[0]])  # type: ignore[index]
@@ -221,7 +221,7 @@ class _PipelineBuilder:
         return [chain * each + microbatch for chain in chains for microbatch in range(each)]
 
     def _inputs_below(self, taken: set[fx.Node]) -> set[fx.Node]:
-        """The step's inputs that values are made of before the pipeline fills."""
+        """Return the step's inputs that the given values depend on before the pipeline fills."""
         found: set[fx.Node] = set()
         pending = [node for node in taken if self.roles.scope(node) != "stage"]
         while pending:
@@ -233,7 +233,7 @@ class _PipelineBuilder:
 
 
 def classify_ops(program: Program, virtual: str, inlined: set[fx.Node]) -> OpRoles:
-    """The roles of a step's ops, after what only other ways to run microbatches need is out of it."""
+    """Return the roles of a step's ops. Ops that only other executions of microbatches need are removed first."""
     _drop_casts(program.traced, virtual)
     _sum_one_by_one(program.traced)
     return OpRoles(program.traced, virtual, program.in_specs, inlined)
@@ -246,14 +246,14 @@ def build_stages(
     count: int,
     without: Collection[str],
 ) -> Generator[str, None, StageBuilder]:
-    """Give every op of a step its stage, let the stages' backwards compute cheap values again, and take them apart.
+    """Assign each op of a step to a stage, recompute cheap values in the backward of each stage, and split the graph.
 
     Args:
         program: the step.
-        roles: of its ops.
-        cut: the stage that each forward op shall have.
-        count: how many stages there are.
-        without: names of rewrites that are switched off.
+        roles: the roles of its ops.
+        cut: the minimum stage of each forward op.
+        count: the number of stages.
+        without: names of disabled passes.
 
     Yields:
         The name of each pass over the full step after it.
@@ -272,7 +272,7 @@ def build_stages(
 
 
 def _lengths(parts: DimSplit, each: int) -> str:
-    """How long microbatches are of which one is held as `each`."""
+    """Return the length of the microbatches as text. Each is stored with length `each`."""
     if parts.is_even:
         return f"{each}"
     sample, short = each // parts.rows, parts.ranks - parts.full
@@ -280,7 +280,7 @@ def _lengths(parts: DimSplit, each: int) -> str:
 
 
 def _drop_casts(traced: Traced, axis: str) -> None:
-    """Microbatches that follow one another need no casts."""
+    """Remove casts over the microbatch axis, because sequential microbatches do not need them."""
     for node in list(traced.nodes):
         if primitive_name(node) in CASTS and names_axis(node, axis):
             traced.replace(node, node.args[0])  # type: ignore[arg-type]
@@ -288,7 +288,7 @@ def _drop_casts(traced: Traced, axis: str) -> None:
 
 
 def _sum_one_by_one(traced: Traced) -> None:
-    """A sum of squares of tensors on several ranks as sums of one tensor each, added up in the same order."""
+    """Split sums of squares of tensors on several ranks into one sum per tensor, added in the same order."""
     squares, add = torch.ops.fp.sum_of_squares.default, torch.ops.aten.add.Tensor
     for node in list(traced.nodes):
         if node.target is not squares:
@@ -308,7 +308,7 @@ def _sum_one_by_one(traced: Traced) -> None:
 
 
 def _check_stream(program: PipelineProgram) -> None:
-    """An asynchronous stage updates its weights by itself."""
+    """Check that the update of an asynchronous stage does not need values of other stages."""
     crossing = next((exchange.node for level in program.epilogue.exchanges for exchange in level), None)
     if crossing is not None or len(program.epilogue.parts) > 1:
         where = "" if crossing is None else f"{source_of(crossing)}: "

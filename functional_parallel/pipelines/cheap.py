@@ -1,4 +1,4 @@
-"""Cheap values are computed again inside each stage of a pipeline, from what it keeps for its backward anyway."""
+"""Recomputation of cheap values in each stage of a pipeline, from values that are saved for its backward anyway."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["recompute_cheap_in_stages"]
 
 
 def recompute_cheap_in_stages(traced: Traced, roles: OpRoles, stage: dict[fx.Node, int]) -> None:
-    """Let every stage's backward compute cheap values again.
+    """Let the backward of every stage recompute cheap values.
 
     Args:
         traced: the graph, changed in place.
-        roles: of its ops; the copies get theirs.
-        stage: per staged op its stage; the copies get theirs, and what nothing takes any more has none.
+        roles: the roles of its ops. The recomputed copies are added; erased ops are removed.
+        stage: the stage of each staged op. The recomputed copies are added; erased ops are removed.
     """
     for copy in _CheapInStages(traced, roles, stage).drop():
         update_info(copy, is_cheap_copy=True)
@@ -33,7 +33,7 @@ def recompute_cheap_in_stages(traced: Traced, roles: OpRoles, stage: dict[fx.Nod
 
 
 class _CheapInStages(CheapValues):
-    """Values that no other stage's backward takes, from what their own stage's backward takes besides."""
+    """Cheap values that only the backward of their own stage reads, with operands that this backward reads anyway."""
 
     def __init__(self, traced: Traced, roles: OpRoles, stage: dict[fx.Node, int]) -> None:
         super().__init__(traced)
@@ -62,10 +62,10 @@ class _CheapInStages(CheapValues):
         return all(self._is_held(s[0]) or ((own, s) in self.taken and not self._is_made_anew(s[0])) for s in storages)
 
     def _is_made_anew(self, maker: fx.Node) -> bool:
-        """Whether each program that takes a value makes it, as parameters are gathered: one more would gather again."""
+        """Whether each user program computes the value itself, like a gathered parameter. A copy would re-gather it."""
         return maker.op == "call_function" and self.roles.is_inline(maker)
 
     def _is_held(self, maker: fx.Node) -> bool:
-        """Whether a value is there throughout a step."""
+        """Whether a value is in memory for the entire step."""
         once = maker.op != "call_function" or self.roles.of[maker] is OpRole.ONCE
         return once and not self.roles.is_inline(maker)

@@ -1,7 +1,7 @@
-"""Where a model is cut into stages: at marks in its code, between given layers, or where the work is in balance.
+"""Cut of a model into stages: at marks in its code, between given layers, or balanced by work or memory.
 
-Whatever says it, a cut is a list of places in the order in which the model computes: what it computes after the k-th
-place belongs to stage k or a later one.
+In all cases, a cut is a list of cut points in the order of the model's ops. Ops after the k-th cut point belong to
+stage k or a later stage.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from .stacks import Stacks
 __all__ = ["BALANCES", "CutSpec", "bounds_of", "cut_of", "finest", "stage_of_layer"]
 
 BALANCES = ("work", "memory")
-_FREE = 1e-6  # the share of the model's cost that its ops get in addition where stages would cost nothing
-_SLACK = 1.1  # how much more than the least largest stage may be for the sake of smaller messages
+_FREE = 1e-6  # share of the model's cost that is spread over its ops if stages would cost nothing
+_SLACK = 1.1  # largest stage allowed for the sake of smaller messages, relative to the minimum
 
 
 @dataclass(frozen=True)
 class CutSpec:
-    """How to cut.
+    """Specification of a cut.
 
     Attributes:
-        balance: what stages shall have equal parts of where nothing else says where to cut: "work", or "memory" of
-            parameters and of what the backward keeps.
-        stacks: the stacks of layers between which to cut, if there are any.
+        balance: the quantity to balance over the stages, if neither marks nor stacks define the cut: "work", or
+            "memory" of parameters and residuals.
+        stacks: the stacks of layers between which to cut, if any.
     """
 
     balance: str = "work"
@@ -46,10 +46,11 @@ class CutSpec:
 
 
 def cut_of(traced: Traced, roles: OpRoles, cut: CutSpec, stages: int, mesh: Mesh) -> dict[fx.Node, int]:
-    """The stage of every staged forward op.
+    """Return the stage of every staged forward op.
 
     Raises:
-        PipelineError: when marks make another number of stages, or the model has not enough to cut.
+        PipelineError: if the marks define another number of stages, a stage would be empty, `stages` does not divide
+            the stacked layers, or the model has too few cut points.
     """
     forward = _staged_forward(traced, roles)
     marks = 1 + max((source.stage for node in roles.of if (source := source_of(node)) is not None), default=0)
@@ -89,7 +90,7 @@ def _by_marks(forward: list[fx.Node], roles: OpRoles, marks: int, stages: int) -
         last = last if source is None else source.stage
         found[node] = last
     backward = {source.stage for node in roles.backward if (source := source_of(node)) is not None}
-    empty = sorted(set(range(stages)) - set(found.values()) - backward)  # of a linear end only the backward is left
+    empty = sorted(set(range(stages)) - set(found.values()) - backward)  # a linear last stage has only a backward
     if empty:
         raise PipelineError(
             f"stage {empty[0]} of {stages} uses no parameter and makes no value that a later stage needs: two "
@@ -107,7 +108,7 @@ def _by_marks(forward: list[fx.Node], roles: OpRoles, marks: int, stages: int) -
 def _by_layers(
     traced: Traced, roles: OpRoles, forward: list[fx.Node], lengths: dict[str, int], stages: int
 ) -> dict[fx.Node, int]:
-    """Equal runs of layers; what the model computes after a layer belongs to its stage or a later one."""
+    """Cut into equal groups of layers. Ops after a layer belong to its stage or a later stage."""
     _check_stacks(traced, roles)
     uneven = {path.rpartition("/")[0]: length for path, length in lengths.items() if length % stages}
     if uneven:
@@ -127,7 +128,7 @@ def _by_layers(
 
 
 def stage_of_layer(path: str, lengths: Mapping[str, int], stages: int) -> int:
-    """The stage of a layer, by its path; `lengths` says how many layers its stack has."""
+    """Return the stage of the layer at `path`. `lengths` maps the path to the number of layers of its stack."""
     return int(path.rpartition("/")[2]) * stages // lengths[path]
 
 
@@ -163,7 +164,7 @@ def _costs(forward: Sequence[fx.Node], roles: OpRoles, balance: str, mesh: Mesh)
 
 
 def _weights(node: fx.Node, roles: OpRoles) -> list[fx.Node]:
-    """The parameters that an op uses, through casts and views of them."""
+    """Return the parameters that an op uses, directly or through ops that run once per step, like casts and views."""
     pending, found = operands_of(node), []
     while pending:
         value = pending.pop()
@@ -179,7 +180,10 @@ def _is_kept(node: fx.Node, roles: OpRoles) -> bool:
 
 
 def finest(traced: Traced, roles: OpRoles, mesh: Mesh) -> tuple[dict[fx.Node, int], int]:
-    """The model cut at every place that is no wider than those next to it, each stage with some work; and how many."""
+    """Return the finest cut and its number of stages.
+
+    The model is cut at every cut point that is not wider than its neighbours. Each stage has some work.
+    """
     forward = _staged_forward(traced, roles)
     places, costs = _narrow(_places(forward)), _costs(forward, roles, "work", mesh)
     last = max((index for index, cost in enumerate(costs) if cost > 0), default=-1)
@@ -193,7 +197,7 @@ def finest(traced: Traced, roles: OpRoles, mesh: Mesh) -> tuple[dict[fx.Node, in
 
 
 def _narrow(places: dict[int, int]) -> set[int]:
-    """Of the places where one may cut, those where no more crosses than at the next ones."""
+    """Return the cut points where no more bytes cross than at their neighbours."""
     order = sorted(places)
     widths = [inf, *(places[index] for index in order), inf]
     return {
@@ -218,15 +222,15 @@ def _balanced(forward: list[fx.Node], costs: list[float], stages: int) -> dict[f
 
 
 def bounds_of(places: dict[int, int], costs: list[float], stages: int) -> list[int]:
-    """Return the places of the best cut, in order.
+    """Return the cut points of the best cut, in order.
 
     Every stage costs something if such a cut exists. Otherwise each op gets a small additional cost, so that stages
     that cost nothing are spread over the ops.
 
     Args:
-        places: the places where the model may be cut, with the bytes that would cross.
+        places: the possible cut points, with the bytes that would cross.
         costs: the cost of each op.
-        stages: the number of stages, at most one more than the places.
+        stages: the number of stages, at most one more than the cut points.
     """
     sums = _sums(costs)
     cuts = _least(places, sums, stages)
@@ -243,10 +247,10 @@ def _sums(costs: list[float]) -> list[float]:
 
 
 def _evened(cuts: list[int], places: dict[int, int], sums: list[float]) -> list[int]:
-    """Where one stage is large whatever the cut, the others shall still be alike.
+    """Balance the other stages if one stage is large in every cut.
 
-    Each cut moves to the place, no wider, that evens the stages on both sides, until none moves: the sum of the stages'
-    squares shrinks with every move, so that ends.
+    Each cut point moves to the one, at most as wide, that best balances the stages on both sides, until none moves.
+    Every move reduces the sum of the stages' squared costs, so the loop ends.
     """
     bounds, order, moved = [0, *cuts, len(sums) - 1], sorted(places), True
     while moved:
@@ -263,7 +267,10 @@ def _evened(cuts: list[int], places: dict[int, int], sums: list[float]) -> list[
 
 
 def _places(forward: list[fx.Node]) -> dict[int, int]:
-    """Where one may cut, before which op, with the bytes that would cross: the narrow places."""
+    """Return the narrow cut points, as the index of the op after the cut, with the bytes that would cross.
+
+    A region of recomputation is not cut.
+    """
     position = {node: index for index, node in enumerate(forward)}
     change = [0] * (len(forward) + 1)
     for node, index in position.items():
@@ -290,7 +297,10 @@ def _region(node: fx.Node) -> str | None:
 
 
 def _least(places: dict[int, int], sums: list[float], stages: int) -> list[int] | None:
-    """Cuts of the least largest stage; among those about as good, the least that crosses."""
+    """Return the cut with the fewest crossing bytes among those with nearly the minimal largest stage.
+
+    None if in every cut some stage costs nothing.
+    """
     ends = [0, *sorted(places), len(sums) - 1]
     costs = [sums[end] for end in ends]
     largest = _least_largest(costs, stages)
@@ -301,10 +311,11 @@ def _least(places: dict[int, int], sums: list[float], stages: int) -> list[int] 
 
 
 def _least_largest(costs: list[float], stages: int) -> float:
-    """The cost of the largest stage when it is least, no stage being free; `costs` are those of all before each end.
+    """Return the minimal cost of the largest stage if every stage costs something; inf if no such cut exists.
 
-    With one stage more, the best that a stage may start at moves on as its end does: what is before it only grows, what
-    is left only shrinks. So each stage takes one pass.
+    `costs` are cumulative: the cost of all ops before each end. For each additional stage, the best start of the stage
+    only moves forward as its end moves forward: the cost before it grows and the cost of the stage shrinks. Each stage
+    therefore takes one pass.
     """
     best = [cost if cost > 0 else inf for cost in costs]
     for _ in range(1, stages):
@@ -322,10 +333,10 @@ def _least_largest(costs: list[float], stages: int) -> float:
 
 
 def _least_crossing(costs: list[float], crossing: list[int], stages: int, limit: float) -> list[int]:
-    """Of all cuts into stages that cost something and at most the limit, that with the least sum of what crosses.
+    """Return the cut with the fewest crossing bytes in total, if every stage costs more than 0 and at most `limit`.
 
-    The places that a stage may start at are a window that moves on with its end; the deque holds those of them that no
-    later one beats, the best in front.
+    The possible starts of a stage are a window that moves forward with the stage's end. The deque holds the starts in
+    the window that no later start beats, with the best first.
     """
     best: list[float] = [0.0, *[inf] * (len(costs) - 1)]
     starts: list[list[int]] = []

@@ -1,9 +1,10 @@
-"""After the pipeline has drained: sums of gradients become updates, each on the ranks that hold the parameter.
+"""Programs after the pipeline has drained: they turn sums of gradients into updates.
 
-What follows from the sums over microbatches is one graph, whose values start out on different ranks: a parameter and
-its gradient where its stage runs, a loss on the last. An op runs where all its operands are. One whose operands never
-meet, such as the sum of a tied weight's two gradients or of all gradients' squares, has them exchanged first, and then
-runs on every rank that wants its result, so that all of them get the same bits.
+Each update runs on the ranks that hold its parameter. All ops that depend on the sums over microbatches are one graph.
+Its inputs are on different ranks: a parameter and its gradient on the rank of their stage, a loss on the last rank. An
+op runs on the ranks that hold all its operands. If no rank holds all of them, they are exchanged first. Examples are
+the sum of a tied weight's two gradients and the sum of all gradients' squares. The op then runs on every rank that
+needs its result, so that all of them compute the same bits.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ __all__ = ["Epilogue", "EpilogueBuilder", "Transfer"]
 
 
 class Transfer(NamedTuple):
-    """A value that one rank of the pipeline sends to another."""
+    """Value that one rank of the pipeline sends to another rank."""
 
     node: fx.Node
     source: int
@@ -34,23 +35,24 @@ class Transfer(NamedTuple):
 
     @property
     def phase(self) -> str:
-        """The part of the step that it belongs to; an input of the step is sent for the update."""
+        """Phase of the step that the value belongs to: "update" for an input of the step."""
         return info(self.node).phase or "update"
 
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What runs after the pipeline, in levels, with exchanges between them.
+    """Programs that run after the pipeline, in levels, with exchanges between the levels.
 
     Attributes:
-        given: per value that it begins with, what that is.
-        parts: per level, per rank, the program.
-        exchanges: per level, what is sent after it.
+        given: origin of each input of the epilogue.
+        parts: for each level, the program of each rank.
+        exchanges: for each level, the values that are sent after it.
         outputs: the step's results.
-        replaces: for a result that takes the place of an input, as a new parameter does, that input of the step.
-        output_holders: per result of the step, the ranks that hold it.
-        output_specs: per result of the step, along which axes it differs as it was made. Its spec may name more: a
-            gradient that is zero whatever the batch lies sharded, though all shards are the same.
+        replaces: for each result that replaces an input of the step, like a new parameter, that input.
+        output_holders: for each result of the step, the ranks that hold it.
+        output_specs: for each result of the step, the axes along which its computed value differs. The result's own
+            spec may name more axes. For example, a gradient that is zero for any batch is laid out sharded, although
+            all its shards are equal.
     """
 
     given: dict[fx.Node, EpilogueInput]
@@ -63,12 +65,12 @@ class Epilogue:
 
 
 class EpilogueBuilder:
-    """Builds it.
+    """Builds an `Epilogue`.
 
     Args:
-        graph: what follows from the pipeline's sums.
-        placing: of its ops.
-        name: of the function.
+        graph: the graph of all ops that depend on the pipeline's sums.
+        placing: the ranks of its ops.
+        name: the name of the function.
     """
 
     def __init__(self, graph: EpilogueGraph, placing: EpiloguePlacement, name: str) -> None:
@@ -76,7 +78,7 @@ class EpilogueBuilder:
         self.ranks, self.at, self.wanted = placing.ranks, placing.at, placing.wanted
         self.extractor = Extractor(self.traced, graph.whole.mesh, graph.specs, lambda _: False, graph.whole.hidden)
         once = [given.node for given in self.given.values() if given.kind == "once"]
-        self.kept = {storage_root(node) for node in once}  # in whose memory something else may lie
+        self.kept = {storage_root(node) for node in once}  # other values may share this memory
         self._levels()
 
     def _levels(self) -> None:
@@ -88,7 +90,7 @@ class EpilogueBuilder:
         self.count = max(self.level.values(), default=0) + 1
 
     def _slices_late(self) -> None:
-        """A view or a slice of an input is taken where it is used: an update sees what it may write into."""
+        """Move views and slices of inputs to the level of their first user: an update must see its target."""
         for node in reversed(list(self.traced.nodes)):
             if not (is_view(node) or primitive_name(node) == "pscatter") or self.wanted[node] - self.at[node]:
                 continue
@@ -138,7 +140,7 @@ class EpilogueBuilder:
         return part
 
     def _donate(self, part: Subprogram, rank: int, level: int) -> None:
-        """Say of a part's inputs whether it may write into them, and which of its results takes their place."""
+        """Record for each input of `part` whether it may be overwritten, and the result that replaces it."""
         becomes = {self.links[index]: node for index, node in enumerate(self.traced.outputs) if index in self.links}
         for node, placeholder in zip(part.inputs, part.program.traced.inputs, strict=True):
             new = becomes.get(node)
@@ -146,7 +148,7 @@ class EpilogueBuilder:
             update_info(placeholder, updated_output=part.outputs.index(new) if new in part.outputs else None)
 
     def _may_be_overwritten(self, node: fx.Node, rank: int, level: int) -> bool:
-        """Whether an input was given up, and nothing after this level, and no other rank, asks for what lies there."""
+        """Whether an input is donated and its memory is not read after this level, nor sent to another rank."""
         given = self.given.get(node)
         if given is None or given.kind != "input" or not info(given.node).donated or given.node in self.kept:
             return False

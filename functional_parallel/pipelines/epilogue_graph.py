@@ -1,4 +1,4 @@
-"""What follows from a pipeline's sums over microbatches, as one graph: from totals to the step's results."""
+"""Graph of the ops after a pipeline's sums over microbatches: from totals to the step's results."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ aten = torch.ops.aten
 
 
 class EpilogueInput(NamedTuple):
-    """A value that the epilogue begins with.
+    """Input value of the epilogue.
 
-    kind is "input" (of the step), "once" (made before the pipeline filled), "total" (a sum over a chain's
-    microbatches; `which` is the chain) or "collected" (a microbatch's own value; `which` is the microbatch).
+    Attributes:
+        kind: "input" (of the step), "once" (computed before the pipeline filled), "total" (a sum over a chain's
+            microbatches) or "collected" (a per-microbatch value).
+        node: the value in the graph of the step.
+        which: the chain of a total, or the microbatch of a collected value.
     """
 
     kind: str
@@ -34,21 +37,23 @@ class EpilogueInput(NamedTuple):
 
 
 class EpilogueGraph:
-    """Writes it.
+    """Builds the graph of the epilogue.
 
     Args:
         roles: the roles of the step's ops.
-        extractor: for the step's graph.
-        in_specs, out_specs: how the step's inputs and results lie, microbatches included.
-        in_paths, out_paths: their pytree paths; a result at the path of an input takes its place.
-        parts: into which microbatches the batch is cut.
-        chains: how many copies of the model run at once, each with sums of its own.
+        extractor: the extractor for the step's graph.
+        in_specs: layouts of the step's inputs, including the microbatch axis.
+        out_specs: layouts of the step's results, including the microbatch axis.
+        in_paths: pytree paths of the inputs.
+        out_paths: pytree paths of the results. A result with the path, shape and dtype of an input replaces it.
+        parts: the split of the batch into microbatches.
+        chains: the number of copies of the model that run at the same time, each with separate sums.
 
     Attributes:
         traced: the graph.
-        given: per input of it, what that is.
-        specs: per input, along which axes it differs.
-        links: per index of a result that takes the place of an input, that input.
+        given: the origin of each input of the graph.
+        specs: for each input, a spec of the axes along which it differs.
+        links: index of a result that replaces an input → that input.
     """
 
     def __init__(
@@ -91,7 +96,7 @@ class EpilogueGraph:
     def _output(self, output: Any, spec: P) -> Any:
         if not isinstance(output, fx.Node):
             return output
-        if output.op == "get_attr":  # a result must be some op's, which says on which ranks it is
+        if output.op == "get_attr":  # a result must be an op, which has ranks
             return self._with_meta(self.traced.graph.call_function(aten.clone.default, (self._value(output),)), output)
         if self.roles.axis not in spec.axes or output.op == "placeholder":
             return self._value(output)
@@ -105,13 +110,13 @@ class EpilogueGraph:
         return self._made[node]
 
     def _needed(self, node: fx.Node) -> list[fx.Node]:
-        """What must have been written before an op that is copied."""
+        """Return the operands that must be written before an op that is copied."""
         if node.op != "call_function" or self._begins(node):
             return []
         return [operand for operand in operands_of(node) if operand.op != "placeholder"]
 
     def _begins(self, node: fx.Node) -> bool:
-        """Whether the epilogue is given this value."""
+        """Whether this value is an input of the epilogue."""
         role = self.roles.of[node]
         return role is OpRole.TOTAL or (node in self.roles.late and role in (OpRole.ONCE, OpRole.EARLY))
 
@@ -127,7 +132,7 @@ class EpilogueGraph:
         return self._with_meta(self.traced.graph.node_copy(node, self._value), node)
 
     def _multiple(self, node: fx.Node) -> fx.Node:
-        """A sum to which every microbatch brings the same, added up as others are."""
+        """Write a sum with the same summand from every microbatch, added in the same order as other sums."""
         total = part = self._value(node.args[0])
         for _ in range(1, self.parts.ranks):
             total = self._with_meta(self.traced.graph.call_function(aten.add.Tensor, (total, part)), node)
@@ -153,7 +158,7 @@ class EpilogueGraph:
         return joined
 
     def _collected(self, node: fx.Node, dim: int, microbatch: int, parts: DimSplit) -> fx.Node:
-        """Of a microbatch's value what no other microbatch before it has."""
+        """Return the slice of a microbatch's value that no earlier microbatch contains."""
         given, aval = EpilogueInput("collected", node, microbatch), info(node).aval
         varies = node in self.roles.varying
         value = self._placeholder(given, self.whole.spec(node)) if varies else self._value(node)
@@ -178,7 +183,7 @@ class EpilogueGraph:
                 raise AssertionError(f"nothing uses {node}")
 
     def _links(self, inputs: list[fx.Node], in_paths: Sequence[str], out_paths: Sequence[str]) -> dict[int, fx.Node]:
-        """Per result the input whose place it takes: a new parameter, a new moment."""
+        """Map the index of each result that replaces an input (new parameter, new moment) to that input."""
         by_path = {(path, info(node).val): node for path, node in zip(in_paths, inputs, strict=True)}
         found = {}
         for index, (path, output) in enumerate(zip(out_paths, self.traced.outputs, strict=True)):

@@ -1,4 +1,4 @@
-"""On which ranks of a pipeline each op after it runs: where its operands are, and where its result is wanted."""
+"""Placement of epilogue ops on the ranks of a pipeline: ranks that hold their operands and need their results."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from .epilogue_graph import EpilogueGraph
 
 __all__ = ["EpiloguePlacement", "RankSet"]
 
-_SMALL = 64  # elements: what costs a message and no more
+_SMALL = 64  # elements: the cost of sending them is only latency
 
 RankSet = frozenset[int]
 
 
 class EpiloguePlacement:
-    """Places the ops of a graph.
+    """Assigns ranks to the ops of the epilogue.
 
     Args:
-        graph: what follows from the pipeline's sums.
-        ranks_of_total: per sum over microbatches, per chain, the rank that adds it up.
-        rank_of_collected: for a value and a microbatch, the rank that has it.
-        used: per rank, the step's inputs that its stages take.
-        apart: whether ranks end by themselves, and exchange nothing that no other needs.
+        graph: the graph of the epilogue.
+        ranks_of_total: sum over microbatches → for each chain, the rank that accumulates it.
+        rank_of_collected: (value, microbatch) → the rank that has the value.
+        used: for each rank, the step's inputs that its stages read.
+        apart: whether each rank finishes independently. Then scalar results are not sent to all ranks.
 
     Attributes:
-        at: per value, the ranks that make it.
-        wanted: per value, the ranks that take it.
+        at: for each value, the ranks that compute it.
+        wanted: for each value, the ranks that read it.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class EpiloguePlacement:
         self._place_until_it_holds()
 
     def _place_until_it_holds(self) -> None:
-        """A result that takes an input's place must end up wherever the next step will want that input."""
+        """Repeat the placement until each result that replaces an input is on all ranks that read it next step."""
         self.needed: dict[int, RankSet] = {}
         while True:
             self._place()
@@ -87,10 +87,10 @@ class EpiloguePlacement:
         return None
 
     def _meeting(self, node: fx.Node) -> RankSet | None:
-        """The ranks on which an op can run; None for any. What is small, and no parameter, may be sent elsewhere.
+        """Return the ranks on which an op can run; None for any rank. Small non-parameter values may be sent.
 
-        What follows from small values of several ranks, as a norm does, runs on every rank that wants it: one exchange,
-        where a chain from rank to rank would take many.
+        Ops that depend on small values of several ranks, like a norm, run on every rank that needs the result. This
+        takes one exchange; a chain from rank to rank would take many.
         """
         operands = operands_of(node)
         known = {o: ranks for o in operands if (ranks := self.available.get(o)) is not None}
@@ -108,7 +108,7 @@ class EpiloguePlacement:
         return _is_small(info(node).val) and not self._is_of_parameter(node)
 
     def _is_of_parameter(self, node: fx.Node) -> bool:
-        """Whether a value is a parameter, or made of one alone, as the slice that a rank updates."""
+        """Whether a value is a parameter or computed from one parameter only, like the slice that a rank updates."""
         while len(operands := operands_of(node)) == 1:
             (node,) = operands
         given = self.given.get(node)
@@ -120,7 +120,7 @@ class EpiloguePlacement:
             kept = self.available[self.links[index]] or possible or self.ranks
             return kept | self.needed.get(index, frozenset())
         if info(output).aval.numel == 1 and not self.apart:
-            return self.ranks  # with the exchange that there is, instead of a broadcast later
+            return self.ranks  # uses the existing exchange instead of a later broadcast
         return frozenset({min(possible or self.ranks)})
 
     def _users_of(self, node: fx.Node) -> RankSet:

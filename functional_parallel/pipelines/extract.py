@@ -1,4 +1,4 @@
-"""Parts of a graph as programs of their own."""
+"""Extraction of subgraphs as separate programs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ __all__ = ["Extractor", "Subprogram"]
 
 @dataclass(frozen=True)
 class Subprogram:
-    """A program that computes some values of a graph from others.
+    """Program that computes some values of a graph from others.
 
     Attributes:
-        program: what runs.
-        inputs, outputs: the values of the whole graph that it takes and makes.
+        program: the program.
+        inputs: the values of the full graph that it reads.
+        outputs: the values of the full graph that it computes.
     """
 
     program: Program
@@ -32,14 +33,14 @@ class Subprogram:
 
 
 class Extractor:
-    """Cuts programs out of a graph.
+    """Extracts programs from a graph.
 
     Args:
         traced: the graph.
         mesh: the mesh.
-        in_specs: how the graph's inputs lie.
-        inline: whether an op is repeated in every part that needs its value.
-        hidden: an axis that types shall not name any more.
+        in_specs: layouts of the graph's inputs.
+        inline: whether an op is repeated in every program that needs its value.
+        hidden: an axis that is removed from the types.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Extractor:
         self._types: dict[Type, Type] = {}
 
     def spec(self, node: fx.Node) -> P:
-        """A spec that says along which axes a value differs, and no more."""
+        """Return a spec that states only the axes along which a value differs."""
         axes = self.axes.get(node, frozenset())
         if axes not in self._specs:
             self._specs[axes] = P(unreduced=axes)
@@ -69,15 +70,15 @@ class Extractor:
         given: Iterable[fx.Node] = (),
         added: Sequence[tuple[fx.Node, Any]] = (),
     ) -> Subprogram:
-        """A program of these ops.
+        """Return a program of these ops.
 
         Args:
-            nodes: the ops; what they need besides becomes an input, unless it is repeated.
-            outputs: values of theirs.
-            name: for messages.
-            given: values that are inputs though they might be repeated.
-            added: for the last outputs, each a sum of the graph and the op that adds: the sum so far becomes an input,
-                and the output is that with the value added.
+            nodes: the ops. Their other operands become inputs, except if they are repeated.
+            outputs: the values that the program returns.
+            name: the name for messages.
+            given: values that are inputs although they could be repeated.
+            added: for each of the last outputs, a sum of the graph and the op that adds. The running sum becomes an
+                input, and the output is the running sum plus the value.
         """
         wanted, known = list(outputs), set(given)
         members = self.closure([*nodes, *(o for o in wanted if o not in known and self.inline(o))], known)
@@ -88,7 +89,7 @@ class Extractor:
         return self._copied(order, inputs, wanted, name, added)
 
     def closure(self, nodes: Iterable[fx.Node], given: Collection[fx.Node] = ()) -> set[fx.Node]:
-        """Ops with those that they repeat."""
+        """Return the ops together with the ops that are repeated for them."""
         found: set[fx.Node] = set()
         pending = list(nodes)
         while pending:
@@ -124,7 +125,7 @@ class Extractor:
         for place, (total, add) in enumerate(added, len(outputs) - len(added)):
             made = new.outputs[place]
             new.outputs[place] = new.graph.call_function(add, (values[total], made))
-            if made.op == "call_function":  # added at once, so that not all parts live at the same time
+            if made.op == "call_function":  # add immediately to limit live summands
                 made.append(new.outputs[place])
             set_info(new.outputs[place], info(made))
             update_info(values[total], val=info(made).val, type=info(made).type)
@@ -138,11 +139,11 @@ class Extractor:
             out_paths=[node.name for node in outputs],
             name=name,
         )
-        program.cache["doing"] = f"runs {program.name}"  # the ranks compare the whole pipeline, once
+        program.cache["doing"] = f"runs {program.name}"  # the ranks compare the entire pipeline once
         return Subprogram(program, tuple(taken), tuple(outputs))
 
     def clean(self, known: NodeInfo) -> NodeInfo:
-        """Return the facts about a value as they read outside the full graph."""
+        """Return the facts about a value that are valid outside the full graph."""
         kept = replace(known, forward_node=None, donated=False, updated_output=None)
         if kept.type is None:
             return kept

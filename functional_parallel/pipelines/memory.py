@@ -1,4 +1,4 @@
-"""What each rank of a pipeline holds: a table of one row per rank."""
+"""Memory of each rank of a pipeline, as a table with one row per rank."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ PIPELINE_KINDS = (*MEMORY_KINDS, "messages")
 
 @dataclass(frozen=True)
 class PipelineMemory:
-    """Bytes of live tensors on the ranks of a pipeline; print it for a table.
+    """Bytes of live tensors on the ranks of a pipeline. Print it to get a table.
 
     Attributes:
-        name: the program.
+        name: the name of the program.
         axis: the mesh axis of the pipeline.
-        ranks: per rank of it, what one rank of the other axes holds. A curve's points are the programs that it runs.
+        ranks: for each rank along the axis, the memory of one rank along the other axes. A point of its curve is a
+            program, message or exchange.
     """
 
     name: str
@@ -29,31 +30,31 @@ class PipelineMemory:
 
     @property
     def fullest(self) -> Memory:
-        """The rank that holds most, the first of them."""
+        """Memory of the rank with the highest peak; of several, the first."""
         return max(self.ranks, key=lambda rank: rank.peak)
 
     @property
     def peak(self) -> int:
-        """The most bytes alive at once on any rank."""
+        """Maximum of live bytes on any rank."""
         return self.fullest.peak
 
     @property
     def shared(self) -> int:
-        """The most bytes of shared memory that any rank has besides, if the ranks are processes with gloo."""
+        """Maximum of additional shared-memory bytes on any rank, if the ranks are processes with gloo."""
         return max(rank.shared for rank in self.ranks)
 
     @property
     def alive(self) -> dict[str, int]:
-        """At the peak of the fullest rank, the bytes of each kind."""
+        """Bytes of each kind at the peak of the fullest rank."""
         return self.fullest.alive
 
     @property
     def largest(self) -> tuple[tuple[int, str, str], ...]:
-        """There, the largest values: bytes, what it is, source line."""
+        """Largest values at the peak of the fullest rank: bytes, description, source line."""
         return self.fullest.largest
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return the memory as plain data."""
         ranks = [rank.to_dict() for rank in self.ranks]
         return {"name": self.name, "axis": self.axis, "peak": self.peak, "shared": self.shared, "ranks": ranks}
 

@@ -1,7 +1,7 @@
-"""Values of a step as names: by which a pipeline's programs say what they take from each other.
+"""Values of a step as names that link the inputs and outputs of a pipeline's programs.
 
-The programs are cut out of the graph of the whole step, and copied. Of that graph, and of the one of all that comes
-after the pipeline, nothing is asked any more but which value is which, and what it looks like.
+The programs are copies of pieces of the step's graph. Afterwards the graph of the step and the graph of the epilogue
+serve only to identify values and to store their shape and dtype.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["forget_ops", "names_in"]
 
 
 def names_in(program: PipelineProgram) -> set[fx.Node]:
-    """The values by which a pipeline's programs know each other's."""
+    """Return the nodes that name inputs and outputs of a pipeline's programs."""
     return set(_names(program))
 
 
@@ -47,7 +47,7 @@ def _names(program: PipelineProgram) -> Iterator[fx.Node]:
 
 
 def forget_ops(names: Collection[fx.Node]) -> None:
-    """Drop what computes these values, and all other values, from their graphs."""
+    """Erase all other nodes from the graphs of `names`, and clear the operands of the named nodes."""
     for graph in {node.graph for node in names}:
         for node in reversed(list(graph.nodes)):
             node.args, node.kwargs = (), {}

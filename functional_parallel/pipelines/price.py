@@ -1,7 +1,7 @@
-"""What a step of a pipeline will take: every stage's programs priced by themselves, and put into the schedule's time.
+"""Predicted time of a pipelined step: every stage program is priced separately and inserted in the schedule.
 
-The simulator of schedules says when each action runs, given how long it takes and how long messages are under way. What
-is listed is the rank that works longest; all ranks together take as long as the step.
+The schedule simulator computes the time of each action from the durations of actions and messages. The price lists the
+items of the rank with most work. Idle time of this rank is an item too, because the price covers the entire step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["price_of_pipeline"]
 
 
 def price_of_pipeline(program: PipelineStructure, hardware: Hardware, peak: int) -> Price:
-    """Return the price of a pipeline whose ranks hold at most `peak` bytes; see `Program.price`."""
+    """Return the price of a pipeline; `peak` is the peak memory of its ranks in bytes. See `Program.price`."""
     return _Priced(program, hardware).price(peak)
 
 
@@ -89,21 +89,21 @@ class _Priced:
         return sum(info(node).aval.nbytes for node in self.program.message(action))
 
     def _ending(self) -> float:
-        """After the pipeline has drained, level after level; an asynchronous one updates as often as it does."""
+        """Return the seconds of the epilogue: all levels, once per update. Asynchronous pipelines update often."""
         levels = [max((price.seconds for price in level.values()), default=0.0) for level in self.epilogue]
         return self.program.updates * (sum(levels) + sum(self.exchanges))
 
     def _exchanged(self, level: int) -> float:
-        """Seconds until what ranks exchange after a level has arrived, every rank sending one after another."""
+        """Return the seconds of the exchange after a level. Each rank sends its values sequentially."""
         sent: Counter[int] = Counter()
         for node, source, _ in self.program.epilogue.exchanges[level]:
             sent[source] += info(node).aval.nbytes
         return max((self.link.seconds(size) for size in sent.values()), default=0.0)
 
-    # --- what a rank does ---
+    # --- one rank ---
 
     def _programs(self, rank: int) -> Iterator[tuple[Price, int]]:
-        """Every program that a rank of the pipeline runs, and how often."""
+        """Yield the price of every program that a rank of the pipeline runs, with its number of runs."""
         yield self.prologues[rank], 1
         counts = Counter((a.kind, a.stage % self.schedule.depth) for a in self.schedule.actions[rank])
         for key, count in counts.items():
@@ -135,5 +135,5 @@ class _Priced:
 
 
 def _sharing(items: Sequence[Item], seconds: float) -> list[Item]:
-    """Items that together expose so many seconds."""
+    """Return the items, each with an equal share of `seconds` exposed."""
     return [replace(item, exposed=seconds / len(items)) for item in items]

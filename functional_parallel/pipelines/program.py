@@ -1,4 +1,4 @@
-"""A step cut into the programs of a pipeline's stages, with the schedule that says which runs when."""
+"""Programs of the stages of a pipelined step, with the schedule that orders them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["PipelineProgram"]
 
 @dataclass(eq=False)
 class PipelineProgram(PipelineStructure):
-    """What the ranks of a pipeline run in a step: like a `Program`, but another one on every rank of the axis.
+    """Programs that the ranks of a pipeline run in a step. Like a `Program`, but each rank of the axis has its own.
 
     Attributes:
         events: the actions of the last run with their times; None unless `record` was called.
@@ -30,14 +30,14 @@ class PipelineProgram(PipelineStructure):
     events: list[Event] | None = None
 
     def record(self) -> None:
-        """From now on, note when every action runs, for `timeline`; a device is waited for around each."""
+        """Record the times of every later action, for `timeline`. The device is synchronized before and after each."""
         self.events = []
 
     def timeline(self) -> Timeline:
-        """When the actions of the last run ran, on the ranks whose other coordinates are 0; times in seconds.
+        """Return the times of the last run's actions in seconds, on the ranks with other coordinates 0.
 
         Raises:
-            PipelineError: when `record` was not called before it.
+            PipelineError: if `record` was not called before the run.
         """
         if not self.events:
             raise PipelineError("nothing was recorded: call program.record() and run a step first")
@@ -51,7 +51,7 @@ class PipelineProgram(PipelineStructure):
         )
 
     def collectives(self, *, casts: bool = False) -> list[Collective]:
-        """Every collective of a step, over all ranks of the pipeline; messages between stages are sends."""
+        """Return every collective of a step, over all ranks of the pipeline. Messages between stages are sends."""
         found = [one for program, count in self.programs() for one in program.collectives(casts=casts) * count]
         return [*found, *self._sends()]
 
@@ -70,10 +70,10 @@ class PipelineProgram(PipelineStructure):
         return Collective("send", (self.axis,), value, value, value.nbytes, source_of(node), phase, node)
 
     def per_microbatch(self) -> dict[tuple[str, tuple[str, ...]], tuple[float, float]]:
-        """Of `collectives()`, without messages between stages, those that every microbatch does anew: count and bytes.
+        """Return count and bytes of the collectives that every microbatch runs, without messages between stages.
 
-        With ZeRO 0 to 2 that is the loss's sum alone, since gradients are summed and parameters gathered once a step.
-        ZeRO-3 gathers a stage's parameters for every forward and backward, unless with `keep_gathered`.
+        With ZeRO stages 0 to 2 this is only the sum of the loss: gradients are summed and parameters gathered once per
+        step. ZeRO-3 gathers a stage's parameters for every forward and backward, except with `keep_gathered`.
         """
         found: dict[tuple[str, tuple[str, ...]], tuple[float, float]] = {}
         for program, runs in self.stage_programs():
@@ -85,7 +85,7 @@ class PipelineProgram(PipelineStructure):
         return found
 
     def remarks(self) -> tuple[str, ...]:
-        """What `explain` prints below its table of collectives."""
+        """Return the lines that `explain` prints below its table of collectives."""
         size = self.mesh.axis_size(self.axis)
         anew = [
             f"{count:g} {kind} over {', '.join(axes)}, {readable_bytes(round(sent))}"
@@ -96,11 +96,11 @@ class PipelineProgram(PipelineStructure):
         return (*self.notes, sums, each) if anew else (*self.notes, sums)
 
     def price(self, hardware: Hardware | str = "h100") -> Price:
-        """What a step takes on a machine, as `Program.price` says it: listed is the rank that works longest."""
+        """Predict the time of a step like `Program.price`. The items are those of the rank with most work."""
         return price_of_pipeline(self, hardware_of(hardware), self.memory().peak)
 
     def memory(self) -> PipelineMemory:
-        """Bytes of live tensors on the ranks of the pipeline, program by program: each as `Program.memory()` has it.
+        """Return the bytes of live tensors on the ranks of the pipeline, for each program as in `Program.memory()`.
 
         >>> import torch, functional_parallel as fp
         >>> from sharding_specs import Mesh
@@ -113,14 +113,14 @@ class PipelineProgram(PipelineStructure):
         >>> [rank.peak > 0 for rank in memory.ranks], memory.peak == max(rank.peak for rank in memory.ranks)
         ([True, True, True, True], True)
 
-        Counted is what a rank holds in every step after the first: its stages' parameters and optimizer state, the
-        batch, sums of gradients, residuals of microbatches under way, messages, and what a program takes while it runs.
-        Microbatches are added up in order, as with `reduction="ordered"`; "fast" holds no more.
+        The count covers the memory of a rank in every step after the first. It contains the parameters and optimizer
+        state of the rank's stages, the batch, sums of gradients, residuals of microbatches in flight, messages, and
+        temporaries of programs. Microbatches are summed in order, as with `reduction="ordered"`; "fast" needs no more.
         """
         return pipeline_memory(self)
 
     def lines(self) -> list[str]:
-        """The text of all programs without source lines: equal for two pipelines exactly when they do the same."""
+        """Return the text of all programs without source lines. Pipelines have equal text iff they do the same."""
         lines = [f"mesh {self.mesh!r}", *str(self.schedule).splitlines()]
         for program, count in self.programs():
             lines += [f"{program.name}, {count} times", *program.lines()]

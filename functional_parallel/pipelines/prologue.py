@@ -1,4 +1,4 @@
-"""What a rank computes before the pipeline fills: its microbatches' slices of the batch, and what all of them share."""
+"""Programs before the pipeline fills: slices of the batch for each microbatch, and values that microbatches share."""
 
 from __future__ import annotations
 
@@ -22,19 +22,17 @@ __all__ = ["Prologue", "PrologueBuilder", "PrologueOutput"]
 
 aten = torch.ops.aten
 
-PrologueOutput = tuple[
-    fx.Node, int | None
-]  # a value, and of which microbatch; None for one that all microbatches share
+PrologueOutput = tuple[fx.Node, int | None]  # a value and its microbatch; None if all microbatches share the value
 
 
 @dataclass(frozen=True)
 class Prologue:
-    """What a rank makes before any stage runs.
+    """Program that a rank runs before any stage.
 
     Attributes:
-        program: what runs.
-        inputs: the step's inputs that it takes.
-        outputs: what it makes.
+        program: the program.
+        inputs: the step's inputs that it reads.
+        outputs: the values that it computes.
     """
 
     program: Program
@@ -43,7 +41,7 @@ class Prologue:
 
 
 class PrologueBuilder:
-    """Writes the program that makes some values, each of one microbatch or one that all share."""
+    """Builds the program that computes some values, each for one microbatch or shared by all."""
 
     def __init__(
         self,
@@ -66,11 +64,11 @@ class PrologueBuilder:
         self.name = name
 
     def build(self) -> Prologue:
-        """The program with what it takes and makes."""
+        """Return the program with its inputs and outputs."""
         return Prologue(self._program(self.name), tuple(self.inputs), self.outputs)
 
     def value(self, node: fx.Node, microbatch: int | None) -> fx.Node:
-        """A value of one microbatch, or one that all share, written where it is first asked for."""
+        """Return a value of one microbatch or a shared value. It is written on the first request."""
         wanted = self._key(node, microbatch)
         for key in topological_order(wanted, self._needed, self._made):
             self._made[key] = self._write_value(*key)
@@ -80,7 +78,7 @@ class PrologueBuilder:
         return node, microbatch if node in self.roles.varying else None
 
     def _needed(self, key: PrologueOutput) -> list[PrologueOutput]:
-        """The values that one is written from."""
+        """Return the values that the value of `key` is computed from."""
         node, microbatch = key
         if self.roles.rounds.is_barrier(node):
             return [self._key(node.args[0], each) for each in self.parts]
@@ -105,7 +103,7 @@ class PrologueBuilder:
         return self._copy(node, microbatch)
 
     def _joined(self, node: fx.Node, microbatch: int | None) -> fx.Node:
-        """The result of a sum, or the like, over all microbatches."""
+        """Write a collective over all microbatches, such as a sum, and return its result."""
         parts = [self.value(node.args[0], each) for each in self.parts]
         combine = combine_op(node, self.roles.axis)
         if combine is None:
@@ -165,5 +163,5 @@ class PrologueBuilder:
             out_paths=[node.name if m is None else f"{node.name} of microbatch {m}" for node, m in self.outputs],
             name=name,
         )
-        program.cache["doing"] = f"runs {program.name}"  # the ranks compare the whole pipeline, once
+        program.cache["doing"] = f"runs {program.name}"  # the ranks compare the entire pipeline once
         return program

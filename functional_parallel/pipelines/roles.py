@@ -1,16 +1,16 @@
-"""What part each op of a step plays in a pipeline.
+"""Roles of the ops of a step in a pipeline.
 
-A step over microbatches is one graph, at the shapes of one microbatch, with the sums over microbatches written in. Of
-its ops
+A step over microbatches is one graph with the shapes of one microbatch. The sums over microbatches are explicit ops.
+Each op has one of these roles:
 
-- those that do not depend on the microbatch run once per step, on whatever rank needs them (ONCE);
-- those that a sum over all microbatches needs before any backward can begin, such as the count of a loss's targets, run
-  before the pipeline fills (EARLY);
-- those that depend on the batch alone, such as masks, run beside their use, on any rank (LOCAL);
-- the others belong to a stage (STAGED), forward or backward;
-- sums over microbatches add up where their operands are made (TOTAL);
-- what follows from such sums, as the optimizer's update, runs after the pipeline has drained (AFTER), and so do sums
-  to which every microbatch brings the same.
+- ONCE: the op does not depend on the microbatch. It runs once per step, on each rank that needs it.
+- EARLY: a sum over all microbatches needs the op before any backward can begin, for example the count of a loss's
+  targets. It runs before the pipeline fills.
+- LOCAL: the op depends on the batch only, for example a mask. It runs next to its users, on any rank.
+- STAGED: the op belongs to a stage, in its forward or backward. This is the role of all other ops.
+- TOTAL: a sum over microbatches, accumulated on the rank that computes its operands.
+- AFTER: the op depends on such a sum, like the optimizer's update, and runs after the pipeline has drained. A sum with
+  the same summand from every microbatch also has this role.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ __all__ = ["OpRole", "OpRoles", "PipelineError", "is_view"]
 
 
 class PipelineError(ValueError):
-    """A function that cannot be cut into the stages of a pipeline, or a pipeline that does not fit it."""
+    """Raised if a function cannot be cut into pipeline stages, or if a pipeline does not fit the function."""
 
 
 class OpRole(Enum):
-    """The part that an op plays; see the module."""
+    """Role of an op in a pipeline. The module docstring defines the values."""
 
     ONCE = "once"
     EARLY = "early"
@@ -48,14 +48,14 @@ class OpRole(Enum):
 
 
 class OpRoles:
-    """The role of every op.
+    """Roles of all ops of a step.
 
     Attributes:
-        of: per op its role.
+        of: the role of each op.
         varying: the values that differ by microbatch.
         backward: the staged ops that belong to the backward.
         totals: the sums over microbatches that end the pipeline, in order.
-        late: what follows from a sum over microbatches before the pipeline fills.
+        late: the sums over microbatches before the pipeline fills, and the values that depend on them.
     """
 
     def __init__(self, traced: Traced, axis: str, in_specs: list[P], inlined: set[fx.Node]) -> None:
@@ -79,7 +79,7 @@ class OpRoles:
                 marked.add(node)
         if info(node).backward or any(operand in self.backward for operand in operands):
             self.backward.add(node)
-        shared = barrier and primitive_name(node) != "psum_scatter"  # of which every microbatch gets a part
+        shared = barrier and primitive_name(node) != "psum_scatter"  # psum_scatter: each gets a slice
         if not shared and (self._begins(node) or any(operand in self.varying for operand in operands)):
             self.varying.add(node)
         self.of[node] = self._role(node, operands, barrier)
@@ -87,7 +87,7 @@ class OpRoles:
             self.late.add(node)
 
     def _begins(self, node: fx.Node) -> bool:
-        """Whether the op's result differs by microbatch though its operands do not."""
+        """Whether the op's result differs by microbatch although its operands do not."""
         return primitive_name(node) in ("axis_index", "pscatter") and names_axis(node, self.axis)
 
     def _role(self, node: fx.Node, operands: list[fx.Node], barrier: bool) -> OpRole:
@@ -95,7 +95,7 @@ class OpRoles:
         if barrier and node in self.backward and self._sums_alike(node):
             return OpRole.AFTER
         if barrier:
-            made = node.args[0] in self.varying and node.args[0].op != "placeholder"  # not the batch as it is
+            made = node.args[0] in self.varying and node.args[0].op != "placeholder"  # not a step input
             return OpRole.TOTAL if in_last_round and made else OpRole.EARLY
         if node not in self.varying:
             after = any(self.of.get(operand) in (OpRole.TOTAL, OpRole.AFTER) for operand in operands)
@@ -105,7 +105,7 @@ class OpRoles:
         return OpRole.STAGED if node in self.on_parameters or node in self.backward else OpRole.LOCAL
 
     def _sums_alike(self, node: fx.Node) -> bool:
-        """Whether every microbatch brings the same to a sum, as to the gradient of a linear function's bias."""
+        """Whether every microbatch adds the same summand, as in the bias gradient of a linear function."""
         return primitive_name(node) == "psum" and node.args[0] not in self.varying
 
     def _check_early(self) -> None:
@@ -121,7 +121,7 @@ class OpRoles:
         raise PipelineError(f"{info(barrier).source}: {why}")
 
     def _no_batch(self, barrier: fx.Node) -> str:
-        """What to do where not the batch is gathered, but something beside it that was taken for a part of it."""
+        """Return advice if only some batch arguments are gathered: they may not hold samples and must not be cut."""
         batch = [node for node in self.traced.inputs if node in self.varying]
         below = set(_reached(barrier, operands_of))
         gathered = [node for node in batch if node in below]
@@ -131,16 +131,16 @@ class OpRoles:
         return f". It is computed of {paths}: if that has no samples, say with batch= that it is not to be cut"
 
     def _is_slice_of_shared(self, node: fx.Node) -> bool:
-        """Whether every microbatch takes its slice of what is computed once a step: there is nobody to wait for."""
+        """Whether `node` slices a value that is computed once per step. It does not wait for other microbatches."""
         return primitive_name(node) == "pscatter" and self.of.get(node.args[0]) is OpRole.ONCE  # type: ignore[call-overload]
 
     def _leads_to_backward(self, node: fx.Node) -> bool:
         return any(each in self.backward for each in _reached(node, lambda each: each.users))
 
     def is_inline(self, node: fx.Node) -> bool:
-        """Whether an op is repeated wherever its value is needed: it costs nothing, or its value may not be kept."""
+        """Whether an op is repeated in each program that needs it, because it is free or must not be saved."""
         role = self.of.get(node)
-        if role is OpRole.LOCAL:  # what follows from sums that come before it too: those it is given
+        if role is OpRole.LOCAL:  # also if it depends on early sums, which are inputs
             return True
         if role is OpRole.EARLY:
             return node not in self.late and not self._begins(node)
@@ -151,7 +151,11 @@ class OpRoles:
         return not operands_of(node) or is_view(node)
 
     def scope(self, node: fx.Node) -> str:
-        """Where a value that a stage takes comes from: "input", "once", "microbatch" or "stage"."""
+        """Return the origin of a value that a stage reads.
+
+        "input": an input of the step. "once": computed once per step. "microbatch": an input or prologue value that
+        varies by microbatch. "stage": computed in a stage.
+        """
         if self.of.get(node) in (OpRole.STAGED, OpRole.LOCAL):
             return "stage"
         if node in self.varying:
@@ -160,12 +164,12 @@ class OpRoles:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether an op computes nothing: a view, or a cast without communication."""
+    """Whether `node` is a view or a cast without communication, so that it computes nothing."""
     return node.op == "call_function" and view_base(node) is not None
 
 
 def _why_all(barrier: fx.Node, wanted: bool) -> str:
-    """Which op needs all microbatches at once, and what to do about it."""
+    """Return the name of the op that needs all microbatches at the same time, with advice."""
     op = _meant(barrier)
     fix = "normalise within groups of a microbatch's samples, x.unflatten(0, (groups, -1)), or use fp.accumulate"
     if primitive_name(barrier) == "all_gather" and lookup(op.target) is None and not info(op).backward:
@@ -183,7 +187,11 @@ def _why_all(barrier: fx.Node, wanted: bool) -> str:
 
 
 def _meant(barrier: fx.Node) -> fx.Node:
-    """The user's op that a collective over microbatches stands for: that which takes it whole, or left parts of it."""
+    """Return the user's op that caused a collective over microbatches.
+
+    For an all_gather it is a consumer of the gathered value, preferably a forward op without a sharding rule. For other
+    collectives it is the producer of the partial results.
+    """
     if primitive_name(barrier) != "all_gather":
         return next((node for node in _reached(barrier, operands_of) if _is_of_user(node)), barrier)
     near = [node for node in _reached(barrier, lambda each: each.users) if source_of(node) == source_of(barrier)]
@@ -197,7 +205,7 @@ def _is_of_user(node: fx.Node) -> bool:
 
 
 def _reached(node: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]]) -> Iterator[fx.Node]:
-    """What is reached from an op, the nearest first, each once."""
+    """Yield the nodes that are reachable from `node` by `step`, in breadth-first order, each once."""
     waiting, seen = deque(step(node)), {node}
     while waiting:
         each = waiting.popleft()

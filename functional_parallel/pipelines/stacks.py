@@ -1,7 +1,7 @@
 """Stacked layer parameters, `P("pipe", …)`: one tensor in the user's tree, one parameter per layer in a pipeline.
 
-A pipeline keeps a layer where its stage runs, so its layers are parameters of their own. The user's tree has them as
-one tensor, its first dim the layer; both trees are converted where they enter and leave.
+A pipeline stores each layer on the rank of its stage, so its layers are separate parameters. In the user's tree they
+are one tensor, and its first dim is the layer. The trees are converted at entry and exit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Stacks", "unstacked"]
 
 
 class Stacks:
-    """Converts between a tree with stacked layers and one with a list of layers in their place.
+    """Converts between a tree with stacked layers and a tree with lists of layers.
 
     >>> stacks = Stacks("pipe", lambda tree: broadcast_specs(P("pipe"), tree))
     >>> tree = stacks.unstack({"w": torch.ones(3, 2)})
@@ -31,16 +31,16 @@ class Stacks:
 
     Args:
         axis: the axis of the pipeline.
-        find: parameters → their specs; those that name the axis in dim 0 are stacked.
+        find: parameters → their specs. A parameter is stacked if its spec names the axis in dim 0.
     """
 
     def __init__(self, axis: str, find: Callable[[PyTree], SpecTree]) -> None:
         self.axis, self.find = axis, find
         self._known: dict[Any, tuple[Any, dict[int, int]]] = {}
-        self.paths: dict[str, int] = {}  # of the unstacked parameters, with how many layers their stack has
+        self.paths: dict[str, int] = {}  # path of each unstacked parameter → number of layers in its stack
 
     def unstack(self, params: PyTree) -> PyTree:
-        """The tree with a list of layers for every stack."""
+        """Return the tree with a list of layers for every stack."""
         leaves, tree = optree.tree_flatten(params)
         if tree in self._known:
             return params
@@ -65,7 +65,7 @@ class Stacks:
         return True
 
     def restack(self, params: PyTree) -> PyTree:
-        """The tree with its stacks as tensors."""
+        """Return the tree with its stacks as tensors."""
         known = self._known.get(optree.tree_structure(params))
         if known is None:
             return params
@@ -77,11 +77,11 @@ class Stacks:
         return tree.unflatten(leaves)
 
     def restack_all(self, value: PyTree) -> PyTree:
-        """Anything, every subtree of which that looks like the parameters has its stacks as tensors."""
+        """Restack every subtree of `value` with the structure of unstacked parameters."""
         return optree.tree_map(self.restack, value, is_leaf=self._is_known)
 
     def unstack_like(self, value: PyTree, params: PyTree) -> PyTree:
-        """The inverse, for what has subtrees like these stacked parameters."""
+        """Unstack every subtree of `value` with the structure and shapes of the stacked parameters `params`."""
         _, lengths = self._known[optree.tree_structure(self.unstack(params))]
         leaves, structure = optree.tree_flatten(params)
 
@@ -103,14 +103,14 @@ class Stacks:
         return optree.tree_structure(value) in self._known
 
     def specs(self, specs: SpecTree, params: PyTree) -> SpecTree:
-        """Specs of the unstacked tree, from those of the stacked one: layers lie as their stack does."""
+        """Return specs of the unstacked tree from specs of the stacked tree. Layers are laid out like their stack."""
         tree, lengths = self._known[optree.tree_structure(params)]
         found = optree.tree_leaves(broadcast_specs(specs, tree.unflatten([0] * tree.num_leaves)))
         new = [[_of_layer(s)] * lengths[i] if i in lengths else s for i, s in enumerate(found)]
         return tree.unflatten(new)
 
     def per_layer(self, decide: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
-        """What is decided of each parameter, for unstacked ones: of a layer, what is of its stack."""
+        """Return the decision of `decide` for each unstacked parameter. A layer gets the decision for its stack."""
         tree, lengths = self._known[optree.tree_structure(params)]
         stacked = self.restack(optree.tree_map(without_memory, params))
         found = tree.flatten_up_to(optree.tree_broadcast_prefix(decide(stacked), stacked))
@@ -119,16 +119,16 @@ class Stacks:
     def require_elementwise(
         self, optimizer: Any, params: PyTree, beyond: Callable[[PyTree, Callable[[Any], bool]], str | None]
     ) -> None:
-        """Refuse an optimizer that needs a stack as a whole, if these parameters have one.
+        """Check that the optimizer does not need the full stack, if these parameters have one.
 
         Args:
             optimizer: the optimizer.
             params: the unstacked parameters.
-            beyond: (stacked parameters, which are stacks) → what keeps it from doing to a layer what it does to it in a
-                stack, or None.
+            beyond: (stacked parameters, predicate for stacks) → the reason that the update of a layer differs from its
+                update in a stack, or None.
 
         Raises:
-            ValueError: when it is not elementwise.
+            ValueError: if the optimizer is not elementwise.
         """
         if not self._known[optree.tree_structure(params)][1]:
             return
@@ -147,13 +147,13 @@ class Stacks:
         )
 
     def first_state(self, init: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
-        """The state that an optimizer begins with for stacked parameters, its layers apart, in memory of their own."""
+        """Return the initial state of an optimizer for stacked parameters, with unstacked layers in separate memory."""
         state = self.unstack_like(init(params), params)
         return optree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, state)
 
 
 def unstacked(f: LocalFunction, stacks: Stacks) -> LocalFunction:
-    """A function of stacked parameters as one of the unstacked ones; it takes stacked ones too."""
+    """Convert a function of stacked parameters to a function of unstacked or stacked parameters."""
     inner = f.layout
 
     def shapes(args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:

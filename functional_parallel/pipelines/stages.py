@@ -1,8 +1,8 @@
-"""A stage's programs: its forward, the gradient of its input, the gradient of its weights, and both at once.
+"""Programs of a stage: forward, input gradient, weight gradient, and both gradients in one program.
 
-What one program makes and another takes is explicit: values of the forward that the backward needs (residuals), values
-that the gradient of the input leaves for that of the weights, and what travels to the neighbouring stages. A value that
-a stage further on needs is handed on by those between, so skip connections cross as many stages as they like.
+All values that pass between programs are explicit. They are the values of the forward that the backward needs
+(residuals), the values that the input gradient leaves for the weight gradient, and the messages to neighbouring stages.
+If a distant stage needs a value, the stages between forward it, so a skip connection may cross any number of stages.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from .roles import OpRole, OpRoles, PipelineError, is_view
 __all__ = ["ActionPrograms", "Stage", "StageBuilder"]
 
 
-_FOLLOWING = {"F": "IW", "I": "W", "W": "", "B": ""}  # per kind of work, the stage's own that comes after it
+_FOLLOWING = {"F": "IW", "I": "W", "W": "", "B": ""}  # for each kind of work, the later kinds of the same stage
 
 
 @dataclass(frozen=True, eq=False)
 class ActionPrograms:
-    """One kind of a stage's work on a microbatch.
+    """Programs for one kind of work of a stage on a microbatch.
 
     Attributes:
-        first: the program; the last of its outputs are what `totals` add up.
-        following: the same, and takes what has been added up so far, and adds to it; where nothing is, that program.
-        totals: the sums over microbatches that the last outputs go into, in order, each with a program that only adds.
+        first: the program. Its last outputs are the summands of `totals`.
+        following: the program that also reads the running sums and adds to them. Equal to `first` without sums.
+        totals: the sums over microbatches that the last outputs belong to, in order, each with a program that only
+            adds.
     """
 
     first: Subprogram
@@ -41,21 +42,22 @@ class ActionPrograms:
 
     @property
     def programs(self) -> list[Program]:
-        """All programs, each once."""
+        """All distinct programs."""
         parts = (self.first, self.following, *self.totals.values())
         return list(dict.fromkeys(part.program for part in parts))
 
 
 @dataclass
 class Stage:
-    """A stage of the model.
+    """Stage of the model.
 
     Attributes:
-        index: its number.
-        works: its programs, by kind of action: "F", and "I" and "W", and "B".
-        sends_forward: what goes to the next stage after a forward.
-        sends_backward: what goes to the stage before after a backward.
-        after_forward, after_input: what is kept for the backward, and of that for the gradient of the weights.
+        index: the number of the stage.
+        works: its programs by kind of action: "F", "I", "W" and "B".
+        sends_forward: the values sent to the next stage after a forward.
+        sends_backward: the values sent to the previous stage after a backward.
+        after_forward: the values saved for the backward.
+        after_input: the values saved for the weight gradient after the input gradient.
     """
 
     index: int
@@ -66,23 +68,23 @@ class Stage:
     after_input: frozenset[fx.Node] = frozenset()
 
     def sends(self, kind: str) -> tuple[fx.Node, ...]:
-        """What goes to a neighbour after this kind of action."""
+        """Return the values sent to a neighbouring stage after an action of this kind."""
         return {"F": self.sends_forward, "W": ()}.get(kind, self.sends_backward)
 
     def kept_after(self, kind: str) -> frozenset[fx.Node]:
-        """What is kept of a microbatch after this kind of action."""
+        """Return the values of a microbatch that are saved after an action of this kind."""
         return {"F": self.after_forward, "I": self.after_input}.get(kind, frozenset())
 
 
 class StageBuilder:
-    """Cuts the programs of every stage out of the graph of a step.
+    """Extracts the programs of every stage from the graph of a step.
 
     Args:
-        roles: the roles of its ops.
-        stage: per staged op its stage.
-        extractor: for the graph.
-        count: how many stages there are.
-        name: of the function, for messages.
+        roles: the roles of the ops.
+        stage: the stage of each staged op.
+        extractor: the extractor for the graph.
+        count: the number of stages.
+        name: the name of the function, for messages.
     """
 
     def __init__(self, roles: OpRoles, stage: dict[fx.Node, int], extractor: Extractor, count: int, name: str) -> None:
@@ -95,18 +97,18 @@ class StageBuilder:
         self.needed = self._needed()
 
     def build(self, kinds: Collection[str]) -> list[Stage]:
-        """All stages, in order, with the programs for these kinds of actions."""
+        """Return all stages in order, with the programs for these kinds of actions."""
         return [self._build(index, kinds) for index in range(self.count)]
 
     @property
     def has_backward(self) -> bool:
-        """Whether there is a backward to pipeline."""
+        """Whether any staged op belongs to the backward."""
         return any(node in self.roles.backward for node in self.stage)
 
-    # --- who makes and who takes what ---
+    # --- producers and users ---
 
     def _collected(self) -> set[fx.Node]:
-        """Values of every microbatch that are wanted side by side in the end: results per sample."""
+        """Return the values of each microbatch that are concatenated at the end: per-sample results."""
         outputs = {
             node for node in self.roles.traced.outputs if isinstance(node, fx.Node) and node in self.roles.varying
         }
@@ -114,13 +116,13 @@ class StageBuilder:
         return outputs | gathered
 
     def _place_the_rest(self) -> None:
-        """Values that any stage could make, but only one shall: the last one adds them up."""
+        """Assign summands and collected values without a stage to the last stage: only one stage may compute them."""
         for node in (*(total.args[0] for total in self.roles.totals), *self.collected):
             if node.op == "call_function":
                 self.stage.setdefault(node, self.count - 1)
 
     def summed(self, index: int, kind: str) -> list[tuple[fx.Node, fx.Node]]:
-        """The sums over microbatches that a stage's work adds to, with what it adds."""
+        """Return the sums over microbatches that a stage's work adds to, each with its summand."""
         found = [(total, total.args[0]) for total in self.roles.totals if total.args[0] not in self.collected]
         return [(t, v) for t, v in found if self.stage.get(v) == index and self._kind(v) == kind]
 
@@ -130,10 +132,10 @@ class StageBuilder:
         return "W" if node in self.weight else "I"
 
     def _weight_gradients(self) -> set[fx.Node]:
-        """Backward ops that no other stage waits for.
+        """Return the backward ops that no other stage waits for.
 
-        The first stage has nobody to wait for it: there, ops that lead to the gradients of one sum alone. What is cheap
-        to compute again belongs to the gradient of the input, which has what it takes; later there may be less.
+        No stage waits for the first stage. There, the set contains the ops that lead to at most one sum. Cheap
+        recomputed values belong to the input gradient, because their operands may be freed before the weight gradient.
         """
         return {n for index, members in enumerate(self.members) for n in self._weights_of(index, members)}
 
@@ -157,7 +159,7 @@ class StageBuilder:
         return {node for node in backward if len(leads_to[node]) < 2}
 
     def _needed(self) -> dict[fx.Node, dict[int, set[str]]]:
-        """Per staged value, per stage the kinds of work that take it."""
+        """Return, for each staged value and stage, the kinds of work that read the value."""
         found: dict[fx.Node, dict[int, set[str]]] = {}
         for node, index in self.stage.items():
             for operand in self._operands(node):
@@ -172,7 +174,7 @@ class StageBuilder:
         return found
 
     def _operands(self, node: fx.Node) -> list[fx.Node]:
-        """What an op takes, through the ops that are repeated for it."""
+        """Return all values that an op reads, including the operands of ops that are repeated for it."""
         found: dict[fx.Node, None] = {}
         pending = operands_of(node)
         while pending:
@@ -202,7 +204,7 @@ class StageBuilder:
         return [node for node in self.members[index] if self._kind(node) == kind]
 
     def _residuals_beside(self, index: int, forward: list[fx.Node]) -> set[fx.Node]:
-        """Values of the batch alone, such as dropout's masks, that the forward computes and the backward takes too."""
+        """Return values of the batch alone, like dropout masks, that forward and backward both read."""
         made = {n for n in self.extractor.closure(forward) if self.roles.of[n] is OpRole.LOCAL and n not in self.stage}
         taken = {
             operand
@@ -214,7 +216,7 @@ class StageBuilder:
         return {node for node in taken if _is_kept(node)}
 
     def _leaving(self, index: int, kinds: str, nodes: list[fx.Node]) -> set[fx.Node]:
-        """What some work makes for other work: of this stage, of others, or for the end of the step."""
+        """Return the values that other work of this stage, other stages or the end of the step need."""
         found = set()
         for node in nodes:
             for stage, taken in self.needed.get(node, {}).items():
@@ -223,7 +225,7 @@ class StageBuilder:
         return found | {node for node in nodes if node in self.collected}
 
     def _work(self, index: int, kind: str, beside: set[fx.Node]) -> ActionPrograms:
-        """The programs of one kind; the forward makes what lies beside it for the backward, which is given it."""
+        """Return the programs of one kind. The forward outputs the values `beside`; the backward has them as inputs."""
         parts = "IW" if kind == "B" else kind
         nodes = [node for each in parts for node in self._of_kind(index, each)]
         sums = [pair for each in parts for pair in self.summed(index, each)]
@@ -244,7 +246,7 @@ class StageBuilder:
         return ActionPrograms(first, following, adding)
 
     def _crossing(self, index: int, neighbour: int, up: bool) -> tuple[fx.Node, ...]:
-        """What this stage hands to a neighbour: its own values and others', for that one and those behind it."""
+        """Return the values that this stage sends or forwards to a neighbour, for that stage or stages after it."""
         found = []
         for node, needed in self.needed.items():
             made = self.stage[node]
@@ -258,7 +260,7 @@ class StageBuilder:
 
 
 def _is_kept(node: fx.Node) -> bool:
-    """Whether a value is worth keeping: no view; of an op with several results the results, not their tuple."""
+    """Whether a value is worth saving. Views are not, nor is the tuple of an op with several results."""
     if node.target is operator.getitem:
         return not is_view(node.args[0])  # type: ignore[arg-type]
     return isinstance(info(node).val, Aval) and not is_view(node)

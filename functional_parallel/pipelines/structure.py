@@ -1,6 +1,6 @@
-"""The parts of a pipelined step, and which rank runs what when.
+"""Structure of a pipelined step: its programs, with the rank and order of each.
 
-`PipelineProgram` adds the questions: collectives, memory, price.
+`PipelineProgram` adds queries: collectives, memory and price.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ __all__ = ["PipelineStructure", "parts_of_rank", "updates_of"]
 
 @dataclass(eq=False)
 class PipelineStructure(BaseProgram):
-    """The programs of a pipelined step with their schedule.
+    """Programs of a pipelined step with their schedule.
 
     Attributes:
         axis: the mesh axis of the pipeline.
-        schedule: what runs when.
+        schedule: the order of the actions on each rank.
         stages: the programs of each stage of the model.
-        prologues: per rank of the axis, what runs before the pipeline fills.
-        epilogue: what runs after it has drained.
+        prologues: for each rank of the axis, the program before the pipeline fills.
+        epilogue: the programs after the pipeline has drained.
         inputs: the inputs of the step.
-        collected: values of single microbatches that are results.
-        cut_dims: of inputs that are cut into microbatches, the dim.
+        collected: per-microbatch values that are results.
+        cut_dims: for each input that is cut into microbatches, the dim.
     """
 
     axis: str
@@ -49,30 +49,30 @@ class PipelineStructure(BaseProgram):
 
     @property
     def updates(self) -> int:
-        """How often a stage's weights change in a step: once, but for asynchronous schedules."""
+        """Number of updates of a stage's weights in a step: 1 except with asynchronous schedules."""
         return updates_of(self.schedule)
 
     def stage_of(self, action: Action) -> Stage:
-        """The stage of the model that an action runs; chains run copies of it."""
+        """Return the stage of the model that an action runs. Each chain runs a copy of the stages."""
         return self.stages[action.stage % self.schedule.depth]
 
     def microbatch_of(self, action: Action) -> int:
-        """The number of an action's microbatch in the batch; chains take theirs one after another."""
+        """Return the number of an action's microbatch in the batch. Each chain has a contiguous range of them."""
         return action.stage // self.schedule.depth * self.schedule.microbatches_of_chain + action.microbatch
 
     def neighbour(self, action: Action) -> int | None:
-        """The stage that takes what an action makes."""
+        """Return the stage that receives the values of an action; None without a receiver."""
         if action.kind == "W":
             return None
         return self.schedule.after(action.stage) if action.kind == "F" else self.schedule.before(action.stage)
 
     def message(self, action: Action) -> tuple[fx.Node, ...]:
-        """What that stage is sent."""
+        """Return the values that an action sends to its neighbour."""
         stage = self.stage_of(action)
         return stage.sends(action.kind)
 
     def awaited(self, action: Action) -> list[Action]:
-        """The actions of neighbouring stages that an action may wait for."""
+        """Return the actions of neighbouring stages that an action may wait for."""
         if action.kind == "F":
             before = self.schedule.before(action.stage)
             return [] if before is None else [Action("F", before, action.microbatch)]
@@ -82,7 +82,7 @@ class PipelineStructure(BaseProgram):
         return [Action(kind, after, action.microbatch) for kind in "BI"]
 
     def programs(self) -> Iterator[tuple[Program, int]]:
-        """Every program with how often it runs in a step, over all ranks of the pipeline."""
+        """Yield every program with its number of runs in a step, over all ranks of the pipeline."""
         for prologue in self.prologues:
             yield prologue.program, 1
         yield from self.stage_programs()
@@ -91,7 +91,7 @@ class PipelineStructure(BaseProgram):
                 yield part.program, 1
 
     def every_program(self) -> Iterator[Program]:
-        """Every program once, those that add to what an earlier microbatch left included."""
+        """Yield every program once, including the programs that add to running sums."""
         yield from (prologue.program for prologue in self.prologues)
         for stage in self.stages:
             for work in stage.works.values():
@@ -100,20 +100,23 @@ class PipelineStructure(BaseProgram):
             yield from (part.program for part in level.values())
 
     def programs_of_rank(self, rank: int) -> Iterator[Program]:
-        """Every program that a rank may run."""
+        """Yield every program that a rank may run."""
         yield self.prologues[rank].program
         for kind, index in _works_of_rank(self.schedule, rank):
             yield from self.stages[index].works[kind].programs
         yield from (level[rank].program for level in self.epilogue.parts if rank in level)
 
     def stage_programs(self) -> Iterator[tuple[Program, int]]:
-        """The programs of the stages, each with how often it runs in a step."""
+        """Yield the programs of the stages, each with its number of runs in a step."""
         counts = Counter((action.kind, action.stage % self.schedule.depth) for action in self.schedule)
         for (kind, index), count in sorted(counts.items(), key=lambda item: (item[0][1], item[0][0])):
             yield self.stages[index].works[kind].first.program, count
 
     def holders(self, node: fx.Node) -> frozenset[int]:
-        """The ranks of the axis that hold an input of the step: of what steps hand on, from the second step on."""
+        """Return the ranks of the axis that hold an input of the step.
+
+        For state that a step returns to the next step, this holds from the second step on.
+        """
         return self._holders[node]
 
     @cached_property
@@ -127,12 +130,12 @@ class PipelineStructure(BaseProgram):
         return found
 
     def _users(self, node: fx.Node) -> frozenset[int]:
-        """The ranks that take an input."""
+        """Return the ranks that read an input."""
         return frozenset(rank for rank, taken in enumerate(self._taken) if node in taken)
 
     @cached_property
     def _taken(self) -> list[set[fx.Node]]:
-        """Per rank, the inputs of the step that it takes."""
+        """For each rank, the inputs of the step that it reads."""
         given = {new: given.node for new, given in self.epilogue.given.items() if given.kind == "input"}
         found = []
         for rank, prologue in enumerate(self.prologues):
@@ -149,14 +152,14 @@ class PipelineStructure(BaseProgram):
 
 
 def updates_of(schedule: Schedule) -> int:
-    """How many updates a stage makes in a run of a schedule."""
+    """Return the number of updates of a stage in a run of a schedule."""
     if schedule.versions is None:
         return 1
     return sum(action.stage == 0 for action in schedule.versions.writes)
 
 
 def parts_of_rank(stages: list[Stage], schedule: Schedule, rank: int) -> Iterator[Subprogram]:
-    """The programs of all stages that a rank of the pipeline runs."""
+    """Yield the stage programs that a rank of the pipeline runs."""
     for kind, index in _works_of_rank(schedule, rank):
         yield stages[index].works[kind].first
 

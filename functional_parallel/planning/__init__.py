@@ -1,4 +1,4 @@
-"""What training will cost, and which pipeline to train with."""
+"""Memory estimates of training, and the search for a pipeline."""
 
 from .estimate import CONVENTIONS, activation_bytes, estimate
 from .search import PipelineChoice, PipelineChoices, layer_costs, search_pipeline

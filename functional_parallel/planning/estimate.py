@@ -1,4 +1,4 @@
-"""What training will hold on each rank, from shapes and specs alone: nothing is traced, and no tensor is made."""
+"""Memory per rank during training, estimated from shapes and specs. Nothing is traced and no tensor is allocated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["CONVENTIONS", "Convention", "Estimate", "activation_bytes", "estimat
 
 
 class Convention(NamedTuple):
-    """Bytes per element that training keeps; publications count differently."""
+    """Bytes per element that training stores. Publications use different conventions."""
 
     parameters: int
     gradients: int
@@ -39,7 +39,7 @@ CONVENTIONS = {
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes per rank between steps; print it for a table."""
+    """Bytes per rank between steps. `str` formats them as a table."""
 
     parameters: int
     gradients: int
@@ -48,7 +48,7 @@ class Estimate:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of parameters, gradients and optimizer state."""
         return self.parameters + self.gradients + self.optimizer
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ def estimate(
     convention: str | Convention = "zero",
     optimizer: Optimizer | None = None,
 ) -> Estimate:
-    """The bytes of parameters, gradients and optimizer state that each rank keeps under a plan.
+    """Estimate the bytes of parameters, gradients and optimizer state that each rank stores under a plan.
 
     >>> import torch, functional_parallel as fp
     >>> from sharding_specs import Mesh
@@ -80,18 +80,21 @@ def estimate(
     Args:
         params: a pytree of tensors, on the meta device or any other.
         mesh: the mesh.
-        plan: a transform or a chain; without it every rank keeps everything.
-        convention: bytes per element of a floating parameter: "zero", "megatron", "fp16", "fp32" or a `Convention`.
-        optimizer: count what `train_step` with this optimizer keeps instead: every tensor in its own dtype, gradients
-            like the parameters, a loss scale if there is one. `mixed_precision` leaves all of it in float32.
+        plan: a transform or a chain. Without it everything is replicated.
+        convention: bytes per element of a floating-point parameter: "zero", "megatron", "fp16", "fp32" or a
+            `Convention`.
+        optimizer: if given, replaces the convention by the tensors that `train_step` stores with this optimizer. Every
+            tensor counts in its dtype, gradients in the dtype of the parameters. A loss scale, if any, is included.
+            `mixed_precision` does not change these dtypes.
 
     Returns:
-        The bytes. Activations come on top; see `activation_bytes`. In a pipeline they are those of the rank that holds
-        most, if it is also the one that holds all parameters that are in no stack of layers.
+        The bytes, without activations; see `activation_bytes`. With a pipeline they are an upper bound: the bytes of
+        the rank that holds most, if every rank also held all parameters outside stacks of layers.
 
     Raises:
-        ValueError: when there is no such convention.
-        PipelineError: when only a trace can tell where a pipeline's parameters lie, since no stacks of layers say it.
+        ValueError: for an unknown convention.
+        PipelineError: if the plan has a pipeline but no stacks of layers. The stages of the parameters are then known
+            only after a trace.
     """
     register_dataclasses(params)
     shapes = optree.tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, params)
@@ -108,7 +111,7 @@ def estimate(
 
 
 def _kept(shapes: Any, state: Any, train: TrainStep, convention: str | Convention | None) -> list[Any]:
-    """Parameters, gradients and optimizer state, this one if by no convention: a tree, its specs, how to count it."""
+    """Return parameters, gradients and optimizer state, each as (tree, specs, arguments for `_bytes`)."""
     places = train.places(shapes)
     packed = places.packing.pack_whole(shapes)
     partial = (shapes, places.kept) if train.f.layout.whole_gradients else (packed, places.update)
@@ -129,7 +132,7 @@ def _kept(shapes: Any, state: Any, train: TrainStep, convention: str | Conventio
 
 
 def _where_layers_are(train: TrainStep, shapes: Any) -> Iterator[Any]:
-    """Per rank of the pipeline, which parameters it holds; those that are no layers of a stack might be anywhere."""
+    """Yield, for each pipeline rank, which parameters it holds. Parameters outside stacks count on every rank."""
     paths, tree = tree_paths(shapes), optree.tree_structure(shapes)
     plan = train.f.layout.pipeline
     if plan is None:
@@ -151,7 +154,7 @@ def _where_layers_are(train: TrainStep, shapes: Any) -> Iterator[Any]:
 
 
 def _only(tree: Any, shapes: Any, there: Any) -> Any:
-    """A tree, in every subtree like the parameters only those that are `there`."""
+    """Return `tree` without the parameters that a rank does not hold, in every subtree with their structure."""
 
     def chosen(like: Any) -> Any:
         return optree.tree_map(lambda leaf, is_there: leaf if is_there else "elsewhere", like, there)
@@ -174,12 +177,16 @@ def _convention(name: str | Convention) -> Convention:
 
 
 def _bytes(tree: Any, specs: Any, mesh: Mesh, each: int | None = None, others: bool = True) -> int:
-    """Bytes of a tree's tensors on a rank: `each` per floating element, own size for `others`, the rest of them."""
+    """Return the bytes of the tensors of a tree on one rank.
+
+    A floating-point element counts `each` bytes if given. All other elements count the size of their dtype. With
+    `others=False`, tensors that are not trained are not counted.
+    """
     leaves, places = optree.tree_leaves(tree), optree.tree_leaves(broadcast_specs(specs, tree))
     total = 0
     for leaf, spec in zip(leaves, places, strict=True):
         if isinstance(leaf, torch.Tensor) and (others or is_trained(leaf)):
-            parts = 1 + leaf.is_complex()  # each of them is an element, to a convention
+            parts = 1 + leaf.is_complex()  # a convention counts real and imaginary part as two elements
             size = each * parts if each is not None and is_trained(leaf) else leaf.dtype.itemsize
             total += size * math.prod(local_shape(leaf.shape, spec.fitted(leaf.shape, mesh), mesh))
     return total
@@ -191,16 +198,18 @@ def _bytes(tree: Any, specs: Any, mesh: Mesh, each: int | None = None, others: b
 
 
 def transformer_parameters(layers: int, hidden: int, vocabulary: int, sequence: int) -> int:
-    """The parameters of a GPT with learned positions and a tied head (Narayanan et al., arXiv 2104.04473, equation 2).
+    """Return the number of parameters of a GPT with learned positions and a tied head.
+
+    Source: Narayanan et al., arXiv 2104.04473, equation 2.
 
     >>> f"{transformer_parameters(layers=96, hidden=12288, vocabulary=51200, sequence=2048) / 1e9:.1f}"
     '174.6'
 
     Args:
-        layers: blocks.
+        layers: number of blocks.
         hidden: width.
-        vocabulary: rows of the embedding.
-        sequence: positions.
+        vocabulary: number of rows of the embedding.
+        sequence: number of positions.
     """
     return 12 * layers * hidden**2 + 13 * layers * hidden + (vocabulary + sequence) * hidden
 
@@ -219,28 +228,31 @@ def activation_bytes(
     pipeline: int = 1,
     interleave: int = 1,
 ) -> float:
-    """Bytes of 16-bit activations that a rank keeps for the backward (Korthikanti et al., arXiv 2205.05198, table 2).
+    """Return the bytes of 16-bit activations that a rank saves for the backward of a transformer.
 
-    A block keeps s b h (34 + 5 a s / h) bytes; the tensor axis splits all but 10 s b h of them, and those too where the
-    sequence is split between its regions. Embedding and head are not counted.
+    A block saves s b h (34 + 5 a s / h) bytes. The tensor axis splits all but 10 s b h of them. Sequence parallelism
+    splits these too. Embedding and head are not counted. Source: Korthikanti et al., arXiv 2205.05198, table 2.
 
     >>> activation_bytes(1, 2048, 12288, 96, tensor=8, sequence_parallel=True, recompute="selective") / 2**20
     102.0
 
     Args:
-        batch: samples in a microbatch.
-        sequence: tokens in a sample.
+        batch: number of samples in a microbatch.
+        sequence: number of tokens in a sample.
         hidden: width.
-        heads: attention heads of a whole block.
-        layers: blocks of the whole model: a first stage under 1F1B holds as many blocks' worth as the model has.
+        heads: number of attention heads of a block, over all ranks.
+        layers: number of blocks of the full model. Under 1F1B the first stage holds the activations of `layers`
+            blocks.
         tensor: size of the tensor axis.
-        sequence_parallel: whether norms and dropout split the sequence over it.
-        recompute: "none", "selective" (the attention core again in the backward) or "full" (only a block's input kept).
-        partitioned: with "full", split the kept inputs over the tensor axis (ZeRO-R's P_a, arXiv 1910.02054 §6.1).
-        pipeline, interleave: stages, and chunks of the model per stage; interleaving holds 1 + (p−1)/(p v) as much.
+        sequence_parallel: whether norms and dropout shard the sequence over the tensor axis.
+        recompute: "none", "selective" (recompute the attention core in the backward) or "full" (save only the input of
+            a block).
+        partitioned: with "full", shard the saved inputs over the tensor axis (ZeRO-R's P_a, arXiv 1910.02054 §6.1).
+        pipeline, interleave: number p of stages, and number v of chunks of the model per stage. Interleaving holds
+            1 + (p−1)/(p v) times the activations.
 
     Raises:
-        ValueError: when there is no such way to recompute.
+        ValueError: for an unknown value of `recompute`.
     """
     if recompute not in ("none", "selective", "full"):
         raise ValueError(f"activation_bytes(recompute={recompute!r}): it is 'none', 'selective' or 'full'")

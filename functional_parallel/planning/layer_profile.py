@@ -1,4 +1,4 @@
-"""What the parts of a model cost between any two places where it may be cut: what a search for a pipeline weighs."""
+"""Costs of the layers of a model, between adjacent positions where it may be cut, for the search for a pipeline."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["LayerProfile", "profile_layers"]
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """A run of ops between two places where the model may be cut; of one microbatch.
+    """Costs of the ops between two adjacent positions where the model may be cut, for one microbatch.
 
     Attributes:
-        work: per kind of action, "F", "I" and "W", its work in flops.
-        kept: per value that its backward takes from a forward, the bytes.
-        output: bytes that a cut after it sends.
-        weights: the paths of the parameters that it uses.
-        working: bytes that any of its actions has alive at most, without its inputs.
+        work: work in flops, per kind of action: "F", "I" and "W".
+        kept: bytes of each value of a forward that the backward reads, by name.
+        output: bytes that a cut after this layer sends.
+        weights: paths of the parameters that the layer uses.
+        working: peak bytes that are live in any of its actions, without the inputs of the action.
     """
 
     work: dict[str, int]
@@ -39,16 +39,16 @@ class LayerProfile:
 def profile_layers(
     program: Program, virtual: str, inlined: set[fx.Node], without: Collection[str] = ()
 ) -> list[LayerProfile]:
-    """The layers of a step, at the shapes of one microbatch, in order.
+    """Return the profiles of the layers of a step, in order, at the shapes of one microbatch.
 
     Args:
-        program: the step with the axis of microbatches in its specs; it is taken apart.
-        virtual: that axis.
-        inlined: values that are made anew for every microbatch.
-        without: names of rewrites that are switched off.
+        program: the step, with the microbatch axis in its specs. Its graph is consumed.
+        virtual: name of the microbatch axis.
+        inlined: values that are recomputed for every microbatch.
+        without: names of passes that are disabled.
 
     Raises:
-        PipelineError: when the step has no backward, or cannot be streamed.
+        PipelineError: if the step has no backward, or cannot be pipelined.
     """
     roles = classify_ops(program, virtual, inlined)
     cut, count = finest(program.traced, roles, program.mesh)

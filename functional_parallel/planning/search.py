@@ -1,4 +1,4 @@
-"""Which pipeline to train a model with: its layers measured on the graph, and every way to run them simulated."""
+"""Search for the pipeline of a model: profile its layers on the graph, then simulate every way to run them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .layer_profile import LayerProfile, profile_layers
 __all__ = ["PipelineChoice", "PipelineChoices", "layer_costs", "search_pipeline"]
 
 _SPEED = 1e12
-_MARGIN = 2  # for what has the size of weights: a microbatch's gradients, casts, and the update
+_MARGIN = 2  # for values of the size of the weights: gradients of a microbatch, casts, and the update
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,10 @@ class PipelineChoice:
     """A way to run a model as a pipeline.
 
     Attributes:
-        plan: schedule, depth, replicas, microbatch, and what a step was found to take.
-        mesh: the mesh that it needs: "pipe", and "data" for the replicas.
-        transform: what to put around the model, `fp.chain(fp.data_parallel("data"), fp.pipeline("pipe", …))`.
+        plan: schedule, depth, replicas, microbatch, and the predicted time and memory of a step.
+        mesh: the required mesh, with axes "pipe" and "data". The replicas are along "data".
+        transform: the transform of the model, `fp.chain(fp.data_parallel("data"), fp.pipeline("pipe", …))`.
+        lowered: function that lowers a training step once and returns its memory.
     """
 
     plan: Plan
@@ -50,7 +51,7 @@ class PipelineChoice:
     lowered: Callable[[], PipelineMemory] = field(repr=False, compare=False)
 
     def memory(self) -> PipelineMemory:
-        """What each rank holds in a training step, as `train_step(…).lower(…).memory()` says it; lowers it once."""
+        """Return the memory per rank of a training step, like `train_step(…).lower(…).memory()`. Lower it once."""
         return self.lowered()
 
 
@@ -62,11 +63,11 @@ def layer_costs(
     optimizer: Optimizer | None = None,
     inner: Transform | Chain | None = None,
 ) -> list[Layer]:
-    """What the layers of a model cost, for `fp.schedules.search`: read off the graph of its gradient, nothing runs.
+    """Return the costs of the layers of a model for `fp.schedules.search`, from the graph of its gradient.
 
-    A layer is what lies between two places where no more would cross a cut than next to them: half a block of a
-    transformer. Values that two layers keep, and weights that two layers use, have names, so that a stage with both
-    counts them once.
+    Nothing is executed. The model may be cut where a cut sends no more bytes than at the adjacent positions. A layer is
+    the ops between two such cuts, for example half a block of a transformer. Values that two layers save and weights
+    that two layers use have names, so that a stage with both layers counts them once.
 
     >>> import torch, functional_parallel as fp
     >>> def loss(params, x):
@@ -81,20 +82,23 @@ def layer_costs(
     72 ns, sends 0 B, {'1': (16384, 65536)}
 
     Args:
-        loss: a function of parameters and batch to a scalar.
-        params: its parameters, of the meta device too.
-        batch: an example, also of the meta device; dim 0 of its tensors counts samples, and costs are per sample.
-        speed: flops per second that a rank gets done; a byte read or written counts as 8 flops.
-        optimizer: what it keeps per parameter counts as state; without it parameters and gradients alone.
-        inner: transforms that the model shall have inside the pipeline: `fp.mixed_precision(…)`, `fp.remat(…)`.
+        loss: a function from parameters and batch to a scalar.
+        params: its parameters. They may be on the meta device.
+        batch: an example of a batch, which may be on the meta device. Dim 0 of its tensors holds the samples. Costs are
+            per sample.
+        speed: flops per second that a rank achieves. A byte read or written counts as 8 flops.
+        optimizer: an optimizer; its state per parameter is included in the state. Without it the state is parameters
+            and gradients only.
+        inner: transforms of the model inside the pipeline: `fp.mixed_precision(…)`, `fp.remat(…)`.
 
     Returns:
-        The layers, in order; times in seconds, sizes in bytes.
+        The layers, in order. Times are in seconds, sizes in bytes.
 
     Raises:
-        PipelineError: when the model cannot be streamed, or has nothing to train.
-        ValueError: when the batch has no samples, or the speed is none.
-        TypeError: when the optimizer is none.
+        PipelineError: if the model cannot be pipelined, or has no trained parameters.
+        ScheduleError: if the tensors of the batch have no samples, or different numbers of samples.
+        ValueError: if `speed` is not positive.
+        TypeError: if `optimizer` is not an optimizer.
     """
     measured = _measured(loss, params, batch, speed, optimizer, inner)
     return _layers(measured, params, _samples(batch), speed, optimizer)
@@ -140,10 +144,11 @@ def search_pipeline(
     most: int = 8,
     progress: Callable[[str], object] | bool | None = None,
 ) -> Sequence[PipelineChoice]:
-    """Depth, replicas, microbatch and schedule for a model on a machine, the fastest that fits first.
+    """Search depth, replicas, microbatch and schedule for a model on a machine. The fastest choice is first.
 
-    Where the machine limits memory, every choice fits. One that an estimate does not place far below the limit has been
-    lowered to know it: `choice.memory()`. The first choice is found by the call, and each later one when it is read.
+    If the machine limits memory, every returned choice fits. A choice is lowered to verify this (`choice.memory()`),
+    unless an estimate is far below the limit. The call finds the first choice. Each later choice is found when it is
+    read.
 
     >>> import torch, functional_parallel as fp
     >>> def loss(params, x):
@@ -163,22 +168,23 @@ def search_pipeline(
 
     Args:
         loss, params, speed, optimizer, inner: as for `layer_costs`.
-        batch: a whole step's, of all replicas; shapes alone count.
+        batch: the global batch of a step, over all replicas. Only shapes are used.
         machine: ranks, memory in bytes, latency in seconds, bandwidths in bytes per second, and the overhead of an
             action in seconds.
-        names: the schedules to try; every synchronous one by default.
-        chunks: stages per rank, for schedules that leave that open.
-        most: how many choices to return where the machine limits memory; else it is all of them.
-        progress: a function that is called with a line of text after each step of the search; True writes the lines to
-            stderr, False writes none. The default writes them where stderr is a terminal.
+        names: schedules to try; by default every synchronous schedule except "zb-auto".
+        chunks: number of stages per rank, for schedules that do not fix it.
+        most: maximum number of choices if the machine limits memory. Without a limit, all choices are returned.
+        progress: a function that is called with a line of text after each step of the search. True writes the lines to
+            stderr; False writes none. The default writes them if stderr is a terminal.
 
     Returns:
-        The choices, as a list or `PipelineChoices`. A choice's transform cuts the model where the work is in balance.
+        The choices, as a list or `PipelineChoices`. The transform of a choice cuts the model so that work is balanced.
 
     Raises:
-        ScheduleError: when nothing fits; names what comes closest. When `chunks` is no count.
-        PipelineError, ValueError: as for `layer_costs`. When `most` is no count.
-        TypeError: when the machine or the optimizer is none, or `names` is one name.
+        ScheduleError: if nothing fits (the message names the smallest choice), `chunks` is not a positive integer, or
+            `batch` is invalid as in `layer_costs`.
+        PipelineError, ValueError: as for `layer_costs`; ValueError also if `most` is not a positive integer.
+        TypeError: if `machine` is not a `Machine`, `optimizer` is not an optimizer, or `names` is a single name.
     """
     check_search(machine, names, chunks)
     if not is_positive_int(most):
@@ -210,7 +216,7 @@ def _reporter(progress: Callable[[str], object] | bool | None) -> Callable[[str]
 
 
 class _Lowering:
-    """Training steps of choices; choices that differ only in the order of their actions share one lowered program."""
+    """Lower training steps of choices. Choices that differ only in the order of their actions share one program."""
 
     def __init__(self, loss: Callable[..., Any], optimizer: Optimizer, shapes: Any) -> None:
         self.loss, self.optimizer, self.shapes = loss, optimizer, shapes
@@ -235,18 +241,18 @@ def _choice(plan: Plan, inner: Transform | Chain | None, lower: _Lowering) -> Pi
 
 
 class PipelineChoices(Sequence[PipelineChoice]):
-    """The choices whose training step fits in a limit of memory, the fastest first.
+    """Choices with a training step that fits in a memory limit, the fastest first.
 
-    The first one is checked at once, and each other one when it is read for the first time: to lower it takes seconds
-    for a large model. It is lowered unless an upper estimate of what it takes is below the limit by a margin. `len`
-    reads all of them.
+    The constructor checks choices until the first one fits. Later choices are checked when they are read for the first
+    time, because lowering takes seconds for a large model. A choice is lowered unless an upper estimate of its memory,
+    with a margin, is within the limit. `len` reads all choices.
 
     Args:
-        choices: all of them, the fastest first.
+        choices: all candidates, the fastest first.
         limit: bytes per rank.
-        working: bytes per sample that all layers together work with, beside what is kept for the backward.
-        most: how many to find.
-        report: called with a line of text for each that is checked.
+        working: bytes per sample of the temporaries of all layers, in addition to the values saved for the backward.
+        most: maximum number of choices to find.
+        report: called with a line of text for each choice that is checked.
     """
 
     def __init__(
@@ -272,11 +278,11 @@ class PipelineChoices(Sequence[PipelineChoice]):
         return self._found
 
     def _fitting(self, choices: Sequence[PipelineChoice]) -> Iterator[PipelineChoice]:
-        """Check one choice after another.
+        """Check the choices in order and yield those that fit.
 
-        If a choice does not fit with one microbatch, it is not tried with a larger one, which holds more.
+        If a schedule and depth do not fit with one microbatch size, larger microbatches are skipped. They hold more.
         """
-        least: dict[tuple[str, int], int] = {}  # per schedule and depth, the smallest microbatch that does not fit
+        least: dict[tuple[str, int], int] = {}  # smallest microbatch that does not fit, per schedule and depth
         closest: PipelineChoice | None = None
         for choice in choices:
             plan = choice.plan
@@ -330,7 +336,10 @@ def _layer(found: LayerProfile, samples: int, speed: float, weights: dict[str, t
 
 
 def _weights(params: Any, optimizer: Optimizer) -> dict[str, tuple[int, int]]:
-    """Per trained parameter the bytes of its gradient, and of it, its gradient and the optimizer's state for it."""
+    """Return, per trained parameter, the bytes of its gradient and the bytes of its training state.
+
+    The training state is the parameter, its gradient and its optimizer state.
+    """
     found = {}
     for path, leaf in zip(tree_paths(params), optree.tree_leaves(params), strict=True):
         if is_trained(leaf):

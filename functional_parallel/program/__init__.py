@@ -1,4 +1,4 @@
-"""A program: a flat graph of aten ops and named collectives, with the mesh it is for; typed, printable, countable."""
+"""A program: a flat, typed graph of aten ops and named collectives, with its mesh."""
 
 from .aliasing import (
     aliases_of,

@@ -1,6 +1,6 @@
-"""Which values may lie in the same memory, and which ops write into it.
+"""Find values that may share memory, and ops that write into it.
 
-All but `view_base` errs on the safe side: two values may share memory if some runtime lets them.
+All functions except `view_base` are conservative: two values may share memory if some runtime lets them.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ __all__ = [
 
 aten = torch.ops.aten
 
-_SHARES_STORAGE = {aten._unsafe_view.default, aten.lift_fresh.default}  # though their schemas do not say so
+_SHARES_STORAGE = {aten._unsafe_view.default, aten.lift_fresh.default}  # though their schemas do not declare it
 _MAY_SHARE_MEMORY = {aten._unsafe_view.default, aten.reshape.default, aten.contiguous.default, aten._to_copy.default}
 
 
 def shares_memory(node: fx.Node) -> bool:
-    """Whether an op's result may lie in its operand's memory, by the op's schema."""
+    """Whether an op's result may share its operand's memory, by the op's schema."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return True
@@ -39,7 +39,7 @@ def shares_memory(node: fx.Node) -> bool:
 
 
 def view_base(node: fx.Node) -> fx.Node | None:
-    """The operand whose storage the op's result shares, if it does."""
+    """Return the operand whose storage the op's result shares, or None."""
     if node.target is operator.getitem:
         return node.args[0]
     if primitive_name(node) == "pcast" or node.target in _SHARES_STORAGE:
@@ -50,12 +50,12 @@ def view_base(node: fx.Node) -> fx.Node | None:
     for position, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and not argument.alias_info.is_write:
             base = node.args[position] if position < len(node.args) else None
-            return base if isinstance(base, fx.Node) else None  # autograd takes conj of a number
+            return base if isinstance(base, fx.Node) else None  # autograd calls conj with a number
     return None
 
 
 def mutated_operands(node: fx.Node) -> list[fx.Node]:
-    """The operands that an op writes into; its results are these, in their order."""
+    """Return the operands that an op writes into. Its results are these operands, in their order."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
     written: list[fx.Node] = []
@@ -67,12 +67,12 @@ def mutated_operands(node: fx.Node) -> list[fx.Node]:
 
 
 def _may_alias(node: fx.Node) -> bool:
-    """Whether the result may lie in an operand's memory in some runtime: a collective of one rank need not copy."""
+    """Whether the result may share an operand's memory in some runtime: a collective of one rank may skip the copy."""
     return primitive_name(node) is not None or shares_memory(node)
 
 
 def aliases_of(value: fx.Node) -> dict[fx.Node, None]:
-    """The value, and all that may lie in its memory and was made from it, but not what an op wrote there."""
+    """Return the value, and all values computed from it that may share its memory, except results of in-place ops."""
     found = {value: None}
     waiting = [value]
     while waiting:
@@ -84,17 +84,17 @@ def aliases_of(value: fx.Node) -> dict[fx.Node, None]:
 
 
 def storage_root(value: fx.Node) -> fx.Node:
-    """The value from which another was made without leaving its memory, as far as one can tell."""
+    """Return the earliest value that another was computed from without leaving its memory, as far as is known."""
     while value.op == "call_function" and _may_alias(value) and operands_of(value) and not mutated_operands(value):
         value = operands_of(value)[0]
     return value
 
 
 def readers_before_writes(traced: Traced) -> dict[fx.Node, list[fx.Node]]:
-    """Per op that writes, the ops that must have read what was there before.
+    """Map each op that writes to the ops that must have read the old values before.
 
-    A gather of what is then unpacked over old values may write there at once, and is among them if it comes after all
-    that read those.
+    A gather with a result that is then unpacked over old values may write there directly. It counts as an op that
+    writes if it runs after all ops that read the old values.
     """
     position = {node: index for index, node in enumerate(traced.nodes)}
     found: dict[fx.Node, list[fx.Node]] = {}
@@ -113,9 +113,9 @@ def readers_before_writes(traced: Traced) -> dict[fx.Node, list[fx.Node]]:
 
 
 def is_only_use_of_own_memory(value: fx.Node) -> bool:
-    """Whether a value with one user was computed into memory that nothing else refers to, but for what it is a view of.
+    """Whether a value has one user, and no other value except its base, if it is a view, refers to its memory.
 
-    A view may skip elements of that memory, or go through them in another order.
+    A view may skip elements of that memory, or permute them.
     """
     if value.op != "call_function" or len(value.users) != 1:
         return False
@@ -127,15 +127,15 @@ def is_only_use_of_own_memory(value: fx.Node) -> bool:
 
 
 def _owns_results(node: fx.Node) -> bool:
-    """Whether each of an op's several results is in memory of its own."""
+    """Whether each of an op's several results has separate memory."""
     return getattr(node.target, "owns_results", False) or not shares_memory(node)
 
 
 def may_stay_in_place(part: fx.Node) -> bool:
-    """Whether a slice of a parameter, which is there all the time, can do without a copy of its own.
+    """Whether a slice of a parameter, which is always allocated, needs no separate copy.
 
-    That is so if nothing keeps what lies there: others make new values of it, or write into it what is only sent. An
-    update is in place only where the parameter is given up (`passes/in_place.py`).
+    This holds if no user keeps the memory. Each user computes new values from it, or writes values into it that are
+    only sent. An update is in place only if the parameter is donated (`passes/in_place.py`).
     """
     whole = part.args[0]
     while primitive_name(whole) == "pcast":

@@ -1,4 +1,4 @@
-"""What every program is and can be asked, whether its ranks run the same or, in a pipeline, each its own stages."""
+"""Base class of programs with one graph for all ranks, and of pipeline programs with separate stages per rank."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ __all__ = ["BaseProgram"]
 
 @dataclass(eq=False, kw_only=True)
 class BaseProgram(abc.ABC):
-    """The common part of `Program` and `PipelineProgram`.
+    """Base class of `Program` and `PipelineProgram`.
 
     Attributes:
-        mesh: the mesh it is for.
-        in_specs, out_specs: how each input and result lies.
+        mesh: the mesh of the program.
+        in_specs, out_specs: layout of each input and result.
         in_paths, out_paths: their pytree paths.
         name: for messages.
-        passes: the names of the rewrites that ran, in order.
+        passes: the names of the passes that ran, in order.
         notes: lines that `explain` prints below its table.
         lowering: lowers the function again, from shapes, and yields the program after each pass.
-        backend: what computes between collectives: "eager", torch's kernels op by op, or "inductor".
+        backend: backend of the ops between collectives: "eager", torch's kernels op by op, or "inductor".
     """
 
     mesh: Mesh
@@ -42,35 +42,36 @@ class BaseProgram(abc.ABC):
     notes: tuple[str, ...] = ()
     lowering: Callable[[], Iterable[Intermediate]] | None = field(default=None, repr=False)
     backend: str = "eager"
-    cache: dict[str, Any] = field(default_factory=dict, repr=False)  # what runtimes prepare, once
+    cache: dict[str, Any] = field(default_factory=dict, repr=False)  # data that runtimes prepare once
 
     @abc.abstractmethod
     def collectives(self, *, casts: bool = False) -> list[Collective]:
-        """The collectives that send something; with `casts`, also the primitives that send nothing."""
+        """Return the collectives that send data; with `casts`, also the primitives that do not."""
 
     @abc.abstractmethod
     def lines(self) -> list[str]:
-        """The text without source lines: equal for two programs exactly when they do the same."""
+        """Return the text without source lines. It is equal for two programs if and only if they run the same ops."""
 
     def counts(self) -> dict[tuple[str, tuple[str, ...]], int]:
-        """How many collectives of each kind, per axes."""
+        """Return the number of collectives of each kind, per axes."""
         return counts_of(self.collectives())
 
     def bytes_sent(self) -> dict[tuple[str, tuple[str, ...]], int]:
-        """Bytes that one rank sends, per kind and axes; for a pipeline the sum over its ranks."""
+        """Return the bytes that one rank sends, per kind and axes; for a pipeline the sum over its ranks."""
         return bytes_of(self.collectives())
 
     def fingerprint(self) -> str:
-        """A hash of everything that ranks must agree on."""
+        """Return a hash of everything that ranks must agree on."""
         return hashlib.sha256("\n".join(self.lines()).encode()).hexdigest()
 
     def explain(self, *, group: str = "line", casts: bool = False) -> Explanation | PassTable:
-        """A table of every collective: kind, axis, count, bytes, source line; or of what each pass did.
+        """Return a table of every collective (kind, axis, count, bytes, source line), or of the effect of each pass.
 
         Args:
-            group: "line" for a row per source line, "axis" for one per kind, axis and phase; "pass" for one per pass:
-                ops, collectives, bytes sent and predicted peak, before and after. For that the program is traced anew.
-            casts: whether to list what communicates nothing too: casts, slices and indices.
+            group: "line" for a row per source line, "axis" for one per kind, axis and phase, "pass" for one per pass.
+                The rows of passes hold ops, collectives, bytes sent and predicted peak, before and after. For them the
+                function is lowered again.
+            casts: whether to list primitives that do not communicate too: casts, slices and indices.
         """
         if group == "pass":
             return self._recorded().table(self.name, repr(self.mesh), self.notes)
@@ -78,11 +79,11 @@ class BaseProgram(abc.ABC):
         return explain(self.name, repr(self.mesh), found, group=group, notes=self.remarks())
 
     def remarks(self) -> tuple[str, ...]:
-        """What `explain` prints below its table of collectives."""
+        """Return the lines that `explain` prints below its table of collectives."""
         return self.notes
 
     def before(self, name: str) -> str:
-        """The program's text before a pass ran, by one of the names in `explain(group="pass")`.
+        """Return the program's text before a pass ran.
 
         >>> import torch, functional_parallel as fp
         >>> from sharding_specs import Mesh
@@ -92,16 +93,17 @@ class BaseProgram(abc.ABC):
         (1, 1)
 
         Args:
-            name: the pass; of several of that name the first. The program is traced anew to tell. In a pipeline, a
-                pass that ran on the programs of the stages gives the text of all of them.
+            name: the pass, by a name in `explain(group="pass")`; of several with that name, the first. The function is
+                lowered again. In a pipeline, a pass that ran on the programs of the stages returns the text of all of
+                them.
 
         Raises:
-            ValueError: when no such pass ran.
+            ValueError: if no such pass ran.
         """
         return self._recorded(with_text=True).around(name)[0]
 
     def after(self, name: str) -> str:
-        """The program's text after a pass ran; of several of that name the last. See `before`."""
+        """Return the program's text after a pass ran; of several with that name, the last. See `before`."""
         return self._recorded(with_text=True).around(name)[1]
 
     def _recorded(self, with_text: bool = False) -> PassRecorder:

@@ -1,12 +1,12 @@
-"""The collectives of a program, one by one, with what each sends.
+"""Collectives of a program, with the bytes that each sends.
 
-Bytes are those that one rank sends in a ring, from S, the bytes of the whole logical value over the group of n ranks:
+The table gives the bytes that one rank sends in a ring. S is the size of the full value of a group of n ranks:
 
 | kind | bytes sent per rank |
 |---|---|
 | all_gather, psum_scatter, all_to_all | (n−1)/n · S |
 | psum, pmax, pmin | 2 (n−1)/n · S |
-| pbroadcast | S, by the source and those that pass it on |
+| pbroadcast | S, by the source and the ranks that forward it |
 | ppermute | the operand, by each rank that sends |
 | pcast, pscatter, axis_index | none |
 """
@@ -41,7 +41,7 @@ COMMUNICATING = ("psum", "psum_scatter", "all_gather", "all_to_all", "ppermute",
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a program; `bytes` is what one rank sends for it."""
+    """One collective of a program; `bytes` is the number of bytes that one rank sends for it."""
 
     kind: str
     axes: tuple[str, ...]
@@ -58,7 +58,7 @@ class Collective:
 
 
 def collectives_of(traced: Traced, mesh: Mesh, *, casts: bool = False) -> Iterator[Collective]:
-    """The collectives that send something, in order. Axes of one rank send nothing and are left out.
+    """Yield the collectives that send data, in order. Axes of one rank send nothing and are left out.
 
     Args:
         traced: the graph.
@@ -72,9 +72,9 @@ def collectives_of(traced: Traced, mesh: Mesh, *, casts: bool = False) -> Iterat
 
 
 def phases_of(traced: Traced) -> dict[fx.Node, str]:
-    """Per op, the part of a step that it belongs to: after the last op of the backward comes the update.
+    """Map each op to the phase of the step that it belongs to. After the last op of the backward comes the update.
 
-    Where that was written down, as `keep_phases` does, an op keeps its part wherever a pass moves it.
+    An op with a recorded phase (see `keep_phases`) keeps it, even if a pass moves the op.
     """
     nodes = list(traced.nodes)
     last = max((index for index, node in enumerate(nodes) if info(node).backward), default=len(nodes))
@@ -85,18 +85,18 @@ def phases_of(traced: Traced) -> dict[fx.Node, str]:
 
 
 def keep_phases(traced: Traced) -> None:
-    """Write down with every op the part of a step that it belongs to, while they still stand in order."""
+    """Record the phase of every op while the ops are still in order."""
     for node, phase in phases_of(traced).items():
         update_info(node, phase=phase)
 
 
 def collective_of(node: fx.Node, mesh: Mesh, phase: str = "forward") -> Collective | None:
-    """The primitive that an op is, over the axes of more than one rank; None when there are none, or it is another op.
+    """Return the collective of an op, over the axes of more than one rank. None without such axes or for another op.
 
     Args:
         node: an op of a program.
         mesh: the sizes of the axes.
-        phase: the part of a step that it belongs to.
+        phase: the phase of the step that it belongs to.
     """
     name = primitive_name(node)
     if name is None:
@@ -124,12 +124,12 @@ def _bytes(kind: str, operand: Aval, result: Aval, size: int, params: list[Any])
 
 
 def counts_of(found: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]], int]:
-    """How many collectives of each kind, per axes."""
+    """Return the number of collectives of each kind, per axes."""
     return dict(Counter((one.kind, one.axes) for one in found))
 
 
 def bytes_of(found: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]], int]:
-    """Bytes that one rank sends, per kind and axes."""
+    """Return the bytes that one rank sends, per kind and axes."""
     sums: Counter[tuple[str, tuple[str, ...]]] = Counter()
     for one in found:
         sums[one.kind, one.axes] += one.bytes

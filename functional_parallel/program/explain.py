@@ -1,4 +1,4 @@
-"""The table that says what a program communicates: kind, axis, count, bytes, source line."""
+"""Table of a program's communication: kind, axis, count, bytes, source line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CONVENTION = (
 
 @dataclass(frozen=True)
 class CollectiveRow:
-    """Collectives of one kind from one place: how many, of what, and the bytes a rank sends for all of them."""
+    """Collectives of one kind in one row: count, operand, and the bytes that a rank sends for all of them."""
 
     kind: str
     axes: tuple[str, ...]
@@ -41,7 +41,7 @@ class CollectiveRow:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` returns: prints as a table; `.rows`, `.to_dict()` and `.json()` for programs."""
+    """Result of `explain`: prints as a table; `.rows`, `.to_dict()` and `.json()` are for code."""
 
     name: str
     mesh: str
@@ -50,11 +50,11 @@ class Explanation:
 
     @property
     def bytes(self) -> int:
-        """The bytes that one rank sends, all together."""
+        """Total of the bytes that one rank sends."""
         return sum(row.bytes for row in self.rows)
 
     def totals(self) -> dict[tuple[str, tuple[str, ...]], tuple[int, int]]:
-        """Count and bytes per kind and axes."""
+        """Return count and bytes per kind and axes."""
         sums: dict[tuple[str, tuple[str, ...]], tuple[int, int]] = {}
         for row in self.rows:
             count, size = sums.get((row.kind, row.axes), (0, 0))
@@ -62,7 +62,7 @@ class Explanation:
         return sums
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """Return the table as plain data."""
         rows = [{**vars(row), "axes": list(row.axes)} for row in self.rows]
         totals = [
             {"kind": kind, "axes": list(axes), "count": count, "bytes": size}
@@ -71,7 +71,7 @@ class Explanation:
         return {"name": self.name, "mesh": self.mesh, "rows": rows, "totals": totals, "bytes": self.bytes}
 
     def json(self, **options: Any) -> str:
-        """The same as JSON."""
+        """Return the table as JSON."""
         return json.dumps(self.to_dict(), **options)
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ class Explanation:
         return "\n".join([title, rule, head, rule, *body, rule, *self._footer(), _CONVENTION, *notes])
 
     def _footer(self) -> list[str]:
-        """Totals per kind and axes, and of all, in columns."""
+        """Return totals per kind and axes, and the overall total, in columns."""
         totals = self.totals().items()
         lines = [(kind, ", ".join(axes), f"{count} ×", readable_bytes(size)) for (kind, axes), (count, size) in totals]
         count = sum(row.count for row in self.rows)
@@ -128,7 +128,7 @@ def _row(members: list[Collective], group: str) -> CollectiveRow:
 
 
 def readable_bytes(count: int) -> str:
-    """Bytes as a person reads them.
+    """Format a number of bytes with a binary unit.
 
     >>> readable_bytes(1536), readable_bytes(7)
     ('1.5 KiB', '7 B')
@@ -150,7 +150,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(size: int | str) -> int:
-    """Bytes as a person writes them: a number, with or without a unit.
+    """Parse a size in bytes: a number, with or without a unit.
 
     >>> parse_bytes("1.5 KiB"), parse_bytes("8GB"), parse_bytes(7)
     (1536, 8000000000, 7)
@@ -175,7 +175,7 @@ def _shortened(text: str, limit: int = 48) -> str:
 
 
 def columns(lines: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:
-    """Lines of cells in columns, those in `right` flush right."""
+    """Arrange cells in columns. Columns in `right` are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
         "  ".join(

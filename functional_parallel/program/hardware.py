@@ -1,18 +1,18 @@
-"""The machines that a price is for: what a rank computes with, and what connects ranks in a host and between hosts.
+"""Machines for price predictions: the compute of a rank, and the links within and between hosts.
 
-A collective over n ranks that lie on several hosts goes on two levels: within every host, and between hosts, where each
-rank of a host carries its part (Thakur, Rabenseifner and Gropp, IJHPCA 19, 2005; NCCL's rings and PAT, arXiv
-2506.20252). With S the bytes of the whole value, g ranks of the group on a host and h hosts, it takes
+A collective over n ranks on several hosts has two levels. The first is within every host. The second is between hosts,
+where each rank of a host carries its share (Thakur, Rabenseifner and Gropp, IJHPCA 19, 2005; NCCL's rings and PAT,
+arXiv 2506.20252). With S the bytes of the full value, g ranks of the group on a host and h hosts, it takes
 
-| kind | seconds, besides the start |
+| kind | seconds, in addition to the start |
 |---|---|
 | all_gather, psum_scatter | ⌈log₂ g⌉ α + (g−1)/g · S β within a host, ⌈log₂ h⌉ α' + (h−1)/h · S/g β' between hosts |
 | psum, pmax, pmin | twice that: summed and scattered, then gathered |
 | all_to_all | (g−1) α + (g−1)/n · S β, and (n−g) α' + (n−g)/n · S β' |
 | pbroadcast | ⌈log₂ h⌉ α' + S β', then ⌈log₂ g⌉ α + S β |
-| ppermute, send | α + S β of the slowest link that it takes |
+| ppermute, send | α + S β of the slowest link that it uses |
 
-so the bytes sum up to those of `Collective.bytes`. With `ring`, n − 1 rounds take the place of ⌈log₂ n⌉.
+The bytes add up to those of `Collective.bytes`. With `ring`, n − 1 rounds replace ⌈log₂ n⌉.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["HARDWARE", "GroupTopology", "Hardware", "group_topology", "hardware_
 
 
 class GroupTopology(NamedTuple):
-    """How a group of ranks lies: so many on each of so many hosts."""
+    """Number of ranks of a group on each host, and number of hosts."""
 
     inside: int
     hosts: int
@@ -41,7 +41,7 @@ class GroupTopology(NamedTuple):
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a rank computes with, and what connects ranks. Rates are data sheets' peaks, shares what is reached of them.
+    """Compute and links of the ranks of a machine. Rates are data sheets' peaks; shares are the fractions reached.
 
     >>> import functional_parallel as fp
     >>> print(fp.Hardware.named("h100"))
@@ -49,15 +49,17 @@ class Hardware:
 
     Attributes:
         name: for titles.
-        flops: by dtype, the products of a rank per second, two flops for a multiplication and addition.
+        flops: peak floating-point operations per second of a rank's products, by dtype; a multiplication and addition
+            is two.
         bandwidth: bytes per second that a rank reads and writes in its memory.
         capacity: bytes of that memory.
-        ranks_per_host: how many ranks a host has; ranks are numbered host by host.
+        ranks_per_host: number of ranks of a host; ranks are numbered host by host.
         inside: a message from a rank to another of its host.
-        between: a message from a rank to one of another host, when all of a host's ranks send.
+        between: a message from a rank to a rank of another host, while all ranks of the host send.
         launch: seconds to start an op.
         start: seconds to start a collective.
-        flops_share, bandwidth_share, links_share: of the peaks, what large products, copies and messages reach.
+        flops_share, bandwidth_share, links_share: fractions of the peaks that large products, copies and messages
+            reach.
         ring: whether collectives take n − 1 rounds, as plain rings do.
     """
 
@@ -84,7 +86,7 @@ class Hardware:
 
     @staticmethod
     def named(name: str) -> Hardware:
-        """One of the machines that are known: "h100", "a100", "v100", eight of them on a host.
+        """Return a known machine: "h100", "a100" or "v100", each with eight ranks on a host.
 
         Raises:
             ValueError: for another name.
@@ -95,23 +97,23 @@ class Hardware:
         return HARDWARE[name]
 
     def rate(self, dtype: torch.dtype) -> float:
-        """Products per second at the peak; of a dtype that is not listed, those of the slowest that is."""
+        """Peak flops per second for a dtype. A dtype that is not listed has the rate of the slowest listed one."""
         return self.flops.get(dtype) or min(self.flops.values())
 
     def compute(self, flops: int, moved: int, dtype: torch.dtype) -> float:
-        """Seconds of an op: its products or its memory, whichever takes longer (Williams et al., CACM 52, 2009)."""
+        """Seconds of an op: the longer of its products and its memory traffic (Williams et al., CACM 52, 2009)."""
         products = flops / (self.rate(dtype) * self.flops_share)
         return self.launch + max(products, moved / (self.bandwidth * self.bandwidth_share))
 
     # --- communication ---
 
     def collective(self, one: Collective, mesh: Mesh) -> float:
-        """Seconds of a collective of a program on a mesh, nothing else being under way."""
+        """Seconds of a collective of a program on a mesh, if nothing else is in flight."""
         whole = one.result.nbytes if one.kind == "all_gather" else one.operand.nbytes
         return self.start + self._seconds(one.kind, whole, group_topology(mesh, one.axes, self.ranks_per_host))
 
     def message(self, mesh: Mesh, axis: str) -> Line:
-        """A message to another rank of an axis: of those, the pair that is furthest apart."""
+        """Cost of a message to another rank along an axis, for the most distant pair of ranks."""
         link = self.between if group_topology(mesh, (axis,), self.ranks_per_host).hosts > 1 else self.inside
         return Line(self.start + link.alpha, link.beta / self.links_share)
 
@@ -132,7 +134,7 @@ class Hardware:
         return 2 * self._seconds("all_gather", size, reach)
 
     def _half(self, n: int, size: float, line: Line) -> float:
-        """Half an all-reduce between n ranks."""
+        """Seconds of half an all-reduce between n ranks."""
         return self._line(line, self._rounds(n), (n - 1) / n * size)
 
     def _rounds(self, n: int) -> int:
@@ -153,7 +155,7 @@ _PREFIXES = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3}
 
 
 def _readable(amount: float, unit: str) -> str:
-    """Return an amount in a unit, or with a smaller prefix where it would be below 1.
+    """Return an amount in a unit, or with a smaller prefix if it would be below 1.
 
     >>> _readable(3.35e12, "GB/s"), _readable(989e12, "TFLOP/s"), _readable(48.6e9, "TFLOP/s"), _readable(1, "GB")
     ('3350 GB/s', '989 TFLOP/s', '48.6 GFLOP/s', '1 B')
@@ -167,15 +169,16 @@ def _readable(amount: float, unit: str) -> str:
 
 
 def group_topology(mesh: Mesh, axes: Iterable[str], ranks_per_host: int) -> GroupTopology:
-    """How a group over some axes lies on hosts, without a list of its ranks.
+    """Return the topology of a group over some axes, without a list of its ranks.
 
-    >>> reach_of(Mesh(data=512, tensor=8, pipe=4), ("data",), 8), reach_of(Mesh(data=512, tensor=8), ("tensor",), 8)
-    (Reach(inside=1, hosts=512), Reach(inside=8, hosts=1))
+    >>> mesh = Mesh(data=512, tensor=8, pipe=4)
+    >>> group_topology(mesh, ("data",), 8), group_topology(Mesh(data=512, tensor=8), ("tensor",), 8)
+    (GroupTopology(inside=1, hosts=512), GroupTopology(inside=8, hosts=1))
 
     Args:
         mesh: the mesh, its last axis varying fastest.
         axes: the axes of the group.
-        ranks_per_host: how many consecutive ranks share a host.
+        ranks_per_host: number of consecutive ranks that share a host.
     """
     named, inside, stride = set(axes), 1, 1
     for name, size in reversed(mesh.shape.items()):
@@ -186,7 +189,12 @@ def group_topology(mesh: Mesh, axes: Iterable[str], ranks_per_host: int) -> Grou
 
 
 def hardware_of(hardware: Hardware | str) -> Hardware:
-    """A description, or a known one by its name."""
+    """Return the hardware of a name, or a description unchanged.
+
+    Raises:
+        TypeError: if it is neither a name nor an `fp.Hardware`.
+        ValueError: if the name is unknown.
+    """
     if isinstance(hardware, str):
         return Hardware.named(hardware)
     if not isinstance(hardware, Hardware):
@@ -196,9 +204,9 @@ def hardware_of(hardware: Hardware | str) -> Hardware:
     return hardware
 
 
-# Peaks without sparsity from NVIDIA's data sheets (SXM); float32 products as torch does them, without TF32. Links one
-# way: NVLink of a rank, and its share of a DGX's InfiniBand. Latencies per round are NCCL's (src/graph/tuning.cc:
-# "simple", NVLink 3.4 µs and network 14 µs).
+# Peaks without sparsity from NVIDIA's data sheets (SXM). Float32 products run as in torch, without TF32. Links count
+# one direction: NVLink of a rank, and its share of a DGX's InfiniBand. Latencies per round are NCCL's
+# (src/graph/tuning.cc: "simple", NVLink 3.4 µs and network 14 µs).
 _HALF = (torch.bfloat16, torch.float16)
 _NVLINK, _NETWORK = 3.4e-6, 14e-6
 

@@ -1,4 +1,4 @@
-"""What a message costs: latency + bytes × time per byte, the α-β model (Hockney, Parallel Computing 20, 1994)."""
+"""Cost of a message: latency + bytes × time per byte, the α-β model (Hockney, Parallel Computing 20, 1994)."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class Line:
     20000 µs + n / 2.5 MB/s
 
     Attributes:
-        alpha: seconds of a message of no bytes.
-        beta: seconds of a byte.
+        alpha: seconds of an empty message.
+        beta: seconds per byte.
     """
 
     alpha: float
     beta: float
 
     def seconds(self, size: float) -> float:
-        """How long a message of so many bytes takes."""
+        """Return the seconds of a message of `size` bytes."""
         return self.alpha + self.beta * size
 
     def __str__(self) -> str:

@@ -1,8 +1,8 @@
-"""What a program keeps alive, op by op, before it runs.
+"""Predict the bytes of live tensors at each op of a program, before it runs.
 
-A program is a flat list of ops, its values are dropped after their last use, and views share the storage of what they
-view: so the bytes of live tensors follow exactly. What kernels take for themselves, and what an allocator adds by
-rounding, is not counted. Inputs stay alive throughout, since the caller holds them.
+A program is a flat list of ops. Values are freed after their last use, and views share the storage of their base. The
+bytes of live tensors follow exactly. Memory that kernels use internally, and rounding by an allocator, are not counted.
+Inputs stay alive throughout, because the caller holds them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 MEMORY_KINDS = ("parameters", "optimizer state", "other inputs", "gathered", "residuals", "gradients", "temporaries")
 
-Storage = tuple[fx.Node, int]  # the op that makes it, and which of its results
+Storage = tuple[fx.Node, int]  # the op that allocates it, and the index of the result
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class Memory:
 
     Attributes:
         name: the program.
-        curve: per op, the bytes alive while it runs: its operands, its results, and all that later ops need.
-        ops: per op, its name and source line.
+        curve: bytes alive while each op runs: its operands, its results, and all values that later ops need.
+        ops: name and source line of each op.
         alive: at the peak, the bytes of each kind.
-        largest: at the peak, the largest values: bytes, what it is, source line.
-        shared: bytes of shared memory that the rank has besides, at most, to send to processes of its host with gloo.
-            Simulated ranks, and those with nccl or mpi, have none.
+        largest: at the peak, the largest values: bytes, description, source line.
+        shared: maximum of shared memory, in bytes, that the rank uses in addition. With gloo, processes of one host
+            send through it. Simulated ranks, and ranks with nccl or mpi, have none.
     """
 
     name: str
@@ -55,16 +55,16 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """The most bytes of tensors alive at once."""
+        """Maximum of the bytes of tensors alive at the same time."""
         return max(self.curve, default=0)
 
     @property
     def at(self) -> int:
-        """The number of the op at which the peak is reached first."""
+        """Number of the op at which the peak is reached first."""
         return self.curve.index(self.peak) if self.curve else 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         return {
             "name": self.name,
             "peak": self.peak,
@@ -83,17 +83,17 @@ class Memory:
         return "\n".join(lines)
 
     def plot(self, path: str | Path) -> None:
-        """Draw the curve. Needs matplotlib."""
+        """Draw the curve. It needs matplotlib."""
         draw(path, self.name, {"": self.curve}, self.peak, "op")
 
 
 def said_shared(size: int) -> str:
-    """Return a line on shared memory; nothing if there is none."""
+    """Return a line on shared memory; empty if there is none."""
     return f"and at most {readable_bytes(size)} of shared memory, if the ranks are processes with gloo" if size else ""
 
 
 def draw(path: str | Path, title: str, curves: Mapping[str, Sequence[int]], peak: int, unit: str) -> None:
-    """Draw curves of bytes over ops, or whatever `unit` says they are over."""
+    """Draw curves of bytes over ops, or over another `unit`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -111,17 +111,17 @@ def draw(path: str | Path, title: str, curves: Mapping[str, Sequence[int]], peak
 
 
 def memory_of(name: str, traced: Traced) -> Memory:
-    """The curve of a graph; see `Program.memory`."""
+    """Return the memory of a graph; see `Program.memory`."""
     return StorageTable(name, traced).memory()
 
 
 class StorageTable:
-    """Which storage each value of a graph lies in, and how many bytes it has.
+    """Storages of the values of a graph, and their bytes.
 
     Attributes:
         nodes: the ops in order.
         sizes: the bytes of each storage.
-        storages: per value the storages of its parts: one, or one per result of an op with several.
+        storages: storages of each value: one, or one per result of an op with several results.
     """
 
     def __init__(self, name: str, traced: Traced) -> None:
@@ -151,15 +151,15 @@ class StorageTable:
 
     @functools.cached_property
     def held(self) -> int:
-        """The bytes of inputs and constants."""
+        """Bytes of inputs and constants."""
         return sum(size for storage, size in self.sizes.items() if storage not in self.spans)
 
     def curve(self) -> tuple[int, ...]:
-        """Per op, the bytes alive while it runs."""
+        """Return the bytes alive while each op runs."""
         return tuple(self.held + alive for alive in self.alive(self.spans))
 
     def alive(self, spans: Mapping[Storage, tuple[int, int]]) -> list[int]:
-        """Per op, the bytes of storages that live from one op to another."""
+        """Return, for each op, the bytes of the storages with a span that includes it."""
         changes = [0] * (len(self.nodes) + 1)
         for storage, (born, dies) in spans.items():
             changes[born] += self.sizes[storage]
@@ -167,13 +167,13 @@ class StorageTable:
         return list(itertools.accumulate(changes[:-1]))
 
     def living(self, at: int) -> list[Storage]:
-        """The storages that are alive while an op runs."""
+        """Return the storages that are alive while an op runs."""
         always = (0, len(self.nodes))
         spans = ((storage, self.spans.get(storage, always)) for storage in self.sizes)
         return [storage for storage, (born, dies) in spans if born <= at <= dies]
 
     def sums(self, storages: Iterable[Storage]) -> Counter[str]:
-        """The bytes of each kind."""
+        """Return the bytes of each kind."""
         found: Counter[str] = Counter()
         for storage in storages:
             found[self.kind(storage)] += self.sizes[storage]
@@ -181,7 +181,7 @@ class StorageTable:
 
     @functools.cached_property
     def spans(self) -> dict[Storage, tuple[int, int]]:
-        """Per storage that an op makes, that op's number, and that of the last op that needs it."""
+        """Number of the op that allocates each storage, and number of the last op that needs it."""
         born = {storage: index for index, node in enumerate(self.nodes) for storage in self.made_by(node)}
         return {storage: (index, self.last_uses.get(storage, index)) for storage, index in born.items()}
 
@@ -191,7 +191,7 @@ class StorageTable:
         values = info(node).results
         self.storages[node] = [(node, index) for index in range(len(values))]
         for storage, value in zip(self.storages[node], values, strict=True):
-            self.sizes[storage] = value.nbytes if value is not None else 0  # a gradient that nobody asked for
+            self.sizes[storage] = value.nbytes if value is not None else 0  # a gradient that was not requested
 
     def _place(self, node: fx.Node) -> None:
         if node.target is operator.getitem:
@@ -209,12 +209,12 @@ class StorageTable:
             self.storages[node] = self.storages[base][:1]
 
     def made_by(self, node: fx.Node) -> list[Storage]:
-        """The storages that an op makes: none for a view."""
+        """Return the storages that an op allocates: none for a view."""
         return [storage for storage in self.storages[node] if storage[0] is node]
 
     @functools.cached_property
     def last_uses(self) -> dict[Storage, int]:
-        """Per storage the last op that takes it, or a view of it; results live to the end."""
+        """Number of the last op that reads each storage or a view of it; results live to the end."""
         found: dict[Storage, int] = {}
         for index, node in enumerate(self.nodes):
             for value in (node, *operands_of(node)):
@@ -225,22 +225,22 @@ class StorageTable:
                 found.update(dict.fromkeys(self.storages[output], len(self.nodes) - 1))
         return found
 
-    # --- what they are ---
+    # --- names and kinds ---
 
     def op(self, at: int) -> str:
-        """An op's name and source line."""
+        """Return an op's name and source line."""
         return f"{_short(self.nodes[at])} ({info(self.nodes[at]).source or 'no line'})"
 
     def title(self, storage: Storage) -> str:
-        """What an op or an input is called."""
+        """Return the name of the op or input of a storage."""
         return _short(storage[0])
 
     def line(self, storage: Storage) -> str:
-        """Its source line, if it has one."""
+        """Return the source line of a storage, or an empty string."""
         return str(info(storage[0]).source or "")
 
     def kind(self, storage: Storage) -> str:
-        """One of `MEMORY_KINDS`."""
+        """Return one of `MEMORY_KINDS`."""
         node = storage[0]
         if node.op == "placeholder":
             if info(node).is_parameter:
@@ -253,7 +253,7 @@ class StorageTable:
             primitive_name(user) in ("psum", "psum_scatter") for value in _with_views(node) for user in value.users
         )
         if summed and any(info(_base(operand)).backward for operand in operands_of(node)):
-            return "gradients"  # or several of them, end to end
+            return "gradients"  # or several concatenated gradients
         if not info(node).backward:
             later = any(
                 info(user).backward for value in _with_views(node) for user in value.users if user.op != "output"
@@ -264,7 +264,7 @@ class StorageTable:
 
 
 def _base(node: fx.Node) -> fx.Node:
-    """What a view is of, through views of views."""
+    """Return the base of a view, through views of views."""
     while node.op == "call_function" and (source := view_base(node)) is not None:
         node = source
     return node

@@ -1,11 +1,12 @@
-"""In which order one rank runs a program's ops, so that collectives travel while it computes.
+"""Order in which one rank runs a program's ops, so that collectives overlap with computation.
 
-What a collective needs is computed first, then it starts, and what it does not need is computed while it is under way:
-in a backward, the gradients of weights while a psum of activations travels (Megatron-LM's overlap of the two halves of
-a linear layer's backward, arXiv 2205.05198). What only looks at a value, as views do, is left until something computes
-with it, because looking means waiting. Gathers of parameters could start at any time: they keep the place that they
-were given, since what is gathered earlier than it needs to be takes memory. The order is a function of the graph alone,
-so all ranks start the same collectives in the same order.
+The operands of a collective are computed first; then it starts. Ops that do not need its result run while it is in
+flight. In a backward, the gradients of weights are computed during a psum of activations. Megatron-LM overlaps the two
+halves of a linear layer's backward in this way (arXiv 2205.05198).
+
+Ops that only read a value without computing, such as views, are delayed until an op computes with it, because reading
+means waiting. Gathers of parameters could start at any time. They keep their given positions, because an early gather
+takes memory. The order is a function of the graph alone, so all ranks start the same collectives in the same order.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from .aliasing import mutated_operands, shares_memory
 
 __all__ = ["STARTED", "one_scatter_at_a_time", "overlapped"]
 
-STARTED = frozenset({"psum", "psum_scatter", "all_gather", "all_to_all"})  # collectives that can be waited for later
+STARTED = frozenset({"psum", "psum_scatter", "all_gather", "all_to_all"})  # collectives that run asynchronously
 
 
 def overlapped(traced: Traced, readers: Mapping[fx.Node, Sequence[fx.Node]]) -> list[fx.Node]:
-    """The program's ops in an order that keeps collectives under way.
+    """Return the program's ops in an order that keeps collectives in flight.
 
     Args:
         traced: the program.
-        readers: per op that writes into its operands, what must have read them before.
+        readers: for each op that writes into its operands, the ops that must have read them before.
     """
     order: dict[fx.Node, None] = {}
     waiting: list[fx.Node] = []
-    stored = {node for node in traced.inputs if info(node).is_parameter}  # and what is made of parameters alone
+    stored = {node for node in traced.inputs if info(node).is_parameter}  # and values computed from parameters only
     for node in traced.nodes:
         if stored.issuperset(operands_of(node)):
             stored.add(node)
@@ -48,13 +49,14 @@ def overlapped(traced: Traced, readers: Mapping[fx.Node, Sequence[fx.Node]]) -> 
 
 
 def one_scatter_at_a_time(order: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """Per reduce-scatter, or what is packed for it just before, the one that must have ended by then.
+    """Map each reduce-scatter to the previous one, which must be complete before it starts.
 
-    A gradient's sum is needed at the end of a step, but until somebody waits for it the whole gradient is kept, and so
-    a step would keep all of them. FSDP too waits for the one before.
+    The key is the op that packs the operand, if that op comes just before the reduce-scatter. The sum of a gradient is
+    needed at the end of a step only. Until an op waits for it, the full gradient stays allocated, so a step would keep
+    all of them. FSDP also waits for the previous reduce-scatter.
 
     Args:
-        order: a program's ops as they run.
+        order: a program's ops in the order in which they run.
     """
     scatters = [index for index, node in enumerate(order) if primitive_name(node) == "psum_scatter"]
     found = {}
@@ -65,7 +67,7 @@ def one_scatter_at_a_time(order: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Nod
 
 
 def _write(nodes: Iterable[fx.Node], order: dict[fx.Node, None], readers: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
-    """Append ops, each after those of its operands that are not there yet, and those that its writing would disturb."""
+    """Append ops, each after its missing operands and after the missing ops that must read before it writes."""
     for node in nodes:
         for each in topological_order(node, lambda n: [*_computed(operands_of(n)), *readers.get(n, ())], order):
             order[each] = None

@@ -1,6 +1,7 @@
-"""What each pass makes of a program: a row per pass, and the text before and after.
+"""Effect of each pass on a program: a row per pass, and the text before and after.
 
-A program keeps none of its intermediate programs. On request it is lowered again, and a `PassRecorder` reads each.
+A program does not keep its intermediate programs. On request, the function is lowered again, and a `PassRecorder`
+reads each of them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _HEADERS = ("pass", "ops", "collectives", "bytes sent", "peak of live tensors")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A program at one moment: its ops and collectives, and what a rank sends, and holds at most, in bytes."""
+    """A program after one pass: number of ops and collectives, bytes that a rank sends, and peak memory in bytes."""
 
     ops: int
     collectives: int
@@ -35,13 +36,13 @@ class Snapshot:
 
 
 class Intermediate(NamedTuple):
-    """A program in the course of its lowering.
+    """A program during its lowering.
 
     Attributes:
         name: the pass that ran last; "traced" before the first one.
         program: the program; later passes change it.
-        mesh: the program's mesh, with an axis for microbatches as long as there is one.
-        per_microbatch: values that each microbatch computes, although they are the same for all.
+        mesh: the program's mesh, with an axis for microbatches as long as it exists.
+        per_microbatch: values that each microbatch computes, although they are equal for all.
     """
 
     name: str
@@ -52,12 +53,12 @@ class Intermediate(NamedTuple):
 
 @dataclass
 class PassRecorder:
-    """What each pass did to a program.
+    """Records the effect of each pass on a program.
 
     Attributes:
-        with_text: whether to keep the program's text at every moment.
-        moments: per program, the name of each pass, and the program after it; first the program as it was traced, or
-            as it was cut out of another.
+        with_text: whether to keep the program's text after each pass.
+        moments: for each program, the name of each pass and the program after it. The first entry is the program as
+            traced, or as cut out of another program.
     """
 
     with_text: bool = False
@@ -72,12 +73,12 @@ class PassRecorder:
         self.moments.setdefault(program.name, []).append((name, snapshot, str(program) if self.with_text else ""))
 
     def table(self, name: str, mesh: str, notes: tuple[str, ...]) -> PassTable:
-        """All of it; of programs that were cut out of another, the passes that changed something."""
+        """Return a row for each pass; of programs cut out of another, only for passes that changed something."""
         rows = []
         for index, (program, moments) in enumerate(self.moments.items()):
             pairs = itertools.pairwise(moments)
             found = [PassRow(passed, before, after, program) for (_, before, _), (passed, after, _) in pairs]
-            cut = index > 0  # of those, sums of one op would fill the table
+            cut = index > 0  # programs cut out of another; sums of one op would dominate the table
             rows += [row for row in found if not cut or (row.before != row.after and row.before.ops > 1)]
         if len(self.moments) > 1:
             notes = (
@@ -88,10 +89,10 @@ class PassRecorder:
         return PassTable(name, mesh, tuple(rows), notes)
 
     def around(self, name: str) -> tuple[str, str]:
-        """The text before the first pass of a name, and after the last, of all programs in which one ran.
+        """Return the text before the first and after the last pass of a name, of all programs in which one ran.
 
         Raises:
-            ValueError: when there was none.
+            ValueError: if there was none.
         """
         texts = []
         for moments in self.moments.values():
@@ -108,7 +109,7 @@ class PassRecorder:
 
 @dataclass(frozen=True)
 class PassRow:
-    """One pass: the program before and after."""
+    """Program before and after one pass."""
 
     name: str
     before: Snapshot
@@ -127,7 +128,7 @@ class PassRow:
 
 @dataclass(frozen=True)
 class PassTable:
-    """What `explain(group="pass")` returns: prints as a table; `.rows`, `.to_dict()` and `.json()` for programs."""
+    """Result of `explain(group="pass")`: prints as a table; `.rows`, `.to_dict()` and `.json()` are for code."""
 
     name: str
     mesh: str
@@ -135,11 +136,11 @@ class PassTable:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """Return the table as plain data."""
         return asdict(self)
 
     def json(self, **options: Any) -> str:
-        """The same as JSON."""
+        """Return the table as JSON."""
         return json.dumps(self.to_dict(), **options)
 
     def __str__(self) -> str:
@@ -156,7 +157,7 @@ class PassTable:
 
 
 def _once_each(names: tuple[str, ...]) -> list[str]:
-    """Names in a column, those empty that repeat the one above."""
+    """Return the names as a column, with an empty cell for a name that repeats the cell above."""
     return [name if index == 0 or names[index - 1] != name else "" for index, name in enumerate(names)]
 
 

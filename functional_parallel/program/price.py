@@ -1,9 +1,9 @@
-"""What a step will take, from its program alone: no tensors, no ranks, whatever the size of the mesh.
+"""Predict the cost of a step from its program alone, without tensors or ranks, for a mesh of any size.
 
-A rank computes op after op and communicates beside that, in the order in which it runs (`overlap`): a collective that
-can be waited for later starts when its operand is there and the wire is free, and the rank goes on until it needs the
-result. An op takes as long as its products or its memory traffic, whichever is more; a collective as long as the α-β
-model says (`hardware`). What is exposed is the time in which a rank waits for a collective and does nothing else.
+A rank computes ops in the order in which it runs them (`overlap`), and communicates at the same time. An asynchronous
+collective starts when its operand is ready and the network is free. The rank continues until it needs the result. An op
+takes the longer of its products and its memory traffic. The α-β model (`hardware`) gives the time of a collective.
+Exposed time is time in which a rank waits for a collective and does nothing else.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ __all__ = ["Item", "Price", "PriceRow", "price_of", "readable_seconds"]
 
 @dataclass(frozen=True)
 class Item:
-    """One op or collective in time, and what it does on one rank.
+    """One op or collective on one rank, with its cost.
 
     Attributes:
-        what: "products", "other ops", the collective's kind, or "idle" where a pipeline waits.
-        axes: of a collective or a send.
+        what: "products", "other ops", the collective's kind, or "idle" while a pipeline waits.
+        axes: axes of a collective or a send.
         phase: "forward", "backward" or "update".
-        source: the line it comes from.
-        flops, moved, sent: products, bytes read and written in memory, bytes sent to other ranks.
-        seconds: how long it takes by itself.
-        exposed: how long the rank does nothing but this.
+        source: its source line.
+        flops, moved, sent: flops of products, bytes read and written in memory, bytes sent to other ranks.
+        seconds: duration without overlap.
+        exposed: seconds in which the rank does nothing else.
     """
 
     what: str
@@ -56,7 +56,7 @@ class Item:
 
 @dataclass(frozen=True)
 class PriceRow(Item):
-    """Items of one kind, their sums."""
+    """Sums over the items of one kind."""
 
     count: int = 0
 
@@ -73,17 +73,16 @@ _HEADERS = ("what", "axis", "phase", "count", "does", "takes", "exposed", "of th
 
 @dataclass(frozen=True)
 class Price:
-    """What a step takes on one rank; prints as a table of where the time goes.
+    """Cost of a step on one rank; prints as a table of times.
 
     Attributes:
-        name, mesh: of the program.
-        hardware: what it was priced for.
+        name, mesh: name and mesh of the program.
+        hardware: the hardware that the price is for.
         seconds: the time of a step.
         items: every op and collective, in the order in which the rank runs them.
-        memory: the most bytes alive on a rank at once.
-        flops: the products of a rank.
-        utilization: the share of its peak that the rank's products reach over the step, what is recomputed included
-            (HFU).
+        memory: peak of the bytes alive on a rank.
+        flops: flops of the products of a rank.
+        utilization: fraction of its peak that the rank's products reach over the step, recomputation included (HFU).
         notes: lines to print below.
     """
 
@@ -99,31 +98,31 @@ class Price:
 
     @property
     def computing(self) -> float:
-        """The seconds in which the rank computes."""
+        """Seconds in which the rank computes."""
         return sum(item.seconds for item in self.items if not item.axes and item.what != "idle")
 
     @property
     def idle(self) -> float:
-        """The seconds in which the rank has nothing to do: a pipeline's bubble."""
+        """Seconds in which the rank has nothing to run: a pipeline's bubble."""
         return sum(item.seconds for item in self.items if item.what == "idle")
 
     @property
     def communicating(self) -> float:
-        """The seconds that collectives take, hidden behind computation or not."""
+        """Seconds that collectives take, hidden by computation or not."""
         return sum(item.seconds for item in self.items if item.axes)
 
     @property
     def exposed(self) -> float:
-        """The seconds in which the rank waits for collectives."""
+        """Seconds in which the rank waits for collectives."""
         return sum(item.exposed for item in self.items if item.axes)
 
     @property
     def sent(self) -> int:
-        """The bytes that the rank sends."""
+        """Bytes that the rank sends."""
         return sum(item.sent for item in self.items)
 
     def bytes_sent(self) -> dict[tuple[str, tuple[str, ...]], int]:
-        """The same by kind and axes, as `Program.bytes_sent` has it."""
+        """Return the bytes sent by kind and axes, in the form of `Program.bytes_sent`."""
         found: dict[tuple[str, tuple[str, ...]], int] = defaultdict(int)
         for item in self.items:
             if item.axes:
@@ -131,10 +130,10 @@ class Price:
         return dict(found)
 
     def rows(self, group: str = "kind") -> list[PriceRow]:
-        """Sums, what is exposed most first.
+        """Return sums, sorted by exposed time, largest first.
 
         Args:
-            group: "kind" for a row per kind, axes and phase; "line" for one per source line besides.
+            group: "kind" for a row per kind, axes and phase; "line" to separate these by source line.
 
         Raises:
             ValueError: for another grouping.
@@ -148,7 +147,7 @@ class Price:
         return sorted(rows, key=lambda row: -row.exposed)
 
     def table(self, group: str = "kind", most: int = 24) -> str:
-        """The table that `print` shows; see `rows`. Rows after the first `most` are left out."""
+        """Return the table that `print` shows; see `rows`. Rows after the first `most` are left out."""
         rows = self.rows(group)
         head, *body = columns([_HEADERS, *(row.cells(self.seconds) for row in rows[:most])], right=(3, 4, 5, 6, 7))
         if len(rows) > most:
@@ -176,7 +175,7 @@ class Price:
         return [*lines, str(self.hardware), *(f"note: {note}" for note in self.notes)]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: totals, and rows by kind."""
+        """Return plain data: totals, and rows by kind."""
         names = (
             "name",
             "seconds",
@@ -208,7 +207,8 @@ def _row(items: Sequence[Item], with_source: bool) -> PriceRow:
 
 
 def readable_seconds(seconds: float) -> str:
-    """
+    """Format seconds with a unit.
+
     >>> readable_seconds(1.5), readable_seconds(0.0123), readable_seconds(4e-6)
     ('1.5 s', '12.3 ms', '4.0 µs')
     """
@@ -221,7 +221,7 @@ def readable_seconds(seconds: float) -> str:
 def price_of(
     name: str, traced: Traced, mesh: Mesh, hardware: Hardware, memory: int = 0, notes: Iterable[str] = ()
 ) -> Price:
-    """The price of a graph; see `Program.price`."""
+    """Return the price of a graph; see `Program.price`."""
     run = _RankClocks(traced, mesh, hardware)
     total = sum(run.flops.values())
     ideal = sum(done / hardware.rate(dtype) for dtype, done in run.flops.items())
@@ -230,7 +230,7 @@ def price_of(
 
 
 class _RankClocks:
-    """A rank's two clocks, `now` of what it computes and `wire` of what it communicates, op after op."""
+    """Two clocks of a rank that advance op by op: `now` for computation and `wire` for communication."""
 
     def __init__(self, traced: Traced, mesh: Mesh, hardware: Hardware) -> None:
         self.mesh, self.hardware = mesh, hardware
@@ -238,7 +238,7 @@ class _RankClocks:
         self.flops: dict[torch.dtype, int] = defaultdict(int)
         self.items: list[Item] = []
         self.ready: dict[fx.Node, float] = {}
-        self.underway: deque[tuple[int, float]] = deque()  # which item, and when it is through
+        self.underway: deque[tuple[int, float]] = deque()  # index of the item, and time at which it completes
         self.waited: dict[int, float] = defaultdict(float)
         self.phases = phases_of(traced)
         readers = readers_before_writes(traced)
@@ -253,7 +253,7 @@ class _RankClocks:
         self.items = [_exposed(item, self.waited.get(i, item.exposed)) for i, item in enumerate(self.items)]
 
     def _wait(self, nodes: Iterable[fx.Node]) -> None:
-        """Until these are there; what is under way meanwhile is what the rank waits for."""
+        """Advance `now` until these values are ready, and charge the wait to the collectives in flight."""
         until = max((self.ready.get(node, 0.0) for node in nodes), default=0.0)
         while self.underway and self.now < until:
             index, end = self.underway[0]
@@ -291,7 +291,7 @@ def _exposed(item: Item, seconds: float) -> Item:
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
-    """What an op computes in: its first floating operand's dtype."""
+    """Dtype in which an op computes: that of its first floating-point operand."""
     values = [info(value).val for value in (*operands_of(node), node)]
     found = (value.dtype for value in values if isinstance(value, Aval) and value.dtype.is_floating_point)
     return next(found, torch.float32)

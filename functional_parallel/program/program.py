@@ -1,4 +1,4 @@
-"""The program itself: the graph with its mesh, its specs, and what can be asked of it before it runs."""
+"""The class `Program`: a graph with its mesh, its specs, and predictions of its cost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Program"]
 
 @dataclass(eq=False)
 class Program(BaseProgram):
-    """What one rank runs: the same on all, at local shapes.
+    """A program that all ranks run, at local shapes.
 
     >>> import torch, functional_parallel as fp
     >>> from sharding_specs import Mesh
@@ -37,11 +37,11 @@ class Program(BaseProgram):
     traced: Traced
 
     def collectives(self, *, casts: bool = False) -> list[Collective]:
-        """The collectives that send something, in order; with `casts`, also the primitives that send nothing."""
+        """Return the collectives that send data, in order; with `casts`, also the primitives that do not."""
         return list(collectives_of(self.traced, self.mesh, casts=casts))
 
     def memory(self) -> Memory:
-        """Bytes of live tensors on one rank, op by op, exactly: the peak, the curve, what is alive at the peak.
+        """Compute the bytes of live tensors on one rank, op by op, exactly: peak, curve, and values at the peak.
 
         >>> import torch, functional_parallel as fp
         >>> from sharding_specs import Mesh
@@ -54,9 +54,9 @@ class Program(BaseProgram):
         return replace(memory_of(self.name, self.traced), shared=shared)
 
     def price(self, hardware: Hardware | str = "h100") -> Price:
-        """What a step takes on a machine: seconds, where they go, bytes sent and memory per rank; nothing runs.
+        """Predict the cost of a step on a machine: seconds by op, bytes sent and memory per rank. Nothing runs.
 
-        Neither time nor memory grow with the size of the mesh, which may have many thousands of ranks.
+        The time and memory of the prediction do not grow with the mesh, which may have many thousands of ranks.
 
         >>> import torch, functional_parallel as fp
         >>> from sharding_specs import Mesh
@@ -76,8 +76,8 @@ class Program(BaseProgram):
         return price_of(self.name, self.traced, self.mesh, described, self.memory().peak, self.notes)
 
     def lines(self) -> list[str]:
-        """The program's text without source lines: equal for two programs exactly when they do the same."""
-        backend = [] if self.backend == "eager" else [f"backend {self.backend}"]  # which rounds in ways of its own
+        """Return the program's text without source lines. It is equal exactly for programs that run the same ops."""
+        backend = [] if self.backend == "eager" else [f"backend {self.backend}"]  # another backend rounds differently
         return [
             f"mesh {self.mesh!r}",
             *backend,

@@ -1,7 +1,7 @@
-"""The shared memory of a host that the collectives and messages of a program take, where its ranks are processes.
+"""Shared memory of a host for the collectives and messages of a program, if its ranks are processes.
 
 Processes with gloo send to the processes of their host through memory that all of them map. Its size follows from the
-sizes of what is sent. It is taken in addition to the tensors. Simulated ranks, nccl and mpi take none.
+sizes of the messages. It is used in addition to the tensors. Simulated ranks, nccl and mpi use none.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ _BY_THE_BACKEND = ("ppermute", "pbroadcast")
 
 
 def shared_by_collectives(collectives: Iterable[Collective], mesh: Mesh) -> int:
-    """Return the bytes of shared memory that a rank has for collectives, at most: two halves for each group of ranks.
+    """Return the maximum of shared memory, in bytes, that a rank has for collectives: two halves per group of ranks.
 
-    A group that goes another way takes none: its ranks are on several hosts, or that way was measured to be faster.
+    A group that sends by another channel uses none: its ranks are on several hosts, or that channel was faster when
+    measured.
 
     Args:
-        collectives: those of the program.
+        collectives: the collectives of the program.
         mesh: the sizes of the axes.
     """
     halves: dict[tuple[str, ...], int] = {}
@@ -37,13 +38,13 @@ def shared_by_collectives(collectives: Iterable[Collective], mesh: Mesh) -> int:
 
 
 def channel_bytes(messages: Iterable[int]) -> int:
-    """Return the bytes of shared memory for a step's messages to one rank, at most: all of them under way at once.
+    """Return the maximum of shared memory, in bytes, for a step's messages to one rank, all in flight at the same time.
 
     >>> channel_bytes([100, 100, 100 << 20])                 # what is large goes another way
     256
 
     Args:
-        messages: the bytes of each.
+        messages: the bytes of each message.
     """
     return min(ROOM, sum(aligned(size) for size in messages if size <= LARGEST))
 

@@ -1,4 +1,4 @@
-"""What it costs to compute an op again, by its shapes alone."""
+"""Cost of recomputing an op, from its shapes alone."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .collectives import collective_of
 
 __all__ = ["bytes_moved", "flops", "recompute_cost"]
 
-# Flops in the time of a byte read or written, and of a byte sent. Machines differ by a factor of ten either way; what
-# counts is the order: elementwise ops are cheap beside products, and communication is dear.
+# Flops in the time of a byte read or written, and of a byte sent. Machines differ by a factor of ten either way. Only
+# the order matters: elementwise ops are cheap compared to products, and communication is expensive.
 _PER_BYTE_MOVED = 8
 _PER_BYTE_SENT = 100
 _TAKE = {
@@ -29,7 +29,7 @@ _TAKE = {
 
 
 def flops(node: fx.Node) -> int:
-    """Floating-point operations of a product, a convolution or a fused attention; 0 for all else.
+    """Floating-point operations of a product, a convolution or a fused attention; 0 for all other ops.
 
     >>> import torch, functional_parallel as fp
     >>> from sharding_specs import Mesh
@@ -42,9 +42,9 @@ def flops(node: fx.Node) -> int:
         node: an op of a program.
 
     Returns:
-        Two per multiplication and addition, as torch's own counter has it.
+        Two flops per multiplication and addition, as in torch's own counter.
     """
-    from torch.utils.flop_counter import flop_registry  # late: it looks for optional packages
+    from torch.utils.flop_counter import flop_registry  # lazy, because it searches for optional packages
 
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
@@ -56,7 +56,7 @@ def flops(node: fx.Node) -> int:
     if target._schema.name in ("fp::grouped_mm", "fp::grouped_outer"):
         return 2 * math.prod(args[0]) * args[1][-1]
     if target.namespace == "aten" and target._schema.name.startswith("aten::_scaled_dot_product"):
-        # Kernels that torch's counter does not know. A backward computes the scores again, and four gradients.
+        # Kernels that torch's counter does not know. A backward recomputes the scores and computes four gradients.
         backward = "backward" in target._schema.name
         query, key, value = args[1:4] if backward else args[:3]
         rows = math.prod(query[:-1]) * key[-2]
@@ -65,7 +65,7 @@ def flops(node: fx.Node) -> int:
 
 
 def recompute_cost(node: fx.Node, mesh: Mesh) -> int:
-    """Everything that an op does, in flops: its own, and the bytes that it moves and sends at a fixed rate.
+    """Cost of an op in flops: its own flops, plus the bytes that it moves and sends at a fixed rate.
 
     Args:
         node: an op of a program.
@@ -79,7 +79,7 @@ def recompute_cost(node: fx.Node, mesh: Mesh) -> int:
 
 
 def bytes_moved(node: fx.Node) -> int:
-    """The bytes that an op reads and writes; of a table from which it takes rows it reads no more than it makes."""
+    """Bytes that an op reads and writes. An op that takes rows of a table reads the size of its result from it."""
     read = [node if node.target in _TAKE and each is node.args[0] else each for each in operands_of(node)]
     return sum(info(each).nbytes for each in (node, *read))
 

@@ -1,4 +1,4 @@
-"""How an op is sharded: places and conversions, the notation and table of rules, and the rules of torch's ops."""
+"""Sharding rules of ops: layouts along an axis, conversions, notation, table of rules, and rules of torch's ops."""
 
 from . import aten
 from .aten import VIEWS, batch_norm, cross_entropy, fuse_cross_entropy, reshaped_place

@@ -1,4 +1,4 @@
-"""How one value lies along the one mesh axis that is being partitioned: whole, sharded, or as partial sums."""
+"""Layout of one value along the mesh axis that is being partitioned: replicated, sharded, or partial sums."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["PARTIAL", "REDUCED", "REPLICATED", "AxisLayout", "Partial", "Reduced
 
 @dataclass(frozen=True)
 class Replicated:
-    """Every rank holds all of it (the state Invariant)."""
+    """Every rank holds the full value (the state Invariant)."""
 
     def __str__(self) -> str:
         return "whole"
@@ -19,7 +19,7 @@ class Replicated:
 
 @dataclass(frozen=True)
 class Reduced:
-    """Every rank holds all of it, and its gradient is wanted as partial sums (the state Reduced)."""
+    """Every rank holds the full value, and its gradient is wanted as partial sums (the state Reduced)."""
 
     def __str__(self) -> str:
         return "whole, its gradient unreduced"
@@ -27,7 +27,7 @@ class Reduced:
 
 @dataclass(frozen=True)
 class Partial:
-    """Ranks hold summands of it (the state Unreduced)."""
+    """Each rank holds a summand of the value (the state Unreduced)."""
 
     def __str__(self) -> str:
         return "partial sums"
@@ -35,10 +35,11 @@ class Partial:
 
 @dataclass(frozen=True)
 class Shard:
-    """Ranks hold slices of it (the state Varying).
+    """Each rank holds a slice of the value (the state Varying).
 
     The dim is viewed as (outer, ranks, rest), and a rank holds its index of the middle factor. `outer` is more than one
-    when dims were merged outside the sharded one, `"(b heads/tensor) s t"`, or a spec shards an inner factor.
+    in two cases: dims outside the sharded dim were merged into it, `"(b heads/tensor) s t"`, or a spec shards an inner
+    factor.
     """
 
     dim: int
@@ -55,9 +56,9 @@ PARTIAL = Partial()
 
 
 def shard_shape(shape: tuple[int, ...], place: AxisLayout, parts: DimSplit) -> tuple[int, ...]:
-    """The shape that one rank holds.
+    """Return the shape of one rank's shard.
 
-    >>> local_shape((4, 6), Shard(1), Parts.of(2))
+    >>> shard_shape((4, 6), Shard(1), DimSplit.of(2))
     (4, 3)
     """
     if not isinstance(place, Shard):

@@ -1,15 +1,17 @@
-"""Moving one value from the place where it lies to the place where an op needs it.
+"""Convert a value from its layout to the layout that an op requires.
+
+Reduced means replicated with an unreduced gradient. Varying operand means a replicated operand of a rank-dependent op.
 
 | from → to | collective | its transpose |
 |---|---|---|
-| whole → whole, where the op is rank-dependent | `pvary` | psum |
-| whole → whole, gradient unreduced | `pcast` to Reduced | psum |
-| whole, gradient unreduced → the same, where the op is rank-dependent | `pcast` | `pcast` |
-| the same → whole | `pbroadcast` from one rank | the gradient on that rank, zeros on the others |
-| whole → sharded | `pscatter`, a slice | all_gather |
-| sharded → whole | `all_gather` | psum_scatter, or a slice if every use is whole |
-| sharded → sharded otherwise | `all_to_all` | all_to_all |
-| partial sums → whole | `psum` | pvary |
+| replicated → varying operand | `pvary` | psum |
+| replicated → Reduced | `pcast` to Reduced | psum |
+| Reduced → varying operand | `pcast` | `pcast` |
+| Reduced → replicated | `pbroadcast` from one rank | the gradient on that rank, zeros on the others |
+| replicated → sharded | `pscatter`, a slice | all_gather |
+| sharded → replicated | `all_gather` | psum_scatter, or a slice if every use is replicated |
+| sharded → sharded on another dim | `all_to_all` | all_to_all |
+| partial sums → replicated | `psum` | pvary |
 | partial sums → sharded | `psum_scatter` | all_gather |
 """
 
@@ -30,14 +32,15 @@ TargetLayout = AxisLayout | str
 
 
 def convert(x: torch.Tensor, held: AxisLayout, form: TargetLayout, axis: str, parts: DimSplit) -> torch.Tensor:
-    """Bring a rank's part of a value into another form.
+    """Convert a rank's shard of a value to another layout.
 
     Args:
-        x: the rank's part.
-        held: how the value lies.
-        form: how it shall lie, or VARYING: whole, but taken as a value of this rank's own, whose gradient is summed.
+        x: the rank's shard.
+        held: the current layout of the value.
+        form: the layout to convert to. REPLICATED_VARYING gives the full value as a rank-dependent value: its gradient
+            is summed over the ranks.
         axis: the mesh axis.
-        parts: how it cuts.
+        parts: the split of a dim over `axis`.
     """
     if held == form:
         return x
@@ -69,14 +72,14 @@ def convert(x: torch.Tensor, held: AxisLayout, form: TargetLayout, axis: str, pa
 
 
 def _own_part(x: torch.Tensor, form: Shard, axis: str, parts: DimSplit) -> torch.Tensor:
-    """This rank's slice of a value of its own, by index."""
+    """Select this rank's slice of a rank-dependent value by index."""
     split = add_duplicates(x, form, parts).unflatten(form.dim, (form.outer, parts.ranks, -1))
     index = axis_index(axis).reshape(1)
     return split.index_select(form.dim + 1, index).flatten(form.dim, form.dim + 2)
 
 
 def _reshard(x: torch.Tensor, held: Shard, form: Shard, axis: str, parts: DimSplit) -> torch.Tensor:
-    side_by_side = axis != MICROBATCH  # what runs one after another cannot exchange
+    side_by_side = axis != MICROBATCH  # microbatches run sequentially and cannot exchange data
     if side_by_side and held.outer == form.outer == 1 and held.dim != form.dim and parts.divide(x.shape[form.dim]):
         return apply_primitive("all_to_all", x, (axis,), form.dim, held.dim)
     return _scatter("pscatter", add_duplicates(_gather(x, held, axis, parts, "invariant"), form, parts), form, axis)

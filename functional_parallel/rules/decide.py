@@ -1,8 +1,8 @@
-"""Which factor an op is sharded on, what each operand must look like for it, and how the results lie.
+"""Choose the factor that an op is sharded on, and the layouts of its operands and results.
 
-One decision per op, taken in graph order from its operands' places alone. The order of preference when operands
-disagree: a factor that a parameter is sharded on (parameters stay where the spec put them, activations move), then the
-operand with the most bytes.
+There is one decision per op. Decisions are made in graph order and depend only on the layouts of the operands. If
+operands disagree, a factor that a parameter is sharded on is preferred: parameters keep the layout of their spec, and
+activations are converted. The next criterion is the operand with the most bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Factors = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class OperandInfo:
-    """What a decision knows of one tensor operand: global shape and dtype, place, and whether it is a parameter's."""
+    """Data about one tensor operand for a decision: global shape and dtype, layout, and whether it is a parameter."""
 
     aval: Aval
     place: AxisLayout
@@ -32,7 +32,7 @@ class OperandInfo:
 
 @dataclass(frozen=True)
 class SplitFactor:
-    """The factor that an op is sharded on; the ranks split (outer, ranks, rest) of it."""
+    """Factor that an op is sharded on. It is viewed as (outer, ranks, rest), and the ranks split the middle."""
 
     factor: str
     outer: int = 1
@@ -40,11 +40,12 @@ class SplitFactor:
 
 @dataclass(frozen=True)
 class OpSharding:
-    """Required places of the operands and places of the results.
+    """Required layouts of the operands and layouts of the results.
 
-    `varying` says that the op computes rank-dependent values, so whole operands enter it by `pvary`.
-    `extremum` is "pmax" or "pmin" when the results must be combined so. `masked` are the operands, by number, in which
-    samples that unequal parts hold twice must be zero once.
+    `varying` is true if the op computes rank-dependent values; replicated operands are then cast by `pvary`.
+    `extremum` is "pmax" or "pmin" if the results must be combined by that collective. `masked` lists the indices of
+    the operands in which the second copy of a duplicated sample must be set to zero (see `rules.duplicates`).
+    `of_shapes` is true if the op reads only shape, dtype or device of its operands.
     """
 
     operands: tuple[AxisLayout, ...]
@@ -67,9 +68,12 @@ def choose_sharding(
     where: str,
     counts: bool = False,
 ) -> OpSharding:
-    """Apply a text rule to operands that lie in given places, on an axis that cuts into these parts.
+    """Apply a text rule to operands with given layouts on an axis with the split `parts`.
 
-    With `counts`, the op's own lowering leaves out what unequal parts hold twice.
+    With `counts`, the op's own lowering ignores the samples that uneven shards duplicate.
+
+    Raises:
+        RuleError: when the rule does not fit the operands, or drops a sharded factor that has no mark.
     """
     if len(rule.operands) != len(operands):
         raise RuleError(f"{where}: the rule {rule.text!r} names {len(rule.operands)} operands of {len(operands)}")
@@ -83,7 +87,7 @@ def choose_sharding(
     mark = rule.marks.get(choice.factor, "")
     places: list[AxisLayout] = []
     for pattern, aval in zip(rule.results, results, strict=False):
-        if aval is None:  # a gradient that nobody wants
+        if aval is None:  # a gradient that is not requested
             places.append(REPLICATED)
             continue
         place = placed(pattern.fit(aval.shape, where, ones=ones), choice, sizes)
@@ -111,7 +115,7 @@ def _choose(
         if mark and not (
             parts.is_even or counts or (mark == "+" and _summed_alone(rule, fits, operands, choice.factor))
         ):
-            continue  # what unequal parts hold twice would count twice
+            continue  # samples that uneven shards duplicate would count twice
         weight = (operand.is_parameter, operand.aval.nbytes)
         if best is None or weight > best[0]:
             best = (weight, choice)
@@ -119,7 +123,7 @@ def _choose(
 
 
 def _summed_alone(rule: RuleText, fits: list[Factors], operands: Sequence[OperandInfo], factor: str) -> tuple[int, ...]:
-    """An operand, the smallest, of which zeros along the factor add nothing: one that the op is linear in."""
+    """Index of the smallest operand with `factor` in which the op is linear, so that zeros add nothing; () if none."""
     found = [
         (operand.aval.nbytes, index)
         for index, (fit, operand) in enumerate(zip(fits, operands, strict=True))
@@ -129,7 +133,7 @@ def _summed_alone(rule: RuleText, fits: list[Factors], operands: Sequence[Operan
 
 
 def find_factor(fit: Factors, place: AxisLayout, sizes: dict[str, int], parts: DimSplit) -> SplitFactor | None:
-    """The factor that a sharded operand is split on, or None if the split cuts across factors."""
+    """Return the factor that a sharded operand is split on, or None if the split cuts across factors."""
     if not isinstance(place, Shard):
         return None
     before = 1
@@ -143,7 +147,7 @@ def find_factor(fit: Factors, place: AxisLayout, sizes: dict[str, int], parts: D
 
 
 def placed(fit: Factors, choice: SplitFactor, sizes: dict[str, int]) -> Shard | None:
-    """Where a tensor with these factors is sharded when the op is split by the choice."""
+    """Return the layout of a tensor with these factors if the op is split by `choice`; None if it lacks the factor."""
     for dim, factors in enumerate(fit):
         if choice.factor in factors:
             before = math.prod(sizes[name] for name in factors[: factors.index(choice.factor)])
@@ -152,10 +156,11 @@ def placed(fit: Factors, choice: SplitFactor, sizes: dict[str, int]) -> Shard | 
 
 
 def _without_choice(rule: RuleText, operands: Sequence[OperandInfo], results: int) -> OpSharding:
-    """No factor to split on: partial sums either pass (where the op is linear in them) or are resolved.
+    """Return the decision for an op without a factor to split on.
 
-    In a product of two partial sums both are resolved: one has to be, and the product of the other with it would need a
-    psum of its own; in a square that is one psum instead of two.
+    Partial sums pass through if the op is linear in them; else they are resolved. In a product of two partial sums both
+    are resolved. One has to be, and the product with the other would need another psum. In a square, resolving both
+    takes one psum instead of two.
     """
     partial = [isinstance(op.place, Partial) for op in operands]
     keep = [False] * len(operands)

@@ -1,7 +1,8 @@
-"""Parts of unequal length in one shape: what a rank holds of a sample that another rank holds too.
+"""Duplicated samples of uneven shards, which all have one shape.
 
-A short part begins with the last sample of the part before it (`collectives.parts`). Ops that treat samples apart need
-not know. Where an op sums over samples, the second copy is set to zero first; its gradient is then zero as well.
+A short shard begins with the last sample of the previous shard (`collectives.dim_split`). Ops that treat samples
+independently ignore this. Before an op sums over samples, the second copy is set to zero; its gradient is then zero
+too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["add_duplicates", "drop_duplicates", "mask_duplicates", "reduction_id
 
 
 def unique_mask(extent: int, place: Shard, axis: str, parts: DimSplit, device: Any) -> torch.Tensor:
-    """Which positions along a dim, of which a rank holds `extent`, no rank before it holds."""
+    """Return a mask of the positions along a dim that no earlier rank holds; the rank holds `extent` positions."""
     begins_own = axis_index(axis) < parts.full
     rows = (torch.arange(parts.rows, device=device) > 0) | begins_own
     inner = extent // place.outer // parts.rows
@@ -26,13 +27,13 @@ def unique_mask(extent: int, place: Shard, axis: str, parts: DimSplit, device: A
 
 
 def mask_duplicates(x: torch.Tensor, place: AxisLayout, axis: str, parts: DimSplit, fill: float = 0.0) -> torch.Tensor:
-    """A rank's part with something else in the place of what another rank holds too.
+    """Replace the samples of a shard that an earlier rank holds too.
 
     Args:
-        x: the rank's part.
-        place: how the whole value lies.
-        axis, parts: the axis, and how it cuts.
-        fill: what counts for nothing.
+        x: the rank's shard.
+        place: the layout of the value.
+        axis, parts: the mesh axis and its split of a dim.
+        fill: the replacement, a neutral element of the op.
     """
     if parts.is_even or not isinstance(place, Shard):
         return x
@@ -42,7 +43,7 @@ def mask_duplicates(x: torch.Tensor, place: AxisLayout, axis: str, parts: DimSpl
 
 
 def reduction_identity(dtype: torch.dtype, sign: int = 1) -> float:
-    """What no maximum notices; with sign -1, no minimum."""
+    """Return the identity of a maximum over `dtype`; with `sign` -1, that of a minimum."""
     if dtype == torch.bool:
         return sign < 0
     if dtype.is_floating_point or dtype.is_complex:
@@ -51,7 +52,7 @@ def reduction_identity(dtype: torch.dtype, sign: int = 1) -> float:
 
 
 def add_duplicates(x: torch.Tensor, form: Shard, parts: DimSplit) -> torch.Tensor:
-    """A whole value as all ranks hold it, side by side: equal parts, some samples twice."""
+    """Concatenate the equal shards of all ranks from a full value; uneven splits duplicate some samples."""
     if parts.is_even:
         return x
     split, inner = _split(x, form, parts.samples)
@@ -60,7 +61,7 @@ def add_duplicates(x: torch.Tensor, form: Shard, parts: DimSplit) -> torch.Tenso
 
 
 def drop_duplicates(x: torch.Tensor, held: Shard, parts: DimSplit) -> torch.Tensor:
-    """All ranks' parts, side by side, as the whole value: every sample once."""
+    """Build the full value, with every sample once, from the concatenated shards of all ranks."""
     if parts.is_even:
         return x
     split, inner = _split(x, held, parts.ranks * parts.rows)

@@ -1,6 +1,6 @@
 """Indices that enumerate a dim: `x[torch.arange(len(x)), labels]` takes one element of every row.
 
-The rule of indexing lets such a dim stay sharded: the rows of a shard are enumerated from 0 again.
+The rule of indexing lets such a dim stay sharded. Each rank then enumerates the rows of its shard from 0.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _INDEXING = (aten.index.Tensor, aten.index_put.default)
 
 
 def note_enumerated(traced: Traced) -> None:
-    """Note of every indexing op which dims its indices enumerate."""
+    """Store in the info of every indexing op the dims that its indices enumerate."""
     known: dict[fx.Node, Any] = {}
     for node in traced.nodes:
         if node.target in _INDEXING:
@@ -31,7 +31,7 @@ def note_enumerated(traced: Traced) -> None:
 
 
 def _enumerated(traced: Traced, node: fx.Node, known: dict[fx.Node, Any]) -> dict[int, int]:
-    """For each dim of x that an index enumerates, the dim of the broadcast indices along which it does."""
+    """Map each dim of x that an index enumerates to the dim of the broadcast indices along which it does so."""
     x = info(node.args[0]).aval.shape  # type: ignore[union-attr]
     indices = {dim: index for dim, index in enumerate(node.args[1]) if index is not None}  # type: ignore
     avals = {dim: info(index).aval for dim, index in indices.items()}
@@ -54,5 +54,5 @@ def _enumerated(traced: Traced, node: fx.Node, known: dict[fx.Node, Any]) -> dic
 
 
 def _dims_enumerating(shape: tuple[int, ...], length: int, ndim: int) -> list[int]:
-    """The dims of the broadcast indices along which an index of this shape may enumerate that number of rows."""
+    """Dims of the broadcast indices along which an index of shape `shape` may enumerate `length` rows."""
     return [k for k, size in enumerate(shape, ndim - len(shape)) if size == length]

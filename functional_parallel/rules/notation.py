@@ -1,20 +1,20 @@
 """Sharding rules as text, in the notation that einops users read.
 
-`"i k+, k+ j -> i j"` says: operands left of the arrow, results right of it; one name per factor; a factor that an
-operand is sharded on stays sharded wherever the name appears. Marks say what happens where it does not:
+In `"i k+, k+ j -> i j"`, operands are left of the arrow and results right of it. There is one name per factor. A factor
+that an operand is sharded on stays sharded in every pattern with that name. Marks define the effect on the others:
 
 | mark | on | meaning |
 |---|---|---|
 | `k+` | a factor | sharding it leaves partial sums in the results that lack it |
-| `k>`, `k<` | a factor | sharding it leaves partial maxima (minima), resolved at once by pmax (pmin) |
-| `k?` | a factor | an index selects along it: ranks look up their own part and zero the rest, leaving partial sums |
-| `k!` | a factor | the op's own lowering combines the ranks; results that lack it are whole |
-| `k^` | a factor | must be whole on every rank |
+| `k>`, `k<` | a factor | sharding it leaves partial maxima (minima), resolved immediately by pmax (pmin) |
+| `k?` | a factor | an index selects along it: a rank looks up its shard and zeros the rest, leaving partial sums |
+| `k!` | a factor | the op's own lowering combines the ranks; results that lack it are replicated |
+| `k^` | a factor | must be replicated |
 | `~` | an operand | the op is linear in this operand alone: it may carry partial sums if no other operand does |
 | `&` | an operand | the op is linear in these operands together: they carry partial sums all or none |
 
-Compound factors are parenthesised, `"(b s) h -> b s h"`; `...` stands for any leading dims, broadcast as torch does;
-`1` is a dim of size one, and `()` a scalar.
+Compound factors are parenthesised, `"(b s) h -> b s h"`. `...` represents any leading dims, broadcast as torch does.
+`1` is a dim of size one, and `()` is a scalar.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _MARKS = "+^<>?!"
 
 
 class RuleError(ValueError):
-    """A rule's text that does not parse, or does not fit the op it is applied to."""
+    """Raised for a rule's text that does not parse, or does not fit the op it is applied to."""
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """One operand or result: per dim its factor names, outermost first; `...` is the single name ELLIPSIS."""
+    """Pattern of one operand or result: the factor names of each dim, outermost first. `...` is the dim `("...",)`."""
 
     dims: tuple[tuple[str, ...], ...]
     linear: str = ""  # "", "~" or "&"
@@ -45,10 +45,13 @@ class Pattern:
         return next((index for index, dim in enumerate(self.dims) if dim == ("...",)), None)
 
     def fit(self, shape: tuple[int, ...], where: str, *, ones: bool = False) -> tuple[tuple[str, ...], ...]:
-        """The factors of each dim of a tensor of this shape; a size-one dim under an ellipsis has none.
+        """Return the factors of each dim of a tensor of shape `shape`; a size-one dim under an ellipsis has none.
 
-        The ellipsis' dims are named from the right, `.0` the last, so that broadcasting aligns them. With `ones`, where
-        nothing is broadcast, dims of size one are named too: an axis of one rank may split them.
+        Dims of the ellipsis are named from the right, the last is `.0`, so that broadcasting aligns them. `ones` is for
+        operands that are not broadcast: dims of size one are named too, because an axis of one rank may split them.
+
+        Raises:
+            RuleError: when the pattern and the shape have different numbers of dims.
         """
         position = self.ellipsis
         extra = len(shape) - len(self.dims) + (position is not None)
@@ -63,7 +66,7 @@ class Pattern:
 
 @dataclass(frozen=True)
 class RuleText:
-    """A parsed rule: patterns of operands and results, and the mark of each factor.
+    """Parsed rule: patterns of operands and results, and the mark of each factor.
 
     >>> rule = parse_rule("i k+, k+ j -> i j")
     >>> rule.marks
@@ -80,13 +83,13 @@ class RuleText:
 
 @lru_cache(maxsize=8192)
 def parse_rule(text: str) -> RuleText:
-    """Read a rule's text.
+    """Parse the text of a rule.
 
     Args:
-        text: operand patterns, `->`, result patterns; separated by commas.
+        text: operand patterns, `->`, result patterns; patterns are separated by commas.
 
     Raises:
-        RuleError: when the text is not a rule, saying where.
+        RuleError: when the text is not a rule; the message shows the fault.
     """
     left, arrow, right = text.partition("->")
     if not arrow:
@@ -126,7 +129,7 @@ def _is_ellipsis(axis: object) -> bool:
 
 
 def _take_marks(body: str, marks: dict[str, str], text: str) -> str:
-    """Remove the factors' marks from a pattern, noting each in `marks`."""
+    """Remove the marks of factors from a pattern and store them in `marks`."""
     words = body.replace("(", " ( ").replace(")", " ) ").split()
     for index, word in enumerate(words):
         if word[-1] in _MARKS:

@@ -1,4 +1,4 @@
-"""One op on its way through a partition: what a rule may ask about it."""
+"""Context of one op in a partition: the data that its sharding rule may read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["OpContext"]
 
 @dataclass
 class OpContext:
-    """An op with its operands' places, and, once decided, the places of its results."""
+    """An op with the layouts of its operands and, after the decision, the layouts of its results."""
 
     node: fx.Node
     axis: str
@@ -32,7 +32,7 @@ class OpContext:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """Number of ranks."""
         return self.parts.ranks
 
     @property
@@ -58,28 +58,33 @@ class OpContext:
         return self.decision.results[index]
 
     def local_result_shape(self, index: int = 0) -> list[int]:
-        """The shape that a rank holds of a result."""
+        """Shape of a rank's shard of a result."""
         return list(shard_shape(self.result(index).shape, self.result_place(index), self.parts))
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """The op itself, on a rank's operands."""
+        """Run the op itself on a rank's operands."""
         return self.emit(self.node.target, args, kwargs)
 
     def once(self, x: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
-        """The first operand's part, with `fill` for samples that another rank holds too."""
+        """Replace the samples of the first operand's shard `x` that an earlier rank holds too by `fill`."""
         return mask_duplicates(x, self.decision.operands[0], self.axis, self.parts, fill)
 
     def own(self, extent: int, device: Any) -> torch.Tensor | bool:
-        """Along the dim in which the first operand is sharded: which samples no other rank before this one holds."""
+        """Return a mask, along the sharded dim of the first operand, of the samples that no earlier rank holds.
+
+        True means all samples.
+        """
         place = self.decision.operands[0]
         if self.parts.is_even or not isinstance(place, Shard):
             return True
         return unique_mask(extent, place, self.axis, self.parts, device)
 
     def held_positions(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions along the first operand's sharded dim → those in this rank's part, and which of them lie there.
+        """Convert positions along the sharded dim of the first operand to positions in this rank's shard.
 
-        Where unequal parts hold a sample twice, it lies with the first. What lies elsewhere gets any legal position.
+        Returns:
+            The local positions, and a mask of those that this rank holds. A duplicated sample of uneven shards belongs
+            to the first rank that holds it. Positions on other ranks are mapped to any legal position.
         """
         place = self.decision.operands[0]
         assert isinstance(place, Shard)

@@ -1,4 +1,4 @@
-"""Where rules are kept, and what one consists of."""
+"""Registry of sharding rules, and the class of a rule."""
 
 from __future__ import annotations
 
@@ -25,16 +25,20 @@ Local = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Rule:
-    """How one op is partitioned.
+    """Sharding rule of one op.
 
-    `text` is the rule in the notation of `rules.notation`, or a function that writes it for a node. `decide` is
-    asked first, for ops that no text describes (views); it may answer None. `local(step, *args, **kwargs)` computes a
-    rank's part when that is not just the op itself on the rank's operands. With `casts`, `local` gets whole operands as
-    they are, invariant, and casts those itself that meet rank-dependent values. `moves_only` says of an op without text
-    that it computes nothing, so partial sums pass through it. With `counts`, `local` counts samples that unequal parts
-    hold twice once (`OpContext.once`); without, one operand that the op is linear in has zeros there, or all are whole.
-    `whole_gradient` says that torch's derivative is computed by ops that are not linear in the gradient, which must not
-    be partial sums then.
+    Attributes:
+        text: the rule in the notation of `rules.notation`, or a function that writes it for a node.
+        local: `local(step, *args, **kwargs)` computes a rank's shard of the result. None runs the op on the rank's
+            operands.
+        decide: called first, for ops that no text describes (views). It may return None.
+        casts: whether `local` gets replicated operands as Invariant values. It must then cast the operands that are
+            combined with rank-dependent values.
+        moves_only: for an op without text, whether it computes nothing, so that partial sums pass through it.
+        counts: whether `local` counts duplicated samples of uneven shards once (`OpContext.once`). If not, they are
+            zeros in one operand that the op is linear in, or all operands are replicated.
+        whole_gradient: whether torch computes the derivative by ops that are not linear in the gradient. The gradient
+            must then not be partial sums.
     """
 
     text: Text | None = None
@@ -61,19 +65,20 @@ _rules: dict[Any, Rule] = {}
 def register_rule(
     op: Any, text: Text, local: Local | None = None, *, function: Callable[..., Any] | None = None
 ) -> None:
-    """Say how an op is partitioned, in one line.
+    """Register the sharding rule of an op.
 
     Args:
         op: an op, `torch.ops.mylib.scale_rows.default`, or a packet, `torch.ops.mylib.scale_rows`, for all its
-        overloads.
-        text: the rule, `"~r c, r -> r c"`, see `docs/rules.md`; or a function from the traced node to such a text.
-        local: computes a rank's part, `local(step, *args, **kwargs)`; the op itself when left out.
-        function: the differentiable function that stands for the op, for a library op of your own: `Scale.apply` of an
-            autograd.Function whose forward is the op alone.
+            overloads.
+        text: the rule, such as `"~r c, r -> r c"` (see `docs/rules.md`), or a function from the traced node to such a
+            text.
+        local: computes a rank's shard, `local(step, *args, **kwargs)`. The default is the op itself.
+        function: for a custom op, the differentiable function that represents it. An example is `Scale.apply` of an
+            autograd.Function with the op as its forward.
 
     Raises:
         RuleError: when the text does not parse.
-        TypeError: when the op is none, or the rule neither text nor function.
+        TypeError: when `op` is not an op, or the rule is neither a text nor a function.
 
     >>> import torch, functional_parallel as fp
     >>> lib = torch.library.Library("doctest_rules", "DEF")
@@ -97,13 +102,13 @@ def register_rule(
 
 
 def rule(ops: Iterable[Any], entry: Rule) -> None:
-    """Enter one rule for several ops."""
+    """Register one rule for several ops."""
     for op in ops:
         _rules[op] = entry
 
 
 def lookup(op: Any) -> Rule | None:
-    """The rule of an op: its own, else the one every elementwise op shares, else None."""
+    """Return the rule of an op. Elementwise ops without a rule share one; for any other op it is None."""
     entry = _rules.get(op)
     if entry is None and isinstance(op, torch._ops.OpOverload) and torch.Tag.pointwise in op.tags:
         return _POINTWISE
@@ -111,7 +116,10 @@ def lookup(op: Any) -> Rule | None:
 
 
 def is_elementwise(op: Any) -> bool:
-    """Whether an op makes every element of those in its place alone: torch tags it so, or its rule names no dim."""
+    """Whether each element of the result depends only on the operands' elements at the same position.
+
+    This holds if torch tags the op as pointwise, or its rule names no dim.
+    """
     if torch.Tag.pointwise in getattr(op, "tags", ()):
         return True
     entry = _rules.get(op, _NONE)

@@ -1,4 +1,4 @@
-"""What texts of rules are written with where they depend on an op's arguments: how many dims there are, and which."""
+"""Helpers that write the text of a rule that depends on the arguments of an op, such as its dims."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 
 
 def dim_names(ndim: int, other: Mapping[int, str] | None = None) -> list[str]:
-    """A name per dim, of which some have others; a dim without a name is not there.
+    """Return a name per dim, `other` overriding the defaults; a dim with the name "" is omitted by `pattern`.
 
     >>> pattern(dim_names(3)), pattern(dim_names(3, {0: "d0^", 2: ""}))
     ('d0 d1 d2', 'd0^ d1')
@@ -36,21 +36,21 @@ def dim_names(ndim: int, other: Mapping[int, str] | None = None) -> list[str]:
 
 
 def pattern(names: Iterable[str]) -> str:
-    """The dims of one operand or result, `()` for a scalar."""
+    """Join the dim names of one operand or result; `()` for a scalar."""
     return " ".join(filter(None, names)) or "()"
 
 
 def whole_along(*dims: int, ndim: int, results: int = 1, mark: str = "~", operands: int = 1) -> str:
-    """A rule by which some dims are whole and all others pass.
+    """Write a rule in which some dims must be replicated and all others may be sharded.
 
     >>> whole_along(1, ndim=2)
     '~d0 d1^ -> d0 new1'
 
     Args:
-        dims: those that are whole.
-        ndim: how many there are, in operands and results.
-        results, operands: how many there are, all alike.
-        mark: of every operand.
+        dims: the dims that must be replicated.
+        ndim: number of dims of each operand and result.
+        results, operands: number of results and of operands, all with the same pattern.
+        mark: mark of every operand.
     """
     operand = mark + pattern(dim_names(ndim, {dim: f"d{dim}^" for dim in dims}))
     result = pattern(dim_names(ndim, {dim: f"new{dim}" for dim in dims}))
@@ -58,10 +58,10 @@ def whole_along(*dims: int, ndim: int, results: int = 1, mark: str = "~", operan
 
 
 def along_text(mark: str = "") -> Callable[[fx.Node], str]:
-    """The rule of an op that works along the dim it names: whole there, and of any length in the results.
+    """Return the rule of an op along its `dim` argument: replicated there, and of any size in the results.
 
     Args:
-        mark: of the operand, `"~"` where the op is linear.
+        mark: mark of the operand, `"~"` if the op is linear.
     """
 
     def text(node: fx.Node) -> str:
@@ -71,22 +71,22 @@ def along_text(mark: str = "") -> Callable[[fx.Node], str]:
 
 
 # -----------------------------------------------------------------------------
-# What an op takes and gives
+# Operands and results of an op
 # -----------------------------------------------------------------------------
 
 
 def ndim_of(node: fx.Node) -> int:
-    """How many dims an op's first operand has."""
+    """Number of dims of an op's first operand."""
     return len(info(node.args[0]).aval.shape)  # type: ignore[union-attr]
 
 
 def dim_of(node: fx.Node) -> int:
-    """The dim of its first operand that an op names."""
+    """Return the `dim` argument of an op as a non-negative dim of its first operand."""
     return int(argument(node, "dim")) % max(ndim_of(node), 1)
 
 
 def results_of(node: fx.Node) -> int:
-    """How many results an op has."""
+    """Number of results of an op."""
     value = info(node).val
     return len(value) if isinstance(value, tuple) else 1
 
@@ -101,7 +101,10 @@ def pointwise_text(node: fx.Node) -> str:
 
 
 def linear_text(marks: str) -> Callable[[fx.Node], str]:
-    """An elementwise rule with one mark per operand, `"&&"` for a sum; `.` is no mark, a lone `&` a scale."""
+    """Return an elementwise rule with one mark per operand, such as `"&&"` for a sum.
+
+    `.` means no mark; a single `&` is for a scale. The last mark is repeated for additional operands.
+    """
 
     def text(node: fx.Node) -> str:
         count = len(tensor_operands(node))

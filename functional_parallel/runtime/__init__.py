@@ -1,4 +1,4 @@
-"""Where programs run: all ranks simulated in this process, or one rank here and its peers in other processes."""
+"""Runtimes of programs: all ranks simulated in this process, or one rank here and its peers in other processes."""
 
 from .calls import CollectiveError, OutOfStepError, OverlapError, note_step, rank_name
 from .default import default_runtime, is_main_rank, rank, use_runtime

@@ -1,6 +1,6 @@
-"""Which ranks of a mesh hold different values of what: the classes that simulation computes once each.
+"""Classes of ranks that hold the same value. Simulation computes a value once per class.
 
-A value that does not vary along an axis is the same on all its ranks, so it is computed once for them. A class is the
+A value that does not vary along an axis is equal on all its ranks, so it is computed once for them. A class is the
 coordinates of a rank on the axes along which the value varies.
 """
 
@@ -21,7 +21,7 @@ Jobs = list[tuple[tuple[int, ...], list[tuple[int, int]]]]
 
 
 class RankClasses:
-    """Numbers the classes of a mesh for every set of axes."""
+    """Numbers the classes of a mesh for each set of axes."""
 
     def __init__(self, mesh: Mesh, deduplicate: bool = True) -> None:
         self.mesh = mesh
@@ -33,11 +33,11 @@ class RankClasses:
         self._jobs: dict[tuple[tuple[str, ...], AxisSet, AxisSet], Jobs] = {}
 
     def of_spec(self, spec: P) -> AxisSet:
-        """The axes along which a value with this spec varies."""
+        """Return the axes along which a value with this spec varies."""
         return self.all_axes & (spec.axes | spec.unreduced) if self.deduplicate else self.all_axes
 
     def representatives(self, axes: AxisSet) -> list[int]:
-        """One rank per class, in order."""
+        """Return one rank per class, in order."""
         if axes not in self._representatives:
             names = [name for name in self.mesh.axis_names if name in axes]
             sizes = (range(self.mesh.axis_size(name)) for name in names)
@@ -46,7 +46,7 @@ class RankClasses:
         return self._representatives[axes]
 
     def index(self, rank: int, axes: AxisSet) -> int:
-        """The class that a rank belongs to."""
+        """Return the index of a rank's class over `axes`."""
         coordinates = self.mesh.coordinates(rank)
         number = 0
         for name in self.mesh.axis_names:
@@ -55,23 +55,23 @@ class RankClasses:
         return number
 
     def picks(self, wanted: AxisSet, held: AxisSet) -> list[int]:
-        """For each class of one set of axes, the class of another that its ranks belong to."""
+        """Return, for each class over `wanted`, the index of its ranks' class over `held`."""
         if (wanted, held) not in self._picks:
             self._picks[wanted, held] = [self.index(rank, held) for rank in self.representatives(wanted)]
         return self._picks[wanted, held]
 
     def group(self, rank: int, axes: tuple[str, ...]) -> list[int]:
-        """The ranks that differ from a rank only along some axes, itself included."""
+        """Return the ranks that differ from a rank only along some axes, including itself."""
         if axes not in self._groups:
             self._groups[axes] = {member: members for members in self.mesh.groups(axes) for member in members}
         return self._groups[axes][rank]
 
     def jobs(self, axes: tuple[str, ...], made: AxisSet, held: AxisSet) -> Jobs:
-        """What a collective computes: per group the classes of its operand, and which member's result is which class.
+        """Return the work of a collective: per group, the classes of its operands and the class of each result.
 
         Args:
-            axes: those of the collective.
-            made, held: along which its result and its operand vary.
+            axes: the axes of the collective.
+            made, held: the axes along which its result and its operand vary.
         """
         key = (axes, made, held)
         if key not in self._jobs:
@@ -84,7 +84,7 @@ class RankClasses:
         return self._jobs[key]
 
     def of_node(self, node: fx.Node, operands: Iterable[AxisSet]) -> AxisSet:
-        """The axes along which a node's result varies, from those of its operands."""
+        """Return the axes along which a node's result varies, from the axes of its operands."""
         if not self.deduplicate:
             return self.all_axes
         return varied_axes(node, operands) & self.all_axes

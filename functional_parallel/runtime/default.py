@@ -1,4 +1,4 @@
-"""Which runtime a mesh gets: real processes under a launcher, simulated ranks without one."""
+"""Default runtime of a mesh: real processes under a launcher, simulated ranks without one."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .simulated import SimulatedRuntime
 
 __all__ = ["default_runtime", "is_main_rank", "rank", "use_runtime"]
 
-# A runtime, and the process group of all ranks when it was made, as `_world` names it.
+# A runtime, and the process group of all ranks when it was created, as returned by `_world`.
 _chosen: dict[Mesh, tuple[Any, Any]] = {}
 _made: dict[tuple[Mesh, str], tuple[Any, Any]] = {}
 
-# Who starts several processes, and how many: torchrun's own variables, and those that others set in their place.
+# Variables that hold the number of processes, with their launcher: of torchrun and of other launchers.
 _LAUNCHERS = {
     "WORLD_SIZE": "a launcher",
     "OMPI_COMM_WORLD_SIZE": "mpirun",
@@ -32,7 +32,7 @@ _LAUNCHERS = {
 
 
 def default_runtime(mesh: Mesh, reduction: str = "fast") -> Any:
-    """The runtime of a mesh: one rank per process under torchrun (or with torch.distributed running), else simulated.
+    """Return the runtime of a mesh: one rank per process under torchrun or with a process group, else simulated.
 
     >>> from sharding_specs import Mesh
     >>> type(default_runtime(Mesh(data=2))).__name__
@@ -43,7 +43,7 @@ def default_runtime(mesh: Mesh, reduction: str = "fast") -> Any:
         reduction: "fast", the backend's own sums, or "ordered", sums in rank order, as simulated ranks always add.
 
     Raises:
-        CollectiveError: when the processes were let go, by `destroy_process_group`, since the mesh was used.
+        CollectiveError: if `destroy_process_group` was called after the mesh was used.
     """
     if mesh in _chosen:
         runtime, world = _chosen[mesh]
@@ -55,14 +55,14 @@ def default_runtime(mesh: Mesh, reduction: str = "fast") -> Any:
         return runtime
     if world is not None and _world() is None:
         raise _let_go(mesh, "torch.distributed.init_process_group")
-    with _torch.disable_functorch():  # a program may be called there for the first time
+    with _torch.disable_functorch():  # the first call of a program may be inside a transform
         runtime = ProcessRuntime(mesh, reduction=reduction) if _is_launched() else _simulated(mesh)
     _made[mesh, reduction] = (runtime, _world())
     return runtime
 
 
 def use_runtime(runtime: Any) -> None:
-    """Use this runtime for its mesh from now on: one with a shorter timeout, or with ordered sums.
+    """Use this runtime for its mesh from now on, for example one with a shorter timeout or with ordered sums.
 
     >>> from sharding_specs import Mesh
     >>> from functional_parallel.runtime import SimulatedRuntime
@@ -104,9 +104,9 @@ def _let_go(mesh: Mesh, once_more: str) -> CollectiveError:
 
 
 def _world() -> Any:
-    """A reference to the process group of all ranks, another one whenever processes are initialised anew, or None.
+    """Return a weak reference to the process group of all ranks, or None. It differs after each initialization.
 
-    One that kept the group would keep gloo's threads, as `runtime.calls.handle` says.
+    A strong reference would keep gloo's threads alive; see `runtime.calls.handle`.
     """
     return weakref.ref(dist.group.WORLD) if dist.is_available() and dist.is_initialized() else None
 
@@ -117,10 +117,10 @@ def _is_launched() -> bool:
 
 
 def _simulated(mesh: Mesh) -> SimulatedRuntime:
-    """All ranks here; several processes that each simulate all of them are hardly what somebody wants."""
+    """Return a simulated runtime. Warn if a launcher seems to have started several processes."""
     sizes = {name: os.environ[name] for name in _LAUNCHERS if os.environ.get(name, "1") not in ("", "1")}
     if "RANK" not in os.environ:
-        sizes.pop("WORLD_SIZE", None)  # says nothing by itself
+        sizes.pop("WORLD_SIZE", None)  # does not prove a launcher without RANK
     if mesh.size > 1 and sizes:
         name, size = next(iter(sizes.items()))
         missing = [each for each in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if each not in os.environ]

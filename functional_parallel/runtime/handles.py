@@ -1,4 +1,4 @@
-"""What runtimes hold in a tensor's place: it, a list with one per class of ranks, or who of a pipeline holds what."""
+"""Handles of tensors in runtimes: a tensor, a list with one tensor per class of ranks, or a `PipelineValue`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class PipelineValue:
     """A value that some ranks of a pipeline hold.
 
     Attributes:
-        parts: the ranks' parts, of those ranks that are in this process.
-        holders: the ranks that hold it; None for all.
+        parts: the values of those ranks that are in this process.
+        holders: the ranks that hold the value; None means all.
         aval: its shape and dtype on one rank.
     """
 
@@ -29,7 +29,7 @@ class PipelineValue:
 
 
 def storages(*values: Any) -> set[int]:
-    """Where tensors, and handles of several, lie in memory; of others, and inside a transform, nothing."""
+    """Return the storage addresses of tensors and handles; none for other values and inside a transform."""
     found: set[int] = set()
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -43,9 +43,9 @@ def storages(*values: Any) -> set[int]:
 
 
 def runtime_kind_of(handle: Any) -> str:
-    """Where a handle's parts are: with "simulated ranks", or "real processes".
+    """Return the holders of a handle: "simulated ranks" or "real processes".
 
-    >>> who_holds([torch.ones(2), torch.zeros(2)])
+    >>> runtime_kind_of([torch.ones(2), torch.zeros(2)])
     'simulated ranks'
     """
     part = next(iter(handle.parts.values()), None) if isinstance(handle, PipelineValue) else handle
@@ -53,9 +53,9 @@ def runtime_kind_of(handle: Any) -> str:
 
 
 def copy_if_aliased(handle: Any, taken: set[int]) -> Any:
-    """A handle in memory that nobody else has: copied where that is taken, and taken from now on.
+    """Return a handle with separate memory: copied if its memory is in `taken`. Add its memory to `taken`.
 
-    Ranks of a pipeline that hold the same still do.
+    Ranks of a pipeline that share a value continue to share it.
     """
     if isinstance(handle, PipelineValue):
         made = {

@@ -1,7 +1,7 @@
-"""Every rank of a mesh in one process, in lockstep: op by op, all ranks.
+"""Every rank of a mesh in one process, in lockstep: each op runs for all ranks before the next op.
 
-Collectives are those of `collectives.group`, sums in rank order, in ordinary differentiable torch ops: derivatives
-taken from outside go through, and are a proof of the transposes that does not use them.
+Collectives are those of `collectives.group`: sums in rank order, in ordinary differentiable torch ops. Derivatives
+taken from outside pass through them. They verify the transposes without using them.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ class SimulatedRuntime:
 
     Args:
         mesh: the mesh.
-        deduplicate: compute what is the same on several ranks once; else on every rank.
+        deduplicate: compute a value once for all ranks on which it is equal; else once per rank.
     """
 
     holders = "simulated ranks"
-    calls = 0  # of one rank to the others
+    calls = 0  # number of calls to other ranks
 
     def __init__(self, mesh: Mesh, *, deduplicate: bool = True) -> None:
         self.mesh = mesh
         self.classes = RankClasses(mesh, deduplicate)
 
     def shard(self, x: torch.Tensor, spec: P) -> SimulatedValue:
-        """The ranks' parts of a whole tensor."""
+        """Return the ranks' shards of a full tensor."""
         ranks = self.classes.representatives(self.classes.of_spec(spec))
         return [shard_leaf(x, spec, self.mesh, rank) for rank in ranks]
 
     def entered(self, x: torch.Tensor, spec: P) -> SimulatedValue:
-        """The same: a derivative of all parts is one of the whole."""
+        """Return the shards. A derivative of all of them is a derivative of the full tensor."""
         return self.shard(x, spec)
 
     def own(self, x: torch.Tensor, spec: P) -> SimulatedValue:
@@ -63,59 +63,59 @@ class SimulatedRuntime:
         return self.entered(x, spec)
 
     def like_own(self, x: torch.Tensor, spec: P) -> torch.Tensor:
-        """Return a tensor of the global shape of what `own` takes: here the tensor itself."""
+        """Return a tensor of the global shape of the value that `own` takes: here the tensor itself."""
         return x
 
     def check_same(
         self, name: str, paths: Sequence[str], tensors: Sequence[torch.Tensor], parts: Sequence[P] | None = None
     ) -> None:
-        """Nothing to do: in one process everybody is given the same tensors."""
+        """Do nothing: one process has one set of tensors."""
 
     def checksum(self, x: torch.Tensor) -> str:
-        """What a tensor is compared by: nothing, as nobody compares it."""
+        """Return an empty checksum, because nothing is compared."""
         return ""
 
     def check_sums(
         self, name: str, paths: Sequence[str], sums: Sequence[str], parts: Sequence[P] | None = None
     ) -> None:
-        """Nothing to do, likewise."""
+        """Do nothing: one process has one set of checksums."""
 
     def agree(self, doing: str, otherwise: str, number: int = 0) -> int:
-        """Nothing to do: nobody else is there to do something else."""
+        """Return `number`: there is no other process."""
         return number
 
     def exchange(self, value: Any, purpose: str) -> list[Any]:
-        """All ranks' values: in one process there is one."""
+        """Return all ranks' values: one process has one value."""
         return [value]
 
     def agree_on(self, program: Program) -> None:
-        """Nothing to do: all ranks have this program."""
+        """Do nothing: all ranks have this program."""
 
     def whole(self, handle: SimulatedValue, spec: P, whose: str = "") -> torch.Tensor:
-        """The whole tensor from the ranks' parts."""
+        """Build the full tensor from the ranks' shards."""
         axes = self.classes.of_spec(spec)
         return unshard_leaf([handle[self.classes.index(rank, axes)] for rank in self.mesh.ranks], spec, self.mesh)
 
     def like(self, handle: SimulatedValue, spec: P) -> torch.Tensor:
-        """A tensor of the whole shape, without memory for it."""
+        """Return a tensor of the global shape, without memory."""
         return hollow(handle[0], whole_shape(handle[0].shape, spec, self.mesh))
 
     def declared(self, handle: SimulatedValue, made: P, spec: P) -> SimulatedValue:
-        """A value with a part for each class of its spec, given those of the axes along which it differs."""
+        """Convert a value from one tensor per class of `made` to one per class of `spec`."""
         wanted, held = self.classes.of_spec(spec), self.classes.of_spec(made)
         return handle if wanted == held else [handle[index] for index in self.classes.picks(wanted, held)]
 
     def run(
         self, program: Program, handles: list[SimulatedValue], batch: Sequence[torch.Tensor] = (), whose: str = ""
     ) -> list[SimulatedValue]:
-        """Run a program on sharded inputs; the list is given up, so that an input lives to its last use.
+        """Run a program on sharded inputs. The list is donated, so that an input is freed after its last use.
 
-        With all ranks in one process there is nobody to compare the batch with, or to tell whose state it is.
+        `batch` and `whose` are for comparison between processes. They are not used here.
         """
         differentiable = any(_torch.has_functorch_level(handle) for handle in handles)
         key = f"simulated {self.classes.deduplicate} {differentiable}"
         if key not in program.cache:
-            with _torch.disable_functorch():  # constants made here would belong to their levels, later calls too
+            with _torch.disable_functorch():  # else constants would belong to the transform, in later calls too
                 program.cache[key] = _Lockstep(program, self.classes, differentiable).function()
         if differentiable:
             return program.cache[key](handles)
@@ -123,26 +123,26 @@ class SimulatedRuntime:
             return program.cache[key](handles)
 
     def replay(self, program: Program, handles: list[SimulatedValue]) -> Origin | None:
-        """Run a program op by op, and return the op that first made a value that is not finite, if one did."""
+        """Run a program op by op, and return the op that first computed a non-finite value, if any."""
         log = Log()
         self.run_recorded(log, program, handles)
         return log.first
 
     def run_recorded(self, log: Log, program: Program, handles: list[SimulatedValue]) -> list[SimulatedValue]:
-        """Run a program as `run` does, op by op, and log the op that made a value that is not finite, if one did."""
+        """Run a program like `run`, but op by op, and log the op that first computed a non-finite value, if any."""
         lockstep = _Lockstep(program, self.classes, differentiable=False, record=True)
         assert lockstep.record is not None
         return lockstep.record.run(lockstep.function(), handles, log)
 
     def run_whole(self, program: Program, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run a program on whole inputs, and make its results whole."""
+        """Run a program on full inputs, and return full results."""
         handles = [self.shard(x, spec) for x, spec in zip(tensors, program.in_specs, strict=True)]
         results = self.run(program, handles)
         return [self.whole(handle, spec) for handle, spec in zip(results, program.out_specs, strict=True)]
 
 
 class _Lockstep:
-    """The flat function of one program over all classes of ranks."""
+    """Flat function of one program over all classes of ranks."""
 
     def __init__(self, program: Program, classes: RankClasses, differentiable: bool, record: bool = False) -> None:
         self.program, self.classes, self.mesh = program, classes, classes.mesh
@@ -160,7 +160,7 @@ class _Lockstep:
             elif node.op == "call_function":
                 decisive = mutated_operands(node) or operands_of(
                     node
-                )  # what is overwritten is overwritten once per class
+                )  # a mutated operand is overwritten once per class
                 self.axes[node] = classes.of_node(node, (self.axes[operand] for operand in decisive))
 
     def function(self) -> Callable[..., Any]:
@@ -215,7 +215,7 @@ class _Lockstep:
         axes = tuple(axes)
         if name == "pcast":
             return f"[{writer.op(torch.ops.aten.alias.default)}(a) for a in {writer.names[operand]}]"
-        if self.mesh.axis_size(axes) == 1 and name != "ppermute":  # one that sends nothing gives zeros
+        if self.mesh.axis_size(axes) == 1 and name != "ppermute":  # a ppermute that sends nothing gives zeros
             return f"list({writer.names[operand]})"
         jobs = self.classes.jobs(axes, self.axes[node], self.axes[operand])
         perform = functools.partial(_perform, name, tuple(params), jobs, len(self._ranks(node)))

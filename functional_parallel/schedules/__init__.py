@@ -1,6 +1,6 @@
-"""Pipeline schedules as data: made by a rule, proved by a checker, priced by a simulator, drawn, and searched.
+"""Pipeline schedules as data. A rule builds a schedule, a checker verifies it, and a simulator computes its timeline.
 
-Nothing here imports torch: a schedule is lists of numbers.
+Schedules can also be drawn and searched. This package does not import torch: a schedule is lists of numbers.
 """
 
 from . import command as command

@@ -1,9 +1,9 @@
-"""A pipeline schedule as data: for each rank the list of actions it runs, and the rank of each stage.
+"""A pipeline schedule as data: the ordered actions of each rank, and the rank of each stage.
 
-A stage of the model runs three kinds of work on a microbatch: its forward (F), the gradient of its input (I) and the
-gradient of its weights (W); B is I and W in one. Which of them a rank runs when is all that distinguishes GPipe from
-zero-bubble or DualPipe, so a schedule holds that and nothing else. It says nothing of time, tensors or messages: those
-follow from the order (`messages`), or from costs (`simulate`).
+A stage runs three kinds of work on a microbatch: the forward (F), the gradient of its input (I) and the gradient of its
+weights (W). B is I and W combined. Only the rank and the order of these actions distinguish GPipe from zero bubble or
+DualPipe, so a schedule holds these and nothing else. It contains no times, tensors or messages. Messages follow from
+the order (`messages`), and times follow from costs (`simulate`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)(?:OVERLAP_F_B)?")
 
 
 class Action(NamedTuple):
-    """One piece of work: `Action("F", 2, 0)` is the forward of stage 2 on microbatch 0, written 2F0."""
+    """One unit of work. `Action("F", 2, 0)` is the forward of stage 2 on microbatch 0, written 2F0."""
 
     kind: str
     stage: int
@@ -34,16 +34,16 @@ class Action(NamedTuple):
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot run, or that no rule makes for the numbers given."""
+    """Raised for a schedule that cannot run, or for arguments that a rule does not support."""
 
 
 @dataclass(frozen=True)
 class Versions:
-    """The weights that an asynchronous schedule uses: version 0 is the first, and version k lies k updates later.
+    """Weight versions of an asynchronous schedule. Version 0 is the initial one; version k follows k updates.
 
     Args:
         reads: for each forward and backward, the version of its stage's weights that it uses.
-        writes: for each backward after which its stage is updated, the version made.
+        writes: for each backward that is followed by an update of its stage, the version that the update creates.
     """
 
     reads: Mapping[Action, int]
@@ -52,7 +52,7 @@ class Versions:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of each rank in order, and where each stage lives.
+    """Ordered actions of each rank, and the rank of each stage.
 
     >>> from functional_parallel.schedules import Schedule
     >>> print(Schedule.of(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"], microbatches=2, name="mine"))
@@ -61,14 +61,16 @@ class Schedule:
     rank 1  1F0  1B0  1F1  1B1
 
     Args:
-        actions: for each rank, what it runs, in order.
+        actions: for each rank, its actions in order.
         rank_of_stage: for each stage, the rank that runs it.
-        microbatches: how many microbatches a step has, over all chains.
-        chains: how many copies of the model run at once. A chain is a run of consecutive stages, as many in each;
-            microbatches are dealt out to the chains in equal parts, and each chain counts its own from 0.
-        pairs: actions that may run at once with the next one of their rank; running them in turn is as right.
-        versions: for an asynchronous schedule, the weights that each action uses.
-        name: what to call it.
+        microbatches: number of microbatches per step, over all chains.
+        chains: number of copies of the model that run at the same time. Each chain is a range of consecutive stages,
+            and all chains have the same length. The microbatches are divided equally among the chains, and each chain
+            numbers its microbatches from 0.
+        pairs: actions that may overlap with the next action of their rank. Running the two sequentially is also
+            correct.
+        versions: for an asynchronous schedule, the weight version that each action uses.
+        name: name of the schedule.
     """
 
     actions: tuple[tuple[Action, ...], ...]
@@ -83,57 +85,57 @@ class Schedule:
     def of(
         ranks: Iterable[str | Iterable[str | Action]], microbatches: int, *, chains: int = 1, name: str = "schedule"
     ) -> Schedule:
-        """A schedule from each rank's actions, as text or as a list; each stage lives where its actions are.
+        """Build a schedule from the actions of each rank. A stage belongs to the rank that runs its actions.
 
         >>> from functional_parallel.schedules import Schedule
         >>> Schedule.of(["0F0 1F0 1B0 0B0"], microbatches=1).rank_of_stage
         (0, 0)
 
         Args:
-            ranks: for each rank its actions, in order: "0F0 (0F1;1B0)", a list of such texts as `rows` gives, or a list
-                of `Action`.
-            microbatches: how many microbatches a step has, over all chains.
-            chains: how many copies of the model run at once.
-            name: what to call it.
+            ranks: for each rank its actions in order. They are one text such as "0F0 (0F1;1B0)", a list of texts as
+                `rows` returns, or a list of `Action`.
+            microbatches: number of microbatches per step, over all chains.
+            chains: number of copies of the model that run at the same time.
+            name: name of the schedule.
 
         Returns:
-            The schedule, which `check` has not seen yet.
+            The schedule; call `check` to verify it.
 
         Raises:
-            ScheduleError: where a text is no action, or a stage's actions lie on two ranks.
+            ScheduleError: if a text is not an action, two ranks run the same stage, or a stage has no actions.
         """
         actions, pairs = parse_ranks(ranks)
         return Schedule(actions, placement(actions), microbatches, chains, pairs, name=name)
 
     @property
     def ranks(self) -> int:
-        """How many ranks run it."""
+        """Number of ranks."""
         return len(self.actions)
 
     @property
     def stages(self) -> int:
-        """How many stages there are, over all chains."""
+        """Number of stages, over all chains."""
         return len(self.rank_of_stage)
 
     @property
     def depth(self) -> int:
-        """How many stages a microbatch passes: those of one chain."""
+        """Number of stages of one chain, which are the stages that a microbatch traverses."""
         return self.stages // self.chains
 
     @property
     def microbatches_of_chain(self) -> int:
-        """How many microbatches each chain runs."""
+        """Number of microbatches per chain."""
         return self.microbatches // self.chains
 
     def __iter__(self) -> Iterator[Action]:
         return (action for row in self.actions for action in row)
 
     def before(self, stage: int) -> int | None:
-        """The stage whose output is this one's input, or None for the first of a chain."""
+        """Return the stage that produces the input of `stage`, or None for the first stage of a chain."""
         return stage - 1 if stage % self.depth else None
 
     def after(self, stage: int) -> int | None:
-        """The stage whose input is this one's output, or None for the last of a chain."""
+        """Return the stage that consumes the output of `stage`, or None for the last stage of a chain."""
         return stage + 1 if (stage + 1) % self.depth else None
 
     def __repr__(self) -> str:
@@ -143,7 +145,7 @@ class Schedule:
         return f"{self.title()}\n{table(self)}"
 
     def title(self) -> str:
-        """The name and sizes, in a line."""
+        """Return the name and the sizes as one line."""
         chains = f" in {self.chains} chains" if self.chains > 1 else ""
         sizes = (count(self.stages, "stage"), count(self.ranks, "rank"), count(self.microbatches, "microbatch", "es"))
         return "{}: {}{} on {}, {}".format(self.name, sizes[0], chains, *sizes[1:])
@@ -154,7 +156,7 @@ def count(number: int, noun: str, plural: str = "s") -> str:
 
 
 def placement(actions: Sequence[Sequence[Action]]) -> tuple[int, ...]:
-    """The rank of each stage, read off the actions."""
+    """Return the rank of each stage, derived from the actions."""
     found: dict[int, int] = {}
     for rank, row in enumerate(actions):
         for action in row:
@@ -175,7 +177,7 @@ def placement(actions: Sequence[Sequence[Action]]) -> tuple[int, ...]:
 
 
 def rows(schedule: Schedule) -> list[list[str]]:
-    """For each rank its actions as text, overlapped ones as a pair.
+    """Return the actions of each rank as text, with overlapped actions as a pair.
 
     >>> from functional_parallel import schedules
     >>> schedules.rows(schedules.gpipe(2, 1))
@@ -185,7 +187,7 @@ def rows(schedule: Schedule) -> list[list[str]]:
         schedule: any schedule.
 
     Returns:
-        A list per rank, of "0F3" or "(0F3;3B1)".
+        One list per rank, with entries such as "0F3" or "(0F3;3B1)".
     """
     return [_cells(row, schedule.pairs) for row in schedule.actions]
 
@@ -204,7 +206,7 @@ def _cells(row: Sequence[Action], pairs: frozenset[Action]) -> list[str]:
 
 
 def table(schedule: Schedule) -> str:
-    """A line per rank, actions in columns."""
+    """Return a text with one line per rank and the actions in columns."""
     cells = rows(schedule)
     width = max((len(cell) for row in cells for cell in row), default=0)
     digits = len(str(len(cells) - 1))
@@ -217,7 +219,7 @@ def table(schedule: Schedule) -> str:
 def parse_ranks(
     ranks: Iterable[str | Iterable[str | Action]],
 ) -> tuple[tuple[tuple[Action, ...], ...], frozenset[Action]]:
-    """Each rank's actions from text or lists, and the first of each pair."""
+    """Parse the actions of each rank from texts or lists. Return them and the first action of each pair."""
     if isinstance(ranks, str):
         raise ScheduleError(f"{ranks!r} are the actions of one rank: give a list with a text for each rank")
     actions, pairs = [], []

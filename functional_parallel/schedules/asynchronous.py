@@ -1,8 +1,9 @@
-"""PipeDream: the pipeline never drains; each backward is followed by an update, so weights have versions.
+"""PipeDream schedules: updates run while the pipeline stays full, so weights have versions.
 
-A microbatch's backward must use the weights of its forward, so a stage keeps the versions that microbatches under way
-have used (weight stashing). Which version each action reads, and after which backward a new one is made, is part of the
-schedule. The order of actions is that of 1F1B: a rank's warm-up and drain happen once, at the stream's ends.
+The backward of a microbatch must use the weights of its forward. A stage therefore keeps the versions that microbatches
+in flight have used (weight stashing). The schedule contains the version that each action reads, and the backwards that
+are followed by an update. The order of actions is that of 1F1B. Warm-up and drain happen once, at the ends of the
+stream.
 """
 
 from __future__ import annotations
@@ -15,20 +16,23 @@ __all__ = ["pipedream", "two_bw"]
 
 
 def pipedream(stages: int, microbatches: int, vertical_sync: bool = False) -> Schedule:
-    """Update after every microbatch; stage s of n uses weights n − 1 − s updates old.
+    """Build a PipeDream schedule, with an update after every microbatch.
+
+    Stage s of n uses weights that are n − 1 − s updates old.
 
     >>> from functional_parallel import schedules
     >>> schedule = schedules.pipedream(2, 4)
     >>> [schedule.versions.reads[schedules.Action("F", stage, 3)] for stage in (0, 1)]
     [2, 3]
 
-    The update is w^{t+1} = w^t − λ ∇f(w_0^{t−n+1}, …, w_{n−1}^t), with versions before the first taken as the first.
+    The update is w^{t+1} = w^t − λ ∇f(w_0^{t−n+1}, …, w_{n−1}^t), where versions before the first are replaced
+    by the first.
     Source: Narayanan et al. 2019, PipeDream, section 3.3.
 
     Args:
-        stages: how many stages, one per rank.
-        microbatches: how many microbatches the stream has.
-        vertical_sync: whether a microbatch uses the same version, n − 1 updates old, on every stage.
+        stages: number of stages, one per rank.
+        microbatches: number of microbatches in the stream.
+        vertical_sync: whether a microbatch uses one version, n − 1 updates old, on all stages.
 
     Returns:
         The schedule with its versions.
@@ -41,20 +45,22 @@ def pipedream(stages: int, microbatches: int, vertical_sync: bool = False) -> Sc
 
 
 def two_bw(stages: int, microbatches: int, batch: int | None = None) -> Schedule:
-    """Update after every batch of microbatches, by gradients one update old: two versions are kept.
+    """Build a PipeDream-2BW schedule, with an update after every batch. Gradients are one update old.
+
+    Each stage keeps two versions of its weights.
 
     >>> from functional_parallel import schedules
     >>> schedule = schedules.two_bw(2, 6)
     >>> [schedule.versions.reads[schedules.Action("F", 0, m)] for m in range(6)]
     [0, 0, 0, 0, 1, 1]
 
-    The update is W^{t+1} = W^t − λ ∇f(W^{t−1}), for all stages alike. Source: Narayanan et al. 2021, Memory-efficient
+    The update is W^{t+1} = W^t − λ ∇f(W^{t−1}), on all stages. Source: Narayanan et al. 2021, Memory-efficient
     pipeline-parallel DNN training, section 3.1 (PipeDream-2BW).
 
     Args:
-        stages: how many stages, one per rank.
-        microbatches: how many microbatches the stream has: whole batches.
-        batch: how many microbatches an update sums, as many as stages or more; as many as stages without it.
+        stages: number of stages, one per rank.
+        microbatches: number of microbatches in the stream; a multiple of `batch`.
+        batch: number of microbatches per update, at least the number of stages. Defaults to the number of stages.
 
     Returns:
         The schedule with its versions.

@@ -1,8 +1,9 @@
-"""Zero bubble by search: under given costs and a limit on memory, the best of many greedy schedules.
+"""Zero-bubble schedules by search: the best of many greedy schedules for given costs and a memory limit.
 
-Each rank runs what is ready: a policy says whether it prefers the forward or the input gradient, how far it may run
-ahead, and whether it waits a moment for work that others need before it fills the time with a weight gradient. The
-policies are few, a simulation is cheap, so all are tried, together with H1 and H2 where they fit.
+In a greedy schedule each rank runs an action that is ready. A policy decides whether a forward or an input gradient
+goes first, and sets the number of forwards ahead. It also decides whether a rank waits briefly for such an action
+before it starts a weight gradient. There are few policies and a simulation is cheap. Therefore all policies are tried,
+and H1 and H2 if they fit.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ __all__ = ["zb_auto"]
 
 
 def zb_auto(stages: int, microbatches: int, limit: int | None = None, costs: Costs | None = None) -> Schedule:
-    """The schedule with split backwards that is best under the costs, with at most `limit` microbatches live per rank.
+    """Search the best schedule with split backwards under the costs, with at most `limit` live microbatches per rank.
 
     >>> from functional_parallel import schedules
     >>> for limit in (4, 5, 7):
@@ -32,17 +33,19 @@ def zb_auto(stages: int, microbatches: int, limit: int | None = None, costs: Cos
     5 27.0 2.0 5.0
     7 27.0 0.0 7.0
 
-    Source: the aim is that of Qi et al. 2024, Zero bubble pipeline parallelism, section 3; the search is another.
+    Source: the objective is that of Qi et al. 2024, Zero bubble pipeline parallelism, section 3. The search algorithm
+    is a different one.
 
     Args:
-        stages: how many stages, one per rank.
-        microbatches: how many microbatches a step has.
-        limit: how many forwards' activations a rank may hold, from F to W; as many as stages without it.
-        costs: what actions and transfers cost; all actions 1 and transfers nothing without it.
+        stages: number of stages, one per rank.
+        microbatches: number of microbatches per step.
+        limit: maximum number of microbatches with live activations on a rank, from F to W. The default is
+            the number of stages.
+        costs: costs of actions and transfers. By default F, I and W take time 1 and transfers take no time.
 
     Returns:
-        The schedule of the least span bubble, which is what a step costs when the next one follows at once; of those
-        the one of the least makespan.
+        The schedule with the smallest span bubble, which is the idle time per step if steps follow each other
+        immediately. Ties are broken by the makespan.
     """
     ranks = ranks_of("zb-auto", stages, microbatches)
     allowed = ranks if limit is None else limit
@@ -61,9 +64,9 @@ def zb_auto(stages: int, microbatches: int, limit: int | None = None, costs: Cos
 
 
 class _Policy(NamedTuple):
-    ahead: int  # forwards under way on rank r of P: 0 any, 1 P − r, 2 2(P − r) − 1, as the limit permits
+    ahead: int  # forwards in flight on rank r of P: 0 any number, 1 P − r, 2 2(P − r) − 1, within the limit
     forward_first: bool
-    waits: bool  # rather than start a weight gradient that would hold up work about to arrive
+    waits: bool  # instead of starting a weight gradient that would delay an action that is about to be ready
 
 
 def _policies() -> Iterator[_Policy]:
@@ -97,12 +100,12 @@ def _greedy(ranks: int, microbatches: int, limit: int, costs: Costs, policy: _Po
 
 def _receiver(action: Action, ranks: int) -> int | None:
     if action.kind == "F":
-        return min(action.stage + 1, ranks - 1)  # the last stage's forward makes its own gradient ready
+        return min(action.stage + 1, ranks - 1)  # the forward of the last stage makes its own input gradient ready
     return action.stage - 1 if action.kind == "I" and action.stage else None
 
 
 class _Rank:
-    """One rank of the greedy run: what has arrived, what it did, and what it may do next."""
+    """State of one rank in the greedy search: arrived values, past actions and permitted next actions."""
 
     def __init__(self, r: int, ranks: int, microbatches: int, limit: int, costs: Costs, policy: _Policy) -> None:
         self.r, self.microbatches, self.limit, self.costs, self.policy = r, microbatches, limit, costs, policy
@@ -113,7 +116,7 @@ class _Rank:
         self.free = 0.0
 
     def arrives(self, kind: str) -> float:
-        """When the next action of a kind could start; never where what it uses is not made yet."""
+        """Return the earliest start of the next action of a kind. It is infinite if an input has not been computed."""
         return self.arrivals[kind][self.done[kind]] if self.done[kind] < len(self.arrivals[kind]) else float("inf")
 
     def allowed(self, kind: str) -> bool:

@@ -1,4 +1,4 @@
-"""Whether a schedule can run: complete, in order, and never stuck. Errors name rank, action and what it waits for."""
+"""Check that a schedule is complete, ordered and free of deadlock. Errors name the rank, its action and its input."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["check", "kept_versions", "peaks"]
 
 
 def check(schedule: Schedule) -> Schedule:
-    """Prove a schedule complete, ordered and free of deadlock.
+    """Check that a schedule is complete, ordered and free of deadlock.
 
     >>> from functional_parallel import schedules
     >>> broken = schedules.Schedule.of(["0F0 0B0", "1B0 1F0"], microbatches=1)
@@ -22,17 +22,18 @@ def check(schedule: Schedule) -> Schedule:
 for 1F0, action 1 of the same rank: put 1F0 first
 
     Completeness: every stage runs F once on every microbatch of its chain, and either B once or I and W once each.
-    Order: on its rank and across ranks, an action comes after what it uses; this is shown by running it on paper, rank
-    by rank, so no cycle of ranks can wait for each other as long as messages are told apart (`messages`).
+    Order: every action follows the actions that it depends on, within its rank and across ranks. The check replays the
+    schedule symbolically, one rank at a time. No cycle of ranks can then deadlock, provided that messages are matched
+    correctly (`messages`).
 
     Args:
-        schedule: any schedule, a user's own too.
+        schedule: any schedule, including a user-defined one.
 
     Returns:
-        The same schedule.
+        `schedule`, unchanged.
 
     Raises:
-        ScheduleError: names rank, action and what is wrong with it.
+        ScheduleError: if the schedule is invalid. The message names the rank, the action and the fault.
     """
     _check_sizes(schedule)
     _check_actions(schedule)
@@ -45,7 +46,7 @@ for 1F0, action 1 of the same rank: put 1F0 first
 
 
 def peaks(schedule: Schedule) -> tuple[int, ...]:
-    """For each rank, how many forwards' activations it holds at most: from F to B, or to W where they are apart.
+    """Return the maximum number of live activations on each rank, from F to B, or to W if the backward is split.
 
     >>> from functional_parallel import schedules
     >>> schedules.peaks(schedules.one_f_one_b(4, 8))
@@ -55,7 +56,7 @@ def peaks(schedule: Schedule) -> tuple[int, ...]:
         schedule: any schedule.
 
     Returns:
-        A number per rank; a rank with several stages counts each stage's.
+        One number per rank, in activations of one microbatch and stage. A rank with several stages sums over them.
     """
     found = []
     for row in schedule.actions:
@@ -68,7 +69,7 @@ def peaks(schedule: Schedule) -> tuple[int, ...]:
 
 
 def kept_versions(schedule: Schedule) -> tuple[int, ...]:
-    """For each rank of an asynchronous schedule, how many versions of its stages' weights it keeps at most.
+    """Return the maximum number of weight versions that each rank of an asynchronous schedule keeps.
 
     >>> from functional_parallel import schedules
     >>> schedules.kept_versions(schedules.pipedream(4, 16)), schedules.kept_versions(schedules.two_bw(4, 16))
@@ -78,7 +79,8 @@ def kept_versions(schedule: Schedule) -> tuple[int, ...]:
         schedule: any schedule; a synchronous one has one version.
 
     Returns:
-        A number per rank, over its stages the largest: the newest version, and those still to be read.
+        One number per rank: the maximum over its stages. It counts the newest version and all versions that are still
+        to be read.
     """
     if schedule.versions is None:
         return (1,) * schedule.ranks
@@ -94,7 +96,7 @@ def _versions_of_stage(row: tuple[Action, ...], schedule: Schedule, stage: int) 
     mine = [action for action in row if action.stage == stage]
     peak, newest = 1, 0
     for position, action in enumerate(mine):
-        # An update comes after its action's read; while it is applied its own old version need not survive.
+        # An update follows the read of its action. While it is applied, the old version does not need to survive.
         later = {reads[other] for other in mine[position:] if other in reads}
         peak = max(peak, len({version for version in later if version <= newest} | {newest}))
         newest = writes.get(action, newest)
@@ -102,7 +104,7 @@ def _versions_of_stage(row: tuple[Action, ...], schedule: Schedule, stage: int) 
 
 
 # -----------------------------------------------------------------------------
-# The rules, one by one
+# Rules
 # -----------------------------------------------------------------------------
 
 

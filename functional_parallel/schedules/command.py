@@ -20,7 +20,7 @@ __all__ = ["add_options", "run"]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Add the options of the command to `parser`."""
     parser.add_argument("positional", nargs="?", metavar="name", help=f"one of {', '.join(FAMILIES)}")
     parser.add_argument("--name", help="the same as the name")
     size = parser.add_mutually_exclusive_group(required=True)
@@ -42,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> str:
-    """The text to print, after writing the files asked for."""
+    """Write the requested files and return the text to print."""
     costs = Costs(chosen.forward, chosen.input_grad, chosen.weight_grad, chosen.latency)
     schedule = check(_schedule(chosen, costs))
     timeline = simulate(schedule, costs)
@@ -58,7 +58,7 @@ def run(chosen: argparse.Namespace) -> str:
 
 
 def _write(option: str, path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file, or say why it cannot be: no such folder, no such kind of picture, no matplotlib."""
+    """Write a file. Raise `ScheduleError` for a missing folder, an unknown image format or a missing matplotlib."""
     try:
         write(path)
     except (OSError, ValueError, ImportError) as error:

@@ -1,4 +1,4 @@
-"""What an action waits for: its stage's earlier work on the microbatch, and the neighbouring stage's result."""
+"""Dependencies of an action: earlier actions of its stage on the microbatch, and the result of the adjacent stage."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ __all__ = ["gradients_of_input", "replay", "waits_for"]
 
 
 def waits_for(schedule: Schedule, kinds: Mapping[tuple[int, int], str], action: Action) -> list[Action]:
-    """The actions whose results an action uses, the neighbouring stage's first.
+    """Return the actions that `action` depends on, beginning with that of the adjacent stage.
 
     Args:
         schedule: any schedule.
-        kinds: for stage and microbatch, which kind makes the gradient of the input: `gradients_of_input(schedule)`.
+        kinds: for each stage and microbatch, the kind of the action that computes the gradient of the input, as
+            `gradients_of_input(schedule)` returns it.
         action: the action that waits.
 
     Returns:
-        One or two actions, none for the forward of a first stage.
+        One or two actions; an empty list for the forward of a first stage.
     """
     kind, stage, microbatch = action
     if kind == "F":
@@ -32,18 +33,18 @@ def waits_for(schedule: Schedule, kinds: Mapping[tuple[int, int], str], action: 
 
 
 def gradients_of_input(schedule: Schedule) -> dict[tuple[int, int], str]:
-    """For stage and microbatch, the kind that makes the gradient of the input: B or I."""
+    """Return, per stage and microbatch, the kind of the action that computes the gradient of the input: B or I."""
     return {(stage, microbatch): kind for kind, stage, microbatch in schedule if kind in "BI"}
 
 
 def replay(schedule: Schedule) -> Iterator[tuple[int, Action]]:
-    """Each rank and action in an order in which all could run one after another; ends early when all ranks wait.
+    """Yield the actions in an order in which they could run sequentially. End early if all ranks wait.
 
     Args:
         schedule: any schedule.
 
     Yields:
-        Rank and action, every action after those it waits for; ranks take turns, one action each.
+        Rank and action, each action after all its dependencies. The ranks take turns, with one action per turn.
     """
     kinds = gradients_of_input(schedule)
     done: set[Action] = set()

@@ -1,4 +1,4 @@
-"""The numbers a schedule is made for: outside them an error names the rule and the nearest numbers inside."""
+"""Domains of schedules. For an argument outside the domain, the error names the rule and the nearest legal values."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ __all__ = ["ranks_of", "require"]
 
 
 def require(name: str, rule: str, argument: str, value: int, legal: Callable[[int], bool], others: str = "") -> None:
-    """Refuse a value of an argument.
+    """Check that `value` is legal for `argument`.
 
     Args:
-        name: the schedule.
-        rule: what the schedule takes, in words.
-        argument: the argument's name.
-        value: what was given.
-        legal: whether a value is one that the schedule takes.
-        others: the arguments that the rule depends on, as text.
+        name: name of the schedule.
+        rule: description of the legal values.
+        argument: name of the argument.
+        value: value of the argument.
+        legal: predicate of a legal value, for integers of at least 1.
+        others: the other arguments that the rule depends on, as text.
 
     Raises:
-        ScheduleError: names the rule, the value and the nearest legal ones.
+        ScheduleError: if the value is not legal. The message names the rule, the value and the nearest legal values.
     """
     if isinstance(value, int) and value >= 1 and legal(value):
         return
@@ -34,7 +34,7 @@ def require(name: str, rule: str, argument: str, value: int, legal: Callable[[in
 
 
 def ranks_of(name: str, stages: int, microbatches: int, chunks: int = 1) -> int:
-    """The number of ranks that hold `chunks` stages each, when there is any."""
+    """Return the number of ranks with `chunks` stages each. Raise `ScheduleError` for illegal arguments."""
     require(name, "at least 1 stage per rank", "chunks", chunks, lambda _: True)
     rule = "a number of stages that is a multiple of the chunks per rank" if chunks > 1 else "at least 1 stage"
     require(name, rule, "stages", stages, lambda number: number % chunks == 0, f"chunks={chunks}" if chunks > 1 else "")

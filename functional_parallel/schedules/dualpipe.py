@@ -1,7 +1,7 @@
-"""DualPipe: microbatches enter at both ends, so a rank always has a forward and a backward to run at once.
+"""DualPipe schedules: microbatches enter at both ends, so a rank can overlap a forward with a backward.
 
-DualPipe keeps two copies of the model, one running down the ranks and one up; DualPipeV folds one model in two instead.
-Both are one rule of eight steps. Its pairs of forward and backward may overlap, one computing while the other
+DualPipe keeps two copies of the model, one in ascending and one in descending order of ranks. DualPipeV folds one model
+in two instead. Both use one rule of eight steps. In a pair of forward and backward, one may compute while the other
 communicates.
 """
 
@@ -17,7 +17,7 @@ __all__ = ["dualpipe", "dualpipe_v"]
 
 
 def dualpipe(stages: int, microbatches: int) -> Schedule:
-    """Two copies of the model in opposite directions, half of the microbatches through each.
+    """Build a DualPipe schedule: two copies of the model in opposite directions, each with half of the microbatches.
 
     >>> from functional_parallel import schedules
     >>> print(schedules.dualpipe(2, 4))
@@ -28,12 +28,12 @@ def dualpipe(stages: int, microbatches: int) -> Schedule:
     Source: DeepSeek-AI 2024, DeepSeek-V3 technical report, section 3.2.1.
 
     Args:
-        stages: how many stages the model has, one of each copy per rank: even.
-        microbatches: how many microbatches a step has, both directions together: even, at least twice the stages.
+        stages: number of stages of the model, an even number. Each rank holds one stage of each copy.
+        microbatches: number of microbatches per step, over both directions. It is even and at least twice the stages.
 
     Returns:
-        The schedule of two chains: stages 0 to P − 1 down the ranks, stages P to 2P − 1 up. The gradients of the two
-        copies are to be summed.
+        A schedule with two chains: stages 0 to P − 1 in ascending order of ranks, stages P to 2P − 1 in descending
+        order. The caller must sum the gradients of the two copies.
     """
     require("dualpipe", "an even number of stages", "stages", stages, lambda number: number % 2 == 0)
     ranks = ranks_of("dualpipe", stages, microbatches)
@@ -51,7 +51,7 @@ def dualpipe(stages: int, microbatches: int) -> Schedule:
 
 
 def dualpipe_v(stages: int, microbatches: int) -> Schedule:
-    """DualPipe of one model folded in two: rank r of P holds stages r and 2P − 1 − r.
+    """Build a DualPipeV schedule for one folded model: rank r of P holds stages r and 2P − 1 − r.
 
     >>> from functional_parallel import schedules
     >>> print(schedules.dualpipe_v(2, 2))
@@ -61,8 +61,8 @@ def dualpipe_v(stages: int, microbatches: int) -> Schedule:
     Source: DeepSeek-AI 2025, DualPipe, the published code; the fold is that of Qi et al. 2024.
 
     Args:
-        stages: how many stages, two per rank.
-        microbatches: how many microbatches a step has: at least as many as stages.
+        stages: number of stages, two per rank.
+        microbatches: number of microbatches per step, at least the number of stages.
 
     Returns:
         The schedule.
@@ -80,24 +80,24 @@ def dualpipe_v(stages: int, microbatches: int) -> Schedule:
 
 
 class _EightSteps:
-    """One rank's actions: direction 0 is the one whose microbatches reach this rank first."""
+    """Actions of one rank. Microbatches of direction 0 reach this rank first."""
 
     def __init__(self, *stages: int) -> None:
         self.stages = stages
         self.actions: list[Action] = []
         self.pairs: list[Action] = []
         self.next = {(kind, half): 0 for kind in "FB" for half in (0, 1)}
-        self.waiting: deque[tuple[int, int]] = deque()  # stage and microbatch of weight gradients put off
+        self.waiting: deque[tuple[int, int]] = deque()  # stage and microbatch of deferred weight gradients
 
     def run(self, r: int, half: int, microbatches: int) -> None:
         self.play("F0", 2 * (half - r - 1))
         self.play("F0 F1", r + 1)
         self.play("I1 W F1", half - r - 1)
-        # At the fold a forward's output is the other direction's input, so the first pair there cannot overlap.
+        # At the fold, the output of a forward is the input of the other direction. The first pair cannot overlap there.
         self.play("F0 B1 F1&B0" if r == half - 1 else "F0&B1 F1&B0")
         self.play("F0&B1 F1&B0", microbatches - 2 * half + r)
         self.play("B1 F1&B0", half - r - 1)
-        # The later half of the backwards that are left put their weight gradients off.
+        # The later half of the remaining backwards defer their weight gradients.
         self.play("B1 B0", (r + 1) // 2)
         self.play("I1 I0" if r % 2 else "B1 I0")
         self.play("I1 I0", r - (r + 1) // 2)

@@ -1,4 +1,4 @@
-"""GPipe: all forwards, then all backwards."""
+"""GPipe schedule: all forwards, then all backwards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["gpipe"]
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
-    """All microbatches go forward, then all go back.
+    """Build a GPipe schedule: the forwards of all microbatches, then all backwards.
 
     >>> from functional_parallel import schedules
     >>> print(schedules.gpipe(2, 2))
@@ -17,12 +17,12 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
     rank 0  0F0  0F1  0B0  0B1
     rank 1  1F0  1F1  1B0  1B1
 
-    Source: Huang et al. 2019, GPipe, section 2.2. The order of the backwards changes neither time nor memory; here
-    it is that of the forwards, so every rank sums gradients in the order of microbatches.
+    Source: Huang et al. 2019, GPipe, section 2.2. The order of the backwards does not change time or memory. Here it
+    is the order of the forwards, so every rank sums gradients in the order of microbatches.
 
     Args:
-        stages: how many stages, one per rank.
-        microbatches: how many microbatches a step has.
+        stages: number of stages, one per rank.
+        microbatches: number of microbatches per step.
 
     Returns:
         The schedule; a rank holds the activations of all microbatches.

@@ -1,4 +1,4 @@
-"""Several stages per rank, dealt out in turn: stage s lives on rank s mod P, so the bubble shrinks by their number."""
+"""Schedules with several stages per rank: stage s is on rank s mod P. V stages per rank divide the bubble by V."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["breadth_first", "interleaved"]
 
 
 def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """1F1B over `chunks` stages per rank, in groups of microbatches that pass one stage of the rank after another.
+    """Build an interleaved 1F1B schedule. Each group of microbatches runs the `chunks` stages of a rank in turn.
 
     >>> from functional_parallel import schedules
     >>> print(schedules.interleaved(4, 2, chunks=2))
@@ -19,12 +19,12 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
     rank 1  1F0  1F1  3F0  3B0  3F1  3B1  1B0  1B1
 
     Source: Narayanan et al. 2021, Efficient large-scale language model training on GPU clusters using Megatron-LM,
-    section 2.2. A group has as many microbatches as there are ranks, and one more where they do not divide evenly.
+    section 2.2. On P ranks, M microbatches form max(1, ⌊M/P⌋) groups. A group has P microbatches if P divides M.
 
     Args:
-        stages: how many stages, `chunks` per rank.
-        microbatches: how many microbatches a step has; groups of at least P on P ranks must be of one size.
-        chunks: how many stages each rank holds.
+        stages: number of stages, `chunks` per rank.
+        microbatches: number of microbatches per step. All groups must have the same size.
+        chunks: number of stages per rank.
 
     Returns:
         The schedule.
@@ -55,7 +55,7 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
 
 
 def breadth_first(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """All microbatches pass a rank's first stage, then its second, and so on; then back.
+    """Build a breadth-first schedule. All microbatches run a stage of a rank before its next stage; then the reverse.
 
     >>> from functional_parallel import schedules
     >>> print(schedules.breadth_first(4, 2, chunks=2))
@@ -66,12 +66,13 @@ def breadth_first(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
     Source: Lamy-Poirier 2023, Breadth-first pipeline parallelism.
 
     Args:
-        stages: how many stages, `chunks` per rank.
-        microbatches: how many microbatches a step has.
-        chunks: how many stages each rank holds.
+        stages: number of stages, `chunks` per rank.
+        microbatches: number of microbatches per step.
+        chunks: number of stages per rank.
 
     Returns:
-        The schedule; a rank holds the activations of all microbatches, and needs each stage's weights twice only.
+        The schedule. A rank holds the activations of all microbatches. It needs the weights of each stage in two
+        periods only.
     """
     ranks = ranks_of("looped-bfs", stages, microbatches, chunks)
     rows = []

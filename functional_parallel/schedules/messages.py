@@ -1,10 +1,12 @@
-"""What the ranks send each other, in an order that needs no tags and cannot hang.
+"""Point-to-point messages of a schedule, in an order that needs no tags and cannot deadlock.
 
-Between two ranks messages without tags arrive in the order they were sent, so for each ordered pair of ranks the order
-of sends must be the order of receives. Placing each receive right before its use does not give that: a folded schedule
-may use later what was sent first, and gets wrong numbers without an error. Here one walk over all ranks places a send
-after its action and, at that moment, the receive at the end of the other rank's list. Both orders then are the walk's,
-and since the walk itself is an order in which everything can run, even sends that wait for their receive cannot hang.
+Messages without tags between two ranks arrive in the order of the sends. For each ordered pair of ranks, the order of
+sends must therefore equal the order of receives. A receive directly before each use does not guarantee this: a folded
+schedule may use the first message after the second, and its results would be wrong without an error.
+
+Here one traversal over all ranks inserts a send after its action. At the same moment it appends the receive to the list
+of the other rank. Both orders are then the order of the traversal. The traversal is itself a valid order of execution,
+so even blocking sends cannot deadlock.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ __all__ = ["Receive", "Send", "check_messages", "messages"]
 
 
 class Send(NamedTuple):
-    """Send what an action made to the rank of the neighbouring stage."""
+    """Send the result of `action` to `rank`, which holds the adjacent stage."""
 
     action: Action
     rank: int
@@ -29,7 +31,7 @@ class Send(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """Receive what an action on another rank made."""
+    """Receive the result of `action` from `rank`."""
 
     action: Action
     rank: int
@@ -42,7 +44,7 @@ Instruction = Action | Send | Receive
 
 
 def messages(schedule: Schedule) -> tuple[tuple[Instruction, ...], ...]:
-    """Each rank's actions with the sends and receives between them.
+    """Return the actions of each rank together with their sends and receives.
 
     >>> from functional_parallel import schedules
     >>> for row in schedules.messages(schedules.gpipe(2, 1)):
@@ -51,14 +53,14 @@ def messages(schedule: Schedule) -> tuple[tuple[Instruction, ...], ...]:
     receive 0F0 from 0, 1F0, 1B0, send 1B0 to 0
 
     Args:
-        schedule: a schedule that `check` passes. Stages of one rank pass values without a message.
+        schedule: a schedule that passes `check`. Stages on the same rank exchange values without a message.
 
     Returns:
-        A tuple per rank of `Action`, `Send` and `Receive`, in the order to issue them: sends in the background, or
-        waiting for their receive.
+        One tuple per rank of `Action`, `Send` and `Receive`, in the order of issue. Sends may run in the background or
+        block until they are received.
 
     Raises:
-        ScheduleError: when the ranks wait for each other.
+        ScheduleError: if the ranks wait for each other.
     """
     steps: list[list[Instruction]] = [[] for _ in schedule.actions]
     ran = 0
@@ -82,16 +84,16 @@ def _receiver(schedule: Schedule, action: Action) -> int | None:
 
 
 def check_messages(schedule: Schedule, steps: Sequence[Sequence[Instruction]], tagged: bool = False) -> None:
-    """Prove an order of sends and receives right, even for sends that wait until they are received.
+    """Check an order of sends and receives. It must be correct even if sends block until they are received.
 
     Args:
         schedule: the schedule that the steps belong to.
-        steps: for each rank, its actions, sends and receives: `messages(schedule)`, or one's own.
-        tagged: whether messages carry tags, so that they may be received in another order than sent. Sends then do
-            not wait.
+        steps: for each rank, its actions, sends and receives: `messages(schedule)`, or a user-defined order.
+        tagged: whether messages carry tags. Tagged messages may be received in another order than they were sent, and
+            their sends do not block.
 
     Raises:
-        ScheduleError: names the ranks, and the message or action that is wrong.
+        ScheduleError: if the order is wrong. The message names the ranks, and the faulty message or action.
     """
     _check_same_order(schedule, steps, tagged)
     _run(schedule, steps, gradients_of_input(schedule), waiting=not tagged)
@@ -121,7 +123,7 @@ def _run(
     schedule: Schedule, steps: Sequence[Sequence[Instruction]], kinds: Mapping[tuple[int, int], str], waiting: bool
 ) -> None:
     positions = [0] * len(steps)
-    have: list[set[Action]] = [set() for _ in steps]  # what each rank made or received
+    have: list[set[Action]] = [set() for _ in steps]  # actions with a result on the rank: computed or received
     sent: set[Action] = set()
 
     def head(rank: int) -> Instruction | None:
@@ -144,7 +146,7 @@ def _run(
                 )
                 positions[rank] += 1
                 moved = True
-                if isinstance(step, Send) and waiting:  # the receive that it met is over too
+                if isinstance(step, Send) and waiting:  # the matching receive has completed too
                     have[step.rank].add(step.action)
                     positions[step.rank] += 1
     stuck = [f"rank {rank} at {step}" for rank in range(len(steps)) if (step := head(rank)) is not None]

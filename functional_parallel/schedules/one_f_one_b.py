@@ -1,4 +1,4 @@
-"""1F1B: once a rank has filled the pipeline below it, it alternates one forward and one backward."""
+"""1F1B schedules: after a warm-up of forwards, a rank alternates one forward and one backward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["alternate", "eager_one_f_one_b", "one_f_one_b"]
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
-    """A rank runs as many forwards ahead as there are ranks after it, then a forward and a backward in turn.
+    """Build a 1F1B schedule. Rank r of P runs P − 1 − r forwards ahead, then alternates one forward and one backward.
 
     >>> from functional_parallel import schedules
     >>> print(schedules.one_f_one_b(2, 3))
@@ -21,8 +21,8 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     et al. 2021, DAPPLE.
 
     Args:
-        stages: how many stages, one per rank.
-        microbatches: how many microbatches a step has.
+        stages: number of stages, one per rank.
+        microbatches: number of microbatches per step.
 
     Returns:
         The schedule; rank r of P holds the activations of P − r microbatches at most.
@@ -31,7 +31,9 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
 
 
 def eager_one_f_one_b(stages: int, microbatches: int) -> Schedule:
-    """1F1B with twice as many forwards ahead: transfers have time to arrive, for twice the activations.
+    """Build a 1F1B schedule with twice the number of forwards ahead.
+
+    Transfers have more time to arrive, at the cost of twice the activations.
 
     >>> from functional_parallel import schedules
     >>> print(schedules.eager_one_f_one_b(2, 3))
@@ -40,8 +42,8 @@ def eager_one_f_one_b(stages: int, microbatches: int) -> Schedule:
     rank 1  1F0  1B0  1F1  1B1  1F2  1B2
 
     Args:
-        stages: how many stages, one per rank.
-        microbatches: how many microbatches a step has.
+        stages: number of stages, one per rank.
+        microbatches: number of microbatches per step.
 
     Returns:
         The schedule; rank r of P holds the activations of 2(P − r) − 1 microbatches at most.
@@ -63,7 +65,7 @@ def _warmed(name: str, stages: int, microbatches: int, ahead: int) -> Schedule:
 
 
 def alternate(forwards: list[Action], backwards: list[Action], ahead: int) -> tuple[Action, ...]:
-    """So many forwards ahead, then one forward and one backward in turn, then the backwards that are left."""
+    """Run `ahead` forwards, then alternate one forward and one backward, then run the remaining backwards."""
     steady = zip(forwards[ahead:], backwards, strict=False)
     rest = backwards[len(forwards) - ahead :]
     return (*forwards[:ahead], *(action for pair in steady for action in pair), *rest)

@@ -1,4 +1,4 @@
-"""All schedules by name, each with the numbers it is made for, what it costs, and who published it."""
+"""All schedules by name, with their domain, bubble, peak memory and publication."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = ["FAMILIES", "Family", "family", "for_ranks", "get", "stages_for"]
 
 
 class Family(NamedTuple):
-    """A rule that makes schedules.
+    """A rule that builds schedules.
 
     Args:
-        schedule: the function of stages and microbatches.
-        domain: the numbers it takes; P ranks, M microbatches, V chunks per rank.
-        bubble: the time a rank waits, where F, I and W are the times of a stage's actions and B = I + W.
-        peak: how many forwards' activations rank r holds at most.
-        paper: where it was published.
-        chunks: how many stages a rank holds, or None where `chunks` says so.
+        schedule: a function of stages and microbatches.
+        domain: the legal arguments, for P ranks, M microbatches and V chunks per rank.
+        bubble: idle time of a rank. F, I and W are the times of the actions of a stage, and B = I + W.
+        peak: maximum number of forwards with live activations on rank r.
+        paper: the publication.
+        chunks: number of stages per rank, or None if the argument `chunks` of the function determines it.
     """
 
     schedule: Callable[..., Schedule]
@@ -109,20 +109,20 @@ _ALIASES = {"bfs": "looped-bfs", "dualpipev": "dualpipe-v", "pipedream-2bw": "2b
 
 
 def get(name: str) -> Callable[..., Schedule]:
-    """The function that makes schedules of a name.
+    """Return the function that builds the schedule `name`.
 
     >>> from functional_parallel import schedules
     >>> schedules.get("zb-h1")(stages=4, microbatches=8)
     Schedule(zb-h1: 4 stages on 4 ranks, 8 microbatches)
 
     Args:
-        name: a name in `FAMILIES`, or another of the same schedule, such as "bfs" or "pipedream-flush".
+        name: a name in `FAMILIES` or an alias, such as "bfs" or "pipedream-flush".
 
     Returns:
-        A function of `stages` and `microbatches`, some with more arguments, all by keyword too.
+        A function of `stages` and `microbatches`. Some have more arguments. All arguments may be passed by keyword.
 
     Raises:
-        ScheduleError: for another name; lists the names.
+        ScheduleError: for an unknown name. The message lists the names.
     """
     return family(name).schedule
 
@@ -135,26 +135,26 @@ def family(name: str) -> Family:
 
 
 def stages_for(name: str, ranks: int, chunks: int = 2) -> int:
-    """How many stages a schedule on so many ranks has.
+    """Return the number of stages of a schedule on `ranks` ranks.
 
     >>> from functional_parallel import schedules
     >>> [schedules.stages_for(name, ranks=4, chunks=3) for name in ("1f1b", "interleaved", "zb-v")]
     [4, 12, 8]
 
     Args:
-        name: a name in `FAMILIES`.
-        ranks: how many ranks.
-        chunks: how many stages a rank holds, where the schedule leaves that open.
+        name: a name in `FAMILIES` or an alias.
+        ranks: number of ranks.
+        chunks: number of stages per rank, for schedules that do not fix it.
 
     Returns:
-        The number of stages to cut the model into.
+        The number of stages into which the model must be cut.
     """
     own = family(name).chunks
     return ranks * (chunks if own is None else own)
 
 
 def for_ranks(name: str, ranks: int, microbatches: int, chunks: int = 2, **options: Any) -> Schedule:
-    """The schedule of a name on so many ranks, each with as many stages as the schedule gives it.
+    """Build the schedule `name` for a number of ranks. The number of stages follows from `stages_for`.
 
     >>> from functional_parallel import schedules
     >>> [schedules.for_ranks(name, ranks=2, microbatches=4, chunks=3) for name in ("1f1b", "interleaved")]
@@ -162,16 +162,16 @@ def for_ranks(name: str, ranks: int, microbatches: int, chunks: int = 2, **optio
 
     Args:
         name: as for `get`.
-        ranks: how many ranks.
-        microbatches: how many microbatches a step has.
-        chunks: how many stages a rank holds, where the schedule leaves that open.
-        options: more arguments of the schedule, as `limit` of "zb-auto".
+        ranks: number of ranks.
+        microbatches: number of microbatches per step.
+        chunks: number of stages per rank, for schedules that do not fix it.
+        options: additional arguments of the schedule, such as `limit` of "zb-auto".
 
     Returns:
         The schedule.
 
     Raises:
-        ScheduleError: where there is no such schedule, or it is not made for these numbers.
+        ScheduleError: for an unknown name, or for arguments outside the domain of the schedule.
     """
     if family(name).chunks is None:
         options["chunks"] = chunks

@@ -1,7 +1,8 @@
-"""Which depth, microbatch and schedule to train with: simulate every choice that fits in memory, take the fastest.
+"""Search of depth, microbatch and schedule: simulate every choice and sort by time.
 
-Deeper pipelines leave less to reduce over replicas and more bubble; smaller microbatches leave less bubble and cost
-more overhead. No formula weighs these for a given model and machine, but a simulation takes milliseconds.
+A deeper pipeline has less to reduce over replicas, but more bubble. A smaller microbatch has less bubble, but more
+overhead. No formula weighs these effects for a given model and machine, but a simulation takes milliseconds. Choices
+that do not fit in memory are dropped.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ SYNCHRONOUS = tuple(name for name in FAMILIES if name not in ("pipedream", "2bw"
 
 @dataclass(frozen=True)
 class Layer:
-    """What a layer of the model costs; times and activations are of one sample.
+    """Costs of a layer of the model. Times, `activation`, `output` and `kept` are for one sample.
 
     Args:
-        forward, input_gradient, weight_gradient: its times.
-        activation: bytes that its forward keeps for its backward.
-        output: bytes that it hands to the next layer.
-        gradient: bytes of its weights' gradient, which replicas sum.
-        state: bytes of its weights, their gradients and the optimizer's state.
-        kept: by name, values that its forward keeps and others may too, in bytes of one sample: a stage holds each
-            once, on top of `activation`.
-        weights: by name, weights that other layers may use too, as (gradient, state): a rank holds each once, on top of
-            the two above.
+        forward, input_gradient, weight_gradient: times of F, I and W.
+        activation: bytes that the forward saves for the backward.
+        output: bytes that the layer sends to the next layer.
+        gradient: bytes of the gradients of its weights, which replicas sum.
+        state: bytes of its weights, their gradients and the optimizer state.
+        kept: bytes per sample of saved values, by name. Several layers may save the same value; a stage holds it once.
+            They are counted in addition to `activation`.
+        weights: (gradient, state) bytes of weights, by name. Several layers may use the same weight; a rank holds it
+            once per copy of the model. They are counted in addition to `gradient` and `state`.
 
     Raises:
-        ScheduleError: for a time or size that is no number of at least 0.
+        ScheduleError: if a time or size is not a number of at least 0.
     """
 
     forward: float
@@ -56,23 +57,24 @@ class Layer:
 
     @property
     def time(self) -> float:
-        """All its work on one sample."""
+        """Total time of F, I and W for one sample."""
         return self.forward + self.input_gradient + self.weight_gradient
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the layers run on, in the units of their times and bytes.
+    """Machine that runs the layers, in the units of their times and bytes.
 
     Args:
-        ranks: how many there are.
+        ranks: number of ranks.
         memory: bytes per rank.
-        latency, bandwidth: of a message between two stages.
-        reduce_bandwidth: bytes per time that a rank sends while replicas sum gradients.
-        overhead: time that an action takes however small its microbatch.
+        latency, bandwidth: latency and bandwidth of a message between two stages.
+        reduce_bandwidth: bytes per unit of time that a rank sends while replicas sum gradients.
+        overhead: constant time of an action, independent of the size of its microbatch.
 
     Raises:
-        ScheduleError: for what is no number of ranks, a negative time, or no room or rate at all.
+        ScheduleError: if `ranks` is not a positive integer, a time is negative, or a memory or bandwidth is not
+            positive.
     """
 
     ranks: int
@@ -97,18 +99,18 @@ def _require(what: str, name: str, value: object, legal: Callable[[Any], bool], 
 
 @dataclass(frozen=True)
 class Plan:
-    """A way to train, and what it was found to cost.
+    """A choice of schedule, depth and microbatch, with its predicted costs.
 
     Args:
-        name: the schedule.
-        depth: ranks of a pipeline.
-        replicas: pipelines side by side, each with its part of the batch.
-        microbatch: samples in a microbatch.
-        cuts: the layers of each stage, as (first, one past the last).
-        time: of a step, with the sum of gradients.
-        memory: bytes of state, of the batch, and of what forwards keep, on the fullest rank; what an action takes while
-            it runs, and messages, come on top.
-        timeline: the simulated step of one pipeline.
+        name: name of the schedule.
+        depth: number of ranks of a pipeline.
+        replicas: number of pipelines that run in parallel, each with its shard of the batch.
+        microbatch: number of samples in a microbatch.
+        cuts: layers of each stage, as (first, one past the last).
+        time: time of a step, including the sum of gradients.
+        memory: bytes of training state, batch and saved activations on the rank that holds most. It does not include
+            the temporaries of a running action or messages.
+        timeline: simulated step of one pipeline.
     """
 
     name: str
@@ -122,7 +124,7 @@ class Plan:
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule to run."""
+        """Schedule to run."""
         return self.timeline.schedule
 
 
@@ -134,32 +136,33 @@ def search(
     chunks: int = 2,
     sample: float = 0.0,
 ) -> list[Plan]:
-    """All plans that fit, the fastest first.
+    """Return all plans that fit in memory, the fastest first.
 
     >>> from functional_parallel.schedules import Layer, Machine, search
     >>> layers = [Layer(1.0, 1.0, 1.0, activation=1.0, gradient=50.0, state=100.0)] * 8
     >>> search(layers, Machine(ranks=4, memory=350, reduce_bandwidth=10), batch=16, names=["gpipe", "1f1b", "zb-h1"])[0]
     Plan(name='zb-h1', depth=4, replicas=1, microbatch=1, time=102.0, memory=208.0)
 
-    Tried are all depths that divide the ranks, all microbatches that divide a replica's part of the batch, and all
-    schedules named, each with the layers cut into consecutive stages so that the slowest is fastest.
-    Source: Athlur et al. 2022, Varuna: scalable, low-cost training of massive deep learning models, which takes the
-    largest microbatch that fits; here all are tried.
+    The search covers all depths that divide the ranks, all microbatches that divide the batch of a replica, and all
+    schedules in `names`. The layers are cut into consecutive stages so that the slowest stage is as fast as possible.
+    Source: Athlur et al. 2022, Varuna: scalable, low-cost training of massive deep learning models. Varuna uses the
+    largest microbatch that fits; this search tries all.
 
     Args:
-        layers: what each layer costs, in order.
-        machine: what it runs on.
-        batch: samples in a step, over all replicas.
-        names: the schedules to try.
-        chunks: stages per rank, for schedules that leave that open.
-        sample: bytes of a sample of the batch, of which every rank of a pipeline holds its replica's part.
+        layers: costs of the layers, in order.
+        machine: machine that runs them.
+        batch: number of samples per step, over all replicas.
+        names: schedules to try.
+        chunks: number of stages per rank, for schedules that do not fix it.
+        sample: bytes of one sample of the batch. Every rank of a pipeline holds all samples of its replica.
 
     Returns:
-        The plans by time, then by memory.
+        The plans, sorted by time, then by memory.
 
     Raises:
-        ScheduleError: when nothing fits; names what comes closest. For a batch or chunks that are no counts.
-        TypeError: for a machine that is none, or one name where a list of them belongs.
+        ScheduleError: if nothing fits (the message names the smallest plan), or if `batch` or `chunks` is not a
+            positive integer.
+        TypeError: if `machine` is not a `Machine`, or `names` is a single name.
     """
     check_search(machine, names, chunks)
     _require("search", "batch", batch, is_positive_int, "an integer of at least 1")
@@ -180,7 +183,7 @@ def search(
 
 
 def check_search(machine: object, names: object, chunks: object) -> None:
-    """Refuse what would leave schedules out without a word, or stop somewhere within."""
+    """Check the arguments of `search`. Invalid ones would skip schedules silently, or fail inside the search."""
     if not isinstance(machine, Machine):
         raise TypeError(f"machine= takes an fp.schedules.Machine(ranks=…, memory=…), not {machine!r}")
     if isinstance(names, str):
@@ -204,7 +207,7 @@ def _choices(
                     continue
                 try:
                     schedule = for_ranks(name, depth, batch // replicas // microbatch, chunks)
-                except ScheduleError:  # the schedule is not for these numbers
+                except ScheduleError:  # outside the domain of the schedule
                     continue
                 yield layers, machine, name, schedule, replicas, microbatch
 
@@ -259,7 +262,7 @@ def _activation(stage: Sequence[Layer]) -> float:
 
 
 def _weights(schedule: Schedule, stages: Sequence[Sequence[Layer]], rank: int) -> tuple[float, float]:
-    """Bytes of gradients and of all state on a rank; each chain has weights of its own."""
+    """Return the bytes of gradients and of training state on one rank. Chains do not share weights."""
     own = [number for number, owner in enumerate(schedule.rank_of_stage) if owner == rank]
     layers = [(number // schedule.depth, layer) for number in own for layer in stages[number]]
     named = {(chain, name): sizes for chain, layer in layers for name, sizes in layer.weights.items()}
@@ -268,21 +271,21 @@ def _weights(schedule: Schedule, stages: Sequence[Sequence[Layer]], rank: int) -
 
 
 def balanced_cut(times: Sequence[float], parts: int) -> tuple[tuple[int, int], ...]:
-    """Cut a list into consecutive parts, none empty, so that the largest sum is least.
+    """Cut a list into consecutive non-empty slices so that the largest sum is minimal.
 
     >>> from functional_parallel.schedules import balanced_cut
     >>> balanced_cut([1, 1, 1, 3, 2], 3)
     ((0, 3), (3, 4), (4, 5))
 
     Args:
-        times: what each element costs.
-        parts: how many parts, at most as many as elements.
+        times: cost of each element.
+        parts: number of slices, at most the number of elements.
 
     Returns:
-        For each part the first element and one past the last.
+        For each slice, its first element and one past the last.
 
     Raises:
-        ScheduleError: for more parts than elements.
+        ScheduleError: if `parts` is less than 1 or more than the number of elements.
     """
     if not 1 <= parts <= len(times):
         raise ScheduleError(f"{len(times)} layers cannot be cut into {parts} stages of at least one layer")
@@ -291,11 +294,11 @@ def balanced_cut(times: Sequence[float], parts: int) -> tuple[tuple[int, int], .
 
 @functools.lru_cache(maxsize=64)
 def _balanced_cut(times: tuple[float, ...], parts: int) -> tuple[tuple[int, int], ...]:
-    """Cut for `balanced_cut`; every schedule and microbatch of a depth shares the result."""
+    """Compute `balanced_cut`. All schedules and microbatches of one depth share the cached result."""
     sums = [0.0]
     for time in times:
         sums.append(sums[-1] + time)
-    # best[end]: the least largest sum of the elements before `end` in the parts so far, and where the last one starts.
+    # best[end]: the minimal largest sum over slices of the elements before `end`, and the start of the last slice.
     best = [(total, 0) for total in sums]
     starts = []
     for part in range(2, parts + 1):

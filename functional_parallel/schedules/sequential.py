@@ -1,4 +1,4 @@
-"""Layer-wise model parallelism: one microbatch after another, one rank at work at a time."""
+"""Layer-wise model parallelism: microbatches run sequentially, and one rank works at a time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["naive"]
 
 
 def naive(stages: int, microbatches: int) -> Schedule:
-    """Each microbatch goes forward and back before the next one starts.
+    """Build a sequential schedule: each microbatch runs forward and backward before the next one starts.
 
     >>> from functional_parallel import schedules
     >>> print(schedules.naive(2, 2))
@@ -18,11 +18,11 @@ def naive(stages: int, microbatches: int) -> Schedule:
     rank 1  1F0  1B0  1F1  1B1
 
     Args:
-        stages: how many stages, one per rank.
-        microbatches: how many microbatches a step has.
+        stages: number of stages, one per rank.
+        microbatches: number of microbatches per step.
 
     Returns:
-        The schedule; a rank holds one microbatch's activations and idles for (stages − 1)/stages of the time.
+        The schedule. A rank holds the activations of one microbatch and is idle for (stages − 1)/stages of the time.
     """
     ranks = ranks_of("naive", stages, microbatches)
     rows = ([Action(kind, r, m) for m in range(microbatches) for kind in "FB"] for r in range(ranks))

@@ -1,9 +1,9 @@
-"""A schedule priced: when each action runs, given what actions and transfers cost.
+"""Simulation of a schedule: start and end of each action, for given costs of actions and transfers.
 
-Each rank runs its actions in order, each as soon as the rank is free and what it uses has arrived. Sends run in the
-background; the messages from one rank to another go one after another. There are two measures of waiting, and both are
-kept: the bubble counts all time of the step in which a rank does nothing, the span bubble only that between a rank's
-first action and its last. Zero-bubble schedules are zero in the second.
+Each rank runs its actions in order. An action starts when the rank is free and its inputs have arrived. Sends run in
+the background; the messages from one rank to another are sent sequentially. The timeline has two measures of idle time.
+The bubble counts all idle time of a rank during the step. The span bubble counts only idle time between the first and
+the last action of the rank. Zero-bubble schedules make the span bubble zero.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ PerStage = float | Sequence[float]
 
 @dataclass(frozen=True)
 class Costs:
-    """What things cost. A number stands for every stage; a sequence gives each stage its own.
+    """Costs of actions and transfers. A number applies to every stage; a sequence has one value per stage.
 
     Args:
-        forward, input_gradient, weight_gradient: time of F, I and W; B takes that of I and W together.
-        latency: time from the end of an action to the arrival of its result on another rank.
-        message, bandwidth: size of what a stage hands on, and size per time of the way between two ranks.
-        overlap: how a pair runs: None one after the other, else as one action that takes the time of both less this
-            share of the shorter: 0 saves nothing, 1 hides the shorter.
-        activation: what a forward's activations take until they are released.
-        kept_by_weight_gradient: the share of them that an I leaves for its W.
-        jitter, seed: the largest relative change of a time, and what the changes are drawn from, one per action.
+        forward, input_gradient, weight_gradient: times of F, I and W. The time of B is the sum of I and W.
+        latency: time from the end of a transfer to the arrival of the result on another rank.
+        message, bandwidth: size of the output of a stage, and size per unit of time between two ranks.
+        overlap: execution of a pair. None runs its actions sequentially. A number runs them as one action. Its time is
+            the sum of both minus this fraction of the shorter time. 0 saves nothing; 1 hides the shorter action.
+        activation: size of the activations of a forward until they are released.
+        kept_by_weight_gradient: fraction of the activations that stays alive between I and W.
+        jitter, seed: largest relative change of a time, and seed of the random changes. Each action has its own change.
 
     Raises:
-        ScheduleError: for a negative time or size, a bandwidth of 0, or a share that is not from 0 to 1.
+        ScheduleError: for a negative time or size, a bandwidth of 0, or a fraction outside [0, 1].
     """
 
     forward: PerStage = 1.0
@@ -64,7 +64,7 @@ class Costs:
         _require("bandwidth", self.bandwidth, is_positive(self.bandwidth), "more than 0")
 
     def time(self, action: Action) -> float:
-        """The time of an action without jitter."""
+        """Return the time of an action, without jitter."""
         stage = action.stage
         if action.kind == "B":
             return at(self.input_gradient, stage) + at(self.weight_gradient, stage)
@@ -81,7 +81,7 @@ def at(values: PerStage, stage: int) -> float:
 
 
 class Event(NamedTuple):
-    """When a rank ran an action."""
+    """Start and end of an action on a rank."""
 
     rank: int
     action: Action
@@ -91,12 +91,12 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """A schedule in time: what `simulate` returns.
+    """Timeline of a schedule, as returned by `simulate`.
 
     Args:
-        schedule: what ran.
-        events: when each action ran, rank by rank, in order.
-        peaks: the largest sum of activations that each rank held.
+        schedule: the schedule.
+        events: for each rank, the events of its actions in order.
+        peaks: for each rank, the largest sum of live activations.
     """
 
     schedule: Schedule
@@ -105,29 +105,29 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """The time from the first action's start to the last one's end."""
+        """Time from the start of the first action to the end of the last."""
         ends = [event.end for row in self.events for event in row]
         return max(ends) - min(event.start for row in self.events for event in row)
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """The time that each rank works; overlapped actions count once."""
+        """Busy time of each rank. Overlapping actions count once."""
         return tuple(_covered(row) for row in self.events)
 
     @property
     def bubble(self) -> float:
-        """The time that a rank does nothing: the largest over ranks."""
+        """Largest idle time over the ranks."""
         return self.makespan - min(self.busy)
 
     @property
     def bubble_fraction(self) -> float:
-        """The share of all ranks' time in which they do nothing."""
+        """Idle time of all ranks as a fraction of their total time."""
         whole = self.makespan * self.schedule.ranks
-        return 1 - sum(self.busy) / whole if whole else 0.0  # where nothing takes time, nobody waits
+        return 1 - sum(self.busy) / whole if whole else 0.0  # if no action takes time, no rank waits
 
     @property
     def span_bubble(self) -> float:
-        """The time that a rank does nothing between its first action and its last: the largest over ranks."""
+        """Largest idle time over the ranks, counted between the first and the last action of a rank."""
         spans = [row[-1].end - row[0].start if row else 0.0 for row in self.events]
         return max(span - busy for span, busy in zip(spans, self.busy, strict=True))
 
@@ -141,7 +141,7 @@ def _covered(row: Sequence[Event]) -> float:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """When each action of a schedule runs.
+    """Simulate a schedule and return its timeline.
 
     >>> from functional_parallel import schedules
     >>> timeline = schedules.simulate(schedules.one_f_one_b(4, 8))
@@ -149,14 +149,14 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     (33.0, 9.0, 0.2727, (4.0, 3.0, 2.0, 1.0))
 
     Args:
-        schedule: any schedule that `check` passes.
-        costs: what actions and transfers cost; all actions 1 and transfers nothing without it.
+        schedule: a schedule that passes `check`.
+        costs: costs of actions and transfers. By default F, I and W take time 1 and transfers take no time.
 
     Returns:
         The timeline.
 
     Raises:
-        ScheduleError: when the ranks wait for each other, or a cost is given for another number of stages.
+        ScheduleError: if the ranks wait for each other, or a cost has values for another number of stages.
     """
     costs = costs or Costs()
     _check_costs(schedule, costs)
@@ -203,7 +203,7 @@ def _times(schedule: Schedule, costs: Costs) -> dict[Action, float]:
 
 
 def _groups(row: Sequence[Action], schedule: Schedule, costs: Costs) -> Iterator[tuple[Action, ...]]:
-    """The actions of a rank, those that overlap together."""
+    """Yield the actions of a rank, with the overlapping ones as a group."""
     remaining = iter(row)
     for action in remaining:
         paired = costs.overlap is not None and action in schedule.pairs
@@ -216,7 +216,7 @@ def _duration(times: Sequence[float], costs: Costs) -> float:
 
 
 class _Arrivals:
-    """When each action's result is there, on its own rank and on the one it is sent to."""
+    """Times when the result of each action is available, on its rank and on the receiving rank."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.schedule, self.costs = schedule, costs
@@ -231,7 +231,7 @@ class _Arrivals:
         if action.kind == "W" or to is None:
             return
         way = (schedule.rank_of_stage[action.stage], schedule.rank_of_stage[to])
-        # What crosses between two stages has one size both ways: a gradient is as large as its value.
+        # Messages between two stages have the same size in both directions: a gradient is as large as its value.
         size = at(self.costs.message, min(action.stage, to))
         sent = max(end, self.busy_until.get(way, end)) + size / self.costs.bandwidth
         self.busy_until[way] = sent

@@ -1,4 +1,4 @@
-"""A timeline to look at: as text, as a Chrome trace, and as a picture."""
+"""Views of a timeline: text, Chrome trace and image."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from .simulate import Event, Timeline
 __all__ = ["chrome_trace", "plot", "summary", "timeline_text"]
 
 _TIME = {False: "time", True: "time (paler: the later stages of a rank)"}
-_LETTERS = 130  # that fit into the width of a picture
+_LETTERS = 130  # that fit into the width of an image
 _WIDTH = 900.0  # of the widest axes, in points
-_EDGE = 0.1  # of the width of a bar, what its white edge may take
+_EDGE = 0.1  # maximum width of the white edge, relative to the width of the bar
 _COLORS = {"F": "#4c78a8", "B": "#59a14f", "I": "#76b7b2", "W": "#edc948"}
-_DARK = "FB"  # colors on which black cannot be read
+_DARK = "FB"  # kinds with colors on which black text is not legible
 
 
 def timeline_text(timeline: Timeline, unit: float | None = None) -> str:
-    """A row per rank and a column per unit of time: an action where it starts, dashes while it runs, dots for waiting.
+    """Format a timeline as text, with one row per rank and one column per unit of time.
+
+    A cell shows the action that starts there, dashes while it runs, and a dot if the rank waits.
 
     >>> from functional_parallel import schedules
     >>> print(schedules.timeline_text(schedules.simulate(schedules.gpipe(2, 2))))
@@ -32,12 +34,12 @@ def timeline_text(timeline: Timeline, unit: float | None = None) -> str:
     rank 1  .   F0  F1  B0  --  B1  --  .   .
 
     Args:
-        timeline: of `simulate`.
-        unit: the time of a column; the longest that shows every action exactly without it, or 1/200 of the makespan
-            where that would be less.
+        timeline: a timeline, as returned by `simulate`.
+        unit: time per column. The default is the longest unit that shows every action exactly, but at least 1/200 of
+            the makespan.
 
     Returns:
-        The text. Actions carry their stage only where a rank has several.
+        The text. Actions include their stage only if there are more stages than ranks.
     """
     first = min(event.start for row in timeline.events for event in row)
     unit = unit or _unit(timeline, first)
@@ -59,7 +61,7 @@ def _unit(timeline: Timeline, first: float) -> float:
     times = [Fraction(time - first) for row in timeline.events for event in row for time in event[2:]]
     scale = math.lcm(*(time.denominator for time in times))
     common = Fraction(math.gcd(*(int(time * scale) for time in times)), scale)
-    return max(float(common), timeline.makespan / 200) or 1.0  # of any length where nothing takes time
+    return max(float(common), timeline.makespan / 200) or 1.0  # any positive unit if no action takes time
 
 
 def _label(action: Action, named: bool) -> str:
@@ -67,7 +69,7 @@ def _label(action: Action, named: bool) -> str:
 
 
 def summary(timeline: Timeline) -> str:
-    """Makespan, bubbles and peaks, a line each.
+    """Format makespan, bubbles and peaks, one per line.
 
     >>> from functional_parallel import schedules
     >>> print(schedules.summary(schedules.simulate(schedules.gpipe(2, 2))))
@@ -77,10 +79,11 @@ def summary(timeline: Timeline) -> str:
     peak         2 2
 
     Args:
-        timeline: of `simulate`.
+        timeline: a timeline, as returned by `simulate`.
 
     Returns:
-        The text; the peak is in activations of one microbatch and stage, or in what `Costs.activation` says.
+        The text. The unit of the peaks is that of `Costs.activation`: by default, the activations of one microbatch and
+        stage.
     """
     return "\n".join(
         (
@@ -93,7 +96,7 @@ def summary(timeline: Timeline) -> str:
 
 
 def chrome_trace(timeline: Timeline, microseconds: float = 1.0) -> str:
-    """The timeline as JSON for chrome://tracing or Perfetto: a process per rank, a thread per stage.
+    """Convert a timeline to JSON for chrome://tracing or Perfetto, with one process per rank and one thread per stage.
 
     >>> import json
     >>> from functional_parallel import schedules
@@ -102,11 +105,11 @@ def chrome_trace(timeline: Timeline, microseconds: float = 1.0) -> str:
     ['0F0', '0B0', '1F0', '1B0']
 
     Args:
-        timeline: of `simulate`, or a program's own.
-        microseconds: how many a unit of time is; 1e6 for the seconds of `program.timeline()`.
+        timeline: a timeline, as returned by `simulate` or `program.timeline()`.
+        microseconds: microseconds per unit of time; 1e6 for `program.timeline()`, which is in seconds.
 
     Returns:
-        The text of the file.
+        The content of the file.
     """
     names: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
@@ -132,16 +135,16 @@ def _traced(event: Event, microseconds: float) -> dict[str, Any]:
 
 
 def plot(timeline: Timeline | Sequence[Timeline], path: str | Path) -> None:
-    """Draw a timeline, or several on one scale of time, with matplotlib, which must be there.
+    """Draw a timeline, or several on one time scale, with matplotlib.
 
-    Of several, one that takes more than twice as long as most runs out of the picture.
+    If a timeline is more than twice as long as the median of several, it is cut off at the edge of the image.
 
     Args:
-        timeline: of `simulate`, or what a pipeline recorded.
-        path: where the picture goes; its ending says the format.
+        timeline: one timeline or several, as returned by `simulate` or recorded by a pipeline.
+        path: path of the image. Its suffix determines the format.
 
     Raises:
-        ImportError: where matplotlib is missing.
+        ImportError: if matplotlib is not installed.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -172,7 +175,7 @@ def _draw(axes: Any, timeline: Timeline, until: float) -> None:
     }
     bars: dict[Any, list[tuple[float, float]]] = {}
     for rank, action, start, end in events:
-        # Two actions that run at once share the height of the row.
+        # Two actions that overlap share the height of the row.
         half = (rank, start) in together
         low, height = (rank - 0.42 + 0.42 * (half and action.kind != "F"), 0.42 if half else 0.84)
         shade = 1 - 0.5 * (action.stage // schedule.ranks) / max(1, schedule.stages / schedule.ranks - 1)
@@ -182,7 +185,7 @@ def _draw(axes: Any, timeline: Timeline, until: float) -> None:
             text = str(action.microbatch)
             axes.text((start + end) / 2, low + height / 2, text, ha="center", va="center", fontsize=7, color=ink)
     for (low, height, kind, shade), spans in bars.items():
-        edges = [min(1.0, _EDGE * _WIDTH * width / until) for _, width in spans]  # white ones, thinner than the bar
+        edges = [min(1.0, _EDGE * _WIDTH * width / until) for _, width in spans]  # white edges, thinner than the bar
         colors = {"facecolors": _COLORS[kind], "alpha": shade, "edgecolor": "w"}
         axes.broken_barh(spans, (low, height), **colors, linewidth=edges)
     axes.set(

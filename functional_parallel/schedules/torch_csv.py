@@ -1,11 +1,11 @@
-"""The CSV of schedules that PyTorch's pipelining writes and reads.
+"""CSV format of schedules that PyTorch's pipelining writes and reads.
 
-Each row is a rank and each cell an action or, for a step in which the rank waits, nothing. Two actions that overlap
-share a cell: "(0F3;3B1)OVERLAP_F_B". Files that it has lowered to communication (format `compute_comms`) hold
-cells such as "0SEND_F1" too; what is sent follows from the actions, so those are passed over.
+Each row is a rank. Each cell is an action, or empty if the rank waits. Two actions that overlap share a cell:
+"(0F3;3B1)OVERLAP_F_B". Files with explicit communication (format `compute_comms`) also have cells such as "0SEND_F1".
+These are ignored, because the messages follow from the actions.
 
-The format has no versions of weights, so an asynchronous schedule writes them after its actions: "0F5@3" reads version
-3, and "0B5@3>6" also makes version 6. PyTorch's reader takes the action and passes over the rest of such a cell.
+The format has no weight versions. An asynchronous schedule therefore writes them after its actions: "0F5@3" reads
+version 3, and "0B5@3>6" also creates version 6. PyTorch's reader uses the action and ignores the rest of such a cell.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def to_csv(schedule: Schedule) -> str:
     1F0@0,1B0@0>1,1F1@1,1B1@1>2
 
     Args:
-        schedule: any schedule. PyTorch reads the actions of an asynchronous one without their versions.
+        schedule: any schedule. PyTorch reads the actions of an asynchronous schedule without their versions.
 
     Returns:
-        The text of the file: a row per rank.
+        The content of the file, with one row per rank.
     """
     file = io.StringIO()
     overlap = [[cell + "OVERLAP_F_B" if cell.startswith("(") else cell for cell in row] for row in rows(schedule)]
@@ -49,7 +49,7 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def _versioned(cell: str, versions: Versions) -> str:
-    """Write the versions of weights after each action of a cell."""
+    """Append the weight versions to each action of a cell."""
 
     def written(found: re.Match[str]) -> str:
         action = Action(found[2], int(found[1]), int(found[3]))
@@ -62,7 +62,7 @@ def _versioned(cell: str, versions: Versions) -> str:
 
 
 def from_csv(text: str, *, chains: int = 1, name: str = "csv") -> Schedule:
-    """Read a schedule from a CSV such as PyTorch's pipelining or `to_csv` writes.
+    """Read a schedule from a CSV in the format of PyTorch's pipelining or `to_csv`.
 
     >>> from functional_parallel import schedules
     >>> print(schedules.from_csv("0F0,,,0B0\\n,1F0,1B0,\\n"))
@@ -71,15 +71,16 @@ def from_csv(text: str, *, chains: int = 1, name: str = "csv") -> Schedule:
     rank 1  1F0  1B0
 
     Args:
-        text: the file: a row per rank; empty cells and communication are passed over.
-        chains: how many copies of the model run at once; the format does not say.
-        name: what to call it.
+        text: content of the file, with one row per rank. Empty cells and communication are ignored.
+        chains: number of copies of the model that run at the same time. The format does not contain it.
+        name: name of the schedule.
 
     Returns:
-        The schedule, with as many microbatches as are named, and with versions of weights if the cells have them.
+        The schedule. The number of microbatches follows from the largest number in the file. The schedule has weight
+        versions if the cells have them.
 
     Raises:
-        ScheduleError: where a cell is no action, or a stage's actions lie on two ranks.
+        ScheduleError: if a cell is not an action, two ranks run the same stage, or a stage has no actions.
     """
     lines = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text))]
     reads: dict[Action, int] = {}

@@ -1,10 +1,11 @@
-"""Zero bubble for less memory than 1F1B: the folded pipeline with a pattern that frees activations sooner.
+"""V-shaped schedules, which use less memory than 1F1B: a folded pipeline with a pattern that frees activations sooner.
 
-Rank r of P holds stages r and 2P − 1 − r, so a microbatch visits it four times: forward through its near and its far
-stage, then back through the far and the near. A pattern says at which unit of time those four begin, and every six
-units the next microbatch follows; weight gradients take the two units in between. How far apart the visits are is how
-long activations live: that is the memory. At the ends of a step, where the pattern has holes, actions move up as far
-as what they use and that memory permit.
+Rank r of P holds stages r and 2P − 1 − r. A microbatch visits the rank four times: forward through the near and the far
+stage, then backward through the far and the near stage. A pattern defines the units of time at which these visits
+start. The next microbatch follows six units later. Weight gradients use the two units that remain.
+
+The distance between the visits is the lifetime of the activations, and so determines the memory. At the ends of a step
+the pattern has free units. Actions move there, as far as their inputs and the memory permit.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from .zero_bubble import folded_placement
 
 __all__ = ["v_half", "v_min"]
 
-# A microbatch's way through a rank: 0 is the near stage, 1 the far one. W0 and W1 are the weight gradients, and W is
-# one of them while it is open which.
+# Visits of a microbatch to a rank: 0 is the near stage, 1 the far stage. W0 and W1 are the weight gradients. W is a
+# weight gradient that is not yet assigned to a stage.
 _VISITS = ("F0", "F1", "I1", "I0")
 _KINDS = (*_VISITS, "W", "W1", "W0")
 
-_Plan = dict[str, list[int]]  # for each kind of action of a rank, the unit of time for each microbatch
+_Plan = dict[str, list[int]]  # for each kind of action of a rank, the start of each microbatch, in units of time
 
 
 def v_half(stages: int, microbatches: int) -> Schedule:
-    """Half the activations of 1F1B's first rank, for half of its bubble.
+    """Build a V-Half schedule: half the activations of the first rank of 1F1B, and half its bubble.
 
     >>> from functional_parallel import schedules
     >>> schedules.peaks(schedules.v_half(8, 8)), schedules.simulate(schedules.v_half(8, 8)).bubble
@@ -35,11 +36,11 @@ def v_half(stages: int, microbatches: int) -> Schedule:
     Source: Qi et al. 2024, Pipeline parallelism with controllable memory (V-Half).
 
     Args:
-        stages: how many stages, two per rank.
-        microbatches: how many microbatches a step has.
+        stages: number of stages, two per rank.
+        microbatches: number of microbatches per step.
 
     Returns:
-        The schedule; a rank holds the activations of 2(⌊P/2⌋ + 1) stages' microbatches at most.
+        The schedule. A rank holds at most 2(⌊P/2⌋ + 1) activations of one microbatch and stage.
     """
     ranks = ranks_of("v-half", stages, microbatches, 2)
     gap = 0 if ranks % 2 else 3
@@ -48,7 +49,7 @@ def v_half(stages: int, microbatches: int) -> Schedule:
 
 
 def v_min(stages: int, microbatches: int) -> Schedule:
-    """The least activations that a folded pattern can hold: towards a third of 1F1B's first rank.
+    """Build a V-Min schedule: the minimal activations of a folded pattern, about a third of the first rank of 1F1B.
 
     >>> from functional_parallel import schedules
     >>> schedules.peaks(schedules.v_min(8, 8)), schedules.simulate(schedules.v_min(8, 8)).bubble
@@ -57,11 +58,11 @@ def v_min(stages: int, microbatches: int) -> Schedule:
     Source: Qi et al. 2024, Pipeline parallelism with controllable memory (V-Min).
 
     Args:
-        stages: how many stages, two per rank.
-        microbatches: how many microbatches a step has.
+        stages: number of stages, two per rank.
+        microbatches: number of microbatches per step.
 
     Returns:
-        The schedule; a rank holds the activations of 2⌈(P + 2)/3⌉ stages' microbatches at most.
+        The schedule. A rank holds at most 2⌈(P + 2)/3⌉ activations of one microbatch and stage.
     """
     ranks = ranks_of("v-min", stages, microbatches, 2)
     gap = 0 if ranks % 3 else 2
@@ -76,7 +77,7 @@ def _from_pattern(name: str, first: list[tuple[int, int, int, int]], microbatche
         for starts in first
     ]
     plans = _moved_up([plan | {"W": _holes(plan, _VISITS[2:])} for plan in plans], warm_up=True)
-    # The weight gradients found their places under the old ends of the step; they are placed anew.
+    # The weight gradients were scheduled before the end of the step moved; schedule them again.
     plans = _moved_up([_visits(plan) for plan in plans], warm_up=False)
     rows = [tuple(_actions(r, ranks, _visits(plan))) for r, plan in enumerate(plans)]
     return Schedule(tuple(rows), folded_placement(ranks), microbatches, name=name)
@@ -87,7 +88,7 @@ def _visits(plan: _Plan) -> _Plan:
 
 
 def _actions(r: int, ranks: int, plan: _Plan) -> Iterator[Action]:
-    """A rank's actions in order, a free unit going to the far stage's weight gradient first."""
+    """Yield the actions of a rank in order. Weight gradients of the far stage use free units first."""
     far = _holes(plan, ("I1",))
     near = _holes(plan | {"W1": far}, ("I0",))
     for _, kind, m in sorted((t, k, m) for k, ts in (plan | {"W1": far, "W0": near}).items() for m, t in enumerate(ts)):
@@ -95,7 +96,7 @@ def _actions(r: int, ranks: int, plan: _Plan) -> Iterator[Action]:
 
 
 def _holes(plan: _Plan, kinds: tuple[str, ...]) -> list[int]:
-    """The free units that the weight gradients take after input gradients of these kinds, each as soon as it can."""
+    """Return the earliest free units for the weight gradients that follow input gradients of these kinds."""
     taken = {time for times in plan.values() for time in times}
     found: list[int] = []
     for after in sorted(time for kind in kinds for time in plan[kind]):
@@ -107,7 +108,7 @@ def _holes(plan: _Plan, kinds: tuple[str, ...]) -> list[int]:
 
 
 def _items(plans: list[_Plan]) -> list[tuple[int, int, int, int]]:
-    """Every action as (time, rank, index of its kind, microbatch), in the order of time."""
+    """Return every action as (time, rank, index of its kind, microbatch), sorted by time."""
     return sorted(
         (time, r, _KINDS.index(kind), m)
         for r, plan in enumerate(plans)
@@ -117,7 +118,7 @@ def _items(plans: list[_Plan]) -> list[tuple[int, int, int, int]]:
 
 
 def _needs(r: int, kind: str, m: int, ranks: int) -> Iterator[tuple[int, str, int]]:
-    """Rank, kind and microbatch of what a visit comes after."""
+    """Yield rank, kind and microbatch of the visits that must precede a visit."""
     before = r - 1 if kind in ("F0", "I1") else r + 1
     if 0 <= before < ranks:
         yield before, kind, m
@@ -128,13 +129,14 @@ def _needs(r: int, kind: str, m: int, ranks: int) -> Iterator[tuple[int, str, in
 
 
 def _moved_up(plans: list[_Plan], warm_up: bool) -> list[_Plan]:
-    """Move actions to earlier free units, holding no more than the plan did; the steady part in between stays.
+    """Move actions to earlier free units without more memory than before. The steady phase does not change.
 
-    That lasts from rank 0's first backward of its near stage to the last microbatch's first forward.
+    The steady phase lasts from the first backward of the near stage of rank 0 to the first forward of the last
+    microbatch.
     """
     limit = max(map(_peak, plans))
     taken: list[set[int]] = [set() for _ in plans]
-    phase = 0  # 0 the warm-up, 1 the steady part, 2 what comes after
+    phase = 0  # 0 warm-up, 1 steady phase, 2 drain
     for _, r, index, m in _items(plans):
         kind, plan = _KINDS[index], plans[r]
         if phase == 0 and (r, kind) == (0, "I0"):
@@ -160,11 +162,11 @@ def _move_up(plans: list[_Plan], r: int, kind: str, m: int, taken: set[int], lim
     plan[kind][m] = time
 
 
-_LIVE = {"F": 1, "W": -1}  # the activations that an action adds
+_LIVE = {"F": 1, "W": -1}  # number of activations that an action adds
 
 
 def _peak(plan: _Plan) -> int:
-    """The most activations alive; where weight gradients have no place yet, each takes the next free unit."""
+    """Return the peak number of live activations. Unscheduled weight gradients use the next free units."""
     live = peak = waiting = last = 0
     own = "W" in plan
     for time, change, gradient in sorted(
@@ -180,7 +182,7 @@ def _peak(plan: _Plan) -> int:
 
 
 def _settled(plans: list[_Plan]) -> list[_Plan]:
-    """The same orders, each action as soon as the rank is free and what it needs is there."""
+    """Start each action as soon as the rank is free and its inputs are available. The order of actions is unchanged."""
     free = [0] * len(plans)
     found: list[_Plan] = [{kind: [] for kind in plan} for plan in plans]
     for _, r, index, m in _items(plans):

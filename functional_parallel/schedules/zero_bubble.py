@@ -1,8 +1,9 @@
-"""Zero bubble: the gradient of weights is apart from that of inputs, and fills the time a rank would wait.
+"""Zero-bubble schedules: weight gradients are separate from input gradients and run while a rank would be idle.
 
-Nobody waits for a weight gradient, so it may run at any time after its input gradient. H1 spends no more memory than
-the first rank of 1F1B, H2 about twice as much and then never waits between its first action and its last, and V folds
-the pipeline, so that the first and the last stage share a rank and all ranks hold as much as 1F1B's first.
+No other action depends on a weight gradient, so it may run at any time after its input gradient. H1 uses no more memory
+than the first rank of 1F1B. H2 uses about twice that memory, and its ranks never wait between their first and last
+action. V folds the pipeline: the first and the last stage share a rank, and every rank uses the memory of the first
+rank of 1F1B.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ __all__ = ["zb_h1", "zb_h2", "zb_v"]
 
 
 def zb_h1(stages: int, microbatches: int) -> Schedule:
-    """1F1B whose weight gradients wait: r of them at most on rank r.
+    """Build a ZB-H1 schedule: 1F1B with deferred weight gradients, at most r of them on rank r.
 
     >>> from functional_parallel import schedules
     >>> print(schedules.zb_h1(2, 3))
@@ -27,11 +28,11 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
     Source: Qi et al. 2024, Zero bubble pipeline parallelism, section 2.1.
 
     Args:
-        stages: how many stages, one per rank.
-        microbatches: how many microbatches a step has.
+        stages: number of stages, one per rank.
+        microbatches: number of microbatches per step.
 
     Returns:
-        The schedule; every rank holds the activations of P microbatches at most.
+        The schedule. Every rank holds the activations of at most P microbatches.
     """
     ranks = ranks_of("zb-h1", stages, microbatches)
     rows = (_delayed(r, microbatches, ahead=ranks - 1 - r, behind=r, forward_first=True) for r in range(ranks))
@@ -39,7 +40,9 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
 
 
 def zb_h2(stages: int, microbatches: int) -> Schedule:
-    """Twice the forwards ahead, so that with equal costs no rank waits between its first action and its last.
+    """Build a ZB-H2 schedule, with twice the number of forwards ahead.
+
+    With equal costs, no rank waits between its first and its last action.
 
     >>> from functional_parallel import schedules
     >>> print(schedules.zb_h2(2, 3))
@@ -50,11 +53,11 @@ def zb_h2(stages: int, microbatches: int) -> Schedule:
     Source: Qi et al. 2024, Zero bubble pipeline parallelism, section 2.2.
 
     Args:
-        stages: how many stages, one per rank.
-        microbatches: how many microbatches a step has.
+        stages: number of stages, one per rank.
+        microbatches: number of microbatches per step.
 
     Returns:
-        The schedule; every rank holds the activations of 2P − 1 microbatches at most.
+        The schedule. Every rank holds the activations of at most 2P − 1 microbatches.
     """
     ranks = ranks_of("zb-h2", stages, microbatches)
     rows = (_delayed(r, microbatches, 2 * (ranks - r) - 1, behind=2 * r, forward_first=False) for r in range(ranks))
@@ -62,7 +65,7 @@ def zb_h2(stages: int, microbatches: int) -> Schedule:
 
 
 def _delayed(r: int, microbatches: int, ahead: int, behind: int, forward_first: bool) -> Iterator[Action]:
-    """Forwards ahead, then a forward and an input gradient in turn; W of a microbatch `behind` later than its I."""
+    """Yield `ahead` forwards, then alternate forwards and input gradients. W lags I by `behind` microbatches."""
     forwards = iter(range(microbatches))
     weights = iter(range(microbatches))
     for _, m in zip(range(ahead), forwards, strict=False):
@@ -79,7 +82,7 @@ def _delayed(r: int, microbatches: int, ahead: int, behind: int, forward_first: 
 
 
 def zb_v(stages: int, microbatches: int) -> Schedule:
-    """Two stages per rank, folded: rank r of P holds stages r and 2P − 1 − r.
+    """Build a ZB-V schedule, with two stages per rank: rank r of P holds stages r and 2P − 1 − r.
 
     >>> from functional_parallel import schedules
     >>> print(schedules.zb_v(2, 2))
@@ -89,11 +92,13 @@ def zb_v(stages: int, microbatches: int) -> Schedule:
     Source: Qi et al. 2024, Zero bubble pipeline parallelism, section 6.
 
     Args:
-        stages: how many stages, two per rank.
-        microbatches: how many microbatches a step has; from 2P − 1 on, no rank waits in between when costs are equal.
+        stages: number of stages, two per rank.
+        microbatches: number of microbatches per step. With at least 2P − 1 and equal costs, no rank waits between its
+            first and its last action.
 
     Returns:
-        The schedule; every rank holds the activations of 2P stages' microbatches at most, as 1F1B's first rank does.
+        The schedule. Every rank holds at most 2P activations of one microbatch and stage, the memory of the first rank
+        of 1F1B.
     """
     ranks = ranks_of("zb-v", stages, microbatches, 2)
     rows = (_folded(r, ranks, max(2 * ranks - 1, microbatches)) for r in range(ranks))
@@ -102,7 +107,7 @@ def zb_v(stages: int, microbatches: int) -> Schedule:
 
 
 def folded_placement(ranks: int) -> tuple[int, ...]:
-    """There and back: stage r and stage 2P − 1 − r live on rank r."""
+    """Return the ranks of the stages of a folded pipeline: stages r and 2P − 1 − r are on rank r."""
     return (*range(ranks), *reversed(range(ranks)))
 
 

@@ -1,4 +1,4 @@
-"""What users test with: equivalence of a plan with the plain function, equality of two local programs, strategies."""
+"""Public test helpers: equivalence of a plan with the plain function, equality of two local programs, strategies."""
 
 import importlib
 from typing import Any
@@ -19,7 +19,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`strategies` is loaded when asked for: it alone needs hypothesis."""
+    """Load `strategies` on first access, because only that module needs hypothesis."""
     if name == "strategies":
         return importlib.import_module(".strategies", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

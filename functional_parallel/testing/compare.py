@@ -1,4 +1,4 @@
-"""Comparing pytrees leaf by leaf, with a message that says where and by how much."""
+"""Compare pytrees leaf by leaf, with a message that reports the position and the size of a difference."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from ..ir import as_real
 __all__ = ["NotEquivalentError", "compare", "tolerance_of"]
 
 _TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-_ROUNDINGS = 8  # a leaf that is rounding alone is the sum of several; one was 1.02 times too few in a batch norm
+_ROUNDINGS = 8  # a leaf of rounding errors alone sums several; one rounding was 1.02 times too few in a batch norm
 _NOT_A_NUMBER = "NaN on both sides, where nothing can be compared; choose arguments that have a value and a gradient"
 
 
 class NotEquivalentError(AssertionError):
-    """Two results that should be equal and are not; names the first leaf that differs."""
+    """Raised for two results that should be equal and are not. It names the first leaf that differs."""
 
 
 def compare(got: Any, want: Any, what: str, *, exact: bool = False, rtol: float | None = None) -> None:
-    """Raise unless two trees are equal.
+    """Raise an error unless two trees are equal.
 
     Args:
         got, want: pytrees of the same structure.
-        what: what they are, for the message.
+        what: description of the trees, for the message.
         exact: whether every bit counts.
-        rtol: largest |got − want| allowed, relative to the largest |want| of the leaf; by dtype without it. Every
-            leaf may differ by eight roundings of the largest leaf. A leaf may be rounding alone: the gradient of keys'
-            biases is, since they shift all scores of a query by one number.
+        rtol: largest |got − want| allowed, relative to the largest |want| of the leaf; by default it depends on the
+            dtype. Every leaf may differ by eight roundings of the largest leaf. A leaf may consist of rounding errors
+            alone. The gradient of keys' biases does, since they shift all scores of a query by one number.
 
     Raises:
         NotEquivalentError: naming the first leaf that differs, both values there, and the size of the difference.
@@ -47,15 +47,15 @@ def compare(got: Any, want: Any, what: str, *, exact: bool = False, rtol: float 
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
-    """The relative difference that values of a floating type may have by default."""
+    """Default relative difference that values of a floating-point dtype may have."""
     return _TOLERANCE.get(dtype, 0.0)
 
 
 def _rounding(tree: Any) -> float:
-    """By how much the largest finite value in a tree may be off for rounding alone; 0 where nothing is rounded."""
+    """Rounding error allowed for the largest finite value in a tree; 0 if nothing is rounded."""
     leaves = (as_real(leaf.detach()) for leaf in optree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
     sizes = ((leaf[leaf.isfinite()].abs(), leaf.dtype) for leaf in leaves if leaf.is_floating_point())
-    precise = torch.finfo(torch.float32).eps  # of a narrower type it would be too much to look away from
+    precise = torch.finfo(torch.float32).eps  # the rounding of a narrower dtype would hide real differences
     found = (size.max().item() * min(torch.finfo(dtype).eps, precise) for size, dtype in sizes if size.numel())
     return _ROUNDINGS * max(found, default=0.0)
 
@@ -76,7 +76,7 @@ def _of_elements(got: torch.Tensor, want: torch.Tensor, rtol: float | None, roun
         allowed = (tolerance_of(want.dtype) if rtol is None else rtol) * scale + rounding
     neither = got.isnan() & want.isnan()
     difference = (got.double() - want.double()).abs()
-    wrong = (got != want) & ~neither  # as they are: past 2^53 float64 rounds integers
+    wrong = (got != want) & ~neither  # not on float64, which rounds integers above 2^53
     if allowed:
         wrong &= ~(difference <= allowed)
     if not wrong.any():
@@ -95,5 +95,5 @@ def _largest(x: torch.Tensor) -> float:
 
 
 def _place(x: torch.Tensor) -> tuple[int, ...]:
-    """The index of the largest element."""
+    """Return the index of the largest element."""
     return tuple(int(i) for i in torch.unravel_index(x.double().argmax(), x.shape))

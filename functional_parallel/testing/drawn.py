@@ -1,4 +1,4 @@
-"""Drawn arguments: the structure and shapes of given ones, with values under which errors do not hide.
+"""Draw arguments with the structure and shapes of given ones, and with values that reveal errors.
 
 At a model's initial parameters some errors are invisible: norm scales are all ones, biases all zeros, and labels may
 never reach the last token of the vocabulary.
@@ -20,14 +20,15 @@ _WIDER = {torch.complex64: torch.complex128, torch.complex32: torch.complex128}
 
 
 def drawn_arguments(loss: Callable[..., Any], args: tuple[Any, ...], *, exact: bool) -> Iterator[tuple[Any, ...]]:
-    """Draw arguments of a function, the same ones in every process; the most thorough draw first.
+    """Draw arguments of a function, equal in every process; the most thorough draw comes first.
 
-    Floating leaves become float64 and keep their signs and, if they lie in it, the interval [0, 1]; with `exact` they
-    keep their elements, in another order. Integers of the batch are drawn from the range that the function's own ops
-    prove legal (rows of an embedding, classes of a cross entropy with its ignored label). Without such a proof they
-    keep their elements, in another order. Booleans, integers among the parameters, and leaves with infinities stay.
+    Floating leaves become float64 and keep their signs. If they are in the interval [0, 1], they stay there. With
+    `exact` they keep their elements, in another order. Integers of the batch are drawn from the range that the
+    function's own ops prove legal (rows of an embedding, classes of a cross entropy with its ignored label). Without
+    such a proof they keep their elements, in another order. Booleans, integers among the parameters, and leaves with
+    infinities stay.
 
-    Later draws change less: only the parameters, and then the same in the given types.
+    Later draws change less: first only the parameters, then the same two draws in the given dtypes.
 
     Args:
         loss: the function.
@@ -46,7 +47,7 @@ class _Draw:
     def __init__(self, double: bool, everything: bool, exact: bool) -> None:
         self.double, self.everything, self.exact = double, everything, exact
         self.generator = torch.Generator().manual_seed(0)
-        self.known: dict[int, torch.Tensor] = {}  # a tensor that is two leaves stays one
+        self.known: dict[int, torch.Tensor] = {}  # a tensor that is two leaves stays one tensor
 
     def arguments(self, args: tuple[Any, ...], ranges: dict[int, Range]) -> tuple[Any, ...]:
         leaves, tree = optree.tree_flatten(args)
@@ -96,7 +97,7 @@ class _Draw:
         return x * factor + self._uniform(x) * x.square().mean().sqrt() / 2
 
     def _reordered(self, x: torch.Tensor) -> torch.Tensor:
-        """The same elements in another order; a constant leaf gets small integers added, away from zero."""
+        """Reorder the elements; a constant leaf gets small integers added, away from zero."""
         if (x != x.flatten()[0]).any():
             return self._permuted(x)
         added = torch.randint(0, 3, x.shape, generator=self.generator).to(x)
@@ -109,7 +110,7 @@ class _Draw:
     # --- integers ---
 
     def _integers(self, x: torch.Tensor, legal: Range | None) -> torch.Tensor:
-        """Integers of the full legal range, with both ends and some ignored labels; without one the given elements."""
+        """Draw from the full legal range, with both ends and some ignored labels; without a range, reorder `x`."""
         if legal is None:
             return self._permuted(x)
         drawn = torch.randint(legal.begin, legal.end, (x.numel(),), generator=self.generator)

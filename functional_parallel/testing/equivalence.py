@@ -1,4 +1,4 @@
-"""A plan changes where a function is computed, never what it computes."""
+"""Check that a plan does not change the values and gradients that a function computes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def assert_equivalent(
     rtol: float | None = None,
     draw: bool = True,
 ) -> Compiled:
-    """Check that values and gradients under a plan are those of the plain function.
+    """Check that values and gradients under a plan equal those of the plain function.
 
     >>> import torch, functional_parallel as fp
     >>> from sharding_specs import Mesh, tree_paths
@@ -44,35 +44,35 @@ def assert_equivalent(
     The results may be any pytree. Gradients are those of the result itself if it is a scalar, else of the sum of all
     floating results with drawn weights.
 
-    The check is made at the given arguments, and again at drawn ones of the same structure and shapes, in float64. A
+    The check runs at the given arguments, and again at drawn ones of the same structure and shapes, in float64. A
     model's initial parameters hide errors: its norm scales are all ones. Floating leaves keep their signs and, if they
-    lie in it, the interval [0, 1]; with `exact` they keep their elements, in another order. Integers of the batch cover
-    the vocabulary, and ignored labels, if all ops that use them are lookups or losses of classes; other integers keep
-    their elements, in another order. A draw at which the function itself fails or is not finite is not used.
+    are in it, the interval [0, 1]; with `exact` they keep their elements, in another order. Integers of the batch cover
+    the vocabulary, and ignored labels, if all ops that use them are lookups or losses of classes. Other integers keep
+    their elements, in another order. A draw is not used if the function itself fails there or is not finite.
 
     Args:
         loss: a function of parameters and batch.
         plan: a transform or a chain.
         mesh: the mesh.
         params, batch: full arguments.
-        exact: whether every bit counts; true for functions closed on the integers, given integers in float64.
-        rtol: largest difference allowed, relative to a leaf's largest value; by dtype without it. A gradient that is
-            rounding alone may differ by what the largest gradient is rounded by.
+        exact: whether every bit counts. Use it for functions closed on the integers, given integers in float64.
+        rtol: largest difference allowed, relative to a leaf's largest value; by default it depends on the dtype. A
+            gradient of rounding errors alone may differ by the rounding of the largest gradient.
         draw: whether to check at drawn arguments as well. Turn it off if only the given ones are legal.
 
     Returns:
-        The compiled gradient, to look at its program; the compiled function if it has no gradient.
+        The compiled gradient, with its program; the compiled function if it has no gradient.
 
     Raises:
-        NotEquivalentError: naming the first leaf that differs, and the first op whose value does, with its source line;
-            or saying that `loss` is no function of its arguments.
+        NotEquivalentError: for a difference. It names the first leaf that differs, and the first op with another value
+            and its source line. Or it reports that `loss` returns other values when it is called again.
     """
     check = _Check(loss, plan, mesh, exact, rtol)
     args = (params, *batch)
     check.run(args)
     if draw:
         _check_drawn(check, args)
-        check.step.lower(*args)  # so that `step.program` is that of the given arguments
+        check.step.lower(*args)  # `step.program` is then the program of the given arguments
     return check.step
 
 
@@ -95,7 +95,7 @@ def _check_drawn(check: _Check, args: tuple[Any, ...]) -> None:
 
 
 class _Check:
-    """Values and gradients of a function, without a plan and under it.
+    """Values and gradients of a function, with and without a plan.
 
     Attributes:
         step: the function under the plan, compiled.
@@ -109,7 +109,7 @@ class _Check:
         self._plain: Callable[..., Any] = loss
 
     def run(self, args: tuple[Any, ...]) -> None:
-        """Compare at the given arguments, which decide what kind of function it is."""
+        """Compare at the given arguments. The first ones determine the kind of function."""
         if self.step is None:
             self._prepare(args)
         self.compare_with(self.plain(args), args)
@@ -132,7 +132,7 @@ class _Check:
     # --- the kind of function ---
 
     def _prepare(self, args: tuple[Any, ...]) -> None:
-        """A gradient of the result; of a weighted sum if there are several; none if nothing has one."""
+        """Compile the gradient of the result, or of a weighted sum of several; the function if it has no gradient."""
         results = self.loss(*args)
         has_gradient = _has_inexact(results) and _has_inexact(args[0])
         if isinstance(results, torch.Tensor) and not results.ndim and has_gradient:
@@ -149,7 +149,7 @@ class _Check:
         self.step = compile(planned, self.mesh)
 
     def _unlike_before(self, first: Any, args: tuple[Any, ...]) -> str:
-        """Describe a function that returns other values when it is called again."""
+        """Describe a function that returns other values when it is called again; empty if it does not."""
         paths = tree_paths(first)
         again = self.loss(*args)
         for path, a, b in zip(paths, optree.tree_leaves(first), optree.tree_leaves(again), strict=True):
@@ -172,7 +172,7 @@ class _Check:
 
 
 def _weighted(loss: Callable[..., Any], results: Any) -> Callable[..., Any]:
-    """A sum of a function's inexact results with drawn integer weights, and beside it the results."""
+    """Return a function that computes a sum of the inexact results with drawn integer weights, and the results."""
     generator = torch.Generator().manual_seed(0)
     weights = [
         torch.randint(-4, 5, as_real(leaf).shape, generator=generator).to(as_real(leaf)) if _is_inexact(leaf) else None
@@ -193,7 +193,7 @@ def _weighted(loss: Callable[..., Any], results: Any) -> Callable[..., Any]:
 
 
 def _narrowest(program: Any, loss: Callable[..., Any], args: tuple[Any, ...]) -> torch.dtype:
-    """The floating type with the fewest digits that the function or its program computes in."""
+    """Return the least precise floating-point dtype that the function or its program computes in."""
     nodes = [*traced_leaves(loss, args).nodes, *(program.traced.nodes if hasattr(program, "traced") else ())]
     avals = [aval for node in nodes for aval in optree.tree_leaves(info(node).val)]
     types = {aval.dtype for aval in avals if aval.dtype.is_floating_point}

@@ -1,4 +1,4 @@
-"""Legal values of integer arguments, as far as the ops that use them prove it."""
+"""Legal values of integer arguments, as far as the ops that use them prove the range."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Range:
 
 
 def common(ranges: Iterable[Range | None]) -> Range | None:
-    """The values in all ranges; None if one of them is not known, or there are none."""
+    """Return the values in all ranges; None if one of them is unknown, or there are none."""
     found = list(ranges)
     known = [each for each in found if each is not None]
     if not known or len(known) < len(found):
@@ -51,8 +51,9 @@ def common(ranges: Iterable[Range | None]) -> Range | None:
 def index_ranges(loss: Callable[..., Any], args: tuple[Any, ...]) -> dict[int, Range]:
     """Find the legal range of each integer leaf, by its number among all leaves.
 
-    A leaf has a range if every op that uses it, after views and copies, is a lookup or a loss of classes. A leaf that
-    anything else is computed from is left out, as are all leaves of a function that cannot be traced.
+    A leaf has a range if every op that uses it, after views and copies, is a lookup or a loss of classes. Equality
+    tests do not count. A leaf is left out if any other op uses it. All leaves are left out if the function cannot be
+    traced.
 
     Args:
         loss: the function.
@@ -65,14 +66,14 @@ def index_ranges(loss: Callable[..., Any], args: tuple[Any, ...]) -> dict[int, R
         return {}
     try:
         inputs = dict(zip(tensors, traced_leaves(loss, args).inputs, strict=True))
-    except Exception:  # what cannot be traced is reported where it is compiled
+    except Exception:  # a function that cannot be traced is reported when it is compiled
         return {}
     found = {index: _range(inputs[index]) for index in integers if leaves[index].dtype != torch.bool}
     return {index: each for index, each in found.items() if each is not None}
 
 
 def _range(node: fx.Node) -> Range | None:
-    """The values of a node that all its users accept; None if that is not known."""
+    """Return the values of a node that all its users accept; None if they are unknown."""
     users = [user for user in node.users if user.target not in _ANY]
     return common(_range(user) if _moves(user) else _accepted(user, node) for user in users)
 
@@ -84,7 +85,7 @@ def _moves(user: fx.Node) -> bool:
 
 
 def _accepted(user: fx.Node, index: fx.Node) -> Range | None:
-    """The indices that a lookup or a loss accepts."""
+    """Return the indices that a lookup or a loss accepts; None for any other op."""
     target, args = user.target, user.args
     if target in (cross_entropy, aten.nll_loss_forward.default) and args[0] is not index and args[1] is index:
         return Range(0, _shape(args[0])[-1], args[4])  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
-"""Which op's value a plan makes wrong: all that a function computes on the way, returned beside each other.
+"""Find the op with a wrong value under a plan: return all intermediate values of the function.
 
-A plan is of a function of any results, so what its ops give under it, gathered whole, needs nothing but to be returned.
+A plan applies to a function with any results. It is therefore enough to return the values of all ops; the plan gathers
+them.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ __all__ = ["first_differing_op", "traced_leaves"]
 def first_differing_op(
     loss: Callable[..., Any], plan: Callable[..., Any], mesh: Mesh, args: tuple[Any, ...], what: str, **exactness: Any
 ) -> str:
-    """What to say of where a function's values under a plan begin to differ from its own.
+    """Describe the first op with a value under a plan that differs from its value in the plain function.
 
     Args:
         loss: the function.
         plan: a transform or a chain.
         mesh: the mesh.
-        args: whole arguments.
-        what: differs, its "value" or "gradient".
-        exactness: as for `compare`.
+        args: full arguments.
+        what: the result that differs: "value" or "gradient".
+        exactness: keyword arguments of `compare`.
     """
     traced = traced_leaves(loss, args)
     ops = [node for node in traced.nodes if not isinstance(info(node).val, tuple) and not _is_uninitialised(node)]
@@ -49,7 +50,7 @@ def first_differing_op(
         return f"\nWhich op it begins with cannot be told, for the plan refuses to return what they give: {error}"
     for node, mine, right in zip(ops, found, wanted, strict=True):
         try:
-            compare(mine, right.to(mine.dtype), "", **exactness)  # a plan may take another type on purpose
+            compare(mine, right.to(mine.dtype), "", **exactness)  # a plan may use another dtype on purpose
         except NotEquivalentError as error:
             source = source_of(node)
             line = "" if source is None else f" ({source.text})"
@@ -60,7 +61,7 @@ def first_differing_op(
 
 
 def _is_uninitialised(node: fx.Node) -> bool:
-    """Whether an op makes memory of undefined contents, such as `empty_like`."""
+    """Whether an op returns uninitialized memory, as `empty_like` does."""
     return "empty" in getattr(node.target, "__name__", "")
 
 
@@ -79,7 +80,7 @@ def traced_leaves(loss: Callable[..., Any], args: tuple[Any, ...]) -> Traced:
 
 
 def _values(traced: Traced, ops: list[fx.Node], args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """What a graph's ops give."""
+    """Return the values of a graph's ops."""
     tensors = (leaf for leaf in optree.tree_leaves(args) if isinstance(leaf, torch.Tensor))
     known: dict[fx.Node, Any] = dict(zip(traced.inputs, tensors, strict=True))
     for node in traced.graph.nodes:

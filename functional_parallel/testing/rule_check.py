@@ -1,4 +1,4 @@
-"""Checking a sharding rule against its op: on shards and on partial sums, in values and in gradients."""
+"""Check a sharding rule against its op: on shards and on partial sums, in values and in gradients."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _AXIS = "axis"
 
 
 class FalseRuleError(NotEquivalentError):
-    """A sharding rule that makes a false claim about its op."""
+    """Raised for a sharding rule that makes a false claim about its op."""
 
 
 class UncheckedRuleError(ValueError):
-    """A sharding rule with a factor that no sample can split."""
+    """Raised for a sharding rule with a factor that no sample can split."""
 
 
 def check_rule(
@@ -48,9 +48,9 @@ def check_rule(
     >>> claims[1], claims[2]
     ('factor k+ over 2 ranks', 'mark ~ of operand 0 over 2 ranks')
 
-    For each sample, the partitioned op must equal the op in values and gradients: with every factor split, with every
-    operand sharded along each dim, with every operand given as partial sums, and with factors split into unequal
-    parts, as microbatches do. The ranks are simulated.
+    For each sample, the partitioned op must equal the op in values and gradients. This is checked with every factor
+    split, every operand sharded along each dim, and every operand given as partial sums. Factors are also split into
+    unequal slices, as microbatches do. The ranks are simulated.
 
     Args:
         op: an overload with a rule, such as `torch.ops.mylib.scale_rows.default`.
@@ -58,15 +58,16 @@ def check_rule(
             of either. Dims need sizes that are multiples of the ranks, 6 by default.
         ranks: sizes of the axis to try.
         exact: whether every bit counts; use it for integers in float64 and ops closed on them.
-        rtol: the largest difference allowed, relative to the largest value; by dtype without it.
+        rtol: the largest difference allowed, relative to the largest value; by default it depends on the dtype.
 
     Returns:
-        The claims that were checked, in words.
+        The claims that were checked, as text.
 
     Raises:
-        FalseRuleError: naming the rule, the factor or mark that is false, the sample, and the first element that
-            differs.
-        UncheckedRuleError: if a factor that the rule allows to be split has no sample that the ranks divide.
+        FalseRuleError: for a false claim. It names the rule, the factor or mark, the sample, and the first element
+            that differs.
+        UncheckedRuleError: if a factor that the rule allows to be split has no sample with a size that the ranks
+            divide.
         TypeError, ValueError: if the op has no rule, or a sample does not call it.
     """
     require_overload(op)
@@ -90,7 +91,7 @@ def check_rule(
 
 
 class _Coverage:
-    """The claims that samples have tested, and the factors that none could."""
+    """Claims that samples have tested, and factors that no sample could test."""
 
     def __init__(self, op: Any, ranks: tuple[int, ...]) -> None:
         self.op, self.ranks = op, ranks
@@ -127,7 +128,7 @@ class _Coverage:
 
 
 class _Check:
-    """One sample on all its layouts."""
+    """Check of one sample on all its layouts."""
 
     def __init__(self, sample: Sample, coverage: _Coverage, exact: bool, rtol: float | None) -> None:
         self.sample, self.coverage, self.exact, self.rtol = sample, coverage, exact, rtol
@@ -145,7 +146,7 @@ class _Check:
             self._compare([case], count, f"in {count} unequal parts", unequal=True)
 
     def _unequal(self) -> Iterator[tuple[Case, int]]:
-        """Cases that split a factor into parts that differ by one sample, as microbatches may be."""
+        """Yield cases that split a factor into slices that differ by one sample, as microbatches may."""
         rule, avals = self.sample.rule, self.sample.avals
         for factor, size in ({} if rule is None else factors_of(rule, avals)).items():
             count = next((count for count in range(2, size) if size % count), None)
@@ -191,7 +192,7 @@ class _Check:
     # --- arguments ---
 
     def _arguments(self, case: Case, count: int) -> list[torch.Tensor]:
-        """One tensor per operand; partial sums are stacked along a new dim 0."""
+        """Return one tensor per operand; partial sums are stacked along a new dim 0."""
         values = zip(self.sample.values, case.layouts, strict=True)
         return [self._summands(x, count) if layout == SUMS else x.detach().clone() for x, layout in values]
 
@@ -202,7 +203,7 @@ class _Check:
         return torch.stack([*drawn, _on_grid(x.detach(), size) - sum(drawn)])
 
     def _drawn(self, like: torch.Tensor, largest: int) -> torch.Tensor:
-        """Integers where a tensor holds integers, so that sums are exact; else normal numbers."""
+        """Draw integers if a tensor holds integers, so that sums are exact; else normal numbers."""
         real = as_real(like.detach())
         if not like.dtype.is_floating_point and not like.dtype.is_complex:
             return torch.randint(-largest, largest + 1, like.shape, generator=self.generator).to(like.dtype)
@@ -213,7 +214,7 @@ class _Check:
     # --- the op on all layouts, and its gradients ---
 
     def _function(self, cases: list[Case]) -> Callable[..., Any]:
-        """A weighted sum of the op's results on all layouts, and the results per case."""
+        """Return a function that computes a weighted sum of the op's results on all layouts, and results per case."""
 
         def call(groups: list[list[torch.Tensor]]) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
             found = [
@@ -225,7 +226,7 @@ class _Check:
         return call
 
     def _gradient(self, f: Callable[..., Any], argument: int = 0) -> Callable[..., Any]:
-        """The same function, with gradients if the op has them: `(gradients, (value, results))`."""
+        """Return the function, with gradients if the op has them: `(gradients, (value, results))`."""
         if self.has_gradient:
             return grad_and_value(f, argument, has_aux=True)
         return f
@@ -253,7 +254,7 @@ class _Check:
 
 
 def _on_grid(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Round to multiples of a power of two, so that few summands of about a size have exact sums in any order."""
+    """Round to multiples of a power of two, so that a few summands of similar size have exact sums in any order."""
     if not (x.dtype.is_floating_point or x.dtype.is_complex):
         return x
     grid = 2.0 ** math.ceil(math.log2(size)) * max(torch.finfo(x.dtype).eps * 2**8, 2.0**-30)
@@ -286,7 +287,7 @@ def _run(local: Any, mesh: Mesh, args: tuple[Any, ...], like: Any) -> Any:
 
 
 def _is_differentiable(sample: Sample, results: Sequence[torch.Tensor]) -> bool:
-    """Whether the op has gradients here: torch has none of some ops, and none of integers."""
+    """Whether the op has gradients here: torch has none for some ops, and none for integers."""
     if not (any(x.is_differentiable for x in sample.avals) and any(aval_of(x).is_differentiable for x in results)):
         return False
     is_overload = isinstance(sample.op, torch._ops.OpOverload)
@@ -295,6 +296,6 @@ def _is_differentiable(sample: Sample, results: Sequence[torch.Tensor]) -> bool:
     weights = [torch.ones_like(result) for result in results]
     try:
         grad_and_value(lambda values: _weighted([sample.call(values)], weights))(sample.values)
-    except (RuntimeError, NotImplementedError):  # how torch says that this sample has no gradient
+    except (RuntimeError, NotImplementedError):  # torch's errors for a sample without a gradient
         return False
     return True

@@ -1,4 +1,4 @@
-"""Claims that a sharding rule makes about its op, each with operand layouts that put it to the test."""
+"""Claims that a sharding rule makes about its op, each with operand layouts that test it."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Case:
 
     Attributes:
         claim: the claim, for messages.
-        promise: the consequence that the rule draws from it.
+        promise: the consequence of the claim that the rule relies on.
         fix: advice for a false claim.
-        layouts: per operand a shard, SUMS, or None for a replicated operand.
+        layouts: for each operand a shard, SUMS, or None for a replicated operand.
         factor: the factor that the case splits; empty if it splits none.
     """
 
@@ -64,7 +64,7 @@ def cases_of(rule: RuleText | None, avals: Sequence[Aval], parts: DimSplit) -> l
     """Enumerate layouts of an op's operands on one mesh axis, and the claims that they test.
 
     Args:
-        rule: the rule's text; None for a rule that is code alone.
+        rule: the rule's text; None for a rule in code alone.
         avals: shapes and dtypes of the operands.
         parts: how the axis divides a dim.
     """
@@ -80,13 +80,13 @@ def cases_of(rule: RuleText | None, avals: Sequence[Aval], parts: DimSplit) -> l
 
 
 def factors_of(rule: RuleText, avals: Sequence[Aval]) -> dict[str, int]:
-    """Sizes of the factors that a rule allows to be split; a dim under an ellipsis has a name like `.0`."""
+    """Return the sizes of the factors that a rule allows to be split; a dim of an ellipsis has a name like `.0`."""
     sizes = _sizes(rule, avals)
     return {name: size for name, size in sizes.items() if rule.marks.get(name) != "^" and size > 1}
 
 
 def name_of(rule: RuleText, factor: str) -> str:
-    """A factor as a message names it: with its mark, or by its position under an ellipsis."""
+    """Return a factor's name in messages: with its mark, or by its position under an ellipsis."""
     if factor.startswith("."):
         return f"factor ... (its dim {-1 - int(factor[1:])})"
     return f"factor {factor}{rule.marks.get(factor, '')}"
@@ -107,7 +107,7 @@ def spec_of(layout: Shard | str | None, axis: str) -> P:
 
 
 def _of_factors(rule: RuleText, avals: Sequence[Aval], parts: DimSplit) -> Iterator[Case]:
-    """Split all operands along a factor; also inside an outer block of two."""
+    """Split all operands along a factor; if possible, also inside an outer block of two."""
     fits = _fits(rule, avals)
     sizes = _sizes(rule, avals)
     for factor, size in factors_of(rule, avals).items():
@@ -121,7 +121,7 @@ def _of_factors(rule: RuleText, avals: Sequence[Aval], parts: DimSplit) -> Itera
 
 
 def _of_marks(rule: RuleText, avals: Sequence[Aval]) -> Iterator[Case]:
-    """Give operands that the rule marks linear as partial sums."""
+    """Give operands as partial sums if the rule marks them as linear."""
     marks = [pattern.linear for pattern in rule.operands]
     together = [index for index, mark in enumerate(marks) if mark == "&"]
     groups = [[index] for index, mark in enumerate(marks) if mark == "~"] + ([together] if together else [])
@@ -134,7 +134,7 @@ def _of_marks(rule: RuleText, avals: Sequence[Aval]) -> Iterator[Case]:
 
 
 def _of_single_operands(avals: Sequence[Aval], parts: DimSplit) -> Iterator[Case]:
-    """Shard a single operand, or give it as partial sums: its rule has to convert the others or itself."""
+    """Shard a single operand, or give it as partial sums: its rule has to convert it or the other operands."""
     for index, aval in enumerate(avals):
         options: list[Shard | str] = [Shard(dim) for dim, size in enumerate(aval.shape) if size and parts.divide(size)]
         options += [SUMS] if aval.is_differentiable else []

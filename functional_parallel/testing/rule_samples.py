@@ -21,7 +21,7 @@ __all__ = ["Sample", "for_all", "is_strategy", "require_overload", "sample_of"]
 
 @dataclass(frozen=True)
 class Sample:
-    """One call of the op: its leaves, which of them are the op's tensor operands, and the rule's text for it."""
+    """One call of the op: its leaves, indices of the op's tensor operands among them, and the rule's text for it."""
 
     op: Any
     number: int
@@ -76,7 +76,7 @@ def sample_of(op: Any, number: int, sample: Any) -> Sample:
 
 
 def _call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Call the op: with its derivative outside of a trace, and as the op itself in a trace."""
+    """Call the op: with its derivative outside of a trace, and as the op itself inside one."""
     result = op(*args, **kwargs) if recorder() is not None else eval_node(op, args, kwargs)
     return [leaf for leaf in optree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
 

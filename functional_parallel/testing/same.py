@@ -1,4 +1,4 @@
-"""Two local programs are the same: in types, values and gradients, on every rank."""
+"""Check that two local programs agree on every rank, in types, values and gradients."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def assert_same(
     *,
     exact: bool = True,
 ) -> None:
-    """Check that two bodies on shards agree: the types of their results, the values on every rank, and the gradients.
+    """Check that two local functions agree: in the types of their results, the values on every rank, and gradients.
 
     >>> import torch, functional_parallel as fp
     >>> from sharding_specs import Mesh, P
@@ -43,11 +43,11 @@ def assert_same(
         f, g: functions on shards that write their collectives by hand.
         mesh: the mesh.
         in_specs: a spec, or pytree prefix of specs, per argument.
-        args: whole arguments; gradients are taken by their floating leaves, of the floating results.
+        args: full arguments; gradients of the floating results are taken with respect to their floating leaves.
         exact: whether every bit counts.
 
     Raises:
-        NotEquivalentError: saying what differs, and on which rank.
+        NotEquivalentError: for a difference, with a description and its rank.
     """
     register_dataclasses(args)
     values = [_on_every_rank(h, mesh, in_specs, args) for h in (f, g)]
@@ -56,7 +56,7 @@ def assert_same(
     for rank in mesh.ranks:
         compare(values[0][0][rank], values[1][0][rank], f"results on rank {rank}", exact=exact)
     if not (_is_floating(args) and _is_floating(values[0][0])):
-        return  # no gradient by integers, nor of them
+        return  # integers have no gradients
     gradients = [_on_every_rank(_gradient(h, len(args)), mesh, in_specs, args) for h in (f, g)]
     for rank in mesh.ranks:
         compare(gradients[0][0][rank], gradients[1][0][rank], f"gradients on rank {rank}", exact=exact)
@@ -71,7 +71,7 @@ def _on_every_rank(f: Callable[..., Any], mesh: Mesh, in_specs: tuple[Any, ...],
     handles = [runtime.shard(x, spec) for x, spec in zip(tensors, program.in_specs, strict=True)]
     results = runtime.run(program, handles)
     by_rank = [[handle[rank] for handle in results] for rank in mesh.ranks]
-    alone = [axis for axis in mesh.axis_names if mesh.axis_size(axis) == 1]  # there all states say the same
+    alone = [axis for axis in mesh.axis_names if mesh.axis_size(axis) == 1]  # there all states are equivalent
     return by_rank, [type_of(output).having(alone, State.INVARIANT) for output in program.traced.outputs]
 
 
@@ -80,7 +80,7 @@ def _is_floating(tree: Any) -> bool:
 
 
 def _gradient(f: Callable[..., Any], count: int) -> Callable[..., Any]:
-    """Gradients of a sum of the results with small integer weights, which tells results and elements apart."""
+    """Return the gradients of a weighted sum of the results; small integer weights distinguish results and elements."""
 
     def weighted(*args: Any) -> torch.Tensor:
         leaves = [leaf for leaf in optree.tree_leaves(f(*args)) if isinstance(leaf, torch.Tensor)]

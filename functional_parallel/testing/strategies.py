@@ -1,4 +1,4 @@
-"""Hypothesis strategies: meshes, specs, tensors that fit them, pytrees, plans. Needs `hypothesis`."""
+"""Hypothesis strategies for meshes, specs, fitting tensors, pytrees and plans. They need `hypothesis`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ AXIS_NAMES = ("pipe", "data", "tensor")
 
 @st.composite
 def meshes(draw: st.DrawFn, most_ranks: int = 8, names: tuple[str, ...] = AXIS_NAMES) -> Mesh:
-    """Meshes of some of these axes, in any order, sizes 1 to 4.
+    """Strategy for meshes of some of these axes, in any order, with sizes 1 to 4.
 
     >>> from hypothesis import find
     >>> find(meshes(), lambda mesh: mesh.size == 6).size
@@ -45,7 +45,7 @@ def meshes(draw: st.DrawFn, most_ranks: int = 8, names: tuple[str, ...] = AXIS_N
 
 @st.composite
 def specs(draw: st.DrawFn, mesh: Mesh, ndim: int, partial: bool = False, blocks: bool = True) -> P:
-    """Specs of a mesh: each axis on some dim, in any order, or on none.
+    """Strategy for specs of a mesh: each axis is on some dim, in any order, or on none.
 
     >>> from hypothesis import find
     >>> mesh = Mesh(data=2, tensor=2)
@@ -54,9 +54,9 @@ def specs(draw: st.DrawFn, mesh: Mesh, ndim: int, partial: bool = False, blocks:
 
     Args:
         mesh: the mesh.
-        ndim: of the tensors.
+        ndim: number of dims of the tensors.
         partial: whether an axis may hold partial sums instead.
-        blocks: whether a number may stand outside the axes of a dim.
+        blocks: whether a dim with axes may start with a number, an outer block.
     """
     dims: list[list[str | int]] = [[] for _ in range(ndim)]
     unreduced = set()
@@ -73,12 +73,12 @@ def specs(draw: st.DrawFn, mesh: Mesh, ndim: int, partial: bool = False, blocks:
 
 @st.composite
 def fitting_shapes(draw: st.DrawFn, spec: P, mesh: Mesh, ndim: int, least: int = 1) -> tuple[int, ...]:
-    """Shapes that a spec divides.
+    """Strategy for shapes that a spec divides.
 
     Args:
         spec, mesh: the spec and its mesh.
         ndim: the number of dims, at least those of the spec.
-        least: blocks of a dim, at least; 0 lets dims be empty.
+        least: minimum number of blocks of a dim; 0 allows empty dims.
     """
     unit = [1] * ndim
     for dim, factors in enumerate(spec.dims):
@@ -87,7 +87,7 @@ def fitting_shapes(draw: st.DrawFn, spec: P, mesh: Mesh, ndim: int, least: int =
 
 
 def numbered(shape: tuple[int, ...]) -> torch.Tensor:
-    """A float64 tensor of which every element differs.
+    """Return a float64 tensor with distinct elements.
 
     >>> numbered((2, 2))
     tensor([[1., 2.],
@@ -98,7 +98,7 @@ def numbered(shape: tuple[int, ...]) -> torch.Tensor:
 
 @st.composite
 def integers(draw: st.DrawFn, shape: tuple[int, ...], largest: int = 2) -> torch.Tensor:
-    """Float64 tensors of small integers, on which sums and products are exact in any order.
+    """Strategy for float64 tensors of small integers. Their sums and products are exact in any order.
 
     Args:
         shape: the shape.
@@ -110,14 +110,14 @@ def integers(draw: st.DrawFn, shape: tuple[int, ...], largest: int = 2) -> torch
 
 @st.composite
 def cases(draw: st.DrawFn, partial: bool = False) -> tuple[Mesh, P, torch.Tensor]:
-    """A mesh, a spec on it, and a whole tensor that the spec fits; a dim may be empty."""
+    """Strategy for a mesh, a spec on it, and a full tensor that the spec fits; a dim may be empty."""
     mesh, ndim = draw(meshes()), draw(st.integers(0, 3))
     spec = draw(specs(mesh, ndim, partial))
     return mesh, spec, numbered(draw(fitting_shapes(spec, mesh, ndim, least=0)))
 
 
 def pytrees(leaves: st.SearchStrategy[Any], most_leaves: int = 6) -> st.SearchStrategy[Any]:
-    """Nested dicts, lists and tuples of such leaves.
+    """Strategy for nested dicts, lists and tuples of these leaves.
 
     >>> from hypothesis import find
     >>> find(pytrees(st.just(0)), lambda tree: isinstance(tree, dict) and bool(tree))
@@ -139,7 +139,7 @@ def pytrees(leaves: st.SearchStrategy[Any], most_leaves: int = 6) -> st.SearchSt
 def plans(
     draw: st.DrawFn, tensor_specs: Any = None, most_microbatches: int = 2, most_stages: int = 2
 ) -> tuple[Plan, Mesh]:
-    """Stacks of transforms with a mesh for them: tensor, data at any ZeRO stage, rematerialisation, and microbatches.
+    """Strategy for chains of transforms with a mesh: tensor, data at any ZeRO stage, rematerialisation, microbatches.
 
     The microbatches are accumulated, or run through a pipeline by any synchronous schedule. The batch's dim 0 must be a
     multiple of 8 · most_microbatches.
@@ -151,10 +151,10 @@ def plans(
     2
 
     Args:
-        tensor_specs: rules for the axis "tensor"; without them no plan splits tensors.
+        tensor_specs: rules for the axis "tensor"; without them no plan shards tensors.
         most_microbatches: bound on the number of microbatches that are accumulated.
-        most_stages: bound on the number of stages of a pipeline, which the function's ops have to allow; with 1 no plan
-            has a pipeline.
+        most_stages: bound on the number of stages of a pipeline, which the function's ops have to allow; with 1, no
+            plan has a pipeline.
     """
     data, tensor = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2])) if tensor_specs is not None else 1
     found: list[Any] = []
@@ -172,7 +172,7 @@ def plans(
 
 
 def _schedules(most_stages: int) -> st.SearchStrategy[Schedule]:
-    """Synchronous schedules of two ranks with at most this number of stages, and 2 or 4 microbatches."""
+    """Strategy for synchronous schedules of two ranks with 2 or 4 microbatches and a bounded number of stages."""
     made: list[Schedule] = []
     for name, microbatches in product(sorted(FAMILIES), (2, 4)):
         try:

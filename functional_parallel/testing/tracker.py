@@ -1,7 +1,7 @@
-"""Measuring live tensors while a program runs, by other means than those that predict them.
+"""Measure live tensors while a program runs, independently of the code that predicts them.
 
-A dispatch mode sees every op's results and keeps a weak reference to each storage; what is still there after an op is
-alive. It knows nothing of graphs, uses or views.
+A dispatch mode intercepts the results of every op and keeps a weak reference to each storage. A storage that still
+exists after an op is alive. The mode does not use graphs, users or views.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class StorageTracker(_torch.TorchDispatchMode):
     """Counts the bytes of live storages after every op.
 
     Attributes:
-        peak: the most bytes alive at once, so far.
+        peak: the maximum of bytes alive at the same time, so far.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class StorageTracker(_torch.TorchDispatchMode):
         self._living: dict[int, tuple[Any, int]] = {}
 
     def hold(self, tree: Any) -> None:
-        """Count what is there already."""
+        """Count tensors that already exist."""
         self._see(tree)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -50,7 +50,7 @@ class StorageTracker(_torch.TorchDispatchMode):
 
 @contextmanager
 def tracked(held: Any = ()) -> Iterator[StorageTracker]:
-    """Measure what runs inside a `with` block.
+    """Measure the live tensors of a `with` block.
 
     >>> x = torch.ones(256)                  # 1 KiB
     >>> with tracked(x) as tracker:
@@ -59,7 +59,7 @@ def tracked(held: Any = ()) -> Iterator[StorageTracker]:
     3072
 
     Args:
-        held: tensors that exist before, to count with the others.
+        held: existing tensors to count with the others.
     """
     tracker = StorageTracker()
     tracker.hold(held)

@@ -1,4 +1,4 @@
-"""Function → FX graph: own recording of aten ops and collectives on fake tensors."""
+"""Tracing of a function into an FX graph, by recording aten ops and collectives on fake tensors."""
 
 from . import data_dependent
 from .assumptions import Assumption, ProgramCache, assume, collect_assumptions

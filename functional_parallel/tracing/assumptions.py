@@ -1,7 +1,9 @@
-"""What a program takes for granted besides its arguments, as a module's mode; when that changes, another is traced.
+"""Assumptions of a program besides its arguments, such as the mode of a module.
 
-A program is a trace, so what a function reads from elsewhere is frozen in it. Where the library knows what is read, it
-says so while it is traced, and the program is used only as long as the same would be read again.
+If an assumption no longer holds, the function is retraced.
+
+A program is a trace, so values that a function reads from elsewhere are frozen in it. Where the library knows such a
+read, it records an assumption during tracing. The program is used only while the read returns the same value.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ __all__ = ["Assumption", "ProgramCache", "assume", "collect_assumptions"]
 
 @dataclass(frozen=True)
 class Assumption:
-    """That something still reads as it did."""
+    """Assumption that `read` still returns the value that it returned during tracing."""
 
     read: Callable[[], Hashable]
     found: Hashable
@@ -33,14 +35,14 @@ class Assumption:
 
 
 def assume(read: Callable[[], Hashable]) -> None:
-    """Let what is being traced be used only as long as this reads the same; without a trace nothing happens."""
+    """Allow the current trace to be used only while `read` returns the same value. Without a trace, do nothing."""
     for found in _open():
         found.append(Assumption(read, read()))
 
 
 @contextmanager
 def collect_assumptions() -> Iterator[list[Assumption]]:
-    """What is assumed inside."""
+    """Collect the assumptions that are recorded inside."""
     found: list[Assumption] = []
     _open().append(found)
     try:
@@ -59,18 +61,18 @@ class Assuming(Protocol):
 
 
 T = TypeVar("T", bound=Assuming)
-Key = tuple[Any, tuple[Any, ...]]  # a tree, and how each of its leaves looks
+Key = tuple[Any, tuple[Any, ...]]  # a tree, and the signature of each of its leaves
 
-_MANY = 32  # programs of one function; a warning comes with so many, and again with twice as many
-_MOST = 3  # leaves that it names
+_MANY = 32  # programs of one function that cause a warning; the number doubles after each warning
+_MOST = 3  # leaves that the warning names
 
 
 class ProgramCache(Generic[T]):
-    """What was traced, by what it was traced for; of several for the same, the one whose assumptions hold.
+    """Cache of traced programs by key. Of several programs for one key, the first with valid assumptions is used.
 
     Args:
-        name: whose programs they are, for a warning when they become many.
-        below: how many calls of ours lie between the user's line and `get`.
+        name: name of the traced function, for the warning about too many programs.
+        below: number of this library's calls between the user's line and `get`.
     """
 
     def __init__(self, name: str, below: int) -> None:
@@ -78,7 +80,7 @@ class ProgramCache(Generic[T]):
         self._warn_at = _MANY
 
     def get(self, key: Key, make: Callable[[], T]) -> T:
-        """What was traced for this, or is traced now."""
+        """Return a cached program for `key` with valid assumptions, or trace one now with `make`."""
         if key not in self._found and len(self._found) >= self._warn_at:
             self._warn(key)
         found = self._found.setdefault(key, [])
@@ -101,7 +103,7 @@ class ProgramCache(Generic[T]):
 
 
 def _difference(key: Key, last: Key) -> str:
-    """How what a function is traced for differs from what it was traced for before."""
+    """Describe the difference between the key of this trace and the key of the last one."""
     (tree, looks), (last_tree, last_looks) = key, last
     if tree != last_tree:
         return "its arguments have another structure than those before"
@@ -115,7 +117,10 @@ def _difference(key: Key, last: Key) -> str:
 
 
 def _text(look: Any) -> str:
-    """How a leaf looks: a tensor's shape and dtype, else its value, after its type or by itself."""
+    """Describe the signature of a leaf: dtype and shape of a tensor, else its value.
+
+    A value may be stored after its type or alone.
+    """
     if isinstance(look, tuple) and isinstance(look[0], tuple | torch.Size):
         return f"{str(look[1]).removeprefix('torch.')}{list(look[0])}"
     return str(look if isinstance(look, str) else look[-1])

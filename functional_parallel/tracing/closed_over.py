@@ -1,7 +1,8 @@
 """Tensors with requires_grad that a traced function closes over: a training step does not train them.
 
-A trace takes a closed-over tensor as a constant. Its name is searched in the frames of the user's code at its first
-use: among local variables, then among the globals that the code names; in modules, and in dicts, lists and tuples.
+A trace treats a closed-over tensor as a constant. Its name is searched in the frames of the user's code at its first
+use: among local variables, then among the globals that the code names. The search covers modules, dicts, lists and
+tuples.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ __all__ = ["ClosedOver", "closed_over"]
 
 @dataclass(frozen=True)
 class ClosedOver:
-    """A tensor that requires gradients, and that a traced function closes over.
+    """Closed-over tensor of a traced function that requires gradients.
 
     Attributes:
-        name: the expression that names it in the user's code, if one was found.
+        name: expression for the tensor in the user's code, if one was found.
         shape: its shape.
-        source: the line of its first use.
+        source: line of its first use.
     """
 
     name: str | None

@@ -1,8 +1,9 @@
-"""Values that a trace knows: literals, what the function closes over, and what is computed of these alone.
+"""Values that a trace knows: literals, closed-over tensors, and values computed only from these.
 
-A trace runs on tensors without values, so `int(torch.tensor(sizes).cumsum(0)[-1])` would have none either, though no
-argument takes part. Who asks for such a value gets it by computing the recorded nodes. torch's own note of a literal's
-value is no help: writes in place are recorded as their functional twins, which do not change it.
+A trace runs on tensors without values, so `int(torch.tensor(sizes).cumsum(0)[-1])` would not have a value either,
+although it does not depend on any argument. If code reads such a value, it is computed from the recorded nodes. The
+value that torch stores in the fake tensor of a literal cannot be used: in-place ops are recorded as their functional
+variants, which do not change it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ __all__ = ["asks_for_values", "assume_constants", "constant_in", "fold_constants
 
 aten = torch.ops.aten
 
-_CERTAIN: dict[Any, tuple[bool, Callable[[float], bool]]] = {  # the result if the bound is low, and when it is
+_CERTAIN: dict[Any, tuple[bool, Callable[[float], bool]]] = {  # result for a low bound, and test for a low bound
     aten.lt.Scalar: (False, lambda bound: bound <= 0),
     aten.le.Scalar: (False, lambda bound: bound < 0),
     aten.ge.Scalar: (True, lambda bound: bound <= 0),
@@ -40,21 +41,22 @@ _OF_A_SHAPE = {  # the values of their first operand do not matter
 
 
 def asks_for_values(func: Any) -> bool:
-    """Whether an op's result, or the shape of it, depends on the values of its operands."""
-    return func is not aten.index.Tensor and not _ASKING.isdisjoint(func.tags)  # by numbers, or see `data_dependent`
+    """Whether the result of an op, or the shape of the result, depends on the values of its operands."""
+    # `index` is called with integer indices here; `data_dependent` handles masks
+    return func is not aten.index.Tensor and not _ASKING.isdisjoint(func.tags)
 
 
 @contextmanager
 def outside_trace() -> Iterator[None]:
-    """Compute on values, without any trace or transform that is under way."""
+    """Compute on values, outside of all active traces and transforms."""
     with _torch.disable_functorch(), _torch.disable_torch_function(), torch.no_grad():
         yield
 
 
 def value_of(recording: Writer, x: torch.Tensor) -> torch.Tensor | None:
-    """The values of a tensor, if neither an argument nor the rank takes part in them; else None.
+    """Return the values of a tensor, if they depend neither on an argument nor on the rank; else None.
 
-    The program is used only as long as what the function closes over, and is read here, stays the same.
+    The program is used only while the closed-over tensors that are read here stay the same.
     """
     node = recording.value(x)
     if node is None and isinstance(x, _torch.FakeTensor):
@@ -63,12 +65,12 @@ def value_of(recording: Writer, x: torch.Tensor) -> torch.Tensor | None:
 
 
 def constant_in(traced: Traced, wanted: fx.Node, known: dict[fx.Node, Any]) -> torch.Tensor | None:
-    """Return the value of a node of a finished trace, on the host, if it depends on no argument and no rank.
+    """Return the value of a node of a finished trace, on the host. None if it depends on an argument or the rank.
 
     Args:
         traced: the graph.
         wanted: one of its nodes.
-        known: the values found so far, by node, to which those found here are added.
+        known: values found so far, by node. Values found here are added to it.
     """
     for node in topological_order(wanted, _needed, known):
         known[node] = None
@@ -86,7 +88,7 @@ def _on_host(constant: torch.Tensor) -> torch.Tensor | None:
 
 
 def assume_constants(traced: Traced, wanted: fx.Node) -> None:
-    """Use the program only as long as the constants that a node is computed from stay the same."""
+    """Allow the program to be used only while the constants from which a node is computed stay the same."""
     seen: dict[fx.Node, None] = {}
     for node in topological_order(wanted, _needed, seen):
         seen[node] = None
@@ -95,7 +97,7 @@ def assume_constants(traced: Traced, wanted: fx.Node) -> None:
 
 
 def fold_constants(recording: Writer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an op gives for operands that are all known; NotImplemented if one is not."""
+    """Return the result of an op with known operands. NotImplemented if an operand is not known."""
     operands = [x for x in _leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     values: dict[int, torch.Tensor] = {}
     for x in operands:
@@ -129,7 +131,7 @@ def _needed(node: fx.Node) -> Sequence[fx.Node]:
 
 
 def _certain(node: fx.Node) -> bool | None:
-    """The result of comparing a uniform draw, which is in [0, 1), with a bound that no draw or every draw passes."""
+    """Return the result of comparing a uniform draw with a bound, if it is the same for all draws in [0, 1)."""
     bounds = _CERTAIN.get(node.target)
     if bounds is None or getattr(node.args[0], "target", None) is not _uniform_op():
         return None
@@ -146,7 +148,7 @@ def _uniform_op() -> Any:
 
 
 def _given(recording: Writer, node: fx.Node) -> torch.Tensor | None:
-    """The value of a constant, or of what an enclosing trace knows."""
+    """Return the value of a constant, or of a captured tensor that the enclosing trace knows."""
     traced = recording.traced
     if node.op == "get_attr":
         value = traced.constants[str(node.target)]
@@ -159,7 +161,7 @@ def _given(recording: Writer, node: fx.Node) -> torch.Tensor | None:
 
 
 def _is_computable(node: fx.Node) -> bool:
-    """Whether an op gives the same on all ranks; the library's own may not."""
+    """Whether an op has the same result on all ranks. This may be false for the library's own ops."""
     op = node.target
     return op in (getitem, STRAIGHT_THROUGH) or getattr(op, "namespace", None) in ("aten", "prims")
 

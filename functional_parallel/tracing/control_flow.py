@@ -1,7 +1,8 @@
-"""torch's control flow in a trace, a straight line: loops are unrolled, and a branch is chosen if it is known.
+"""torch's control flow ops in a trace, which has no branches: loops are unrolled, and a known branch is selected.
 
-What it depends on must be known in the trace: the length of what `scan` goes over, the counter of a `while_loop`, a
-predicate that no argument takes part in. Else the way out is to compute both sides, or a fixed number of rounds.
+The trace must know the deciding value. Known are the length that `scan` iterates over, the counter of a `while_loop`,
+and a predicate that does not depend on an argument. For other values, the user must compute both branches, or run a
+fixed number of iterations.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ Branch = Callable[..., Any]
 
 
 def unrolled(recording: Writer, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Record what a higher-order op computes.
+    """Record the ops that a higher-order op runs.
 
     Raises:
-        TracingError: when that depends on values that the trace does not have, or the op is another.
+        TracingError: if they depend on values that the trace does not have, or the higher-order op is not supported.
     """
     rules: dict[str, Branch] = {"cond": _cond, "while_loop": _while_loop, "scan": _scan}
     rule = rules.get(op.name())

@@ -1,7 +1,8 @@
-"""torch's functions that look at values on their way, which a trace does not have, written so that they do not.
+"""Replacements of torch functions that read values, which a trace does not have.
 
-What they look for is how many there are of something, or a mistake in what they are given: a negative variance, or
-weights without a sum. Such a mistake shows in the numbers then. Who wants values in numpy is told that there are none.
+torch reads values to count elements or to find invalid arguments, such as a negative variance or weights that sum to
+zero. The replacements do not check, so an invalid argument shows in the results instead. Conversion to numpy raises an
+error if the values are not known.
 """
 
 from __future__ import annotations
@@ -27,21 +28,22 @@ aten = torch.ops.aten
 
 @intercept(_torch.is_all_true, always=True)
 def _are_valid(valid: Any) -> bool:
-    """What torch.distributions ask of parameters and samples; a trace takes them for good, as torch.compile does."""
+    """Assume that parameters and samples of torch.distributions are valid, as torch.compile does."""
     return True
 
 
 @intercept(functional.one_hot, always=True)
 def _one_hot(tensor: Any, num_classes: int = -1) -> Any:
-    """By comparison. torch's own looks for the smallest and the largest class, unless it can tell that there are none.
+    """Compute one_hot by comparison with the class indices.
 
-    Under a torch.func transform, or for a constant that the function closes over, it cannot.
+    torch's own function reads the smallest and the largest class, unless it detects a tensor without values. It does
+    not detect one under a torch.func transform, or for a constant that the function closes over.
     """
-    if tensor.dtype != torch.int64:  # torch says what is wrong
+    if tensor.dtype != torch.int64:  # torch raises the error
         return NotImplemented
     value = _known(tensor)
     if value is not None and value.numel():
-        with outside_trace():  # to check it and to count the classes its extremes are enough
+        with outside_trace():  # the extremes suffice for the check and the number of classes
             num_classes = functional.one_hot(torch.stack(value.aminmax()), num_classes).shape[-1]
     if num_classes < 1:
         return NotImplemented
@@ -49,13 +51,16 @@ def _one_hot(tensor: Any, num_classes: int = -1) -> Any:
 
 
 # -----------------------------------------------------------------------------
-# Writes where a mask or a list says: a choice between two values
+# Writes at the positions of a mask or an index, recorded as torch.where
 # -----------------------------------------------------------------------------
 
 
 @intercept_op(aten.index_put.default)
 def _put_where(x: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
-    """`x[mask] = values`, of values that are the same wherever the mask is true. torch's derivative counts those."""
+    """Record `x[mask] = values` as `torch.where`, for values that do not vary along the masked dims.
+
+    torch's derivative would count the true elements, which a trace cannot do.
+    """
     masks = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     if len(masks) != 1 or masks[0][1].dtype != torch.bool:
         return NotImplemented
@@ -72,7 +77,7 @@ def _put_where(x: Any, indices: Any, values: Any, accumulate: bool = False) -> A
 
 @intercept_op(aten.index_fill.int_Tensor)
 def _fill_where(x: Any, dim: int, index: Any, value: Any) -> Any:
-    """Of which torch's derivative looks for indices that are given twice."""
+    """Record index_fill as `torch.where`. torch's derivative would read the indices to find duplicates."""
     if x.ndim == 0:
         return _fill_where(x.reshape(1), 0, index, value).reshape(())
     size = x.shape[dim]
@@ -127,13 +132,16 @@ def _corrcoef(input: Any) -> Any:
 
 
 def _centred(input: Any) -> Any:
-    """One row per variable, of mean 0."""
+    """Return the input with one row per variable and the mean of each row subtracted."""
     rows = input if input.ndim == 2 else input.reshape(1, -1)
     return rows - rows.sum(1, keepdim=True) / rows.shape[1]
 
 
 def _linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Any:
-    """Without chunks, whose op computes its gradient with its value and cannot be differentiated by transforms."""
+    """Compute the loss without chunks.
+
+    The op for chunks computes its gradient together with its value, so transforms cannot differentiate it.
+    """
     return NotImplemented if options is None else functional.linear_cross_entropy(*args, **kwargs)
 
 
@@ -148,7 +156,7 @@ if hasattr(functional, "linear_cross_entropy"):  # torch 2.13
 
 @intercept_op(aten.index.Tensor)
 def _index_by_numbers(x: Any, indices: Any) -> Any:
-    """`x[mask]`, of a mask that is known."""
+    """Record `x[mask]` with a known mask as an index by numbers."""
     if not any(index is not None and index.dtype == torch.bool for index in indices):
         return NotImplemented
     return aten.index.Tensor(x, _numbers(indices))
@@ -161,7 +169,7 @@ def _masked_select(x: Any, mask: Any) -> Any:
 
 
 def _numbers(indices: Any) -> list[Any]:
-    """Masks as the indices of what is true in them; a mask that is not known ends in an error that says so."""
+    """Replace masks by the indices of their true elements. For a mask that is not known, an error is raised."""
     found: list[Any] = []
     for index in indices:
         found += index.nonzero().unbind(1) if index is not None and index.dtype == torch.bool else [index]
@@ -188,7 +196,11 @@ def _array(x: torch.Tensor, dtype: Any = None) -> Any:
 
 
 def _of_constant(x: torch.Tensor, read: Callable[[torch.Tensor], Any]) -> Any:
-    """What is read of a tensor that is known; the modes of a trace would take its values away."""
+    """Read from the values of a known tensor, outside of the trace. Its modes would return a tensor without values.
+
+    Raises:
+        TracingError: if the values are not known.
+    """
     value = _known(x)
     if value is None:
         raise TracingError(
@@ -200,10 +212,10 @@ def _of_constant(x: torch.Tensor, read: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def _known(x: torch.Tensor) -> torch.Tensor | None:
-    """The values of a tensor, if this trace knows them; of one that a transform maps, those of one entry are not."""
+    """Return the values of a tensor if this trace knows them. None for a tensor that a transform maps."""
     active = recorder()
     if active is None or _torch.mapped_dims(x):
         return None
     plain = _torch.unwrap(x)
-    with _torch.disable_functorch():  # whose constants would belong to it
+    with _torch.disable_functorch():  # else new constants would belong to the transform
         return value_of(active, plain)

@@ -1,4 +1,4 @@
-"""Draws from torch's own generators, which a trace refuses unless `keyed_draws` has a keyed draw for them."""
+"""Refusal of draws from torch's own generators for which `keyed_draws` does not have a keyed draw."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ __all__ = ["refuse_decisions", "refuse_draws"]
 
 
 def refuse_draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Draws from torch's generators: every rank has its own, so values that should be alike would not be."""
+    """Refuse an op that draws from torch's generators.
+
+    Every rank has separate generators, so values that should be replicated would differ.
+
+    Raises:
+        TracingError: for such an op. Attention with a `dropout_p` of 0 is accepted.
+    """
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return
     given = named_arguments(func, args, kwargs)
@@ -30,10 +36,10 @@ def refuse_draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
 
 
 def refuse_decisions(recording: Writer, func: Any, args: tuple[Any, ...]) -> None:
-    """Refuse to read into Python a number that is computed from a draw alone, as a layer drop does.
+    """Refuse to read into Python a number that is computed only from draws, as layer drop does.
 
     Raises:
-        TracingError: when the function decides by such a number.
+        TracingError: if the function reads such a number.
     """
     node = recording.value(args[0]) if func is torch.ops.aten._local_scalar_dense.default else None
     if node is None:

@@ -1,7 +1,7 @@
-"""Tensors that a traced function reaches and that belong to a torch.func transform around the trace.
+"""Captured tensors that belong to a torch.func transform around the trace.
 
-The levels of such transforms are set aside during a trace, and torch then takes these tensors for constants, or for
-those of a level that the function itself opens: a derivative would be wrong, and nothing would say so.
+Tracing disables the levels of such transforms. torch would then treat the tensors as constants, or assign them to a
+level that the function itself opens. The derivative would be wrong without an error.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ..ir import current_source, is_library
 __all__ = ["CapturedTensors"]
 
 _CONTAINERS = (list, tuple, set, frozenset, deque)
-_PLAIN = {int, float, complex, bool, str, bytes, type(None)}  # of which there may be millions, as in a table of samples
+_PLAIN = {int, float, complex, bool, str, bytes, type(None)}  # there may be millions of these, as in a table of samples
 
 
 class CapturedTensors:
-    """Tensors of an enclosing torch.func transform that a function reaches by its closure or by globals.
+    """Tensors of an enclosing torch.func transform that a function reaches through its closure or globals.
 
     Args:
-        function: what will be traced; outside all torch.func transforms it reaches none.
+        function: function to trace. Outside of torch.func transforms it has no such tensors.
 
     Attributes:
         tensors: the wrapped tensors by id.
@@ -40,14 +40,14 @@ class CapturedTensors:
         self.tensors = {id(tensor): tensor for tensor in found if _torch.is_functorch_wrapped(tensor)}
 
     def are_in(self, args: Any, kwargs: Any) -> bool:
-        """Whether one of them is an argument."""
+        """Whether one of the tensors is an argument."""
         return bool(self.tensors) and any(id(leaf) in self.tensors for leaf in optree.tree_leaves((args, kwargs)))
 
     def refuse(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Their shapes, and what else is no tensor, may be asked for.
+        """Refuse a call on one of the tensors. Reads of a shape, or of other results that are not tensors, are allowed.
 
         Raises:
-            TracingError: when a tensor is to be made of one of them.
+            TracingError: if the call would compute a tensor from one of them.
         """
         result = func(*args, **kwargs) if getattr(func, "__name__", "") in _QUESTIONS else NotImplemented
         if result is not NotImplemented and not isinstance(result, torch.Tensor):
@@ -64,7 +64,7 @@ _QUESTIONS = {"__get__", "size", "dim", "numel", "stride", "is_floating_point", 
 
 
 def _reached(function: Callable[..., Any]) -> Iterator[torch.Tensor]:
-    """Every tensor that a function holds, or reaches by a name, through other functions, containers and objects."""
+    """Yield every tensor that a function holds or reaches by name, through functions, containers and objects."""
     pending: list[Any] = [function]
     seen: set[int] = set()
     while pending:
@@ -99,7 +99,7 @@ _OPAQUE = ("torch.fx", "torch._", "builtins", "sharding_specs", "logging", "thre
 
 
 def _globals_of(function: FunctionType) -> Iterator[Any]:
-    """What a user's function names, in its own module and, `module.name`, in others of a user's."""
+    """Yield the globals that a user's function names, in its module and, by `module.name`, in other user modules."""
     if is_library(function.__code__.co_filename):
         return
     names, spaces = _names(function.__code__), [function.__globals__]
@@ -117,7 +117,7 @@ def _is_a_users(module: ModuleType) -> bool:
 
 
 def _names(code: CodeType) -> set[str]:
-    """What code names, that of functions defined in it included."""
+    """Return the names that code uses, including the code of functions defined in it."""
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     return set(code.co_names).union(*map(_names, inner))
 

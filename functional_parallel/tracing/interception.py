@@ -1,8 +1,8 @@
-"""Torch functions that a trace records as something else: attention as one op, dropout as a keyed draw.
+"""Torch functions that a trace records as other ops: attention as one op, dropout as a keyed draw.
 
-The replacement must be written where the function still has its name, above the dispatcher, which by then has picked a
-kernel for one device. Modules enter theirs with `intercept`. What torch's functions in C++ call has no such name; of
-the ops that they come to, draws and writes where a mask says are replaced, with `intercept_op`.
+The replacement must happen while the function still has its name, above the dispatcher. The dispatcher selects a kernel
+for one device. Modules register their replacements with `intercept`. Calls inside torch's C++ functions have no such
+name. Of the ops that they dispatch, draws and masked writes are replaced with `intercept_op`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,15 @@ _QUESTIONS = {"has_torch_function", "has_torch_function_unary", "has_torch_funct
 def intercept(
     function: Any, *, always: bool = False, inside: bool = False, same_strides: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a replacement for a torch function in forward traces; `always`: in others, and under derivatives, too.
+    """Register a replacement for a torch function in forward traces.
 
-    One that is always asked may return NotImplemented, to leave a call to the others. `inside` is for what a forward
-    takes derivatives of itself. `same_strides`: its results have the strides of the function's; those of others count
-    as unknown (see `memory_layout`).
+    Args:
+        function: the torch function.
+        always: whether to replace it in all traces, also under derivatives. Such a replacement may return
+            NotImplemented to leave the call to the other replacements.
+        inside: whether to replace it where a forward itself takes derivatives, instead of elsewhere in the forward.
+        same_strides: whether the results have the strides of the function's results. Results of other replacements
+            have unknown strides (see `memory_layout`).
     """
 
     def register(replacement: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,7 +54,7 @@ def intercept(
 
 
 def intercept_op(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register what a trace records for an op, whoever calls it; it may return NotImplemented."""
+    """Register a replacement for an op, regardless of its caller. The replacement may return NotImplemented."""
 
     def register(replacement: Callable[..., Any]) -> Callable[..., Any]:
         _ops[op] = replacement
@@ -60,12 +64,15 @@ def intercept_op(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def replacement_of(op: Any) -> Callable[..., Any] | None:
-    """What is recorded for an op, if something else is."""
+    """Return the replacement of an op, if it has one."""
     return _ops.get(op)
 
 
 class Interception(TorchFunctionMode):
-    """Active during a trace. What is replaced in forwards alone runs as it is in a trace of derivatives."""
+    """Mode that calls the replacements during a trace.
+
+    In a trace of derivatives, functions that are replaced only in forwards run unchanged.
+    """
 
     def __init__(self, forward_only: bool, enclosed: CapturedTensors, layouts: Layouts) -> None:
         super().__init__()
@@ -86,7 +93,7 @@ class Interception(TorchFunctionMode):
         inside = _unasked(func)
         if inside is None:
             return func(*args, **kwargs)
-        with self:  # which torch has set aside for as long as this method runs
+        with self:  # torch disables the mode while this method runs
             return inside(*args, **kwargs)
 
     def _replaced(self, replacement: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
@@ -97,14 +104,14 @@ class Interception(TorchFunctionMode):
 
 
 def _unasked(function: Any) -> Callable[..., Any] | None:
-    """A function of `torch.nn.functional` as it is after its first question, whether a mode stands for it.
+    """Return a copy of a `torch.nn.functional` function that skips its check for an active mode.
 
-    Called as it is it would ask again, forever, if the mode were active; and if not, nothing that it calls would be
-    seen, such as the attention in `F.multi_head_attention_forward`.
+    With this mode active, the original would call the mode forever. Without it, the mode would not see the calls
+    inside, such as the attention in `F.multi_head_attention_forward`.
     """
     if not isinstance(function, FunctionType) or function.__module__ != functional.__name__:
         return None
-    if _QUESTIONS.isdisjoint(function.__code__.co_names):  # one that stands for those which ask
+    if _QUESTIONS.isdisjoint(function.__code__.co_names):  # a wrapper of functions that check
         return None
     answered = {**function.__globals__, **dict.fromkeys(_QUESTIONS, lambda *_: False)}
     copy = FunctionType(function.__code__, answered, function.__name__, function.__defaults__, function.__closure__)
@@ -114,13 +121,16 @@ def _unasked(function: Any) -> Callable[..., Any] | None:
 
 @intercept(torch.Tensor.data.__get__, always=True, same_strides=True)  # type: ignore[attr-defined]
 def _data(x: torch.Tensor) -> torch.Tensor:
-    """As a `detach` that the recording sees for what it is."""
+    """Return `x.detach()`, which the recording handles correctly."""
     return x.detach()
 
 
 @intercept(torch.Tensor.fill_diagonal_, always=True, same_strides=True)
 def _fill_diagonal_(x: torch.Tensor, fill_value: Any, wrap: bool = False) -> Any:
-    """By a mask: torch fills a strided view of the memory, and what the other views of that then hold is not known."""
+    """Write the diagonal by a mask.
+
+    torch writes into a strided view of the memory, and the contents of other views of the memory would be unknown.
+    """
     if x.ndim != 2 or wrap:
         return NotImplemented
     return x.masked_fill_(torch.eye(*x.shape, dtype=torch.bool, device=x.device), fill_value)

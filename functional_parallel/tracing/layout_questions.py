@@ -1,6 +1,6 @@
-"""torch functions that answer by a tensor's strides or memory, and those that may return a view or a copy.
+"""torch functions that depend on the strides or memory of a tensor, or that return either a view or a copy.
 
-They answer by the fake tensor. The recording then depends on its strides (see `memory_layout`).
+They use the strides of the fake tensor, so the recording depends on these strides (see `memory_layout`).
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ aten = torch.ops.aten
 
 
 def depends_on_layouts(traced: Traced, arguments: Sequence[Any], paths: Sequence[str]) -> None:
-    """Check the arguments of a trace whose strides it depends on, and note them in the trace around it.
+    """Check the arguments that a trace requires to be contiguous, and record the dependency in the enclosing trace.
 
     Args:
         traced: the trace.
-        arguments: a tensor for each input, maybe wrapped by torch.func's transforms; None for one that is not checked.
-        paths: their paths, for an error.
+        arguments: a tensor for each input, possibly wrapped by torch.func's transforms. None skips the check of an
+            input.
+        paths: paths of the arguments, for an error.
 
     Raises:
-        MemoryLayoutError: when an argument is not contiguous.
+        MemoryLayoutError: if a required argument is not contiguous.
     """
     for index, read in traced.layout_reads.items():
         x = arguments[index]
@@ -46,7 +47,7 @@ def depends_on_layouts(traced: Traced, arguments: Sequence[Any], paths: Sequence
 
 
 def _recording_of(x: Any) -> tuple[Recorder, torch.Tensor] | None:
-    """The trace that a tensor belongs to, and the fake inside its wrappers; None for a tensor with values."""
+    """Return the trace of a tensor, and the fake tensor inside its wrappers. None for a tensor with values."""
     active = recorder()
     plain = _torch.unwrap(x) if isinstance(x, torch.Tensor) else None
     return (active, plain) if active is not None and isinstance(plain, _torch.FakeTensor) else None
@@ -111,7 +112,10 @@ for _name in ("reshape", "flatten", "ravel"):
 
 def _as_strided(function: Callable[..., Any], is_view: bool = True) -> None:
     def replacement(input: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
-        """Under a derivative: torch's own writes into views of new memory. Elsewhere `strided` records the op."""
+        """Replace the call under a derivative, where torch's own writes into views of new memory.
+
+        Elsewhere `strided` records the op.
+        """
         found = _recording_of(input)
         if found is None or not _torch.differentiating_level():
             return NotImplemented
@@ -138,7 +142,7 @@ def _as_strided_copy(x: Any, size: Any, stride: Any, storage_offset: int | None 
 
 @intercept_op(aten.as_strided_scatter.default)
 def _as_strided_scatter(x: Any, src: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
-    """By an index: the elements of x are numbered, and `as_strided` of the numbers says which of them are written."""
+    """Write by an index. `as_strided` of the numbered elements of x gives the numbers of the written elements."""
     active = recorder()
     assert active is not None
     active.layouts.require_known(x, "as_strided_scatter", storage_offset is not None)

@@ -1,9 +1,10 @@
 """Strides and memory of traced values: known where eager torch would have the same, refused elsewhere.
 
-A trace has values alone. An op that depends on how its operand is stored is recorded as an op on values, from the
-strides that the operand has during the trace. These are the fake tensor's, which has those of eager torch under two
-conditions. The arguments must be contiguous: the trace notes which arguments matter, and calls check them. And no op in
-between may be recorded as another op: results of such ops have unknown strides.
+A trace has only values. An op that depends on the storage of its operand is recorded as an op on values, computed from
+the strides of the fake tensor. The fake tensor has the strides of eager torch under two conditions:
+
+- The arguments are contiguous. The trace records which arguments must be, and calls check them.
+- No op in between is recorded as another op. Results of such ops have unknown strides.
 """
 
 from __future__ import annotations
@@ -33,7 +34,12 @@ _CONTIGUOUS_RESULTS = {  # of operands with any strides
 
 @dataclass(frozen=True)
 class LayoutRead:
-    """An op with its source line that depends on the strides of an argument; `offset`: on its storage offset too."""
+    """Op that depends on the strides of an argument.
+
+    Attributes:
+        what: description of the op, with its source line.
+        offset: whether it also depends on the storage offset.
+    """
 
     what: str
     offset: bool = False
@@ -43,15 +49,15 @@ class LayoutRead:
 
 
 def require_contiguous(x: torch.Tensor, read: LayoutRead, path: str) -> None:
-    """Check an argument whose strides a trace depends on.
+    """Check that an argument is contiguous. It is called if a trace depends on the strides of the argument.
 
     Args:
         x: the argument.
-        read: the op that depends on them.
-        path: the argument's path, for the error.
+        read: the op that depends on the strides.
+        path: path of the argument, for the error.
 
     Raises:
-        MemoryLayoutError: when it is stored differently.
+        MemoryLayoutError: if the argument is not contiguous, or has a storage offset and `read.offset` is set.
     """
     shifted = x.is_contiguous() and x.storage_offset() != 0
     if x.is_contiguous() and not (shifted and read.offset):
@@ -65,7 +71,10 @@ def require_contiguous(x: torch.Tensor, read: LayoutRead, path: str) -> None:
 
 @dataclass(frozen=True)
 class _Pair:
-    """Two storages, by number, that are one in eager torch: surely, or if the strides of the first's tensor allow."""
+    """Two storages, by number, that are one storage in eager torch.
+
+    This is certain if `surely` is set. Otherwise it depends on the strides of the source tensor.
+    """
 
     source: int
     result: int
@@ -75,13 +84,13 @@ class _Pair:
 
 
 class Layouts:
-    """The memory of a recording's tensors: which op made each storage, and what is not known of it.
+    """Storages of the tensors of a recording: the op that created each one, and whether its strides are known.
 
     Args:
         traced: the graph of the trace.
         node_of: returns the node of a tensor.
         living: returns the tensors of the trace that are still in use.
-        outer: the memory of the trace around this one.
+        outer: storages of the trace around this one.
     """
 
     def __init__(
@@ -92,13 +101,13 @@ class Layouts:
         outer: Layouts | None,
     ) -> None:
         self._traced, self._node_of, self._living, self._outer = traced, node_of, living, outer
-        self._made: dict[int, tuple[Any, fx.Node]] = {}  # the storage, so that its number stays its own
+        self._made: dict[int, tuple[Any, fx.Node]] = {}  # holds the storage, so that its number is not reused
         self._storage_of: dict[fx.Node, int] = {}
         self._unknown: dict[int, str] = {}
         self._pairs: dict[int, list[_Pair]] = {}
 
     def bind(self, tensor: torch.Tensor, node: fx.Node) -> None:
-        """Note the storage that a node's tensor is in; a sparse tensor has none."""
+        """Record the storage of the tensor of a node. A sparse tensor does not have one."""
         if tensor.layout is not torch.strided:
             return
         with _torch.disable_torch_function():
@@ -108,35 +117,35 @@ class Layouts:
         self._storage_of[node] = key
 
     def is_new(self, tensor: torch.Tensor, than: Sequence[torch.Tensor]) -> bool:
-        """Whether a tensor is in memory of this trace that none of the others is in."""
+        """Whether a tensor has a storage of this trace that no tensor of `than` shares."""
         key = _key(tensor)
         return key in self._made and all(_key(other) != key for other in than)
 
     def leave_unknown(self, results: Any, operands: Any, what: str) -> None:
-        """Note that another op was recorded for the one that made these results, whose strides may differ."""
+        """Record that another op than the one called computed these results. Their strides may differ."""
         given = [_torch.unwrap(x) for x in _tensors(operands)]
         for x in _tensors(results):
             plain = _torch.unwrap(x)
             if self.is_new(plain, given):
                 self._unknown[_key(plain)] = f"{what} at {current_source() or 'an unknown line'}"
 
-    # --- what an op that depends on strides asks ---
+    # --- ops that depend on strides ---
 
     def require_known(self, tensor: torch.Tensor, what: str, offset: bool = False) -> None:
-        """Note that the trace depends on a tensor's strides.
+        """Record that the trace depends on the strides of a tensor.
 
         Args:
             tensor: a tensor without wrappers.
-            what: the op that depends on them.
-            offset: whether it depends on the storage offset as well.
+            what: the op that depends on the strides.
+            offset: whether it also depends on the storage offset.
 
         Raises:
-            MemoryLayoutError: when they may differ from those in eager torch.
+            MemoryLayoutError: if the strides may differ from the strides in eager torch.
         """
         self.require_read(tensor, LayoutRead(f"{current_source() or 'the function'}: {what}", offset))
 
     def require_read(self, tensor: torch.Tensor, read: LayoutRead) -> None:
-        """Note that a trace inside of this one depends on a tensor's strides."""
+        """Record that a trace inside this one depends on the strides of a tensor."""
         self._node_of(tensor)
         self._require(_key(tensor), tuple(tensor.shape), read)
 
@@ -157,7 +166,7 @@ class Layouts:
                 self._outer._require(_key(captured), shape, read)
 
     def _sources(self, storage: int) -> Iterator[tuple[int, fx.Node]]:
-        """The storages that the strides in one depend on: inputs, and results of unknown strides."""
+        """Yield the storages that determine the strides in `storage`: inputs, and results with unknown strides."""
         pending, seen = [storage], set[int]()
         while pending:
             key = pending.pop()
@@ -173,17 +182,18 @@ class Layouts:
     # --- tensors that share memory or not, by their strides ---
 
     def pair(self, source: torch.Tensor, result: torch.Tensor, what: str, surely: bool = False) -> None:
-        """Note that a tensor is a view of another, or a copy, as the strides of that allow."""
+        """Record that `result` is a view of `source`: surely, or only if the strides of `source` allow it."""
         what = f"{what} at {current_source() or 'an unknown line'}"
         pair = _Pair(_key(source), _key(result), tuple(source.shape), what, surely)
         for key in {pair.source, pair.result}:
             self._pairs.setdefault(key, []).append(pair)
 
     def check_write(self, target: torch.Tensor, op: Any) -> None:
-        """Check that the values that a write changes do not depend on unknown strides.
+        """Check that the values changed by a write do not depend on unknown strides.
 
         Raises:
-            MemoryLayoutError: when another tensor that is alive may share the target's memory in eager torch, or not.
+            MemoryLayoutError: if it is unknown whether another living tensor shares the memory of the target in eager
+                torch, or if that tensor shares it but its new values are unknown.
         """
         key = _key(target)
         if key not in self._pairs:

@@ -1,7 +1,8 @@
-"""In-place ops in a trace, which has values alone: the functional twin is recorded, and tensors name what it gives.
+"""In-place ops in a trace, which has only values. The functional variant is recorded, and the target gets its result.
 
-What shares the target's memory names its new contents too (see `aliases`). With gradients off torch changes numbers and
-keeps each tensor's history, so the new numbers have the old ones' gradient (see `straight_through`).
+Tensors that share the memory of the target get their new contents too (see `view_chains`). With gradients off, torch
+changes values and keeps the history of each tensor. The new values therefore have the gradient of the old ones (see
+`straight_through`).
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ def mutate(recording: Writer, func: Any, args: tuple[Any, ...], kwargs: dict[str
     Args:
         recording: the trace.
         func: the op.
-        args, kwargs: what it is called on; the target first.
+        args, kwargs: its arguments, with the target first or as `out`.
 
     Returns:
         The target.
 
     Raises:
-        MutationError: when the effect would be lost, or is not known.
+        MutationError: if the effect would be lost or is not known.
     """
     if func.overloadpacket in _CHANGE_MEMORY:
         raise MutationError(
@@ -62,7 +63,7 @@ def mutate(recording: Writer, func: Any, args: tuple[Any, ...], kwargs: dict[str
             "fp.functional(module, buffers=True))"
         )
     recording.layouts.check_write(target, func)
-    if torch.Tag.inplace_view in func.tags:  # squeeze_ and its like change no value, and no other view
+    if torch.Tag.inplace_view in func.tags:  # such as squeeze_: changes neither values nor other views
         with recording:
             new = recording.node_of(twin(*args, **kwargs))
         _refuse_lost_shape(func, old, new)
@@ -76,7 +77,7 @@ def mutate(recording: Writer, func: Any, args: tuple[Any, ...], kwargs: dict[str
 def _written_out(
     recording: Writer, func: Any, twin: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> torch.Tensor:
-    """Record an op with `out=` as the op without, then a copy."""
+    """Record an op with `out=` as the op without it, followed by a copy."""
     target = kwargs.pop("out")
     with recording:
         result = twin(*args, **kwargs)
@@ -90,8 +91,8 @@ def _written_out(
 
 def _new_value(recording: Writer, func: Any, twin: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
     target = args[0]
-    with recording:  # so that what is called here is recorded
-        if func is aten.copy_.default:  # its twin has no derivative
+    with recording:  # records the calls
+        if func is aten.copy_.default:  # its functional variant has no derivative
             result = aten.clone.default(aten.expand.default(_like(args[1], target), list(target.shape)))
         else:
             result = _like(twin(*args, **kwargs), target)
@@ -99,14 +100,14 @@ def _new_value(recording: Writer, func: Any, twin: Any, args: tuple[Any, ...], k
 
 
 def _like(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Of the target's dtype, on its device."""
+    """Cast `x` to the dtype and device of `target`."""
     if (x.dtype, x.device) == (target.dtype, target.device):
         return x
     return aten._to_copy.default(x, dtype=target.dtype, device=target.device)  # type: ignore[no-any-return]
 
 
 def _write_through(recording: Writer, func: Any, target: torch.Tensor, old: fx.Node, new: fx.Node) -> None:
-    """Let all tensors that share the target's memory name what they have in them now."""
+    """Bind all tensors that share the memory of the target to their new contents."""
     aliases = recording.aliases
     root, views = aliases.chain(old)
     others = _others(recording, func, target, root)
@@ -127,7 +128,7 @@ def _write_through(recording: Writer, func: Any, target: torch.Tensor, old: fx.N
 
 
 def _others(recording: Writer, func: Any, target: torch.Tensor, root: fx.Node) -> list[tuple[torch.Tensor, list[View]]]:
-    """The other living tensors that lie in the target's memory, and which views of the root they are."""
+    """Return the other living tensors in the memory of the target, with their chains of views of the root."""
     storage = target.untyped_storage()._cdata
     found: list[tuple[torch.Tensor, list[View]]] = []
     for other in recording.living():
@@ -152,7 +153,7 @@ def _unknown(func: Any, target: torch.Tensor, other: torch.Tensor) -> MutationEr
 
 
 def _with_history(recording: Writer, old: fx.Node, new: fx.Node) -> fx.Node:
-    """The new numbers, with the old ones' gradient if that may be asked for."""
+    """Return the new values, with the gradient of the old ones if a gradient may be taken."""
     if not _loses_history(old, new):
         return new
     return recording.create(STRAIGHT_THROUGH, (old, new), {}, replace(info(new), no_grad=False))

@@ -1,12 +1,16 @@
-"""Recording a function on fake tensors, op by op, below autograd and below torch.func.
+"""Record a function on fake tensors, op by op, below autograd and below torch.func.
 
-torch's make_fx does nearly this, but leaves source lines out, is slower, and cannot be asked what type a value has
-while the function still runs. Recording is one dispatch mode: it sees each aten op after autograd, vmap and composite
-ops have done their work, runs it on fake tensors, and writes one node.
+torch's make_fx is similar. However, it omits source lines, is slower, and cannot return the type of a value while the
+function still runs. Recording is one dispatch mode. It receives each aten op after autograd, vmap and composite ops
+have been applied, runs it on fake tensors, and writes one node.
 
-Traps it guards against: in-place ops (recorded as their functional twins), tensors of an enclosing trace (captured as
-extra inputs), a user's `autograd.Function` (its backward would be lost), values read back into Python, and in-place
-torch.distributed calls (refused, see `collectives.guards`).
+Traps it guards against:
+
+- in-place ops, which are recorded as their functional variants
+- tensors of an enclosing trace, which are captured as extra inputs
+- a user's `autograd.Function`, which would lose its backward
+- values read back into Python
+- in-place torch.distributed calls, which are refused (see `collectives.guards`)
 """
 
 from __future__ import annotations
@@ -63,16 +67,17 @@ def trace(
     Args:
         fn: takes one tensor per input; returns a flat sequence of tensors and Python values.
         inputs: shape, dtype and device of each argument.
-        types: the type of each input, for an `on_node` that infers types.
-        forward_only: the graph will be differentiated later, so whatever hides a derivative from it is refused.
+        types: type of each input, for an `on_node` that infers types.
+        forward_only: whether the graph will be differentiated later. Code that would hide a derivative is refused.
         on_node: called with every op node as soon as it is recorded.
-        is_local_body: whether the function computes on shards and writes its collectives by hand.
+        is_local_body: whether the function computes on shards and calls its collectives explicitly.
 
     Returns:
         The graph, without the nodes that no output needs.
 
     Raises:
-        TracingError: when the function reads values, mutates what it must not, or computes in threads that it starts.
+        TracingError: if the function reads values, mutates a tensor that it must not mutate, or computes in threads
+            that it starts.
     """
     outer = recorder()
     enclosed = CapturedTensors(fn)
@@ -83,12 +88,12 @@ def trace(
         recording = Recorder(mode, forward_only, on_node, outer, is_local_body)
         recording.start(arguments, types)
         with ExitStack() as stack:
-            alone = forward_only and on_node is None  # in a typed body ops are a rank's own
+            alone = forward_only and on_node is None  # in a typed body, ops run on the shards of one rank
             stack.enter_context(Interception(alone, enclosed, recording.layouts))
             stack.enter_context(_torch.checkpointing(recompute_region))
             stack.enter_context(count_stage_boundaries())
             stack.enter_context(_torch.unlogged_fakes())
-            stack.enter_context(torch.autograd.set_detect_anomaly(False))  # it would look at values
+            stack.enter_context(torch.autograd.set_detect_anomaly(False))  # it would read values
             stack.enter_context(mode)
             stack.enter_context(recording)
             outputs = _call(fn, arguments)
@@ -96,7 +101,7 @@ def trace(
 
 
 def needs_values(error: Exception) -> bool:
-    """Return whether an error in a traced function says that a tensor's values were needed."""
+    """Whether an error in a traced function means that the values of a tensor were needed."""
     if isinstance(error, TracingError):
         return True
     return isinstance(error, _torch.DATA_DEPENDENT_ERRORS) or _torch.reads_no_memory(error)
@@ -115,7 +120,7 @@ def _call(fn: Callable[..., Sequence[Any]], arguments: list[torch.Tensor]) -> Se
         ) from error
 
 
-_ASKED_BY_TORCH = {  # functions of torch's that read values where the user's line does not show it
+_ASKED_BY_TORCH = {  # library functions that read values where the user's line does not show it
     "torch.nn.modules.transformer._detect_is_causal_mask": "torch looks whether the mask is causal, unless it is told: "
     "is_causal=True or False for an nn.TransformerEncoder, tgt_is_causal= for a decoder",
     "torch.distributions.distribution.__init__": "torch checks the distribution's parameters; give it "
@@ -148,17 +153,17 @@ def _is_loop_over_experts(frame: FrameType) -> bool:
 
 
 def recorder() -> Recorder | None:
-    """The innermost recording that sees the ops of this thread, or None.
+    """Return the innermost recording that receives the ops of this thread, or None.
 
-    It is found among the dispatch modes, which autograd hands on to the threads that it runs a backward in, as it does
-    on CUDA; a thread of the user's has none of them, and may trace by itself.
+    It is one of the dispatch modes. Autograd passes these to the threads in which it runs a backward, for example on
+    CUDA. A thread that the user starts has no dispatch modes, and can trace independently.
     """
     recordings = (mode for mode in reversed(_torch.dispatch_modes()) if isinstance(mode, Recorder))
     return next(recordings, None)
 
 
 class Recorder(Writer):
-    """The dispatch mode that decides what each op is recorded as."""
+    """Dispatch mode that decides how each op is recorded."""
 
     supports_higher_order_operators = True
 
@@ -169,7 +174,7 @@ class Recorder(Writer):
         guards.check_op(func)
         replacement = replacement_of(func)
         if replacement is not None:
-            with self.unrolling():  # so that what it calls is recorded
+            with self.unrolling():  # records the ops that it calls
                 result = replacement(*args, **kwargs)
             if result is not NotImplemented:
                 self.layouts.leave_unknown(result, (args, kwargs), str(func))
@@ -233,5 +238,5 @@ def _has_tensor(result: Any) -> bool:
 
 
 def _is_of_a_user(func: Any) -> bool:
-    """Whether an op has a rule of a user's that names what stands for it, and so its derivative."""
+    """Whether an op has a user's rule with a differentiable function."""
     return differentiable_form(func) is not None and func.namespace != "fp"

@@ -1,7 +1,7 @@
-"""A value that has another's gradient: what an in-place op under `torch.no_grad()` leaves.
+"""Value with the gradient of another value: the result of an in-place op under `torch.no_grad()`.
 
-torch changes the numbers then and keeps the tensor's history, as straight-through estimators do. Gradients are off for
-the reverse mode alone, so tangents are those of the new numbers.
+Such an op changes the values of a tensor and keeps its history, as straight-through estimators do. Gradients are off
+only in reverse mode, so tangents are the tangents of the new values.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ OP = torch.ops.fp.straight_through.default
 
 
 def straight_through(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """`value`, whose gradient is that of `x`.
+    """Return `value` with the gradient of `x`.
 
     >>> x = torch.tensor(3.0)
     >>> torch.func.grad_and_value(lambda x: straight_through(5 * x, x.round() ** 2))(x)
     (tensor(5.), tensor(9.))
 
     Args:
-        x: what takes the gradient.
-        value: the numbers and their tangents; of x's shape.
+        x: tensor that receives the gradient.
+        value: tensor with the values and tangents of the result; it has the shape of x.
     """
     with keeping_grad_mode():
         return _StraightThrough.apply(x, value)  # type: ignore[no-any-return]

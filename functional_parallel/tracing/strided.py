@@ -1,6 +1,6 @@
-"""`as_strided` in a trace: slices of its operand in another order, or an index into the operand's elements.
+"""`as_strided` in a trace: slices of its operand in another order, or an index into the elements of the operand.
 
-The graph then holds ops on values alone. A program may store the operand differently.
+The graph then contains only ops on values. A program may store the operand with other strides.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 def strided(recording: Writer, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Record `as_strided` of a tensor without wrappers: the elements by an index, the memory by the view.
+    """Record `as_strided` of a tensor without wrappers as ops on its elements.
 
     Args:
         recording: the trace.
@@ -31,7 +31,7 @@ def strided(recording: Writer, op: Any, args: tuple[Any, ...], kwargs: dict[str,
         args, kwargs: its arguments.
 
     Returns:
-        The view, which has the requested strides and names the index's result.
+        A view of the operand's memory with the requested strides. It is bound to the node with the elements.
     """
     with recording.unrolling():
         found = strided_elements(*args, **kwargs)
@@ -48,10 +48,11 @@ def _given_offset(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def strided_elements(
     x: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> torch.Tensor:
-    """The values of `x.as_strided(size, stride, storage_offset)`, by an index into the elements of x.
+    """Return the values of `x.as_strided(size, stride, storage_offset)`, from slices of x or by an index.
 
     Raises:
-        MemoryLayoutError: when it reads memory outside of x.
+        ValueError: if size and stride have different lengths.
+        MemoryLayoutError: if it reads memory outside of x, or the elements of x are interleaved.
     """
     memory = _Memory.of(x, storage_offset)
     size, stride = [int(each) for each in size], [int(each) for each in stride]
@@ -70,7 +71,7 @@ def strided_elements(
 
 
 def _grid(size: Sequence[int], stride: Sequence[int], start: int, device: Any) -> torch.Tensor:
-    """The position in memory of each element of a strided view."""
+    """Return the position in memory of each element of a strided view."""
     grid = torch.full((), start, dtype=torch.int64, device=device)
     for dim, (extent, step) in enumerate(zip(size, stride, strict=True)):
         ahead = torch.arange(extent, device=device) * step
@@ -82,14 +83,14 @@ def _contiguous(size: Sequence[int]) -> list[int]:
     return [prod(size[dim + 1 :]) for dim in range(len(size))]
 
 
-_MOST = 1 << 24  # positions that are checked one by one
+_MOST = 1 << 24  # positions that are checked individually
 
 
 @dataclass(frozen=True)
 class _Memory:
-    """A tensor's elements in the order of their memory: dims by falling stride, each element once.
+    """Elements of a tensor in memory order: dims by descending stride, each element once.
 
-    `start` counts from the first of them.
+    `start` is the position of the view's first element, counted from the first element of the tensor.
     """
 
     elements: torch.Tensor
@@ -152,7 +153,7 @@ class _Memory:
             return inside and not bool(left.any())
 
     def view(self, size: Sequence[int], stride: Sequence[int]) -> torch.Tensor | None:
-        """The elements as slices of the dims in another order, which writes can go through; None for other views."""
+        """Return the view as slices of the dims in another order, through which writes work. None for other views."""
         if not self.is_dense or 0 in size:
             return None
         x, left, dim_of = self.elements, self.start, dict[int, int]()
@@ -175,7 +176,7 @@ class _Memory:
         return x.permute(order + [dim for dim in range(x.ndim) if dim not in order]).view(list(size))
 
     def leading(self, size: Sequence[int], stride: Sequence[int]) -> int:
-        """The number of leading dims that the view leaves alone, such as a batch's."""
+        """Return the number of leading dims that the view leaves unchanged, such as a batch dim."""
         if not self.is_dense or 0 in size:
             return 0
         kept = 0
@@ -187,7 +188,7 @@ class _Memory:
         return kept
 
     def position(self, memory: torch.Tensor, kept: int) -> torch.Tensor:
-        """The elements at positions in memory, counted without the leading dims."""
+        """Return the index of the elements at positions in memory, counted without the `kept` leading dims."""
         if self.is_dense:
             return memory
         found, left = torch.zeros_like(memory), memory

@@ -1,7 +1,7 @@
-"""What a user switches on around a call, and changes by it what torch's ops do: autocast, inference mode, anomalies.
+"""Modes that a user enters around a call and that change the behaviour of torch's ops: autocast, inference mode.
 
-A program is what was traced under autocast, its casts among its ops, and another one without. It runs without any of
-these: autocast would cast operands once more, and what is made in inference mode cannot be written into afterwards.
+A function has one program per state of autocast; the casts are ops of the program. A program runs without these modes.
+Autocast would cast operands a second time, and tensors created in inference mode cannot be modified afterwards.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def autocast_dtypes() -> tuple[torch.dtype | None, ...]:
-    """To which type each kind of device casts now; None for those that do not.
+    """Return the autocast dtype of each device type; None where autocast is off.
 
     >>> with torch.autocast("cpu", torch.bfloat16):
-    ...     autocasts()
+    ...     autocast_dtypes()
     (torch.bfloat16, None)
     """
     return tuple(torch.get_autocast_dtype(each) if torch.is_autocast_enabled(each) else None for each in _DEVICES)
 
 
 def disable_ambient_modes() -> AbstractContextManager[None]:
-    """Run a program inside: its ops do what they say."""
+    """Return a context in which inference mode and autocast are off, so that ops behave as recorded."""
     if torch.is_inference_mode_enabled() or any(map(torch.is_autocast_enabled, _DEVICES)):
         return _switched_off()
     return _NOTHING

@@ -1,8 +1,8 @@
-"""Views of one memory in a trace, which has values alone: what a write through one of them makes of the others.
+"""Views of one memory in a trace, which has only values: the effect of a write through one view on the others.
 
-Tensors that share memory are chains of views of one value, their root. A write through one gives a new root, in which
-the chain's inverse has put the new part; all others are taken of that root again. Nodes that nothing needs in the end,
-the most of them, are dropped with the trace's other dead code.
+Tensors that share memory are chains of views of one value, their root. A write through a chain creates a new root. The
+inverse of the chain puts the new values into it, and all other chains are recomputed from it. Most of these nodes are
+not needed in the end, and are dropped with the other dead code of the trace.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ Create = Callable[[Any, tuple[Any, ...], dict[str, Any], NodeInfo], fx.Node]
 
 @dataclass(frozen=True)
 class View:
-    """One view of a chain: the op, what it takes beside the tensor, and what it was taken of."""
+    """One view of a chain: the op, its arguments after the tensor, and the Aval of the viewed value."""
 
     op: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     source: Aval
-    info: NodeInfo  # of the node that took it first
+    info: NodeInfo  # of the node that first computed it
 
     def part(self) -> tuple[int, range] | None:
-        """The dim and the indices of it that a part is; None for what is no part along a dim."""
+        """Return the dim and the indices along it that the view selects. None if it is not a slice of one dim."""
         given = dict(zip(("dim", "start", "end", "step"), self.args, strict=False), **self.kwargs)
         if self.op not in (aten.select.int, aten.slice.Tensor):
             return None
@@ -48,19 +48,19 @@ class View:
 
 
 class ViewChains:
-    """The chains of views of a recording.
+    """Chains of views of a recording.
 
     Args:
-        create: writes a node, `create(op, args, kwargs, info)`.
+        create: writes a node: `create(op, args, kwargs, info)`.
     """
 
     def __init__(self, create: Create) -> None:
         self._create = create
-        self._views: dict[fx.Node, fx.Node] = {}  # the same value as a view of what its root is now
+        self._views: dict[fx.Node, fx.Node] = {}  # the same value as a view of its current root
         self._roots: set[fx.Node] = set()
 
     def chain(self, node: fx.Node) -> tuple[fx.Node, list[View]]:
-        """The value that a tensor is a view of, and by which views; the value itself with no views if it is none."""
+        """Return the root of a value and the views that lead to it. If it is not a view, the value and no views."""
         views: list[View] = []
         while True:
             node = self._views.get(node, node)
@@ -71,21 +71,21 @@ class ViewChains:
             node = found[0]
 
     def is_root(self, node: fx.Node) -> None:
-        """Say that a value has memory of its own, though it may be computed by turning round another."""
+        """Declare that a value has separate memory, even if a view op such as a transposition computes it."""
         self._roots.add(node)
 
     def taken(self, root: fx.Node, views: Sequence[View]) -> fx.Node:
-        """A chain of views of another value."""
+        """Apply a chain of views to another value."""
         for view in views:
             root = self._create(view.op, (root, *view.args), view.kwargs, view.info)
         return root
 
     def is_view_of(self, node: fx.Node, root: fx.Node, views: Sequence[View]) -> None:
-        """Say that a value is also what this chain takes of the new root: no need to compute it from there."""
+        """Declare that a value equals this chain of views of the new root, so it is not recomputed from the root."""
         self._views[node] = self.taken(root, views)
 
     def written(self, root: fx.Node, views: Sequence[View], part: fx.Node, known: NodeInfo) -> fx.Node | None:
-        """The root with a new value where the chain leads to; None where a view has no inverse."""
+        """Return the root with a new value at the end of the chain. None if a view does not have an inverse."""
         if not views:
             return part
         first, *rest = views
@@ -102,7 +102,7 @@ class ViewChains:
 
 
 def are_apart(one: Sequence[View], other: Sequence[View]) -> bool:
-    """Whether two chains of views of one value are known to lead to parts without a common element."""
+    """Whether two chains of views of one value are known to have no element in common."""
     for a, b in zip(one, other, strict=False):
         if (a.op, a.args, a.kwargs) != (b.op, b.args, b.kwargs):
             mine, theirs = a.part(), b.part()
@@ -120,7 +120,7 @@ _SHARE_UNDECLARED = {aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.u
 
 
 def _view(node: fx.Node) -> tuple[fx.Node, View] | None:
-    """What a node is a view of, and how."""
+    """Return the value that a node is a view of, and the view. None if it is not a view."""
     if node.op != "call_function":
         return None
     if node.target is getitem:
@@ -141,7 +141,7 @@ def _is_view(op: Any) -> bool:
 
 
 def _member(node: fx.Node) -> tuple[fx.Node, View] | None:
-    """A member of a split is a slice, one of an unbind a selection."""
+    """Return a member of a split as a slice, or a member of an unbind as a select. None for other members."""
     members, index = node.args
     if not _is_view(members.target):
         return None
@@ -155,7 +155,7 @@ def _member(node: fx.Node) -> tuple[fx.Node, View] | None:
     return source, View(aten.slice.Tensor, args, {}, info(source).aval, info(node))
 
 
-_SCATTERS = {  # the op that writes a part back where a view took it from
+_SCATTERS = {  # the op that writes a slice back to the position where the view read it
     aten.diagonal.default: aten.diagonal_scatter.default,
     aten.select.int: aten.select_scatter.default,
     aten.slice.Tensor: aten.slice_scatter.default,

@@ -1,6 +1,6 @@
-"""The graph of a trace, and which node each of its tensors is the value of.
+"""Graph of a trace, and the node of each of its tensors.
 
-`Recorder` adds the dispatch: which op is recorded as what. Helpers of the dispatch take a `Writer`.
+`Recorder` adds the dispatch, which decides how each op is recorded. Helpers of the dispatch accept a `Writer`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Writer(_torch.TorchDispatchMode):
     """Write nodes, and find the node of a tensor.
 
     Args:
-        fake_mode: makes the tensors of the trace.
-        forward_only: the graph will be differentiated later.
+        fake_mode: creates the tensors of the trace.
+        forward_only: whether the graph will be differentiated later.
         on_node: called with every op node as soon as it is recorded.
         outer: the trace around this one.
         is_local_body: whether the function computes on shards.
@@ -63,7 +63,7 @@ class Writer(_torch.TorchDispatchMode):
         self._trainable: dict[fx.Node, ClosedOver] = {}  # closed-over tensors that require gradients
         self.zeros: set[fx.Node] = set()
         self._is_unrolling = False
-        self.notes: dict[Any, Any] = {} if outer is None else outer.notes  # of all of an outermost trace
+        self.notes: dict[Any, Any] = {} if outer is None else outer.notes  # shared by nested traces
         self._forwards: dict[int, fx.Node] = {}  # by number of the autograd node
         self._thread = threading.get_ident()
         self._numbered = _torch.next_node_number()
@@ -80,7 +80,7 @@ class Writer(_torch.TorchDispatchMode):
             self.bind(tensor, node)
 
     def bind(self, tensor: torch.Tensor, node: fx.Node) -> None:
-        """Say that this tensor object is the value of that node."""
+        """Declare that this tensor object is the value of `node`."""
         key = id(tensor)
         self._nodes[key] = node
         self.layouts.bind(tensor, node)
@@ -92,7 +92,7 @@ class Writer(_torch.TorchDispatchMode):
         self._references.pop(key, None)
 
     def node_of(self, tensor: torch.Tensor) -> fx.Node:
-        """The node that computes this tensor; a constant or captured one gets a node now."""
+        """Return the node that computes a tensor. Create one for a new constant or captured tensor."""
         node = self._nodes.get(id(tensor))
         if node is not None:
             return node
@@ -105,11 +105,11 @@ class Writer(_torch.TorchDispatchMode):
         return node
 
     def value(self, tensor: torch.Tensor) -> fx.Node | None:
-        """The node that a tensor names, if it is one of this trace."""
+        """Return the node of a tensor, or None if this trace does not have one."""
         return self._nodes.get(id(tensor))
 
     def living(self) -> Iterator[_torch.FakeTensor]:
-        """The tensors that name a node and that someone may still use."""
+        """Return the fake tensors that have a node and are still referenced."""
         references = [reference for key, reference in self._references.items() if key in self._nodes]
         found = (reference() for reference in references)
         return (tensor for tensor in found if isinstance(tensor, _torch.FakeTensor))
@@ -118,7 +118,7 @@ class Writer(_torch.TorchDispatchMode):
     def trainable_constants(self) -> list[ClosedOver]:
         """Closed-over tensors that require gradients, of this trace and of the traces inside it.
 
-        A tensor that the function only detaches, or reads without gradients, does not count.
+        A tensor that the function only detaches, or reads without gradients, is not included.
         """
         inside: list[ClosedOver] = self.notes.setdefault("trainable constants", [])
         return [*inside, *self._differentiated()]
@@ -169,7 +169,7 @@ class Writer(_torch.TorchDispatchMode):
 
     @contextmanager
     def unrolling(self) -> Iterator[None]:
-        """Record what stands for an op that was called beneath autograd, where composite ops come as they are."""
+        """Record the replacement of an op that was called below autograd, where composite ops are not decomposed."""
         outer, self._is_unrolling = self._is_unrolling, True
         try:
             with self:
@@ -195,14 +195,14 @@ class Writer(_torch.TorchDispatchMode):
         return self.node_of(value) if isinstance(value, torch.Tensor) else value
 
     def _gradients_are_off(self, func: Any, backward: bool) -> bool:
-        """Return whether an op that is recorded now has no derivative, because gradients are switched off."""
+        """Whether an op that is recorded now has no derivative because gradients are switched off."""
         raise NotImplementedError
 
     def _number(self, node: fx.Node) -> None:
-        """Remember which autograd nodes this op made, so that their backward ops find its source line.
+        """Store the autograd nodes that this op created, so that their backward ops find its source line.
 
-        Each thread numbers its nodes from 0, and those that a backward makes in a thread of autograd's would be taken
-        for others.
+        Each thread numbers its nodes from 0. Nodes that a backward creates in an autograd thread are therefore skipped;
+        their numbers would be confused with others.
         """
         if threading.get_ident() != self._thread:
             return
@@ -231,7 +231,7 @@ class Writer(_torch.TorchDispatchMode):
             self.on_node(node)
 
     def create(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: NodeInfo) -> fx.Node:
-        """Write an op that no tensor names yet, with the shape and the source line in `known`."""
+        """Write an op that is not bound to a tensor yet, with the shape and the source line in `known`."""
         node = self.traced.graph.call_function(op, args, kwargs)
         set_info(node, known)
         self._announce(node)

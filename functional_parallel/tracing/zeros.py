@@ -1,8 +1,8 @@
-"""Tangents that are zero, which torch makes without memory and computes with by shape alone; here they are zeros.
+"""Zero tangents. torch creates them without memory and computes only their shapes; a trace records them as zeros.
 
-torch's own (`_efficientzerotensor`) forget that they belong to a trace as soon as they are viewed, as every second vmap
-does: they are tensors of the meta device then, and so is what they meet. What torch knows of them is kept: a product
-with one is zero whatever the other factor is, and a sum the other summand.
+torch's zero tensors (`_efficientzerotensor`) lose their trace when they are viewed, for example by nested vmaps. They
+then become tensors of the meta device, and so do results computed with them. Two properties are preserved. A product
+with a zero tensor is zero for any other factor, and a sum with a zero tensor is the other summand.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MADE = aten._efficientzerotensor.default
 
 
 def with_zeros(recording: Writer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Record an op of zero tangents; NotImplemented for any other, and for one that has no short cut."""
+    """Record an op on zero tangents. NotImplemented for any other op, and for an op without a shortcut."""
     if func is MADE:
         options = {key: kwargs.get(key) for key in ("dtype", "device")}
         return _zeros(recording, list(args[0]), {key: value for key, value in options.items() if value is not None})

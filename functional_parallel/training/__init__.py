@@ -1,4 +1,4 @@
-"""Training steps: gradient, clipping and optimizer as one program, with everything sharded as the plan says."""
+"""Training steps: gradient, clipping and optimizer as one program, sharded by a plan."""
 
 from .finite import NonFiniteError
 from .local_step import Metrics

@@ -1,4 +1,4 @@
-"""Training steps whose weights change while microbatches are under way: an asynchronous pipeline's schedule."""
+"""Training steps with an asynchronous pipeline schedule, which updates weights while microbatches are in flight."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ __all__ = ["is_asynchronous", "of_one_update"]
 
 
 def is_asynchronous(layout: Layout, mesh: Mesh) -> bool:
-    """Whether weights change while microbatches are under way."""
+    """Whether the plan updates weights while microbatches are in flight."""
     return layout.pipeline is not None and layout.pipeline.on(mesh).versions is not None
 
 
 def of_one_update(layout: Layout, mesh: Mesh, params: PyTree, batch: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
-    """The part of a batch that one update sees: all of it, but for an asynchronous pipeline."""
+    """Return the slice of a batch for one update. It is the full batch unless the pipeline is asynchronous.
+
+    Raises:
+        ValueError: if the number of samples is not a multiple of the number of updates.
+    """
     if not is_asynchronous(layout, mesh):
         return batch
     updates = updates_of(layout.pipeline.on(mesh))

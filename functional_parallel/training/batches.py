@@ -1,4 +1,4 @@
-"""The batches of a training step, or of another function of its state, as its runtime holds them."""
+"""Batch arguments of a training step, or of another function of its state, as handles of the runtime."""
 
 from __future__ import annotations
 
@@ -18,46 +18,50 @@ __all__ = ["BatchInputs", "check_same", "tensors_of"]
 
 
 class BatchInputs:
-    """What a function of a state, and after it of a batch, is given.
+    """Batch arguments of a function of a state and a batch.
 
     Args:
         f: the function, local.
         mesh: the mesh.
-        own: whether each process is given the batch of its own ranks: one rank's shard on a real process, the global
-            batch where all ranks are simulated in one process.
+        own: whether each process passes the batch of its own ranks: one rank's shard on a real process, the global
+            batch if all ranks are simulated in one process.
     """
 
     def __init__(self, f: LocalFunction, mesh: Mesh, own: bool) -> None:
         self.f, self.mesh, self.own = f, mesh, own
 
     def by_place(self, batch: tuple[PyTree, ...], named: dict[str, PyTree]) -> tuple[PyTree, ...]:
-        """The arguments after the parameters, in order."""
+        """Return the arguments after the parameters by position. Keyword arguments are bound to their positions."""
         register_dataclasses(batch, named)
         return bind_positional(self.f.layout.signature, self.f.name, (None, *batch), named)[1:]
 
     def stay_in_step(self, runtime: Any, doing: str, batch: PyTree) -> None:
-        """Make sure that ranks with batches of their own do the same, on batches that look alike."""
+        """Check that ranks with separate batches make the same call, on batches with equal signatures."""
         if self.own:
             check_same_call(runtime, f"{doing} on {batch_signature(batch)}")
 
     def entered(
         self, runtime: Any, program: Any, name: str, batch: tuple[PyTree, ...], *more: torch.Tensor
     ) -> tuple[list[Any], list[torch.Tensor]]:
-        """The last inputs of a program as the runtime holds them; and those of them that all ranks were given whole.
+        """Convert the last inputs of a program to handles.
 
         Args:
             runtime: the runtime.
-            program: what they are for.
-            name: of the function, for an error.
+            program: the program that reads the inputs.
+            name: name of the function, for errors.
             batch: the batch.
-            more: tensors after it, which no loader made.
+            more: additional tensors after the batch, which no loader made.
+
+        Returns:
+            The handles, and the tensors that every rank passed in full.
 
         Raises:
-            DifferentInputsError: the first time, when ranks were given other values than they shall be.
+            DifferentInputsError: if ranks that must pass equal values passed different ones. Only the first batch of a
+                program is checked.
         """
         tensors = tensors_of(batch)
         specs = program.in_specs[len(program.in_specs) - len(tensors) - len(more) :]
-        if program.cache.get("first batch", True):  # where a loader that was seeded or split wrongly shows
+        if program.cache.get("first batch", True):  # detects a loader with a wrong seed or split
             check_same(runtime, name, batch, specs[: len(tensors)] if self.own else None)
             program.cache["first batch"] = _torch.has_functorch_level(tensors)
         tensors += more
@@ -68,7 +72,7 @@ class BatchInputs:
         return handles, [] if self.own else tensors
 
     def global_shapes(self, params: PyTree, batch: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
-        """Return the global batch, without values, where this is one process's shard of it."""
+        """Return the global batch without values, if `batch` is one process's shard of it. Else return `batch`."""
         if not self.own:
             return batch
         like_own = default_runtime(self.mesh).like_own
@@ -85,7 +89,17 @@ def tensors_of(tree: PyTree) -> list[torch.Tensor]:
 
 
 def check_same(runtime: Any, name: str, tree: PyTree, parts: list[P] | None = None) -> None:
-    """Nothing would be further from data parallelism than ranks that begin with parameters or moments of their own."""
+    """Check that the tensors of a tree are equal on all ranks. Different parameters or moments break data parallelism.
+
+    Args:
+        runtime: the runtime.
+        name: name of the function, for errors.
+        tree: the tree.
+        parts: specs of the tensors, if each process passes its own shard. Only ranks of equal shards must agree.
+
+    Raises:
+        DifferentInputsError: if the tensors differ.
+    """
     leaves = [(path, leaf) for path, leaf in zip(tree_paths(tree), optree.tree_leaves(tree), strict=True)]
     tensors = [(path or "parameters", leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
     runtime.check_same(name, [path for path, _ in tensors], [leaf for _, leaf in tensors], parts)

@@ -1,9 +1,9 @@
-"""Tensors made one after the other, each when it is wanted: what a function does is recorded, and done again by parts.
+"""Deferred initialization: record the ops of a function, then replay them and release each tensor after use.
 
-The function runs on tensors without memory. Of what it did to them a value keeps what it takes, so that parameters and
-an optimizer's first state can be cut into shards one by one, and no rank ever holds a model. Every op can be recorded,
-for nothing is partitioned; random numbers are drawn when the ops are done, in order and from the states that their
-generators had, so values are the function's own, to the bit.
+The function runs on tensors without memory, and its ops are recorded. The replay runs the ops in order and frees each
+memory after its last op. So parameters and an optimizer's first state can be sharded leaf by leaf, and no rank ever
+holds a full model. Every op can be recorded, because nothing is partitioned. The replay draws random numbers in order,
+from the states that the generators had. The values are bitwise equal to the values that the function itself computes.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ __all__ = ["CannotDeferError", "DeferredInit", "defer_init"]
 
 T = TypeVar("T")
 
-_SMALL = 1024  # elements; of so few a value may be asked for, as of torch.linspace(0, rate, layers)
+_SMALL = 1024  # elements; smaller tensors get their values immediately, such as torch.linspace(0, rate, layers)
 
 
 class CannotDeferError(Exception):
-    """A function that cannot be recorded: it looks at values, or does what leaves no trace."""
+    """Raised for a function that cannot be recorded: it reads values, or does something that cannot be traced."""
 
 
 def defer_init(f: Callable[[], tuple[T, list[Any]]]) -> tuple[T, DeferredInit]:
-    """What a function says of the tensors that it makes, and who makes those.
+    """Record a function without running its ops. Return its first result, and the recording that computes its leaves.
 
     >>> from torch.nn.init import orthogonal_
-    >>> said, recording = deferred(lambda: ("square", [orthogonal_(torch.empty(64, 64)), 3]))
+    >>> said, recording = defer_init(lambda: ("square", [orthogonal_(torch.empty(64, 64)), 3]))
     >>> said, [getattr(leaf, "shape", None) for leaf in recording.leaves]
     ('square', [torch.Size([64, 64]), None])
     >>> for index, value in recording.made():
@@ -46,10 +46,14 @@ def defer_init(f: Callable[[], tuple[T, list[Any]]]) -> tuple[T, DeferredInit]:
     0 tensor(64.)
 
     Args:
-        f: a function of no arguments that returns anything, which holds none of its tensors, and a list of leaves.
+        f: a function without arguments. It returns any value that does not hold its tensors, and a list of leaves.
+
+    Returns:
+        The first result of `f`, and the recording.
 
     Raises:
-        CannotDeferError: when it has to be called as it is; no generator of random numbers has been moved on.
+        CannotDeferError: if `f` cannot be recorded and must be called normally. The states of all random number
+            generators are restored.
     """
     if _torch.is_inside_transform():
         raise CannotDeferError("torch.func transforms look on")
@@ -68,7 +72,7 @@ def defer_init(f: Callable[[], tuple[T, list[Any]]]) -> tuple[T, DeferredInit]:
 
 @dataclass(frozen=True)
 class _View:
-    """Part of a memory, as a tensor was when an op took it: later its `data` may be another's."""
+    """View of a memory by a tensor at the time of an op. Later the tensor's `data` may be replaced."""
 
     memory: Any
     dtype: torch.dtype
@@ -81,17 +85,18 @@ class _View:
 @dataclass
 class _Op:
     call: Callable[..., Any]
-    given: PyTree  # its arguments and keywords
+    given: PyTree  # positional and keyword arguments
     results: list[_View | None]
     memories: set[Any]
     draw: RecordedDraw | None
 
 
 class DeferredInit(_torch.TorchDispatchMode):
-    """A recording of what is called while it is the active mode; see `defer_init`.
+    """Recording of all ops that are called while this mode is active; see `defer_init`.
 
     Attributes:
-        leaves: what is made; of tensors the shapes, dtypes and devices alone, but what was there before is itself.
+        leaves: the leaves that the function returned. Recorded tensors have only shape, dtype and device; leaves that
+            already have values are unchanged.
     """
 
     def __init__(self) -> None:
@@ -99,18 +104,18 @@ class DeferredInit(_torch.TorchDispatchMode):
         self.generators, self.leaves = Generators(), list[Any]()
         self._fakes = _torch.FakeTensorMode(allow_non_fake_inputs=True)
         self._ops: list[_Op] = []
-        self._memory: dict[Any, torch.UntypedStorage] = {}  # of what is there
-        self._twins: dict[Any, torch.Tensor] = {}  # of that, without memory
-        self._parts: dict[Any, torch.Tensor] = {}  # of those
-        self._fresh: set[Any] = set()  # of that what was made since
-        self._touched: set[Any] = set()  # by ops that are not done yet
+        self._memory: dict[Any, torch.UntypedStorage] = {}  # storages that exist, by memory
+        self._twins: dict[Any, torch.Tensor] = {}  # fake tensor of each memory
+        self._parts: dict[Any, torch.Tensor] = {}  # views of the fake tensors
+        self._fresh: set[Any] = set()  # memories of tensors with values that `f` made
+        self._touched: set[Any] = set()  # memories of the recorded ops, which have not run
         self._wanted: list[_View | None] = []  # by leaf
         self._is_there: list[bool] = []
 
     # --- recording ---
 
     def record(self, f: Callable[[], tuple[T, list[Any]]]) -> T:
-        """Call a function of which everything is recorded."""
+        """Call `f` and record all its ops. Return its first result."""
         with self, _Addresses(), _torch.inits_by(self.call), _torch.unlogged_fakes():
             said, leaves = f()
         self._wanted = [self._view_of(leaf) for leaf in leaves]
@@ -121,11 +126,15 @@ class DeferredInit(_torch.TorchDispatchMode):
     def _view_of(self, leaf: Any) -> _View | None:
         is_there = not isinstance(leaf, _torch.FakeTensor)
         if is_there and not (isinstance(leaf, torch.Tensor) and _memory_of(leaf) in self._twins):
-            return None  # nothing was done to it
+            return None  # no recorded op uses it
         return _view(self._fake(leaf, None))
 
     def require_all(self) -> None:
-        """Refuse a function that keeps a tensor, which will never have a value."""
+        """Check that the function keeps no tensor except its results. Such a tensor would never get a value.
+
+        Raises:
+            CannotDeferError: if it does.
+        """
         made = {view.memory: view for op in self._ops for view in op.results if view is not None}
         for memory, view in made.items():
             if not memory.expired():
@@ -150,15 +159,15 @@ class DeferredInit(_torch.TorchDispatchMode):
             return self._done(func, tree.unflatten(leaves), given)
         writes = func._schema.is_mutable
         if not new and not writes:
-            return result  # a view, which whoever takes it says what it is of; or an answer about a shape
+            return result  # a view, described where an op reads it; or a result computed from shapes
         if writes and any(_view(self._fake(leaf, func)) != view for leaf, view in zip(given, before, strict=True)):
             raise CannotDeferError(f"{func} changes in place where a tensor lies")
         self._note(func, tree.unflatten(fakes), results, new, draws(func))
         return _put_back(result, fakes, leaves)
 
     def call(self, function: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Record a function that fills a tensor, and looks at values on its way, as if it were one op."""
-        with _torch.disable_modes():  # as it is where an op is dispatched
+        """Record a function that fills a tensor as one op. Such a function may read values."""
+        with _torch.disable_modes():  # as during the dispatch of an op
             fake = self._fake(tensor, function)
             self._note(function, ((fake, *args), kwargs), [fake], set(), True)
         return tensor
@@ -186,13 +195,19 @@ class DeferredInit(_torch.TorchDispatchMode):
         self._twins[memory], self._memory[_memory_of(twin)] = twin, storage
 
     def _may_be_done(self, func: Any, given: list[torch.Tensor], known: set[Any]) -> bool:
-        """Whether nothing that is not there yet, or that was there before, stands against doing an op at once."""
+        """Whether an op can run immediately.
+
+        It must not draw random numbers, use a value of a recorded op, or write to a tensor that existed before.
+        """
         if draws(func) or self._touched & known or any(isinstance(leaf, _torch.FakeTensor) for leaf in given):
             return False
         return not func._schema.is_mutable or set(map(_memory_of, given)) <= self._fresh
 
     def _of_shapes(self, func: Any, given: PyTree) -> Any:
-        """An op of tensors without memory. It draws nothing; a generator would have to be one of their device."""
+        """Run an op on tensors without memory.
+
+        Generators are removed: nothing is drawn, and a generator would have to be on the device of the fake tensors.
+        """
         args, kwargs = given
         without = {name: None if isinstance(value, torch.Generator) else value for name, value in kwargs.items()}
         with self._fakes:
@@ -222,13 +237,13 @@ class DeferredInit(_torch.TorchDispatchMode):
             raise CannotDeferError(f"it draws random numbers on {device}, whose generator is not known")
         return self.generators.noted(generator, len(self._ops))
 
-    # --- doing it ---
+    # --- replay ---
 
     def made(self) -> Iterator[tuple[int, Any]]:
-        """The leaves, each with its number, in the order in which they come to be.
+        """Run the recorded ops and yield (index, leaf) as soon as each leaf is complete.
 
-        Of what one lies in nothing is kept once the next is asked for; so who cuts each into parts has one at a time.
-        To be called once.
+        The memory of a leaf is released when the next one is requested. So a caller can shard each leaf and hold one
+        full leaf at a time. Call it once only.
         """
         waiting: dict[Any, list[int]] = {}
         for index, view in enumerate(self._wanted):
@@ -265,7 +280,10 @@ class DeferredInit(_torch.TorchDispatchMode):
 
 
 class _Addresses(TorchFunctionMode):
-    """For what torch would look at an address, of a tensor that has none: its copy, as modules copy their layers."""
+    """Mode for functions that read the address of a tensor without memory.
+
+    It replaces the deep copy of a tensor, which modules use to copy their layers. It rejects reads of addresses.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if args and isinstance(args[0], _torch.FakeTensor):
@@ -288,7 +306,7 @@ def _copied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
 
 aten = torch.ops.aten
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_CUTS = (None, aten.detach.default)  # through which no derivative goes
+_CUTS = (None, aten.detach.default)  # ops that have no derivative
 _LIKES = {
     *(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default),
     *(aten.rand_like.default, aten.randn_like.default, aten.new_empty.default, aten.new_empty_strided.default),
@@ -297,7 +315,7 @@ _LIKES = {
 
 
 def _of_shape(call: Callable[..., Any], given: PyTree) -> PyTree:
-    """The arguments, without the values of a tensor that is asked for its shape alone: it need not live for that."""
+    """Replace the first argument of an op that reads only its shape, so that its memory can be released earlier."""
     if call not in _LIKES:
         return given
     (like, *rest), kwargs = given
@@ -321,13 +339,16 @@ def _view(fake: torch.Tensor) -> _View:
 
 
 def _put_back(result: PyTree, fakes: list[Any], leaves: list[Any]) -> PyTree:
-    """What an op in place returns is the tensor that it was called on."""
+    """Replace each result of an in-place op by the tensor that the op was called on."""
     given = {id(fake): leaf for fake, leaf in zip(fakes, leaves, strict=True)}
     return optree.tree_map(lambda leaf: given.get(id(leaf), leaf), result)
 
 
 def _laid_out(tensor: torch.Tensor, view: _View) -> torch.Tensor:
-    """A result as its op's shapes said that it would lie, which kernels do not always keep to."""
+    """Return a result with the strides and offset that the recording predicted.
+
+    Kernels do not always return them; then the result is copied.
+    """
     if tensor.stride() == view.strides and tensor.storage_offset() == view.offset:
         return tensor
     size = view.offset + 1 + sum((n - 1) * s for n, s in zip(view.shape, view.strides, strict=True))

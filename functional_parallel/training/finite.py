@@ -1,4 +1,4 @@
-"""Stop a run whose loss or gradient is not finite.
+"""Stop a run if its loss or gradient is not finite.
 
 A NaN on all ranks would train on without an error. So every step checks its loss and gradient norm, which every rank
 holds already. Values in main memory are checked immediately. On a device the host would have to wait for them. There a
@@ -22,7 +22,7 @@ __all__ = ["NonFiniteError", "Watched", "require_finite", "require_finite_inputs
 
 
 class NonFiniteError(FloatingPointError):
-    """A step whose loss or gradient norm is NaN or infinite.
+    """Raised for a step with a NaN or infinite loss or gradient norm.
 
     Attributes:
         step: the number of the step; the first is 0.
@@ -37,7 +37,7 @@ class NonFiniteError(FloatingPointError):
 
 
 class Watched(NamedTuple):
-    """A step on a device, whose flag the next step looks at."""
+    """Step on a device, with a flag that the next step checks."""
 
     step: int
     metrics: Metrics
@@ -46,7 +46,7 @@ class Watched(NamedTuple):
 
 
 def settle(train: Any, state: Any) -> None:
-    """Look at the flag of a state's last step on a device, if nothing has yet.
+    """Check the flag of a state's last step on a device, if it has not been checked.
 
     Raises:
         NonFiniteError, LossScaleError: as for `require_finite`.
@@ -59,13 +59,15 @@ def settle(train: Any, state: Any) -> None:
 
 
 def require_finite(train: Any, before: Any, state: Any, metrics: Metrics) -> None:
-    """Look at a step that ran; or on a device at the one before it, while this one is computed.
+    """Check that a step's loss and gradient norm are finite. On a device, check the previous step instead.
+
+    The device still computes this step; its flag is copied and checked by the next step.
 
     Args:
         train: the training step.
         before: the state that the step was given.
         state: the state after it.
-        metrics: the step's.
+        metrics: the metrics of the step.
 
     Raises:
         NonFiniteError: when loss or gradient norm is not finite, and no loss scale skipped the step.
@@ -89,7 +91,7 @@ def _is_in_main_memory(metrics: Metrics) -> bool:
 
 
 def _is_good(metrics: Metrics, minimum: float) -> torch.Tensor:
-    """Return whether nothing is to be looked at closer: all is finite, or skipped above the lowest loss scale."""
+    """Return whether loss and norm are finite, or the step was skipped above the lowest loss scale."""
     good = torch.isfinite(metrics.loss.detach())
     if metrics.grad_norm is not None:
         good = good & torch.isfinite(metrics.grad_norm.detach())
@@ -108,7 +110,7 @@ def _copied(step: int, metrics: Metrics, good: torch.Tensor) -> Watched:
 
 def _refuse(train: Any, step: int, state: Any, metrics: Metrics) -> None:
     if metrics.skipped is not None and bool(metrics.skipped):
-        return train.check(state)  # an overflow at the lowest scale is an error where the loss scale's rules say so
+        return train.check(state)  # the loss scale decides whether this overflow is an error
     wrong, count = not_finite(train, state)
     values = f"loss {metrics.loss.item():.6g}"
     values += "" if metrics.grad_norm is None else f", gradient norm {metrics.grad_norm.item():.6g}"
@@ -134,10 +136,10 @@ def _refuse(train: Any, step: int, state: Any, metrics: Metrics) -> None:
 
 
 def require_finite_inputs(train: Any, state: Any, batch: tuple[Any, ...]) -> None:
-    """Refuse to look for an op where the state or the batch is not finite already.
+    """Check that the parameters are finite and the batch has no NaN before a replay searches for an op.
 
     Raises:
-        ValueError: naming the parameter, or the leaf of the batch.
+        ValueError: if not; the message names the parameter, or the leaf of the batch.
     """
     wrong, count = not_finite(train, state)
     if wrong:
@@ -154,7 +156,7 @@ def require_finite_inputs(train: Any, state: Any, batch: tuple[Any, ...]) -> Non
 
 
 def not_finite(train: Any, state: Any) -> tuple[list[str], int]:
-    """Return the paths of a state's parameters that are not finite, on any rank; and the number of parameters."""
+    """Return the paths of the parameters that are not finite on some rank, and the number of parameters."""
     count = state.form.params.num_leaves
     mine = [index for index, handle in enumerate(state.handles[:count]) if not _all_finite(handle)]
     every = train.runtime_for(state).exchange(mine, "to name the parameters that are not finite")

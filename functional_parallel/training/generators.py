@@ -1,7 +1,8 @@
-"""Random numbers that are drawn later than they were asked for, and are what they would have been.
+"""Deferred random draws that return the same numbers as immediate draws.
 
-While draws are only noted, nothing moves a generator on. So it is marked at each: a state that is not the last mark was
-set by somebody, to one of its own or, as `torch.random.fork_rng` does, to what it had after an earlier draw.
+A recorded draw does not advance its generator. Instead the generator is seeded with a mark that identifies the draw. If
+its state at the next draw is not that mark, the function has set the state. The new state may be the state after an
+earlier draw, as with `torch.random.fork_rng`.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ import torch
 
 __all__ = ["GeneratorReplay", "Generators", "RecordedDraw", "draws"]
 
-_MARK = 0x6A09E667F3BCC908  # and the number of the draw; nobody's seed
+_MARK = 0x6A09E667F3BCC908  # plus the number of the draw; unlikely as a user's seed
 
 
 def draws(op: Any) -> bool:
-    """Whether an op draws from a generator of torch's."""
+    """Whether an op draws from a torch generator."""
     return torch.Tag.nondeterministic_seeded in op.tags
 
 
 @dataclass(frozen=True)
 class RecordedDraw:
-    """A draw that was noted.
+    """Recorded draw.
 
     Attributes:
-        generator: from which.
-        begins: the state that this was set to since the draw before; of a state after an earlier draw, that draw's
-            number; None where it goes on.
+        generator: generator of the draw.
+        begins: state that the generator was set to since its previous draw. If it is the state after an earlier draw,
+            the number of that draw. None if the generator was not set.
     """
 
     generator: torch.Generator
@@ -38,7 +39,7 @@ class RecordedDraw:
 
 
 class Generators:
-    """The generators that a recording draws from, and what is done to them between draws."""
+    """Generators of a recording, with the changes of their states between draws."""
 
     def __init__(self) -> None:
         self._begun: dict[torch.Generator, torch.Tensor] = {}
@@ -46,7 +47,7 @@ class Generators:
         self._last: dict[torch.Generator, bytes] = {}
 
     def noted(self, generator: torch.Generator, number: int) -> RecordedDraw:
-        """Note a draw, by a number of its own."""
+        """Record a draw under a unique number."""
         draw = RecordedDraw(generator, self._since_last(generator))
         generator.manual_seed(_MARK + number)
         key = self._last[generator] = _key(generator.get_state())
@@ -60,23 +61,23 @@ class Generators:
         return None if key == self._last.get(generator) else self._marks.get(generator, {}).get(key, state)
 
     def forget(self) -> None:
-        """Put all back, as if nothing had been noted."""
+        """Restore the states that the generators had before the recording."""
         for generator, state in self._begun.items():
             generator.set_state(state)
 
     def replay(self, noted: Iterable[RecordedDraw | None]) -> GeneratorReplay:
-        """Who sets generators around the draws that were noted."""
+        """Return an object that sets the generators before each recorded draw during the replay."""
         last = [RecordedDraw(generator, self._since_last(generator)) for generator in self._begun]
         begins = (draw.begins for draw in (*noted, *last) if draw is not None)
         return GeneratorReplay(last, {begin for begin in begins if isinstance(begin, int)})
 
 
 class GeneratorReplay:
-    """Sets generators as they were set when draws were noted.
+    """Sets the states of generators in a replay in the same way as in the recording.
 
     Args:
-        last: what was done to each after its last draw.
-        returned_to: numbers of the draws after which the state is wanted once more.
+        last: per generator, the state that it was set to after its last draw.
+        returned_to: numbers of the draws with a result state that is needed later.
     """
 
     def __init__(self, last: list[RecordedDraw], returned_to: set[int]) -> None:
@@ -85,7 +86,7 @@ class GeneratorReplay:
 
     @contextmanager
     def __call__(self, number: int, draw: RecordedDraw | None) -> Iterator[None]:
-        """Around the draw of that number, if it is one."""
+        """Context of op `number`. If it is a draw, set its generator before it, and save a state needed later."""
         if draw is not None:
             self._set(draw)
         yield
@@ -93,7 +94,7 @@ class GeneratorReplay:
             self._after[number] = draw.generator.get_state()
 
     def end(self) -> None:
-        """Set what was set after the last draw."""
+        """Set the states that the function set after its last draws."""
         for draw in self._last:
             self._set(draw)
 

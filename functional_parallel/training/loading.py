@@ -1,6 +1,6 @@
-"""What is loaded: whether an optimizer's state that was saved belongs to the parameters beside it.
+"""Checks of a loaded checkpoint: a saved optimizer state must belong to the saved parameters.
 
-Kernels write wherever its shapes say.
+Without the check, a kernel could write out of bounds, because it trusts the shapes of the state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .update import ScaledState
 
 __all__ = ["expected_state", "require_parameters", "require_state_of", "require_values", "steps_done"]
 
-# Tuples of tensors: torch.load(weights_only=True), its default, may make them of what train.whole returned.
+# Tuples of tensors in the result of train.whole, which torch.load(weights_only=True), its default, may construct.
 torch.serialization.add_safe_globals(
     [
         *(optim.AdafactorState, optim.AdamWState, optim.Factored, optim.LionState, optim.SGDState),
@@ -31,7 +31,7 @@ torch.serialization.add_safe_globals(
 
 
 def expected_state(init: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
-    """What an optimizer keeps for parameters, without memory for it.
+    """Return the state that an optimizer keeps for parameters, without memory.
 
     >>> from functional_parallel.optim import sgd
     >>> expected_state(sgd(0.1, momentum=0.9).init, {"w": torch.ones(2)}).velocity["w"].shape
@@ -41,14 +41,14 @@ def expected_state(init: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
 
 
 def require_state_of(expected: PyTree, given: PyTree) -> None:
-    """Refuse a state of other parameters, or of another optimizer.
+    """Check that a state belongs to these parameters and this optimizer.
 
     Args:
-        expected: a state like the one that the optimizer keeps for the parameters.
+        expected: state that the optimizer keeps for the parameters.
         given: the state to load.
 
     Raises:
-        ValueError: listing what differs, by path.
+        ValueError: if they differ; the message lists the differences by path.
     """
     problems = list(_differences(expected, given))
     if not problems:
@@ -63,14 +63,14 @@ def require_state_of(expected: PyTree, given: PyTree) -> None:
 
 
 def require_parameters(params: PyTree, where: str) -> None:
-    """Refuse what holds parameters but is no pytree of tensors, which would be trained as a constant.
+    """Check that parameters are a pytree of tensors. A leaf of another kind would be treated as a constant.
 
     Args:
-        params: what was given as parameters.
-        where: to whom.
+        params: value passed as parameters.
+        where: name of the function, for the message.
 
     Raises:
-        TypeError: for a module, an iterator, arrays.
+        TypeError: if there are leaves but no tensors, as in a module, an iterator or arrays.
     """
     leaves = optree.tree_leaves(params)
     if leaves and not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
@@ -82,10 +82,10 @@ def require_parameters(params: PyTree, where: str) -> None:
 
 
 def require_values(params: PyTree, state: PyTree) -> None:
-    """Refuse what lies on the meta device, where steps would compute nothing.
+    """Check that no leaf is on the meta device, where steps would compute nothing.
 
     Raises:
-        ValueError: listing what does, by path.
+        ValueError: if a leaf is; the message lists the leaves by path.
     """
     found = [*_by_path(params, "params").items(), *_by_path(state).items()]
     missing = [path for path, leaf in found if isinstance(leaf, torch.Tensor) and leaf.device.type == "meta"]
@@ -98,13 +98,13 @@ def require_values(params: PyTree, state: PyTree) -> None:
 
 
 def steps_done(step: Any) -> int:
-    """The number of steps done, which a file may have as a tensor.
+    """Return the number of completed steps as an int. A checkpoint may store it as a tensor.
 
     >>> steps_done(torch.tensor(3))
     3
 
     Raises:
-        ValueError: when it is no such number.
+        ValueError: if it is not an integer of at least 0.
     """
     whole = isinstance(step, int) or (isinstance(step, torch.Tensor) and step.ndim == 0 and not is_trained(step))
     if not whole or isinstance(step, bool) or step < 0:
@@ -128,11 +128,11 @@ def _differences(expected: PyTree, given: PyTree) -> Iterator[str]:
 
 
 def _by_path(tree: PyTree, name: str = "optimizer_state") -> dict[str, Any]:
-    """Leaves by the expression that reaches them."""
+    """Return the leaves by the Python expression that accesses them."""
     paths = (accessor.codify(name) for accessor in optree.tree_accessors(tree))
     return dict(zip(paths, optree.tree_leaves(tree), strict=True))
 
 
 def _kind(leaf: Any) -> str:
-    """What an optimizer keeps of a kind: numbers change from step to step."""
+    """Signature of a tensor, type of any other leaf, because numbers change from step to step."""
     return signature_text(leaf_signature(leaf)) if isinstance(leaf, torch.Tensor) else type(leaf).__name__

@@ -1,7 +1,7 @@
-"""What a training step does on one rank's shards: gradient, clipping, optimizer.
+"""Training step on one rank's shards: gradient, clipping, optimizer.
 
-Where a parameter lies otherwise than it is computed with, or updated, it goes from one to the other here; the types of
-what lies between decide the collectives.
+It converts parameters between their storage, compute and update layouts. The types of the intermediate values determine
+the collectives.
 """
 
 from __future__ import annotations
@@ -38,12 +38,16 @@ __all__ = ["LocalTrainStep", "Metrics"]
 
 
 class Metrics(NamedTuple):
-    """What a step reports: scalars, whole on every rank.
+    """Results of a step, as full tensors on every rank.
 
-    An asynchronous pipeline has no gradient norm to report, and its loss and aux are means over the step's updates.
+    An asynchronous pipeline has no gradient norm. Its loss and aux are means over the updates of the step.
 
-    With a loss scale, `skipped` says whether gradients overflowed, so that nothing was updated, and `loss_scale` what
-    the step's loss was multiplied by; `loss` and `grad_norm` are without it.
+    Attributes:
+        loss: the loss, without loss scale.
+        grad_norm: global norm of the gradients, without loss scale; None if it is not computed.
+        aux: aux of the loss; None without `has_aux`.
+        skipped: whether gradients overflowed, so that nothing was updated; None without a loss scale.
+        loss_scale: factor of the loss in this step; None without a loss scale.
     """
 
     loss: Any
@@ -55,14 +59,14 @@ class Metrics(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalTrainStep:
-    """The training step of a loss.
+    """Training step of a loss.
 
     Attributes:
         f: the loss, local.
-        optimizer: as for `train_step`.
+        optimizer: the optimizer, as for `train_step`.
         options: the step's options.
         has_norm: whether the gradient's norm is reported.
-        warned: parameters and closed-over tensors that a warning has named; extended.
+        warned: parameters and closed-over tensors named by earlier warnings; extended.
     """
 
     f: LocalFunction
@@ -72,11 +76,11 @@ class LocalTrainStep:
     warned: set[str] = field(default_factory=set)
 
     def on(self, places: StepLayout, state_specs: SpecTree) -> LocalFunction:
-        """The step as a function of ((parameters, state), batch, key) to ((parameters, state), metrics).
+        """Return the step as a function of ((parameters, state), batch, key) to ((parameters, state), metrics).
 
         Args:
-            places: where parameters lie.
-            state_specs: how the state lies, leaf by leaf.
+            places: layouts of parameters and gradients.
+            state_specs: spec of each leaf of the state.
         """
 
         def call(held: tuple[PyTree, PyTree], batch: tuple[PyTree, ...], key: Any) -> Any:
@@ -134,7 +138,7 @@ class LocalTrainStep:
         return (old_params(new, params, idle), after), metrics
 
     def _gradients(self, params: PyTree, batch: tuple[PyTree, ...], scale: Any) -> tuple[PyTree, Any, PyTree]:
-        """Gradients of the loss, times the loss scale if there is one; its value; and what comes beside it."""
+        """Return the gradients of the loss, times the loss scale if there is one; the loss; and its aux."""
         if scale is None:
             gradients, value = grad_and_value(self.f, has_aux=self.options.has_aux)(params, *batch)
         else:

@@ -1,4 +1,4 @@
-"""Another function of a training step's parameters, called on its states: to evaluate them, or to generate."""
+"""Functions of the parameters of a training state, such as evaluation and generation."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ __all__ = ["StateFunction"]
 
 
 class StateFunction:
-    """A function compiled for a step's states; see `TrainStep.compile`.
+    """Function compiled for the states of a step; see `TrainStep.compile`.
 
     Args:
         train: the step.
         f: the function.
 
     Attributes:
-        program: the `Program` used last; None before the first call.
+        program: program that was used last; None before the first call.
     """
 
     def __init__(self, train: StateManager, f: Callable[..., Any]) -> None:
@@ -47,7 +47,7 @@ class StateFunction:
         self._lowered: dict[StateLayout, ProgramCache[Lowered]] = {}
 
     def __call__(self, state: TrainState, *batch: PyTree, **named: PyTree) -> PyTree:
-        """The function of a state's parameters and a batch; results are whole. A collective: every process calls it."""
+        """Call the function on a state's parameters and a batch. Return full tensors. Every process must call it."""
         form, runtime = self.train.known_form(state), self.train.runtime_for(state)
         batch = self.batches.by_place(batch, named)
         self.batches.stay_in_step(runtime, f"calls {self.f.name} on the state of step {state.step}", batch)
@@ -63,11 +63,11 @@ class StateFunction:
         return result if stacks is None else stacks.restack_all(result)
 
     def lower(self, state: TrainState, *batch: PyTree, **named: PyTree) -> Any:
-        """The program for these arguments; nothing runs."""
+        """Return the program for these arguments, without running it."""
         return self._lower(self.train.known_form(state), state, self.batches.by_place(batch, named)).program
 
     def explain(self, **options: Any) -> Any:
-        """Every collective of the program used last: kind, axis, count, bytes, source line."""
+        """Return every collective of the program used last: kind, axis, count, bytes, source line."""
         if self.program is None:
             raise ValueError(f"{self.f.name} has not run yet: call it, or call .lower(state, batch), first")
         return self.program.explain(**options)
@@ -102,7 +102,7 @@ class StateFunction:
         return lower(local, self.train.mesh, (params, *batch), name=self.f.name, options=options)
 
     def _own_layers(self, params: PyTree) -> PyTree:
-        """The parameters, after a check that the function's plan has stacks of layers where the step's has them."""
+        """Return the parameters, after a check that the function's plan has the same stacks of layers as the step's."""
         mine, theirs = self.f.layout.stacks, self.train.f.layout.stacks
         if mine is theirs:
             return params
@@ -117,7 +117,7 @@ class StateFunction:
         return params
 
     def _compute_specs(self, params: PyTree, kept: SpecTree) -> SpecTree:
-        """How the function takes the parameters, after a check that it is how they lie."""
+        """Return the function's compute layout of the parameters, after a check that it matches the state's."""
         with bind(self.f.layout.mesh(self.train.mesh).shape, None):
             compute = broadcast_specs(self.f.layout.arguments((params,))[0], params)
         found = zip(tree_paths(params), *map(optree.tree_leaves, (params, kept, compute)), strict=True)

@@ -26,7 +26,7 @@ class StepOptions(Options):
 
     Attributes:
         clip: bound on the gradient's global norm; None for none.
-        seed: of the key for random numbers; None where nothing is drawn.
+        seed: seed of the key for random numbers; None if nothing is drawn.
         has_aux: whether the loss returns `(scalar, aux)`.
         batch: "global" if each process passes the full batch, "own" if it passes its own shard.
         nonfinite: "error" or "continue", at a loss or gradient norm that is not finite.
@@ -83,7 +83,7 @@ def require_arguments(loss: Any, optimizer: Any, mesh: Any, plan: Any) -> None:
 
 
 def _instead_of_torchs(optimizer: Any) -> str:
-    """Return what to write instead of a torch optimizer or its class; empty for anything else."""
+    """Return advice on the replacement of a torch optimizer or its class; empty for anything else."""
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     if not issubclass(kind, torch.optim.Optimizer):
         return ""

@@ -1,4 +1,4 @@
-"""What programs depend on of a tree: its structure, and each leaf's shape and dtype; and how messages tell them."""
+"""Signature of a pytree, which programs depend on: structure, shapes and dtypes; and its text in messages."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ import torch
 
 __all__ = ["leaf_signature", "listed", "on_one_line", "signature_text", "structure_as_text"]
 
-_MOST = 8  # lines, or names, of a message that lists them
+_MOST = 8  # lines or names in a list of a message
 
 
 def leaf_signature(leaf: Any) -> Any:
-    """What a program depends on of a leaf: a tensor's shape and dtype, anything else itself."""
+    """Return the signature of a leaf: shape and dtype of a tensor, `repr` of anything else."""
     return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf)
 
 
 def signature_text(look: Any) -> str:
-    """A leaf's look as messages show it.
+    """Return a leaf's signature as text for messages.
 
-    >>> look_as_text(look(torch.ones(2, 3)))
+    >>> signature_text(leaf_signature(torch.ones(2, 3)))
     '(2, 3) float32'
     """
     return look if isinstance(look, str) else f"{look[0]} {str(look[1]).removeprefix('torch.')}"
 
 
 def on_one_line(text: Any) -> str:
-    """A text without its line breaks."""
+    """Return `text` with each run of whitespace replaced by one space."""
     return " ".join(str(text).split())
 
 
 def structure_as_text(tree: optree.PyTreeSpec) -> str:
-    """A tree's structure as messages show it.
+    """Return a tree's structure as text for messages.
 
     >>> structure_as_text(optree.tree_structure({"w": 1, "b": 2}))
     "{'b': *, 'w': *}"
@@ -42,7 +42,7 @@ def structure_as_text(tree: optree.PyTreeSpec) -> str:
 
 
 def listed(lines: list[str]) -> list[str]:
-    """The first lines of many, and how many more there are.
+    """Return the first lines of a list, and the number of remaining lines.
 
     >>> listed([str(number) for number in range(20)])[-2:]
     ['7', 'and 12 more']

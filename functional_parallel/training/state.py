@@ -1,4 +1,4 @@
-"""The state of a training run: what a step takes and returns, and may use up; and how it lies."""
+"""State of a training run, which a step reads, returns and may donate, and the layout of that state."""
 
 from __future__ import annotations
 
@@ -36,30 +36,33 @@ _MOST_OF_A_FAILURE = 200  # characters; the error itself was raised
 
 
 def detach_leaf(leaf: Any) -> Any:
-    """A module's parameter without what it asks of autograd, which would keep every step; all else is itself."""
+    """Return a leaf tensor detached, and any other leaf unchanged.
+
+    A parameter that requires a gradient would make autograd keep the graph of every step.
+    """
     is_parameter = isinstance(leaf, torch.Tensor) and leaf.is_leaf and not _torch.is_functorch_wrapped(leaf)
     return leaf.detach() if is_parameter else leaf
 
 
 @dataclass(frozen=True)
 class StaticLeaf:
-    """A leaf of the parameters that is no tensor, in the place of a handle."""
+    """Leaf of the parameters that is not a tensor, stored where a tensor has a handle."""
 
     value: Any
 
 
 @dataclass(eq=False)
 class StateLayout:
-    """How a state lies: what a step's program is made for, beside the batch.
+    """Layout of a state. A step's program is compiled for a state layout and a batch signature.
 
-    Forms are compared by identity, which costs a step nothing; a step keeps one of each `key`.
+    Layouts are compared by identity, which is free at each step. A step keeps one layout per `key`.
 
     Attributes:
         mesh: the mesh.
-        places: how parameters and state lie.
-        params, state: the trees of parameters and of the optimizer's state, as the step holds them.
-        specs: how each leaf lies.
-        looks: what each leaf is, whole.
+        places: layouts of parameters and state in the step.
+        params, state: pytree structures of the parameters and of the optimizer state, as the step holds them.
+        specs: spec of each leaf.
+        looks: signature of each leaf as a full tensor.
     """
 
     mesh: Mesh
@@ -71,16 +74,16 @@ class StateLayout:
 
     @cached_property
     def key(self) -> Any:
-        """What two states share that one program takes."""
+        """Key that is equal for two layouts if one program accepts both states."""
         return (self.mesh, self.params, self.state, self.specs, self.looks, self.places.packing.groups)
 
     def trees(self, leaves: list[Any]) -> tuple[PyTree, PyTree]:
-        """Parameters, and the optimizer's state."""
+        """Return the trees of the parameters and of the optimizer state, with these leaves."""
         count = self.params.num_leaves
         return self.params.unflatten(leaves[:count]), self.state.unflatten(leaves[count:])
 
     def difference(self, other: StateLayout) -> str:
-        """Where another form differs first, said of this one."""
+        """Describe the first difference between this layout and `other`, the layout of a step, for a message."""
         if self.mesh != other.mesh:
             return f"it lies on {self.mesh!r}, the step's on {other.mesh!r}"
         for kind in ("params", "state"):
@@ -102,13 +105,20 @@ class StateLayout:
 
 
 def state_layout(mesh: Mesh, places: StepLayout, params: PyTree, state: PyTree, specs: tuple[P, ...]) -> StateLayout:
-    """The form of whole parameters and a packed state."""
+    """Return the layout of a state with these full parameters and this packed optimizer state."""
     looks = tuple(map(leaf_signature, optree.tree_leaves((params, state))))
     return StateLayout(mesh, places, optree.tree_structure(params), optree.tree_structure(state), specs, looks)
 
 
 def recorded_steps(before: int, loss: torch.Tensor) -> int:
-    """Of how many steps autograd keeps the graph, after one with this loss; says so when they become many."""
+    """Return the number of consecutive steps with a graph kept by autograd, after a step with this loss.
+
+    Warn when the number reaches `_MANY_RECORDED`.
+
+    Args:
+        before: the number before the step.
+        loss: the loss of the step.
+    """
     if not loss.requires_grad:
         return 0
     if before + 1 == _MANY_RECORDED:
@@ -123,18 +133,18 @@ def recorded_steps(before: int, loss: torch.Tensor) -> int:
 
 
 class DonatedStateError(RuntimeError):
-    """A state that was given to a step, and whose memory now holds a later one, or part of one."""
+    """Raised for the use of a donated state. Its memory holds a later state, or a partly written one."""
 
 
 class TrainState:
     """Parameters and optimizer state as the runtime holds them, sharded.
 
     Attributes:
-        whose: says of its parameters and state where they began, in the same words on every rank.
-        recorded: of how many steps up to it autograd keeps the graph.
-        counts: the numbers of updates that the host knows, as `counted_on_host` takes them; None where it cannot count.
-        watched: the last step, where its loss is on a device and nothing has looked at it yet.
-        as_argument: what an error says of one that is given to a function as its parameters, or in a batch.
+        whose: text for messages that states where parameters and state originate. It is equal on every rank.
+        recorded: number of steps before this state with a graph kept by autograd.
+        counts: update counts known on the host, as passed to `counted_on_host`. None if the host cannot count.
+        watched: the last step, if its loss is on a device and has not been checked yet.
+        as_argument: text for the error about a state that is passed as parameters, or in a batch.
     """
 
     as_argument: ClassVar = "in whose place train.params(state) goes, its parameters, whole"
@@ -150,20 +160,20 @@ class TrainState:
 
     @property
     def step(self) -> int:
-        """Number of steps done."""
+        """Number of completed steps."""
         return self._step
 
     @property
     def form(self) -> StateLayout:
-        """How it lies."""
+        """Layout of the state."""
         return self._form
 
     @property
     def handles(self) -> tuple[Any, ...]:
-        """What the runtime holds per leaf.
+        """Handle of the runtime for each leaf.
 
         Raises:
-            DonatedStateError: when a step has used them up.
+            DonatedStateError: if the state was donated to a step.
         """
         if self._handles is None and self._failure:
             raise DonatedStateError(
@@ -181,7 +191,7 @@ class TrainState:
         return self._handles
 
     def give(self) -> tuple[Any, ...]:
-        """The handles, for good."""
+        """Return the handles and mark the state as donated."""
         handles = self.handles
         self._handles = None
         return handles
@@ -198,7 +208,11 @@ class TrainState:
 
     @contextmanager
     def used_by_a_step(self, given: tuple[Any, ...]) -> Iterator[None]:
-        """Around the step: one that is refused gives back what it was given; of one that fails is kept why."""
+        """Context of the step that uses this state.
+
+        If the step raises OverlapError, nothing has run and the state keeps the handles `given`. If it fails
+        in another way and the state is donated, store the reason for later messages.
+        """
         try:
             yield
         except OverlapError:

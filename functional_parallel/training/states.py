@@ -1,4 +1,4 @@
-"""The states of a training run: made of whole parameters, one leaf after the other, copied, and given back whole."""
+"""States of a training run: create them from full parameters, leaf by leaf, copy them, and gather them."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from .update import StepLayout, find_step_layout, warn_of_replicated_state, with
 
 __all__ = ["StateManager"]
 
-Made = Iterable[tuple[int, Any]]  # leaves, each with its number, in any order
+Made = Iterable[tuple[int, Any]]  # (index, leaf) pairs, in any order
 
 
 class StateManager:
-    """What begins a run, goes on with a saved one, and reads what a state holds.
+    """Creates states from parameters or from a checkpoint, and reads them.
 
     Args:
-        f: the loss, and what the plan made of it.
+        f: the loss, transformed by the plan.
         optimizer: the optimizer.
         mesh: the mesh.
         options: the step's options.
@@ -55,7 +55,7 @@ class StateManager:
     ) -> None:
         self.f = f if isinstance(f, LocalFunction) else as_local_function(f)
         self.optimizer, self.mesh, self.options = optimizer, mesh, options
-        self.f.layout.mesh(mesh)  # refuses one without the axes that the plan splits over
+        self.f.layout.mesh(mesh)  # raises if an axis of the plan is missing
         self.batches = BatchInputs(self.f, mesh, options.batch == "own")
         self.scaling: LossScale | None = self.f.layout.loss_scale
         self._forms: dict[Any, StateLayout] = {}
@@ -63,7 +63,7 @@ class StateManager:
         self._latest: dict[StateLayout, Any] = {}  # programs
 
     def init(self, params: PyTree) -> TrainState:
-        """Shard parameters and make the optimizer's state, one leaf after the other.
+        """Shard parameters and create the optimizer's state, leaf by leaf.
 
         >>> import torch, functional_parallel as fp
         >>> from sharding_specs import Mesh
@@ -77,14 +77,15 @@ class StateManager:
         ['bias', 'weight']
 
         Args:
-            params: whole parameters, the same on every rank (which is checked); or a function without arguments that
-                makes them. That is run without memory first, and then op by op, its random numbers drawn as it would
-                draw them, so that of parameters and state each leaf is there, whole, for as long as it takes to shard
-                it. A function that looks at values on its way runs as it is, with a warning that says so.
+            params: full parameters, equal on every rank (this is checked), or a function without arguments that
+                returns them. The function first runs on tensors without memory. Then its ops run one at a time, with
+                the random numbers that the function itself would draw. Each leaf of parameters and state exists as a
+                full tensor only until it is sharded. A function that reads the values of its tensors runs unchanged,
+                with a warning.
 
         Raises:
-            TypeError: when these are no parameters.
-            DifferentInputsError: when ranks have different ones.
+            TypeError: if these are not parameters.
+            DifferentInputsError: if the parameters differ between ranks.
         """
         register_dataclasses(params)
         makes = callable(params) and not isinstance(params, torch.nn.Module)
@@ -106,7 +107,7 @@ class StateManager:
             return self._compared("train_step.init", form, leaves, made)
 
     def _begin(self, make: Callable[[], PyTree]) -> tuple[StateLayout, list[Any]]:
-        """How a state lies that begins with some parameters, and its leaves, whole."""
+        """Return the layout of the first state of the parameters from `make`, and its leaves as full tensors."""
         params = make()
         register_dataclasses(params)
         require_parameters(params, "train_step.init")
@@ -115,7 +116,7 @@ class StateManager:
         return self._place(held, state)
 
     def _compared(self, name: str, form: StateLayout, leaves: list[Any], made: Made) -> TrainState:
-        """A state of these leaves as they are made, once it is known that all ranks have the same parameters."""
+        """Shard each leaf when it is made, check that the parameters are equal on all ranks, and return the state."""
         runtime = runtime_of(self.mesh, self.f, self.options.reduction)
         count = form.params.num_leaves
         params = {index: leaf for index, leaf in enumerate(leaves[:count]) if isinstance(leaf, torch.Tensor)}
@@ -134,10 +135,18 @@ class StateManager:
         return TrainState(0, held, form, f", of the state that call {runtime.calls} made")
 
     def load(self, params: PyTree, optimizer_state: PyTree, step: int) -> TrainState:
-        """A state from whole parameters and a whole optimizer state, as `whole` returned them.
+        """Create a state from full parameters and a full optimizer state, as `whole` returned them.
+
+        Args:
+            params: the parameters.
+            optimizer_state: the optimizer state.
+            step: number of completed steps.
 
         Raises:
-            ValueError: when the optimizer keeps another state for these parameters, or the step is no number.
+            TypeError: if `params` are not parameters.
+            ValueError: if the optimizer state does not belong to these parameters and this optimizer. Also if a leaf
+                is on the meta device, or `step` is not a number of steps.
+            DifferentInputsError: if the values differ between ranks.
         """
         register_dataclasses(params, optimizer_state)
         require_parameters(params, "train_step.load")
@@ -157,7 +166,10 @@ class StateManager:
         return TrainState(done, held, form, f", of the state that call {runtime.calls} made")
 
     def begun(self, params: PyTree) -> tuple[PyTree, PyTree]:
-        """Parameters and first state as they are held: in a pipeline, layers that were stacked one by one."""
+        """Return the parameters and their first optimizer state as the step holds them.
+
+        In a pipeline, stacked layers are held as separate layers.
+        """
         register_dataclasses(params)
         stacks = self.f.layout.stacks
         if stacks is None:
@@ -167,27 +179,37 @@ class StateManager:
     def _held(
         self, form: StateLayout, made: Made, given: set[int], see: Callable[[int, Any], None] = lambda *_: None
     ) -> tuple[Any, ...]:
-        """Leaves as the runtime holds them, in memory of their own; what was `given` lies in others'."""
+        """Return the handles of the leaves, in separate memory. Copy leaves whose storage is in `given`, the caller's.
+
+        Args:
+            form: layout of the state.
+            made: the leaves, with their indices.
+            given: storages of the caller; extended by the storages of the handles.
+            see: called with the index and value of each full leaf.
+        """
         held: list[Any] = [None] * len(form.specs)
         shard = self._sharding(form)
         for index, leaf in made:
             see(index, leaf)
             is_tensor = isinstance(leaf, torch.Tensor)
             held[index] = copy_if_aliased(shard(index, detach_leaf(leaf)), given) if is_tensor else StaticLeaf(leaf)
-            del leaf  # or it would be there while the next is made
+            del leaf  # release it before the next leaf is made
         return tuple(held)
 
     def _sharding(self, form: StateLayout) -> Callable[[int, torch.Tensor], Any]:
-        """How a leaf is sharded: in a pipeline that is cut already, for the ranks whose stages take it."""
+        """Return a function that shards a leaf.
+
+        If the pipeline of this layout is already lowered, only the ranks with stages that read the leaf get it.
+        """
         runtime, program = runtime_of(self.mesh, self.f, self.options.reduction), self._latest.get(form)
         if not isinstance(program, PipelineProgram) or program.schedule.versions is not None:
             return lambda index, leaf: runtime.shard(leaf, form.specs[index])
-        numbers = list(accumulate(isinstance(look, tuple) for look in form.looks))  # of what is a tensor, from one
+        numbers = list(accumulate(isinstance(look, tuple) for look in form.looks))  # 1-based indices of the tensors
         return lambda index, leaf: runtime.shard_for(program, numbers[index] - 1, leaf, form.specs[index])
 
     def _place(self, params: PyTree, optimizer_state: PyTree) -> tuple[StateLayout, list[Any]]:
-        """Decide where everything lies; that, and the leaves of parameters and state as a step holds them, whole."""
-        with _torch.disable_modes():  # a recording of how leaves are made, which asks what tracing an update may not
+        """Return the layout of a state, and the leaves of parameters and packed state as full tensors."""
+        with _torch.disable_modes():  # `defer_init` may be recording; its mode needs data that traces lack
             places = self.places(params)
         validate(params, places.kept, self.mesh, advice="fp.zero(3, …) pads parameters by itself")
         packed = places.packed_state(with_scale(optimizer_state, self.scaling))
@@ -201,15 +223,15 @@ class StateManager:
         return form, optree.tree_leaves((params, packed))
 
     def places(self, params: PyTree) -> StepLayout:
-        """Where everything lies that a step with these parameters holds."""
+        """Compute the layouts of a step with these parameters."""
         return find_step_layout(self.f.layout, self.mesh, params, self.optimizer, self.options.clip is not None)
 
     def params(self, state: TrainState) -> PyTree:
-        """The parameters of a state, whole; later steps do not change them. A collective: every process calls it."""
+        """Return the full parameters of a state. Later steps do not change them. Every process must call it."""
         return self.whole(state)[0]
 
     def copy(self, state: TrainState) -> TrainState:
-        """The same state in memory of its own, which steps from the original do not use up."""
+        """Copy a state into separate memory. Steps from the original do not donate the copy."""
         form = self.known_form(state)
         held = (
             handle if isinstance(handle, StaticLeaf) else copy_if_aliased(handle, storages(handle))
@@ -220,7 +242,7 @@ class StateManager:
         return copied
 
     def whole(self, state: TrainState) -> tuple[PyTree, PyTree]:
-        """Parameters and optimizer state, whole: what a checkpoint saves. A collective: every process calls it."""
+        """Return the full parameters and optimizer state, to save a checkpoint. Every process must call it."""
         form, runtime = self.known_form(state), self.runtime_for(state)
         settle(self, state)
         if self.batches.own:
@@ -236,10 +258,10 @@ class StateManager:
         return found if stacks is None else stacks.restack_all(found)
 
     def check(self, state: TrainState) -> None:
-        """Stop a run whose gradients overflow at the lowest loss scale; a loop asks now and then.
+        """Check that gradients have not overflowed at the lowest loss scale. A loop may call it every few steps.
 
         Raises:
-            LossScaleError: when a step up to this state did.
+            LossScaleError: if a step before this state overflowed at the lowest loss scale.
         """
         self.known_form(state)
         if self.scaling is not None:
@@ -249,17 +271,27 @@ class StateManager:
             self.scaling.check(LossScaleState(*scale))
 
     def known_form(self, state: TrainState) -> StateLayout:
-        """The form of a state that is not used up, as this step knows it."""
+        """Return the layout of a state, as the instance of this step.
+
+        Raises:
+            TypeError: if `state` is not a TrainState.
+            DonatedStateError: if the state was donated.
+            ValueError: if this step has no such layout.
+        """
         if not isinstance(state, TrainState):
             raise TypeError(
                 f"train_step takes a TrainState, not {type(state).__name__}: make one of whole parameters by "
                 "train.init(params), or of a saved state by train.load(params, optimizer_state, step)"
             )
-        _, form = state.handles, state.form  # one that is used up has no handles, and says so
+        _, form = state.handles, state.form  # `handles` raises if the state was donated
         return form if form in self._known else self._own_form(form)
 
     def runtime_for(self, state: TrainState) -> Any:
-        """What runs the step, for a state that lies with the ranks that it runs on."""
+        """Return the runtime of the step, after a check that it holds this state.
+
+        Raises:
+            ValueError: if the state was created before the process group.
+        """
         runtime = runtime_of(self.mesh, self.f, self.options.reduction)
         handle = next((each for each in state.handles if not isinstance(each, StaticLeaf)), None)
         if handle is not None and runtime_kind_of(handle) != runtime.holders:
@@ -270,7 +302,11 @@ class StateManager:
         return runtime
 
     def _own_form(self, form: StateLayout) -> StateLayout:
-        """The same form as this step made it; another step's states have forms of their own."""
+        """Return this step's layout that is equal to `form`, the layout of another step.
+
+        Raises:
+            ValueError: if there is none.
+        """
         if form.key in self._forms:
             return self._forms[form.key]
         why = f"; {form.difference([*self._forms.values()][-1])}" if self._forms else ", which has made none yet"
@@ -280,7 +316,7 @@ class StateManager:
         )
 
     def shapes(self, form: StateLayout, state: TrainState) -> tuple[PyTree, PyTree]:
-        """Parameters and optimizer state as they are held, without values."""
+        """Return parameters and optimizer state as the step holds them, without values."""
         like = runtime_of(self.mesh, self.f, self.options.reduction).like
         held = zip(state.handles, form.specs, strict=True)
         leaves = [handle.value if isinstance(handle, StaticLeaf) else like(handle, spec) for handle, spec in held]
@@ -291,7 +327,7 @@ def _elements(tree: PyTree) -> int:
     return sum(leaf.numel() for leaf in optree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
-_FEW = 1 << 18  # a megabyte
+_FEW = 1 << 18  # elements; 1 MiB of float32
 _IN_ONE_PIECE = (
     "train.init ran the function that makes parameters as it is, so that every rank held them all, and the optimizer's "
     "whole first state, because {why}. One that only makes tensors, fills them and draws random numbers is run leaf by "

@@ -1,4 +1,4 @@
-"""A training step with everything sharded as the plan says: gradient, clipping, optimizer, one program."""
+"""Training step that is sharded by a plan: gradient, clipping and optimizer in one program."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def train_step(
     without: Collection[str] = (),
     backend: str = "eager",
 ) -> TrainStep:
-    """Build a training step: gradient, clipping, optimizer, all sharded as the plan says.
+    """Build a training step with gradient, clipping and optimizer, sharded by the plan.
 
     >>> import torch, functional_parallel as fp
     >>> from sharding_specs import Mesh
@@ -69,24 +69,25 @@ def train_step(
         loss: `loss(params, *batch) -> scalar`, the mean over the global batch; or `(scalar, aux)` with `has_aux`.
         optimizer: from `fp.optim`, or another `fp.optim.Optimizer`, elementwise or with `specs`.
         mesh: the mesh.
-        plan: a transform or a chain; without it nothing is split.
+        plan: a transform or a chain of transforms. Without it nothing is sharded.
         clip: bound on the gradient's global norm.
-        seed: makes a key for `fp.random` and dropout, another one each step.
+        seed: seed of the key for `fp.random` and dropout. Each step uses a different key.
         has_aux: whether the loss returns `(scalar, aux)`.
-        batch: "global" (every rank is given the whole batch and takes its part) or "own" (each process is given the
-            batch of its own ranks, as `fp.Sampler` reads it: one rank's shard on a real process, the global batch in a
-            simulated run; `even_batches` makes unequal shards equal).
-        bucket: bytes of gradients, or of a layer's gathered parameters, that travel in one collective; "auto" for a
-            quarter of all gradients, between 1 and 25 MiB, and a layer's parameters; None for one collective each.
-        reduction: on real processes, "fast" for the backend's own sums, "ordered" for sums in rank order: the bits of
-            simulated ranks, and of every ZeRO stage.
-        donate: whether a step may write the new state into the memory of the old one, which then cannot be used again
-            (an error says so); `train.copy(state)` keeps one. Without it a step holds both.
-        nonfinite: "error" stops at a step whose loss or gradient norm is NaN or infinite: with that step where values
-            are in main memory, one step later on a device, so that nothing waits for it. A step that a loss scale
-            skips is legal. "continue" trains on.
-        without: rewrites to switch off, one name or several, as `program.passes` lists them.
-        backend: what computes between collectives, "eager" or "inductor", as for `fp.compile`.
+        batch: "global" if every rank passes the full batch and slices its shard, "own" if each process passes the batch
+            of its own ranks, as `fp.Sampler` reads it. That is one rank's shard on a real process, and the global
+            batch in a simulated run. `even_batches` makes unequal shards equal.
+        bucket: bytes of gradients, or of gathered parameters of a layer, per collective. "auto" sends a quarter of all
+            gradients, between 1 and 25 MiB, and gathers the parameters of one layer. None uses one collective per
+            tensor.
+        reduction: on real processes, "fast" for the backend's own sums, "ordered" for sums in rank order. Ordered sums
+            are bitwise equal to the sums of simulated ranks and of every ZeRO stage.
+        donate: whether a step may write the new state into the memory of the old one. Use of the old state then raises
+            an error; `train.copy(state)` keeps a copy. Without donation a step holds both states.
+        nonfinite: "error" raises after a step with a NaN or infinite loss or gradient norm. If the values are in main
+            memory, that step raises. On a device the next step raises, so the host does not wait. A step that a
+            loss scale skips is legal. "continue" trains on.
+        without: passes to switch off, one name or several, as listed by `program.passes`.
+        backend: backend of the computation between collectives, "eager" or "inductor", as for `fp.compile`.
 
     Returns:
         The step: `state = train.init(params)`, `state, metrics = train(state, *batch)`, `train.params(state)`.
@@ -100,13 +101,13 @@ def train_step(
 
 
 class TrainStep(StateManager):
-    """A compiled training step; see `train_step`."""
+    """Compiled training step; see `train_step`."""
 
     def __init__(self, f: Callable[..., Any], optimizer: Optimizer, mesh: Mesh, options: StepOptions) -> None:
         super().__init__(f, optimizer, mesh, options)
         if self.f.layout.flat_update:
             require_elementwise(optimizer)
-        if is_asynchronous(self.f.layout, mesh):  # whose weights have versions
+        if is_asynchronous(self.f.layout, mesh):  # its weights have versions
             self.options = replace(options, donate=False)
         self.program: Program | PipelineProgram | None = None
         self._lowered: dict[StateLayout, ProgramCache[Lowered]] = {}
@@ -115,21 +116,23 @@ class TrainStep(StateManager):
     # --- stepping ---
 
     def __call__(self, state: TrainState, *batch: PyTree, **named: PyTree) -> tuple[TrainState, Metrics]:
-        """One step.
+        """Run one step.
 
         Args:
-            state: from `init` or the step before; used up, unless the step was built with `donate=False`.
-            batch, named: what the loss takes after the parameters, by place or name.
+            state: state from `init`, `load` or the previous step. It is donated, unless the step was built with
+                `donate=False`.
+            batch, named: arguments of the loss after the parameters, by position or keyword.
 
         Returns:
             The new state, and the metrics.
 
         Raises:
-            TypeError: when the first argument is no state.
-            ValueError: when another step made it, for a state that lies otherwise.
-            NothingToTrainError: when no parameter has a path to the loss.
+            TypeError: if the first argument is not a state.
+            ValueError: if another step made the state, with a different layout.
+            DonatedStateError: if the state was donated to an earlier step.
+            NothingToTrainError: if no parameter has a path to the loss.
             NonFiniteError: for a loss or gradient norm that is not finite, on every rank in the same step.
-            LossScaleError: when gradients overflow at the lowest loss scale.
+            LossScaleError: if gradients overflow at the lowest loss scale.
         """
         form, runtime = self.known_form(state), self.runtime_for(state)
         batch = self.batches.by_place(batch, named)
@@ -160,7 +163,7 @@ class TrainStep(StateManager):
         return after, metrics
 
     def replay(self, state: TrainState, *batch: PyTree, **named: PyTree) -> Origin | None:
-        """Run a step op by op, and find the op that makes values that are not finite out of finite ones.
+        """Run a step op by op and find the op that computes non-finite values from finite ones.
 
         >>> import torch, functional_parallel as fp
         >>> from sharding_specs import Mesh
@@ -177,16 +180,16 @@ class TrainStep(StateManager):
         ('aten.sqrt.default', '1 NaN of 1 values', 1)
 
         Args:
-            state: the state that the step is given; it can be used on.
-            batch, named: what the loss takes after the parameters, by position or name.
+            state: the state before the step. It is not donated.
+            batch, named: arguments of the loss after the parameters, by position or keyword.
 
         Returns:
-            The first such op that the step's results depend on, with its source line; None where all are finite. An
-            infinite value that the model writes, as in an attention mask, counts as finite. On real processes it is a
-            collective: every process calls it, and all return the same.
+            The first such op that the results of the step depend on, with its source line. None if all values are
+            finite. An infinite constant of the model, such as in an attention mask, counts as finite. On real processes
+            this is a collective: every process must call it, and all return the same op.
 
         Raises:
-            ValueError: when a parameter is not finite before the step, or the batch has a NaN.
+            ValueError: if a parameter is not finite before the step, or the batch has a NaN.
         """
         form, runtime = self.known_form(state), self.runtime_for(state)
         batch = self.batches.by_place(batch, named)
@@ -199,7 +202,7 @@ class TrainStep(StateManager):
             return runtime.replay(lowered.program, [*held, *extra])
 
     def _counts(self, state: TrainState) -> dict[str, int] | None:
-        """Return the numbers of updates that the host knows; None where a step may make none, or several."""
+        """Return the update counts known on the host. None if a step may make no update or several."""
         if self.scaling is not None or is_asynchronous(self.f.layout, self.mesh) or state.counts is None:
             return None
         return dict(state.counts)
@@ -209,7 +212,7 @@ class TrainStep(StateManager):
         return [] if seed is None else [random.fold_in(random.key(seed), state.step)]
 
     def compile(self, f: Callable[..., Any]) -> StateFunction:
-        """Compile another function of the parameters, called on a state, whose parameters stay as they lie.
+        """Compile another function of the parameters, to be called on a state. The layout of the parameters stays.
 
         >>> import torch, functional_parallel as fp
         >>> from sharding_specs import Mesh
@@ -220,29 +223,31 @@ class TrainStep(StateManager):
         tensor([1., 1.])
 
         Args:
-            f: what the step's plan made of the function; or one of a plan under which parameters lie alike.
+            f: the function, transformed by the step's plan, or by a plan with the same layout of the parameters.
 
         Returns:
-            The function, `result = predict(state, *batch)`: results whole; the state can be used on.
+            The function, `result = predict(state, *batch)`. Results are full tensors. The state is not donated.
 
         Raises:
-            TypeError, ValueError: when called, on what is no state; for parameters that lie otherwise.
+            TypeError, ValueError: when called, if the argument is not a state, or if `f` has another layout of the
+                parameters.
         """
         return StateFunction(self, f)
 
     def explain(self, **options: Any) -> Any:
-        """Every collective of the step: kind, axis, count, bytes, source line."""
+        """Return every collective of the step: kind, axis, count, bytes, source line."""
         if self.program is None:
             raise ValueError("train_step has not run yet: take one step, or call train.lower(state, batch), first")
         return self.program.explain(**options)
 
     def lower(self, state: TrainState | PyTree, *batch: PyTree, **named: PyTree) -> Any:
-        """The program of a step for these arguments; nothing runs.
+        """Return the program of a step for these arguments, without running it.
 
         Args:
-            state: from `init`; or whole parameters, which may be on the meta device: then no state is made, and of one
-                that is made of such parameters later, a pipeline's rank holds what its own stages take.
-            batch, named: what the loss takes after the parameters, by place or name.
+            state: a state, or full parameters, which may be on the meta device. With parameters no state is created.
+                If a state is created from such parameters later, each pipeline rank holds only the leaves that its
+                own stages read.
+            batch, named: arguments of the loss after the parameters, by position or keyword.
         """
         batch = self.batches.by_place(batch, named)
         if isinstance(state, TrainState):

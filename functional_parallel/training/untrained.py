@@ -1,6 +1,6 @@
-"""Parameters without a path to the loss: refused if there are no others, else reported, and not updated.
+"""Parameters without a path to the loss. They are not updated, with a warning. If there are no others, raise.
 
-torch.optim skips a parameter whose gradient is None: no weight decay, no change of its state. A training step does the
+torch.optim skips a parameter if its gradient is None: no weight decay, no change of its state. A training step does the
 same. The trace decides it, so it holds under every plan.
 """
 
@@ -33,7 +33,7 @@ _LISTED = 8
 
 
 class NothingToTrainError(ValueError):
-    """A loss that no parameter has a path to, so that training would change nothing."""
+    """Raised for a loss that no parameter has a path to, so that training would change nothing."""
 
 
 class NotTrainedWarning(UserWarning):
@@ -48,16 +48,16 @@ def untrained(params: PyTree, gradients: PyTree) -> list[bool]:
 
 
 def report_untrained(loss: str, params: PyTree, flags: Sequence[bool], warned: set[str]) -> None:
-    """Warn of parameters and closed-over tensors that a step does not train; refuse a step that trains nothing.
+    """Warn of parameters and closed-over tensors that a step does not train. Raise if it trains nothing.
 
     Args:
         loss: name of the loss.
         params: the parameters.
-        flags: from `untrained`.
+        flags: result of `untrained`.
         warned: paths and names of earlier warnings; extended.
 
     Raises:
-        NothingToTrainError: when there are parameters to train, and none has a path to the loss.
+        NothingToTrainError: if there are parameters to train, and none has a path to the loss.
     """
     paths = [f"`{path}`" if path else "the parameter" for path in tree_paths(params)]
     trained = [is_trained(leaf) for leaf in optree.tree_leaves(params)]
@@ -116,7 +116,7 @@ def _listed(paths: Sequence[str]) -> str:
 
 
 def without(gradients: PyTree, flags: Sequence[bool]) -> PyTree:
-    """Gradients with None for the parameters that are not trained, as leaves that are not floating have."""
+    """Replace the gradients of untrained parameters by None, the gradient of leaves that are not floating-point."""
     if not any(flags):
         return gradients
     leaves, tree = optree.tree_flatten(gradients, none_is_leaf=True)
@@ -124,7 +124,7 @@ def without(gradients: PyTree, flags: Sequence[bool]) -> PyTree:
 
 
 def old_params(new: PyTree, old: PyTree, flags: Sequence[bool]) -> PyTree:
-    """New parameters, but the old ones where they are not trained."""
+    """Return the new parameters, with the old values of untrained ones."""
     if not any(flags):
         return new
     leaves, tree = optree.tree_flatten(old)
@@ -133,14 +133,14 @@ def old_params(new: PyTree, old: PyTree, flags: Sequence[bool]) -> PyTree:
 
 
 def old_state(new: PyTree, old: PyTree, params: PyTree, masks: PyTree) -> PyTree:
-    """A new optimizer state, but the old one for parameters that are not trained.
+    """Return the new optimizer state, with the old values for untrained parameters.
 
     A leaf of the state belongs to a parameter if its subtree has the parameters' structure and it has the shape.
 
     Args:
         new, old: the states.
         params: parameters as the optimizer sees them.
-        masks: for each of them True, False, or where its elements are not trained.
+        masks: per parameter True if it is untrained, False if trained, or a mask of its untrained elements.
     """
     if not any(mask is not False for mask in optree.tree_leaves(masks)):
         return new

@@ -17,11 +17,11 @@ __all__ = ["accumulate"]
 
 @explain_keywords
 def accumulate(microbatches: int, *, batch: SpecTree = None, reduce: str = "once") -> Transform:
-    """Compute a batch in microbatches, one after another, and sum their gradients: less memory, the same result.
+    """Compute a batch in sequential microbatches and sum their gradients. The result is the same with less memory.
 
-    The microbatches are a mesh axis that no mesh has: the function is partitioned over it as over any other, so losses
-    with masks, sums or weights are those of the whole batch, where a mean of the microbatches' means would not be. The
-    gradients of all microbatches are summed on each rank, and over the ranks once per step.
+    The microbatches form a virtual mesh axis, and the function is partitioned over it like over any other axis. A loss
+    with masks, sums or weights therefore equals the loss of the full batch; a mean of the microbatches' means would
+    not. The gradients of all microbatches are summed on each rank, and then once per step over the ranks.
 
     >>> import torch, functional_parallel as fp
     >>> from sharding_specs import Mesh
@@ -33,15 +33,16 @@ def accumulate(microbatches: int, *, batch: SpecTree = None, reduce: str = "once
     2
 
     Args:
-        microbatches: how many; each rank's part of the batch is cut into that many pieces, the last ones a sample
-            shorter where they cannot be equal.
-        batch: how the arguments after the parameters are cut, as specs over the axis "microbatch"; by default the dims
-            that data axes split, or without these dim 0 of every tensor that has one.
-        reduce: "once", gradients are summed over ranks after the last microbatch, or "each", after every one (ZeRO-2 as
-            published): more is sent, and a rank holds its part of the sum alone.
+        microbatches: the number of microbatches per rank. If the rank's shard of the batch is not divisible, the last
+            microbatches are one sample shorter.
+        batch: specs of the arguments after the parameters over the axis "microbatch". The default cuts the dims that
+            data axes split, or without data axes dim 0 of every tensor that has one.
+        reduce: "once" sums gradients over ranks after the last microbatch. "each" sums them after every microbatch
+            (ZeRO-2 as published): it sends more, but a rank holds only its shard of the sum.
 
     Raises:
-        ValueError: when there is not at least one microbatch; when called, if there are more than samples.
+        ValueError: if `microbatches` is not a positive integer or `reduce` is unknown. When called, if there are more
+            microbatches than samples.
     """
     if reduce not in ("once", "each"):
         raise ValueError(f"accumulate(reduce={reduce!r}): it is 'once' or 'each'")

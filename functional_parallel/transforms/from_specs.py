@@ -1,4 +1,4 @@
-"""The whole chain of transforms that one spec tree implies."""
+"""Chain of transforms that one spec tree implies."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def from_specs(
     schedule: Any = "1f1b",
     microbatches: int | None = None,
 ) -> Plan:
-    """The transforms that a spec tree implies on a mesh.
+    """Return the chain of transforms that a spec tree implies on a mesh.
 
-    The data axis, if the mesh has it, splits the batch; where specs name it they say how parameters lie at rest
-    (ZeRO-3). The pipeline's axis, if the mesh has it, cuts the model into stages: between the layers of stacks whose
-    first dim names it, or without such where the work is in balance. Every other axis that specs name splits the
-    computation over parameters (tensor parallelism).
+    If the mesh has the data axis, it splits the batch. Specs that name it define the storage layout of parameters
+    (ZeRO-3). If the mesh has the pipeline's axis, it cuts the model into stages. The cuts are between the layers of
+    stacks, whose specs name the axis in dim 0; without stacks, the work is balanced. Every other axis that specs name
+    splits the computation over parameters (tensor parallelism).
 
     >>> from sharding_specs import Mesh, P
     >>> from_specs({"w1": P(None, "tensor"), "w2": P("tensor", "data")}, Mesh(data=2, tensor=2))
@@ -42,13 +42,13 @@ def from_specs(
         mesh: the mesh.
         data: the name of the axis that splits the batch.
         pipe: the name of the pipeline's axis.
-        batch: how the arguments after the parameters lie, as for `data_parallel`.
-        strict: refuse ops that have no sharding rule.
-        schedule: of the pipeline, as for `pipeline`.
-        microbatches: of the pipeline; twice its ranks by default.
+        batch: specs of the arguments after the parameters, as for `data_parallel`.
+        strict: raise an error for an op without a sharding rule.
+        schedule: the schedule of the pipeline, as for `pipeline`.
+        microbatches: the number of microbatches of the pipeline; by default twice the number of its ranks.
 
     Raises:
-        SpecError: when specs name an axis that the mesh does not have.
+        SpecError: if specs name an axis that the mesh does not have.
     """
     axes = _axes(specs)
     named = {axis for _, axis in axes}
@@ -75,7 +75,7 @@ def from_specs(
 
 
 def _axes(specs: Any) -> list[tuple[str, str]]:
-    """Where specs name which axis: a path, or of a rule its pattern."""
+    """Return pairs of a path (or the pattern of a rule) and an axis that its spec names."""
     pairs = isinstance(specs, (list, tuple)) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in specs)
     by_path = specs if pairs else zip(tree_paths(specs), optree.tree_leaves(specs), strict=True)
     return [(path, axis) for path, spec in by_path for axis in sorted(as_spec(spec).axes)]

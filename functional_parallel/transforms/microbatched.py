@@ -1,4 +1,4 @@
-"""A function partitioned over microbatches, the axis that no mesh has."""
+"""Partitioning of a function over microbatches, a virtual mesh axis."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ __all__ = ["microbatched"]
 
 
 def microbatched(f: Callable[..., Any], batch: SpecTree, describe: str) -> LocalFunction:
-    """The function of one microbatch, its sums completed over all; of the whole batch where nothing binds their axis.
+    """Partition `f` over microbatches. The result computes one microbatch and completes its sums over all microbatches.
 
-    `fp.compile` and `fp.train_step` bind the axis. A derivative of torch.func is a plain function to them, and what it
-    is a derivative of must then be the function itself: it is, since one microbatch can be the whole batch.
+    `fp.compile` and `fp.train_step` bind the microbatch axis. If nothing binds it, the result computes the full batch
+    like `f`. This is needed for a derivative of torch.func, which `fp.compile` treats as a plain function: it must be a
+    derivative of `f` itself.
 
     Args:
         f: the function.
-        batch: how the arguments after the parameters are cut, as specs over the axis "microbatch"; by default where
-            the data axes split them, or if there are none dim 0.
-        describe: what is done to it, in words.
+        batch: specs of the arguments after the parameters over the axis "microbatch". The default cuts the dims that
+            data axes split, or without data axes dim 0.
+        describe: description of the transform for messages.
     """
 
     inner = f if isinstance(f, LocalFunction) else as_local_function(f)
@@ -41,15 +42,15 @@ def microbatched(f: Callable[..., Any], batch: SpecTree, describe: str) -> Local
     def call(*args: PyTree) -> tuple[PyTree, SpecTree]:
         if MICROBATCH in snapshot():
             return local.run(*args), local.results
-        return inner(*args), inner.results  # checked: the layout with microbatches was not
+        return inner(*args), inner.results  # checked, unlike the layout with microbatches
 
     return LocalFunction(call, local.layout, local.name)
 
 
 def _as_data_axes_cut(layout: Layout, args: tuple[PyTree, ...]) -> tuple[SpecTree, ...] | None:
-    """The dims of the batch that data axes split; None if they split nothing.
+    """Return specs that cut the dims of the batch that data axes split; None if they split nothing.
 
-    What they leave whole, as a teacher's weights, is no batch.
+    An argument that they replicate, such as a teacher's weights, is not part of the batch.
     """
     data = set(layout.data_axes)
 

@@ -1,4 +1,4 @@
-"""Data parallelism, tensor parallelism and ZeRO: one transform, `partition`, with different specs."""
+"""Data parallelism, tensor parallelism and ZeRO. All are the transform `partition` with different specs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Rules = Any  # pattern → spec, a list of such pairs, or a tree of specs
 
 @explain_keywords
 def tensor_parallel(axis: str, specs: Rules, *, batch: SpecTree = None, strict: bool = False) -> Transform:
-    """Split a model's parameters over an axis; activations follow.
+    """Shard a model's parameters over an axis. The layouts of activations follow.
 
     >>> import torch, functional_parallel as fp
     >>> from sharding_specs import Mesh, P
@@ -61,14 +61,14 @@ def tensor_parallel(axis: str, specs: Rules, *, batch: SpecTree = None, strict: 
 
     Args:
         axis: the mesh axis.
-        specs: how the parameters, the first argument, lie: rules from path patterns to specs, or a tree of specs. Only
-            what they say of this axis counts.
-        batch: how the other arguments lie along this axis; whole without it.
-        strict: refuse ops that have no sharding rule.
+        specs: layouts of the parameters, the first argument: rules from path patterns to specs, or a tree of specs.
+            Other axes in the specs are ignored.
+        batch: specs of the other arguments along this axis. By default they are replicated.
+        strict: raise an error for an op without a sharding rule.
 
     Returns:
-        The transform. Its collectives follow from the specs: a row split ends in one psum forward, a column split in
-        one psum backward (Megatron-LM, arXiv 1909.08053 §3).
+        The transform. The specs determine its collectives: a row split needs one psum in the forward, a column split
+        one psum in the backward (Megatron-LM, arXiv 1909.08053 §3).
     """
     name = f"tensor_parallel({axis!r})"
     find = parameter_specs(specs, axis, name)
@@ -91,9 +91,9 @@ def data_parallel(axis: str, *, batch: SpecTree = None, strict: bool = False) ->
 
     Args:
         axis: the mesh axis.
-        batch: how the arguments after the parameters lie, one spec (or tree of specs) for all of them or a tuple with
-            one for each; by default dim 0 of every tensor that has one is sharded.
-        strict: refuse ops that have no sharding rule.
+        batch: specs of the arguments after the parameters: one spec (or tree of specs) for all of them, or a tuple
+            with one per argument. By default, dim 0 of every tensor that has one is sharded.
+        strict: raise an error for an op without a sharding rule.
     """
     return _zero(0, axis, None, batch, strict, f"data_parallel({axis!r})")
 
@@ -111,15 +111,16 @@ def zero(
     prefetch: int = 1,
     strict: bool = False,
 ) -> Transform:
-    """Split the batch over an axis, and with it what training keeps: ZeRO (arXiv 1910.02054).
+    """Split the batch over an axis and shard training state over it: ZeRO (arXiv 1910.02054).
 
     | stage | sharded at rest | gradients |
     |---|---|---|
     | 0 | nothing | psum |
-    | 1, 2 | optimizer state | psum_scatter, then the new parameters are gathered |
+    | 1, 2 | optimizer state | psum_scatter; then the new parameters are gathered |
     | 3 | parameters and optimizer state | psum_scatter, the transpose of the gather before use |
 
-    At stage 3 a layer's parameters are gathered just before use, dropped after it, and gathered again in the backward.
+    At ZeRO stage 3, a layer's parameters are gathered just before use, freed after it, and re-gathered in the
+    backward.
 
     >>> import torch, functional_parallel as fp
     >>> from sharding_specs import Mesh
@@ -128,21 +129,24 @@ def zero(
     (tensor([4., 4.]), {('psum_scatter', ('data',)): 1})
 
     Args:
-        stage: 0, 1, 2 or 3.
+        stage: the ZeRO stage: 0, 1, 2 or 3.
         axis: the mesh axis.
-        specs: which dim of a parameter, or of its optimizer state, lies along the axis; by default, of those that no
-            other axis takes, the first that the axis divides, else the longest, which is padded with zeros at rest.
-        layout: how stages 1 and 2 split the optimizer's work and state. "dims": each parameter by a dim. "flat": all
-            parameters end to end in one vector (one for each dtype, and where weight decay differs), cut into equal
-            runs, as in the paper: one reduce-scatter and one all-gather per step, shares that differ by no shape.
-        whole_below: parameters of fewer elements stay whole.
+        specs: the dim of each parameter, or of its optimizer state, that is sharded over the axis. The default
+            considers the dims that no other axis shards. It takes the first dim that the axis divides, else the longest
+            dim, padded with zeros at rest.
+        layout: the layout of the optimizer's work and state at stages 1 and 2. "dims" shards a dim of each parameter.
+            "flat" concatenates all parameters to one vector and cuts it into equal chunks, as in the paper. There is
+            one vector per dtype and value of weight decay. A step has one reduce-scatter and one all-gather, and the
+            sizes of the shards do not depend on the shapes of the parameters.
+        whole_below: parameters with fewer elements stay replicated.
         batch: as for `data_parallel`.
-        keep_gathered: at stage 3, keep what the forward gathered for the backward: less sent, more held.
-        prefetch: at stage 3, how many layers ahead of its use a layer is gathered.
-        strict: refuse ops that have no sharding rule.
+        keep_gathered: at stage 3, save the gathered parameters for the backward. It sends less but needs more memory.
+        prefetch: at stage 3, the number of layers between a gather and the use of its parameters.
+        strict: raise an error for an op without a sharding rule.
 
     Raises:
-        ValueError: when there is no such stage or layout, or the layout is not for this stage or these options.
+        ValueError: if `stage` or `layout` is unknown, `whole_below` or `prefetch` is not an integer of at least 0, or
+            the layout does not apply to this stage or these options.
     """
     if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
         raise ValueError(f"zero(stage={stage!r}): the stages are 0 (data parallel), 1, 2 and 3")
@@ -198,7 +202,7 @@ def _zero(
             return (parameters, *batch_arg_specs(args, batch, P(axis)))
 
         local = partition(f, axis, in_specs, gathered=(0,) if stage == 3 else (), strict=strict, describe=name)
-        if local.layout.norm_specs is None or stage:  # the innermost data axis says in which parts a norm is summed
+        if local.layout.norm_specs is None or stage:  # the innermost data axis decides the shards of a norm
             local = local.with_layout(replace(local.layout, norm_specs=at_rest if stage == 0 else _nothing))
         local = _with_data_axis(local, axis)
         if stage in (0, 3):
@@ -221,7 +225,7 @@ def _nothing(args: tuple[PyTree, ...]) -> SpecTree:
 
 
 def _taken(layout: Layout) -> Callable[[tuple[PyTree, ...]], SpecTree]:
-    """What inner transforms split of the parameters: as they lie, and as ZeRO-1 and 2 divide their update."""
+    """Return the specs by which inner transforms shard the parameters and, for ZeRO-1 and 2, their update."""
 
     def kept(args: tuple[PyTree, ...]) -> SpecTree:
         return optree.tree_map(lambda spec: spec.without(spec.reduced), layout.arguments(args)[0])
@@ -232,7 +236,7 @@ def _taken(layout: Layout) -> Callable[[tuple[PyTree, ...]], SpecTree]:
 def _dividing(
     outer: Callable[[tuple[PyTree, ...]], SpecTree] | None, inner: Callable[[tuple[PyTree, ...]], SpecTree] | None
 ) -> Callable[[tuple[PyTree, ...]], SpecTree]:
-    """Specs of the parameters, the parts of one divided by the other, if there are both."""
+    """Return specs of the parameters where `inner` divides the shards of `outer`. Either may be None."""
     if outer is None or inner is None:
         return outer or inner or _nothing
 
@@ -245,10 +249,11 @@ def _dividing(
 
 
 class _ShardDimChooser:
-    """Chooses, once per parameter tree and mesh, the dim of each parameter that lies along an axis, if nobody gave it.
+    """Chooses the dim of each parameter that is sharded over an axis, once per parameter tree and mesh.
 
-    The choice is made from whole shapes, before the function is traced. A trace shows shards, which might be the whole
-    parameters of another model, so there the latest choice for such a tree holds.
+    Given specs take precedence. The choice needs global shapes, so it is made before the function is traced. A
+    trace has the shapes of shards, which might equal the global shapes of another model. There the latest choice for
+    the tree is used.
     """
 
     def __init__(
@@ -268,7 +273,7 @@ class _ShardDimChooser:
         if tree in self.latest and recorder() is not None:
             return self.latest[tree]
         mesh = axis_mesh()
-        taken = optree.tree_leaves(broadcast_specs(self.taken(args), args[0]))  # inner ones choose, and note it, too
+        taken = optree.tree_leaves(broadcast_specs(self.taken(args), args[0]))  # inner ones choose and store, too
         key = (tree, tuple(tuple(getattr(leaf, "shape", ())) for leaf in leaves), mesh)
         if key not in self.chosen:
             self.chosen[key] = tree.unflatten(self._choose(args[0], leaves, taken, mesh))
@@ -283,13 +288,13 @@ class _ShardDimChooser:
             chosen = [self._dim_to_split(leaf, spec, mesh) for leaf, spec in zip(leaves, taken, strict=True)]
         places = [_together(a, b, mesh) for a, b in zip(taken, chosen, strict=True)]
         specs = optree.tree_structure(params).unflatten(places)
-        validate(params, specs, mesh)  # which lists what does not fit, by path
+        validate(params, specs, mesh)  # lists the paths with errors
         return chosen
 
     def _dim_to_split(self, leaf: Any, taken: P, mesh: Mesh) -> P:
-        """A dim that no other axis takes, as a spec of this axis alone.
+        """Choose a dim that no other axis shards. Return it as a spec of this axis only.
 
-        The first one that the axis divides, so that a part lies in one stretch if it can; else the longest.
+        It is the first dim that the axis divides, so that shards are contiguous if possible, else the longest dim.
         """
         if not isinstance(leaf, torch.Tensor) or not leaf.ndim or leaf.numel() < self.whole_below:
             return P()
@@ -308,8 +313,9 @@ def _fitted(leaf: Any, spec: P, mesh: Mesh) -> P:
 
 
 def _together(inner: P, own: P, mesh: Mesh) -> P:
-    """What two transforms say of one parameter. A dim that both split must divide: zeros at the end of each part of one
-    are no zeros at the end of the whole dim.
+    """Combine the specs of two transforms for one parameter.
+
+    A dim that both shard must be divisible. Padding at the end of each shard is not padding at the end of the dim.
     """
     both = inner.divided(own, mesh)
     shared = {placement.dim for placement in own.placements(mesh) if len(both.dim_axes()[placement.dim]) > 1}
@@ -322,10 +328,11 @@ def _together(inner: P, own: P, mesh: Mesh) -> P:
 
 
 def parameter_specs(specs: Rules, axis: str, who: str) -> Callable[[PyTree], SpecTree]:
-    """Rules or a tree of specs → specs of a parameter tree; a rule that shall split over the axis and finds nothing to
-    split is warned of.
+    """Return a function from a parameter tree to its specs, by rules or a tree of specs.
+
+    The function warns of a rule for this axis that matches no parameter.
     """
-    source = current_source()  # where the transform is made, which names the rules
+    source = current_source()  # line of the call that creates the transform, which contains the rules
 
     def find(tree: PyTree) -> SpecTree:
         match = matched(specs, tree, who)
@@ -337,8 +344,8 @@ def parameter_specs(specs: Rules, axis: str, who: str) -> Callable[[PyTree], Spe
 
 
 def matched(specs: Rules, tree: PyTree, who: str) -> RuleMatch:
-    """What rules that are given to someone find in parameters; a tree of specs has no patterns that find nothing."""
-    flat = isinstance(specs, Mapping) and all(isinstance(spec, (P, str)) for spec in specs.values())  # reads either way
+    """Match rules, or a tree of specs, with the parameters. A tree of specs has no unused patterns."""
+    flat = isinstance(specs, Mapping) and all(isinstance(spec, (P, str)) for spec in specs.values())  # valid as either
     pairs = isinstance(specs, (list, tuple)) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in specs)
     if flat or pairs:
         return match_rules(specs, tree)
@@ -358,16 +365,16 @@ def _warn_of_unused(unused: list[str], rules: Rules, axis: str, who: str, tree: 
 
 
 def _only(specs: SpecTree, axis: str, who: str) -> SpecTree:
-    """What specs of the parameters say of one axis; they may name others of the mesh."""
+    """Restrict specs of the parameters to one axis. The specs may name other axes of the mesh."""
     refuse_unknown_axes((specs,), who)
     return optree.tree_map(lambda spec: spec.only({axis}), specs)
 
 
 def batch_arg_specs(args: tuple[PyTree, ...], batch: SpecTree, default: P | None = None) -> list[SpecTree]:
-    """Specs of the arguments after the parameters, none where only the parameters are known.
+    """Return specs of the arguments after the parameters. The list is empty if only the parameters are known.
 
     Raises:
-        SpecError: when `batch` is a tuple, of specs for other than so many arguments.
+        SpecError: if `batch` is a tuple with another length than the number of these arguments.
     """
     if isinstance(batch, tuple):
         if len(args) > 1 and len(batch) != len(args) - 1:

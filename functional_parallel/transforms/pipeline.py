@@ -1,4 +1,4 @@
-"""Pipeline parallelism: the model's stages on the ranks of an axis, microbatches passing through them."""
+"""Pipeline parallelism: the ranks of an axis run the model's stages, and microbatches pass through them."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def pipeline(
     batch: SpecTree = None,
     balance: str = "work",
 ) -> Transform:
-    """Cut the model into stages along an axis, and let microbatches stream through them.
+    """Cut the model into stages along an axis and stream microbatches through them.
 
-    The gradient of the transformed function compiles to programs per stage that a schedule orders: GPipe, 1F1B,
-    interleaved, zero-bubble and others (docs/schedules.md). Losses with masks, sums or weights are those of the whole
-    batch. The model is cut where its code says `fp.stage_boundary`, between stacked layers, and without either where
-    the work is in balance; anything may cross a cut. A parameter lives on the ranks whose stages use it. Other
-    derivatives (`fp.hessian`, `fp.vmap`) run the microbatches one after another on every rank of the axis, without a
+    The gradient of the transformed function compiles to programs per stage. A schedule orders them: GPipe, 1F1B,
+    interleaved, zero-bubble and others (docs/schedules.md). Losses with masks, sums or weights equal those of the full
+    batch. The model is cut at calls of `fp.stage_boundary` in its code, or between stacked layers. Without either, the
+    cut balances the stages. Any value may cross a cut. A parameter is stored on the ranks of the stages that use it.
+    Other derivatives (`fp.hessian`, `fp.vmap`) run the microbatches sequentially on every rank of the axis, without a
     schedule.
 
     >>> import torch, functional_parallel as fp
@@ -59,22 +59,25 @@ def pipeline(
 
     Args:
         axis: the mesh axis.
-        specs: which parameters are stacks of layers: those whose spec cuts dim 0 along the axis, `P("pipe", …)`, by
-            rules or in a tree. Equal runs of layers make the stages; the model takes a layer as `params["w"][i]`.
-        microbatches: into how many microbatches each rank's part of the batch is cut, the last ones a sample shorter
-            where they cannot be equal.
-        schedule: a name in `fp.schedules.FAMILIES`, or its function; a `Schedule`, your own too; or a function of
-            `stages` and `microbatches` that makes one.
-        chunks: how many stages a rank holds, for schedules that leave it open: 2 by default for "interleaved" and
-            "looped-bfs", 1 for a function of your own. Others refuse another number than theirs.
-        batch: how the arguments after the parameters are cut, as specs over the axis "microbatch"; by default the dims
-            that data axes split, or without these dim 0 of every tensor that has one.
-        balance: without marks, what the stages have equal parts of: "work", or "memory" of parameters and residuals.
+        specs: rules or a tree of specs that identify stacks of layers. A parameter is a stack if its spec shards dim 0
+            along the axis, `P("pipe", …)`. Equal groups of layers form the stages. The model reads a layer as
+            `params["w"][i]`.
+        microbatches: the number of microbatches per rank. If the rank's shard of the batch is not divisible, the last
+            microbatches are one sample shorter.
+        schedule: a name in `fp.schedules.FAMILIES` or its function, any `Schedule`, or a function of `stages` and
+            `microbatches` that returns a `Schedule`.
+        chunks: the number of stages per rank, for schedules that do not fix it. The default is 2 for "interleaved" and
+            "looped-bfs", and 1 for a custom function. Other schedules reject any number except theirs.
+        batch: specs of the arguments after the parameters over the axis "microbatch". The default cuts the dims that
+            data axes split, or without data axes dim 0 of every tensor that has one.
+        balance: the quantity to balance over the stages, without marks and stacks: "work", or "memory" of parameters
+            and residuals.
 
     Raises:
-        ValueError: when there is not at least one microbatch, no such balance, no schedule, or chunks it does not take.
-        ScheduleError: when there is no such schedule; when called, if it is not made for these numbers.
-        PipelineError: when called, if the model cannot be cut so.
+        ValueError: if `microbatches` is not a positive integer, `balance` is unknown, `schedule` is not a schedule, or
+            the schedule does not allow `chunks`.
+        ScheduleError: if the schedule's name is unknown. When called, if the schedule does not support these numbers.
+        PipelineError: when called, if the model cannot be cut in this way.
         SpecError: when called, if there are more microbatches than samples.
     """
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
@@ -82,7 +85,7 @@ def pipeline(
     if balance not in BALANCES:
         raise ValueError(f"pipeline(balance={balance!r}): it is {' or '.join(map(repr, BALANCES))}")
     if isinstance(schedule, str):
-        get(schedule)  # an unknown name is refused here
+        get(schedule)  # raises for an unknown name
     elif not isinstance(schedule, Schedule) and not callable(schedule):
         raise ValueError(
             f"pipeline(schedule={schedule!r}): give a name such as '1f1b', an fp.schedules.Schedule (Schedule.of makes "
@@ -110,7 +113,7 @@ def pipeline(
 
 
 class _Maker:
-    """Makes the schedule for a number of ranks."""
+    """Creates the schedule for a number of ranks."""
 
     def __init__(self, schedule: Any, microbatches: int, chunks: int | None, axis: str) -> None:
         known = (name for name, family in FAMILIES.items() if family.schedule is schedule)
@@ -162,7 +165,7 @@ class _Maker:
 
 
 def stage_boundary(x: T) -> T:
-    """Say in model code that what is computed from here on belongs to the pipeline's next stage.
+    """Mark in model code that all later ops belong to the pipeline's next stage.
 
     >>> import torch, functional_parallel as fp
     >>> from sharding_specs import Mesh
@@ -178,8 +181,8 @@ def stage_boundary(x: T) -> T:
             [3.0464, 3.0464]])
 
     Args:
-        x: anything; it is returned as it is. What crosses the cut is found out, not said: all values from before that
-            are used after.
+        x: any value; it is returned unchanged. The values that cross the cut are found automatically: all values
+            computed before it and used after it.
 
     Raises:
         PipelineError: inside a function marked by `fp.recompute`.

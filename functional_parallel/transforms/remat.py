@@ -1,4 +1,4 @@
-"""Rematerialisation: the backward computes forward values again, so that they need not be kept."""
+"""Rematerialization: the backward recomputes forward values, so that they are not saved."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def remat(
     where: str = "*",
     budget: int | str | None = None,
 ) -> Transform:
-    """Keep fewer forward values for the backward, and compute the others again (arXiv 1604.06174).
+    """Save fewer forward values for the backward and recompute the others (arXiv 1604.06174).
 
-    | policy | kept | computed again |
+    | policy | saved | recomputed |
     |---|---|---|
-    | "layers", the default | what one layer hands to the next | the inside of each layer |
-    | "layers", every=k | what every k-th layer hands on | the inside of each run of k layers |
-    | "attention" | all but attention's scores and probabilities (arXiv 2205.05198 §5) | those |
-    | "nothing" | nothing | the whole forward |
-    | "auto", the default with a budget | what fits | as little work as makes the peak fit, layer by layer |
+    | "layers", the default | values passed from layer to layer | the inside of each layer |
+    | "layers", every=k | outputs of every k-th layer | the inside of each group of k layers |
+    | "attention" | all except attention scores and probabilities (arXiv 2205.05198 §5) | scores and probabilities |
+    | "nothing" | nothing | the entire forward |
+    | "auto", the default with a budget | the values that fit | as little work as makes the peak fit, by layer |
 
-    Layers are told apart by the paths of their parameters: `layers/0/…`, `layers/1/…`. Collectives inside what is
-    computed again are performed again; random draws are keyed, so they repeat themselves. Only `jax.checkpoint`'s
-    meaning is taken over, not its place: nothing in the model changes. To mark a function in a model, `fp.recompute`.
+    Layers are identified by the paths of their parameters: `layers/0/…`, `layers/1/…`. Collectives in a recomputed
+    region run a second time. Random draws are keyed, so a recomputed draw gives the same values. The semantics are
+    those of `jax.checkpoint`, but the model's code does not change. To mark a function in a model, use `fp.recompute`.
 
     >>> import torch, functional_parallel as fp
     >>> from sharding_specs import Mesh
@@ -55,24 +55,28 @@ def remat(
     >>> products(fp.remat()) - products(fp.remat(where="none"))   # each layer's first one, and the last one's second
     4
 
-    With a budget, bytes on a rank as `program.memory()` counts them, recomputation begins with what frees most bytes
-    per work: cheap ops, attention, then whole layers, then runs of them. `program.notes` says what was chosen.
+    A budget limits the bytes on a rank as counted by `program.memory()`. Recomputation begins with the values that free
+    most bytes per work: cheap ops, attention, then full layers, then groups of layers. `program.notes` records the
+    choice.
 
     >>> [program(plan).memory().peak for plan in (fp.remat(where="none"), fp.remat(budget="10 KiB"), fp.remat())]
     [12228, 10180, 8132]
 
     Args:
-        policy: a name from the table, or a function from a node of the program (`torch.fx.Node`) to whether its value
-            is kept. What follows cheaply from kept values is computed again all the same, unless the program is made
-            with `without=("cheap ops again",)`.
-        every: with "layers", how many layers make one run; about the square root of their number needs least memory.
+        policy: a name from the table, or a function that takes a node of the program (`torch.fx.Node`) and returns
+            whether its value is saved. Values that are cheap to compute from saved values are still recomputed, unless
+            the program is lowered with `without=("cheap ops again",)`.
+        every: with "layers", the number of layers per group. The square root of the number of layers needs about the
+            least memory.
         where: with "layers" or "auto", a pattern for the paths of the layers to which the policy applies.
-        budget: with "auto", how many bytes a rank may need: 8 << 30, "8GiB" or "8GB". A plan that needs less anyway is
-            left as it is.
+        budget: with "auto", the maximum bytes on a rank: 8 << 30, "8GiB" or "8GB". A plan that needs less without
+            recomputation does not change.
 
     Raises:
-        ValueError: when there is no such policy, or `every` is not positive, or a budget is missing or none is due.
-        BudgetError: when the function is compiled, if no recomputation keeps the budget; with the lowest peak reached.
+        ValueError: if the policy is unknown, `every` is not a positive integer or does not apply to the policy, or
+            `budget` is missing for "auto" or given for another policy.
+        BudgetError: when the function is compiled, if no recomputation fits the budget. The message states the lowest
+            peak reached.
     """
     name = policy if policy is not None else "layers" if budget is None else "auto"
     if not callable(name) and name not in _POLICIES:
@@ -104,7 +108,7 @@ def _described(policy: str | Callable[..., bool], every: int, budget: int | str 
 
 
 def recompute(f: F) -> F:
-    """Mark a function in a model whose inner values the backward computes again.
+    """Mark a function in a model so that the backward recomputes its inner values.
 
     >>> import torch, functional_parallel as fp
     >>> @fp.recompute
@@ -112,7 +116,7 @@ def recompute(f: F) -> F:
     ...     return torch.tanh(torch.tanh(x @ w) @ w)
 
     Args:
-        f: any function; outside `fp.compile` and `fp.train_step` the mark does nothing.
+        f: any function. Outside `fp.compile` and `fp.train_step` the mark has no effect.
     """
 
     @functools.wraps(f)

@@ -1,7 +1,7 @@
-"""What a transform is, and how transforms chain.
+"""Transforms and their composition.
 
-A transform is a value: a function → a local function, with a name, and a place in the legal order. `chain(a, b)(f)` is
-`b(a(f))`: the first is innermost.
+A transform is a value. It maps a function to a local function, and has a name and a position in the legal order.
+`chain(a, b)(f)` is `b(a(f))`: the first transform is innermost.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ __all__ = ["Order", "OrderError", "Plan", "Transform", "chain"]
 
 
 class OrderError(ValueError):
-    """Transforms chained in an order that would not mean what it says."""
+    """Raised if transforms are chained in an order or combination without a valid meaning."""
 
 
 class Order(IntEnum):
-    """Where in a chain a transform may stand, innermost first."""
+    """Position of a transform in the legal order of a chain, innermost first."""
 
     PRECISION = 0
     TENSOR = 1
@@ -40,7 +40,14 @@ class Order(IntEnum):
 
 @dataclass(frozen=True)
 class Transform:
-    """One transform: `name` in messages, the axis it takes if any, its place in the order, what it does."""
+    """One transform.
+
+    Attributes:
+        name: the name in messages.
+        axis: the mesh axis that it uses, if any.
+        order: its position in the legal order.
+        apply: the function that transforms a function.
+    """
 
     name: str
     axis: str | None
@@ -69,7 +76,7 @@ class Transform:
 
 @dataclass(frozen=True)
 class Plan:
-    """A chain of transforms, itself a transform."""
+    """Chain of transforms, which is itself a transform."""
 
     transforms: tuple[Transform, ...]
 
@@ -94,9 +101,9 @@ def chain(*transforms: Transform | Plan) -> Plan:
             accumulate, pipeline.
 
     Raises:
-        TypeError: when something is no transform.
-        OrderError: when the order is another one, naming the right one; when two of them take the same axis; or for
-            accumulate and pipeline at once, which both take the batch apart.
+        TypeError: if an argument is not a transform.
+        OrderError: if the order is illegal, or if two transforms use the same axis. Also if the chain contains both
+            accumulate and pipeline, because both cut the batch. For an illegal order, the message has the legal one.
     """
     for transform in transforms:
         if not isinstance(transform, (Transform, Plan)):

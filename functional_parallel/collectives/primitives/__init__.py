@@ -1,8 +1,8 @@
-"""The typed primitives: each one a `torch.autograd.Function` around one library op.
+"""Typed primitives. Each is a `torch.autograd.Function` around one library op.
 
-Every block has the same order: type rule, forward, jvp, transpose, vmap. All but `pmax` and `pmin` are linear, so a jvp
-is the primitive on the tangent and a backward is another primitive on the cotangent. Both go through `apply_primitive`,
-never through a raw op, so that derivatives of derivatives work.
+Every block has the same order: type rule, forward, jvp, transpose, vmap. All primitives except `pmax` and `pmin` are
+linear. A jvp is therefore the primitive on the tangent, and a backward is another primitive on the cotangent. Both call
+`apply_primitive`, never a raw op, so that higher derivatives work.
 """
 
 from . import cast, extremes, gather, move, reduce

@@ -1,4 +1,4 @@
-"""pcast: the same values under another type. It sends nothing, but its transpose may."""
+"""pcast: change of type without a change of values. It sends nothing, but its transpose may."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .emit import apply_primitive, named_vmap, register, save_for_transpose, sou
 
 __all__ = ["Pcast"]
 
-# What a cast from one state to another transposes to: a primitive and its arguments after `axes`.
+# Transpose of a cast from one state to another: a primitive and its arguments after `axes`.
 _TRANSPOSES = {
     ("invariant", "varying"): ("psum", "varying"),
     ("invariant", "reduced"): ("psum", "unreduced"),
@@ -27,7 +27,7 @@ _TRANSPOSES = {
 
 @register
 class Pcast(torch.autograd.Function):
-    """The same value, typed otherwise. A cast out of Invariant transposes to a psum, the others to a cast."""
+    """Cast to another type. A cast from Invariant transposes to a psum, every other cast to a cast."""
 
     operation = "pcast"
 

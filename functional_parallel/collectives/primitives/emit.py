@@ -1,12 +1,12 @@
-"""How every primitive is called, by users, by transposes and by whoever interprets a traced program again.
+"""Application of primitives by name, for users, transposes and interpreters of traced programs.
 
-`apply_primitive("psum", x, axes, "varying")` has the arguments of the library op `torch.ops.fp.psum`, but is
-differentiable: it applies the primitive's `torch.autograd.Function`. The raw op in a traced graph carries no
-derivative, so a graph that is interpreted under a transform must go through here.
+`apply_primitive("psum", x, axes, "varying")` has the arguments of the library op `torch.ops.fp.psum`. It is
+differentiable, because it applies the primitive's `torch.autograd.Function`. The raw op in a traced graph has no
+derivative, so a graph that is interpreted under a transform must use this module.
 
-All Functions take `(x, lane, axes, *params)`. `lane` is None, or, when the axes are one vmap level, the index of that
-level's entries: an integer tensor mapped over exactly that level. Its `in_dims` entry is how a `vmap` rule knows the
-level that its axes mean, also when x itself is the same for all entries.
+All Functions take `(x, lane, axes, *params)`. If the axes are one vmap level, `lane` is the index of that level's
+entries: an integer tensor mapped over exactly that level. If not, `lane` is None. By its `in_dims` entry, a `vmap` rule
+recognizes the level of its axes even if x is not mapped.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ _FUNCTIONS: dict[str, type[torch.autograd.Function]] = {}
 
 
 def register(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
-    """Make `apply_primitive` know a primitive's Function, by the name it carries."""
+    """Register the Function of a primitive for `apply_primitive`, under its `operation`."""
     _FUNCTIONS[function.operation] = function  # type: ignore[attr-defined]
     return function
 
 
 def apply_primitive(operation: str, x: Tensor, axes: Sequence[str], *params: Any) -> Tensor:
-    """Apply a primitive, differentiably.
+    """Apply a primitive differentiably.
 
     Args:
         operation: the name of an op in `torch.ops.fp`.
         x: its operand.
-        axes: mesh axes, the first one major. Axes bound in different places are gone through one at a time.
-        params: the library op's other arguments, checked by the caller.
+        axes: mesh axes, the first one major. Axes with different communicators are processed one at a time.
+        params: other arguments of the library op, checked by the caller.
 
     Raises:
         UnboundAxisError: when an axis is not bound here.
@@ -66,7 +66,7 @@ def apply_primitive(operation: str, x: Tensor, axes: Sequence[str], *params: Any
 
 
 def axis_index(axes: Sequence[str]) -> Tensor:
-    """This rank's index along the axes, the first one major: an integer scalar, Varying."""
+    """Return the index of this rank along the axes, the first one major, as a Varying integer scalar."""
     axes = tuple(axes)
     if not share_communicator("axis_index", axes):
         index = axis_index(axes[:1])
@@ -78,18 +78,18 @@ def axis_index(axes: Sequence[str]) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What the Functions share
+# Helpers of the Functions
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def save_for_transpose(ctx: Any, inputs: tuple[Any, ...]) -> None:
-    """Keep on `ctx` what every jvp and backward needs: the arguments, and the axes' meaning at the time of the call."""
+    """Save the arguments and the current bindings of the axes on `ctx`, for every jvp and backward."""
     ctx.params = inputs[2:]
     ctx.environment = snapshot()
 
 
 def transpose(ctx: Any, operation: str, cotangent: Tensor, *params: Any) -> tuple[Tensor | None, ...]:
-    """What a backward returns whose transpose is another primitive over the same axes."""
+    """Return the result of a backward that applies another primitive over the same axes to the cotangent."""
     with restored(ctx.environment):
         result = apply_primitive(operation, cotangent, ctx.params[0], *params)
     return result, None, *(None for _ in ctx.params)
@@ -98,11 +98,11 @@ def transpose(ctx: Any, operation: str, cotangent: Tensor, *params: Any) -> tupl
 def named_vmap(
     function: type[torch.autograd.Function], info: Any, in_dims: tuple[Any, ...], *inputs: Any
 ) -> tuple[Tensor, int | None]:
-    """The vmap rule of every primitive.
+    """Apply the vmap rule of every primitive.
 
-    Over an unrelated level the mapped dim rides along behind all others, so that dims keep their numbers and one
-    collective moves the whole batch. Over the level that the axes name, the entries are the ranks: the group's
-    semantics applies, and a result that all ranks share loses the dim, which is how vmap knows it is Invariant.
+    Over an unrelated level, the mapped dim is moved to the end. The other dims keep their numbers, and one collective
+    moves the entire batch. Over the level of the axes, the entries are the ranks, and `reference` computes the results.
+    A result that is equal on all ranks loses the mapped dim, which marks it as Invariant to vmap.
     """
     x, lane, axes, *params = inputs
     if in_dims[1] is None:
@@ -132,7 +132,7 @@ def _values_of_ranks(
 
 
 def _refuse_varying(operation: str, axis: str, params: Sequence[Any]) -> None:
-    """Gradients of Invariant values arrive here too, which is where a forgotten pvary shows."""
+    """Raise for a varying operand that must be Invariant. A gradient after a forgotten pvary is also caught here."""
     casts_an_invariant = operation == "pcast" and source_of_cast(*params) == "invariant"
     if operation == "pscatter" or casts_an_invariant:
         what = f"pcast to {params[1]}" if casts_an_invariant else "pscatter"
@@ -144,5 +144,5 @@ def _refuse_varying(operation: str, axis: str, params: Sequence[Any]) -> None:
 
 
 def source_of_cast(src: str, dst: str) -> str:
-    """The state a cast starts from: as declared, or for "auto" the usual one."""
+    """Return the source state of a cast: the declared state, or the default for "auto"."""
     return ("varying" if dst == "unreduced" else "invariant") if src == "auto" else src

@@ -1,7 +1,7 @@
-"""pmax and pmin: the elementwise largest and smallest of all ranks' values. They carry no derivative.
+"""pmax and pmin: elementwise maximum and minimum over the ranks. They have no derivative.
 
-A zero derivative would be wrong, and the right one depends on how ties between ranks are split; a sharded softmax, the
-usual place for a pmax, does not need it, since the maximum cancels.
+A zero derivative would be wrong. The correct one depends on how ties between ranks are split. A sharded softmax, the
+usual application of pmax, does not need it, because the maximum cancels.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["NotDifferentiableError", "Pmax", "Pmin"]
 
 
 class NotDifferentiableError(TypeError):
-    """A derivative was asked of a primitive that has none."""
+    """Raised when a transform differentiates a primitive without a derivative."""
 
 
 def _refuse(operation: str, axes: Any) -> NoReturn:
@@ -34,7 +34,7 @@ def _refuse(operation: str, axes: Any) -> NoReturn:
 
 @register
 class Pmax(torch.autograd.Function):
-    """The elementwise largest value."""
+    """Elementwise maximum over the ranks."""
 
     operation = "pmax"
 
@@ -70,7 +70,7 @@ class Pmax(torch.autograd.Function):
 
 @register
 class Pmin(torch.autograd.Function):
-    """The elementwise smallest value."""
+    """Elementwise minimum over the ranks."""
 
     operation = "pmin"
 

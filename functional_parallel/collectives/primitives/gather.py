@@ -1,4 +1,4 @@
-"""all_gather and pscatter: from one chunk per rank to the whole, and back by a slice."""
+"""all_gather and pscatter: from one chunk per rank to the full tensor, and back by a slice."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["AllGather", "Pscatter"]
 
 @register
 class AllGather(torch.autograd.Function):
-    """All ranks' chunks, concatenated. How the result is typed decides the transpose.
+    """Concatenation of all ranks' chunks. The type of the result determines the transpose.
 
-    To Varying or Reduced each rank has a gradient of its own for the whole, and psum_scatter adds them up. To Invariant
-    all ranks agree on one gradient, and each takes its slice.
+    To Varying or Reduced, each rank has a separate gradient of the full tensor, and psum_scatter sums the gradients. To
+    Invariant, all ranks have one gradient, and each rank keeps its slice.
     """
 
     operation = "all_gather"
@@ -62,7 +62,7 @@ class AllGather(torch.autograd.Function):
 
 @register
 class Pscatter(torch.autograd.Function):
-    """A slice of what all ranks hold, without communication. Transposes to all_gather to Invariant."""
+    """Slice of an Invariant value, without communication. Transposes to all_gather to Invariant."""
 
     operation = "pscatter"
 

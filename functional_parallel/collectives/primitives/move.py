@@ -1,4 +1,4 @@
-"""all_to_all, ppermute and pbroadcast: values that change ranks and are not added up."""
+"""all_to_all, ppermute and pbroadcast: values move between ranks and are not summed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["AllToAll", "Pbroadcast", "Ppermute"]
 
 @register
 class AllToAll(torch.autograd.Function):
-    """Chunk i of every rank's value on rank i. Transposes to itself with the two dims swapped."""
+    """Exchange that moves chunk i of every rank's value to rank i. Transposes to itself with the two dims swapped."""
 
     operation = "all_to_all"
 
@@ -57,7 +57,7 @@ class AllToAll(torch.autograd.Function):
 
 @register
 class Ppermute(torch.autograd.Function):
-    """Each source's value on its target, zeros where nobody sends. Transposes to the inverse pairs."""
+    """Value of each source on its target, zeros on the other ranks. Transposes to the inverse pairs."""
 
     operation = "ppermute"
 
@@ -95,7 +95,7 @@ class Ppermute(torch.autograd.Function):
 
 @register
 class Pbroadcast(torch.autograd.Function):
-    """One rank's value everywhere. All ranks agree on its gradient, which the source keeps and the others drop."""
+    """Value of one rank on every rank. All ranks have the same gradient; the source keeps it, the others drop it."""
 
     operation = "pbroadcast"
 

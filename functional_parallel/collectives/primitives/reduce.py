@@ -1,4 +1,4 @@
-"""psum and psum_scatter: the sum of all ranks' values, whole or one chunk per rank."""
+"""psum and psum_scatter: sum over the ranks, replicated or one chunk per rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Psum", "PsumScatter"]
 
 @register
 class Psum(torch.autograd.Function):
-    """The sum over the ranks. Transposes to a cast: to Varying, or to Reduced when partial sums were summed."""
+    """Sum over the ranks. Transposes to a cast: to Varying, or to Reduced if src was Unreduced."""
 
     operation = "psum"
 
@@ -56,7 +56,7 @@ class Psum(torch.autograd.Function):
 
 @register
 class PsumScatter(torch.autograd.Function):
-    """One chunk of the sum per rank. Transposes to all_gather: to Varying, or to Reduced when src was Unreduced."""
+    """One chunk of the sum per rank. Transposes to all_gather: to Varying, or to Reduced if src was Unreduced."""
 
     operation = "psum_scatter"
 

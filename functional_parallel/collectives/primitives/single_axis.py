@@ -1,7 +1,7 @@
-"""A collective over several axes as collectives over one axis each.
+"""Decomposition of a collective over several axes into collectives over one axis each.
 
-Needed where the axes are bound in different places: nested vmap levels, or a vmap level inside a mesh. The first axis
-is major: rank (i, j) of axes (a, b) has index i·|b| + j.
+This is needed if the axes have different communicators: nested vmap levels, or a vmap level inside a mesh. The first
+axis is major: rank (i, j) of axes (a, b) has index i·|b| + j.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ Emit = Callable[..., Tensor]
 def one_axis_at_a_time(
     operation: str, emit: Emit, index: Tensor, x: Tensor, axes: tuple[str, ...], params: Sequence[Any]
 ) -> Tensor:
-    """Perform a primitive over several axes, one at a time.
+    """Apply a primitive over several axes, one at a time.
 
     Args:
-        operation: the primitive's name.
-        emit: performs a primitive over one axis.
-        index: this rank's index along the axes.
+        operation: name of the primitive.
+        emit: function that applies a primitive over one axis.
+        index: index of this rank along the axes.
         x: the operand.
-        axes: the first one major.
-        params: the primitive's other arguments.
+        axes: mesh axes, the first one major.
+        params: other arguments of the primitive.
     """
     if operation == "all_to_all":
         return _all_to_all(emit, x, axes, *params)
@@ -38,14 +38,14 @@ def one_axis_at_a_time(
         return _ppermute(emit, index, x, axes, *params)
     if operation == "pbroadcast":
         return _pbroadcast(emit, x, axes, *params)
-    # Gathering puts the minor chunks side by side first; splitting cuts off the major ones first.
+    # Gathering concatenates the minor chunks first; splitting takes the major chunks first.
     for axis in reversed(axes) if operation == "all_gather" else axes:
         x = emit(operation, x, (axis,), *params)
     return x
 
 
 def _all_to_all(emit: Emit, x: Tensor, axes: tuple[str, ...], split_dim: int, concat_dim: int) -> Tensor:
-    """Give each axis a dim of its own to exchange; the exchanged dims are then laid before the dim to concatenate."""
+    """Split one dim per axis off `split_dim`, exchange each, and merge the exchanged dims into `concat_dim`."""
     sizes = [axis_size(axis) for axis in axes]
     x = x.unflatten(split_dim, (*sizes, -1))
     dims = [split_dim + position for position in range(len(axes))]
@@ -56,7 +56,7 @@ def _all_to_all(emit: Emit, x: Tensor, axes: tuple[str, ...], split_dim: int, co
 
 
 def _ppermute(emit: Emit, index: Tensor, x: Tensor, axes: tuple[str, ...], pairs: Sequence[int]) -> Tensor:
-    """Gather everything and pick: a permutation of several axes need not be a product of permutations of each."""
+    """Gather all values and select one. A permutation of several axes may not be a product of one per axis."""
     everything = x.unsqueeze(0)
     for axis in reversed(axes):
         everything = emit("all_gather", everything, (axis,), 0, "varying")

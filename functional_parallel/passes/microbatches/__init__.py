@@ -1,4 +1,4 @@
-"""Microbatches: how a batch is cut, which ops run per microbatch, how they are unrolled and summed."""
+"""Microbatches: split a batch, choose the ops that run per microbatch, unroll and sum them."""
 
 from .one_microbatch import place_single_microbatch_sums
 from .rounds import CASTS, MicrobatchRounds, names_axis

@@ -1,9 +1,11 @@
-"""Where the one microbatch of a pipeline ends.
+"""Place the sums over microbatches of a pipeline with a single microbatch.
 
-What sums over microbatches add up ends the pipeline, and what follows runs after it. Of several microbatches, every
-value that all share is such a sum. One alone waits for nobody, not even for a batch norm, and a gradient of what was
-computed of the whole batch is whole without a sum. So sums that the microbatch goes on from are dropped here, and
-written where it is left: at the update, at results, and where a value of it meets one that came after.
+A sum over microbatches ends the pipeline, and the ops that depend on it run after the pipeline. With several
+microbatches, every value that all of them share is such a sum. A single microbatch does not wait for others, not even
+for a batch norm. The gradient of a value computed from the full batch is complete without a sum.
+
+Sums are therefore dropped where the microbatch continues after them. They are inserted where the pipeline ends: at
+the update, at results, and where a value of the microbatch is combined with a value computed after the pipeline.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ __all__ = ["place_single_microbatch_sums"]
 
 
 def place_single_microbatch_sums(traced: Traced, axis: str, in_specs: list[P], out_specs: list[P]) -> None:
-    """Have sums over an axis of one microbatch only where the pipeline ends.
+    """Keep sums over an axis of one microbatch only where the pipeline ends.
 
     Args:
         traced: the graph.
         axis: the axis of microbatches.
-        in_specs, out_specs: how inputs and results lie.
+        in_specs, out_specs: layouts of inputs and results.
     """
     rounds = MicrobatchRounds(traced, axis, in_specs)
     goes_on = _leading_to(traced, lambda node: node in rounds.varying and _state(node, axis) is not State.INVARIANT)
@@ -41,7 +43,7 @@ def place_single_microbatch_sums(traced: Traced, axis: str, in_specs: list[P], o
 
 
 class _Ends:
-    """Writes the sums that are missing."""
+    """Inserts the missing sums."""
 
     def __init__(self, traced: Traced, axis: str, in_specs: list[P]) -> None:
         self.traced, self.axis = traced, axis
@@ -51,7 +53,7 @@ class _Ends:
         self.sums: dict[fx.Node, fx.Node] = {}
 
     def write(self, out_specs: list[P]) -> None:
-        after: set[fx.Node] = set()  # the sums, and what follows from them
+        after: set[fx.Node] = set()  # the sums, and the values that depend on them
         for node in list(self.traced.nodes):
             if self.rounds.is_barrier(node):
                 after.add(node)
@@ -81,7 +83,7 @@ class _Ends:
 
 
 def _leading_to(traced: Traced, chosen: Callable[[fx.Node], bool]) -> set[fx.Node]:
-    """The chosen ops, and those that they are computed from."""
+    """Return the chosen ops, and the ops that they are computed from."""
     found: set[fx.Node] = set()
     for node in reversed(list(traced.nodes)):
         if chosen(node) or any(user in found for user in node.users):

@@ -1,8 +1,8 @@
-"""Which values of a program differ by microbatch, and in which round of microbatches an op runs.
+"""Find the values of a program that differ by microbatch, and the round of microbatches in which each op runs.
 
-A value that needs a sum over all microbatches, as the count of a loss's targets, must wait for all of them. So ops are
-put into rounds: every microbatch passes through one round before any enters the next. Each op runs in the last round
-possible, so the forward stands beside its backward, and only what the sums need runs before.
+A value that needs a sum over all microbatches, such as the number of targets of a loss, must wait for all of them.
+Ops are therefore divided into rounds: every microbatch passes through one round before any enters the next. Each op
+runs in the last possible round. The forward then runs next to its backward, and only the operands of sums run earlier.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ CASTS = ("pvary", "pcast")
 
 
 class UnrollError(ValueError):
-    """A program that asks of microbatches what only ranks that run side by side can do."""
+    """Raised for a program that needs all microbatches at the same time, as only ranks that run in parallel can."""
 
 
 class MicrobatchRounds:
-    """The microbatches of a graph that is written over a virtual axis.
+    """Microbatches of a graph that is written over a virtual axis.
 
     Attributes:
         varying: the values that differ by microbatch.
-        of: per op, the round that it runs in; a barrier's result is there after its round.
+        of: the round in which each op runs; the result of a barrier is available after its round.
         last: the last round.
     """
 
@@ -37,7 +37,7 @@ class MicrobatchRounds:
         self.of, self.last = self._last_rounds()
 
     def is_barrier(self, node: fx.Node) -> bool:
-        """Whether the op needs all microbatches."""
+        """Whether an op is a barrier: it needs all microbatches."""
         name = primitive_name(node)
         return name not in (None, "axis_index", "pscatter", *CASTS) and names_axis(node, self.axis)
 
@@ -72,7 +72,7 @@ def names_axis(node: fx.Node, axis: str) -> bool:
     """Whether an op is a primitive over this axis.
 
     Raises:
-        UnrollError: when it is over this axis and others at once.
+        UnrollError: if it is over this axis and others at the same time.
     """
     name = primitive_name(node)
     if name is None:

@@ -1,4 +1,4 @@
-"""Into which microbatches a step cuts its batch: equal ones, or where their number does not divide it, unequal ones."""
+"""Split the batch of a step into microbatches: equal ones, or unequal ones if their number does not divide it."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ __all__ = ["microbatch_splits", "shard_aval"]
 def microbatch_splits(
     args: tuple[Any, ...], specs: tuple[Any, ...], mesh: Mesh, virtual: Mapping[str, int]
 ) -> dict[str, DimSplit]:
-    """Per axis of microbatches, how it cuts, after a check that the arguments lie as their specs say.
+    """Check that the arguments fit their specs, and return the split of each microbatch axis.
 
-    Arguments of several lengths are cut alike: where 5 samples are cut into 2, 2 and 1, then 10 into 4, 4 and 2.
+    Arguments of several lengths are split in proportion: if 5 samples are split into 2, 2 and 1, then 10 into 4, 4
+    and 2.
 
     Args:
-        args: whole arguments.
-        specs: how they lie, the axes of microbatches included.
+        args: full arguments.
+        specs: their layouts, microbatch axes included.
         mesh: the mesh, with these axes.
         virtual: these axes, with the number of microbatches.
 
     Raises:
-        SpecError: when an argument does not lie so, or there are fewer samples than microbatches.
+        SpecError: if an argument does not fit its spec, or there are fewer samples than microbatches.
     """
     found = {axis: DimSplit.of(count, _samples(args, specs, mesh, axis, count)) for axis, count in virtual.items()}
     uneven = [axis for axis, parts in found.items() if not parts.is_even]
@@ -45,10 +46,10 @@ def microbatch_splits(
 
 
 def shard_aval(leaf: torch.Tensor, spec: P, mesh: Mesh, parts: Mapping[str, DimSplit]) -> Aval:
-    """A rank's part of a whole tensor, or of such a part a microbatch."""
+    """Shape and dtype of one rank's shard of a full tensor, or of one microbatch of that shard."""
     uneven = [axis for axis, each in parts.items() if not each.is_even and axis in spec.axes]
-    # What is given on the meta device is to run elsewhere, and its own choice of kernels is of no interest: attention
-    # would be taken apart.
+    # A tensor on the meta device represents one on another device. The choice of kernels for meta tensors does not
+    # matter here: attention would be decomposed.
     device = torch.get_default_device() if leaf.is_meta else leaf.device
     aval = Aval(tuple(local_shape(tuple(leaf.shape), spec.without(uneven), mesh)), leaf.dtype, device)
     for axis in uneven:
@@ -58,7 +59,7 @@ def shard_aval(leaf: torch.Tensor, spec: P, mesh: Mesh, parts: Mapping[str, DimS
 
 
 def _samples(args: tuple[Any, ...], specs: tuple[Any, ...], mesh: Mesh, axis: str, count: int) -> int | None:
-    """The samples of a batch that is cut into unequal microbatches."""
+    """Number of samples of a batch that is split into unequal microbatches; None if all microbatches are equal."""
     lengths = _lengths(args, specs, mesh, axis)
     if all(length % count == 0 for length in lengths.values()):
         return None
@@ -69,7 +70,7 @@ def _samples(args: tuple[Any, ...], specs: tuple[Any, ...], mesh: Mesh, axis: st
 
 
 def _lengths(args: tuple[Any, ...], specs: tuple[Any, ...], mesh: Mesh, axis: str) -> dict[str, int]:
-    """By path the length of what the axis cuts, on one rank; nothing if something else is wrong with the specs."""
+    """Return, by path, the per-rank length of each dim that the axis splits; empty if the specs have another error."""
     found = {}
     full = optree.tree_leaves(broadcast_specs(specs, args))
     for path, leaf, spec in zip(tree_paths(args), optree.tree_leaves(args), full, strict=True):

@@ -1,9 +1,9 @@
-"""Whether ranks sum once per step, or after every microbatch.
+"""Sum over ranks once per step, or after every microbatch.
 
-The gradient of a partitioned function is summed over microbatches first and over ranks once. Its value, and the count
-that a mean divides by, come the other way round, as the transforms stand in the chain; there the sums change places.
-ZeRO-2 as published (arXiv 1910.02054 §5.2) reduces gradients after every microbatch: more is sent, and a rank never
-holds more of the sum than its part.
+The gradient of a partitioned function is summed over microbatches first and then over ranks once. For its value, and
+the count that a mean divides by, the order of transforms in the chain gives the reverse; there the sums are exchanged.
+ZeRO stage 2 as published (arXiv 1910.02054 §5.2) reduces gradients after every microbatch. It sends more, and a rank
+never holds more of the sum than its shard.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ReducePerMicrobatch(ProgramPass):
     phase: ClassVar[Phase] = Phase.TYPES
 
     def run(self, traced: Traced, mesh: Mesh) -> None:
-        moved: set[fx.Node] = set()  # behind one sum over ranks, and no further
+        moved: set[fx.Node] = set()  # totals that one sum over ranks has moved before; no second one does
 
         def is_passed(node: fx.Node) -> bool:
             return is_total(node, self.axis) and info(node).backward and node not in moved

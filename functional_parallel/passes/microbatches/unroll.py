@@ -1,11 +1,11 @@
-"""Microbatches: a virtual mesh axis, whose ranks one rank plays one after another.
+"""Unroll microbatches: a virtual mesh axis with ranks that one rank runs sequentially.
 
-A function partitioned over the axis `microbatch` says, with the types and collectives of any other axis, what each
-microbatch computes alone and what is summed over all. Here that axis is taken out of the program again: the ops of each
-microbatch follow one another, a sum over the axis becomes a running sum, and what does not depend on the microbatch is
-computed once.
+A function partitioned over the axis `microbatch` has the types and collectives of any other axis. They define the
+values that each microbatch computes separately, and the values that are summed over all. This module removes the axis
+from the program. The ops of the microbatches follow each other, and a sum over the axis becomes a running sum. Values
+that do not depend on the microbatch are computed once.
 
-In which order ops run, and which of them once, `rounds` says.
+`rounds` defines the order of the ops, and the ops that run once.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ def unroll(
     out_specs: list[P],
     replicated: Collection[fx.Node] = (),
 ) -> Traced:
-    """Take a virtual axis out of a program.
+    """Remove a virtual axis from a program.
 
     Args:
         traced: the graph at the shapes of one microbatch, with types.
         axis: the virtual axis.
-        parts: into which microbatches it cuts.
-        in_specs, out_specs: how inputs and results lie, the virtual axis included.
-        replicated: values that do not depend on the microbatch but shall be computed for each anew, so that they need
-            not be kept from one to the next: gathered parameters.
+        parts: the split into microbatches.
+        in_specs, out_specs: layouts of inputs and results, the virtual axis included.
+        replicated: values that do not depend on the microbatch, but are recomputed for each, so that they are not kept
+            between microbatches: gathered parameters.
 
     Returns:
-        A graph without the axis, whose inputs and results hold all microbatches.
+        A graph without the axis, with inputs and results that hold all microbatches.
 
     Raises:
-        UnrollError: when an op moves values between microbatches otherwise than by sums, extrema and gathers.
+        UnrollError: if an op moves values between microbatches by other means than sums, extrema and gathers.
     """
     return _Unroll(traced, axis, parts, in_specs, out_specs, set(replicated)).result
 
@@ -152,7 +152,7 @@ class _Unroll:
             own[node] = self._copy(node, own)
 
     def _provide(self, value: fx.Node, microbatch: int) -> None:
-        """Have a value at hand for one microbatch."""
+        """Make a value available to one microbatch."""
         own = self.own[microbatch]
         if value in own:
             return
@@ -172,7 +172,7 @@ class _Unroll:
         self.once[node] = value if microbatch == 0 else self._write(combine, (self.once[node], value), known)
 
     def _close(self, node: fx.Node) -> None:
-        """What each microbatch gets of a barrier's result, once all have passed."""
+        """Compute the value that each microbatch gets from a barrier, after all of them reached it."""
         name = primitive_name(node)
         if name == "all_gather":
             parts = [own[node.args[0]] for own in self.own]
@@ -209,7 +209,7 @@ class _Unroll:
             return self._copy_once(output) if output.op == "call_function" else self.once[output]
         dim = microbatch_dim(spec, self.axis, "a result")
         aval = info(output).aval
-        for number in range(self.size):  # one that is the same for every microbatch has each its copy of
+        for number in range(self.size):  # a result that is equal for all microbatches gets a copy for each
             self._provide(output, number)
         parts = [self._own_part(own[output], dim, number, info(output)) for number, own in enumerate(self.own)]
         return self._write(
@@ -217,7 +217,7 @@ class _Unroll:
         )
 
     def _own_part(self, value: fx.Node, dim: int, microbatch: int, known: NodeInfo) -> fx.Node:
-        """Of a microbatch's result what no other microbatch before it has."""
+        """Return the slice of a microbatch's result that no earlier microbatch has."""
         begin, end = self.parts.own(microbatch, known.aval.shape[dim])
         if begin == 0:
             return value
@@ -226,7 +226,11 @@ class _Unroll:
 
 
 def microbatch_dim(spec: P, axis: str, where: str) -> int:
-    """The dim of an input or a result that holds the microbatches."""
+    """Return the dim of an input or a result that holds the microbatches.
+
+    Raises:
+        UnrollError: if no dim holds them, or they are an inner factor of one.
+    """
     for dim, factors in enumerate(spec.dims):
         if axis in factors:
             if any(isinstance(factor, int) for factor in factors[: factors.index(axis)]):
@@ -236,7 +240,11 @@ def microbatch_dim(spec: P, axis: str, where: str) -> int:
 
 
 def combine_op(node: fx.Node, axis: str) -> Any:
-    """The op that joins two microbatches' operands of a barrier; None where they are laid side by side."""
+    """Return the op that combines two microbatches' operands of a barrier; None if they are concatenated.
+
+    Raises:
+        UnrollError: if the barrier is not a sum, an extremum or a gather.
+    """
     name = primitive_name(node)
     if name == "all_gather":
         return None
@@ -249,10 +257,10 @@ def combine_op(node: fx.Node, axis: str) -> Any:
 
 
 def with_global_size(aval: Aval, dim: int, parts: DimSplit) -> Aval:
-    """All microbatches together, from one."""
+    """Return the shape and dtype of all microbatches together, from one of them."""
     return with_dim_size(aval, dim, parts.whole(aval.shape[dim]))
 
 
 def with_dim_size(aval: Aval, dim: int, length: int) -> Aval:
-    """The same with another length of a dim."""
+    """Return the same aval with another length of one dim."""
     return Aval((*aval.shape[:dim], length, *aval.shape[dim + 1 :]), aval.dtype, aval.device)

@@ -1,4 +1,4 @@
-"""The execution of a pipeline: what a rank holds, what its actions do, and the same on sizes alone."""
+"""Execution of a pipeline: state and actions of each rank, and a simulation of its memory."""
 
 from .async_executor import AsyncRankExecutor
 from .memory_simulator import pipeline_memory

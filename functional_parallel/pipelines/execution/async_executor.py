@@ -1,8 +1,8 @@
-"""One rank of an asynchronous pipeline: its weights change while microbatches are under way, so they have versions.
+"""One rank of an asynchronous pipeline. Its weights change while microbatches are in flight, so they have versions.
 
-The microbatches that one update sums are like a synchronous step of their own, whose actions interleave with those of
-others: each has a worker, with the version of the weights that its forward read. An update begins with the newest
-version and makes the next; a version is dropped when nothing will read it.
+The microbatches of one update form a synchronous step, and the actions of such steps interleave. Each update has a
+worker with the version of the weights that its forward read. An update reads the newest version and creates the next.
+A version is dropped when no later action reads it.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ __all__ = ["AsyncRankExecutor"]
 
 
 class AsyncRankExecutor:
-    """Runs a rank's actions; takes a `RankExecutor`'s place.
+    """Runs the actions of one rank of an asynchronous pipeline, with the interface of `RankExecutor`.
 
     Args:
         program: the pipeline.
-        rank: the rank of its axis.
-        run: runs a single program on a list of inputs, which is given up.
-        inputs: the step's inputs that this rank holds, the batch whole.
-        slices: a part of the batch → the inputs that hold it.
+        rank: the rank along the pipeline's axis.
+        run: runs a single program on a list of inputs, which it consumes.
+        inputs: the step's inputs that this rank holds, with the full batch.
+        slices: for each update, the slices of the batch inputs.
 
     Attributes:
-        versions: the weights and optimizer state that are kept, by version.
-        most_versions: how many were kept at once at most.
-        results: per update, the step's results on this rank; of what replaces inputs, those of the last one.
+        versions: the stored weights and optimizer state, by version.
+        most_versions: the maximum number of versions stored at the same time.
+        results: for each update, the step's results on this rank. Results that replace inputs are stored for the last
+            update only.
     """
 
     def __init__(
@@ -55,10 +56,10 @@ class AsyncRankExecutor:
         self._to_read = [self.reads[action] for action in program.schedule.actions[rank] if action in self.reads]
 
     def begin(self) -> None:
-        """Nothing: every update's microbatches begin by themselves."""
+        """Do nothing, because the worker of each update starts separately."""
 
     def act(self, action: Action) -> list[Any]:
-        """Run an action, and the update after it if the schedule has one there."""
+        """Run an action, and the update after it if the schedule has one. Return the values for its neighbour."""
         self.most_versions = max(self.most_versions, len(self.versions))
         group, own = self._group(action)
         worker = self._worker(group, action)
@@ -70,11 +71,11 @@ class AsyncRankExecutor:
         return sent
 
     def receive(self, action: Action, stage: int, values: list[Any]) -> None:
-        """Take what an action of a neighbouring stage made."""
+        """Store the values that an action of a neighbouring stage computed."""
         group, own = self._group(action)
         if group in self.workers:
             self.workers[group].receive(own, stage, values)
-        else:  # the version that it will read may not be there yet
+        else:  # the version that it will read may not exist yet
             self._mail.setdefault(group, []).append((own, stage, values))
 
     def _group(self, action: Action) -> tuple[int, Action]:
@@ -102,7 +103,7 @@ class AsyncRankExecutor:
         }
         new = {place: made[node] for node, place in epilogue.replaces.items() if node in made}
         for node in epilogue.replaces if self.results else ():
-            self.results[-1].pop(node, None)  # an old version, which nobody wants as a result
+            self.results[-1].pop(node, None)  # an old version is not a result
         self.newest += 1
         self.versions[self.newest] = {**newest, **new}
         self.versions[self.newest - 1] = _weights(newest)  # only the newest optimizer state is ever read
@@ -111,5 +112,5 @@ class AsyncRankExecutor:
 
 
 def _weights(inputs: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
-    """What microbatches may read of a step's inputs: no optimizer state."""
+    """Return the inputs that microbatches may read: all except optimizer state."""
     return {node: x for node, x in inputs.items() if info(node).is_parameter or not info(node).is_state}

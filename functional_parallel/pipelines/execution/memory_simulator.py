@@ -1,7 +1,8 @@
-"""A pipeline run without tensors: the executor itself, on values that are only sizes, to know what each rank holds.
+"""Memory simulator of a pipeline: runs the executor on sizes instead of tensors to measure the memory of each rank.
 
-A value is a `SimulatedStorage`: the bytes of one storage, counted from its creation until nothing refers to it. So the
-executor's own code determines how long residuals, sums and messages live, and how many exist at the same time.
+A value is a `SimulatedStorage`: the bytes of one storage, counted from its creation until nothing refers to it. The
+executor's code thus determines the lifetime of residuals, sums and messages, and the number that exist at the same
+time.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from .schedule_runner import ScheduleRunner, slices_of
 
 __all__ = ["pipeline_memory"]
 
-Row = tuple[int, str, str, str]  # a storage: bytes, kind, what it is, source line
+Row = tuple[int, str, str, str]  # a storage: bytes, kind, description, source line
 
 
 def pipeline_memory(program: PipelineStructure) -> PipelineMemory:
-    """What the ranks of a pipeline hold in a step; see `PipelineProgram.memory`."""
+    """Return the memory of the ranks of a pipeline in a step; see `PipelineProgram.memory`."""
     footprints = {part: _Footprint(part, kinds) for part, kinds in _programs(program)}
     ranks = tuple(_OneRank(program, rank, footprints).memory() for rank in range(program.schedule.ranks))
     return PipelineMemory(program.name, program.axis, ranks)
 
 
 # -----------------------------------------------------------------------------
-# What is alive
+# Live memory
 # -----------------------------------------------------------------------------
 
 
@@ -48,7 +49,8 @@ class SimulatedStorage:
     Attributes:
         size: its bytes.
         kind: one of `PIPELINE_KINDS`.
-        what, where: the op or input that it is of, and the source line.
+        what: the op or input that it belongs to.
+        where: the source line.
     """
 
     __slots__ = ("__weakref__", "kind", "size", "tally", "what", "where")
@@ -63,7 +65,7 @@ class SimulatedStorage:
         return self.size, self.kind, self.what, self.where
 
     def becomes(self, kind: str) -> None:
-        """Count it as something else from now on."""
+        """Count it as another kind from now on."""
         self.tally.alive[self.kind] -= self.size
         self.tally.alive[kind] += self.size
         self.kind = kind
@@ -72,11 +74,11 @@ class SimulatedStorage:
         self.tally.alive[self.kind] -= self.size
 
 
-Value = tuple[SimulatedStorage, ...]  # what the executor passes around: a tensor, or the results of an op with several
+Value = tuple[SimulatedStorage, ...]  # value of the executor: a tensor, or the results of an op with several
 
 
 class _Tally:
-    """The bytes of what is alive, and how they were at their most."""
+    """Bytes of live storages, with their curve and peak."""
 
     def __init__(self) -> None:
         self.alive: Counter[str] = Counter()
@@ -88,7 +90,7 @@ class _Tally:
         self.largest: tuple[tuple[int, str, str], ...] = ()
 
     def note(self, step: str, beside: Sequence[Row] = ()) -> None:
-        """A point of the curve: what is alive, and what is alive beside it."""
+        """Add a point to the curve: the live storages, plus the rows in `beside`."""
         total = self.alive.total() + sum(size for size, *_ in beside)
         if total > self.peak:
             self.peak = total
@@ -109,12 +111,12 @@ class _Tally:
 
 
 class _Footprint:
-    """What a program takes while it runs, beyond what others hold of its inputs, and what it leaves.
+    """Memory that a program allocates while it runs, and memory of its results. Inputs held elsewhere are excluded.
 
     Attributes:
-        left: per result, its storages: several for what an op with several results made.
+        left: for each result, its storages. The result of an op with several results has several.
         inputs: the storages of its inputs, in order.
-        constants: those of the constants that it takes.
+        constants: the storages of the constants that it reads, with the constants.
     """
 
     def __init__(self, program: Program, kinds: Sequence[str]) -> None:
@@ -133,10 +135,10 @@ class _Footprint:
         return found if found in ("gathered", "gradients") else "temporaries"
 
     def peak(self, given_up: Mapping[Storage, Row]) -> tuple[str, list[Row]]:
-        """Where most is alive, and what that is.
+        """Return the op with the most live bytes, and the live storages there.
 
         Args:
-            given_up: inputs that nobody holds any more; they live to their last use.
+            given_up: the inputs with no other reference; they live until their last use.
         """
         ledger, key = self.ledger, frozenset(given_up)
         spans = {**ledger.spans, **{storage: (0, ledger.last_uses.get(storage, 0)) for storage in given_up}}
@@ -154,7 +156,7 @@ class _Footprint:
 
 
 def _programs(program: PipelineStructure) -> Iterator[tuple[Program, list[str]]]:
-    """All programs of a pipeline, with the kinds of their results; "" where the program itself says it."""
+    """Yield all programs of a pipeline with the kinds of their results; "" means the kind is taken from the program."""
     for prologue in program.prologues:
         yield prologue.program, [""] * len(prologue.outputs)
     for stage in program.stages:
@@ -171,7 +173,7 @@ def _programs(program: PipelineStructure) -> Iterator[tuple[Program, list[str]]]
 
 
 def _kinds_of_work(stage: Stage, kind: str, part: Subprogram, sums: int) -> list[str]:
-    """What a stage's work makes: what is kept, what only travels on, and what is added up."""
+    """Return the kinds of the results of a stage's work: saved, only sent, or summed."""
     ordinary = part.outputs[: len(part.outputs) - sums]
     travels = set(stage.sends(kind)) - stage.kept_after(kind)
     return [*("messages" if node in travels else "residuals" for node in ordinary), *["gradients"] * sums]
@@ -189,21 +191,21 @@ def _kind_of_input(node: fx.Node | None) -> str:
 
 
 class _OneRank:
-    """The runtime of a rank's single programs, and its mail: makes nothing, and counts what that would take."""
+    """Simulated runtime and mailbox of one rank: computes nothing and counts the memory that real runs would need."""
 
     def __init__(self, program: PipelineStructure, rank: int, footprints: Mapping[Program, _Footprint]) -> None:
         self.program, self.rank, self.footprints, self.mesh = program, rank, footprints, program.mesh
         self.tally, self.constants = _Tally(), dict[int, SimulatedStorage]()
         self.step = ""
-        self.sent: list[Value] = []  # until the next message leaves
-        self.messages: defaultdict[int, list[int]] = defaultdict(list)  # bytes of those to each rank
+        self.sent: list[Value] = []  # kept until the next message is sent
+        self.messages: defaultdict[int, list[int]] = defaultdict(list)  # bytes of the messages to each rank
         self.under_way: dict[Action, list[Value]] = {}
         for part in program.programs_of_rank(rank):
             for tensor in footprints[part].constants.values():
                 self._constant(tensor)
 
     def memory(self) -> Memory:
-        """Run the rank's part of a step."""
+        """Simulate the rank's actions of a step and return its memory."""
         program = self.program
         inputs = {node: self._input(node) for node in program.inputs if self.rank in program.holders(node)}
         self.step = f"before the pipeline, rank {self.rank}"
@@ -250,7 +252,7 @@ class _OneRank:
     # --- programs ---
 
     def run(self, program: Program, values: list[Value]) -> list[Value]:
-        """A program's results, and a point of the curve for its peak."""
+        """Return a program's results, and add a point to the curve for its peak."""
         found = self.footprints[program]
         given = dict(zip(found.inputs, (stored for value in values for stored in value), strict=True))
         values.clear()
@@ -267,17 +269,17 @@ class _OneRank:
     # --- mail ---
 
     def send(self, step: Send, values: list[Value]) -> None:
-        """A message lives until the next one leaves."""
+        """Keep a message until the next message is sent."""
         self.sent = values
         self.messages[step.rank] += [value[0].size for value in values]
 
     def expect(self, step: Receive, avals: Sequence[Aval]) -> None:
-        """The memory for a message is there before the message."""
+        """Allocate the memory for a message before it arrives."""
         self.under_way[step.action] = [self._message(aval.nbytes, str(step)) for aval in avals]
         self.tally.note(str(step))
 
     def take(self, action: Action) -> list[Value] | None:
-        """What the backward needs of a message stays."""
+        """Return a received message. The values that the backward needs become residuals."""
         if action not in self.under_way:
             return None
         target = self.program.neighbour(action)
@@ -291,13 +293,13 @@ class _OneRank:
         return values
 
     def finish(self) -> None:
-        """Everything has arrived."""
+        """Free the last sent message, because all messages have left."""
         self.sent = []
 
     def exchange(
         self, outgoing: Mapping[int, Sequence[Value]], incoming: Mapping[int, Sequence[Aval]]
     ) -> dict[int, list[Value]]:
-        """Values of a kind travel end to end, in memory of their own."""
+        """Simulate an exchange: the values for each rank are concatenated in separate memory."""
         if not outgoing and not incoming:
             return {}
         step = f"exchange with {', '.join(map(str, sorted({*outgoing, *incoming})))}"
@@ -315,7 +317,7 @@ class _OneRank:
 
 
 def _given_up(given: dict[Storage, SimulatedStorage], last_uses: Mapping[Storage, int]) -> dict[Storage, Row]:
-    """What of a program's inputs nobody else holds, once this has let go of it."""
+    """Clear `given` and return the inputs of a program that have no other reference."""
     latest: dict[int, Storage] = {}
     for storage in sorted(given, key=lambda storage: last_uses.get(storage, 0)):
         latest[id(given[storage])] = storage

@@ -1,4 +1,4 @@
-"""One rank of a pipeline in one step: what it holds, and how an action turns that into something else."""
+"""State of one rank of a pipeline during a step, and the effect of each action on it."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ RunProgram = Callable[[Program, list[Any]], list[Any]]
 
 
 class RankExecutor:
-    """Runs a rank's actions.
+    """Runs the actions of one rank.
 
     Args:
         program: the pipeline.
-        rank: the rank of its axis.
-        run: runs a single program on a list of inputs, which is given up.
+        rank: the rank along the pipeline's axis.
+        run: runs a single program on a list of inputs, which it consumes.
         inputs: the step's inputs that this rank holds.
-        ordered: whether microbatches are added up in their order, not in that of the schedule.
+        ordered: whether microbatches are summed in their own order instead of the schedule's order.
 
     Attributes:
-        held: per stage and microbatch, the values that are kept: residuals, and what came from other stages.
-        totals: per chain, the sums over microbatches so far.
+        held: for each stage and microbatch, the saved values: residuals and values received from other stages.
+        totals: for each chain, the running sums over microbatches.
         late: values of the epilogue.
-        turn: per sum and chain, the microbatch to be added next.
-        early: per sum and chain, what was there before its turn.
+        turn: for each sum and chain, the next microbatch to add.
+        early: for each sum and chain, the summands that were computed before their turn.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class RankExecutor:
     # --- before, and after ---
 
     def begin(self) -> None:
-        """Run what comes before the pipeline."""
+        """Run the prologue."""
         prologue = self.program.prologues[self.rank]
         made = self.run(prologue.program, [self.inputs[node] for node in prologue.inputs])
         for (node, microbatch), value in zip(prologue.outputs, made, strict=True):
@@ -63,14 +63,14 @@ class RankExecutor:
                 self.of_microbatch[microbatch][node] = value
 
     def end(self, level: int) -> None:
-        """Run a level of what comes after the pipeline."""
+        """Run a level of the epilogue."""
         part = self.program.epilogue.parts[level].get(self.rank)
         if part is not None:
             made = self.run(part.program, [self.late_value(node) for node in part.inputs])
             self.late.update(zip(part.outputs, made, strict=True))
 
     def late_value(self, node: fx.Node) -> Any:
-        """A value of the epilogue that this rank has."""
+        """Return a value of the epilogue that this rank has."""
         if node in self.late:
             return self.late[node]
         kind, value, which = self.program.epilogue.given[node]
@@ -83,7 +83,7 @@ class RankExecutor:
     # --- actions ---
 
     def act(self, action: Action) -> list[Any]:
-        """Run an action; what it has for its neighbour."""
+        """Run an action. Return the values for its neighbour."""
         stage, microbatch = self.program.stage_of(action), self.program.microbatch_of(action)
         crossing, kept = stage.sends(action.kind), stage.kept_after(action.kind)
         held = self.held.pop((action.stage, action.microbatch), {})
@@ -96,7 +96,7 @@ class RankExecutor:
     def _run(
         self, work: ActionPrograms, action: Action, microbatch: int, held: dict[fx.Node, Any], wanted: set[fx.Node]
     ) -> None:
-        """Run one of the work's programs: what is not wanted afterwards dies in it, at its last use."""
+        """Run one of the work's programs. Values that are not in `wanted` are freed in it, at their last use."""
         chain = action.stage // self.program.schedule.depth
         totals = self.totals[chain]
         in_turn = not self.ordered or all(
@@ -115,7 +115,7 @@ class RankExecutor:
         if adds:
             totals.update(zip(work.totals, made[ordinary:], strict=True))
             if not self.ordered:
-                return  # nothing waits for its turn
+                return  # no summand waits for its turn
         for total, value in zip(work.totals, made[ordinary:], strict=True):
             if adds:
                 self.turn[total, chain] = action.microbatch + 1
@@ -124,7 +124,7 @@ class RankExecutor:
             self._catch_up(work, total, chain)
 
     def _catch_up(self, work: ActionPrograms, total: fx.Node, chain: int) -> None:
-        """Add what was there before its turn, as far as it is its turn now."""
+        """Add the waiting summands that are in turn now."""
         key, totals = (total, chain), self.totals[chain]
         early = self.early.get(key, {})
         while early and (not self.ordered or self.turn.get(key, 0) in early):
@@ -161,6 +161,6 @@ class RankExecutor:
     # --- messages ---
 
     def receive(self, action: Action, stage: int, values: list[Any]) -> None:
-        """Take what an action of a neighbouring stage made."""
+        """Store the values that an action of a neighbouring stage computed."""
         held = self.held.setdefault((stage, action.microbatch), {})
         held.update(zip(self.program.message(action), values, strict=True))

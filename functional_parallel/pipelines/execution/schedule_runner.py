@@ -1,4 +1,4 @@
-"""The part of a pipelined step that one process runs: its actions, and the messages between them."""
+"""Execution of a pipelined step in one process: the actions of its rank and the messages between them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["Mailbox", "ScheduleRunner", "slices_of"]
 
 
 class Mailbox(Protocol):
-    """The messages of one rank."""
+    """Interface for the messages of one rank."""
 
     def send(self, step: Send, values: list[Any]) -> None:
         """Send the values that an action made."""
 
     def expect(self, step: Receive, avals: Sequence[Aval]) -> None:
-        """Start to receive a message."""
+        """Start to receive a message with values of these shapes and dtypes."""
 
     def take(self, action: Action) -> list[Any] | None:
         """Wait for the values that an action on another rank made; None if no message carries them."""
@@ -35,16 +35,16 @@ class Mailbox(Protocol):
     def exchange(
         self, outgoing: Mapping[int, Sequence[Any]], incoming: Mapping[int, Sequence[Aval]]
     ) -> dict[int, list[Any]]:
-        """Send values to ranks, and receive others from them."""
+        """Send values to other ranks and receive values from other ranks."""
 
 
 class ScheduleRunner:
-    """Runs one rank of a pipeline, whose other ranks are elsewhere.
+    """Runs one rank of a pipeline. The other ranks run elsewhere.
 
     Args:
         program: the pipeline.
-        mail: the rank's messages.
-        act: runs one action, and returns the values for the neighbouring stage.
+        mail: the mailbox of the rank.
+        act: runs one action and returns the values for the neighbouring stage.
     """
 
     def __init__(
@@ -110,15 +110,15 @@ class ScheduleRunner:
 def slices_of(
     program: PipelineStructure, inputs: dict[fx.Node, Any], chunks: Callable[[Any, int, int], list[Any]]
 ) -> list[dict[fx.Node, Any]]:
-    """Cut the batch into the part that each update of an asynchronous pipeline sums.
+    """Split the batch into one slice per update of an asynchronous pipeline.
 
     Args:
         program: the pipeline.
-        inputs: of one rank.
-        chunks: cuts one input, `chunks(value, number of chunks, dim)`.
+        inputs: the inputs of one rank.
+        chunks: splits one input, `chunks(value, number of chunks, dim)`.
 
     Returns:
-        For each update, its part of each input that is cut.
+        For each update, its slice of each input that is cut.
     """
     found: list[dict[fx.Node, Any]] = [{} for _ in range(program.updates)]
     for node, dim in program.cut_dims.items():

@@ -1,4 +1,7 @@
-"""The table of sharding rules: one entry per aten op, text first, code only where text cannot say it."""
+"""Table of sharding rules with one entry per aten op.
+
+A rule is text. It contains code only if the notation cannot express it.
+"""
 
 from . import (
     batch_norms,

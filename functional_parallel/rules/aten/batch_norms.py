@@ -1,4 +1,4 @@
-"""Batch norm, recorded as the sums it is made of, so that over a sharded batch it is SyncBN; and instance norm."""
+"""Batch norm, recorded as sums, so that it is SyncBN if the batch is sharded; and instance norm."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    """`F.batch_norm` in ops that have sharding rules; running statistics are updated as torch does.
+    """Compute `F.batch_norm` by ops that have sharding rules. Running statistics are updated like torch does.
 
     Args:
         input: shape (batch, channels, …).
-        running_mean, running_var: per channel, updated in place in training; or None.
-        weight, bias: per channel, or None.
-        training: normalise by the batch's own statistics, those of the whole batch.
+        running_mean, running_var: statistics per channel, updated in place in training; or None.
+        weight, bias: one number per channel, or None.
+        training: whether to normalise by the statistics of the global batch.
         momentum: weight of the new statistics.
         eps: added to the variance.
     """
@@ -50,7 +50,7 @@ def batch_norm(
 
 
 def _scaled(x: torch.Tensor, weight: Any, bias: Any, shape: list[int]) -> torch.Tensor:
-    """Times a weight and plus a bias per channel, if there are any."""
+    """Multiply by a weight and add a bias per channel, if given."""
     x = x * weight.reshape(shape) if weight is not None else x
     return x + bias.reshape(shape) if bias is not None else x
 
@@ -66,11 +66,12 @@ def instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    """`F.instance_norm` by the statistics of each sample and channel, where no others are kept.
+    """Compute `F.instance_norm` by the statistics of each sample and channel, if there are no running statistics.
 
     Args:
         input, weight, bias, eps: as for `batch_norm`.
-        running_mean, running_var, use_input_stats, momentum: with statistics that are kept torch's own is recorded.
+        running_mean, running_var, use_input_stats, momentum: as in torch. With running statistics, torch's function
+            is recorded.
     """
     if running_mean is not None or not use_input_stats or input.ndim < 3:
         return NotImplemented

@@ -1,4 +1,7 @@
-"""Ops that treat leading dims one by one, as images of a batch or a stack of matrices: those are free."""
+"""Rules of ops that act on each index of the leading dims separately, which may then be sharded.
+
+Examples are images of a batch, and stacks of matrices.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,13 @@ __all__ = ["all_whole_text", "batched_text"]
 
 
 def batched_text(*trailing: int, linear: str = "") -> Callable[[fx.Node], str]:
-    """A rule by which each operand's last dims are whole, and those before broadcast and pass to all results.
+    """Return a rule in which the last dims of each operand are replicated.
+
+    The leading dims broadcast, may be sharded, and pass to all results.
 
     Args:
-        trailing: how many last dims, by operand; of further operands as many as of the last one listed.
-        linear: marks by operand, `.` for none.
+        trailing: the number of last dims per operand. The last number is repeated for additional operands.
+        linear: marks per operand, `.` for none.
     """
 
     def text(node: fx.Node) -> str:
@@ -40,12 +45,12 @@ def batched_text(*trailing: int, linear: str = "") -> Callable[[fx.Node], str]:
 
 
 def all_whole_text(node: fx.Node) -> str:
-    """A rule by which no dim is free."""
+    """Write a rule in which no dim may be sharded."""
     return batched_text(*(len(info(operand).aval.shape) for operand in tensor_operands(node)))(node)
 
 
 def _aligned(batch: tuple[int, ...], batches: list[tuple[int, ...]]) -> list[str]:
-    """Names of batch dims, counted from the last; one that broadcasts has none."""
+    """Names of batch dims, counted from the last. A dim that broadcasts is `1`."""
     names = []
     for position, size in enumerate(reversed(batch)):
         others = [other[-1 - position] for other in batches if len(other) > position]

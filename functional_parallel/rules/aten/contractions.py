@@ -1,7 +1,7 @@
-"""Matrix products: a sharded contraction leaves partial sums, everything else passes through.
+"""Rules of matrix products. A sharded contraction leaves partial sums; sharding of other dims passes through.
 
-Products with a bias do not appear: `partition.preparation` writes them as a product and a sum, so that the bias is
-added once, after the sum over ranks.
+Products with a bias do not occur here. `partition.preparation` rewrites them to a product and a sum, so that the bias
+is added once, after the sum over ranks.
 """
 
 from __future__ import annotations

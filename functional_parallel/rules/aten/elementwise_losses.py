@@ -1,4 +1,4 @@
-"""Losses of each element by itself, then a sum or a mean: over a sharded dim the sum stays partial."""
+"""Rules of elementwise losses with a sum or a mean. The sum over a sharded dim stays partial."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 _NONE, _MEAN = 0, 1  # torch's codes for reduction=
 
-_LOSSES = {  # at which place the op takes its reduction
+_LOSSES = {  # position of the argument `reduction` of the op
     aten.mse_loss.default: 2,
     aten.smooth_l1_loss.default: 2,
     aten.huber_loss.default: 2,
@@ -30,7 +30,7 @@ _LOSSES = {  # at which place the op takes its reduction
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
-    """Of the losses of all elements."""
+    """Shape of the losses of all elements."""
     return tuple(torch.broadcast_shapes(*(info(operand).aval.shape for operand in tensor_operands(node))))
 
 
@@ -47,7 +47,7 @@ def _text(node: fx.Node) -> str:
 
 
 def _local(step: OpContext, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """The losses of a rank's elements; summed, they are divided by the whole count."""
+    """Compute the losses of a rank's elements. A mean divides their sum by the global count."""
     position, reduction = _LOSSES[step.node.target], argument(step.node, "reduction")
     if reduction == _NONE or step.choice is None:
         return step.run(*args, **kwargs)

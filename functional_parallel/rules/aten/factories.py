@@ -1,4 +1,7 @@
-"""Ops that make tensors: without tensor operands they are whole; `*_like` ask for a shape and never communicate."""
+"""Rules of ops that create tensors.
+
+Results without tensor operands are replicated. `*_like` ops read only a shape and never communicate.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,13 @@ def _decide_whole(step: OpContext) -> OpSharding:
 
 
 def _decide_like(step: OpContext) -> OpSharding:
-    """As the operand lies; partial sums count as whole, since only their shape is asked for."""
+    """Return the layout of the operand. Partial sums count as replicated, because only their shape is read."""
     place = step.operands[0].place
     return OpSharding((place,), (REPLICATED if isinstance(place, Partial) else place,))
 
 
 def _decide_new(step: OpContext) -> OpSharding:
-    """`x.new_zeros(shape)`: only dtype and device are asked for."""
+    """Decide for `x.new_zeros(shape)`, which reads only dtype and device of x."""
     return OpSharding((step.operands[0].place,), (REPLICATED,), of_shapes=True)
 
 
@@ -57,7 +60,7 @@ def _local_new(step: OpContext, x: torch.Tensor, *args: Any, **kwargs: Any) -> t
 
 
 def _made(step: OpContext, maker: Any, x: torch.Tensor, args: tuple[Any, ...], options: dict[str, Any]) -> torch.Tensor:
-    """Made without the operand, which would make it a value of this rank's own."""
+    """Create a tensor without the operand, because the operand would make the result rank-dependent."""
     given = {key: value for key, value in options.items() if value is not None}
     return step.emit(maker, args, {"dtype": x.dtype, "device": x.device, **given})
 

@@ -1,8 +1,8 @@
-"""Gradients of ops, which a trace holds of a loss that takes derivatives itself: penalties, steps within steps.
+"""Rules of backward ops. A trace contains them if a loss takes derivatives itself (penalties, nested steps).
 
-Most are linear in the gradient that they are given, their first operand. Run as they are, they have torch's own second
-derivatives, which know what the statistics of a norm depend on. What torch has no kernel for on parts is written in
-simpler ops instead, see `partition.decompose`.
+Most are linear in the incoming gradient, their first operand. Ops that run unchanged have torch's second derivatives,
+which account for the dependencies of the statistics of a norm. Ops that cannot run on shards are decomposed into
+simpler ops instead (see `partition.decompose`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 
 def _with_buffer_text(node: fx.Node) -> str:
-    """`log_sigmoid_backward(gradient, x, buffer)`, whose buffer is empty on some devices."""
+    """Rule of `log_sigmoid_backward(gradient, x, buffer)`. The buffer is empty on some devices."""
     _, x, buffer = (info(operand).aval.shape for operand in node.all_input_nodes)
     return "~..., ..., ... -> ..." if x == buffer else all_whole_text(node)
 
@@ -48,7 +48,10 @@ rule([aten._prelu_kernel_backward.default], Rule(pointwise_text))
 
 
 def _convolution_text(node: fx.Node) -> str:
-    """`convolution_backward(gradient, x, w, bias_sizes, …)`: of x, w and the bias, which lacks the channels of x."""
+    """Rule of `convolution_backward(gradient, x, w, bias_sizes, …)`, the gradients of x, w and the bias.
+
+    The gradient of the bias lacks the channels of x.
+    """
     space, transposed, groups, wanted = ndim_of(node) - 2, node.args[7], node.args[9], node.args[10]
     out, into, kernel = ([f"{of}{dim}" for dim in range(space)] for of in "oik")
     c, co = ("c^", "co^") if groups != 1 or wanted[2] else ("c+", "co+")  # type: ignore[index]
@@ -69,14 +72,14 @@ def _local_resizing(step: OpContext, gradient: torch.Tensor, size: Any, of_input
 
 
 def _local_contiguous(step: OpContext, *args: Any) -> torch.Tensor:
-    """torch's kernel takes a shard with one channel for one whose channels lie last, and returns other numbers."""
+    """Run the op on contiguous copies. Torch's kernel treats a one-channel shard as channels-last: wrong numbers."""
     copies = (
         arg.clone(memory_format=torch.contiguous_format) if isinstance(arg, torch.Tensor) else arg for arg in args
     )
     return step.run(*copies)
 
 
-_OF_IMAGES = {  # how many dims of an image they need whole
+_OF_IMAGES = {  # number of image dims that must be replicated
     aten.avg_pool2d_backward: 2,
     aten.avg_pool3d_backward: 3,
     aten._adaptive_avg_pool2d_backward: 2,
@@ -91,7 +94,7 @@ _OF_IMAGES = {  # how many dims of an image they need whole
     aten.replication_pad2d_backward: 2,
     aten.replication_pad3d_backward: 3,
 }
-_OF_SIZES = {  # the same, of those that name the sizes
+_OF_SIZES = {  # the same for ops with the sizes as arguments
     aten.upsample_nearest1d_backward: 1,
     aten.upsample_linear1d_backward: 1,
     aten._upsample_nearest_exact1d_backward: 1,
@@ -118,7 +121,10 @@ for packet, count in _OF_SIZES.items():
 
 
 def _layer_norm_text(node: fx.Node) -> str:
-    """`native_layer_norm_backward(gradient, x, shape, mean, rstd, weight, bias, …)`: of x, weight and bias."""
+    """Rule of `native_layer_norm_backward(gradient, x, shape, mean, rstd, weight, bias, …)`.
+
+    The results are the gradients of x, weight and bias.
+    """
     trailing = len(node.args[2])  # type: ignore[arg-type]
     batch = [f"b{dim}" for dim in range(ndim_of(node) - trailing)]
     normed = [f"n{dim}" for dim in range(trailing)]
@@ -130,8 +136,11 @@ def _layer_norm_text(node: fx.Node) -> str:
 
 
 def _embedding_text(node: fx.Node) -> str:
-    """`embedding_dense_backward(gradient, indices, rows, padding_idx, scale_grad_by_freq)`: of the table."""
-    mark = "^" if node.args[4] else "+"  # how often a row is looked up is counted over all indices
+    """Rule of `embedding_dense_backward(gradient, indices, rows, padding_idx, scale_grad_by_freq)`.
+
+    The result is the gradient of the table.
+    """
+    mark = "^" if node.args[4] else "+"  # lookups of a row are counted over all indices
     index = " ".join(f"i{dim}{mark}" for dim in range(ndim_of(node) - 1))
     return f"~{index} d, {index or '()'} -> newv d"
 

@@ -1,4 +1,4 @@
-"""Decompositions, solvers and transforms: free along the dims of a batch, whole along those that they work on."""
+"""Rules of decompositions, solvers and transforms. Batch dims may be sharded; all others are replicated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def _solve_text(node: fx.Node) -> str:
-    """`solve(A, B)`, whose B is a stack of vectors where its shape is A's without the last dim."""
+    """Rule of `solve(A, B)`. B is a stack of vectors if its shape is that of A without the last dim."""
     a, b = (info(operand).aval.shape for operand in node.args[:2])
     return batched_text(2, 1 if len(b) == 1 or b == a[:-1] else 2)(node)
 
@@ -31,7 +31,7 @@ def _cross_text(node: fx.Node) -> str:
 
 rule([aten._linalg_det.default, aten._linalg_slogdet.default, aten.linalg_inv_ex.default], Rule(batched_text(2)))
 rule([aten.linalg_cholesky_ex.default, aten.cholesky_inverse.default], Rule(batched_text(2)))
-if hasattr(aten, "cholesky"):  # which torch 2.14 took away
+if hasattr(aten, "cholesky"):  # torch 2.14 removed it
     rule([aten.cholesky.default], Rule(batched_text(2)))
 rule([aten._linalg_svd.default, aten._linalg_eigh.default, aten.linalg_eig.default], Rule(batched_text(2)))
 rule([aten.linalg_qr.default, aten.linalg_lu.default, aten.linalg_lu_factor_ex.default], Rule(batched_text(2)))
@@ -43,7 +43,10 @@ rule([aten.linalg_cross.default], Rule(_cross_text))
 
 
 def _distances_text(node: fx.Node) -> str:
-    """`cdist(x, y)`: of each pair of rows, over the last dim."""
+    """Rule of `cdist(x, y)`, the distance of each pair of rows over the last dim.
+
+    Rows and equal batch dims may be sharded. If batch dims differ, no dim may be sharded.
+    """
     a, b = (info(operand).aval.shape for operand in node.args[:2])
     if a[:-2] != b[:-2]:
         return all_whole_text(node)

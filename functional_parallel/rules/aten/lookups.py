@@ -1,4 +1,7 @@
-"""Ops that select by index along a dim: where that dim is sharded, ranks look up their part and leave partial sums."""
+"""Rules of ops that select by index along a dim.
+
+If that dim is sharded, each rank looks up the elements of its shard and leaves partial sums.
+"""
 
 from __future__ import annotations
 
@@ -47,11 +50,11 @@ def _held_rows(step: OpContext, table: torch.Tensor, index: torch.Tensor, paddin
 
 
 def _by_frequency(step: OpContext, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """The same rows, their gradients divided by how often each is looked up on all ranks."""
+    """Return `rows` with gradients divided by the number of lookups of each row on all ranks."""
     everywhere = convert(index, step.decision.operands[1], REPLICATED, step.axis, step.parts).flatten()
     none = torch.zeros(step.operands[0].aval.shape[0], dtype=torch.int64, device=index.device)
     counts = none.scatter_add(0, everywhere.long(), torch.ones_like(everywhere, dtype=torch.int64))
-    difference = torch.where(rows.isfinite(), rows - rows.detach(), 0)  # none, but it has the derivative
+    difference = torch.where(rows.isfinite(), rows - rows.detach(), 0)  # its value is zero, but it has the derivative
     return rows.detach() + difference / counts[index].unsqueeze(-1)
 
 
@@ -68,7 +71,11 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    """Without what is no function of its arguments, and with a dense gradient, which is the same as the sparse one."""
+    """Compute a sparse embedding with a dense gradient, which has the same values.
+
+    Raises:
+        TracingError: for `max_norm`, which modifies the table.
+    """
     if max_norm is not None:
         raise TracingError(
             f"{current_source()}: embedding(max_norm={max_norm}) changes the table itself where rows are looked up, "
@@ -86,7 +93,10 @@ def _embedding(
 
 
 def _gather_text(node: fx.Node) -> str:
-    """Other dims pair up where their sizes agree; `gather` allows a shorter index, which needs them whole."""
+    """Rule of `gather(x, dim, index)`. Other dims may be sharded if x and index have the same size.
+
+    `gather` also allows a shorter index; such a dim must be replicated.
+    """
     x, index = info(node.args[0]).aval.shape, info(node.args[2]).aval.shape
     if len(x) != len(index):  # a scalar, or an index without elements
         return all_whole_text(node)
@@ -130,7 +140,10 @@ rule([aten.index_select.default], Rule(_index_select_text, _local_index_select))
 
 
 def _index_text(node: fx.Node) -> str:
-    """`x[:, i, j]`: indexed dims whole, the others pass; so do the indices' own, and a dim that an index enumerates."""
+    """Rule of `x[:, i, j]`. Indexed dims are replicated.
+
+    Other dims, the dims of the indices, and a dim that an index enumerates may be sharded.
+    """
     names = _indexing_names(node)
     if names is None:
         return all_whole_text(node)
@@ -139,7 +152,7 @@ def _index_text(node: fx.Node) -> str:
 
 
 def _put_text(node: fx.Node) -> str:
-    """`index_put(x, indices, values)`: dims that are not indexed, or that an index enumerates, pass."""
+    """Rule of `index_put(x, indices, values)`. Dims not indexed, or enumerated by an index, may be sharded."""
     names = _indexing_names(node, "^")
     if names is None:
         return _replicated_text(node)
@@ -154,11 +167,11 @@ def _put_text(node: fx.Node) -> str:
 
 
 def _indexing_names(node: fx.Node, mark: str = "") -> tuple[list[str], list[list[str]], list[str]] | None:
-    """Names of the dims of x, of each index, and of `x[indices]`; None for masks, whose results have no fixed shape.
+    """Names of the dims of x, of each index, and of `x[indices]`. None for masks: their results have no fixed shape.
 
     Args:
         node: the op.
-        mark: of the indices' dims that enumerate no dim of x.
+        mark: mark of the dims of the indices that enumerate no dim of x.
     """
     avals = _index_avals(node)
     if any(aval.dtype == torch.bool for aval in avals.values()):
@@ -181,18 +194,18 @@ def _indexing_names(node: fx.Node, mark: str = "") -> tuple[list[str], list[list
 
 
 def _index_avals(node: fx.Node) -> dict[int, Aval]:
-    """The indices by the dim of x that each takes elements from."""
+    """Map each indexed dim of x to the shape and dtype of its index."""
     return {dim: info(index).aval for dim, index in enumerate(node.args[1]) if index is not None}  # type: ignore
 
 
 def _dims_ahead(indexed: list[int], ndim: int) -> int:
-    """The number of dims in front of those of the indices, which come first if indexed dims are not adjacent."""
+    """Number of dims before the dims of the indices; 0 if the indexed dims are not adjacent."""
     adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))
     return indexed[0] if adjacent else 0
 
 
 def _written_shape(node: fx.Node) -> list[int]:
-    """The shape of `x[indices]`."""
+    """Shape of `x[indices]`."""
     avals, x = _index_avals(node), info(node.args[0]).aval.shape  # type: ignore[union-attr]
     kept = [size for dim, size in enumerate(x) if dim not in avals]
     ahead = _dims_ahead(list(avals), len(x))
@@ -200,7 +213,7 @@ def _written_shape(node: fx.Node) -> list[int]:
 
 
 def _local_indexing(step: OpContext, x: torch.Tensor, indices: list[Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-    """The op on a shard; an index that enumerates the sharded dim enumerates the shard."""
+    """Run the op on a shard. An index that enumerates the sharded dim then enumerates the shard."""
     for dim, k in info(step.node).enumerated:
         if step.splits(f"p{k}"):
             index, ndim = indices[dim], max(index.ndim for index in indices if index is not None)
@@ -212,7 +225,10 @@ def _local_indexing(step: OpContext, x: torch.Tensor, indices: list[Any], *args:
 
 
 def _scatter_text(node: fx.Node) -> str:
-    """`scatter(x, dim, index, source)`: the indexed dim whole, others pair up where every operand has their size."""
+    """Rule of `scatter(x, dim, index, source)`. The indexed dim is replicated.
+
+    Another dim may be sharded if its size is the same in every operand.
+    """
     shapes = [info(operand).aval.shape for operand in tensor_operands(node)]
     ndim = len(shapes[0])
     whole = [dim for dim in range(ndim) if dim == dim_of(node) or len({shape[dim] for shape in shapes}) > 1]
@@ -223,23 +239,23 @@ def _scatter_text(node: fx.Node) -> str:
 
 
 def _replicated_text(node: fx.Node) -> str:
-    """Every operand is replicated; the first and the last may be partial sums together."""
+    """Rule in which no dim may be sharded. The first and the last operand may both be partial sums."""
     operands, _, result = all_whole_text(node).partition(" -> ")
     return f"{', '.join(_both_linear(operands.split(', ')))} -> {result}"
 
 
 def _both_linear(patterns: list[str]) -> list[str]:
-    """What has elements of its first operand and of its last is linear in the two together."""
+    """Mark the first and last operand as linear together, for an op that copies elements of both."""
     return [f"&{patterns[0]}", *patterns[1:-1], f"&{patterns[-1]}"]
 
 
 def _without_marks(text: Callable[[fx.Node], str]) -> Callable[[fx.Node], str]:
-    """The rule of an op that moves as another does, but is not linear: it takes a largest, or a product."""
+    """Remove the marks of a rule, for an op with the same layout that is not linear, such as a maximum or a product."""
     return lambda node: text(node).replace("&", "")
 
 
 def _rows_text(node: fx.Node) -> str:
-    """`index_add(x, dim, index, source)`: whole along that dim."""
+    """Rule of `index_add(x, dim, index, source)`. The dim must be replicated."""
     ndim, dim = ndim_of(node), dim_of(node)
     if not ndim or len(info(node.args[3]).aval.shape) != ndim:
         return _replicated_text(node)
@@ -274,7 +290,11 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> torch.Tensor:
-    """Rows looked up and reduced: the kernel that does both has no derivative in a trace."""
+    """Look up rows and reduce them by separate ops, because the fused kernel has no derivative in a trace.
+
+    Raises:
+        TracingError: for bags of several lengths, `max_norm` and `scale_grad_by_freq`.
+    """
     if input.ndim != 2 or offsets is not None or max_norm is not None or scale_grad_by_freq:
         raise TracingError(
             f"{current_source()}: embedding_bag is traced for bags of one length alone, a matrix of indices without "
@@ -289,7 +309,7 @@ def _embedding_bag(
 
 
 def _without_padding(rows: torch.Tensor, counts: torch.Tensor, mode: str) -> torch.Tensor:
-    """Bags reduced over the rows that count; one of padding alone is zero."""
+    """Reduce bags over the rows that are not padding. A bag with only padding gives zero."""
     if mode == "max":
         largest = rows.masked_fill(~counts, -math.inf).max(1).values
         return torch.where(counts.any(1), largest, 0)

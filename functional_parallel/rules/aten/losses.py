@@ -1,8 +1,8 @@
-"""Softmax and cross entropy: with the classes sharded, no rank ever holds the whole logits.
+"""Rules of softmax and cross entropy. If the classes are sharded, no rank holds the full logits.
 
 For tokens t and classes c the loss is log Σ_c exp z[t, c] − z[t, target]. Ranks reduce three tensors of one number per
 token: the maximum, the sum of exponentials, and the target's logit. (Megatron-LM does the same; arXiv 1909.08053 §3.)
-Counting, class weights and ignored targets are global, whatever is sharded.
+Counts, class weights and ignored targets are global, regardless of the sharding.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _MEAN, _SUM = 1, 2  # torch's codes for reduction=
 def cross_entropy(
     logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int, ignore: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`nll_loss(log_softmax(logits))` and the total weight, as one op of a traced graph."""
+    """Compute `nll_loss(log_softmax(logits))` and the total weight. A traced graph contains it as one op."""
     return aten.nll_loss_forward.default(logits.log_softmax(-1), target, weight, reduction, ignore)
 
 
 def fuse_cross_entropy(traced: Traced) -> None:
-    """Name each `nll_loss(log_softmax(z))` of a graph as one `cross_entropy(z)`."""
+    """Replace each `nll_loss(log_softmax(z))` of a graph by one `cross_entropy(z)`."""
     for node in traced.nodes:
         if node.target is not aten.nll_loss_forward.default:
             continue
@@ -80,7 +80,10 @@ rule([aten._log_softmax.default], Rule(_softmax_text, _local_log_softmax, casts=
 
 
 def _likelihood_text(node: fx.Node) -> str:
-    """Batched `(n, c)` or one sample `(c)`; a summed loss stays partial, a mean is a quotient of two whole sums."""
+    """Rule for scores of shape `(n, c)`, or `(c)` for one sample.
+
+    A summed loss stays partial. A mean is a quotient of two completed sums.
+    """
     batched = ndim_of(node) == 2
     weighted = isinstance(node.args[2], fx.Node)
     weight = ", w^" if weighted else ""
@@ -94,7 +97,7 @@ def _likelihood_text(node: fx.Node) -> str:
 
 
 def _local_likelihood(step: OpContext, scores: torch.Tensor, target: torch.Tensor, weight: Any, *rest: Any) -> Any:
-    """Loss and total weight from per-token terms, each of them whole or partial as the decision says."""
+    """Compute loss and total weight from per-token terms. The decision determines which sums stay partial."""
     reduction, ignore = rest
     axis = step.axis
     if step.choice is None:
@@ -116,7 +119,7 @@ def _local_likelihood(step: OpContext, scores: torch.Tensor, target: torch.Tenso
         return losses.sum(), total
     if not step.splits("n"):
         return losses.sum() / total, total
-    if MICROBATCH in (axis, *hidden_axes()):  # the count must not wait for what the forward computes
+    if MICROBATCH in (axis, *hidden_axes()):  # the count must not wait for the forward
         total = fp.psum(total, axis)
         return fp.psum(losses.sum(), axis) / total, total
     loss, total = fp.psum(torch.stack([losses.sum(), total]), axis).unbind()  # both sums in one collective
@@ -124,7 +127,7 @@ def _local_likelihood(step: OpContext, scores: torch.Tensor, target: torch.Tenso
 
 
 def _token_losses(step: OpContext, scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """−log p(target) per token; whole on every rank when the classes are sharded."""
+    """Compute −log p(target) per token. If the classes are sharded, the result is replicated."""
     is_logits = step.node.target is cross_entropy
     if not step.splits("c"):
         scores = scores.log_softmax(-1) if is_logits else scores

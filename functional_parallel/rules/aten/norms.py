@@ -1,4 +1,4 @@
-"""Normalisation over trailing dims: those whole, every other dim free."""
+"""Rules of normalisation over trailing dims, which must be replicated. All other dims may be sharded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ aten = torch.ops.aten
 
 
 def _trailing_text(statistics: int) -> Callable[[fx.Node], str]:
-    """`x` and its optional weight and bias over the normalised dims; the statistics keep those dims at size one."""
+    """Return the rule for `x` and its optional weight and bias over the normalised dims.
+
+    In the statistics, these dims have size one.
+    """
 
     def text(node: fx.Node) -> str:
         trailing = len(node.args[1])
@@ -32,7 +35,7 @@ def _trailing_text(statistics: int) -> Callable[[fx.Node], str]:
 
 
 def _group_norm_text(node: fx.Node) -> str:
-    """`native_group_norm(x, weight, bias, N, C, HxW, groups, eps)`: only the batch is free."""
+    """Rule of `native_group_norm(x, weight, bias, N, C, HxW, groups, eps)`. Only the batch may be sharded."""
     rest = " ".join(f"r{dim}^" for dim in range(1, ndim_of(node)))
     scales = ["r1^"] * sum(isinstance(arg, fx.Node) for arg in node.args[1:3])
     plain = rest.replace("^", "")

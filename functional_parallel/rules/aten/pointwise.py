@@ -1,6 +1,6 @@
-"""Elementwise ops: any op that torch tags pointwise has the nonlinear rule; here are the linear ones.
+"""Rules of linear elementwise ops. Any other op that torch tags pointwise has the nonlinear rule.
 
-A sum with a Python number is not linear (each rank would add it), so a linear mark counts only between tensors.
+A sum with a Python number is not linear, because each rank would add it. A linear mark applies only between tensors.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ def _sum_text(node: fx.Node) -> str:
 
 
 def _quotient_text(node: fx.Node) -> str:
-    """Linear in the numerator, unless it is rounded."""
+    """Rule of a quotient, which is linear in the numerator unless it is rounded."""
     rounded = node.kwargs.get("rounding_mode") is not None
     numerator_is_tensor = isinstance(node.args[0], fx.Node)
     return pointwise_text(node) if rounded or not numerator_is_tensor else linear_text("~.")(node)
 
 
 def _cast_text(node: fx.Node) -> str:
-    """Partial sums are completed before a cast: narrower they would round, and wider be more to send."""
+    """Rule of a cast. Partial sums are completed before it: narrower sums would round, wider sums need more bytes."""
     return "~... -> ..." if info(node.args[0]).aval.dtype == info(node).aval.dtype else "... -> ..."
 
 
 def _decide_quotient(step: OpContext) -> OpSharding | None:
-    """A quotient of two sums (a mean over what a mask keeps) completes both in one collective.
+    """Complete both sums of a quotient (such as a masked mean) in one collective.
 
-    Not with microbatches: the count must not wait for what the forward computes.
+    This is not done with microbatches, because the count must not wait for the forward.
     """
     if MICROBATCH in (step.axis, *hidden_axes()):
         return None
@@ -60,13 +60,13 @@ def _local_quotient(step: OpContext, a: Any, b: Any, **kwargs: Any) -> Any:
 
 
 def _with_buffer_text(node: fx.Node) -> str:
-    """A result, and on some devices as much memory for the backward."""
+    """Rule of an op with a result and a buffer for the backward, which has the same shape on some devices."""
     x, buffer = info(node.args[0]).aval.shape, info(node).result(1).shape
     return "... -> ..., ..." if x == buffer else all_whole_text(node)
 
 
 def _membership_text(node: fx.Node) -> str:
-    """`isin(elements, test_elements)`: each element is looked for among all of the others."""
+    """Rule of `isin(elements, test_elements)`. Each element is compared with all test elements."""
     return f"..., {pattern(f't{dim}^' for dim in range(info(node.args[1]).aval.ndim))} -> ..."
 
 
@@ -79,7 +79,7 @@ rule([aten.div.Scalar], Rule("~... -> ..."))
 rule([aten._to_copy.default], Rule(_cast_text))
 rule([aten.where.self], Rule("..., &..., &... -> ..."))
 rule([aten.copy.default], Rule("..., ... -> ..."))
-rule([aten.floor_divide.default], Rule(pointwise_text))  # which torch does not tag so
+rule([aten.floor_divide.default], Rule(pointwise_text))  # torch does not tag it pointwise
 rule([aten.leaky_relu.default], Rule(pointwise_text))  # nor this one, in 2.11
 rule([STRAIGHT_THROUGH], Rule("&..., &... -> ..."))
 rule([aten.rsub.Tensor], Rule(_sum_text))

@@ -1,4 +1,7 @@
-"""Reductions over a sharded dim: sums stay partial, extrema are combined at once, the rest combine themselves."""
+"""Rules of reductions over a sharded dim.
+
+Sums stay partial. Extrema are combined immediately. Other reductions combine the ranks in their own lowering.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ aten = torch.ops.aten
 
 
 def reduced_dims(node: fx.Node) -> list[int]:
-    """The dims an op sums over; all of them when it names none."""
+    """Return the dims that an op reduces; all dims if it names none."""
     ndim, given = ndim_of(node), argument(node, "dim")
     if isinstance(given, int):
         given = [given]
@@ -39,7 +42,7 @@ def _reduction_text(mark: str, linear: str = "") -> Callable[[fx.Node], str]:
 
 
 def _histc_text(node: fx.Node) -> str:
-    """Counts per bin add up over ranks; bins that span the data's own range need all of it."""
+    """Rule of `histc`. Counts per bin are summed over ranks; if the data determine the bins, no dim may be sharded."""
     whole = argument(node, "min") == argument(node, "max")
     names = {dim: f"d{dim}^" if whole else f"d{dim}+" for dim in range(ndim_of(node))}
     return f"{pattern(dim_names(ndim_of(node), names))} -> newbin"
@@ -48,7 +51,7 @@ def _histc_text(node: fx.Node) -> str:
 def _local_mean(
     step: OpContext, x: torch.Tensor, dims: Any = None, keepdim: bool = False, **kwargs: Any
 ) -> torch.Tensor:
-    """A sum over the shard, divided by the whole count."""
+    """Compute a sum over the shard, divided by the global count."""
     wanted = reduced_dims(step.node)
     count = math.prod(step.operands[0].aval.shape[dim] for dim in wanted)
     if not wanted:
@@ -57,7 +60,7 @@ def _local_mean(
 
 
 def _local_variance(step: OpContext, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Var, std and both with the mean, of the whole, from two sums over ranks when a reduced dim is sharded."""
+    """Compute var, std, var_mean or std_mean. If a reduced dim is sharded, it takes two sums over ranks."""
     if not _reduces_ranks(step):
         return step.run(x, *args, **kwargs)
     dims, keepdim = reduced_dims(step.node), bool(step.node.kwargs.get("keepdim", False))
@@ -86,18 +89,18 @@ def _local_logsumexp(step: OpContext, x: torch.Tensor, dims: Any, keepdim: bool 
 
 
 def logsumexp_over_ranks(x: torch.Tensor, dims: list[int], keepdim: bool, axis: str) -> torch.Tensor:
-    """log Σ exp over dims of which one is sharded: one pmax, without a gradient, and one psum."""
-    if any(x.shape[dim] == 0 for dim in dims):  # which has no maximum
+    """Compute log Σ exp over dims, one of them sharded, by one pmax (without a gradient) and one psum."""
+    if any(x.shape[dim] == 0 for dim in dims):  # an empty dim has no maximum
         return fp.psum(x.exp().sum(dims, keepdim=keepdim), axis).log()
     sizes = x.detach().real if x.is_complex() else x.detach()
     top = fp.pmax(sizes.amax(dims, keepdim=True), axis)
-    top = torch.where(top.isfinite(), top, 0)  # of nothing but -inf, less than nothing is to be taken
+    top = torch.where(top.isfinite(), top, 0)  # if all elements are -inf, subtract 0
     total = fp.psum((x - top).exp().sum(dims, keepdim=keepdim), axis)
     return total.log() + (top if keepdim else top.reshape(total.shape))
 
 
 def _local_extremum(step: OpContext, x: torch.Tensor, dims: Any = (), keepdim: bool = False) -> torch.Tensor:
-    """The extremum of the whole; as in torch, elements that tie for it share its gradient evenly, on all ranks."""
+    """Compute the global extremum. As in torch, elements that tie share its gradient evenly, across all ranks."""
     if not _reduces_ranks(step):
         return step.run(*([x, dims, keepdim] if len(step.node.args) > 1 else [x]))
     largest = step.node.target in (aten.amax.default, aten.max.default)
@@ -116,7 +119,7 @@ def _local_extremum(step: OpContext, x: torch.Tensor, dims: Any = (), keepdim: b
 
 
 def _is_detached(node: fx.Node) -> bool:
-    """Whether no derivative comes to a value, since `detach` stands before all that it was computed of."""
+    """Whether no gradient passes through `node`, because every path from an input to it has a `detach`."""
     pending, seen = [node], {node}
     while pending:
         each = pending.pop()
@@ -158,6 +161,6 @@ rule([aten.cumsum.default], Rule(along_text("~")))
 rule([aten.cumprod.default, aten.glu.default], Rule(along_text()))
 rule(
     [aten.logcumsumexp.default], Rule(along_text(), whole_gradient=True)
-)  # its derivative takes the gradient's logarithm
+)  # its derivative takes the logarithm of the gradient
 rule([aten.cummax.default, aten.cummin.default], Rule(along_text()))
 rule([aten.sort.default, aten.sort.stable, aten.topk.default], Rule(along_text()))

@@ -1,4 +1,4 @@
-"""Ops that only move dims about: text where dims keep their identity, arithmetic for views, which do not."""
+"""Rules of ops that only rearrange dims. Rules are text if dims keep their identity; views use arithmetic."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def _shape(node: Any) -> tuple[int, ...]:
 def reshaped_place(
     before: Sequence[int], after: Sequence[int], place: AxisLayout, parts: DimSplit
 ) -> AxisLayout | None:
-    """Where a shard lies after a reshape, or None if the new dims cut across it.
+    """Return the layout of a shard after a reshape, or None if the new dims cut across it.
 
-    The tensor's elements in order read (major, ranks, minor). A dim of the new shape carries the ranks' factor if its
-    own elements read (prefix, ranks, rest) at the same position.
+    The elements of the tensor in order have the factors (major, ranks, minor). A dim of the new shape is sharded if its
+    elements have the factors (prefix, ranks, rest) at the same position.
 
-    >>> reshaped_place((4, 6), (24,), Shard(1), Parts.of(2))        # "b (h/tensor)" -> "(b h/tensor)"
+    >>> reshaped_place((4, 6), (24,), Shard(1), DimSplit.of(2))        # "b (h/tensor)" -> "(b h/tensor)"
     Shard(dim=0, outer=4)
-    >>> reshaped_place((2, 24), (2, 3, 8), Shard(1, 3), Parts.of(4))  # "b (3 h/tensor)" -> "b 3 h/tensor"
+    >>> reshaped_place((2, 24), (2, 3, 8), Shard(1, 3), DimSplit.of(4))  # "b (3 h/tensor)" -> "b 3 h/tensor"
     Shard(dim=2, outer=1)
     """
     if not isinstance(place, Shard):
@@ -142,14 +142,14 @@ rule([aten.expand.default], Rule(_expand_text, _local_expand))
 
 
 # -----------------------------------------------------------------------------
-# Dims cut and joined: whole along the dim, free along the others
+# Slices and concatenations: replicated along the dim; other dims may be sharded
 # -----------------------------------------------------------------------------
 
 
 def _cut_place(place: AxisLayout, dim: int, extent: int, start: int, length: int) -> AxisLayout | None:
-    """Where `length` elements from `start` of a dim lie, when they are whole blocks outside the ranks' factor.
+    """Return the layout of `length` elements from `start`, if they are full blocks outside the ranks' factor.
 
-    A fused `"embed (3 heads/tensor)"` is cut into its three parts this way, without moving anything.
+    In this way a fused `"embed (3 heads/tensor)"` is split into three tensors without communication.
     """
     if not isinstance(place, Shard) or place.dim != dim:
         return None
@@ -163,7 +163,7 @@ def _cut_place(place: AxisLayout, dim: int, extent: int, start: int, length: int
 def _strided_place(
     place: AxisLayout, dim: int, extent: int, start: int, length: int, stride: int, parts: DimSplit
 ) -> AxisLayout | None:
-    """Where every other element of a dim lies, or of every so many one, when each rank takes the same of its own."""
+    """Return the layout of a slice with a stride, if each rank can take the same strided slice of its shard."""
     if not isinstance(place, Shard) or place.dim != dim or start >= stride:
         return None
     divides = (extent // place.outer) % (parts.samples * stride) == 0
@@ -213,7 +213,12 @@ def _local_split(step: OpContext, x: torch.Tensor, *args: Any, **kwargs: Any) ->
 
 
 def _taken_text(*dims: str, left: str = "") -> Callable[[fx.Node], str]:
-    """The rule of a view that takes a part of some dims, which are whole then, and leaves something in the last."""
+    """Return the rule of a view that selects from some dims, which must be replicated.
+
+    Args:
+        dims: the names of the arguments that hold these dims. The dims are removed from the results.
+        left: the name of a new last dim of the results, if any.
+    """
 
     def text(node: fx.Node) -> str:
         ndim = ndim_of(node)
@@ -226,11 +231,11 @@ def _taken_text(*dims: str, left: str = "") -> Callable[[fx.Node], str]:
 
 
 def _put_back_text(*dims: str, part: Sequence[str]) -> Callable[[fx.Node], str]:
-    """The rule of what writes a part back into the whole.
+    """Return the rule of an op that writes a slice into the full tensor.
 
     Args:
-        dims: the arguments that name the dims that it is taken of; whole.
-        part: what stands for these dims in the part; further names stand at its end.
+        dims: the names of the arguments that hold the sliced dims, which must be replicated.
+        part: the names of these dims in the slice. Additional names are appended to its dims.
     """
 
     def text(node: fx.Node) -> str:
@@ -250,9 +255,10 @@ def _cat_text(node: fx.Node) -> str:
 
 
 def _decide_cat(step: OpContext) -> OpSharding | None:
-    """Blocks of equal lengths that ranks split alike lie side by side, as both halves of a batch of pairs do.
+    """Concatenate along the sharded dim, if the operands are sharded in blocks of one length.
 
-    What is whole beside them is sliced, unless it is the larger part. Empty tensors stay as they are.
+    The result is then sharded in these blocks. An example is the two halves of a batch of pairs. Replicated operands
+    are sliced, unless they have more bytes than the sharded operands. Empty tensors are unchanged.
     """
     dim = argument(step.node, "dim") % len(step.result().shape)
     filled = [operand for operand in step.operands if operand.aval.shape[dim]]
@@ -277,7 +283,7 @@ def _stack_text(node: fx.Node) -> str:
 
 
 def _turned_text(node: fx.Node) -> str:
-    """`flip(x, dims)` and `roll(x, shifts, dims)`, which without dims rolls through all of them."""
+    """Rule of `flip(x, dims)` and `roll(x, shifts, dims)`. Without dims, `roll` rolls through all dims."""
     ndim, dims = ndim_of(node), argument(node, "dims")
     if node.target is aten.roll.default:
         dims = dims or range(ndim)
@@ -285,7 +291,7 @@ def _turned_text(node: fx.Node) -> str:
 
 
 def _pad_text(node: fx.Node) -> str:
-    """`constant_pad_nd(x, pad, value)`: linear where the padding is zeros."""
+    """Rule of `constant_pad_nd(x, pad, value)`. It is linear if the padding is zeros."""
     ndim = ndim_of(node)
     padded = [ndim - 1 - index // 2 for index, amount in enumerate(node.args[1]) if amount]
     return whole_along(*padded, ndim=ndim, mark="" if argument(node, "value") else "~")
@@ -301,14 +307,14 @@ def _repeat_text(node: fx.Node) -> str:
 
 
 def _unfold_text(node: fx.Node) -> str:
-    """`unfold(x, dimension, size, step)`: windows along a dim, their elements in a new last one."""
+    """Rule of `unfold(x, dimension, size, step)`: windows along a dim, with their elements in a new last dim."""
     ndim, dim = ndim_of(node), argument(node, "dimension") % max(ndim_of(node), 1)
     left, right = (dim_names(ndim, {dim: name}) for name in (f"d{dim}^", "new"))
     return f"~{pattern(left)} -> {pattern([*right, 'newsize'])}"
 
 
 def _bits_text(node: fx.Node) -> str:
-    """`view(dtype)`: elementwise, or along the last dim where elements are of another size."""
+    """Rule of `view(dtype)`. It is elementwise, or acts along the last dim if the size of an element changes."""
     before, after = info(node.args[0]).aval, info(node).aval
     return "... -> ..." if before.dtype.itemsize == after.dtype.itemsize else batched_text(1)(node)
 

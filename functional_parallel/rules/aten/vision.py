@@ -1,4 +1,4 @@
-"""Convolutions and pooling: batch and channels are free, spatial dims whole."""
+"""Rules of convolutions and pooling. Batch and channels may be sharded; spatial dims are replicated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ aten = torch.ops.aten
 
 
 def _convolution_text(node: fx.Node) -> str:
-    """`convolution(x, w, None, stride, padding, dilation, transposed, output_padding, groups)`; biases come after."""
+    """Rule of `convolution(x, w, None, stride, padding, dilation, transposed, output_padding, groups)`.
+
+    The bias is added by a separate op.
+    """
     ndim = ndim_of(node)
     transposed, groups = node.args[6], node.args[8]
     space = " ".join(f"s{dim}^" for dim in range(ndim - 2))
@@ -31,7 +34,7 @@ def _convolution_text(node: fx.Node) -> str:
 
 
 def _sampling_text(node: fx.Node) -> str:
-    """`grid_sampler(x, grid)`: of each image and channel, at the places that the grid of that image names."""
+    """Rule of `grid_sampler(x, grid)`, which samples each channel of an image at the positions in its grid."""
     space = [f"s{dim}" for dim in range(ndim_of(node) - 2)]
     places = [f"g{dim}" for dim in range(len(space))]
     return f"~n c {'^ '.join(space)}^, n {' '.join(places)} xy^ -> n c {' '.join(places)}"
@@ -44,7 +47,7 @@ rule([aten.max_pool3d_with_indices.default, aten.adaptive_max_pool3d.default], R
 rule([aten.max_unpool2d.default], Rule(batched_text(2)))
 rule([aten.max_unpool3d.default], Rule(batched_text(3)))
 
-#: linear ops on images: how many dims of an image they need whole
+#: linear ops on images, with the number of image dims that must be replicated
 _OF_IMAGES = {
     aten.upsample_nearest1d: 1,
     aten.upsample_linear1d: 1,
@@ -79,9 +82,10 @@ for packet, count in _OF_IMAGES.items():
 
 
 def _pool_to_one(dims: int, input: torch.Tensor, output_size: Any) -> Any:
-    """As the mean that torch makes of it too, but without relabelling strides, which it does to what is channels-last.
+    """Compute pooling to one element as a mean, as torch does, but without relabelling the strides of the result.
 
-    To do so it changes the tensor in place by an op for which there is no rule, and a backward without a trace.
+    For a channels-last tensor, torch relabels the strides in place, by an op that has no rule. The backward of that op
+    is not traced.
     """
     sizes = output_size if isinstance(output_size, (tuple, list)) else [output_size]
     return input.mean(tuple(range(-dims, 0)), keepdim=True) if set(sizes) == {1} else NotImplemented

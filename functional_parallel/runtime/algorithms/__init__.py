@@ -1,4 +1,4 @@
-"""Algorithms for collectives of real processes, each a few lines over messages or shared memory, and which to use."""
+"""Algorithms for collectives of real processes, written over messages or shared memory, and their selection."""
 
 from . import launch
 from .algorithm_group import COMPLETED, ROLL_CALL, AlgorithmGroup, RankGroup, TaggedMessages

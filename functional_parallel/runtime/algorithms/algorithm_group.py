@@ -1,4 +1,4 @@
-"""The ranks that one collective goes over, and the ways in which they reach each other."""
+"""The ranks of one collective, and the communication between them."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from ..shared_memory import LARGEST, Channels, connect, host_identity
 __all__ = ["COMPLETED", "ROLL_CALL", "AlgorithmGroup", "RankGroup", "TaggedMessages"]
 
 _TAG_BITS = 31
-_COUNT_BITS = 12  # so many collectives of a group are never under way at once
-_SINGLE = 0  # in the place of the count, of messages that belong to no collective
+_COUNT_BITS = 12  # a group never has 2 ** 12 collectives in flight at the same time
+_SINGLE = 0  # replaces the count in messages that do not belong to a collective
 ROLL_CALL = (1 << _TAG_BITS) - 1  # a tag that no other messages have
 
 
 class RankGroup:
-    """Some ranks, numbered from 0, of which this is one."""
+    """Some ranks, numbered from 0. This process is one of them."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
     def others(self) -> list[int]:
-        """All ranks but this one, beginning with the next, so that not all send to one at once."""
+        """Return all other ranks, starting with the next rank, so that not all ranks first send to the same rank."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
 
 class AlgorithmGroup(RankGroup):
-    """A process group, its ranks numbered in the order of the mesh axes.
+    """A process group with its ranks numbered in the order of the mesh axes.
 
     Args:
         handle: torch's process group.
         rank: this rank's number.
-        seats: for each rank, its number in torch's group.
-        timeout: seconds to wait for another rank, where torch does not do the waiting.
-        host: equal on ranks that may share memory; None asks the system.
-        tags: shared by all teams on one process group, so that no two of their collectives have the same tag.
-        doing: what this rank is doing.
+        seats: per rank, its number in torch's group.
+        timeout: seconds to wait for another rank, for waits that are not torch's.
+        host: id that is equal on ranks that may share memory; None queries the system.
+        tags: shared by all groups on one process group, so that their collectives have different tags.
+        doing: call log of this rank.
         names: the ranks' names, for messages.
 
     Attributes:
-        hosts: the ranks on each host.
-        on_my_host: those on this one's.
-        is_on_one_host: whether there is no other.
-        has_hosts_alike: whether every host has as many ranks.
-        shared: the memory that it shares with the ranks of its host, if it can.
+        hosts: per host, its ranks.
+        on_my_host: the ranks on this rank's host.
+        is_on_one_host: whether all ranks are on one host.
+        has_hosts_alike: whether every host has the same number of ranks.
+        shared: the memory shared by the ranks of this host, or None.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class AlgorithmGroup(RankGroup):
 
     @property
     def handle(self) -> Any:
-        """Torch's process group, as long as torch holds it."""
+        """Torch's process group, for as long as torch holds it."""
         return self._handle.group
 
     def run(self, steps: CollectiveSteps) -> RunningCollective:
@@ -88,18 +88,18 @@ class AlgorithmGroup(RankGroup):
         return RunningCollective(steps) if self.shared is None else self.shared.run(steps)
 
     def messages(self) -> TaggedMessages:
-        """The messages of one collective: all ranks call this in the same order."""
+        """Return the messages of one collective. All ranks must call this in the same order."""
         return self._tagged(1 + next(self._tags) % ((1 << _COUNT_BITS) - 2))
 
     def _tagged(self, number: int) -> TaggedMessages:
-        """Messages that no rank takes for its own which does something else."""
+        """Return messages with a tag that ranks in a different call do not use."""
         doing = self._doing.brief(_TAG_BITS - _COUNT_BITS)
         return TaggedMessages(self._handle, self._seats, doing << _COUNT_BITS | number)
 
     # --- messages to single ranks, received in the order in which they were sent ---
 
     def send(self, x: Tensor, to: int) -> Waitable:
-        """Start to send contiguous bytes, which must not change until this is waited for."""
+        """Start to send contiguous bytes. They must not change until the returned handle is waited for."""
         channels = self._channels(x, to)
         if channels is None:
             return self._tagged(_SINGLE).send(x, to)
@@ -114,15 +114,15 @@ class AlgorithmGroup(RankGroup):
         return channels.receive(into, self.on_my_host.index(source))
 
     def _channels(self, x: Tensor, other: int) -> Channels | None:
-        """The ways through memory, where they serve: both ends must answer alike. What is empty goes no way."""
+        """Return the channels if they can carry `x`. Both ends must decide the same way. Empty tensors are not sent."""
         if self.shared is None or other not in self.on_my_host or not 0 < x.numel() <= LARGEST:
             return None
         return self.shared.channels
 
-    # --- two levels, where every host has as many ranks ---
+    # --- two levels, if every host has the same number of ranks ---
 
     def places(self) -> list[tuple[int, ...]]:
-        """For each place on a host, the ranks there, one of each host."""
+        """Return the ranks by their index on a host: for each index, one rank of each host."""
         return list(zip(*self.hosts, strict=True))
 
     @property
@@ -131,23 +131,23 @@ class AlgorithmGroup(RankGroup):
 
     @property
     def local(self) -> RankGroup:
-        """The ranks on this host."""
+        """Group of the ranks on this host."""
         return RankGroup(self.on_my_host.index(self.rank), len(self.on_my_host))
 
     @property
     def across(self) -> RankGroup:
-        """The ranks that have this one's place on their hosts."""
+        """Group of the ranks with this rank's index on their hosts."""
         return RankGroup(self.with_my_place.index(self.rank), len(self.hosts))
 
     def exchange(self, value: Any) -> list[Any]:
-        """One object from each rank, by rank."""
+        """Exchange one object per rank; return them by rank."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.handle)
         return [values[seat] for seat in self._seats]
 
 
 class TaggedMessages:
-    """Sends and receives under a tag of their own, so that no other collective's can be taken for them.
+    """Sends and receives under a separate tag, so that messages of other collectives are not received instead.
 
     Between two ranks, messages of one tag arrive in the order in which they were sent.
     """
@@ -158,11 +158,11 @@ class TaggedMessages:
         self._handle, self._seats, self._tag = handle, seats, tag
 
     def among(self, ranks: Sequence[int]) -> TaggedMessages:
-        """The same between some of the ranks, numbered by their place in the list."""
+        """Restrict the messages to some of the ranks, renumbered by their index in `ranks`."""
         return TaggedMessages(self._handle, [self._seats[rank] for rank in ranks], self._tag)
 
     def send(self, x: Tensor, to: int) -> Waitable:
-        """Start to send a contiguous tensor, which must not change until this is waited for."""
+        """Start to send a contiguous tensor. It must not change until the returned handle is waited for."""
         return self._started(dist.isend, x, self._seats[to], "group_dst")
 
     def receive(self, into: Tensor, source: int) -> Waitable:
@@ -177,7 +177,7 @@ class TaggedMessages:
 
 
 class _UnderWay:
-    """A message to or from another rank, which an error names: torch names an address."""
+    """A message to or from another rank. Its error names the rank; torch's names an address."""
 
     __slots__ = ("_direction", "_handle", "_seat", "_work")
 

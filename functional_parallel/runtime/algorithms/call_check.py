@@ -1,7 +1,7 @@
-"""Whether the ranks of a group do the same, where no signals through shared memory say so.
+"""Check that the ranks of a group make the same call, if no signals through shared memory report it.
 
-Messages and the backend's collectives carry bytes alone, and those of two calls may be equally many. So with the first
-collective of every call the ranks tell each other what they do. The answer comes with the first result.
+Messages and the backend's collectives carry bytes only, and two different calls may send equally many. The ranks
+therefore exchange their call ids with the first collective of every call. The answer arrives with the first result.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ __all__ = ["CallCheck"]
 
 
 class CallCheck:
-    """One rank's end of it.
+    """One rank's end of the check.
 
     Args:
-        ranks: of the group.
-        messages: between them, under the tag `ROLL_CALL`, since who does something else must be heard too.
-        doing: what this rank is doing.
+        ranks: the ranks of the group.
+        messages: messages between them under the tag `ROLL_CALL`, so that a rank in a different call is heard too.
+        doing: call log of this rank.
         names: the ranks' names, for messages.
     """
 
     def __init__(self, ranks: RankGroup, messages: TaggedMessages, doing: CallLog, names: Sequence[str]) -> None:
         self._ranks, self._messages, self._doing, self._names = ranks, messages, doing, names
-        self._asked = 0  # nothing yet
+        self._asked = 0  # no call yet
         self._answer: Waitable = COMPLETED
 
     def ask(self) -> Waitable:
-        """Tell the others what this rank does, if it has not; to be waited for before anything of theirs is used.
+        """Send the id of this rank's call to the others, once per call. Wait for the answer before using their data.
 
-        Waiting raises `OutOfStepError` when a rank does something else. All ranks ask before the same collectives.
+        Waiting raises `OutOfStepError` if a rank makes a different call. All ranks ask before the same collectives.
         """
         if self._doing.mark != self._asked:
             self._asked = self._doing.mark
@@ -42,7 +42,7 @@ class CallCheck:
         return self._answer
 
     def before(self, steps: CollectiveSteps) -> CollectiveSteps:
-        """The steps of a collective, after the first of which it is clear that it is one."""
+        """Yield the steps of a collective. The first one also waits for the check that all ranks make the same call."""
         answer = self.ask()
         for awaited in steps:
             yield [answer, *awaited]
@@ -51,7 +51,7 @@ class CallCheck:
 class _Answer:
     def __init__(self, ranks: RankGroup, messages: TaggedMessages, doing: CallLog, names: Sequence[str]) -> None:
         self._doing, self._names = doing, names
-        self._mine = torch.tensor([doing.mark], dtype=torch.int64, device="cpu")  # kept until it has left
+        self._mine = torch.tensor([doing.mark], dtype=torch.int64, device="cpu")  # kept until it is sent
         self._marks = {rank: torch.zeros(1, dtype=torch.int64, device="cpu") for rank in ranks.others()}
         receiving = [messages.receive(mark, rank) for rank, mark in self._marks.items()]
         self._under_way = [*receiving, *(messages.send(self._mine, rank) for rank in self._marks)]

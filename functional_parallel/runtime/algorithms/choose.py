@@ -17,9 +17,9 @@ SIZES = tuple(1 << power for power in (10, 14, 18, 22, 26))
 
 
 def requested_algorithm(given: str | None, ordered: bool) -> str:
-    """What was asked for: an argument, else the environment variable, else "auto".
+    """Return the requested algorithm: the argument, else the environment variable, else "auto".
 
-    >>> setting("ring", ordered=False)
+    >>> requested_algorithm("ring", ordered=False)
     'ring'
 
     Args:
@@ -27,7 +27,7 @@ def requested_algorithm(given: str | None, ordered: bool) -> str:
         ordered: whether sums must be in rank order.
 
     Raises:
-        ValueError: for an unknown name, or one that does not add in rank order where sums must.
+        ValueError: if the name is unknown, or if `ordered` is set and the algorithm does not add in rank order.
     """
     name = given or os.environ.get(VARIABLE) or "auto"
     known = ["auto", "backend", *ALGORITHMS]
@@ -51,16 +51,16 @@ _REASONS = {
 
 
 class AlgorithmSelector:
-    """Selects the algorithms of one team.
+    """Selects the algorithms of one group.
 
     Args:
         team: the ranks.
         setting: "auto", or the name of an algorithm.
         ordered: whether sums must be in rank order.
-        measuring: makes what stands around the collective that measures.
+        measuring: creates the context of the collectives that measure costs.
 
     Raises:
-        ValueError: when the algorithm that was asked for cannot serve this team.
+        ValueError: if this group cannot use the requested algorithm.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class AlgorithmSelector:
 
     @property
     def machine(self) -> MeasuredCosts:
-        """The measured costs of this team, which `table` shows; the first use is a collective."""
+        """The measured costs of this group, which `table` prints. The first access is a collective."""
         if self._machine is None:
             with self._measuring():
                 self._machine = measure_group(self.team)
         return self._machine
 
     def choose(self, kind: str) -> Algorithm | None:
-        """Select the algorithm of a kind of collective; None is the backend's own."""
+        """Select the algorithm for a kind of collective. None selects the backend's own collective."""
         return self._forced if self._forced is not None else ALGORITHMS.get(self._by_rule(kind))
 
     def _by_rule(self, kind: str) -> str:
@@ -99,7 +99,7 @@ class AlgorithmSelector:
         return ALGORITHMS[name].is_ordered or not self._must_add(kind)
 
     def predictions(self, kind: str, size: int) -> dict[str, float]:
-        """Seconds by the name of each algorithm that may be used here, "backend" among them."""
+        """Return predicted seconds of each usable algorithm, by name. An ordered all_reduce has no "backend"."""
         found = {}
         for name, algorithm in ALGORITHMS.items():
             work = algorithm_cost(name, kind, self.team.size, len(self.team.hosts), size)
@@ -116,10 +116,10 @@ class AlgorithmSelector:
     def table(self, sizes: Sequence[int] = SIZES) -> str:
         """Return predicted milliseconds by collective, size and algorithm, and the selected algorithm.
 
-        The first call measures the team; every rank must make it.
+        The first call measures the group. Every rank must make it.
 
         Args:
-            sizes: bytes.
+            sizes: sizes in bytes.
         """
         machine, team = self.machine, self.team
         lines = [

@@ -1,8 +1,8 @@
-"""Recursive halving, then doubling: log₂ p rounds each way, with a partner half as far, or twice as far, each time.
+"""Recursive halving, then doubling: log₂ p rounds each. The distance to the partner halves, then doubles.
 
-As few bytes as a ring in fewer rounds, for a power of two of ranks; other numbers take the ring. R. Thakur,
-R. Rabenseifner and W. Gropp, Optimization of collective communication operations in MPICH, Int. J. High Perform.
-Comput. Appl. 19 (2005).
+It moves the same number of bytes as a ring in fewer rounds, for a power-of-two number of ranks. Other numbers use the
+ring. R. Thakur, R. Rabenseifner and W. Gropp, Optimization of collective communication operations in MPICH, Int. J.
+High Perform. Comput. Appl. 19 (2005).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def is_power_of_two(number: int) -> bool:
 def reduce(
     team: RankGroup, messages: TaggedMessages, chunks: Sequence[Tensor], result: Tensor, accumulated: torch.dtype | None
 ) -> CollectiveSteps:
-    """Chunk i of the sum on rank i: each round gives away the half of the chunks that the partner's side keeps."""
+    """Compute chunk i of the sum on rank i. Each round sends the half of the chunks that the partner's side keeps."""
     if not is_power_of_two(team.size):
         yield from ring.reduce_scatter_steps(team, messages, chunks, result, accumulated)
         return
@@ -50,7 +50,7 @@ def reduce(
 
 
 def gather(team: RankGroup, messages: TaggedMessages, parts: Sequence[Tensor]) -> CollectiveSteps:
-    """`parts[i]` becomes that of rank i; they lie one behind the other. Each round doubles what a rank has."""
+    """Receive `parts[i]` from rank i. The parts are contiguous. Each round doubles the data that a rank has."""
     if not is_power_of_two(team.size):
         yield from ring.all_gather_steps(team, messages, parts)
         return

@@ -1,7 +1,7 @@
-"""One collective by one algorithm: its steps, and what makes the result of them.
+"""Start one collective with one algorithm: return its steps and a function that computes the result.
 
-Results are made before the first step, as algorithms receive into them. Operands are taken as they lie in memory, or
-packed by an algorithm that copies them anyhow.
+Results are allocated before the first step, because algorithms receive into them. Operands are passed unchanged, or as
+a bucket if the algorithm copies its operand.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ def all_reduce(
     accumulated: torch.dtype | None,
     layout: BucketLayout | None = None,
 ) -> StartedCollective:
-    """The sum, in the operand's memory where it may be overwritten.
+    """Sum over the ranks, into the operand's memory if it may be overwritten.
 
     Args:
-        algorithm: of those that serve the team.
+        algorithm: an algorithm that supports the group.
         team: the ranks.
-        x: this rank's; flat where there is a layout.
-        overwrite: nothing else needs what lies there.
-        accumulated: the type to add in; None is the operand's.
-        layout: which stretches of the sum are wanted; where `x` is packed, one for each tensor, in their order.
+        x: this rank's operand; flat if there is a layout.
+        overwrite: whether the operand's memory may be overwritten.
+        accumulated: dtype of the accumulation; None means the operand's.
+        layout: requested slices of the sum. If `x` is a bucket, one per tensor, in their order.
     """
     operand = _as_it_lies(algorithm, x)
-    # less than goes in pieces is added in one op
+    # up to `AT_ONCE` bytes are sent in one piece and added in one op
     if layout is not None and isinstance(operand, LazyBucket) and operand.nbytes > slots.AT_ONCE:
         sums = operand.results()
         return algorithm.all_reduce(team, operand, sums, accumulated), lambda: FlatOutputs(sums)
@@ -75,7 +75,7 @@ def all_reduce(
 def reduce_scatter(
     algorithm: Algorithm, team: AlgorithmGroup, x: CollectiveInput, dim: int, accumulated: torch.dtype | None
 ) -> StartedCollective:
-    """This rank's chunk of the sum, along a dim."""
+    """Sum over the ranks and return this rank's chunk along a dim."""
     operand = _as_it_lies(algorithm, x)
     if isinstance(operand, LazyBucket):
         result = operand.empty(operand.shape.numel() // team.size)
@@ -88,14 +88,14 @@ def reduce_scatter(
 def all_gather(
     algorithm: Algorithm, team: AlgorithmGroup, x: CollectiveInput, dim: int, layout: BucketLayout | None = None
 ) -> StartedCollective:
-    """All ranks' operands, joined along a dim; with a layout the tensors that are packed in it.
+    """Concatenate all ranks' operands along a dim. With a layout, return the tensors that are packed in the result.
 
     Args:
-        algorithm: of those that serve the team.
+        algorithm: an algorithm that supports the group.
         team: the ranks.
-        x: this rank's; flat where there is a layout.
-        dim: along which they are joined.
-        layout: where tensors lie in what is gathered.
+        x: this rank's operand; flat if there is a layout.
+        dim: dim of the concatenation.
+        layout: layout of the tensors in the gathered bucket.
     """
     operand = _as_it_lies(algorithm, x)
     if layout is not None and algorithm.packs:
@@ -103,7 +103,7 @@ def all_gather(
         if isinstance(operand, LazyBucket):
             leaves.keep(team.rank, operand.tensors)
         return algorithm.all_gather(team, operand, leaves), lambda: leaves
-    if dim > 0 and algorithm.packs:  # each rank's part where it belongs, as if it alone were packed
+    if dim > 0 and algorithm.packs:  # each rank's shard is written to its destination, like a bucket of one tensor
         assert isinstance(operand, Tensor)
         alone = DirectOutputs(BucketLayout(team.size, ((0, tuple(operand.shape), dim),)), operand.dtype, operand.device)
         return algorithm.all_gather(team, operand.reshape(-1), alone), lambda: alone.take(0)
@@ -113,14 +113,14 @@ def all_gather(
 
 
 def unpack_bucket(whole: Tensor, layout: BucketLayout | None = None) -> Tensor | BucketOutput:
-    """A whole, or the tensors in it."""
+    """Return the full tensor, or with a layout the tensors in it."""
     return whole if layout is None else SlicedBucket(layout, whole)
 
 
 def all_to_all(
     algorithm: Algorithm, team: AlgorithmGroup, x: Tensor, split_dim: int, concat_dim: int
 ) -> StartedCollective:
-    """Chunks of all ranks for this one, joined along a dim, by an algorithm that knows a way."""
+    """Exchange chunks and concatenate the received ones along a dim, by an algorithm with an `all_to_all`."""
     assert algorithm.all_to_all is not None, algorithm.name
     chunks = resolved(x).chunk(team.size, split_dim)
     parts = x.new_empty((team.size, *chunks[0].shape)).unbind()
@@ -128,7 +128,7 @@ def all_to_all(
 
 
 def resolved(x: Tensor) -> Tensor:
-    """The values as they lie in memory."""
+    """Return the values with conjugation and negation bits resolved, detached."""
     return x.detach().resolve_conj().resolve_neg()
 
 

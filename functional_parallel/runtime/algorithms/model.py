@@ -1,8 +1,8 @@
-"""What a collective costs: rounds × latency + bytes × time per byte (the α-β model), from three measurements.
+"""Cost of a collective: rounds × latency + bytes × time per byte (the α-β model), from three measurements.
 
-What is measured, once per process group and in tens of milliseconds: messages between neighbours, memory that is
-shared, and the backend's own collectives. What an algorithm costs follows from its rounds, messages and bytes, by the
-formulas of the papers that it comes from.
+The measurements run once per process group and take tens of milliseconds. They time messages between neighbours, shared
+memory, and the backend's own collectives. The cost of an algorithm follows from its rounds, messages and bytes, by the
+formulas of the original papers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _IN_A_ROUND = 4
 
 
 def fitted(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
-    """The line through some measurements, by least squares of relative errors.
+    """Fit a line to measurements by least squares of relative errors.
 
     >>> print(fitted([1_000, 100_000, 1_000_000], [51e-6, 150e-6, 1050e-6]))
     50 µs + n / 1.0 GB/s
@@ -45,22 +45,22 @@ def fitted(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
     alpha, beta = (
         torch.linalg.lstsq(rows / scale, torch.ones(len(rows), 1, dtype=rows.dtype)).solution[:, 0] / scale
     ).tolist()
-    if min(alpha, beta) <= 0:  # lost in noise: the larger of the two explanations for every byte
+    if min(alpha, beta) <= 0:  # lost in noise: no latency, or the largest time per byte for every byte
         return Line(max(alpha, 0.0), max(t / n for n, t in zip(sizes, seconds, strict=True) if n == max(sizes)))
     return Line(alpha, beta)
 
 
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """What was measured on a team, the slowest rank of it counting.
+    """Measurements of a group, each by its slowest rank.
 
     Attributes:
-        message: one message each to and from a neighbour; between hosts where there are several.
-        further: seconds for each further message of a round.
-        memory: one round through shared memory, and what each byte costs that a rank writes or reads there; None where
-            there is none, or no collective can use it, as on hosts with different numbers of ranks.
-        whole: by algorithm and kind, collectives that were measured as they are: the backend's own, and those through
-            shared memory where all ranks share it.
+        message: one message each to and from a neighbour, between hosts if there are several.
+        further: seconds for each additional message of a round.
+        memory: one round through shared memory, and the cost of each byte that a rank writes or reads there. None if no
+            memory is shared, or no collective can use it, as on hosts with different numbers of ranks.
+        whole: by algorithm and kind, collectives that were timed directly: the backend's own, and shared-memory
+            collectives if all ranks share memory.
     """
 
     message: Line
@@ -71,14 +71,14 @@ class MeasuredCosts:
 
 @dataclass(frozen=True)
 class AlgorithmCost:
-    """What the busiest rank does in an algorithm; bytes are multiples of the collective's.
+    """Work of the busiest rank in an algorithm. Byte counts are multiples of the collective's size.
 
     Attributes:
-        rounds: messages that wait for one another.
-        messages: all that it sends.
-        sent: bytes.
-        signals: rounds through shared memory.
-        copied: bytes written to or read from it.
+        rounds: number of sequential rounds of messages.
+        messages: number of messages that it sends.
+        sent: bytes sent.
+        signals: number of rounds through shared memory.
+        copied: bytes written to or read from shared memory.
     """
 
     rounds: int = 0
@@ -97,7 +97,7 @@ class AlgorithmCost:
         )
 
     def seconds(self, size: float, machine: MeasuredCosts) -> float:
-        """How long it takes for a collective of so many bytes."""
+        """Return the duration of a collective of `size` bytes."""
         messages = self.rounds * machine.message.alpha + (self.messages - self.rounds) * machine.further
         memory = machine.memory or Line(0.0, 0.0)
         return (
@@ -123,22 +123,22 @@ def _count(number: int, what: str) -> str:
 
 
 def algorithm_cost(name: str, kind: str, ranks: int, hosts: int = 1, size: int = 1 << 30) -> AlgorithmCost | None:
-    """What an algorithm does for a collective of n bytes: the operand of a sum or an exchange, the result of a gather.
+    """Return the work of an algorithm for a collective of n bytes: operand of a sum or exchange, result of a gather.
 
-    >>> print(work_of("ring", "all_reduce", 4))
+    >>> print(algorithm_cost("ring", "all_reduce", 4))
     6 rounds, 1.5 n sent
-    >>> print(work_of("naive", "all_reduce", 4))
+    >>> print(algorithm_cost("naive", "all_reduce", 4))
     2 rounds, 6 n sent
 
     Args:
         name: a name in `ALGORITHMS`.
         kind: one of `COLLECTIVE_KINDS`.
-        ranks: how many there are.
-        hosts: on how many hosts they are, equally many on each.
-        size: n; what is small may go another way.
+        ranks: number of ranks.
+        hosts: number of hosts, with equal numbers of ranks.
+        size: n; small collectives may use a different method.
 
     Returns:
-        The work; None where the algorithm does not have this collective.
+        The work; None if the algorithm does not have this collective.
     """
     if name == "shared":
         return _shared(kind, ranks, size)
@@ -155,7 +155,7 @@ def algorithm_cost(name: str, kind: str, ranks: int, hosts: int = 1, size: int =
 
 
 def _phase(name: str, ranks: int) -> AlgorithmCost:
-    """Half an all-reduce: p − 1 parts of n / p bytes are sent, whatever the algorithm."""
+    """Return half an all-reduce: every algorithm sends p − 1 chunks of n / p bytes."""
     sent = (ranks - 1) / ranks
     if name == "direct":
         return AlgorithmCost(1, ranks - 1, sent)
@@ -170,7 +170,7 @@ def _naive(kind: str, ranks: int) -> AlgorithmCost:
 
 
 def _shared(kind: str, ranks: int, size: int) -> AlgorithmCost:
-    """Writing n bytes or a part of them, and reading what is wanted."""
+    """Return the work of writing n bytes or a chunk of them, and of reading the requested ones."""
     if kind == "all_reduce":
         one_round = ranks == 2 or size <= shared.ONE_ROUND
         return AlgorithmCost(signals=1, copied=1.0 + ranks) if one_round else AlgorithmCost(signals=2, copied=3.0)
@@ -188,7 +188,7 @@ def _two_level(on_each: int, hosts: int) -> dict[str, AlgorithmCost]:
 
 
 def measure_group(team: AlgorithmGroup) -> MeasuredCosts:
-    """Measure a team; every rank takes part, and all get the same numbers: those of the slowest rank."""
+    """Measure a group. Every rank takes part, and all ranks get the numbers of the slowest rank."""
     trials = {(key, size): run for size in _SIZES for key, run in _trials(team, size).items()}
     best = dict.fromkeys(trials, float("inf"))
     began = time.perf_counter()
@@ -196,7 +196,7 @@ def measure_group(team: AlgorithmGroup) -> MeasuredCosts:
     batch = max(team.exchange(time.perf_counter() - began))
     for _ in range(min(_MOST_BATCHES, int(_SECONDS / batch))):
         _time_all(trials, best)
-    found = team.exchange(best)  # and so all has been read
+    found = team.exchange(best)  # after this, all ranks have read everything
     if team.shared is not None:
         team.shared.give_back()
     slowest = {trial: max(times[trial] for times in found) for trial in trials}
@@ -209,17 +209,17 @@ def measure_group(team: AlgorithmGroup) -> MeasuredCosts:
 
 
 def _time_all(trials: dict[Any, Callable[[], object]], best: dict[Any, float]) -> None:
-    """Each in turn, so that a disturbance spoils one time of each."""
+    """Time each trial in turn, so that a disturbance affects only one time of each."""
     for trial, run in trials.items():
-        run()  # touches memory, and brings the ranks together
+        run()  # touches the memory and synchronizes the ranks
         began = time.perf_counter()
-        for _ in range(_BATCH):  # one alone may have arrived before it is waited for
+        for _ in range(_BATCH):  # a single message may have arrived before it is waited for
             run()
         best[trial] = min(best[trial], (time.perf_counter() - began) / _BATCH)
 
 
 def _trials(team: AlgorithmGroup, size: int) -> dict[tuple[str, str], Callable[[], object]]:
-    """What is timed, for so many bytes: by algorithm and kind."""
+    """Return the trials for `size` bytes, by algorithm and kind."""
     length = size // 4 // team.size
     whole, mine = torch.zeros(length * team.size), torch.zeros(length)
     bytes_ = whole.view(torch.uint8)
@@ -232,7 +232,7 @@ def _trials(team: AlgorithmGroup, size: int) -> dict[tuple[str, str], Callable[[
         ("backend", "all_to_all"): lambda: _exchanged(team, whole),
     }
     memory = team.shared
-    if memory is not None and team.has_hosts_alike:  # else some ranks would have a trial more than others
+    if memory is not None and team.has_hosts_alike:  # else some ranks would have more trials than others
         local = [torch.zeros(size // 4 // memory.size) for _ in range(memory.size)]
         steps = lambda: shared.all_gather(memory, local[0], _parts(memory, local[0]))  # noqa: E731
         trials["memory", ""] = lambda: team.run(steps()).wait()
@@ -260,7 +260,7 @@ def _exchanged(team: AlgorithmGroup, whole: Tensor) -> list[Tensor]:
 
 
 def _shift(team: AlgorithmGroup, sent: Tensor, count: int) -> None:
-    """Send to a neighbour and receive from one, in so many messages."""
+    """Send to one neighbour and receive from the other, in `count` messages."""
     after, before = _neighbours(team)
     messages = team.messages()
     receiving = [messages.receive(part, before) for part in torch.empty_like(sent).chunk(count)]
@@ -269,9 +269,10 @@ def _shift(team: AlgorithmGroup, sent: Tensor, count: int) -> None:
 
 
 def _neighbours(team: AlgorithmGroup) -> tuple[int, int]:
-    """Whom a rank sends to, and whom it hears: on another host where there are several, if none has most of the ranks.
+    """Return the ranks to send to and receive from. With several hosts, they are on other hosts.
 
-    In a ring of all ranks, host by host, one further by as many as the largest host has.
+    The exception is a host with most of the ranks. In a ring of all ranks, sorted by host, the step is the number of
+    ranks of the largest host.
     """
     ring = [rank for ranks in team.hosts for rank in ranks]
     step = 1 if team.is_on_one_host else max(map(len, team.hosts))

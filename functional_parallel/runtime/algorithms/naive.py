@@ -1,7 +1,7 @@
-"""One server: all send to rank 0, which adds in rank order and sends the result to all.
+"""One server: all ranks send to rank 0, which adds in rank order and sends the result to all.
 
-What everybody writes first, and what nobody should run: 2 (p − 1) messages of everything pass through one rank, while
-the links of all others lie idle.
+This is the obvious implementation, and a bad one: 2 (p − 1) full-size messages pass through one rank, while the links
+of all others are idle.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SERVER = 0
 
 
 def all_reduce(team: AlgorithmGroup, x: Tensor, result: Tensor, accumulated: torch.dtype | None) -> CollectiveSteps:
-    """The sum, into `result`, which is contiguous and may be `x`."""
+    """Write the sum into `result`, which is contiguous and may be `x`."""
     messages = team.messages()
     clients = team.others()
     if team.rank != SERVER:
@@ -37,7 +37,7 @@ def all_reduce(team: AlgorithmGroup, x: Tensor, result: Tensor, accumulated: tor
 def reduce(
     team: RankGroup, messages: TaggedMessages, chunks: Sequence[Tensor], result: Tensor, accumulated: torch.dtype | None
 ) -> CollectiveSteps:
-    """Chunk i of the sum on rank i."""
+    """Compute chunk i of the sum on rank i."""
     clients = team.others()
     if team.rank != SERVER:
         sent = [chunk.contiguous() for chunk in chunks]
@@ -53,7 +53,7 @@ def reduce(
 
 
 def gather(team: RankGroup, messages: TaggedMessages, parts: Sequence[Tensor]) -> CollectiveSteps:
-    """`parts[i]` becomes that of rank i."""
+    """Receive `parts[i]` from rank i."""
     if team.rank != SERVER:
         yield [messages.send(parts[team.rank], SERVER)]
         yield [messages.receive(part, SERVER) for part in parts]

@@ -1,7 +1,7 @@
-"""Every rank sends to the next and receives from the one before, p − 1 times around.
+"""Ring: every rank sends to the next rank and receives from the previous one, in p − 1 rounds.
 
-2 (p − 1) / p · n bytes per rank and all-reduce, which no algorithm can undercut, over p links that are all busy all the
-time: P. Patarasu and X. Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, J. Parallel
+An all-reduce moves 2 (p − 1) / p · n bytes per rank, the minimum of all algorithms, over p links that are always busy:
+P. Patarasu and X. Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, J. Parallel
 Distrib. Comput. 69 (2009).
 """
 
@@ -21,7 +21,7 @@ __all__ = ["all_gather_steps", "reduce_scatter_steps"]
 def reduce_scatter_steps(
     team: RankGroup, messages: TaggedMessages, chunks: Sequence[Tensor], result: Tensor, accumulated: torch.dtype | None
 ) -> CollectiveSteps:
-    """Chunk i of the sum on rank i: it sets out from rank i + 1, and every rank that it visits adds its own."""
+    """Compute chunk i of the sum on rank i. It starts at rank i + 1, and every rank on its path adds its operand."""
     after, before = _neighbours(team)
     travelling = chunks[before].to(accumulated or result.dtype).contiguous()
     for step in range(team.size - 1):
@@ -33,7 +33,7 @@ def reduce_scatter_steps(
 
 
 def all_gather_steps(team: RankGroup, messages: TaggedMessages, parts: Sequence[Tensor]) -> CollectiveSteps:
-    """`parts[i]` becomes that of rank i: each is passed on as it arrives."""
+    """Receive `parts[i]` from rank i. Each part is forwarded when it arrives."""
     after, before = _neighbours(team)
     for step in range(team.size - 1):
         here, coming = (team.rank - step) % team.size, (team.rank - step - 1) % team.size

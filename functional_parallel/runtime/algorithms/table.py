@@ -1,4 +1,4 @@
-"""The algorithms, by name."""
+"""Table of the algorithms, by name."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .algorithm_group import AlgorithmGroup, TaggedMessages
 __all__ = ["ALGORITHMS", "Algorithm"]
 
 Dtype = torch.dtype | None
-Operand = Any  # Tensor, or Packed where the algorithm packs; of a scatter its chunks, or Packed
-GatherOutput = Any  # Sequence[Tensor], or InPlace where it packs
-Result = Any  # Tensor, or flat tensors end to end where it packs
+Operand = Any  # Tensor, or LazyBucket if the algorithm packs; for a scatter its chunks, or LazyBucket
+GatherOutput = Any  # Sequence[Tensor], or DirectOutputs if it packs
+Result = Any  # Tensor, or contiguous flat tensors if it packs
 AllReduce = Callable[[AlgorithmGroup, Operand, Result, Dtype], CollectiveSteps]
 ReduceScatter = Callable[[AlgorithmGroup, Operand, Tensor, Dtype], CollectiveSteps]
 AllGatherFn = Callable[[AlgorithmGroup, Operand, GatherOutput], CollectiveSteps]
@@ -28,19 +28,19 @@ AllToAllFn = Callable[[AlgorithmGroup, Sequence[Tensor], Sequence[Tensor]], Coll
 
 @dataclass(frozen=True)
 class Algorithm:
-    """How collectives go over a team. Results are written where the caller wants them, in contiguous tensors.
+    """Implementation of the collectives of a group. Results are written into contiguous tensors of the caller.
 
     Attributes:
-        name: what it is called, in the field and in `FUNCTIONAL_PARALLEL_ALGORITHM`.
+        name: its name in the field `algorithm` and in `FUNCTIONAL_PARALLEL_ALGORITHM`.
         is_ordered: whether it adds in rank order.
-        refuses: why it cannot serve a team; None where it can.
-        all_reduce: the sum, into the third argument, which may be the operand, or what is packed in it.
-        reduce_scatter: from chunks by rank, equal in shape; the sum of this rank's into the third argument.
-        all_gather: from an operand into parts by rank, which lie one behind the other.
-        all_to_all: from chunks by rank into parts by rank; None where the algorithm knows no better way.
-        packs: whether the operand of a sum or gather may be `Packed`, the chunks of a scatter too, the parts of a
-            gather `InPlace`, and the result of a sum several tensors end to end.
-        signals: whether ranks see what the others do before they take something of theirs.
+        refuses: returns the reason why it cannot serve a group, or None.
+        all_reduce: writes the sum into the third argument, which may be the operand or the tensors packed in it.
+        reduce_scatter: adds chunks by rank, equal in shape; writes this rank's sum into the third argument.
+        all_gather: gathers operands into contiguous parts by rank.
+        all_to_all: exchanges chunks by rank into parts by rank; None if the algorithm has no better method.
+        packs: whether it supports buckets. The operand of a sum or gather and the chunks of a scatter may be a
+            `LazyBucket`. The parts of a gather may be `DirectOutputs`, and the result of a sum several flat tensors.
+        signals: whether ranks see the calls of the others before they read their data.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Algorithm:
 
 
 # -----------------------------------------------------------------------------
-# Algorithms of messages: a phase that sums, a phase that gathers; an all-reduce is one after the other
+# Algorithms of messages: a reduce phase and a gather phase; an all-reduce runs both
 # -----------------------------------------------------------------------------
 
 Reduce = Callable[[AlgorithmGroup, TaggedMessages, Sequence[Tensor], Tensor, Dtype], CollectiveSteps]
@@ -129,7 +129,7 @@ _SHARED = Algorithm(
     signals=True,
 )
 
-# In order of preference: of those about equally fast, the first.
+# In order of preference: of several algorithms that are about equally fast, the first.
 ALGORITHMS: dict[str, Algorithm] = {
     each.name: each
     for each in (

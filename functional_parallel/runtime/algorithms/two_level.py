@@ -1,8 +1,8 @@
-"""First among the ranks of each host, then between hosts, so that each byte crosses the network as rarely as it can.
+"""Two levels: within each host, then between hosts. Each byte crosses the network as rarely as possible.
 
-With L ranks on each of H hosts: a reduce-scatter within the host, one among the ranks with the same place on every host
-over 1/L of the bytes, and the same way back for a gather. Within a host it is shared memory where there is some, else
-direct messages; between hosts a ring.
+With L ranks on each of H hosts: a reduce-scatter within the host, then one over 1/L of the bytes among the ranks with
+the same index on every host. A gather runs the same steps in reverse. Within a host it uses shared memory if available,
+else direct messages. Between hosts it uses a ring.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["gather", "reduce", "refuses"]
 
 
 def refuses(team: AlgorithmGroup) -> str | None:
-    """Why this team has no two levels."""
+    """Return the reason why this group does not have two levels, or None."""
     sizes = sorted({len(ranks) for ranks in team.hosts})
     if len(team.hosts) == 1:
         return "all its ranks are on one host"
@@ -37,7 +37,7 @@ def reduce(
     result: Tensor,
     accumulated: torch.dtype | None,
 ) -> CollectiveSteps:
-    """Chunk i of the sum on rank i."""
+    """Compute chunk i of the sum on rank i."""
     dtype = accumulated or result.dtype
     bundles = _alike([torch.cat([chunks[rank].reshape(-1).to(dtype) for rank in ranks]) for ranks in team.places()])
     local, mine = team.local, torch.empty_like(bundles[0])
@@ -53,7 +53,7 @@ def reduce(
 
 
 def gather(team: AlgorithmGroup, messages: TaggedMessages, parts: Sequence[Tensor]) -> CollectiveSteps:
-    """`parts[i]` becomes that of rank i."""
+    """Receive `parts[i]` from rank i."""
     flat = [part.view(-1) for part in parts]
     across = [flat[rank] for rank in team.with_my_place]
     yield from ring.all_gather_steps(team.across, messages.among(team.with_my_place), across)
@@ -71,7 +71,7 @@ def gather(team: AlgorithmGroup, messages: TaggedMessages, parts: Sequence[Tenso
 
 
 def _alike(bundles: Sequence[Tensor]) -> list[Tensor]:
-    """All as long as the longest."""
+    """Pad all bundles to the length of the longest."""
     longest = max(bundle.numel() for bundle in bundles)
     return [torch.nn.functional.pad(bundle, (0, longest - bundle.numel())) for bundle in bundles]
 

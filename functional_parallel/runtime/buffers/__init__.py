@@ -1,4 +1,4 @@
-"""Tensors in one buffer: packed where they are sent from, unpacked where they belong, summed in rank order."""
+"""Tensors in one buffer: packed into the send buffer, unpacked into their destinations, summed in rank order."""
 
 from .packed import ConcatReader, LazyBucket, to_tensor
 from .sums import ordered_sum

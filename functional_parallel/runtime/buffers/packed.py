@@ -1,6 +1,6 @@
-"""Several tensors that travel as one: an algorithm that copies what it sends packs them where it sends from.
+"""Several tensors that are sent as one bucket. An algorithm that copies its operand packs them into its send buffer.
 
-And one that adds what it receives may write the sums over them.
+An algorithm that adds may write the sums over the tensors.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ __all__ = ["ConcatReader", "LazyBucket", "to_tensor"]
 
 
 class ConcatReader:
-    """Tensors that lie one behind the other along their last dim, to be gone through once, from front to back.
+    """Sequential reader of tensors that are concatenated along their last dim. It reads each element once, in order.
 
-    >>> tensors = EndToEnd([torch.tensor([1, 2, 3]), torch.tensor([4])])
+    >>> tensors = ConcatReader([torch.tensor([1, 2, 3]), torch.tensor([4])])
     >>> tensors.next(2), tensors.next(2)
     ([tensor([1, 2])], [tensor([3]), tensor([4])])
 
     Args:
-        tensors: asked for one by one, as they are come to, and let go of when they are passed.
+        tensors: iterated lazily. Each tensor is released once it is read.
     """
 
     __slots__ = ("_current", "_done", "_rest")
@@ -35,7 +35,7 @@ class ConcatReader:
         self._done = 0  # elements of the current one
 
     def next(self, length: int) -> list[Tensor]:
-        """The stretches that make the next so many elements; none is empty."""
+        """Return views of the next `length` elements; none of them is empty."""
         found = []
         while length > 0:
             current = next(self._rest) if self._current is None else self._current
@@ -51,21 +51,21 @@ class ConcatReader:
 
 
 class LazyBucket:
-    """What `fp.pack` would make of tensors, before any of them is copied. They are let go of when they are packed.
+    """The result of `fp.pack`, before any tensor is copied. Packing releases the tensors.
 
-    >>> Packed([torch.tensor([[1, 2], [3, 4]]), torch.tensor([5, 6])], 2, [1, 0]).whole()
+    >>> LazyBucket([torch.tensor([[1, 2], [3, 4]]), torch.tensor([5, 6])], 2, [1, 0]).whole()
     tensor([1, 3, 5, 2, 4, 6])
 
     Args:
-        tensors: at least one, of one dtype, on one device.
-        parts: how many equal runs it is made of, one per rank.
-        dims: per tensor, along which dim it is cut in parts.
-        given_up: per tensor, whether nothing else needs what lies there; None is that all are still needed.
+        tensors: at least one tensor; all have one dtype and device.
+        parts: number of equal runs of the bucket, one per rank.
+        dims: per tensor, the dim that is split into chunks.
+        given_up: per tensor, whether its memory may be overwritten. None means that all tensors are still needed.
 
     Attributes:
-        tensors: until they are packed.
-        parts, shape, dtype, device, nbytes: of the whole, which is flat.
-        length: elements of a run.
+        tensors: the tensors, until they are packed.
+        parts, shape, dtype, device, nbytes: of the full bucket, which is flat.
+        length: number of elements of a run.
     """
 
     __slots__ = ("_dims", "_given_up", "_runs", "device", "dtype", "length", "nbytes", "parts", "shape", "tensors")
@@ -81,36 +81,36 @@ class LazyBucket:
         self.nbytes, self.length = self.shape.numel() * self.dtype.itemsize, self.shape.numel() // parts
 
     def empty(self, length: int | None = None) -> Tensor:
-        """Flat memory, for the whole or for so many elements."""
+        """Allocate flat memory for the full bucket, or for `length` elements."""
         return torch.empty(self.shape if length is None else length, dtype=self.dtype, device=self.device)
 
     def results(self) -> list[Tensor]:
-        """Flat memory as large as each tensor: its own, where it is given up and lies in one stretch."""
+        """Return flat memory of the size of each tensor: its own memory if that is donated and contiguous."""
         return [
             x.detach().view(-1) if given_up and x.is_contiguous() else self.empty(x.numel())
             for x, given_up in zip(self.tensors, self._given_up, strict=True)
         ]
 
     def write(self, runs: Sequence[Tensor]) -> None:
-        """Pack the next elements of each run into flat memory, as many as it has room for."""
+        """Pack the next elements of each run into flat memory, until it is full."""
         self.tensors = ()
         if pieces := self._runs.next(runs[0].numel()):
             for run, piece in zip(runs, zip(*(x.unbind() for x in pieces), strict=True), strict=True):
                 torch.cat(piece, out=run)
 
     def whole(self) -> Tensor:
-        """Pack into memory of their own."""
+        """Pack the tensors into new memory and return it."""
         tensors, self.tensors = self.tensors, ()
         self._runs = ConcatReader(())
         return packed(tensors, self.parts, self._dims)
 
 
 def _runs_of(tensors: deque[Tensor], parts: int, dims: Sequence[int]) -> Iterator[Tensor]:
-    """Each tensor's part of every run; nothing is kept of those that were asked for."""
+    """Yield each tensor's chunks of all runs. A yielded tensor is no longer referenced here."""
     for dim in dims:
         yield run_of(tensors.popleft(), parts, dim)
 
 
 def to_tensor(x: Tensor | LazyBucket) -> Tensor:
-    """As a tensor."""
+    """Return `x` as a tensor. A bucket is packed."""
     return x.whole() if isinstance(x, LazyBucket) else x

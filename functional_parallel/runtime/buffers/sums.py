@@ -1,4 +1,4 @@
-"""Adding what several ranks sent, in rank order."""
+"""Sum of the operands of several ranks, in rank order."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ __all__ = ["ordered_sum"]
 
 
 def ordered_sum(parts: Sequence[Tensor], out: Tensor, accumulated: torch.dtype | None = None) -> Tensor:
-    """The sum of tensors, one after the other, in the order of `collectives.group` and so with its bits.
+    """Sum tensors sequentially, in the order of `collectives.group` and so with identical bits.
 
     >>> ordered_sum([torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([4.0])], torch.empty(1))
     tensor([7.])
 
     Args:
-        parts: at least two, all alike.
-        out: where the sum goes; may be one of them.
-        accumulated: the type to add in; None is their own.
+        parts: at least two tensors of one shape and dtype.
+        out: receives the sum; may be one of them.
+        accumulated: dtype of the accumulation; None means their dtype.
     """
     if accumulated is not None and accumulated != parts[0].dtype:
         total = torch.add(parts[0].to(accumulated), parts[1])

@@ -1,7 +1,8 @@
-"""What a collective of several tensors in one brings: each received where it belongs, or taken out of a whole.
+"""Results of a collective on a bucket: each tensor is received into its destination, or sliced from a full result.
 
-An algorithm that copies what it receives copies it to its place, and one that adds writes the sum there: there is no
-whole then, and one copy less.
+An algorithm that copies its input copies it directly to the destination, and an algorithm that adds writes
+the sum there.
+This saves the full result and one copy.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ __all__ = ["BucketLayout", "BucketOutput", "DirectOutputs", "FlatOutputs", "Slic
 
 
 class BucketOutput(Protocol):
-    """Tensors by number, each to be taken once."""
+    """Tensors by index; each may be taken once."""
 
     def take(self, index: int) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Where tensors lie in a packed one, which is made of a run of every rank.
+    """Layout of tensors in a bucket that holds one run per rank.
 
     Attributes:
-        runs: how many.
-        leaves: of each tensor, what `fp.unpack` takes: where its part of a run begins, that part's shape, and the dim
-            along which the parts are joined.
-        targets: for each, one that is there to be written over, or None for one that is to be made.
+        runs: number of runs.
+        leaves: per tensor, the arguments of `fp.unpack`: offset of its chunk in a run, shape of the chunk, and the dim
+            along which the chunks are concatenated.
+        targets: per tensor, an existing tensor to overwrite, or None to allocate a new one.
     """
 
     runs: int
@@ -45,7 +46,7 @@ class BucketLayout:
 
 
 class SlicedBucket:
-    """Tensors that are taken out of a whole one: stretches of a single run, copies of what lies in several."""
+    """Tensors sliced from a full bucket: views if there is a single run, copies if there are several."""
 
     def __init__(self, layout: BucketLayout, whole: Tensor) -> None:
         self._layout, self._whole = layout, whole
@@ -60,7 +61,7 @@ class SlicedBucket:
 
 
 class FlatOutputs:
-    """Flat tensors, each in memory of its own."""
+    """Flat tensors, each in separate memory."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors: list[Any] = list(tensors)
@@ -73,7 +74,7 @@ class FlatOutputs:
 class DirectOutputs:
     """Tensors into which runs are written as they arrive.
 
-    >>> leaves = InPlace(Layout(2, ((0, (2, 1), 1), (2, (1,), 0))), torch.int64, torch.device("cpu"))
+    >>> leaves = DirectOutputs(BucketLayout(2, ((0, (2, 1), 1), (2, (1,), 0))), torch.int64, torch.device("cpu"))
     >>> leaves.write(0, 0, torch.tensor([1, 2, 5]))
     >>> leaves.write(1, 0, torch.tensor([3]))  # in pieces, from the first to the last
     >>> leaves.write(1, 1, torch.tensor([4, 6]))
@@ -96,24 +97,24 @@ class DirectOutputs:
                 parts.append(_Part(begin, place))
 
     def keep(self, rank: int, tensors: Sequence[Tensor]) -> None:
-        """Do not write those of a rank's tensors, end to end its run, that lie where they belong."""
+        """Skip the tensors of a rank's run that are already at their destination. The run is their concatenation."""
         ends = itertools.accumulate(x.numel() for x in tensors)
         begins = {end - x.numel(): x for x, end in zip(tensors, ends, strict=True)}
         self._parts[rank] = [part for part in self._parts[rank] if not part.is_at(begins.get(part.begin))]
 
     def write(self, rank: int, begin: int, values: Tensor) -> None:
-        """Flat elements of a rank's run, from `begin` on."""
+        """Write flat elements of a rank's run, starting at `begin`."""
         for part in self._parts[rank]:
             part.write(begin, values)
 
     def take(self, index: int) -> Tensor:
         leaf, self._leaves[index] = self._leaves[index], None
-        self._parts = []  # all is there
+        self._parts = []  # everything has arrived
         return leaf
 
 
 class _Part:
-    """A rank's part of a tensor; one that does not lie in one stretch is written when all of it has arrived."""
+    """One rank's chunk of a tensor. If its destination is not contiguous, it is written once all of it has arrived."""
 
     __slots__ = ("_end", "_flat", "_place", "begin")
 

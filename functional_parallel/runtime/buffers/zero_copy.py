@@ -1,4 +1,4 @@
-"""Joining tensors without moving them where they lie one behind the other already, as parts of one buffer do."""
+"""Concatenate tensors without a copy if they are adjacent in memory, like slices of one buffer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["as_bytes", "cat_or_view", "flat_or_view", "from_bytes"]
 
 
 def cat_or_view(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """`torch.cat(parts, dim)`, without a copy where the parts follow each other in memory."""
+    """Return `torch.cat(parts, dim)`, without a copy if the tensors are adjacent in memory."""
     first = parts[0]
     outer = first.shape[:dim].numel()
     if outer != 1 or not _follow_each_other(parts):
@@ -22,7 +22,7 @@ def cat_or_view(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def flat_or_view(parts: Sequence[Tensor]) -> Tensor:
-    """Flat parts as one flat tensor, without a copy where they follow each other in memory."""
+    """Return flat tensors as one flat tensor, without a copy if they are adjacent in memory."""
     return cat_or_view(parts, 0)
 
 
@@ -36,10 +36,10 @@ def _follow_each_other(parts: Sequence[Tensor]) -> bool:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """What moves bytes without adding them takes these: every dtype travels on every backend."""
+    """View a tensor as flat bytes, for collectives that do not add: every backend then supports every dtype."""
     return x.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def from_bytes(buffer: Tensor, like: Tensor) -> Tensor:
-    """The flat values that bytes of this dtype are."""
+    """View bytes as flat values with the dtype of `like`."""
     return buffer.contiguous().view(like.dtype)

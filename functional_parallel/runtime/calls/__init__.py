@@ -1,4 +1,4 @@
-"""Collectives under way: what each rank is doing, what it waits for, and what errors say of it."""
+"""Collectives in flight: the current call of each rank, its waits, and the errors that report them."""
 
 from .call_guard import CallGuard, OverlapError
 from .call_log import READS, CallLog, OutOfStepError, is_ahead

@@ -1,7 +1,7 @@
-"""One call at a time: what the ranks of a mesh do has one order, and calls that overlap on a rank have none.
+"""Allow one call at a time. The ranks of a mesh make their calls in one order; overlapping calls have no order.
 
-Two threads take turns as each process happens to schedule them, a signal's handler runs wherever it interrupts, and a
-forked process holds its parent's connections without being a rank. Each would take bytes that others wait for.
+Each process schedules its threads differently, and a signal's handler runs at an arbitrary point. A forked process
+holds its parent's connections but is not a rank. Each of them would read bytes that belong to another call.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ __all__ = ["CallGuard", "OverlapError"]
 
 
 class OverlapError(OutOfStepError):
-    """A call that began before another one of this process was done; nothing of it ran."""
+    """Raised for a call that began before another call of this process ended. Nothing of it ran."""
 
 
 class CallGuard:
-    """Held while a call goes on; refused meanwhile, and in other processes than the one that made it.
+    """Lock held during a call. It refuses other calls, and calls in a process that did not create it.
 
-    Once it was refused it always is: which call came through may be another one on every rank.
+    After the first overlap it refuses every call: each rank may have let a different call through.
     """
 
     __slots__ = ("_free", "_holder", "_overlap", "_process")
@@ -49,7 +49,7 @@ class CallGuard:
         self._free.release()
         if error is not None:
             CURRENT.fail(error)
-        if isinstance(error, OverlapError):  # of a call inside of this one, which had begun
+        if isinstance(error, OverlapError):  # raised by a nested call; this call had begun
             raise OutOfStepError(str(error)) from error
 
 

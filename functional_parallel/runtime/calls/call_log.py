@@ -1,7 +1,7 @@
-"""What each rank is doing, told with every signal: ranks that do different things notice before they mix up messages.
+"""Log of this rank's calls, sent with every signal. Ranks in different calls notice it before they mix up messages.
 
-All ranks make the same calls in the same order, so the n-th thing that one does is the n-th of all others. One that
-reads parameters while another takes a step would else take the other's bytes for what it waits for.
+All ranks make the same calls in the same order, so the n-th call of one rank is the n-th call of every rank. Without
+this check, a rank that reads parameters would receive bytes of a rank that takes a step.
 """
 
 from __future__ import annotations
@@ -16,29 +16,30 @@ from .waiting import CURRENT
 __all__ = ["READS", "CallLog", "OutOfStepError", "is_ahead"]
 
 READS = "reads a value that lies in parts"
-_COUNT_FROM, _KIND_FROM = 32, 12  # bits of a mark: how many things, above which thing, above with what values
-_MANY = 1_000  # descriptions to remember
+_COUNT_FROM, _KIND_FROM = 32, 12  # bits of a mark: from the top the call count, the kind of call, its values
+_MANY = 1_000  # largest number of remembered descriptions
 
 
 class OutOfStepError(RuntimeError):
-    """Ranks that were about to do different things, and would have waited for each other; says who what."""
+    """Raised if ranks are about to make different calls and would wait for each other. It names the ranks and calls."""
 
 
 class CallListener(Protocol):
-    """Where others are told what this rank waits for outside of their memory."""
+    """Listener that announces this rank's current call to ranks that wait in shared memory."""
 
     def announce(self) -> None: ...
 
 
 class CallLog:
-    """What this rank is doing.
+    """The current call of this rank, and its call id.
 
     Args:
         me: this rank's name, for messages.
 
     Attributes:
-        mark: a number for it and for how many things it has done, the same on all ranks that are in step.
-        count: how many things it has done.
+        mark: id of the current call, computed from its count, kind and values. Ranks that make the same calls have the
+            same mark.
+        count: number of calls so far.
     """
 
     def __init__(self, me: str = "this one") -> None:
@@ -48,11 +49,11 @@ class CallLog:
         self._told: weakref.WeakSet[CallListener] = weakref.WeakSet()
 
     def begin(self, what: str, values: int = 0) -> None:
-        """Say what this rank does from now on.
+        """Begin a call.
 
         Args:
-            what: to be read after "rank 0".
-            values: a number from what it does it with, which all ranks shall have alike.
+            what: description of the call, to be read after "rank 0".
+            values: a number computed from the inputs of the call. It must be equal on all ranks.
         """
         self.count += 1
         CURRENT.begin(what)
@@ -62,21 +63,25 @@ class CallLog:
         self.mark = self.count << _COUNT_FROM | kind << _KIND_FROM | values % (1 << _KIND_FROM)
 
     def brief(self, bits: int) -> int:
-        """The mark in so many bits: another one for the next call, and for another kind of call almost always."""
+        """Return the mark in `bits` bits. It differs for the next call, and almost always for another kind of call."""
         count, rest = divmod(self.mark, 1 << _COUNT_FROM)
         return (count + (rest >> _KIND_FROM)) % (1 << bits)
 
     def tell(self, told: CallListener) -> None:
-        """Let `announce` go there too."""
+        """Register a listener that `announce` calls."""
         self._told.add(told)
 
     def announce(self) -> None:
-        """Tell the others, before this rank waits for them where their signals do not reach it."""
+        """Announce the current call to the other ranks, before this rank waits where their signals do not reach it."""
         for each in self._told:
             each.announce()
 
     def refuse(self, other: int, who: str) -> None:
-        """Say who does what.
+        """Raise an error that names the different calls.
+
+        Args:
+            other: mark of the other rank.
+            who: name of the other rank.
 
         Raises:
             OutOfStepError: always.
@@ -102,10 +107,10 @@ class CallLog:
 
 
 def is_ahead(other: int, own: int) -> bool:
-    """Whether a rank with one mark has left, or never entered, what another with `own` does."""
+    """Whether the rank with mark `other` has left the call with mark `own`, or never entered it."""
     return other != own and other >> _COUNT_FROM >= own >> _COUNT_FROM
 
 
 @functools.lru_cache(_MANY)
 def _kind(what: str) -> int:
-    return zlib.crc32(what.encode()) >> _KIND_FROM  # what is left fits between the two others
+    return zlib.crc32(what.encode()) >> _KIND_FROM  # 20 bits, between the count and the values

@@ -1,7 +1,7 @@
-"""A process group of torch's, for as long as torch holds it.
+"""Weak reference to a torch process group.
 
-Held here it would outlive `destroy_process_group`, and gloo's threads, which end with their group, would outlive the
-interpreter: one that frees a tensor then ends the process with SIGABRT.
+A strong reference would outlive `destroy_process_group`. gloo's threads end with their group and would then outlive
+the interpreter. A thread that frees a tensor after that ends the process with SIGABRT.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["ProcessGroupRef"]
 
 
 class ProcessGroupRef:
-    """A reference that does not keep its group.
+    """Weak reference to a process group.
 
     Args:
         group: a process group that torch.distributed holds.
@@ -29,7 +29,7 @@ class ProcessGroupRef:
         """The group.
 
         Raises:
-            RuntimeError: when it was let go.
+                RuntimeError: if the group was destroyed.
         """
         if (group := self._group()) is None:
             raise RuntimeError("torch.distributed.destroy_process_group() has let the processes go")

@@ -1,4 +1,4 @@
-"""A collective under way: started as soon as its operand is there, waited for when its result is needed."""
+"""A collective in flight: started when its operand is ready, waited for when its result is needed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ __all__ = ["PendingCollective"]
 
 
 class PendingCollective:
-    """What starting a collective returns.
+    """A started collective.
 
     Args:
-        start: starts it, and returns torch's handle of it, or None when nothing needs to travel.
-        finish: makes the result, a tensor or several, once all bytes are there; until then what it refers to is kept.
-        wait: the wait for the other ranks, which words errors.
+        start: starts it and returns torch's handle, or None if no data must be sent.
+        finish: computes the result, one or several tensors, after all bytes have arrived. Until then its closure keeps
+            the buffers alive.
+        wait: the wait for the other ranks, which builds the error messages.
     """
 
     __slots__ = ("_began", "_finish", "_on", "_work")
@@ -39,7 +40,7 @@ class PendingCollective:
             CURRENT.on = before
 
     def wait(self) -> Any:
-        """The result: a tensor, contiguous, or several."""
+        """Wait and return the result: a contiguous tensor, or several tensors."""
         if self._work is not None:
             before, CURRENT.on = CURRENT.on, self._on
             CURRENT.waits += 1

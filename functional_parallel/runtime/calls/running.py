@@ -1,12 +1,12 @@
-"""A collective algorithm under way: a generator that sends, then yields what it has to wait for before it goes on.
+"""A collective algorithm in flight: a generator that sends, then yields the messages that it must wait for.
 
     def exchange(team, x, result):
         messages = team.messages()
         yield [messages.receive(result, 1), messages.send(x, 1)]
 
-What comes before the first `yield` is done when the collective starts, the rest when it is waited for. So an algorithm
-of one round travels while the program computes, and no algorithm needs a thread. All ranks run one program: they start
-and wait for the same collectives in the same order, hence a rank that waits always waits for one that is on its way.
+The code before the first `yield` runs when the collective starts, the rest when it is waited for. An algorithm of one
+round therefore runs during the computation, and no algorithm needs a thread. All ranks run one program: they start
+and wait for the same collectives in the same order. A waiting rank therefore always waits for a collective in flight.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["CollectiveSteps", "RunningCollective", "Waitable"]
 
 
 class Waitable(Protocol):
-    """A message under way, such as torch's handle of an asynchronous operation."""
+    """A message in flight, such as torch's handle of an asynchronous operation."""
 
     def wait(self) -> Any: ...
 
@@ -27,7 +27,7 @@ CollectiveSteps = Generator[Sequence[Waitable], None, None]
 
 
 class RunningCollective:
-    """Runs the steps of one collective on this rank, the first of them at once."""
+    """Run the steps of one collective on this rank. The first step runs immediately."""
 
     __slots__ = ("_awaited", "_steps")
 
@@ -37,12 +37,12 @@ class RunningCollective:
         self._go_on()
 
     def wait(self) -> None:
-        """Go through all steps; a second call does nothing."""
+        """Run all steps. A second call has no effect."""
         while self._steps is not None:
             self.step()
 
     def step(self) -> None:
-        """Wait for what is under way, and go on to the next thing to wait for."""
+        """Wait for the messages in flight and run to the next wait."""
         for message in self._awaited:
             message.wait()
         self._go_on()

@@ -1,6 +1,6 @@
-"""The call that this process makes and the wait that it is in, for the watch thread; and what the watch has found.
+"""The current call and wait of this process, which the watch thread reads, and the findings of the watch.
 
-Steps write here without a lock: a few attributes per call and per wait. The watch reads them once a second.
+Steps write a few attributes per call and per wait, without a lock. The watch reads them once a second.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Wait(Protocol):
 
     @property
     def ranks(self) -> Sequence[int]:
-        """The global ranks whose part this wait needs."""
+        """Global ranks that this wait needs."""
 
     @property
     def me(self) -> str:
@@ -30,15 +30,15 @@ class Wait(Protocol):
         """Return the collective and its source line, to be read after "waits in"."""
 
     def failure(self, seconds: float | None) -> Exception:
-        """Return the error for a wait that the watch ends, after this many seconds."""
+        """Return the error for a wait that the watch ends after `seconds` seconds."""
 
 
 class Lost(NamedTuple):
     """The reason why no wait of this process can end.
 
     Attributes:
-        text: the reason; empty where it is that a rank died.
-        out_of_step: whether it is that ranks made different calls.
+        text: the reason; empty if a rank died.
+        out_of_step: whether ranks made different calls.
     """
 
     text: str
@@ -51,15 +51,15 @@ class Current:
     Attributes:
         calls: descriptions of the last calls, the newest last.
         count: number of calls so far, over all meshes.
-        step: the training step that is taken.
+        step: the current training step.
         on: the wait that this process is in.
         waits: number of waits so far.
         failed: numbers of calls that ended by an error on this rank, each with the error.
-        gone: ranks that ended without leaving, in this order, each with how it ended.
-        left: ranks that ended in good order, each with the number of its calls.
-        lost: why no wait can end.
-        learn: waits for news of the watch, at most this many seconds.
-        wake: lets the watch look now.
+        gone: ranks that died, in order of death, each with a description of its end.
+        left: ranks that ended normally, each with its number of calls.
+        lost: the reason why no wait can end.
+        learn: waits for news of the watch, for at most this number of seconds.
+        wake: makes the watch check immediately.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Current:
         self.forget()
 
     def forget(self) -> None:
-        """Forget what was found of the other ranks, for other process groups or in a forked process."""
+        """Discard the findings about other ranks, for new process groups or in a forked process."""
         self.gone: dict[int, str] = {}
         self.left: dict[int, int] = {}
         self.lost: Lost | None = None
@@ -107,13 +107,13 @@ CURRENT = Current()
 
 
 def note_step(step: int | None) -> None:
-    """Note that a training step begins, or with None that it has ended, for messages."""
+    """Note that a training step begins. None means that it has ended. Messages name the step."""
     CURRENT.step = step
 
 
 @contextmanager
 def waiting(wait: Wait) -> Iterator[None]:
-    """Note a wait for the time of a `with` block."""
+    """Note a wait for the duration of a `with` block."""
     before = CURRENT.on
     CURRENT.on = wait
     CURRENT.waits += 1

@@ -1,4 +1,4 @@
-"""Waits of one rank for others: the words for them in messages, and the error for one that failed."""
+"""Waits of one rank for others: their descriptions in messages, and the error of a failed wait."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .waiting import CURRENT
 
 __all__ = ["CollectiveError", "CollectiveWait", "NamedWait", "WaitFor", "rank_name", "rank_names"]
 
-_NUMBER = re.compile(r"rank <(\d+)>")  # in texts of the watch, which knows no mesh
+_NUMBER = re.compile(r"rank <(\d+)>")  # in texts of the watch, which does not know the mesh
 _SECONDS_FOR_NEWS = 5.0
 _MOST_NAMES = 8
 _TIMED_OUT = ("timed out", "timeout", "no signal from")
 
 
 class CollectiveError(RuntimeError):
-    """A collective that failed or timed out, with who was doing what."""
+    """Raised for a collective that failed or timed out. It names the ranks and their calls."""
 
 
 def rank_name(mesh: Mesh, rank: int) -> str:
@@ -40,7 +40,7 @@ def rank_name(mesh: Mesh, rank: int) -> str:
 
 
 def rank_names(mesh: Mesh, ranks: Sequence[int]) -> str:
-    """Return the names of several ranks, of the first eight at most.
+    """Return the names of several ranks, at most eight.
 
     >>> rank_names(Mesh(data=4), [1, 3])
     'rank 1 (data=1), rank 3 (data=3)'
@@ -57,13 +57,13 @@ class NamedWait:
     """A wait of this rank.
 
     Args:
-        mesh: the ranks.
-        rank: this one.
+        mesh: the mesh.
+        rank: the global rank of this process.
         ranks: the global ranks that it waits for.
-        what: the activity, in words to be read after this rank's name and a colon.
+        what: description of the activity, to be read after this rank's name and a colon.
 
     Attributes:
-        where: the line of user code, where one is known.
+        where: the line of user code, if it is known.
     """
 
     __slots__ = ("_what", "mesh", "rank", "ranks", "where")
@@ -88,8 +88,8 @@ class NamedWait:
         """Return the error to raise.
 
         Args:
-            seconds: the time for which it waited, where this is known.
-            error: torch's, or of shared memory; None where the watch ends the wait.
+            seconds: duration of the wait, if it is known.
+            error: error of torch or of shared memory; None if the watch ends the wait.
             advice: a sentence for users.
         """
         is_timeout = error is not None and any(text in str(error).lower() for text in _TIMED_OUT)
@@ -118,7 +118,7 @@ class NamedWait:
 
 
 def _call() -> str:
-    """Return words for the current step and call."""
+    """Describe the current step and call."""
     if not CURRENT.calls:
         return ""
     step = "" if CURRENT.step is None else f" in step {CURRENT.step}"
@@ -129,9 +129,9 @@ class CollectiveWait(NamedWait):
     """A wait for the result of a collective.
 
     Args:
-        mesh: the ranks.
-        rank: this one.
-        ranks: the global ranks that the collective goes over.
+        mesh: the mesh.
+        rank: the global rank of this process.
+        ranks: the global ranks of the collective.
         operation: its name.
         x: its operand.
         axes: its axes.

@@ -1,4 +1,4 @@
-"""A program as a Python function, and its stretches compiled."""
+"""Python functions of programs, with compiled regions."""
 
 from .codegen import Writer
 from .inductor import BackendError, check_backend

@@ -1,7 +1,7 @@
-"""A program as one flat Python function: a line per op, values dropped after their last use, casts as aliases.
+"""Write a program as one flat Python function: one line per op, values freed after their last use, casts as aliases.
 
-The writer is shared by both runtimes; they differ in what a line computes. For one rank a value is a tensor. For
-simulated ranks it is a list with a tensor per class, and a line loops over the classes of its result.
+Both runtimes use the writer; they differ in the right-hand sides. On one rank, a value is a tensor. For simulated
+ranks, it is a list with one tensor per class, and a line loops over the classes of its result.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ aten = torch.ops.aten
 class Writer:
     """Writes the function.
 
-    `line(node, writer)` returns the right-hand side for one op; it may put objects into `constants` and name them. An
-    op that it also puts into `pending` yields something whose `wait()` is the value, called before the first use.
-    `order` is the order in which ops are written, the graph's by default; `readers` are, per op that writes into its
-    operands, those that must have read them before.
+    `line(node, writer)` returns the right-hand side for one op. It may add objects to `constants` and name them. An op
+    that it also adds to `pending` returns a handle. The handle's `wait()` is called before the first use and returns
+    the value.
+    `order` is the order in which ops are written, by default the graph's. `readers` maps each op that writes into its
+    operands to the ops that must have read them before.
     """
 
     traced: Traced
@@ -42,7 +43,7 @@ class Writer:
     constants: dict[str, Any] = field(default_factory=dict)
 
     def function(self, wrap_constant: Callable[[torch.Tensor], Any] = lambda x: x) -> Callable[..., Any]:
-        """Compile the whole program to `run(inputs) -> outputs`, lists in and out."""
+        """Compile the program to `run(inputs) -> outputs`, with lists as input and output."""
         lines = [f"{self._name(node)} = inputs[{index}]" for index, node in enumerate(self.traced.inputs)]
         lines.append("inputs.clear()")
         for node in self.traced.graph.nodes:
@@ -67,19 +68,19 @@ class Writer:
         return scope["run"]
 
     def constant(self, value: Any) -> str:
-        """A name for an object that the function refers to."""
+        """Return a name for an object that the function refers to."""
         name = f"k{len(self.constants)}"
         self.constants[name] = value
         return name
 
     def op(self, target: Any) -> str:
-        """A name for what an op is called by."""
+        """Return a name for the callable of an op."""
         if self.differentiable:
             return self.constant(differentiable_form(target) or _torch.under_transforms(target))
         return self.constant(called_by(target))
 
     def argument(self, value: Any, node_text: Callable[[fx.Node], str]) -> str:
-        """An argument as source text; what has no literal form becomes a constant."""
+        """Return an argument as source text. A value without a literal form becomes a constant."""
         if isinstance(value, fx.Node):
             return node_text(value)
         if isinstance(value, (list, tuple)):
@@ -90,7 +91,7 @@ class Writer:
         return self.constant(value)
 
     def call(self, node: fx.Node, node_text: Callable[[fx.Node], str]) -> str:
-        """`op(args)` for an ordinary op."""
+        """Return `op(args)` for an ordinary op."""
         parts = [self.argument(arg, node_text) for arg in node.args]
         parts += [f"{key}={self.argument(value, node_text)}" for key, value in node.kwargs.items()]
         return f"{self.op(node.target)}({', '.join(parts)})"
@@ -99,13 +100,13 @@ class Writer:
         return self.names.setdefault(node, f"v{len(self.names)}")
 
     def _waits(self, values: Sequence[fx.Node]) -> list[str]:
-        """Lines that wait for those of the values that are still on their way."""
+        """Return lines that wait for the values that are still in flight."""
         late = [value for value in dict.fromkeys(values) if value in self.pending]
         self.pending.difference_update(late)
         return [f"{self.names[value]} = {self.names[value]}.wait()" for value in late]
 
     def _last_uses(self, order: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-        """Per node, the values that nothing after it uses."""
+        """Return, per node, the values that no later node uses."""
         kept = {output for output in self.traced.outputs if isinstance(output, fx.Node)}
         last: dict[fx.Node, fx.Node] = {}
         for node in order:
@@ -119,12 +120,12 @@ class Writer:
 
 
 def is_alias(node: fx.Node, differentiable: bool) -> bool:
-    """Whether the op's result is its operand: casts that no derivative stops at, and detach when there is none."""
+    """Whether the op's result is its operand: casts that no derivative stops at, and detach without derivatives."""
     if node.target is aten.detach.default:
         return not differentiable
     return primitive_name(node) == "pcast" and not _stops(node, differentiable)
 
 
 def _stops(node: fx.Node, differentiable: bool) -> bool:
-    """Whether a derivative in reverse mode stops at the op, as the user had switched gradients off around it."""
+    """Whether a reverse-mode derivative stops at the op, because the user disabled gradients around it."""
     return differentiable and bool(info(node).no_grad)

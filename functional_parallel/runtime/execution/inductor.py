@@ -1,7 +1,7 @@
-"""A region of a program, pure ops alone, compiled by torch's inductor.
+"""Region of a program, with pure ops only, compiled by torch's inductor.
 
-Regions of the same structure are one object as long as any of them is in use, so equal layers are compiled once. A
-region is compiled when it first runs, for the strides that its operands have then.
+Regions of the same structure are one object while any of them is in use, so equal layers are compiled once. A region is
+compiled when it first runs, for the strides that its operands have then.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ _regions: WeakValueDictionary[str, CompiledRegion] = WeakValueDictionary()
 
 
 class BackendError(RuntimeError):
-    """A backend that cannot compile here; says what it lacks."""
+    """Raised for a backend that cannot compile here. It names the missing requirement."""
 
 
 def check_backend(name: str) -> None:
-    """Refuse a name that stands for no backend."""
+    """Raise `ValueError` if `name` is not a backend."""
     if name not in BACKENDS:
         raise ValueError(f"backend={name!r}: write one of {', '.join(map(repr, BACKENDS))}")
 
 
 class CompiledRegion:
-    """Ops that are compiled together: called with tensors, returns a tuple of tensors in memory of their own.
+    """Ops that are compiled together. Called with tensors, it returns a tuple of tensors in separate memory.
 
     Args:
         graph: the ops, with a placeholder per operand, and a tuple of results.
-        describe: what to call it in an error.
+        describe: its name in an error.
 
     Attributes:
-        compiled: by the operands' strides, what inductor made.
+        compiled: inductor's functions, by the strides of the operands.
     """
 
     __name__ = "region"  # as an op of a graph
-    owns_results = True  # for whoever asks what shares memory
+    owns_results = True  # read by the analysis of shared memory
 
     def __init__(self, graph: fx.Graph, describe: str) -> None:
         self.graph, self.describe = graph, describe
@@ -67,7 +67,7 @@ class CompiledRegion:
 
 
 def region_of(key: str, make: Callable[[], CompiledRegion]) -> CompiledRegion:
-    """The region of this structure."""
+    """Return the region of this structure."""
     region = _regions.get(key)
     if region is None:
         region = _regions[key] = make()
@@ -75,7 +75,7 @@ def region_of(key: str, make: Callable[[], CompiledRegion]) -> CompiledRegion:
 
 
 def _overlap(results: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]) -> bool:
-    """Whether some result lies in the memory of another or of an operand, which compiled code does or does not."""
+    """Whether a result shares memory with another result or an operand. This is a fixed property of compiled code."""
     mine, theirs = ([_extent(x) for x in xs if x.numel()] for xs in (results, operands))
     return any(
         a[0] < b[1] and b[0] < a[1] for index, a in enumerate(mine) for b in (*mine[:index], *theirs) if a[2] == b[2]

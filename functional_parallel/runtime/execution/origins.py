@@ -1,8 +1,8 @@
-"""Find the op that made a value not finite: run a program op by op and record which results are not finite.
+"""Find the op that computed a non-finite value: run a program op by op and record which results are not finite.
 
-The search begins at the program's results that are not finite, and follows operands that are not finite either, back to
-an op whose operands are all finite. An infinite value that the model writes on purpose, as in an attention mask, counts
-as finite until an op makes it a NaN.
+The search starts at the program's non-finite results. It follows non-finite operands back to an op with only finite
+operands. An infinite value that the model writes on purpose, as in an attention mask, counts as finite until an op
+turns it into a NaN.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ __all__ = ["Log", "Origin", "Recorded"]
 
 @dataclass(frozen=True)
 class Origin:
-    """An op whose result is not finite although its operands are.
+    """An op with a non-finite result and finite operands.
 
     Attributes:
         op: the op.
-        source: the line of the user's code that it comes from, with its text; "" if none is known.
-        values: the numbers of values that are NaN and infinite in its result.
+        source: the line of the user's code, with its text; "" if none is known.
+        values: the numbers of NaN and infinite values in its result.
         rank: a rank that has them; None in a simulated pipeline.
-        order: the number of programs that ran before, in a pipeline, and the op's position in its own.
+        order: in a pipeline, the number of programs that ran before, and the op's position in its program.
     """
 
     op: str
@@ -48,7 +48,7 @@ class Origin:
 
 @dataclass
 class Log:
-    """The origins found in a step, which is one program or several.
+    """The origins found in a step, which consists of one program or several.
 
     Attributes:
         origins: in the order in which programs ran.
@@ -64,11 +64,11 @@ class Log:
 
 
 class Recorded:
-    """A record of one run of a program: which of its values were not finite.
+    """Record of one run of a program: which of its values were not finite.
 
     Args:
         traced: the program's graph.
-        ranks: the ranks of a value's tensors in this process, by the node that made it.
+        ranks: returns the ranks of a node's tensors in this process.
     """
 
     def __init__(self, traced: Traced, ranks: Callable[[fx.Node], Sequence[int]]) -> None:
@@ -80,7 +80,7 @@ class Recorded:
         return f"{writer.constant(partial(self._record, node))}({text})"
 
     def run(self, function: Callable[[list[Any]], list[Any]], handles: list[Any], log: Log) -> list[Any]:
-        """Run the function that was written with `line`, and append to the log what made values that are not finite."""
+        """Run the function that was written with `line`, and log the op that computed a non-finite value."""
         for node, handle in zip(self.traced.inputs, handles, strict=True):
             self._record(node, handle)
         for node in self.traced.graph.nodes:
@@ -124,14 +124,14 @@ class Recorded:
         return next((node for node in self.traced.graph.nodes if node in sources), None)
 
     def _bad(self) -> set[fx.Node]:
-        """Return the nodes that are not finite, without those that are infinite on purpose."""
+        """Return the nodes with non-finite values, except values that are infinite on purpose."""
         bad: set[fx.Node] = set()
         meant: set[fx.Node] = set()
         for node in self.traced.graph.nodes:
             if node.op == "output":
                 continue
             found, operands = self._found.get(node), operands_of(node)
-            if found is None:  # a cast or a transpose without a line, whose values are its operand's
+            if found is None:  # a cast or a transpose without a line; it has its operand's values
                 bad |= {node} & {node for operand in operands if operand in bad}
                 meant |= {node} & {node for operand in operands if operand in meant}
             elif found.nan or found.infinite:
@@ -142,7 +142,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class _Counts:
-    """Numbers of values that are not finite, and the rank that has them."""
+    """Numbers of non-finite values, and a rank that has them."""
 
     nan: int
     infinite: int
@@ -164,7 +164,7 @@ def _has_infinite_number(node: fx.Node) -> bool:
 
 
 def _counts(value: Any) -> tuple[int, int, int]:
-    """Return the numbers of NaN values, of infinite values, and of all."""
+    """Return the numbers of NaN values, infinite values, and all values."""
     if isinstance(value, (tuple, list)):
         return next((counts for counts in map(_counts, value) if counts[0] or counts[1]), (0, 0, 0))
     if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):

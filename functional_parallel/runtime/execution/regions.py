@@ -1,11 +1,11 @@
-"""A program whose stretches of pure compute are compiled, and whose collectives are where they were.
+"""Compile the regions of pure computation in a program. Collectives keep their positions.
 
-The ops are taken in the order in which one rank runs them, `overlap`'s. What stands there between two collectives'
-starts and waits, and between ops that write into their operands, is a region: so collectives are under way as long as
-without it. A long region is cut between the layers it consists of, which makes these equal and compiled once.
+The ops are read in the order in which one rank runs them, from `overlapped`. A region is the ops between the starts and
+waits of two collectives, and between ops that write into their operands. Collectives therefore stay in flight as long
+as without regions. A long region is cut between its layers, which makes the pieces equal, so they are compiled once.
 
-A region returns tensors in memory of their own. Views that others need are taken outside, from what they look at, so
-that what shares memory with what is as without regions.
+A region returns tensors in separate memory. Views that others need are computed outside the region, from their bases.
+Memory is therefore shared exactly as without regions.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = ["RegionProgram", "with_regions"]
 
 aten = torch.ops.aten
 
-_LEAST_OPS = 3  # that inductor can fuse; fewer gain less than a call costs
+_LEAST_OPS = 3  # ops that inductor can fuse; fewer gain less than a call costs
 _MOST_OPS = 400  # the time to compile a region grows faster than its length
 _VIEWS = frozenset({aten._unsafe_view.default, aten.reshape.default, aten.contiguous.default})
 _KERNELS = frozenset({"mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward"})  # never fused
@@ -54,9 +54,9 @@ class RegionProgram:
     """A program with compiled regions.
 
     Attributes:
-        traced: the graph, in the order in which it runs; a region is one op with several results.
+        traced: the graph, in execution order; a region is one op with several results.
         readers: per op that writes into its operands, the ops that must have read them before.
-        calls: the regions in the order in which they run; equal ones are one object.
+        calls: the regions in execution order; equal ones are one object.
     """
 
     traced: Traced
@@ -65,7 +65,7 @@ class RegionProgram:
 
 
 def with_regions(program: Program) -> RegionProgram:
-    """The program's graph with its regions, made once."""
+    """Return the program's graph with its regions, built once."""
     if "regions" not in program.cache:
         program.cache["regions"] = _RegionBuilder(program).result()
     regions: RegionProgram = program.cache["regions"]
@@ -73,12 +73,12 @@ def with_regions(program: Program) -> RegionProgram:
 
 
 # -----------------------------------------------------------------------------
-# Which ops, and where to cut
+# Selection of the ops, and the cuts
 # -----------------------------------------------------------------------------
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether an op looks at its one operand, or where that lies otherwise copies it."""
+    """Whether an op is a view of its one operand, or a copy if the operand's strides require it."""
     if node.target is operator.getitem:
         return _is_view(node.args[0])
     if primitive_name(node) == "pcast" or node.target in _VIEWS:
@@ -89,17 +89,17 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _is_seen_through(node: fx.Node) -> bool:
-    """Whether a view shows all of its operand; one that takes a part differs from layer to layer by which."""
+    """Whether a view shows its full operand. A view of a slice differs between layers by its offset."""
     if node.op != "call_function" or not (_is_view(node) and _is_pure(node)):
         return False
-    if node.target is operator.getitem or isinstance(info(node).val, tuple):  # of a split, or one
+    if node.target is operator.getitem or isinstance(info(node).val, tuple):  # a result of a split, or a split
         return False
     (operand,) = operands_of(node)
     return bool(info(operand).aval.numel == info(node).aval.numel)
 
 
 def _is_pure(node: fx.Node) -> bool:
-    """Whether an op may run in a region: one of aten's that writes and draws nothing, a cast, a part of a bucket."""
+    """Whether an op may run in a region: a cast, an unpacked tensor, or an aten op that neither writes nor draws."""
     if node.target is operator.getitem:
         return _is_pure(node.args[0])
     if primitive_name(node) == "pcast" or node.target is UNPACK:
@@ -113,14 +113,14 @@ def _is_pure(node: fx.Node) -> bool:
 
 
 def _is_random(node: fx.Node) -> bool:
-    """Whether an op draws numbers of torch's own; attention is marked so, and draws none without dropout."""
+    """Whether an op draws torch's own random numbers. Attention is tagged so, but draws none without dropout."""
     if torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
     return named_arguments(node.target, node.args, node.kwargs).get("dropout_p") != 0.0
 
 
 def _is_fusible(node: fx.Node) -> bool:
-    """Whether inductor writes a loop for an op, which it can fuse with others; the rest are calls of kernels."""
+    """Whether inductor generates a loop for an op and can fuse it. Other ops are calls of kernels."""
     if node.target is operator.getitem or node.target is UNPACK or _is_view(node):
         return False
     name = node.target._schema.name.removeprefix("aten::")
@@ -128,7 +128,7 @@ def _is_fusible(node: fx.Node) -> bool:
 
 
 def _stretches(order: Sequence[fx.Node], mesh: Mesh) -> list[list[fx.Node]]:
-    """Pure ops that follow each other with no need to wait in between, and all other ops one by one."""
+    """Group consecutive pure ops without a wait in between. Every other op is a separate group."""
     protected = {storage_root(value) for node in order for value in mutated_operands(node)}
     under_way: set[fx.Node] = set()
     found: list[list[fx.Node]] = []
@@ -148,7 +148,7 @@ def _stretches(order: Sequence[fx.Node], mesh: Mesh) -> list[list[fx.Node]]:
 
 
 def _with_results(order: Sequence[fx.Node]) -> list[fx.Node]:
-    """The same order, with the single results of an op taken right after it."""
+    """Return the order with each `getitem` moved directly after the op that it reads."""
     found: list[fx.Node] = []
     for node in order:
         if node.target is not operator.getitem:
@@ -162,7 +162,7 @@ def _with_results(order: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _cut(stretch: list[fx.Node]) -> list[list[fx.Node]]:
-    """A stretch between its layers, and where it is still long, where the fewest values cross."""
+    """Cut a stretch between its layers. If a piece is still long, cut where the fewest values cross."""
     crossing = _crossing(stretch)
     cuts = [0, *cuts_between_repeats([_token(node) for node in stretch], crossing), len(stretch)]
     index = 1
@@ -176,20 +176,20 @@ def _cut(stretch: list[fx.Node]) -> list[list[fx.Node]]:
 
 
 def _after_results(stretch: Sequence[fx.Node], cut: int) -> int:
-    """The position of a cut, moved so that the results of an op stay with it."""
+    """Return the position of a cut, moved so that the results of an op stay with it."""
     while cut < len(stretch) and stretch[cut].target is operator.getitem:
         cut += 1
     return cut
 
 
 def _token(node: fx.Node) -> str:
-    """What an op does, whatever its operands are called."""
+    """Return a description of an op with the signatures of its operands instead of their names."""
     args = walk_args((node.args, node.kwargs), lambda a: info(a).val if isinstance(a, fx.Node) else a)
     return f"{node.target} {args}"
 
 
 def _crossing(stretch: Sequence[fx.Node]) -> list[int]:
-    """Per op, how many values a cut before it would let cross."""
+    """Return, per op, the number of values that a cut before it would let cross."""
     position = {node: index for index, node in enumerate(stretch)}
     change = [0] * (len(stretch) + 1)
     for node, index in position.items():
@@ -249,7 +249,7 @@ class _RegionBuilder:
         self.new[node] = self.done_by[node] = copy
 
     def _write(self, part: Sequence[fx.Node]) -> None:
-        """Ops as a region, if it is worth it; but for views at its end, which nothing in it uses."""
+        """Write ops as a region if that is worth it. Views at its end that it does not use are written after it."""
         if sum(map(_is_fusible, part)) < _LEAST_OPS or not all(map(_is_pure, part)):
             for node in part:
                 self._copy(node)
@@ -261,7 +261,7 @@ class _RegionBuilder:
             self._copy(node)
 
     def _leaving(self, inside: Mapping[fx.Node, Any]) -> tuple[list[fx.Node], list[fx.Node]]:
-        """What others need of these ops: values in memory of their own, and views, in order, to be taken outside."""
+        """Return the values that other ops need: results in separate memory, and views to compute outside, in order."""
         leaves = {out for out in self.old.outputs if isinstance(out, fx.Node)}
         wanted = [n for n in inside if n in leaves or any(user not in inside for user in n.users)]
         results: dict[fx.Node, None] = {}
@@ -291,7 +291,7 @@ class _RegionBuilder:
 
 
 def _needed(inside: Mapping[fx.Node, Any], results: Sequence[fx.Node]) -> list[fx.Node]:
-    """Those of the ops that the results need."""
+    """Return the ops that the results need."""
     needed, waiting = set(results), list(results)
     while waiting:
         fresh = [each for each in operands_of(waiting.pop()) if each in inside and each not in needed]
@@ -301,7 +301,7 @@ def _needed(inside: Mapping[fx.Node, Any], results: Sequence[fx.Node]) -> list[f
 
 
 def _with_views(ops: Sequence[fx.Node]) -> list[fx.Node]:
-    """The ops after the views that they look through, so that a region takes what these are views of."""
+    """Return the ops, preceded by the views of full operands that they read. A region then takes the views' bases."""
     found: dict[fx.Node, None] = {}
     for node in ops:
         for each in topological_order(node, lambda n: filter(_is_seen_through, operands_of(n)), found):
@@ -310,7 +310,7 @@ def _with_views(ops: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _key(operands: Sequence[fx.Node], ops: Sequence[fx.Node], results: Sequence[fx.Node]) -> str:
-    """The structure: equal for regions that do the same to operands of the same shapes, dtypes and devices."""
+    """Return the structure of a region. It is equal for equal ops on operands of equal shapes, dtypes and devices."""
     number = {node: index for index, node in enumerate([*operands, *ops])}
     lines = [repr(info(node).val) for node in operands]
     for node in ops:
@@ -339,5 +339,5 @@ def _region(operands: Sequence[fx.Node], ops: Sequence[fx.Node], results: Sequen
 
 
 def _target(node: fx.Node) -> Any:
-    """The function that a region calls for an op."""
+    """Return the function that a region calls for an op."""
     return unpacked if node.target is UNPACK else _torch.stride_free(node.target)

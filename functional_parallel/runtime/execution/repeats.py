@@ -1,4 +1,4 @@
-"""Where a sequence repeats itself: the layers of a model, in the list of its ops."""
+"""Find repeats in a sequence: the layers of a model, in the list of its ops."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Hashable, Sequence
 __all__ = ["cuts_between_repeats"]
 
 _LEAST_PERIOD = 8
-_LEAST_STRETCH = 64  # a shorter one is compiled in one piece as fast
+_LEAST_STRETCH = 64  # a shorter one compiles equally fast in one piece
 _CANDIDATES = 16
 
 
 def cuts_between_repeats(tokens: Sequence[Hashable], crossing: Sequence[int]) -> list[int]:
-    """Positions before which to cut a sequence, so that what repeats in it becomes equal pieces.
+    """Return positions before which to cut a sequence, so that its repeats become equal pieces.
 
     >>> cuts_between_repeats([*"<", *"abcdefghijklmnopqrstuvwxyz" * 3, *">"], [0] * 80)
     [1, 27, 53, 79]
 
     Args:
-        tokens: equal where two elements are.
-        crossing: what a cut before each element costs. Of the ways to cut a repeating stretch the cheapest is taken.
+        tokens: the sequence; tokens are equal for equal elements.
+        crossing: cost of a cut before each element. Repeating stretches are cut in the cheapest way.
 
     Returns:
-        The positions, ascending; none where nothing follows upon itself, or a stretch of 64 elements at most.
+        The positions, ascending. Empty if no run of copies has more than 64 elements.
     """
     cuts: set[int] = set()
     open_ = [(0, len(tokens))]
@@ -39,7 +39,7 @@ def cuts_between_repeats(tokens: Sequence[Hashable], crossing: Sequence[int]) ->
 
 
 def _best(tokens: Sequence[Hashable], crossing: Sequence[int]) -> tuple[int, int, int] | None:
-    """Start, period and number of copies of the stretch of copies that covers most; of equals the shortest period."""
+    """Return start, period and number of copies of the longest run of copies; of equal ones, the shortest period."""
     best: tuple[int, int, int] | None = None
     for period in sorted(_periods(tokens)):
         for start, length in _runs(tokens, period):
@@ -56,7 +56,7 @@ def _at(crossing: Sequence[int], start: int, period: int, copies: int) -> list[i
 
 
 def _periods(tokens: Sequence[Hashable]) -> list[int]:
-    """The distances between an element and the next one equal to it that most kinds of elements have in common."""
+    """Return the most common distances between an element and the next equal one, weighted by kind of element."""
     last: dict[Hashable, int] = {}
     count = Counter(tokens)
     weights: dict[int, float] = {}
@@ -69,7 +69,7 @@ def _periods(tokens: Sequence[Hashable]) -> list[int]:
 
 
 def _runs(tokens: Sequence[Hashable], period: int) -> list[tuple[int, int]]:
-    """Start and length of the stretches whose elements equal those one period later, of at least a period."""
+    """Return start and length of runs, of at least a period, in which elements repeat after one period."""
     found, start = [], 0
     for index in range(len(tokens) - period + 1):
         if index == len(tokens) - period or tokens[index] != tokens[index + period]:

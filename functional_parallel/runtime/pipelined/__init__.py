@@ -1,4 +1,4 @@
-"""The executor of pipelines: what a rank holds, what its actions do, and messages between ranks."""
+"""Execution of pipelines: values that a rank holds, its actions, and messages between ranks."""
 
 from .pipelined import PipelineRuntime
 

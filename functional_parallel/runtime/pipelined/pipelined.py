@@ -1,9 +1,9 @@
-"""Runs a pipeline: every rank of its axis the actions that the schedule gives it, values passed on between them.
+"""Runtime of a pipeline: each rank of its axis runs its actions of the schedule and sends values to others.
 
-Around a mesh's runtime, which runs each single program over the other axes. With simulated ranks all ranks of the
-pipeline are in this process and a message is a value put into another's hands; with real ones this process is one rank,
-and messages are sends and receives that do not wait. These carry no derivative: where one is taken of a compiled
-pipeline from outside, every process is all ranks of the axis.
+It wraps a mesh's runtime, which runs each single program over the other axes. With simulated ranks, all ranks of the
+pipeline are in this process, and a message passes a value from one executor to another. With real processes, this
+process is one rank, and messages are nonblocking sends and receives. These do not carry derivatives. If a derivative
+of a compiled pipeline is taken from outside, every process therefore simulates all ranks of the axis.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PipelineRuntime:
     Args:
         base: the mesh's own runtime.
         axis: the axis of the pipeline.
-        alone: be all ranks of the axis, whoever else there is.
+        alone: run all ranks of the axis in this process, even if there are others.
     """
 
     def __init__(self, base: Any, axis: str, *, alone: bool = False) -> None:
@@ -61,30 +61,30 @@ class PipelineRuntime:
     # --- handles ---
 
     def shard(self, x: torch.Tensor, spec: P) -> PipelineValue:
-        """A whole tensor, on every rank of the pipeline until a step says which of them need it."""
+        """Return a full tensor's handle on every rank of the pipeline. A step later determines which ranks need it."""
         return self._everywhere(self.base.shard(x, spec))
 
     def shard_for(self, program: PipelineProgram, number: int, x: torch.Tensor, spec: P) -> PipelineValue:
-        """A whole tensor that is an input of a program, on the ranks that hold it."""
+        """Return the handle of a full tensor that is an input of a program, on the ranks that hold it."""
         return self._where_taken(program.holders(program.inputs[number]), x, spec)
 
     def entered(self, x: torch.Tensor, spec: P) -> PipelineValue:
-        """The same, so that a derivative of it is one of the whole."""
+        """Return the handle, so that a derivative of it is a derivative of the full tensor."""
         if self.carrier is not None:
             _refuse_derivatives([x])
         return self._everywhere(self.base.entered(x, spec))
 
     def own(self, x: torch.Tensor, spec: P) -> PipelineValue:
-        """A part that this process was given as its own."""
+        """Return the handle of a shard that this process was given."""
         return self._everywhere(self.base.own(x, spec))
 
     @property
     def calls(self) -> int:
-        """How many things this rank has done with the others."""
+        """Number of calls that this rank has made with the others."""
         return int(self.base.calls)
 
     def whole(self, placed: PipelineValue, spec: P, whose: str = "") -> torch.Tensor:
-        """The whole tensor."""
+        """Gather the full tensor."""
         if placed.holders is None or placed.holders >= frozenset(range(self.size)):
             return self.base.whole(next(iter(placed.parts.values())), spec, whose)
         if self.carrier is None:
@@ -95,7 +95,7 @@ class PipelineRuntime:
         return self.base.whole(mine, spec, whose)
 
     def _from_a_holder(self, placed: PipelineValue) -> Any:
-        """What some ranks of the pipeline hold, on this one too."""
+        """Return a value that some ranks of the pipeline hold, on this rank too."""
         assert placed.holders is not None
         source = min(placed.holders)
         if self.carrier is None:
@@ -106,31 +106,31 @@ class PipelineRuntime:
         return self.carrier.pbroadcast(mine, (self.axis,), source)
 
     def like(self, placed: PipelineValue, spec: P) -> torch.Tensor:
-        """A tensor of the whole shape, without memory for it."""
+        """Return a tensor of the global shape, without memory."""
         return hollow(placed.aval, whole_shape(placed.aval.shape, spec, self.mesh))
 
     def check_same(
         self, name: str, paths: Sequence[str], tensors: Sequence[torch.Tensor], parts: Sequence[P] | None = None
     ) -> None:
-        """Make sure that every rank was given the same whole tensors, or parts."""
+        """Check that every rank was given the same full tensors, or the same shards."""
         self.base.check_same(name, paths, tensors, parts)
 
     def checksum(self, x: torch.Tensor) -> str:
-        """What a tensor is compared by."""
+        """Return the checksum of a tensor for comparison with other ranks."""
         return str(self.base.checksum(x))
 
     def check_sums(
         self, name: str, paths: Sequence[str], sums: Sequence[str], parts: Sequence[P] | None = None
     ) -> None:
-        """Make sure that every rank has the same tensors, by what was found of them."""
+        """Check that every rank has the same tensors, by their checksums."""
         self.base.check_sums(name, paths, sums, parts)
 
     def agree_on(self, program: PipelineProgram) -> None:
-        """Make sure, before its first run, that all ranks have the same program."""
+        """Check, before the first run of a program, that all ranks have the same program."""
         self.base.agree_on(program)
 
     def _where_taken(self, holders: frozenset[int], x: torch.Tensor, spec: P) -> PipelineValue:
-        """A whole tensor, on the ranks of the pipeline that take it."""
+        """Return the handle of a full tensor on the ranks of the pipeline that read it."""
         aval = Aval(tuple(local_shape(x.shape, spec, self.mesh)), x.dtype, x.device)
         here = holders & frozenset(self.ranks)
         return PipelineValue(dict.fromkeys(here, self.base.entered(x, spec)) if here else {}, holders, aval)
@@ -143,7 +143,7 @@ class PipelineRuntime:
     # --- running ---
 
     def run_whole(self, program: PipelineProgram, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run a pipeline on whole inputs, and make its results whole."""
+        """Run a pipeline on full inputs, and return full results."""
         if self.carrier is not None:
             self.base.agree_on(program)
             self.base.agree_on_inputs(program, tensors)
@@ -161,7 +161,7 @@ class PipelineRuntime:
         batch: Sequence[torch.Tensor] = (),
         whose: str = "",
     ) -> list[PipelineValue]:
-        """Run a pipeline on sharded inputs, made of a batch that every rank was given whole."""
+        """Run a pipeline on sharded inputs. `batch` holds the full tensors that every rank was given."""
         if self.carrier is None:
             return self._run(program, placed, self.base.run)
         self.base.agree_on(program)
@@ -175,7 +175,7 @@ class PipelineRuntime:
         return results
 
     def replay(self, program: PipelineProgram, placed: Sequence[PipelineValue]) -> Origin | None:
-        """Run a pipeline op by op, and return an op that made a value that is not finite, if one did."""
+        """Run a pipeline op by op, and return an op that computed a non-finite value, if any."""
         log = Log()
         run = partial(self.base.run_recorded, log)
         if self.carrier is None:
@@ -211,7 +211,7 @@ class PipelineRuntime:
             self._executor(program).run_schedule(workers[self.ranks[0]])
 
     def _brought(self, program: PipelineProgram, placed: Sequence[PipelineValue]) -> list[PipelineValue]:
-        """Everything where this program needs it, which another one, cut into other stages, left with other ranks."""
+        """Send inputs to ranks that need them. A program with other stages may have left them on other ranks."""
         found = list(placed)
         for index, (node, each) in enumerate(zip(program.inputs, placed, strict=True)):
             needed = program.holders(node)
@@ -224,7 +224,7 @@ class PipelineRuntime:
         return found
 
     def _give_up(self, program: PipelineProgram, placed: Sequence[PipelineValue]) -> None:
-        """Of what a step may write into, drop the copies that no rank will hold, and give each rank one of its own."""
+        """Free the copies of donated inputs on ranks that will not hold them. Give each other rank separate memory."""
         for node, each in zip(program.inputs, placed, strict=True):
             if not info(node).donated:
                 continue
@@ -261,14 +261,14 @@ class PipelineRuntime:
 
     @cached_property
     def mail(self) -> PointToPoint:
-        """This rank's messages; the first use is a collective."""
+        """This rank's messages. The first access is a collective."""
         return PointToPoint(self.carrier, self.axis, self.ranks[0], self.base.device)
 
     def _executor(self, program: PipelineProgram) -> ScheduleRunner:
         return ScheduleRunner(program, self.mail, partial(self._timed, program))
 
     def _end(self, program: PipelineProgram, workers: dict[int, RankExecutor]) -> None:
-        """Run what comes after the pipeline."""
+        """Run the epilogue."""
         if self.carrier is not None:
             self._executor(program).run_epilogue(workers[self.ranks[0]])
             return
@@ -309,7 +309,7 @@ class PipelineRuntime:
         return [list(part) for part in zip(*(self._chunks(x, count, dim) for x in handle), strict=True)]
 
     def _last_or_mean(self, program: PipelineProgram, node: fx.Node, worker: AsyncRankExecutor) -> Any:
-        """What replaces an input, after the last update; of everything else, the mean over updates."""
+        """Return the value after the last update if it replaces an input, else the mean over updates."""
         if node in program.epilogue.replaces:
             return worker.results[-1][node]
         values = [made[node] for made in worker.results]

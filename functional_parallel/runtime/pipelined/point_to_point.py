@@ -1,4 +1,4 @@
-"""Messages between the ranks of a pipeline in different processes: sends and receives that do not wait."""
+"""Messages between the ranks of a pipeline in different processes: nonblocking sends and receives."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ __all__ = ["PointToPoint"]
 class PointToPoint:
     """One rank's messages.
 
-    Between two ranks messages arrive in the order of their sends, and the schedule's receives are posted in that order,
-    so they need no tags.
+    Between two ranks, messages arrive in the order of their sends, and the schedule's receives are posted in that
+    order. They therefore need no tags.
 
     Args:
-        carrier: of the mesh.
+        carrier: communicator of the mesh.
         axis: the axis of the pipeline.
         rank: this process's rank along it.
-        device: where tensors live.
+        device: device of the tensors.
     """
 
     def __init__(self, carrier: Any, axis: str, rank: int, device: torch.device) -> None:
@@ -38,19 +38,19 @@ class PointToPoint:
         self._sent: list[tuple[Any, torch.Tensor, Send | int]] = []
 
     def send(self, step: Send, values: Sequence[torch.Tensor]) -> None:
-        """Send what an action made."""
+        """Send the results of an action."""
         self._sent = [entry for entry in self._sent if not entry[0].is_completed()]
         for value in values:
             self._post(value, step.rank, step)
 
     def expect(self, step: Receive, avals: Sequence[Aval]) -> None:
-        """Say that a message will come."""
+        """Post the receive of a message."""
         buffers = [self._buffer(aval) for aval in avals]
         works = [self._get(buffer, step.rank) for buffer in buffers]
         self._expected[step.action] = step, buffers, works, time.monotonic()
 
     def take(self, action: Action) -> list[torch.Tensor] | None:
-        """Wait for what an action on another rank made; None where no message brings it."""
+        """Wait for the results of an action on another rank; None if no message carries them."""
         if action not in self._expected:
             return None
         step, buffers, works, began = self._expected.pop(action)
@@ -59,7 +59,7 @@ class PointToPoint:
         return buffers
 
     def finish(self) -> None:
-        """Wait until everything sent has left."""
+        """Wait until all sends are complete."""
         for work, _, name in self._sent:
             self._wait(work, name, time.monotonic())
         self._sent.clear()
@@ -67,10 +67,10 @@ class PointToPoint:
     def exchange(
         self, outgoing: Mapping[int, Sequence[torch.Tensor]], incoming: Mapping[int, Sequence[Aval]]
     ) -> dict[int, list[torch.Tensor]]:
-        """Send values to ranks and receive others from them, small ones of a kind together.
+        """Send values to ranks and receive values from them, with the values of each dtype joined.
 
-        Of two ranks the first sends before it receives, the second the other way round, pair after pair: nobody waits
-        for one that waits, even where a send waits until it is received.
+        In each pair, the lower rank sends before it receives and the higher rank receives first. Pairs are handled in
+        order. No cycle of waits can form, even if a send waits for its receive.
         """
         began = time.monotonic()
         under_way = []
@@ -103,7 +103,7 @@ class PointToPoint:
         buffer = value.detach().contiguous()
         wait, began = self._wait_for(name), time.monotonic()
         try:
-            with waiting(wait):  # through shared memory, for room
+            with waiting(wait):  # for free space in shared memory
                 work = self._messages.send(_bytes(buffer), rank)
         except OutOfStepError:
             raise
@@ -161,7 +161,7 @@ def _sizes(avals: Sequence[Aval]) -> list[tuple[torch.dtype, int]]:
 
 
 def _joined(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Values of each dtype end to end."""
+    """Concatenate the values of each dtype."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for value in values:
         by_dtype.setdefault(value.dtype, []).append(value.reshape(-1))

@@ -1,6 +1,6 @@
-"""Collectives as a backend of torch.distributed carries them: started here, finished when they are waited for.
+"""Collectives by a torch.distributed backend: started here, finished when they are waited for.
 
-What moves bytes without adding them goes as raw bytes, so that every dtype travels on every backend.
+Collectives that do not add send raw bytes, so that every backend supports every dtype.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ __all__ = ["TorchCollectives"]
 
 
 class TorchCollectives:
-    """The backend of a mesh's process groups.
+    """Collectives by the backend of a mesh's process groups.
 
     Args:
-        groups: by axes.
-        doing: what this rank is doing.
-        wait: makes the wait for an operation on a tensor over axes.
+        groups: the process groups, by axes.
+        doing: call log of this rank.
+        wait: creates the wait for an operation on a tensor over axes.
     """
 
     def __init__(self, groups: MeshGroups, doing: CallLog, wait: WaitFor) -> None:
@@ -66,7 +66,7 @@ class TorchCollectives:
     def all_gather(
         self, operation: str, x: Tensor, axes: tuple[str, ...], finish: Callable[[list[Tensor]], Any]
     ) -> PendingCollective:
-        """All ranks' values, in the order of the axes, go to `finish`."""
+        """Gather all ranks' values and pass them to `finish`, in the order of the axes."""
         members = self._groups.over(axes)
         mine = as_bytes(x)
         buffer = mine.new_empty(len(members.ranks) * mine.numel())
@@ -90,7 +90,7 @@ class TorchCollectives:
         axes: tuple[str, ...],
         finish: Callable[[list[Tensor]], Tensor],
     ) -> PendingCollective:
-        """Chunk i goes to rank i; the chunks that arrive, in the order of the axes, go to `finish`."""
+        """Send chunk i to rank i. Pass the received chunks to `finish`, in the order of the axes."""
         sizes = [chunk.numel() for chunk in chunks]
 
         def end(received: list[Tensor]) -> Tensor:
@@ -124,7 +124,7 @@ class TorchCollectives:
         )
 
     def broadcast(self, operation: str, x: Tensor, axes: tuple[str, ...], source: int) -> PendingCollective:
-        """Every rank gets what the one at `source` has."""
+        """Send the value of the rank at index `source` to every rank."""
         members = self._groups.over(axes)
         buffer = as_bytes(x).clone()
         return self._started(
@@ -143,12 +143,12 @@ class TorchCollectives:
         start: Callable[[], Any],
         finish: Callable[[], Any],
     ) -> PendingCollective:
-        """Start what the backend carries: whoever waits for this rank in shared memory shall know."""
+        """Start a collective of the backend, and announce it to ranks that wait for this one in shared memory."""
         self._doing.announce()
         roll_call = self._groups.over(axes).roll_call
 
         def start_together() -> Any:
-            if roll_call is not None:  # before, as gloo ends a process that is sent more than it expects
+            if roll_call is not None:  # first, because gloo ends a process that receives more than it expects
                 roll_call.ask().wait()
             return start()
 

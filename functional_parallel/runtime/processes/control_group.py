@@ -1,8 +1,8 @@
-"""Small messages between ranks outside of programs: are all about to do the same, and who has what left to do.
+"""Control messages between ranks outside programs: agreement on the next call, and exchange of Python objects.
 
-A rank that enters a collective which another does not enter waits for it until the timeout. So before ranks do what
-data of their own may keep some of them from doing, they meet: one reduction of three numbers in main memory, for which
-no device has to be waited for. Programs may be called inside of torch.func's transforms, of which messages are no part.
+A rank that enters a collective waits until the timeout if another rank does not enter it. Data of one rank may keep it
+from the next call. Ranks therefore agree first: one reduction of three numbers in main memory, which waits for no
+device. Programs may be called inside torch.func's transforms; the messages are not part of them.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ __all__ = ["ControlGroup"]
 
 
 class ControlGroup:
-    """Where all ranks of torch.distributed meet. Making it is a collective.
+    """Control group of all ranks of torch.distributed. Creating it is a collective.
 
     Args:
-        mesh: the ranks, which are all of torch.distributed.
-        timeout: how long a rank waits for the others.
-        doing: what this rank is doing.
-        turn: held while this rank meets the others.
+        mesh: the mesh; its ranks are all ranks of torch.distributed.
+        timeout: the longest wait for the other ranks.
+        doing: call log of this rank.
+        turn: guard that is held during each exchange.
     """
 
     def __init__(self, mesh: Mesh, timeout: timedelta | None, doing: CallLog, turn: CallGuard) -> None:
@@ -46,19 +46,19 @@ class ControlGroup:
         self.device = torch.device("cuda" if on_devices and backend is None else "cpu")
 
     def agree(self, doing: str, otherwise: str, number: int = 0) -> int:
-        """Make sure that all ranks are about to do the same.
+        """Check that all ranks are about to make the same call.
 
         Args:
-            doing: what this rank is about to do, to be read after "rank 0".
-            otherwise: what a user should know if another rank is about to do something else, or does not come.
-            number: a number for the others.
+            doing: description of this rank's next call, to be read after "rank 0".
+            otherwise: advice for the user if another rank makes a different call, or none.
+            number: a number for the other ranks.
 
         Returns:
             The largest of all ranks' numbers.
 
         Raises:
-            OutOfStepError: on every rank, when they are about to do different things.
-            CollectiveError: when a rank does not come.
+            OutOfStepError: on every rank, if they are about to make different calls.
+            CollectiveError: if a rank does not take part.
         """
         with self._turn:
             return self._agree(doing, otherwise, number)
@@ -82,10 +82,10 @@ class ControlGroup:
         raise OutOfStepError(f"{me}: the ranks are about to do different things: {told}. {otherwise}")
 
     def exchange(self, value: Any, purpose: str) -> list[Any]:
-        """All ranks' values, of anything that can be pickled.
+        """Exchange one object per rank, of any type that can be pickled.
 
         Raises:
-            CollectiveError: when a rank does not come.
+            CollectiveError: if a rank does not take part.
         """
         with self._turn:
             return self._exchange(value, purpose)

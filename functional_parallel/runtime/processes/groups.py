@@ -1,7 +1,7 @@
-"""A mesh's process groups: one per set of ranks that differ only along some axes.
+"""Process groups of a mesh: one per set of ranks that differ only along some axes.
 
-Making a group is itself a collective of the whole world, so all are made at once, in one order on all ranks; made on
-first use, they would hang as soon as two ranks first used them in different order.
+Creating a group is a collective of all ranks, so all groups are created together, in one order on all ranks. If they
+were created on first use, two ranks that first use them in different orders would hang.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _MOST_AXES_TOGETHER = 3
 
 
 class AxisGroup:
-    """The ranks that one collective goes over.
+    """The ranks of one collective.
 
     Attributes:
-        rank: this rank's place in `ranks`.
+        rank: this rank's index in `ranks`.
         ranks: global ranks in the order of the axes, the first axis major.
         seats: for each of them, its position in torch's group, which is sorted by global rank.
-        roll_call: whether all do the same, before bytes of one are taken for what another waits for; None where asking
-            would take a device's time.
+        roll_call: check that all ranks make the same call, before bytes of one call are used for another. None if the
+            check would take time on a device.
     """
 
     def __init__(
@@ -59,25 +59,25 @@ class AxisGroup:
 
     @property
     def handle(self) -> Any:
-        """Torch's process group, as long as torch holds it."""
+        """Torch's process group, for as long as torch holds it."""
         return self._handle.group
 
     def messages(self, tag: int = 0) -> TaggedMessages:
-        """Messages to single ranks, under a tag."""
+        """Return messages to single ranks under a tag."""
         return TaggedMessages(self._handle, self.seats, tag)
 
     def in_order(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """From torch's order to the order of the axes."""
+        """Reorder from torch's order to the order of the axes."""
         return [parts[seat] for seat in self.seats]
 
     def by_seat(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """From the order of the axes to torch's order."""
+        """Reorder from the order of the axes to torch's order."""
         placed = dict(zip(self.seats, parts, strict=True))
         return [placed[seat] for seat in range(len(parts))]
 
     @cached_property
     def team(self) -> AlgorithmGroup:
-        """The same ranks, for algorithms of ours. The first use is a collective."""
+        """The group as needed by the library's own algorithms. The first access is a collective."""
         timeout = self._timeout or default_pg_timeout
         return AlgorithmGroup(
             self.handle,
@@ -94,10 +94,10 @@ class MeshGroups:
     """This rank's groups, by axes.
 
     Args:
-        mesh: the ranks.
-        rank: this one.
-        timeout: after how long a group's collective fails; None is torch's default.
-        doing: what this rank is doing.
+        mesh: the mesh.
+        rank: the global rank of this process.
+        timeout: timeout of a group's collectives; None means torch's default.
+        doing: call log of this rank.
     """
 
     def __init__(self, mesh: Mesh, rank: int, timeout: timedelta | None, doing: CallLog | None = None) -> None:
@@ -107,10 +107,10 @@ class MeshGroups:
         self._found: dict[tuple[str, ...], AxisGroup] = {}
 
     def over(self, axes: tuple[str, ...]) -> AxisGroup:
-        """The group along some axes.
+        """Return the group along some axes.
 
         Raises:
-            ValueError: when there is none for so many axes.
+            ValueError: if there is no group for this number of axes.
         """
         if axes not in self._found:
             self._found[axes] = self._find(axes)
@@ -131,14 +131,14 @@ class MeshGroups:
         return AxisGroup(handle, self._rank, ranks, self._timeout, tags, self._doing, names)
 
     def _add_alone(self, ranks: frozenset[int]) -> None:
-        """Make the group of axes with one rank. The other ranks take no part."""
+        """Create the group of axes with one rank. The other ranks take no part."""
         with recorded():
             group = dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True)
         self._handles[ranks], self._tags[ranks] = ProcessGroupRef(group), count()
 
 
 def _make_groups(mesh: Mesh, rank: int, timeout: timedelta | None) -> dict[frozenset[int], ProcessGroupRef]:
-    """A rank's process groups, by their ranks; every rank makes every group, in the same order."""
+    """Return a rank's process groups by their ranks. Every rank creates every group, in the same order."""
     names = [name for name in mesh.axis_names if mesh.axis_size(name) > 1]
     few = chain.from_iterable(combinations(names, number) for number in range(1, _MOST_AXES_TOGETHER + 1))
     made: dict[frozenset[int], Any] = {}

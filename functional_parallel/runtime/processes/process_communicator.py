@@ -1,8 +1,9 @@
 """Collectives between real processes, over torch.distributed with nccl, gloo or mpi.
 
-On gloo, sums, gathers and exchanges go by the algorithms of `algorithms`, which are faster than gloo's own.
-Elsewhere they are the backend's. A reduce-scatter is an exchange of chunks and a sum in rank order, except on nccl,
-whose own is faster: the same traffic, the same sums as in `collectives.group`, and no backend's gaps.
+On gloo, sums, gathers and exchanges use the algorithms in `algorithms`, which are faster than gloo's own. On other
+backends they use the backend's. A reduce-scatter is an exchange of chunks and a sum in rank order. It has the same
+traffic, gives the same sums as `collectives.group`, and avoids gaps in the backends. Only nccl uses its own, which is
+faster.
 """
 
 from __future__ import annotations
@@ -46,24 +47,24 @@ _REDUCED_BY = {
 
 
 class ProcessCommunicator:
-    """Carries the collectives of a mesh between processes of an initialised torch.distributed.
+    """Communicator of a mesh: runs its collectives between processes of an initialised torch.distributed.
 
     Args:
-        mesh: as many ranks as there are processes.
-        reduction: "fast" is the backend's own sum; "ordered" adds in rank order, bit-equal to the simulated ranks.
-        reduce_dtype: sums of floating types narrower than this one are accumulated in it.
-        timeout: after how long a group's collective fails; None is torch's default.
-        algorithm: how sums, gathers and exchanges travel on gloo: "auto" chooses, "backend" leaves it to the backend,
-            else a name in `algorithms.ALGORITHMS`; None takes the environment's `FUNCTIONAL_PARALLEL_ALGORITHM`, or
-            "auto".
+        mesh: a mesh with one rank per process.
+        reduction: "fast" uses the backend's own sum; "ordered" adds in rank order, bit-equal to simulated ranks.
+        reduce_dtype: sums of narrower floating dtypes are accumulated in this dtype.
+        timeout: timeout of a group's collectives; None means torch's default.
+        algorithm: algorithm of sums, gathers and exchanges on gloo. "auto" selects one, "backend" uses the backend's
+            own, and other values are names in `algorithms.ALGORITHMS`. None reads the environment variable
+            `FUNCTIONAL_PARALLEL_ALGORITHM`, by default "auto".
 
     Raises:
-        ValueError: when the number of processes is not the mesh's, when `reduction` or `algorithm` is unknown, or when
-            ranks differ in them.
+        ValueError: if the number of processes differs from the mesh's, if `reduction` or `algorithm` is unknown, or if
+            the ranks' settings differ.
 
     Attributes:
-        doing: what this rank is doing.
-        where: the line of user code that the next collectives come from, for messages.
+        doing: call log of this rank.
+        where: source line of the next collectives, for messages.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class ProcessCommunicator:
         self._choosers: dict[AxisGroup, AlgorithmSelector] = {}
 
     def bound(self) -> AbstractContextManager[None]:
-        """Let collectives inside a `with` block name the axes of the mesh."""
+        """Bind the axes of the mesh for collectives inside a `with` block."""
         return nullcontext() if are_bound(self.mesh.shape, self) else bind(self.mesh.shape, self)
 
     # --- the primitives ---
@@ -113,12 +114,12 @@ class ProcessCommunicator:
 
         Args:
             name: psum, psum_scatter, all_gather or all_to_all.
-            x: its operand, not to be changed before the result is there; or tensors to be packed to it.
-            axes: the axes it goes over.
-            params: what its method takes after `axes`; of a sum or gather also a layout, to get the tensors that lie
-                in it.
-            overwrite: the result of a psum may take the operand's memory.
-            where: the line that it came from, for messages.
+            x: its operand, which must not change until the result is available; or a bucket.
+            axes: the axes of the collective.
+            params: arguments of its method after `axes`. A sum or gather may also have a layout; it then returns the
+                tensors of that layout.
+            overwrite: whether the result of a psum may use the operand's memory.
+            where: its source line, for messages.
         """
         self.where = where
         try:
@@ -205,12 +206,12 @@ class ProcessCommunicator:
         chunks = launch.resolved(x).chunk(len(self._groups.over(axes).ranks), split_dim)
         return self._backend.all_to_all(operation, x, chunks, axes, lambda parts: cat_or_view(parts, concat_dim))
 
-    # --- by algorithms of ours ---
+    # --- with the library's algorithms ---
 
     def _chosen(
         self, kind: str, x: Tensor | LazyBucket, axes: tuple[str, ...]
     ) -> tuple[Algorithm, AlgorithmGroup] | None:
-        """How a collective goes, where it does not go the backend's own way."""
+        """Return the algorithm and the group of a collective, or None if it uses the backend's own."""
         chooser = self._chooser(axes) if x.device.type == "cpu" else None
         algorithm = chooser and chooser.choose(kind)
         return (algorithm, chooser.team) if chooser and algorithm else None
@@ -228,10 +229,10 @@ class ProcessCommunicator:
             steps = roll_call.before(steps)
         return PendingCollective(lambda: team.run(steps), finish, self._wait(operation, x, axes))
 
-    # --- by the backend ---
+    # --- with the backend ---
 
     def ppermute(self, x: Tensor, axes: tuple[str, ...], pairs: Sequence[int]) -> Tensor:
-        """An exchange in which each rank sends to one rank, or none: all take part, so no order can deadlock."""
+        """Exchange in which each rank sends to at most one rank. All take part, so no order can deadlock."""
         me = self.axis_index(axes)
         targets = dict(zip(pairs[::2], pairs[1::2], strict=True))
         sources = {target: source for source, target in targets.items()}
@@ -254,9 +255,9 @@ class ProcessCommunicator:
     def _extreme(
         self, operation: str, x: Tensor, axes: tuple[str, ...], among: Callable[[Sequence[Tensor]], list[Tensor]]
     ) -> Tensor:
-        """Few values are gathered; of many each rank gets a part from all, and they gather what these come to.
+        """Gather small operands. Exchange chunks of large ones, reduce one chunk per rank, and gather the results.
 
-        A backend's own maximum of NaN and a number is either, as the order of its ranks has it.
+        A backend's own maximum of NaN and a number may be either, depending on the order of the ranks.
         """
         count = len(self._groups.over(axes).ranks)
         if count * x.nbytes <= GATHERED:
@@ -273,7 +274,7 @@ class ProcessCommunicator:
     def axis_index(self, axes: tuple[str, ...]) -> int:
         return self.mesh.axis_index(self.rank, axes)
 
-    # --- looking up ---
+    # --- queries ---
 
     def _wait(self, operation: str, x: Tensor | LazyBucket, axes: tuple[str, ...]) -> CollectiveWait:
         wait = CollectiveWait(self.mesh, self.rank, self._groups.over(axes).ranks, operation, x, axes)
@@ -281,21 +282,21 @@ class ProcessCommunicator:
         return wait
 
     def messages(self, axes: tuple[str, ...], device: torch.device) -> AlgorithmGroup | TaggedMessages:
-        """What brings messages to single ranks along some axes, numbered in their order; all ranks must ask.
+        """Return point-to-point messages along some axes, with ranks numbered in their order. All ranks must call this.
 
         Args:
             axes: the axes.
-            device: where the tensors are.
+            device: device of the tensors.
         """
         members, chooser = self._groups.over(axes), self._chooser(axes) if device.type == "cpu" else None
         return members.messages() if chooser is None else chooser.team
 
     def algorithms(self, axes: tuple[str, ...], sizes: Sequence[int] = SIZES) -> str:
-        """Return which algorithm serves collectives over these axes, and why, with predicted times; a collective.
+        """Return the algorithms of collectives over these axes, the reasons, and predicted times. This is a collective.
 
         Args:
             axes: the axes.
-            sizes: bytes.
+            sizes: sizes in bytes.
         """
         chooser = self._chooser(axes)
         if chooser is None:
@@ -303,7 +304,7 @@ class ProcessCommunicator:
         return chooser.table(sizes)
 
     def _chooser(self, axes: tuple[str, ...]) -> AlgorithmSelector | None:
-        """None where all is left to the backend."""
+        """Return the selector of a group, or None if the backend runs all its collectives."""
         members = self._groups.over(axes)
         if self.algorithm == "backend" or members.backend != "gloo" or len(members.ranks) == 1:
             return None
@@ -316,7 +317,7 @@ class ProcessCommunicator:
 
     @contextmanager
     def _first_use(self, axes: tuple[str, ...]) -> Iterator[None]:
-        """Note that the ranks of a group find each other."""
+        """Note a wait in which the ranks of a group connect to each other."""
         what = f"the first collective over {axes}, in which its ranks find each other,"
         wait = NamedWait(self.mesh, self.rank, self._groups.over(axes).ranks, what)
         wait.where, began = self.where, time.monotonic()
@@ -327,7 +328,7 @@ class ProcessCommunicator:
             raise wait.failure(time.monotonic() - began, error) from error
 
     def _reduces_itself(self, x: Tensor, axes: tuple[str, ...]) -> bool:
-        """Whether the backend's own reduction may be used: it knows few dtypes, and adds in an order of its own."""
+        """Whether the backend's own reduction may be used. It supports few dtypes, and its order of addition varies."""
         return self.reduction == "fast" and x.dtype in _REDUCED_BY.get(self._groups.over(axes).backend, _REDUCED_BY_ALL)
 
     def _accumulation_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
@@ -338,7 +339,7 @@ class ProcessCommunicator:
 
 
 def _agree(mesh: Mesh, settings: dict[str, str]) -> None:
-    """Ranks that send in different ways would wait for each other until the timeout."""
+    """Check that settings are equal on all ranks. Ranks with different ones would wait until the timeout."""
     everywhere: list[dict[str, str]] = [{}] * dist.get_world_size()
     wait = NamedWait(mesh, dist.get_rank(), range(mesh.size), "comparing settings with the other ranks")
     try:

@@ -1,7 +1,7 @@
-"""One rank of a mesh in this process, its peers in others, over torch.distributed.
+"""Runtime with one rank of a mesh in this process and its peers in others, over torch.distributed.
 
-Before a program runs first, all ranks compare its fingerprint, so that ranks with different programs find out in
-seconds instead of hanging in mismatched collectives.
+Before the first run of a program, all ranks compare its fingerprint. Ranks with different programs then raise an error
+in seconds, and do not hang in mismatched collectives.
 """
 
 from __future__ import annotations
@@ -38,30 +38,31 @@ __all__ = ["DifferentInputsError", "DifferentProgramsError", "ProcessRuntime"]
 
 
 _SECONDS = 600.0
-_DERIVED = ", on tensors that require a gradient"  # collectives one by one, which carry it
+_DERIVED = ", on tensors that require a gradient"  # collectives run one at a time and carry the gradient
 
 
 class DifferentProgramsError(RuntimeError):
-    """Ranks that are about to run different programs; names the ranks and the first line that differs."""
+    """Raised if ranks are about to run different programs. It names the ranks and the first line that differs."""
 
 
 class DifferentInputsError(ValueError):
-    """Ranks that were given different whole tensors; names the inputs."""
+    """Raised if ranks got different full tensors. It names the inputs."""
 
 
 class ProcessRuntime:
     """Runs programs on real ranks. A handle is this rank's tensor.
 
     Args:
-        mesh: as many ranks as processes. The process group is made from the launcher's environment if nobody made it.
-        timeout: seconds after which a collective that some rank does not come to fails; None is the process group's own
-            where somebody else made it, else 600.
+        mesh: a mesh with one rank per process. If there is no process group, one is created from the launcher's
+            environment.
+        timeout: seconds after which a collective fails if some rank does not enter it. None means the timeout of an
+            existing process group, else 600.
         reduction: "fast" (any order) or "ordered" (in rank order, bit-equal to simulated ranks).
-        algorithm: how collectives travel on gloo, as in `ProcessCommunicator`.
+        algorithm: algorithm of collectives on gloo, as in `ProcessCommunicator`.
 
     Raises:
-        ValueError: when the number of processes is not the mesh's.
-        CollectiveError: when they do not find each other.
+        ValueError: if the number of processes differs from the mesh's.
+        CollectiveError: if the processes cannot connect to each other.
     """
 
     holders = "real processes"
@@ -85,22 +86,22 @@ class ProcessRuntime:
         self.device = torch.device("cuda", torch.cuda.current_device()) if _uses_nccl() else torch.device("cpu")
 
     def algorithms(self, *axes: str) -> str:
-        """A table: which algorithm a collective over some axes goes by, for which size, and why. All ranks must ask.
+        """Return a table of the algorithms for collectives over some axes, with reasons. All ranks must call this.
 
         Args:
-            axes: names of mesh axes; without any, all of them together.
+            axes: names of mesh axes; by default all of them together.
         """
         return self.carrier.algorithms(axes or tuple(name for name, size in self.mesh.shape.items() if size > 1))
 
     @property
     def calls(self) -> int:
-        """How many things this rank has done with the others, who have done as many."""
+        """Number of calls that this rank has made. It is equal on all ranks."""
         return self.carrier.doing.count
 
     # --- handles ---
 
     def shard(self, x: torch.Tensor, spec: P) -> torch.Tensor:
-        """This rank's part of a whole tensor."""
+        """Return this rank's shard of a full tensor."""
         part = shard_leaf(x, spec, self.mesh, self.rank)
         return (
             part.to(self.device)
@@ -109,15 +110,15 @@ class ProcessRuntime:
         )
 
     def own(self, x: torch.Tensor, spec: P) -> torch.Tensor:
-        """A part that this rank was given as its own, as sharded by the first axis that splits it."""
+        """Return a shard that this rank was given, on this rank's device."""
         return x.to(self.device)
 
     def like_own(self, x: torch.Tensor, spec: P) -> torch.Tensor:
-        """Return a tensor of the global shape of what `own` takes, without memory for it."""
+        """Return a tensor without memory, with the global shape of a shard that `own` takes."""
         return hollow(x, whole_shape(x.shape, spec, self.mesh))
 
     def whole(self, handle: torch.Tensor, spec: P, whose: str = "") -> torch.Tensor:
-        """The whole tensor, on every rank; `whose` says of what, to the others."""
+        """Gather the full tensor on every rank. `whose` describes it to the other ranks."""
         placements = sorted(spec.placements(self.mesh), key=lambda placement: placement.outer)
         split = [placement for placement in placements if self.mesh.axis_size(placement.axis) > 1]
         if split or spec.unreduced:
@@ -134,11 +135,11 @@ class ProcessRuntime:
         return handle
 
     def like(self, handle: torch.Tensor, spec: P) -> torch.Tensor:
-        """A tensor of the whole shape, without memory for it."""
+        """Return a tensor of the global shape, without memory."""
         return hollow(handle, whole_shape(handle.shape, spec, self.mesh))
 
     def declared(self, handle: torch.Tensor, made: P, spec: P) -> torch.Tensor:
-        """Nothing to do: a rank has its part, whether or not others have the same."""
+        """Return the handle unchanged: a rank holds its shard, whether or not other ranks hold the same values."""
         return handle
 
     # --- running ---
@@ -146,13 +147,13 @@ class ProcessRuntime:
     def run(
         self, program: Program, handles: list[torch.Tensor], batch: Sequence[torch.Tensor] = (), whose: str = ""
     ) -> list[torch.Tensor]:
-        """Run a program on this rank's parts; the list is given up, so that a part lives to its last use.
+        """Run a program on this rank's shards. The list is donated, so that a shard is freed after its last use.
 
         Args:
-            program: on every rank the same.
-            handles: this rank's parts.
-            batch: what every rank was given whole, where it was.
-            whose: what else it runs with, in words that are the same on every rank.
+            program: the same program on every rank.
+            handles: this rank's shards.
+            batch: the full tensors that every rank was given, if any.
+            whose: description of its other inputs, the same on every rank.
         """
         self.agree_on(program)
         with self.turn, self.carrier.bound():
@@ -164,10 +165,10 @@ class ProcessRuntime:
                 return self.run_plain(program, handles)
 
     def begin(self, program: Program, batch: Sequence[torch.Tensor] = (), whose: str = "") -> None:
-        """Say that this rank runs a program from now on, of which all have agreed that it is the same.
+        """Announce that this rank now runs a program. All ranks have already compared it.
 
-        A few values of the batch, of what lies in main memory, are part of what it says: that takes microseconds, so
-        every step can.
+        The announcement includes a few values of the batch tensors in main memory. This takes microseconds, so every
+        step can do it.
         """
         values = 0
         if self.mesh.size > 1 and not _torch.has_functorch_level(batch):
@@ -175,16 +176,16 @@ class ProcessRuntime:
         self.carrier.doing.begin(program.cache["doing"] + whose, values)
 
     def run_plain(self, program: Program, handles: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The same where ranks agree, axes are bound, and nothing differentiates: one of many programs of a step."""
+        """Run one of several programs of a step. Ranks have agreed, axes are bound, and nothing is differentiated."""
         made = program.cache.get("process")
-        if made is None or made[0] is not self.carrier:  # as after another init_process_group
+        if made is None or made[0] is not self.carrier:  # for example after another init_process_group
             made = program.cache["process"] = (self.carrier, RankProgram(program, self.carrier).function())
         return made[1](handles)
 
     def replay(self, program: Program, handles: list[torch.Tensor]) -> Origin | None:
-        """Run a program op by op, and return the op that first made a value that is not finite, if one did.
+        """Run a program op by op, and return the op that first computed a non-finite value, if any.
 
-        A collective: every rank calls it, and all return the same op.
+        This is a collective: every rank calls it, and all return the same op.
         """
         self.agree_on(program)
         log = Log()
@@ -194,18 +195,18 @@ class ProcessRuntime:
         return self.first_origin(log)
 
     def run_recorded(self, log: Log, program: Program, handles: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Run a program as `run_plain` does, op by op, and log the op that made a value that is not finite."""
+        """Run a program like `run_plain`, but op by op, and log the op that computed a non-finite value."""
         one = RankProgram(program, self.carrier, record=True)
         assert one.record is not None
         return one.record.run(one.function(), handles, log)
 
     def first_origin(self, log: Log) -> Origin | None:
-        """Return the first of all ranks' ops that made values that are not finite; the same on every rank."""
+        """Return the first op of all ranks that computed a non-finite value; the same on every rank."""
         every = self.exchange(log.first, "to compare values that are not finite")
         return min((found for found in every if found is not None), key=lambda origin: origin.order, default=None)
 
     def run_whole(self, program: Program, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run a program on whole tensors, the same on every rank, and return whole results."""
+        """Run a program on full tensors, the same on every rank, and return full results."""
         self.agree_on(program)
         self.agree_on_inputs(program, tensors)
         with self.carrier.bound():
@@ -214,7 +215,7 @@ class ProcessRuntime:
         return [self.whole(x, spec) for x, spec in zip(results, program.out_specs, strict=True)]
 
     def entered(self, x: torch.Tensor, spec: P) -> torch.Tensor:
-        """This rank's part, taken so that a derivative of it is a derivative of the whole."""
+        """Return this rank's shard, so that a derivative of it is a derivative of the full tensor."""
         if not _torch.has_functorch_level([x]):
             return self.shard(x, spec)
         with self.carrier.bound():
@@ -226,7 +227,7 @@ class ProcessRuntime:
     # --- agreement ---
 
     def agree_on(self, program: Program) -> None:
-        """Make sure, before its first run, that all ranks have the same program."""
+        """Check, before the first run of a program, that all ranks have the same program."""
         if "doing" in program.cache and program.cache.setdefault("agreed", self.carrier) is self.carrier:
             return
         mine = program.fingerprint()
@@ -248,34 +249,34 @@ class ProcessRuntime:
         )
 
     def agree_on_inputs(self, program: Program, tensors: Sequence[torch.Tensor]) -> None:
-        """Make sure that every rank runs a program on the same whole tensors."""
+        """Check that every rank runs a program on the same full tensors."""
         paths = [path or f"argument {index}" for index, path in enumerate(program.in_paths)]
         self.check_same(program.name, paths, tensors)
 
     def check_same(
         self, name: str, paths: Sequence[str], tensors: Sequence[torch.Tensor], parts: Sequence[P] | None = None
     ) -> None:
-        """Make sure that every rank was given the same whole tensors, by their checksums, unless in a transform.
+        """Compare the checksums of full tensors between ranks. Inside a transform, nothing is compared.
 
-        With `parts`, how each lies, ranks were given their own part of it: the same where no axis tells them apart.
+        With `parts`, the specs of the tensors, ranks were given their own shards. Ranks with the same shard must agree.
 
         Raises:
-            DifferentInputsError: on every rank, naming those that differ.
+            DifferentInputsError: on every rank. It names the tensors that differ.
         """
         if not _torch.has_functorch_level(tensors):
             self.check_sums(name, paths, [self.checksum(x) for x in tensors], parts)
 
     def checksum(self, x: torch.Tensor) -> str:
-        """What a tensor is compared by; nothing where nobody else is there."""
+        """Return the checksum of a tensor for comparison with other ranks; empty if there is only one rank."""
         return "" if self.mesh.size == 1 else checksum(x)
 
     def check_sums(
         self, name: str, paths: Sequence[str], sums: Sequence[str], parts: Sequence[P] | None = None
     ) -> None:
-        """The same by what was found of the tensors, or of their shapes: so that they need not be there at once.
+        """Compare checksums, or descriptions of shapes, between ranks. The tensors may be in memory one at a time.
 
         Raises:
-            DifferentInputsError: on every rank, naming those that differ.
+            DifferentInputsError: on every rank. It names the tensors that differ.
         """
         if self.mesh.size == 1:
             return
@@ -314,7 +315,7 @@ class ProcessRuntime:
         raise DifferentInputsError(f"{name} takes one tree, the same on every rank, but {told}")
 
     def _differ(self, sums: list[str], spec: P) -> bool:
-        """Whether ranks differ that hold the same part; all do of what is whole."""
+        """Whether ranks that hold the same shard have different checksums. All ranks hold a replicated tensor."""
         axes = [axis for axis in self.mesh.axis_names if axis in spec.axes]
         held: dict[tuple[int, ...], set[str]] = {}
         for rank, one in enumerate(sums):
@@ -323,7 +324,7 @@ class ProcessRuntime:
 
 
 def _initialise(timeout: float, mesh: Mesh) -> None:
-    """Make the process group of all ranks if nobody has, and watch its processes."""
+    """Create the process group of all ranks if there is none, and watch its processes."""
     if dist.is_initialized():
         _require_as_many(mesh)
         _watch_once(_torch.store_of_all_ranks(), dist.get_rank(), dist.get_world_size(), mesh)
@@ -371,7 +372,7 @@ def _watch_once(store: dist.Store | None, rank: int, size: int, mesh: Mesh) -> N
 
 
 def _barrier_failed(barrier: Any) -> Callable[[], bool]:
-    """Return whether a barrier has failed. gloo's fails at once where a rank's connection is closed."""
+    """Return a function that tests whether a barrier failed. gloo's fails as soon as a connection is closed."""
 
     def has_failed() -> bool:
         try:
@@ -398,7 +399,10 @@ def _require_as_many(mesh: Mesh) -> None:
 
 
 def _let_go_at_exit(world: weakref.ref[Any], process: int) -> None:
-    """Threads of gloo's must end before the interpreter. After an error they may wait for ranks that never come."""
+    """Destroy the process group, because gloo's threads must end before the interpreter.
+
+    After an error this is skipped: they may wait for ranks that never arrive.
+    """
     is_held = dist.is_initialized() and world() is dist.group.WORLD and os.getpid() == process
     if is_held and not hasattr(sys, "last_type"):
         dist.destroy_process_group()

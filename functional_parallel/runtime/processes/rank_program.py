@@ -1,4 +1,4 @@
-"""A program as one rank of a mesh of processes runs it."""
+"""Executable form of a program on one rank of a mesh of processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ aten = torch.ops.aten
 
 
 class RankProgram:
-    """The flat function of one program on one rank: collectives start early and are waited for late."""
+    """Flat function of one program on one rank. Collectives start early and are waited for late."""
 
     def __init__(self, program: Program, carrier: ProcessCommunicator, record: bool = False) -> None:
         self.program, self.carrier = program, carrier
@@ -88,16 +88,16 @@ class RankProgram:
         return writer.call(node, text)
 
     def _is_started(self, node: fx.Node) -> bool:
-        if self.record is not None:  # whose every op is over before the next one begins
+        if self.record is not None:  # while recording, every op ends before the next op begins
             return False
         return primitive_name(node) in STARTED and self.program.mesh.axis_size(tuple(node.args[1])) > 1
 
     def _only_sends(self, node: fx.Node, value: fx.Node) -> bool:
-        """Whether an op packs and the next one starts to send that, which nothing else needs."""
+        """Whether an op packs a bucket that only the next op reads, which starts to send it."""
         return value.target is PACK and self._is_started(node) and list(value.users) == [node]
 
     def _layout(self, node: fx.Node) -> BucketLayout | None:
-        """Where tensors lie in what a collective brings, if it brings several and nobody needs the whole."""
+        """Return the layout of the tensors in the result of `node`, if no op reads the full result. Else None."""
         if primitive_name(node) == "all_gather" and self._is_only_unpacked(node):
             unpacked = [user.args[-4:] for user in node.users]
             return BucketLayout(unpacked[0][0], tuple((begin, tuple(shape), dim) for _, begin, shape, dim in unpacked))
@@ -110,13 +110,13 @@ class RankProgram:
         return None
 
     def _is_only_unpacked(self, gather: fx.Node) -> bool:
-        """Whether nobody needs the whole, nor the values that it is unpacked over when the gather starts."""
+        """Whether no op reads the full result, or the values to be overwritten when the gather starts."""
         targets = {user.target for user in gather.users}
         may_write = {UNPACK, UNPACK_INTO} if gather in self._readers else {UNPACK}
         return bool(targets) and targets <= may_write
 
     def _slice(self, node: fx.Node, writer: Writer) -> str:
-        """A rank's part of what all ranks hold."""
+        """Return code that slices this rank's shard from a replicated value."""
         whole, axes, dim = node.args
         length = info(node).aval.shape[dim]
         begin = length * self.carrier.axis_index(tuple(axes))
@@ -161,6 +161,6 @@ class RankProgram:
 
 
 def _old_values(collective: fx.Node) -> list[fx.Node | None]:
-    """For each tensor that it brings the value that it is unpacked over, if any; nothing if there is none."""
+    """Return per result tensor the value that it is unpacked over, or None. The list is empty if there are none."""
     found = [user.args[0] if user.target is UNPACK_INTO else None for user in collective.users]
     return found if any(found) else []

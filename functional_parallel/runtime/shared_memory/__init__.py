@@ -1,4 +1,4 @@
-"""Collectives through memory that the ranks of one host share."""
+"""Collectives through memory shared by the ranks of one host."""
 
 from . import shared
 from .channels import LARGEST, Channels

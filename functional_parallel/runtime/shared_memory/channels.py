@@ -1,8 +1,9 @@
-"""Messages from rank to rank of one host, through memory that both map.
+"""Messages between ranks of one host, through memory that both map.
 
-Of every ordered pair of ranks, the sender has a stretch of memory that the receiver maps. It writes a message to the
-lowest place that is free and signals where; the receiver copies it out and signals that it has. A rank that waits, for
-a message or for room, takes in whatever has come meanwhile, so that ranks which wait for each other's room both get it.
+For each ordered pair of ranks, the sender has a block of memory that the receiver maps. The sender writes a message to
+the lowest free offset and signals the offset. The receiver copies it and signals completion. A rank that waits for a
+message or for free memory also receives all other arrived messages. Two ranks that wait for each other's memory thus
+both continue.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from ..calls import CallLog
 
 __all__ = ["LARGEST", "ROOM", "Channels"]
 
-_MOST_UNDER_WAY = 32  # more signals than a socket's buffer holds must never be under way
+_MOST_UNDER_WAY = 32  # the signals in flight must fit a socket's buffer
 _TAKEN = 1
 
 
 class Signals(Protocol):
-    """How a rank tells another, and waits to be told."""
+    """Signals between ranks, and the wait for them."""
 
     doing: CallLog
 
@@ -38,7 +39,7 @@ class _Outgoing:
         self.under_way: deque[tuple[int, int]] = deque()
 
     def place(self, size: int) -> int | None:
-        """The lowest free place; None where there is none."""
+        """Return the lowest free offset for `size` bytes. None if it is full or too many messages are in flight."""
         if len(self.under_way) == _MOST_UNDER_WAY:
             return None
         begin = 0
@@ -52,7 +53,7 @@ class _Outgoing:
 class _Incoming:
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
-        self.arrived: deque[tuple[int, int]] = deque()  # where, and what its sender did
+        self.arrived: deque[tuple[int, int]] = deque()  # offset of a message, and its sender's call id
         self.expected: deque[_Expected] = deque()
 
 
@@ -61,7 +62,7 @@ class _Expected:
 
     def __init__(self, into: Tensor, rank: int, signals: Signals) -> None:
         self.into, self._rank, self._signals, self.mark = into, rank, signals, signals.doing.mark
-        self.other: int | None = None  # once it is here, what its sender did
+        self.other: int | None = None  # the sender's call id, once the message has arrived
 
     def wait(self) -> None:
         if self.other is None:
@@ -72,12 +73,12 @@ class _Expected:
 
 
 class Channels:
-    """This rank's channels to and from the others of its host.
+    """This rank's channels to and from the other ranks of its host.
 
     Args:
-        signals: tells other ranks; what they tell comes to `told`.
-        outgoing: by rank, `ROOM` bytes that it reads and this one writes.
-        incoming: by rank, `ROOM` bytes that it writes and this one reads.
+        signals: sends signals to other ranks; their signals are passed to `told`.
+        outgoing: by rank, `ROOM` bytes that this rank writes and that rank reads.
+        incoming: by rank, `ROOM` bytes that that rank writes and this rank reads.
     """
 
     def __init__(self, signals: Signals, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
@@ -86,11 +87,11 @@ class Channels:
         self._incoming = {rank: _Incoming(memory) for rank, memory in incoming.items()}
 
     def send(self, message: Tensor, to: int) -> None:
-        """Send a message of at most `LARGEST` bytes, which may change afterwards; waits only for room.
+        """Send a message of at most `LARGEST` bytes. It may change after the call. Waits only for free memory.
 
         Args:
             message: contiguous bytes.
-            to: the rank.
+            to: the receiving rank.
         """
         channel, size = self._outgoing[to], aligned(message.numel())
         if (begin := channel.place(size)) is None:
@@ -102,11 +103,11 @@ class Channels:
         self._signals.tell(to, _TAKEN + 1 + begin // ALIGNMENT)
 
     def receive(self, into: Tensor, source: int) -> _Expected:
-        """Expect the next message of a rank; its `wait()` ends when the message is there, or is another one.
+        """Receive the next message of a rank. `wait()` of the result ends when a message arrives, and checks its call.
 
         Args:
-            into: contiguous bytes, as many as the message has.
-            source: the rank.
+            into: contiguous bytes, with the size of the message.
+            source: the sending rank.
         """
         expected = _Expected(into, source, self._signals)
         self._incoming[source].expected.append(expected)
@@ -114,7 +115,7 @@ class Channels:
         return expected
 
     def told(self, rank: int, note: int, mark: int) -> None:
-        """What another rank told this one, and what it did."""
+        """Process a signal of another rank: its number, and the call id of that rank."""
         if note == _TAKEN:
             self._outgoing[rank].under_way.popleft()
         else:

@@ -1,15 +1,15 @@
-"""Memory that the ranks of one host share, and the signals that say what lies in it.
+"""Memory shared by the ranks of one host, and the signals that report its contents.
 
-Each rank has a piece of anonymous memory that all others map. To send, a rank writes into its own piece and signals;
-who has the signal reads. A signal is sixteen bytes through a Unix socket: a rank that waits sleeps in the kernel, and
-one that dies is noticed at once, since its socket closes. The memory has no name and is passed from process to process
-as a file descriptor, so there is nothing to clean up, whatever happens to the ranks.
+Each rank has anonymous memory that all others map. To send, a rank writes into its own memory and signals; the others
+read after the signal. A signal is sixteen bytes through a Unix socket. A waiting rank sleeps in the kernel, and a rank
+that dies is noticed immediately because its socket closes. The memory has no name and is passed between processes as a
+file descriptor, so nothing has to be cleaned up, however the ranks end.
 
-Memory is given out from two halves in turn. A rank that has filled one half goes on in the other, after all ranks have
-read what lay there. Where this happens follows from the sizes of the collectives alone, so all ranks come to it at the
-same point of their program, and none waits for one that waits for it.
+Memory is allocated from two halves in turn. A rank that has filled one half continues in the other, after all ranks
+have read its contents. When this happens depends only on the sizes of the collectives. All ranks therefore do it at
+the same point of their program, and no two ranks wait for each other.
 
-A half begins small, and grows to what the largest collective takes of it.
+A half is small at first, and grows to the size that the largest collective needs.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from .channels import Channels
 
 __all__ = ["HALF", "MappedMemory", "SharedMemory", "Slot", "anonymous_memory"]
 
-_MOST_IN_A_HALF = 32  # more signals than a socket's buffer holds must never be under way
-_SIGNAL = struct.Struct("<qq")  # a number, and what the rank is doing
-_MOST_NOTICES = 8  # that nobody may have read yet
-_LOOK_EVERY = 1.0  # seconds, for what the watch found
-_WHENEVER = -1  # in the place of what a rank is doing
-_MADV_POPULATE_WRITE = 23  # Linux's; Python has no name for it
+_MOST_IN_A_HALF = 32  # the signals in flight must fit a socket's buffer
+_SIGNAL = struct.Struct("<qq")  # a number, and the rank's call id
+_MOST_NOTICES = 8  # notices that may be unread at the same time
+_LOOK_EVERY = 1.0  # seconds between checks for findings of the watch
+_WHENEVER = -1  # replaces the call id in a signal that belongs to no call
+_MADV_POPULATE_WRITE = 23  # of Linux; Python does not define it
 
 
 class Slot:
-    """The same stretch of every rank's memory, until `done`.
+    """Slice at one offset of every rank's memory, until `done`.
 
     Attributes:
-        parts: by rank, its stretch as bytes.
+        parts: by rank, its slice as bytes.
     """
 
     __slots__ = ("_half", "parts")
@@ -56,14 +56,14 @@ class Slot:
         self.parts, self._half = parts, half
 
     def done(self) -> None:
-        """Say that this rank has read all it needs of it; must come before this rank asks for another one."""
+        """Note that this rank has read everything that it needs. Call this before requesting another slot."""
         self.parts = []
         self._half.read += 1
         self._half.release_when_read()
 
 
 class _Half:
-    """One half of the memory: how far it is given out, and what of it this rank has read."""
+    """One half of the memory, with the bytes allocated in it and the slots that this rank has read."""
 
     def __init__(self, begin: int, send: Callable[[int], None]) -> None:
         self.begin, self._send = begin, send
@@ -95,13 +95,13 @@ class SharedMemory:
     Args:
         rank: this rank's number among them.
         peers: a connected stream socket to each other rank, by number.
-        memory: every rank's, by number.
+        memory: the mapped memory of every rank, by number.
         timeout: seconds to wait for a signal.
-        doing: what this rank is doing.
+        doing: call log of this rank.
         names: the ranks' names, for messages.
 
     Attributes:
-        channels: messages to single ranks, and from them.
+        channels: messages to and from single ranks.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class SharedMemory:
         for peer in peers.values():
             self._poll.register(peer, select.POLLIN)
         self._arrived: defaultdict[int, dict[int, int]] = defaultdict(dict)
-        self._last: dict[int, int] = {}  # by rank, what it last said it does
+        self._last: dict[int, int] = {}  # by rank, the call id that it last sent
         self._notices = 0
         self._unfinished = {number: b"" for number in peers}
         self._ended: set[int] = set()
@@ -142,26 +142,26 @@ class SharedMemory:
     # --- signals ---
 
     def next_number(self) -> int:
-        """A number for a signal that each rank will give once; the same on all ranks."""
+        """Return a number for a signal that each rank sends once. It is the same on all ranks."""
         self._numbers += 1
         return self._numbers
 
     def signal(self, number: int) -> None:
-        """Tell all others. A rank that has ended is noticed when something is expected of it."""
+        """Signal a number to all other ranks. A rank that has ended is noticed when it is next waited for."""
         self._send_all(_SIGNAL.pack(number, self.doing.mark))
 
     def _signal_read(self, number: int) -> None:
-        """Tell all others what may come later here than there: that this rank has read a half."""
+        """Signal to all others that this rank has read a half. The signal may arrive there during another call."""
         self._send_all(_SIGNAL.pack(number, _WHENEVER))
 
     def announce(self) -> None:
-        """Tell all others that this rank waits elsewhere for them."""
+        """Announce to all others that this rank waits for them elsewhere."""
         if self._notices < _MOST_NOTICES:
             self._notices += 1
             self._send_all(_SIGNAL.pack(0, self.doing.mark))
 
     def tell(self, rank: int, note: int) -> None:
-        """Tell one other rank's channels something, a positive number."""
+        """Send a positive number to the channels of one rank."""
         self._send(rank, _SIGNAL.pack(-note, self.doing.mark))
 
     def _send_all(self, message: bytes) -> None:
@@ -177,15 +177,15 @@ class SharedMemory:
             raise RuntimeError(f"{self._called({rank})} reads no signals") from error
 
     def all_gave(self, number: int) -> Waitable:
-        """To wait until every other rank has signalled this number."""
+        """Return a handle that waits until every other rank has signalled this number."""
         return _Signal(self, number)
 
     def wait_for(self, number: int, mark: int = _WHENEVER) -> None:
-        """Wait until every other rank has signalled this number, while it did what is marked so.
+        """Wait until every other rank has signalled this number, during the call with id `mark`.
 
         Raises:
-            OutOfStepError: when a rank did something else.
-            RuntimeError: when a rank has ended before it did, or after the timeout; names the rank.
+            OutOfStepError: if a rank made a different call.
+            RuntimeError: if a rank ended before its signal, or after the timeout. It names the rank.
         """
         self.wait_until(lambda: self._peers.keys() - self._arrived[number].keys())
         self._notices = 0
@@ -194,11 +194,11 @@ class SharedMemory:
                 self.refuse(rank, other)
 
     def wait_until(self, missing: Callable[[], set[int]]) -> None:
-        """Read signals until there is no rank that one is missing from.
+        """Read signals until no rank is missing.
 
         Raises:
-            OutOfStepError: when such a rank does something else.
-            RuntimeError: when such a rank has ended, or after the timeout; names the rank.
+            OutOfStepError: if a missing rank makes a different call.
+            RuntimeError: if a missing rank has ended, or after the timeout. It names the rank.
         """
         began = time.monotonic()
         while ranks := missing():
@@ -216,7 +216,7 @@ class SharedMemory:
                 self._read_signals(self._rank_of[descriptor])
 
     def refuse(self, rank: int, mark: int) -> None:
-        """Say that a rank does something else.
+        """Raise the error for a rank that makes a different call.
 
         Raises:
             OutOfStepError: always.
@@ -248,7 +248,7 @@ class SharedMemory:
     # --- memory ---
 
     def run(self, steps: CollectiveSteps) -> RunningCollective:
-        """Start an algorithm that asks for at most one slot before its first `yield`."""
+        """Start an algorithm that requests at most one slot before its first `yield`."""
         self._last_slot = None
         running = RunningCollective(steps)
         if self._last_slot is not None:
@@ -256,7 +256,7 @@ class SharedMemory:
         return running
 
     def slot(self, size: int) -> Slot:
-        """A stretch of at most `HALF` bytes of every rank's memory."""
+        """Allocate a slice of at most `HALF` bytes in every rank's memory."""
         assert size <= HALF, size
         size = aligned(size)
         self._grow(max(size, min(SMALL_HALF, HALF)))
@@ -270,7 +270,7 @@ class SharedMemory:
         return self._last_slot
 
     def _grow(self, size: int) -> None:
-        """Let halves have this many bytes, and pages for them: a mesh axis with single messages only needs none."""
+        """Grow the halves to `size` bytes and populate the pages. A mesh axis with single messages needs none."""
         if size > self._grown:
             for piece in self._memory:
                 for begin in (0, HALF):
@@ -278,7 +278,7 @@ class SharedMemory:
             self._grown = size
 
     def give_back(self) -> None:
-        """Return all pages and begin small again; every rank must, when nothing is under way, and all has been read."""
+        """Free all pages and start small. Every rank must call this, with nothing in flight and everything read."""
         self._memory[self.rank].give_back()
         self._grown = 0
 
@@ -288,14 +288,14 @@ class SharedMemory:
         for running, slot in new.running:
             while slot.parts:
                 running.step()
-        if new.left_as:  # 0: nobody was there yet
+        if new.left_as:  # 0: never used so far
             self.wait_for(new.left_as)
         new.enter()
         self._halves = [new, old]
 
 
 def _close_in_child() -> None:
-    """A forked process is no rank: while it held connections, its parent's death would go unnoticed."""
+    """Close the connections in a forked process. If it held them, its parent's death would not be noticed."""
     for memory in list(_living):
         _close([*memory._peers.values()])
 
@@ -326,7 +326,7 @@ class _Signal:
 
 
 def anonymous_memory(size: int) -> int:
-    """A file descriptor of memory that is nowhere in the file system."""
+    """Return a file descriptor of memory without a name in the file system."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("functional_parallel")
     else:
@@ -342,8 +342,8 @@ class MappedMemory:
     """One rank's memory, mapped: two halves for collectives, and a channel to every rank.
 
     Args:
-        descriptor: of `MappedMemory.size(ranks)` bytes; it is closed.
-        ranks: how many share memory.
+        descriptor: file descriptor of `MappedMemory.size(ranks)` bytes. It is closed.
+        ranks: number of ranks that share memory.
     """
 
     def __init__(self, descriptor: int, ranks: int) -> None:
@@ -356,19 +356,19 @@ class MappedMemory:
         self.channels = torch.frombuffer(rooms, dtype=torch.uint8).chunk(ranks)
 
     def populate(self, begin: int, end: int) -> None:
-        """Get pages for these bytes at once, where the system can: a fault for each costs more than copying."""
+        """Populate the pages of these bytes in one call, if possible. One fault per page costs more than copying."""
         if sys.platform == "linux":
             begin -= begin % mmap.PAGESIZE
             with suppress(OSError):  # before Linux 5.14
                 self._halves.madvise(_MADV_POPULATE_WRITE, begin, end - begin)
 
     def give_back(self) -> None:
-        """Free the halves' pages, for all who map them, where the system can."""
+        """Free the pages of both halves, for all ranks that map them, if the system can."""
         if sys.platform == "linux":
             with suppress(OSError):
                 self._halves.madvise(mmap.MADV_REMOVE)
 
     @staticmethod
     def size(ranks: int) -> int:
-        """Bytes that a rank's memory takes at most; they are taken as far as they are used."""
+        """Return the maximal size of a rank's memory in bytes. Only used pages occupy memory."""
         return 2 * HALF + ranks * ROOM

@@ -1,4 +1,4 @@
-"""How the ranks of one host find each other and come to share memory."""
+"""Connect the ranks of one host and map their memory into each other."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = ["connect", "host_identity"]
 _HELLO = struct.Struct("<16si")
 _SECONDS_TO_MEET = 20.0
 
-AllGatherObject = Callable[[Any], list[Any]]  # one object from each rank of the group, the same list on all
+AllGatherObject = Callable[[Any], list[Any]]  # exchanges one object per rank of the group; the same list on all ranks
 
 
 def host_identity() -> str:
-    """Equal for processes that can reach each other through Unix sockets: one kernel, one network namespace."""
+    """Return an id that is equal for processes that Unix sockets can connect: one kernel, one network namespace."""
     parts = [socket.gethostname()]
     with suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -41,19 +41,19 @@ def connect(
     doing: CallLog | None = None,
     names: Sequence[str] | None = None,
 ) -> SharedMemory | None:
-    """Share memory with the ranks of the group that are on this host.
+    """Share memory with the ranks of the group on this host.
 
     Args:
         rank: this rank's number in the group.
-        members: the numbers of the ranks on this host, ascending, this one among them.
-        exchange: a collective over the whole group; every rank of it takes part here.
-        timeout: seconds to wait for a signal, later.
-        doing: what this rank is doing, later.
+        members: ascending numbers of the ranks on this host, including this rank.
+        exchange: a collective over the entire group. Every rank of the group calls `connect`.
+        timeout: seconds to wait for a signal, after connecting.
+        doing: call log of this rank.
         names: the names of `members`, for messages.
 
     Returns:
-        The memory, in which ranks are numbered by their place in `members`; None, on all ranks of the group, where some
-        rank could not share, because its system does not let it.
+        The memory, in which ranks are numbered by their index in `members`. None for a single member. None also on all
+        ranks of the group if the system of some rank does not support sharing.
     """
     me = list(members).index(rank)
     with ExitStack() as stack:
@@ -64,7 +64,7 @@ def connect(
         seconds = min(_SECONDS_TO_MEET, timeout)
         calls = _Connections(me, here, seconds)
         stack.callback(calls.close)
-        reached = exchange(listener is not None and calls.reached)  # else those who are not called would wait for it
+        reached = exchange(listener is not None and calls.reached)  # else ranks that are not called would wait
         shared = None
         if listener is not None and all(reached):
             with suppress(OSError):
@@ -74,10 +74,10 @@ def connect(
 
 
 class _Connections:
-    """Connections to those before me, with what they need to map my memory; they need not have answered.
+    """Connections to the lower ranks, with a descriptor to map this rank's memory. An answer is not awaited.
 
     Attributes:
-        reached: whether all could be called, as ranks cannot that only seem to be on one host.
+        reached: whether all lower ranks could be called. It is false if ranks only seem to be on one host.
     """
 
     def __init__(self, me: int, greetings: Sequence[tuple[str | None, bytes]], seconds: float) -> None:
@@ -92,7 +92,7 @@ class _Connections:
             self.reached = False
 
     def close(self) -> None:
-        """Close what nobody has taken over."""
+        """Close the connections and the descriptor that `_meet` did not take over."""
         for peer in self.peers.values():
             peer.close()
         if self.descriptor is not None:
@@ -126,7 +126,7 @@ def _meet(
     doing: CallLog | None,
     names: Sequence[str] | None,
 ) -> SharedMemory:
-    """Hear those before me answer, answer those behind me, and hand out file descriptors of my memory both ways."""
+    """Receive the answers of lower ranks and answer higher ranks. Exchange file descriptors of the memory with both."""
     ranks = len(greetings)
     peers, memory = calls.peers, {}
     assert calls.descriptor is not None
@@ -159,7 +159,7 @@ def _call(me: int, address: str | None, secret: bytes, descriptor: int, seconds:
 def _answer(
     listener: socket.socket, secret: bytes, descriptor: int, ranks: int, seconds: float
 ) -> tuple[int, socket.socket, MappedMemory]:
-    """The next rank that calls and knows the secret."""
+    """Accept the next call of a rank that sends the secret."""
     listener.settimeout(seconds)
     while True:
         peer, _ = listener.accept()

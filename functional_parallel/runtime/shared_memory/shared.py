@@ -1,11 +1,12 @@
-"""Collectives through memory that the ranks of one host share: each byte is written once and read where it is needed.
+"""Collectives through memory shared by the ranks of one host: each byte is written once and read where it is needed.
 
-To send, a rank copies into its own memory; who needs the bytes reads them there, and adds while reading, in rank order.
-What is packed of several tensors is packed there, and held nowhere else. A collective of up to `AT_ONCE` bytes is
-written when it starts, so that a rank which comes later finds it there. A larger one goes in pieces that stay in the
-processor's cache: the first two when it starts, the others while it is waited for. Piece `t + 2` is written after piece
-`t` was read, over piece `t - 2`: that a rank has sent piece `t` says that it has read piece `t - 2`, so nobody has to
-say what was read.
+To send, a rank copies into its own memory. The other ranks read the bytes there and add them while reading, in rank
+order. A bucket is packed directly into this memory and is stored nowhere else.
+
+A collective of up to `AT_ONCE` bytes is written when it starts, so that a later rank finds it. A larger one is sent in
+pieces that stay in the processor's cache: the first two when it starts, the others while it is waited for. Piece
+`t + 2` is written after piece `t` was read, over piece `t - 2`. The signal for piece `t` implies that its sender has
+read piece `t - 2`, so no separate signal reports a read.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from .memory import SharedMemory
 
 __all__ = ["ONE_ROUND", "all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
 
-ONE_ROUND = 128 << 10  # below, a second round of signals costs more than that every rank adds everything
+ONE_ROUND = 128 << 10  # below this size, adding everything on every rank is cheaper than a second round of signals
 
 
 def all_gather(
     memory: SharedMemory, mine: Tensor | LazyBucket, parts: Sequence[Tensor] | DirectOutputs
 ) -> CollectiveSteps:
-    """`parts[i]`, contiguous, becomes the value of rank i; or tensors get their parts of it."""
+    """Gather the value of rank i into `parts[i]`, which is contiguous, or into the tensors of `DirectOutputs`."""
     for piece in _pieces(memory, mine if isinstance(mine, LazyBucket) else [mine]):
         _put(piece, piece.own(0), parts, memory.rank)
         yield [memory.all_gave(piece.sent)]
@@ -44,7 +45,7 @@ def _put(piece: _Chunk, values: Tensor, parts: Sequence[Tensor] | DirectOutputs,
 
 
 def all_to_all(memory: SharedMemory, chunks: Sequence[Tensor], parts: Sequence[Tensor]) -> CollectiveSteps:
-    """Chunk i goes to rank i; `parts[i]`, contiguous, becomes what rank i sent here."""
+    """Send chunk i to rank i, and receive the chunk of rank i into `parts[i]`, which is contiguous."""
     parts[memory.rank].copy_(chunks[memory.rank])
     for piece in _pieces(memory, chunks, keep=parts[memory.rank]):
         yield [memory.all_gave(piece.sent)]
@@ -55,7 +56,7 @@ def all_to_all(memory: SharedMemory, chunks: Sequence[Tensor], parts: Sequence[T
 def reduce_scatter(
     memory: SharedMemory, chunks: Sequence[Tensor] | LazyBucket, result: Tensor, accumulated: torch.dtype | None = None
 ) -> CollectiveSteps:
-    """Chunk i of the sum on rank i, into `result`, which is contiguous."""
+    """Write chunk i of the sum on rank i into `result`, which is contiguous."""
     for piece in _pieces(memory, chunks, keep=result):
         yield [memory.all_gave(piece.sent)]
         me = memory.rank
@@ -69,9 +70,9 @@ def all_reduce(
     result: Tensor | Sequence[Tensor],
     accumulated: torch.dtype | None = None,
 ) -> CollectiveSteps:
-    """The sum, into `result`, which is contiguous and may be `x`; or into flat tensors, which lie end to end.
+    """Write the sum into `result`, which is contiguous and may be `x`, or into concatenated flat tensors.
 
-    Two ranks, and more of them with little to add, each add everything. Else each adds a part and reads the others.
+    With two ranks, or a small operand, each rank adds everything. Else each rank adds one chunk and reads the others.
     """
     results = ConcatReader([result.view(-1)] if isinstance(result, Tensor) else result)
     if memory.size == 2 or x.nbytes <= ONE_ROUND:
@@ -93,7 +94,7 @@ def all_reduce(
 
 
 def _beside(results: ConcatReader, values: Sequence[Tensor]) -> Iterator[tuple[Tensor, Sequence[Tensor]]]:
-    """The stretches of the results that come next, each with what belongs there of every value."""
+    """Yield the next slices of the results, each with the matching slice of every value."""
     begin = 0
     for out in (stretches := results.next(values[0].numel())):
         end = begin + out.numel()
@@ -106,10 +107,10 @@ def _others(memory: SharedMemory) -> list[int]:
 
 
 class _Chunk:
-    """A piece of each of several tensors alike, in the memory of every rank.
+    """One piece of several equal-shaped tensors, in the memory of every rank.
 
     Attributes:
-        sent: the number that a rank signals when it has written its piece.
+        sent: number that a rank signals when it has written its piece.
         added: a second number, for algorithms of two rounds.
     """
 
@@ -127,29 +128,29 @@ class _Chunk:
 
     @property
     def begin(self) -> int:
-        """Where it begins in a tensor, as a number of elements."""
+        """Offset of the piece in a tensor, in elements."""
         return 0 if self._where is None else self._where.start
 
     def of(self, x: Tensor) -> Tensor:
-        """This piece of a tensor like those that are sent."""
+        """Return this piece of a tensor with the shape of the sent ones."""
         return x if self._where is None else x.view(-1)[self._where]
 
     def read(self, rank: int, index: int) -> Tensor:
-        """What a rank wrote of its tensor of this index."""
+        """Return the piece that a rank wrote of its tensor `index`."""
         like = self.own(index)
         return self._lies(rank, index, _stride(like))[: like.nbytes].view(like.dtype).view(like.shape)
 
     def _lies(self, rank: int, index: int, stride: int) -> Tensor:
-        """Where: one behind the other, without the one that a rank keeps for itself."""
+        """Return the bytes of a piece. Pieces are contiguous; the piece that a rank keeps for itself is left out."""
         begin = (index - (self._keeps_own and index > rank)) * stride
         return self._buffers[rank][begin : begin + stride]
 
     def own(self, index: int) -> Tensor:
-        """This rank's own, where it lies."""
+        """Return this rank's own piece, in its original memory."""
         return self.of(self._likes[index])
 
     def write(self) -> None:
-        """Write this rank's, but for one that no other reads, and tell the others."""
+        """Write this rank's piece of each tensor that another rank reads, and signal it."""
         for index in range(len(self._likes)):
             if not (self._keeps_own and index == self._memory.rank):
                 self.read(self._memory.rank, index).copy_(self.own(index))
@@ -157,7 +158,7 @@ class _Chunk:
 
 
 class _PackedPiece(_Chunk):
-    """A piece of each run of what is packed where it is sent from: a rank reads its own there, as the others do."""
+    """One piece of each run of a bucket that is packed into shared memory. A rank reads its own piece there too."""
 
     def __init__(
         self, memory: SharedMemory, packed: LazyBucket, where: slice, buffers: Sequence[Tensor], keep: Tensor | None
@@ -180,10 +181,10 @@ class _PackedPiece(_Chunk):
 
 
 def _pieces(memory: SharedMemory, sent: Sequence[Tensor] | LazyBucket, keep: Tensor | None = None) -> Iterator[_Chunk]:
-    """The pieces of what this rank sends, one after the other, each to be read before the next is asked for.
+    """Yield the pieces of the sent tensors in order. Each must be read before the next is requested.
 
-    Where a rank needs one of the tensors for itself alone, the one with its number, this is not written: it stays where
-    it is, or is packed into `keep`.
+    If `keep` is given, only this rank needs the tensor at its own index. That tensor is not written: it stays in
+    place, or is packed into `keep`.
     """
     if isinstance(sent, LazyBucket):
         count, length, itemsize = sent.parts, sent.length, sent.dtype.itemsize

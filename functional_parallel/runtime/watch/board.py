@@ -1,8 +1,8 @@
-"""Everything that rank 0 knows of the ranks, and the reasons for which it ends their waits.
+"""State of all ranks as known to rank 0, and the reasons to end their waits.
 
-All ranks make the same calls in the same order. So two ranks have a mismatch if, at one number, they made different
-calls. A rank that waits in a call which another rank left by an error, or never makes, waits in vain. Nothing else is
-decided here: a rank that computes for long, or a long transfer, delays others but does not stop them.
+All ranks make the same calls in the same order. Two ranks have a mismatch if they made different calls at one number.
+A rank waits in vain in a call that another rank left by an error, or never makes. Nothing else is decided here: a long
+computation or a long transfer delays others but does not stop them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..calls import Lost
 __all__ = ["ADVICE", "Board", "after_leaving"]
 
 _OUT_OF_STEP = ("OutOfStepError", "OverlapError")
-_GRACE = 3.0  # seconds for which a rank waits on a rank that is gone: its message may be on its way
+_GRACE = 3.0  # seconds for which a rank waits on a rank that is gone: its message may be in flight
 ADVICE = (
     "Every process must make the same calls in the same order, and train.params, train.whole and every compiled "
     "function are calls that all take part in: look for one under `if rank == 0`, for a step more, or a batch of "
@@ -26,18 +26,18 @@ ADVICE = (
 @dataclass
 class _Rank:
     arrived: bool = False
-    gone: float | None = None  # since when
+    gone: float | None = None  # time of its end
     left: int | None = None  # number of calls it had made
     failed: dict[int, str] = field(default_factory=dict)
     position: dict[str, Any] | None = None
-    since: float = 0.0  # when the position came
+    since: float = 0.0  # time when the position arrived
 
 
 class Board:
     """The state of all ranks.
 
     Args:
-        size: their number.
+        size: number of ranks.
     """
 
     def __init__(self, size: int) -> None:
@@ -62,7 +62,7 @@ class Board:
         self._ranks[rank].left = calls
 
     def waits(self, rank: int, position: dict[str, Any] | None, now: float) -> None:
-        """Note that a rank has waited for seconds, or that it goes on."""
+        """Note that a rank has waited for seconds, or that it continues."""
         self._ranks[rank].position, self._ranks[rank].since = position, now
 
     def fails(self, rank: int, call: int, error: str) -> None:
@@ -70,7 +70,7 @@ class Board:
         self._ranks[rank].failed[call] = error
 
     def judge(self, now: float) -> Lost | None:
-        """Return a reason for which some rank waits in vain, if there is one."""
+        """Return the reason why some rank waits in vain, if there is one."""
         waiting = [rank for rank in self._ranks if rank.position is not None]
         for rank in waiting:
             if reason := self._waits_in_vain(rank, now):

@@ -1,8 +1,8 @@
 """gloo's connections. Shutting them down ends every wait of gloo in this process by an error.
 
-torch has no call that ends a wait for a message from another thread. A connection that is shut down looks to gloo as
-if the peer had closed it, so every wait on it raises. The sockets are found by comparing the process's open files
-before and after a group is made; only Linux lists them.
+torch has no call that ends a wait for a message from another thread. If a connection is shut down, gloo
+treats it as closed by the peer, so every wait on it raises. The sockets are found by comparing the process's open files
+before and after a group is created. Only Linux lists them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _made: dict[int, int] = {}  # descriptor → inode: another file may get the num
 
 @contextmanager
 def recorded() -> Iterator[None]:
-    """Record the sockets that are opened in a `with` block, in which gloo makes a group."""
+    """Record the sockets that gloo opens for a group in a `with` block."""
     before = _sockets()
     try:
         yield
@@ -29,7 +29,7 @@ def recorded() -> Iterator[None]:
 
 
 def shut_down() -> int:
-    """Shut down all recorded connections that are still open; return how many."""
+    """Shut down all recorded connections that are still open; return their number."""
     made = dict(_made)
     _made.clear()
     return sum(_shut_down(descriptor, inode) for descriptor, inode in made.items())

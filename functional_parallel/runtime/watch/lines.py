@@ -14,7 +14,7 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 4, "TCP_KEEPCNT": 3}  # a los
 
 
 class Closed(ConnectionError):
-    """The other end closed the connection, or sent something that is not a message."""
+    """Raised if the other end closed the connection, or sent something that is not a message."""
 
 
 class Line:
@@ -37,15 +37,15 @@ class Line:
         return self.peer.fileno()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message; to a peer that has gone, nothing, since its end is noticed when this one reads."""
+        """Send a message. If the peer has gone, do nothing: reading from this end reports it."""
         with suppress(OSError):
             self.peer.sendall(json.dumps(message).encode() + b"\n")
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the messages that have come, after waiting until something comes.
+        """Wait until data arrives, and return the messages that have arrived.
 
         Raises:
-            Closed: when the connection is closed and all messages have been read.
+            Closed: if the connection is closed and all messages have been read.
         """
         try:
             data = self.peer.recv(1 << 16)

@@ -1,7 +1,7 @@
-"""How processes find each other when they start: all that have arrived know who is missing, and stop at a deadline.
+"""Start of the processes: they find each other, know which ranks are missing, and stop at a deadline.
 
-torch waits for missing processes in silence. Here every process connects to rank 0's watch as soon as it starts, before
-torch makes any process group. Rank 0's address is a key in the store of the launcher, or of the process group.
+torch waits for missing processes without a message. Here every process connects to rank 0's watch as soon as it starts,
+before torch makes any process group. Rank 0's address is a key in the store of the launcher or of the process group.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["START_VARIABLE", "environment_store", "start_seconds", "watch_proces
 START_VARIABLE = "FUNCTIONAL_PARALLEL_START_TIMEOUT"
 _SECONDS = 600.0
 _REPORT_EVERY = 30.0
-_SLICE = 10.0  # torch writes a line whenever it cannot connect for so long
+_SLICE = 10.0  # seconds per attempt; torch writes a line each time an attempt to connect takes this long
 _MARGIN = 5.0
 _TO_CONNECT = 4.0
 _FOR_LATE_RANKS = 8.0
@@ -44,7 +44,7 @@ def start_seconds() -> float:
     """Return the number of seconds for which processes wait for each other when they start.
 
     Raises:
-        ValueError: when the environment variable is not a positive number.
+        ValueError: if the environment variable is not a positive number.
     """
     text = os.environ.get(START_VARIABLE, "") or str(_SECONDS)
     with suppress(ValueError):
@@ -54,17 +54,17 @@ def start_seconds() -> float:
 
 
 def environment_store(rank: int, size: int, timeout: float, name: Name = str) -> dist.Store:
-    """Return the store that a launcher's environment names, as `init_process_group` would find it.
+    """Return the store that a launcher's environment names, like `init_process_group`.
 
     Args:
         rank: this rank; rank 0 serves the store, unless torchrun does.
         size: the number of ranks.
-        timeout: seconds of the store's own operations, later.
+        timeout: timeout of the store's later operations, in seconds.
         name: returns a rank's name in messages.
 
     Raises:
-        CollectiveError: when nothing serves the store before the deadline.
-        RuntimeError: when torch cannot make it.
+        CollectiveError: if nothing serves the store before the deadline.
+        RuntimeError: if torch cannot create it.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -98,17 +98,17 @@ def environment_store(rank: int, size: int, timeout: float, name: Name = str) ->
 def watch_processes(
     store: dist.Store, rank: int, size: int, name: Name = str, has_failed: Callable[[], bool] | None = None
 ) -> Watch:
-    """Start this process's watch; return when all ranks have.
+    """Start this process's watch. Return when all ranks have started theirs.
 
     Args:
-        store: shared by all ranks.
+        store: a store shared by all ranks.
         rank: this rank.
         size: the number of ranks.
         name: returns a rank's name in messages.
-        has_failed: whether a connection of a process group that exists already has failed.
+        has_failed: whether a connection of an existing process group has failed.
 
     Raises:
-        CollectiveError: when ranks are missing at the deadline, or die before all have arrived; names them.
+        CollectiveError: if ranks are missing at the deadline, or die before all have arrived. It names them.
     """
     _numbers["watches"] += 1
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -130,7 +130,7 @@ def watch_processes(
 
 
 def _wait_for_all(watch: Watch, size: int, name: Name, has_failed: Callable[[], bool] | None) -> None:
-    deadline = start_seconds() + (0 if watch.rank == 0 else _MARGIN)  # rank 0 knows who is missing
+    deadline = start_seconds() + (0 if watch.rank == 0 else _MARGIN)  # rank 0 knows the missing ranks
     began = time.monotonic()
     while not watch.here.wait(0.2):
         seconds = time.monotonic() - began
@@ -153,7 +153,7 @@ def _wait_for_all(watch: Watch, size: int, name: Name, has_failed: Callable[[], 
 
 
 def _tell_late_ranks(watch: Watch) -> None:
-    """Let rank 0 live until every rank knows which rank died, or for seconds."""
+    """Keep rank 0 alive until every rank knows which rank died, or for some seconds."""
     deadline = time.monotonic() + _FOR_LATE_RANKS
     while watch.rank == 0 and watch.absent and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -166,10 +166,10 @@ _DEADLINE = (
 
 
 class _Clock:
-    """Reports ranks that are missing every 30 s, and raises at the deadline.
+    """Reports missing ranks every 30 s, and raises at the deadline.
 
     Attributes:
-        slice: the time to wait between two looks at the clock.
+        slice: the time between two checks of the clock.
     """
 
     def __init__(self, missing: Callable[[float], str], why: str = "") -> None:
@@ -242,7 +242,7 @@ def _connected(store: dist.Store, rank: int, size: int, name: Name) -> Watch:
 
 
 def _own_addresses() -> list[str]:
-    """Return names and addresses by which other hosts may reach this one, the likeliest first."""
+    """Return names and addresses of this host for other hosts, the most likely one first."""
     found = [os.environ.get("MASTER_ADDR", ""), socket.gethostname()]
     with suppress(OSError):
         found += socket.gethostbyname_ex(socket.gethostname())[2]
@@ -256,7 +256,7 @@ def _leave_at_exit(watch: weakref.ref[Watch]) -> None:
 
 
 def _abandon_in_child() -> None:
-    """A forked process is not a rank: while it held connections, its parent's death would go unnoticed."""
+    """Close the connections in a forked process. If it held them, its parent's death would not be noticed."""
     for watch in list(_active):
         watch.abandon()
     CURRENT.forget()

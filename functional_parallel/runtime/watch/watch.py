@@ -24,7 +24,7 @@ Name = Callable[[int], str]
 _TICK = 1.0
 _LONG = 3.0  # seconds after which a wait is reported
 _TO_RAISE = 5.0  # seconds for a wait to end by an error, before the process ends
-_AFTER_A_DEATH = 15.0  # seconds after a rank died in which waits for other ranks may still end
+_AFTER_A_DEATH = 15.0  # seconds after a rank's death in which waits for other ranks may still end
 _REPORT_EVERY = 30.0
 _EXIT_CODE = 1
 
@@ -36,9 +36,9 @@ class Watch:
         rank: this rank.
         size: the number of ranks.
         name: returns a rank's name in messages.
-        hub: the connection to rank 0, on others.
+        hub: the connection to rank 0, on other ranks.
         listener: the socket that others connect to, on rank 0.
-        secret: a word that every rank knows, to be sent first.
+        secret: a word that every rank knows, sent first.
         unreached: on rank 0, returns the ranks that cannot connect and run unwatched.
     """
 
@@ -60,7 +60,7 @@ class Watch:
         self._woken, self._waker = socket.socketpair()
         self._waker.setblocking(False)
         self.here, self._news, self._is_over = threading.Event(), threading.Condition(), False
-        self.absent: list[int] = []  # that have not arrived, as rank 0 last told
+        self.absent: list[int] = []  # ranks that have not arrived, as rank 0 last reported
         self._leaving: str | None = None  # the reason, once this process ends
         self._process = os.getpid()
         self._seen, self._seen_since, self._reported = 0, 0.0, False
@@ -77,7 +77,7 @@ class Watch:
     # --- for the other threads of this process ---
 
     def wake(self) -> None:
-        """Let the thread look now."""
+        """Make the thread check now."""
         with suppress(OSError):
             self._waker.send(b"!")
 
@@ -87,14 +87,14 @@ class Watch:
             self._news.wait_for(self._knows, seconds if self._thread.is_alive() else 0)
 
     def missing(self, seconds: float) -> str:
-        """Return a sentence about the ranks that have not arrived in this time."""
+        """Return a sentence about the ranks that have not arrived after this time."""
         return missing_text(self.absent, self.size, seconds, self._name)
 
     def _knows(self) -> bool:
         return bool(CURRENT.gone or CURRENT.left or CURRENT.lost or self._is_over)
 
     def leave(self, error: str = "") -> None:
-        """Tell the others that this process ends, in good order or by an error, and stop watching."""
+        """Report to the other ranks that this process ends, normally or by an error, and stop watching."""
         if os.getpid() != self._process or not self._thread.is_alive():
             return
         self._leaving = error
@@ -102,7 +102,7 @@ class Watch:
         self._thread.join(2.0)
 
     def abandon(self) -> None:
-        """Close the connections in a forked process, which is not a rank: they would hide its parent's death."""
+        """Close the connections in a forked process, which is not a rank. They would hide its parent's death."""
         for each in (self._hub, self._listener, *self._lines.values(), *self._strangers, self._woken, self._waker):
             if each is not None:
                 each.close()
@@ -177,13 +177,13 @@ class Watch:
             return
         self._lines[rank] = line
         self._board.arrives(rank)
-        for each, how in CURRENT.gone.items():  # before this rank arrived
+        for each, how in CURRENT.gone.items():  # ranks that ended before this rank arrived
             line.send({"gone": [each, how]})
         self._hear(rank, others)
         self._count(0.0)
 
     def _count(self, seconds: float) -> None:
-        """Tell all ranks when all have arrived; those that cannot connect are asked for by way of the store."""
+        """Notify all ranks once all have arrived. Ranks that cannot connect are found through the store."""
         missing = self._board.missing()
         if missing and int(seconds) % 5 == 4:
             for rank in self._unreached(missing):
@@ -267,7 +267,7 @@ class Watch:
             self._send({"failed": [call, error]})
 
     def _look(self, now: float) -> None:
-        """Report a wait that lasts, and its end."""
+        """Report a long wait, and its end."""
         on, waits = CURRENT.on, CURRENT.waits
         if on is None or waits != self._seen:
             if self._reported:
@@ -327,7 +327,7 @@ def missing_text(missing: list[int], size: int, seconds: float, name: Name) -> s
 
 
 def _end_process(on: Wait, seconds: float) -> None:
-    """Write the error on stderr and end the process, where its wait does not end by an error."""
+    """Write the error on stderr and end the process, for a wait that does not end by an error."""
     with suppress(Exception):
         error = on.failure(seconds)
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)

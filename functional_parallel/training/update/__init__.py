@@ -1,4 +1,4 @@
-"""An optimizer's update of shards: where its leaves lie, what it may compute, and the flat vector."""
+"""Optimizer's update of shards: its layouts, the check that it is elementwise, and the flat vector."""
 
 from .flat import require_elementwise
 from .replicated_state import warn_of_replicated_state

@@ -1,7 +1,8 @@
-"""Whether an optimizer's update of shards is the shard of its update: what it computes, read off a trace.
+"""Check on a trace whether an optimizer's update is elementwise, so that it commutes with sharding.
 
-It is where every new element depends on elements in the same place, and on what is whole on every rank, alone; and
-where the update does the same to tensors of a shard's shape. One that scales by a parameter's length does not.
+An update is elementwise under two conditions. Each new element depends only on elements at the same position and on
+replicated scalars. The update computes the same expression for tensors of a shard's shape. An update that scales by the
+length of a parameter violates the second condition.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ aten = torch.ops.aten
 
 Update = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 
-_OF_EACH_ELEMENT = {  # beside those that torch tags so, or whose rule says it
+_OF_EACH_ELEMENT = {  # in addition to ops with torch's pointwise tag or an elementwise rule
     *(aten._to_copy.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default),
     *(aten.view_as_real.default, aten.view_as_complex.default, operator.getitem, ADAMW),
 }
-_FILLED = {  # one number everywhere
+_FILLED = {  # constant tensors
     *(aten.full.default, aten.zeros.default, aten.ones.default),
     *(aten.new_full.default, aten.new_zeros.default, aten.new_ones.default),
 }
-_VIEWS = {  # of which elements stay in their order
+_VIEWS = {  # views that keep the order of the elements
     *(aten.view.default, aten._unsafe_view.default, aten.reshape.default),
     *(aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default),
 }
@@ -50,12 +51,12 @@ _SHAPE_ARGUMENT = {aten.full.default: 0, aten.zeros.default: 0, aten.ones.defaul
 
 
 class Call(NamedTuple):
-    """A call of an update, to be compared with another one.
+    """A call of an update, to be compared with another call.
 
     Attributes:
         update: (gradients, state, parameters) → (parameters, state).
-        args: of which shapes and dtypes count, so that an `Aval` may stand for a tensor.
-        names: of each tensor among them; those that have one name in two calls stand for each other.
+        args: arguments of the update. Only shapes and dtypes matter, so an `Aval` may replace a tensor.
+        names: name of each tensor in `args`. Tensors with the same name in two calls correspond to each other.
     """
 
     update: Update
@@ -64,15 +65,15 @@ class Call(NamedTuple):
 
 
 def shard_mismatch(update: Update, args: tuple[PyTree, ...], specs: tuple[SpecTree, ...]) -> str | None:
-    """What keeps an update from doing to every element of a rank's shards what it does to it in whole tensors.
+    """Explain why an update of a rank's shards differs from the shards of the full update.
 
     Args:
         update: the update.
-        args: a rank's.
-        specs: how they lie, a spec for every leaf.
+        args: gradients, state and parameters of one rank.
+        specs: specs of `args`, one per leaf.
 
     Returns:
-        What it is and where; None for an update that is elementwise.
+        Description of the op and its source line. None if the update is elementwise.
     """
     places = iter(optree.tree_leaves(specs))
     whole = optree.tree_map(lambda leaf: _whole(leaf, next(places)), args)
@@ -87,13 +88,16 @@ def _whole(leaf: Any, spec: P) -> Any:
 
 
 def layer_mismatch(update: Update, state: PyTree, stacked: PyTree, is_stack: Callable[[Any], bool]) -> str | None:
-    """What keeps an update from doing to every element of a layer what it does to it in the stack of all layers.
+    """Explain why an update of one layer differs from the update of the stack of all layers.
 
     Args:
         update: the update.
-        state: the optimizer's, of the stacked parameters.
-        stacked: parameters without memory, some of them stacks.
-        is_stack: which.
+        state: optimizer state of the stacked parameters.
+        stacked: parameters without memory, some of them stacks of layers.
+        is_stack: whether a leaf is a stack.
+
+    Returns:
+        Description of the difference. None if the update is elementwise.
     """
     args = (stacked, state, stacked)
     taken = like_params(args, stacked, optree.tree_map(lambda leaf: P("layers") if is_stack(leaf) else P(), stacked))
@@ -105,14 +109,14 @@ def layer_mismatch(update: Update, state: PyTree, stacked: PyTree, is_stack: Cal
 
 
 def require_promise_kept(beyond: str | None, way_out: str) -> None:
-    """Refuse an update that is not as its optimizer's `constants` promise.
+    """Raise if an optimizer has `constants`, which promise an elementwise update, but its update is not elementwise.
 
     Args:
-        beyond: what was found.
-        way_out: what to do.
+        beyond: description of the violation; None if there is none.
+        way_out: fix that the message proposes.
 
     Raises:
-        ValueError: when something was.
+        ValueError: if `beyond` is not None.
     """
     if beyond is not None:
         raise ValueError(
@@ -127,13 +131,17 @@ def require_promise_kept(beyond: str | None, way_out: str) -> None:
 
 
 def update_mismatch(whole: Call, parts: Call, labels: Sequence[Any], parts_are: str) -> str | None:
-    """What keeps an update from doing to every element of parts what it does to it in whole tensors.
+    """Explain why a call of an update on slices differs from the slices of the call on full tensors.
 
     Args:
-        whole, parts: the two calls.
-        labels: of each tensor of the whole call, what tells those apart that lie differently; None for what is whole on
-            every rank.
-        parts_are: what messages call them.
+        whole: call on full tensors.
+        parts: call on slices of them.
+        labels: label of each tensor of `whole`; tensors with different layouts have different labels. None for a
+            replicated tensor.
+        parts_are: name of the slices in messages.
+
+    Returns:
+        Description of the first difference. None if the update treats each element independently.
     """
     traced = _traced(whole)
     found, further = _lying(traced, labels)
@@ -170,7 +178,7 @@ def _traced(call: Call) -> Traced:
 
 
 def _as_returned(call: Call, values: Sequence[Any]) -> list[Any]:
-    """Of a value for each tensor that a call takes, those for what it returns: parameters, then state."""
+    """Given one value per tensor argument of `call`, return the values of its results: parameters, then state."""
     numbers = itertools.count()
     _, state, params = optree.tree_map(lambda leaf: next(numbers) if _is_tensor(leaf) else None, call.args)
     return [values[number] for number in optree.tree_leaves((params, state))]
@@ -181,22 +189,23 @@ def _is_tensor(leaf: Any) -> bool:
 
 
 def of_shape(like: Any, shape: Sequence[int]) -> Aval:
-    """What a call of an update is told of a tensor of another shape."""
+    """Return an `Aval` with the dtype and device of `like` and another shape."""
     return Aval(tuple(shape), like.dtype, like.device)
 
 
 # -----------------------------------------------------------------------------
-# Every element by itself
+# Elementwise dependence
 # -----------------------------------------------------------------------------
 
-_ANY = "one number everywhere"  # which lies as anything does
+_ANY = "one number everywhere"  # compatible with every layout
 
 
 def _lying(traced: Traced, labels: Sequence[Any]) -> tuple[dict[fx.Node, Any], fx.Node | None]:
-    """Of each value how it lies, up to the first op, if any, that looks further than an element; and that op.
+    """Return the layout of each value, and the first op that is not elementwise. None if all ops are elementwise.
 
-    What is split lies as one of the inputs does, in a shape. It may meet only its like, what is whole and has no dims,
-    and numbers, in ops that take every element by itself.
+    The layout of a split value is the label of an input together with a shape. A split value may be combined only in
+    elementwise ops, and only with values of equal layout, replicated scalars and numbers. After the first op that
+    violates this, no layouts are computed.
     """
     found = {node: _lies(node, label) for node, label in zip(traced.inputs, labels, strict=True)}
     for node in (node for node in traced.graph.nodes if node.op != "output"):
@@ -230,7 +239,7 @@ def _has_dims(node: fx.Node) -> bool:
 
 
 def _operands(node: fx.Node, found: dict[fx.Node, Any], traced: Traced, call: Call) -> str:
-    """What an op takes of the tensors of a call that are split, for messages."""
+    """Names, for messages, of the first two split arguments of `call` that `node` depends on."""
     leaves = zip(tree_paths(call.args), optree.tree_leaves(call.args), strict=True)
     paths = dict(zip(traced.inputs, (path for path, leaf in leaves if _is_tensor(leaf)), strict=True))
     names = []
@@ -248,17 +257,17 @@ def _named(path: str) -> str:
 
 
 # -----------------------------------------------------------------------------
-# The same expression
+# Equality of expressions
 # -----------------------------------------------------------------------------
 
 
 def _numbered(traced: Traced, names: Sequence[Hashable], table: dict[Hashable, int]) -> dict[fx.Node, int]:
-    """A number for every value, the same for those that are made by the same ops of what has the same names.
+    """Number the values of a graph. Values get equal numbers if equal ops compute them from inputs of equal names.
 
     Args:
         traced: a graph.
-        names: of its inputs.
-        table: the numbers, of several graphs.
+        names: names of its inputs.
+        table: table of numbers, shared by several graphs; extended.
     """
     keys: dict[fx.Node, Hashable] = {node: ("input", name) for node, name in zip(traced.inputs, names, strict=True)}
     for node, tensor in zip(traced.captured_inputs, traced.captured, strict=True):
@@ -284,7 +293,7 @@ def _text(leaf: Any, numbers: dict[fx.Node, int]) -> str:
 
 
 def _first_difference(mine: fx.Node, theirs: fx.Node, numbers: dict[fx.Node, int]) -> tuple[fx.Node, fx.Node]:
-    """Of two values made otherwise, the first ops in their making that are not the same on the same."""
+    """Return the earliest pair of ops that differ in the computations of two different values."""
     pairs = [(mine, theirs)]
     while pairs:
         mine, theirs = pairs.pop(0)
@@ -295,7 +304,7 @@ def _first_difference(mine: fx.Node, theirs: fx.Node, numbers: dict[fx.Node, int
 
 
 def _shown(node: fx.Node, traced: Traced) -> str:
-    """An op on what it takes, for messages."""
+    """Text of an op with its operands and source line, for messages."""
 
     def shown(leaf: Any) -> Any:
         if isinstance(leaf, fx.Node):

@@ -1,8 +1,9 @@
-"""Parameters end to end in one vector: the 1-D partition of ZeRO-1 and 2 (Rajbhandari et al., arXiv 1910.02054 §5).
+"""Flat 1-D partition of the parameters for ZeRO stages 1 and 2 (Rajbhandari et al., arXiv 1910.02054 §5).
 
-Every rank updates one run of the vector, wherever parameters begin and end in it: one reduce-scatter of gradients, one
-all-gather of new parameters, and a balance that no shape disturbs. Leaves share a vector where they have one dtype, are
-split over the same axes, and are treated alike by the optimizer; on each rank it holds that rank's shards of them.
+The parameters are concatenated into one vector. Every rank updates one contiguous slice of it, regardless of parameter
+boundaries. This takes one reduce-scatter of gradients and one all-gather of new parameters. The work is balanced for
+all shapes. Leaves share a vector if they have the same dtype, are split over the same axes, and have the same optimizer
+constants. On each rank the vector holds that rank's shards of the leaves.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ from .update_layout import at_rest, tree_map_params
 
 __all__ = ["FlatBuffers", "FlatPacking", "NoPacking", "require_elementwise"]
 
-_VECTOR = 64  # elements: a multiple per rank, so that kernels meet no tail, which they may round otherwise
-_LINE = 64  # bytes: a leaf that begins elsewhere than at a multiple of them is copied out of its vector
+_VECTOR = 64  # elements: each rank's slice is a multiple, because kernels may round a tail differently
+_LINE = 64  # bytes: a leaf at an offset that is not a multiple of this is copied out of its vector
 
 
 class FlatBuffers(NamedTuple):
-    """A tree of parameters, of gradients or of a moment, with what is trained in vectors."""
+    """Packed tree of parameters, gradients or a moment. Trained leaves are packed into vectors."""
 
     vectors: tuple[Any, ...]  # one per group
     rest: list[Any]  # leaves that are not trained
 
 
 class NoPacking:
-    """Every parameter is updated by itself: packing changes nothing.
+    """Packing that changes nothing: every parameter is updated separately.
 
     Args:
         params: the parameters.
-        constants: what the optimizer treats each differently by, where it says so.
+        constants: optimizer constants of each parameter; None if the optimizer does not declare them.
     """
 
     groups: tuple[_Group, ...] = ()
@@ -59,11 +60,11 @@ class NoPacking:
     unpack = pack_whole = unpack_whole = pack
 
     def masks(self, flags: Sequence[bool]) -> PyTree:
-        """The flags of the parameters' leaves, as the optimizer sees the parameters."""
+        """Arrange one flag per leaf in the tree of the parameters."""
         return self.structure.unflatten(flags)
 
     def update(self, optimizer: Optimizer, *args: PyTree, specs: tuple[SpecTree, ...]) -> tuple[PyTree, PyTree]:
-        """The optimizer's update of gradients, state and parameters that lie as the specs say."""
+        """Apply the optimizer's update to gradients, state and parameters with these specs."""
         if getattr(optimizer, "specs", None):
             return optimizer.update(*args, specs[0])
         if self.constants is not None:
@@ -77,15 +78,15 @@ class NoPacking:
 
 @dataclass(frozen=True)
 class _Group:
-    """Leaves that share a vector."""
+    """Group of leaves that share a vector."""
 
     dtype: torch.dtype
-    axes: tuple[str, ...]  # that split its leaves, outermost first
+    axes: tuple[str, ...]  # axes that split its leaves, outermost first
     reduced: frozenset[str]
     constant: Hashable
-    leaves: tuple[int, ...]  # their numbers, in path order
+    leaves: tuple[int, ...]  # indices of the leaves, in path order
     shapes: tuple[tuple[int, ...], ...]  # on one rank
-    length: int  # on one rank, filled up
+    length: int  # on one rank, padded
 
     @property
     def sizes(self) -> list[int]:
@@ -93,17 +94,21 @@ class _Group:
 
 
 class FlatPacking:
-    """Packs trees shaped like the parameters into vectors: a rank's own, or whole ones.
+    """Packs trees with the structure of the parameters into vectors, per rank or for all ranks.
 
-    A whole vector is the ranks' vectors one after another, so that the axes that split its leaves split dim 0.
+    A full vector is the concatenation of the ranks' vectors, so the axes that split its leaves split dim 0.
 
     Args:
-        params: the whole parameters, of which only paths, shapes and dtypes count.
-        specs: how each is computed with: split over some axes, its gradient wanted as partial sums over others.
+        params: the full parameters. Only paths, shapes and dtypes matter.
+        specs: compute layout of each parameter: the axes that split it, and the axes of the wanted partial sums of
+            its gradient.
         mesh: the mesh.
-        over: the axes that split the vectors, the first one outermost.
-        optimizer: says by its `constants` which parameters it treats alike.
-        apart: a tree of what else tells parameters apart, that shall not share a vector.
+        over: the axes that split the vectors, outermost first.
+        optimizer: its `constants` declare which parameters it treats identically.
+        apart: tree prefix of additional labels. Parameters with different labels do not share a vector.
+
+    Raises:
+        ValueError: if the optimizer is not elementwise, or has no `constants`.
     """
 
     def __init__(
@@ -130,7 +135,7 @@ class FlatPacking:
         self.structure = optree.tree_structure(self._specs(lambda group: P(), self.kept))
         lengths = [group.length * self._ranks(group).size for group in self.groups]
         vectors = (hollow(leaves[group.leaves[0]], (n,)) for group, n in zip(self.groups, lengths, strict=True))
-        self.like = FlatBuffers(tuple(vectors), [leaves[number] for number in self.rest])  # whole, for their shapes
+        self.like = FlatBuffers(tuple(vectors), [leaves[number] for number in self.rest])  # for full shapes
 
     def _per_leaf(self, params: PyTree, prefix: PyTree) -> list[Any]:
         return self.tree.flatten_up_to(optree.tree_broadcast_prefix(prefix, params))
@@ -154,17 +159,17 @@ class FlatPacking:
 
     @property
     def summed(self) -> FlatBuffers:
-        """How vectors of gradients come out of the loss: partial sums wherever the parameters are reduced."""
+        """Layout of the gradient vectors that the loss returns: partial sums over the axes of Reduced parameters."""
         return self._specs(lambda group: P(group.axes, reduced=group.reduced), self.computed)
 
     @property
     def whole(self) -> FlatBuffers:
-        """How vectors lie that these axes do not split."""
+        """Layout of vectors that are not split over the axes `over`."""
         return self._specs(lambda group: P(group.axes), self.kept)
 
     @property
     def split(self) -> FlatBuffers:
-        """How vectors lie that these axes split, inside all others."""
+        """Layout of vectors that are split over the axes `over`, innermost."""
         return self._specs(lambda group: P((*group.axes, *self.over)), self.kept)
 
     def _specs(self, of_group: Callable[[_Group], P], of_leaves: list[P]) -> FlatBuffers:
@@ -173,30 +178,30 @@ class FlatPacking:
     # --- on one rank ---
 
     def pack(self, tree: PyTree) -> FlatBuffers:
-        """A rank's vectors, from its shards; None where there is no gradient."""
+        """Pack the shards of a rank into vectors. Leaves without a gradient stay None."""
         leaves = self.tree.flatten_up_to(tree)
         vectors = tuple(_end_to_end([leaves[number] for number in group.leaves], group) for group in self.groups)
         return FlatBuffers(vectors, [leaves[number] for number in self.rest])
 
     def unpack(self, packed: FlatBuffers) -> PyTree:
-        """A rank's shards, from its vectors: views, but for those that would begin within a line of memory."""
+        """Unpack the vectors of a rank into shards. A shard is a view, or a copy if not aligned to a cache line."""
         leaves: list[Any] = [None] * self.tree.num_leaves
         for group, vector in zip(self.groups, packed.vectors, strict=True):
             for number, part, begin in _cut(vector, group):
-                aligned = begin * group.dtype.itemsize % _LINE == 0  # kernels are slow elsewhere, or add otherwise
+                aligned = begin * group.dtype.itemsize % _LINE == 0  # else kernels are slow or add in another order
                 leaves[number] = part if aligned else part.clone()
         for number, leaf in zip(self.rest, packed.rest, strict=True):
             leaves[number] = leaf
         return self.tree.unflatten(leaves)
 
     def masks(self, flags: Sequence[bool]) -> FlatBuffers:
-        """For every vector True or False where its leaves' flags agree, else a vector of them; False for the rest."""
+        """Return a mask per vector: the flag that all its leaves share, else a vector of flags. False for the rest."""
         return FlatBuffers(
             tuple(_mask([flags[number] for number in g.leaves], g) for g in self.groups), [False] * len(self.rest)
         )
 
     def update(self, optimizer: Optimizer, *args: PyTree, specs: tuple[SpecTree, ...]) -> tuple[PyTree, PyTree]:
-        """The optimizer's update of vectors: to it each is one parameter."""
+        """Apply the optimizer's update to vectors. It treats each vector as one parameter."""
         constants = FlatBuffers(tuple(group.constant for group in self.groups), [None] * len(self.rest))
         update = partial(optimizer.update, constants=constants)
         if not (self._is_checked or is_known_elementwise(optimizer.update)):
@@ -205,7 +210,7 @@ class FlatPacking:
         return update(*args)
 
     def _beyond_vectors(self, optimizer: Optimizer, update: Update, args: tuple[PyTree, ...]) -> str | None:
-        """What keeps an update from doing to every element of a vector what it does to it in its parameter."""
+        """Explain why an update of vectors differs from the update of their parameters; None if it does not."""
         numbers = itertools.count()
         named = optree.tree_map(lambda leaf: f"{next(numbers)}" if isinstance(leaf, torch.Tensor) else False, args)
         whole = self._apart(args, lambda leaf, number: of_shape(leaf, self.shapes[number] or ()))
@@ -215,7 +220,7 @@ class FlatPacking:
         return update_mismatch(by_leaf, Call(update, args, _named(named)), labels, "a vector of several parameters")
 
     def _apart(self, args: tuple[PyTree, ...], of: Callable[[Any, int], Any]) -> tuple[PyTree, ...]:
-        """Gradients, state and parameters with, in the place of vectors, what is said of each leaf in them."""
+        """Unpack gradients, state and parameters, with `of(vector, index)` for each leaf that is in a vector."""
 
         def spread(packed: FlatBuffers) -> PyTree:
             leaves = [packed.rest[self.rest.index(i)] if i in self.rest else None for i in range(self.tree.num_leaves)]
@@ -227,13 +232,13 @@ class FlatPacking:
         gradients, state, params = args
         return spread(gradients), tree_map_params(spread, state, self.structure), spread(params)
 
-    # --- whole ---
+    # --- full vectors ---
 
     def pack_whole(self, tree: PyTree) -> FlatBuffers:
-        """Whole vectors, from whole leaves.
+        """Pack full leaves into full vectors.
 
         Raises:
-            ValueError: when a leaf has not its parameter's shape, so that no place in a vector is its own.
+            ValueError: if a leaf does not have the shape of its parameter, so it has no slice in a vector.
         """
         leaves = self.tree.flatten_up_to(tree)
         for number in (number for group in self.groups for number in group.leaves):
@@ -248,7 +253,7 @@ class FlatPacking:
         return FlatBuffers(tuple(vectors), [leaves[number] for number in self.rest])
 
     def unpack_whole(self, packed: FlatBuffers) -> PyTree:
-        """Whole leaves, from whole vectors."""
+        """Unpack full vectors into full leaves."""
         leaves: list[Any] = [None] * self.tree.num_leaves
         for group, vector in zip(self.groups, packed.vectors, strict=True):
             rows = [[part for _, part, _ in _cut(row, group)] for row in vector.split(group.length)]
@@ -259,7 +264,7 @@ class FlatPacking:
         return self.tree.unflatten(leaves)
 
     def _ranks(self, group: _Group) -> Mesh:
-        """The ranks that hold different vectors, in the order in which a whole vector has them."""
+        """Mesh of the ranks with different vectors, in the order of their slices in a full vector."""
         return Mesh({axis: self.mesh.axis_size(axis) for axis in group.axes})
 
     def _require_shape(self, number: int, leaf: Any) -> None:
@@ -272,10 +277,10 @@ class FlatPacking:
 
 
 def require_elementwise(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that cannot be given a vector made of several parameters.
+    """Check that an optimizer can update a vector of several parameters.
 
     Raises:
-        ValueError: when it is not elementwise, or does not say by what it treats parameters differently.
+        ValueError: if it has `specs`, because it is then not elementwise, or if it does not have `constants`.
     """
     if getattr(optimizer, "specs", None) is not None:
         raise ValueError(
@@ -302,7 +307,7 @@ def _named(tree: PyTree) -> list[Any]:
 
 
 def _end_to_end(parts: Sequence[torch.Tensor], group: _Group) -> torch.Tensor:
-    """One vector of several tensors, with zeros behind the last."""
+    """Concatenate tensors into one vector, padded with zeros to the length of the group."""
     flat = [part.reshape(-1) for part in parts]
     missing = group.length - sum(group.sizes)
     if missing:
@@ -317,7 +322,7 @@ def _mask(flags: Sequence[bool], group: _Group) -> bool | torch.Tensor:
 
 
 def _cut(vector: torch.Tensor, group: _Group) -> Iterator[tuple[int, torch.Tensor, int]]:
-    """The tensors that a vector is made of, as views: number, tensor, where it begins."""
+    """Yield (leaf index, view, offset) for each leaf of a vector."""
     begins = itertools.accumulate(group.sizes, initial=0)
     for number, shape, size, begin in zip(group.leaves, group.shapes, group.sizes, begins, strict=False):
         yield number, vector.narrow(0, begin, size).view(shape), begin

@@ -1,8 +1,8 @@
-"""An optimizer's update on a rank's shards: what it would make of whole parameters, whatever it computes.
+"""Optimizer's update on a rank's shards, equal to the shards of the update of full parameters.
 
-An update that says itself how it treats shards (`specs`), or that it is elementwise (`constants`), is called on them.
-Of any other that is seen from a trace. One that looks further than an element, as Muon's iterations over a matrix or
-LAMB's norm of a parameter, is partitioned like a loss, and its collectives follow.
+An update is called on shards if the optimizer has `specs`, or has `constants`, which declare it elementwise. Any other
+update is traced. If it is not elementwise, it is partitioned like a loss, which inserts collectives. Examples are
+Muon's iterations over a matrix and LAMB's norm of a parameter.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ register_rule(ADAMW, "..., ..., ..., ..., , -> ..., ..., ...")  # parameter, gra
 
 
 def update_shards(update: Update, args: tuple[PyTree, ...], specs: tuple[SpecTree, ...]) -> tuple[PyTree, PyTree]:
-    """New parameters and state, which lie as the old ones.
+    """Return new parameters and state, with the layouts of the old ones.
 
     Args:
         update: (gradients, state, parameters) → (parameters, state).
-        args: a rank's.
-        specs: how they lie.
+        args: gradients, state and parameters of one rank.
+        specs: specs of `args`.
     """
     full = _full(args, specs)
     axes = _axes_of(full)
@@ -51,15 +51,15 @@ def update_shards(update: Update, args: tuple[PyTree, ...], specs: tuple[SpecTre
 
 
 def check_elementwise(update: Update, args: tuple[PyTree, ...], specs: tuple[SpecTree, ...]) -> None:
-    """Check that an update which is promised to be elementwise is, where it is given shards.
+    """Check that an update that is declared elementwise is elementwise, if its arguments are shards.
 
     Args:
         update: (gradients, state, parameters) → (parameters, state).
-        args: a rank's.
-        specs: how they lie.
+        args: gradients, state and parameters of one rank.
+        specs: specs of `args`.
 
     Raises:
-        ValueError: when it is not.
+        ValueError: if it is not elementwise.
     """
     full = _full(args, specs)
     require_promise_kept(shard_mismatch(update, args, full) if _axes_of(full) else None, _LEAVE_IT_AWAY)
@@ -88,12 +88,12 @@ def _of_axis(axis: str, spec: P) -> P:
 
 
 # -----------------------------------------------------------------------------
-# Dims with zeros at their end, which an update must not see
+# Padded dims: an update must not read the padding
 # -----------------------------------------------------------------------------
 
 
 def _even(spec: P) -> P:
-    """A spec without the axes that split such a dim."""
+    """Return a spec without the axes that split padded dims."""
     return spec.without(axis for dim in spec.padded for axis in spec.dim_axes()[dim])
 
 

@@ -1,4 +1,4 @@
-"""An optimizer state that a plan cannot shard, because its leaves do not name their parameters: reported."""
+"""Warning about an optimizer state that a plan cannot shard, because its leaves do not name their parameters."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _LISTED = 4
 
 
 def warn_of_replicated_state(state: PyTree, specs: SpecTree, places: StepLayout, optimizer: Optimizer) -> None:
-    """Warn of leaves of a state that look like moments of sharded parameters, and are replicated.
+    """Warn of replicated leaves of a state that have the shapes of sharded parameters, as moments have.
 
     Args:
         state: the packed state, full tensors.
-        specs: of its leaves.
+        specs: specs of its leaves.
         places: layouts of the step.
-        optimizer: the optimizer. One that has `specs` states itself which leaves are replicated.
+        optimizer: the optimizer. If it has `specs`, it declares itself which leaves are replicated.
     """
     if getattr(optimizer, "specs", None) is not None:
         return
@@ -56,7 +56,7 @@ def warn_of_replicated_state(state: PyTree, specs: SpecTree, places: StepLayout,
 
 
 def _axes_by_shape(places: StepLayout) -> dict[torch.Size, frozenset[str]]:
-    """For the shape of every parameter that the update splits, the axes that split it."""
+    """Return the shape of every parameter that the update splits, with the axes that split it."""
     found: dict[torch.Size, frozenset[str]] = {}
     specs: list[P] = optree.tree_leaves(places.update)
     for leaf, spec in zip(optree.tree_leaves(places.packing.like), specs, strict=True):

@@ -1,4 +1,7 @@
-"""What an optimizer's update returns: parameters and state as it was given, for the next step is the same program."""
+"""Check of the result of an optimizer's update.
+
+The next step runs the same program, so new parameters and state must have the signatures of the old ones.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,15 @@ __all__ = ["require_same_structure"]
 
 
 def require_same_structure(returned: Any, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-    """New parameters and state, after a check that they are of the old ones' trees, shapes and dtypes.
+    """Check that new parameters and state have the structure, shapes and dtypes of the old ones, and return them.
 
     Args:
-        returned: by the update.
-        params, state: what it was given.
+        returned: result of the update.
+        params, state: arguments of the update.
 
     Raises:
-        TypeError: when it is no pair.
-        ValueError: listing what differs, by path.
+        TypeError: if `returned` is not a pair.
+        ValueError: if something differs; the message lists the differences by path.
     """
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise TypeError(

@@ -1,4 +1,4 @@
-"""What a loss scale changes in a training step: the loss on its way in, gradients on their way out, and the state."""
+"""Loss scaling in a training step: scale the loss, unscale the gradients, and extend the state."""
 
 from __future__ import annotations
 
@@ -16,28 +16,31 @@ __all__ = ["ScaledState", "scaled_loss", "scaled_specs", "select_unless", "unsca
 
 
 class ScaledState(NamedTuple):
-    """An optimizer's state with a loss scale's beside it: saved, loaded and sharded as one."""
+    """Optimizer state together with the loss scale's state. Both are saved, loaded and sharded as one tree."""
 
     optimizer: PyTree
     loss_scale: LossScaleState
 
 
 def with_scale(state: PyTree, rules: LossScale | None) -> PyTree:
-    """An optimizer's state as a step with these rules keeps it, whichever step saved it: a scale starts afresh."""
+    """Convert a saved optimizer state to the state of a step with the loss scale `rules`.
+
+    If the saved state has no loss scale, the scale starts at its initial value. If `rules` is None, it is dropped.
+    """
     if rules is None:
         return state.optimizer if isinstance(state, ScaledState) else state
     return state if isinstance(state, ScaledState) else ScaledState(state, rules.init())
 
 
 def scaled_specs(specs: SpecTree, state: PyTree) -> SpecTree:
-    """How a state lies: the optimizer's as its specs say, the scale whole on every rank."""
+    """Return the specs of `state`: `specs` for the optimizer state, replicated for the loss scale."""
     if not isinstance(state, ScaledState):
         return specs
     return ScaledState(specs, broadcast_specs(P(), state.loss_scale))
 
 
 def scaled_loss(f: LocalFunction, scale: torch.Tensor, has_aux: bool) -> LocalFunction:
-    """The loss times the scale; beside it, as its aux, the loss itself and what it had beside it."""
+    """Return a function of the loss times the scale. Its aux is the result of `f`: the unscaled loss and any aux."""
 
     def call(*args: PyTree) -> tuple[Any, SpecTree]:
         result = f.run(*args)
@@ -48,7 +51,7 @@ def scaled_loss(f: LocalFunction, scale: torch.Tensor, has_aux: bool) -> LocalFu
 
 
 def unscaled(gradients: PyTree, scale: torch.Tensor) -> PyTree:
-    """Gradients without the scale that the forward used, in the type of the parameters; None stays."""
+    """Divide gradients by the scale of the loss and keep their dtype. None stays None."""
 
     def one(gradient: torch.Tensor) -> torch.Tensor:
         wide = gradient.float() if gradient.dtype.itemsize < 4 else gradient  # float16 does not hold 2 ** 16
@@ -58,5 +61,5 @@ def unscaled(gradients: PyTree, scale: torch.Tensor) -> PyTree:
 
 
 def select_unless(skip: torch.Tensor, new: PyTree, old: PyTree) -> PyTree:
-    """The new values; the old ones where a step is skipped."""
+    """Return the old values if the step is skipped, else the new ones."""
     return optree.tree_map(lambda a, b: torch.where(skip, b, a) if isinstance(a, torch.Tensor) else a, new, old)

@@ -1,4 +1,4 @@
-"""Where parameters, gradients and optimizer state lie in a training step: between steps, in the loss, in the update."""
+"""Layouts of parameters, gradients and optimizer state in a training step: storage, loss and update."""
 
 from __future__ import annotations
 
@@ -25,11 +25,19 @@ __all__ = ["StepLayout", "find_step_layout"]
 
 @dataclass(frozen=True)
 class StepLayout:
-    """Specs of everything that a step holds.
+    """Specs of parameters, gradients and state in a step.
 
-    `compute` and `kept` have the parameters' own tree: how they lie in the loss, and between steps. The others have the
-    tree that `packing` makes of it: how gradients come out of the loss (`summed`), how parameters lie before the update
-    splits them (`whole`), how the optimizer sees them (`update`), and in which parts a norm is summed (`counted`).
+    `compute` and `kept` have the tree of the parameters. The other specs have the tree that `packing` computes from it.
+
+    Attributes:
+        params: shapes of the parameters.
+        packing: packing of the parameters for the update.
+        compute: compute layout of the parameters, in the loss.
+        kept: storage layout of the parameters, between steps.
+        summed: layout of the gradients that the loss returns.
+        whole: layout of the parameters before the update splits them.
+        update: layout of the parameters in the optimizer's update.
+        counted: layout of the gradients for the sum of squares of their norm.
     """
 
     params: PyTree
@@ -42,31 +50,38 @@ class StepLayout:
     counted: SpecTree
 
     def state(self, state: PyTree, optimizer: Optimizer) -> SpecTree:
-        """How a packed state, whole, lies: as the optimizer says, or else as the parameters that it sees do."""
+        """Return the specs of a packed state of full tensors.
+
+        They are the result of the optimizer's `specs`, if it has them. Else each leaf has the update layout of its
+        parameter.
+        """
         own = state.optimizer if isinstance(state, ScaledState) else state
-        by_itself = getattr(optimizer, "specs", None)  # a user's own pair need not have it
+        by_itself = getattr(optimizer, "specs", None)  # a user's own pair may lack it
         if by_itself is not None:
             return scaled_specs(by_itself(self.params, self.update), state)
         return scaled_specs(like_params(own, self.packing.like, self.update), state)
 
     def packed_state(self, state: PyTree) -> PyTree:
-        """A whole state as the step holds it."""
+        """Pack a state of full tensors into the tree that the step holds."""
         return tree_map_params(self.packing.pack_whole, state, optree.tree_structure(self.params))
 
     def unpacked_state(self, state: PyTree) -> PyTree:
-        """A whole state in the parameters' own tree, whatever the layout: what a checkpoint saves."""
+        """Unpack a state of full tensors into the tree of the parameters, the form that a checkpoint saves.
+
+        It does not depend on the layout of the step.
+        """
         return tree_map_params(self.packing.unpack_whole, state, self.packing.structure)
 
 
 def find_step_layout(f: Layout, mesh: Mesh, params: PyTree, optimizer: Optimizer, clipped: bool) -> StepLayout:
-    """Where everything lies that a step with this layout holds.
+    """Compute the layouts of a step from the layout of its loss.
 
     Args:
         f: the layout of the loss on shards.
         mesh: the mesh.
         params: the parameters, or tensors of their shapes.
         optimizer: the optimizer.
-        clipped: whether the gradients' norm goes into the update, so that every ZeRO stage must sum it alike.
+        clipped: whether the update uses the gradients' norm. Every ZeRO stage must then sum it in the same order.
     """
     shapes = optree.tree_map(hollow, params)
     with bind(f.mesh(mesh).shape, None):
@@ -95,8 +110,11 @@ def _refuse_stages(f: Layout) -> None:
 
 
 def _constants(f: Layout, shapes: PyTree, optimizer: Optimizer) -> PyTree:
-    """What the optimizer treats parameters differently by, decided on whole ones, and for layers on their stack."""
-    decide = getattr(optimizer, "constants", None)  # a user's own pair need not have it
+    """Constants of the optimizer for each parameter, such as its weight decay.
+
+    They are computed from full parameters, or from the stack of layers for a parameter of a layer.
+    """
+    decide = getattr(optimizer, "constants", None)  # a user's own pair may lack it
     if decide is None:
         return None
     if f.stacks is not None:

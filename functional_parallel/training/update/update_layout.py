@@ -1,7 +1,7 @@
-"""Between how a parameter lies, how it is computed with, and how it is updated.
+"""Conversions between the storage, compute and update layouts of a parameter.
 
-ZeRO-1 and 2 keep parameters whole, and split the optimizer's work: gradients go in by a reduce-scatter, new parameters
-come back by an all-gather.
+ZeRO stages 1 and 2 replicate parameters and split the optimizer's work. A reduce-scatter distributes the gradients, and
+an all-gather collects the new parameters.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ __all__ = [
 
 
 def at_rest(spec: P) -> P:
-    """How a parameter lies between steps."""
+    """Return the storage layout of a parameter, between steps, from its compute layout."""
     return spec.without(spec.reduced)
 
 
 def into_compute(param: torch.Tensor, spec: P) -> torch.Tensor:
-    """Reduced where the plan wants gradients as partial sums."""
+    """Cast a parameter to Reduced over the axes where the plan wants its gradient as partial sums."""
     moved = spec.reduced and isinstance(param, torch.Tensor)
     return pcast(param, tuple(sorted(spec.reduced)), to="reduced") if moved else param
 
 
 def _new_splits(update: P, kept: P) -> list[tuple[str, int]]:
-    """The axes, with their dims, on which the update is split and the parameter is not; of one dim the outer first."""
+    """Return (axis, dim) for each axis that splits the update but not the parameter. Outer axes of a dim are first."""
     return [(axis, dim) for dim, axes in enumerate(update.dim_axes()) for axis in axes if axis not in kept.axes]
 
 
 def reduce_gradient(gradient: torch.Tensor | None, update: P, kept: P, compute: P) -> torch.Tensor | None:
-    """Sum partial gradients, keeping a slice where the update is split. Leaves that are not floating have none."""
+    """Sum partial gradients. Where the update is split, keep a slice. A leaf without a gradient stays None."""
     if gradient is None:
         return None
     for axis, dim in _new_splits(update, kept):
@@ -58,7 +58,7 @@ def reduce_gradient(gradient: torch.Tensor | None, update: P, kept: P, compute: 
 
 
 def shard_for_update(param: Any, update: P, kept: P) -> Any:
-    """The part of a parameter that a rank updates."""
+    """Return the shard of a parameter that a rank updates."""
     if not isinstance(param, torch.Tensor):
         return param
     for axis, dim in _new_splits(update, kept):
@@ -67,7 +67,7 @@ def shard_for_update(param: Any, update: P, kept: P) -> Any:
 
 
 def gather_updated(param: torch.Tensor, update: P, kept: P) -> torch.Tensor:
-    """The parameter from its updated parts."""
+    """Gather a parameter from its updated shards, without padding."""
     for axis, dim in reversed(_new_splits(update, kept)):
         param = all_gather(param, axis, dim, to="invariant")
         param = param.narrow(dim, 0, update.padded[dim]) if dim in update.padded else param
@@ -75,7 +75,7 @@ def gather_updated(param: torch.Tensor, update: P, kept: P) -> torch.Tensor:
 
 
 def _filled(x: torch.Tensor, axis: str, dim: int, update: P) -> torch.Tensor:
-    """A value with the zeros at the end of a dim that let the axis divide it."""
+    """Pad a dim with zeros if its size is not divisible by the size of the axis."""
     if dim not in update.padded:
         return x
     missing = -x.shape[dim] % axis_size(axis)
@@ -83,9 +83,13 @@ def _filled(x: torch.Tensor, axis: str, dim: int, update: P) -> torch.Tensor:
 
 
 def global_norm(gradients: PyTree, specs: SpecTree) -> torch.Tensor:
-    """The norm of all gradients together, each element counted once: one psum per set of axes."""
+    """Return the norm of all gradients. Each element is counted once, with one psum per set of axes.
+
+    Raises:
+        ValueError: if there is no gradient.
+    """
     counted: dict[tuple[str, ...], list[torch.Tensor]] = {}
-    leaves = optree.tree_leaves(specs, none_is_leaf=True)  # a parameter that is None has none
+    leaves = optree.tree_leaves(specs, none_is_leaf=True)  # a parameter that is None has no spec
     for gradient, spec in zip(optree.tree_leaves(gradients, none_is_leaf=True), leaves, strict=True):
         if gradient is not None:
             counted.setdefault(tuple(sorted(spec.axes)), []).append(gradient)
@@ -100,8 +104,10 @@ def global_norm(gradients: PyTree, specs: SpecTree) -> torch.Tensor:
 
 
 def like_params(state: PyTree, params: PyTree, specs: SpecTree) -> SpecTree:
-    """Specs of a whole optimizer state: in every subtree with the parameters' own structure a leaf of its parameter's
-    shape lies as that does; all else is whole, as a step count or a statistic per parameter.
+    """Return the specs of an optimizer state of full tensors.
+
+    In each subtree with the structure of the parameters, a leaf with the shape of its parameter gets the parameter's
+    spec. All other leaves are replicated, such as a step count or a statistic per parameter.
     """
     is_like = _is_like(optree.tree_structure(params))
 
@@ -116,13 +122,13 @@ def _as_its_parameter(leaf: Any, param: Any, spec: P) -> P:
 
 
 def tree_map_params(change: Callable[[PyTree], PyTree], state: PyTree, structure: Any) -> PyTree:
-    """An optimizer state with every subtree changed that is shaped like the parameters."""
+    """Apply `change` to every subtree of an optimizer state that has the structure of the parameters."""
     is_like = _is_like(structure)
     return optree.tree_map(lambda x: change(x) if is_like(x) else x, state, is_leaf=is_like)
 
 
 def likes(state: PyTree, structure: Any) -> list[PyTree]:
-    """The subtrees of an optimizer state that are shaped like the parameters, in order."""
+    """Return the subtrees of an optimizer state that have the structure of the parameters, in order."""
     is_like = _is_like(structure)
     return [each for each in optree.tree_leaves(state, is_leaf=is_like) if is_like(each)]
 

@@ -1,4 +1,4 @@
-"""Mixed precision: a function computed in a narrow type, with what must not round kept wide, and its loss scaled."""
+"""Mixed precision: computation in a low-precision dtype, with sensitive values in float32 and loss scaling."""
 
 from .loss_scaling import LossScale, LossScaleError, LossScaleState
 from .transform import mixed_precision

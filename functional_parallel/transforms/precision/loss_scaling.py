@@ -1,11 +1,11 @@
 """Dynamic loss scaling (Micikevicius et al., arXiv 1710.03740 §3.2) as a pure state machine.
 
-float16 gradients underflow, so the loss is multiplied by a scale before the backward and the gradients divided by it
-after. A scale that is too high overflows: that step is skipped, and the scale falls; after enough clean steps it rises
-again. The state is tensors and `update` torch ops, so that it is staged with the training step and no rank waits for
-its host.
+float16 gradients underflow. The loss is therefore multiplied by a scale before the backward, and the gradients are
+divided by it afterwards. If the scale is too high, gradients overflow: the step is skipped and the scale is reduced.
+After enough clean steps the scale grows again. The state consists of tensors and `update` of torch ops, so it is
+lowered with the training step and no rank waits for its host.
 
-The rules are DeepSpeed's (its ZeRO path). Megatron's and torch's are the same machine with other constants.
+The rules are those of DeepSpeed (its ZeRO path). Megatron and torch use the same state machine with other constants.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ __all__ = ["LossScale", "LossScaleError", "LossScaleState", "has_overflow"]
 
 
 class LossScaleError(ArithmeticError):
-    """Gradients overflow at the lowest scale there is: the run has diverged, or float16 cannot hold it."""
+    """Raised if gradients overflow at the lowest scale: training has diverged, or float16 has not enough range."""
 
 
 class LossScaleState(NamedTuple):
-    """State of a `LossScale`: scalars, the same on every rank."""
+    """State of a `LossScale`: replicated scalars."""
 
     scale: torch.Tensor  # () float64: powers of two, exact beyond float32's range
-    patience: torch.Tensor  # () int64, overflows that the scale outlives, this one included
+    patience: torch.Tensor  # () int64, overflows until the scale falls; 1 if the next one lowers it
     clean: torch.Tensor  # () int64, clean steps since the last overflow or the start
     exhausted: torch.Tensor  # () bool, whether a step overflowed at the minimum
 
 
 @dataclass(frozen=True)
 class LossScale:
-    """The rules of a dynamic loss scale: `init() -> state` and `update(state, overflow) -> state`.
+    """Rules of a dynamic loss scale: `init() -> state` and `update(state, overflow) -> state`.
 
-    An overflow uses up one of `hysteresis`; with one left the scale is divided instead. Clean steps in a row multiply
-    it: with `late_growth` the first time after window + 1 of them, else after window, and every window after that;
-    growth refills the hysteresis. The step that overflows is skipped either way.
+    `hysteresis` is a budget of overflows. An overflow reduces the budget by one; if only one is left, it divides the
+    scale instead. Consecutive clean steps multiply the scale: first after window + 1 steps with `late_growth`, else
+    after window, then after every window. Growth restores the hysteresis. A step that overflows is always skipped.
 
     >>> import torch, functional_parallel as fp
     >>> rules = fp.LossScale(initial=16.0, window=2)
@@ -56,17 +56,17 @@ class LossScale:
     16.0 2
 
     Args:
-        initial: the first scale; DeepSpeed's initial_scale_power is its logarithm.
-        window: clean steps between two growths.
-        hysteresis: of so many overflows, the last lowers the scale.
+        initial: the first scale. Its logarithm to base 2 is DeepSpeed's initial_scale_power.
+        window: the number of clean steps between two growths.
+        hysteresis: the number of overflows until the scale falls; the last one lowers it.
         minimum: the lowest scale.
-        factor: what the scale is multiplied and divided by.
-        consecutive_hysteresis: a clean step refills the hysteresis, so only overflows in a row count.
-        late_growth: whether the first growth waits for one clean step more, as in DeepSpeed.
+        factor: growth multiplies the scale by this factor; an overflow divides it.
+        consecutive_hysteresis: whether a clean step restores the hysteresis: only consecutive overflows count.
+        late_growth: whether the first growth waits for one more clean step, as in DeepSpeed.
         fail_at_minimum: whether an overflow at the minimum ends training, as in DeepSpeed (see `check`).
 
     Raises:
-        ValueError: for numbers that make no scale.
+        ValueError: if the numbers do not define a scale.
     """
 
     initial: float = 2.0**16
@@ -89,24 +89,27 @@ class LossScale:
 
     @classmethod
     def like_megatron(cls, initial: float = 2.0**32, window: int = 1000, hysteresis: int = 2) -> LossScale:
-        """Megatron-LM's DynamicGradScaler: grows after `window` clean steps, stays at the minimum in silence."""
+        """Return the rules of Megatron-LM's DynamicGradScaler.
+
+        The scale grows after `window` clean steps. An overflow at the minimum raises no error.
+        """
         return cls(initial, window, hysteresis, late_growth=False, fail_at_minimum=False)
 
     @classmethod
     def like_torch(cls, initial: float = 2.0**16, window: int = 2000) -> LossScale:
-        """`torch.amp.GradScaler`: no hysteresis, no minimum."""
+        """Return the rules of `torch.amp.GradScaler`: no hysteresis, no minimum."""
         return cls(initial, window, 1, 0.0, late_growth=False, fail_at_minimum=False)
 
     def init(self) -> LossScaleState:
-        """The state before the first step."""
+        """Return the state before the first step."""
         counts = (torch.tensor(self.hysteresis), torch.tensor(0))
         return LossScaleState(torch.tensor(self.initial, dtype=torch.float64), *counts, torch.tensor(False))
 
     def update(self, state: LossScaleState, overflow: torch.Tensor) -> LossScaleState:
-        """The state after a step.
+        """Return the state after a step.
 
         Args:
-            state: the state before; its `scale` is the one that the step's loss was multiplied by.
+            state: the state before the step. The step's loss was multiplied by its `scale`.
             overflow: () whether any gradient on any rank was not finite.
 
         Returns:
@@ -126,10 +129,10 @@ class LossScale:
         )
 
     def check(self, state: LossScaleState) -> None:
-        """Stop a run that overflows at the minimum. This waits for the device; a training loop asks now and then.
+        """Check that no step overflowed at the minimum. This waits for the device, so call it only now and then.
 
         Raises:
-            LossScaleError: when a step up to this state overflowed at the lowest scale.
+            LossScaleError: if a step up to this state overflowed at the lowest scale.
         """
         if bool(state.exhausted):
             raise LossScaleError(
@@ -139,18 +142,18 @@ class LossScale:
 
 
 def has_overflow(gradients: Any) -> torch.Tensor:
-    """Whether any element of a rank's gradients is infinite or not a number, as a () bool, without asking the host.
+    """Return whether any element of a rank's gradients is infinite or NaN, as a () bool, without a host sync.
 
     >>> import torch
     >>> has_overflow({"w": torch.tensor([1.0, float("inf")]), "b": torch.zeros(2)})
     tensor(True)
 
     Args:
-        gradients: a pytree; leaves that are neither floating nor complex tensors do not count. Sharded, the ranks must
-            agree afterwards: sum it over the axes that split the gradients.
+        gradients: a pytree. Leaves that are not floating or complex tensors are ignored. If the gradients are sharded,
+            sum the result over the axes that split them, so that all ranks agree.
 
     Raises:
-        ValueError: when there is no floating tensor.
+        ValueError: if no leaf is a floating or complex tensor.
     """
     finite = [torch.isfinite(leaf).all() for leaf in optree.tree_leaves(gradients) if is_trained(leaf)]
     if not finite:

@@ -1,4 +1,4 @@
-"""The type in which each torch function computes, decided where it still has its name."""
+"""Selection of the compute dtype of each torch function, before functions are decomposed to ops without their name."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _with_statistics = functools.cache(lambda: functions_named(["batch_norm", "insta
 
 
 class PrecisionMode(TorchFunctionMode):
-    """Active while a function runs: products in `dtype`, islands and losses in float32.
+    """Mode that computes products in `dtype`, and islands and losses in float32, while it is active.
 
-    An island's result is narrow again where its operand was, but for what float16 may not hold.
+    The result of an island is cast back to the dtype of its first floating operand, except if float16 may not hold it.
 
-    What is computed from `kept` tensors alone counts as kept, and products of kept tensors are computed in float32.
+    Values computed from `kept` tensors only are also kept. A product with a kept tensor is computed in float32.
     """
 
     def __init__(self, dtype: torch.dtype, kept: list[torch.Tensor], islands: frozenset[Any]) -> None:
         super().__init__()
         self.dtype = dtype
-        self.kept = {id(tensor): tensor for tensor in kept}  # holding them keeps their ids theirs
+        self.kept = {id(tensor): tensor for tensor in kept}  # references keep the ids unique
         self.islands = _islands() | islands
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -66,7 +66,7 @@ class PrecisionMode(TorchFunctionMode):
         result = func(*widened[0], **widened[1])
         if func in _with_statistics():
             _write_back((args, kwargs), widened)
-        if kwargs.get("dtype") is not None:  # the caller has named the result's type
+        if kwargs.get("dtype") is not None:  # the caller chose the dtype of the result
             return result
         if self.dtype is torch.float16 and func in _far():
             return result
@@ -74,12 +74,12 @@ class PrecisionMode(TorchFunctionMode):
 
 
 def wide(leaf: Any) -> Any:
-    """A floating tensor in float32 at least."""
+    """Cast a floating tensor to float32 if its dtype is narrower."""
     return leaf.float() if is_floating(leaf) and leaf.dtype.itemsize < 4 else leaf
 
 
 def cast(leaf: Any, dtype: torch.dtype) -> Any:
-    """A floating tensor in a type; other leaves as they are."""
+    """Cast a floating tensor to `dtype`. Other leaves are returned unchanged."""
     return leaf.to(dtype) if is_floating(leaf) and leaf.dtype != dtype else leaf
 
 
@@ -88,7 +88,7 @@ def is_floating(leaf: Any) -> bool:
 
 
 def _narrowed(leaf: Any, dtype: torch.dtype) -> Any:
-    """A scalar stays wide: it is a loss, or on its way to one."""
+    """Cast `leaf` to `dtype`, except a scalar, which is a loss or a term of one."""
     return cast(leaf, dtype) if is_floating(leaf) and leaf.ndim else leaf
 
 
@@ -97,7 +97,7 @@ def _map(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def _write_back(given: Any, widened: Any) -> None:
-    """Running statistics, updated in place in their wide copies."""
+    """Copy running statistics back after an in-place update of their float32 copies."""
     arguments = [dict(enumerate(args)) | kwargs for args, kwargs in (given, widened)]
     for name in (1, 2, "running_mean", "running_var"):
         before, after = (each.get(name) for each in arguments)

@@ -1,9 +1,10 @@
-"""Which torch functions compute in which type: data, by name.
+"""Compute dtypes of torch functions, as lists of names.
 
-A name stands for the function of that name in torch, torch.nn.functional, torch.special and torch.linalg, and for the
-method of a tensor. The lists follow the reasons of Micikevicius et al. (arXiv 1710.03740 §3.3): products are what
-narrow types are fast at, and they accumulate wide in hardware; what sums many terms or leaves a narrow type's range is
-computed wide; pointwise functions, bound by memory, compute in the type of what they are given.
+A name represents the function of that name in torch, torch.nn.functional, torch.special and torch.linalg, and the
+tensor method. The lists follow the reasons of Micikevicius et al. (arXiv 1710.03740 §3.3). Products are fast in low
+precision, and the hardware accumulates them in float32. Functions that sum many terms or leave the range of a
+low-precision dtype are computed in float32. Pointwise functions are memory-bound and compute in the dtype of their
+operands.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 __all__ = ["FP32_OPS", "LOSSES", "LOW_PRECISION_OPS", "PROMOTE_OPS", "STATISTICS", "WIDE_RANGE_OPS", "functions_named"]
 
-# In the narrow type.
+# In low precision.
 LOW_PRECISION_OPS = [
     "linear",
     "bilinear",
@@ -46,9 +47,9 @@ LOW_PRECISION_OPS = [
     "multi_head_attention_forward",
 ]
 
-# In float32, the result in the type of the operand; but for what float16, which ends at 65,504, may not hold though it
-# holds the operand: there it stays in float32, or the square of 256 would be infinite, and a norm of it zero. bfloat16
-# ends where float32 does.
+# In float32, with the result in the dtype of the operand. With float16, which ends at 65,504, the result stays in
+# float32, because it may leave the range of float16 although the operand does not. Otherwise the square of 256 would be
+# infinite, and a norm of it zero. bfloat16 has the range of float32.
 WIDE_RANGE_OPS = [
     "norm",
     "vector_norm",
@@ -79,7 +80,7 @@ WIDE_RANGE_OPS = [
     "var_mean",
 ]
 
-# In float32, the result in the type of the operand; the ones above among them.
+# In float32, with the result in the dtype of the operand. Includes WIDE_RANGE_OPS.
 FP32_OPS = [
     *WIDE_RANGE_OPS,
     "softmax",
@@ -114,7 +115,7 @@ FP32_OPS = [
     "std_mean",
 ]
 
-# In float32, and so the result.
+# In float32, with the result in float32.
 LOSSES = [
     "cross_entropy",
     "nll_loss",
@@ -139,7 +140,7 @@ LOSSES = [
     "triplet_margin_with_distance_loss",
 ]
 
-# In the widest type among the operands: torch refuses these when types differ.
+# In the widest dtype of the operands: torch raises an error for these functions if dtypes differ.
 PROMOTE_OPS = [
     "index_put",
     "index_add",
@@ -155,14 +156,14 @@ PROMOTE_OPS = [
     "cross",
 ]
 
-# Parameters that are no parameters but running statistics: they are updated, a little at a time.
+# Running statistics, which are not trained. They change by small updates, which low precision would lose.
 STATISTICS = ("*running_mean", "*running_var")
 
 _HOMES = (torch, torch.nn.functional, torch.special, torch.linalg, torch.Tensor)
 
 
 def functions_named(names: Iterable[str | Callable[..., Any]]) -> frozenset[Any]:
-    """The functions and methods of these names; functions stand for themselves.
+    """Return the functions and methods with these names. Functions in `names` are returned unchanged.
 
     Raises:
         ValueError: for a name that no torch function has.

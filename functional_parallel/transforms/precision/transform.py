@@ -1,4 +1,4 @@
-"""Mixed precision as a transform: the innermost one, which takes a function to the same function computed narrower."""
+"""Mixed precision as a transform. It is the innermost transform and computes a function in a low-precision dtype."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def mixed_precision(
     reduce: str = "fp32",
     loss_scale: LossScale | float | str | None = "auto",
 ) -> Transform:
-    """Compute in a narrow type, with parameters, gradients, optimizer and all that must not round in float32.
+    """Compute in a low-precision dtype. Parameters, gradients, optimizer state and sensitive ops stay in float32.
 
-    Parameters are cast where the function begins, so the master copy stays float32, and so do gradients (Micikevicius
-    et al., arXiv 1710.03740). The batch is cast too, unless `inputs` says otherwise. Products are computed in the
-    narrow type; softmax, norms, losses, powers and sums in float32, by the lists of
-    `functional_parallel/transforms/precision/tables.py`; results are float32. In between values are narrow, but for
-    what float16 may not hold of powers and sums.
+    Parameters are cast at the start of the function, so the master copy and the gradients are float32 (Micikevicius
+    et al., arXiv 1710.03740). The batch is cast too, except with `inputs="fp32"`. Products are computed in low
+    precision. Softmax, norms, losses, powers and sums are computed in float32; the lists are in
+    `functional_parallel/transforms/precision/tables.py`. Results are float32. Intermediate values have low precision,
+    except for powers and sums that may leave the range of float16.
 
     >>> import torch, functional_parallel as fp
     >>> from sharding_specs import Mesh
@@ -56,20 +56,20 @@ def mixed_precision(
 
     Args:
         compute: "bf16" or "fp16".
-        keep: patterns for the paths of parameters that stay as they are, and with them what is computed of them alone
-            and products with them. Running statistics of batch norms always stay.
-        islands: further functions to compute in float32: torch functions, or their names.
-        params: the type in which ZeRO-3 gathers parameters: `compute`, the default, or "fp32".
-        inputs: the type in which floating tensors of the batch come in: `compute`, the default, or "fp32", which leaves
-            them as they are: for targets in the thousands, say, of which bfloat16 keeps three digits. Products of them
-            are narrow all the same.
-        reduce: the type in which gradients of parameters are summed over ranks: "fp32", "bf16" or "fp16".
-        loss_scale: how `train_step` scales the loss: rules, a constant, or None; by default `fp.LossScale()` for fp16
-            and none for bf16, whose range is that of float32.
+        keep: patterns for the paths of parameters that are not cast. Values computed from these parameters alone and
+            products with them also stay in float32. Running statistics of batch norms are never cast.
+        islands: additional functions to compute in float32: torch functions or their names.
+        params: the dtype in which ZeRO-3 gathers parameters: `compute`, the default, or "fp32".
+        inputs: the dtype of floating tensors of the batch at the start of the function: `compute`, the default, or
+            "fp32", which does not cast them. Use "fp32" for targets in the thousands, for example, because bfloat16 has
+            three digits. Products of them are still in low precision.
+        reduce: the dtype in which gradients of parameters are summed over ranks: "fp32", "bf16" or "fp16".
+        loss_scale: the loss scale of `train_step`: rules, a constant, or None. The default is `fp.LossScale()` for fp16
+            and None for bf16, which has the range of float32.
 
     Raises:
-        ValueError: for a type that is not supported, or a function that does not exist; and, when the function is
-            traced, for a pattern that finds no parameter.
+        ValueError: for an unsupported dtype or loss scale, or an unknown function. When the function is traced, for a
+            pattern that matches no parameter.
     """
     keep = (keep,) if isinstance(keep, str) else tuple(keep)
     dtype = _type(compute, "compute", ("bf16", "fp16"))
@@ -117,9 +117,9 @@ def _refuse_unused(keep: Sequence[str], params: PyTree) -> None:
 
 
 def _cast_parameters(params: PyTree, dtype: torch.dtype, keep: Sequence[str]) -> tuple[PyTree, list[torch.Tensor]]:
-    """The parameters in the narrow type, and those that were not cast."""
+    """Cast the parameters to `dtype`. Return them and the list of parameters that were not cast."""
     source = current_source() or Source("", 0, "", "")
-    with at_source(replace(source, casts_parameters=True)):  # by which passes know the gradients of parameters
+    with at_source(replace(source, casts_parameters=True)):  # passes identify gradients of parameters by this mark
         return _cast(params, dtype, keep)
 
 
@@ -131,7 +131,7 @@ def _cast(tree: PyTree, dtype: torch.dtype | None, keep: Sequence[str]) -> tuple
 
 
 def _is_kept(keep: Sequence[str], tree: PyTree) -> PyTree:
-    """Per leaf whether it stays as it is, which its path says."""
+    """Return, for each leaf, whether its path matches a pattern in `keep`, so that it is not cast."""
     leaves, structure = optree.tree_flatten(tree)
     return structure.unflatten(
         is_floating(leaf) and any(matches(pattern, path) for pattern in keep)
@@ -156,7 +156,7 @@ def _rules(scale: LossScale | float | str | None, compute: str) -> LossScale | N
         return scale
     if scale == "auto":
         return LossScale() if compute == "fp16" else None
-    if isinstance(scale, (int, float)) and not isinstance(scale, bool) and scale > 0:  # neither rises nor falls
+    if isinstance(scale, (int, float)) and not isinstance(scale, bool) and scale > 0:  # constant
         return LossScale(float(scale), window=1 << 62, minimum=float(scale), fail_at_minimum=False)
     raise ValueError(
         f"mixed_precision(loss_scale={scale!r}): it is fp.LossScale(…), a positive number, None, or 'auto', which is "
