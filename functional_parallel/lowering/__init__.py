@@ -4,11 +4,9 @@ from .leftovers import traced_in
 from .lower import UNCHECKED, LayoutError, Lowered, OutSpecError, lower, lowering
 from .options import ArgumentPaths, Options
 from .region import call_region
-from .rewrite import UNCUT
 
 __all__ = [
     "UNCHECKED",
-    "UNCUT",
     "ArgumentPaths",
     "LayoutError",
     "Lowered",

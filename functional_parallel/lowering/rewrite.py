@@ -30,12 +30,10 @@ from ..passes import (
     unroll,
 )
 from ..pipelines import PipelineError, PipelinePlan, PipelineProgram, add_in_place, build, forget_ops, names_in
-from ..program import Intermediate, Program, keep_phases
+from ..program import UNCUT, Intermediate, Program, keep_phases
 from .options import Options
 
-__all__ = ["UNCUT", "rewrite"]
-
-UNCUT = "uncut"  # the name of the last program of a full step, before a pipeline is cut out of it
+__all__ = ["rewrite"]
 
 T = TypeVar("T")
 Programs = Generator[Intermediate, None, T]

@@ -9,7 +9,7 @@ from .memory import KINDS, Ledger, Memory, Storage, draw, memory_of, said_shared
 from .overlap import STARTED, one_scatter_at_a_time, overlapped
 from .price import Item, Price, price_of
 from .program import Program
-from .rewrites import Intermediate
+from .rewrites import UNCUT, Intermediate
 from .shared_memory import channel_bytes, shared_by_collectives
 from .sharing import (
     aliases_of,
@@ -28,6 +28,7 @@ __all__ = [
     "HARDWARE",
     "KINDS",
     "STARTED",
+    "UNCUT",
     "BaseProgram",
     "Collective",
     "Explanation",
