@@ -236,7 +236,7 @@ def axis_dim_split(name: str) -> DimSplit:
     Raises:
         UnboundAxisError: when the axis is not bound here, or is hidden.
     """
-    binding = _visible("axis_parts", name)
+    binding = _visible("axis_dim_split", name)
     return DimSplit.of(binding.size, binding.samples)
 
 

@@ -50,7 +50,7 @@ def _underivable(name: str) -> Callable[..., Tensor]:
         if (x.requires_grad and torch.is_grad_enabled()) or forward_ad.unpack_dual(x).tangent is not None:
             raise TypeError(
                 f"torch.ops.fp.{name} is a node of a traced program and has no derivative; call fp.{name}, "
-                f"or to interpret a traced graph, collectives.emit({name!r}, ...)"
+                f"or to interpret a traced graph, collectives.apply_primitive({name!r}, ...)"
             )
         with torch._C._AutoDispatchBelowAutograd():
             return op.redispatch(keyset & torch._C._after_autograd_keyset, x, *params)
@@ -64,7 +64,7 @@ def _unbatchable(name: str) -> Callable[..., Tensor]:
     def kernel(*_: Any) -> Tensor:
         raise TypeError(
             f"torch.ops.fp.{name} is a node of a traced program and has no vmap rule; call fp.{name}, "
-            f"or to interpret a traced graph, collectives.emit({name!r}, ...)"
+            f"or to interpret a traced graph, collectives.apply_primitive({name!r}, ...)"
         )
 
     return kernel

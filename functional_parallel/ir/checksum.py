@@ -36,7 +36,8 @@ def checksum(x: torch.Tensor) -> str:
 def sample_hash(x: torch.Tensor) -> int:
     """Return a hash of a few values of a tensor, in microseconds. If hashes differ, the tensors differ.
 
-    >>> sample_hash(torch.arange(100)) == sample_hash(torch.arange(100)), sample_hash(torch.arange(100)) == sample_hash(torch.ones(100))
+    >>> x = torch.arange(100)
+    >>> sample_hash(x) == sample_hash(x.clone()), sample_hash(x) == sample_hash(torch.ones(100))
     (True, False)
 
     Args:

@@ -4,11 +4,9 @@ from .leftovers import traced_in
 from .lower import UNCHECKED, LayoutError, Lowered, OutSpecError, lower, lowering
 from .nested_shard_map import call_shard_map
 from .options import ArgumentPaths, Options
-from .rewrite import UNCUT
 
 __all__ = [
     "UNCHECKED",
-    "UNCUT",
     "ArgumentPaths",
     "LayoutError",
     "Lowered",

@@ -41,12 +41,10 @@ from ..pipelines import (
     forget_ops,
     names_in,
 )
-from ..program import Intermediate, Program, keep_phases
+from ..program import UNCUT, Intermediate, Program, keep_phases
 from .options import Options
 
-__all__ = ["UNCUT", "rewrite"]
-
-UNCUT = "uncut"  # name of the last program of a full step, before it is cut into a pipeline
+__all__ = ["rewrite"]
 
 T = TypeVar("T")
 Programs = Generator[Intermediate, None, T]

@@ -17,9 +17,10 @@ from sharding_specs import Mesh, register_dataclasses, tree_paths
 
 from ..functions import grad
 from ..ir import is_trained, without_memory
-from ..lowering import UNCUT, lowering
+from ..lowering import lowering
 from ..optim import Optimizer, sgd
 from ..pipelines import PipelineMemory
+from ..program import UNCUT
 from ..quantities import is_positive_int
 from ..schedules import Layer, Machine, Plan, ScheduleError, check_search
 from ..schedules import search as search_plans

@@ -20,8 +20,9 @@ from .collectives import collectives_of
 from .explain import columns, readable_bytes
 from .memory import memory_of
 
-__all__ = ["Intermediate", "PassRecorder", "PassRow", "PassTable", "Snapshot"]
+__all__ = ["UNCUT", "Intermediate", "PassRecorder", "PassRow", "PassTable", "Snapshot"]
 
+UNCUT = "uncut"  # the name of the full step right before a pipeline is cut out of it, when no pass ran
 _HEADERS = ("pass", "ops", "collectives", "bytes sent", "peak of live tensors")
 
 
@@ -67,6 +68,8 @@ class PassRecorder:
     def add(self, intermediate: Intermediate) -> None:
         """Add the program after one pass."""
         name, program, mesh, _ = intermediate
+        if name == UNCUT:
+            return
         found = [one for one in collectives_of(program.traced, mesh) if set(one.axes) <= set(program.mesh.axis_names)]
         ops, sent = len(list(program.traced.nodes)), sum(one.bytes for one in found)
         snapshot = Snapshot(ops, len(found), sent, memory_of("", program.traced).peak)
