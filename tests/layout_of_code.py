@@ -13,7 +13,19 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["LOOSE", "ORDER", "ROOT", "Import", "Modules", "circles", "graph", "imports_of", "picture", "with_picture"]
+__all__ = [
+    "LOOSE",
+    "ORDER",
+    "ROOT",
+    "Import",
+    "Modules",
+    "circles",
+    "graph",
+    "imports_of",
+    "picture",
+    "unit",
+    "with_picture",
+]
 
 ROOT = Path(__file__).parent.parent
 LIBRARY = "functional_parallel"

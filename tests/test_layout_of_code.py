@@ -6,7 +6,7 @@ import ast
 import subprocess
 import sys
 
-from .layout_of_code import LIBRARY, LOOSE, ORDER, ROOT, Modules, circles, graph, imports_of, with_picture
+from .layout_of_code import LIBRARY, LOOSE, ORDER, ROOT, Modules, circles, graph, imports_of, unit, with_picture
 
 
 def test_specs_know_nothing_of_programs() -> None:
@@ -55,6 +55,17 @@ def test_no_files_import_each_other() -> None:
 def test_the_picture_in_contributing_is_that_of_the_code() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     assert with_picture(text) == text, "run python -m tests.layout_of_code"
+
+
+def test_large_packages_have_a_readme() -> None:
+    """A README of at most 60 lines in every package of more than 1,500 lines."""
+    modules = Modules.read()
+    for name in ORDER:
+        files = [path for module, path in modules.files.items() if unit(module) == name]
+        readme = ROOT / LIBRARY / name / "README.md"
+        if modules.is_package(f"{LIBRARY}.{name}") and sum(len(path.read_text().splitlines()) for path in files) > 1500:
+            assert readme.exists(), f"{name} has no README.md"
+        assert not readme.exists() or len(readme.read_text().splitlines()) <= 60, readme
 
 
 def test_importing_loads_nothing_optional() -> None:
