@@ -72,7 +72,7 @@ class PipelineProgram(PipelineStructure):
     def per_microbatch(self) -> dict[tuple[str, tuple[str, ...]], tuple[float, float]]:
         """Return count and bytes of the collectives that every microbatch runs, without messages between stages.
 
-        With ZeRO stages 0 to 2 this is only the sum of the loss: gradients are summed and parameters gathered once per
+        With ZeRO stages 0 to 2 there are none: the loss and gradients are summed, and parameters gathered, once per
         step. ZeRO-3 gathers a stage's parameters for every forward and backward, except with `keep_gathered`.
         """
         found: dict[tuple[str, tuple[str, ...]], tuple[float, float]] = {}
