@@ -188,7 +188,7 @@ def test_a_checkpoint_in_a_thread_beside_a_trace_computes_again(use_reentrant: b
         assert in_thread(lambda: torch.equal(train(), X.cos()))
         return [checkpoint(counted, x, use_reentrant=use_reentrant)]
 
-    assert "checkpoint" in info(next(iter(traced(body).nodes))).source.recompute_region
+    assert "checkpoint" in info(next(iter(traced(body).nodes))).source.region
     assert len(calls) == 2 + 1, "twice in the thread, and once, plainly, in the trace"
 
 
@@ -213,7 +213,7 @@ def test_torchs_own_checkpoint_is_there_again_after_two_traces_that_overlap() ->
     traced(body)
     go_on.set()
     thread.join(60)
-    assert "checkpoint" in info(next(iter(found[0].nodes))).source.recompute_region
+    assert "checkpoint" in info(next(iter(found[0].nodes))).source.region
     assert (module.CheckpointFunction, module._checkpoint_without_reentrant_generator) == torchs
 
 
