@@ -75,6 +75,7 @@ class AlgorithmSelector:
         if self._forced is not None and (reason := self._forced.refuses(team)):
             raise ValueError(f"algorithm={setting!r} (or {VARIABLE}) cannot be used here: {reason}; write 'auto'")
         self._machine: MeasuredCosts | None = None
+        self._selected: dict[str, Algorithm | None] = {}
 
     @property
     def machine(self) -> MeasuredCosts:
@@ -86,12 +87,15 @@ class AlgorithmSelector:
 
     def choose(self, kind: str) -> Algorithm | None:
         """Select the algorithm for a kind of collective. None selects the backend's own collective."""
-        return self._forced if self._forced is not None else ALGORITHMS.get(self._by_rule(kind))
+        if kind not in self._selected:
+            self._selected[kind] = self._forced or ALGORITHMS.get(self._by_rule(kind))
+        return self._selected[kind]
 
     def _by_rule(self, kind: str) -> str:
         for name in ("shared", "two_level"):
-            is_able = ALGORITHMS[name].refuses(self.team) is None and self._may_add(name, kind)
-            if is_able and algorithm_cost(name, kind, self.team.size, len(self.team.hosts)) is not None:
+            algorithm = ALGORITHMS[name]
+            has_kind = kind != "all_to_all" or algorithm.all_to_all is not None
+            if has_kind and algorithm.refuses(self.team) is None and self._may_add(name, kind):
                 return name
         return "direct" if self._must_add(kind) and kind == "all_reduce" else "backend"
 
