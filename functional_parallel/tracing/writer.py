@@ -18,7 +18,7 @@ from torch import fx
 
 from .. import _torch
 from ..errors import TracingError
-from ..ir import NodeInfo, Traced, aval_of, current_source, info, set_info, update_info, walk_args
+from ..ir import Aval, NodeInfo, Traced, aval_of, current_source, info, set_info, update_info, walk_args
 from .closed_over import ClosedOver, closed_over
 from .memory_layout import Layouts
 from .view_chains import ViewChains
@@ -184,9 +184,8 @@ class Writer(_torch.TorchDispatchMode):
         backward = number is not None
         forward = self._forwards.get(number) if number is not None else None
         source = (info(forward).source if forward is not None else None) if backward else current_source()
-        update_info(node, source=source, backward=backward, no_grad=self._gradients_are_off(func, backward))
-        if forward is not None:
-            update_info(node, forward_node=forward)
+        no_grad = self._gradients_are_off(func, backward)
+        set_info(node, NodeInfo(_value(result), source, None, backward, no_grad, forward))
         self._number(node)
         self._bind_result(node, result)
         return node
@@ -212,13 +211,10 @@ class Writer(_torch.TorchDispatchMode):
         self._numbered = now
 
     def _bind_result(self, node: fx.Node, result: Any) -> None:
+        self._announce(node)
         if isinstance(result, torch.Tensor):
-            update_info(node, val=aval_of(result))
-            self._announce(node)
             self.bind(result, node)
             return
-        update_info(node, val=tuple(aval_of(part) if isinstance(part, torch.Tensor) else None for part in result))
-        self._announce(node)
         for index, part in enumerate(result):
             if isinstance(part, torch.Tensor):
                 item = self.traced.graph.call_function(operator.getitem, (node, index))
@@ -242,3 +238,10 @@ class Writer(_torch.TorchDispatchMode):
         self.traced.seal()
         self.notes.setdefault("trainable constants", []).extend(self._differentiated())
         return self.traced
+
+
+def _value(result: Any) -> Aval | tuple[Aval | None, ...]:
+    """Shape, dtype and device of an op's result, or of each of its results."""
+    if isinstance(result, torch.Tensor):
+        return aval_of(result)
+    return tuple(aval_of(part) if isinstance(part, torch.Tensor) else None for part in result)
