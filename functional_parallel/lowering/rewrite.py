@@ -26,10 +26,10 @@ from ..passes import (
     TransposedGradients,
     fold_layers,
     fuse_views,
-    passes_before,
     place_single_microbatch_sums,
     run_passes,
     sorted_passes,
+    split_at,
     unroll,
 )
 from ..pipelines import (
@@ -77,8 +77,8 @@ def rewrite(
     keep_phases(program.traced)
     yield Intermediate("traced", program, wide)
     first: list[ProgramPass] = [ReduceOncePerStep(axis) for axis, cut in parts.items() if cut.ranks > 1]
-    first += passes_before(layout.passes, Phase.RECOMPUTE)
-    program.passes, _ = yield from _passed(program, first, wide, options)
+    early, late = split_at(Phase.RECOMPUTE, layout.passes)
+    program.passes, _ = yield from _passed(program, [*first, *early], wide, options)
     if layout.pipeline is not None:
         return (yield from _pipelined(program, layout, parts[layout.pipeline.virtual], options))
     for axis, cut in parts.items():
@@ -92,7 +92,7 @@ def rewrite(
         RecomputeMarked(),
         TransposedGradients(),
         EarlyReductions(),
-        *(each for each in layout.passes if each.phase >= Phase.RECOMPUTE),
+        *late,
         RecomputeCheap(),
         *_last(options, options.donate),
     ]
@@ -119,9 +119,8 @@ def _pipelined(program: Program, layout: Layout, parts: DimSplit, options: Optio
         place_single_microbatch_sums(program.traced, plan.virtual, program.in_specs, program.out_specs)
     fold_layers(program.traced)
     simplify(program.traced)
-    late = [RecomputeMarked(), TransposedGradients()]
-    late += [each for each in layout.passes if each.phase >= Phase.RECOMPUTE]
-    later, _ = yield from _passed(program, late, wide, options)
+    _, late = split_at(Phase.RECOMPUTE, layout.passes)
+    later, _ = yield from _passed(program, [RecomputeMarked(), TransposedGradients(), *late], wide, options)
     program.passes += later
     inlined = _per_microbatch(program, layout)
     yield Intermediate(UNCUT, program, wide, inlined)

@@ -33,7 +33,7 @@ from .reductions import EarlyReductions
 from .remat import RecomputeMarked, Remat
 from .shards_first import ReduceScatterFirst
 from .stacked_layers import fold_layers
-from .table import PASS_NAMES, passes_before, sorted_passes
+from .table import PASS_NAMES, sorted_passes, split_at
 from .transposed import TransposedGradients
 from .trivial import drop_size_one_axes
 from .views import fuse_views
@@ -71,11 +71,11 @@ __all__ = [
     "microbatch_splits",
     "names_axis",
     "pass_names",
-    "passes_before",
     "place_single_microbatch_sums",
     "run_passes",
     "shard_aval",
     "sorted_passes",
+    "split_at",
     "unroll",
     "with_dim_size",
     "with_global_size",

@@ -16,22 +16,13 @@ from sharding_specs import Mesh
 
 from ..ir import Traced, info, primitive_name, set_info, update_info
 from .base import Phase, ProgramPass
+from .linear import REARRANGED
 
 __all__ = ["CastBeforeGather"]
 
 aten = torch.ops.aten
 
-_VIEWS = {
-    aten.view.default,
-    aten.slice.Tensor,
-    aten.t.default,
-    aten.transpose.int,
-    aten.permute.default,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.alias.default,
-    aten.detach.default,
-}
+_VIEWS = REARRANGED | {aten.detach.default}
 
 
 @dataclass(frozen=True)

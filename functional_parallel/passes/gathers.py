@@ -21,25 +21,14 @@ from ..collectives import MICROBATCH
 from ..ir import Traced, info, operands_of, primitive_name
 from .base import Phase, ProgramPass
 from .layer_index import is_numbered, layer_of_path
+from .linear import REARRANGED
 from .recompute import forward_nodes, insert_recompute
 
 __all__ = ["GatherPlacement", "layer_of_gather"]
 
 aten = torch.ops.aten
 
-_RESHAPED = {
-    aten.view.default,
-    aten.slice.Tensor,
-    aten.t.default,
-    aten.transpose.int,
-    aten.permute.default,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.expand.default,
-    aten._to_copy.default,
-    aten.alias.default,
-    aten.detach.default,
-}
+_RESHAPED = REARRANGED | {aten.expand.default, aten._to_copy.default, aten.detach.default}
 
 
 @dataclass(frozen=True)

@@ -7,25 +7,23 @@ from torch import fx
 
 from ..ir import primitive_name
 
-__all__ = ["commutes_with_sum"]
+__all__ = ["REARRANGED", "commutes_with_sum"]
 
 aten = torch.ops.aten
 
-_LINEAR = {
+REARRANGED = {  # ops that only rearrange or select elements
     aten.view.default,
-    aten._unsafe_view.default,
+    aten.slice.Tensor,
     aten.t.default,
     aten.transpose.int,
     aten.permute.default,
     aten.unsqueeze.default,
     aten.squeeze.dim,
-    aten.slice.Tensor,
-    aten.slice_backward.default,
-    aten.constant_pad_nd.default,
     aten.alias.default,
 }
+_LINEAR = REARRANGED | {aten._unsafe_view.default, aten.slice_backward.default, aten.constant_pad_nd.default}
 
 
 def commutes_with_sum(node: fx.Node) -> bool:
-    """Whether an op is in this set; casts of a value's type over an axis are."""
+    """Whether an op commutes with a sum; casts of a value's type over an axis do."""
     return node.target in _LINEAR or primitive_name(node) == "pcast"

@@ -18,7 +18,7 @@ from .remat import RecomputeMarked, Remat
 from .shards_first import ReduceScatterFirst
 from .transposed import TransposedGradients
 
-__all__ = ["PASSES", "PASS_NAMES", "as_markdown", "passes_before", "sorted_passes"]
+__all__ = ["PASSES", "PASS_NAMES", "as_markdown", "sorted_passes", "split_at"]
 
 PASSES: tuple[tuple[type[ProgramPass], str], ...] = (  # with the transform or option that requests it
     (ReduceOncePerStep, "microbatches"),
@@ -45,9 +45,10 @@ def sorted_passes(passes: Iterable[ProgramPass]) -> list[ProgramPass]:
     return sorted(passes, key=lambda each: (each.phase, _POSITION.get(type(each), len(PASSES))))
 
 
-def passes_before(passes: Iterable[ProgramPass], phase: Phase) -> list[ProgramPass]:
-    """Return the passes that run before a phase."""
-    return [each for each in passes if each.phase < phase]
+def split_at(phase: Phase, passes: Iterable[ProgramPass]) -> tuple[list[ProgramPass], list[ProgramPass]]:
+    """Return the passes that run before a phase, and the others."""
+    given = list(passes)
+    return [each for each in given if each.phase < phase], [each for each in given if each.phase >= phase]
 
 
 def as_markdown() -> str:
