@@ -17,7 +17,7 @@ from .functions import LocalFunction, PyTree, bind_positional, explain_keywords,
 from .ir import current_source
 from .lowering import LayoutError, Lowered, Options, call_shard_map, lower
 from .passes import pass_names
-from .pipelines import PipelineError, PipelineProgram
+from .pipelines import PipelineError, PipelineProgram, Stacks, pipeline_of, stacks_of
 from .program import Program
 from .runtime import PipelineRuntime, check_backend, default_runtime
 from .tracing import ProgramCache, disable_ambient_modes, recorder
@@ -177,8 +177,8 @@ class Compiled:
         return call_shard_map(self.f, self.mesh, *self._specs, self.name, args)
 
     @property
-    def _stacks(self) -> Any:
-        return self.f.layout.stacks if isinstance(self.f, LocalFunction) else None
+    def _stacks(self) -> Stacks | None:
+        return stacks_of(layout_of(self.f))
 
     def lower(self, *args: PyTree, **named: PyTree) -> Any:
         """Return the program for these arguments, without running it. Tensors may be on any device, including meta."""
@@ -224,7 +224,7 @@ def refuse_asynchronous(f: LocalFunction, mesh: Mesh) -> None:
     Raises:
         PipelineError: when the schedule of the pipeline is asynchronous.
     """
-    plan = f.layout.pipeline
+    plan = pipeline_of(f.layout)
     if plan is not None and plan.on(mesh).versions is not None:
         raise PipelineError(
             f"{plan.on(mesh).name} updates weights while microbatches are under way: train with it by fp.train_step; "
@@ -235,7 +235,7 @@ def refuse_asynchronous(f: LocalFunction, mesh: Mesh) -> None:
 def runtime_of(mesh: Mesh, f: Any, reduction: str = "fast") -> Any:
     """Return the runtime of a function's programs: the runtime of the mesh, wrapped by that of the pipeline if any."""
     base = default_runtime(mesh, reduction)
-    plan = f.layout.pipeline if isinstance(f, LocalFunction) else None
+    plan = pipeline_of(layout_of(f))
     return base if plan is None else PipelineRuntime(base, plan.axis)
 
 

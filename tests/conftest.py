@@ -1,11 +1,14 @@
-"""Settings of the process that runs the tests, the meaning of the mark `every`, and which process runs which test."""
+"""Settings of the process that runs the tests, the mark `every`, runtimes, and which process runs which test."""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+from functional_parallel.runtime import default
 
 from . import process_settings  # noqa: F401
 
@@ -22,6 +25,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         number = each[0].get_closest_marker("every").args[0]  # type: ignore[union-attr]
         for item in each[-(-len(each) // number) :]:
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Iterator[Any]:
+    """Restore the runtimes of meshes after each test, as a test or a doctest may choose others."""
+    before = dict(default._chosen)
+    try:
+        return (yield)
+    finally:
+        default._chosen.clear()
+        default._chosen.update(before)
 
 
 @pytest.hookimpl(optionalhook=True)

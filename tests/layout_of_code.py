@@ -49,6 +49,7 @@ ORDER = [
     "program",
     "passes",
     "pipelines",
+    "requests",
     "transforms",
     "runtime",
     "data",

@@ -17,12 +17,15 @@ from .local_function import (
     specs_per_leaf,
 )
 from .positional import bind_positional
+from .request import LayerConversion, Request
 
 __all__ = [
     "STACK_DIM",
+    "LayerConversion",
     "Layout",
     "LocalFunction",
     "PyTree",
+    "Request",
     "SpecTree",
     "as_local_function",
     "axis_mesh",

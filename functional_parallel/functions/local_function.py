@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from inspect import Signature
-from typing import Any
+from typing import Any, TypeVar
 
 import optree
 
@@ -27,6 +27,7 @@ from sharding_specs import (
 from ..checker import check_arguments
 from ..collectives import bind, current_axes, hidden_axes, mesh_axis_size
 from .positional import bind_positional, call_signature
+from .request import Request
 
 __all__ = [
     "STACK_DIM",
@@ -44,6 +45,7 @@ __all__ = [
 
 PyTree = Any
 SpecTree = Any
+R = TypeVar("R")
 
 STACK_DIM = "taken_dim"  # attribute of a tensor that represents a stack of layers: the dim that no transform may shard
 
@@ -55,45 +57,25 @@ class Layout:
     Attributes:
         arguments: returns a tuple of full spec trees, one per argument. They depend only on the paths and shapes of the
             arguments. In a trace, which has local shapes, it returns the specs that it returned for the global ones.
-        signature: signature of the user's function. It allows keyword arguments.
-
         axes: mesh axes over which the function is local, innermost transform first.
-        data_axes: mesh axes that shard the batch.
-        virtual: axes of microbatches, which no mesh has. Each has a size or a function that computes it from the mesh.
-
         describe: description of each transform.
-        passes: passes that transforms request for the compiled program.
-
-        update_axes: axes that shard the update and the optimizer state but not the parameters (ZeRO-1 and ZeRO-2), in
-            the order of the chain.
-        update_specs: returns the specs of the parameters in the update, unless `flat_update` is set.
-        norm_specs: returns specs that additionally shard gradients for the sum of their squares. Every ZeRO stage then
-            sums the same numbers in the same order.
-        flat_update: whether the update concatenates all parameters and splits them at any element.
-        whole_gradients: whether a rank stores full gradients until the update (ZeRO-1). Memory estimates use it.
-        summed_as: returns a tree that distinguishes parameters with gradients that are summed in different dtypes.
-        loss_scale: rules of the loss scale, for `train_step`.
-
-        pipeline: request to cut the compiled program into pipeline stages.
-        stacks: parameters that are stacks of layers.
+        requests: requests of the transforms, innermost transform first.
+        signature: signature of the user's function. It allows keyword arguments.
     """
 
     arguments: Callable[[tuple[PyTree, ...]], tuple[SpecTree, ...]]
     axes: tuple[str, ...] = ()
     describe: tuple[str, ...] = ()
-    passes: tuple[Any, ...] = ()
-    virtual: tuple[tuple[str, int | Callable[[Mesh], int]], ...] = ()
-    data_axes: tuple[str, ...] = ()
-    update_axes: tuple[str, ...] = ()
-    update_specs: Callable[[tuple[PyTree, ...]], SpecTree] | None = None
-    norm_specs: Callable[[tuple[PyTree, ...]], SpecTree] | None = None
-    flat_update: bool = False
-    whole_gradients: bool = False
-    summed_as: Callable[[PyTree], PyTree] | None = None
-    loss_scale: Any = None
-    pipeline: Any = None
-    stacks: Any = None
+    requests: tuple[Request, ...] = ()
     signature: Signature | None = None
+
+    def all(self, kind: type[R]) -> tuple[R, ...]:
+        """Return the requests of a class, innermost first."""
+        return tuple(each for each in self.requests if isinstance(each, kind))
+
+    def last(self, kind: type[R]) -> R | None:
+        """Return the outermost request of a class; None if there is none."""
+        return next((each for each in reversed(self.requests) if isinstance(each, kind)), None)
 
     def mesh(self, mesh: Mesh) -> Mesh:
         """Return a mesh with the virtual axes added.
@@ -102,10 +84,11 @@ class Layout:
             ValueError: if the mesh has an axis with the name of a virtual axis.
             MeshError: if the mesh lacks one of `axes`.
         """
-        clash = [name for name, _ in self.virtual if name in mesh.axis_names]
+        virtual = self.virtual_sizes(mesh)
+        clash = [name for name in virtual if name in mesh.axis_names]
         if clash:
             raise ValueError(f"{mesh!r} has an axis {clash[0]!r}, the name of the axis of microbatches; rename it")
-        wide = Mesh({**mesh.shape, **self.virtual_sizes(mesh)})
+        wide = Mesh({**mesh.shape, **virtual})
         for axis in self.axes:
             if axis not in wide.axis_names:
                 by = next((words for words in self.describe if repr(axis) in words), "a transform")
@@ -113,14 +96,14 @@ class Layout:
                 raise MeshError(f"{mesh!r} has no axis {axis!r}, over which {by} splits; its axes are: {known}")
         return wide
 
+    def virtual_sizes(self, mesh: Mesh) -> dict[str, int]:
+        """Return the axes that requests add to a mesh, with their sizes."""
+        return {name: size for each in self.requests for name, size in each.virtual_axes(mesh).items()}
+
     def batch_specs(self, mesh: Mesh, params: PyTree, batch: tuple[PyTree, ...]) -> SpecTree:
         """Return the specs of the arguments after the parameters, one spec per leaf."""
         with bind(self.mesh(mesh).shape, None):
             return specs_per_leaf(self.arguments((params, *batch))[1:], batch, "specs of the loss", 1)
-
-    def virtual_sizes(self, mesh: Mesh) -> dict[str, int]:
-        """Return the sizes of the virtual axes for a mesh."""
-        return {name: size(mesh) if callable(size) else size for name, size in self.virtual}
 
 
 class LocalFunction:
@@ -152,35 +135,17 @@ class LocalFunction:
         """Layout of the function."""
         return self.layout
 
-    def asking(self, *passes: Any) -> LocalFunction:
-        """Return the function with these passes requested for its program."""
-        return self.with_layout(replace(self.layout, passes=(*self.layout.passes, *passes)))
-
-    def updating(
-        self,
-        axis: str,
-        specs: Callable[[tuple[PyTree, ...]], SpecTree],
-        *,
-        flat: bool = False,
-        whole_gradients: bool = False,
-    ) -> LocalFunction:
-        """Return the function with its update sharded over one more axis. `specs` covers all axes of the update."""
-        return self.with_layout(
-            replace(
-                self.layout,
-                update_axes=(*self.layout.update_axes, axis),
-                update_specs=specs,
-                flat_update=flat or self.layout.flat_update,
-                whole_gradients=whole_gradients,
-            )
-        )
+    def requesting(self, *requests: Request) -> LocalFunction:
+        """Return the function with more requests."""
+        return self.with_layout(replace(self.layout, requests=(*self.layout.requests, *requests)))
 
     def without_schedule(self) -> LocalFunction:
         """Return the function without a pipeline: every rank runs all stages.
 
         It is for transforms that a pipeline schedule does not support.
         """
-        return self if self.layout.pipeline is None else self.with_layout(replace(self.layout, pipeline=None))
+        kept = [each.without_schedule() for each in self.layout.requests]
+        return self.with_layout(replace(self.layout, requests=tuple(each for each in kept if each is not None)))
 
     def with_layout(self, layout: Layout) -> LocalFunction:
         """Return the function with another layout."""

@@ -18,7 +18,7 @@ from ..functions import Layout, LocalFunction, PyTree, SpecTree, layout_of, spec
 from ..ir import Traced, forget_values, hollow, info, simplify, update_info
 from ..ops import refuse_idle
 from ..passes import drop_size_one_axes, finished, microbatch_splits, shard_aval
-from ..pipelines import PipelineProgram
+from ..pipelines import PipelineProgram, pipeline_of
 from ..program import Intermediate, Program
 from ..tracing import Assumption, LayoutRead, assume, autocast_dtypes, collect_assumptions, require_contiguous, trace
 from .constants import check_static_leaves
@@ -129,7 +129,7 @@ def lowering(
         )
         parts = microbatch_splits(args, full, wide, layout.virtual_sizes(mesh))
         flat = _Flat(f, args, full, out_specs, name)
-        traced, types, assumptions = _traced(flat, wide, parts, layout)
+        traced, types, assumptions = _traced(flat, mesh, parts, layout)
     layout_reads = {index: (read, flat.in_paths[index]) for index, read in traced.layout_reads.items()}
     _mark_inputs(traced, flat, paths, options.donate)
     shapes = optree.tree_map(hollow, args)
@@ -149,6 +149,7 @@ def lowering(
     notes = _untrained(traced)
     rewritten = yield from rewrite(program, layout, parts, options)
     rewritten.notes += notes
+    rewritten.requests = tuple(map(str, layout.requests))
     _settle(rewritten)
     return Lowered(rewritten, flat.out_tree, flat.outputs, assumptions, layout_reads)
 
@@ -203,9 +204,10 @@ def _of(chosen: Sequence[int], values: Sequence[T]) -> list[T]:
 
 
 def _traced(
-    flat: _Flat, wide: Mesh, parts: Mapping[str, DimSplit], layout: Layout
+    flat: _Flat, mesh: Mesh, parts: Mapping[str, DimSplit], layout: Layout
 ) -> tuple[Traced, list[Type], list[Assumption]]:
     """Return the graph, the types of its results, and the assumptions that it depends on."""
+    wide = layout.mesh(mesh)
     avals = [shard_aval(leaf, spec, wide, parts) for leaf, spec in zip(flat.tensors, flat.in_specs, strict=True)]
     types = [type_of_spec(spec) for spec in flat.in_specs]
     with (
@@ -213,20 +215,18 @@ def _traced(
         collect_assumptions() as assumptions,
     ):
         assume(autocast_dtypes)
-        traced = trace(_within(flat, layout, wide), avals, types=types, on_node=Typing(wide.shape))
+        traced = trace(_within(flat, layout, mesh), avals, types=types, on_node=Typing(wide.shape))
     held = [type_of(output) for output in traced.outputs]
     return simplify(drop_size_one_axes(forget_values(traced), wide, kept=_pipelined_axes(layout))), held, assumptions
 
 
-def _within(flat: _Flat, layout: Layout, wide: Mesh) -> Callable[..., list[torch.Tensor]]:
+def _within(flat: _Flat, layout: Layout, mesh: Mesh) -> Callable[..., list[torch.Tensor]]:
     """Wrap the function to check, after a call, that its plan (if any) splits every axis named by its constraints."""
 
     def checked(*values: torch.Tensor) -> list[torch.Tensor]:
         results = flat(*values)
         transforms = [words for words in layout.describe if words not in _DERIVATIVES]
-        if transforms or layout.passes:
-            virtual = dict(layout.virtual)
-            mesh = Mesh({axis: size for axis, size in wide.shape.items() if axis not in virtual})
+        if transforms or layout.requests:
             refuse_idle(layout.axes, mesh, transforms)
         return results
 
@@ -238,7 +238,8 @@ _DERIVATIVES = {"grad", "grad_and_value", "hessian", "vmap"}  # described in a l
 
 def _pipelined_axes(layout: Layout) -> tuple[str, ...]:
     """Axes with sums that mark the end of a pipeline. They are kept even if there is only one microbatch."""
-    return () if layout.pipeline is None else (layout.pipeline.virtual,)
+    request = pipeline_of(layout)
+    return () if request is None else (request.virtual,)
 
 
 def _mark_inputs(traced: Traced, flat: _Flat, paths: ArgumentPaths, donate: bool) -> None:

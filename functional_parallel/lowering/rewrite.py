@@ -32,16 +32,9 @@ from ..passes import (
     split_at,
     unroll,
 )
-from ..pipelines import (
-    PipelineError,
-    PipelineProgram,
-    PipelineRequest,
-    accumulate_in_place,
-    build,
-    forget_ops,
-    names_in,
-)
+from ..pipelines import PipelineError, PipelineProgram, accumulate_in_place, build, forget_ops, names_in, pipeline_of
 from ..program import UNCUT, Intermediate, Program, keep_phases
+from ..requests import PairPass, Scope, requested_passes
 from .options import Options
 
 __all__ = ["rewrite"]
@@ -71,16 +64,18 @@ def rewrite(
         ValueError: when `options.without` names a pass that does not exist.
     """
     wide = layout.mesh(program.mesh)
-    unknown = sorted(options.without - PASS_NAMES - {each.name for each in layout.passes})
+    unknown = sorted(options.without - PASS_NAMES - {each.name for each in requested_passes(layout)})
     if unknown:
         raise ValueError(f"without={unknown}: no such rewrites; there are {', '.join(map(repr, sorted(PASS_NAMES)))}")
     keep_phases(program.traced)
     yield Intermediate("traced", program, wide)
     first: list[ProgramPass] = [ReduceOncePerStep(axis) for axis, cut in parts.items() if cut.ranks > 1]
-    early, late = split_at(Phase.RECOMPUTE, layout.passes)
+    pipeline = pipeline_of(layout)
+    scopes = () if pipeline is None else (Scope.STEP,)
+    early, late = split_at(Phase.RECOMPUTE, requested_passes(layout, *scopes))
     program.passes, _ = yield from _passed(program, [*first, *early], wide, options)
-    if layout.pipeline is not None:
-        return (yield from _pipelined(program, layout, parts[layout.pipeline.virtual], options))
+    if pipeline is not None:
+        return (yield from _pipelined(program, layout, parts[pipeline.virtual], options))
     for axis, cut in parts.items():
         if cut.ranks > 1:
             anew = _per_microbatch(program, layout)
@@ -108,9 +103,9 @@ def _pipelined(program: Program, layout: Layout, parts: DimSplit, options: Optio
 
     The passes that decide on recomputation and gathers run before the cut; those that batch sums run after it.
     """
-    plan, wide = layout.pipeline, layout.mesh(program.mesh)
-    assert isinstance(plan, PipelineRequest)
-    if any(isinstance(each, LookaheadPass) for each in layout.passes):
+    plan, wide, requested = pipeline_of(layout), layout.mesh(program.mesh), requested_passes(layout)
+    assert plan is not None
+    if any(isinstance(each, LookaheadPass) for each in requested):
         raise PipelineError(
             "fp.remat(budget=…) looks for the peak of a whole step, and a pipeline's ranks reach theirs one by one: "
             "choose what is recomputed, as fp.remat('layers') or fp.remat('attention')"
@@ -119,15 +114,17 @@ def _pipelined(program: Program, layout: Layout, parts: DimSplit, options: Optio
         place_single_microbatch_sums(program.traced, plan.virtual, program.in_specs, program.out_specs)
     fold_layers(program.traced)
     simplify(program.traced)
-    _, late = split_at(Phase.RECOMPUTE, layout.passes)
+    _, late = split_at(Phase.RECOMPUTE, requested_passes(layout, Scope.STEP))
     later, _ = yield from _passed(program, [RecomputeMarked(), TransposedGradients(), *late], wide, options)
     program.passes += later
     inlined = _per_microbatch(program, layout)
     yield Intermediate(UNCUT, program, wide, inlined)
     names = build(program, plan, parts, inlined, options.without)
     result = yield from _each(names, program, wide)
+    of_parts = requested_passes(layout, Scope.STAGE)
     for part in list(result.every_program()):
-        yield from _finished_part(part, program.backend, options)
+        yield from _finished_part(part, program.backend, of_parts, options)
+    yield from _paired(result, layout, options)
     forget_ops(names_in(result))
     for work in (work for stage in result.stages for work in stage.works.values()):
         for part in accumulate_in_place(work) if InPlaceUpdates.name not in options.without else ():
@@ -137,12 +134,29 @@ def _pipelined(program: Program, layout: Layout, parts: DimSplit, options: Optio
     return result
 
 
-def _finished_part(part: Program, backend: str, options: Options) -> Programs[None]:
+def _paired(pipeline: PipelineProgram, layout: Layout, options: Options) -> Programs[None]:
+    """Run the requested passes over forward and backward of each stage."""
+    chosen = {each: None for each in requested_passes(layout, Scope.PAIR) if each.name not in options.without}
+    for each in sorted_passes(chosen):
+        if not isinstance(each, PairPass):
+            raise TypeError(f"the pass {each.name!r} is requested for pairs of programs, so it must be a PairPass")
+        for stage in pipeline.stages:
+            parts = [part for kind in sorted(stage.works, key="FBIW".index) for part in stage.works[kind].programs]
+            each.run_pair([part.traced for part in parts], pipeline.mesh)
+            for part in parts:
+                part.traced.seal()
+                part.passes += (each.name,)
+                yield Intermediate(each.name, part, part.mesh)
+
+
+def _finished_part(part: Program, backend: str, requested: Sequence[ProgramPass], options: Options) -> Programs[None]:
     """Run the last passes on one program of a pipeline."""
     part.backend = backend
     yield Intermediate("cut", part, part.mesh)
     donated = any(info(node).donated for node in part.traced.inputs)
-    part.passes, _ = yield from _passed(part, [EarlyReductions(), *_last(options, donated)], part.mesh, options)
+    part.passes, _ = yield from _passed(
+        part, [EarlyReductions(), *requested, *_last(options, donated)], part.mesh, options
+    )
     fuse_views(part.traced)
     yield Intermediate("views", part, part.mesh)
 
@@ -166,7 +180,7 @@ def _each(names: Generator[str, None, T], program: Program, mesh: Mesh) -> Progr
 
 
 def _per_microbatch(program: Program, layout: Layout) -> set[fx.Node]:
-    return {node for each in layout.passes for node in each.per_microbatch(program.traced)}
+    return {node for each in requested_passes(layout) for node in each.per_microbatch(program.traced)}
 
 
 def _last(options: Options, donated: bool) -> list[ProgramPass]:

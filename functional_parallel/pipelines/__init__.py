@@ -1,7 +1,7 @@
 """Pipelined steps: programs of the stages, messages between stages, and programs before and after the pipeline."""
 
 from .accumulate import accumulate_in_place
-from .build import PipelineRequest, build, build_stages, classify_ops
+from .build import PipelineRequest, build, build_stages, classify_ops, pipeline_of
 from .cut import BALANCES, CutSpec, finest, stage_of_layer
 from .epilogue import Epilogue, Transfer
 from .epilogue_graph import EpilogueInput
@@ -11,7 +11,7 @@ from .memory import PIPELINE_KINDS, PipelineMemory
 from .names import forget_ops, names_in
 from .program import PipelineProgram
 from .roles import OpRole, OpRoles, PipelineError
-from .stacks import Stacks, unstacked
+from .stacks import StackedLayers, Stacks, stacks_of, unstacked
 from .stages import ActionPrograms, Stage
 from .structure import updates_of
 
@@ -32,6 +32,7 @@ __all__ = [
     "RankExecutor",
     "RunProgram",
     "ScheduleRunner",
+    "StackedLayers",
     "Stacks",
     "Stage",
     "Subprogram",
@@ -43,7 +44,9 @@ __all__ = [
     "finest",
     "forget_ops",
     "names_in",
+    "pipeline_of",
     "slices_of",
+    "stacks_of",
     "stage_of_layer",
     "unstacked",
     "updates_of",

@@ -11,6 +11,7 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..collectives import DimSplit
+from ..functions import Layout, Request
 from ..ir import Traced, info, operands_of, primitive_name, set_info, source_of
 from ..passes import CASTS, RecomputeCheap, microbatch_dim, names_axis
 from ..program import Program
@@ -28,11 +29,11 @@ from .roles import OpRoles, PipelineError
 from .stages import StageBuilder
 from .structure import parts_of_rank, updates_of
 
-__all__ = ["PipelineRequest", "build", "build_stages", "classify_ops"]
+__all__ = ["PipelineRequest", "build", "build_stages", "classify_ops", "pipeline_of"]
 
 
 @dataclass(frozen=True)
-class PipelineRequest:
+class PipelineRequest(Request):
     """Request of `fp.pipeline`.
 
     Attributes:
@@ -55,10 +56,21 @@ class PipelineRequest:
             )
         return self.schedule(mesh.axis_size(self.axis))
 
+    def without_schedule(self) -> None:
+        return None
+
+    def __str__(self) -> str:
+        return f"pipeline over {self.axis!r}"
+
     def summed_together(self, mesh: Mesh) -> int:
         """Return the number of microbatches that one update sums."""
         schedule = self.on(mesh)
         return schedule.microbatches // updates_of(schedule)
+
+
+def pipeline_of(layout: Layout) -> PipelineRequest | None:
+    """Return the request of a function's pipeline; None if it has none."""
+    return layout.last(PipelineRequest)
 
 
 def build(

@@ -7,7 +7,7 @@ are one tensor, and its first dim is the layer. The trees are converted at entry
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import optree
@@ -15,10 +15,10 @@ import torch
 
 from sharding_specs import P, SpecError, broadcast_specs, tree_paths
 
-from ..functions import STACK_DIM, Layout, LocalFunction, PyTree, SpecTree
+from ..functions import STACK_DIM, Layout, LocalFunction, PyTree, Request, SpecTree
 from ..ir import without_memory
 
-__all__ = ["Stacks", "unstacked"]
+__all__ = ["StackedLayers", "Stacks", "stacks_of", "unstacked"]
 
 
 class Stacks:
@@ -75,6 +75,11 @@ class Stacks:
         for index in range(tree.num_leaves):
             leaves.append(_stack([next(rest) for _ in range(lengths[index])]) if index in lengths else next(rest))
         return tree.unflatten(leaves)
+
+    def stacked_shapes(self, args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
+        """Return arguments with the parameters, of either form, as stacks without memory."""
+        like = optree.tree_map(without_memory, self.unstack(args[0]))
+        return (self.restack(like), *args[1:])
 
     def restack_all(self, value: PyTree) -> PyTree:
         """Restack every subtree of `value` with the structure of unstacked parameters."""
@@ -156,33 +161,49 @@ def unstacked(f: LocalFunction, stacks: Stacks) -> LocalFunction:
     """Convert a function of stacked parameters to a function of unstacked or stacked parameters."""
     inner = f.layout
 
-    def shapes(args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
-        like = optree.tree_map(without_memory, stacks.unstack(args[0]))
-        return (stacks.restack(like), *args[1:])
-
-    def through(specs: Callable[[tuple[PyTree, ...]], SpecTree] | None) -> Any:
-        def of_first(args: tuple[PyTree, ...]) -> SpecTree:
-            assert specs is not None
-            return stacks.specs(specs(shapes(args)), stacks.unstack(args[0]))
-
-        return None if specs is None else of_first
-
     def arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
-        first, *rest = inner.arguments(shapes(args))
+        first, *rest = inner.arguments(stacks.stacked_shapes(args))
         return (stacks.specs(first, stacks.unstack(args[0])), *rest)
 
     def call(params: PyTree, *rest: PyTree) -> tuple[PyTree, SpecTree]:
         value = f.run(stacks.restack(stacks.unstack(params)), *rest)
         return value, f.results
 
-    layout: Layout = replace(
-        inner,
-        arguments=arguments,
-        update_specs=through(inner.update_specs),
-        norm_specs=through(inner.norm_specs),
-        stacks=stacks,
-    )
-    return LocalFunction(call, layout, f.name)
+    requests = (*(each.for_layers(_Conversion(stacks)) for each in inner.requests), StackedLayers(stacks))
+    return LocalFunction(call, replace(inner, arguments=arguments, requests=requests), f.name)
+
+
+@dataclass(frozen=True)
+class _Conversion:
+    """Conversion of functions of stacked parameters to functions of separate layers."""
+
+    stacks: Stacks
+
+    def specs(self, specs: Callable[[tuple[PyTree, ...]], SpecTree]) -> Callable[[tuple[PyTree, ...]], SpecTree]:
+        return lambda args: self.stacks.specs(specs(self.stacks.stacked_shapes(args)), self.stacks.unstack(args[0]))
+
+    def decision(self, decide: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
+        return lambda params: self.stacks.per_layer(decide, self.stacks.unstack(params))
+
+
+@dataclass(frozen=True)
+class StackedLayers(Request):
+    """Request to hold the layers of stacked parameters separately.
+
+    Attributes:
+        stacks: the conversion between the two forms of the parameters.
+    """
+
+    stacks: Stacks
+
+    def __str__(self) -> str:
+        return f"stacks of layers held as layers, for {self.stacks.axis!r}"
+
+
+def stacks_of(layout: Layout) -> Stacks | None:
+    """Return the stacks of layers of a function; None if it has none."""
+    request = layout.last(StackedLayers)
+    return None if request is None else request.stacks
 
 
 def _of_layer(spec: P) -> P:

@@ -14,9 +14,10 @@ from sharding_specs import Mesh, broadcast_specs, local_shape, register_dataclas
 
 from ..ir import is_trained
 from ..optim import Optimizer, sgd
-from ..pipelines import PipelineError, stage_of_layer
+from ..pipelines import PipelineError, pipeline_of, stage_of_layer
 from ..program import readable_bytes
-from ..training import TrainStep, train_step, tree_map_params, with_scale
+from ..requests import UpdateSharding
+from ..training import TrainStep, train_step, tree_map_params
 
 __all__ = ["CONVENTIONS", "Convention", "Estimate", "activation_bytes", "estimate", "transformer_parameters"]
 
@@ -84,8 +85,8 @@ def estimate(
         convention: bytes per element of a floating-point parameter: "zero", "megatron", "fp16", "fp32" or a
             `Convention`.
         optimizer: if given, replaces the convention by the tensors that `train_step` stores with this optimizer. Every
-            tensor counts in its dtype, gradients in the dtype of the parameters. A loss scale, if any, is included.
-            `mixed_precision` does not change these dtypes.
+            tensor counts in its dtype, gradients in the dtype of the stored parameters. Masters and a loss scale, if
+            any, are included in the state.
 
     Returns:
         The bytes, without activations; see `activation_bytes`. With a pipeline they are an upper bound: the bytes of
@@ -101,7 +102,8 @@ def estimate(
     train = train_step(lambda *_: None, optimizer or sgd(0.0), mesh, plan)
     shapes, state = train.begun(shapes)
     kept = _kept(shapes, state, train, convention if optimizer is None else None)
-    axis = None if train.f.layout.pipeline is None else train.f.layout.pipeline.axis
+    pipeline = pipeline_of(train.f.layout)
+    axis = None if pipeline is None else pipeline.axis
     note = "" if axis is None else f"the rank of {axis!r} that holds most, with all that is no layer of a stack"
     found = []
     for there in _where_layers_are(train, shapes):
@@ -114,10 +116,14 @@ def _kept(shapes: Any, state: Any, train: TrainStep, convention: str | Conventio
     """Return parameters, gradients and optimizer state, each as (tree, specs, arguments for `_bytes`)."""
     places = train.places(shapes)
     packed = places.packing.pack_whole(shapes)
-    partial = (shapes, places.kept) if train.f.layout.whole_gradients else (packed, places.update)
+    update = train.f.layout.last(UpdateSharding)
+    whole = update is not None and update.whole_gradients
     if convention is None:
-        state = places.packed_state(with_scale(state, train.scaling))
-        return [(shapes, places.kept), (*partial, None, False), (state, places.state(state, train.optimizer))]
+        stored, state, specs = train.placed(places, shapes, state)
+        packed = places.packing.pack_whole(stored)
+        partial = (stored, places.kept) if whole else (packed, places.update)
+        return [(stored, places.kept), (*partial, None, False), (state, specs)]
+    partial = (shapes, places.kept) if whole else (packed, places.update)
     each = _convention(convention)
     return [
         (shapes, places.kept, each.parameters),
@@ -134,11 +140,11 @@ def _kept(shapes: Any, state: Any, train: TrainStep, convention: str | Conventio
 def _where_layers_are(train: TrainStep, shapes: Any) -> Iterator[Any]:
     """Yield, for each pipeline rank, which parameters it holds. Parameters outside stacks count on every rank."""
     paths, tree = tree_paths(shapes), optree.tree_structure(shapes)
-    plan = train.f.layout.pipeline
+    plan = pipeline_of(train.f.layout)
     if plan is None:
         yield tree.unflatten([True] * len(paths))
         return
-    lengths = {} if train.f.layout.stacks is None else train.f.layout.stacks.paths
+    lengths = {} if train.stacks is None else train.stacks.paths
     if not lengths:
         raise PipelineError(
             f"which parameters a rank of {plan.axis!r} holds follows from where the model is cut, and that from its "

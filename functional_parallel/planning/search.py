@@ -15,6 +15,7 @@ import torch
 
 from sharding_specs import Mesh, register_dataclasses, tree_paths
 
+from ..collectives import MICROBATCH
 from ..functions import grad
 from ..ir import is_trained, without_memory
 from ..lowering import lowering
@@ -122,7 +123,7 @@ def _measured(
     args = optree.tree_map(without_memory, (params, *batch))
     programs = lowering(grad(whole), Mesh(pipe=1), args, name=whole.name)
     uncut = next(each for each in programs if each.name == UNCUT)
-    return profile_layers(uncut.program, whole.layout.pipeline.virtual, set(uncut.per_microbatch))
+    return profile_layers(uncut.program, MICROBATCH, set(uncut.per_microbatch))
 
 
 def _layers(

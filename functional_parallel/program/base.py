@@ -28,6 +28,7 @@ class BaseProgram(abc.ABC):
         name: for messages.
         passes: the names of the passes that ran, in order.
         notes: lines that `explain` prints below its table.
+        requests: the requests of the transforms, as text.
         lowering: lowers the function again, from shapes, and yields the program after each pass.
         backend: backend of the ops between collectives: "eager", torch's kernels op by op, or "inductor".
     """
@@ -40,6 +41,7 @@ class BaseProgram(abc.ABC):
     name: str
     passes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    requests: tuple[str, ...] = ()
     lowering: Callable[[], Iterable[Intermediate]] | None = field(default=None, repr=False)
     backend: str = "eager"
     cache: dict[str, Any] = field(default_factory=dict, repr=False)  # data that runtimes prepare once
@@ -76,7 +78,7 @@ class BaseProgram(abc.ABC):
         if group == "pass":
             return self._recorded().table(self.name, repr(self.mesh), self.notes)
         found = self.collectives(casts=casts)
-        return explain(self.name, repr(self.mesh), found, group=group, notes=self.remarks())
+        return explain(self.name, repr(self.mesh), found, group=group, notes=self.remarks(), requests=self.requests)
 
     def remarks(self) -> tuple[str, ...]:
         """Return the lines that `explain` prints below its table of collectives."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -47,6 +48,7 @@ class Explanation:
     mesh: str
     rows: tuple[CollectiveRow, ...]
     notes: tuple[str, ...] = field(default=())
+    requests: tuple[str, ...] = field(default=())
 
     @property
     def bytes(self) -> int:
@@ -77,6 +79,8 @@ class Explanation:
     def __str__(self) -> str:
         title = f"{self.name} on {self.mesh}"
         notes = [f"note: {note}" for note in self.notes]
+        if self.requests:
+            notes += textwrap.wrap(f"requested: {'; '.join(self.requests)}", 118, subsequent_indent="  ")
         if not self.rows:
             return "\n".join([f"{title}: no communication", *notes])
         head, *body = columns([_HEADERS, *(row.cells() for row in self.rows)], right=(2, 4))
@@ -94,7 +98,13 @@ class Explanation:
 
 
 def explain(
-    name: str, mesh: str, found: Iterable[Collective], *, group: str = "line", notes: Iterable[str] = ()
+    name: str,
+    mesh: str,
+    found: Iterable[Collective],
+    *,
+    group: str = "line",
+    notes: Iterable[str] = (),
+    requests: Iterable[str] = (),
 ) -> Explanation:
     """Group collectives into rows.
 
@@ -103,6 +113,7 @@ def explain(
         found: the program's collectives.
         group: "line" (one row per source line) or "axis" (one row per kind, axis and phase).
         notes: lines to print below.
+        requests: the requests of the transforms, as text.
 
     Raises:
         ValueError: for another grouping.
@@ -113,7 +124,9 @@ def explain(
     for one in found:
         place = (str(one.operand), one.source) if group == "line" else ()
         groups[one.kind, one.axes, one.phase, place].append(one)
-    return Explanation(name, mesh, tuple(_row(members, group) for members in groups.values()), tuple(notes))
+    return Explanation(
+        name, mesh, tuple(_row(members, group) for members in groups.values()), tuple(notes), tuple(requests)
+    )
 
 
 def _row(members: list[Collective], group: str) -> CollectiveRow:

@@ -5,7 +5,7 @@ from .local_step import Metrics
 from .state import DonatedStateError, TrainState
 from .step import TrainStep, train_step
 from .untrained import NothingToTrainError, NotTrainedWarning
-from .update import tree_map_params, with_scale
+from .update import tree_map_params
 
 __all__ = [
     "DonatedStateError",
@@ -17,5 +17,4 @@ __all__ = [
     "TrainStep",
     "train_step",
     "tree_map_params",
-    "with_scale",
 ]

@@ -11,14 +11,15 @@ from sharding_specs import Mesh, P
 
 from ..collectives import MICROBATCH
 from ..functions import Layout, PyTree
-from ..pipelines import updates_of
+from ..pipelines import pipeline_of, updates_of
 
 __all__ = ["is_asynchronous", "of_one_update"]
 
 
 def is_asynchronous(layout: Layout, mesh: Mesh) -> bool:
     """Whether the plan updates weights while microbatches are in flight."""
-    return layout.pipeline is not None and layout.pipeline.on(mesh).versions is not None
+    pipeline = pipeline_of(layout)
+    return pipeline is not None and pipeline.on(mesh).versions is not None
 
 
 def of_one_update(layout: Layout, mesh: Mesh, params: PyTree, batch: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
@@ -27,9 +28,10 @@ def of_one_update(layout: Layout, mesh: Mesh, params: PyTree, batch: tuple[PyTre
     Raises:
         ValueError: if the number of samples is not a multiple of the number of updates.
     """
-    if not is_asynchronous(layout, mesh):
+    pipeline = pipeline_of(layout)
+    if pipeline is None or not is_asynchronous(layout, mesh):
         return batch
-    updates = updates_of(layout.pipeline.on(mesh))
+    updates = updates_of(pipeline.on(mesh))
 
     def part(leaf: Any, spec: P) -> Any:
         dims = [dim for dim, axes in enumerate(spec.dim_axes()) if MICROBATCH in axes]

@@ -15,6 +15,7 @@ import torch
 from sharding_specs import tree_paths
 
 from .. import _torch
+from ..requests import ScaleLoss
 from ..runtime import PipelineValue
 from .local_step import Metrics
 
@@ -75,7 +76,8 @@ def require_finite(train: Any, before: Any, state: Any, metrics: Metrics) -> Non
     """
     if _torch.has_functorch_level([metrics.loss]):
         return
-    minimum = 0.0 if train.scaling is None else train.scaling.minimum
+    scaled = train.f.layout.last(ScaleLoss)
+    minimum = 0.0 if scaled is None else scaled.rules.minimum
     good = _is_good(metrics, minimum)
     if _is_in_main_memory(metrics):
         if not bool(good):

@@ -14,10 +14,9 @@ import torch
 from .. import optim
 from ..functions import PyTree
 from ..ir import is_trained, without_memory
-from ..transforms import LossScaleState
+from ..requests import LossScaleState, ScaledState
 from .local_step import Metrics
 from .signatures import leaf_signature, listed, signature_text, structure_as_text
-from .update import ScaledState
 
 __all__ = ["expected_state", "require_parameters", "require_state_of", "require_values", "steps_done"]
 

@@ -6,6 +6,7 @@ the collectives.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -18,20 +19,18 @@ from sharding_specs import P
 from .. import random
 from ..functions import LocalFunction, PyTree, SpecTree, grad_and_value
 from ..optim import Optimizer, skips_untrained
+from ..requests import StateRequest, Update, split_state, state_requests, with_leaves
 from .options import StepOptions
-from .untrained import old_params, old_state, report_untrained, untrained, without
+from .untrained import old_params, old_state, old_weights, report_untrained, untrained, without
 from .update import (
-    ScaledState,
     StepLayout,
+    as_trained,
     gather_updated,
     global_norm,
     into_compute,
     reduce_gradient,
     require_same_structure,
-    scaled_loss,
-    select_unless,
     shard_for_update,
-    unscaled,
 )
 
 __all__ = ["LocalTrainStep", "Metrics"]
@@ -82,73 +81,115 @@ class LocalTrainStep:
             places: layouts of parameters and gradients.
             state_specs: spec of each leaf of the state.
         """
+        step = _StepOnShards(self, places, state_specs, state_requests(self.f.layout))
 
         def call(held: tuple[PyTree, PyTree], batch: tuple[PyTree, ...], key: Any) -> Any:
-            new, metrics = self._stepped(places, state_specs, held, batch, key)
+            new, metrics = step(*held, batch, key)
             return (new, metrics), ((places.kept, state_specs), self._metric_specs(metrics))
 
         def arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
             (params, _), batch, _ = args
             return ((places.kept, state_specs), tuple(self.f.layout.arguments((params, *batch))[1:]), P())
 
-        layout = replace(self.f.layout, arguments=arguments, update_axes=(), update_specs=None)
-        return LocalFunction(call, layout, "train_step")
-
-    def _stepped(
-        self,
-        places: StepLayout,
-        state_specs: SpecTree,
-        held: tuple[PyTree, PyTree],
-        batch: tuple[PyTree, ...],
-        key: Any,
-    ) -> tuple[tuple[PyTree, PyTree], Metrics]:
-        params, state = held
-        scale = state.loss_scale if isinstance(state, ScaledState) else None
-        inputs = optree.tree_map(into_compute, params, places.compute)
-        with random.using(key) if key is not None else nullcontext():
-            gradients, value, aux = self._gradients(inputs, batch, scale)
-        idle = untrained(inputs, gradients)
-        report_untrained(self.f.name, params, idle, self.warned)
-        if skips_untrained(self.optimizer.update) and not places.packing.groups:
-            gradients = without(gradients, idle)
-        gradients = places.packing.pack(gradients)
-        gradients = optree.tree_map(
-            reduce_gradient, gradients, places.update, places.whole, places.summed, none_is_leaf=True
-        )
-        gradients = gradients if scale is None else unscaled(gradients, scale.scale)
-        wanted = self.has_norm or self.options.clip is not None or scale is not None
-        norm: Any = _norm(gradients, places) if wanted else None
-        if self.options.clip is not None:
-            factor = torch.clamp(self.options.clip / (norm + 1e-6), max=1.0)
-            gradients = optree.tree_map(lambda g: g * factor.to(g.dtype), gradients)
-        own = optree.tree_map(shard_for_update, places.packing.pack(params), places.update, places.whole)
-        before, lies = (state, state_specs) if scale is None else (state.optimizer, state_specs.optimizer)
-        specs = (places.update, lies, places.update)
-        returned = places.packing.update(self.optimizer, gradients, before, own, specs=specs)
-        new, after = require_same_structure(returned, own, before)
-        masks = optree.tree_map(shard_for_update, places.packing.masks(idle), places.update, places.whole)
-        after = old_state(after, before, own, masks)
-        metrics = Metrics(value, norm, aux)
-        if scale is not None:
-            overflow = ~torch.isfinite(norm)  # a sum over all ranks, so all of them agree
-            new, after = select_unless(overflow, new, own), select_unless(overflow, after, before)
-            after = ScaledState(after, self.f.layout.loss_scale.update(scale, overflow))
-            metrics = metrics._replace(skipped=overflow, loss_scale=scale.scale)
-        new = places.packing.unpack(optree.tree_map(gather_updated, new, places.update, places.whole))
-        return (old_params(new, params, idle), after), metrics
-
-    def _gradients(self, params: PyTree, batch: tuple[PyTree, ...], scale: Any) -> tuple[PyTree, Any, PyTree]:
-        """Return the gradients of the loss, times the loss scale if there is one; the loss; and its aux."""
-        if scale is None:
-            gradients, value = grad_and_value(self.f, has_aux=self.options.has_aux)(params, *batch)
-        else:
-            f = scaled_loss(self.f, scale.scale, self.options.has_aux)
-            gradients, (_, value) = grad_and_value(f, has_aux=True)(params, *batch)
-        return (gradients, *value) if self.options.has_aux else (gradients, value, None)
+        return LocalFunction(call, replace(self.f.layout, arguments=arguments), "train_step")
 
     def _metric_specs(self, metrics: Metrics) -> Metrics:
         aux = None if metrics.aux is None else self.f.results[1]
         return Metrics(*(None if each is None else P() for each in metrics))._replace(aux=aux)
+
+
+@dataclass(frozen=True)
+class _StepOnShards:
+    """Step on a rank's shards, with the layouts of parameters and state. Requests change it by their hooks."""
+
+    step: LocalTrainStep
+    places: StepLayout
+    state_specs: SpecTree
+    requests: tuple[StateRequest, ...]
+
+    def __call__(
+        self, params: PyTree, state: PyTree, batch: tuple[PyTree, ...], key: Any
+    ) -> tuple[tuple[PyTree, PyTree], Metrics]:
+        places, packing = self.places, self.places.packing
+        before, leaves = split_state(state, self.requests)
+        reduced = optree.tree_map(into_compute, params, places.compute)
+        inputs = optree.tree_map(as_trained, reduced, places.params)
+        with random.using(key) if key is not None else nullcontext():
+            gradients, value, aux = self._gradients(inputs, batch, leaves)
+        idle = untrained(inputs, gradients)
+        report_untrained(self.step.f.name, params, idle, self.step.warned)
+        if skips_untrained(self.step.optimizer.update) and not packing.groups:
+            gradients = without(gradients, idle)
+        gradients, norm = self._reduced(gradients, leaves)
+        stored = optree.tree_map(shard_for_update, packing.pack(params), places.update, places.whole)
+        masks = optree.tree_map(shard_for_update, packing.masks(idle), places.update, places.whole)
+        update, after = self._updated(self._optimized(gradients, stored, before, leaves, masks), norm, leaves)
+        new = packing.unpack(optree.tree_map(gather_updated, update.params, places.update, places.whole))
+        metrics = Metrics(value, norm, aux)
+        for each, held in zip(self.requests, leaves, strict=True):
+            metrics = metrics._replace(**each.metrics(norm, held))
+        return (old_params(new, params, idle), with_leaves(update.state, self.requests, after)), metrics
+
+    def _gradients(
+        self, params: PyTree, batch: tuple[PyTree, ...], leaves: Sequence[PyTree]
+    ) -> tuple[PyTree, Any, PyTree]:
+        """Return the gradients of the loss, as the requests change it; the loss; and its aux."""
+        f, has_aux = self.step.f, self.step.options.has_aux
+        if not self.requests:
+            gradients, value = grad_and_value(f, has_aux=has_aux)(params, *batch)
+            return (gradients, *value) if has_aux else (gradients, value, None)
+
+        def call(*args: PyTree) -> tuple[Any, SpecTree]:
+            result = f.run(*args)
+            value = result[0] if has_aux else result
+            for each, held in zip(self.requests, leaves, strict=True):
+                value = each.loss(value, held)
+            return (value, result), (P(), f.results)
+
+        gradients, (_, value) = grad_and_value(LocalFunction(call, f.layout, f.name), has_aux=True)(params, *batch)
+        return (gradients, *value) if has_aux else (gradients, value, None)
+
+    def _reduced(self, gradients: PyTree, leaves: Sequence[PyTree]) -> tuple[PyTree, Any]:
+        """Return the gradients of the update, summed over ranks and clipped, and their norm."""
+        places, clip = self.places, self.step.options.clip
+        gradients = optree.tree_map(
+            reduce_gradient,
+            places.packing.pack(gradients),
+            places.update,
+            places.whole,
+            places.summed,
+            none_is_leaf=True,
+        )
+        for each, held in reversed([*zip(self.requests, leaves, strict=True)]):
+            gradients = each.gradients(gradients, held)
+        wanted = self.step.has_norm or clip is not None or any(each.may_skip for each in self.requests)
+        norm: Any = _norm(gradients, places) if wanted else None
+        if clip is not None:
+            factor = torch.clamp(clip / (norm + 1e-6), max=1.0)
+            gradients = optree.tree_map(lambda g: g * factor.to(g.dtype), gradients)
+        return gradients, norm
+
+    def _optimized(
+        self, gradients: PyTree, stored: PyTree, state: PyTree, leaves: Sequence[PyTree], masks: PyTree
+    ) -> Update:
+        """Return the update by the optimizer. Untrained parameters and their state do not change."""
+        weights = stored
+        for each, held in zip(self.requests, leaves, strict=True):
+            weights = each.weights(weights, held)
+        places = self.places
+        specs = (places.update, split_state(self.state_specs, self.requests)[0], places.update)
+        returned = places.packing.update(self.step.optimizer, gradients, state, weights, specs=specs)
+        new, after = require_same_structure(returned, weights, state)
+        return Update(
+            old_weights(new, weights, masks), old_state(after, state, weights, masks), weights, state, stored, None
+        )
+
+    def _updated(self, update: Update, norm: Any, leaves: Sequence[PyTree]) -> tuple[Update, list[PyTree]]:
+        """Return the update as the requests change it, the outermost first, and their new leaves."""
+        update, after = replace(update, norm=norm), list(leaves)
+        for index in reversed(range(len(after))):
+            update, after[index] = self.requests[index].updated(update, after[index])
+        return update, after
 
 
 def _norm(gradients: PyTree, places: StepLayout) -> torch.Tensor:

@@ -15,13 +15,14 @@ from ..collectives import bind
 from ..compile import refuse_asynchronous
 from ..functions import LocalFunction, PyTree, SpecTree, as_local_function
 from ..lowering import Lowered, Options, lower
+from ..pipelines import pipeline_of, stacks_of
 from ..runtime import copy_if_aliased, storages
 from ..tracing import ProgramCache, disable_ambient_modes
 from .batches import BatchInputs, tensors_of
 from .signatures import leaf_signature, listed, structure_as_text
 from .state import StateLayout, StaticLeaf, TrainState
 from .states import StateManager
-from .update import at_rest, into_compute
+from .update import as_trained, at_rest, into_compute
 
 __all__ = ["StateFunction"]
 
@@ -59,7 +60,7 @@ class StateFunction:
         with disable_ambient_modes():
             results = runtime.run(lowered.program, [*handles, *extra], shown, state.whose)
         whole = [copy_if_aliased(runtime.whole(x, spec), taken) for x, spec in zip(results, specs, strict=True)]
-        result, stacks = lowered.unflatten(whole), self.f.layout.stacks
+        result, stacks = lowered.unflatten(whole), stacks_of(self.f.layout)
         return result if stacks is None else stacks.restack_all(result)
 
     def lower(self, state: TrainState, *batch: PyTree, **named: PyTree) -> Any:
@@ -91,7 +92,8 @@ class StateFunction:
         compute = self._compute_specs(params, kept)
 
         def call(params: PyTree, *batch: PyTree) -> tuple[PyTree, SpecTree]:
-            return self.f.run(optree.tree_map(into_compute, params, compute), *batch), self.f.results
+            reduced = optree.tree_map(into_compute, params, compute)
+            return self.f.run(optree.tree_map(as_trained, reduced, form.places.params), *batch), self.f.results
 
         def arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
             return (kept, *self.f.layout.arguments(args)[1:])
@@ -103,7 +105,7 @@ class StateFunction:
 
     def _own_layers(self, params: PyTree) -> PyTree:
         """Return the parameters, after a check that the function's plan has the same stacks of layers as the step's."""
-        mine, theirs = self.f.layout.stacks, self.train.f.layout.stacks
+        mine, theirs = stacks_of(self.f.layout), self.train.stacks
         if mine is theirs:
             return params
         stacked = params if theirs is None else theirs.restack(params)
@@ -136,7 +138,7 @@ class StateFunction:
 
 
 def _require_alike_pipelines(f: LocalFunction, loss: LocalFunction) -> None:
-    plans = [each.layout.pipeline for each in (loss, f)]
+    plans = [pipeline_of(each.layout) for each in (loss, f)]
     axes = [None if plan is None else plan.axis for plan in plans]
     if axes[0] != axes[1]:
         of_loss, of_f = ("no pipeline" if axis is None else f"a pipeline over {axis!r}" for axis in axes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -11,17 +11,17 @@ from typing import Any
 import optree
 import torch
 
-from sharding_specs import Mesh, P, register_dataclasses, tree_paths, validate
+from sharding_specs import Mesh, register_dataclasses, tree_paths, validate
 
 from .. import _torch
 from ..compile import runtime_of
 from ..data import check_same_call
-from ..functions import LocalFunction, PyTree, as_local_function
+from ..functions import LocalFunction, PyTree, SpecTree, as_local_function
 from ..optim import Optimizer
-from ..pipelines import PipelineProgram
+from ..pipelines import PipelineProgram, stacks_of
+from ..requests import StateRequest, converted_state, split_state, state_requests, with_leaves
 from ..runtime import copy_if_aliased, runtime_kind_of, storages
 from ..tracing import disable_ambient_modes
-from ..transforms import LossScale, LossScaleState
 from .batches import BatchInputs, check_same
 from .deferred import CannotDeferError, defer_init
 from .finite import settle
@@ -29,7 +29,7 @@ from .loading import expected_state, require_parameters, require_state_of, requi
 from .options import StepOptions
 from .signatures import leaf_signature, signature_text
 from .state import StateLayout, StaticLeaf, TrainState, detach_leaf, state_layout
-from .update import StepLayout, find_step_layout, warn_of_replicated_state, with_scale
+from .update import StepLayout, find_step_layout, warn_of_replicated_state
 
 __all__ = ["StateManager"]
 
@@ -57,7 +57,8 @@ class StateManager:
         self.optimizer, self.mesh, self.options = optimizer, mesh, options
         self.f.layout.mesh(mesh)  # raises if an axis of the plan is missing
         self.batches = BatchInputs(self.f, mesh, options.batch == "own")
-        self.scaling: LossScale | None = self.f.layout.loss_scale
+        self.requests = state_requests(self.f.layout)
+        self.stacks = stacks_of(self.f.layout)
         self._forms: dict[Any, StateLayout] = {}
         self._known: set[StateLayout] = set()
         self._latest: dict[StateLayout, Any] = {}  # programs
@@ -123,7 +124,8 @@ class StateManager:
         every = tree_paths(form.params.unflatten(range(count)))
         paths = [every[index] or "parameters" for index in params]
         runtime.check_sums(name, paths, [signature_text(leaf_signature(leaf)) for leaf in params.values()])
-        given = storages(*params.values())
+        _, state = form.trees(leaves)
+        given = storages(*params.values(), *optree.tree_leaves(split_state(state, self.requests)[1]))  # the caller's
         sums = dict.fromkeys(params, "")
 
         def see(index: int, leaf: Any) -> None:
@@ -150,8 +152,9 @@ class StateManager:
         """
         register_dataclasses(params, optimizer_state)
         require_parameters(params, "train_step.load")
-        stacks, expected = self.f.layout.stacks, expected_state(self.optimizer.init, params)
-        expected, optimizer_state = (with_scale(each, self.scaling) for each in (expected, optimizer_state))
+        stacks, expected = self.stacks, expected_state(self.optimizer.init, self._trained_stacks(params))
+        saved = [each for each in self.requests if each.saved]
+        expected, optimizer_state = (self._with_requests(each, params, saved) for each in (expected, optimizer_state))
         require_state_of(expected, optimizer_state)
         given, done = storages(*optree.tree_leaves((params, optimizer_state))), steps_done(step)
         loaded = {"params": params, "optimizer_state": optimizer_state, "step": torch.tensor(done)}
@@ -171,10 +174,10 @@ class StateManager:
         In a pipeline, stacked layers are held as separate layers.
         """
         register_dataclasses(params)
-        stacks = self.f.layout.stacks
-        if stacks is None:
-            return params, self.optimizer.init(params)
-        return stacks.unstack(params), stacks.first_state(self.optimizer.init, params)
+        trained = self._trained_stacks(params)
+        if self.stacks is None:
+            return params, self.optimizer.init(trained)
+        return self.stacks.unstack(params), self.stacks.first_state(self.optimizer.init, trained)
 
     def _held(
         self, form: StateLayout, made: Made, given: set[int], see: Callable[[int, Any], None] = lambda *_: None
@@ -212,19 +215,49 @@ class StateManager:
         with _torch.disable_modes():  # `defer_init` may be recording; its mode needs data that traces lack
             places = self.places(params)
         validate(params, places.kept, self.mesh, advice="fp.zero(3, …) pads parameters by itself")
-        packed = places.packed_state(with_scale(optimizer_state, self.scaling))
-        state_specs = places.state(packed, self.optimizer)
+        params, packed, state_specs = self.placed(places, params, optimizer_state)
         specs = optree.tree_leaves((places.kept, state_specs))
         found = state_layout(self.mesh, places, params, packed, tuple(specs))
         if found.key not in self._forms:
-            warn_of_replicated_state(packed, state_specs, places, self.optimizer)
+            warn_of_replicated_state(packed, state_specs, places, self.optimizer, self.requests)
         form = self._forms.setdefault(found.key, found)
         self._known.add(form)
         return form, optree.tree_leaves((params, packed))
 
     def places(self, params: PyTree) -> StepLayout:
         """Compute the layouts of a step with these parameters."""
-        return find_step_layout(self.f.layout, self.mesh, params, self.optimizer, self.options.clip is not None)
+        trained, is_clipped = self._trained(params), self.options.clip is not None
+        return find_step_layout(self.f.layout, self.mesh, trained, self.optimizer, is_clipped)
+
+    def placed(self, places: StepLayout, params: PyTree, optimizer_state: PyTree) -> tuple[PyTree, PyTree, SpecTree]:
+        """Return parameters as they are stored, the packed state with the leaves of requests, and its specs.
+
+        Args:
+            places: the layouts of the step.
+            params: the user's parameters, full.
+            optimizer_state: the optimizer's state, full, with or without the leaves of requests.
+        """
+        stored = self._trained(params)
+        packed = places.packed_state(self._with_requests(optimizer_state, stored, self.requests))
+        for each in self.requests:
+            stored = each.stored(stored)
+        return stored, packed, places.state(packed, self.optimizer, self.requests)
+
+    def _trained(self, params: PyTree) -> PyTree:
+        """Return the parameters that the optimizer updates, from the user's; in a pipeline separate layers."""
+        for each in self.requests:
+            params = each.trained(params)
+        return params
+
+    def _trained_stacks(self, params: PyTree) -> PyTree:
+        """Return the parameters that the optimizer updates, with stacks of layers as the user gives them."""
+        if self.stacks is None or not self.requests:
+            return self._trained(params)
+        return self.stacks.restack(self._trained(self.stacks.unstack(params)))
+
+    def _with_requests(self, state: PyTree, params: PyTree, requests: Sequence[StateRequest]) -> PyTree:
+        """Return a state with the leaves of these requests, and of no others; `params` are those of `_trained`."""
+        return converted_state(state, requests, lambda each: each.init(params, self.f.layout))
 
     def params(self, state: TrainState) -> PyTree:
         """Return the full parameters of a state. Later steps do not change them. Every process must call it."""
@@ -254,8 +287,12 @@ class StateManager:
             for handle, spec in zip(state.handles, form.specs, strict=True)
         ]
         params, packed = form.trees(leaves)
-        found, stacks = (params, form.places.unpacked_state(packed)), self.f.layout.stacks
-        return found if stacks is None else stacks.restack_all(found)
+        state, added = split_state(form.places.unpacked_state(packed), self.requests)
+        for each, held in zip(self.requests, added, strict=True):
+            params = each.full(params, held)
+        rows = [(each, held) for each, held in zip(self.requests, added, strict=True) if each.saved]
+        found = params, with_leaves(state, *zip(*rows, strict=True)) if rows else state
+        return found if self.stacks is None else self.stacks.restack_all(found)
 
     def check(self, state: TrainState) -> None:
         """Check that gradients have not overflowed at the lowest loss scale. A loop may call it every few steps.
@@ -263,12 +300,11 @@ class StateManager:
         Raises:
             LossScaleError: if a step before this state overflowed at the lowest loss scale.
         """
-        self.known_form(state)
-        if self.scaling is not None:
-            runtime = self.runtime_for(state)
-            held = state.handles[-len(LossScaleState._fields) :]
-            scale = [runtime.whole(handle, P(), state.whose) for handle in held]
-            self.scaling.check(LossScaleState(*scale))
+        form, runtime = self.known_form(state), self.runtime_for(state)
+        _, indices = form.trees(list(range(len(state.handles))))
+        for each, held in zip(self.requests, split_state(indices, self.requests)[1], strict=True):
+            if each.may_skip:
+                each.check(optree.tree_map(lambda i: runtime.whole(state.handles[i], form.specs[i], state.whose), held))
 
     def known_form(self, state: TrainState) -> StateLayout:
         """Return the layout of a state, as the instance of this step.

@@ -18,6 +18,7 @@ from ..optim import Optimizer, counted_on_host
 from ..passes import pass_names
 from ..pipelines import PipelineProgram
 from ..program import Program
+from ..requests import flat_update
 from ..runtime import Origin, check_backend, note_step
 from ..tracing import ProgramCache, disable_ambient_modes
 from .asynchronous import is_asynchronous, of_one_update
@@ -105,7 +106,7 @@ class TrainStep(StateManager):
 
     def __init__(self, f: Callable[..., Any], optimizer: Optimizer, mesh: Mesh, options: StepOptions) -> None:
         super().__init__(f, optimizer, mesh, options)
-        if self.f.layout.flat_update:
+        if flat_update(self.f.layout):
             require_elementwise(optimizer)
         if is_asynchronous(self.f.layout, mesh):  # its weights have versions
             self.options = replace(options, donate=False)
@@ -203,7 +204,11 @@ class TrainStep(StateManager):
 
     def _counts(self, state: TrainState) -> dict[str, int] | None:
         """Return the update counts known on the host. None if a step may make no update or several."""
-        if self.scaling is not None or is_asynchronous(self.f.layout, self.mesh) or state.counts is None:
+        if (
+            any(each.may_skip for each in self.requests)
+            or is_asynchronous(self.f.layout, self.mesh)
+            or state.counts is None
+        ):
             return None
         return dict(state.counts)
 

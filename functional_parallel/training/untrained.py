@@ -24,6 +24,7 @@ __all__ = [
     "NothingToTrainError",
     "old_params",
     "old_state",
+    "old_weights",
     "report_untrained",
     "untrained",
     "without",
@@ -130,6 +131,11 @@ def old_params(new: PyTree, old: PyTree, flags: Sequence[bool]) -> PyTree:
     leaves, tree = optree.tree_flatten(old)
     rows = zip(flags, leaves, tree.flatten_up_to(new), strict=True)
     return tree.unflatten([before if flag else after for flag, before, after in rows])
+
+
+def old_weights(new: PyTree, old: PyTree, masks: PyTree) -> PyTree:
+    """Return the new parameters of an update, with the old values of untrained ones; see `old_state` for the masks."""
+    return optree.tree_map(_chosen, masks, old, new, old)
 
 
 def old_state(new: PyTree, old: PyTree, params: PyTree, masks: PyTree) -> PyTree:

@@ -1,18 +1,17 @@
 """Parallelism as function transforms: each takes a function and one mesh axis, and returns a function on shards."""
 
+from ..requests import LossScale, LossScaleError, OrderError
 from .accumulate import accumulate
 from .from_specs import from_specs
 from .parallel import data_parallel, matched, tensor_parallel, zero
 from .pipeline import pipeline, stage_boundary
-from .precision import LossScale, LossScaleError, LossScaleState, mixed_precision
+from .precision import mixed_precision
 from .remat import recompute, remat
-from .transform import Order, OrderError, Plan, Transform, chain
+from .transform import Plan, Transform, chain
 
 __all__ = [
     "LossScale",
     "LossScaleError",
-    "LossScaleState",
-    "Order",
     "OrderError",
     "Plan",
     "Transform",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from ..collectives import MICROBATCH
 from ..functions import LocalFunction, SpecTree, explain_keywords
 from ..passes import ReducePerMicrobatch
+from ..requests import Microbatches, Order, RunPass
 from .microbatched import microbatched
-from .transform import Order, Transform
+from .transform import Transform
 
 __all__ = ["accumulate"]
 
@@ -51,8 +51,7 @@ def accumulate(microbatches: int, *, batch: SpecTree = None, reduce: str = "once
 
     def apply(f: Callable[..., Any]) -> LocalFunction:
         local = microbatched(f, batch, f"accumulate({microbatches})")
-        layout = replace(local.layout, virtual=((MICROBATCH, microbatches), *local.layout.virtual))
-        local = local.with_layout(layout)
-        return local.asking(ReducePerMicrobatch(MICROBATCH)) if reduce == "each" else local
+        local = local.requesting(Microbatches(MICROBATCH, microbatches))
+        return local.requesting(RunPass(ReducePerMicrobatch(MICROBATCH))) if reduce == "each" else local
 
     return Transform(f"accumulate({microbatches})", MICROBATCH, Order.ACCUMULATE, apply)

@@ -12,6 +12,7 @@ from sharding_specs import P, broadcast_specs
 from ..collectives import MICROBATCH, snapshot
 from ..functions import Layout, LocalFunction, PyTree, SpecTree, as_local_function
 from ..partition import partition
+from ..requests import DataAxis
 from .parallel import batch_arg_specs
 
 __all__ = ["microbatched"]
@@ -52,7 +53,7 @@ def _as_data_axes_cut(layout: Layout, args: tuple[PyTree, ...]) -> tuple[SpecTre
 
     An argument that they replicate, such as a teacher's weights, is not part of the batch.
     """
-    data = set(layout.data_axes)
+    data = {each.axis for each in layout.all(DataAxis)}
 
     def cut(spec: P) -> P:
         dim = next((dim for dim, axes in enumerate(spec.dim_axes()) if data.intersection(axes)), None)

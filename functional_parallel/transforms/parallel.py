@@ -38,8 +38,19 @@ from ..ir import Source, current_source, warn_at
 from ..partition import partition
 from ..passes import GatherPlacement, ReduceScatterFirst
 from ..quantities import is_positive_int
+from ..requests import (
+    DataAxis,
+    NormSharding,
+    Order,
+    RunPass,
+    UpdateSharding,
+    divided_specs,
+    flat_update,
+    requested_passes,
+    update_specs,
+)
 from ..tracing import recorder
-from .transform import Order, Transform
+from .transform import Transform
 
 __all__ = ["batch_arg_specs", "data_parallel", "matched", "parameter_specs", "tensor_parallel", "zero"]
 
@@ -202,22 +213,22 @@ def _zero(
             return (parameters, *batch_arg_specs(args, batch, P(axis)))
 
         local = partition(f, axis, in_specs, gathered=(0,) if stage == 3 else (), strict=strict, describe=name)
-        if local.layout.norm_specs is None or stage:  # the innermost data axis decides the shards of a norm
-            local = local.with_layout(replace(local.layout, norm_specs=at_rest if stage == 0 else _nothing))
+        if stage or local.layout.last(NormSharding) is None:  # the innermost data axis decides the shards of a norm
+            local = local.requesting(NormSharding(at_rest if stage == 0 else _nothing))
         local = _with_data_axis(local, axis)
         if stage in (0, 3):
-            kept = frozenset(each.axis for each in inner.passes if isinstance(each, GatherPlacement) and each.keep)
-            return local.asking(*(replace(each, kept=kept) for each in passes))
-        also = _dividing(inner.update_specs, at_rest)
-        return local.updating(axis, also, flat=flat, whole_gradients=stage == 1)
+            gathers = (each for each in requested_passes(inner) if isinstance(each, GatherPlacement))
+            kept = frozenset(each.axis for each in gathers if each.keep)
+            return local.requesting(*(RunPass(replace(each, kept=kept)) for each in passes))
+        return local.requesting(UpdateSharding(at_rest, axis, flat, whole_gradients=stage == 1))
 
     return Transform(name, axis, Order.DATA, apply)
 
 
 def _with_data_axis(f: LocalFunction, axis: str) -> LocalFunction:
-    axes = (*f.layout.data_axes, axis)
-    f = f.with_layout(replace(f.layout, data_axes=axes))
-    return f.asking(ReduceScatterFirst(axes)) if len(axes) > 1 else f
+    f = f.requesting(DataAxis(axis))
+    axes = tuple(each.axis for each in f.layout.all(DataAxis))
+    return f.requesting(RunPass(ReduceScatterFirst(axes))) if len(axes) > 1 else f
 
 
 def _nothing(args: tuple[PyTree, ...]) -> SpecTree:
@@ -230,22 +241,8 @@ def _taken(layout: Layout) -> Callable[[tuple[PyTree, ...]], SpecTree]:
     def kept(args: tuple[PyTree, ...]) -> SpecTree:
         return optree.tree_map(lambda spec: spec.without(spec.reduced), layout.arguments(args)[0])
 
-    return _dividing(kept, None if layout.flat_update else layout.update_specs)
-
-
-def _dividing(
-    outer: Callable[[tuple[PyTree, ...]], SpecTree] | None, inner: Callable[[tuple[PyTree, ...]], SpecTree] | None
-) -> Callable[[tuple[PyTree, ...]], SpecTree]:
-    """Return specs of the parameters where `inner` divides the shards of `outer`. Either may be None."""
-    if outer is None or inner is None:
-        return outer or inner or _nothing
-
-    def divided(args: tuple[PyTree, ...]) -> SpecTree:
-        mesh = axis_mesh()
-        one, other = (broadcast_specs(specs(args), args[0]) for specs in (outer, inner))
-        return optree.tree_map(lambda a, b: a.divided(b, mesh), one, other)
-
-    return divided
+    further = None if flat_update(layout) else update_specs(layout)
+    return kept if further is None else divided_specs(kept, further)
 
 
 class _ShardDimChooser:

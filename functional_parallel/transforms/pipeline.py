@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from ..collectives import MICROBATCH
 from ..functions import LocalFunction, SpecTree, as_local_function, explain_keywords
 from ..ir import source
 from ..pipelines import BALANCES, CutSpec, PipelineError, PipelineRequest, Stacks, unstacked
+from ..requests import Microbatches, Order
 from ..schedules import FAMILIES, Schedule, check, for_ranks, get, stages_for
 from .microbatched import microbatched
 from .parallel import Rules, parameter_specs
-from .transform import Order, Transform
+from .transform import Transform
 
 __all__ = ["pipeline", "stage_boundary"]
 
@@ -97,7 +97,7 @@ def pipeline(
     plan = PipelineRequest(axis, MICROBATCH, _Maker(schedule, microbatches, chunks, axis), CutSpec(balance, stacks))
 
     def apply(f: Callable[..., Any]) -> LocalFunction:
-        if isinstance(f, LocalFunction) and f.layout.virtual:
+        if isinstance(f, LocalFunction) and f.layout.all(Microbatches):
             raise PipelineError(
                 f"{name} sums the gradients of its microbatches itself: leave fp.accumulate out, and give the pipeline "
                 "as many times more microbatches"
@@ -106,8 +106,7 @@ def pipeline(
         if stacks is not None:
             inner = unstacked(f if isinstance(f, LocalFunction) else as_local_function(f), stacks)
         local = microbatched(inner, batch, name)
-        virtual = ((MICROBATCH, plan.summed_together), *local.layout.virtual)
-        return local.with_layout(replace(local.layout, virtual=virtual, pipeline=plan))
+        return local.requesting(Microbatches(MICROBATCH, plan.summed_together), plan)
 
     return Transform(name, axis, Order.PIPELINE, apply)
 

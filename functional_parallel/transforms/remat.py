@@ -10,7 +10,8 @@ from ..functions import LocalFunction, as_local_function, explain_keywords
 from ..ir import recompute_region
 from ..passes import Remat, RematToBudget
 from ..program import parse_bytes
-from .transform import Order, Transform
+from ..requests import Order, RunPass
+from .transform import Transform
 
 __all__ = ["recompute", "remat"]
 
@@ -96,7 +97,7 @@ def remat(
 
     def apply(f: Callable[..., Any]) -> LocalFunction:
         local = f if isinstance(f, LocalFunction) else as_local_function(f)
-        return local.asking(asked)
+        return local.requesting(RunPass(asked))
 
     return Transform(_described(name, every, budget), None, Order.PRECISION, apply)
 

@@ -9,33 +9,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntEnum
 from types import NoneType
 from typing import Any
 
 from ..functions import LocalFunction, require_function
+from ..requests import Order, OrderError, require_order
 
-__all__ = ["Order", "OrderError", "Plan", "Transform", "chain"]
-
-
-class OrderError(ValueError):
-    """Raised if transforms are chained in an order or combination without a valid meaning."""
-
-
-class Order(IntEnum):
-    """Position of a transform in the legal order of a chain, innermost first."""
-
-    PRECISION = 0
-    TENSOR = 1
-    DATA = 2
-    ACCUMULATE = 3
-    PIPELINE = 4
-
-    @property
-    def words(self) -> str:
-        return {0: "precision and remat", 1: "tensor and sequence", 2: "zero / data", 3: "accumulate", 4: "pipeline"}[
-            self
-        ]
+__all__ = ["Plan", "Transform", "chain"]
 
 
 @dataclass(frozen=True)
@@ -64,7 +44,9 @@ class Transform:
     def __call__(self, f: Callable[..., Any]) -> LocalFunction:
         if not isinstance(f, LocalFunction):
             require_function(f, self.name)
-        return self.apply(f)
+        local = self.apply(f)
+        require_order(local.layout.requests)
+        return local
 
     @property
     def transforms(self) -> tuple[Transform, ...]:

@@ -20,6 +20,7 @@ from functional_parallel.passes.recompute import insert_recompute
 from functional_parallel.passes.remat_options import remat_options
 from functional_parallel.program.memory import memory_of
 from functional_parallel.program.work import recompute_cost
+from functional_parallel.requests import RunPass
 from sharding_specs import Mesh, split
 
 from ..processes import run_on_processes
@@ -162,7 +163,7 @@ class Compare(ProgramPass):
 def test_the_ladder_foresees_every_peak(name: str) -> None:
     """The curve found without rewriting is that of the rewritten program, to the byte; ZeRO-3 moves gathers."""
     compare, (plan, mesh) = Compare(), plan_of(name)
-    fp.compile(fp.grad_and_value(plan(loss).asking(compare)), mesh).lower(parameters(6), *batch(1024))
+    fp.compile(fp.grad_and_value(plan(loss).requesting(RunPass(compare))), mesh).lower(parameters(6), *batch(1024))
     assert len(compare.found) > 3
     for expected, exact in compare.found:
         assert abs(expected - exact) <= (0.02 * exact if "zero 3" in name else 0)

@@ -3,9 +3,9 @@
 from .flat import require_elementwise
 from .replicated_state import warn_of_replicated_state
 from .returned import require_same_structure
-from .scaled import ScaledState, scaled_loss, select_unless, unscaled, with_scale
 from .step_layout import StepLayout, find_step_layout
 from .update_layout import (
+    as_trained,
     at_rest,
     gather_updated,
     global_norm,
@@ -17,8 +17,8 @@ from .update_layout import (
 )
 
 __all__ = [
-    "ScaledState",
     "StepLayout",
+    "as_trained",
     "at_rest",
     "find_step_layout",
     "gather_updated",
@@ -28,11 +28,7 @@ __all__ = [
     "reduce_gradient",
     "require_elementwise",
     "require_same_structure",
-    "scaled_loss",
-    "select_unless",
     "shard_for_update",
     "tree_map_params",
-    "unscaled",
     "warn_of_replicated_state",
-    "with_scale",
 ]

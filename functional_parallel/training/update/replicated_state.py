@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import optree
 import torch
 
@@ -11,7 +13,7 @@ from ...functions import PyTree, SpecTree
 from ...ir import current_source, warn_at
 from ...optim import Optimizer
 from ...partition import PartitionWarning
-from .scaled import ScaledState
+from ...requests import StateRequest, split_state
 from .step_layout import StepLayout
 
 __all__ = ["warn_of_replicated_state"]
@@ -19,7 +21,9 @@ __all__ = ["warn_of_replicated_state"]
 _LISTED = 4
 
 
-def warn_of_replicated_state(state: PyTree, specs: SpecTree, places: StepLayout, optimizer: Optimizer) -> None:
+def warn_of_replicated_state(
+    state: PyTree, specs: SpecTree, places: StepLayout, optimizer: Optimizer, requests: Sequence[StateRequest]
+) -> None:
     """Warn of replicated leaves of a state that have the shapes of sharded parameters, as moments have.
 
     Args:
@@ -27,11 +31,11 @@ def warn_of_replicated_state(state: PyTree, specs: SpecTree, places: StepLayout,
         specs: specs of its leaves.
         places: layouts of the step.
         optimizer: the optimizer. If it has `specs`, it declares itself which leaves are replicated.
+        requests: the requests that add leaves to the state; these are not checked.
     """
     if getattr(optimizer, "specs", None) is not None:
         return
-    if isinstance(state, ScaledState):
-        state, specs = state.optimizer, specs.optimizer
+    (state, _), (specs, _) = (split_state(each, requests) for each in (state, specs))
     axes = _axes_by_shape(places)
     rows = zip(tree_paths(state), optree.tree_leaves(state), optree.tree_leaves(specs), strict=True)
     found = {path: leaf for path, leaf, spec in rows if not spec.axes and getattr(leaf, "shape", None) in axes}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,9 +15,19 @@ from ...collectives import bind
 from ...functions import Layout, PyTree, SpecTree
 from ...ir import hollow
 from ...optim import Optimizer, is_known_elementwise
+from ...pipelines import pipeline_of, stacks_of
+from ...requests import (
+    NormSharding,
+    StateRequest,
+    SummedApart,
+    UpdateSharding,
+    flat_update,
+    split_state,
+    update_specs,
+    with_leaves,
+)
 from .elementwise import layer_mismatch
 from .flat import FlatPacking, NoPacking
-from .scaled import ScaledState, scaled_specs
 from .update_layout import at_rest, like_params, tree_map_params
 
 __all__ = ["StepLayout", "find_step_layout"]
@@ -30,7 +40,7 @@ class StepLayout:
     `compute` and `kept` have the tree of the parameters. The other specs have the tree that `packing` computes from it.
 
     Attributes:
-        params: shapes of the parameters.
+        params: shapes of the parameters, in the dtypes in which they are trained.
         packing: packing of the parameters for the update.
         compute: compute layout of the parameters, in the loss.
         kept: storage layout of the parameters, between steps.
@@ -49,17 +59,20 @@ class StepLayout:
     update: SpecTree
     counted: SpecTree
 
-    def state(self, state: PyTree, optimizer: Optimizer) -> SpecTree:
+    def state(self, state: PyTree, optimizer: Optimizer, requests: Sequence[StateRequest]) -> SpecTree:
         """Return the specs of a packed state of full tensors.
 
-        They are the result of the optimizer's `specs`, if it has them. Else each leaf has the update layout of its
-        parameter.
+        For the optimizer's part, they are the result of the optimizer's `specs`, if it has them. Else each leaf has the
+        update layout of its parameter.
         """
-        own = state.optimizer if isinstance(state, ScaledState) else state
+        own, leaves = split_state(state, requests)
         by_itself = getattr(optimizer, "specs", None)  # a user's own pair may lack it
-        if by_itself is not None:
-            return scaled_specs(by_itself(self.params, self.update), state)
-        return scaled_specs(like_params(own, self.packing.like, self.update), state)
+        specs = self._like_params(own) if by_itself is None else by_itself(self.params, self.update)
+        added = [each.specs(held, self._like_params) for each, held in zip(requests, leaves, strict=True)]
+        return with_leaves(specs, requests, added)
+
+    def _like_params(self, tree: PyTree) -> SpecTree:
+        return like_params(tree, self.packing.like, self.update)
 
     def packed_state(self, state: PyTree) -> PyTree:
         """Pack a state of full tensors into the tree that the step holds."""
@@ -79,7 +92,7 @@ def find_step_layout(f: Layout, mesh: Mesh, params: PyTree, optimizer: Optimizer
     Args:
         f: the layout of the loss on shards.
         mesh: the mesh.
-        params: the parameters, or tensors of their shapes.
+        params: the parameters as they are trained, or tensors of their shapes.
         optimizer: the optimizer.
         clipped: whether the update uses the gradients' norm. Every ZeRO stage must then sum it in the same order.
     """
@@ -87,24 +100,26 @@ def find_step_layout(f: Layout, mesh: Mesh, params: PyTree, optimizer: Optimizer
     with bind(f.mesh(mesh).shape, None):
         compute = broadcast_specs(f.arguments((shapes,))[0], shapes)
         kept = optree.tree_map(at_rest, compute)
-        if f.update_axes and f.flat_update:
-            _refuse_stages(f)
-            apart = 0 if f.summed_as is None else f.summed_as(shapes)
-            packing = FlatPacking(shapes, compute, mesh, f.update_axes, optimizer, apart)
+        if flat_update(f):
+            axes = tuple(each.axis for each in f.all(UpdateSharding))
+            _refuse_stages(f, axes)
+            apart = f.last(SummedApart)
+            packing = FlatPacking(shapes, compute, mesh, axes, optimizer, 0 if apart is None else apart.label(shapes))
             split = packing.split
             return StepLayout(shapes, packing, compute, kept, packing.summed, packing.whole, split, split)
-        if f.stacks is not None:
-            f.stacks.require_elementwise(optimizer, shapes, partial(_beyond_layers, optimizer))
-        update = _split_over(f.update_specs, shapes, kept, mesh)
-        counted = _split_over(f.norm_specs if clipped else None, shapes, update, mesh)
+        stacks, norm = stacks_of(f), f.last(NormSharding) if clipped else None
+        if stacks is not None:
+            stacks.require_elementwise(optimizer, shapes, partial(_beyond_layers, optimizer))
+        update = _split_over(update_specs(f), shapes, kept, mesh)
+        counted = _split_over(None if norm is None else norm.specs, shapes, update, mesh)
         constants = _constants(f, shapes, optimizer)
         return StepLayout(shapes, NoPacking(shapes, constants), compute, kept, compute, kept, update, counted)
 
 
-def _refuse_stages(f: Layout) -> None:
-    if f.pipeline is not None:
+def _refuse_stages(f: Layout, axes: Sequence[str]) -> None:
+    if pipeline_of(f) is not None:
         raise ValueError(
-            f"zero(…, {f.update_axes[0]!r}, layout='flat') lays all parameters end to end, but a pipeline's ranks hold "
+            f"zero(…, {axes[0]!r}, layout='flat') lays all parameters end to end, but a pipeline's ranks hold "
             "those of their own stages: use layout='dims' with fp.pipeline"
         )
 
@@ -117,8 +132,9 @@ def _constants(f: Layout, shapes: PyTree, optimizer: Optimizer) -> PyTree:
     decide = getattr(optimizer, "constants", None)  # a user's own pair may lack it
     if decide is None:
         return None
-    if f.stacks is not None:
-        return f.stacks.per_layer(decide, shapes)
+    stacks = stacks_of(f)
+    if stacks is not None:
+        return stacks.per_layer(decide, shapes)
     return optree.tree_broadcast_prefix(decide(shapes), shapes)
 
 

@@ -19,6 +19,7 @@ from ...functions import PyTree, SpecTree
 from ...ops import sum_of_squares
 
 __all__ = [
+    "as_trained",
     "at_rest",
     "gather_updated",
     "global_norm",
@@ -34,6 +35,11 @@ __all__ = [
 def at_rest(spec: P) -> P:
     """Return the storage layout of a parameter, between steps, from its compute layout."""
     return spec.without(spec.reduced)
+
+
+def as_trained(param: Any, trained: Any) -> Any:
+    """Cast a stored parameter to the dtype in which it is trained."""
+    return param.to(trained.dtype) if isinstance(param, torch.Tensor) and param.dtype != trained.dtype else param
 
 
 def into_compute(param: torch.Tensor, spec: P) -> torch.Tensor:

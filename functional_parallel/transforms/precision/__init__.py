@@ -1,6 +1,5 @@
-"""Mixed precision: computation in a low-precision dtype, with sensitive values in float32 and loss scaling."""
+"""Mixed precision: computation in a low-precision dtype, with sensitive values in float32."""
 
-from .loss_scaling import LossScale, LossScaleError, LossScaleState
 from .transform import mixed_precision
 
-__all__ = ["LossScale", "LossScaleError", "LossScaleState", "mixed_precision"]
+__all__ = ["mixed_precision"]

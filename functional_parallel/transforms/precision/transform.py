@@ -13,11 +13,11 @@ import torch
 from sharding_specs import tree_paths
 from sharding_specs.rules import matches, nearest
 
-from ...functions import LocalFunction, PyTree, as_local_function, explain_keywords
+from ...functions import LocalFunction, PyTree, Request, as_local_function, explain_keywords
 from ...ir import Source, at_source, current_source
 from ...passes import CastBeforeGather, ReduceDtype
-from ..transform import Order, OrderError, Transform
-from .loss_scaling import LossScale
+from ...requests import LossScale, Order, OrderError, RunPass, ScaleLoss, SummedApart
+from ..transform import Transform
 from .mode import PrecisionMode, cast, is_floating
 from .tables import STATISTICS, functions_named
 
@@ -79,7 +79,9 @@ def mixed_precision(
     further = functions_named(islands)
     scale = _rules(loss_scale, compute)
     passes = (*([CastBeforeGather(dtype)] if gathers is dtype else []), ReduceDtype(reductions))
-    apart = partial(_is_kept, keep) if keep and reductions.itemsize < 4 else None
+    requests: list[Request] = [SummedApart(partial(_is_kept, keep))] if keep and reductions.itemsize < 4 else []
+    requests += [] if scale is None else [ScaleLoss(scale)]
+    requests += map(RunPass, passes)
     name = f"mixed_precision({compute!r})"
 
     def apply(f: Callable[..., Any]) -> LocalFunction:
@@ -94,8 +96,8 @@ def mixed_precision(
                 result = inner.run(leaves, *batch)
             return optree.tree_map(lambda leaf: _result(leaf, dtype), result), inner.results
 
-        layout = replace(inner.layout, describe=(*inner.layout.describe, name), loss_scale=scale, summed_as=apart)
-        return LocalFunction(call, layout, inner.name).asking(*passes)
+        layout = replace(inner.layout, describe=(*inner.layout.describe, name))
+        return LocalFunction(call, layout, inner.name).requesting(*requests)
 
     return Transform(name, None, Order.PRECISION, apply)
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import functional_parallel as fp
-from functional_parallel.transforms.precision.loss_scaling import (
+from functional_parallel.requests.loss_scaling import (
     LossScale,
     LossScaleError,
     LossScaleState,

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from ...ir import is_trained
-from ...quantities import is_number, is_positive_int
+from ..ir import is_trained
+from ..quantities import is_number, is_positive_int
 
 __all__ = ["LossScale", "LossScaleError", "LossScaleState", "has_overflow"]
 

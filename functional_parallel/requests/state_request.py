@@ -1,0 +1,133 @@
+"""Requests that add leaves to the state of a training step, beside the optimizer's, and the tree of that state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from sharding_specs import P, broadcast_specs
+
+from ..functions import Layout, PyTree, Request, SpecTree
+
+__all__ = ["StateRequest", "Update", "converted_state", "split_state", "state_requests", "with_leaves"]
+
+_TREES: set[type[Any]] = set()  # of all requests
+
+
+@dataclass(frozen=True)
+class Update:
+    """Update of one step on a rank's shards, as the hooks of requests read and change it.
+
+    Attributes:
+        params, state: new parameters and state of the optimizer.
+        old_params, old_state: those that it was given.
+        stored: the rank's shards of the parameters as they are stored.
+        norm: global norm of the gradients; None if nothing needs it.
+    """
+
+    params: PyTree
+    state: PyTree
+    old_params: PyTree
+    old_state: PyTree
+    stored: PyTree
+    norm: Any
+
+
+class StateRequest(Request):
+    """Request with leaves in the state of a training step. Each hook's default changes nothing.
+
+    A request that only changes parameters or gradients has no `tree`, and its hooks are given None for the leaves.
+
+    Attributes:
+        tree: a named tuple of the optimizer's state, as it is without this request, and the leaves of the request.
+        saved: whether a checkpoint saves the leaves. If not, `init` computes them from saved parameters.
+        may_skip: whether it may skip an update, by the norm of the gradients.
+    """
+
+    tree: ClassVar[type[Any] | None] = None
+    saved: ClassVar[bool] = True
+    may_skip: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        if cls.tree is not None:
+            _TREES.add(cls.tree)
+
+    # --- parameters between steps, full ---
+
+    def trained(self, params: PyTree) -> PyTree:
+        """Return the parameters that the optimizer updates, from the user's parameters."""
+        return params
+
+    def stored(self, params: PyTree) -> PyTree:
+        """Return the parameters that are stored, from those of `trained`."""
+        return params
+
+    def init(self, params: PyTree, layout: Layout) -> PyTree:
+        """Return the leaves of the first state, from the parameters of `trained` and the layout of the loss."""
+        return None
+
+    def specs(self, leaves: PyTree, like_params: Callable[[PyTree], SpecTree]) -> SpecTree:
+        """Return the specs of the leaves. `like_params` returns those of a tree that is like the parameters."""
+        return broadcast_specs(P(), leaves)
+
+    def full(self, params: PyTree, leaves: PyTree) -> PyTree:
+        """Return the user's parameters, from stored parameters and the leaves."""
+        return params
+
+    # --- in a step, on a rank's shards ---
+
+    def loss(self, value: torch.Tensor, leaves: PyTree) -> torch.Tensor:
+        """Return the value to differentiate, from the loss."""
+        return value
+
+    def gradients(self, gradients: PyTree, leaves: PyTree) -> PyTree:
+        """Return the gradients of the loss, from those of the value of the hook `loss`."""
+        return gradients
+
+    def weights(self, params: PyTree, leaves: PyTree) -> PyTree:
+        """Return the parameters that the optimizer updates, from the stored ones."""
+        return params
+
+    def updated(self, update: Update, leaves: PyTree) -> tuple[Update, PyTree]:
+        """Return the update to apply and the new leaves."""
+        return update, leaves
+
+    def metrics(self, norm: Any, leaves: PyTree) -> dict[str, Any]:
+        """Return the metrics of the step that the request computes. `leaves` are those before the step."""
+        return {}
+
+    def check(self, leaves: PyTree) -> None:
+        """Raise if the leaves, full tensors, show that training failed."""
+
+
+def state_requests(layout: Layout) -> tuple[StateRequest, ...]:
+    """Return the requests of a layout that add leaves to the state, innermost first."""
+    return layout.all(StateRequest)
+
+
+def with_leaves(state: PyTree, requests: Sequence[StateRequest], leaves: Sequence[PyTree]) -> PyTree:
+    """Return the state of a step: the optimizer's state with the leaves of each request, the first innermost."""
+    for each, held in zip(requests, leaves, strict=True):
+        state = state if each.tree is None else each.tree(state, held)
+    return state
+
+
+def converted_state(state: PyTree, requests: Sequence[StateRequest], init: Callable[[StateRequest], PyTree]) -> PyTree:
+    """Return a state with the leaves of these requests. Leaves of other requests are dropped; `init` makes new ones."""
+    found = dict[Any, PyTree]()
+    while type(state) in _TREES:
+        found[type(state)] = state[1]
+        state = state[0]
+    return with_leaves(state, requests, [found[each.tree] if each.tree in found else init(each) for each in requests])
+
+
+def split_state(state: PyTree, requests: Sequence[StateRequest]) -> tuple[PyTree, list[PyTree]]:
+    """Return the optimizer's part of a state, and the leaves of each request; None for one without leaves."""
+    leaves: list[PyTree] = [None] * len(requests)
+    for index in reversed(range(len(requests))):
+        if requests[index].tree is not None:
+            state, leaves[index] = state
+    return state, leaves

@@ -1,0 +1,88 @@
+"""The requests in their legal order, innermost first. No request of an inner transform follows an outer one's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+from ..functions import Request
+from ..passes import (
+    CastBeforeGather,
+    GatherPlacement,
+    ProgramPass,
+    ReduceDtype,
+    ReducePerMicrobatch,
+    ReduceScatterFirst,
+    Remat,
+    RematToBudget,
+)
+from ..pipelines import PipelineRequest, StackedLayers
+from .data_axis import DataAxis
+from .microbatches import Microbatches
+from .run_pass import RunPass
+from .scale_loss import ScaleLoss
+from .summed_apart import SummedApart
+from .update_sharding import NormSharding, UpdateSharding
+
+__all__ = ["REQUESTS", "Order", "OrderError", "require_order"]
+
+
+class OrderError(ValueError):
+    """Raised if transforms are chained in an order or combination without a valid meaning."""
+
+
+class Order(IntEnum):
+    """Position of a transform in the legal order of a chain, innermost first."""
+
+    PRECISION = 0
+    TENSOR = 1
+    DATA = 2
+    ACCUMULATE = 3
+    PIPELINE = 4
+
+    @property
+    def words(self) -> str:
+        return {0: "precision and remat", 1: "tensor and sequence", 2: "zero / data", 3: "accumulate", 4: "pipeline"}[
+            self
+        ]
+
+
+REQUESTS: dict[type[Request] | type[ProgramPass], Order] = {  # a request of a pass stands under the pass
+    ScaleLoss: Order.PRECISION,
+    SummedApart: Order.PRECISION,
+    CastBeforeGather: Order.PRECISION,
+    ReduceDtype: Order.PRECISION,
+    Remat: Order.PRECISION,
+    RematToBudget: Order.PRECISION,
+    DataAxis: Order.DATA,
+    NormSharding: Order.DATA,
+    UpdateSharding: Order.DATA,
+    GatherPlacement: Order.DATA,
+    ReduceScatterFirst: Order.DATA,
+    StackedLayers: Order.ACCUMULATE,
+    Microbatches: Order.ACCUMULATE,
+    ReducePerMicrobatch: Order.ACCUMULATE,
+    PipelineRequest: Order.PIPELINE,
+}
+
+
+def require_order(requests: Sequence[Request]) -> None:
+    """Check the order of requests against the table.
+
+    Raises:
+        OrderError: if a request follows one of an outer transform. Requests that are not in the table may be anywhere.
+    """
+    outermost: Request | None = None
+    for each in requests:
+        order, highest = _order_of(each), None if outermost is None else _order_of(outermost)
+        if order is not None and highest is not None and order < highest:
+            raise OrderError(
+                f"{each} ({order.words}) is requested outside of {outermost} ({highest.words}), but belongs inside it: "
+                "apply the transforms by fp.chain, which names the legal order"
+            )
+        outermost = each if order is not None else outermost
+
+
+def _order_of(request: Request) -> Order | None:
+    kind = type(request.run) if isinstance(request, RunPass) else type(request)
+    return next((REQUESTS[each] for each in kind.__mro__ if each in REQUESTS), None)

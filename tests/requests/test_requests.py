@@ -1,0 +1,214 @@
+"""Requests: their order, the scopes of passes, leaves of the state, and their text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, NamedTuple
+
+import optree
+import pytest
+import torch
+
+import functional_parallel as fp
+from functional_parallel.functions import Request
+from functional_parallel.ir import Traced
+from functional_parallel.passes import Phase, ProgramPass
+from functional_parallel.requests import (
+    REQUESTS,
+    PairPass,
+    RunPass,
+    Scope,
+    StateRequest,
+    Update,
+    requested_passes,
+)
+from sharding_specs import Mesh
+
+LAYERS = [torch.eye(4) * 0.5 for _ in range(4)]
+
+
+def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in params:
+        x = torch.tanh(x @ layer)
+    return x.sum()
+
+
+def sine(params: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in params:
+        x = torch.sin(x @ layer)
+    return x.sum()
+
+
+PIPELINE = fp.pipeline("pipe", schedule="1f1b", microbatches=2)
+FULL = fp.chain(
+    fp.mixed_precision("fp16", keep="0"),
+    fp.remat(),
+    fp.zero(2, "data"),
+    fp.pipeline("pipe", schedule="1f1b", microbatches=2),
+)
+
+
+# -----------------------------------------------------------------------------
+# Order and text
+# -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "text"),
+    [
+        (
+            fp.mixed_precision("fp16"),
+            fp.zero(1, "data"),
+            r"loss scaled from 65536 \(precision and remat\) is requested",
+        ),
+        (fp.remat(), fp.accumulate(2), r"pass 'remat' \(precision and remat\) is requested outside of 2 microbatches"),
+        (fp.zero(3, "data"), PIPELINE, r"\(zero / data\) is requested outside of pipeline over 'pipe' \(pipeline\)"),
+    ],
+)
+def test_transforms_that_are_not_chained_have_the_same_order(outer: Any, inner: Any, text: str) -> None:
+    outer(loss)
+    with pytest.raises(fp.OrderError, match=text):
+        outer(inner(loss))
+
+
+def test_every_request_of_the_library_is_in_the_table_and_has_a_text() -> None:
+    requests = FULL(loss).layout.requests
+    kinds = [type(each.run) if isinstance(each, RunPass) else type(each) for each in requests]
+    assert all(any(known in REQUESTS for known in kind.__mro__) for kind in kinds)
+    assert [REQUESTS[kind] for kind in kinds if kind in REQUESTS] == sorted(
+        REQUESTS[kind] for kind in kinds if kind in REQUESTS
+    )
+    assert all("object at 0x" not in str(each) and "(" not in str(each)[:1] for each in requests)
+
+
+def test_explain_lists_the_requests() -> None:
+    step = fp.compile(fp.grad(fp.chain(fp.remat(), fp.zero(3, "data"))(loss)), Mesh(data=2))
+    shown = str(step.explain(LAYERS, torch.ones(4, 4)))
+    said = "requested: pass 'remat'; norm summed by shards; batch sharded over 'data'; pass 'gathers'"
+    assert shown.splitlines()[-1] == said
+
+
+# -----------------------------------------------------------------------------
+# Passes and their scopes
+# -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SineInstead(ProgramPass):
+    """Replace tanh, to see where a pass runs."""
+
+    seen: list[int] = field(default_factory=list, hash=False, compare=False)
+    name: ClassVar[str] = "sine instead"
+    phase: ClassVar[Phase] = Phase.SUMS
+
+    def run(self, traced: Traced, mesh: Mesh) -> None:
+        found = [node for node in traced.nodes if node.target is torch.ops.aten.tanh.default]
+        for node in found:
+            node.target = torch.ops.aten.sin.default
+        self.seen.append(len(found))
+
+
+@dataclass(frozen=True)
+class SineInPairs(PairPass):
+    """The same, in forward and backward of a stage."""
+
+    seen: list[int] = field(default_factory=list, hash=False, compare=False)
+    name: ClassVar[str] = "sine in pairs"
+    phase: ClassVar[Phase] = Phase.BUCKETS
+
+    def run_pair(self, programs: Sequence[Traced], mesh: Mesh) -> None:
+        for program in programs:
+            SineInstead().run(program, mesh)
+        self.seen.append(len(programs))
+
+
+@pytest.mark.parametrize("scope", [Scope.STEP, Scope.STAGE])
+@pytest.mark.parametrize("pipe", [False, True])
+def test_a_pass_runs_in_its_scope(scope: Scope, pipe: bool) -> None:
+    """On the step once, or on each program after the cut; the value is that of the rewritten function."""
+    run = SineInstead()
+    f = (PIPELINE(loss) if pipe else fp.data_parallel("data")(loss)).requesting(RunPass(run, scope))
+    step = fp.compile(f, Mesh(pipe=2) if pipe else Mesh(data=2))
+    x = torch.ones(4, 4)
+    torch.testing.assert_close(step(LAYERS, x), sine(LAYERS, x))
+    if pipe and scope is Scope.STAGE:
+        assert sum(run.seen) >= len(LAYERS) and max(run.seen) == len(LAYERS) // 2
+    else:
+        assert run.seen == [len(LAYERS)]
+    assert "sine instead" in step.program.passes
+    without = fp.compile(f, step.mesh, without="sine instead")
+    torch.testing.assert_close(without(LAYERS, x), loss(LAYERS, x))
+
+
+def test_a_pass_over_pairs_sees_forward_and_backward_of_each_stage() -> None:
+    run = SineInPairs()
+    step = fp.compile(fp.grad(PIPELINE(loss).requesting(RunPass(run, Scope.PAIR))), Mesh(pipe=2))
+    program = step.lower(LAYERS, torch.ones(4, 4))
+    assert len(run.seen) == len(program.stages) == 2 and min(run.seen) >= 2
+    assert "sine in pairs" in program.passes and "aten.tanh" not in str(program)
+    plain = SineInPairs()
+    value = fp.compile(fp.data_parallel("data")(loss).requesting(RunPass(plain, Scope.PAIR)), Mesh(data=2))
+    torch.testing.assert_close(value(LAYERS, torch.ones(4, 4)), sine(LAYERS, torch.ones(4, 4)))
+    assert plain.seen == [1]
+
+
+def test_a_pass_over_pairs_must_be_one() -> None:
+    f = PIPELINE(loss).requesting(RunPass(SineInstead(), Scope.PAIR))
+    with pytest.raises(TypeError, match="'sine instead' is requested for pairs of programs, so it must be a PairPass"):
+        fp.compile(f, Mesh(pipe=2)).lower(LAYERS, torch.ones(4, 4))
+
+
+def test_requested_passes_are_those_of_the_scopes() -> None:
+    layout = fp.remat()(loss).requesting(RunPass(SineInPairs(), Scope.PAIR)).layout
+    assert [each.name for each in requested_passes(layout)] == ["remat", "sine in pairs"]
+    assert [each.name for each in requested_passes(layout, Scope.STEP, Scope.STAGE)] == ["remat"]
+
+
+# -----------------------------------------------------------------------------
+# Leaves of the state
+# -----------------------------------------------------------------------------
+
+
+class CountedState(NamedTuple):
+    optimizer: Any
+    count: Any
+
+
+@dataclass(frozen=True)
+class SmallerUpdates(StateRequest):
+    """Count the steps, and move the parameters by half of each update."""
+
+    tree: ClassVar[type[CountedState]] = CountedState
+
+    def init(self, params: Any, layout: Any) -> Any:
+        return torch.zeros((), dtype=torch.int64)
+
+    def updated(self, update: Update, leaves: Any) -> tuple[Update, Any]:
+        half = optree.tree_map(lambda new, old: (new + old) / 2, update.params, update.old_params)
+        return replace(update, params=half), leaves + 1
+
+
+@pytest.mark.parametrize(
+    "plan", [fp.zero(0, "data"), fp.zero(1, "data"), fp.zero(3, "data"), fp.zero(2, "data", layout="flat")]
+)
+def test_a_request_adds_leaves_to_the_state_and_changes_the_update(plan: Any) -> None:
+    """Half of the updates of SGD is SGD at half the rate; the leaves are saved, loaded and may be new."""
+    half = fp.train_step(plan(loss).requesting(SmallerUpdates()), fp.optim.sgd(0.5), Mesh(data=2))
+    plain = fp.train_step(loss, fp.optim.sgd(0.25), Mesh(data=2), plan)
+    states = [train.init(LAYERS) for train in (half, plain)]
+    for _ in range(3):
+        states = [train(state, torch.ones(4, 4))[0] for train, state in zip((half, plain), states, strict=True)]
+    torch.testing.assert_close(half.params(states[0]), plain.params(states[1]))
+    params, saved = half.whole(states[0])
+    assert saved.count == 3
+    again = half.load(params, saved, 3)
+    assert half.whole(half(again, torch.ones(4, 4))[0])[1].count == 4
+    assert half.whole(half.load(*plain.whole(states[1]), 3))[1].count == 0
+    assert plain.whole(plain.load(params, saved, 3))[1] == plain.whole(states[1])[1]
+
+
+def test_a_request_without_hooks_changes_nothing() -> None:
+    f = fp.zero(1, "data")(loss)
+    found = [fp.compile(g, Mesh(data=2)).lower(LAYERS, torch.ones(4, 4)) for g in (f, f.requesting(Request()))]
+    assert found[0].lines() == found[1].lines()
