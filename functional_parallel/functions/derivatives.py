@@ -318,7 +318,7 @@ def _note_unused(active: Recorder, inputs: Sequence[torch.Tensor], gradients: Se
         is_unused = unused(x, gradient)
         if is_unused:
             update_info(active.node_of(_torch.unwrap(gradient)), type=dual(type_of(node)))
-        while node.op == "call_function" and primitive_name(node) == "pcast":
+        while primitive_name(node) == "pcast" or node.target is torch.ops.aten._to_copy.default:
             node = node.args[0]  # type: ignore[assignment]
         update_info(node, trained=info(node).trained or not is_unused)
 

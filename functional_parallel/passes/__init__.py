@@ -33,6 +33,7 @@ from .reductions import EarlyReductions
 from .remat import RecomputeMarked, Remat
 from .shards_first import ReduceScatterFirst
 from .stacked_layers import fold_layers
+from .stored_types import WidenedAndNarrowed
 from .table import PASS_NAMES, sorted_passes, split_at
 from .transposed import TransposedGradients
 from .trivial import drop_size_one_axes
@@ -61,6 +62,7 @@ __all__ = [
     "Remat",
     "RematToBudget",
     "TransposedGradients",
+    "WidenedAndNarrowed",
     "combine_op",
     "drop_size_one_axes",
     "finished",

@@ -16,6 +16,7 @@ from .reduce_types import ReduceDtype
 from .reductions import EarlyReductions
 from .remat import RecomputeMarked, Remat
 from .shards_first import ReduceScatterFirst
+from .stored_types import WidenedAndNarrowed
 from .transposed import TransposedGradients
 
 __all__ = ["PASSES", "PASS_NAMES", "as_markdown", "sorted_passes", "split_at"]
@@ -25,6 +26,7 @@ PASSES: tuple[tuple[type[ProgramPass], str], ...] = (  # with the transform or o
     (ReduceScatterFirst, "several data axes"),
     (CastBeforeGather, "`mixed_precision`"),
     (ReduceDtype, "`mixed_precision`"),
+    (WidenedAndNarrowed, "`mixed_precision`"),
     (ReducePerMicrobatch, '`accumulate(reduce="each")`'),
     (RecomputeMarked, "every program"),
     (Remat, "`remat`"),

@@ -85,8 +85,8 @@ def estimate(
         convention: bytes per element of a floating-point parameter: "zero", "megatron", "fp16", "fp32" or a
             `Convention`.
         optimizer: if given, replaces the convention by the tensors that `train_step` stores with this optimizer. Every
-            tensor counts in its dtype, gradients in the dtype of the stored parameters. Masters and a loss scale, if
-            any, are included in the state.
+            tensor counts in its dtype, gradients in the dtype of the optimizer's update. Masters and a loss scale,
+            if any, are included in the state.
 
     Returns:
         The bytes, without activations; see `activation_bytes`. With a pipeline they are an upper bound: the bytes of
@@ -120,8 +120,8 @@ def _kept(shapes: Any, state: Any, train: TrainStep, convention: str | Conventio
     whole = update is not None and update.whole_gradients
     if convention is None:
         stored, state, specs = train.placed(places, shapes, state)
-        packed = places.packing.pack_whole(stored)
-        partial = (stored, places.kept) if whole else (packed, places.update)
+        packed = places.packing.pack_whole(places.params)
+        partial = (places.params, places.kept) if whole else (packed, places.update)
         return [(stored, places.kept), (*partial, None, False), (state, specs)]
     partial = (shapes, places.kept) if whole else (packed, places.update)
     each = _convention(convention)

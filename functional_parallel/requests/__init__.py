@@ -11,6 +11,7 @@ from .microbatches import Microbatches
 from .run_pass import PairPass, RunPass, Scope, requested_passes
 from .scale_loss import ScaledState, ScaleLoss
 from .state_request import StateRequest, Update, converted_state, split_state, state_requests, with_leaves
+from .stored_type import Masters, StoredType
 from .summed_apart import SummedApart
 from .table import REQUESTS, Order, OrderError, require_order
 from .update_sharding import NormSharding, UpdateSharding, divided_specs, flat_update, update_specs
@@ -21,6 +22,7 @@ __all__ = [
     "LossScale",
     "LossScaleError",
     "LossScaleState",
+    "Masters",
     "Microbatches",
     "NormSharding",
     "Order",
@@ -31,6 +33,7 @@ __all__ = [
     "ScaledState",
     "Scope",
     "StateRequest",
+    "StoredType",
     "SummedApart",
     "Update",
     "UpdateSharding",

@@ -15,12 +15,14 @@ from ..passes import (
     ReduceScatterFirst,
     Remat,
     RematToBudget,
+    WidenedAndNarrowed,
 )
 from ..pipelines import PipelineRequest, StackedLayers
 from .data_axis import DataAxis
 from .microbatches import Microbatches
 from .run_pass import RunPass
 from .scale_loss import ScaleLoss
+from .stored_type import StoredType
 from .summed_apart import SummedApart
 from .update_sharding import NormSharding, UpdateSharding
 
@@ -48,10 +50,12 @@ class Order(IntEnum):
 
 
 REQUESTS: dict[type[Request] | type[ProgramPass], Order] = {  # a request of a pass stands under the pass
+    StoredType: Order.PRECISION,
     ScaleLoss: Order.PRECISION,
     SummedApart: Order.PRECISION,
     CastBeforeGather: Order.PRECISION,
     ReduceDtype: Order.PRECISION,
+    WidenedAndNarrowed: Order.PRECISION,
     Remat: Order.PRECISION,
     RematToBudget: Order.PRECISION,
     DataAxis: Order.DATA,

@@ -57,11 +57,7 @@ FULL = fp.chain(
 @pytest.mark.parametrize(
     ("outer", "inner", "text"),
     [
-        (
-            fp.mixed_precision("fp16"),
-            fp.zero(1, "data"),
-            r"loss scaled from 65536 \(precision and remat\) is requested",
-        ),
+        (fp.mixed_precision("bf16"), fp.zero(1, "data"), r"parameters stored in bfloat16, masters in float32 \(prec"),
         (fp.remat(), fp.accumulate(2), r"pass 'remat' \(precision and remat\) is requested outside of 2 microbatches"),
         (fp.zero(3, "data"), PIPELINE, r"\(zero / data\) is requested outside of pipeline over 'pipe' \(pipeline\)"),
     ],

@@ -188,7 +188,7 @@ class FlatPacking:
         leaves: list[Any] = [None] * self.tree.num_leaves
         for group, vector in zip(self.groups, packed.vectors, strict=True):
             for number, part, begin in _cut(vector, group):
-                aligned = begin * group.dtype.itemsize % _LINE == 0  # else kernels are slow or add in another order
+                aligned = begin * vector.dtype.itemsize % _LINE == 0  # else kernels are slow or add in another order
                 leaves[number] = part if aligned else part.clone()
         for number, leaf in zip(self.rest, packed.rest, strict=True):
             leaves[number] = leaf

@@ -15,8 +15,17 @@ from sharding_specs.rules import matches, nearest
 
 from ...functions import LocalFunction, PyTree, Request, as_local_function, explain_keywords
 from ...ir import Source, at_source, current_source
-from ...passes import CastBeforeGather, ReduceDtype
-from ...requests import LossScale, Order, OrderError, RunPass, ScaleLoss, SummedApart
+from ...passes import CastBeforeGather, ReduceDtype, WidenedAndNarrowed
+from ...requests import (
+    LossScale,
+    Masters,
+    Order,
+    OrderError,
+    RunPass,
+    ScaleLoss,
+    StoredType,
+    SummedApart,
+)
 from ..transform import Transform
 from .mode import PrecisionMode, cast, is_floating
 from .tables import STATISTICS, functions_named
@@ -35,13 +44,15 @@ def mixed_precision(
     params: str | None = None,
     inputs: str | None = None,
     reduce: str = "fp32",
+    masters: bool = True,
     loss_scale: LossScale | float | str | None = "auto",
 ) -> Transform:
-    """Compute in a low-precision dtype. Parameters, gradients, optimizer state and sensitive ops stay in float32.
+    """Compute in a low-precision dtype. Updates, optimizer state and sensitive ops stay in float32.
 
-    Parameters are cast at the start of the function, so the master copy and the gradients are float32 (Micikevicius
-    et al., arXiv 1710.03740). The batch is cast too, except with `inputs="fp32"`. Products are computed in low
-    precision. Softmax, norms, losses, powers and sums are computed in float32; the lists are in
+    `train_step` stores the parameters in the compute dtype. Their float32 masters are in the optimizer's state, where
+    ZeRO shards them (Micikevicius et al., arXiv 1710.03740 §3.1). Elsewhere, float32 parameters are cast at the start
+    of the function, so their gradients are float32. The batch is cast too, except with `inputs="fp32"`. Products are
+    computed in low precision. Softmax, norms, losses, powers and sums are computed in float32; the lists are in
     `functional_parallel/transforms/precision/tables.py`. Results are float32. Intermediate values have low precision,
     except for powers and sums that may leave the range of float16.
 
@@ -64,6 +75,8 @@ def mixed_precision(
             "fp32", which does not cast them. Use "fp32" for targets in the thousands, for example, because bfloat16 has
             three digits. Products of them are still in low precision.
         reduce: the dtype in which gradients of parameters are summed over ranks: "fp32", "bf16" or "fp16".
+        masters: whether `train_step` keeps float32 masters. `train.params(state)` then returns these. False trains in
+            the compute dtype alone: parameters, optimizer state and updates are rounded to it.
         loss_scale: the loss scale of `train_step`: rules, a constant, or None. The default is `fp.LossScale()` for fp16
             and None for bf16, which has the range of float32.
 
@@ -78,8 +91,9 @@ def mixed_precision(
     reductions = _type(reduce, "reduce", ("fp32", "bf16", "fp16"))
     further = functions_named(islands)
     scale = _rules(loss_scale, compute)
-    passes = (*([CastBeforeGather(dtype)] if gathers is dtype else []), ReduceDtype(reductions))
-    requests: list[Request] = [SummedApart(partial(_is_kept, keep))] if keep and reductions.itemsize < 4 else []
+    passes = (*([CastBeforeGather(dtype)] if gathers is dtype else []), ReduceDtype(reductions), WidenedAndNarrowed())
+    kept = partial(_is_kept, (*keep, *STATISTICS))
+    requests: list[Request] = [(Masters if masters else StoredType)(dtype, kept), SummedApart(kept)]
     requests += [] if scale is None else [ScaleLoss(scale)]
     requests += map(RunPass, passes)
     name = f"mixed_precision({compute!r})"

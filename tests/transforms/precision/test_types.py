@@ -205,7 +205,7 @@ def test_every_stage_reduces_gradients_in_the_type_asked_for(stage: int, reduce:
     summed = [each for each in train.program.collectives() if each.kind in ("psum", "psum_scatter")]
     assert {each.operand.dtype for each in summed if each.operand.numel > 4} == {dtype}
     updated = [each for each in train.program.collectives() if each.kind == "all_gather"]
-    assert {each.operand.dtype for each in updated} == ({FP32} if stage in (1, 2) else {BF16} if stage == 3 else set())
+    assert {each.operand.dtype for each in updated} == ({BF16} if stage else set())
 
 
 # -----------------------------------------------------------------------------

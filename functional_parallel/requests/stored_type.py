@@ -1,0 +1,104 @@
+"""Request to store parameters in the compute dtype, with float32 masters in the optimizer's state.
+
+A master is the parameter that the optimizer updates. The stored parameter is the master, rounded. Micikevicius et al.,
+arXiv 1710.03740 §3.1; with ZeRO the masters are sharded like the optimizer's other state (Rajbhandari et al., arXiv
+1910.02054 §3.1), so a step gathers parameters in the compute dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
+
+import optree
+import torch
+
+from ..functions import LayerConversion, Layout, PyTree, Request, SpecTree
+from .state_request import StateRequest, Update
+from .update_sharding import flat_update
+
+__all__ = ["MasterState", "Masters", "StoredType"]
+
+
+@dataclass(frozen=True)
+class StoredType(StateRequest):
+    """Request to store the parameters that a function casts in the dtype of the cast.
+
+    Attributes:
+        dtype: the dtype.
+        kept: returns for each parameter whether it stays in its dtype.
+    """
+
+    dtype: torch.dtype
+    kept: Callable[[PyTree], PyTree]
+
+    def trained(self, params: PyTree) -> PyTree:
+        return self.stored(params)
+
+    def stored(self, params: PyTree) -> PyTree:
+        return self._mapped(lambda leaf: leaf.to(self.dtype), params)
+
+    def for_layers(self, conversion: LayerConversion) -> Request:
+        return replace(self, kept=conversion.decision(self.kept))
+
+    def _mapped(self, change: Callable[[torch.Tensor], Any], params: PyTree, other: Any = None) -> PyTree:
+        """Apply `change` to the parameters that are cast. `other` replaces the others, unless it is None."""
+
+        def one(leaf: Any, kept: bool) -> Any:
+            is_cast = isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and not kept
+            return change(leaf) if is_cast else leaf if other is None else other
+
+        return optree.tree_map(one, params, self.kept(params))
+
+    def __str__(self) -> str:
+        return f"parameters stored in {str(self.dtype).removeprefix('torch.')}"
+
+
+class MasterState(NamedTuple):
+    """Optimizer state together with the masters of the parameters."""
+
+    optimizer: PyTree
+    masters: PyTree  # the tree of the parameters; 0 for a parameter that is stored in its own dtype
+
+
+@dataclass(frozen=True)
+class Masters(StoredType):
+    """Request to store parameters like `StoredType`, and to keep their float32 masters in the state."""
+
+    tree: ClassVar[type[MasterState]] = MasterState
+    saved: ClassVar[bool] = False
+
+    def trained(self, params: PyTree) -> PyTree:
+        return self._mapped(lambda leaf: leaf.float() if leaf.dtype.itemsize < 4 else leaf, params)
+
+    def init(self, params: PyTree, layout: Layout) -> PyTree:
+        if flat_update(layout):  # one vector holds the masters of several parameters
+            return params
+        return self._mapped(lambda leaf: leaf, params, other=0)
+
+    def specs(self, leaves: PyTree, like_params: Callable[[PyTree], SpecTree]) -> SpecTree:
+        return like_params(leaves)
+
+    def full(self, params: PyTree, leaves: PyTree) -> PyTree:
+        return optree.tree_map(_master, leaves, params)
+
+    def weights(self, params: PyTree, leaves: PyTree) -> PyTree:
+        return optree.tree_map(_master, leaves, params)
+
+    def updated(self, update: Update, leaves: PyTree) -> tuple[Update, PyTree]:
+        def stored(new: Any, old: Any) -> Any:
+            return new.to(old.dtype) if isinstance(new, torch.Tensor) and new.dtype != old.dtype else new
+
+        def master(leaf: Any, new: Any) -> Any:
+            return new if isinstance(leaf, torch.Tensor) else leaf
+
+        new = optree.tree_map(master, leaves, update.params)
+        return replace(update, params=optree.tree_map(stored, update.params, update.stored)), new
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, masters in float32"
+
+
+def _master(master: Any, stored: Any) -> Any:
+    return master if isinstance(master, torch.Tensor) else stored
