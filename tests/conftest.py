@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import zlib
+import hashlib
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,10 +22,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("every"):
             cases.setdefault(item.nodeid.split("[")[0], []).append(item)
     for each in cases.values():
-        each.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))  # so that all values of all parameters appear
         number = each[0].get_closest_marker("every").args[0]  # type: ignore[union-attr]
-        for item in each[-(-len(each) // number) :]:
-            item.add_marker(pytest.mark.slow)
+        always = _with_every_value(each, -(-len(each) // number))
+        for item in each:
+            if item not in always:
+                item.add_marker(pytest.mark.slow)
+
+
+def _with_every_value(items: list[Any], count: int) -> list[Any]:
+    """Choose cases of a test, each with as many values of parameters as possible that the chosen ones lack."""
+    left = sorted(items, key=lambda item: hashlib.sha256(item.nodeid.encode()).digest())
+    seen: Counter[Any] = Counter()
+    chosen = []
+    for _ in range(count):
+        best = min(left, key=lambda item: sorted(seen[value] for value in item.callspec.indices.items()))
+        left.remove(best)
+        chosen.append(best)
+        seen.update(best.callspec.indices.items())
+    return chosen
 
 
 @pytest.hookimpl(wrapper=True)

@@ -22,6 +22,7 @@ __all__ = [
     "circles",
     "graph",
     "imports_of",
+    "parsed",
     "picture",
     "unit",
     "with_picture",
@@ -79,12 +80,23 @@ class Import(NamedTuple):
         return f"{self.path.relative_to(ROOT)}:{self.line}: from {self.target} import {self.name}"
 
 
-def imports_of(path: Path) -> Iterator[Import]:
-    """Yield the imports of a file, those inside functions and under TYPE_CHECKING included."""
+@cache
+def parsed(path: Path) -> ast.Module:
+    """Return the syntax tree of a file."""
+    return ast.parse(path.read_text())
+
+
+@cache
+def imports_of(path: Path) -> tuple[Import, ...]:
+    """Return the imports of a file, those inside functions and under TYPE_CHECKING included."""
+    return tuple(_imports_of(path))
+
+
+def _imports_of(path: Path) -> Iterator[Import]:
     parts = path.relative_to(ROOT).with_suffix("").parts
     package = parts[:-1]
     module = ".".join(package if parts[-1] == "__init__" else parts)
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield Import(path, node.lineno, module, alias.name, "")
@@ -139,7 +151,7 @@ class Modules:
 @cache
 def _names(path: Path) -> frozenset[str]:
     found: set[str] = set()
-    for node in ast.parse(path.read_text()).body:
+    for node in parsed(path).body:
         if isinstance(node, ast.ImportFrom):
             found |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -155,6 +167,7 @@ def unit(module: str) -> str:
     return parts[1] if len(parts) > 1 else "__init__"
 
 
+@cache
 def graph() -> dict[str, dict[str, list[Import]]]:
     """Return the imports between units, by the importing and the imported unit."""
     modules = Modules.read()
@@ -242,7 +255,7 @@ def _all_below(name: str, below: dict[str, set[str]]) -> set[str]:
 
 def _first_line(name: str) -> str:
     module = Modules.read().files[f"{LIBRARY}.{name}"]
-    return (ast.get_docstring(ast.parse(module.read_text())) or "").splitlines()[0].rstrip(".")
+    return (ast.get_docstring(parsed(module)) or "").splitlines()[0].rstrip(".")
 
 
 def with_picture(text: str) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,17 +17,48 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-def run(script: str, *options: str, cwd: Path | None = None) -> str:
-    """The output of an example, run with plain python from anywhere, warnings being errors."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ignored = "ignore:`torch.jit.script` is deprecated:DeprecationWarning"  # raised inside torch.func.jvp
-    command = [sys.executable, "-W", "error", "-W", ignored, str(ROOT / "examples" / script), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, cwd=cwd, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+IGNORED = "ignore:`torch.jit.script` is deprecated:DeprecationWarning"  # raised inside torch.func.jvp
+PYTHON = [sys.executable, "-W", "error", "-W", IGNORED]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+Run = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """The output of an example, run as plain python does from any folder, warnings being errors.
+
+    Each run is a process of its own, forked from one that has imported torch: `preloaded.py`.
+    """
+    files = [str(tmp_path_factory.mktemp("said") / name) for name in ("out", "err")]
+    here = str(tmp_path_factory.mktemp("anywhere"))
+    pipe = subprocess.PIPE
+    server = subprocess.Popen(
+        [*PYTHON, "-m", "tests.preloaded"], stdin=pipe, stdout=pipe, text=True, env=ENVIRONMENT, cwd=ROOT
+    )
+    assert server.stdin is not None and server.stdout is not None
+
+    def run_one(script: str, *options: str, cwd: Path | None = None) -> str:
+        print(json.dumps([str(ROOT / "examples" / script), options, str(cwd or here), *files]), file=server.stdin)
+        server.stdin.flush()  # type: ignore[union-attr]
+        code = server.stdout.readline()  # type: ignore[union-attr]
+        said, error = (Path(file).read_text() for file in files)
+        assert code == "0\n", error
+        return said
+
+    yield run_one
+    server.communicate()
 
 
 MODULES = {"corpus.py", "gpt.py", "reporting.py"}  # the other examples import them
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [["annotate_mlp.py"], ["ring_allreduce.py", "--ranks", "2", "--sizes", "65536"]])
+def test_in_plain_python(options: list[str], tmp_path: Path) -> None:
+    """Nothing is imported before, and processes are not forked."""
+    command = [*PYTHON, str(ROOT / "examples" / options[0]), *options[1:]]
+    subprocess.run(command, timeout=240, env=ENVIRONMENT, cwd=tmp_path, check=True)
 
 
 @pytest.mark.parametrize("script", sorted({path.name for path in (ROOT / "examples").glob("*.py")} - MODULES))
@@ -43,7 +76,7 @@ def test_every_example_has_help(
     assert first.splitlines()[0][:40] in shown
 
 
-def test_annotate_mlp() -> None:
+def test_annotate_mlp(run: Run) -> None:
     assert len((ROOT / "examples" / "annotate_mlp.py").read_text().splitlines()) < 40
     text = run("annotate_mlp.py")
     assert re.search(r"psum +tensor +1 ×", text), "one psum for the row-split matrix"
@@ -51,14 +84,14 @@ def test_annotate_mlp() -> None:
     assert float(re.findall(r"differ by (\S+)", text)[0]) < 1e-6
 
 
-def test_compose_transforms() -> None:
+def test_compose_transforms(run: Run) -> None:
     """It stops with an error where a derivative differs, so all four lines mean all four agree."""
     lines = run("compose_transforms.py").splitlines()
     assert [line.split("  ")[0] for line in lines] == ["grad", "per-sample gradients", "jvp", "hessian"]
     assert all("psum over data" not in line for line in lines if line.startswith("per-sample")), "samples do not meet"
 
 
-def test_train_gpt(tmp_path: Path) -> None:
+def test_train_gpt(run: Run, tmp_path: Path) -> None:
     """A few steps on a small model: a plot, a sample, a summary; `test_main_job.py` compares losses."""
     size = ["--steps", "3", "--layers", "1", "--embed", "16", "--heads", "2", "--time", "32", "--batch", "8"]
     short = [*size, "--sample", "8", "--evaluations", "1"]
@@ -68,7 +101,7 @@ def test_train_gpt(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "loss.png").exists()
 
 
-def test_train_gpt_goes_on_from_what_it_saved(tmp_path: Path) -> None:
+def test_train_gpt_goes_on_from_what_it_saved(run: Run, tmp_path: Path) -> None:
     """On another mesh, and in another precision, whose optimizer state has a loss scale beside it."""
     size = ["--layers", "1", "--embed", "16", "--heads", "2", "--time", "32", "--batch", "8", "--plot", "loss.png"]
     short = [*size, "--sample", "8", "--evaluations", "1"]
@@ -88,7 +121,7 @@ def test_train_gpt_goes_on_from_what_it_saved(tmp_path: Path) -> None:
         run("train_gpt.py", "--mesh", "data=1", *on, "--layers", "2", cwd=tmp_path)
 
 
-def test_zero_stages(tmp_path: Path) -> None:
+def test_zero_stages(run: Run, tmp_path: Path) -> None:
     """Stage by stage less is kept; 2Ψ(n−1)/n is sent, and 3Ψ(n−1)/n at stage 3; the loss is the same."""
     text = run("zero_stages.py", "--plot", str(tmp_path / "zero.png"))
     assert text.count("a third of it") == 11
@@ -100,16 +133,18 @@ def test_zero_stages(tmp_path: Path) -> None:
     assert (tmp_path / "zero.png").exists()
 
 
-def test_pipeline_schedules(tmp_path: Path) -> None:
-    text = run("pipeline_schedules.py", "--ranks", "4", "--microbatches", "8", "--plot", "all.png", cwd=tmp_path)
+def test_pipeline_schedules(run: Run, tmp_path: Path) -> None:
+    text = run("pipeline_schedules.py", "--ranks", "4", "--microbatches", "8")
     rows = {line.split()[0]: line.split() for line in text.split("forwards held per rank")[1].splitlines() if line}
     assert rows["1f1b"][1:4] == ["33", "9", "27.3%"], "(P - 1)(F + B) of (M + P - 1)(F + B)"
     assert rows["zb-h1"][2] == "3", "a third of 1F1B's"
     assert "zb-h2" in rows
+    small = ["--ranks", "2", "--microbatches", "3", "--only", "1f1b", "zb-h1"]  # matplotlib takes long
+    run("pipeline_schedules.py", *small, "--plot", "all.png", cwd=tmp_path)
     assert (tmp_path / "all.png").stat().st_size > 10_000
 
 
-def test_ring_allreduce(tmp_path: Path) -> None:
+def test_ring_allreduce(run: Run, tmp_path: Path) -> None:
     """Bytes as the textbook has them, and no time that the network cards forbid; the sums are checked inside."""
     text = run(
         "ring_allreduce.py", "--ranks", "2", "3", "--sizes", "65536", "262144", "--out", str(tmp_path / "ring.png")

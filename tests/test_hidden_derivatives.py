@@ -130,12 +130,14 @@ def test_cosine_similarity(plan: Any) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.every(2)
 def test_no_grad_in_a_plan(plan: Any, op: Op) -> None:
     close(fp.compile(fp.grad(plan(stopped(op))), DATA)(W, X), torch.func.grad(stopped(op))(W, X))
 
 
 @pytest.mark.parametrize("op", OPS[1:])  # torch has no tangents of its attention
 @pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.every(2)
 def test_no_grad_in_a_plan_stops_no_tangents(plan: Any, op: Op) -> None:
     """As in torch, where it is said to be for the reverse mode alone; and of a gradient both are asked."""
     direction = torch.ones_like(W)
@@ -322,6 +324,7 @@ SAVED = {
 @pytest.mark.filterwarnings("ignore::functional_parallel.PartitionWarning")  # backward ops have no rules
 @pytest.mark.parametrize("plan", [fp.data_parallel("data"), fp.zero(3, "data")], ids=str)
 @pytest.mark.parametrize("name", SAVED)
+@pytest.mark.every(3)
 def test_autograds_own_derivatives_inside_a_loss(name: str, plan: Any) -> None:
     """A backward that saves a result detaches it, which is not the user's doing; and `.data` is."""
 

@@ -6,7 +6,7 @@ import ast
 import subprocess
 import sys
 
-from .layout_of_code import LIBRARY, LOOSE, ORDER, ROOT, Modules, circles, graph, imports_of, unit, with_picture
+from .layout_of_code import LIBRARY, LOOSE, ORDER, ROOT, Modules, circles, graph, imports_of, parsed, unit, with_picture
 
 
 def test_specs_know_nothing_of_programs() -> None:
@@ -99,7 +99,7 @@ def test_facts_about_nodes_are_typed() -> None:
     guilty = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in (ROOT / LIBRARY).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.Attribute) and node.attr == "meta" and path.name != "info.py"
     ]
     assert not guilty

@@ -69,6 +69,11 @@ class Layout:
     requests: tuple[Request, ...] = ()
     signature: Signature | None = None
 
+    def __repr__(self) -> str:
+        axes = ", ".join(map(repr, self.axes)) or "no axis"
+        asked = f"; requests: {', '.join(map(str, self.requests))}" if self.requests else ""
+        return f"Layout({' → '.join(self.describe) or 'no transform'}; local over {axes}{asked})"
+
     def all(self, kind: type[R]) -> tuple[R, ...]:
         """Return the requests of a class, innermost first."""
         return tuple(each for each in self.requests if isinstance(each, kind))

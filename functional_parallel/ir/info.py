@@ -43,6 +43,8 @@ class NodeInfo:
         is_state: whether the input belongs to the state that a step returns updated.
         donated: whether the program may overwrite the memory of the input.
         updated_output: for an input, the number of the output with its new value.
+        parameters: for a collective of parameters or of their gradients, the paths of the parameters.
+        used_at: for such a collective, the line of the model that uses the parameter.
         trained: whether a gradient reaches the parameter. None if no gradient was requested.
     """
 
@@ -65,6 +67,8 @@ class NodeInfo:
     is_state: bool = False
     donated: bool = False
     updated_output: int | None = None
+    parameters: tuple[str, ...] = ()
+    used_at: Source | None = None
     trained: bool | None = None
 
     @property

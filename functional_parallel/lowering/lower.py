@@ -19,7 +19,7 @@ from ..ir import Traced, forget_values, hollow, info, simplify, update_info
 from ..ops import refuse_idle
 from ..passes import drop_size_one_axes, finished, microbatch_splits, shard_aval
 from ..pipelines import PipelineProgram, pipeline_of
-from ..program import Intermediate, Program
+from ..program import Intermediate, Program, label_traffic
 from ..tracing import Assumption, LayoutRead, assume, autocast_dtypes, collect_assumptions, require_contiguous, trace
 from .constants import check_static_leaves
 from .leftovers import release_trace_memory
@@ -132,6 +132,7 @@ def lowering(
         traced, types, assumptions = _traced(flat, mesh, parts, layout)
     layout_reads = {index: (read, flat.in_paths[index]) for index, read in traced.layout_reads.items()}
     _mark_inputs(traced, flat, paths, options.donate)
+    label_traffic(traced)
     shapes = optree.tree_map(hollow, args)
     program = Program(
         traced,

@@ -64,6 +64,10 @@ class Optimizer(NamedTuple):
     specs: Callable[[PyTree, PyTree], Any] | None = None
     constants: Callable[[PyTree], PyTree] | None = None
 
+    def __repr__(self) -> str:
+        name = getattr(self.update, "__qualname__", type(self.update).__name__)
+        return f"Optimizer({name.partition('.<locals>')[0]})"
+
 
 _skipping: WeakSet[Any] = WeakSet()
 _known: WeakSet[Any] = WeakSet()  # by identity: a wrapper copies the attributes of the wrapped function

@@ -18,7 +18,7 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..collectives import Type
-from ..ir import Aval, NodeInfo, Traced, info, operands_of, primitive_name, set_info
+from ..ir import Aval, NodeInfo, Traced, info, operands_of, primitive_name, set_info, update_info
 from ..ops import PACK, UNPACK
 from .base import Phase, ProgramPass
 from .gathers import layer_of_gather
@@ -231,7 +231,10 @@ class _Bucket:
         states = [arg for arg in first.args[2:] if isinstance(arg, str)]
         size = {"psum": total, "psum_scatter": total // ranks, "all_gather": total * ranks}[kind]
         where = [] if kind == "psum" else [0]
-        return _write(traced, first.target, (packed, list(axes), *where, *states), first, (size,), aval)
+        sent = _write(traced, first.target, (packed, list(axes), *where, *states), first, (size,), aval)
+        paths = dict.fromkeys(path for member in self.members for path in info(member).parameters)
+        update_info(sent, parameters=tuple(paths), used_at=info(first).used_at)
+        return sent
 
     def _part(
         self, traced: Traced, member: fx.Node, sent: fx.Node, kind: str, ranks: int, offset: int, shape: list[int]

@@ -21,6 +21,7 @@ from .pass_table import UNCUT, Intermediate
 from .price import Item, Price, price_of
 from .program import Program
 from .shared_memory import channel_bytes, shared_by_collectives
+from .traffic import label_traffic
 from .work import flops, recompute_cost
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "hardware_of",
     "is_only_use_of_own_memory",
     "keep_phases",
+    "label_traffic",
     "may_stay_in_place",
     "memory_of",
     "mutated_operands",

@@ -51,6 +51,7 @@ class Collective:
     source: Source | None
     phase: str  # "forward", "backward" or "update"
     node: fx.Node
+    parameters: tuple[str, ...] = ()  # paths, if it transfers parameters or their gradients
 
     @property
     def backward(self) -> bool:
@@ -108,7 +109,9 @@ def collective_of(node: fx.Node, mesh: Mesh, phase: str = "forward") -> Collecti
     operand, result = info(x).aval, info(node).aval
     size = math.prod(mesh.axis_size(axis) for axis in axes)
     sent = _bytes(name, operand, result, size, params) if name in COMMUNICATING else 0
-    return Collective(name, axes, operand, result, sent, info(node).source, phase, node)
+    known = info(node)
+    source = known.used_at or known.source
+    return Collective(name, axes, operand, result, sent, source, phase, node, known.parameters)
 
 
 def _bytes(kind: str, operand: Aval, result: Aval, size: int, params: list[Any]) -> int:

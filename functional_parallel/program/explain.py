@@ -14,7 +14,8 @@ from .collectives import Collective
 
 __all__ = ["CollectiveRow", "Explanation", "columns", "explain", "parse_bytes", "readable_bytes"]
 
-_HEADERS = ("collective", "axis", "count", "operand", "bytes sent", "phase", "source")
+_HEADERS = ("collective", "axis", "count", "operand", "bytes sent", "phase", "parameters", "source")
+_MOST_PATTERNS = 2
 _CONVENTION = (
     "bytes: what one rank of n sends in a ring for S bytes: psum, pmax, pmin 2(n-1)/n S; all_gather, psum_scatter,\n"
     "all_to_all (n-1)/n S; pbroadcast, ppermute S"
@@ -33,11 +34,19 @@ class CollectiveRow:
     phase: str
     source: str
     text: str
+    parameters: tuple[str, ...] = ()  # paths of the parameters that are gathered, or whose gradients are summed
 
     def cells(self) -> tuple[str, ...]:
         where = f"{self.source}  {self.text}".rstrip()
-        axes = ", ".join(self.axes)
-        return (self.kind, axes, str(self.count), self.operand, readable_bytes(self.bytes), self.phase, where)
+        size = readable_bytes(self.bytes)
+        return (self.kind, ", ".join(self.axes), str(self.count), self.operand, size, self.phase, self._names(), where)
+
+    def _names(self) -> str:
+        """Return the paths of the parameters, with the numbers of layers as `*`."""
+        patterns = dict.fromkeys(re.sub(r"(?<![^/])\d+(?![^/])", "*", path) for path in self.parameters)
+        shown = list(self.parameters if len(self.parameters) == 1 else patterns)
+        more = f" and {len(shown) - _MOST_PATTERNS} more" if len(shown) > _MOST_PATTERNS else ""
+        return ", ".join(shown[:_MOST_PATTERNS]) + more
 
 
 @dataclass(frozen=True)
@@ -83,9 +92,17 @@ class Explanation:
             notes += textwrap.wrap(f"requested: {'; '.join(self.requests)}", 118, subsequent_indent="  ")
         if not self.rows:
             return "\n".join([f"{title}: no communication", *notes])
-        head, *body = columns([_HEADERS, *(row.cells() for row in self.rows)], right=(2, 4))
+        head, *body = columns(self._cells(), right=(2, 4))
         rule = "─" * min(max(map(len, (head, *body))), 120)
         return "\n".join([title, rule, head, rule, *body, rule, *self._footer(), _CONVENTION, *notes])
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        """Return header and rows, without the column of parameters if no row has any."""
+        cells = [_HEADERS, *(row.cells() for row in self.rows)]
+        without = _HEADERS.index("parameters")
+        if any(row.parameters for row in self.rows):
+            return cells
+        return [(*each[:without], *each[without + 1 :]) for each in cells]
 
     def _footer(self) -> list[str]:
         """Return totals per kind and axes, and the overall total, in columns."""
@@ -137,7 +154,8 @@ def _row(members: list[Collective], group: str) -> CollectiveRow:
     text = "" if source is None else _shortened(source.text)
     size = sum(member.bytes for member in members)
     where = str(source) if source is not None else ""
-    return CollectiveRow(first.kind, first.axes, len(members), operand, size, first.phase, where, text)
+    parameters = tuple(dict.fromkeys(path for member in members for path in member.parameters))
+    return CollectiveRow(first.kind, first.axes, len(members), operand, size, first.phase, where, text, parameters)
 
 
 def readable_bytes(count: int) -> str:

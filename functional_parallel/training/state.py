@@ -224,4 +224,5 @@ class TrainState:
             raise
 
     def __repr__(self) -> str:
-        return f"TrainState(step={self.step}{', donated' if self._handles is None else ''})"
+        held = f"parameters={self.form.params.num_leaves}, mesh={self.form.mesh!r}"
+        return f"TrainState(step={self.step}, {held}{', donated' if self._handles is None else ''})"

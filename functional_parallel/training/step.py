@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import optree
@@ -101,6 +101,9 @@ def train_step(
     return TrainStep(plan(loss) if plan is not None else loss, optimizer, mesh, options)
 
 
+_DEFAULTS = StepOptions(bucket="auto", donate=True)
+
+
 class TrainStep(StateManager):
     """Compiled training step; see `train_step`."""
 
@@ -113,6 +116,14 @@ class TrainStep(StateManager):
         self.program: Program | PipelineProgram | None = None
         self._lowered: dict[StateLayout, ProgramCache[Lowered]] = {}
         self._warned: set[str] = set()  # parameters that are not trained
+
+    def __repr__(self) -> str:
+        chosen = [
+            f"{each.name}={getattr(self.options, each.name)!r}"
+            for each in fields(self.options)
+            if getattr(self.options, each.name) != getattr(_DEFAULTS, each.name)
+        ]
+        return f"train_step({', '.join((repr(self.f), repr(self.optimizer), repr(self.mesh), *chosen))})"
 
     # --- stepping ---
 

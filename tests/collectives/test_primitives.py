@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from functional_parallel import collectives as fp
 from functional_parallel.collectives import Type, dual
 
+from ..some_cases import one_in
 from .cases import (
     AXES,
     CASES,
@@ -80,8 +81,7 @@ def test_what_ranks_do_not_share_is_refused_as_shared(case: Case) -> None:
         fn(x)
 
 
-@every_exact_case
-@every_axes
+@one_in(2, case=EXACT, axes=AXES)
 @settings(max_examples=4)
 @given(seed=st.integers(0, 1000))
 def test_transpose_is_the_adjoint(case: Case, axes: tuple[str, ...], seed: int) -> None:
@@ -112,9 +112,7 @@ def test_jvp_is_the_collective_of_the_tangent(case: Case, axes: tuple[str, ...])
     assert torch.equal(tangent, by_group(case.reference, t, axes))
 
 
-@every_exact_case
-@every_axes
-@pytest.mark.parametrize("dim", [0, 1, 2])
+@one_in(3, case=EXACT, axes=AXES, dim=[0, 1, 2])
 def test_vmap_over_an_unrelated_dim(case: Case, axes: tuple[str, ...], dim: int) -> None:
     batch = torch.stack([operand(case, axes, seed) for seed in (4, 5, 6)])
 

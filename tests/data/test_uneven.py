@@ -72,7 +72,7 @@ def plans(draw: st.DrawFn, ranks: int) -> tuple[Any, Mesh]:
     return fp.chain(SPLIT, data, *more), Mesh(data=ranks, tensor=tensor)
 
 
-@settings(max_examples=40)
+@settings(max_examples=16)
 @given(st.data())
 def test_the_gradient_is_that_of_one_rank_with_all_samples(data: st.DataObject) -> None:
     """To the bit: sums of integers, and counts that are powers of two."""

@@ -205,13 +205,18 @@ class Model:
 
 
 @st.composite
-def models(draw: st.DrawFn) -> Model:
-    """Any model of two to six layers."""
+def models(draw: st.DrawFn, most: int = 6) -> Model:
+    """Any model of two layers or more.
+
+    Args:
+        draw: hypothesis's.
+        most: how many layers it has at most; four or more.
+    """
     stacked = draw(st.booleans())
     if stacked:
         kinds = draw(st.sampled_from([2, 4])) * (draw(st.sampled_from(sorted(KINDS))),)
     else:
-        kinds = tuple(draw(st.lists(st.sampled_from(sorted(KINDS)), min_size=2, max_size=6)))
+        kinds = tuple(draw(st.lists(st.sampled_from(sorted(KINDS)), min_size=2, max_size=most)))
     places = st.lists(st.integers(0, len(kinds) - 2), max_size=2, unique=True).map(lambda found: tuple(sorted(found)))
     tied, vocabulary, sequence = draw(st.tuples(*[st.booleans()] * 3))
     marks = () if stacked else draw(places)

@@ -66,7 +66,7 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(
     name=st.sampled_from(sorted(LOSSES)),
     ranks=st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)]),
@@ -141,7 +141,8 @@ FUSED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", FUSED)
-def test_derivatives_of_fused_ops(name: str) -> None:
+@pytest.mark.parametrize("stage", [3, pytest.param(0, marks=pytest.mark.slow)])
+def test_derivatives_of_fused_ops(name: str, stage: int) -> None:
     """Nothing is computed whole for want of a rule, which would be a warning, and its own derivative is torch's."""
     op = FUSED[name]
 
@@ -151,8 +152,7 @@ def test_derivatives_of_fused_ops(name: str) -> None:
         return (torch.func.grad(inner, 1)(adapted, x) ** 2).sum() + inner(adapted, x)
 
     w, x = (torch.linspace(-2, 3, 6 * rows, dtype=torch.float64).view(rows, 6).cos().squeeze(0) for rows in (1, 8))
-    for plan in (fp.data_parallel("data"), fp.zero(3, "data")):
-        fp.testing.assert_equivalent(loss, plan, Mesh(data=2), w, x, rtol=1e-10)
+    fp.testing.assert_equivalent(loss, fp.zero(stage, "data"), Mesh(data=2), w, x, rtol=1e-10)
 
 
 PLANS = {
@@ -165,6 +165,7 @@ PLANS = {
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("by", ["images", "weights", "both"])
+@pytest.mark.every(2)
 def test_penalties_on_a_convolution(by: str, plan: str) -> None:
     """One on the gradient by images alone asks it for nothing else."""
     numbers = {"images": 1, "weights": 0, "both": (0, 1)}[by]
@@ -201,12 +202,20 @@ def test_hessians_per_sample(name: str) -> None:
     wanted = torch.func.vmap(torch.func.hessian(loss), (None, 0))(w, x)
     each = torch.func.vmap(torch.func.hessian(loss), (None, 0))
     found = [
-        fp.compile(each, Mesh(data=2), in_specs=(P(), P()), out_specs=P())(w, x),
         fp.compile(fp.data_parallel("data")(each), Mesh(data=2))(w, x),
         fp.compile(fp.vmap(fp.hessian(loss), (None, 0), spmd_axis="data"), Mesh(data=2))(w, x),
     ]
     for result in found:
         torch.testing.assert_close(result, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", SECOND)
+@pytest.mark.every(2)
+def test_hessians_per_sample_on_every_rank_and_their_gradient(name: str) -> None:
+    each = torch.func.vmap(torch.func.hessian(SECOND[name]), (None, 0))
+    w, x = (torch.linspace(-1, 1, 4 * rows, dtype=torch.float64).view(rows, 4).squeeze(0) for rows in (1, 6))
+    alike = fp.compile(each, Mesh(data=2), in_specs=(P(), P()), out_specs=P())(w, x)
+    torch.testing.assert_close(alike, each(w, x), rtol=1e-12, atol=1e-12)
     squares = lambda w, x: each(w, x).square().sum()  # noqa: E731
     step = fp.compile(fp.grad(fp.zero(3, "data")(squares)), Mesh(data=2))
     torch.testing.assert_close(step(w, x), torch.func.grad(squares)(w, x), rtol=1e-10, atol=1e-10)

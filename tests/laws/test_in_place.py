@@ -93,7 +93,7 @@ PLANS = {
 
 
 @pytest.mark.filterwarnings("ignore::functional_parallel.partition.run.PartitionWarning")
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(
     steps=st.lists(STEPS, min_size=1, max_size=4).map(tuple),
     on_parameter=st.booleans(),

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 import functional_parallel as fp
 from sharding_specs import Mesh, P
 
+from ..some_cases import one_in
+
 Loss = Callable[[Any, Tensor, Tensor], Tensor]
 
 IMAGES: dict[str, Callable[[], list[nn.Module]]] = {  # (8, 2, 6, 6) → features
@@ -89,9 +91,7 @@ def labels() -> Tensor:
     return torch.arange(8) % 4
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", IMAGES)
-@pytest.mark.every(3)
+@one_in(3, name=IMAGES, plan=PLANS)
 def test_slopes_of_layers(name: str, plan: str) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(*IMAGES[name]()).double()
@@ -102,8 +102,7 @@ def test_slopes_of_layers(name: str, plan: str) -> None:
     fp.testing.assert_equivalent(penalised(f), transform, mesh, dict(params), x, labels(), rtol=1e-10)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", LOSSES)
+@one_in(3, name=LOSSES, plan=PLANS)
 def test_a_step_within_a_step(name: str, plan: str) -> None:
     def loss(params: Any, x: Tensor, labels: Tensor) -> Tensor:
         return LOSSES[name](torch.tanh(x @ params["first"]) @ params["second"], labels)

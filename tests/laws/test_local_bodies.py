@@ -172,12 +172,12 @@ def mutations(spec: P, mesh: Mesh) -> Iterator[P]:
             yield P(*map(tuple, dims))
 
 
+@pytest.mark.parametrize("step", [6, pytest.param(1, marks=pytest.mark.slow)], ids=["one in six", "all"])
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.name)
-@pytest.mark.every(3)
-def test_every_mutation_of_an_out_spec_is_refused(body: Body) -> None:
+def test_every_mutation_of_an_out_spec_is_refused(body: Body, step: int) -> None:
     """Law 7: a legal spec mutated into a wrong one never passes."""
     refused = 0
-    for _, mesh, spec, out in (case for case in CASES if case[0] is body):
+    for _, mesh, spec, out in [case for case in CASES if case[0] is body][::step]:
         for wrong in set(mutations(out, mesh)):
             said = "results do not lie as out_specs say|specs do not fit the results"
             with pytest.raises((fp.OutSpecError, SpecError), match=said):
@@ -213,7 +213,7 @@ DERIVATIVES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", DERIVATIVES)
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(data=st.data())
 def test_derivatives_by_what_ranks_share_sum_over_what_they_hold(name: str, data: st.DataObject) -> None:
     """Of a function that closes over shards, which an Invariant meets."""

@@ -12,6 +12,8 @@ from einops import einsum, rearrange, repeat
 import functional_parallel as fp
 from sharding_specs import Mesh, P
 
+from ..some_cases import one_in
+
 VOCABULARY, WIDTH, HEADS, GROUPS, TIME, BATCH = 16, 16, 4, 2, 8, 8
 
 LLAMA = {
@@ -35,7 +37,7 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64) / shape[0] ** 0.5
 
 
-def llama_parameters(layers: int = 2) -> dict[str, Any]:
+def llama_parameters(layers: int = 1) -> dict[str, Any]:
     dim = WIDTH // HEADS
     stack = [
         {
@@ -122,11 +124,11 @@ def images() -> tuple[torch.Tensor, torch.Tensor]:
     return draw(BATCH, 3, 8, 8) * 3, torch.arange(BATCH) % 4
 
 
-CASES = [
-    pytest.param(plain_llama, llama_parameters, lambda: (tokens(),), LLAMA, id="llama"),
-    pytest.param(fused_llama, llama_parameters, lambda: (tokens(),), LLAMA, id="llama with fused attention"),
-    pytest.param(convolutions, conv_parameters, images, CONV, id="convolutions"),
-]
+MODELS: dict[str, Any] = {
+    "llama": (plain_llama, llama_parameters, lambda: (tokens(),), LLAMA),
+    "llama with fused attention": (fused_llama, llama_parameters, lambda: (tokens(),), LLAMA),
+    "convolutions": (convolutions, conv_parameters, images, CONV),
+}
 
 
 def plan_for(mesh: Mesh, rules: Any, stage: int) -> Any:
@@ -134,19 +136,17 @@ def plan_for(mesh: Mesh, rules: Any, stage: int) -> Any:
     return fp.chain(*parts, *([fp.zero(stage, "data")] if "data" in mesh.axis_names else []))
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize(("loss", "parameters", "batch", "rules"), CASES)
-@pytest.mark.every(3)
-def test_value_and_gradient(loss: Any, parameters: Any, batch: Any, rules: Any, mesh: Mesh) -> None:
+@one_in(3, model=MODELS, mesh=MESHES)
+def test_value_and_gradient(model: str, mesh: Mesh) -> None:
+    loss, parameters, batch, rules = MODELS[model]
     for stage in (0, 3) if "data" in mesh.axis_names else (0,):
         fp.testing.assert_equivalent(loss, plan_for(mesh, rules, stage), mesh, parameters(), *batch(), rtol=1e-12)
 
 
-@pytest.mark.parametrize("mesh", [Mesh(data=2), Mesh(tensor=2), Mesh(data=2, tensor=2)], ids=str)
-@pytest.mark.parametrize(("loss", "parameters", "batch", "rules"), CASES)
-@pytest.mark.every(3)
-def test_a_hessian_vector_product(loss: Any, parameters: Any, batch: Any, rules: Any, mesh: Mesh) -> None:
+@one_in(3, model=MODELS, mesh=MESHES[:3])
+def test_a_hessian_vector_product(model: str, mesh: Mesh) -> None:
     """Forward over reverse, through attention and batch norm."""
+    loss, parameters, batch, rules = MODELS[model]
     params = parameters()
     direction = optree.tree_map(lambda leaf: torch.cos(leaf * 3), params)
     local = plan_for(mesh, rules, 0)(loss)

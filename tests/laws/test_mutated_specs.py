@@ -178,7 +178,7 @@ def check(case: str, part: int, of: int) -> dict[str, int]:
 def test_some_mutations_are_refused_or_change_nothing(case: str) -> None:
     specs, mesh = CASES[case]
     total = 1 + sum(1 for _ in specs.mutated((*mesh.axis_names, "nowhere")))
-    assert sum(check(case, 0, math.ceil(total / 12)).values()) >= 10
+    assert sum(check(case, 0, math.ceil(total / 6)).values()) >= 5
 
 
 @pytest.mark.slow

@@ -60,6 +60,7 @@ def _scatter(b: Tensor) -> None:
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("write", [_set, _increase, _mask, _put, _shift, _skip, _cumulate, _scatter])
 @pytest.mark.parametrize("spec", [P(), P(None, "i")], ids=repr)
+@pytest.mark.every(2)
 def test_writes_through_slices_under_vmap(write: Callable[[Tensor], None], spec: P) -> None:
     def f(x: Tensor) -> Tensor:
         b = x * 1
@@ -111,6 +112,7 @@ OF_EMPTY: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", sorted(TAKEN))
 @pytest.mark.parametrize("spec", [P("i"), P(None, "i")], ids=repr)
+@pytest.mark.every(2)
 def test_empty_slices(name: str, spec: P) -> None:
     require_equal(TAKEN[name], numbers(4, 6), spec)
 
@@ -147,6 +149,7 @@ OF_PARAMETERS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("batch", [P(), P("i")], ids=repr)
 @pytest.mark.parametrize("name", sorted(OF_PARAMETERS))
+@pytest.mark.every(3)
 def test_scans_of_parameters(name: str, batch: P, stage: int) -> None:
     def loss(w: Tensor, x: Tensor) -> Tensor:
         return ((OF_PARAMETERS[name](w) * x.sum()) ** 2).sum() + (OF_PARAMETERS[name](w * x[0]) * 3).sum()
@@ -176,6 +179,7 @@ LAYERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("plan", [fp.data_parallel("i"), fp.tensor_parallel("i", P("i"))], ids=repr)
 @pytest.mark.parametrize("name", sorted(LAYERS))
+@pytest.mark.every(2)
 def test_layers_of_an_argument_that_is_not_contiguous(name: str, plan: Callable[..., Any]) -> None:
     x = (numbers(4, 4, 4).sin() * 2).transpose(1, 2)
     loss = lambda w, x: (LAYERS[name](x, w) * w.sum() + LAYERS[name](x * w, w)).pow(2).sum()  # noqa: E731

@@ -80,7 +80,7 @@ def numbers(seed: int, *shape: int) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:no sharding rule")
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     name=st.sampled_from(sorted(ALONG)),
     blocks=BLOCKS,
@@ -122,6 +122,7 @@ PAIRS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.filterwarnings("ignore:no sharding rule")
+@settings(max_examples=10)
 @given(
     name=st.sampled_from(sorted(PAIRS)),
     ranks=st.sampled_from([(1, 2), (2, 2), (4, 1), (1, 1)]),
@@ -166,7 +167,7 @@ def test_where_a_rank_holds_what(samples: int, ranks: int, outer: int, rest: int
     assert seen == set(range(whole))
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(blocks=st.sampled_from([(1, 2), (2, 2), (3, 2), (1, 4)]), seed=st.integers(0, 99))
 def test_grouped_heads_find_their_keys(blocks: tuple[int, int], seed: int) -> None:
     """More ranks than groups: a rank picks the keys, and the part of a mask, of the query heads that it holds."""

@@ -36,14 +36,14 @@ def drawn(data: st.DataObject, seed: int) -> tuple[fp.transforms.Plan, Mesh, Arg
     return fp.chain(*chosen), mesh, arguments(seed, rows=rows, inner=inner)
 
 
-@settings(max_examples=28)
+@settings(max_examples=14)
 @given(f=programs(), seed=SEEDS, data=st.data())
 def test_values_and_gradients(f: Program, seed: int, data: st.DataObject) -> None:
     plan, mesh, args = drawn(data, seed)
     fp.testing.assert_equivalent(f, plan, mesh, *args, exact=True)
 
 
-@settings(max_examples=15)
+@settings(max_examples=7)
 @given(f=programs(3), seed=SEEDS, data=st.data())
 def test_second_derivatives(f: Program, seed: int, data: st.DataObject) -> None:
     """A Hessian-vector product, forward over reverse, with any ZeRO stage and the batch split."""
@@ -103,7 +103,7 @@ def test_second_derivatives_that_are_zero(ranks: int) -> None:
     assert not found["unused"].any()
 
 
-@settings(max_examples=15)
+@settings(max_examples=7)
 @given(f=programs(3), seed=SEEDS, data=st.data())
 def test_torch_func_applies_to_the_compiled_function(f: Program, seed: int, data: st.DataObject) -> None:
     """Simulated ranks run ordinary torch ops, so derivatives taken from outside prove the transposes a second time."""
@@ -114,7 +114,7 @@ def test_torch_func_applies_to_the_compiled_function(f: Program, seed: int, data
     assert all(torch.equal(found[name], want[name]) for name in params)
 
 
-@settings(max_examples=15)
+@settings(max_examples=7)
 @given(f=programs(3), seed=SEEDS, data=st.data())
 def test_computing_what_is_the_same_once_changes_nothing(f: Program, seed: int, data: st.DataObject) -> None:
     """Law 7: values that are the same on several ranks agree on all of them, bit for bit."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -88,7 +89,10 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
+TRAINED = ["zero 3", "accumulated"]  # the others are trained when it may take long; and these only differentiated
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in TRAINED else ()) for n in PLANS])
 def test_in_a_plan(name: str) -> None:
     args = drawn()
     step = fp.compile(fp.grad_and_value(PLANS[name](parallel)), MESH)
@@ -96,7 +100,7 @@ def test_in_a_plan(name: str) -> None:
     assert ("ppermute", ("seq",)) in step.program.counts()
 
 
-@pytest.mark.parametrize("name", ["data", "zero 3", "accumulated", "pipeline"])
+@pytest.mark.parametrize("name", [*TRAINED, *(pytest.param(n, marks=pytest.mark.slow) for n in ("data", "pipeline"))])
 def test_in_training(name: str) -> None:
     params, x, y = drawn()
     train = fp.train_step(parallel, fp.optim.sgd(0.5), MESH, PLANS[name])
@@ -104,6 +108,7 @@ def test_in_training(name: str) -> None:
     grads, value = torch.func.grad_and_value(plain)(params, x, y)
     wanted = {name: params[name] - 0.5 * grads[name] for name in params}
     torch.testing.assert_close((train.params(state), metrics.loss), (wanted, value), rtol=1e-11, atol=1e-12)
+    assert ("ppermute", ("seq",)) in train.program.counts()
 
 
 def on_a_process(rank: int) -> Any:
@@ -141,9 +146,13 @@ def of_each(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return variance
 
 
-@pytest.mark.parametrize("name", ["tensor", "data", "zero 3"])
-@pytest.mark.parametrize("around", [penalty, adapted, tangent, of_each])
-@pytest.mark.every(3)
+AROUND = product([penalty, adapted, tangent, of_each], ["tensor", "data", "zero 3"])
+
+
+@pytest.mark.parametrize(
+    ("around", "name"),  # one case in three always: each derivative, and each plan
+    [pytest.param(*case, marks=() if i in (1, 5, 6, 10) else pytest.mark.slow) for i, case in enumerate(AROUND)],
+)
 def test_derivatives_inside_the_plan(around: Callable[..., Any], name: str) -> None:
     args = drawn()
     found = fp.compile(fp.grad_and_value(PLANS[name](around(parallel))), MESH)(*args)

@@ -63,7 +63,7 @@ if torch.__version__ < "2.12":  # of some samples they compare values there
 
 
 @pytest.mark.parametrize("name", sorted(OPS.keys() - UNDEFINED))
-@pytest.mark.every(3)
+@pytest.mark.every(7)
 def test_an_op_has_torchs_numbers_however_its_operands_lie(name: str) -> None:
     supported = [dtype for dtype in DTYPES if dtype in OPS[name].supported_dtypes("cpu")]
     for dtype in supported[:1]:

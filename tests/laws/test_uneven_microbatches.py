@@ -14,7 +14,7 @@ from .random_functions import INNER, Program, arguments, layouts, programs
 ROWS = st.integers(3, INNER)
 
 
-@settings(max_examples=18)
+@settings(max_examples=8)
 @given(f=programs(), rows=ROWS, microbatches=st.integers(2, 8), seed=st.integers(0, 1000), data=st.data())
 def test_values_and_gradients(f: Program, rows: int, microbatches: int, seed: int, data: st.DataObject) -> None:
     params, x = arguments(seed)
@@ -24,7 +24,7 @@ def test_values_and_gradients(f: Program, rows: int, microbatches: int, seed: in
     fp.testing.assert_equivalent(f, plan, mesh, params, x[:rows], exact=True)
 
 
-@settings(max_examples=18)
+@settings(max_examples=8)
 @given(
     f=programs(3),
     half=st.integers(2, 4),
@@ -38,7 +38,7 @@ def test_beside_ranks(f: Program, half: int, stage: int, microbatches: int, seed
     fp.testing.assert_equivalent(f, plan, Mesh(data=2), params, x[: 2 * half], exact=True)
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(f=programs(3), rows=ROWS, microbatches=st.integers(2, 8), seed=st.integers(0, 99))
 def test_gradients_of_the_batch(f: Program, rows: int, microbatches: int, seed: int) -> None:
     params, x = arguments(seed)

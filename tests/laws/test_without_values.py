@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 import functional_parallel as fp
 from sharding_specs import Mesh, P
 
+from ..some_cases import one_in
+
 MESH = Mesh(axis=2)
 
 
@@ -50,7 +52,7 @@ def check(f: Callable[..., torch.Tensor], specs: tuple[P, ...], *values: torch.T
     split=st.integers(0, 3),
     seed=st.integers(0, 9),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12)
 def test_a_masked_write_of_one_value_is_a_choice(
     shape: tuple[int, ...], masked: int, ahead: int, like: str, split: int, seed: int
 ) -> None:
@@ -96,8 +98,7 @@ def test_as_many_values_as_the_mask_is_true_are_written_in_order() -> None:
     assert torch.equal(fp.compile(local, MESH)(*values), values[0].index_put((mask,), values[1]))
 
 
-@pytest.mark.parametrize("dim", [0, 1, -1])
-@pytest.mark.parametrize("index", [[0, 2], [1, 1, 3], 3], ids=str)
+@one_in(3, index=[[0, 2], [1, 1, 3], 3], dim=[0, 1, -1])
 def test_index_fill_with_a_tensor(index: list[int] | int, dim: int) -> None:
     where = torch.tensor(index, dtype=torch.int64)
     for spec in (P("axis"), P(None, "axis")):
@@ -119,9 +120,7 @@ def test_index_fill_from_the_end_and_of_nothing(index: list[int]) -> None:
 # -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("full", [False, True])
-@pytest.mark.parametrize("var", [(4, 6), (4, 1), (4,)], ids=str)
+@one_in(3, var=[(4, 6), (4, 1), (4,)], full=[False, True], reduction=["none", "mean", "sum"])
 def test_gaussian_likelihoods(var: tuple[int, ...], full: bool, reduction: str) -> None:
     def loss(x: torch.Tensor, y: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
         return F.gaussian_nll_loss(x, y, variance, full=full, eps=2.0, reduction=reduction)
@@ -192,17 +191,17 @@ def test_a_scalar_has_a_dim_to_reduce(f: Callable[[torch.Tensor], torch.Tensor])
     check(lambda x: f(x.sum()), (P("axis"),), integers(4) + 9)
 
 
-@pytest.mark.parametrize(
-    ("q", "k", "v"),
-    [
+@one_in(
+    3,
+    shapes=[
         ((2, 4, 6, 8), (4, 6, 8), (4, 6, 8)),
         ((6, 8), (2, 6, 8), (4, 2, 6, 8)),
         ((4, 1, 6, 8), (1, 2, 6, 8), (4, 1, 6, 8)),
     ],
+    split=[0, 1, 2],
 )
-@pytest.mark.parametrize("split", [0, 1, 2])
-def test_attention_of_batches_that_broadcast(q: Any, k: Any, v: Any, split: int) -> None:
-    values = tuple(integers(*shape, seed=seed) / 8 for seed, shape in enumerate((q, k, v)))
+def test_attention_of_batches_that_broadcast(shapes: Any, split: int) -> None:
+    values = tuple(integers(*shape, seed=seed) / 8 for seed, shape in enumerate(shapes))
     specs = [P() for _ in values]
     specs[split] = P(*[None] * (values[split].ndim - 2), "axis")
     check(F.scaled_dot_product_attention, tuple(specs), *values, exact=False)

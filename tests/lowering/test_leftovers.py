@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import linecache
-import subprocess
-import sys
 import weakref
 from typing import Any
 
@@ -22,7 +20,9 @@ from functional_parallel.ir.graph import Aval, aval_of
 from functional_parallel.lowering import leftovers
 from sharding_specs import Mesh, P
 
-LAYERS, SIZE = 4, 8
+from ..processes import run_on_processes
+
+LAYERS, SIZE = 2, 8
 PLANS = {
     "ddp": fp.data_parallel("data"),
     "zero-3": fp.zero(3, "data"),
@@ -168,27 +168,40 @@ def test_free_pages_can_be_given_back_anywhere(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="only glibc's malloc is told, and tells")
 def test_pages_that_a_step_frees_are_there_for_the_next_step() -> None:
     """A large block is from the heap, of which malloc keeps twice as much, and not from the system and back to it."""
-    told = subprocess.run([sys.executable, "-c", _WHERE_FROM], capture_output=True, text=True, check=True).stdout
-    assert told.split() == ["1", "0"], "blocks of 16 MiB from the system, before and after"
+    assert run_on_processes(blocks_from_the_system, 1) == [[1, 0]], "blocks of 16 MiB, before and after"
 
 
-_WHERE_FROM = """
-import ctypes, torch
-from functional_parallel.lowering.leftovers import keep_pages
+def blocks_from_the_system(rank: int) -> list[int]:
+    """In a process that has made no program yet."""
+    told = ctypes.CDLL(None).mallinfo2
+    told.restype = MallocInfo
+    held = []  # for a block that is freed counts itself
 
-names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
-Info = type("Info", (ctypes.Structure,), {"_fields_": [(name, ctypes.c_size_t) for name in names]})
-told = ctypes.CDLL(None).mallinfo2
-told.restype = Info
+    def from_the_system() -> int:
+        before = told().hblks
+        held.append(torch.empty(16 << 20, dtype=torch.uint8))
+        return int(told().hblks - before)
 
-held = []  # for a block that is freed counts itself
+    before = from_the_system()
+    leftovers.keep_pages()
+    return [before, from_the_system()]
 
-def from_the_system():
-    before = told().hblks
-    held.append(torch.empty(16 << 20, dtype=torch.uint8))
-    return told().hblks - before
 
-print(from_the_system())
-keep_pages()
-print(from_the_system())
-"""
+class MallocInfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in [
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        ]
+    ]

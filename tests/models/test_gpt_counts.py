@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,10 @@ def program(mesh: Mesh, plan: Any, sequence_parallel: bool = False, layers: int 
     return step.program
 
 
-def tensor_plan(sequence_parallel: bool = False) -> Any:
-    return fp.tensor_parallel("tensor", model(sequence_parallel)[2])
+@cache
+def tensor_program(sequence_parallel: bool = False, layers: int = LAYERS) -> Any:
+    plan = fp.tensor_parallel("tensor", model(sequence_parallel, layers)[2])
+    return program(Mesh(tensor=2), plan, sequence_parallel, layers)
 
 
 ACTIVATION, TOKENS = (BATCH, TIME, EMBED), (BATCH * TIME,)
@@ -47,9 +49,7 @@ ACTIVATION, TOKENS = (BATCH, TIME, EMBED), (BATCH * TIME,)
 
 def test_the_whole_list_of_tensor_parallelism() -> None:
     """Four psums of an activation per layer; the embedding, the head, and the loss's three reductions."""
-    found = Counter(
-        (one.kind, one.operand.numel, one.phase) for one in program(Mesh(tensor=2), tensor_plan()).collectives()
-    )
+    found = Counter((one.kind, one.operand.numel, one.phase) for one in tensor_program().collectives())
     activation = BATCH * TIME * EMBED
     assert found == {
         ("psum", activation, "forward"): 2 * LAYERS + 1,  # attention's output, the MLP's output; the embedding
@@ -60,40 +60,36 @@ def test_the_whole_list_of_tensor_parallelism() -> None:
 
 
 def test_no_collective_carries_logits() -> None:
-    for one in program(Mesh(data=2, tensor=2), fp.chain(tensor_plan(), fp.data_parallel("data"))).collectives():
+    plan = fp.chain(fp.tensor_parallel("tensor", model(layers=1)[2]), fp.data_parallel("data"))
+    for one in program(Mesh(data=2, tensor=2), plan, layers=1).collectives():
         assert one.operand.numel < BATCH * TIME * VOCABULARY // 4 or one.axes == ("data",)
         if one.axes == ("tensor",):
             assert VOCABULARY not in one.operand.shape and VOCABULARY // 2 not in one.operand.shape
 
 
-@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("layers", [1, LAYERS])
 def test_four_psums_per_layer(layers: int) -> None:
-    counts = program(Mesh(tensor=2), tensor_plan_of(layers), layers=layers).counts()
+    counts = tensor_program(layers=layers).counts()
     assert counts[("psum", ("tensor",))] == 4 * layers + 4
-
-
-def tensor_plan_of(layers: int) -> Any:
-    return fp.tensor_parallel("tensor", model(layers=layers)[2])
 
 
 def test_bytes_are_the_formula() -> None:
     """2 (n−1)/n · bsh per psum, 4 per layer and one each for embedding and head, and the loss's 3 · bs."""
     element = 8
-    per_rank = sum(one.bytes for one in program(Mesh(tensor=2), tensor_plan()).collectives())
+    per_rank = sum(one.bytes for one in tensor_program().collectives())
     expected = (4 * LAYERS + 2) * BATCH * TIME * EMBED * element + 3 * BATCH * TIME * element
     assert per_rank == expected  # 2 (n−1)/n is 1 for two ranks
 
 
 def test_data_parallelism_sums_each_parameter_once() -> None:
-    found = program(Mesh(data=2), fp.data_parallel("data"))
-    assert found.counts() == {("psum", ("data",)): len(optree.tree_leaves(model()[1])) + 1}
+    found = program(Mesh(data=2), fp.data_parallel("data"), layers=1)
+    assert found.counts() == {("psum", ("data",)): len(optree.tree_leaves(model(layers=1)[1])) + 1}
     assert sum(one.operand.numel <= 2 for one in found.collectives()) == 1, "the loss: a sum and a count"
 
 
 def test_sequence_parallelism() -> None:
     """Each psum of an activation becomes a psum_scatter and an all_gather of the same bytes together."""
-    plain = program(Mesh(tensor=2), tensor_plan())
-    found = program(Mesh(tensor=2), tensor_plan(True), sequence_parallel=True)
+    plain, found = tensor_program(), tensor_program(sequence_parallel=True)
     activation = BATCH * TIME * EMBED
     counts = Counter((one.kind, one.operand.numel, one.phase) for one in found.collectives())
     assert counts == {

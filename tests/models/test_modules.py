@@ -204,11 +204,13 @@ def test_a_model_for_inference_has_all_its_parameters() -> None:
     torch.testing.assert_close(fp.compile(split(fn), Mesh(tensor=2))(params, x), fn(params, x))
 
 
-@pytest.mark.parametrize("plan", [fp.data_parallel("data"), fp.zero(3, "data")], ids=str)
+@pytest.mark.parametrize(
+    "plan", [pytest.param(fp.data_parallel("data"), marks=pytest.mark.slow), fp.zero(3, "data")], ids=str
+)
 @pytest.mark.parametrize(
     "module",
     [
-        nn.LSTM(4, 4, batch_first=True, num_layers=2, bidirectional=True),
+        nn.LSTM(4, 4, batch_first=True, bidirectional=True),
         nn.GRU(4, 4, batch_first=True),
         nn.RNN(4, 4, batch_first=True),
         nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.SiLU(inplace=True)),
@@ -302,7 +304,7 @@ def test_torchs_transformer_layers(layer: Any) -> None:
     fp.testing.assert_equivalent(loss, fp.zero(3, "data"), Mesh(data=2), params, x, *memory, rtol=1e-11)
 
 
-@pytest.mark.parametrize("padding", [None, 3, -9])
+@pytest.mark.parametrize("padding", [None, pytest.param(3, marks=pytest.mark.slow), -9])
 @pytest.mark.parametrize("spec", [P(None, "tensor"), P("tensor")], ids=str)
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_bags_of_one_length(mode: str, spec: P, padding: int | None) -> None:
@@ -323,7 +325,7 @@ def test_bags_that_are_refused() -> None:
 
 @pytest.mark.parametrize("plan", [fp.data_parallel("data"), fp.zero(3, "data")], ids=str)
 @pytest.mark.parametrize("inside", [False, True], ids=["forward", "derivative inside"])
-@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("dims", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_global_average_of_what_lies_channels_last(dims: int, inside: bool, plan: Any) -> None:
     """torch relabels strides of its mean then, in place."""
     pool = [nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d][dims - 1](1)

@@ -34,7 +34,7 @@ def targets(seed: int, ignored: float, ignore_index: int, count: int = 8) -> tor
     return found
 
 
-@settings(max_examples=18)
+@settings(max_examples=9)
 @given(
     ranks=st.sampled_from([(1, 2), (2, 2), (2, 1), (1, 4), (4, 2)]),
     reduction=st.sampled_from(["mean", "sum", "none"]),
@@ -74,6 +74,7 @@ def test_cross_entropy(
         assert one.axes != ("tensor",) or not logits
 
 
+@settings(max_examples=9)
 @given(
     pixels=st.sampled_from([(3,), (2, 3), (1,), (2, 1, 3)]),
     reduction=st.sampled_from(["mean", "sum", "none"]),
@@ -144,6 +145,7 @@ def test_padding_tokens_get_no_gradient(padding: int | None) -> None:
     fp.testing.assert_equivalent(loss, plan, Mesh(data=2, tensor=2), parameters(), tokens, rtol=1e-12)
 
 
+@settings(max_examples=9)
 @given(
     ranks=st.sampled_from([(1, 2), (2, 1), (2, 2), (4, 1)]),
     spec=st.sampled_from([P(), P("tensor"), P((4, "tensor")), P(None, "tensor")]),

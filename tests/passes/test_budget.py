@@ -45,15 +45,19 @@ def plan_of(name: str, *first: Any) -> tuple[Any, Mesh]:
     return fp.chain(*first, *parts), Mesh(**sizes)
 
 
-def step(name: str, *first: Any, f: Any = loss, layers: int = 3, rows: int = 1024, **options: Any) -> Any:
+def step(name: str, *first: Any, f: Any = loss, layers: int = 2, rows: int = 1024, **options: Any) -> Any:
     plan, mesh = plan_of(name, *first)
     train = fp.train_step(f, fp.optim.adamw(1e-2), mesh, plan, **options)
     return train.lower(train.init(parameters(layers)), *batch(rows))
 
 
 @cache
+def plain(name: str, bucket: int | None = 25 << 20) -> Any:
+    return step(name, bucket=bucket)
+
+
 def plain_peak(name: str, bucket: int | None = 25 << 20) -> int:
-    return step(name, bucket=bucket).memory().peak
+    return plain(name, bucket).memory().peak
 
 
 @cache
@@ -74,7 +78,7 @@ def again(program: Any) -> int:
     return sum(recompute_cost(node, program.mesh) for node in copies if "all_gather" not in str(node.target))
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(name=st.sampled_from(sorted(PLANS)), fraction=st.floats(0, 1), bucket=st.sampled_from([1 << 10, 25 << 20]))
 def test_the_peak_fits_and_is_measured(name: str, fraction: float, bucket: int | None) -> None:
     low, high = lowest(name, bucket), plain_peak(name, bucket)
@@ -83,14 +87,14 @@ def test_the_peak_fits_and_is_measured(name: str, fraction: float, bucket: int |
     assert measured(program) == program.memory().peak <= budget
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(name=st.sampled_from(sorted(PLANS)), fraction=st.floats(0, 1), integers=st.booleans())
 def test_gradients_are_the_same_to_the_bit(name: str, fraction: float, integers: bool) -> None:
     """Those of the same plan without recomputation; on integers also those of the whole function."""
     plan, mesh = plan_of(name)
     f, params, inputs = (
         integer_loss if integers else loss,
-        parameters(3, integers=integers),
+        parameters(2, integers=integers),
         batch(512, integers=integers),
     )
 
@@ -112,15 +116,15 @@ def test_gradients_are_the_same_to_the_bit(name: str, fraction: float, integers:
 
 
 @pytest.mark.parametrize("name", sorted(PLANS))
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 def test_a_looser_budget_never_computes_more_again(name: str) -> None:
     low, high = lowest(name), plain_peak(name)
-    budgets = [low + (high - low) * part // 4 for part in range(5)]
+    budgets = [low + (high - low) * part // 3 for part in range(4)]
     programs = [step(name, fp.remat(budget=budget)) for budget in budgets]
     costs = [again(program) for program in programs]
     assert costs == sorted(costs, reverse=True)
     assert costs[0] > 0
-    assert programs[-1].fingerprint() == step(name).fingerprint()  # a budget that is kept anyway changes nothing
+    assert programs[-1].fingerprint() == plain(name).fingerprint()  # a budget that is kept anyway changes nothing
     copies = [{str(node) for node in p.traced.nodes if info(node).recomputed} for p in programs]
     assert [len(names) for names in copies] == sorted(map(len, copies), reverse=True)
 
@@ -128,7 +132,7 @@ def test_a_looser_budget_never_computes_more_again(name: str) -> None:
 @pytest.mark.parametrize("name", ["data", "zero 3", "microbatches"])
 @pytest.mark.every(2)
 def test_no_named_policy_fits_with_less_work(name: str) -> None:
-    wide = partial(step, name, layers=9, rows=2048)
+    wide = partial(step, name, layers=6, rows=2048)
     for policy in (fp.remat(), fp.remat(every=2), fp.remat(every=3), fp.remat("nothing")):
         by_name = wide(policy)
         auto = wide(fp.remat(budget=by_name.memory().peak))
@@ -163,7 +167,7 @@ class Compare(ProgramPass):
 def test_the_ladder_foresees_every_peak(name: str) -> None:
     """The curve found without rewriting is that of the rewritten program, to the byte; ZeRO-3 moves gathers."""
     compare, (plan, mesh) = Compare(), plan_of(name)
-    fp.compile(fp.grad_and_value(plan(loss).requesting(RunPass(compare))), mesh).lower(parameters(6), *batch(1024))
+    fp.compile(fp.grad_and_value(plan(loss).requesting(RunPass(compare))), mesh).lower(parameters(4), *batch(1024))
     assert len(compare.found) > 3
     for expected, exact in compare.found:
         assert abs(expected - exact) <= (0.02 * exact if "zero 3" in name else 0)
@@ -171,7 +175,7 @@ def test_the_ladder_foresees_every_peak(name: str) -> None:
 
 def gpt_step(*first: Any, embed: int = 16) -> tuple[Any, list[torch.Tensor]]:
     """One step of a small GPT in bfloat16 under four transforms: its program, and all that comes of it."""
-    config = gpt.Config(layers=4, embed=embed, heads=2, time=16, sequence_parallel=True)
+    config = gpt.Config(layers=2, embed=embed, heads=2, time=16, sequence_parallel=True)
     params, specs = split(gpt.init(config))
     tokens = torch.randint(0, 256, (8, 17), generator=torch.Generator().manual_seed(0))
     rest = (fp.tensor_parallel("tensor", specs), fp.zero(3, "data"), fp.accumulate(2))
@@ -195,7 +199,7 @@ def test_attention_and_mixed_precision_on_a_gpt() -> None:
 
 def test_cheap_ops_come_first() -> None:
     """Where they are not computed again anyway."""
-    config = gpt.Config(layers=4, embed=64, heads=2, time=32)
+    config = gpt.Config(layers=2, embed=64, heads=2, time=32)
     params, _ = split(gpt.init(config))
     tokens = torch.zeros(16, 33, dtype=torch.int64)
 
@@ -204,7 +208,7 @@ def test_cheap_ops_come_first() -> None:
         return fp.compile(f, Mesh(), without=("cheap ops again",)).lower(params, tokens)
 
     plain, names = program(fp.remat(where="none")).memory().peak, []
-    for part in (90, 50):
+    for part in (90, 60):
         twice = [node for node in program(fp.remat(budget=plain * part // 100)).traced.nodes if info(node).recomputed]
         names.append({str(node.target).removeprefix("aten.").removesuffix(".default") for node in twice})
     assert "gelu" in names[0] and "native_layer_norm" in names[0]
@@ -213,11 +217,11 @@ def test_cheap_ops_come_first() -> None:
 
 
 def trained_on_rank(rank: int, budget: int) -> tuple[list[torch.Tensor], int, str]:
-    """Three steps of AdamW under a plan with a budget: what comes of it, what is computed again, the program."""
+    """Two steps of AdamW under a plan with a budget: what comes of it, what is computed again, the program."""
     plan, mesh = plan_of("tensor", *([fp.remat(budget=budget)] if budget else []))
     train = fp.train_step(noisy_loss, fp.optim.adamw(1e-2), mesh, plan, seed=0, reduction="ordered")
-    state = train.init(parameters(4))
-    for number in range(3):
+    state = train.init(parameters(2))
+    for number in range(2):
         state, metrics = train(state, *(leaf.roll(number, 0) for leaf in batch(512)))
     return [*optree.tree_leaves(train.params(state)), metrics.loss], again(train.program), train.program.fingerprint()
 
@@ -225,7 +229,7 @@ def trained_on_rank(rank: int, budget: int) -> tuple[list[torch.Tensor], int, st
 def test_on_real_processes() -> None:
     """Every rank chooses the same, and gets the bits of simulated ranks without recomputation."""
     plain, none, _ = trained_on_rank(0, 0)
-    high = step("tensor", f=noisy_loss, layers=4, rows=512, seed=0).memory().peak
+    high = step("tensor", f=noisy_loss, rows=512, seed=0).memory().peak
     budget = high * 9 // 10
     _, more, fingerprint = trained_on_rank(0, budget)
     assert more > none == 0
@@ -235,14 +239,14 @@ def test_on_real_processes() -> None:
 
 
 def test_dropout_repeats_itself() -> None:
-    params, inputs = parameters(4), batch(512)
+    params, inputs = parameters(3), batch(512)
 
     def trained(plan: Any) -> tuple[Any, torch.Tensor]:
         train = fp.train_step(noisy_loss, fp.optim.sgd(0.1), Mesh(), plan, seed=1)
         return train, train.params(train(train.init(params), *inputs)[0])["layers"][0]["a"]
 
     train, plain = trained(None)
-    train, found = trained(fp.remat(budget=train.program.memory().peak * 3 // 4))
+    train, found = trained(fp.remat(budget=train.program.memory().peak * 4 // 5))
     assert again(train.program) > 0
     assert torch.equal(found, plain)
 
@@ -258,7 +262,7 @@ def without_layers(kind: str) -> tuple[Any, Any, torch.Tensor]:
 
         return f, {name: torch.randn(8, 8) for name in "abcdefgh"}, torch.randn(256, 8)
     block = (torch.nn.Conv2d(4, 4, 3, padding=1), torch.nn.GELU(), torch.nn.GroupNorm(2, 4))
-    fn, params = fp.functional(torch.nn.Sequential(*block, *block, *block, *block))
+    fn, params = fp.functional(torch.nn.Sequential(*block, *block, *block))
     return lambda params, x: fn(params, x).square().mean(), params, torch.randn(8, 4, 16, 16)
 
 
@@ -277,11 +281,12 @@ def test_a_function_without_layers(kind: str) -> None:
 
 
 def test_where_restricts_the_choice() -> None:
-    program = step("data", fp.remat(budget=lowest("data") * 6 // 5, where="layers/*"))
+    budget = (lowest("data") + plain_peak("data")) // 2
+    program = step("data", fp.remat(budget=budget, where="layers/*"))
     names = {info(node).source.function for node in program.traced.nodes if info(node).recomputed}
     assert names == {"hidden"}  # nothing of the head
     with pytest.raises(fp.BudgetError):
-        step("data", fp.remat(budget=lowest("data") * 6 // 5, where="none"))
+        step("data", fp.remat(budget=budget, where="none"))
 
 
 def test_it_can_be_switched_off_and_says_what_it_did() -> None:

@@ -69,10 +69,10 @@ def gathers(program: Any) -> dict[str, int]:
 AXES = st.sampled_from([("data",), ("shard", "replica"), ("replica", "shard"), ("third", "shard", "replica")])
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(
     axes=AXES,
-    layers=st.integers(1, 5),
+    layers=st.integers(1, 4),
     prefetch=st.integers(0, 3),
     microbatches=st.sampled_from([1, 3]),
 )
@@ -104,7 +104,7 @@ def test_the_peak_is_that_of_one_axis(prefetch: int) -> None:
 
 
 def test_what_the_inner_axis_keeps_is_gathered_once() -> None:
-    params, x = square_layers(4), torch.randn(8, WIDTH).double()
+    params, x = square_layers(3), torch.randn(8, WIDTH).double()
 
     def counts(shard: bool, replica: bool, microbatches: int = 1) -> dict[str, int]:
         plan = fp.chain(
@@ -116,17 +116,17 @@ def test_what_the_inner_axis_keeps_is_gathered_once() -> None:
         torch.testing.assert_close(step(params, x), fp.grad(product)(params, x))
         return gathers(step.program)
 
-    assert counts(shard=False, replica=False) == {"shard": 7, "replica": 7}
-    assert counts(shard=False, replica=True) == {"shard": 7, "replica": 4}  # the half that one gather made is kept
-    assert counts(shard=True, replica=False) == {"shard": 4, "replica": 4}  # full copies are kept
-    assert counts(shard=False, replica=True, microbatches=2) == {"shard": 14, "replica": 4}
-    assert counts(shard=True, replica=False, microbatches=2) == {"shard": 4, "replica": 4}
+    assert counts(shard=False, replica=False) == {"shard": 5, "replica": 5}
+    assert counts(shard=False, replica=True) == {"shard": 5, "replica": 3}  # the half that one gather made is kept
+    assert counts(shard=True, replica=False) == {"shard": 3, "replica": 3}  # full copies are kept
+    assert counts(shard=False, replica=True, microbatches=2) == {"shard": 10, "replica": 3}
+    assert counts(shard=True, replica=False, microbatches=2) == {"shard": 3, "replica": 3}
 
 
 STAGES = st.lists(st.integers(0, 3), min_size=2, max_size=2)
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(
     stages=STAGES,
     order=st.permutations(["shard", "replica"]),

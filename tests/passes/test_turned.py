@@ -40,14 +40,14 @@ def arguments(width: int, seed: int) -> tuple[dict[str, torch.Tensor], torch.Ten
 
 
 @pytest.mark.parametrize("name", PLANS)
-@settings(max_examples=10)
+@settings(max_examples=4)
 @given(width=st.integers(1, 9), seed=st.integers(0, 1000))
 def test_gradients_are_exact(name: str, width: int, seed: int) -> None:
     width *= 2 if name == "columns and rows" else 1
     step = fp.compile(fp.grad(PLANS[name](loss)), Mesh(data=2))
     params, x = arguments(width, seed)
-    want = torch.func.grad(loss)(params, x)
-    assert all(torch.equal(step(params, x)[key], want[key]) for key in want)
+    found, want = step(params, x), torch.func.grad(loss)(params, x)
+    assert all(torch.equal(found[key], want[key]) for key in want)
 
 
 @pytest.mark.parametrize("name", [name for name in PLANS if name != "columns and rows"])  # there nothing lies crosswise

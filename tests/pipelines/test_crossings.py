@@ -137,8 +137,8 @@ def test_encoder_and_decoder() -> None:
 
     params = {
         "shared": normal(9, 4),
-        "encoder": [{**attention(), "up": normal(4, 8), "down": normal(8, 4)} for _ in range(4)],
-        "decoder": [{"own": attention(), "cross": attention()} for _ in range(4)],
+        "encoder": [{**attention(), "up": normal(4, 8), "down": normal(8, 4)} for _ in range(2)],
+        "decoder": [{"own": attention(), "cross": attention()} for _ in range(2)],
     }
     batch = torch.randint(0, 9, (8, 5)), torch.randint(0, 9, (8, 6))
     program = assert_same(loss, params, *batch, ranks=4)
@@ -148,6 +148,7 @@ def test_encoder_and_decoder() -> None:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1", "dualpipe"])
 @pytest.mark.parametrize("samples", [8, 11])
+@pytest.mark.every(2)
 def test_what_follows_from_a_sum_of_the_whole_batch(schedule: str, samples: int) -> None:
     """Weights that sum to one, inputs in units of their deviation, rows chosen by index: every stage takes them."""
 
@@ -196,7 +197,8 @@ def test_no_batch_dim_first() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "dualpipe"])
-@pytest.mark.parametrize("bend", [torch.relu, lambda x: x])
+@pytest.mark.parametrize("bend", [torch.relu, lambda x: x], ids=["relu", "linear"])
+@pytest.mark.every(3)
 def test_gradients_that_are_the_same_for_every_microbatch(schedule: str, bend: Any) -> None:
     """As those of the last bias, where the loss is linear in what the model returns; of every one in a linear model."""
 

@@ -108,15 +108,15 @@ def test_stacked_layers() -> None:
     x = normal(8, 2)
     wanted = fp.grad_and_value(loss)(params, x)
     plans = {
-        "pipe": (fp.pipeline("pipe", specs, microbatches=4), Mesh(pipe=2)),
-        "interleaved": (fp.pipeline("pipe", specs, microbatches=4, schedule="interleaved"), Mesh(pipe=2)),
+        "pipe": (fp.pipeline("pipe", specs, microbatches=2), Mesh(pipe=2)),
+        "interleaved": (fp.pipeline("pipe", specs, microbatches=2, schedule="interleaved"), Mesh(pipe=2)),
         "all": (
             fp.chain(
                 fp.tensor_parallel("tensor", specs), fp.zero(3, "data"), fp.pipeline("pipe", specs, microbatches=2)
             ),
             Mesh(pipe=2, data=2, tensor=2),
         ),
-        "from specs": (fp.from_specs(specs, Mesh(pipe=4, tensor=2), microbatches=4), Mesh(pipe=4, tensor=2)),
+        "from specs": (fp.from_specs(specs, Mesh(pipe=4, tensor=2), microbatches=2), Mesh(pipe=4, tensor=2)),
     }
     for name, (plan, mesh) in plans.items():
         got = fp.compile(fp.grad_and_value(plan(loss)), mesh)(params, x)
@@ -151,8 +151,8 @@ def test_composes(inner: Any) -> None:
     x = torch.randn(16, 4)
     results = []
     for plan, mesh in [
-        (fp.chain(inner, fp.pipeline("pipe", microbatches=4, schedule="zb-h1")), Mesh(pipe=2, data=2)),
-        (fp.chain(inner, fp.accumulate(4)), Mesh(pipe=2, data=2)),
+        (fp.chain(inner, fp.pipeline("pipe", microbatches=2, schedule="zb-h1")), Mesh(pipe=2, data=2)),
+        (fp.chain(inner, fp.accumulate(2)), Mesh(pipe=2, data=2)),
     ]:
         train = fp.train_step(loss, fp.optim.adamw(0.1), mesh, plan, clip=1.0)
         state = train.init(params)
@@ -169,9 +169,9 @@ def test_dropout_is_the_same_in_a_pipeline() -> None:
             x = F.dropout(torch.tanh(x @ weight), 0.3)
         return x.mean()
 
-    params, x = [normal(4, 4) for _ in range(4)], normal(8, 4)
+    params, x = [normal(4, 4) for _ in range(2)], normal(8, 4)
     losses = []
-    for plan, mesh in [(fp.pipeline("pipe", microbatches=4), Mesh(pipe=2)), (fp.accumulate(2), Mesh()), (None, Mesh())]:
+    for plan, mesh in [(fp.pipeline("pipe", microbatches=2), Mesh(pipe=2)), (fp.accumulate(4), Mesh()), (None, Mesh())]:
         train = fp.train_step(loss, fp.optim.sgd(0.1), mesh, plan, seed=0)
         state = train.init(params)
         for _ in range(3):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from functional_parallel.pipelines import PipelineProgram
 from functional_parallel.program.explain import readable_bytes
 from sharding_specs import Mesh, P
 
-WIDTH, LAYERS, MICROBATCHES = 16, 4, 4
+WIDTH, LAYERS, MICROBATCHES = 16, 2, 4
 
 
 def loss(params: Any, x: Tensor) -> Tensor:
@@ -24,6 +25,7 @@ def loss(params: Any, x: Tensor) -> Tensor:
     return (x**2).mean()
 
 
+@cache
 def step(*transforms: Any, schedule: str = "1f1b", **options: Any) -> PipelineProgram:
     params = [{"in": torch.zeros(WIDTH, 2 * WIDTH), "out": torch.zeros(2 * WIDTH, WIDTH)} for _ in range(LAYERS)]
     plan = fp.chain(*transforms, fp.pipeline("pipe", schedule=schedule, microbatches=MICROBATCHES))

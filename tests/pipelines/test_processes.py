@@ -18,11 +18,19 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def test_every_schedule_on_two_processes() -> None:
+KINDS = ["1f1b", "dualpipe", "interleaved", "v-half", "zb-h2", "zb-v"]  # chunks, folds, chains, parts of a backward
+
+
+def by_schedules(rank: int, names: list[str]) -> dict[str, list[torch.Tensor]]:
+    return gradients(names, 2)
+
+
+@pytest.mark.parametrize("names", [KINDS, pytest.param(sorted({*SYNCHRONOUS} - {*KINDS}), marks=pytest.mark.slow)])
+def test_every_schedule_on_two_processes(names: list[str]) -> None:
     """In floats: the gradients without a pipeline, and the bits of simulated ranks, which add microbatches in order."""
-    simulated = gradients(SYNCHRONOUS, 2)
-    for found in run_on_processes(all_schedules, 2, 2):
-        for name in SYNCHRONOUS:
+    simulated = gradients(names, 2)
+    for found in run_on_processes(by_schedules, 2, names):
+        for name in names:
             assert_plain(name, 2, found[name])
             schedule, _, _ = schedule_case(name, 2)
             assert same(found[name], simulated[name]) or not adds_in_order(schedule), name
@@ -53,7 +61,7 @@ def assert_plain(name: str, ranks: int, found: list[torch.Tensor]) -> None:
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
-ALWAYS = ["pipe and data, zero 3", "pipe and tensor"]
+ALWAYS = ["pipe and data, zero 3"]  # and all axes at once: `test_training.test_steps_on_eight_processes`
 
 
 @pytest.mark.parametrize("names", [ALWAYS, pytest.param(sorted({*FOUR} - {*ALWAYS}), marks=pytest.mark.slow)])

@@ -38,6 +38,7 @@ def scalar_sums(program: Any) -> list[Any]:
 @pytest.mark.parametrize("f", SUMS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("transform", [fp.data_parallel("data"), fp.zero(2, "data"), fp.zero(3, "data")], ids=str)
+@pytest.mark.every(3)
 def test_pipelines(f: Any, ranks: int, transform: Any) -> None:
     plan = fp.chain(transform, fp.pipeline("pipe", microbatches=MICROBATCHES))
     program = fp.compile(fp.grad_and_value(plan(f)), Mesh(pipe=ranks, data=2)).lower(parameters(4), *batch(32))
@@ -59,7 +60,7 @@ def test_accumulation(f: Any, reduce: str) -> None:
     assert len(scalar_sums(without.lower(parameters(2), *batch(32)))) == MICROBATCHES * sum(SUMS[f])
 
 
-@pytest.mark.parametrize("length", [32, 30])
+@pytest.mark.parametrize("length", [pytest.param(32, marks=pytest.mark.slow), 30])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 def test_integers_do_not_show_it(length: int, schedule: str) -> None:
     """Every way to cut the batch, the same integers; 30 samples make microbatches of two lengths."""

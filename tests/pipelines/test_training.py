@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +55,20 @@ def apart(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
+@cache
+def alone(steps: int) -> list[float]:
+    return losses(Mesh(), 0, steps)
+
+
 def test_the_first_steps() -> None:
-    one = losses(Mesh(), 0, 5)
-    for zero, schedule in [(0, "1f1b"), (1, "zb-v"), (3, "interleaved")]:
-        assert apart(losses(MESH, zero, 5, schedule=schedule), one) < 1e-12
+    """ZeRO 1 and 1f1b are those of eight processes below."""
+    for zero, schedule in [(0, "zb-v"), (3, "interleaved")]:
+        assert apart(losses(MESH, zero, 3, schedule=schedule), alone(3)) < 1e-12
 
 
 @pytest.mark.slow
 def test_two_hundred_steps_on_simulated_ranks() -> None:
-    one = losses(Mesh(), 0, 200)
+    one = alone(200)
     assert one[0] - min(one[-10:]) > 1
     for zero in (0, 1):
         assert apart(losses(MESH, zero, 200), one) < 1e-10
@@ -84,11 +89,10 @@ def on_eight(rank: int, steps: int) -> list[float]:
     return losses(MESH, 1, steps)
 
 
-@pytest.mark.parametrize(("steps", "bound"), [(2, 1e-12), pytest.param(200, 1e-10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("steps", "bound"), [(3, 1e-12), pytest.param(200, 1e-10, marks=pytest.mark.slow)])
 def test_steps_on_eight_processes(steps: int, bound: float) -> None:
-    one = losses(Mesh(), 0, steps)
     for found in run_on_processes(on_eight, MESH.size, steps, timeout=1200):
-        assert apart(found, one) < bound
+        assert apart(found, alone(steps)) < bound
 
 
 # -----------------------------------------------------------------------------
@@ -113,6 +117,7 @@ def through_blocks(params: Any, x: torch.Tensor) -> torch.Tensor:
     "decay",
     [{"*/b": False}, {"blocks/b": 0.5}, lambda path, leaf: leaf.ndim > 2, lambda path, leaf: path.endswith("b")],
 )
+@pytest.mark.every(2)
 def test_a_layer_decays_as_its_stack_does(kind: Any, decay: Any) -> None:
     def trained(mesh: Mesh, plan: Any) -> Any:
         train = fp.train_step(through_blocks, kind(0.5, weight_decay=0.5, decay=decay), mesh, plan)

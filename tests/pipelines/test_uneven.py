@@ -9,7 +9,7 @@ import optree
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import functional_parallel as fp
@@ -27,6 +27,7 @@ from .test_laws import trained_both_ways
 from .work import FOUR, four_ranks, uneven_on_two
 
 
+@settings(max_examples=7)
 @given(plans(), kinds, st.data(), st.integers(0, 1000))
 def test_value_and_gradients_are_those_of_the_function(
     schedule: Schedule, contents: list[str], data: st.DataObject, seed: int
@@ -38,11 +39,12 @@ def test_value_and_gradients_are_those_of_the_function(
     assert_equal(step(params, *inputs), fp.grad_and_value(loss)(params, *inputs))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("samples", [10, 14, 22])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.every(3)
 def test_beside_zero(stage: int, samples: int) -> None:
     """On each of two data ranks 5 samples as 2, 1, 1, 1; 7 as 2, 2, 2, 1; 11 as 3, 3, 3, 2."""
-    contents = ["linear", "skip", "tied", "masked", "gate", "residual", "widened", "relu"]
+    contents = ["linear", "skip", "tied", "masked", "widened", "relu"]
     loss, params, inputs = network(contents), parameters(contents, stage), batch(samples, stage)
     plan = fp.chain(fp.zero(stage, "data"), fp.pipeline("pipe", schedule="zb-h1", microbatches=4))
     step = fp.compile(fp.grad_and_value(plan(loss)), Mesh(pipe=2, data=2))
@@ -50,7 +52,7 @@ def test_beside_zero(stage: int, samples: int) -> None:
 
 
 @pytest.mark.parametrize("name", SYNCHRONOUS)
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_training_gives_the_bits_of_the_same_microbatches_on_one_rank(name: str) -> None:
     piped, one, whole = trained_both_ways(name, torch.randn(11, 2, dtype=torch.float64))
     assert_equal(piped, one)
@@ -75,7 +77,7 @@ TRANSFORMS: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("inner", TRANSFORMS)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 def test_with_other_transforms_as_accumulated_on_one_rank(inner: str, schedule: str) -> None:
     generator = torch.Generator().manual_seed(0)
     draw = partial(torch.randn, generator=generator)
@@ -125,6 +127,7 @@ NEED_ALL = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.every(2)
 def test_every_sample_counts_once(name: str) -> None:
     """7 samples as 2, 2, 2 and 1; what needs all microbatches at once is refused, as where they are equal."""
 

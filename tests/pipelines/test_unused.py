@@ -15,6 +15,7 @@ from functional_parallel.schedules import Schedule
 from sharding_specs import Mesh, P
 
 from ..processes import run_on_processes
+from ..some_cases import one_in
 from ..trees import assert_equal
 from .networks import assert_close, batch, kinds, made, network, normal, parameters, pipeline, plans
 from .work import idle_gradients
@@ -22,8 +23,8 @@ from .work import idle_gradients
 shapes = st.lists(st.lists(st.integers(1, 6), max_size=3), min_size=1, max_size=3)
 
 
-@settings(max_examples=12)
-@given(plans(most_ranks=4), kinds, st.integers(0, 3), st.sampled_from([1, 2, 4]), shapes, st.integers(0, 1000))
+@settings(max_examples=6)
+@given(plans(most_ranks=3), kinds, st.integers(0, 3), st.sampled_from([1, 2, 4]), shapes, st.integers(0, 1000))
 def test_their_gradients_are_zero(
     schedule: Schedule, contents: list[str], stage: int, ranks: int, unused: list[list[int]], seed: int
 ) -> None:
@@ -67,9 +68,7 @@ def test_without_a_derivative(stage: int) -> None:
     assert_close(got, fp.grad_and_value(loss)(params, x))
 
 
-@pytest.mark.parametrize("zero", [0, 2])
-@pytest.mark.parametrize("microbatches", [1, 2, 3])
-@pytest.mark.parametrize("kind", ["pipeline", "accumulate"])
+@one_in(3, kind=["pipeline", "accumulate"], microbatches=[1, 2, 3], zero=[0, 2])
 def test_results_per_sample_that_no_sample_decides(kind: str, microbatches: int, zero: int) -> None:
     def loss(params: list[Tensor], x: Tensor) -> tuple[Tensor, Any]:
         h = x
@@ -88,8 +87,7 @@ def test_results_per_sample_that_no_sample_decides(kind: str, microbatches: int,
     assert_close(got, fp.grad_and_value(loss, has_aux=True)(params, x))
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+@one_in(2, name=["1f1b", "zb-v"], stage=range(4))
 def test_training_leaves_them_as_they_are(name: str, stage: int) -> None:
     def loss(params: dict[str, Any], x: Tensor) -> Tensor:
         for w in params["layers"]:

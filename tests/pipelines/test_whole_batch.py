@@ -13,6 +13,7 @@ import functional_parallel as fp
 from functional_parallel.pipelines import PipelineError
 from sharding_specs import Mesh
 
+from ..some_cases import one_in
 from .networks import assert_close, assert_same, normal
 
 
@@ -38,11 +39,9 @@ STREAMED = [(schedule, samples) for schedule in ("naive", "gpipe", "zb-h1", "int
 STREAMED += [("dualpipe-v", 8), ("dualpipe-v", 7)]  # it takes four microbatches or more
 
 
-@pytest.mark.parametrize(("schedule", "samples"), STREAMED)
-@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True, "bias": False}], ids=str)
-@pytest.mark.every(6)
-def test_gated_units_stream(options: dict[str, Any], schedule: str, samples: int) -> None:
-    loss, params = recurrent(**options)
+@one_in(6, streamed=STREAMED, options=[{}, {"num_layers": 2, "bidirectional": True, "bias": False}])
+def test_gated_units_stream(streamed: tuple[str, int], options: dict[str, Any]) -> None:
+    (schedule, samples), (loss, params) = streamed, recurrent(**options)
     assert_same(loss, params, normal(samples, 2, 3), schedule=schedule, microbatches=min(samples, 4))
 
 
@@ -57,7 +56,7 @@ def test_gated_units_in_an_asynchronous_pipeline(schedule: str) -> None:
         plan = fp.pipeline("pipe", schedule=schedule, microbatches=4)
         train = fp.train_step(loss, fp.optim.adamw(1e-2), Mesh(pipe=2), plan)
         state, losses = train.init(params), []
-        for _ in range(3):
+        for _ in range(2):
             state, metrics = train(state, *batch)
             losses.append(metrics.loss)
         return train.params(state), losses
@@ -81,8 +80,7 @@ LOSSES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("zero", [None, 0, 3])
-@pytest.mark.parametrize("name", LOSSES)
+@one_in(3, name=LOSSES, zero=[None, 0, 3])
 def test_a_single_microbatch_waits_for_nobody(name: str, zero: int | None) -> None:
     params, x = {"a": normal(4, 4), "b": normal(4, 4)}, normal(8, 4)
     if zero is None:
@@ -99,7 +97,7 @@ def test_training_on_a_single_microbatch(name: str) -> None:
     for mesh, plan in ((Mesh(pipe=2), fp.pipeline("pipe", microbatches=1)), (Mesh(data=1), fp.data_parallel("data"))):
         train = fp.train_step(LOSSES[name], fp.optim.adamw(1e-2), mesh, plan, clip=0.1)
         state = train.init(params)
-        for _ in range(3):
+        for _ in range(2):
             state, metrics = train(state, x)
         found.append((train.params(state), metrics.loss, metrics.grad_norm))
     assert_close(*found)

@@ -116,15 +116,15 @@ def test_state_is_what_the_ranks_hold() -> None:
     assert choice.plan.memory == held[0] * 4 / 3 + activations + x.nbytes
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(data=st.data())
 def test_a_choice_fits_as_it_is_lowered(data: st.DataObject) -> None:
     """Batch, temporaries and messages included: what it says it holds is what the program of its training step says."""
-    widths = data.draw(st.lists(st.sampled_from([4, 16]), min_size=2, max_size=5))
+    widths = data.draw(st.lists(st.sampled_from([4, 16]), min_size=2, max_size=4))
     params, x = chain_params(widths), torch.randn(data.draw(st.sampled_from([8, 32])), 4)
     optimizer = data.draw(st.sampled_from([fp.optim.sgd(0.1), fp.optim.adamw(0.1)]))
     inner = data.draw(st.sampled_from([None, fp.remat("nothing"), fp.mixed_precision("bf16")]))
-    names = data.draw(st.sets(st.sampled_from(SYNCHRONOUS), min_size=1, max_size=3))
+    names = data.draw(st.sets(st.sampled_from(SYNCHRONOUS), min_size=1, max_size=2))
     ranks = data.draw(st.sampled_from([2, 4]))
     options: dict[str, Any] = {"optimizer": optimizer, "inner": inner, "names": sorted(names)}
     try:
@@ -144,7 +144,7 @@ def test_a_choice_fits_as_it_is_lowered(data: st.DataObject) -> None:
 
 
 def test_what_it_finds_runs_and_is_right() -> None:
-    params, x = chain_params([8] * 8), torch.randn(16, 4)
+    params, x = chain_params([8] * 4), torch.randn(8, 4)
     machine = Machine(ranks=4, latency=1e-8, bandwidth=1e9, reduce_bandwidth=1e9, overhead=1e-8)
     found = fp.search_pipeline(chain_loss, params, x, machine=machine)
     assert {choice.plan.depth for choice in found} == {1, 2, 4}
@@ -162,7 +162,7 @@ def test_what_it_finds_runs_and_is_right() -> None:
 
 
 def test_a_tied_weight_counts_once_where_both_its_uses_are() -> None:
-    config = gpt.Config(2, 8, 2, 8, tied=True)
+    config = gpt.Config(1, 8, 2, 8, tied=True)
     params, _ = split(gpt.init(config, 0))
     tokens = torch.randint(0, 256, (4, 9))
     layers = fp.layer_costs(partial(gpt.loss, config=config), params, tokens)

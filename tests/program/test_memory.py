@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,7 @@ def random_step(seed: int) -> tuple[str, Any]:
     layout = draw.choice(["dims", "flat"]) if stage in (1, 2) else "dims"
     data = [fp.zero(stage, "data", layout=layout, keep_gathered=keep_gathered), fp.accumulate(microbatches)]
     if draw.random() < 0.5:
-        config = gpt.Config(2, draw.choice([16, 20]), 2, 8)
+        config = gpt.Config(2 if parts else 1, draw.choice([16, 20]), 2, 8)
         params, specs = split(gpt.init(config, 0))
         f, inputs = partial(gpt.loss, config=config), (torch.randint(0, 256, (16, 9)),)
         split_by = [fp.tensor_parallel("tensor", specs)] if "tensor" in mesh.axis_names else []
@@ -88,7 +88,7 @@ def random_step(seed: int) -> tuple[str, Any]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 def test_the_predicted_peak_is_the_measured_one(seed: int) -> None:
     words, program = random_step(seed)
     predicted, found = program.memory().peak, measured(program)
@@ -107,11 +107,16 @@ def test_what_is_alive_adds_up() -> None:
 
 def kept(plan: Any, rows: int = 64, optimizer: str = "adamw", **options: Any) -> Any:
     train = fp.train_step(loss, OPTIMIZERS[optimizer], Mesh(data=4), plan, **options)
-    return train.lower(train.init(parameters(6, width=32)), *batch(rows, width=32)).memory()
+    return train.lower(train.init(parameters(3, width=32)), *batch(rows, width=32)).memory()
+
+
+@cache
+def kept_at(stage: int) -> Any:
+    return kept(fp.zero(stage, "data"))
 
 
 def test_each_stage_needs_less() -> None:
-    peaks = [kept(fp.zero(stage, "data")).peak for stage in (0, 1, 2, 3)]
+    peaks = [kept_at(stage).peak for stage in (0, 1, 2, 3)]
     assert peaks[0] > peaks[1] >= peaks[2] > peaks[3]
 
 
@@ -139,7 +144,7 @@ def test_reducing_each_microbatch_keeps_a_part_of_the_gradient() -> None:
 
 def test_a_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    kept(fp.zero(3, "data")).plot(tmp_path / "memory.png")
+    kept_at(3).plot(tmp_path / "memory.png")
     assert (tmp_path / "memory.png").stat().st_size > 1000
 
 

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import optree
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,11 +24,13 @@ from functional_parallel.program.work import flops
 from functional_parallel.schedules.registry import FAMILIES
 from sharding_specs import Mesh, P, split
 
+from ..passes import networks
+
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples"))
 import gpt
 
 H100 = HARDWARE["h100"]
-CONFIG = gpt.Config(layers=2, embed=64, heads=8, time=16, vocab=64)
+CONFIG = gpt.Config(layers=1, embed=64, heads=8, time=16, vocab=64)
 
 
 def model(config: gpt.Config = CONFIG) -> tuple[Any, Any]:
@@ -49,6 +52,14 @@ def step(mesh: Mesh, plan: Any, samples: int | None = None, **options: Any) -> A
     """The program of a training step of the GPT."""
     train = fp.train_step(partial(gpt.loss, config=CONFIG), fp.optim.adamw(1e-3), mesh, plan, **options)
     return train.lower(model()[0], tokens(samples or mesh.size))
+
+
+def small(mesh: Mesh, plan: Any, samples: int | None = None, **options: Any) -> Any:
+    """The program of a training step of a residual network, which takes less time to make."""
+    train = fp.train_step(networks.loss, fp.optim.adamw(1e-3), mesh, plan, **options)
+    batch = networks.batch(samples or mesh.size, width=16)
+    params = networks.parameters(2, width=16)
+    return train.lower(*optree.tree_map(lambda leaf: torch.empty_like(leaf, device="meta"), (params, *batch)))
 
 
 # -----------------------------------------------------------------------------
@@ -156,8 +167,10 @@ PLANS: dict[str, Callable[[], tuple[Mesh, Any]]] = {
 
 @pytest.fixture(scope="module")
 def programs() -> dict[str, Any]:
+    """The GPT's with one rank and under tensor parallelism, the small network's under the other plans."""
     return {
-        name: step(mesh, plan, 2 * mesh.size, clip=1.0) for name, (mesh, plan) in ((n, f()) for n, f in PLANS.items())
+        name: (step if name in ("one rank", "tensor") else small)(mesh, plan, 2 * mesh.size, clip=1.0)
+        for name, (mesh, plan) in ((n, f()) for n, f in PLANS.items())
     }
 
 
@@ -185,7 +198,7 @@ def test_the_parts_of_a_price_are_the_whole(name: str, programs: dict[str, Any])
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero 3", "hsdp", "tensor"])
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(st.lists(st.floats(1, 100), min_size=8, max_size=8))
 def test_nothing_faster_makes_a_step_slower(name: str, programs: dict[str, Any], by: list[float]) -> None:
     better = replace(
@@ -241,15 +254,16 @@ def test_sixteen_thousand_ranks_are_never_listed(name: str, monkeypatch: pytest.
     for method in ("groups", "coordinates", "rank", "axis_index"):
         monkeypatch.setattr(Mesh, method, listed)
     monkeypatch.setattr(Mesh, "ranks", property(listed))
-    price = step(mesh, plan, 4 * 16384).price()
+    make = small if name in ("zero 3", "hsdp") else step
+    price = make(mesh, plan, 4 * 16384).price()
     few = Mesh({axis: size // 4 if size > 8 else size for axis, size in mesh.shape.items()})  # pads the same dims
-    assert len(price.items) == len(step(few, plan, 4 * few.size).price().items)
+    assert len(price.items) == len(make(few, plan, 4 * few.size).price().items)
     assert "16384 ranks of h100" in str(price)
     assert 0 < price.seconds < 10
 
 
 def test_more_ranks_with_as_much_each_take_longer_but_by_latency_alone() -> None:
-    few, many = (step(Mesh(data=n), fp.data_parallel("data"), 4 * n).price() for n in (64, 16384))
+    few, many = (small(Mesh(data=n), fp.data_parallel("data"), 4 * n).price() for n in (64, 16384))
     assert few.computing == many.computing
     assert few.seconds < many.seconds
     rounds = math.log2(16384) - math.log2(64)
@@ -286,38 +300,37 @@ def test_a_pipelines_bubble_is_that_of_the_formula(microbatches: int) -> None:
 
 
 def test_a_pipelines_rank_does_what_is_listed() -> None:
-    mesh, plan = Mesh(data=2, pipe=4), chain(fp.zero(1, "data"), fp.pipeline("pipe", schedule="1f1b", microbatches=8))
-    program = step(mesh, plan, 32)
+    mesh, plan = Mesh(data=2, pipe=2), chain(fp.zero(1, "data"), fp.pipeline("pipe", schedule="1f1b", microbatches=4))
+    program = small(mesh, plan, 32)
     price = program.price()
     assert price.seconds == pytest.approx(price.computing + price.exposed + price.idle)
     assert {item.what for item in price.items} >= {"products", "send", "psum", "idle"}
-    assert price.sent < sum(program.bytes_sent().values())  # one rank of four
+    assert price.sent < sum(program.bytes_sent().values())  # one rank of two
     assert "which works longest" in str(price)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_schedule_has_a_price(family: str) -> None:
     """Asynchronous ones and those with two chains too."""
-    params = [torch.empty(64, 64, device="meta") for _ in range(8)]
+    params = [torch.empty(64, 64, device="meta") for _ in range(4)]
 
     def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
         for w in params:
             x = torch.tanh(x @ w)
         return x.square().mean()
 
-    plan = fp.pipeline("pipe", schedule=family, microbatches=8)
-    price = fp.train_step(loss, fp.optim.sgd(0.1), Mesh(pipe=4), plan).lower(params, torch.empty(64, 64)).price()
+    plan = fp.pipeline("pipe", schedule=family, microbatches=4)
+    price = fp.train_step(loss, fp.optim.sgd(0.1), Mesh(pipe=2), plan).lower(params, torch.empty(64, 64)).price()
     assert price.seconds == pytest.approx(price.computing + price.exposed + price.idle)
     assert 0 < price.idle < price.seconds
 
 
 def test_a_step_is_priced_without_a_state() -> None:
     """`lower` takes parameters, on the meta device too, and what it says is what a state would say."""
-    loss, params = partial(gpt.loss, config=CONFIG), split(gpt.init(CONFIG))[0]
-    made = [fp.train_step(loss, fp.optim.adamw(1e-3), Mesh(data=2), fp.zero(3, "data")) for _ in range(2)]
-    batch = torch.zeros(4, CONFIG.time + 1, dtype=torch.int64)
-    with_state = made[0].lower(made[0].init(params), batch)
-    assert made[1].lower(params, batch).lines() == with_state.lines()
+    params, batch = networks.parameters(2), networks.batch(4)
+    made = [fp.train_step(networks.loss, fp.optim.adamw(1e-3), Mesh(data=2), fp.zero(3, "data")) for _ in range(2)]
+    with_state = made[0].lower(made[0].init(params), *batch)
+    assert made[1].lower(params, *batch).lines() == with_state.lines()
 
 
 # -----------------------------------------------------------------------------
@@ -339,8 +352,8 @@ def test_a_published_step_is_near_its_price(sequence_parallel: bool, published: 
         train = fp.train_step(partial(gpt.loss, config=config), fp.optim.adamw(1e-3), Mesh(tensor=8), plan)
         return float(train.lower(params, tokens(4, config)).price("a100").seconds)
 
-    two, three = seconds(2), seconds(3)
-    priced = two + 46 * (three - two)
+    one, two = seconds(1), seconds(2)
+    priced = one + 47 * (two - one)
     print(f"priced {priced:.3f} s, published {published} s")
     assert 0.75 < priced / published < 1.1
 
@@ -351,7 +364,7 @@ def test_a_published_step_is_near_its_price(sequence_parallel: bool, published: 
 
 
 def test_unknown_hardware_says_what_is_known() -> None:
-    program = step(Mesh(data=2), fp.data_parallel("data"))
+    program = small(Mesh(data=2), fp.data_parallel("data"))
     with pytest.raises(ValueError, match=r"no hardware is known as 'abacus', only 'h100', 'a100', 'v100'; or describe"):
         program.price("abacus")
     with pytest.raises(TypeError, match=r"hardware known by name, such as 'h100', or an fp.Hardware\(…\), not None"):
@@ -367,7 +380,7 @@ def test_rates_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
 
 
 def test_what_does_not_fit_is_said() -> None:
-    price = step(Mesh(data=2), fp.data_parallel("data")).price(replace(H100, capacity=1000))
+    price = small(Mesh(data=2), fp.data_parallel("data")).price(replace(H100, capacity=1000))
     assert "note: that is more than the 1000 B that a rank has" in str(price)
     assert price.to_dict()["memory"] == price.memory
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import weakref
+from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -24,24 +27,37 @@ PLAN = fp.chain(
     fp.accumulate(2, reduce="each"),
 )
 PASSES = (
-    *("sums once", "casts", "reduction types", "reduce each microbatch"),
+    *("sums once", "casts", "reduction types", "stored types", "reduce each microbatch"),
     *("recompute", "remat", "turned", "gathers", "reductions", "cheap ops again", "buckets", "in place"),
 )
 
 
-def program(without: tuple[str, ...] = (), plan: Any = PLAN) -> Any:
-    train = fp.train_step(loss, fp.optim.adamw(1e-2), MESH, plan, bucket=1 << 10, without=without)
-    return train.lower(train.init(parameters(3)), *batch(512))
+@cache
+def program(without: tuple[str, ...] = ()) -> Any:
+    train = fp.train_step(loss, fp.optim.adamw(1e-2), MESH, PLAN, bucket=1 << 10, without=without)
+    return train.lower(train.init(parameters(2)), *batch(512))
+
+
+@cache
+def table() -> Any:
+    return program().explain(group="pass")
+
+
+@cache
+def gradients(without: tuple[str, ...] = ()) -> Any:
+    """In float64, on a batch of 16."""
+    plan = fp.chain(*PLAN.transforms[1:])
+    step = fp.compile(fp.grad_and_value(plan(loss)), MESH, without=without, bucket=1 << 10)
+    return step(parameters(2), *batch(16))
 
 
 def test_a_row_per_pass() -> None:
-    found = program()
-    table = found.explain(group="pass")
+    found, rows = program(), table().rows
     assert found.passes == PASSES
-    assert [row.name for row in table.rows] == [*PASSES[:4], "microbatches", *PASSES[4:], "views"]
-    for row, following in zip(table.rows, table.rows[1:], strict=False):
+    assert [row.name for row in rows] == [*PASSES[:6], "microbatches", *PASSES[6:], "views"]
+    for row, following in pairwise(rows):
         assert row.after == following.before
-    last = table.rows[-1].after
+    last = rows[-1].after
     assert last.ops == len(list(found.traced.nodes))
     assert last.collectives == len(found.collectives())
     assert last.bytes_sent == sum(found.bytes_sent().values())
@@ -49,7 +65,7 @@ def test_a_row_per_pass() -> None:
 
 
 def test_passes_do_what_their_names_say() -> None:
-    rows = {row.name: row for row in program().explain(group="pass").rows}
+    rows = {row.name: row for row in table().rows}
     assert rows["casts"].after.bytes_sent < rows["casts"].before.bytes_sent
     assert rows["remat"].after.ops > rows["remat"].before.ops
     assert rows["remat"].after.peak < rows["remat"].before.peak
@@ -59,14 +75,13 @@ def test_passes_do_what_their_names_say() -> None:
 
 
 def test_the_table_prints_and_travels() -> None:
-    table = program().explain(group="pass")
-    lines = str(table).splitlines()
+    lines = str(table()).splitlines()
     assert lines[0] == f"train_step on {MESH!r}"
     assert lines[2].split() == ["pass", "ops", "collectives", "bytes", "sent", "peak", "of", "live", "tensors"]
     (remat,) = (line for line in lines if line.startswith("remat"))
-    row = next(row for row in table.rows if row.name == "remat")
+    row = next(row for row in table().rows if row.name == "remat")
     assert f"{row.before.ops} → {row.after.ops}" in remat
-    assert json.loads(table.json())["rows"][4]["after"]["peak"] == table.rows[4].after.peak
+    assert json.loads(table().json())["rows"][4]["after"]["peak"] == table().rows[4].after.peak
 
 
 def test_text_before_and_after() -> None:
@@ -76,7 +91,8 @@ def test_text_before_and_after() -> None:
     assert found.after("gathers") == found.before("reductions")
     assert "pack(" not in found.before("buckets")
     assert "pack(" in found.after("buckets")
-    assert "bf16" not in found.before("casts").split("input '1/0'")[0]
+    gathers = [line for line in found.before("casts").splitlines() if "all_gather" in line]
+    assert gathers and not any("bf16" in line for line in gathers)
     with pytest.raises(
         ValueError, match=r"no pass 'bucket' ran; there ran 'sums once', .*'buckets', 'in place', 'views'"
     ):
@@ -91,12 +107,7 @@ def test_each_can_be_switched_off(name: str) -> None:
     assert found.passes == tuple(each for each in PASSES if each != name)
     with pytest.raises(ValueError, match=f"no pass '{name}' ran"):
         found.after(name)
-    plan = fp.chain(*PLAN.transforms[1:])  # in float64
-    results = []
-    for without in ((), name):
-        step = fp.compile(fp.grad_and_value(plan(loss)), MESH, without=without, bucket=1 << 10)
-        results.append(step(parameters(3), *batch(16)))
-    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(gradients((name,)), gradients(), rtol=1e-12, atol=1e-14)
 
 
 def test_a_rewrite_that_does_not_exist() -> None:
@@ -115,7 +126,7 @@ def test_a_program_keeps_no_arguments() -> None:
 
 
 def test_a_program_of_unknown_making() -> None:
-    found = program()
+    found = copy.copy(program())
     found.lowering = None
     with pytest.raises(ValueError, match=r"train_step was not made by fp\.compile"):
         found.explain(group="pass")

@@ -10,7 +10,7 @@ import operator
 import os
 import sys
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,7 +39,7 @@ from ..processes import run_on_processes
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples"))
 import gpt
 
-CONFIG = gpt.Config(2, 16, 2, 8)
+CONFIG = gpt.Config(1, 16, 2, 8)
 SPECS = split(gpt.init(CONFIG))[1]
 PLANS: dict[str, tuple[Any, Mesh]] = {
     "one rank": (None, Mesh()),
@@ -59,7 +59,7 @@ PLANS: dict[str, tuple[Any, Mesh]] = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What inductor writes stays among the tests' files, and processes find what was compiled before them."""
     with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(tmp_path_factory.mktemp("inductor"))):
         yield
@@ -77,7 +77,7 @@ def as_is() -> Iterator[mock.Mock]:
 
 
 def trained(
-    name: str, backend: str, optimizer: Any = None, steps: int = 4, dtype: torch.dtype = torch.float64, **options: Any
+    name: str, backend: str, optimizer: Any = None, steps: int = 2, dtype: torch.dtype = torch.float64, **options: Any
 ) -> tuple[list[torch.Tensor], Any]:
     plan, mesh = PLANS[name]
     params = optree.tree_map(lambda x: x.to(dtype), split(gpt.init(CONFIG))[0])
@@ -98,6 +98,7 @@ def trained(
     return optree.tree_leaves((train.whole(state), losses)), train.program
 
 
+@cache
 def lowered(layers: int, name: str) -> tuple[Any, list[torch.Tensor]]:
     """The program of a gradient, and what it is run on."""
     config = gpt.Config(layers, 16, 2, 8)
@@ -124,7 +125,7 @@ def works(graph: fx.Graph) -> Iterator[fx.Node]:
 # -----------------------------------------------------------------------------
 
 
-@settings(max_examples=16)
+@settings(max_examples=8)
 @given(
     period=st.integers(8, 40),
     copies=st.integers(2, 6),
@@ -157,19 +158,20 @@ def test_of_equal_cuts_the_cheapest_is_taken() -> None:
 @pytest.mark.parametrize("name", ["data parallel", "zero 3", "tensor"])
 def test_equal_layers_are_one_region(name: str) -> None:
     """More layers are more calls; what is compiled stays as much, but where buckets of gradients begin and end."""
-    few, many = (regions.with_regions(lowered(layers, name)[0]).calls for layers in (3, 7))
-    assert len(many) >= len(few) + 2 * 4
+    few, many = (regions.with_regions(lowered(layers, name)[0]).calls for layers in (3, 5))
+    assert len(many) >= len(few) + 2 * 2
     assert len(set(many)) <= len(set(few)) + 3
 
 
 def test_a_region_is_compiled_once_for_all_layers(as_is: mock.Mock) -> None:
-    program, tensors = lowered(6, "tensor")
+    program, tensors = lowered(5, "tensor")
     runtime = SimulatedRuntime(program.mesh)
-    runtime.run_whole(program, tensors)
-    calls = regions.with_regions(program).calls
-    assert as_is.call_count <= 1.3 * len(set(calls)) < len(calls), "some for other strides"
-    runtime.run_whole(program, tensors)
-    assert as_is.call_count == sum(len(region.compiled) for region in set(calls))
+    with mock.patch.dict(program.cache, clear=True):  # which keeps the regions that other tests cut otherwise
+        runtime.run_whole(program, tensors)
+        calls = regions.with_regions(program).calls
+        assert as_is.call_count <= 1.3 * len(set(calls)) < len(calls), "some for other strides"
+        runtime.run_whole(program, tensors)
+        assert as_is.call_count == sum(len(region.compiled) for region in set(calls))
 
 
 def test_regions_of_one_structure_are_one_object() -> None:
@@ -225,7 +227,7 @@ def test_what_gains_nothing_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize("optimizer", [fp.optim.adamw(1e-2), fp.optim.sgd(0.1, momentum=0.9)], ids=["adamw", "sgd"])
 @pytest.mark.parametrize("name", PLANS)
-@pytest.mark.every(3)
+@pytest.mark.every(4)
 def test_regions_change_no_bit(name: str, optimizer: Any, as_is: mock.Mock) -> None:
     found, _ = trained(name, "inductor", optimizer)
     assert as_is.called
@@ -233,7 +235,7 @@ def test_regions_change_no_bit(name: str, optimizer: Any, as_is: mock.Mock) -> N
     assert all(map(torch.equal, found, plain))
 
 
-@settings(max_examples=16, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(f=programs(), data=st.sampled_from([1, 2, 4]), stage=st.integers(0, 3), seed=st.integers(0, 1000))
 def test_random_functions(as_is: mock.Mock, f: Program, data: int, stage: int, seed: int) -> None:
     mesh, plan = Mesh(data=data), fp.zero(stage, "data")
@@ -273,7 +275,7 @@ def test_results_lie_in_memory_of_their_own() -> None:
 
 
 def test_a_sum_of_a_result_overwrites_it() -> None:
-    program, _ = lowered(2, "tensor")
+    program, _ = lowered(3, "tensor")
     graph = regions.with_regions(program).traced.graph
     sums = [node for node in graph.nodes if primitive_name(node) == "psum"]
     assert any(is_only_use_of_own_memory(node.args[0]) for node in sums)
@@ -285,19 +287,18 @@ def test_a_sum_of_a_result_overwrites_it() -> None:
 # -----------------------------------------------------------------------------
 
 
-def mlp(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    hidden = torch.nn.functional.gelu(x @ params["w1"])
-    return ((torch.tanh(hidden * hidden.exp()) @ params["w2"]) ** 2).mean()
+def layer(params: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    hidden = x @ params
+    return torch.tanh(hidden * hidden.exp()).mean()
 
 
-def mlp_trained(rank: int, backend: str) -> list[torch.Tensor]:
+def layer_trained(rank: int, backend: str) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)  # noqa: E731
     train = fp.train_step(
-        mlp, fp.optim.adamw(0.01), Mesh(data=2), fp.zero(3, "data"), reduction="ordered", backend=backend
+        layer, fp.optim.sgd(0.1, momentum=0.9), Mesh(data=2), fp.zero(3, "data"), reduction="ordered", backend=backend
     )
-    state = train.init({"w1": draw(5, 7), "w2": draw(7, 6)})
-    losses = []
+    state, losses = train.init(draw(5, 6)), []
     for _ in range(3):
         state, metrics = train(state, draw(8, 5))
         losses.append(metrics.loss)
@@ -306,14 +307,14 @@ def mlp_trained(rank: int, backend: str) -> list[torch.Tensor]:
 
 def on_processes(rank: int) -> list[torch.Tensor]:
     with pytest.raises(DifferentProgramsError, match="backend"):
-        mlp_trained(rank, "inductor" if rank else "eager")
-    return mlp_trained(rank, "inductor")
+        layer_trained(rank, "inductor" if rank else "eager")
+    return layer_trained(rank, "inductor")
 
 
 def test_processes_give_the_bits_of_simulated_ranks() -> None:
     """Both call the same regions; and those round little otherwise than torch's kernels."""
-    found = mlp_trained(0, "inductor")
-    torch.testing.assert_close(found, mlp_trained(0, "eager"), rtol=1e-9, atol=1e-12)
+    found = layer_trained(0, "inductor")
+    torch.testing.assert_close(found, layer_trained(0, "eager"), rtol=1e-9, atol=1e-12)
     for rank in run_on_processes(on_processes, 2, timeout=300):
         assert all(map(torch.equal, rank, found))
 
@@ -374,7 +375,7 @@ def test_an_unknown_backend_names_those_there_are() -> None:
     with pytest.raises(ValueError, match="backend='jax': write one of 'eager', 'inductor'"):
         fp.compile(lambda x: x, Mesh(), in_specs=P(), out_specs=P(), backend="jax")
     with pytest.raises(ValueError, match="backend='cudagraphs': write one of 'eager', 'inductor'"):
-        fp.train_step(mlp, fp.optim.sgd(0.1), Mesh(), backend="cudagraphs")
+        fp.train_step(layer, fp.optim.sgd(0.1), Mesh(), backend="cudagraphs")
 
 
 def test_without_a_compiler_the_error_says_what_to_install() -> None:

@@ -12,11 +12,12 @@ from functional_parallel.schedules import FAMILIES, ScheduleError
 from .cases import everywhere, in_domain, made
 
 
+@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)], ids=["one in five", "all"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_it_is_legal_all_over_its_domain(name: str) -> None:
+def test_it_is_legal_all_over_its_domain(name: str, step: int) -> None:
     """And its messages need no tags and cannot hang, even when a send waits for its receive."""
     legal = 0
-    for ranks, microbatches, chunks in everywhere(name):
+    for ranks, microbatches, chunks in list(everywhere(name))[::step]:
         if not in_domain(name, ranks, microbatches):
             with pytest.raises(ScheduleError, match="the nearest that it takes"):
                 made(name, ranks, microbatches, chunks)
@@ -24,14 +25,14 @@ def test_it_is_legal_all_over_its_domain(name: str) -> None:
         schedule = made(name, ranks, microbatches, chunks)
         assert schedules.check(schedule) is schedule
         assert (schedule.ranks, schedule.microbatches) == (ranks, microbatches)
-        steps = schedules.messages(schedule)
-        schedules.check_messages(schedule, steps)
-        assert [[step for step in row if isinstance(step, schedules.Action)] for row in steps] == [
+        messages = schedules.messages(schedule)
+        schedules.check_messages(schedule, messages)
+        assert [[each for each in row if isinstance(each, schedules.Action)] for row in messages] == [
             list(row) for row in schedule.actions
         ]
         schedules.simulate(schedule)
         legal += 1
-    assert legal >= 16
+    assert legal >= 16 // step
 
 
 @pytest.mark.parametrize(

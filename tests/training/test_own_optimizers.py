@@ -124,7 +124,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 def test_an_update_is_that_of_whole_parameters(name: str, plan: str) -> None:
     transform, mesh = PLANS[plan]
     train = fp.train_step(loss, OPTIMIZERS[name], mesh, transform)

@@ -114,7 +114,7 @@ def run(train: Any, state: Any, data: list[Any]) -> tuple[list[float], list[floa
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.every(3)
+@pytest.mark.every(4)
 def test_every_plan_is_the_plain_loop(plan: str, optimizer: str) -> None:
     ours, theirs, clip = OPTIMIZERS[optimizer]
     transform, mesh = PLANS[plan]
@@ -130,7 +130,7 @@ def quadratic(params: dict[str, Any], x: Tensor) -> Tensor:
     return (y * y.conj()).real.sum()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=7, deadline=None)
 @given(
     fp.testing.strategies.plans({"first": P(None, "tensor"), "second": P("tensor")}),
     st.integers(1, 3),
@@ -210,7 +210,7 @@ def test_states_are_values(plan: str) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("deduplicate", [True, False])
-@pytest.mark.every(3)
+@pytest.mark.every(8)
 def test_donated_states_give_the_same_bits(plan: str, optimizer: str, deduplicate: bool) -> None:
     (transform, mesh), (ours, _, clip) = PLANS[plan], OPTIMIZERS[optimizer]
     use_runtime(SimulatedRuntime(mesh, deduplicate=deduplicate))
@@ -242,7 +242,7 @@ def test_a_donated_state_is_used_up(plan: str) -> None:
     assert_equal(train.whole(kept), copied)
     again, _ = train(kept, *first)
     assert_equal(train.whole(again), train.whole(after))
-    assert "donated" in repr(start) and repr(after) == "TrainState(step=1)"
+    assert "donated" in repr(start) and repr(after) == f"TrainState(step=1, parameters=5, mesh={mesh!r})"
 
 
 def test_a_refused_batch_uses_nothing_up() -> None:
@@ -318,6 +318,7 @@ def test_auxiliary_results_come_back_whole(plan: str) -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.every(3)
 def test_one_hot_of_what_is_computed_and_of_a_constant(plan: str) -> None:
     """In a derivative, where torch cannot see that there are no values to look at."""
     targets = torch.tensor([2, 0, 1])
@@ -350,14 +351,17 @@ def noisy(params: dict[str, Any], x: Tensor, labels: Tensor) -> Tensor:
 
 
 def test_dropout_is_the_same_on_every_mesh_and_another_each_step() -> None:
+    """One plan for each other mesh of `PLANS`."""
+    plans = {repr(mesh): plan for plan, (_, mesh) in PLANS.items() if mesh.size > 1}
+
     def losses_under(plan: str, seed: int) -> list[float]:
         transform, mesh = PLANS[plan]
         train = fp.train_step(noisy, fp.optim.sgd(0.0), mesh, transform, seed=seed)  # rate 0: only the noise changes
-        return run(train, train.init(parameters()), [batches()[0]] * 4)[0]
+        return run(train, train.init(parameters()), [batches()[0]] * 3)[0]
 
     reference = losses_under("nothing", 0)
-    assert len(set(reference)) == 4, "every step draws anew"
-    for plan in PLANS:
+    assert len(set(reference)) == 3, "every step draws anew"
+    for plan in plans.values():
         assert_close(losses_under(plan, 0), reference)
     assert not set(losses_under("nothing", 1)) & set(reference), "another seed, other numbers"
 
