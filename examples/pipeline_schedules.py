@@ -13,7 +13,8 @@ import argparse
 from pathlib import Path
 
 from functional_parallel import schedules
-from functional_parallel.schedules import FAMILIES, Costs, ScheduleError, Timeline
+from functional_parallel.errors import ScheduleError
+from functional_parallel.schedules import FAMILIES, Costs, Timeline
 
 
 def main() -> None:

@@ -6,11 +6,8 @@ program that shows all its collectives.
 
 from sharding_specs import keep_as_leaves as _keep_as_leaves
 
-from . import optim, random, schedules, testing
-from .checker import ArgumentSpecError, TypingError
+from . import errors, optim, random, schedules, testing
 from .collectives import (
-    CollectiveTypeError,
-    UnboundAxisError,
     all_gather,
     all_to_all,
     axis_index,
@@ -33,30 +30,39 @@ from .collectives import (
     send,
 )
 from .compile import Compiled, compile, shard_map
-from .data import Position, Sampler, UnevenBatchError, even_batches, pad_batch
-from .functions import functional, grad, grad_and_value, hessian, jvp, vmap
-from .lowering import LayoutError, OutSpecError
-from .ops import constrain
-from .ops import keyed_draws as _keyed_draws  # noqa: F401 - whose import registers them
-from .partition import PartitionError, PartitionWarning, partition
-from .passes import BudgetError
-from .planning import PipelineChoice, PipelineChoices, activation_bytes, estimate, layer_costs, search_pipeline
-from .program import Hardware, Line, Price, Program
-from .rules import register_rule
-from .runtime import BackendError, CollectiveError, OutOfStepError, is_main_rank, rank
-from .training import (
+from .data import Position, Sampler, even_batches, pad_batch
+from .errors import (
+    ArgumentSpecError,
+    BackendError,
+    BudgetError,
+    CallMismatchError,
+    CollectiveError,
+    CollectiveTypeError,
     DonatedStateError,
-    Metrics,
+    LayoutError,
+    LossScaleError,
     NonFiniteError,
     NothingToTrainError,
     NotTrainedWarning,
-    TrainState,
-    train_step,
+    OrderError,
+    OutSpecError,
+    PartitionError,
+    PartitionWarning,
+    TypingError,
+    UnboundAxisError,
+    UnevenBatchError,
 )
+from .functions import functional, grad, grad_and_value, hessian, jvp, vmap
+from .ops import constrain
+from .ops import keyed_draws as _keyed_draws  # noqa: F401 - whose import registers them
+from .partition import partition
+from .planning import PipelineChoice, PipelineChoices, activation_bytes, estimate, layer_costs, search_pipeline
+from .program import Hardware, Line, Price, Program
+from .rules import register_rule
+from .runtime import is_main_rank, rank
+from .training import Metrics, TrainState, train_step
 from .transforms import (
     LossScale,
-    LossScaleError,
-    OrderError,
     accumulate,
     chain,
     data_parallel,
@@ -76,6 +82,7 @@ __all__ = [
     "ArgumentSpecError",
     "BackendError",
     "BudgetError",
+    "CallMismatchError",
     "CollectiveError",
     "CollectiveTypeError",
     "Compiled",
@@ -90,7 +97,6 @@ __all__ = [
     "NotTrainedWarning",
     "NothingToTrainError",
     "OrderError",
-    "OutOfStepError",
     "OutSpecError",
     "PartitionError",
     "PartitionWarning",
@@ -115,6 +121,7 @@ __all__ = [
     "compile",
     "constrain",
     "data_parallel",
+    "errors",
     "estimate",
     "even_batches",
     "from_specs",

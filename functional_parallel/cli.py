@@ -30,11 +30,11 @@ import torch.distributed as dist
 
 from sharding_specs import Mesh, MeshError, SpecError, memory_table, validate
 
-from .pipelines import PipelineError
+from .errors import OrderError, PipelineError, ScheduleError
 from .planning import CONVENTIONS, estimate
 from .program import HARDWARE, readable_bytes
-from .schedules import ScheduleError, command
-from .transforms import OrderError, chain, matched, pipeline, tensor_parallel, zero
+from .schedules import command
+from .transforms import chain, matched, pipeline, tensor_parallel, zero
 
 __all__ = ["main"]
 

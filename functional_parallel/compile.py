@@ -13,11 +13,12 @@ from torch import nn
 from sharding_specs import Mesh, register_dataclasses
 
 from .collectives import guards
+from .errors import LayoutError, PipelineError
 from .functions import LocalFunction, PyTree, bind_positional, explain_keywords, layout_of, require_mesh
 from .ir import current_source
-from .lowering import LayoutError, Lowered, Options, call_shard_map, lower
+from .lowering import Lowered, Options, call_shard_map, lower
 from .passes import pass_names
-from .pipelines import PipelineError, PipelineProgram, Stacks, pipeline_of, stacks_of
+from .pipelines import PipelineProgram, Stacks, pipeline_of, stacks_of
 from .program import Program
 from .runtime import PipelineRuntime, check_backend, default_runtime
 from .tracing import ProgramCache, disable_ambient_modes, recorder

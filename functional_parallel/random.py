@@ -23,14 +23,11 @@ import torch
 from . import _torch
 from . import collectives as fp
 from .collectives import DimSplit, axis_size
+from .errors import RandomKeyError
 from .ir import register_differentiable
 from .tracing import intercept, intercept_op
 
-__all__ = ["RandomKeyError", "dropout", "fold_in", "key", "next_key", "normal", "uniform", "using"]
-
-
-class RandomKeyError(RuntimeError):
-    """Raised for a draw without a key."""
+__all__ = ["dropout", "fold_in", "key", "next_key", "normal", "uniform", "using"]
 
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)

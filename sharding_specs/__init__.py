@@ -2,15 +2,17 @@
 
 from .annotate import annotate, split
 from .dataclass_nodes import keep_as_leaves, register_dataclasses
+from .errors import Error, MeshError, SpecError
 from .layout import local_shape, padded_shape, reshard, shard, shard_leaf, unshard, unshard_leaf, whole_shape
 from .memory import MemoryRow, bytes_per_rank, memory_table
-from .mesh import Mesh, MeshError
+from .mesh import Mesh
 from .rules import RuleMatch, apply_rules, match_rules, optional
-from .spec import P, Placement, SpecError, as_spec
+from .spec import P, Placement, as_spec
 from .trees import broadcast_specs, tree_paths
 from .validate import require_dims, validate
 
 __all__ = [
+    "Error",
     "MemoryRow",
     "Mesh",
     "MeshError",

@@ -8,7 +8,8 @@ import optree
 
 from .annotated import Annotated
 from .dataclass_nodes import register_dataclasses
-from .spec import P, SpecError, as_spec
+from .errors import SpecError
+from .spec import P, as_spec
 
 __all__ = ["Annotated", "annotate", "split"]
 

@@ -8,8 +8,9 @@ from typing import Any
 import optree
 import torch
 
+from .errors import SpecError
 from .mesh import Mesh
-from .spec import P, SpecError
+from .spec import P
 from .trees import broadcast_specs, tree_paths
 from .validate import misfits, require_dims, validate
 

@@ -6,13 +6,11 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping
 
-__all__ = ["Mesh", "MeshError"]
+from .errors import MeshError
+
+__all__ = ["Mesh"]
 
 AxisNames = str | Iterable[str]
-
-
-class MeshError(ValueError):
-    """Raised for an invalid mesh, or for an axis or rank that a mesh does not have."""
 
 
 class Mesh:

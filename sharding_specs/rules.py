@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import optree
 
-from .spec import P, SpecError, as_spec
+from .errors import SpecError
+from .spec import P, as_spec
 from .trees import tree_paths
 
 __all__ = ["RuleMatch", "apply_rules", "bert", "gpt2", "llama", "match_rules", "matches", "nearest", "optional", "vit"]

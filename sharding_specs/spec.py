@@ -11,16 +11,13 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from .errors import SpecError
 from .mesh import Mesh
 from .notation import parse_dims
 
-__all__ = ["P", "Placement", "SpecError", "as_spec"]
+__all__ = ["P", "Placement", "as_spec"]
 
 Factor = str | int
-
-
-class SpecError(ValueError):
-    """Raised for specs that cannot be read or do not fit their tensors. The message lists all of them."""
 
 
 class Placement(NamedTuple):

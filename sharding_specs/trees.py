@@ -7,7 +7,8 @@ from typing import Any
 import optree
 
 from .dataclass_nodes import register_dataclasses
-from .spec import P, SpecError, as_spec
+from .errors import SpecError
+from .spec import P, as_spec
 
 __all__ = ["broadcast_specs", "is_spec", "path_text", "tree_paths"]
 

@@ -8,8 +8,9 @@ from typing import Any
 import optree
 import torch
 
+from .errors import SpecError
 from .mesh import Mesh
-from .spec import P, SpecError
+from .spec import P
 from .trees import broadcast_specs, tree_paths
 
 __all__ = ["misfits", "require_dims", "validate"]
@@ -21,7 +22,7 @@ def validate(tree: Any, specs: Any, mesh: Mesh, *, pad: bool = False, advice: st
     >>> import torch
     >>> validate({"w": torch.ones(5, 4)}, {"w": P("data", "model")}, Mesh(data=2))
     Traceback (most recent call last):
-    sharding_specs.spec.SpecError: specs do not fit on Mesh(data=2):
+    sharding_specs.errors.SpecError: specs do not fit on Mesh(data=2):
       w: shape (5, 4), P('data', 'model'): dim 0 of size 5 does not divide by 'data' of 2 ranks; make it 6, shard \
 another dim, or leave it whole
       w: shape (5, 4), P('data', 'model'): the mesh has no axis 'model' (its axes: data)
@@ -55,7 +56,7 @@ def require_dims(tree: Any, specs: Any, name: str = "the tensors") -> None:
     >>> import torch
     >>> require_dims({"b": torch.ones(4)}, {"b": P("data", None)})
     Traceback (most recent call last):
-    sharding_specs.spec.SpecError: specs do not fit the tensors:
+    sharding_specs.errors.SpecError: specs do not fit the tensors:
       b: shape (4,), P('data', None): the spec has 2 dims, the tensor has 1; drop the last entries
 
     Args:

@@ -151,6 +151,6 @@ def outcome(run: Callable[[], Any]) -> tuple[str, str, float]:
     began = time.monotonic()
     try:
         run()
-    except (fp.OutOfStepError, fp.CollectiveError) as error:
+    except (fp.CallMismatchError, fp.CollectiveError) as error:
         return type(error).__name__, str(error), time.monotonic() - began
     return "nothing", "", time.monotonic() - began

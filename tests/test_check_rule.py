@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import functional_parallel as fp
+from functional_parallel.errors import FalseRuleError, UncheckedRuleError
 from functional_parallel.rules import registry
-from functional_parallel.testing import FalseRuleError, UncheckedRuleError, check_rule
+from functional_parallel.testing import check_rule
 
 LIBRARY = torch.library.Library("check_rule_tests", "DEF")
 ops = torch.ops.check_rule_tests

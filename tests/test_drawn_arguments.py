@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import functional_parallel as fp
-from functional_parallel.testing import NotEquivalentError, assert_equivalent
+from functional_parallel.errors import NotEquivalentError
+from functional_parallel.testing import assert_equivalent
 from functional_parallel.testing.drawn import drawn_arguments
 from sharding_specs import Mesh, P
 

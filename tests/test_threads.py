@@ -136,7 +136,7 @@ def test_keys_of_two_threads_are_apart() -> None:
             return fp.random.dropout(torch.ones(64))
 
     def between() -> torch.Tensor:
-        with pytest.raises(fp.random.RandomKeyError):
+        with pytest.raises(fp.errors.RandomKeyError):
             fp.random.dropout(X)
         return drawn(2)
 

@@ -1,15 +1,13 @@
 """Checker: infer the state of every value of a traced program on each mesh axis, and refuse invalid uses."""
 
 from .argument_checks import OP as DECLARED
-from .argument_checks import ArgumentSpecError, check_arguments, record_input_specs, type_of_spec
+from .argument_checks import check_arguments, record_input_specs, type_of_spec
 from .typed import run_typed
-from .typing import Typing, TypingError, is_zero, type_of
+from .typing import Typing, is_zero, type_of
 
 __all__ = [
     "DECLARED",
-    "ArgumentSpecError",
     "Typing",
-    "TypingError",
     "check_arguments",
     "is_zero",
     "record_input_specs",

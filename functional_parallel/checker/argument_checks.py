@@ -21,18 +21,15 @@ from torch import fx
 from sharding_specs import P, broadcast_specs, register_dataclasses, tree_paths
 
 from .. import _torch
-from ..collectives import CollectiveTypeError, Lane, State, Type, current_axes, is_mapped, snapshot
+from ..collectives import Lane, State, Type, current_axes, is_mapped, snapshot
+from ..errors import ArgumentSpecError
 from ..ir import current_source, info, update_info
 from ..ops import define_marker
 from ..tracing import recorder
 
-__all__ = ["ArgumentSpecError", "check_arguments", "record_input_specs", "type_of_spec"]
+__all__ = ["check_arguments", "record_input_specs", "type_of_spec"]
 
 _V, _I, _U, _R = State.VARYING, State.INVARIANT, State.UNREDUCED, State.REDUCED
-
-
-class ArgumentSpecError(CollectiveTypeError):
-    """Raised for arguments of a local function that do not match its layout; the message lists all of them."""
 
 
 def type_of_spec(spec: P) -> Type:
@@ -103,7 +100,7 @@ class _Argument:
             return self.value
         wanted = type_of_spec(self.spec)
         states = [wanted[axis].value for axis in axes]
-        return _Declared.apply(self.value, list(axes), states, self.path, repr(self.spec), function)
+        return _Declared.apply(self.value, list(axes), states, self.path, repr(self.spec), function)  # type: ignore[no-untyped-call]
 
     def difference(self, axes: Sequence[str]) -> str | None:
         """Describe the mismatch of the value. None if it matches."""
@@ -209,7 +206,7 @@ def _check_mark(x: Any, axes: list[str], states: list[str], path: str, spec: str
     axes = [axis for axis in axes if axis in current_axes()]
     active = recorder()
     if active is not None and active.on_node is None:
-        return _Declared.apply(x, axes, states, path, spec, function)
+        return _Declared.apply(x, axes, states, path, spec, function)  # type: ignore[no-untyped-call]
     wanted = Type(dict(zip(axes, states, strict=True)))
     wrong = _type_difference(x, axes, wanted, spec)
     _refuse(function, [None if wrong is None else f"  {path}: {wrong}"])

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..collectives import CollectiveTypeError, State, Type, dual, result_type
+from ..collectives import State, Type, dual, result_type
+from ..errors import CollectiveTypeError, TypingError
 from ..ir import (
     Aval,
     casts_are_explicit,
@@ -27,7 +28,7 @@ from ..ir import (
 )
 from ..rules import lookup, parse_rule
 
-__all__ = ["Typing", "TypingError", "casts_of", "is_zero", "type_of"]
+__all__ = ["Typing", "casts_of", "is_zero", "type_of"]
 
 aten = torch.ops.aten
 
@@ -53,10 +54,6 @@ _FILLED = {  # with a value that is not a partial sum, even if their operand is 
     *(aten.ones_like.default, aten.full_like.default),
     *(aten.new_ones.default, aten.new_full.default),
 }
-
-
-class TypingError(CollectiveTypeError):
-    """Raised for an op that does not support the state of an operand; the message names the source line."""
 
 
 class Typing:

@@ -16,7 +16,6 @@ from .api import (
 from .axes import (
     MICROBATCH,
     Axes,
-    UnboundAxisError,
     are_bound,
     axis_dim_split,
     axis_size,
@@ -30,17 +29,16 @@ from .axes import (
     trace_only,
 )
 from .casts import axis_index, pcast, pvary
-from .communicator import Communicator
+from .communicator import Communicator, Lane
 from .dim_split import DimSplit
 from .grad_mode import called_with_gradients, called_without_gradients, keeping_grad_mode
-from .guards import ForeignCollectiveError, check_callable, check_op, guard
+from .guards import check_callable, check_op, guard
 from .ops import primitive_of
-from .primitives import NotDifferentiableError, apply_primitive
-from .shapes import CollectiveShapeError
+from .primitives import apply_primitive
 from .slots import AHEAD, ALIGNMENT, GATHERED, HALF, LARGEST, ROOM, SMALL_HALF, aligned, places, slot_bytes
 from .torch_names import broadcast, gather, recv, reduce, scatter, send
-from .types import CollectiveTypeError, State, Type, dual, result_type, source_state
-from .vmap import Lane, dims_of_leaves, is_mapped, vmap
+from .types import State, Type, dual, result_type, source_state
+from .vmap import dims_of_leaves, is_mapped, vmap
 
 __all__ = [
     "AHEAD",
@@ -52,16 +50,11 @@ __all__ = [
     "ROOM",
     "SMALL_HALF",
     "Axes",
-    "CollectiveShapeError",
-    "CollectiveTypeError",
     "Communicator",
     "DimSplit",
-    "ForeignCollectiveError",
     "Lane",
-    "NotDifferentiableError",
     "State",
     "Type",
-    "UnboundAxisError",
     "aligned",
     "all_gather",
     "all_to_all",

@@ -320,7 +320,7 @@ def pbroadcast(x: Tree, axis: Axes, source: int = 0) -> Tree:
     return over_leaves("pbroadcast", leaf, x, axis)
 
 
-def _extreme(operation: str, tree: Any, axis: Axes) -> Any:
+def _extreme(operation: str, tree: Tree, axis: Axes) -> Tree:
     def leaf(value: Any, axes: tuple[str, ...]) -> Any:
         return value if isinstance(value, NUMBERS) else checked_emit(operation, value, axes)
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
 
+from ..errors import UnboundAxisError
 from .communicator import Communicator, Lane
 from .dim_split import DimSplit
 
@@ -26,7 +27,6 @@ __all__ = [
     "Axes",
     "Binding",
     "Environment",
-    "UnboundAxisError",
     "are_bound",
     "axis_dim_split",
     "axis_size",
@@ -46,10 +46,6 @@ __all__ = [
 MICROBATCH = "microbatch"  # axis over microbatches, which one rank runs sequentially
 
 Axes = str | Iterable[str]
-
-
-class UnboundAxisError(NameError):
-    """Raised for a collective over an axis that is not bound around the call, or is hidden there."""
 
 
 @dataclass(frozen=True)

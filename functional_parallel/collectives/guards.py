@@ -15,8 +15,9 @@ from typing import Any
 from torch import nn
 
 from .. import _torch
+from ..errors import ForeignCollectiveError
 
-__all__ = ["ForeignCollectiveError", "check_callable", "check_op", "guard"]
+__all__ = ["check_callable", "check_op", "guard"]
 
 _NAMESPACES = {"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "_dtensor"}
 
@@ -43,10 +44,6 @@ _PARALLEL_MODULES = {
     "FullyShardedDataParallel": "fp.zero(3, axis)",
     "FSDPModule": "fp.zero(3, axis)",
 }
-
-
-class ForeignCollectiveError(TypeError):
-    """Raised for a collective of torch.distributed, or a module that contains some, under a function transform."""
 
 
 def check_op(op: Any) -> None:
@@ -99,7 +96,7 @@ def guard() -> _Guard:
     ...     torch.ones(2) + 1
     tensor([2., 2.])
     """
-    return _Guard()
+    return _Guard()  # type: ignore[no-untyped-call]
 
 
 class _Guard(_torch.TorchDispatchMode):

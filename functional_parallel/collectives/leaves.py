@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import optree
 from torch import Tensor
@@ -12,15 +12,17 @@ from sharding_specs import register_dataclasses
 
 from . import primitives, shapes
 from .axes import Axes, communicator_for, normalize_axes
+from .communicator import Lane
 from .types import State, Type, result_type
-from .vmap import Lane, is_mapped
+from .vmap import is_mapped
 
 __all__ = ["NUMBERS", "checked_emit", "over_leaves", "split_dim_of"]
 
+Tree = TypeVar("Tree")
 NUMBERS = (bool, int, float, complex)
 
 
-def over_leaves(operation: str, leaf: Callable[..., Any], tree: Any, axis: Axes, numbers: bool = False) -> Any:
+def over_leaves(operation: str, leaf: Callable[..., Any], tree: Tree, axis: Axes, numbers: bool = False) -> Tree:
     axes = normalize_axes(axis)
     for name in axes:
         communicator_for(operation, (name,))
@@ -34,7 +36,8 @@ def over_leaves(operation: str, leaf: Callable[..., Any], tree: Any, axis: Axes,
         )
 
     register_dataclasses(tree)
-    return optree.tree_map(visit, tree)
+    mapped: Tree = optree.tree_map(visit, tree)
+    return mapped
 
 
 def checked_emit(operation: str, x: Tensor, axes: tuple[str, ...], **params: Any) -> Tensor:

@@ -17,8 +17,7 @@ from torch.autograd import forward_ad
 
 from . import shapes
 from .axes import axis_size, communicator_for
-from .communicator import Communicator
-from .vmap import Lane
+from .communicator import Communicator, Lane
 
 __all__ = ["primitive_of"]
 
@@ -53,7 +52,8 @@ def _underivable(name: str) -> Callable[..., Tensor]:
                 f"or to interpret a traced graph, collectives.apply_primitive({name!r}, ...)"
             )
         with torch._C._AutoDispatchBelowAutograd():
-            return op.redispatch(keyset & torch._C._after_autograd_keyset, x, *params)
+            result: Tensor = op.redispatch(keyset & torch._C._after_autograd_keyset, x, *params)
+            return result
 
     return kernel
 
@@ -76,8 +76,8 @@ def _carried(name: str) -> Callable[..., Tensor]:
     def kernel(x: Tensor, axes: Sequence[str], *params: Any) -> Tensor:
         if axis_size(axes) == 1:
             return _identity(name, x, params)
-        result = getattr(_carrier(name, axes), name)(x, tuple(axes), *_without_states(params))
-        return result.contiguous()
+        carried: Tensor = getattr(_carrier(name, axes), name)(x, tuple(axes), *_without_states(params))
+        return carried.contiguous()
 
     return kernel
 

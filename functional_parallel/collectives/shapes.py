@@ -7,13 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from ..errors import CollectiveShapeError
 from .axes import axis_size
 
-__all__ = ["CollectiveShapeError", "canonical_dim", "checked_pairs", "checked_rank", "chunk_shape", "gathered_shape"]
-
-
-class CollectiveShapeError(ValueError):
-    """Raised for a dim or a rank that does not fit the operand or the axes."""
+__all__ = ["canonical_dim", "checked_pairs", "checked_rank", "chunk_shape", "gathered_shape"]
 
 
 def canonical_dim(operation: str, shape: Sequence[int], dim: int) -> int:

@@ -19,14 +19,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
-__all__ = ["CollectiveTypeError", "State", "Type", "dual", "result_type", "source_state"]
+from ..errors import CollectiveTypeError
 
-
-class CollectiveTypeError(ValueError):
-    """Raised for a collective that does not match the state of its operand.
-
-    It is not a TypeError: inside `x * y` a TypeError means "try the other operand", and its message is lost.
-    """
+__all__ = ["State", "Type", "dual", "result_type", "source_state"]
 
 
 class State(str, Enum):
@@ -180,7 +175,7 @@ def result_type(operation: str, operand: Type, axes: tuple[str, ...], **params: 
     {V:data}
     >>> result_type("psum", Type(), ("data",))
     Traceback (most recent call last):
-    functional_parallel.collectives.types.CollectiveTypeError: psum over axis 'data': the operand is Invariant there \
+    functional_parallel.errors.CollectiveTypeError: psum over axis 'data': the operand is Invariant there \
 (every rank holds the same value already); a psum would multiply it by the number of ranks. A doubled psum? Drop one; \
 if the product is meant, write x * fp.axis_size('data')
 

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from sharding_specs import register_dataclasses
 
+from ..errors import CollectiveTypeError
 from .axes import bind
 from .communicator import Lane
-from .types import CollectiveTypeError
 
 __all__ = ["dims_of_leaves", "is_mapped", "vmap"]
 
@@ -145,7 +145,8 @@ def _holds_dataclasses(args: Any) -> bool:
 
 
 def _flatten(args: Any) -> tuple[list[Any], Any]:
-    return optree.tree_flatten(args)
+    result: tuple[list[Any], Any] = optree.tree_flatten(args)
+    return result
 
 
 def _device_of(leaves: Sequence[Any]) -> torch.device | None:
@@ -170,9 +171,12 @@ def _checked_size(axis_name: str | None, given: int | None, leaves: Sequence[Any
         raise ValueError(f"vmap over {axis_name!r}: no argument is mapped, so its size is not known; give axis_size=")
     if any(size != sizes[0] for size in sizes):
         raise ValueError(f"vmap over {axis_name!r}: the mapped dims (and axis_size) must agree, but are {sizes}")
-    return sizes[0]
+    result: int = sizes[0]
+    return result
 
 
 def _broadcast(dims: Any, tree: Any) -> list[Any]:
     """Expand a prefix tree of dims to one dim per leaf of `tree`."""
-    return optree.tree_leaves(optree.tree_broadcast_prefix(dims, tree, none_is_leaf=True), none_is_leaf=True)
+    full = optree.tree_broadcast_prefix(dims, tree, none_is_leaf=True)
+    leaves: list[Any] = optree.tree_leaves(full, none_is_leaf=True)
+    return leaves

@@ -1,6 +1,6 @@
 """Batches of training data: the samples that each rank reads, and padding for batches of unequal sizes."""
 
 from .sampler import Position, Sampler
-from .uneven import UnevenBatchError, batch_signature, check_same_call, even_batches, pad_batch
+from .uneven import batch_signature, check_same_call, even_batches, pad_batch
 
-__all__ = ["Position", "Sampler", "UnevenBatchError", "batch_signature", "check_same_call", "even_batches", "pad_batch"]
+__all__ = ["Position", "Sampler", "batch_signature", "check_same_call", "even_batches", "pad_batch"]

@@ -16,17 +16,11 @@ import torch
 
 from sharding_specs import Mesh, register_dataclasses, tree_paths
 
+from ..errors import UnevenBatchError
 from ..functions import PyTree
 from ..runtime import default_runtime, rank_name
 
-__all__ = ["UnevenBatchError", "batch_signature", "check_same_call", "even_batches", "pad_batch"]
-
-
-class UnevenBatchError(ValueError):
-    """Raised for a batch that cannot be padded.
-
-    It is too large, has tensors of different lengths, or has samples that differ in signature from another rank.
-    """
+__all__ = ["batch_signature", "check_same_call", "even_batches", "pad_batch"]
 
 
 def pad_batch(batch: PyTree, rows: int, *, like: PyTree = None) -> tuple[PyTree, torch.Tensor]:
@@ -93,7 +87,7 @@ def even_batches(batches: Iterable[PyTree], rows: int, mesh: Mesh) -> Iterator[t
         UnevenBatchError: on every rank, if a batch of any rank cannot be padded, the iterable of any rank raises, or
             samples of two ranks differ in signature. The rank with the faulty batch or iterable raises its original
             exception.
-        OutOfStepError: on every rank, if a rank stops before all ranks have finished.
+        CallMismatchError: on every rank, if a rank stops before all ranks have finished.
     """
     runtime, own = default_runtime(mesh), _Own(batches, rows, mesh)
     name, advice = f"fp.even_batches(rows={rows})", "Every rank goes through it to the end, or all leave at one batch"

@@ -108,5 +108,6 @@ def _freeze(value: Any) -> Hashable:
     if isinstance(value, float):
         return ("float", value.hex())
     if isinstance(value, fx.Node):
-        return value
+        result: Hashable = value
+        return result
     return (type(value).__name__, value)

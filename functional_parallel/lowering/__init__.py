@@ -1,17 +1,15 @@
 """Lower a function on shards to a program: trace, type, check, split into microbatches and run the passes."""
 
 from .leftovers import traced_in
-from .lower import UNCHECKED, LayoutError, Lowered, OutSpecError, lower, lowering
+from .lower import UNCHECKED, Lowered, lower, lowering
 from .nested_shard_map import call_shard_map
 from .options import ArgumentPaths, Options
 
 __all__ = [
     "UNCHECKED",
     "ArgumentPaths",
-    "LayoutError",
     "Lowered",
     "Options",
-    "OutSpecError",
     "call_shard_map",
     "lower",
     "lowering",

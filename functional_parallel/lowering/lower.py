@@ -13,7 +13,8 @@ import torch
 from sharding_specs import Mesh, P, broadcast_specs, require_dims, tree_paths
 
 from ..checker import Typing, is_zero, record_input_specs, type_of, type_of_spec
-from ..collectives import CollectiveTypeError, DimSplit, State, Type, bind
+from ..collectives import DimSplit, State, Type, bind
+from ..errors import LayoutError, OutSpecError
 from ..functions import Layout, LocalFunction, PyTree, SpecTree, layout_of, specs_per_leaf
 from ..ir import Traced, forget_values, hollow, info, simplify, update_info
 from ..ops import refuse_idle
@@ -26,19 +27,11 @@ from .leftovers import release_trace_memory
 from .options import ArgumentPaths, Options
 from .rewrite import rewrite
 
-__all__ = ["UNCHECKED", "LayoutError", "Lowered", "OutSpecError", "lower", "lowering", "mismatch", "per_argument"]
+__all__ = ["UNCHECKED", "Lowered", "lower", "lowering", "mismatch", "per_argument"]
 
 _V, _I, _U = State.VARYING, State.INVARIANT, State.UNREDUCED
 
 T = TypeVar("T")
-
-
-class LayoutError(ValueError):
-    """Raised for a function with arguments of undeclared layout, or with a layout that was declared twice."""
-
-
-class OutSpecError(CollectiveTypeError):
-    """Raised for results with layouts that differ from their specs. The message lists all of them."""
 
 
 @dataclass

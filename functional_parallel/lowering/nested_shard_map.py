@@ -19,12 +19,13 @@ from sharding_specs import Mesh, P, broadcast_specs, require_dims, tree_paths, v
 from .. import _torch
 from ..checker import Typing, check_arguments, run_typed, type_of, type_of_spec
 from ..collectives import axis_dim_split, current_axes, hide, snapshot
+from ..errors import LayoutError, OutSpecError
 from ..functions import PyTree
 from ..ir import Traced, aval_of, current_source
 from ..partition import axis_layout_of
 from ..rules import REPLICATED, convert
 from ..tracing import depends_on_layouts, recorder, trace
-from .lower import LayoutError, OutSpecError, mismatch, per_argument
+from .lower import mismatch, per_argument
 
 __all__ = ["call_shard_map"]
 
@@ -64,7 +65,8 @@ def call_shard_map(
         for index, value in zip(chosen, values, strict=True):
             filled[index] = value
         found["result"] = f(*tree.unflatten(filled))
-        return optree.tree_leaves(found["result"])
+        result: list[Any] = optree.tree_leaves(found["result"])
+        return result
 
     traced = _traced(body, tensors, [flat[index] for index in chosen], visible)
     depends_on_layouts(traced, [leaves[index] for index in chosen], [tree_paths(args)[index] for index in chosen])

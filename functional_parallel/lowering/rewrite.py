@@ -10,6 +10,7 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..collectives import DimSplit
+from ..errors import PipelineError
 from ..functions import Layout
 from ..ir import info, simplify
 from ..passes import (
@@ -32,7 +33,7 @@ from ..passes import (
     split_at,
     unroll,
 )
-from ..pipelines import PipelineError, PipelineProgram, accumulate_in_place, build, forget_ops, names_in, pipeline_of
+from ..pipelines import PipelineProgram, accumulate_in_place, build, forget_ops, names_in, pipeline_of
 from ..program import UNCUT, Intermediate, Program, keep_phases
 from ..requests import PairPass, Scope, requested_passes
 from .options import Options

@@ -3,11 +3,8 @@
 from . import own_ops
 from .function import axis_layout_of, partition
 from .preparation import prepare
-from .run import PartitionError, PartitionWarning
 
 __all__ = [
-    "PartitionError",
-    "PartitionWarning",
     "axis_layout_of",
     "own_ops",
     "partition",

@@ -17,6 +17,7 @@ from torch import fx
 from sharding_specs import P, Placement, broadcast_specs, register_dataclasses, require_dims, tree_paths
 
 from ..collectives import DimSplit, axis_dim_split, current_axes, hidden_axes, hide, mesh_axis_size
+from ..errors import PartitionError
 from ..functions import (
     Layout,
     LocalFunction,
@@ -31,7 +32,7 @@ from ..ir import Aval, Traced, hollow, info
 from ..rules import REDUCED, REPLICATED, AxisLayout, Shard, convert
 from ..tracing import depends_on_layouts, recorder, trace
 from .preparation import prepare
-from .run import PartitionError, run_partitioned
+from .run import run_partitioned
 
 __all__ = ["axis_layout_of", "partition"]
 

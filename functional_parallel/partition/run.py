@@ -16,6 +16,7 @@ from torch import fx
 
 from .. import collectives as fp
 from ..collectives import DimSplit
+from ..errors import PartitionError, PartitionWarning
 from ..ir import (
     Aval,
     Traced,
@@ -54,15 +55,7 @@ from ..rules import (
 from .decompose import decomposed
 from .slicing import split_backwards
 
-__all__ = ["PartitionError", "PartitionWarning", "run_partitioned"]
-
-
-class PartitionError(ValueError):
-    """Raised for a function that cannot be partitioned as its specs require."""
-
-
-class PartitionWarning(UserWarning):
-    """Warning of an op that every rank computes on full tensors because it has no sharding rule."""
+__all__ = ["run_partitioned"]
 
 
 @dataclass

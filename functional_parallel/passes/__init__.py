@@ -8,7 +8,7 @@ leaves its meaning unchanged. Transforms add passes to a function's layout. Lowe
 from .added_products import fuse_matmul_accumulate
 from .base import LookaheadPass, Phase, ProgramPass, finished, pass_names, run_passes
 from .buckets import Buckets
-from .budget import BudgetError, RematToBudget
+from .budget import RematToBudget
 from .casts import CastBeforeGather
 from .cheap import CheapValues, RecomputeCheap
 from .gathers import GatherPlacement
@@ -43,7 +43,6 @@ __all__ = [
     "CASTS",
     "PASS_NAMES",
     "Buckets",
-    "BudgetError",
     "CastBeforeGather",
     "CheapValues",
     "EarlyReductions",

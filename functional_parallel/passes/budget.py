@@ -12,13 +12,14 @@ from torch import fx
 
 from sharding_specs import Mesh
 
+from ..errors import BudgetError
 from ..ir import Traced
 from ..program import Memory, memory_of, readable_bytes
 from .base import Phase, ProgramPass
 from .recompute import insert_recompute
 from .remat_options import RematOption, remat_options
 
-__all__ = ["BudgetError", "RematToBudget"]
+__all__ = ["RematToBudget"]
 
 _WAYS_OUT = {
     "parameters": "fp.zero(3, axis) or fp.tensor_parallel, which split parameters",
@@ -29,10 +30,6 @@ _WAYS_OUT = {
     "residuals": "fp.accumulate(n), for smaller microbatches",
     "temporaries": "fp.accumulate(n), for smaller microbatches",
 }
-
-
-class BudgetError(ValueError):
-    """Raised if no choice of recomputation keeps within a budget of bytes."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from .extract import Subprogram
 from .memory import PIPELINE_KINDS, PipelineMemory
 from .names import forget_ops, names_in
 from .program import PipelineProgram
-from .roles import OpRole, OpRoles, PipelineError
+from .roles import OpRole, OpRoles
 from .stacks import StackedLayers, Stacks, stacks_of, unstacked
 from .stages import ActionPrograms, Stage
 from .structure import updates_of
@@ -25,7 +25,6 @@ __all__ = [
     "EpilogueInput",
     "OpRole",
     "OpRoles",
-    "PipelineError",
     "PipelineMemory",
     "PipelineProgram",
     "PipelineRequest",

@@ -11,6 +11,7 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..collectives import DimSplit
+from ..errors import PipelineError
 from ..functions import Layout, Request
 from ..ir import Traced, info, operands_of, primitive_name, set_info, source_of
 from ..passes import CASTS, RecomputeCheap, microbatch_dim, names_axis
@@ -25,7 +26,7 @@ from .epilogue_placement import EpiloguePlacement
 from .extract import Extractor
 from .program import PipelineProgram
 from .prologue import Prologue, PrologueBuilder, PrologueOutput
-from .roles import OpRoles, PipelineError
+from .roles import OpRoles
 from .stages import StageBuilder
 from .structure import parts_of_rank, updates_of
 

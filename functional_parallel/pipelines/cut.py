@@ -18,10 +18,11 @@ from torch import fx
 
 from sharding_specs import Mesh
 
+from ..errors import PipelineError
 from ..ir import Aval, Source, Traced, info, operands_of, source_of
 from ..program import recompute_cost
 from ..schedules import count
-from .roles import OpRole, OpRoles, PipelineError
+from .roles import OpRole, OpRoles
 from .stacks import Stacks
 
 __all__ = ["BALANCES", "CutSpec", "bounds_of", "cut_of", "finest", "stage_of_layer"]

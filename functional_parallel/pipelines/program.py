@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from ..errors import PipelineError
 from ..ir import info, source_of
 from ..program import Collective, Hardware, Price, bytes_of, counts_of, hardware_of, readable_bytes
 from ..schedules import Action, Event, Timeline, peaks
 from .execution import pipeline_memory
 from .memory import PipelineMemory
 from .price import price_of_pipeline
-from .roles import PipelineError
 from .structure import PipelineStructure
 
 __all__ = ["PipelineProgram"]

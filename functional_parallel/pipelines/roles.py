@@ -24,16 +24,13 @@ from torch import fx
 
 from sharding_specs import P
 
+from ..errors import PipelineError
 from ..ir import Traced, info, operands_of, primitive_name, source_of
 from ..passes import MicrobatchRounds, names_axis
 from ..program import view_base
 from ..rules import lookup
 
-__all__ = ["OpRole", "OpRoles", "PipelineError", "is_view"]
-
-
-class PipelineError(ValueError):
-    """Raised if a function cannot be cut into pipeline stages, or if a pipeline does not fit the function."""
+__all__ = ["OpRole", "OpRoles", "is_view"]
 
 
 class OpRole(Enum):

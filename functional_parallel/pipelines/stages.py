@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from ..errors import PipelineError
 from ..ir import Aval, info, operands_of, primitive_name
 from ..passes import combine_op
 from ..program import Program
 from .extract import Extractor, Subprogram
-from .roles import OpRole, OpRoles, PipelineError, is_view
+from .roles import OpRole, OpRoles, is_view
 
 __all__ = ["ActionPrograms", "Stage", "StageBuilder"]
 

@@ -12,9 +12,10 @@ import torch
 
 from sharding_specs import Mesh, broadcast_specs, local_shape, register_dataclasses, tree_paths
 
+from ..errors import PipelineError
 from ..ir import is_trained
 from ..optim import Optimizer, sgd
-from ..pipelines import PipelineError, pipeline_of, stage_of_layer
+from ..pipelines import pipeline_of, stage_of_layer
 from ..program import readable_bytes
 from ..requests import UpdateSharding
 from ..training import TrainStep, train_step, tree_map_params

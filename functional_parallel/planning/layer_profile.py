@@ -9,9 +9,10 @@ from torch import fx
 
 from sharding_specs import Mesh
 
+from ..errors import PipelineError
 from ..ir import info, operands_of
 from ..passes import finished
-from ..pipelines import OpRole, OpRoles, PipelineError, Stage, Subprogram, build_stages, classify_ops, finest
+from ..pipelines import OpRole, OpRoles, Stage, Subprogram, build_stages, classify_ops, finest
 from ..program import Program, StorageTable, recompute_cost
 
 __all__ = ["LayerProfile", "profile_layers"]

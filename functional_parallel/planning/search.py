@@ -16,6 +16,7 @@ import torch
 from sharding_specs import Mesh, register_dataclasses, tree_paths
 
 from ..collectives import MICROBATCH
+from ..errors import ScheduleError
 from ..functions import grad
 from ..ir import is_trained, without_memory
 from ..lowering import lowering
@@ -23,7 +24,7 @@ from ..optim import Optimizer, sgd
 from ..pipelines import PipelineMemory
 from ..program import UNCUT
 from ..quantities import is_positive_int
-from ..schedules import Layer, Machine, Plan, ScheduleError, check_search
+from ..schedules import Layer, Machine, Plan, check_search
 from ..schedules import search as search_plans
 from ..training import train_step
 from ..transforms import Plan as Chain

@@ -6,27 +6,25 @@ not know the transforms that make them.
 """
 
 from .data_axis import DataAxis
-from .loss_scaling import LossScale, LossScaleError, LossScaleState
+from .loss_scaling import LossScale, LossScaleState
 from .microbatches import Microbatches
 from .run_pass import PairPass, RunPass, Scope, requested_passes
 from .scale_loss import ScaledState, ScaleLoss
 from .state_request import StateRequest, Update, converted_state, split_state, state_requests, with_leaves
 from .stored_type import Masters, StoredType
 from .summed_apart import SummedApart
-from .table import REQUESTS, Order, OrderError, require_order
+from .table import REQUESTS, Order, require_order
 from .update_sharding import NormSharding, UpdateSharding, divided_specs, flat_update, update_specs
 
 __all__ = [
     "REQUESTS",
     "DataAxis",
     "LossScale",
-    "LossScaleError",
     "LossScaleState",
     "Masters",
     "Microbatches",
     "NormSharding",
     "Order",
-    "OrderError",
     "PairPass",
     "RunPass",
     "ScaleLoss",

@@ -16,14 +16,11 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
+from ..errors import LossScaleError
 from ..ir import is_trained
 from ..quantities import is_number, is_positive_int
 
-__all__ = ["LossScale", "LossScaleError", "LossScaleState", "has_overflow"]
-
-
-class LossScaleError(ArithmeticError):
-    """Raised if gradients overflow at the lowest scale: training has diverged, or float16 has not enough range."""
+__all__ = ["LossScale", "LossScaleState", "has_overflow"]
 
 
 class LossScaleState(NamedTuple):

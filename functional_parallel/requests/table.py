@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import IntEnum
 
+from ..errors import OrderError
 from ..functions import Request
 from ..passes import (
     CastBeforeGather,
@@ -26,11 +27,7 @@ from .stored_type import StoredType
 from .summed_apart import SummedApart
 from .update_sharding import NormSharding, UpdateSharding
 
-__all__ = ["REQUESTS", "Order", "OrderError", "require_order"]
-
-
-class OrderError(ValueError):
-    """Raised if transforms are chained in an order or combination without a valid meaning."""
+__all__ = ["REQUESTS", "Order", "require_order"]
 
 
 class Order(IntEnum):

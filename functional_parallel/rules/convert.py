@@ -75,7 +75,8 @@ def _own_part(x: torch.Tensor, form: Shard, axis: str, parts: DimSplit) -> torch
     """Select this rank's slice of a rank-dependent value by index."""
     split = add_duplicates(x, form, parts).unflatten(form.dim, (form.outer, parts.ranks, -1))
     index = axis_index(axis).reshape(1)
-    return split.index_select(form.dim + 1, index).flatten(form.dim, form.dim + 2)
+    result: torch.Tensor = split.index_select(form.dim + 1, index).flatten(form.dim, form.dim + 2)
+    return result
 
 
 def _reshard(x: torch.Tensor, held: Shard, form: Shard, axis: str, parts: DimSplit) -> torch.Tensor:

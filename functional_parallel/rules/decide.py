@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..collectives import DimSplit
+from ..errors import RuleError
 from ..ir import Aval
 from .axis_layout import PARTIAL, REPLICATED, AxisLayout, Partial, Shard
-from .notation import RuleError, RuleText
+from .notation import RuleText
 
 __all__ = ["OpSharding", "OperandInfo", "SplitFactor", "choose_sharding", "factor_sizes", "find_factor", "placed"]
 

@@ -24,13 +24,11 @@ from functools import lru_cache
 
 from einops.parsing import ParsedExpression
 
-__all__ = ["Pattern", "RuleError", "RuleText", "parse_rule"]
+from ..errors import RuleError
+
+__all__ = ["Pattern", "RuleText", "parse_rule"]
 
 _MARKS = "+^<>?!"
-
-
-class RuleError(ValueError):
-    """Raised for a rule's text that does not parse, or does not fit the op it is applied to."""
 
 
 @dataclass(frozen=True)

@@ -61,9 +61,10 @@ class OpContext:
         """Shape of a rank's shard of a result."""
         return list(shard_shape(self.result(index).shape, self.result_place(index), self.parts))
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the op itself on a rank's operands."""
-        return self.emit(self.node.target, args, kwargs)
+    def run(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run the op itself on a rank's operands. It has one result; use `emit` for others."""
+        result: torch.Tensor = self.emit(self.node.target, args, kwargs)
+        return result
 
     def once(self, x: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
         """Replace the samples of the first operand's shard `x` that an earlier rank holds too by `fill`."""

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from ..errors import RuleError
 from ..ir import register_differentiable, where
-from .notation import RuleError, parse_rule
+from .notation import parse_rule
 from .texts import pointwise_text
 
 if TYPE_CHECKING:

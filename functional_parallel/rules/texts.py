@@ -77,7 +77,7 @@ def along_text(mark: str = "") -> Callable[[fx.Node], str]:
 
 def ndim_of(node: fx.Node) -> int:
     """Number of dims of an op's first operand."""
-    return len(info(node.args[0]).aval.shape)  # type: ignore[union-attr]
+    return len(info(node.args[0]).aval.shape)
 
 
 def dim_of(node: fx.Node) -> int:

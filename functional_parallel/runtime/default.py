@@ -12,7 +12,7 @@ import torch.distributed as dist
 from sharding_specs import Mesh
 
 from .. import _torch
-from .calls import CollectiveError
+from ..errors import CollectiveError
 from .processes import ProcessRuntime
 from .simulated import SimulatedRuntime
 

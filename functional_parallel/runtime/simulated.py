@@ -98,7 +98,8 @@ class SimulatedRuntime:
 
     def like(self, handle: SimulatedValue, spec: P) -> torch.Tensor:
         """Return a tensor of the global shape, without memory."""
-        return hollow(handle[0], whole_shape(handle[0].shape, spec, self.mesh))
+        result: torch.Tensor = hollow(handle[0], whole_shape(handle[0].shape, spec, self.mesh))
+        return result
 
     def declared(self, handle: SimulatedValue, made: P, spec: P) -> SimulatedValue:
         """Convert a value from one tensor per class of `made` to one per class of `spec`."""
@@ -117,10 +118,11 @@ class SimulatedRuntime:
         if key not in program.cache:
             with _torch.disable_functorch():  # else constants would belong to the transform, in later calls too
                 program.cache[key] = _Lockstep(program, self.classes, differentiable).function()
+        run: Callable[[list[SimulatedValue]], list[SimulatedValue]] = program.cache[key]
         if differentiable:
-            return program.cache[key](handles)
+            return run(handles)
         with torch.no_grad():
-            return program.cache[key](handles)
+            return run(handles)
 
     def replay(self, program: Program, handles: list[SimulatedValue]) -> Origin | None:
         """Run a program op by op, and return the op that first computed a non-finite value, if any."""

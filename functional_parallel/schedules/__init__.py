@@ -4,7 +4,7 @@ Schedules can also be drawn and searched. This package does not import torch: a 
 """
 
 from . import command as command
-from .actions import Action, Schedule, ScheduleError, Versions, rows
+from .actions import Action, Schedule, Versions, rows
 from .actions import count as count
 from .asynchronous import pipedream, two_bw
 from .automatic import zb_auto
@@ -36,7 +36,6 @@ __all__ = [
     "Plan",
     "Receive",
     "Schedule",
-    "ScheduleError",
     "Send",
     "Timeline",
     "Versions",

@@ -13,7 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["ACTION_KINDS", "Action", "Schedule", "ScheduleError", "Versions", "rows"]
+from ..errors import ScheduleError
+
+__all__ = ["ACTION_KINDS", "Action", "Schedule", "Versions", "rows"]
 
 ACTION_KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
@@ -31,10 +33,6 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
-
-
-class ScheduleError(ValueError):
-    """Raised for a schedule that cannot run, or for arguments that a rule does not support."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .actions import ACTION_KINDS, Action, Schedule, ScheduleError, count
+from ..errors import ScheduleError
+from .actions import ACTION_KINDS, Action, Schedule, count
 from .dependencies import gradients_of_input, replay, waits_for
 
 __all__ = ["check", "kept_versions", "peaks"]
@@ -18,7 +19,7 @@ def check(schedule: Schedule) -> Schedule:
     >>> schedules.check(broken)
     Traceback (most recent call last):
         ...
-    functional_parallel.schedules.actions.ScheduleError: schedule: rank 1 is stuck at 1B0, its action 0, which waits \
+    functional_parallel.errors.ScheduleError: schedule: rank 1 is stuck at 1B0, its action 0, which waits \
 for 1F0, action 1 of the same rank: put 1F0 first
 
     Completeness: every stage runs F once on every microbatch of its chain, and either B once or I and W once each.

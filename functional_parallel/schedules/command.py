@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .actions import Schedule, ScheduleError, rows
+from ..errors import ScheduleError
+from .actions import Schedule, rows
 from .automatic import zb_auto
 from .check import check
 from .registry import FAMILIES, family, for_ranks, get

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .actions import ScheduleError
+from ..errors import ScheduleError
 
 __all__ = ["ranks_of", "require"]
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from .actions import Action, Schedule, ScheduleError
+from ..errors import ScheduleError
+from .actions import Action, Schedule
 from .dependencies import gradients_of_input, replay, waits_for
 
 __all__ = ["Receive", "Send", "check_messages", "messages"]

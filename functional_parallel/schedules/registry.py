@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .actions import Schedule, ScheduleError
+from ..errors import ScheduleError
+from .actions import Schedule
 from .asynchronous import pipedream, two_bw
 from .automatic import zb_auto
 from .dualpipe import dualpipe, dualpipe_v

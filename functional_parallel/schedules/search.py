@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..errors import ScheduleError
 from ..quantities import is_non_negative, is_positive, is_positive_int
-from .actions import Schedule, ScheduleError
+from .actions import Schedule
 from .registry import FAMILIES, for_ranks, stages_for
 from .simulate import Costs, Timeline, simulate
 

@@ -13,8 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..errors import ScheduleError
 from ..quantities import is_non_negative, is_positive
-from .actions import Action, Schedule, ScheduleError
+from .actions import Action, Schedule
 from .dependencies import gradients_of_input, waits_for
 
 __all__ = ["Costs", "Event", "Timeline", "simulate"]

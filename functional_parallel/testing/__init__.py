@@ -3,14 +3,11 @@
 import importlib
 from typing import Any
 
-from .equivalence import NotEquivalentError, assert_equivalent
-from .rule_check import FalseRuleError, UncheckedRuleError, check_rule
+from .equivalence import assert_equivalent
+from .rule_check import check_rule
 from .same import assert_same
 
 __all__ = [
-    "FalseRuleError",
-    "NotEquivalentError",
-    "UncheckedRuleError",
     "assert_equivalent",
     "assert_same",
     "check_rule",

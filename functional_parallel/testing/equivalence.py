@@ -12,9 +12,10 @@ import torch
 from sharding_specs import Mesh, tree_paths
 
 from ..compile import Compiled, compile
+from ..errors import NotEquivalentError
 from ..functions import grad_and_value
 from ..ir import as_real, info
-from .compare import NotEquivalentError, compare, tolerance_of
+from .compare import compare, tolerance_of
 from .drawn import drawn_arguments
 from .intermediate import first_differing_op, traced_leaves
 

@@ -16,10 +16,11 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..compile import compile
+from ..errors import NotEquivalentError
 from ..ir import Traced, at_source, aval_of, eval_node, grad_mode_of, info, source_of, walk_args, where
 from ..partition import prepare
 from ..tracing import trace
-from .compare import NotEquivalentError, compare
+from .compare import compare
 
 __all__ = ["first_differing_op", "traced_leaves"]
 

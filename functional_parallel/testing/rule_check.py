@@ -15,26 +15,19 @@ from sharding_specs import Mesh
 from .. import _torch
 from ..collectives import MICROBATCH, DimSplit
 from ..compile import compile
+from ..errors import FalseRuleError, NotEquivalentError, UncheckedRuleError
 from ..functions import grad_and_value
 from ..ir import as_real, aval_of, differentiable_form
 from ..partition import partition
 from ..runtime import SimulatedRuntime
 from ..transforms import accumulate
-from .compare import NotEquivalentError, compare
+from .compare import compare
 from .rule_claims import SUMS, Case, cases_of, factors_of, name_of, spec_of
 from .rule_samples import Sample, for_all, is_strategy, require_overload, sample_of
 
-__all__ = ["FalseRuleError", "UncheckedRuleError", "check_rule"]
+__all__ = ["check_rule"]
 
 _AXIS = "axis"
-
-
-class FalseRuleError(NotEquivalentError):
-    """Raised for a sharding rule that makes a false claim about its op."""
-
-
-class UncheckedRuleError(ValueError):
-    """Raised for a sharding rule with a factor that no sample can split."""
 
 
 def check_rule(

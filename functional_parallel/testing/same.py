@@ -12,11 +12,12 @@ from sharding_specs import Mesh, register_dataclasses
 
 from ..checker import type_of
 from ..collectives import State
+from ..errors import NotEquivalentError
 from ..functions import grad
 from ..lowering import UNCHECKED, lower
 from ..program import Program
 from ..runtime import SimulatedRuntime
-from .compare import NotEquivalentError, compare
+from .compare import compare
 
 __all__ = ["assert_same"]
 

@@ -10,7 +10,8 @@ import torch
 
 from sharding_specs import Mesh, P
 
-from ..schedules import FAMILIES, Schedule, ScheduleError, for_ranks
+from ..errors import ScheduleError
+from ..schedules import FAMILIES, Schedule, for_ranks
 from ..transforms import Plan, accumulate, chain, pipeline, remat, tensor_parallel, zero
 
 try:

@@ -56,7 +56,7 @@ class BatchInputs:
             The handles, and the tensors that every rank passed in full.
 
         Raises:
-            DifferentInputsError: if ranks that must pass equal values passed different ones. Only the first batch of a
+            InputMismatchError: if ranks that must pass equal values passed different ones. Only the first batch of a
                 program is checked.
         """
         tensors = tensors_of(batch)
@@ -98,7 +98,7 @@ def check_same(runtime: Any, name: str, tree: PyTree, parts: list[P] | None = No
         parts: specs of the tensors, if each process passes its own shard. Only ranks of equal shards must agree.
 
     Raises:
-        DifferentInputsError: if the tensors differ.
+        InputMismatchError: if the tensors differ.
     """
     leaves = [(path, leaf) for path, leaf in zip(tree_paths(tree), optree.tree_leaves(tree), strict=True)]
     tensors = [(path or "parameters", leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]

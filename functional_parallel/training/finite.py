@@ -15,26 +15,12 @@ import torch
 from sharding_specs import tree_paths
 
 from .. import _torch
+from ..errors import NonFiniteError
 from ..requests import ScaleLoss
 from ..runtime import PipelineValue
 from .local_step import Metrics
 
-__all__ = ["NonFiniteError", "Watched", "require_finite", "require_finite_inputs", "settle"]
-
-
-class NonFiniteError(FloatingPointError):
-    """Raised for a step with a NaN or infinite loss or gradient norm.
-
-    Attributes:
-        step: the number of the step; the first is 0.
-        parameter: the path of the first parameter that is not finite after the step; None if all are finite.
-        state: the state after the last step that ran.
-        metrics: the metrics of the step.
-    """
-
-    def __init__(self, message: str, step: int, parameter: str | None, state: Any, metrics: Metrics) -> None:
-        super().__init__(message)
-        self.step, self.parameter, self.state, self.metrics = step, parameter, state, metrics
+__all__ = ["Watched", "require_finite", "require_finite_inputs", "settle"]
 
 
 class Watched(NamedTuple):

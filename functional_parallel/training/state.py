@@ -16,13 +16,12 @@ import torch
 from sharding_specs import Mesh, P, tree_paths
 
 from .. import _torch
+from ..errors import DonatedStateError, ReentrantCallError
 from ..functions import PyTree
-from ..runtime import OverlapError
 from .signatures import leaf_signature, on_one_line, signature_text, structure_as_text
 from .update import StepLayout
 
 __all__ = [
-    "DonatedStateError",
     "StateLayout",
     "StaticLeaf",
     "TrainState",
@@ -132,10 +131,6 @@ def recorded_steps(before: int, loss: torch.Tensor) -> int:
     return before + 1
 
 
-class DonatedStateError(RuntimeError):
-    """Raised for the use of a donated state. Its memory holds a later state, or a partly written one."""
-
-
 class TrainState:
     """Parameters and optimizer state as the runtime holds them, sharded.
 
@@ -210,12 +205,12 @@ class TrainState:
     def used_by_a_step(self, given: tuple[Any, ...]) -> Iterator[None]:
         """Context of the step that uses this state.
 
-        If the step raises OverlapError, nothing has run and the state keeps the handles `given`. If it fails
+        If the step raises ReentrantCallError, nothing has run and the state keeps the handles `given`. If it fails
         in another way and the state is donated, store the reason for later messages.
         """
         try:
             yield
-        except OverlapError:
+        except ReentrantCallError:
             self._handles = given
             raise
         except BaseException as error:

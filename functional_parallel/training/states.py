@@ -86,7 +86,7 @@ class StateManager:
 
         Raises:
             TypeError: if these are not parameters.
-            DifferentInputsError: if the parameters differ between ranks.
+            InputMismatchError: if the parameters differ between ranks.
         """
         register_dataclasses(params)
         makes = callable(params) and not isinstance(params, torch.nn.Module)
@@ -148,7 +148,7 @@ class StateManager:
             TypeError: if `params` are not parameters.
             ValueError: if the optimizer state does not belong to these parameters and this optimizer. Also if a leaf
                 is on the meta device, or `step` is not a number of steps.
-            DifferentInputsError: if the values differ between ranks.
+            InputMismatchError: if the values differ between ranks.
         """
         register_dataclasses(params, optimizer_state)
         require_parameters(params, "train_step.load")

@@ -14,14 +14,13 @@ import torch
 
 from sharding_specs import tree_paths
 
+from ..errors import NothingToTrainError, NotTrainedWarning
 from ..functions import PyTree, unused
 from ..ir import current_source, is_trained, warn_at
 from ..tracing import ClosedOver, recorder
 from .update import likes, tree_map_params
 
 __all__ = [
-    "NotTrainedWarning",
-    "NothingToTrainError",
     "old_params",
     "old_state",
     "old_weights",
@@ -31,14 +30,6 @@ __all__ = [
 ]
 
 _LISTED = 8
-
-
-class NothingToTrainError(ValueError):
-    """Raised for a loss that no parameter has a path to, so that training would change nothing."""
-
-
-class NotTrainedWarning(UserWarning):
-    """A parameter without a path to the loss, or a closed-over tensor that requires gradients."""
 
 
 def untrained(params: PyTree, gradients: PyTree) -> list[bool]:

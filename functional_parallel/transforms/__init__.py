@@ -1,6 +1,6 @@
 """Parallelism as function transforms: each takes a function and one mesh axis, and returns a function on shards."""
 
-from ..requests import LossScale, LossScaleError, OrderError
+from ..requests import LossScale
 from .accumulate import accumulate
 from .from_specs import from_specs
 from .parallel import data_parallel, matched, tensor_parallel, zero
@@ -11,8 +11,6 @@ from .transform import Plan, Transform, chain
 
 __all__ = [
     "LossScale",
-    "LossScaleError",
-    "OrderError",
     "Plan",
     "Transform",
     "accumulate",

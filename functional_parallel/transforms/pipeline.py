@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..collectives import MICROBATCH
+from ..errors import PipelineError
 from ..functions import LocalFunction, SpecTree, as_local_function, explain_keywords
 from ..ir import source
-from ..pipelines import BALANCES, CutSpec, PipelineError, PipelineRequest, Stacks, unstacked
+from ..pipelines import BALANCES, CutSpec, PipelineRequest, Stacks, unstacked
 from ..requests import Microbatches, Order
 from ..schedules import FAMILIES, Schedule, check, for_ranks, get, stages_for
 from .microbatched import microbatched

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
+from ..errors import OrderError
 from ..functions import LocalFunction, require_function
-from ..requests import Order, OrderError, require_order
+from ..requests import Order, require_order
 
 __all__ = ["Plan", "Transform", "chain"]
 

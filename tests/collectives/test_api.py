@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from functional_parallel import collectives as fp
+from functional_parallel import errors
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
@@ -46,17 +47,17 @@ def test_a_leaf_that_is_no_tensor() -> None:
 
 
 def test_a_doubled_psum_is_refused() -> None:
-    with pytest.raises(fp.CollectiveTypeError, match=r"A doubled psum\? .* x \* fp.axis_size\('i'\)"):
+    with pytest.raises(errors.CollectiveTypeError, match=r"A doubled psum\? .* x \* fp.axis_size\('i'\)"):
         over_i(lambda x: fp.psum(fp.psum(x, "i"), "i"), torch.ones(2))
 
 
 def test_a_doubled_pvary_is_refused() -> None:
-    with pytest.raises(fp.CollectiveTypeError, match="a cast to varying does nothing; drop it"):
+    with pytest.raises(errors.CollectiveTypeError, match="a cast to varying does nothing; drop it"):
         over_i(lambda x: fp.pvary(x, "i"), torch.ones(2))
 
 
 def test_pscatter_of_what_differs_is_refused() -> None:
-    with pytest.raises(fp.CollectiveTypeError, match=r"loses data; write fp.all_to_all"):
+    with pytest.raises(errors.CollectiveTypeError, match=r"loses data; write fp.all_to_all"):
         over_i(lambda x: fp.pscatter(x, "i"), torch.ones(2, 2))
 
 
@@ -66,7 +67,7 @@ def test_a_forgotten_pvary_is_found_by_the_gradient() -> None:
     def loss(x: torch.Tensor) -> torch.Tensor:
         return fp.psum(x, "i") * x
 
-    with pytest.raises(fp.CollectiveTypeError, match=r"write fp\.pvary"):
+    with pytest.raises(errors.CollectiveTypeError, match=r"write fp\.pvary"):
         over_i(torch.func.grad(loss), torch.tensor([1.0, 2.0]))
     right = over_i(torch.func.grad(lambda x: fp.pvary(fp.psum(x, "i"), "i") * x), torch.tensor([1.0, 2.0]))
     assert torch.equal(right, torch.tensor([6.0, 6.0]))
@@ -80,7 +81,7 @@ def test_a_reduced_value_cast_as_invariant_is_found_by_the_gradient() -> None:
     gradient = torch.func.grad(loss)
     w, x = torch.tensor(1.0), torch.tensor([1.0, 2.0])
     options = {"in_dims": (None, 0), "out_dims": None}
-    with pytest.raises(fp.CollectiveTypeError, match="src='reduced'"):
+    with pytest.raises(errors.CollectiveTypeError, match="src='reduced'"):
         over_i(lambda w, x: gradient(w, x, "auto"), w, x, **options)
     assert over_i(lambda w, x: gradient(w, x, "reduced"), w, x, **options) == 3
 
@@ -105,14 +106,14 @@ def test_a_reduced_value_cast_as_invariant_is_found_by_the_gradient() -> None:
     ],
 )
 def test_dims_and_ranks_that_do_not_fit(call: Callable[[torch.Tensor], Any], message: str) -> None:
-    with pytest.raises(fp.CollectiveShapeError, match=message):
+    with pytest.raises(errors.CollectiveShapeError, match=message):
         over_i(call, torch.ones(2, 3, 4))
 
 
 def test_states_that_do_not_exist() -> None:
     with pytest.raises(ValueError, match="'replicated' is not a valid State"):
         over_i(lambda x: fp.pcast(x, "i", to="replicated"), torch.ones(2))
-    with pytest.raises(fp.CollectiveTypeError, match="it gathers to"):
+    with pytest.raises(errors.CollectiveTypeError, match="it gathers to"):
         over_i(lambda x: fp.all_gather(x, "i", to="unreduced"), torch.ones(2, 2))
 
 
@@ -124,9 +125,9 @@ def test_recv_takes_only_what_was_sent() -> None:
 @pytest.mark.parametrize("operation", [fp.pmax, fp.pmin])
 def test_extremes_refuse_derivatives_but_not_detached_operands(operation: Callable[..., torch.Tensor]) -> None:
     x = torch.tensor([1.0, 3.0])
-    with pytest.raises(fp.NotDifferentiableError, match=r"x.detach\(\)"):
+    with pytest.raises(errors.NotDifferentiableError, match=r"x.detach\(\)"):
         over_i(torch.func.grad(lambda x: operation(x, "i")), x)
-    with pytest.raises(fp.NotDifferentiableError, match=r"x.detach\(\)"):
+    with pytest.raises(errors.NotDifferentiableError, match=r"x.detach\(\)"):
         over_i(lambda x: torch.func.jvp(lambda x: operation(x, "i"), (x,), (x,))[1], x)
     gradient = over_i(torch.func.grad(lambda x: x * fp.pvary(operation(x.detach(), "i"), "i")), x)
     assert torch.equal(gradient, torch.full((2,), float(max(x) if operation is fp.pmax else min(x))))
@@ -172,5 +173,5 @@ def test_vmap_maps_pytrees_and_says_which_result_varies() -> None:
         axis_name="i",
     )(tree)
     assert result["sum"] == 2 and result["own"].shape == (3, 2)
-    with pytest.raises(fp.CollectiveTypeError, match="loss is Varying"):
+    with pytest.raises(errors.CollectiveTypeError, match="loss is Varying"):
         fp.vmap(lambda x: {"loss": x}, out_dims=None, axis_name="i")(torch.ones(2))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from functional_parallel import collectives as fp
+from functional_parallel import errors
 from functional_parallel.collectives import axes
 
 
@@ -39,7 +40,7 @@ def test_inner_bindings_shadow_outer_ones() -> None:
 
 
 def test_an_unbound_axis_says_what_is_bound_and_how_to_bind_it() -> None:
-    with fp.bind({"tensor": 2}, None), pytest.raises(fp.UnboundAxisError) as caught:
+    with fp.bind({"tensor": 2}, None), pytest.raises(errors.UnboundAxisError) as caught:
         fp.psum(torch.ones(2), "data")
     assert isinstance(caught.value, NameError)
     for part in ("psum over axis 'data'", "tensor=2", "fp.shard_map", "fp.vmap(axis_name='data')"):
@@ -61,7 +62,7 @@ def test_an_unbound_axis_says_what_is_bound_and_how_to_bind_it() -> None:
 def test_every_collective_on_a_hidden_axis_is_an_error(call: object) -> None:
     with fp.bind({"data": 4}, None), fp.hide("data"):
         assert fp.mesh_axis_size("data") == 4
-        with pytest.raises(fp.UnboundAxisError, match="is hidden here"):
+        with pytest.raises(errors.UnboundAxisError, match="is hidden here"):
             call()  # type: ignore[operator]
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from functional_parallel import collectives as fp
+from functional_parallel import errors
 from functional_parallel.collectives import reference
 from functional_parallel.runtime.processes.process_communicator import ProcessCommunicator
 from sharding_specs import Mesh
@@ -77,7 +78,7 @@ def refusal(run: Callable[[], Tensor]) -> str:
     try:
         with fp.guard():
             run()
-    except fp.ForeignCollectiveError as error:
+    except errors.ForeignCollectiveError as error:
         return str(error)
     except Exception as error:
         return f"torch: {error}"
@@ -98,7 +99,7 @@ def gradient_of_ddp(rank: int) -> dict[str, Any]:
     message = ""
     try:
         fp.check_callable(loss)
-    except fp.ForeignCollectiveError as error:
+    except errors.ForeignCollectiveError as error:
         message = str(error)
     return {"gradient": next(iter(gradient.values())).item(), "refusal": message}
 
@@ -187,7 +188,7 @@ class Wrapper(nn.Module):
     ids=["itself", "inside", "bound", "closure", "partial", "partial of a closure"],
 )
 def test_parallel_modules_are_found_wherever_they_hide(hide: Callable[[nn.Module], Any]) -> None:
-    with pytest.raises(fp.ForeignCollectiveError, match=r"Pass the module inside it to fp\.functional"):
+    with pytest.raises(errors.ForeignCollectiveError, match=r"Pass the module inside it to fp\.functional"):
         fp.check_callable(hide(nn.DataParallel(nn.Linear(2, 2))))
     fp.check_callable(hide(nn.Linear(2, 2)))
     fp.check_callable(hide(DataParallelLookalike()))
@@ -209,7 +210,7 @@ def test_parallel_modules_are_found_wherever_they_hide(hide: Callable[[nn.Module
     ids=str,
 )
 def test_every_op_of_torch_distributed_has_a_fix(op: Any, fix: str) -> None:
-    with pytest.raises(fp.ForeignCollectiveError, match=f"write {fix}"):
+    with pytest.raises(errors.ForeignCollectiveError, match=f"write {fix}"):
         fp.check_op(op)
 
 

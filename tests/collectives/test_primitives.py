@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from functional_parallel import collectives as fp
+from functional_parallel import errors
 from functional_parallel.collectives import Type, dual
 
 from ..some_cases import one_in
@@ -77,7 +78,7 @@ def test_what_ranks_do_not_share_is_refused_as_shared(case: Case) -> None:
     shared = same_everywhere(case.takes)
     x = integers(*SHAPE, seed=0) if shared else integers(2, *SHAPE, seed=0)
     fn = fp.vmap(lambda row: case.apply(row, ("a",)), None if shared else 0, None, axis_name="a", axis_size=2)
-    with pytest.raises(fp.CollectiveTypeError, match="out_dims=None says that it is the same"):
+    with pytest.raises(errors.CollectiveTypeError, match="out_dims=None says that it is the same"):
         fn(x)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from functional_parallel import collectives as fp
 from functional_parallel.collectives import reference
-from functional_parallel.runtime import CollectiveError
+from functional_parallel.errors import CollectiveError
 from functional_parallel.runtime.processes.process_communicator import ProcessCommunicator
 from sharding_specs import Mesh
 from tests.processes import RankError, run_on_processes

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import functional_parallel as fp
-from functional_parallel.rules.notation import RuleError
+from functional_parallel.errors import RuleError
 from sharding_specs import Mesh, MeshError, P, SpecError, apply_rules, shard
 
 MESH = Mesh(data=2, tensor=2)
@@ -226,7 +226,7 @@ def test_dropout_without_a_key() -> None:
     def f(params: Params, x: torch.Tensor) -> torch.Tensor:
         return loss(params, torch.nn.functional.dropout(x, 0.5))
 
-    said = message(under({"*": P()}, f=f), fp.random.RandomKeyError)
+    said = message(under({"*": P()}, f=f), fp.errors.RandomKeyError)
     assert "no key is given" in said and "train_step(seed=…)" in said
 
 

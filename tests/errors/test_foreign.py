@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 import functional_parallel as fp
-from functional_parallel.collectives import ForeignCollectiveError
+from functional_parallel.errors import ForeignCollectiveError
 from functional_parallel.functions.keywords import ELSEWHERE
 from sharding_specs import Mesh, P
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 import functional_parallel as fp
 from functional_parallel import schedules
-from functional_parallel.schedules import Schedule, ScheduleError
+from functional_parallel.errors import ScheduleError
+from functional_parallel.schedules import Schedule
 from sharding_specs import Mesh, P
 
 from ..pipelines.networks import SYNCHRONOUS

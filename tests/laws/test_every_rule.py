@@ -16,12 +16,13 @@ import pytest
 import torch
 from torch import fx
 
+from functional_parallel.errors import FalseRuleError, UncheckedRuleError
 from functional_parallel.ir import aval_of
 from functional_parallel.ir.eval_node import eval_node
 from functional_parallel.ir.graph import walk_args
 from functional_parallel.partition.preparation import prepare
 from functional_parallel.rules import lookup, registry
-from functional_parallel.testing import FalseRuleError, UncheckedRuleError, check_rule
+from functional_parallel.testing import check_rule
 from functional_parallel.tracing import trace
 
 from .test_torchs_ops import DTYPES, MOST_ELEMENTS, OPS, UNDEFINED, is_inexact, is_small, operands, scalar

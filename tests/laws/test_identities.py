@@ -110,11 +110,11 @@ def test_a_sum_over_axes_is_the_sums_over_each(data: st.DataObject) -> None:
 
 
 def test_what_differs_is_said() -> None:
-    with pytest.raises(fp.testing.NotEquivalentError, match="types of the results differ"):
+    with pytest.raises(fp.errors.NotEquivalentError, match="types of the results differ"):
         same(lambda x: fp.psum(x, "i"), lambda x: x, 2)
-    with pytest.raises(fp.testing.NotEquivalentError, match="results on rank 0"):
+    with pytest.raises(fp.errors.NotEquivalentError, match="results on rank 0"):
         same(lambda x: fp.psum(x, "i"), lambda x: fp.psum(x, "i") * 2, 2)
-    with pytest.raises(fp.testing.NotEquivalentError, match="gradients on rank 0"):
+    with pytest.raises(fp.errors.NotEquivalentError, match="gradients on rank 0"):
         same(lambda x: x * x, lambda x: x.detach() * x.detach() + 0 * x, 2)
 
 
@@ -131,7 +131,7 @@ def test_a_gradient_that_is_rounding_alone_is_no_difference() -> None:
     assert 0 < fp.grad(loss)(params, x)["shift"].abs() < 1e-10, "rounding alone"
     fp.testing.assert_equivalent(loss, fp.data_parallel("data"), Mesh(data=4), params, x)
     small = {"large": torch.ones(2).double(), "small": torch.full((2,), 1e-12).double()}
-    with pytest.raises(fp.testing.NotEquivalentError, match="leaf small"):
+    with pytest.raises(fp.errors.NotEquivalentError, match="leaf small"):
         compare(small, {**small, "small": small["small"] * 1.01}, "gradient")
 
 
@@ -139,7 +139,7 @@ def test_a_gradient_that_is_rounding_alone_is_no_difference() -> None:
 def test_exactly_is_to_the_bit(dtype: torch.dtype) -> None:
     zero, ones = torch.zeros(2, dtype=torch.float64), torch.ones(2, dtype=dtype)
     compare([ones, zero], [ones, zero], "results", exact=True)
-    with pytest.raises(fp.testing.NotEquivalentError, match="leaf 1"):
+    with pytest.raises(fp.errors.NotEquivalentError, match="leaf 1"):
         compare([ones, zero + 1e-300], [ones, zero], "results", exact=True)
 
 
@@ -161,7 +161,7 @@ INF, NAN = float("inf"), float("nan")
 def test_what_is_not_finite_hides_nothing(got: list[float], want: list[float], said: str) -> None:
     """Nor does what float64 rounds."""
     kind = torch.int64 if isinstance(want[0], int) else torch.float64
-    with pytest.raises(fp.testing.NotEquivalentError, match=said):
+    with pytest.raises(fp.errors.NotEquivalentError, match=said):
         compare(torch.tensor(got, dtype=kind), torch.tensor(want, dtype=kind), "results")
 
 
@@ -171,7 +171,7 @@ def test_equal_infinities_are_equal_beside_rounding() -> None:
 
 
 def test_a_number_is_no_tensor() -> None:
-    with pytest.raises(fp.testing.NotEquivalentError, match=r"1.0, not tensor\(1.\)"):
+    with pytest.raises(fp.errors.NotEquivalentError, match=r"1.0, not tensor\(1.\)"):
         compare(1.0, torch.ones(()), "results")
 
 
@@ -187,12 +187,12 @@ def test_a_loss_that_is_no_function_is_said_to_be_none() -> None:
         return (x @ w).sum()
 
     for loss in (counting, writing):
-        with pytest.raises(fp.testing.NotEquivalentError, match="when called again with the same arguments"):
+        with pytest.raises(fp.errors.NotEquivalentError, match="when called again with the same arguments"):
             fp.testing.assert_equivalent(loss, fp.data_parallel("data"), Mesh(data=2), torch.ones(3), torch.ones(4, 3))
 
 
 @pytest.mark.parametrize("x", [torch.arange(8), torch.arange(8.0)])
 def test_integers_have_values_alone(x: torch.Tensor) -> None:
     fp.testing.assert_same(lambda x: x.long() + x.long(), lambda x: 2 * x.long(), Mesh(i=2), (P("i"),), (x,))
-    with pytest.raises(fp.testing.NotEquivalentError, match="results on rank 0"):
+    with pytest.raises(fp.errors.NotEquivalentError, match="results on rank 0"):
         fp.testing.assert_same(lambda x: x.long() + 1, lambda x: x.long() + 2, Mesh(i=2), (P("i"),), (x,))

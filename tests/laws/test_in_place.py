@@ -92,7 +92,7 @@ PLANS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::functional_parallel.partition.run.PartitionWarning")
+@pytest.mark.filterwarnings("ignore::functional_parallel.PartitionWarning")
 @settings(max_examples=12)
 @given(
     steps=st.lists(STEPS, min_size=1, max_size=4).map(tuple),

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 import functional_parallel as fp
-from functional_parallel.errors import CustomFunctionError
-from functional_parallel.lowering import LayoutError, OutSpecError
+from functional_parallel.errors import CustomFunctionError, LayoutError, OutSpecError
 from sharding_specs import Mesh, P
 
 from ..processes import run_on_processes

@@ -16,8 +16,7 @@ import pytest
 import torch
 
 import functional_parallel as fp
-from functional_parallel.errors import TracingError
-from functional_parallel.random import RandomKeyError
+from functional_parallel.errors import RandomKeyError, TracingError
 from sharding_specs import Mesh, P
 
 with pytest.MonkeyPatch.context() as patch:  # the import forbids all later tests to set torch's flags

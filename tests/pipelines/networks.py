@@ -11,7 +11,8 @@ from torch import Tensor
 
 import functional_parallel as fp
 from functional_parallel import schedules
-from functional_parallel.schedules import FAMILIES, Schedule, ScheduleError
+from functional_parallel.errors import ScheduleError
+from functional_parallel.schedules import FAMILIES, Schedule
 from sharding_specs import Mesh
 
 WIDTH, CLASSES = 2, 3

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import functional_parallel as fp
 from functional_parallel import schedules
-from functional_parallel.pipelines import PipelineError
+from functional_parallel.errors import PipelineError
 from functional_parallel.schedules import Action
 from sharding_specs import Mesh
 

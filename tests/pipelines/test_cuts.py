@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import functional_parallel as fp
-from functional_parallel.pipelines import PipelineError
+from functional_parallel.errors import PipelineError
 from sharding_specs import Mesh, P
 
 from .networks import assert_same, normal, tied_table

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import functional_parallel as fp
-from functional_parallel.pipelines import PipelineError
+from functional_parallel.errors import PipelineError
 from sharding_specs import Mesh, P
 
 from ..processes import run_on_processes

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import functional_parallel as fp
-from functional_parallel.pipelines import PipelineError, cut
+from functional_parallel.errors import PipelineError
+from functional_parallel.pipelines import cut
 from sharding_specs import Mesh
 
 from .test_balanced_cut import tried

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import functional_parallel as fp
 from functional_parallel import schedules
+from functional_parallel.errors import PipelineError
 from functional_parallel.ir import info
-from functional_parallel.pipelines import PipelineError
 from functional_parallel.pipelines.execution.rank_executor import RankExecutor
 from functional_parallel.schedules import Action
 from sharding_specs import Mesh

@@ -86,7 +86,7 @@ def test_on_two_processes() -> None:
         assert name != "nothing" and (name, message) == also_bad[case][:2], case
         assert seconds < PATIENCE, case
     for found in (apart, also_apart):
-        assert {name for name, _, _ in found.values()} == {"DifferentProgramsError"}
+        assert {name for name, _, _ in found.values()} == {"ProgramMismatchError"}
     assert "gpipe: 2 stages on 2 ranks" in apart["schedules"][1]
     assert failed[:2] == ("RuntimeError", "no memory for the kernel of stage 1")
     assert waiting[0] == "CollectiveError" and "rank 0 (pipe=0)" in waiting[1], waiting

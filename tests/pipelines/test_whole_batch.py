@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import functional_parallel as fp
-from functional_parallel.pipelines import PipelineError
+from functional_parallel.errors import PipelineError
 from sharding_specs import Mesh
 
 from ..some_cases import one_in

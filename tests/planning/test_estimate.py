@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import functional_parallel as fp
+from functional_parallel.errors import PipelineError
 from functional_parallel.ir import info
-from functional_parallel.pipelines import PipelineError
 from functional_parallel.planning.estimate import CONVENTIONS, Convention, transformer_parameters
 from functional_parallel.training.state import StaticLeaf
 from sharding_specs import Mesh, P

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import functional_parallel as fp
+from functional_parallel.errors import PipelineError, ScheduleError
 from functional_parallel.ir import info
-from functional_parallel.pipelines import PipelineError
 from functional_parallel.program.work import recompute_cost
-from functional_parallel.schedules import Layer, Machine, ScheduleError
+from functional_parallel.schedules import Layer, Machine
 from sharding_specs import Mesh, split
 
 from ..pipelines.networks import SYNCHRONOUS

@@ -54,7 +54,7 @@ def gradients(without: tuple[str, ...] = ()) -> Any:
 def test_a_row_per_pass() -> None:
     found, rows = program(), table().rows
     assert found.passes == PASSES
-    assert [row.name for row in rows] == [*PASSES[:6], "microbatches", *PASSES[6:], "views"]
+    assert [row.name for row in rows] == [*PASSES[:5], "microbatches", *PASSES[5:], "views"]
     for row, following in pairwise(rows):
         assert row.after == following.before
     last = rows[-1].after

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import functional_parallel as fp
-from functional_parallel.random import RandomKeyError
+from functional_parallel.errors import RandomKeyError
 from sharding_specs import Mesh, P
 
 KEY = fp.random.key(7)

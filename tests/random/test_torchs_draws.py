@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 import functional_parallel as fp
-from functional_parallel.errors import TracingError
-from functional_parallel.random import RandomKeyError
+from functional_parallel.errors import RandomKeyError, TracingError
 from sharding_specs import Mesh, P
 
 KEY = fp.random.key(7)

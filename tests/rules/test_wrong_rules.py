@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import functional_parallel as fp
-from functional_parallel.testing import NotEquivalentError, assert_equivalent
+from functional_parallel.errors import NotEquivalentError
+from functional_parallel.testing import assert_equivalent
 from sharding_specs import Mesh, P
 
 LIBRARY = torch.library.Library("wrong_rules", "DEF")

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from functional_parallel.collectives import reference, slots
-from functional_parallel.runtime import CollectiveError, ProcessRuntime
+from functional_parallel.errors import CollectiveError
+from functional_parallel.runtime import ProcessRuntime
 from functional_parallel.runtime.algorithms import (
     ALGORITHMS,
     Algorithm,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 
-from functional_parallel.runtime import OutOfStepError
+from functional_parallel.errors import CallMismatchError
 from functional_parallel.runtime.algorithms import COMPLETED, AlgorithmGroup, algorithm_group
 from functional_parallel.runtime.calls import CallLog
 from functional_parallel.runtime.shared_memory import channels
@@ -60,7 +60,7 @@ def test_a_message_of_a_rank_that_does_something_else_is_not_taken() -> None:
     into = torch.zeros(100, dtype=torch.uint8)
     here.send(torch.ones(100, dtype=torch.uint8), 1)
     there.told(0, sent.told.pop()[1], sent.doing.mark)
-    with pytest.raises(OutOfStepError, match=r"this one steps \(its call 1\), rank 0 does what this one never did"):
+    with pytest.raises(CallMismatchError, match=r"this one steps \(its call 1\), rank 0 does what this one never did"):
         there.receive(into, 0).wait()
     assert not into.any()
 

@@ -11,14 +11,9 @@ import torch
 from torch import Tensor
 
 import functional_parallel as fp
+from functional_parallel.errors import InputMismatchError, ProgramMismatchError
 from functional_parallel.optim import SGDState
-from functional_parallel.runtime import (
-    DifferentInputsError,
-    DifferentProgramsError,
-    ProcessRuntime,
-    SimulatedRuntime,
-    use_runtime,
-)
+from functional_parallel.runtime import ProcessRuntime, SimulatedRuntime, use_runtime
 from functional_parallel.runtime.calls.waits import rank_name, rank_names
 from sharding_specs import Mesh, P
 from tests.processes import run_on_processes
@@ -83,7 +78,7 @@ def error_and_time(run: Any) -> tuple[str, str, float]:
     start = time.monotonic()
     try:
         run()
-    except (DifferentProgramsError, DifferentInputsError, fp.CollectiveError) as error:
+    except (ProgramMismatchError, InputMismatchError, fp.CollectiveError) as error:
         return type(error).__name__, str(error), time.monotonic() - start
     return "nothing", "", time.monotonic() - start
 
@@ -142,7 +137,7 @@ def disagreeing() -> list[dict[str, Any]]:
 def test_different_programs_are_refused_on_every_rank(disagreeing: list[dict[str, Any]]) -> None:
     for rank, result in enumerate(disagreeing):
         kind, message, seconds = result["programs"]
-        assert kind == "DifferentProgramsError" and seconds < 30
+        assert kind == "ProgramMismatchError" and seconds < 30
         same, other = ([2], 0) if rank == 2 else ([0, 1, 3], 2)
         names = f"{rank_names(MESH, same)} {'has' if rank == 2 else 'have'} this one (product)"
         assert f"{rank_name(MESH, rank)}: the ranks are about to run different programs. {names}" in message
@@ -154,20 +149,20 @@ def test_different_programs_are_refused_on_every_rank(disagreeing: list[dict[str
 def test_constants_that_differ_are_shown(disagreeing: list[dict[str, Any]]) -> None:
     for result in disagreeing:
         kind, message, _ = result["constants"]
-        assert kind == "DifferentProgramsError"
+        assert kind == "ProgramMismatchError"
         assert "constant 0.25" in message and "constant 0.1" in message
 
 
 def test_different_shapes_are_different_programs(disagreeing: list[dict[str, Any]]) -> None:
     for result in disagreeing:
         kind, message, _ = result["shapes"]
-        assert kind == "DifferentProgramsError" and "[2, 1]" in message and "[2, 2]" in message
+        assert kind == "ProgramMismatchError" and "[2, 1]" in message and "[2, 2]" in message
 
 
 def test_different_inputs_are_refused_by_path(disagreeing: list[dict[str, Any]]) -> None:
     for result in disagreeing:
         kind, message, seconds = result["inputs"]
-        assert kind == "DifferentInputsError" and seconds < 30
+        assert kind == "InputMismatchError" and seconds < 30
         assert "ranks passed different 0/layers/1." in message
         assert "call torch.manual_seed(0) before the first draw, on every rank. For shards" in message
         assert "use train_step(batch='own')" in message
@@ -177,14 +172,12 @@ def test_parameters_and_batches_of_training_are_compared(disagreeing: list[dict[
     for result in disagreeing:
         kind, message, _ = result["parameters"]
         assert (
-            kind == "DifferentInputsError"
+            kind == "InputMismatchError"
             and "train_step.init takes whole tensors" in message
             and "different w" in message
         )
         kind, message, _ = result["batch"]
-        assert (
-            kind == "DifferentInputsError" and "train_step takes whole tensors" in message and "different 0" in message
-        )
+        assert kind == "InputMismatchError" and "train_step takes whole tensors" in message and "different 0" in message
         assert "call torch.manual_seed(0) before the first draw, on every rank. For shards" in message
         assert "use train_step(batch='own')" in message
 
@@ -194,7 +187,7 @@ def test_loaded_states_are_compared(disagreeing: list[dict[str, Any]]) -> None:
     for result in disagreeing:
         for case, told in (("loaded", "optimizer_state/1/w"), ("steps", "step")):
             kind, message, _ = result[case]
-            assert kind == "DifferentInputsError"
+            assert kind == "InputMismatchError"
             assert "train_step.load takes whole tensors, the same on every rank" in message
             assert f"but ranks passed different {told}. " in message
             assert "of a checkpoint every rank loads the whole file" in message
@@ -204,7 +197,7 @@ def test_ranks_that_share_a_part_of_the_batch_are_given_the_same(disagreeing: li
     """A loader that splits samples among all processes, where tensor ranks are not told apart by the batch."""
     for result in disagreeing:
         kind, message, _ = result["parts"]
-        assert kind == "DifferentInputsError"
+        assert kind == "InputMismatchError"
         assert "ranks share that differ along 'tensor' alone, but such ranks passed different 0." in message
         assert "fp.Sampler(length, batch, mesh)" in message
         assert result["shared parts"][0] == "nothing"

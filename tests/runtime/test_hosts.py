@@ -62,7 +62,7 @@ def two_models_in_another_order(rank: int, algorithm: str, hosts: str) -> tuple[
 def test_ranks_on_two_hosts_that_train_different_models(algorithm: str) -> None:
     """One's gradients went into the other's sums, without a word."""
     for kind, message, seconds in run_on_processes(two_models_in_another_order, 2, algorithm, "ab"):
-        assert kind == "OutOfStepError" and seconds < 20, message
+        assert kind == "CallMismatchError" and seconds < 20, message
         for each in range(2):
             assert f"rank {each} (data={each}) runs train_step" in message, message
         assert "test_hosts.py" in message, "the line"
@@ -79,7 +79,7 @@ def reading_while_others_train(rank: int, algorithm: str) -> tuple[str, str, flo
 @pytest.mark.parametrize("algorithm", ["direct", "ring"])
 def test_a_rank_on_another_host_that_reads_parameters(algorithm: str) -> None:
     reading, training = run_on_processes(reading_while_others_train, 2, algorithm)
-    assert reading[0] == training[0] == "OutOfStepError"
+    assert reading[0] == training[0] == "CallMismatchError"
     for _, message, _ in (reading, training):
         assert "rank 0 (data=0) reads a value that lies in parts" in message
         assert "rank 1 (data=1) runs train_step" in message

@@ -24,10 +24,11 @@ from torch import fx
 
 import functional_parallel as fp
 from functional_parallel import _torch
+from functional_parallel.errors import BackendError, ProgramMismatchError
 from functional_parallel.ir.graph import primitive_name
 from functional_parallel.program.aliasing import is_only_use_of_own_memory, readers_before_writes
 from functional_parallel.program.overlap import overlapped
-from functional_parallel.runtime import BackendError, DifferentProgramsError, SimulatedRuntime
+from functional_parallel.runtime import SimulatedRuntime
 from functional_parallel.runtime.execution import regions
 from functional_parallel.runtime.execution.inductor import CompiledRegion
 from functional_parallel.runtime.execution.repeats import cuts_between_repeats
@@ -306,7 +307,7 @@ def layer_trained(rank: int, backend: str) -> list[torch.Tensor]:
 
 
 def on_processes(rank: int) -> list[torch.Tensor]:
-    with pytest.raises(DifferentProgramsError, match="backend"):
+    with pytest.raises(ProgramMismatchError, match="backend"):
         layer_trained(rank, "inductor" if rank else "eager")
     return layer_trained(rank, "inductor")
 

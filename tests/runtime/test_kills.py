@@ -183,7 +183,7 @@ def fault_of(rank: int, process: Any, victim: int, folder: Path) -> str | None:
     errors = text_of(folder / f"errors-{rank}")
     if process.is_alive():
         return f"rank {rank} hangs, {errors[-2000:]}"
-    last = [line for line in errors.splitlines() if re.match(r"[\w.]*(CollectiveError|OutOfStepError): ", line)][-1:]
+    last = [line for line in errors.splitlines() if re.match(r"[\w.]*(CollectiveError|CallMismatchError): ", line)][-1:]
     if process.exitcode == 0 or not last or not re.search(rf"rank {victim} \(", last[0]):
         return f"rank {rank} ended with {process.exitcode} and does not name rank {victim}: {errors[-2000:]}"
     return None

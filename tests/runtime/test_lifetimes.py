@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import functional_parallel as fp
+from functional_parallel.errors import DonatedStateError
 from functional_parallel.runtime import ProcessRuntime, default_runtime, use_runtime
-from functional_parallel.training.state import DonatedStateError
 from sharding_specs import Mesh
 from tests.processes import connect, outcome, run_on_processes
 
@@ -264,7 +264,9 @@ def test_calls_of_two_threads_that_overlap() -> None:
     for first, second, through, later in run_on_processes(on_two_threads, 2):
         assert through[0] == "nothing", "the call that was under way ends"
         for kind, message, _ in (first, second, later):
-            assert kind == "OverlapError" and "'MainThread' began a call while thread 'second' was in one" in message
+            assert (
+                kind == "ReentrantCallError" and "'MainThread' began a call while thread 'second' was in one" in message
+            )
 
 
 def on_a_signal(rank: int) -> list[tuple[str, str, float]]:
@@ -274,12 +276,12 @@ def on_a_signal(rank: int) -> list[tuple[str, str, float]]:
     signal.signal(signal.SIGUSR1, lambda *_: run.train.params(kept))
     inside.append(lambda: signal.raise_signal(signal.SIGUSR1))
     broken_off = outcome(run.step)
-    with pytest.raises(DonatedStateError, match=r"to a step that failed \(OutOfStepError: a call began before"):
+    with pytest.raises(DonatedStateError, match=r"to a step that failed \(CallMismatchError: a call began before"):
         run.step()
     return [broken_off, outcome(lambda: run.train.params(kept))]
 
 
 def test_a_call_in_a_signals_handler() -> None:
     for broken_off, later in run_on_processes(on_a_signal, 2):
-        assert (broken_off[0], later[0]) == ("OutOfStepError", "OverlapError")
+        assert (broken_off[0], later[0]) == ("CallMismatchError", "ReentrantCallError")
         assert "Let the handler set a flag" in broken_off[1] and "Let the handler set a flag" in later[1]

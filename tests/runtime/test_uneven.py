@@ -173,7 +173,7 @@ def test_ranks_out_of_step_are_told_at_once(out_of_step: list[dict[str, Any]], w
     """Also ranks whose program has run before, and who would have gone into its collectives alone."""
     for result in out_of_step:
         kind, message, seconds = result[what]
-        assert kind == "OutOfStepError" and seconds < 10
+        assert kind == "CallMismatchError" and seconds < 10
         assert all(text in message for text in ranks), message
     if what in ("shapes", "steps"):
         assert "fp.even_batches(batches, rows, mesh)" in out_of_step[0][what][1]

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from hypothesis import strategies as st
 
 from functional_parallel import schedules
-from functional_parallel.schedules import FAMILIES, Schedule, ScheduleError
+from functional_parallel.errors import ScheduleError
+from functional_parallel.schedules import FAMILIES, Schedule
 
 CHUNKED = [name for name, family in FAMILIES.items() if family.chunks is None]
 made = schedules.for_ranks

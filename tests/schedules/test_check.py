@@ -11,7 +11,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from functional_parallel import schedules
-from functional_parallel.schedules import Action, Receive, Schedule, ScheduleError, Send, Versions
+from functional_parallel.errors import ScheduleError
+from functional_parallel.schedules import Action, Receive, Schedule, Send, Versions
 
 from .cases import drawn, made
 

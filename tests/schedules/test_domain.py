@@ -7,7 +7,8 @@ import re
 import pytest
 
 from functional_parallel import schedules
-from functional_parallel.schedules import FAMILIES, ScheduleError
+from functional_parallel.errors import ScheduleError
+from functional_parallel.schedules import FAMILIES
 
 from .cases import everywhere, in_domain, made
 

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from functional_parallel import schedules
-from functional_parallel.schedules import Costs, Schedule, ScheduleError
+from functional_parallel.errors import ScheduleError
+from functional_parallel.schedules import Costs, Schedule
 
 from .cases import made
 from .test_check import received_before_use

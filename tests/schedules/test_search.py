@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from functional_parallel import schedules
-from functional_parallel.schedules import Costs, Layer, Machine, ScheduleError, balanced_cut, search
+from functional_parallel.errors import ScheduleError
+from functional_parallel.schedules import Costs, Layer, Machine, balanced_cut, search
 
 LAYER = Layer(1.0, 1.0, 1.0, activation=1.0, output=1.0, gradient=50.0, state=100.0)
 

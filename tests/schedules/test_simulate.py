@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from functional_parallel import schedules
-from functional_parallel.schedules import Costs, Schedule, ScheduleError
+from functional_parallel.errors import ScheduleError
+from functional_parallel.schedules import Costs, Schedule
 
 from .cases import drawn, made
 

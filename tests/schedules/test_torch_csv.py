@@ -12,7 +12,8 @@ import torch.distributed.pipelining.schedules as torch_schedules
 from hypothesis import given
 
 from functional_parallel import schedules
-from functional_parallel.schedules import FAMILIES, Schedule, ScheduleError
+from functional_parallel.errors import ScheduleError
+from functional_parallel.schedules import FAMILIES, Schedule
 
 from .cases import drawn, in_domain, made
 

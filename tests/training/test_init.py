@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import functional_parallel as fp
-from functional_parallel.runtime import DifferentInputsError
+from functional_parallel.errors import InputMismatchError
 from functional_parallel.testing.tracker import tracked
 from sharding_specs import Mesh, P
 
@@ -215,7 +215,7 @@ def different(rank: int, cases: list[str]) -> list[str]:
     train = fp.train_step(lambda p, x: x.mean(), fp.optim.sgd(0.1), Mesh(data=2), fp.zero(3, "data"))
     messages = []
     for case in cases:
-        with pytest.raises(DifferentInputsError) as found:
+        with pytest.raises(InputMismatchError) as found:
             train.init(partial(make, case))
         messages.append(str(found.value))
     return messages

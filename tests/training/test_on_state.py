@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import functional_parallel as fp
-from functional_parallel.pipelines import PipelineError
+from functional_parallel.errors import PipelineError
 from sharding_specs import Mesh, P, SpecError
 
 from ..errors.test_bad_input import message

@@ -149,5 +149,5 @@ def on_a_rank_whose_batch_requires_a_gradient(rank: int) -> tuple[str, str, floa
 def test_a_batch_that_requires_a_gradient_on_one_rank() -> None:
     """Its values were said to differ, which they do not."""
     for kind, message, _ in run_on_processes(on_a_rank_whose_batch_requires_a_gradient, 2):
-        assert kind == "OutOfStepError" and "doing different things" in message
+        assert kind == "CallMismatchError" and "doing different things" in message
     assert ", on tensors that require a gradient (its call" in message, "as the rank itself tells"

@@ -7,10 +7,8 @@ linear. A jvp is therefore the primitive on the tangent, and a backward is anoth
 
 from . import cast, extremes, gather, move, reduce
 from .emit import apply_primitive, axis_index
-from .extremes import NotDifferentiableError
 
 __all__ = [
-    "NotDifferentiableError",
     "apply_primitive",
     "axis_index",
     "cast",

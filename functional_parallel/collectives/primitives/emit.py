@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...errors import CollectiveTypeError
 from .. import reference
 from ..axes import axis_size, communicator_for, restored, share_communicator, snapshot
+from ..communicator import Lane
 from ..grad_mode import keeping_grad_mode
-from ..types import CollectiveTypeError, State
-from ..vmap import Lane
+from ..types import State
 from . import single_axis
 
 __all__ = [
@@ -62,7 +63,8 @@ def apply_primitive(operation: str, x: Tensor, axes: Sequence[str], *params: Any
     carrier = communicator_for(operation, axes)
     lane = carrier.index if isinstance(carrier, Lane) else None
     with keeping_grad_mode():
-        return _FUNCTIONS[operation].apply(x, lane, axes, *params)
+        result: Tensor = _FUNCTIONS[operation].apply(x, lane, axes, *params)
+        return result
 
 
 def axis_index(axes: Sequence[str]) -> Tensor:

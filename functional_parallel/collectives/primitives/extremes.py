@@ -10,14 +10,11 @@ from typing import Any, NoReturn
 
 import torch
 
+from ...errors import NotDifferentiableError
 from ..types import State
 from .emit import named_vmap, register, save_for_transpose
 
-__all__ = ["NotDifferentiableError", "Pmax", "Pmin"]
-
-
-class NotDifferentiableError(TypeError):
-    """Raised when a transform differentiates a primitive without a derivative."""
+__all__ = ["Pmax", "Pmin"]
 
 
 def _refuse(operation: str, axes: Any) -> NoReturn:

@@ -11,15 +11,12 @@ from torch import fx
 
 from sharding_specs import P
 
+from ...errors import UnrollError
 from ...ir import Traced, info, operands_of, primitive_name
 
-__all__ = ["MicrobatchRounds", "UnrollError", "names_axis"]
+__all__ = ["MicrobatchRounds", "names_axis"]
 
 CASTS = ("pvary", "pcast")
-
-
-class UnrollError(ValueError):
-    """Raised for a program that needs all microbatches at the same time, as only ranks that run in parallel can."""
 
 
 class MicrobatchRounds:

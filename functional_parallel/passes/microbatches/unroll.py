@@ -20,8 +20,9 @@ from torch import fx
 from sharding_specs import P
 
 from ...collectives import DimSplit, Type
+from ...errors import UnrollError
 from ...ir import Aval, NodeInfo, Traced, info, operands_of, primitive_name, set_info, update_info
-from .rounds import CASTS, MicrobatchRounds, UnrollError, names_axis
+from .rounds import CASTS, MicrobatchRounds, names_axis
 
 __all__ = ["UnrollError", "combine_op", "microbatch_dim", "unroll", "with_dim_size", "with_global_size"]
 

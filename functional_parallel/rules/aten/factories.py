@@ -62,7 +62,8 @@ def _local_new(step: OpContext, x: torch.Tensor, *args: Any, **kwargs: Any) -> t
 def _made(step: OpContext, maker: Any, x: torch.Tensor, args: tuple[Any, ...], options: dict[str, Any]) -> torch.Tensor:
     """Create a tensor without the operand, because the operand would make the result rank-dependent."""
     given = {key: value for key, value in options.items() if value is not None}
-    return step.emit(maker, args, {"dtype": x.dtype, "device": x.device, **given})
+    result: torch.Tensor = step.emit(maker, args, {"dtype": x.dtype, "device": x.device, **given})
+    return result
 
 
 def _fill_text(node: Any) -> str:

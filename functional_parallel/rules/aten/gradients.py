@@ -54,7 +54,7 @@ def _convolution_text(node: fx.Node) -> str:
     """
     space, transposed, groups, wanted = ndim_of(node) - 2, node.args[7], node.args[9], node.args[10]
     out, into, kernel = ([f"{of}{dim}" for dim in range(space)] for of in "oik")
-    c, co = ("c^", "co^") if groups != 1 or wanted[2] else ("c+", "co+")  # type: ignore[index]
+    c, co = ("c^", "co^") if groups != 1 or wanted[2] else ("c+", "co+")
     co = co if groups != 1 else "co+"
     weight = ["a", "b"] if groups != 1 else ["c", "co"] if transposed else ["co", "c"]
     marked = {"c": c, "co": co, "a": "a^", "b": "b^"}
@@ -125,7 +125,7 @@ def _layer_norm_text(node: fx.Node) -> str:
 
     The results are the gradients of x, weight and bias.
     """
-    trailing = len(node.args[2])  # type: ignore[arg-type]
+    trailing = len(node.args[2])
     batch = [f"b{dim}" for dim in range(ndim_of(node) - trailing)]
     normed = [f"n{dim}" for dim in range(trailing)]
     held, whole = [f"{name}+" for name in batch], [f"{name}^" for name in normed]

@@ -195,7 +195,7 @@ def _indexing_names(node: fx.Node, mark: str = "") -> tuple[list[str], list[list
 
 def _index_avals(node: fx.Node) -> dict[int, Aval]:
     """Map each indexed dim of x to the shape and dtype of its index."""
-    return {dim: info(index).aval for dim, index in enumerate(node.args[1]) if index is not None}  # type: ignore
+    return {dim: info(index).aval for dim, index in enumerate(node.args[1]) if index is not None}
 
 
 def _dims_ahead(indexed: list[int], ndim: int) -> int:
@@ -206,7 +206,7 @@ def _dims_ahead(indexed: list[int], ndim: int) -> int:
 
 def _written_shape(node: fx.Node) -> list[int]:
     """Shape of `x[indices]`."""
-    avals, x = _index_avals(node), info(node.args[0]).aval.shape  # type: ignore[union-attr]
+    avals, x = _index_avals(node), info(node.args[0]).aval.shape
     kept = [size for dim, size in enumerate(x) if dim not in avals]
     ahead = _dims_ahead(list(avals), len(x))
     return [*kept[:ahead], *torch.broadcast_shapes(*(aval.shape for aval in avals.values())), *kept[ahead:]]
@@ -305,7 +305,7 @@ def _embedding_bag(
         rows = rows * per_sample_weights.unsqueeze(-1)
     if padding_idx is not None:
         return _without_padding(rows, (input != padding_idx % len(weight)).unsqueeze(-1), mode)
-    return rows.max(1).values if mode == "max" else getattr(rows, mode)(1)  # type: ignore[no-any-return]
+    return rows.max(1).values if mode == "max" else getattr(rows, mode)(1)
 
 
 def _without_padding(rows: torch.Tensor, counts: torch.Tensor, mode: str) -> torch.Tensor:

@@ -30,7 +30,9 @@ def cross_entropy(
     logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int, ignore: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `nll_loss(log_softmax(logits))` and the total weight. A traced graph contains it as one op."""
-    return aten.nll_loss_forward.default(logits.log_softmax(-1), target, weight, reduction, ignore)
+    logarithms = logits.log_softmax(-1)
+    loss, total = aten.nll_loss_forward.default(logarithms, target, weight, reduction, ignore)
+    return loss, total
 
 
 def fuse_cross_entropy(traced: Traced) -> None:

@@ -34,7 +34,7 @@ class CallCheck:
     def ask(self) -> Waitable:
         """Send the id of this rank's call to the others, once per call. Wait for the answer before using their data.
 
-        Waiting raises `OutOfStepError` if a rank makes a different call. All ranks ask before the same collectives.
+        Waiting raises `CallMismatchError` if a rank makes a different call. All ranks ask before the same collectives.
         """
         if self._doing.mark != self._asked:
             self._asked = self._doing.mark

@@ -35,7 +35,10 @@ def reduce(
     dtype = accumulated or result.dtype
     sums = torch.cat([chunk.reshape(-1).to(dtype) for chunk in chunks])
     ends = [0, *accumulate(chunk.numel() for chunk in chunks)]
-    span = lambda first, last: sums[ends[first] : ends[last]]  # noqa: E731
+
+    def span(first: int, last: int) -> Tensor:
+        return sums[ends[first] : ends[last]]
+
     first, last = 0, team.size
     while last - first > 1:
         half = (last - first) // 2

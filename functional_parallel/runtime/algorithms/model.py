@@ -234,8 +234,7 @@ def _trials(team: AlgorithmGroup, size: int) -> dict[tuple[str, str], Callable[[
     memory = team.shared
     if memory is not None and team.has_hosts_alike:  # else some ranks would have more trials than others
         local = [torch.zeros(size // 4 // memory.size) for _ in range(memory.size)]
-        steps = lambda: shared.all_gather(memory, local[0], _parts(memory, local[0]))  # noqa: E731
-        trials["memory", ""] = lambda: team.run(steps()).wait()
+        trials["memory", ""] = lambda: team.run(shared.all_gather(memory, local[0], _parts(memory, local[0]))).wait()
         if team.is_on_one_host:
             chunks = whole.chunk(team.size)
             of_kind: dict[str, Callable[[], CollectiveSteps]] = {

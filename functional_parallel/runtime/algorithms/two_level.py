@@ -78,4 +78,5 @@ def _alike(bundles: Sequence[Tensor]) -> list[Tensor]:
 
 def _unbundled(bundle: Tensor, likes: Sequence[Tensor], ranks: Sequence[int]) -> Sequence[Tensor]:
     lengths = [likes[rank].numel() for rank in ranks]
-    return bundle[: sum(lengths)].split(lengths)
+    result: Sequence[Tensor] = bundle[: sum(lengths)].split(lengths)
+    return result

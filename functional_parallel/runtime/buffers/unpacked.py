@@ -54,10 +54,12 @@ class SlicedBucket:
     def take(self, index: int) -> Tensor:
         offset, shape, dim = self._layout.leaves[index]
         if (target := self._layout.target(index)) is not None:
-            return UNPACK_INTO(target, self._whole, self._layout.runs, offset, shape, dim)
+            written: Tensor = UNPACK_INTO(target, self._whole, self._layout.runs, offset, shape, dim)
+            return written
         if self._layout.runs == 1:
             return self._whole[offset : offset + torch.Size(shape).numel()].view(shape)
-        return UNPACK(self._whole, self._layout.runs, offset, shape, dim)
+        unpacked: Tensor = UNPACK(self._whole, self._layout.runs, offset, shape, dim)
+        return unpacked
 
 
 class FlatOutputs:
@@ -68,7 +70,8 @@ class FlatOutputs:
 
     def take(self, index: int) -> Tensor:
         tensor, self._tensors[index] = self._tensors[index], None
-        return tensor
+        result: Tensor = tensor
+        return result
 
 
 class DirectOutputs:
@@ -110,7 +113,8 @@ class DirectOutputs:
     def take(self, index: int) -> Tensor:
         leaf, self._leaves[index] = self._leaves[index], None
         self._parts = []  # everything has arrived
-        return leaf
+        result: Tensor = leaf
+        return result
 
 
 class _Part:

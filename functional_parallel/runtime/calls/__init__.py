@@ -1,25 +1,22 @@
 """Collectives in flight: the current call of each rank, its waits, and the errors that report them."""
 
-from .call_guard import CallGuard, OverlapError
-from .call_log import READS, CallLog, OutOfStepError, is_ahead
+from .call_guard import CallGuard
+from .call_log import READS, CallLog, is_ahead
 from .handle import ProcessGroupRef
 from .pending import PendingCollective
 from .running import CollectiveSteps, RunningCollective, Waitable
 from .waiting import CURRENT, Lost, Wait, brief, note_step, waiting
-from .waits import CollectiveError, CollectiveWait, NamedWait, WaitFor, rank_name, rank_names
+from .waits import CollectiveWait, NamedWait, WaitFor, rank_name, rank_names
 
 __all__ = [
     "CURRENT",
     "READS",
     "CallGuard",
     "CallLog",
-    "CollectiveError",
     "CollectiveSteps",
     "CollectiveWait",
     "Lost",
     "NamedWait",
-    "OutOfStepError",
-    "OverlapError",
     "PendingCollective",
     "ProcessGroupRef",
     "RunningCollective",

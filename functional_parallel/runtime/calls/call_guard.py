@@ -9,15 +9,10 @@ from __future__ import annotations
 import os
 import threading
 
-from .call_log import OutOfStepError
+from ...errors import CallMismatchError, CollectiveError, ReentrantCallError
 from .waiting import CURRENT
-from .waits import CollectiveError
 
-__all__ = ["CallGuard", "OverlapError"]
-
-
-class OverlapError(OutOfStepError):
-    """Raised for a call that began before another call of this process ended. Nothing of it ran."""
+__all__ = ["CallGuard"]
 
 
 class CallGuard:
@@ -42,15 +37,15 @@ class CallGuard:
         if not self._overlap and not self._free.acquire(blocking=False):
             self._overlap = _overlap(self._holder)
         if self._overlap:
-            raise OverlapError(self._overlap)
+            raise ReentrantCallError(self._overlap)
         self._holder = threading.get_ident()
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         self._free.release()
         if error is not None:
             CURRENT.fail(error)
-        if isinstance(error, OverlapError):  # raised by a nested call; this call had begun
-            raise OutOfStepError(str(error)) from error
+        if isinstance(error, ReentrantCallError):  # raised by a nested call; this call had begun
+            raise CallMismatchError(str(error)) from error
 
 
 def _overlap(holder: int) -> str:

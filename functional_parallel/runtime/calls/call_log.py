@@ -11,17 +11,14 @@ import weakref
 import zlib
 from typing import Protocol
 
+from ...errors import CallMismatchError
 from .waiting import CURRENT
 
-__all__ = ["READS", "CallLog", "OutOfStepError", "is_ahead"]
+__all__ = ["READS", "CallLog", "is_ahead"]
 
 READS = "reads a value that lies in parts"
 _COUNT_FROM, _KIND_FROM = 32, 12  # bits of a mark: from the top the call count, the kind of call, its values
 _MANY = 1_000  # largest number of remembered descriptions
-
-
-class OutOfStepError(RuntimeError):
-    """Raised if ranks are about to make different calls and would wait for each other. It names the ranks and calls."""
 
 
 class CallListener(Protocol):
@@ -84,16 +81,16 @@ class CallLog:
             who: name of the other rank.
 
         Raises:
-            OutOfStepError: always.
+            CallMismatchError: always.
         """
         if other >> _KIND_FROM == self.mark >> _KIND_FROM:
-            raise OutOfStepError(
+            raise CallMismatchError(
                 f"the ranks were given different batches: {self._me} {self._name(self.mark)}, and {who} does with "
                 "other values. Every process takes the whole batch: seed loaders alike, with torch.manual_seed(0) "
                 "before the first draw, and let no rank draw more random numbers than another; or use "
                 "train_step(batch='own') for shards that each rank loads itself"
             )
-        raise OutOfStepError(
+        raise CallMismatchError(
             f"the ranks are doing different things: {self._me} {self._name(self.mark)}, {who} {self._name(other)}. "
             "Every process must make the same calls in the same order, and train.params, train.whole and every "
             "compiled function are calls that all take part in: look for one under `if rank == 0`, for a step more, or "

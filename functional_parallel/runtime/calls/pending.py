@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .call_log import OutOfStepError
+from ...errors import CallMismatchError
 from .waiting import CURRENT
 from .waits import NamedWait
 
@@ -34,7 +34,7 @@ class PendingCollective:
         CURRENT.waits += 1
         try:
             self._work = start()
-        except (OutOfStepError, RuntimeError, ValueError) as error:
+        except (CallMismatchError, RuntimeError, ValueError) as error:
             raise self._failure(error) from error
         finally:
             CURRENT.on = before
@@ -46,7 +46,7 @@ class PendingCollective:
             CURRENT.waits += 1
             try:
                 self._work.wait()
-            except (OutOfStepError, RuntimeError, ValueError) as error:
+            except (CallMismatchError, RuntimeError, ValueError) as error:
                 raise self._failure(error) from error
             finally:
                 CURRENT.on = before
@@ -54,6 +54,6 @@ class PendingCollective:
         return result.contiguous() if isinstance(result, Tensor) else result
 
     def _failure(self, error: Exception) -> Exception:
-        if isinstance(error, OutOfStepError):
-            return OutOfStepError(f"{self._on.where}: {error}" if self._on.where else str(error))
+        if isinstance(error, CallMismatchError):
+            return CallMismatchError(f"{self._on.where}: {error}" if self._on.where else str(error))
         return self._on.failure(time.monotonic() - self._began, error)

@@ -9,20 +9,16 @@ from torch import Tensor
 
 from sharding_specs import Mesh
 
+from ...errors import CallMismatchError, CollectiveError
 from ..buffers import LazyBucket
-from .call_log import OutOfStepError
 from .waiting import CURRENT
 
-__all__ = ["CollectiveError", "CollectiveWait", "NamedWait", "WaitFor", "rank_name", "rank_names"]
+__all__ = ["CollectiveWait", "NamedWait", "WaitFor", "rank_name", "rank_names"]
 
 _NUMBER = re.compile(r"rank <(\d+)>")  # in texts of the watch, which does not know the mesh
 _SECONDS_FOR_NEWS = 5.0
 _MOST_NAMES = 8
 _TIMED_OUT = ("timed out", "timeout", "no signal from")
-
-
-class CollectiveError(RuntimeError):
-    """Raised for a collective that failed or timed out. It names the ranks and their calls."""
 
 
 def rank_name(mesh: Mesh, rank: int) -> str:
@@ -97,7 +93,7 @@ class NamedWait:
             CURRENT.learn(_SECONDS_FOR_NEWS)
         where = f"{self.where}: " if self.where else ""
         if (lost := CURRENT.lost) is not None and lost.text:
-            kind = OutOfStepError if lost.out_of_step else CollectiveError
+            kind = CallMismatchError if lost.out_of_step else CollectiveError
             return kind(_NUMBER.sub(lambda found: rank_name(self.mesh, int(found[1])), lost.text))
         after = "" if seconds is None else f" after {seconds:.1f} s"
         parts = [f"{where}{self.me}: {self.what} failed{after}{_call()}: {self._cause(error, is_timeout)}", advice]

@@ -1,12 +1,11 @@
 """Python functions of programs, with compiled regions."""
 
 from .codegen import Writer
-from .inductor import BackendError, check_backend
+from .inductor import check_backend
 from .origins import Log, Origin, Recorded
 from .regions import with_regions
 
 __all__ = [
-    "BackendError",
     "Log",
     "Origin",
     "Recorded",

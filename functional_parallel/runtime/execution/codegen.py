@@ -65,7 +65,8 @@ class Writer:
         source = "def run(inputs):\n    " + "\n    ".join([*lines, f"return [{outputs}]"])
         scope = dict(self.constants)
         exec(compile(source, "<program>", "exec"), scope)
-        return scope["run"]
+        result: Callable[..., Any] = scope["run"]
+        return result
 
     def constant(self, value: Any) -> str:
         """Return a name for an object that the function refers to."""

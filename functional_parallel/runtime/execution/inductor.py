@@ -13,17 +13,14 @@ import torch
 from torch import fx
 
 from ... import _torch
+from ...errors import BackendError
 
-__all__ = ["BACKENDS", "BackendError", "CompiledRegion", "check_backend", "region_of"]
+__all__ = ["BACKENDS", "CompiledRegion", "check_backend", "region_of"]
 
 BACKENDS = ("eager", "inductor")
 CompiledFn = Callable[..., Sequence[torch.Tensor]]
 
 _regions: WeakValueDictionary[str, CompiledRegion] = WeakValueDictionary()
-
-
-class BackendError(RuntimeError):
-    """Raised for a backend that cannot compile here. It names the missing requirement."""
 
 
 def check_backend(name: str) -> None:

@@ -280,7 +280,7 @@ class _RegionBuilder:
         operands = list(dict.fromkeys(each for node in ops for each in operands_of(node) if each not in inside))
         region = region_of(_key(operands, ops, results), lambda: _region(operands, ops, results))
         self.calls.append(region)
-        call = self.graph.call_function(region, tuple(self.new[each] for each in operands))  # type: ignore[arg-type]
+        call = self.graph.call_function(region, tuple(self.new[each] for each in operands))
         source = source_of(ops[0])
         set_info(call, replace(info(ops[0]), val=tuple(info(each).aval for each in results), source=source))
         self.done_by.update(dict.fromkeys(ops, call))

@@ -21,16 +21,9 @@ from torch import fx
 from sharding_specs import Mesh, P, local_shape, whole_shape
 
 from ... import _torch
+from ...errors import PipelineError
 from ...ir import Aval, hollow, info
-from ...pipelines import (
-    AsyncRankExecutor,
-    PipelineError,
-    PipelineProgram,
-    RankExecutor,
-    RunProgram,
-    ScheduleRunner,
-    slices_of,
-)
+from ...pipelines import AsyncRankExecutor, PipelineProgram, RankExecutor, RunProgram, ScheduleRunner, slices_of
 from ...schedules import Action, Event, replay
 from ..calls import READS
 from ..execution import Log, Origin
@@ -85,14 +78,18 @@ class PipelineRuntime:
 
     def whole(self, placed: PipelineValue, spec: P, whose: str = "") -> torch.Tensor:
         """Gather the full tensor."""
+        result: torch.Tensor
         if placed.holders is None or placed.holders >= frozenset(range(self.size)):
-            return self.base.whole(next(iter(placed.parts.values())), spec, whose)
+            result = self.base.whole(next(iter(placed.parts.values())), spec, whose)
+            return result
         if self.carrier is None:
-            return self.base.whole(self._from_a_holder(placed), spec)
+            result = self.base.whole(self._from_a_holder(placed), spec)
+            return result
         with self.base.turn, self.carrier.bound():
             self.carrier.doing.begin(READS + whose)
             mine = self._from_a_holder(placed)
-        return self.base.whole(mine, spec, whose)
+        result = self.base.whole(mine, spec, whose)
+        return result
 
     def _from_a_holder(self, placed: PipelineValue) -> Any:
         """Return a value that some ranks of the pipeline hold, on this rank too."""
@@ -107,7 +104,8 @@ class PipelineRuntime:
 
     def like(self, placed: PipelineValue, spec: P) -> torch.Tensor:
         """Return a tensor of the global shape, without memory."""
-        return hollow(placed.aval, whole_shape(placed.aval.shape, spec, self.mesh))
+        result: torch.Tensor = hollow(placed.aval, whole_shape(placed.aval.shape, spec, self.mesh))
+        return result
 
     def check_same(
         self, name: str, paths: Sequence[str], tensors: Sequence[torch.Tensor], parts: Sequence[P] | None = None
@@ -185,7 +183,8 @@ class PipelineRuntime:
         with self.base.turn, self.carrier.bound(), torch.no_grad():
             self.base.begin(program, whose=", op by op")
             self._run(program, placed, run)
-        return self.base.first_origin(log)
+        result: Origin | None = self.base.first_origin(log)
+        return result
 
     def _run(self, program: PipelineProgram, placed: Sequence[PipelineValue], run: RunProgram) -> list[PipelineValue]:
         placed = self._brought(program, placed)

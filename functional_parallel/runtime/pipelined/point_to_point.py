@@ -10,10 +10,11 @@ import torch
 
 from sharding_specs import Mesh
 
+from ...errors import CallMismatchError
 from ...ir import Aval
 from ...schedules import Action, Receive, Send
 from ..algorithms import COMPLETED
-from ..calls import NamedWait, OutOfStepError, rank_name, waiting
+from ..calls import NamedWait, rank_name, waiting
 
 __all__ = ["PointToPoint"]
 
@@ -105,7 +106,7 @@ class PointToPoint:
         try:
             with waiting(wait):  # for free space in shared memory
                 work = self._messages.send(_bytes(buffer), rank)
-        except OutOfStepError:
+        except CallMismatchError:
             raise
         except (RuntimeError, ValueError) as error:
             raise wait.failure(time.monotonic() - began, error) from error
@@ -124,7 +125,7 @@ class PointToPoint:
         try:
             with waiting(wait):
                 work.wait()
-        except OutOfStepError:
+        except CallMismatchError:
             raise
         except (RuntimeError, ValueError) as error:
             raise wait.failure(time.monotonic() - began, error) from error

@@ -1,9 +1,7 @@
 """One rank of a mesh per process, over torch.distributed."""
 
-from .processes import DifferentInputsError, DifferentProgramsError, ProcessRuntime
+from .processes import ProcessRuntime
 
 __all__ = [
-    "DifferentInputsError",
-    "DifferentProgramsError",
     "ProcessRuntime",
 ]

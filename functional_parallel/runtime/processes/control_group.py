@@ -20,7 +20,8 @@ import torch.distributed as dist
 from sharding_specs import Mesh
 
 from ... import _torch
-from ..calls import CallGuard, CallLog, NamedWait, OutOfStepError, ProcessGroupRef, rank_name, waiting
+from ...errors import CallMismatchError
+from ..calls import CallGuard, CallLog, NamedWait, ProcessGroupRef, rank_name, waiting
 from ..watch import recorded
 
 __all__ = ["ControlGroup"]
@@ -57,7 +58,7 @@ class ControlGroup:
             The largest of all ranks' numbers.
 
         Raises:
-            OutOfStepError: on every rank, if they are about to make different calls.
+            CallMismatchError: on every rank, if they are about to make different calls.
             CollectiveError: if a rank does not take part.
         """
         with self._turn:
@@ -79,7 +80,7 @@ class ControlGroup:
         names = {plan: rank_name(self._mesh, plans.index(plan)) for plan in dict.fromkeys(plans)}
         told = "; ".join(f"{name} {plan}" for plan, name in names.items())
         me = rank_name(self._mesh, self.rank)
-        raise OutOfStepError(f"{me}: the ranks are about to do different things: {told}. {otherwise}")
+        raise CallMismatchError(f"{me}: the ranks are about to do different things: {told}. {otherwise}")
 
     def exchange(self, value: Any, purpose: str) -> list[Any]:
         """Exchange one object per rank, of any type that can be pickled.

@@ -139,16 +139,20 @@ class ProcessCommunicator:
         return self._start_all_to_all(to_tensor(x), axes, *params)
 
     def psum(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
-        return self._start_psum(x, axes, False).wait()
+        result: Tensor = self._start_psum(x, axes, False).wait()
+        return result
 
     def psum_scatter(self, x: Tensor, axes: tuple[str, ...], dim: int) -> Tensor:
-        return self._start_psum_scatter(x, axes, dim).wait()
+        result: Tensor = self._start_psum_scatter(x, axes, dim).wait()
+        return result
 
     def all_gather(self, x: Tensor, axes: tuple[str, ...], dim: int) -> Tensor:
-        return self._start_all_gather(x, axes, dim).wait()
+        result: Tensor = self._start_all_gather(x, axes, dim).wait()
+        return result
 
     def all_to_all(self, x: Tensor, axes: tuple[str, ...], split_dim: int, concat_dim: int) -> Tensor:
-        return self._start_all_to_all(x, axes, split_dim, concat_dim).wait()
+        result: Tensor = self._start_all_to_all(x, axes, split_dim, concat_dim).wait()
+        return result
 
     def _start_psum(
         self, x: Tensor | LazyBucket, axes: tuple[str, ...], overwrite: bool, layout: BucketLayout | None = None
@@ -244,7 +248,8 @@ class ProcessCommunicator:
         def finish(received: list[Tensor]) -> Tensor:
             return received[sources[me]].reshape(x.shape) if me in sources else torch.zeros_like(x)
 
-        return self._backend.all_to_all_unevenly("ppermute", x, to_send, expected, axes, finish).wait()
+        result: Tensor = self._backend.all_to_all_unevenly("ppermute", x, to_send, expected, axes, finish).wait()
+        return result
 
     def pmax(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
         return self._extreme("pmax", x, axes, reference.pmax)
@@ -266,10 +271,12 @@ class ProcessCommunicator:
         padded = torch.nn.functional.pad(x.reshape(-1), (0, -x.numel() % count))
         mine = self._start_all_to_all(padded, axes, 0, 0, operation).wait().chunk(count)
         gathered = self._start_all_gather(among(mine)[0], axes, 0, operation=operation).wait()
-        return gathered[: x.numel()].view(x.shape)
+        result: Tensor = gathered[: x.numel()].view(x.shape)
+        return result
 
     def pbroadcast(self, x: Tensor, axes: tuple[str, ...], source: int) -> Tensor:
-        return self._backend.broadcast("pbroadcast", x, axes, source).wait()
+        result: Tensor = self._backend.broadcast("pbroadcast", x, axes, source).wait()
+        return result
 
     def axis_index(self, axes: tuple[str, ...]) -> int:
         return self.mesh.axis_index(self.rank, axes)

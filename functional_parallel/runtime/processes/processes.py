@@ -24,29 +24,22 @@ from sharding_specs import Mesh, P, shard_leaf, whole_shape
 from ... import _torch
 from ...checker import run_typed
 from ...collectives import DimSplit, apply_primitive
+from ...errors import CollectiveError, InputMismatchError, ProgramMismatchError
 from ...ir import checksum, first_difference, hollow, sample_hash
 from ...program import Program
 from ...rules import REPLICATED, Shard, convert
-from ..calls import CURRENT, READS, CallGuard, CollectiveError, NamedWait, rank_name, rank_names, waiting
+from ..calls import CURRENT, READS, CallGuard, NamedWait, rank_name, rank_names, waiting
 from ..execution import Log, Origin
 from ..watch import Watch, environment_store, recorded, watch_processes
 from .control_group import ControlGroup
 from .process_communicator import ProcessCommunicator
 from .rank_program import RankProgram
 
-__all__ = ["DifferentInputsError", "DifferentProgramsError", "ProcessRuntime"]
+__all__ = ["ProcessRuntime"]
 
 
 _SECONDS = 600.0
 _DERIVED = ", on tensors that require a gradient"  # collectives run one at a time and carry the gradient
-
-
-class DifferentProgramsError(RuntimeError):
-    """Raised if ranks are about to run different programs. It names the ranks and the first line that differs."""
-
-
-class DifferentInputsError(ValueError):
-    """Raised if ranks got different full tensors. It names the inputs."""
 
 
 class ProcessRuntime:
@@ -115,7 +108,8 @@ class ProcessRuntime:
 
     def like_own(self, x: torch.Tensor, spec: P) -> torch.Tensor:
         """Return a tensor without memory, with the global shape of a shard that `own` takes."""
-        return hollow(x, whole_shape(x.shape, spec, self.mesh))
+        result: torch.Tensor = hollow(x, whole_shape(x.shape, spec, self.mesh))
+        return result
 
     def whole(self, handle: torch.Tensor, spec: P, whose: str = "") -> torch.Tensor:
         """Gather the full tensor on every rank. `whose` describes it to the other ranks."""
@@ -136,7 +130,8 @@ class ProcessRuntime:
 
     def like(self, handle: torch.Tensor, spec: P) -> torch.Tensor:
         """Return a tensor of the global shape, without memory."""
-        return hollow(handle, whole_shape(handle.shape, spec, self.mesh))
+        result: torch.Tensor = hollow(handle, whole_shape(handle.shape, spec, self.mesh))
+        return result
 
     def declared(self, handle: torch.Tensor, made: P, spec: P) -> torch.Tensor:
         """Return the handle unchanged: a rank holds its shard, whether or not other ranks hold the same values."""
@@ -180,7 +175,8 @@ class ProcessRuntime:
         made = program.cache.get("process")
         if made is None or made[0] is not self.carrier:  # for example after another init_process_group
             made = program.cache["process"] = (self.carrier, RankProgram(program, self.carrier).function())
-        return made[1](handles)
+        result: list[torch.Tensor] = made[1](handles)
+        return result
 
     def replay(self, program: Program, handles: list[torch.Tensor]) -> Origin | None:
         """Run a program op by op, and return the op that first computed a non-finite value, if any.
@@ -240,7 +236,7 @@ class ProcessRuntime:
         texts = self.exchange(program.lines(), "to compare programs")
         other = next(rank for rank, value in enumerate(prints) if value != prints[self.rank])
         same = [rank for rank, value in enumerate(prints) if value == prints[self.rank]]
-        raise DifferentProgramsError(
+        raise ProgramMismatchError(
             f"{rank_name(self.mesh, self.rank)}: the ranks are about to run different programs. "
             f"{rank_names(self.mesh, same)} {'has' if len(same) == 1 else 'have'} this one ({program.name}); "
             f"it first differs from that of {rank_name(self.mesh, other)} in\n"
@@ -261,7 +257,7 @@ class ProcessRuntime:
         With `parts`, the specs of the tensors, ranks were given their own shards. Ranks with the same shard must agree.
 
         Raises:
-            DifferentInputsError: on every rank. It names the tensors that differ.
+            InputMismatchError: on every rank. It names the tensors that differ.
         """
         if not _torch.has_functorch_level(tensors):
             self.check_sums(name, paths, [self.checksum(x) for x in tensors], parts)
@@ -276,7 +272,7 @@ class ProcessRuntime:
         """Compare checksums, or descriptions of shapes, between ranks. The tensors may be in memory one at a time.
 
         Raises:
-            DifferentInputsError: on every rank. It names the tensors that differ.
+            InputMismatchError: on every rank. It names the tensors that differ.
         """
         if self.mesh.size == 1:
             return
@@ -290,14 +286,14 @@ class ProcessRuntime:
             return
         told = ", ".join(paths[index] for index in wrong[:8])
         if parts is None:
-            raise DifferentInputsError(
+            raise InputMismatchError(
                 f"{name} takes whole tensors, the same on every rank, but ranks passed different {told}. "
                 "Where they are drawn, seed alike: call torch.manual_seed(0) before the first draw, on every rank. For "
                 "shards that each rank loads itself use train_step(batch='own'); of a checkpoint every rank loads the "
                 "whole file"
             )
         axes = [axis for axis in self.mesh.axis_names if axis not in parts[wrong[0]].axes]
-        raise DifferentInputsError(
+        raise InputMismatchError(
             f"{name}(batch='own') takes each rank's part of the batch, which ranks share that differ along "
             f"{', '.join(map(repr, axes))} alone, but such ranks passed different {told}. Let the loader split the "
             "samples along the other axes only, as fp.Sampler(length, batch, mesh) does"
@@ -312,7 +308,7 @@ class ProcessRuntime:
         lacks = [f"{its_name} has no {path}" for path in mine if path not in paths[other]]
         lacks += [f"{my_name} has no {path}" for path in paths[other] if path not in mine]
         told = ", ".join(lacks[:8]) or f"{its_name} has its leaves in another order"
-        raise DifferentInputsError(f"{name} takes one tree, the same on every rank, but {told}")
+        raise InputMismatchError(f"{name} takes one tree, the same on every rank, but {told}")
 
     def _differ(self, sums: list[str], spec: P) -> bool:
         """Whether ranks that hold the same shard have different checksums. All ranks hold a replicated tensor."""

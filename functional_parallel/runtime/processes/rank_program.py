@@ -153,7 +153,8 @@ class RankProgram:
         def call(*operand: torch.Tensor) -> torch.Tensor:
             self.carrier.where = where
             try:
-                return target(*operand, *arguments)
+                result: torch.Tensor = target(*operand, *arguments)
+                return result
             finally:
                 self.carrier.where = ""
 

@@ -184,7 +184,7 @@ class SharedMemory:
         """Wait until every other rank has signalled this number, during the call with id `mark`.
 
         Raises:
-            OutOfStepError: if a rank made a different call.
+            CallMismatchError: if a rank made a different call.
             RuntimeError: if a rank ended before its signal, or after the timeout. It names the rank.
         """
         self.wait_until(lambda: self._peers.keys() - self._arrived[number].keys())
@@ -197,7 +197,7 @@ class SharedMemory:
         """Read signals until no rank is missing.
 
         Raises:
-            OutOfStepError: if a missing rank makes a different call.
+            CallMismatchError: if a missing rank makes a different call.
             RuntimeError: if a missing rank has ended, or after the timeout. It names the rank.
         """
         began = time.monotonic()
@@ -219,7 +219,7 @@ class SharedMemory:
         """Raise the error for a rank that makes a different call.
 
         Raises:
-            OutOfStepError: always.
+            CallMismatchError: always.
         """
         self.doing.refuse(mark, self._called({rank}))
 

@@ -14,7 +14,7 @@ from ..calls import Lost
 
 __all__ = ["ADVICE", "Board", "after_leaving"]
 
-_OUT_OF_STEP = ("OutOfStepError", "OverlapError")
+_OUT_OF_STEP = ("CallMismatchError", "ReentrantCallError")
 _GRACE = 3.0  # seconds for which a rank waits on a rank that is gone: its message may be in flight
 ADVICE = (
     "Every process must make the same calls in the same order, and train.params, train.whole and every compiled "

@@ -22,7 +22,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..calls import CURRENT, CollectiveError, brief
+from ...errors import CollectiveError
+from ..calls import CURRENT, brief
 from ..shared_memory import host_identity
 from .watch import Name, Watch, missing_text, report_missing
 

@@ -9,10 +9,10 @@ import torch
 
 from sharding_specs import P, tree_paths
 
+from ...errors import PartitionWarning
 from ...functions import PyTree, SpecTree
 from ...ir import current_source, warn_at
 from ...optim import Optimizer
-from ...partition import PartitionWarning
 from ...requests import StateRequest, split_state
 from .step_layout import StepLayout
 

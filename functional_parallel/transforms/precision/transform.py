@@ -13,19 +13,11 @@ import torch
 from sharding_specs import tree_paths
 from sharding_specs.rules import matches, nearest
 
+from ...errors import OrderError
 from ...functions import LocalFunction, PyTree, Request, as_local_function, explain_keywords
 from ...ir import Source, at_source, current_source
 from ...passes import CastBeforeGather, ReduceDtype, WidenedAndNarrowed
-from ...requests import (
-    LossScale,
-    Masters,
-    Order,
-    OrderError,
-    RunPass,
-    ScaleLoss,
-    StoredType,
-    SummedApart,
-)
+from ...requests import LossScale, Masters, Order, RunPass, ScaleLoss, StoredType, SummedApart
 from ..transform import Transform
 from .mode import PrecisionMode, cast, is_floating
 from .tables import STATISTICS, functions_named

@@ -11,12 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import functional_parallel as fp
-from functional_parallel.requests.loss_scaling import (
-    LossScale,
-    LossScaleError,
-    LossScaleState,
-    has_overflow,
-)
+from functional_parallel.errors import LossScaleError
+from functional_parallel.requests.loss_scaling import LossScale, LossScaleState, has_overflow
 from sharding_specs import Mesh, P
 
 

@@ -1,0 +1,17 @@
+"""Errors of this package, with one base class."""
+
+from __future__ import annotations
+
+__all__ = ["Error", "MeshError", "SpecError"]
+
+
+class Error(Exception):
+    """Base class of all errors of `sharding_specs` and `functional_parallel`."""
+
+
+class MeshError(Error, ValueError):
+    """Raised for an invalid mesh, or for an axis or rank that a mesh does not have."""
+
+
+class SpecError(Error, ValueError):
+    """Raised for specs that cannot be read or do not fit their tensors. The message lists all of them."""
