@@ -20,7 +20,7 @@ from .lowering import Lowered, Options, call_shard_map, lower
 from .passes import pass_names
 from .pipelines import PipelineProgram, Stacks, pipeline_of, stacks_of
 from .program import Program
-from .runtime import PipelineRuntime, check_backend, default_runtime
+from .runtime import PipelineRuntime, Runtime, check_backend, default_runtime
 from .tracing import ProgramCache, disable_ambient_modes, recorder
 
 __all__ = ["Compiled", "compile", "refuse_asynchronous", "runtime_of", "shard_map"]
@@ -233,7 +233,7 @@ def refuse_asynchronous(f: LocalFunction, mesh: Mesh) -> None:
         )
 
 
-def runtime_of(mesh: Mesh, f: Any, reduction: str = "fast") -> Any:
+def runtime_of(mesh: Mesh, f: Any, reduction: str = "fast") -> Runtime[Any, Any]:
     """Return the runtime of a function's programs: the runtime of the mesh, wrapped by that of the pipeline if any."""
     base = default_runtime(mesh, reduction)
     plan = pipeline_of(layout_of(f))

@@ -1,4 +1,4 @@
-"""README's commands are the ones that CI runs, and its table names tests that exist."""
+"""README's commands are the ones that CI runs, and the tables of features name tests that exist."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+FEATURES = (ROOT / "docs" / "what_works.md").read_text()
 
 
 def test_ci_finds_the_command_that_runs_the_tests() -> None:
@@ -26,7 +27,7 @@ def test_both_commands_pin_torch() -> None:
     assert all("torch==2.13.0" in command for command in commands)
 
 
-@pytest.mark.parametrize("path", sorted(set(re.findall(r"`(tests/[\w/.]+)`", README))))
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"`(tests/[\w/.]+)`", README + FEATURES))))
 def test_what_is_said_to_work_has_a_test(path: str) -> None:
     assert (ROOT / path).exists()
 

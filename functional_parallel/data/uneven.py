@@ -18,7 +18,7 @@ from sharding_specs import Mesh, register_dataclasses, tree_paths
 
 from ..errors import UnevenBatchError
 from ..functions import PyTree
-from ..runtime import default_runtime, rank_name
+from ..runtime import Runtime, default_runtime, rank_name
 
 __all__ = ["batch_signature", "check_same_call", "even_batches", "pad_batch"]
 
@@ -104,7 +104,7 @@ def even_batches(batches: Iterable[PyTree], rows: int, mesh: Mesh) -> Iterator[t
         batch, number = own.take(), number + 1
 
 
-def check_same_call(runtime: Any, doing: str) -> None:
+def check_same_call(runtime: Runtime[Any, Any], doing: str) -> None:
     """Check that ranks with per-rank batches are about to make the same call.
 
     `doing` describes the call; an error prints it after the name of the rank.

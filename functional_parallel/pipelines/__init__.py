@@ -5,7 +5,7 @@ from .build import PipelineRequest, build, build_stages, classify_ops, pipeline_
 from .cut import BALANCES, CutSpec, finest, stage_of_layer
 from .epilogue import Epilogue, Transfer
 from .epilogue_graph import EpilogueInput
-from .execution import AsyncRankExecutor, RankExecutor, RunProgram, ScheduleRunner, slices_of
+from .execution import AsyncRankExecutor, Executor, RankExecutor, RunProgram, ScheduleRunner, slices_of
 from .extract import Subprogram
 from .memory import PIPELINE_KINDS, PipelineMemory
 from .names import forget_ops, names_in
@@ -23,6 +23,7 @@ __all__ = [
     "CutSpec",
     "Epilogue",
     "EpilogueInput",
+    "Executor",
     "OpRole",
     "OpRoles",
     "PipelineMemory",

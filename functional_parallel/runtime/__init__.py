@@ -4,15 +4,18 @@ from .calls import note_step, rank_name
 from .default import default_runtime, is_main_rank, rank, use_runtime
 from .execution import Origin, check_backend
 from .handles import PipelineValue, copy_if_aliased, runtime_kind_of, storages
+from .interface import Executor, Runtime
 from .pipelined import PipelineRuntime
 from .processes import ProcessRuntime
 from .simulated import SimulatedRuntime
 
 __all__ = [
+    "Executor",
     "Origin",
     "PipelineRuntime",
     "PipelineValue",
     "ProcessRuntime",
+    "Runtime",
     "SimulatedRuntime",
     "check_backend",
     "copy_if_aliased",

@@ -13,14 +13,15 @@ from sharding_specs import Mesh
 
 from .. import _torch
 from ..errors import CollectiveError
+from .interface import Runtime
 from .processes import ProcessRuntime
 from .simulated import SimulatedRuntime
 
 __all__ = ["default_runtime", "is_main_rank", "rank", "use_runtime"]
 
 # A runtime, and the process group of all ranks when it was created, as returned by `_world`.
-_chosen: dict[Mesh, tuple[Any, Any]] = {}
-_made: dict[tuple[Mesh, str], tuple[Any, Any]] = {}
+_chosen: dict[Mesh, tuple[Runtime[Any, Any], Any]] = {}
+_made: dict[tuple[Mesh, str], tuple[Runtime[Any, Any], Any]] = {}
 
 # Variables that hold the number of processes, with their launcher: of torchrun and of other launchers.
 _LAUNCHERS = {
@@ -31,7 +32,7 @@ _LAUNCHERS = {
 }
 
 
-def default_runtime(mesh: Mesh, reduction: str = "fast") -> Any:
+def default_runtime(mesh: Mesh, reduction: str = "fast") -> Runtime[Any, Any]:
     """Return the runtime of a mesh: one rank per process under torchrun or with a process group, else simulated.
 
     >>> from sharding_specs import Mesh
@@ -50,9 +51,10 @@ def default_runtime(mesh: Mesh, reduction: str = "fast") -> Any:
         if world is not None and world != _world():
             raise _let_go(mesh, "torch.distributed.init_process_group and use_runtime")
         return runtime
-    runtime, world = _made.get((mesh, reduction), (None, None))
-    if runtime is not None and world == _world():
-        return runtime
+    made = _made.get((mesh, reduction))
+    world = None if made is None else made[1]
+    if made is not None and world == _world():
+        return made[0]
     if world is not None and _world() is None:
         raise _let_go(mesh, "torch.distributed.init_process_group")
     with _torch.disable_functorch():  # the first call of a program may be inside a transform
@@ -61,7 +63,7 @@ def default_runtime(mesh: Mesh, reduction: str = "fast") -> Any:
     return runtime
 
 
-def use_runtime(runtime: Any) -> None:
+def use_runtime(runtime: Runtime[Any, Any]) -> None:
     """Use this runtime for its mesh from now on, for example one with a shorter timeout or with ordered sums.
 
     >>> from sharding_specs import Mesh

@@ -22,13 +22,14 @@ from ..ir import hollow, operands_of, primitive_name
 from ..program import Program, mutated_operands
 from .classes import Jobs, RankClasses
 from .execution import Log, Origin, Recorded, Writer, with_regions
+from .interface import Runtime
 
 __all__ = ["SimulatedRuntime", "SimulatedValue"]
 
 SimulatedValue = list[torch.Tensor]
 
 
-class SimulatedRuntime:
+class SimulatedRuntime(Runtime[SimulatedValue, Program]):
     """Runs programs on simulated ranks. A handle is a list of tensors, one per class of ranks.
 
     >>> import torch
@@ -43,7 +44,6 @@ class SimulatedRuntime:
     """
 
     holders = "simulated ranks"
-    calls = 0  # number of calls to other ranks
 
     def __init__(self, mesh: Mesh, *, deduplicate: bool = True) -> None:
         self.mesh = mesh
@@ -53,43 +53,6 @@ class SimulatedRuntime:
         """Return the ranks' shards of a full tensor."""
         ranks = self.classes.representatives(self.classes.of_spec(spec))
         return [shard_leaf(x, spec, self.mesh, rank) for rank in ranks]
-
-    def entered(self, x: torch.Tensor, spec: P) -> SimulatedValue:
-        """Return the shards. A derivative of all of them is a derivative of the full tensor."""
-        return self.shard(x, spec)
-
-    def own(self, x: torch.Tensor, spec: P) -> SimulatedValue:
-        """Shard a batch that this process reads for its ranks. It has all ranks, so it reads the global batch."""
-        return self.entered(x, spec)
-
-    def like_own(self, x: torch.Tensor, spec: P) -> torch.Tensor:
-        """Return a tensor of the global shape of the value that `own` takes: here the tensor itself."""
-        return x
-
-    def check_same(
-        self, name: str, paths: Sequence[str], tensors: Sequence[torch.Tensor], parts: Sequence[P] | None = None
-    ) -> None:
-        """Do nothing: one process has one set of tensors."""
-
-    def checksum(self, x: torch.Tensor) -> str:
-        """Return an empty checksum, because nothing is compared."""
-        return ""
-
-    def check_sums(
-        self, name: str, paths: Sequence[str], sums: Sequence[str], parts: Sequence[P] | None = None
-    ) -> None:
-        """Do nothing: one process has one set of checksums."""
-
-    def agree(self, doing: str, otherwise: str, number: int = 0) -> int:
-        """Return `number`: there is no other process."""
-        return number
-
-    def exchange(self, value: Any, purpose: str) -> list[Any]:
-        """Return all ranks' values: one process has one value."""
-        return [value]
-
-    def agree_on(self, program: Program) -> None:
-        """Do nothing: all ranks have this program."""
 
     def whole(self, handle: SimulatedValue, spec: P, whose: str = "") -> torch.Tensor:
         """Build the full tensor from the ranks' shards."""

@@ -12,7 +12,7 @@ from sharding_specs import Mesh, P, register_dataclasses, tree_paths
 from .. import _torch
 from ..data import batch_signature, check_same_call
 from ..functions import LocalFunction, PyTree, bind_positional
-from ..runtime import default_runtime
+from ..runtime import Runtime, default_runtime
 
 __all__ = ["BatchInputs", "check_same", "tensors_of"]
 
@@ -35,13 +35,13 @@ class BatchInputs:
         register_dataclasses(batch, named)
         return bind_positional(self.f.layout.signature, self.f.name, (None, *batch), named)[1:]
 
-    def stay_in_step(self, runtime: Any, doing: str, batch: PyTree) -> None:
+    def stay_in_step(self, runtime: Runtime[Any, Any], doing: str, batch: PyTree) -> None:
         """Check that ranks with separate batches make the same call, on batches with equal signatures."""
         if self.own:
             check_same_call(runtime, f"{doing} on {batch_signature(batch)}")
 
     def entered(
-        self, runtime: Any, program: Any, name: str, batch: tuple[PyTree, ...], *more: torch.Tensor
+        self, runtime: Runtime[Any, Any], program: Any, name: str, batch: tuple[PyTree, ...], *more: torch.Tensor
     ) -> tuple[list[Any], list[torch.Tensor]]:
         """Convert the last inputs of a program to handles.
 
@@ -88,7 +88,7 @@ def tensors_of(tree: PyTree) -> list[torch.Tensor]:
     return [leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def check_same(runtime: Any, name: str, tree: PyTree, parts: list[P] | None = None) -> None:
+def check_same(runtime: Runtime[Any, Any], name: str, tree: PyTree, parts: list[P] | None = None) -> None:
     """Check that the tensors of a tree are equal on all ranks. Different parameters or moments break data parallelism.
 
     Args:

@@ -20,7 +20,7 @@ from ..functions import LocalFunction, PyTree, SpecTree, as_local_function
 from ..optim import Optimizer
 from ..pipelines import PipelineProgram, stacks_of
 from ..requests import StateRequest, converted_state, split_state, state_requests, with_leaves
-from ..runtime import copy_if_aliased, runtime_kind_of, storages
+from ..runtime import Runtime, copy_if_aliased, runtime_kind_of, storages
 from ..tracing import disable_ambient_modes
 from .batches import BatchInputs, check_same
 from .deferred import CannotDeferError, defer_init
@@ -322,7 +322,7 @@ class StateManager:
         _, form = state.handles, state.form  # `handles` raises if the state was donated
         return form if form in self._known else self._own_form(form)
 
-    def runtime_for(self, state: TrainState) -> Any:
+    def runtime_for(self, state: TrainState) -> Runtime[Any, Any]:
         """Return the runtime of the step, after a check that it holds this state.
 
         Raises:

@@ -23,6 +23,7 @@ from ..memory import PIPELINE_KINDS, PipelineMemory
 from ..stages import Stage
 from ..structure import PipelineStructure
 from .async_executor import AsyncRankExecutor
+from .executor import Executor
 from .rank_executor import RankExecutor
 from .schedule_runner import ScheduleRunner, slices_of
 
@@ -225,7 +226,7 @@ class _OneRank:
         self.step = f"after the pipeline, rank {self.rank}"
         executor.run_epilogue(worker)
 
-    def _act(self, worker: RankExecutor | AsyncRankExecutor, action: Action) -> list[Value]:
+    def _act(self, worker: Executor, action: Action) -> list[Value]:
         self.step = str(action)
         return worker.act(action)
 

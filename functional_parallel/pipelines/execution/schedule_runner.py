@@ -11,7 +11,7 @@ from ...ir import Aval, info
 from ...schedules import Action, Receive, Send, messages
 from ..epilogue import Transfer
 from ..structure import PipelineStructure
-from .async_executor import AsyncRankExecutor
+from .executor import Executor
 from .rank_executor import RankExecutor
 
 __all__ = ["Mailbox", "ScheduleRunner", "slices_of"]
@@ -51,11 +51,11 @@ class ScheduleRunner:
         self,
         program: PipelineStructure,
         mail: Mailbox,
-        act: Callable[[RankExecutor | AsyncRankExecutor, Action], list[Any]],
+        act: Callable[[Executor, Action], list[Any]],
     ) -> None:
         self.program, self.mail, self.act = program, mail, act
 
-    def run_schedule(self, worker: RankExecutor | AsyncRankExecutor) -> None:
+    def run_schedule(self, worker: Executor) -> None:
         """Run the rank's actions and messages in the order of the schedule."""
         program = self.program
         if "messages" not in program.cache:
@@ -71,7 +71,7 @@ class ScheduleRunner:
                 sent = self._run_action(worker, step)
         self.mail.finish()
 
-    def _run_action(self, worker: RankExecutor | AsyncRankExecutor, action: Action) -> list[Any]:
+    def _run_action(self, worker: Executor, action: Action) -> list[Any]:
         """Run an action; return the values for a neighbour on another rank."""
         program = self.program
         for awaited in program.awaited(action):
@@ -83,7 +83,7 @@ class ScheduleRunner:
         worker.receive(action, target, sent)
         return []
 
-    def _take(self, worker: RankExecutor | AsyncRankExecutor, awaited: Action, stage: int) -> None:
+    def _take(self, worker: Executor, awaited: Action, stage: int) -> None:
         values = self.mail.take(awaited)  # referenced here only, since they may be freed within the action
         if values is not None:
             worker.receive(awaited, stage, values)

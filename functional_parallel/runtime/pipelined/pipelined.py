@@ -28,12 +28,13 @@ from ...schedules import Action, Event, replay
 from ..calls import READS
 from ..execution import Log, Origin
 from ..handles import PipelineValue, copy_if_aliased
+from ..interface import Executor, Runtime
 from .point_to_point import PointToPoint
 
 __all__ = ["PipelineRuntime"]
 
 
-class PipelineRuntime:
+class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
     """Runs pipelines over one axis of a mesh.
 
     Args:
@@ -47,7 +48,7 @@ class PipelineRuntime:
         self.mesh: Mesh = base.mesh
         self.size = self.mesh.axis_size(axis)
         self.carrier = None if alone else getattr(base, "carrier", None)
-        self.agree, self.exchange, self.holders = base.agree, base.exchange, base.holders
+        self.holders = base.holders
         own = None if self.carrier is None else self.mesh.coordinates(base.rank)[axis]
         self.ranks = tuple(range(self.size)) if own is None else (own,)
 
@@ -122,6 +123,16 @@ class PipelineRuntime:
     ) -> None:
         """Check that every rank has the same tensors, by their checksums."""
         self.base.check_sums(name, paths, sums, parts)
+
+    def agree(self, doing: str, otherwise: str, number: int = 0) -> int:
+        return int(self.base.agree(doing, otherwise, number))
+
+    def exchange(self, value: Any, purpose: str) -> list[Any]:
+        return list(self.base.exchange(value, purpose))
+
+    def like_own(self, x: torch.Tensor, spec: P) -> torch.Tensor:
+        result: torch.Tensor = self.base.like_own(x, spec)
+        return result
 
     def agree_on(self, program: PipelineProgram) -> None:
         """Check, before the first run of a program, that all ranks have the same program."""
@@ -198,7 +209,7 @@ class PipelineRuntime:
         self._end(program, workers)
         return self._results(program, lambda rank, node: workers[rank].late_value(node))
 
-    def _pass_through(self, program: PipelineProgram, workers: Mapping[int, RankExecutor | AsyncRankExecutor]) -> None:
+    def _pass_through(self, program: PipelineProgram, workers: Mapping[int, Executor]) -> None:
         """Run the schedule."""
         for worker in workers.values():
             worker.begin()
@@ -237,7 +248,7 @@ class PipelineRuntime:
     def _inputs(self, program: PipelineProgram, placed: Sequence[PipelineValue], rank: int) -> dict[fx.Node, Any]:
         return {node: each.parts[rank] for node, each in zip(program.inputs, placed, strict=True) if rank in each.parts}
 
-    def _in_lockstep(self, program: PipelineProgram, workers: Mapping[int, RankExecutor | AsyncRankExecutor]) -> None:
+    def _in_lockstep(self, program: PipelineProgram, workers: Mapping[int, Executor]) -> None:
         schedule = program.schedule
         for rank, action in replay(schedule):
             sent = self._timed(program, workers[rank], action)
@@ -245,7 +256,7 @@ class PipelineRuntime:
             if target is not None:
                 workers[schedule.rank_of_stage[target]].receive(action, target, sent)
 
-    def _timed(self, program: PipelineProgram, worker: RankExecutor | AsyncRankExecutor, action: Action) -> list[Any]:
+    def _timed(self, program: PipelineProgram, worker: Executor, action: Action) -> list[Any]:
         if program.events is None:
             return worker.act(action)
         start = self._now()

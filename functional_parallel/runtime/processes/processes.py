@@ -30,6 +30,7 @@ from ...program import Program
 from ...rules import REPLICATED, Shard, convert
 from ..calls import CURRENT, READS, CallGuard, NamedWait, rank_name, rank_names, waiting
 from ..execution import Log, Origin
+from ..interface import Runtime
 from ..watch import Watch, environment_store, recorded, watch_processes
 from .control_group import ControlGroup
 from .process_communicator import ProcessCommunicator
@@ -42,7 +43,7 @@ _SECONDS = 600.0
 _DERIVED = ", on tensors that require a gradient"  # collectives run one at a time and carry the gradient
 
 
-class ProcessRuntime:
+class ProcessRuntime(Runtime[torch.Tensor, Program]):
     """Runs programs on real ranks. A handle is this rank's tensor.
 
     Args:
@@ -75,8 +76,13 @@ class ProcessRuntime:
             raise
         except RuntimeError as error:
             raise wait.failure(None, error) from error
-        self.agree, self.exchange = self._meeting.agree, self._meeting.exchange
         self.device = torch.device("cuda", torch.cuda.current_device()) if _uses_nccl() else torch.device("cpu")
+
+    def agree(self, doing: str, otherwise: str, number: int = 0) -> int:
+        return self._meeting.agree(doing, otherwise, number)
+
+    def exchange(self, value: Any, purpose: str) -> list[Any]:
+        return self._meeting.exchange(value, purpose)
 
     def algorithms(self, *axes: str) -> str:
         """Return a table of the algorithms for collectives over some axes, with reasons. All ranks must call this.

@@ -1,0 +1,115 @@
+"""Interfaces of a runtime, of the executor of a pipeline rank, and of a communicator.
+
+A runtime runs the programs of a mesh. `Runtime` is the base class. Its defaults are those of a single process that has
+all ranks, so nothing is compared. `Communicator` is defined with the collectives, which bind it to axes, and `Executor`
+with the pipelines, which drive it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from sharding_specs import Mesh, P
+
+from ..collectives import Communicator
+from ..pipelines import Executor
+from .execution import Origin
+
+__all__ = ["Communicator", "Executor", "Runtime"]
+
+Handle = TypeVar("Handle")  # a sharded value, as the runtime holds it
+Runnable = TypeVar("Runnable")  # the kind of program that it runs
+
+
+class Runtime(ABC, Generic[Handle, Runnable]):
+    """Base class of runtimes.
+
+    Attributes:
+        mesh: the mesh.
+        holders: the kind of ranks that hold values, for messages.
+        calls: number of calls that this rank has made with the others.
+    """
+
+    mesh: Mesh
+    holders: str
+
+    @property
+    def calls(self) -> int:
+        return 0
+
+    # --- values ---
+
+    @abstractmethod
+    def shard(self, x: torch.Tensor, spec: P) -> Handle:
+        """Return the handle of a full tensor."""
+
+    def shard_for(self, program: Runnable, number: int, x: torch.Tensor, spec: P) -> Handle:
+        """Return the handle of a full tensor that is an input of a program, on the ranks that hold it."""
+        return self.shard(x, spec)
+
+    @abstractmethod
+    def whole(self, handle: Handle, spec: P, whose: str = "") -> torch.Tensor:
+        """Return the full tensor of a handle. `whose` describes the value in messages."""
+
+    @abstractmethod
+    def like(self, handle: Handle, spec: P) -> torch.Tensor:
+        """Return a tensor of the global shape, without memory."""
+
+    def entered(self, x: torch.Tensor, spec: P) -> Handle:
+        """Return the handle. A derivative by it is a derivative by the full tensor."""
+        return self.shard(x, spec)
+
+    def own(self, x: torch.Tensor, spec: P) -> Handle:
+        """Return the handle of a batch that this process reads for its ranks. Here it has all ranks."""
+        return self.entered(x, spec)
+
+    def like_own(self, x: torch.Tensor, spec: P) -> torch.Tensor:
+        """Return a tensor of the global shape of the value that `own` takes."""
+        return x
+
+    # --- programs ---
+
+    @abstractmethod
+    def run(
+        self, program: Runnable, handles: list[Handle], batch: Sequence[torch.Tensor] = (), whose: str = ""
+    ) -> list[Handle]:
+        """Run a program. `batch` has the tensors that every rank passed in full; they are compared in messages."""
+
+    @abstractmethod
+    def run_whole(self, program: Runnable, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run a program on full inputs, and return full results."""
+
+    @abstractmethod
+    def replay(self, program: Runnable, handles: list[Handle]) -> Origin | None:
+        """Run a program op by op, and return the op that first computed a non-finite value, if any."""
+
+    # --- comparison with other processes ---
+
+    def check_same(
+        self, name: str, paths: Sequence[str], tensors: Sequence[torch.Tensor], parts: Sequence[P] | None = None
+    ) -> None:
+        """Check that every rank was given the same full tensors, or the same shards."""
+
+    def checksum(self, x: torch.Tensor) -> str:
+        """Return the checksum of a tensor for comparison with other ranks; empty if nothing is compared."""
+        return ""
+
+    def check_sums(
+        self, name: str, paths: Sequence[str], sums: Sequence[str], parts: Sequence[P] | None = None
+    ) -> None:
+        """Check that every rank has the same tensors, by their checksums."""
+
+    def agree(self, doing: str, otherwise: str, number: int = 0) -> int:
+        """Check that every rank does the same, and return the largest `number` of all."""
+        return number
+
+    def exchange(self, value: Any, purpose: str) -> list[Any]:
+        """Return the values of all processes."""
+        return [value]
+
+    def agree_on(self, program: Runnable) -> None:
+        """Check, before the first run of a program, that all ranks have the same program."""
