@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sharding_specs import Error, MeshError, SpecError
+from sharding_specs.errors import Error, MeshError, SpecError  # not by the face, which imports torch
 
 __all__ = [
     "ArgumentSpecError",

@@ -184,10 +184,11 @@ def test_picture(tmp_path: Path) -> None:
 
 
 def test_nothing_of_it_needs_torch() -> None:
-    """The folder alone, below a package that is empty, in an interpreter in which importing torch fails."""
+    """The folder alone, below packages that are empty, in an interpreter in which importing torch fails."""
     code = (
-        "import sys, types; sys.modules['torch'] = None; package = types.ModuleType('functional_parallel'); "
-        "package.__path__ = ['functional_parallel']; sys.modules['functional_parallel'] = package; "
+        "import sys, types; sys.modules['torch'] = None; names = 'functional_parallel', 'sharding_specs'; "
+        "sys.modules.update({name: types.ModuleType(name) for name in names}); "
+        "[setattr(sys.modules[name], '__path__', [name]) for name in names]; "
         "from functional_parallel import schedules; "
         "print(schedules.simulate(schedules.check(schedules.get('1f1b')(4, 8))).makespan)"
     )
