@@ -6,7 +6,7 @@ __all__ = ["Error", "MeshError", "SpecError"]
 
 
 class Error(Exception):
-    """Base class of all errors of `sharding_specs` and `functional_parallel`."""
+    """Base class of the errors of this package, and of packages that use it."""
 
 
 class MeshError(Error, ValueError):

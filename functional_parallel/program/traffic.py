@@ -6,29 +6,21 @@ of the first op that computes with the parameter.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 
 import torch
 from torch import fx
 
 from ..ir import Source, Traced, info, operands_of, primitive_name, update_info
+from .aliasing import view_base
 
 __all__ = ["label_traffic"]
 
 aten = torch.ops.aten
 
-_CARRIERS = {  # ops whose result is their operand, elsewhere, in another form
-    *(aten._to_copy.default, aten.detach.default, aten.alias.default, aten.clone.default, operator.getitem),
-    *(
-        aten.view.default,
-        aten._unsafe_view.default,
-        aten.reshape.default,
-        aten.slice.Tensor,
-        aten.slice_backward.default,
-    ),
-    *(aten.t.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim),
-    *(aten.constant_pad_nd.default, aten.select.int, aten.unbind.int, aten.stack.default, aten.add.Tensor),
+_CARRIERS = {  # beside views and collectives: ops whose result is their operands, elsewhere or in another form
+    *(aten._to_copy.default, aten.clone.default, aten.reshape.default, aten.constant_pad_nd.default),
+    *(aten._unsafe_view.default, aten.slice_backward.default, aten.stack.default, aten.add.Tensor),
 }
 
 Labels = dict[fx.Node, tuple[str, ...]]
@@ -63,7 +55,8 @@ def _label(node: fx.Node, labels: Labels) -> tuple[str, ...]:
 
 
 def _is_carrier(node: fx.Node) -> bool:
-    return node.target in _CARRIERS or (primitive_name(node) is not None and bool(operands_of(node)))
+    is_collective = primitive_name(node) is not None and bool(operands_of(node))
+    return is_collective or node.target in _CARRIERS or view_base(node) is not None
 
 
 def _together(parts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:

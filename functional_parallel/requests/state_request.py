@@ -125,7 +125,7 @@ def converted_state(state: PyTree, requests: Sequence[StateRequest], init: Calla
 
 
 def split_state(state: PyTree, requests: Sequence[StateRequest]) -> tuple[PyTree, list[PyTree]]:
-    """Return the optimizer's part of a state, and the leaves of each request; None for one without leaves."""
+    """Return the optimizer's part of a state, and the leaves of each request. A request without leaves has None."""
     leaves: list[PyTree] = [None] * len(requests)
     for index in reversed(range(len(requests))):
         if requests[index].tree is not None:

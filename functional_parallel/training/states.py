@@ -300,11 +300,15 @@ class StateManager:
         Raises:
             LossScaleError: if a step before this state overflowed at the lowest loss scale.
         """
-        form, runtime = self.known_form(state), self.runtime_for(state)
+        form = self.known_form(state)
+
+        def whole(index: int) -> torch.Tensor:
+            return self.runtime_for(state).whole(state.handles[index], form.specs[index], state.whose)
+
         _, indices = form.trees(list(range(len(state.handles))))
         for each, held in zip(self.requests, split_state(indices, self.requests)[1], strict=True):
             if each.may_skip:
-                each.check(optree.tree_map(lambda i: runtime.whole(state.handles[i], form.specs[i], state.whose), held))
+                each.check(optree.tree_map(whole, held))
 
     def known_form(self, state: TrainState) -> StateLayout:
         """Return the layout of a state, as the instance of this step.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import optree
@@ -13,6 +13,7 @@ from torch import Tensor
 import functional_parallel as fp
 from sharding_specs import Mesh, P
 
+from ..some_cases import one_in
 from .test_own_optimizers import (
     OPTIMIZERS,
     PLANS,
@@ -33,13 +34,6 @@ FLAT: dict[str, tuple[Any, Mesh]] = {
 }
 WITH_FLAT = {**PLANS, **FLAT}
 SPLITTING = ["zero 1", "zero 3, filled up", "tensor", "tensor, zero 3", "pipeline, zero 1", *FLAT]
-
-
-def one_in(number: int, names: Iterable[str], plans: Iterable[str]) -> pytest.MarkDecorator:
-    """All pairs, of which one in `number` is run always: every name and every plan is among these."""
-    pairs = [((name, plan), (i + j) % number) for i, name in enumerate(names) for j, plan in enumerate(plans)]
-    cases = [pytest.param(*pair, marks=pytest.mark.slow if other else ()) for pair, other in pairs]
-    return pytest.mark.parametrize(("name", "plan"), cases)
 
 
 def promising(optimizer: fp.optim.Optimizer) -> fp.optim.Optimizer:
@@ -108,14 +102,14 @@ def train(optimizer: fp.optim.Optimizer, plan: str) -> Any:
     return step.whole(state)
 
 
-@one_in(5, KEPT, SPLITTING)
+@one_in(5, name=KEPT, plan=SPLITTING)
 def test_a_promise_that_is_kept_is_taken(name: str, plan: str) -> None:
     wanted = on_whole_parameters(KEPT[name], loss, parameters())
     for found, right in zip(*map(optree.tree_leaves, (train(promising(KEPT[name]), plan), wanted)), strict=True):
         torch.testing.assert_close(found, right, rtol=0, atol=1e-12)
 
 
-@one_in(5, MESSAGES, SPLITTING)
+@one_in(5, name=MESSAGES, plan=SPLITTING)
 def test_one_that_is_not_is_refused(name: str, plan: str) -> None:
     if name == "shampoo" and plan in FLAT:
         message = "a state that lies in vectors"
@@ -202,7 +196,7 @@ OURS = {
 }
 
 
-@one_in(3, OURS, ["zero 2, filled up", "tensor, zero 3", "flat, tensor"])
+@one_in(3, name=OURS, plan=["zero 2, filled up", "tensor, zero 3", "flat, tensor"])
 def test_ours_keep_it_and_are_not_asked(name: str, plan: str) -> None:
     calls, ours = [], OURS[name]
 
