@@ -23,7 +23,7 @@ from ..pipelines import PipelineProgram, pipeline_of
 from ..program import Intermediate, Program, label_traffic
 from ..tracing import Assumption, LayoutRead, assume, autocast_dtypes, collect_assumptions, require_contiguous, trace
 from .constants import check_static_leaves
-from .leftovers import release_trace_memory
+from .leftovers import traced_in
 from .options import ArgumentPaths, Options
 from .rewrite import rewrite
 
@@ -64,7 +64,7 @@ _TENSOR = object()
 UNCHECKED = object()  # for out_specs: return the results of each rank, regardless of their types
 
 
-@release_trace_memory()
+@traced_in()
 def lower(
     f: Callable[..., PyTree],
     mesh: Mesh,

@@ -15,7 +15,6 @@ from torch import fx
 
 from ... import _torch
 from ...ir import Traced, differentiable_form, info, operands_of, primitive_name
-from .kernels import called_by
 
 __all__ = ["Writer", "is_alias"]
 
@@ -78,7 +77,7 @@ class Writer:
         """Return a name for the callable of an op."""
         if self.differentiable:
             return self.constant(differentiable_form(target) or _torch.under_transforms(target))
-        return self.constant(called_by(target))
+        return self.constant(_torch.direct_call(_torch.stride_free(target)))
 
     def argument(self, value: Any, node_text: Callable[[fx.Node], str]) -> str:
         """Return an argument as source text. A value without a literal form becomes a constant."""
