@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 from model import SIZES, Config
 
-from functional_parallel.runtime.algorithms.model import MeasuredCosts, measure_group
-from functional_parallel.runtime.processes.groups import MeshGroups
+from functional_parallel.runtime.processes.process_communicator import ProcessCommunicator
 from sharding_specs import Mesh
 
 __all__ = ["HEAD", "bandwidth", "bound", "cells"]
@@ -28,6 +27,8 @@ __all__ = ["HEAD", "bandwidth", "bound", "cells"]
 HEAD = ("what", "ranks", "measured")
 _COPIED = 64 << 20
 _TIMES = 15
+_BATCH = 3
+_SIZES = (1 << 12, 1 << 20)  # bytes of messages and all-reduces
 
 
 def main() -> None:
@@ -35,14 +36,13 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     ranks = dist.get_world_size()
-    team = MeshGroups(Mesh(all=ranks), dist.get_rank(), None).over(("all",)).team
-    network = lines(measure_group(team), ranks)
+    network = lines(ranks)
     copying = copy_rate()  # all ranks at once
     dist.barrier()
     if dist.get_rank() == 0:
         products = {size: product_rate(SIZES[size]) for size in settings["sizes"]}
         alone = {"flops": products, "copy": copy_rate()}
-        Path(settings["out"]).write_text(json.dumps({"ranks": ranks, **alone, "copy_all": copying, **network}))
+        Path(settings["out"]).write_text(json.dumps({"ranks": ranks, **alone, "copy_all": copying, "lines": network}))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -76,13 +76,43 @@ def _seconds(run: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def lines(machine: MeasuredCosts, ranks: int) -> dict[str, Any]:
+def lines(ranks: int) -> dict[str, list[float]]:
     """Latency, and bytes a second that a rank sends; of an all-reduce those that it sends around a ring."""
-    found = {"message": [machine.message.alpha, 1 / machine.message.beta]}
-    for (way, kind), line in machine.whole.items():
-        if kind == "all_reduce":
-            found[f"all_reduce, {way}"] = [line.alpha, 2 * (ranks - 1) / ranks / line.beta]
-    return {"lines": found}
+    carrier = ProcessCommunicator(Mesh(all=ranks), algorithm="shared")
+    of_a_ring = 2 * (ranks - 1) / ranks
+    return {
+        "message": _line(_shift, 1.0),
+        "all_reduce, backend": _line(dist.all_reduce, of_a_ring),
+        "all_reduce, shared": _line(lambda x: carrier.psum(x, ("all",)), of_a_ring),
+    }
+
+
+def _line(run: Callable[[torch.Tensor], object], sent: float) -> list[float]:
+    """Return seconds of an empty operand, and bytes sent a second; `sent` is the share of the operand that is sent."""
+    small, large = (_slowest(run, torch.zeros(size // 4)) for size in _SIZES)
+    beta = max((large - small) / (_SIZES[1] - _SIZES[0]), 1e-12)  # else it is lost in noise
+    return [max(0.0, small - beta * _SIZES[0]), sent / beta]
+
+
+def _slowest(run: Callable[[torch.Tensor], object], x: torch.Tensor) -> float:
+    """Return the slowest rank's best time, of several runs: a single message may arrive before it is waited for."""
+    times = []
+    for _ in range(_TIMES):
+        run(x)  # touches the memory and synchronizes the ranks
+        began = time.perf_counter()
+        for _ in range(_BATCH):
+            run(x)
+        times.append((time.perf_counter() - began) / _BATCH)
+    best = torch.tensor(min(times), dtype=torch.float64)
+    dist.all_reduce(best, dist.ReduceOp.MAX)
+    return best.item()
+
+
+def _shift(x: torch.Tensor) -> None:
+    """Send to one neighbour and receive from the other."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for work in (dist.irecv(torch.empty_like(x), (rank - 1) % ranks), dist.isend(x, (rank + 1) % ranks)):
+        work.wait()
 
 
 def bound(limits: dict[str, Any], single: float, sent: float) -> float:

@@ -146,17 +146,17 @@ def test_pipeline_schedules(run: Run, tmp_path: Path) -> None:
 
 def test_ring_allreduce(run: Run, tmp_path: Path) -> None:
     """Bytes as the textbook has them, and no time that the network cards forbid; the sums are checked inside."""
-    text = run(
-        "ring_allreduce.py", "--ranks", "2", "3", "--sizes", "65536", "262144", "--out", str(tmp_path / "ring.png")
-    )
-    row = r"(one server|ring) +(\d) +(\d+) +(\d) +([\d.]+) φ = +([\d.]+) MiB +([\d.]+) +([\d.]+) +([\d.]+)"
-    rows = re.findall(row, text)
-    assert len(rows) == 8
-    for name, ranks, kib, rounds, sent, mib, _, best, median in rows:
-        p = int(ranks)
-        assert int(rounds) == (2 if name == "one server" else 2 * (p - 1))
-        assert float(sent) == round(2 * (p - 1) / (1 if name == "one server" else p), 2)
-        assert abs(float(mib) - float(sent) * int(kib) / 1024) < 0.01
-        assert float(median) >= float(best) >= 0.99 * float(mib) * 2**20 / 125e6 * 1000
-    assert re.search(r"3 ranks, 0.25 MiB: the ring is [\d.]+ × as fast; predicted [\d.]+ ×", text)
+    options = ["--ranks", "2", "3", "4", "--sizes", "65536", "262144", "--plot", str(tmp_path / "ring.png")]
+    text = run("ring_allreduce.py", *options)
+    rows = re.findall(r"(one server|ring|halving) +(\d) +(\d+) +(\d) +([\d.]+) φ +[\d.]+ +(.+); +(.+)", text)
+    assert len(rows) == 2 * (3 + 2 + 3), "three ranks are no power of two, which halving needs"
+    for name, ranks, kib, rounds, busiest, *by_rank in rows:
+        p, (times, moved) = int(ranks), ([float(each) for each in values.split()] for values in by_rank)
+        assert int(rounds) == {"one server": 2, "ring": 2 * (p - 1), "halving": 2 * (p.bit_length() - 1)}[name]
+        assert float(busiest) == round(2 * (p - 1) / (1 if name == "one server" else p), 2)
+        assert len(moved) == len(times) == p
+        assert abs(max(moved) - float(busiest) * int(kib) / 1024) < 0.01
+        assert moved[1:] == ([2 * int(kib) / 1024] * (p - 1) if name == "one server" else moved[:1] * (p - 1))
+        assert all(time >= 0.99 * mib * 2**20 / 125e6 * 1000 for time, mib in zip(times, moved, strict=True))
+    assert re.search(r"4 ranks, 0.25 MiB: the ring is [\d.]+ × as fast; predicted [\d.]+ ×", text)
     assert (tmp_path / "ring.png").exists()

@@ -16,7 +16,7 @@ class Options:
         without: names of the passes that are disabled.
         backend: executor of the ops between collectives: "eager" or "inductor".
         donate: whether the program may write into the memory of the state.
-        reduction: "fast" for the backend's own sums, "ordered" for sums in rank order.
+        reduction: "fast" for sums in any order, "ordered" for sums in rank order.
     """
 
     bucket: int | str | None = None

@@ -41,7 +41,7 @@ def default_runtime(mesh: Mesh, reduction: str = "fast") -> Runtime[Any, Any]:
 
     Args:
         mesh: its size must be the number of processes, if there are several.
-        reduction: "fast", the backend's own sums, or "ordered", sums in rank order, as simulated ranks always add.
+        reduction: "fast", sums in any order, or "ordered", sums in rank order, as simulated ranks always add.
 
     Raises:
         CollectiveError: if `destroy_process_group` was called after the mesh was used.

@@ -80,7 +80,7 @@ def train_step(
         bucket: bytes of gradients, or of gathered parameters of a layer, per collective. "auto" sends a quarter of all
             gradients, between 1 and 25 MiB, and gathers the parameters of one layer. None uses one collective per
             tensor.
-        reduction: on real processes, "fast" for the backend's own sums, "ordered" for sums in rank order. Ordered sums
+        reduction: on real processes, "fast" for sums in any order, "ordered" for sums in rank order. Ordered sums
             are bitwise equal to the sums of simulated ranks and of every ZeRO stage.
         donate: whether a step may write the new state into the memory of the old one. Use of the old state then raises
             an error; `train.copy(state)` keeps a copy. Without donation a step holds both states.

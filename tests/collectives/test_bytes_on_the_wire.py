@@ -150,17 +150,8 @@ def passed(rank: int, ranks: int) -> dict[tuple[str, str], int]:
 # -----------------------------------------------------------------------------
 
 
-def is_defined(name: str, kind: str, ranks: int) -> bool:
-    """Whether a rank passes on what it would in a ring.
-
-    All but exchanges pass through the server of "naive". Memory that more than two ranks share is written once for all
-    readers: `test_shared_memory_is_written_once` has it.
-    """
-    reduced_or_gathered = kind not in ("all_to_all", "ppermute", "pbroadcast")
-    return not (name == "naive" and reduced_or_gathered) and not is_written_once(name, kind, ranks)
-
-
 def is_written_once(name: str, kind: str, ranks: int) -> bool:
+    """Memory that more than two ranks share is written once for all readers, where a ring has each byte go round."""
     return name == "shared" and ranks > 2 and kind in ("psum", "all_gather", "pmax", "pmin")
 
 
@@ -172,7 +163,7 @@ def sends(kind: str, rank: int) -> bool:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_counted_bytes_are_passed_to_the_transport(ranks: int) -> None:
     found = run_on_processes(passed, ranks, ranks)
-    compared = [(name, kind) for name in SETTINGS for kind in KINDS if is_defined(name, kind, ranks)]
+    compared = [(name, kind) for name in SETTINGS for kind in KINDS if not is_written_once(name, kind, ranks)]
     wanted = {
         (name, kind): [counted(kind, ranks) * sends(kind, rank) for rank in range(ranks)] for name, kind in compared
     }

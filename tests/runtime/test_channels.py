@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 
 from functional_parallel.errors import CallMismatchError
-from functional_parallel.runtime.algorithms import COMPLETED, AlgorithmGroup, algorithm_group
+from functional_parallel.runtime.algorithms import COMPLETED, AlgorithmGroup, GroupWaits, algorithm_group
 from functional_parallel.runtime.calls import CallLog
 from functional_parallel.runtime.shared_memory import channels
 from functional_parallel.runtime.shared_memory.channels import Channels
@@ -159,7 +159,7 @@ def test_a_rank_that_died_is_named_at_once() -> None:
 
 
 def with_a_rank_that_never_reads(rank: int) -> str:
-    ours = AlgorithmGroup(dist.group.WORLD, rank, [0, 1], timeout=1.0)
+    ours = AlgorithmGroup(dist.group.WORLD, rank, [0, 1], GroupWaits(timeout=1.0))
     if rank == 1:
         dist.barrier()
         return ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import optree
@@ -14,8 +13,7 @@ import torch
 
 import functional_parallel as fp
 from functional_parallel.runtime import ProcessRuntime, SimulatedRuntime, use_runtime
-from functional_parallel.runtime.algorithms import AlgorithmSelector, algorithm_group
-from functional_parallel.runtime.algorithms.model import _neighbours
+from functional_parallel.runtime.algorithms import GroupWaits, algorithm_group
 from functional_parallel.runtime.shared_memory import rendezvous as connect
 from sharding_specs import Mesh
 from tests.processes import outcome, run_on_processes
@@ -88,7 +86,8 @@ def test_a_rank_on_another_host_that_reads_parameters(algorithm: str) -> None:
 def messages_of_different_calls(rank: int) -> list[float]:
     """Each sends in a call of its own what the other expects in another one, and both then go on in step."""
     doing = algorithm_group.CallLog()
-    pair = algorithm_group.AlgorithmGroup(torch.distributed.group.WORLD, rank, [0, 1], host=str(rank), doing=doing)
+    world, waits = torch.distributed.group.WORLD, GroupWaits(doing=doing)
+    pair = algorithm_group.AlgorithmGroup(world, rank, [0, 1], waits, host=str(rank))
     received = []
     for calls in (["first", "second"], ["second", "first"]):
         arriving = []
@@ -113,38 +112,6 @@ def test_a_short_mark_tells_calls_apart() -> None:
         doing.begin("runs train_step" if step % 2 else "reads")
         seen.add(doing.brief(19))
     assert len(seen) == 200 and max(seen) < 1 << 19
-
-
-# -----------------------------------------------------------------------------
-# Measuring
-# -----------------------------------------------------------------------------
-
-
-def on_uneven_hosts(rank: int, size: int) -> str:
-    three = algorithm_group.AlgorithmGroup(torch.distributed.group.WORLD, rank, list(range(size)), host="aab"[rank])
-    return AlgorithmSelector(three, "auto", False).table()
-
-
-def test_hosts_with_different_numbers_of_ranks_are_measured() -> None:
-    """Each rank once sent to whom did not listen, and not all timed the same."""
-    first, *others = run_on_processes(on_uneven_hosts, 3, 3, timeout=60)
-    assert all(other == first for other in others)
-    assert "3 ranks on 2 hosts" in first and "shared memory            not used" in first
-    assert "two_level" not in first and "direct" in first
-
-
-@pytest.mark.parametrize("hosts", ["aaaa", "aabb", "abab", "abc", "aab", "aba", "aaab", "aabbc"])
-def test_what_is_measured_are_messages_between_hosts(hosts: str) -> None:
-    ranks = range(len(hosts))
-    by_host = [[rank for rank in ranks if hosts[rank] == name] for name in sorted(set(hosts))]
-    teams: list[Any] = [
-        SimpleNamespace(rank=rank, size=len(hosts), hosts=by_host, is_on_one_host="b" not in hosts) for rank in ranks
-    ]
-    found = [_neighbours(each) for each in teams]
-    assert all(found[after][1] == rank for rank, (after, _) in enumerate(found)), "who is sent to listens"
-    within = sum(hosts[after] == hosts[rank] for rank, (after, _) in enumerate(found))
-    largest = max(map(len, by_host))
-    assert within == max(0, 2 * largest - len(hosts)), "only where one host has most of the ranks"
 
 
 # -----------------------------------------------------------------------------

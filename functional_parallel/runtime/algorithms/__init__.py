@@ -1,22 +1,23 @@
 """Algorithms for collectives of real processes, written over messages or shared memory, and their selection."""
 
 from . import launch
-from .algorithm_group import COMPLETED, ROLL_CALL, AlgorithmGroup, RankGroup, TaggedMessages
+from .algorithm_group import COMPLETED, ROLL_CALL, AlgorithmGroup, GroupWaits, RankGroup, TaggedMessages
 from .call_check import CallCheck
-from .choose import SIZES, AlgorithmSelector, requested_algorithm
+from .selection import Selection, requested_algorithm, select
 from .table import ALGORITHMS, Algorithm
 
 __all__ = [
     "ALGORITHMS",
     "COMPLETED",
     "ROLL_CALL",
-    "SIZES",
     "Algorithm",
     "AlgorithmGroup",
-    "AlgorithmSelector",
     "CallCheck",
+    "GroupWaits",
     "RankGroup",
+    "Selection",
     "TaggedMessages",
     "launch",
     "requested_algorithm",
+    "select",
 ]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -12,7 +13,9 @@ from torch import Tensor
 from ..calls import CallLog, CollectiveSteps, ProcessGroupRef, RunningCollective, Waitable
 from ..shared_memory import LARGEST, Channels, connect, host_identity
 
-__all__ = ["COMPLETED", "ROLL_CALL", "AlgorithmGroup", "RankGroup", "TaggedMessages"]
+__all__ = ["COMPLETED", "ROLL_CALL", "AlgorithmGroup", "GroupWaits", "RankGroup", "TaggedMessages"]
+
+T = TypeVar("T")
 
 _TAG_BITS = 31
 _COUNT_BITS = 12  # a group never has 2 ** 12 collectives in flight at the same time
@@ -31,6 +34,24 @@ class RankGroup:
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
 
+@dataclass(frozen=True)
+class GroupWaits:
+    """What a rank's waits for the others of its group need, if they are not torch's.
+
+    Attributes:
+        timeout: seconds to wait for another rank.
+        doing: call log of this rank.
+        names: the ranks' names, for messages.
+    """
+
+    timeout: float = 600.0
+    doing: CallLog = field(default_factory=CallLog)
+    names: Sequence[str] = ()
+
+    def name(self, rank: int) -> str:
+        return self.names[rank] if self.names else f"rank {rank} of the group"
+
+
 class AlgorithmGroup(RankGroup):
     """A process group with its ranks numbered in the order of the mesh axes.
 
@@ -38,35 +59,30 @@ class AlgorithmGroup(RankGroup):
         handle: torch's process group.
         rank: this rank's number.
         seats: per rank, its number in torch's group.
-        timeout: seconds to wait for another rank, for waits that are not torch's.
-        host: id that is equal on ranks that may share memory; None queries the system.
+        waits: what waits for the other ranks need.
         tags: shared by all groups on one process group, so that their collectives have different tags.
-        doing: call log of this rank.
-        names: the ranks' names, for messages.
+        host: id that is equal on ranks that may share memory; None queries the system.
 
     Attributes:
         hosts: per host, its ranks.
         on_my_host: the ranks on this rank's host.
         is_on_one_host: whether all ranks are on one host.
-        has_hosts_alike: whether every host has the same number of ranks.
         shared: the memory shared by the ranks of this host, or None.
     """
 
     def __init__(
         self,
-        handle: Any,
+        handle: dist.ProcessGroup,
         rank: int,
         seats: Sequence[int],
-        timeout: float = 600.0,
-        host: str | None = None,
+        waits: GroupWaits | None = None,
         tags: Iterator[int] | None = None,
-        doing: CallLog | None = None,
-        names: Sequence[str] | None = None,
+        host: str | None = None,
     ) -> None:
         super().__init__(rank, len(seats))
-        called = names or [f"rank {number} of the group" for number in range(len(seats))]
+        waits = waits or GroupWaits()
         self._handle, self._seats = ProcessGroupRef(handle), seats
-        self._tags, self._doing = tags or count(), doing or CallLog()
+        self._tags, self._doing = tags or count(), waits.doing
         names = self.exchange(host_identity() if host is None else host)
         by_name: dict[str, list[int]] = {}
         for number, name in enumerate(names):
@@ -74,14 +90,8 @@ class AlgorithmGroup(RankGroup):
         self.hosts = list(by_name.values())
         self.on_my_host = next(ranks for ranks in self.hosts if rank in ranks)
         self.is_on_one_host = len(self.hosts) == 1
-        self.has_hosts_alike = len({len(ranks) for ranks in self.hosts}) == 1
-        here = [called[number] for number in self.on_my_host]
-        self.shared = connect(rank, self.on_my_host, self.exchange, timeout, self._doing, here)
-
-    @property
-    def handle(self) -> Any:
-        """Torch's process group, for as long as torch holds it."""
-        return self._handle.group
+        here = [waits.name(number) for number in self.on_my_host]
+        self.shared = connect(rank, self.on_my_host, self.exchange, waits.timeout, waits.doing, here)
 
     def run(self, steps: CollectiveSteps) -> RunningCollective:
         """Start an algorithm."""
@@ -139,10 +149,10 @@ class AlgorithmGroup(RankGroup):
         """Group of the ranks with this rank's index on their hosts."""
         return RankGroup(self.with_my_place.index(self.rank), len(self.hosts))
 
-    def exchange(self, value: Any) -> list[Any]:
+    def exchange(self, value: T) -> list[T]:
         """Exchange one object per rank; return them by rank."""
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.handle)
+        values = [value] * self.size
+        dist.all_gather_object(values, value, group=self._handle.group)
         return [values[seat] for seat in self._seats]
 
 
@@ -169,10 +179,11 @@ class TaggedMessages:
         """Start to receive into a contiguous tensor."""
         return self._started(dist.irecv, into, self._seats[source], "group_src")
 
-    def _started(self, operation: Callable[..., Any], x: Tensor, seat: int, end: str) -> Waitable:
+    def _started(self, operation: Callable[..., dist.Work | None], x: Tensor, seat: int, end: str) -> Waitable:
         if x.numel() == 0:
             return COMPLETED
         work = operation(x, group=self._handle.group, tag=self._tag, **{end: seat})
+        assert work is not None  # this rank is in the group
         return _UnderWay(work, self._handle, seat, "to" if end == "group_dst" else "from")
 
 
@@ -181,7 +192,7 @@ class _UnderWay:
 
     __slots__ = ("_direction", "_handle", "_seat", "_work")
 
-    def __init__(self, work: Any, handle: ProcessGroupRef, seat: int, direction: str) -> None:
+    def __init__(self, work: dist.Work, handle: ProcessGroupRef, seat: int, direction: str) -> None:
         self._work, self._handle, self._seat, self._direction = work, handle, seat, direction
 
     def wait(self) -> None:

@@ -6,12 +6,10 @@ therefore exchange their call ids with the first collective of every call. The a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from ..calls import CallLog, CollectiveSteps, Waitable
-from .algorithm_group import COMPLETED, RankGroup, TaggedMessages
+from ..calls import CollectiveSteps, Waitable
+from .algorithm_group import COMPLETED, GroupWaits, RankGroup, TaggedMessages
 
 __all__ = ["CallCheck"]
 
@@ -22,12 +20,11 @@ class CallCheck:
     Args:
         ranks: the ranks of the group.
         messages: messages between them under the tag `ROLL_CALL`, so that a rank in a different call is heard too.
-        doing: call log of this rank.
-        names: the ranks' names, for messages.
+        waits: this rank's call log, and the ranks' names.
     """
 
-    def __init__(self, ranks: RankGroup, messages: TaggedMessages, doing: CallLog, names: Sequence[str]) -> None:
-        self._ranks, self._messages, self._doing, self._names = ranks, messages, doing, names
+    def __init__(self, ranks: RankGroup, messages: TaggedMessages, waits: GroupWaits) -> None:
+        self._ranks, self._messages, self._waits = ranks, messages, waits
         self._asked = 0  # no call yet
         self._answer: Waitable = COMPLETED
 
@@ -36,9 +33,9 @@ class CallCheck:
 
         Waiting raises `CallMismatchError` if a rank makes a different call. All ranks ask before the same collectives.
         """
-        if self._doing.mark != self._asked:
-            self._asked = self._doing.mark
-            self._answer = _Answer(self._ranks, self._messages, self._doing, self._names)
+        if self._waits.doing.mark != self._asked:
+            self._asked = self._waits.doing.mark
+            self._answer = _Answer(self._ranks, self._messages, self._waits)
         return self._answer
 
     def before(self, steps: CollectiveSteps) -> CollectiveSteps:
@@ -49,9 +46,9 @@ class CallCheck:
 
 
 class _Answer:
-    def __init__(self, ranks: RankGroup, messages: TaggedMessages, doing: CallLog, names: Sequence[str]) -> None:
-        self._doing, self._names = doing, names
-        self._mine = torch.tensor([doing.mark], dtype=torch.int64, device="cpu")  # kept until it is sent
+    def __init__(self, ranks: RankGroup, messages: TaggedMessages, waits: GroupWaits) -> None:
+        self._waits = waits
+        self._mine = torch.tensor([waits.doing.mark], dtype=torch.int64, device="cpu")  # kept until it is sent
         self._marks = {rank: torch.zeros(1, dtype=torch.int64, device="cpu") for rank in ranks.others()}
         receiving = [messages.receive(mark, rank) for rank, mark in self._marks.items()]
         self._under_way = [*receiving, *(messages.send(self._mine, rank) for rank in self._marks)]
@@ -63,5 +60,5 @@ class _Answer:
             message.wait()
         for rank, mark in self._marks.items():
             if int(mark) != int(self._mine):
-                self._doing.refuse(int(mark), self._names[rank])
+                self._waits.doing.refuse(int(mark), self._waits.name(rank))
         self._under_way = []

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..buffers import DirectOutputs, LazyBucket
 from ..calls import CollectiveSteps
 from ..shared_memory import SharedMemory, shared
-from . import direct, halving, naive, ring, two_level
+from . import direct, ring, two_level
 from .algorithm_group import AlgorithmGroup, TaggedMessages
 
 __all__ = ["ALGORITHMS", "Algorithm"]
 
 Dtype = torch.dtype | None
-Operand = Any  # Tensor, or LazyBucket if the algorithm packs; for a scatter its chunks, or LazyBucket
-GatherOutput = Any  # Sequence[Tensor], or DirectOutputs if it packs
-Result = Any  # Tensor, or contiguous flat tensors if it packs
+# The first of two types is that of every algorithm, the other that of one that packs.
+Operand = Tensor | LazyBucket
+Chunks = Sequence[Tensor] | LazyBucket
+GatherOutput = Sequence[Tensor] | DirectOutputs
+Result = Tensor | Sequence[Tensor]
 AllReduce = Callable[[AlgorithmGroup, Operand, Result, Dtype], CollectiveSteps]
-ReduceScatter = Callable[[AlgorithmGroup, Operand, Tensor, Dtype], CollectiveSteps]
+ReduceScatter = Callable[[AlgorithmGroup, Chunks, Tensor, Dtype], CollectiveSteps]
 AllGatherFn = Callable[[AlgorithmGroup, Operand, GatherOutput], CollectiveSteps]
 AllToAllFn = Callable[[AlgorithmGroup, Sequence[Tensor], Sequence[Tensor]], CollectiveSteps]
 
@@ -63,7 +65,8 @@ Gather = Callable[[AlgorithmGroup, TaggedMessages, Sequence[Tensor]], Collective
 
 
 def _reduce_then_gather(reduce: Reduce, gather: Gather) -> AllReduce:
-    def all_reduce(team: AlgorithmGroup, x: Tensor, result: Tensor, accumulated: Dtype) -> CollectiveSteps:
+    def all_reduce(team: AlgorithmGroup, x: Operand, result: Result, accumulated: Dtype) -> CollectiveSteps:
+        assert isinstance(x, Tensor) and isinstance(result, Tensor)
         messages = team.messages()
         flat = result.as_strided((result.numel(),), (1,))  # a single element may have any stride
         parts = flat.tensor_split(team.size)
@@ -74,11 +77,16 @@ def _reduce_then_gather(reduce: Reduce, gather: Gather) -> AllReduce:
 
 
 def _reduce_only(reduce: Reduce) -> ReduceScatter:
-    return lambda team, chunks, result, accumulated: reduce(team, team.messages(), chunks, result, accumulated)
+    def reduce_scatter(team: AlgorithmGroup, chunks: Chunks, result: Tensor, accumulated: Dtype) -> CollectiveSteps:
+        assert not isinstance(chunks, LazyBucket)
+        return reduce(team, team.messages(), chunks, result, accumulated)
+
+    return reduce_scatter
 
 
 def _gather_only(gather: Gather) -> AllGatherFn:
-    def all_gather(team: AlgorithmGroup, mine: Tensor, parts: Sequence[Tensor]) -> CollectiveSteps:
+    def all_gather(team: AlgorithmGroup, mine: Operand, parts: GatherOutput) -> CollectiveSteps:
+        assert isinstance(mine, Tensor) and not isinstance(parts, DirectOutputs)
         parts[team.rank].copy_(mine)
         yield from gather(team, team.messages(), parts)
 
@@ -96,11 +104,10 @@ def _of_messages(
     *,
     is_ordered: bool = False,
     refuses: Callable[[AlgorithmGroup], str | None] = _anywhere,
-    all_reduce: AllReduce | None = None,
     all_to_all: AllToAllFn | None = None,
 ) -> Algorithm:
-    together = all_reduce or _reduce_then_gather(reduce, gather)
-    return Algorithm(name, is_ordered, refuses, together, _reduce_only(reduce), _gather_only(gather), all_to_all)
+    all_reduce = _reduce_then_gather(reduce, gather)
+    return Algorithm(name, is_ordered, refuses, all_reduce, _reduce_only(reduce), _gather_only(gather), all_to_all)
 
 
 # -----------------------------------------------------------------------------
@@ -129,15 +136,12 @@ _SHARED = Algorithm(
     signals=True,
 )
 
-# In order of preference: of several algorithms that are about equally fast, the first.
 ALGORITHMS: dict[str, Algorithm] = {
     each.name: each
     for each in (
         _SHARED,
         _of_messages("two_level", two_level.reduce, two_level.gather, refuses=two_level.refuses),
         _of_messages("direct", direct.reduce, direct.gather, is_ordered=True, all_to_all=direct.all_to_all),
-        _of_messages("halving", halving.reduce, halving.gather),
         _of_messages("ring", ring.reduce_scatter_steps, ring.all_gather_steps),
-        _of_messages("naive", naive.reduce, naive.gather, is_ordered=True, all_reduce=naive.all_reduce),
     )
 }

@@ -7,7 +7,8 @@ the interpreter. A thread that frees a tensor after that ends the process with S
 from __future__ import annotations
 
 import weakref
-from typing import Any
+
+import torch.distributed as dist
 
 __all__ = ["ProcessGroupRef"]
 
@@ -21,11 +22,11 @@ class ProcessGroupRef:
 
     __slots__ = ("_group",)
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
 
     @property
-    def group(self) -> Any:
+    def group(self) -> dist.ProcessGroup:
         """The group.
 
         Raises:

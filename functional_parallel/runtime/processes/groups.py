@@ -18,7 +18,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from sharding_specs import Mesh
 
-from ..algorithms import ROLL_CALL, AlgorithmGroup, CallCheck, RankGroup, TaggedMessages
+from ..algorithms import ROLL_CALL, AlgorithmGroup, CallCheck, GroupWaits, RankGroup, TaggedMessages
 from ..calls import CallLog, ProcessGroupRef, rank_name
 from ..watch import recorded
 
@@ -43,22 +43,19 @@ class AxisGroup:
         handle: ProcessGroupRef,
         rank: int,
         ranks: tuple[int, ...],
-        timeout: timedelta | None,
+        waits: GroupWaits,
         tags: Iterator[int],
-        doing: CallLog | None,
-        names: Sequence[str],
     ) -> None:
-        self._handle, self.ranks, self._timeout, self._tags, self._doing = handle, ranks, timeout, tags, doing
-        self._names = names
+        self._handle, self.ranks, self._waits, self._tags = handle, ranks, waits, tags
         self.rank = ranks.index(rank)
         self.seats = tuple(sorted(ranks).index(each) for each in ranks)
         self.backend = str(dist.get_backend(handle.group))
         self.roll_call: CallCheck | None = None
-        if doing is not None and self.backend == "gloo":
-            self.roll_call = CallCheck(RankGroup(self.rank, len(ranks)), self.messages(ROLL_CALL), doing, names)
+        if self.backend == "gloo":
+            self.roll_call = CallCheck(RankGroup(self.rank, len(ranks)), self.messages(ROLL_CALL), waits)
 
     @property
-    def handle(self) -> Any:
+    def handle(self) -> dist.ProcessGroup:
         """Torch's process group, for as long as torch holds it."""
         return self._handle.group
 
@@ -78,16 +75,7 @@ class AxisGroup:
     @cached_property
     def team(self) -> AlgorithmGroup:
         """The group as needed by the library's own algorithms. The first access is a collective."""
-        timeout = self._timeout or default_pg_timeout
-        return AlgorithmGroup(
-            self.handle,
-            self.rank,
-            self.seats,
-            timeout.total_seconds(),
-            tags=self._tags,
-            doing=self._doing,
-            names=self._names,
-        )
+        return AlgorithmGroup(self.handle, self.rank, self.seats, self._waits, self._tags)
 
 
 class MeshGroups:
@@ -100,7 +88,7 @@ class MeshGroups:
         doing: call log of this rank.
     """
 
-    def __init__(self, mesh: Mesh, rank: int, timeout: timedelta | None, doing: CallLog | None = None) -> None:
+    def __init__(self, mesh: Mesh, rank: int, timeout: timedelta | None, doing: CallLog) -> None:
         self._mesh, self._rank, self._timeout, self._doing = mesh, rank, timeout, doing
         self._handles = _make_groups(mesh, rank, timeout)
         self._tags: dict[frozenset[int], Iterator[int]] = {ranks: count() for ranks in self._handles}
@@ -126,9 +114,9 @@ class MeshGroups:
                 "or all of them; write one collective per axis"
             )
         members = frozenset(ranks)
-        names = [rank_name(self._mesh, rank) for rank in ranks]
-        handle, tags = self._handles[members], self._tags[members]
-        return AxisGroup(handle, self._rank, ranks, self._timeout, tags, self._doing, names)
+        seconds = (self._timeout or default_pg_timeout).total_seconds()
+        waits = GroupWaits(seconds, self._doing, [rank_name(self._mesh, rank) for rank in ranks])
+        return AxisGroup(self._handles[members], self._rank, ranks, waits, self._tags[members])
 
     def _add_alone(self, ranks: frozenset[int]) -> None:
         """Create the group of axes with one rank. The other ranks take no part."""

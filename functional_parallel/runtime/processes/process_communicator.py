@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,13 +20,13 @@ from torch import Tensor
 
 from ...collectives import GATHERED, are_bound, bind, reference
 from ..algorithms import (
-    SIZES,
     Algorithm,
     AlgorithmGroup,
-    AlgorithmSelector,
+    Selection,
     TaggedMessages,
     launch,
     requested_algorithm,
+    select,
 )
 from ..buffers import BucketLayout, LazyBucket, cat_or_view, to_tensor
 from ..calls import CallLog, CollectiveWait, NamedWait, PendingCollective, rank_name, waiting
@@ -51,11 +50,12 @@ class ProcessCommunicator:
 
     Args:
         mesh: a mesh with one rank per process.
-        reduction: "fast" uses the backend's own sum; "ordered" adds in rank order, bit-equal to simulated ranks.
+        reduction: "fast" adds in any order, on one host with gloo the same in every run; "ordered" adds in rank order,
+            bit-equal to simulated ranks.
         reduce_dtype: sums of narrower floating dtypes are accumulated in this dtype.
         timeout: timeout of a group's collectives; None means torch's default.
-        algorithm: algorithm of sums, gathers and exchanges on gloo. "auto" selects one, "backend" uses the backend's
-            own, and other values are names in `algorithms.ALGORITHMS`. None reads the environment variable
+        algorithm: algorithm of sums, gathers and exchanges on gloo. "auto" selects by a fixed rule, "backend" uses the
+            backend's own, and other values are names in `algorithms.ALGORITHMS`. None reads the environment variable
             `FUNCTIONAL_PARALLEL_ALGORITHM`, by default "auto".
 
     Raises:
@@ -92,7 +92,7 @@ class ProcessCommunicator:
         self.doing, self.where = CallLog(rank_name(mesh, self.rank)), ""
         self._groups = MeshGroups(mesh, self.rank, timeout, self.doing)
         self._backend = TorchCollectives(self._groups, self.doing, self._wait)
-        self._choosers: dict[AxisGroup, AlgorithmSelector] = {}
+        self._selected: dict[AxisGroup, dict[str, Selection]] = {}
 
     def bound(self) -> AbstractContextManager[None]:
         """Bind the axes of the mesh for collectives inside a `with` block."""
@@ -204,7 +204,7 @@ class ProcessCommunicator:
     def _start_all_to_all(
         self, x: Tensor, axes: tuple[str, ...], split_dim: int, concat_dim: int, operation: str = "all_to_all"
     ) -> PendingCollective:
-        if (chosen := self._chosen("all_to_all", x, axes)) and chosen[0].all_to_all:
+        if chosen := self._chosen("all_to_all", x, axes):
             started = launch.all_to_all(*chosen, x, split_dim, concat_dim)
             return self._start_steps(operation, x, axes, chosen, started)
         chunks = launch.resolved(x).chunk(len(self._groups.over(axes).ranks), split_dim)
@@ -216,9 +216,9 @@ class ProcessCommunicator:
         self, kind: str, x: Tensor | LazyBucket, axes: tuple[str, ...]
     ) -> tuple[Algorithm, AlgorithmGroup] | None:
         """Return the algorithm and the group of a collective, or None if it uses the backend's own."""
-        chooser = self._chooser(axes) if x.device.type == "cpu" else None
-        algorithm = chooser and chooser.choose(kind)
-        return (algorithm, chooser.team) if chooser and algorithm else None
+        selected = self._selection(axes) if x.device.type == "cpu" else None
+        algorithm = selected[kind].algorithm if selected else None
+        return (algorithm, self._groups.over(axes).team) if algorithm else None
 
     def _start_steps(
         self,
@@ -295,32 +295,31 @@ class ProcessCommunicator:
             axes: the axes.
             device: device of the tensors.
         """
-        members, chooser = self._groups.over(axes), self._chooser(axes) if device.type == "cpu" else None
-        return members.messages() if chooser is None else chooser.team
+        members, selected = self._groups.over(axes), self._selection(axes) if device.type == "cpu" else None
+        return members.messages() if selected is None else members.team
 
-    def algorithms(self, axes: tuple[str, ...], sizes: Sequence[int] = SIZES) -> str:
-        """Return the algorithms of collectives over these axes, the reasons, and predicted times. This is a collective.
+    def algorithms(self, axes: tuple[str, ...]) -> str:
+        """Return the algorithms of collectives over these axes, and the reasons. The first call is a collective."""
+        members, selected = self._groups.over(axes), self._selection(axes)
+        if selected is None:
+            return f"collectives over {axes} go the way of the backend, {members.backend}"
+        hosts = len(members.team.hosts)
+        lines = [f"{members.team.size} ranks on {hosts} host{'s' * (hosts > 1)}"]
+        for kind, found in selected.items():
+            name = "backend" if found.algorithm is None else found.algorithm.name
+            lines.append(f"{kind:14}  {name:9}  {found.because}")
+        return "\n".join(lines)
 
-        Args:
-            axes: the axes.
-            sizes: sizes in bytes.
-        """
-        chooser = self._chooser(axes)
-        if chooser is None:
-            return f"collectives over {axes} go the way of the backend, {self._groups.over(axes).backend}"
-        return chooser.table(sizes)
-
-    def _chooser(self, axes: tuple[str, ...]) -> AlgorithmSelector | None:
-        """Return the selector of a group, or None if the backend runs all its collectives."""
+    def _selection(self, axes: tuple[str, ...]) -> dict[str, Selection] | None:
+        """Return the algorithms of a group, or None if the backend runs all its collectives."""
         members = self._groups.over(axes)
         if self.algorithm == "backend" or members.backend != "gloo" or len(members.ranks) == 1:
             return None
-        if members not in self._choosers:
-            first = partial(self._first_use, axes)
-            with first():
+        if members not in self._selected:
+            with self._first_use(axes):
                 team = members.team
-            self._choosers[members] = AlgorithmSelector(team, self.algorithm, self.reduction == "ordered", first)
-        return self._choosers[members]
+            self._selected[members] = select(team, self.algorithm, self.reduction == "ordered")
+        return self._selected[members]
 
     @contextmanager
     def _first_use(self, axes: tuple[str, ...]) -> Iterator[None]:

@@ -277,11 +277,6 @@ class SharedMemory:
                     piece.populate(begin + self._grown, begin + size)
             self._grown = size
 
-    def give_back(self) -> None:
-        """Free all pages and start small. Every rank must call this, with nothing in flight and everything read."""
-        self._memory[self.rank].give_back()
-        self._grown = 0
-
     def _turn(self) -> None:
         old, new = self._halves
         old.leave(self.next_number())
@@ -361,12 +356,6 @@ class MappedMemory:
             begin -= begin % mmap.PAGESIZE
             with suppress(OSError):  # before Linux 5.14
                 self._halves.madvise(_MADV_POPULATE_WRITE, begin, end - begin)
-
-    def give_back(self) -> None:
-        """Free the pages of both halves, for all ranks that map them, if the system can."""
-        if sys.platform == "linux":
-            with suppress(OSError):
-                self._halves.madvise(mmap.MADV_REMOVE)
 
     @staticmethod
     def size(ranks: int) -> int:
