@@ -26,6 +26,7 @@ from .fakes import (
     unlogged_fakes,
     without_constant,
 )
+from .function_types import FunctionContext, InDims, VmapInfo
 from .functions import running_functions
 from .initialisers import default_generator, inits_by
 from .ops import (
@@ -65,9 +66,12 @@ __all__ = [
     "FAKES",
     "FakeTensor",
     "FakeTensorMode",
+    "FunctionContext",
+    "InDims",
     "StorageWeakRef",
     "TorchDispatchMode",
     "UnsupportedFakeTensor",
+    "VmapInfo",
     "backward_node_number",
     "checkpointing",
     "compile_by_inductor",

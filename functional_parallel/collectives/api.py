@@ -10,14 +10,14 @@ The examples run on `vmap(f, axis_name="i")`, where row i of the argument is x_i
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from . import shapes
 from .axes import Axes, axis_size
-from .leaves import NUMBERS, checked_emit, over_leaves, split_dim_of
+from .leaves import NUMBERS, Leaf, checked_emit, over_leaves, split_dim_of
 
 __all__ = [
     "all_gather",
@@ -62,7 +62,7 @@ def psum(x: Tree, axis: Axes) -> Tree:
         CollectiveTypeError: when x is known to be equal on all ranks.
     """
 
-    def leaf(value: Any, axes: tuple[str, ...]) -> Any:
+    def leaf(value: Leaf, axes: tuple[str, ...]) -> Leaf:
         if isinstance(value, NUMBERS):
             return value * axis_size(axes)
         return checked_emit("psum", value.to(torch.int64) if value.dtype == torch.bool else value, axes, src="auto")
@@ -88,7 +88,7 @@ def pmean(x: Tree, axis: Axes) -> Tree:
         A pytree of the same shapes.
     """
 
-    def leaf(value: Any, axes: tuple[str, ...]) -> Any:
+    def leaf(value: Leaf, axes: tuple[str, ...]) -> Leaf:
         return psum(value, axes) / axis_size(axes)
 
     return over_leaves("pmean", leaf, x, axis, numbers=True)
@@ -321,7 +321,7 @@ def pbroadcast(x: Tree, axis: Axes, source: int = 0) -> Tree:
 
 
 def _extreme(operation: str, tree: Tree, axis: Axes) -> Tree:
-    def leaf(value: Any, axes: tuple[str, ...]) -> Any:
+    def leaf(value: Leaf, axes: tuple[str, ...]) -> Leaf:
         return value if isinstance(value, NUMBERS) else checked_emit(operation, value, axes)
 
     return over_leaves(operation, leaf, tree, axis, numbers=True)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch  # noqa: F401 - the examples use it
 from torch import Tensor
 
 from . import primitives
 from .axes import Axes, normalize_axes
-from .leaves import NUMBERS, checked_emit, over_leaves
+from .leaves import NUMBERS, Leaf, checked_emit, over_leaves
 from .types import State
 
 __all__ = ["axis_index", "pcast", "pvary"]
@@ -49,7 +49,7 @@ def pcast(x: Tree, axis: Axes, to: str, src: str = "auto") -> Tree:
         CollectiveTypeError: when x is known to have another state than the source of the cast.
     """
 
-    def leaf(value: Any, axes: tuple[str, ...]) -> Any:
+    def leaf(value: Leaf, axes: tuple[str, ...]) -> Leaf:
         if isinstance(value, NUMBERS):
             return value
         return checked_emit("pcast", value, axes, src=src, dst=State(to).value)

@@ -10,9 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
+
+from torch import Tensor
 
 __all__ = ["DimSplit"]
+
+Position = TypeVar("Position", int, Tensor)
 
 
 @dataclass(frozen=True)
@@ -69,14 +73,14 @@ class DimSplit:
         """Return the number of samples of chunk `index`, without the duplicate."""
         return self.rows - (index >= self.full)
 
-    def start(self, index: Any) -> Any:
+    def start(self, index: Position) -> Position:
         """Return the first sample that rank `index` stores. `index` is a number or a tensor."""
         if self.is_even:
             return index
         short = index - (self.full - 1)
         return index * self.rows - (max(short, 0) if isinstance(short, int) else short.clamp(min=0))
 
-    def whole_position(self, position: Any, index: Any, extent: int, outer: int = 1) -> Any:
+    def whole_position(self, position: Position, index: Position, extent: int, outer: int = 1) -> Position:
         """Return the global position of a local position. Both are numbers or tensors.
 
         >>> parts, held = DimSplit.of(2), [0, 1, 2, 3]     # rank 1's halves of two blocks of 4
@@ -90,10 +94,13 @@ class DimSplit:
             outer: number of blocks of the dim. The rank stores one chunk of each block.
         """
         block = extent // outer
-        ahead, inside = (0, position) if outer == 1 else (position // block * self.whole(block), position % block)
+        ahead = 0 if outer == 1 else position // block * self.whole(block)
+        inside = position if outer == 1 else position % block
         return ahead + self.start(index) * (block // self.rows) + inside
 
-    def held_position(self, position: Any, index: Any, extent: int, outer: int = 1) -> tuple[Any, Any]:
+    def held_position(
+        self, position: Position, index: Position, extent: int, outer: int = 1
+    ) -> tuple[Position, Position]:
         """Return the local position of a global position, and whether the rank stores it.
 
         If the rank does not store it, the local position is arbitrary.

@@ -9,9 +9,10 @@ replacement.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from .. import _torch
@@ -46,7 +47,7 @@ _PARALLEL_MODULES = {
 }
 
 
-def check_op(op: Any) -> None:
+def check_op(op: torch._ops.OpOverload) -> None:
     """Raise if `op` is an op of torch.distributed.
 
     >>> import torch
@@ -100,7 +101,13 @@ def guard() -> _Guard:
 
 
 class _Guard(_torch.TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         check_op(func)
         return func(*args, **(kwargs or {}))
 
@@ -116,7 +123,7 @@ def _check_module(module: nn.Module) -> None:
             )
 
 
-def _held_modules(fn: Any, seen: set[int]) -> Iterator[nn.Module]:
+def _held_modules(fn: Callable[..., Any], seen: set[int]) -> Iterator[nn.Module]:
     if id(fn) in seen:
         return
     seen.add(id(fn))
@@ -129,7 +136,7 @@ def _held_modules(fn: Any, seen: set[int]) -> Iterator[nn.Module]:
         yield from _held_modules_of_function(fn, seen)
 
 
-def _held_modules_of_function(fn: Any, seen: set[int]) -> Iterator[nn.Module]:
+def _held_modules_of_function(fn: Callable[..., Any], seen: set[int]) -> Iterator[nn.Module]:
     owner = getattr(fn, "__self__", None)
     if isinstance(owner, nn.Module):
         yield owner

@@ -13,21 +13,24 @@ from sharding_specs import register_dataclasses
 from . import primitives, shapes
 from .axes import Axes, communicator_for, normalize_axes
 from .communicator import Lane
-from .types import State, Type, result_type
+from .types import Param, State, Type, result_type
 from .vmap import is_mapped
 
-__all__ = ["NUMBERS", "checked_emit", "over_leaves", "split_dim_of"]
+__all__ = ["NUMBERS", "Leaf", "checked_emit", "over_leaves", "split_dim_of"]
 
 Tree = TypeVar("Tree")
 NUMBERS = (bool, int, float, complex)
+Leaf = Tensor | complex  # a tensor or any number
 
 
-def over_leaves(operation: str, leaf: Callable[..., Any], tree: Tree, axis: Axes, numbers: bool = False) -> Tree:
+def over_leaves(
+    operation: str, leaf: Callable[[Any, tuple[str, ...]], Leaf], tree: Tree, axis: Axes, numbers: bool = False
+) -> Tree:
     axes = normalize_axes(axis)
     for name in axes:
         communicator_for(operation, (name,))
 
-    def visit(value: Any) -> Any:
+    def visit(value: Any) -> Leaf:
         if isinstance(value, Tensor) or (numbers and isinstance(value, NUMBERS)):
             return leaf(value, axes)
         raise TypeError(
@@ -40,7 +43,7 @@ def over_leaves(operation: str, leaf: Callable[..., Any], tree: Tree, axis: Axes
     return mapped
 
 
-def checked_emit(operation: str, x: Tensor, axes: tuple[str, ...], **params: Any) -> Tensor:
+def checked_emit(operation: str, x: Tensor, axes: tuple[str, ...], **params: Param) -> Tensor:
     for axis in axes:
         carrier = communicator_for(operation, (axis,))
         if isinstance(carrier, Lane):
@@ -48,7 +51,7 @@ def checked_emit(operation: str, x: Tensor, axes: tuple[str, ...], **params: Any
     return primitives.apply_primitive(operation, x, axes, *params.values())
 
 
-def _known_state(x: Tensor, lane: Lane, params: dict[str, Any]) -> State:
+def _known_state(x: Tensor, lane: Lane, params: dict[str, Param]) -> State:
     """Return the state of a value at a vmap level, which knows only whether the value varies.
 
     Reduced is taken from the caller's `src`.

@@ -18,14 +18,17 @@ from torch.autograd import forward_ad
 from . import shapes
 from .axes import axis_size, communicator_for
 from .communicator import Communicator, Lane
+from .types import Param
 
 __all__ = ["primitive_of"]
 
+Target = Callable[..., Any] | str  # of a node in a graph
+
 _library = torch.library.Library("fp", "DEF")
-_names: dict[Any, str] = {}
+_names: dict[Target, str] = {}
 
 
-def primitive_of(op: Any) -> str | None:
+def primitive_of(op: Target) -> str | None:
     """Return the primitive of a library op, `"psum"` for `torch.ops.fp.psum.default`; None for other ops."""
     return _names.get(op)
 
@@ -45,7 +48,7 @@ def _underivable(name: str) -> Callable[..., Tensor]:
     """Reject a derivative of the raw op. torch would return zero without an error."""
     op = getattr(torch.ops.fp, name).default
 
-    def kernel(keyset: Any, x: Tensor, *params: Any) -> Tensor:
+    def kernel(keyset: torch._C.DispatchKeySet, x: Tensor, *params: Param) -> Tensor:
         if (x.requires_grad and torch.is_grad_enabled()) or forward_ad.unpack_dual(x).tangent is not None:
             raise TypeError(
                 f"torch.ops.fp.{name} is a node of a traced program and has no derivative; call fp.{name}, "
@@ -61,7 +64,7 @@ def _underivable(name: str) -> Callable[..., Tensor]:
 def _unbatchable(name: str) -> Callable[..., Tensor]:
     """Reject vmap of the raw op. torch's fallback would run one collective per entry, in an arbitrary order."""
 
-    def kernel(*_: Any) -> Tensor:
+    def kernel(*_: Tensor | Sequence[str] | Param) -> Tensor:
         raise TypeError(
             f"torch.ops.fp.{name} is a node of a traced program and has no vmap rule; call fp.{name}, "
             f"or to interpret a traced graph, collectives.apply_primitive({name!r}, ...)"
@@ -73,7 +76,7 @@ def _unbatchable(name: str) -> Callable[..., Tensor]:
 def _carried(name: str) -> Callable[..., Tensor]:
     """Return the kernel of an op `name(x, axes, *params)`, which calls the communicator's method of that name."""
 
-    def kernel(x: Tensor, axes: Sequence[str], *params: Any) -> Tensor:
+    def kernel(x: Tensor, axes: Sequence[str], *params: Param) -> Tensor:
         if axis_size(axes) == 1:
             return _identity(name, x, params)
         carried: Tensor = getattr(_carrier(name, axes), name)(x, tuple(axes), *_without_states(params))
@@ -82,14 +85,14 @@ def _carried(name: str) -> Callable[..., Tensor]:
     return kernel
 
 
-def _identity(name: str, x: Tensor, params: Sequence[Any]) -> Tensor:
+def _identity(name: str, x: Tensor, params: Sequence[Param]) -> Tensor:
     """Result of a collective over one rank: a copy of `x`, or zeros for a permutation without pairs."""
     if name == "ppermute" and not params[0]:
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _without_states(params: Sequence[Any]) -> list[Any]:
+def _without_states(params: Sequence[Param]) -> list[Param]:
     return [param for param in params if not isinstance(param, str)]
 
 
@@ -100,7 +103,7 @@ def _carrier(name: str, axes: Sequence[str]) -> Communicator:
     return carrier
 
 
-def _same_shape(x: Tensor, axes: Sequence[str], *params: Any) -> Tensor:
+def _same_shape(x: Tensor, axes: Sequence[str], *params: Param) -> Tensor:
     axis_size(axes)
     return x.new_empty(x.shape)
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from .types import Param
 
 __all__ = [
     "all_gather",
@@ -35,7 +36,7 @@ __all__ = [
 Values = Sequence[Tensor]
 
 
-def apply_reference(operation: str, values: Values, *params: Any) -> list[Tensor]:
+def apply_reference(operation: str, values: Values, *params: Param) -> list[Tensor]:
     """Apply the primitive `operation` with the arguments of its library op after `axes`.
 
     >>> apply_reference("psum", [torch.tensor(1), torch.tensor(2)], "varying")

@@ -15,13 +15,14 @@ The states and transitions are the same as in JAX's shard_map (jax-ml/jax, `jax/
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from typing import Any
 
 from ..errors import CollectiveTypeError
 
-__all__ = ["State", "Type", "dual", "result_type", "source_state"]
+__all__ = ["Param", "State", "Type", "dual", "result_type", "source_state"]
+
+Param = int | str | Sequence[int]  # argument of a primitive after its axes: a dim, a rank, a state or pairs of ranks
 
 
 class State(str, Enum):
@@ -168,7 +169,7 @@ _FIX_BY_STATE = {
 }
 
 
-def result_type(operation: str, operand: Type, axes: tuple[str, ...], **params: Any) -> Type:
+def result_type(operation: str, operand: Type, axes: tuple[str, ...], **params: Param) -> Type:
     """Return the type of the result of a primitive.
 
     >>> result_type("psum", Type(data="varying", tensor="varying"), ("tensor",))
@@ -200,7 +201,7 @@ if the product is meant, write x * fp.axis_size('data')
     return operand.having(axes, _RULES[operation][source])
 
 
-def source_state(operation: str, operand: Type, axes: tuple[str, ...], **params: Any) -> State:
+def source_state(operation: str, operand: Type, axes: tuple[str, ...], **params: Param) -> State:
     """Return the one state of the operand on all `axes`, the meaning of `src="auto"`.
 
     >>> source_state("psum", Type(data="unreduced"), ("data",), src="auto")
@@ -221,7 +222,7 @@ def source_state(operation: str, operand: Type, axes: tuple[str, ...], **params:
     return states.pop()
 
 
-def _check_state(operation: str, axis: str, state: State, params: Mapping[str, Any]) -> None:
+def _check_state(operation: str, axis: str, state: State, params: Mapping[str, Param]) -> None:
     if operation == "pcast":
         _check_cast(axis, state, params)
         return
@@ -234,7 +235,7 @@ def _check_state(operation: str, axis: str, state: State, params: Mapping[str, A
         raise _mismatch(operation, axis, state, f"but the call declares it {declared}; leave src='auto'")
 
 
-def _check_cast(axis: str, state: State, params: Mapping[str, Any]) -> None:
+def _check_cast(axis: str, state: State, params: Mapping[str, Param]) -> None:
     declared, target = params.get("src", "auto"), State(params["dst"])
     if declared != "auto" and State(declared) is not state:
         raise _mismatch("pcast", axis, state, f"but the call declares it {declared}")
@@ -260,7 +261,7 @@ _CAST_FIXES = {
 }
 
 
-def _gathered(dst: str) -> State:
+def _gathered(dst: Param) -> State:
     state = State(dst)
     if state not in _GATHERED:
         raise CollectiveTypeError(f"all_gather to {dst!r}: it gathers to 'varying', 'invariant' or 'reduced'")

@@ -12,7 +12,7 @@ that is combined with Varying data needs `fp.pvary`. Without it, its gradient is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import wraps
 from typing import Any
@@ -28,6 +28,8 @@ from .axes import bind
 from .communicator import Lane
 
 __all__ = ["dims_of_leaves", "is_mapped", "vmap"]
+
+Dims = int | Sequence["Dims"] | Mapping[str, "Dims"] | None  # one dim for all leaves of a tree, or a tree of dims
 
 
 def vmap(
@@ -99,7 +101,7 @@ class _Results:
     torch rejects out_dims=None for a result that an outer level maps, even if the result is unmapped at this level.
     """
 
-    def __init__(self, axis_name: str | None, out_dims: Any) -> None:
+    def __init__(self, axis_name: str | None, out_dims: Dims) -> None:
         self.axis_name = axis_name
         self.out_dims = out_dims
 
@@ -139,12 +141,12 @@ def is_mapped(x: Tensor, lane: Lane) -> bool:
     return False
 
 
-def _holds_dataclasses(args: Any) -> bool:
+def _holds_dataclasses(args: tuple[Any, ...]) -> bool:
     """Whether some node is a dataclass. torch's pytrees do not support dataclasses."""
     return any(map(is_dataclass, optree.tree_leaves(args, is_leaf=is_dataclass)))
 
 
-def _flatten(args: Any) -> tuple[list[Any], Any]:
+def _flatten(args: tuple[Any, ...]) -> tuple[list[Any], Any]:
     result: tuple[list[Any], Any] = optree.tree_flatten(args)
     return result
 
@@ -153,7 +155,7 @@ def _device_of(leaves: Sequence[Any]) -> torch.device | None:
     return next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), None)
 
 
-def dims_of_leaves(in_dims: Any, args: Any) -> list[int | None]:
+def dims_of_leaves(in_dims: Dims, args: tuple[Any, ...]) -> list[int | None]:
     """Return the mapped dim of every leaf of the arguments; None for a leaf that is not a tensor."""
     if isinstance(in_dims, list):
         in_dims = tuple(in_dims)
@@ -175,8 +177,8 @@ def _checked_size(axis_name: str | None, given: int | None, leaves: Sequence[Any
     return result
 
 
-def _broadcast(dims: Any, tree: Any) -> list[Any]:
+def _broadcast(dims: Dims, tree: Any) -> list[int | None]:
     """Expand a prefix tree of dims to one dim per leaf of `tree`."""
     full = optree.tree_broadcast_prefix(dims, tree, none_is_leaf=True)
-    leaves: list[Any] = optree.tree_leaves(full, none_is_leaf=True)
+    leaves: list[int | None] = optree.tree_leaves(full, none_is_leaf=True)
     return leaves

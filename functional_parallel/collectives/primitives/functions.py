@@ -1,0 +1,130 @@
+"""The `torch.autograd.Function` of a primitive, built from its transpose.
+
+All Functions take `(x, lane, axes, *params)`. If the axes are one vmap level, `lane` is the index of that level's
+entries: an integer tensor mapped over exactly that level. If not, `lane` is None. By its `in_dims` entry, a `vmap` rule
+recognizes the level of its axes even if x is not mapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..._torch import InDims, VmapInfo
+from ...errors import CollectiveTypeError, NotDifferentiableError
+from .. import reference
+from ..axes import Environment, restored, snapshot
+from ..types import Param, State
+from .emit import APPLY, apply_primitive
+
+__all__ = ["define", "source_of_cast"]
+
+AxisNames = tuple[str, ...]
+
+
+class _Context(Protocol):
+    axes: AxisNames
+    params: Sequence[Param]
+    environment: Environment  # bindings of the axes in the forward
+
+
+def define(operation: str, leaves: State | None, transpose: Callable[..., Tensor] | None = None) -> None:
+    """Define the Function of a primitive, for `apply_primitive`.
+
+    Args:
+        operation: the name of its op in `torch.ops.fp`.
+        leaves: the state of its result; None if its last parameter is the state.
+        transpose: `transpose(cotangent, axes, *params)`, which applies another primitive over the same axes; None if
+            the primitive has no derivative.
+    """
+    op = getattr(torch.ops.fp, operation)
+
+    class Primitive(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Tensor, lane: Tensor | None, axes: AxisNames, *params: Param) -> Tensor:
+            return op(x, axes, *params)  # type: ignore[no-any-return]
+
+        @staticmethod
+        def setup_context(ctx: _Context, inputs: tuple[Any, ...], output: Tensor) -> None:
+            _, _, ctx.axes, *ctx.params = inputs
+            ctx.environment = snapshot()
+
+        @staticmethod
+        def jvp(ctx: _Context, tangent: Tensor, *_: None) -> Tensor:
+            if transpose is None:
+                raise _no_derivative(operation, ctx.axes)
+            return apply_primitive(operation, tangent, ctx.axes, *ctx.params)
+
+        @staticmethod
+        def backward(ctx: _Context, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+            if transpose is None:
+                raise _no_derivative(operation, ctx.axes)
+            with restored(ctx.environment):
+                result = transpose(cotangent, ctx.axes, *ctx.params)
+            return result, None, None, *(None for _ in ctx.params)
+
+        @staticmethod
+        def vmap(
+            info: VmapInfo, in_dims: InDims, x: Tensor, lane: Tensor | None, axes: AxisNames, *params: Param
+        ) -> tuple[Tensor, int | None]:
+            x_dim, lane_dim = in_dims[:2]
+            if lane_dim is None:
+                assert x_dim is not None
+                result = APPLY[operation](x.movedim(x_dim, -1), lane, axes, *params)
+                return result, result.ndim - 1
+            values = _values_of_ranks(operation, x, x_dim, info.batch_size, axes, params)
+            results = reference.apply_reference(operation, values, *params)
+            if (leaves or State(params[-1])) in (State.INVARIANT, State.REDUCED):
+                return results[0], None
+            return torch.stack(results), 0
+
+    named = type(operation.title().replace("_", ""), (Primitive,), {})  # autograd's graph shows the name
+    assert issubclass(named, Primitive)
+    APPLY[operation] = named.apply
+
+
+def _no_derivative(operation: str, axes: AxisNames) -> NotDifferentiableError:
+    return NotDifferentiableError(
+        f"{operation} over {axes}: it has no derivative; where the value acts as a constant (a softmax's maximum) "
+        f"write fp.{operation}(x.detach(), ...)"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The vmap rule
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _values_of_ranks(
+    operation: str, x: Tensor, dim: int | None, size: int, axes: Sequence[str], params: Sequence[Param]
+) -> list[Tensor]:
+    if dim is not None:
+        _refuse_varying(operation, axes[0], params)
+        return list(x.unbind(dim))
+    if "unreduced" in params and operation != "pcast":
+        raise CollectiveTypeError(
+            f"{operation} over axis {axes[0]!r} of partial sums that are the same on all ranks of this vmap level. In "
+            f"a backward this is a Reduced value that was cast as if it were Invariant; say what it is: "
+            f"fp.pcast(x, {axes[0]!r}, to='varying', src='reduced')"
+        )
+    return [x] * size
+
+
+def _refuse_varying(operation: str, axis: str, params: Sequence[Any]) -> None:
+    """Raise for a varying operand that must be Invariant. A gradient after a forgotten pvary is also caught here."""
+    casts_an_invariant = operation == "pcast" and source_of_cast(*params) == "invariant"
+    if operation == "pscatter" or casts_an_invariant:
+        what = f"pcast to {params[1]}" if casts_an_invariant else "pscatter"
+        raise CollectiveTypeError(
+            f"{what} over axis {axis!r}: the operand varies along this vmap level, but must be the same on all its "
+            f"ranks. In a backward this is the gradient of an Invariant value that met a Varying one; write "
+            f"fp.pvary(x, {axis!r}) on the Invariant value where they meet"
+        )
+
+
+def source_of_cast(src: str, dst: str) -> str:
+    """Return the source state of a cast: the declared state, or the default for "auto"."""
+    return ("varying" if dst == "unreduced" else "invariant") if src == "auto" else src
