@@ -100,7 +100,7 @@ class _Argument:
             return self.value
         wanted = type_of_spec(self.spec)
         states = [wanted[axis].value for axis in axes]
-        return _Declared.apply(self.value, list(axes), states, self.path, repr(self.spec), function)  # type: ignore[no-untyped-call]
+        return _Declared.apply(self.value, list(axes), states, self.path, repr(self.spec), function)
 
     def difference(self, axes: Sequence[str]) -> str | None:
         """Describe the mismatch of the value. None if it matches."""
@@ -206,7 +206,7 @@ def _check_mark(x: Any, axes: list[str], states: list[str], path: str, spec: str
     axes = [axis for axis in axes if axis in current_axes()]
     active = recorder()
     if active is not None and active.on_node is None:
-        return _Declared.apply(x, axes, states, path, spec, function)  # type: ignore[no-untyped-call]
+        return _Declared.apply(x, axes, states, path, spec, function)
     wanted = Type(dict(zip(axes, states, strict=True)))
     wrong = _type_difference(x, axes, wanted, spec)
     _refuse(function, [None if wrong is None else f"  {path}: {wrong}"])

@@ -7,7 +7,7 @@ update of an element then depends only on its values, and is the same in a param
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,9 +15,14 @@ from torch import Tensor
 from .. import _torch
 from ..ir import register_differentiable
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = ["ADAMW", "ADAMW_IN_PLACE", "adamw_of_one"]
 
+T = TypeVar("T")
 Triple = tuple[Tensor, Tensor, Tensor]
+Options = tuple[Tensor, Tensor, float, float, float, float]  # as in `_OPTIONS`
 
 _OPTIONS = "Tensor step, Tensor lr, float beta1, float beta2, float eps, float weight_decay"
 _library = torch.library.Library("fp", "FRAGMENT")
@@ -28,7 +33,7 @@ _NAMES = ("parameter", "gradient", "mean", "square")
 _VECTOR = 64  # elements in a cache line of the narrowest dtype; the kernel works on cache lines
 
 
-def adamw_of_one(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *options: Any) -> Triple:
+def adamw_of_one(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *options: Unpack[Options]) -> Triple:
     """Update one parameter and its moments by the op, or by its formula if the update is differentiated.
 
     Raises:
@@ -41,7 +46,7 @@ def adamw_of_one(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *options: Any) -> T
     return found
 
 
-def _require_alike(p: Any, g: Any, m: Any, v: Any) -> None:
+def _require_alike(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:
     """Check shapes and dtypes. Torch's kernel does not check the sizes and writes past the ends of shorter tensors."""
     if p.shape == g.shape == m.shape == v.shape and p.dtype == g.dtype == m.dtype == v.dtype:
         return
@@ -52,32 +57,32 @@ def _require_alike(p: Any, g: Any, m: Any, v: Any) -> None:
     )
 
 
-def _adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *options: Any) -> Triple:
+def _adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *options: Unpack[Options]) -> Triple:
     p, m, v = (x.clone(memory_format=torch.contiguous_format) for x in (p, m, v))
     _adamw_([p, m, v], [g], *options)
     return p, m, v
 
 
-def _adamw_(held: Sequence[Tensor], g: Sequence[Tensor], step: Tensor, lr: Tensor, *options: float) -> list[Tensor]:
+def _adamw_(held: Sequence[Tensor], g: Sequence[Tensor], *options: Unpack[Options]) -> list[Tensor]:
     """Update parameters of one dtype on one device, with one call of the fused kernel if there is one."""
     if _torch.has_fused_adamw(held[0]):
-        _fused(held, g, step, lr, *options)
+        _fused(held, g, *options)
     else:
         rows = zip(*_by_kind(held), g, strict=True)
         for p, m, v, gradient in rows:
-            for x, new in zip((p, m, v), _formula(p, gradient, m, v, step, lr, *options), strict=True):
+            for x, new in zip((p, m, v), _formula(p, gradient, m, v, *options), strict=True):
                 x.copy_(new)
     return list(held)
 
 
-def _by_kind(held: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+def _by_kind(held: Sequence[T]) -> tuple[Sequence[T], Sequence[T], Sequence[T]]:
     """Split a list into parameters, means and squares."""
     count = len(held) // 3
     return held[:count], held[count : 2 * count], held[2 * count :]
 
 
-def _fused(held: Sequence[Tensor], g: Sequence[Tensor], step: Tensor, lr: Tensor, *options: float) -> None:
-    beta1, beta2, eps, decay = options
+def _fused(held: Sequence[Tensor], g: Sequence[Tensor], *options: Unpack[Options]) -> None:
+    step, lr, beta1, beta2, eps, decay = options
     pieces = [_in_vectors(x) for x in held]
     p, m, v = ([piece for each in kind for piece in each] for kind in _by_kind(pieces))
     gradients = [piece for x in g for piece in _in_vectors(x)]
@@ -109,9 +114,8 @@ def _put_back(x: Tensor, pieces: Sequence[Tensor]) -> None:
         x.view(-1)[count - left :] = pieces[-1][:left]
 
 
-def _formula(
-    p: Any, g: Any, m: Any, v: Any, step: Any, lr: Any, beta1: Any, beta2: Any, eps: Any, decay: Any
-) -> Triple:
+def _formula(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *options: Unpack[Options]) -> Triple:
+    step, lr, beta1, beta2, eps, decay = options
     lr, step = lr.to(p.dtype), step.to(p.dtype)
     m = m + (1 - beta1) * (g - m)
     v = beta2 * v + (1 - beta2) * g * g
@@ -121,18 +125,18 @@ def _formula(
     return p * (1 - lr * decay) - lr / (1 - beta1**step) * m / denominator, m, v
 
 
-def _formulas(held: Sequence[Tensor], g: Sequence[Tensor], *options: Any) -> list[Tensor]:
-    p, m, v = _by_kind(held)
-    new = [_formula(*each, *options) for each in zip(p, g, m, v, strict=True)]
+def _formulas(held: Sequence[Tensor], g: Sequence[Tensor], *options: Unpack[Options]) -> list[Tensor]:
+    rows = zip(*_by_kind(held), g, strict=True)
+    new = [_formula(p, gradient, m, v, *options) for p, m, v, gradient in rows]
     return [x for kind in zip(*new, strict=True) for x in kind]
 
 
-def _fake(p: Any, g: Any, m: Any, v: Any, *_: Any) -> Triple:
+def _fake(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *_: Unpack[Options]) -> Triple:
     _require_alike(p, g, m, v)
     return torch.empty_like(p), torch.empty_like(m), torch.empty_like(v)
 
 
-def _fake_in_place(held: Sequence[Tensor], g: Sequence[Tensor], *_: Any) -> list[Tensor]:
+def _fake_in_place(held: Sequence[Tensor], g: Sequence[Tensor], *_: Unpack[Options]) -> list[Tensor]:
     p, m, v = _by_kind(held)
     for each in zip(p, g, m, v, strict=True):
         _require_alike(*each)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from .. import _torch, random
 from .. import collectives as fp
@@ -21,13 +21,15 @@ from ..tracing import intercept
 
 __all__ = ["attention"]
 
+Mask = Tensor | None
+
 _library = torch.library.Library("fp", "FRAGMENT")
 _library.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float? scale) -> Tensor",
 )
 
 
-def attention(q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float | None) -> torch.Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, is_causal: bool, scale: float | None) -> Tensor:
     """Compute softmax(q kᵀ · scale + mask) v. If k and v have fewer heads, groups of query heads share them.
 
     Args:
@@ -44,7 +46,7 @@ def attention(q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float |
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale)
 
 
-def _with_batch_of_all(*operands: Any) -> tuple[Any, ...]:
+def _with_batch_of_all(*operands: Tensor) -> tuple[Tensor, ...]:
     """Broadcast the batch dims of queries, keys and values, and add a dim for heads if any of them has heads."""
     if all(x.ndim <= 2 for x in operands):
         return operands
@@ -57,7 +59,7 @@ def _with_batch_of_all(*operands: Any) -> tuple[Any, ...]:
     return tuple(x if x.shape == shape else x.expand(shape) for x, shape in zip(operands, shapes, strict=True))
 
 
-def _for_every_head(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+def _for_every_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     if k.ndim <= 2 or k.shape[-3] == q.shape[-3]:
         return k, v
     repeats = q.shape[-3] // k.shape[-3]
@@ -65,8 +67,8 @@ def _for_every_head(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
 
 
 def _as_defined(
-    q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float | None, dropout: float = 0.0
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, is_causal: bool, scale: float | None, dropout: float = 0.0
+) -> Tensor:
     k, v = _for_every_head(q, k, v)
     scores = q @ k.transpose(-2, -1) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if is_causal:
@@ -78,19 +80,19 @@ def _as_defined(
     return (random.dropout(probabilities, dropout) if dropout else probabilities) @ v
 
 
-def _in_torchs_words(compute: Callable[..., Any]) -> Callable[..., Any]:
+def _in_torchs_words(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap `compute` in a function with the signature of `F.scaled_dot_product_attention`."""
 
     def taking(
-        query: Any,
-        key: Any,
-        value: Any,
-        attn_mask: Any = None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Mask = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
-    ) -> Any:
+    ) -> Tensor:
         if attn_mask is not None and is_causal:
             raise ValueError(
                 "scaled_dot_product_attention takes attn_mask or is_causal=True, not both, as in torch: "
@@ -103,9 +105,12 @@ def _in_torchs_words(compute: Callable[..., Any]) -> Callable[..., Any]:
 
 @intercept(torch.nn.functional.scaled_dot_product_attention)
 @_in_torchs_words
-def _recorded(q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float | None, dropout: float) -> torch.Tensor:
+def _recorded(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, is_causal: bool, scale: float | None, dropout: float
+) -> Tensor:
     """Record attention as one op. A call with dropout was already intercepted by `_with_dropout`."""
-    return torch.ops.fp.attention(q, k, v, mask, is_causal, scale)
+    recorded: Tensor = torch.ops.fp.attention(q, k, v, mask, is_causal, scale)
+    return recorded
 
 
 # In a derivative that a loss takes itself: no kernel has a derivative of it.
@@ -114,13 +119,13 @@ _defined = intercept(torch.nn.functional.scaled_dot_product_attention, inside=Tr
 
 @intercept(torch.nn.functional.scaled_dot_product_attention, always=True)
 def _with_dropout(
-    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *rest: Any, **named: Any
-) -> Any:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Mask = None, dropout_p: float = 0.0, *rest: Any, **named: Any
+) -> Tensor:
     """Compute attention with dropout by its definition and keyed draws, because the kernels make their own draws."""
     return _defined(query, key, value, attn_mask, dropout_p, *rest, **named) if dropout_p else NotImplemented
 
 
-def _fake(q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float | None) -> torch.Tensor:
+def _fake(q: Tensor, k: Tensor, v: Tensor, mask: Mask, is_causal: bool, scale: float | None) -> Tensor:
     return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
 
@@ -169,7 +174,9 @@ def _decide(step: OpContext) -> OpSharding | None:
     return OpSharding((q.place, *[REPLICATED] * (len(step.operands) - 1)), (q.place,), None)
 
 
-def _local(step: OpContext, q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float | None) -> torch.Tensor:
+def _local(
+    step: OpContext, q: Tensor, k: Tensor, v: Tensor, mask: Mask, is_causal: bool, scale: float | None
+) -> Tensor:
     place = step.decision.operands[0]
     if step.choice is None and isinstance(place, Shard) and q.shape[-3] != step.operands[0].aval.shape[-3]:
         heads, groups = step.operands[0].aval.shape[-3], k.shape[-3]
@@ -179,7 +186,7 @@ def _local(step: OpContext, q: Any, k: Any, v: Any, mask: Any, is_causal: bool, 
         k, v = (x.index_select(x.ndim - 3, group) for x in (k, v))
         if mask is not None and mask.ndim > 2 and mask.shape[-3] != 1:
             mask = mask.index_select(mask.ndim - 3, mine)
-    return step.emit(torch.ops.fp.attention.default, (q, k, v, mask, is_causal, scale), {})
+    return step.run(q, k, v, mask, is_causal, scale)
 
 
 rule([torch.ops.fp.attention.default], Rule(_text, _local, _decide))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
-from typing import Any
 
 import torch
 
@@ -128,7 +127,7 @@ def _warn_of_slips(spec: P) -> None:
             warn_at(current_source(), text)
 
 
-def constrain_rest(x: Any, axes: Sequence[str], dims: Sequence[int], outers: Sequence[int]) -> Any:
+def constrain_rest(x: torch.Tensor, axes: Sequence[str], dims: Sequence[int], outers: Sequence[int]) -> torch.Tensor:
     """Apply a constraint to the axes that outer transforms will partition later."""
     rest = [index for index, axis in enumerate(axes) if axis in hidden_axes()]
     done = [index for index in range(len(axes)) if index not in rest]

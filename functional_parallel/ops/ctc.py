@@ -6,14 +6,17 @@ gradient together with the losses. Both use the same lattice, and nothing else o
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from .. import _torch
+from .._torch import FunctionContext
 from ..collectives import keeping_grad_mode
 from ..errors import TracingError
-from ..ir import current_source, register_differentiable
+from ..ir import Source, current_source, register_differentiable
 from ..rules import Rule, rule
 from ..tracing import intercept
 
@@ -24,65 +27,77 @@ aten = torch.ops.aten
 _OPTIONS = "Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank, bool zero_infinity"
 _library = torch.library.Library("fp", "FRAGMENT")
 _library.define(f"ctc(Tensor log_probs, {_OPTIONS}) -> (Tensor, Tensor)")  # loss per sample; gradients of the losses
+_OP: Callable[..., tuple[Tensor, Tensor]] = torch.ops.fp.ctc.default
+_Option = Tensor | int
 
 
-def _ctc(log_probs: Any, targets: Any, inputs: Any, lengths: Any, blank: int, zero: bool) -> Any:
+def _ctc(
+    log_probs: Tensor, targets: Tensor, inputs: Tensor, lengths: Tensor, blank: int, zero: bool
+) -> tuple[Tensor, Tensor]:
     given = (log_probs.contiguous(), targets.contiguous(), inputs, lengths)
     losses, lattice = aten._ctc_loss.Tensor(*given, blank, zero)
     slopes = aten._ctc_loss_backward.Tensor(torch.ones_like(losses), *given, losses, lattice, blank, zero)
     return torch.where(losses.isinf(), 0, losses) if zero else losses, slopes
 
 
-def _fake(log_probs: Any, *_: Any) -> Any:
+def _fake(log_probs: Tensor, *_: _Option) -> tuple[Tensor, Tensor]:
     return log_probs.new_empty(log_probs.shape[1]), torch.empty_like(log_probs)
+
+
+class _Context(FunctionContext, Protocol):
+    inputs: int
+    source: Source | None
 
 
 class _Losses(torch.autograd.Function):
     @staticmethod
-    def forward(log_probs: Any, *options: Any) -> Any:
-        return torch.ops.fp.ctc.default(log_probs, *options)
+    def forward(log_probs: Tensor, *options: _Option) -> tuple[Tensor, Tensor]:
+        return _OP(log_probs, *options)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: _Context, inputs: tuple[_Option, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(output[1])
         ctx.inputs, ctx.source = len(inputs), current_source()
 
     @staticmethod
-    def backward(ctx: Any, cotangent: Any, of_slopes: Any) -> Any:
+    def backward(ctx: _Context, cotangent: Tensor, of_slopes: Tensor | None) -> tuple[Tensor | None, ...]:
         if of_slopes is not None:
             raise _no_more(ctx.source)
         (slopes,) = ctx.saved_tensors
         return (cotangent[:, None] * slopes, *[None] * (ctx.inputs - 1))
 
 
-def _losses(*args: Any) -> Any:
+_apply: Callable[..., tuple[Tensor, Tensor]] = _Losses.apply
+
+
+def _losses(log_probs: Tensor, *options: _Option) -> tuple[Tensor, Tensor]:
     if _torch.needs_higher_derivatives():
         raise _no_more(current_source())
     with keeping_grad_mode():
-        return _Losses.apply(*args)
+        return _apply(log_probs, *options)
 
 
-def _no_more(source: Any) -> TracingError:
+def _no_more(source: Source | None) -> TracingError:
     return TracingError(f"{source}: ctc_loss has a gradient alone, no second and no forward derivative, as in torch")
 
 
 _library.impl("ctc", _ctc, "CompositeExplicitAutograd")
 torch.library.register_fake("fp::ctc", _fake, lib=_library)
-register_differentiable(torch.ops.fp.ctc.default, _losses)
-rule([torch.ops.fp.ctc.default], Rule("t^ n c^, n s^, n, n -> n, newt n newc"))
+register_differentiable(_OP, _losses)
+rule([_OP], Rule("t^ n c^, n s^, n, n -> n, newt n newc"))
 
 
 @intercept(torch.nn.functional.ctc_loss, always=True)
 def ctc_loss(
-    log_probs: torch.Tensor,
-    targets: torch.Tensor,
-    input_lengths: Any,
-    target_lengths: Any,
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor | Sequence[int],
+    target_lengths: Tensor | Sequence[int],
     blank: int = 0,
     reduction: str = "mean",
     zero_infinity: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute `F.ctc_loss`. Targets are padded to one row per sample; concatenated targets are not supported.
 
     Args:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -28,13 +28,19 @@ def _keys(step: OpContext) -> int:
 
 
 def _local(
-    step: OpContext, like: torch.Tensor, key: torch.Tensor, shape: Any, axes: Any, dims: Any, outers: Any, samples: Any
+    step: OpContext,
+    like: torch.Tensor,
+    key: torch.Tensor,
+    shape: Sequence[int],
+    axes: Sequence[str],
+    *splits: Sequence[int],
 ) -> torch.Tensor:
+    dims, outers, samples = splits
     place = step.decision.operands[0]
     if isinstance(place, Shard):
         axes, dims, outers = [*axes, step.axis], [*dims, place.dim], [*outers, place.outer]
         samples = [*samples, step.parts.samples]
-    return step.emit(random.OP, (like, key, shape, axes, dims, outers, samples), {})
+    return step.run(like, key, shape, axes, dims, outers, samples)
 
 
 rule([random.OP], Rule(decide=_decide, local=_local))

@@ -6,12 +6,13 @@ rows that do not begin at multiples of 16 bytes, which a shard may have.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
+from torch import Tensor
 
 from .. import _torch
+from .._torch import FunctionContext, InDims, VmapInfo
 from ..collectives import keeping_grad_mode
 from ..errors import TracingError
 from ..ir import current_source, register_differentiable
@@ -20,12 +21,15 @@ from ..tracing import intercept
 
 __all__ = ["grouped_mm", "grouped_outer"]
 
+Product = Callable[[Tensor, Tensor, Tensor], Tensor]
+Derivative = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
 _library = torch.library.Library("fp", "FRAGMENT")
 _library.define("grouped_mm(Tensor rows, Tensor matrices, Tensor ends) -> Tensor")
 _library.define("grouped_outer(Tensor rows, Tensor others, Tensor ends) -> Tensor")
 
 
-def grouped_mm(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def grouped_mm(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """Multiply each group of rows by the matrix of the group.
 
     Args:
@@ -37,10 +41,10 @@ def grouped_mm(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -
         Shape (rows, columns).
     """
     with keeping_grad_mode():
-        return _GroupedProduct.apply(rows, matrices, ends)  # type: ignore[no-any-return]
+        return _apply_product(rows, matrices, ends)
 
 
-def grouped_outer(rows: torch.Tensor, others: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def grouped_outer(rows: Tensor, others: Tensor, ends: Tensor) -> Tensor:
     """Multiply the transpose of each group of rows by the same group of other rows.
 
     Args:
@@ -52,7 +56,7 @@ def grouped_outer(rows: torch.Tensor, others: torch.Tensor, ends: torch.Tensor) 
         Shape (groups, left, right).
     """
     with keeping_grad_mode():
-        return _GroupedOuter.apply(rows, others, ends)  # type: ignore[no-any-return]
+        return _apply_outer(rows, others, ends)
 
 
 # -----------------------------------------------------------------------------
@@ -60,7 +64,7 @@ def grouped_outer(rows: torch.Tensor, others: torch.Tensor, ends: torch.Tensor) 
 # -----------------------------------------------------------------------------
 
 
-def _groups(ends: torch.Tensor) -> Iterator[tuple[int, slice]]:
+def _groups(ends: Tensor) -> Iterator[tuple[int, slice]]:
     """Iterate over the groups that have rows, with their slices."""
     bounds = [0, *ends.tolist()]
     return (
@@ -68,7 +72,7 @@ def _groups(ends: torch.Tensor) -> Iterator[tuple[int, slice]]:
     )
 
 
-def _product(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def _product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     if rows.is_cuda and _aligned(rows, matrices):
         return _torch.grouped_mm(rows, matrices, offs=ends).contiguous()
     found = rows.new_zeros(rows.shape[0], matrices.shape[2])
@@ -77,7 +81,7 @@ def _product(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> 
     return found
 
 
-def _outer(rows: torch.Tensor, others: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def _outer(rows: Tensor, others: Tensor, ends: Tensor) -> Tensor:
     if rows.is_cuda and _aligned(rows.mT, others):
         return _torch.grouped_mm(rows.mT, others, offs=ends).contiguous()
     found = rows.new_zeros(len(ends), rows.shape[1], others.shape[1])
@@ -86,7 +90,7 @@ def _outer(rows: torch.Tensor, others: torch.Tensor, ends: torch.Tensor) -> torc
     return found
 
 
-def _aligned(*matrices: torch.Tensor) -> bool:
+def _aligned(*matrices: Tensor) -> bool:
     """Whether torch's kernel supports these matrices: rows or columns must begin at multiples of 16 bytes."""
     strides = [sorted(matrix.stride()[-2:]) for matrix in matrices]
     whole = all(
@@ -109,70 +113,60 @@ for _name, _kernel, _shape in (
 # -----------------------------------------------------------------------------
 
 
-class _GroupedProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(rows: Any, matrices: Any, ends: Any) -> Any:
-        return torch.ops.fp.grouped_mm.default(rows, matrices, ends)
+def _bilinear(op: Product, function: Product, of_left: Derivative, of_right: Derivative) -> Product:
+    """Return `apply` of the Function of a product, which is linear in its first two operands.
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
+    Args:
+        op: the library op.
+        function: the differentiable function that applies it.
+        of_left, of_right: gradients of the operands, from the cotangent and all operands.
+    """
 
-    @staticmethod
-    def backward(ctx: Any, cotangent: Any) -> Any:
-        rows, matrices, ends = ctx.saved_tensors
-        of_rows = grouped_mm(cotangent, matrices.mT, ends) if ctx.needs_input_grad[0] else None
-        return of_rows, grouped_outer(rows, cotangent, ends) if ctx.needs_input_grad[1] else None, None
+    class Bilinear(torch.autograd.Function):
+        @staticmethod
+        def forward(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+            return op(left, right, ends)
 
-    @staticmethod
-    def jvp(ctx: Any, of_rows: Any, of_matrices: Any, _: Any) -> Any:
-        rows, matrices, ends = ctx.saved_tensors
-        return _bilinear(grouped_mm, rows, matrices, ends, of_rows, of_matrices)
+        @staticmethod
+        def setup_context(ctx: FunctionContext, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            ctx.save_for_backward(*inputs)
+            ctx.save_for_forward(*inputs)
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        return _one_by_one(grouped_mm, info, in_dims, args)
+        @staticmethod
+        def backward(ctx: FunctionContext, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+            needed = zip((of_left, of_right), ctx.needs_input_grad, strict=False)  # `ends` has no gradient
+            return *(of(cotangent, *ctx.saved_tensors) if needs else None for of, needs in needed), None
 
+        @staticmethod
+        def jvp(ctx: FunctionContext, of_left: Tensor | None, of_right: Tensor | None, _: None) -> Tensor:
+            left, right, ends = ctx.saved_tensors
+            terms = [function(of_left, right, ends)] if of_left is not None else []
+            terms += [function(left, of_right, ends)] if of_right is not None else []
+            return sum(terms[1:], terms[0])
 
-class _GroupedOuter(torch.autograd.Function):
-    @staticmethod
-    def forward(rows: Any, others: Any, ends: Any) -> Any:
-        return torch.ops.fp.grouped_outer.default(rows, others, ends)
+        @staticmethod
+        def vmap(info: VmapInfo, in_dims: InDims, *operands: Tensor) -> tuple[Tensor, int]:
+            mapped = [
+                [x] * info.batch_size if dim is None else x.unbind(dim)
+                for x, dim in zip(operands, in_dims, strict=True)
+            ]
+            return torch.stack([function(*each) for each in zip(*mapped, strict=True)]), 0
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Any) -> Any:
-        rows, others, ends = ctx.saved_tensors
-        of_rows = grouped_mm(others, cotangent.mT, ends) if ctx.needs_input_grad[0] else None
-        return of_rows, grouped_mm(rows, cotangent, ends) if ctx.needs_input_grad[1] else None, None
-
-    @staticmethod
-    def jvp(ctx: Any, of_rows: Any, of_others: Any, _: Any) -> Any:
-        rows, others, ends = ctx.saved_tensors
-        return _bilinear(grouped_outer, rows, others, ends, of_rows, of_others)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        return _one_by_one(grouped_outer, info, in_dims, args)
+    return Bilinear.apply
 
 
-def _bilinear(product: Any, left: Any, right: Any, ends: Any, of_left: Any, of_right: Any) -> Any:
-    terms = [product(of_left, right, ends)] if of_left is not None else []
-    terms += [product(left, of_right, ends)] if of_right is not None else []
-    return sum(terms[1:], terms[0])
-
-
-def _one_by_one(product: Any, info: Any, in_dims: Any, args: Any) -> Any:
-    mapped = [
-        [arg] * info.batch_size if dim is None else arg.unbind(dim) for arg, dim in zip(args, in_dims, strict=True)
-    ]
-    return torch.stack([product(*each) for each in zip(*mapped, strict=True)]), 0
-
+_apply_product = _bilinear(
+    torch.ops.fp.grouped_mm.default,
+    grouped_mm,
+    lambda cotangent, rows, matrices, ends: grouped_mm(cotangent, matrices.mT, ends),
+    lambda cotangent, rows, matrices, ends: grouped_outer(rows, cotangent, ends),
+)
+_apply_outer = _bilinear(
+    torch.ops.fp.grouped_outer.default,
+    grouped_outer,
+    lambda cotangent, rows, others, ends: grouped_mm(others, cotangent.mT, ends),
+    lambda cotangent, rows, others, ends: grouped_mm(rows, cotangent, ends),
+)
 
 for _op, _function, _text in (
     (torch.ops.fp.grouped_mm.default, grouped_mm, "~s^ k+, ~e^ k+ n, e^ -> s n"),
@@ -187,8 +181,17 @@ for _op, _function, _text in (
 # -----------------------------------------------------------------------------
 
 
-def _grouped_mm(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+@intercept(torch.nn.functional.grouped_mm, always=True)
+@intercept(_torch.grouped_mm, always=True)
+def _grouped_mm(
+    mat_a: Tensor,
+    mat_b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
     """Compute torch's grouped_mm. An operand is a list of rows, split at `offs` into groups, or a stack of matrices."""
+    a, b = mat_a, mat_b
     if a.ndim == 3 and b.ndim == 3:
         found = torch.bmm(a, b)
     elif offs is None or {a.ndim, b.ndim} - {2, 3}:
@@ -204,18 +207,3 @@ def _grouped_mm(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: A
         found = grouped_outer(a.mT, b, offs)
     found = found if bias is None else found + bias
     return found if out_dtype is None else found.to(out_dtype)
-
-
-intercept(_torch.grouped_mm, always=True)(_grouped_mm)
-
-
-@intercept(torch.nn.functional.grouped_mm, always=True)
-def _of_nn(
-    mat_a: torch.Tensor,
-    mat_b: torch.Tensor,
-    *,
-    offs: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Any:
-    return _grouped_mm(mat_a, mat_b, offs, bias, out_dtype)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..random import happens, next_site, normal, uniform
 from ..tracing import intercept_op
@@ -19,93 +20,92 @@ __all__: list[str] = []
 
 aten = torch.ops.aten
 
+_Draw = Callable[..., Tensor]
+_Unused = torch.layout | torch.memory_format | bool | None  # arguments without an effect on the numbers
 
-def _wide(like: torch.Tensor) -> torch.Tensor:
+
+def _wide(like: Tensor) -> Tensor:
     """Return an empty tensor with a dtype of enough digits: at least float32, float64 for integers."""
     if not like.is_floating_point():
         return torch.empty_like(like, dtype=torch.float64)
     return torch.empty_like(like, dtype=torch.float32) if like.dtype.itemsize < 4 else like
 
 
-def _uniform(what: str, like: torch.Tensor) -> torch.Tensor:
-    return uniform(next_site(what), like)
+def _uniform(what: str, like: Tensor) -> Tensor:
+    return uniform(next_site(what), like) if like.is_floating_point() else NotImplemented
 
 
-def _normal(what: str, like: torch.Tensor) -> torch.Tensor:
-    return normal(next_site(what), _wide(like)).to(like.dtype)
+def _normal(what: str, like: Tensor) -> Tensor:
+    return normal(next_site(what), _wide(like)).to(like.dtype) if like.is_floating_point() else NotImplemented
 
 
-def _integers(what: str, low: int, high: int, like: torch.Tensor) -> Any:
+def _integers(what: str, like: Tensor, *bounds: int) -> Tensor:
     """Draw integers in [low, high). The range is at most 2^53, because float64 cannot represent more integers."""
-    if high <= low or high - low > 2**53:
-        return NotImplemented
-    drawn = uniform(next_site(what), torch.empty_like(like, dtype=torch.float64))
-    return ((drawn * (high - low)).floor() + low).to(like.dtype)
+    low, high = (0, *bounds)[-2:]
+    extent, wide = high - low, torch.empty_like(like, dtype=torch.float64)
+    fits = 0 < extent <= 2**53
+    return ((uniform(next_site(what), wide) * extent).floor() + low).to(like.dtype) if fits else NotImplemented
+
+
+def _keyed(*ops: torch._ops.OpOverload) -> Callable[[_Draw], _Draw]:
+    """Register a draw for ops. A call with a generator is not replaced."""
+
+    def register(draw: _Draw) -> _Draw:
+        def keyed(*args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> Tensor:
+            return NotImplemented if generator is not None else draw(*args, **kwargs)
+
+        for op in ops:
+            intercept_op(op)(keyed)
+        return draw
+
+    return register
 
 
 # -----------------------------------------------------------------------------
-# New tensors
+# New tensors, and tensors like another
 # -----------------------------------------------------------------------------
 
 
-def _empty(size: Sequence[int], dtype: Any, device: Any) -> torch.Tensor:
-    return torch.empty(size, dtype=dtype, device=device)
+def _new(op: torch._ops.OpOverload, what: str, draw: _Draw, default: torch.dtype | None = None) -> None:
+    """Register a draw `op(*bounds, size)`."""
+
+    @intercept_op(op)
+    def new(
+        *args: Any, dtype: torch.dtype | None = default, device: torch.device | None = None, **_: _Unused
+    ) -> Tensor:
+        *bounds, size = args
+        return draw(what, torch.empty(size, dtype=dtype, device=device), *bounds)
 
 
-@intercept_op(aten.rand.default)
-def _rand(size: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Any:
-    like = _empty(size, dtype, device)
-    return _uniform("torch.rand", like) if like.is_floating_point() else NotImplemented
+def _like(op: torch._ops.OpOverload, what: str, draw: _Draw) -> None:
+    """Register a draw `op(x, *bounds)`."""
+
+    @intercept_op(op)
+    def like(
+        x: Tensor,
+        *bounds: int,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        **_: _Unused,
+    ) -> Tensor:
+        return draw(what, torch.empty_like(x, dtype=dtype, device=device), *bounds)
 
 
-@intercept_op(aten.randn.default)
-def _randn(size: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Any:
-    like = _empty(size, dtype, device)
-    return _normal("torch.randn", like) if like.is_floating_point() else NotImplemented
-
-
-@intercept_op(aten.randint.default)
-def _randint(high: int, size: Any, *, dtype: Any = torch.int64, device: Any = None, **_: Any) -> Any:
-    return _integers("torch.randint", 0, high, _empty(size, dtype, device))
-
-
-@intercept_op(aten.randint.low)
-def _randint_low(low: int, high: int, size: Any, *, dtype: Any = torch.int64, device: Any = None, **_: Any) -> Any:
-    return _integers("torch.randint", low, high, _empty(size, dtype, device))
+_new(aten.rand.default, "torch.rand", _uniform)
+_new(aten.randn.default, "torch.randn", _normal)
+_new(aten.randint.default, "torch.randint", _integers, torch.int64)
+_new(aten.randint.low, "torch.randint", _integers, torch.int64)
+_like(aten.rand_like.default, "torch.rand_like", _uniform)
+_like(aten.randn_like.default, "torch.randn_like", _normal)
+_like(aten.randint_like.default, "torch.randint_like", _integers)
+_like(aten.randint_like.low_dtype, "torch.randint_like", _integers)
 
 
 @intercept_op(aten.randperm.default)
-def _randperm(n: int, *, dtype: Any = torch.int64, device: Any = None, **_: Any) -> Any:
+def _randperm(n: int, *, dtype: torch.dtype = torch.int64, device: torch.device | None = None, **_: _Unused) -> Tensor:
     """Return the sort order of n drawn numbers."""
-    drawn = _uniform("torch.randperm", _empty((n,), torch.float64, device))
+    drawn = _uniform("torch.randperm", torch.empty(n, dtype=torch.float64, device=device))
     return drawn.argsort(stable=True).to(dtype)
-
-
-# -----------------------------------------------------------------------------
-# Tensors like another
-# -----------------------------------------------------------------------------
-
-
-@intercept_op(aten.rand_like.default)
-def _rand_like(x: torch.Tensor, *, dtype: Any = None, device: Any = None, **_: Any) -> Any:
-    like = torch.empty_like(x, dtype=dtype, device=device)
-    return _uniform("torch.rand_like", like) if like.is_floating_point() else NotImplemented
-
-
-@intercept_op(aten.randn_like.default)
-def _randn_like(x: torch.Tensor, *, dtype: Any = None, device: Any = None, **_: Any) -> Any:
-    like = torch.empty_like(x, dtype=dtype, device=device)
-    return _normal("torch.randn_like", like) if like.is_floating_point() else NotImplemented
-
-
-@intercept_op(aten.randint_like.default)
-def _randint_like(x: torch.Tensor, high: int, *, dtype: Any = None, device: Any = None, **_: Any) -> Any:
-    return _integers("torch.randint_like", 0, high, torch.empty_like(x, dtype=dtype, device=device))
-
-
-@intercept_op(aten.randint_like.low_dtype)
-def _randint_like_low(x: torch.Tensor, low: int, high: int, *, dtype: Any = None, device: Any = None, **_: Any) -> Any:
-    return _integers("torch.randint_like", low, high, torch.empty_like(x, dtype=dtype, device=device))
 
 
 # -----------------------------------------------------------------------------
@@ -113,55 +113,45 @@ def _randint_like_low(x: torch.Tensor, low: int, high: int, *, dtype: Any = None
 # -----------------------------------------------------------------------------
 
 
-@intercept_op(aten.bernoulli.default)
-def _bernoulli(p: torch.Tensor, *, generator: Any = None) -> Any:
-    return NotImplemented if generator is not None else happens(p, p, next_site("torch.bernoulli")).to(p.dtype)
+@_keyed(aten.bernoulli.default, aten.bernoulli.p)
+def _bernoulli(x: Tensor, p: float | None = None) -> Tensor:
+    return happens(x if p is None else p, x, next_site("torch.bernoulli")).to(x.dtype)
 
 
-@intercept_op(aten.bernoulli.p)
-def _bernoulli_p(x: torch.Tensor, p: float, *, generator: Any = None) -> Any:
-    return NotImplemented if generator is not None else happens(p, x, next_site("torch.bernoulli")).to(x.dtype)
-
-
-@intercept_op(aten.bernoulli_.float)
-def _bernoulli_(target: torch.Tensor, p: float = 0.5, *, generator: Any = None) -> Any:
+@_keyed(aten.bernoulli_.float)
+def _bernoulli_(target: Tensor, p: float = 0.5) -> Tensor:
     """Draw for the dropouts that torch implements in C++: feature dropout, alpha dropout, and dropout of an LSTM."""
-    return NotImplemented if generator is not None else target.copy_(happens(p, target, next_site("dropout")))
+    return target.copy_(happens(p, target, next_site("dropout")))
 
 
-@intercept_op(aten.bernoulli_.Tensor)
-def _bernoulli_tensor_(target: torch.Tensor, p: torch.Tensor, *, generator: Any = None) -> Any:
-    return NotImplemented if generator is not None else target.copy_(happens(p, target, next_site("bernoulli_")))
+@_keyed(aten.bernoulli_.Tensor)
+def _bernoulli_tensor_(target: Tensor, p: Tensor) -> Tensor:
+    return target.copy_(happens(p, target, next_site("bernoulli_")))
 
 
-@intercept_op(aten.normal.float_float)
+@_keyed(aten.normal.float_float)
 def _normal_of_size(
-    mean: float, std: float, size: Any, *, generator: Any = None, dtype: Any = None, device: Any = None, **_: Any
-) -> Any:
-    return _normal_of(_empty(size, dtype, device), mean, std, generator)
+    mean: float,
+    std: float,
+    size: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    **_: _Unused,
+) -> Tensor:
+    return _scaled_normal(torch.empty(size, dtype=dtype, device=device), mean, std)
 
 
-@intercept_op(aten.normal.Tensor_float)
-def _normal_of_mean(mean: torch.Tensor, std: float = 1.0, *, generator: Any = None) -> Any:
-    return _normal_of(mean, mean, std, generator)
+@_keyed(aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor)
+def _normal_of_tensors(mean: Tensor | float, std: Tensor | float = 1.0) -> Tensor:
+    tensors = [x for x in (mean, std) if isinstance(x, Tensor)]
+    return _scaled_normal(sum(tensors[1:], tensors[0]), mean, std)
 
 
-@intercept_op(aten.normal.float_Tensor)
-def _normal_of_std(mean: float, std: torch.Tensor, *, generator: Any = None) -> Any:
-    return _normal_of(std, mean, std, generator)
-
-
-@intercept_op(aten.normal.Tensor_Tensor)
-def _normal_of_both(mean: torch.Tensor, std: torch.Tensor, *, generator: Any = None) -> Any:
-    return _normal_of(mean + std, mean, std, generator)
-
-
-def _normal_of(like: torch.Tensor, mean: Any, std: Any, generator: Any) -> Any:
+def _scaled_normal(like: Tensor, mean: Tensor | float, std: Tensor | float) -> Tensor:
     """Draw normal numbers without a derivative with respect to `mean` and `std`; torch's draw has none either."""
-    if generator is not None or not like.is_floating_point():
-        return NotImplemented
     with torch.no_grad():
-        return _normal("torch.normal", like) * std + mean
+        return _normal("torch.normal", like) * std + mean if like.is_floating_point() else NotImplemented
 
 
 # -----------------------------------------------------------------------------
@@ -169,31 +159,28 @@ def _normal_of(like: torch.Tensor, mean: Any, std: Any, generator: Any) -> Any:
 # -----------------------------------------------------------------------------
 
 
-def _writes(op: Any, name: str, draw: Callable[..., torch.Tensor]) -> None:
+def _writes(op: torch._ops.OpOverload, name: str, draw: _Draw) -> None:
     """Register an in-place draw that is a function of a uniform or normal number."""
 
-    def write(target: torch.Tensor, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
-        if generator is not None or target.is_complex():
-            return NotImplemented
-        return target.copy_(draw(next_site(name), _wide(target), *args, **kwargs))
-
-    intercept_op(op)(write)
+    @_keyed(op)
+    def write(x: Tensor, *args: float, **kwargs: float) -> Tensor:
+        return NotImplemented if x.is_complex() else x.copy_(draw(next_site(name), _wide(x), *args, **kwargs))
 
 
-def _exponential(key: torch.Tensor, like: torch.Tensor, lambd: float = 1.0) -> torch.Tensor:
+def _exponential(key: Tensor, like: Tensor, lambd: float = 1.0) -> Tensor:
     """Draw exponential numbers. They are never 0, so that their logarithm is finite."""
     return -torch.log1p(-uniform(key, like)).clamp(max=-torch.finfo(like.dtype).eps / 2) / lambd
 
 
-def _geometric(key: torch.Tensor, like: torch.Tensor, p: float) -> torch.Tensor:
+def _geometric(key: Tensor, like: Tensor, p: float) -> Tensor:
     return (torch.log1p(-uniform(key, like)) / math.log1p(-p)).floor() + 1 if p < 1 else torch.ones_like(like)
 
 
-def _in_range(key: torch.Tensor, like: torch.Tensor, low: float = 0.0, high: float = 1.0) -> torch.Tensor:
+def _in_range(key: Tensor, like: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
     return uniform(key, like) * (high - low) + low
 
 
-def _with_moments(key: torch.Tensor, like: torch.Tensor, mean: float = 0.0, std: float = 1.0) -> torch.Tensor:
+def _with_moments(key: Tensor, like: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
     return normal(key, like) * std + mean
 
 
@@ -213,14 +200,12 @@ _writes(
 )
 
 
-@intercept_op(aten.random_.to)
-def _random_to_(target: torch.Tensor, to: int, *, generator: Any = None) -> Any:
-    return _random_from_(target, 0, to, generator=generator)
+@_keyed(aten.random_.to)
+def _random_to_(target: Tensor, to: int) -> Tensor:
+    return _random_from_(target, 0, to)
 
 
-@intercept_op(getattr(aten.random_, "from"))
-def _random_from_(target: torch.Tensor, low: int, to: int | None, *, generator: Any = None) -> Any:
-    if generator is not None or to is None:
-        return NotImplemented
-    drawn = _integers("random_", low, to, target)
+@_keyed(getattr(aten.random_, "from"))
+def _random_from_(target: Tensor, low: int, to: int | None) -> Tensor:
+    drawn = NotImplemented if to is None else _integers("random_", target, low, to)
     return drawn if drawn is NotImplemented else target.copy_(drawn)

@@ -2,37 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
+from .._torch import InDims, VmapInfo
 from ..ir import register_differentiable
 
-__all__ = ["MarkerOp", "define_marker"]
+__all__ = ["Marker", "define_marker"]
 
 _library = torch.library.Library("fp", "FRAGMENT")
+_Parameter = str | Sequence[str] | Sequence[int]
 
 
-class MarkerOp(torch.autograd.Function):
-    """Identity function with identity derivatives. A trace records the library op `op` for it."""
+@dataclass(frozen=True)
+class Marker:
+    """Identity function with identity derivatives.
 
-    op: ClassVar[Any]
+    Attributes:
+        op: the library op that a trace records for it.
+        apply: `apply(x, *parameters)` applies it differentiably.
+    """
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.parameters = len(inputs) - 1
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:
-        return tangent.clone()
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Any) -> Any:
-        return cotangent, *(None,) * ctx.parameters
+    op: Callable[..., Tensor]
+    apply: Callable[..., Tensor]
 
 
-def define_marker(schema: str, again: Callable[..., Any], *, names_dims: bool) -> type[MarkerOp]:
+class _Context(Protocol):
+    parameters: int
+
+
+def define_marker(schema: str, again: Callable[..., Tensor], *, names_dims: bool) -> Marker:
     """Define the library op of a marker, and the Function that applies it.
 
     Args:
@@ -44,27 +47,41 @@ def define_marker(schema: str, again: Callable[..., Any], *, names_dims: bool) -
     _library.define(f"{schema} -> Tensor")
     _library.impl(name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fp::{name}", _fake, lib=_library)
+    op: Callable[..., Tensor] = getattr(torch.ops.fp, name).default
 
-    class Defined(MarkerOp):
-        op = getattr(torch.ops.fp, name).default
+    class Defined(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Tensor, *parameters: _Parameter) -> Tensor:
+            return op(x, *parameters)
 
         @staticmethod
-        def forward(x: Any, *parameters: Any) -> Any:
-            return Defined.op(x, *parameters)
+        def setup_context(ctx: _Context, inputs: tuple[Any, ...], output: Tensor) -> None:
+            ctx.parameters = len(inputs) - 1
 
         @staticmethod
-        def vmap(info: Any, in_dims: Any, x: Any, *parameters: Any) -> Any:
+        def jvp(ctx: _Context, tangent: Tensor, *_: None) -> Tensor:
+            return tangent.clone()
+
+        @staticmethod
+        def backward(ctx: _Context, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+            return cotangent, *(None,) * ctx.parameters
+
+        @staticmethod
+        def vmap(info: VmapInfo, in_dims: InDims, x: Tensor, *parameters: _Parameter) -> tuple[Tensor, int]:
+            dim = in_dims[0]
+            assert dim is not None
             if not names_dims:
-                return Defined.apply(x, *parameters), in_dims[0]
-            return Defined.apply(x.movedim(in_dims[0], -1), *parameters), x.ndim - 1
+                return marker.apply(x, *parameters), dim
+            return marker.apply(x.movedim(dim, -1), *parameters), x.ndim - 1
 
-    register_differentiable(Defined.op, again)
-    return Defined
+    register_differentiable(op, again)
+    marker = Marker(op, Defined.apply)
+    return marker
 
 
-def _kernel(x: torch.Tensor, *_: Any) -> torch.Tensor:
+def _kernel(x: Tensor, *_: _Parameter) -> Tensor:
     return x.clone()
 
 
-def _fake(x: torch.Tensor, *_: Any) -> torch.Tensor:
+def _fake(x: Tensor, *_: _Parameter) -> Tensor:
     return torch.empty_like(x)

@@ -40,12 +40,12 @@ def define(operation: str, leaves: State | None, transpose: Callable[..., Tensor
         transpose: `transpose(cotangent, axes, *params)`, which applies another primitive over the same axes; None if
             the primitive has no derivative.
     """
-    op = getattr(torch.ops.fp, operation)
+    op: Callable[..., Tensor] = getattr(torch.ops.fp, operation)
 
     class Primitive(torch.autograd.Function):
         @staticmethod
         def forward(x: Tensor, lane: Tensor | None, axes: AxisNames, *params: Param) -> Tensor:
-            return op(x, axes, *params)  # type: ignore[no-any-return]
+            return op(x, axes, *params)
 
         @staticmethod
         def setup_context(ctx: _Context, inputs: tuple[Any, ...], output: Tensor) -> None:
