@@ -3,6 +3,10 @@
 All Functions take `(x, lane, axes, *params)`. If the axes are one vmap level, `lane` is the index of that level's
 entries: an integer tensor mapped over exactly that level. If not, `lane` is None. By its `in_dims` entry, a `vmap` rule
 recognizes the level of its axes even if x is not mapped.
+
+Over an unrelated level, the vmap rule moves the mapped dim to the end. The other dims keep their numbers, and one
+collective moves the entire batch. Over the level of the axes, the entries are the ranks, and `reference` computes the
+results. A result that is equal on all ranks loses the mapped dim, which marks it as Invariant to vmap.
 """
 
 from __future__ import annotations
@@ -91,11 +95,6 @@ def _no_derivative(operation: str, axes: AxisNames) -> NotDifferentiableError:
         f"{operation} over {axes}: it has no derivative; where the value acts as a constant (a softmax's maximum) "
         f"write fp.{operation}(x.detach(), ...)"
     )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The vmap rule
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def _values_of_ranks(
