@@ -3,28 +3,37 @@
 from . import schedules
 from .adafactor import AdafactorState, Factored, adafactor
 from .adam import adam
-from .adamw import AdamWState, adamw
+from .adamw import AdamWState, adamw, scale_by_adam
+from .chain import ChainState, Transformation, add_decayed_weights, chain, scale_by_learning_rate
 from .host_rates import counted_on_host
-from .lion import LionState, lion
+from .lion import LionState, lion, scale_by_lion
 from .optimizer import Optimizer, Schedule, clip_value
 from .optimizer import is_known_elementwise as is_known_elementwise
 from .optimizer import skips_untrained as skips_untrained
-from .sgd import SGDState, sgd
+from .sgd import SGDState, sgd, trace
 
 __all__ = [
     "AdafactorState",
     "AdamWState",
+    "ChainState",
     "Factored",
     "LionState",
     "Optimizer",
     "SGDState",
     "Schedule",
+    "Transformation",
     "adafactor",
     "adam",
     "adamw",
+    "add_decayed_weights",
+    "chain",
     "clip_value",
     "counted_on_host",
     "lion",
+    "scale_by_adam",
+    "scale_by_learning_rate",
+    "scale_by_lion",
     "schedules",
     "sgd",
+    "trace",
 ]

@@ -7,18 +7,19 @@ along a sharded dim is reduced over the axes that shard it. The specs of the par
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import optree
 import torch
+from torch import Tensor
 
 from sharding_specs import P, broadcast_specs, tree_paths
 
 from ..collectives import axis_size, current_axes, psum
-from ..functions import explain_keywords
+from ..functions import PyTree, SpecTree, explain_keywords
 from ..quantities import is_number
 from .decay import Decay, decay_rates
-from .hyperparameters import require_not_negative, require_rate
+from .hyperparameters import require
 from .optimizer import Optimizer, Schedule, learning_rate, map_leaves, skipping
 
 __all__ = ["AdafactorState", "Factored", "adafactor"]
@@ -27,15 +28,18 @@ __all__ = ["AdafactorState", "Factored", "adafactor"]
 class Factored(NamedTuple):
     """Second moment of a parameter with at least two dims: n + m numbers instead of n · m."""
 
-    row: Any  # (..., n, 1) mean of squares along the last dim
-    column: Any  # (..., 1, m) mean of squares along the second to last dim
+    row: PyTree  # (..., n, 1) mean of squares along the last dim
+    column: PyTree  # (..., 1, m) mean of squares along the second to last dim
 
 
 class AdafactorState(NamedTuple):
     """State of `adafactor`."""
 
-    step: Any  # () number of updates done
-    square: Any  # per parameter: Factored, or like the parameter if it has fewer than two dims
+    step: PyTree  # () number of updates done
+    square: PyTree  # per parameter: Factored, or like the parameter if it has fewer than two dims
+
+
+Square = Tensor | Factored
 
 
 @explain_keywords
@@ -48,7 +52,9 @@ def adafactor(
     weight_decay: float = 0.0,
     decay: Decay = None,
 ) -> Optimizer:
-    """v ← v + t^γ (g² − v), kept as row and column means;  u = g / √v̂;  p ← p − α u / max(1, RMS(u) / d).
+    """Divide the gradients by the root of their mean square, of which only row and column means are kept.
+
+    v ← v + t^γ (g² − v), kept as row and column means;  u = g / √v̂;  p ← p − α u / max(1, RMS(u) / d).
 
     The step is relative: α = max(ε₂, RMS(p)) · min(lr, 1/√t).
 
@@ -76,21 +82,22 @@ def adafactor(
     Raises:
         ValueError: for a number that is out of range.
     """
-    require_rate("adafactor", lr)
-    require_not_negative("adafactor", weight_decay=weight_decay)
+    require("adafactor", lr=lr, weight_decay=weight_decay)
     _require_own(beta2_decay, eps, d)
 
-    def init(params: Any) -> AdafactorState:
+    def init(params: PyTree) -> AdafactorState:
         _refuse_complex(params)
         decay_rates(weight_decay, decay, params)  # raises for a pattern that matches nothing
         return AdafactorState(torch.zeros(()), optree.tree_map(_start, params))
 
     @skipping
-    def update(grads: Any, state: AdafactorState, params: Any, specs: Any = None) -> tuple[Any, AdafactorState]:
+    def update(
+        grads: PyTree, state: AdafactorState, params: PyTree, specs: SpecTree = None
+    ) -> tuple[PyTree, AdafactorState]:
         step, bound = state.step.double() + 1, learning_rate(lr, state.step)
         rates, places = decay_rates(weight_decay, decay, params), broadcast_specs(_known(specs), params)
 
-        def one(p: torch.Tensor, g: torch.Tensor, square: Any, constant: tuple[float, P]) -> tuple[Any, Any]:
+        def one(p: Tensor, g: Tensor, square: Square, constant: tuple[float, P]) -> tuple[Tensor, Square]:
             rate_of_decay, spec = constant
             square, v = _second_moment(square, g, (step**beta2_decay).to(g.dtype), spec, _floor(p, eps[0]))
             u = g * v.clamp(min=_floor(p, eps[0]) ** 2).rsqrt()
@@ -105,17 +112,17 @@ def adafactor(
     return Optimizer(init, update, lambda params, specs: AdafactorState(P(), optree.tree_map(_placed, params, specs)))
 
 
-def _require_own(beta2_decay: Any, eps: Any, d: Any) -> None:
+def _require_own(beta2_decay: float, eps: tuple[float | None, float], d: float) -> None:
     if not (is_number(beta2_decay) and beta2_decay <= 0):
         raise ValueError(f"adafactor(beta2_decay={beta2_decay!r}): γ is a number of at most 0")
     if not (isinstance(eps, (tuple, list)) and len(eps) == 2):
         raise ValueError(f"adafactor(eps={eps!r}): give ε₁, a number or None, and ε₂, a number")
-    require_not_negative("adafactor", eps1=0 if eps[0] is None else eps[0], eps2=eps[1])
+    require("adafactor", eps1=0 if eps[0] is None else eps[0], eps2=eps[1])
     if not (is_number(d) and d > 0):
         raise ValueError(f"adafactor(d={d!r}): the largest RMS of an update is a number above 0")
 
 
-def _known(specs: Any) -> Any:
+def _known(specs: SpecTree) -> SpecTree:
     if specs is None and current_axes():
         raise ValueError(
             f"adafactor was given shards (inside a mapped function, over {', '.join(current_axes())}) without specs; "
@@ -126,7 +133,7 @@ def _known(specs: Any) -> Any:
     return P() if specs is None else specs
 
 
-def _refuse_complex(params: Any) -> None:
+def _refuse_complex(params: PyTree) -> None:
     leaves = zip(tree_paths(params), optree.tree_leaves(params), strict=True)
     wrong = [path or "the parameter" for path, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_complex()]
     if wrong:
@@ -142,17 +149,17 @@ def _refuse_complex(params: Any) -> None:
 # -----------------------------------------------------------------------------
 
 
-def _is_factored(leaf: Any) -> bool:
+def _is_factored(leaf: Tensor) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.ndim >= 2
 
 
-def _start(leaf: Any) -> Any:
+def _start(leaf: Tensor) -> Square:
     if _is_factored(leaf):
         return Factored(torch.zeros_like(leaf[..., :1]), torch.zeros_like(leaf[..., :1, :]))
     return torch.zeros_like(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _placed(leaf: Any, spec: P) -> Any:
+def _placed(leaf: Tensor, spec: P) -> P | Factored:
     if not _is_factored(leaf):
         return spec
     return Factored(_whole_along(spec, leaf.ndim - 1), _whole_along(spec, leaf.ndim - 2))
@@ -168,7 +175,7 @@ def _whole_along(spec: P, dim: int) -> P:
 # -----------------------------------------------------------------------------
 
 
-def _second_moment(square: Any, g: torch.Tensor, weight: torch.Tensor, spec: P, floor: float) -> tuple[Any, Any]:
+def _second_moment(square: Square, g: Tensor, weight: Tensor, spec: P, floor: float) -> tuple[Square, Tensor]:
     """Return the new state and the second moment that it represents."""
     squares = g * g
     if not isinstance(square, Factored):
@@ -179,7 +186,7 @@ def _second_moment(square: Any, g: torch.Tensor, weight: torch.Tensor, spec: P, 
     return Factored(row, column), row * column / _mean(row, -2, spec).clamp(min=floor)
 
 
-def _mean(x: torch.Tensor, dim: int, spec: P) -> torch.Tensor:
+def _mean(x: Tensor, dim: int, spec: P) -> Tensor:
     per_dim = spec.dim_axes()
     axes = per_dim[x.ndim + dim] if x.ndim + dim < len(per_dim) else ()
     total = x.sum(dim, keepdim=True)
@@ -187,7 +194,7 @@ def _mean(x: torch.Tensor, dim: int, spec: P) -> torch.Tensor:
     return (psum(total, axes) if axes else total) / length
 
 
-def _root_mean_square(x: torch.Tensor, spec: P) -> torch.Tensor:
+def _root_mean_square(x: Tensor, spec: P) -> Tensor:
     axes = tuple(sorted(spec.axes))
     wide = x if x.dtype.itemsize >= 4 else x.float()
     total = (wide * wide).sum()
@@ -199,5 +206,5 @@ def _root_mean_square(x: torch.Tensor, spec: P) -> torch.Tensor:
     return ((psum(total, axes) if axes else total) / count).sqrt()
 
 
-def _floor(leaf: torch.Tensor, eps: float | None) -> float:
+def _floor(leaf: Tensor, eps: float | None) -> float:
     return torch.finfo(leaf.dtype).eps if eps is None else eps

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
-import torch
-
 from ..functions import explain_keywords
-from .adamw import AdamWState, adamw
-from .decay import Decay, decay_rates
-from .hyperparameters import require_betas, require_not_negative, require_rate
-from .optimizer import Optimizer, Schedule, map_gradients, mark_elementwise
-from .sgd import decayed
+from .adamw import AdamWState, scale_by_adam
+from .chain import add_decayed_weights, chained, scale_by_learning_rate
+from .decay import Decay
+from .hyperparameters import require
+from .optimizer import Optimizer, Schedule
 
 __all__ = ["adam"]
 
@@ -26,7 +21,9 @@ def adam(
     weight_decay: float = 0.0,
     decay: Decay = None,
 ) -> Optimizer:
-    """g ← g + λ p;  m ← β₁ m + (1−β₁) g;  v ← β₂ v + (1−β₂) g²;  p ← p − lr m̂ / (√v̂ + ε).
+    """Divide the mean of the gradients by the root of their mean square, with weight decay as an L2 penalty.
+
+    g ← g + λ p;  m ← β₁ m + (1−β₁) g;  v ← β₂ v + (1−β₂) g²;  p ← p − lr m̂ / (√v̂ + ε).
 
     >>> import torch
     >>> optimizer = adam(0.1)
@@ -44,24 +41,6 @@ def adam(
     Raises:
         ValueError: for a number that is out of range.
     """
-    require_rate("adam", lr)
-    require_betas("adam", betas)
-    require_not_negative("adam", eps=eps, weight_decay=weight_decay)
-    plain = adamw(lr, betas=betas, eps=eps, weight_decay=0.0)
-
-    rates = partial(decay_rates, weight_decay, decay)
-
-    def init(params: Any) -> AdamWState:
-        rates(params)  # raises for a pattern that matches nothing
-        return plain.init(params)
-
-    @mark_elementwise
-    def update(grads: Any, state: AdamWState, params: Any, constants: Any = None) -> tuple[Any, AdamWState]:
-        def one(p: torch.Tensor, g: torch.Tensor, rate: float) -> torch.Tensor:
-            return decayed(g, p, rate)
-
-        constants = rates(params) if constants is None else constants
-        grads = map_gradients(one, params, grads, constants=constants)
-        return plain.update(grads, state, params)
-
-    return Optimizer(init, update, constants=rates)
+    require("adam", lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    decayed, scaled = add_decayed_weights(weight_decay, decay), scale_by_adam(betas=betas, eps=eps)
+    return chained("adam", AdamWState, decayed, scaled, scale_by_learning_rate(lr))

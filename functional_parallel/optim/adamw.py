@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from ..functions import explain_keywords
+from ..functions import PyTree, explain_keywords
 from ..ops import adamw_of_one
-from .decay import Decay, decay_rates
-from .hyperparameters import require_betas, require_not_negative, require_rate
-from .optimizer import Optimizer, Schedule, learning_rate, map_leaves, mark_elementwise, zeros_like
+from .chain import Constants, Transformation, add_decayed_weights, chained, scale_by_learning_rate
+from .decay import Decay
+from .hyperparameters import require
+from .optimizer import Optimizer, Schedule, learning_rate, mark_elementwise
 
-__all__ = ["AdamWState", "adamw"]
+__all__ = ["AdamWState", "adamw", "scale_by_adam"]
+
+Leaf = Callable[..., tuple[Tensor, ...]]
 
 
 class AdamWState(NamedTuple):
     """State of `adamw`."""
 
-    step: torch.Tensor  # () number of updates done
-    mean: Any  # like params: moving average of gradients
-    square: Any  # like params: moving average of their squares
+    step: Tensor  # () number of updates done
+    mean: PyTree  # like params: moving average of gradients
+    square: PyTree  # like params: moving average of their squares
 
 
 @explain_keywords
@@ -33,7 +37,9 @@ def adamw(
     weight_decay: float = 0.01,
     decay: Decay = None,
 ) -> Optimizer:
-    """m ← β₁ m + (1−β₁) g;  v ← β₂ v + (1−β₂) g²;  p ← p (1 − lr λ) − lr m̂ / (√v̂ + ε).
+    """Divide the mean of the gradients by the root of their mean square, with decoupled weight decay.
+
+    m ← β₁ m + (1−β₁) g;  v ← β₂ v + (1−β₂) g²;  p ← p (1 − lr λ) − lr m̂ / (√v̂ + ε).
 
     >>> import torch
     >>> optimizer = adamw(0.1, weight_decay=0.0)
@@ -51,26 +57,52 @@ def adamw(
     Raises:
         ValueError: for a number that is out of range.
     """
-    require_rate("adamw", lr)
-    require_betas("adamw", betas)
-    require_not_negative("adamw", eps=eps, weight_decay=weight_decay)
-    rates = partial(decay_rates, weight_decay, decay)
+    require("adamw", lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    adam, decayed = scale_by_adam(betas=betas, eps=eps), add_decayed_weights(weight_decay, decay)
+    return chained("adamw", AdamWState, adam, decayed, scale_by_learning_rate(lr))
 
-    def init(params: Any) -> AdamWState:
-        rates(params)  # raises for a pattern that matches nothing
-        return AdamWState(torch.zeros(()), zeros_like(params), zeros_like(params))
+
+@explain_keywords
+def scale_by_adam(*, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> Transformation:
+    """Replace the update by its mean, divided by the root of its mean square, both without bias.
+
+    m ← β₁ m + (1−β₁) u;  v ← β₂ v + (1−β₂) u²;  u ← m̂ / (√v̂ + ε).
+
+    >>> import torch, functional_parallel as fp
+    >>> optimizer = fp.optim.chain(fp.optim.scale_by_adam(), fp.optim.scale_by_learning_rate(0.1))
+    >>> params = {"w": torch.tensor([1.0])}
+    >>> optimizer.update({"w": torch.tensor([2.0])}, optimizer.init(params), params)[0]
+    {'w': tensor([0.9000])}
+
+    Args:
+        betas: β₁ and β₂.
+        eps: ε, outside the root.
+
+    Returns:
+        A transformation with two moments, m and v.
+
+    Raises:
+        ValueError: for a number that is out of range.
+
+    Source: Kingma & Ba, arXiv 1412.6980; optax.scale_by_adam.
+    """
+    require("scale_by_adam", betas=betas, eps=eps)
+
+    def fused(lr: Schedule, constants: Constants | None) -> Transformation:
+        def update(step: Tensor) -> Leaf:
+            rate, count = learning_rate(lr, step), step + 1
+            return lambda g, p, m, v, decay=0.0: adamw_of_one(p, g, m, v, count, rate, *betas, eps, decay)
+
+        return Transformation(update, 2, constants)
 
     @mark_elementwise
-    def update(grads: Any, state: AdamWState, params: Any, constants: Any = None) -> tuple[Any, AdamWState]:
-        rate, step = learning_rate(lr, state.step), state.step + 1
+    def update(step: Tensor) -> Leaf:
+        descend = fused(1.0, None).update(step)  # of parameters of 0, at the rate 1
 
-        def one(
-            p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, rate_of_decay: float
-        ) -> tuple[torch.Tensor, ...]:
-            return adamw_of_one(p, g, m, v, step, rate, *betas, eps, rate_of_decay)
+        def one(g: Tensor, p: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+            below, *moments = descend(g, torch.zeros_like(g), m, v)
+            return -below, *moments
 
-        constants = rates(params) if constants is None else constants
-        new, mean, square = map_leaves(one, params, grads, state.mean, state.square, constants=constants)
-        return new, AdamWState(step, mean, square)
+        return one
 
-    return Optimizer(init, update, constants=rates)
+    return Transformation(update, 2, fused=fused)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import optree
-import torch
+from torch import Tensor
 
 from sharding_specs import tree_paths
 from sharding_specs.rules import matches
 
+from ..functions import PyTree
+
 __all__ = ["Decay", "decay_rates"]
 
-Decay = Mapping[str, float] | Callable[[str, torch.Tensor], float] | None
+Decay = Mapping[str, float] | Callable[[str, Tensor], float] | None
 
 
-def decay_rates(weight_decay: float, decay: Decay, params: Any) -> Any:
+def decay_rates(weight_decay: float, decay: Decay, params: PyTree) -> PyTree:
     """Return the weight decay of every parameter, as a tree of numbers.
 
     >>> decay_rates(0.5, {"*/b": False}, {"layer": {"b": 0, "w": 0}})

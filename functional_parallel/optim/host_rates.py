@@ -99,7 +99,7 @@ _library.impl("rate_on_host", _kernel, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "fp::rate_on_host", lambda updates, name: torch.empty_like(updates, dtype=torch.float64), lib=_library
 )
-OP: Any = torch.ops.fp.rate_on_host.default
+OP = torch.ops.fp.rate_on_host.default
 torch.library.register_vmap(
     "fp::rate_on_host", lambda info, in_dims, updates, name: (OP(updates, name), in_dims[0]), lib=_library
 )

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from ..functions import explain_keywords
-from .decay import Decay, decay_rates
-from .hyperparameters import require_betas, require_not_negative, require_rate
-from .optimizer import Optimizer, Schedule, learning_rate, map_leaves, mark_elementwise, zeros_like
+from ..functions import PyTree, explain_keywords
+from .chain import Transformation, add_decayed_weights, chained, scale_by_learning_rate
+from .decay import Decay
+from .hyperparameters import require
+from .optimizer import Optimizer, Schedule, mark_elementwise
 
-__all__ = ["LionState", "lion"]
+__all__ = ["LionState", "lion", "scale_by_lion"]
 
 
 class LionState(NamedTuple):
     """State of `lion`, half the size of Adam's."""
 
-    step: torch.Tensor  # () number of updates done
-    mean: Any  # like params: moving average of gradients
+    step: Tensor  # () number of updates done
+    mean: PyTree  # like params: moving average of gradients
 
 
 @explain_keywords
 def lion(
     lr: Schedule, *, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0, decay: Decay = None
 ) -> Optimizer:
-    """p ← p (1 − lr λ) − lr · sign(β₁ m + (1−β₁) g);  m ← β₂ m + (1−β₂) g.
+    """Move every element by the learning rate, against the sign of an interpolated momentum.
+
+    p ← p (1 − lr λ) − lr · sign(β₁ m + (1−β₁) g);  m ← β₂ m + (1−β₂) g.
 
     The real and the imaginary part of a complex parameter are updated separately, each by its sign.
 
@@ -46,28 +50,39 @@ def lion(
     Raises:
         ValueError: for a number that is out of range.
     """
-    require_rate("lion", lr)
-    require_betas("lion", betas)
-    require_not_negative("lion", weight_decay=weight_decay)
+    require("lion", lr=lr, betas=betas, weight_decay=weight_decay)
+    sign, decayed = scale_by_lion(betas=betas), add_decayed_weights(weight_decay, decay)
+    return chained("lion", LionState, sign, decayed, scale_by_learning_rate(lr))
+
+
+@explain_keywords
+def scale_by_lion(*, betas: tuple[float, float] = (0.9, 0.99)) -> Transformation:
+    """Replace the update by the sign of an interpolated momentum.
+
+    u ← sign(β₁ m + (1−β₁) u);  m ← β₂ m + (1−β₂) u.
+
+    >>> import torch, functional_parallel as fp
+    >>> optimizer = fp.optim.chain(fp.optim.scale_by_lion(), fp.optim.scale_by_learning_rate(0.25))
+    >>> params = {"w": torch.tensor([1.0, 1.0])}
+    >>> optimizer.update({"w": torch.tensor([3.0, -0.1])}, optimizer.init(params), params)[0]
+    {'w': tensor([0.7500, 1.2500])}
+
+    Args:
+        betas: β₁ for the sign, β₂ for the average.
+
+    Returns:
+        A transformation with one moment, m.
+
+    Raises:
+        ValueError: for a number that is out of range.
+
+    Source: Chen et al., arXiv 2302.06675, algorithm 2; optax.scale_by_lion.
+    """
+    require("scale_by_lion", betas=betas)
     beta1, beta2 = betas
 
-    rates = partial(decay_rates, weight_decay, decay)
-
-    def init(params: Any) -> LionState:
-        rates(params)  # raises for a pattern that matches nothing
-        return LionState(torch.zeros(()), zeros_like(params))
-
     @mark_elementwise
-    def update(grads: Any, state: LionState, params: Any, constants: Any = None) -> tuple[Any, LionState]:
-        rate = learning_rate(lr, state.step)
+    def update(step: Tensor) -> Callable[..., tuple[Tensor, ...]]:
+        return lambda g, p, m: (torch.sign(beta1 * m + (1 - beta1) * g), beta2 * m + (1 - beta2) * g)
 
-        def one(p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, rate_of_decay: float) -> tuple[torch.Tensor, ...]:
-            lr_p = rate.to(p.dtype)
-            direction = torch.sign(beta1 * m + (1 - beta1) * g)
-            return p * (1 - lr_p * rate_of_decay) - lr_p * direction, beta2 * m + (1 - beta2) * g
-
-        constants = rates(params) if constants is None else constants
-        new, mean = map_leaves(one, params, grads, state.mean, constants=constants)
-        return new, LionState(state.step + 1, mean)
-
-    return Optimizer(init, update, constants=rates)
+    return Transformation(update, 1)

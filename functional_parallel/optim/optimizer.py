@@ -11,6 +11,7 @@ import torch
 
 from sharding_specs import register_dataclasses
 
+from ..functions import PyTree, SpecTree
 from ..ir import as_complex, as_real, is_trained
 from ..tracing import needs_values
 from .host_rates import rate_on_host
@@ -21,7 +22,6 @@ __all__ = [
     "clip_value",
     "is_known_elementwise",
     "learning_rate",
-    "map_gradients",
     "map_leaves",
     "mark_elementwise",
     "skipping",
@@ -29,7 +29,6 @@ __all__ = [
     "zeros_like",
 ]
 
-PyTree = Any
 F = TypeVar("F", bound=Callable[..., Any])
 Schedule = float | Callable[[torch.Tensor], Any]
 
@@ -59,9 +58,9 @@ class Optimizer(NamedTuple):
             (`fp.zero(1, "data", layout="flat")`). `update` then gets parameters with equal constants as one vector.
     """
 
-    init: Callable[[PyTree], Any]
-    update: Callable[..., tuple[PyTree, Any]]
-    specs: Callable[[PyTree, PyTree], Any] | None = None
+    init: Callable[[PyTree], PyTree]
+    update: Callable[..., tuple[PyTree, PyTree]]
+    specs: Callable[[PyTree, PyTree], SpecTree] | None = None
     constants: Callable[[PyTree], PyTree] | None = None
 
     def __repr__(self) -> str:
@@ -69,8 +68,8 @@ class Optimizer(NamedTuple):
         return f"Optimizer({name.partition('.<locals>')[0]})"
 
 
-_skipping: WeakSet[Any] = WeakSet()
-_known: WeakSet[Any] = WeakSet()  # by identity: a wrapper copies the attributes of the wrapped function
+_skipping: WeakSet[Callable[..., Any]] = WeakSet()
+_known: WeakSet[Callable[..., Any]] = WeakSet()  # by identity: a wrapper copies the attributes of the wrapped function
 
 
 def mark_elementwise(update: F) -> F:
@@ -120,8 +119,10 @@ def clip_value(optimizer: Optimizer, bound: float) -> Optimizer:
     if not bound > 0:
         raise ValueError(f"clip_value(bound={bound!r}): the bound must be positive")
 
-    def update(grads: PyTree, state: Any, params: PyTree, *specs: PyTree, **constants: PyTree) -> tuple[PyTree, Any]:
-        clipped = map_gradients(lambda _, grad: grad.clamp(-bound, bound), params, grads)
+    def update(
+        grads: PyTree, state: PyTree, params: PyTree, *specs: SpecTree, **constants: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        (clipped,) = map_leaves(lambda grad, _: (grad.clamp(-bound, bound),), grads, grads)
         return optimizer.update(clipped, state, params, *specs, **constants)
 
     if is_known_elementwise(optimizer.update):
@@ -140,12 +141,14 @@ def learning_rate(lr: Schedule, step: torch.Tensor) -> torch.Tensor:
 
     A function that cannot be traced, because it needs the value of `step`, is called on the host when the program runs.
     """
+    if not callable(lr):
+        return torch.as_tensor(lr, dtype=torch.float64, device=step.device)
     try:
-        rate = lr(step.double()) if callable(lr) else lr
+        rate = lr(step.double())
     except Exception as error:
         if not needs_values(error):
             raise
-        return rate_on_host(lr, step)  # type: ignore[arg-type]
+        return rate_on_host(lr, step)
     return torch.as_tensor(rate, dtype=torch.float64, device=step.device)
 
 
@@ -155,18 +158,8 @@ def zeros_like(params: PyTree) -> PyTree:
     return optree.tree_map(lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, torch.Tensor) else leaf, params)
 
 
-def map_gradients(
-    change: Callable[..., torch.Tensor], params: PyTree, grads: PyTree, constants: PyTree = None
-) -> PyTree:
-    """Apply `change` to every gradient: (parameter, gradient[, constant]) → gradient. None stays None."""
-    leaves, tree = optree.tree_flatten(params)
-    (changed,) = map_leaves(lambda p, g, *constant: (change(p, g, *constant),), params, grads, constants=constants)
-    rows = zip(leaves, tree.flatten_up_to(grads), tree.flatten_up_to(changed), strict=True)
-    return tree.unflatten([new if is_trained(leaf) and old is not None else old for leaf, old, new in rows])
-
-
 def map_leaves(
-    update: Callable[..., tuple[torch.Tensor, ...]], params: PyTree, *trees: PyTree, constants: PyTree = None
+    update: Callable[..., tuple[PyTree, ...]], params: PyTree, *trees: PyTree, constants: PyTree = None
 ) -> tuple[PyTree, ...]:
     """Apply an update to every floating-point or complex parameter, with its gradient and state.
 

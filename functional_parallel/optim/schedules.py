@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
+from torch import Tensor
 
 __all__ = [
     "constant",
@@ -27,7 +27,8 @@ __all__ = [
     "warmup_lr",
 ]
 
-Rate = Callable[[Any], torch.Tensor]
+Step = float | Tensor
+Rate = Callable[[Step], Tensor]
 
 
 def constant(rate: float) -> Rate:
@@ -71,7 +72,7 @@ def cosine(rate: float, steps: int, *, warmup: int = 0, end: float = 0.0) -> Rat
     """
     _check_steps("cosine", steps - warmup)
 
-    def fall(step: Any) -> torch.Tensor:
+    def fall(step: Step) -> Tensor:
         return end + (rate - end) * (1 + torch.cos(math.pi * _progress(step, steps - warmup))) / 2
 
     return _warmed(fall, warmup)
@@ -91,9 +92,9 @@ def exponential(rate: float, factor: float, *, every: int = 1, stairs: bool = Fa
     """
     _check_steps("exponential", every)
 
-    def at(step: Any) -> torch.Tensor:
-        times = as_step(step) / every
-        return rate * torch.pow(torch.full_like(times, factor), times.floor() if stairs else times)
+    def at(step: Step) -> Tensor:
+        times = _periods(step, every, stairs)
+        return rate * torch.pow(torch.full_like(times, factor), times)
 
     return at
 
@@ -122,9 +123,9 @@ def join(*parts: tuple[int, Rate], last: Rate) -> Rate:
         last: schedule of all later steps.
     """
 
-    def at(step: Any) -> torch.Tensor:
+    def at(step: Step) -> Tensor:
         step, begin = as_step(step), 0
-        pieces: list[tuple[int, torch.Tensor]] = []
+        pieces: list[tuple[int, Tensor]] = []
         for steps, schedule in parts:
             begin += steps
             pieces.append((begin, schedule(step - (begin - steps))))
@@ -141,13 +142,18 @@ def join(*parts: tuple[int, Rate], last: Rate) -> Rate:
 # -----------------------------------------------------------------------------
 
 
-def as_step(step: Any) -> torch.Tensor:
+def as_step(step: Step) -> Tensor:
     return torch.as_tensor(step, dtype=torch.float64)
 
 
-def _progress(step: Any, steps: int) -> torch.Tensor:
+def _progress(step: Step, steps: int) -> Tensor:
     """Return the completed fraction, from 0 to 1."""
     return (as_step(step) / steps).clamp(0.0, 1.0)
+
+
+def _periods(step: Step, every: int, stairs: bool) -> Tensor:
+    times = as_step(step) / every
+    return times.floor() if stairs else times
 
 
 def _warmed(schedule: Rate, steps: int) -> Rate:
@@ -180,8 +186,7 @@ def warmup_lr(high: float, steps: int, *, low: float = 0.0, shape: str = "log", 
         shape: progress at step t. "log": ln(t + 1) / ln(steps); "linear": t / steps.
         compat: whether to count steps as DeepSpeed does, which gives the first two updates the first rate.
     """
-    gain = _warmup(steps, shape)
-    return _counted(lambda t: low + (high - low) * gain(t), low, compat)
+    return _counted(_warmup(low, high, steps, shape), low, compat)
 
 
 def warmup_decay_lr(
@@ -196,13 +201,9 @@ def warmup_decay_lr(
         high, steps, low, shape, compat: as for `warmup_lr`.
         total: total_num_steps.
     """
-    gain, steps = _warmup(steps, shape), max(2, steps)
-
-    def at(t: torch.Tensor) -> torch.Tensor:
-        fall = ((total - t) / max(1, total - steps)).clamp(min=0.0)
-        return low + (high - low) * torch.where(t < steps, gain(t), fall)
-
-    return _counted(at, low, compat)
+    rise, steps = _warmup(low, high, steps, shape), max(2, steps)
+    fall = linear(low, high, max(1, int(total - steps)))  # run backwards
+    return _counted(join((steps, rise), last=lambda step: fall(total - steps - step)), low, compat)
 
 
 def warmup_cosine_lr(
@@ -228,14 +229,10 @@ def warmup_cosine_lr(
         end: cos_min_ratio.
         compat: whether to count steps as DeepSpeed does, which gives the first update the rate 0.
     """
-    gain, steps = _warmup(steps, shape), max(2, steps)
-
-    def at(t: torch.Tensor) -> torch.Tensor:
-        share = ((t - steps + 1) / max(1, total - steps)).clamp(max=1.0)
-        fall = end + (1 - end) * (1 + torch.cos(math.pi * share)) / 2
-        return rate * torch.where(t < steps, low + (1 - low) * gain(t), fall)
-
-    return _counted(at, 0.0, compat)
+    rise, steps = _warmup(low, 1.0, steps, shape), max(2, steps)
+    fall = cosine(1.0, max(1, int(total - steps)), end=end)
+    share = join((steps, rise), last=lambda step: fall(step + 1))
+    return _counted(lambda step: rate * share(step), 0.0, compat)
 
 
 def one_cycle(
@@ -262,12 +259,12 @@ def one_cycle(
     """
     second = first if second is None else second
     _check_steps("one_cycle", min(first, second))
+    rise, fall = linear(0.0, 1.0, first), linear(0.0, 1.0, second)
+    height = join((first, rise), last=lambda step: 1 - fall(step))
 
-    def at(step: Any) -> torch.Tensor:
-        t = as_step(step)
-        height = torch.where(t < first, t / first, (1 - (t - first) / second).clamp(min=0.0))
-        after = (t - (first + second)).clamp(min=0.0) / decay_every if decay_every else torch.zeros_like(t)
-        return (low + (high - low) * height) / (1 + decay * after)
+    def at(step: Step) -> Tensor:
+        after = (as_step(step) - (first + second)).clamp(min=0.0) / decay_every if decay_every else 0.0
+        return (low + (high - low) * height(step)) / (1 + decay * after)
 
     return at
 
@@ -285,32 +282,24 @@ def range_test(low: float, size: int, *, rate: float = 1.0, stairs: bool = False
         stairs: lr_range_test_staircase.
     """
     _check_steps("range_test", size)
+    return lambda step: low * (1 + rate * _periods(step, size, stairs))
 
-    def at(step: Any) -> torch.Tensor:
-        share = as_step(step) / size
-        return low * (1 + rate * (share.floor() if stairs else share))
+
+def _warmup(low: float, high: float, steps: int, shape: str) -> Rate:
+    """Return the warm-up of DeepSpeed's schedules."""
+    _check_steps("warmup_lr", steps)
+    if shape not in ("log", "linear"):
+        raise ValueError(f"schedules: a warm-up is of shape 'log' or 'linear', not {shape!r}")
+    if shape == "linear":
+        return linear(low, high, max(2, steps))
+
+    def at(step: Step) -> Tensor:
+        share = torch.log1p(as_step(step).clamp(min=0.0)) / math.log(max(2, steps))
+        return low + (high - low) * share.clamp(max=1.0)
 
     return at
 
 
-def _warmup(steps: int, shape: str) -> Rate:
-    """Return the progress γ of the warm-up, from 0 to 1."""
-    _check_steps("warmup_lr", steps)
-    if shape not in ("log", "linear"):
-        raise ValueError(f"schedules: a warm-up is of shape 'log' or 'linear', not {shape!r}")
-    steps = max(2, steps)
-    if shape == "linear":
-        return lambda t: (t / steps).clamp(0.0, 1.0)
-    return lambda t: (torch.log1p(t.clamp(min=0.0)) / math.log(steps)).clamp(max=1.0)
-
-
-def _counted(at: Rate, before: float, compat: bool) -> Rate:
+def _counted(schedule: Rate, before: float, compat: bool) -> Rate:
     """Count steps as DeepSpeed does if `compat`: from -1, after each update. Step -1 has the rate `before`."""
-    if not compat:
-        return lambda step: at(as_step(step))
-
-    def late(step: Any) -> torch.Tensor:
-        t = as_step(step) - 1
-        return torch.where(t < 0, torch.full_like(t, before), at(t))
-
-    return late
+    return join((1, constant(before)), last=schedule) if compat else schedule

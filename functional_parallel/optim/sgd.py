@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from ..functions import explain_keywords
+from ..functions import PyTree, explain_keywords
 from ..quantities import is_number
-from .decay import Decay, decay_rates
-from .hyperparameters import require_not_negative, require_rate
-from .optimizer import Optimizer, Schedule, learning_rate, map_leaves, mark_elementwise, zeros_like
+from .chain import Transformation, add_decayed_weights, chained, scale_by_learning_rate
+from .decay import Decay
+from .hyperparameters import require
+from .optimizer import Optimizer, Schedule, mark_elementwise
 
-__all__ = ["SGDState", "sgd"]
+__all__ = ["SGDState", "sgd", "trace"]
 
 
 class SGDState(NamedTuple):
     """State of `sgd`."""
 
-    step: torch.Tensor  # () number of updates done
-    velocity: Any  # like params; None without momentum
+    step: Tensor  # () number of updates done
+    velocity: PyTree  # like params; None without momentum
 
 
 @explain_keywords
@@ -33,7 +35,9 @@ def sgd(
     weight_decay: float = 0.0,
     decay: Decay = None,
 ) -> Optimizer:
-    """v ← μ v + (1−τ)(g + λ p);  p ← p − lr · v (or, Nesterov, p − lr · (g + λ p + μ v)).
+    """Move against the gradient, or against a sum of past gradients: momentum, Nesterov's too.
+
+    v ← μ v + (1−τ)(g + λ p);  p ← p − lr · v (or, Nesterov, p − lr · (g + λ p + μ v)).
 
     >>> import torch
     >>> optimizer = sgd(0.5)
@@ -53,43 +57,55 @@ def sgd(
         ValueError: for a value that is not a number, and for a negative rate, momentum or weight decay. Also for
             Nesterov momentum without `momentum` or with `dampening`.
     """
-    require_rate("sgd", lr)
-    require_not_negative("sgd", momentum=momentum, weight_decay=weight_decay)
+    require("sgd", lr=lr, momentum=momentum, weight_decay=weight_decay)
+    decayed, momenta = add_decayed_weights(weight_decay, decay), _trace("sgd", momentum, dampening, nesterov)
+    return chained(
+        "sgd", lambda step, velocity=None: SGDState(step, velocity), decayed, momenta, scale_by_learning_rate(lr)
+    )
+
+
+@explain_keywords
+def trace(momentum: float, *, dampening: float = 0.0, nesterov: bool = False) -> Transformation:
+    """Replace the update by momentum: a sum of the past updates, each weaker than the next.
+
+    v ← μ v + (1−τ) u;  u ← v (or, Nesterov, u + μ v).
+
+    >>> import torch, functional_parallel as fp
+    >>> optimizer = fp.optim.chain(fp.optim.trace(0.5), fp.optim.scale_by_learning_rate(1.0))
+    >>> params, grads = {"w": torch.tensor([3.0])}, {"w": torch.tensor([1.0])}
+    >>> once, state = optimizer.update(grads, optimizer.init(params), params)
+    >>> optimizer.update(grads, state, once)[0]
+    {'w': tensor([0.5000])}
+
+    Args:
+        momentum: μ. With 0 the update does not change.
+        dampening: τ, from the second update on.
+        nesterov: whether to use Nesterov momentum.
+
+    Returns:
+        A transformation with one moment, v; none if μ is 0.
+
+    Raises:
+        ValueError: as for `sgd`.
+
+    Source: Sutskever et al., ICML 2013; `torch.optim.SGD`; optax.trace.
+    """
+    return _trace("trace", momentum, dampening, nesterov)
+
+
+def _trace(name: str, momentum: float, dampening: float, nesterov: bool) -> Transformation:
+    require(name, momentum=momentum)
     if not is_number(dampening):
-        raise ValueError(f"sgd(dampening={dampening!r}): give a number")
+        raise ValueError(f"{name}(dampening={dampening!r}): give a number")
     if nesterov and (momentum <= 0 or dampening):
-        raise ValueError("sgd(nesterov=True) needs momentum > 0 and dampening = 0")
-
-    rates = partial(decay_rates, weight_decay, decay)
-
-    def init(params: Any) -> SGDState:
-        rates(params)  # raises for a pattern that matches nothing
-        velocity = zeros_like(params) if momentum else None
-        return SGDState(torch.zeros(()), velocity)
+        raise ValueError(f"{name}(nesterov=True) needs momentum > 0 and dampening = 0")
 
     @mark_elementwise
-    def update(grads: Any, state: SGDState, params: Any, constants: Any = None) -> tuple[Any, SGDState]:
-        rate = learning_rate(lr, state.step)
-        constants = rates(params) if constants is None else constants
+    def update(step: Tensor) -> Callable[..., Tensor | tuple[Tensor, ...]]:
+        def one(g: Tensor, p: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            v = torch.where(step == 0, g, momentum * v + (1 - dampening) * g if dampening else momentum * v + g)
+            return (g + momentum * v if nesterov else v), v
 
-        def plain(p: torch.Tensor, g: torch.Tensor, rate_of_decay: float) -> tuple[torch.Tensor, ...]:
-            return (p - rate.to(p.dtype) * decayed(g, p, rate_of_decay),)
+        return one if momentum else lambda g, p: g
 
-        def with_momentum(
-            p: torch.Tensor, g: torch.Tensor, v: torch.Tensor, rate_of_decay: float
-        ) -> tuple[torch.Tensor, ...]:
-            g = decayed(g, p, rate_of_decay)
-            v = torch.where(state.step == 0, g, momentum * v + (1 - dampening) * g if dampening else momentum * v + g)
-            return p - rate.to(p.dtype) * (g + momentum * v if nesterov else v), v
-
-        if not momentum:
-            return map_leaves(plain, params, grads, constants=constants)[0], SGDState(state.step + 1, None)
-        new, velocity = map_leaves(with_momentum, params, grads, state.velocity, constants=constants)
-        return new, SGDState(state.step + 1, velocity)
-
-    return Optimizer(init, update, constants=rates)
-
-
-def decayed(gradient: torch.Tensor, parameter: torch.Tensor, rate: float) -> torch.Tensor:
-    """Return the gradient with weight decay added: L2 regularisation."""
-    return gradient + rate * parameter if rate else gradient
+    return Transformation(update, 1 if momentum else 0)

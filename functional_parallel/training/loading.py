@@ -23,7 +23,7 @@ __all__ = ["expected_state", "require_parameters", "require_state_of", "require_
 # Tuples of tensors in the result of train.whole, which torch.load(weights_only=True), its default, may construct.
 torch.serialization.add_safe_globals(
     [
-        *(optim.AdafactorState, optim.AdamWState, optim.Factored, optim.LionState, optim.SGDState),
+        *(optim.AdafactorState, optim.AdamWState, optim.ChainState, optim.Factored, optim.LionState, optim.SGDState),
         *(LossScaleState, ScaledState, Metrics),
     ]
 )

@@ -1,0 +1,245 @@
+"""Optimizers composed of gradient transformations, as in optax.
+
+A transformation is a function of one parameter, so the same chain updates shards, stacks of layers and flat vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from ..functions import PyTree, explain_keywords
+from .decay import Decay, decay_rates
+from .hyperparameters import require
+from .optimizer import (
+    Optimizer,
+    Schedule,
+    is_known_elementwise,
+    learning_rate,
+    map_leaves,
+    mark_elementwise,
+    zeros_like,
+)
+
+__all__ = ["ChainState", "Transformation", "add_decayed_weights", "chain", "chained", "scale_by_learning_rate"]
+
+Constants = Callable[[PyTree], PyTree]
+
+
+@dataclass(frozen=True)
+class Transformation:
+    """A part of an optimizer that changes the update of a parameter, for `chain`.
+
+    >>> import torch, functional_parallel as fp
+    >>> rounded = fp.optim.Transformation(lambda step: lambda update, parameter: update.sign())
+    >>> optimizer = fp.optim.chain(rounded, fp.optim.scale_by_learning_rate(0.5))
+    >>> params = {"w": torch.tensor([1.0, 1.0])}
+    >>> optimizer.update({"w": torch.tensor([3.0, -0.1])}, optimizer.init(params), params)[0]
+    {'w': tensor([0.5000, 1.5000])}
+
+    The real and the imaginary part of a complex parameter are two real numbers in a last dim of size 2.
+
+    Attributes:
+        update: number of updates done, a scalar → function of one parameter: (update, parameter, moments…[, constant])
+            → new update, or (new update, new moments…). The first update is the gradient.
+        moments: number of moments. A moment is a tensor like the parameter, of zeros at first.
+        constants: params → one hashable value per parameter, or one for all, which the function takes as its last
+            argument. As in `Optimizer`, it promises that the function is elementwise. Without it, `train_step`
+            determines from a trace whether the optimizer is elementwise, and partitions one that is not.
+        fused: (learning rate, `constants` of a weight decay or None) → transformation that returns the new parameter:
+            this one, the decay and the rate in one op. A chain uses it if these follow.
+    """
+
+    update: Callable[[Tensor], Callable[..., Tensor | tuple[Tensor, ...]]]
+    moments: int = 0
+    constants: Constants | None = None
+    fused: Callable[[Schedule, Constants | None], Transformation] | None = None
+
+
+@dataclass(frozen=True)
+class _AddDecayedWeights(Transformation):
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ScaleByLearningRate(Transformation):
+    lr: Schedule
+
+
+class ChainState(NamedTuple):
+    """State of `chain`."""
+
+    step: Tensor  # () number of updates done
+    moments: tuple[PyTree, ...]  # each like params, in the order of the transformations
+
+
+class _Row(tuple[PyTree, ...]):
+    """The constants of one parameter: a leaf of a tree, which a plain tuple is not."""
+
+
+def chain(*transformations: Transformation) -> Optimizer:
+    """Compose gradient transformations into an optimizer, the first innermost.
+
+    >>> import torch, functional_parallel as fp
+    >>> optimizer = fp.optim.chain(fp.optim.trace(0.9), fp.optim.scale_by_learning_rate(0.5))
+    >>> params = {"w": torch.tensor([1.0])}
+    >>> optimizer.update({"w": torch.tensor([1.0])}, optimizer.init(params), params)[0]
+    {'w': tensor([0.5000])}
+
+    The last update is added to the parameter, so a chain that descends ends in `scale_by_learning_rate`. The weight
+    decay of a chain that ends in `add_decayed_weights` and `scale_by_learning_rate` is rounded as torch's decoupled
+    decay, p ← p (1 − lr λ) − lr u. If `scale_by_adam` precedes them, or the rate alone, the three are torch's fused
+    kernel: the chain is `adamw` or `adam` to the bit.
+
+    Args:
+        transformations: the transformations, in the order in which they change the gradient.
+
+    Returns:
+        An optimizer with the state `ChainState`.
+
+    Raises:
+        TypeError: if an argument is not a transformation.
+
+    Source: optax.chain (DeepMind, https://optax.readthedocs.io).
+    """
+    for each in transformations:
+        if not isinstance(each, Transformation):
+            raise TypeError(
+                f"chain takes transformations, such as fp.optim.scale_by_adam(), not {each!r}; an optimizer has its "
+                "learning rate already"
+            )
+    return chained("chain", lambda step, *moments: ChainState(step, moments), *transformations)
+
+
+def chained(name: str, keep: Callable[..., tuple[PyTree, ...]], *transformations: Transformation) -> Optimizer:
+    """Compose transformations into the optimizer `name`, whose state is `keep(step, *moments)`."""
+    known = all(is_known_elementwise(each.update) for each in transformations)
+    promised = all(each.constants or is_known_elementwise(each.update) for each in transformations)
+    parts = _with_end(*transformations)
+    count = sum(each.moments for each in parts)
+
+    def rows(params: PyTree) -> PyTree:
+        columns = [optree.broadcast_prefix(each.constants(params), params) for each in parts if each.constants]
+        tree = optree.tree_structure(params)
+        return tree.unflatten([_Row(column[i] for column in columns) for i in range(tree.num_leaves)])
+
+    def init(params: PyTree) -> PyTree:
+        rows(params)  # raises for a pattern that matches nothing
+        return keep(torch.zeros(()), *(zeros_like(params) for _ in range(count)))
+
+    def update(grads: PyTree, state: PyTree, params: PyTree, constants: PyTree = None) -> tuple[PyTree, PyTree]:
+        moments = state.moments if isinstance(state, ChainState) else state[1 : count + 1]
+        constants = rows(params) if constants is None else constants
+        new, *moments = map_leaves(_composed(parts, state.step), params, grads, *moments, constants=constants)
+        return new, keep(state.step + 1, *moments)
+
+    update.__qualname__ = name
+    return Optimizer(init, mark_elementwise(update) if known else update, constants=rows if promised else None)
+
+
+def _composed(parts: Iterable[Transformation], step: Tensor) -> Callable[..., tuple[Tensor, ...]]:
+    functions = [(each, each.update(step)) for each in parts]
+
+    def one(parameter: Tensor, update: Tensor, *rest: PyTree) -> tuple[Tensor, ...]:
+        moments, constants, new = iter(rest[:-1]), iter(rest[-1]), list[Tensor]()
+        for each, function in functions:
+            own = (*islice(moments, each.moments), *islice(constants, int(each.constants is not None)))
+            found = function(update, parameter, *own)
+            update, *kept = found if isinstance(found, tuple) else (found,)
+            new += kept
+        return update, *new
+
+    return one
+
+
+def _with_end(*parts: Transformation) -> tuple[Transformation, ...]:
+    """Return the transformations with an end that gives the new parameter, rounded as torch does."""
+    match parts:
+        case (*rest, _AddDecayedWeights() as decay, _ScaleByLearningRate() as rate):
+            constants = decay.constants
+        case (*rest, _ScaleByLearningRate() as rate):
+            constants = None
+        case _:
+            return (*parts, Transformation(lambda step: lambda update, parameter: parameter + update))
+    fused = rest.pop().fused if rest and rest[-1].fused else None
+    return (*rest, (fused or _descend)(rate.lr, constants))
+
+
+def _descend(lr: Schedule, constants: Constants | None) -> Transformation:
+    def update(step: Tensor) -> Callable[..., Tensor]:
+        rate = learning_rate(lr, step)
+
+        def one(update: Tensor, parameter: Tensor, decay: float = 0.0) -> Tensor:
+            own = rate.to(parameter.dtype)
+            return (parameter * (1 - own * decay) if decay else parameter) - own * update
+
+        return one
+
+    return Transformation(update, constants=constants)
+
+
+@explain_keywords
+def add_decayed_weights(weight_decay: float, decay: Decay = None) -> Transformation:
+    """Add the weight decay λ p to the update: an L2 penalty before the moments, decoupled weight decay after them.
+
+    >>> import torch, functional_parallel as fp
+    >>> optimizer = fp.optim.chain(fp.optim.add_decayed_weights(0.5), fp.optim.scale_by_learning_rate(1.0))
+    >>> params = {"w": torch.tensor([1.0])}
+    >>> optimizer.update({"w": torch.tensor([0.25])}, optimizer.init(params), params)[0]
+    {'w': tensor([0.2500])}
+
+    Args:
+        weight_decay: λ.
+        decay: parameters that decay: path pattern → bool or factor, or a function of path and leaf; by default all.
+
+    Returns:
+        A transformation without moments.
+
+    Raises:
+        ValueError: for a λ that is out of range. The optimizer's `init` raises it for a pattern that matches nothing.
+
+    Source: Loshchilov & Hutter, arXiv 1711.05101; optax.add_decayed_weights.
+    """
+    require("add_decayed_weights", weight_decay=weight_decay)
+
+    @mark_elementwise
+    def update(step: Tensor) -> Callable[..., Tensor]:
+        return lambda update, parameter, rate: update + rate * parameter if rate else update
+
+    return _AddDecayedWeights(update, constants=lambda params: decay_rates(weight_decay, decay, params))
+
+
+def scale_by_learning_rate(lr: Schedule) -> Transformation:
+    """Multiply the update by the negative learning rate, so that the parameter moves against the gradient.
+
+    >>> import torch, functional_parallel as fp
+    >>> optimizer = fp.optim.chain(fp.optim.scale_by_learning_rate(fp.optim.schedules.linear(0.5, 0.0, 10)))
+    >>> params = {"w": torch.tensor([1.0])}
+    >>> optimizer.update({"w": torch.tensor([1.0])}, optimizer.init(params), params)[0]
+    {'w': tensor([0.5000])}
+
+    Args:
+        lr: learning rate, or a function from the number of updates done to the learning rate.
+
+    Returns:
+        A transformation without moments.
+
+    Raises:
+        ValueError: for a rate that is out of range.
+
+    Source: optax.scale_by_learning_rate.
+    """
+    require("scale_by_learning_rate", lr=lr)
+
+    @mark_elementwise
+    def update(step: Tensor) -> Callable[..., Tensor]:
+        rate = -learning_rate(lr, step)
+        return lambda update, parameter: rate.to(parameter.dtype) * update
+
+    return _ScaleByLearningRate(update, lr=lr)
