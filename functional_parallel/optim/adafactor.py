@@ -52,7 +52,7 @@ def adafactor(
     weight_decay: float = 0.0,
     decay: Decay = None,
 ) -> Optimizer:
-    """Divide the gradients by the root of their mean square, of which only row and column means are kept.
+    """Return the optimizer Adafactor: steps like Adam's, from row and column means of the squared gradients.
 
     v ← v + t^γ (g² − v), kept as row and column means;  u = g / √v̂;  p ← p − α u / max(1, RMS(u) / d).
 

@@ -21,7 +21,7 @@ def adam(
     weight_decay: float = 0.0,
     decay: Decay = None,
 ) -> Optimizer:
-    """Divide the mean of the gradients by the root of their mean square, with weight decay as an L2 penalty.
+    """Return the optimizer Adam: steps along the mean gradient, divided by the root of the mean squared gradient.
 
     g ← g + λ p;  m ← β₁ m + (1−β₁) g;  v ← β₂ v + (1−β₂) g²;  p ← p − lr m̂ / (√v̂ + ε).
 

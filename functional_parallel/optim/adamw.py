@@ -37,7 +37,7 @@ def adamw(
     weight_decay: float = 0.01,
     decay: Decay = None,
 ) -> Optimizer:
-    """Divide the mean of the gradients by the root of their mean square, with decoupled weight decay.
+    """Return the optimizer AdamW: Adam, with a weight decay that is decoupled from the gradient.
 
     m ← β₁ m + (1−β₁) g;  v ← β₂ v + (1−β₂) g²;  p ← p (1 − lr λ) − lr m̂ / (√v̂ + ε).
 

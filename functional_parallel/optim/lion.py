@@ -28,7 +28,7 @@ class LionState(NamedTuple):
 def lion(
     lr: Schedule, *, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0, decay: Decay = None
 ) -> Optimizer:
-    """Move every element by the learning rate, against the sign of an interpolated momentum.
+    """Return the optimizer Lion: every element moves by the learning rate, against the sign of a mean gradient.
 
     p ← p (1 − lr λ) − lr · sign(β₁ m + (1−β₁) g);  m ← β₂ m + (1−β₂) g.
 

@@ -35,7 +35,7 @@ def sgd(
     weight_decay: float = 0.0,
     decay: Decay = None,
 ) -> Optimizer:
-    """Move against the gradient, or against a sum of past gradients: momentum, Nesterov's too.
+    """Return stochastic gradient descent: steps against the gradient, or against a momentum of past gradients.
 
     v ← μ v + (1−τ)(g + λ p);  p ← p − lr · v (or, Nesterov, p − lr · (g + λ p + μ v)).
 
