@@ -91,16 +91,15 @@ def adafactor(
         return AdafactorState(torch.zeros(()), optree.tree_map(_start, params))
 
     @skipping
-    def update(
-        grads: PyTree, state: AdafactorState, params: PyTree, specs: SpecTree = None
-    ) -> tuple[PyTree, AdafactorState]:
+    def update(grads: PyTree, state: AdafactorState, params: PyTree, specs: SpecTree = None) -> tuple[PyTree, PyTree]:
         step, bound = state.step.double() + 1, learning_rate(lr, state.step)
         rates, places = decay_rates(weight_decay, decay, params), broadcast_specs(_known(specs), params)
 
         def one(p: Tensor, g: Tensor, square: Square, constant: tuple[float, P]) -> tuple[Tensor, Square]:
             rate_of_decay, spec = constant
-            square, v = _second_moment(square, g, (step**beta2_decay).to(g.dtype), spec, _floor(p, eps[0]))
-            u = g * v.clamp(min=_floor(p, eps[0]) ** 2).rsqrt()
+            floor = torch.finfo(p.dtype).eps if eps[0] is None else eps[0]
+            square, v = _second_moment(square, g, (step**beta2_decay).to(g.dtype), spec, floor)
+            u = g * v.clamp(min=floor**2).rsqrt()
             alpha = _root_mean_square(p, spec).clamp(min=eps[1]) * torch.minimum(bound, step.rsqrt())
             alpha = alpha / (_root_mean_square(u, spec) / d).clamp(min=1.0)
             return p * (1 - bound * rate_of_decay).to(p.dtype) - alpha.to(p.dtype) * u, square
@@ -187,24 +186,19 @@ def _second_moment(square: Square, g: Tensor, weight: Tensor, spec: P, floor: fl
 
 
 def _mean(x: Tensor, dim: int, spec: P) -> Tensor:
-    per_dim = spec.dim_axes()
-    axes = per_dim[x.ndim + dim] if x.ndim + dim < len(per_dim) else ()
-    total = x.sum(dim, keepdim=True)
-    length = spec.padded.get(x.ndim + dim, x.shape[dim] * axis_size(axes) if axes else x.shape[dim])
-    return (psum(total, axes) if axes else total) / length
+    axes = [*spec.dim_axes(), *[()] * x.ndim][x.ndim + dim]
+    return _sum(x.sum(dim, keepdim=True), axes) / _lengths(x, spec)[dim]
 
 
 def _root_mean_square(x: Tensor, spec: P) -> Tensor:
-    axes = tuple(sorted(spec.axes))
     wide = x if x.dtype.itemsize >= 4 else x.float()
-    total = (wide * wide).sum()
-    per_dim = [*spec.dim_axes(), *[()] * x.ndim]
-    count = math.prod(
-        spec.padded.get(dim, size * (axis_size(per_dim[dim]) if per_dim[dim] else 1))
-        for dim, size in enumerate(x.shape)
-    )
-    return ((psum(total, axes) if axes else total) / count).sqrt()
+    return (_sum((wide * wide).sum(), tuple(sorted(spec.axes))) / math.prod(_lengths(x, spec))).sqrt()
 
 
-def _floor(leaf: Tensor, eps: float | None) -> float:
-    return torch.finfo(leaf.dtype).eps if eps is None else eps
+def _sum(x: Tensor, axes: tuple[str, ...]) -> Tensor:
+    return psum(x, axes) if axes else x
+
+
+def _lengths(x: Tensor, spec: P) -> list[int]:
+    ranks = [axis_size(axes) if axes else 1 for axes in (*spec.dim_axes(), *[()] * x.ndim)]
+    return [spec.padded.get(dim, size * ranks[dim]) for dim, size in enumerate(x.shape)]

@@ -17,8 +17,6 @@ from .optimizer import Optimizer, Schedule, learning_rate, mark_elementwise
 
 __all__ = ["AdamWState", "adamw", "scale_by_adam"]
 
-Leaf = Callable[..., tuple[Tensor, ...]]
-
 
 class AdamWState(NamedTuple):
     """State of `adamw`."""
@@ -64,9 +62,9 @@ def adamw(
 
 @explain_keywords
 def scale_by_adam(*, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> Transformation:
-    """Replace the update by its mean, divided by the root of its mean square, both without bias.
+    """Replace the update by its mean, divided by the root of its mean square (Kingma & Ba, arXiv 1412.6980).
 
-    m ← β₁ m + (1−β₁) u;  v ← β₂ v + (1−β₂) u²;  u ← m̂ / (√v̂ + ε).
+    m ← β₁ m + (1−β₁) u;  v ← β₂ v + (1−β₂) u²;  u ← m̂ / (√v̂ + ε), as in `optax.scale_by_adam`.
 
     >>> import torch, functional_parallel as fp
     >>> optimizer = fp.optim.chain(fp.optim.scale_by_adam(), fp.optim.scale_by_learning_rate(0.1))
@@ -83,20 +81,18 @@ def scale_by_adam(*, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-
 
     Raises:
         ValueError: for a number that is out of range.
-
-    Source: Kingma & Ba, arXiv 1412.6980; optax.scale_by_adam.
     """
     require("scale_by_adam", betas=betas, eps=eps)
 
     def fused(lr: Schedule, constants: Constants | None) -> Transformation:
-        def update(step: Tensor) -> Leaf:
+        def update(step: Tensor) -> Callable[..., tuple[Tensor, ...]]:
             rate, count = learning_rate(lr, step), step + 1
             return lambda g, p, m, v, decay=0.0: adamw_of_one(p, g, m, v, count, rate, *betas, eps, decay)
 
         return Transformation(update, 2, constants)
 
     @mark_elementwise
-    def update(step: Tensor) -> Leaf:
+    def update(step: Tensor) -> Callable[..., tuple[Tensor, ...]]:
         descend = fused(1.0, None).update(step)  # of parameters of 0, at the rate 1
 
         def one(g: Tensor, p: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:

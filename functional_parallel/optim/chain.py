@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -84,7 +85,7 @@ class _Row(tuple[PyTree, ...]):
 
 
 def chain(*transformations: Transformation) -> Optimizer:
-    """Compose gradient transformations into an optimizer, the first innermost.
+    """Compose gradient transformations into an optimizer, as `optax.chain` does; the first changes the gradient.
 
     >>> import torch, functional_parallel as fp
     >>> optimizer = fp.optim.chain(fp.optim.trace(0.9), fp.optim.scale_by_learning_rate(0.5))
@@ -92,10 +93,9 @@ def chain(*transformations: Transformation) -> Optimizer:
     >>> optimizer.update({"w": torch.tensor([1.0])}, optimizer.init(params), params)[0]
     {'w': tensor([0.5000])}
 
-    The last update is added to the parameter, so a chain that descends ends in `scale_by_learning_rate`. The weight
-    decay of a chain that ends in `add_decayed_weights` and `scale_by_learning_rate` is rounded as torch's decoupled
-    decay, p ← p (1 − lr λ) − lr u. If `scale_by_adam` precedes them, or the rate alone, the three are torch's fused
-    kernel: the chain is `adamw` or `adam` to the bit.
+    The last update is added to the parameter, so a chain that descends has a `scale_by_learning_rate`. A chain that
+    ends in `add_decayed_weights` and `scale_by_learning_rate` is rounded as torch's decoupled weight decay:
+    p ← p (1 − lr λ) − lr u. With `scale_by_adam` before these, or before the rate, it is one call of torch's kernel.
 
     Args:
         transformations: the transformations, in the order in which they change the gradient.
@@ -105,8 +105,6 @@ def chain(*transformations: Transformation) -> Optimizer:
 
     Raises:
         TypeError: if an argument is not a transformation.
-
-    Source: optax.chain (DeepMind, https://optax.readthedocs.io).
     """
     for each in transformations:
         if not isinstance(each, Transformation):
@@ -188,6 +186,8 @@ def _descend(lr: Schedule, constants: Constants | None) -> Transformation:
 def add_decayed_weights(weight_decay: float, decay: Decay = None) -> Transformation:
     """Add the weight decay λ p to the update: an L2 penalty before the moments, decoupled weight decay after them.
 
+    Loshchilov & Hutter, arXiv 1711.05101, compare the two. It is `optax.add_decayed_weights`.
+
     >>> import torch, functional_parallel as fp
     >>> optimizer = fp.optim.chain(fp.optim.add_decayed_weights(0.5), fp.optim.scale_by_learning_rate(1.0))
     >>> params = {"w": torch.tensor([1.0])}
@@ -203,20 +203,17 @@ def add_decayed_weights(weight_decay: float, decay: Decay = None) -> Transformat
 
     Raises:
         ValueError: for a λ that is out of range. The optimizer's `init` raises it for a pattern that matches nothing.
-
-    Source: Loshchilov & Hutter, arXiv 1711.05101; optax.add_decayed_weights.
     """
     require("add_decayed_weights", weight_decay=weight_decay)
 
-    @mark_elementwise
-    def update(step: Tensor) -> Callable[..., Tensor]:
-        return lambda update, parameter, rate: update + rate * parameter if rate else update
+    def one(update: Tensor, parameter: Tensor, rate: float) -> Tensor:
+        return update + rate * parameter if rate else update
 
-    return _AddDecayedWeights(update, constants=lambda params: decay_rates(weight_decay, decay, params))
+    return _AddDecayedWeights(mark_elementwise(lambda step: one), 0, partial(decay_rates, weight_decay, decay))
 
 
 def scale_by_learning_rate(lr: Schedule) -> Transformation:
-    """Multiply the update by the negative learning rate, so that the parameter moves against the gradient.
+    """Multiply the update by the negative learning rate, as `optax.scale_by_learning_rate` does.
 
     >>> import torch, functional_parallel as fp
     >>> optimizer = fp.optim.chain(fp.optim.scale_by_learning_rate(fp.optim.schedules.linear(0.5, 0.0, 10)))
@@ -232,8 +229,6 @@ def scale_by_learning_rate(lr: Schedule) -> Transformation:
 
     Raises:
         ValueError: for a rate that is out of range.
-
-    Source: optax.scale_by_learning_rate.
     """
     require("scale_by_learning_rate", lr=lr)
 

@@ -14,14 +14,7 @@ __all__ = ["require"]
 def require(
     optimizer: str, *, lr: Schedule = 0.0, betas: tuple[float, float] = (0.0, 0.0), **not_negative: float
 ) -> None:
-    """Raise ValueError for a hyperparameter of `optimizer` that is out of range.
-
-    Args:
-        optimizer: name of the optimizer, for the message.
-        lr: must be a number of at least 0, a scalar tensor or a function.
-        betas: must be two numbers in [0, 1).
-        not_negative: must be numbers of at least 0.
-    """
+    """Raise ValueError unless `lr` is a rate or a schedule, `betas` lie in [0, 1), and the others are not negative."""
     if not (callable(lr) or (isinstance(lr, torch.Tensor) and lr.ndim == 0) or is_non_negative(lr)):
         instead = written_here(lr)
         if instead:

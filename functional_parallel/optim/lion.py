@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..functions import PyTree, explain_keywords
@@ -57,9 +55,9 @@ def lion(
 
 @explain_keywords
 def scale_by_lion(*, betas: tuple[float, float] = (0.9, 0.99)) -> Transformation:
-    """Replace the update by the sign of an interpolated momentum.
+    """Replace the update by the sign of an interpolated momentum (Chen et al., arXiv 2302.06675).
 
-    u ← sign(β₁ m + (1−β₁) u);  m ← β₂ m + (1−β₂) u.
+    u ← sign(β₁ m + (1−β₁) u);  m ← β₂ m + (1−β₂) u, as in `optax.scale_by_lion`.
 
     >>> import torch, functional_parallel as fp
     >>> optimizer = fp.optim.chain(fp.optim.scale_by_lion(), fp.optim.scale_by_learning_rate(0.25))
@@ -75,14 +73,11 @@ def scale_by_lion(*, betas: tuple[float, float] = (0.9, 0.99)) -> Transformation
 
     Raises:
         ValueError: for a number that is out of range.
-
-    Source: Chen et al., arXiv 2302.06675, algorithm 2; optax.scale_by_lion.
     """
     require("scale_by_lion", betas=betas)
     beta1, beta2 = betas
 
-    @mark_elementwise
-    def update(step: Tensor) -> Callable[..., tuple[Tensor, ...]]:
-        return lambda g, p, m: (torch.sign(beta1 * m + (1 - beta1) * g), beta2 * m + (1 - beta2) * g)
+    def one(g: Tensor, p: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+        return (beta1 * m + (1 - beta1) * g).sign(), beta2 * m + (1 - beta2) * g
 
-    return Transformation(update, 1)
+    return Transformation(mark_elementwise(lambda step: one), 1)

@@ -119,11 +119,9 @@ def clip_value(optimizer: Optimizer, bound: float) -> Optimizer:
     if not bound > 0:
         raise ValueError(f"clip_value(bound={bound!r}): the bound must be positive")
 
-    def update(
-        grads: PyTree, state: PyTree, params: PyTree, *specs: SpecTree, **constants: PyTree
-    ) -> tuple[PyTree, PyTree]:
+    def update(grads: PyTree, state: PyTree, params: PyTree, *specs: SpecTree, **own: PyTree) -> tuple[PyTree, PyTree]:
         (clipped,) = map_leaves(lambda grad, _: (grad.clamp(-bound, bound),), grads, grads)
-        return optimizer.update(clipped, state, params, *specs, **constants)
+        return optimizer.update(clipped, state, params, *specs, **own)
 
     if is_known_elementwise(optimizer.update):
         mark_elementwise(update)

@@ -122,24 +122,11 @@ def join(*parts: tuple[int, Rate], last: Rate) -> Rate:
         parts: pairs of a number of steps and their schedule.
         last: schedule of all later steps.
     """
-
-    def at(step: Step) -> Tensor:
-        step, begin = as_step(step), 0
-        pieces: list[tuple[int, Tensor]] = []
-        for steps, schedule in parts:
-            begin += steps
-            pieces.append((begin, schedule(step - (begin - steps))))
-        rate = last(step - begin)
-        for until, piece in reversed(pieces):
-            rate = torch.where(step < until, piece, rate)
-        return rate
-
-    return at
-
-
-# -----------------------------------------------------------------------------
-# Helpers
-# -----------------------------------------------------------------------------
+    if not parts:
+        return last
+    (steps, schedule), *others = parts
+    later = join(*others, last=last)
+    return lambda step: torch.where(as_step(step) < steps, schedule(as_step(step)), later(as_step(step) - steps))
 
 
 def as_step(step: Step) -> Tensor:

@@ -58,17 +58,15 @@ def sgd(
             Nesterov momentum without `momentum` or with `dampening`.
     """
     require("sgd", lr=lr, momentum=momentum, weight_decay=weight_decay)
-    decayed, momenta = add_decayed_weights(weight_decay, decay), _trace("sgd", momentum, dampening, nesterov)
-    return chained(
-        "sgd", lambda step, velocity=None: SGDState(step, velocity), decayed, momenta, scale_by_learning_rate(lr)
-    )
+    parts = add_decayed_weights(weight_decay, decay), _trace("sgd", momentum, dampening, nesterov)
+    return chained("sgd", lambda step, v=None: SGDState(step, v), *parts, scale_by_learning_rate(lr))
 
 
 @explain_keywords
 def trace(momentum: float, *, dampening: float = 0.0, nesterov: bool = False) -> Transformation:
-    """Replace the update by momentum: a sum of the past updates, each weaker than the next.
+    """Replace the update by momentum: a sum of past updates, each weaker than the next (Sutskever et al., ICML 2013).
 
-    v ← μ v + (1−τ) u;  u ← v (or, Nesterov, u + μ v).
+    v ← μ v + (1−τ) u;  u ← v (or, Nesterov, u + μ v), as in `torch.optim.SGD` and `optax.trace`.
 
     >>> import torch, functional_parallel as fp
     >>> optimizer = fp.optim.chain(fp.optim.trace(0.5), fp.optim.scale_by_learning_rate(1.0))
@@ -87,8 +85,6 @@ def trace(momentum: float, *, dampening: float = 0.0, nesterov: bool = False) ->
 
     Raises:
         ValueError: as for `sgd`.
-
-    Source: Sutskever et al., ICML 2013; `torch.optim.SGD`; optax.trace.
     """
     return _trace("trace", momentum, dampening, nesterov)
 
