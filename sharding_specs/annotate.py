@@ -5,16 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import optree
+import torch
 
 from .annotated import Annotated
 from .dataclass_nodes import register_dataclasses
 from .errors import SpecError
+from .pytree import Tree
 from .spec import P, as_spec
 
 __all__ = ["Annotated", "annotate", "split"]
 
 
-def annotate(value: Any, spec: P | str) -> Any:
+def annotate(value: torch.Tensor, spec: P | str) -> Annotated:
     """Attach a spec to a parameter at its creation. `split` removes it.
 
     >>> import torch
@@ -40,7 +42,7 @@ def annotate(value: Any, spec: P | str) -> Any:
     return Annotated(value, parsed)
 
 
-def split(tree: Any) -> tuple[Any, Any]:
+def split(tree: Tree) -> tuple[Any, Any]:
     """Separate a tree of annotated values into parameters and specs. A value without a spec is replicated.
 
     Args:

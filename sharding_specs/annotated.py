@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+import torch
 
 from .spec import P
 
@@ -14,7 +14,7 @@ class Annotated:
 
     __slots__ = ("spec", "value")
 
-    def __init__(self, value: Any, spec: P) -> None:
+    def __init__(self, value: torch.Tensor, spec: P) -> None:
         self.value, self.spec = value, spec
 
     def __repr__(self) -> str:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import dataclasses
 import sys
 import threading
+from collections.abc import Iterable
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 from weakref import WeakSet
 
 import optree
 import torch
 
 from .annotated import Annotated
+from .pytree import DataclassNode, Tree
 from .spec import P
 
 __all__ = ["keep_as_leaves", "register_dataclasses"]
+
+T = TypeVar("T")
 
 _libraries = {"torch", "optree", "sharding_specs"}  # packages with dataclasses that are leaves
 _CONTAINERS = (dict, list, tuple, set, frozenset, str)  # subclasses store more than their fields
@@ -62,7 +66,7 @@ def keep_as_leaves(library: str) -> None:
     _libraries.add(library)
 
 
-def _is_instance(leaf: Any) -> bool:
+def _is_instance(leaf: Tree) -> TypeGuard[DataclassNode]:
     kind = type(leaf)
     if not hasattr(kind, "__dataclass_fields__") or isinstance(leaf, (torch.nn.Module, type, *_CONTAINERS)):
         return False
@@ -75,7 +79,7 @@ def _is_defined_in_a_library(kind: type) -> bool:
     return is_inside and hasattr(sys.modules.get(kind.__module__), kind.__qualname__.split(".")[0])
 
 
-def _holds(leaf: Any) -> bool:
+def _holds(leaf: DataclassNode) -> bool:
     """Whether a dataclass holds a tensor or a spec, at any depth."""
     inner = optree.tree_leaves(list(_content(leaf).values()))
     return any(isinstance(each, _HELD) or (_is_instance(each) and _holds(each)) for each in inner)
@@ -94,12 +98,12 @@ def _register(kind: type) -> None:
             )
 
 
-def _flatten(instance: Any) -> tuple[tuple[Any, ...], tuple[str, ...], tuple[str, ...]]:
+def _flatten(instance: DataclassNode) -> tuple[tuple[Any, ...], tuple[str, ...], tuple[str, ...]]:
     content = _content(instance)
     return tuple(content.values()), tuple(content), tuple(content)
 
 
-def _content(instance: Any) -> dict[str, Any]:
+def _content(instance: DataclassNode) -> dict[str, Any]:
     """Fields and additional attributes, without the values of cached properties, which are recomputed."""
     fields = [field.name for field in dataclasses.fields(instance)]
     more = [
@@ -110,9 +114,9 @@ def _content(instance: Any) -> dict[str, Any]:
     return {name: getattr(instance, name) for name in (*fields, *more) if hasattr(instance, name)}
 
 
-def _made(kind: type, names: tuple[str, ...], children: Any) -> Any:
+def _made(kind: type[T], names: tuple[str, ...], children: Iterable[Tree]) -> T:
     """Create an instance, frozen or not. `__init__` and `__post_init__` are not called; they may check for tensors."""
-    instance: Any = object.__new__(kind)
+    instance = object.__new__(kind)
     for name, child in zip(names, children, strict=True):
         object.__setattr__(instance, name, child)
     return instance

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeVar
 
 import optree
 import torch
 
 from .errors import SpecError
 from .mesh import Mesh
+from .pytree import SpecTree, Tree
 from .spec import P
 from .trees import broadcast_specs, tree_paths
 from .validate import misfits, require_dims, validate
 
 __all__ = ["local_shape", "padded_shape", "reshard", "shard", "shard_leaf", "unshard", "unshard_leaf", "whole_shape"]
+
+
+T = TypeVar("T", bound=Tree)
 
 
 def local_shape(shape: Sequence[int], spec: P, mesh: Mesh) -> tuple[int, ...]:
@@ -91,7 +95,7 @@ def _check(shape: Sequence[int], spec: P, mesh: Mesh, *, pad: bool = False) -> N
 # -----------------------------------------------------------------------------
 
 
-def shard(tree: Any, specs: Any, mesh: Mesh, rank: int, *, pad: bool = False) -> Any:
+def shard(tree: T, specs: SpecTree, mesh: Mesh, rank: int, *, pad: bool = False) -> T:
     """Return one rank's shards of a tree of full tensors. They are views where possible.
 
     >>> shard({"w": torch.arange(4)}, {"w": P("data")}, Mesh(data=2), rank=1)
@@ -112,13 +116,14 @@ def shard(tree: Any, specs: Any, mesh: Mesh, rank: int, *, pad: bool = False) ->
     fitting = optree.tree_map(lambda leaf, spec: spec if isinstance(leaf, torch.Tensor) else P(), tree, full)
     validate(tree, fitting, mesh, pad=pad, advice="or pad what lies at rest, with shard(…, pad=True)")
 
-    def one(leaf: Any, spec: P) -> Any:
+    def one(leaf: Tree, spec: P) -> Tree:
         return shard_leaf(leaf, spec, mesh, rank, pad=pad) if isinstance(leaf, torch.Tensor) else leaf
 
-    return optree.tree_map(one, tree, full)
+    shards: T = optree.tree_map(one, tree, full)
+    return shards
 
 
-def unshard(trees: Sequence[Any], specs: Any, mesh: Mesh, *, shapes: Any = None, check: bool = False) -> Any:
+def unshard(trees: Sequence[T], specs: SpecTree, mesh: Mesh, *, shapes: Tree = None, check: bool = False) -> T:
     """Return the full tensors, given every rank's shards.
 
     >>> unshard([{"w": torch.tensor([0, 1])}, {"w": torch.tensor([2, 3])}], P("data"), Mesh(data=2))
@@ -152,15 +157,17 @@ def unshard(trees: Sequence[Any], specs: Any, mesh: Mesh, *, shapes: Any = None,
         if check:
             differing += _differing(path, parts, spec, mesh)
         whole = unshard_leaf(parts, spec, mesh)
-        results.append(whole if wanted[index] is None else _cut(whole, wanted[index]))
+        shape = wanted[index]
+        results.append(whole if shape is None else _cut(whole, shape))
     if differing:
         raise SpecError("replicas differ:\n" + "\n".join(differing))
-    return optree.tree_unflatten(structure, results)
+    whole_tree: T = optree.tree_unflatten(structure, results)
+    return whole_tree
 
 
 def reshard(
-    trees: Sequence[Any], from_specs: Any, from_mesh: Mesh, to_specs: Any, to_mesh: Mesh, *, shapes: Any = None
-) -> list[Any]:
+    trees: Sequence[T], from_specs: SpecTree, from_mesh: Mesh, to_specs: SpecTree, to_mesh: Mesh, *, shapes: Tree = None
+) -> list[T]:
     """Convert every rank's shards from one layout to another, which may be on another mesh.
 
     >>> parts = [torch.tensor([0, 1]), torch.tensor([2, 3])]
@@ -263,12 +270,12 @@ def _padded(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return whole
 
 
-def _cut(x: torch.Tensor, shape: Any) -> torch.Tensor:
+def _cut(x: torch.Tensor, shape: Sequence[int] | torch.Tensor) -> torch.Tensor:
     sizes = shape.shape if isinstance(shape, torch.Tensor) else shape
     return x[tuple(slice(0, size) for size in sizes)]
 
 
-def _is_shape(x: Any) -> bool:
+def _is_shape(x: Tree) -> bool:
     return isinstance(x, tuple) and all(isinstance(size, int) for size in x)
 
 

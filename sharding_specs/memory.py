@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import optree
 
 from .layout import local_shape
 from .mesh import Mesh
+from .pytree import SpecTree, Tree
+from .spec import P
 from .trees import broadcast_specs, tree_paths
 from .validate import require_dims
 
@@ -20,11 +22,11 @@ class MemoryRow(NamedTuple):
 
     path: str
     shape: tuple[int, ...]
-    spec: Any
+    spec: P
     bytes: int
 
 
-def memory_table(tree: Any, specs: Any, mesh: Mesh) -> list[MemoryRow]:
+def memory_table(tree: Tree, specs: SpecTree, mesh: Mesh) -> list[MemoryRow]:
     """Return the size of a rank's shard of every leaf. Uneven dims count as padded.
 
     >>> import torch
@@ -48,7 +50,7 @@ def memory_table(tree: Any, specs: Any, mesh: Mesh) -> list[MemoryRow]:
     return rows
 
 
-def bytes_per_rank(tree: Any, specs: Any, mesh: Mesh) -> int:
+def bytes_per_rank(tree: Tree, specs: SpecTree, mesh: Mesh) -> int:
     """Return the bytes of a tree's shards on each rank.
 
     >>> import torch

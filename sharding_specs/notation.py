@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from einops.parsing import ParsedExpression
+from einops.parsing import AnonymousAxis, ParsedExpression
 
 __all__ = ["parse_dims"]
 
@@ -59,7 +59,7 @@ def _without_leading_ellipsis(composition: Sequence[Any], axes: Mapping[str, obj
     return dims
 
 
-def _name(factor: Any) -> str:
+def _name(factor: str | AnonymousAxis) -> str:
     """Return the name of a factor, or its number as text. einops wraps numbers."""
     return str(getattr(factor, "value", factor))
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import optree
 
 from .errors import SpecError
+from .pytree import Tree
 from .spec import P, as_spec
 from .trees import tree_paths
 
@@ -42,7 +43,7 @@ class RuleMatch(NamedTuple):
     unused: list[str]
 
 
-def match_rules(rules: Rules, tree: Any, *, default: P | None = None) -> RuleMatch:
+def match_rules(rules: Rules, tree: Tree, *, default: P | None = None) -> RuleMatch:
     """Find a spec for every leaf of a tree by its path.
 
     >>> match_rules({"*/w1": P(None, "tensor"), "head": P()}, {"layers": [{"w1": 0, "b1": 0}]})
@@ -67,7 +68,7 @@ def match_rules(rules: Rules, tree: Any, *, default: P | None = None) -> RuleMat
     return RuleMatch(optree.tree_unflatten(optree.tree_structure(tree), specs), unmatched, unused)
 
 
-def apply_rules(rules: Rules, tree: Any, *, strict: bool = False, default: P | None = None) -> Any:
+def apply_rules(rules: Rules, tree: Tree, *, strict: bool = False, default: P | None = None) -> Any:
     """Return only the specs of `match_rules`.
 
     >>> apply_rules([("*/w", "embed heads/tensor"), ("*", None)], {"a": {"w": 0, "b": 0}}, strict=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from .errors import SpecError
 from .mesh import Mesh
@@ -18,6 +18,7 @@ from .notation import parse_dims
 __all__ = ["P", "Placement", "as_spec"]
 
 Factor = str | int
+Dim: TypeAlias = str | tuple[Factor, ...] | list[Factor] | None
 
 
 class Placement(NamedTuple):
@@ -54,7 +55,7 @@ class P:
 
     def __init__(
         self,
-        *dims: Any,
+        *dims: Dim,
         unreduced: Iterable[str] = (),
         reduced: Iterable[str] = (),
         padded: Mapping[int, int] | None = None,
@@ -161,7 +162,7 @@ class P:
 
     def replace(
         self,
-        dims: Iterable[Any] | None = None,
+        dims: Iterable[Dim] | None = None,
         *,
         unreduced: Iterable[str] | None = None,
         reduced: Iterable[str] | None = None,
@@ -286,7 +287,7 @@ def as_spec(spec: P | str | None) -> P:
     raise SpecError(f"a sharding spec is a P(…), a string like 'vocab/tensor embed', or None; not {spec!r}")
 
 
-def _factors(dim: Any) -> tuple[Factor, ...]:
+def _factors(dim: Dim) -> tuple[Factor, ...]:
     if dim is None:
         return ()
     factors = tuple(dim) if isinstance(dim, (tuple, list)) else (dim,)

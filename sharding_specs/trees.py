@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import optree
 
 from .dataclass_nodes import register_dataclasses
 from .errors import SpecError
+from .pytree import SpecTree, Tree
 from .spec import P, as_spec
 
 __all__ = ["broadcast_specs", "is_spec", "path_text", "tree_paths"]
 
 
-def is_spec(x: Any) -> bool:
+def is_spec(x: Tree) -> TypeGuard[P | str | None]:
     """Whether `x` is a leaf of a spec tree: a spec, its string form, or None."""
     return x is None or isinstance(x, (P, str))
 
@@ -27,7 +28,7 @@ def path_text(path: tuple[Any, ...]) -> str:
     return "/".join(str(part) for part in path)
 
 
-def tree_paths(tree: Any) -> list[str]:
+def tree_paths(tree: Tree) -> list[str]:
     """Return the paths of a tree's leaves as text, in optree's order.
 
     >>> tree_paths({"b": [1, 2], "a": 3})
@@ -40,7 +41,9 @@ def tree_paths(tree: Any) -> list[str]:
     return [path_text(path) for path in optree.tree_paths(tree)]
 
 
-def broadcast_specs(specs: Any, tree: Any, *, name: str = "the spec tree", what: str = "the tree it is for") -> Any:
+def broadcast_specs(
+    specs: SpecTree, tree: Tree, *, name: str = "the spec tree", what: str = "the tree it is for"
+) -> Any:
     """Expand a tree of specs, which may be a prefix of `tree`, to one spec per leaf.
 
     >>> broadcast_specs({"a": P("data"), "b": None}, {"a": [1, 2], "b": 3})
@@ -78,7 +81,7 @@ _MOST = 8  # lines of a message
 _LONGEST = 100  # characters of an example
 
 
-def _differences(specs: Any, tree: Any, path: tuple[Any, ...]) -> list[str]:
+def _differences(specs: SpecTree, tree: Tree, path: tuple[Any, ...]) -> list[str]:
     """Differences between the nodes of a spec tree and a tree, one line each."""
     if is_spec(specs) or optree.tree_is_leaf(specs):
         return []
@@ -93,16 +96,17 @@ def _differences(specs: Any, tree: Any, path: tuple[Any, ...]) -> list[str]:
     return alone + [line for key in both for line in _differences(ours[key], theirs[key], (*path, key))]
 
 
-def _children(tree: Any) -> dict[Any, Any]:
+def _children(tree: Tree) -> dict[Any, Any]:
     if optree.tree_is_leaf(tree):
         return {}
     structure = optree.tree_structure(tree, is_leaf=lambda x: x is not tree)
     return dict(zip(structure.entries(), optree.tree_leaves(tree, is_leaf=lambda x: x is not tree), strict=True))
 
 
-def _kind(node: Any) -> str:
-    if getattr(node, "shape", None) is not None:
-        return f"a tensor of shape {tuple(node.shape)}"
+def _kind(node: Tree) -> str:
+    shape = getattr(node, "shape", None)
+    if shape is not None:
+        return f"a tensor of shape {tuple(shape)}"
     if optree.tree_is_leaf(node, none_is_leaf=True):
         return repr(node)
     article = "an" if type(node).__name__[0].lower() in "aeiou" else "a"
@@ -114,7 +118,7 @@ class _AnySpec:
         return "P(…)"
 
 
-def _ways_to_write(tree: Any) -> str:
+def _ways_to_write(tree: Tree) -> str:
     """Explain the valid forms of a spec tree for `tree`."""
     each = repr(optree.tree_map(lambda _: _AnySpec(), tree, is_leaf=lambda x: x is not tree))
     example = f", {each} has one for each part" if 4 < len(each) <= _LONGEST else ""

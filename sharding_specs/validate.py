@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import optree
 import torch
 
 from .errors import SpecError
 from .mesh import Mesh
+from .pytree import SpecTree, Tree
 from .spec import P
 from .trees import broadcast_specs, tree_paths
 
 __all__ = ["misfits", "require_dims", "validate"]
 
 
-def validate(tree: Any, specs: Any, mesh: Mesh, *, pad: bool = False, advice: str = "") -> None:
+def validate(tree: Tree, specs: SpecTree, mesh: Mesh, *, pad: bool = False, advice: str = "") -> None:
     """Check a spec tree against a tree of tensors (or of anything with a shape).
 
     >>> import torch
@@ -50,7 +50,7 @@ another dim, or leave it whole
         raise SpecError(f"specs do not fit on {mesh!r}:\n" + "\n".join(problems + more))
 
 
-def require_dims(tree: Any, specs: Any, name: str = "the tensors") -> None:
+def require_dims(tree: Tree, specs: SpecTree, name: str = "the tensors") -> None:
     """Check that no spec has more dims than its tensor. Trailing unsharded dims of the spec count.
 
     >>> import torch

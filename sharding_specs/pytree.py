@@ -1,0 +1,34 @@
+"""Types of pytrees and of spec trees."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol, TypeAlias
+
+import torch
+
+from .annotated import Annotated
+from .spec import P
+
+__all__ = ["DataclassNode", "RegisteredNode", "SpecTree", "Tree"]
+
+
+class DataclassNode(Protocol):
+    """Instance of a dataclass: a node if it holds tensors or specs, else a leaf."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+
+class RegisteredNode(Protocol):
+    """Instance of a class that is registered by `optree.register_pytree_node_class`."""
+
+    def tree_flatten(self) -> tuple[Any, ...]: ...
+
+
+_Number: TypeAlias = bool | int | float | complex
+_Leaf: TypeAlias = (
+    "torch.Tensor | P | Annotated | _Number | str | bytes | torch.dtype | torch.device | Callable[..., Any] | None"
+)
+Tree: TypeAlias = "_Leaf | Mapping[Any, Tree] | Sequence[Tree] | DataclassNode | RegisteredNode"
+SpecTree: TypeAlias = "P | str | Mapping[Any, SpecTree] | Sequence[SpecTree] | DataclassNode | RegisteredNode | None"
