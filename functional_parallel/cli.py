@@ -29,10 +29,11 @@ import torch
 import torch.distributed as dist
 
 from sharding_specs import Mesh, MeshError, SpecError, memory_table, validate
+from sharding_specs.pytree import SpecTree, Tree
 
 from .errors import OrderError, PipelineError, ScheduleError
 from .planning import CONVENTIONS, estimate
-from .program import HARDWARE, readable_bytes
+from .program import HARDWARE, Program, readable_bytes
 from .schedules import command
 from .transforms import chain, matched, pipeline, tensor_parallel, zero
 
@@ -176,13 +177,14 @@ def _price(chosen: argparse.Namespace) -> str:
     return json.dumps(price.to_dict(), indent=1) if chosen.json else price.table(chosen.group)
 
 
-def _program(chosen: argparse.Namespace) -> Any:
+def _program(chosen: argparse.Namespace) -> Program:
     wanted = "a compiled function or training step, and the tuple of its arguments"
     compiled, args = _result(chosen, wanted)
     if not hasattr(compiled, "lower") or not isinstance(args, tuple):
         found = f"a pair of {type(compiled).__name__} and {type(args).__name__}"
         raise UsageError(f"{chosen.target} returned {found}; it shall return {wanted}")
-    return compiled.lower(*args)
+    program: Program = compiled.lower(*args)
+    return program
 
 
 def _memory(chosen: argparse.Namespace) -> str:
@@ -203,7 +205,7 @@ def _memory(chosen: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
-def _to_train(chosen: argparse.Namespace, params: Any, specs: Any, mesh: Mesh) -> str:
+def _to_train(chosen: argparse.Namespace, params: Tree, specs: SpecTree, mesh: Mesh) -> str:
     mesh.axis_size(chosen.axis)  # raises for an unknown axis
     used = {axis for spec in optree.tree_leaves(specs) for axis in spec.axes}
     split = used - {chosen.axis, chosen.pipe}

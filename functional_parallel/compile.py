@@ -15,7 +15,7 @@ from sharding_specs import Mesh, register_dataclasses
 from .collectives import guards
 from .errors import LayoutError, PipelineError
 from .functions import LocalFunction, PyTree, bind_positional, explain_keywords, layout_of, require_mesh
-from .ir import current_source
+from .ir import current_source, leaf_signature
 from .lowering import Lowered, Options, call_shard_map, lower
 from .passes import pass_names
 from .pipelines import PipelineProgram, Stacks, pipeline_of, stacks_of
@@ -212,7 +212,7 @@ class Compiled:
             args = (self._stacks.unstack(args[0]), *args[1:])
         leaves, tree = optree.tree_flatten(args)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        key = (tree, tuple(_signature(leaf) for leaf in leaves))
+        key = (tree, tuple(map(leaf_signature, leaves)))
         make = functools.partial(lower, self.f, self.mesh, args, self._specs, name=self.name, options=self.options)
         lowered = self._lowered.get(key, make)
         self.program = lowered.program
@@ -238,12 +238,6 @@ def runtime_of(mesh: Mesh, f: Any, reduction: str = "fast") -> Runtime[Any, Any]
     base = default_runtime(mesh, reduction)
     plan = pipeline_of(layout_of(f))
     return base if plan is None else PipelineRuntime(base, plan.axis)
-
-
-def _signature(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return (tuple(leaf.shape), leaf.dtype, leaf.device)
-    return (type(leaf).__name__, repr(leaf))
 
 
 def _name(f: Any) -> str:

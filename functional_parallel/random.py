@@ -16,7 +16,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -81,7 +80,8 @@ def uniform(key: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """
     if key.ndim:
         raise ValueError(f"a draw takes one key, a scalar, not {tuple(key.shape)}: map over keys by torch.func.vmap")
-    return torch.ops.fp.uniform(like.detach(), key, list(like.shape), [], [], [], [])
+    drawn: torch.Tensor = OP(like.detach(), key, list(like.shape), [], [], [], [])
+    return drawn
 
 
 def normal(key: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -208,7 +208,7 @@ def _traced_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, 
 
 
 @intercept_op(torch.ops.aten.native_dropout.default)
-def _keyed_native_dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:
+def _keyed_native_dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Replacement of the CUDA kernel of dropout. Return the result and the mask of kept elements."""
     if train is False or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
@@ -258,7 +258,7 @@ def _uniform(
     return (whole.to(torch.float64) * 2.0**-digits).to(like.dtype).expand(*key.shape, *like.shape)
 
 
-def _global_index(length: int, splits: Sequence[tuple[int, DimSplit, str]], device: Any) -> torch.Tensor:
+def _global_index(length: int, splits: Sequence[tuple[int, DimSplit, str]], device: torch.device) -> torch.Tensor:
     index = torch.arange(length, device=device)
     for outer, parts, axis in reversed(splits):
         index = parts.whole_position(index, fp.axis_index(axis), length, outer)
@@ -278,19 +278,21 @@ def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _fake(like: torch.Tensor, key: torch.Tensor, *_: Any) -> torch.Tensor:
+def _fake(like: torch.Tensor, key: torch.Tensor, *_: Sequence[int] | Sequence[str]) -> torch.Tensor:
     return like.new_empty((*key.shape, *like.shape))
 
 
-def _kernel(*args: Any) -> torch.Tensor:
-    return _uniform(*args).contiguous()
-
-
-_library.impl("uniform", _kernel, "CompositeExplicitAutograd")
+_library.impl("uniform", lambda *args: _uniform(*args).contiguous(), "CompositeExplicitAutograd")
 torch.library.register_fake("fp::uniform", _fake, lib=_library)
 
 
-def _vmap(info: Any, in_dims: Any, like: torch.Tensor, key: torch.Tensor, *where: Any) -> tuple[torch.Tensor, Any]:
+def _vmap(
+    info: _torch.VmapInfo,
+    in_dims: Sequence[int | None],
+    like: torch.Tensor,
+    key: torch.Tensor,
+    *where: Sequence[int] | Sequence[str],
+) -> tuple[torch.Tensor, int | None]:
     """Map over keys. Only the shape, dtype and device of `like` matter, so a mapped `like` is reduced to one entry."""
     of_like, of_key, *_ = in_dims
     one = like if of_like is None else like.select(of_like, 0)

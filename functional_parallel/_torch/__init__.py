@@ -30,6 +30,9 @@ from .function_types import FunctionContext, InDims, VmapInfo
 from .functions import running_functions
 from .initialisers import default_generator, inits_by
 from .ops import (
+    HigherOrderOp,
+    Op,
+    OpPacket,
     decomposition_of,
     direct_call,
     functional_variant,
@@ -44,6 +47,7 @@ from .ops import (
 from .threads import of_thread
 from .transforms import (
     TorchDispatchMode,
+    VmapInfo,
     backward_node_number,
     counting_levels,
     differentiating_level,
@@ -68,6 +72,9 @@ __all__ = [
     "FakeTensorMode",
     "FunctionContext",
     "InDims",
+    "HigherOrderOp",
+    "Op",
+    "OpPacket",
     "StorageWeakRef",
     "TorchDispatchMode",
     "UnsupportedFakeTensor",

@@ -54,7 +54,7 @@ def timeout_of_all_ranks() -> timedelta | None:
     assert world is not None, "nobody has initialised torch.distributed"
     for device in ("cpu", "cuda"):
         with suppress(RuntimeError, AttributeError):  # no backend for this device, or one without options, e.g. mpi
-            return world._get_backend(torch.device(device)).options._timeout  # type: ignore[no-any-return]
+            return world._get_backend(torch.device(device)).options._timeout
     return None
 
 

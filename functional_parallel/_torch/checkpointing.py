@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.utils.checkpoint
@@ -13,6 +13,10 @@ import torch.utils.checkpoint
 from .threads import of_thread
 
 __all__ = ["checkpointing"]
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @contextmanager
@@ -58,14 +62,15 @@ class _Checkpoints:
             if not self._inside:
                 self._put(*self._torchs)
 
-    def apply(self, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+    def apply(self, function: Callable[P, R], preserve: bool, *args: P.args, **kwargs: P.kwargs) -> R:
         regions = _regions()
         if not regions:
-            return self._torchs[0].apply(function, preserve, *args)
+            result: R = self._torchs[0].apply(function, preserve, *args, **kwargs)
+            return result
         with regions[-1]("checkpoint"):
-            return function(*args)
+            return function(*args, **kwargs)
 
-    def generator(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+    def generator(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Iterator[None]:
         regions = _regions()
         if not regions:
             yield from self._torchs[1](function, *args, **kwargs)

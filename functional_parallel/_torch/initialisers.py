@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -23,7 +22,7 @@ def default_generator(device: torch.device) -> torch.Generator | None:
 
 
 @contextmanager
-def inits_by(call: Callable[..., Any]) -> Iterator[None]:
+def inits_by(call: Callable[..., torch.Tensor]) -> Iterator[None]:
     """Replace a call of an initialiser that reads values by `call(function, tensor, …)`, in this thread.
 
     The initialiser of a truncated normal redraws values outside its bounds. The public function looks up the private
@@ -31,9 +30,12 @@ def inits_by(call: Callable[..., Any]) -> Iterator[None]:
     """
     thread, plainly = threading.get_ident(), torch.nn.init._no_grad_trunc_normal_
 
-    def trunc_normal_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        by = call if threading.get_ident() == thread else _plainly
-        return by(plainly, tensor, *args, **kwargs)
+    def trunc_normal_(
+        tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
+    ) -> torch.Tensor:
+        if threading.get_ident() != thread:
+            return plainly(tensor, mean, std, a, b, generator)
+        return call(plainly, tensor, mean, std, a, b, generator=generator)
 
     with _one_at_a_time:
         torch.nn.init._no_grad_trunc_normal_ = trunc_normal_
@@ -41,10 +43,6 @@ def inits_by(call: Callable[..., Any]) -> Iterator[None]:
             yield
         finally:
             torch.nn.init._no_grad_trunc_normal_ = plainly
-
-
-def _plainly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
 
 
 _one_at_a_time = threading.RLock()

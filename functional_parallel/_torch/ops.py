@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from torch.fx.node import Argument, Target
 
 __all__ = [
+    "HigherOrderOp",
+    "Op",
+    "OpPacket",
     "decomposition_of",
     "direct_call",
     "functional_variant",
@@ -21,10 +25,14 @@ __all__ = [
 ]
 
 
+Op: TypeAlias = torch._ops.OpOverload[..., Any]
+OpPacket: TypeAlias = torch._ops.OpOverloadPacket[..., Any]
+HigherOrderOp = torch._ops.HigherOrderOperator
+
 grouped_mm = torch._grouped_mm  # called by F.grouped_mm, and by models before F.grouped_mm was public
 
 
-def functional_variant(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+def functional_variant(op: Op) -> Op | None:
     """Return the out-of-place variant of an in-place op or of an op with `out=`, or None.
 
     For `aten.add_.Tensor` it is `aten.add.Tensor`. The overload is chosen by the arguments, because its name may differ
@@ -39,36 +47,36 @@ def functional_variant(op: torch._ops.OpOverload) -> torch._ops.OpOverload | Non
     return next((each for each in overloads if each is not op and _taken(each) == _taken(op)), None)
 
 
-def decomposition_of(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
+def decomposition_of(op: Op) -> Callable[..., Any] | None:
     """Return torch's decomposition of an op into simpler ops, or None."""
     from torch._decomp import decomposition_table  # a slow import that few calls need
 
     return decomposition_table.get(op)
 
 
-def has_derivative(op: torch._ops.OpOverload) -> bool:
+def has_derivative(op: Op) -> bool:
     """Whether autograd supports an op. For other ops torch.func would return a zero gradient."""
     names = ("Autograd", "AutogradCPU", "AutogradCUDA", "AutogradOther", "CompositeImplicitAutograd")
     keys = (getattr(torch._C.DispatchKey, name) for name in names)
     return op.namespace in ("aten", "prims") or any(map(op.has_kernel_for_dispatch_key, keys))
 
 
-def is_composite(op: torch._ops.OpOverload) -> bool:
+def is_composite(op: Op) -> bool:
     """Whether an aten op is composed of other ops only. If called below autograd, it is not yet decomposed."""
     return op.namespace == "aten" and op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
-def is_foreach(op: torch._ops.OpOverload) -> bool:
+def is_foreach(op: Op) -> bool:
     """Whether an aten op applies another op to every tensor of a list, for example `_foreach_add`."""
     return op._schema.name.startswith("aten::_foreach_")
 
 
-def one_by_one(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+def one_by_one(op: Op, *args: Argument, **kwargs: Argument) -> Argument:
     """Call a foreach op by torch's device-independent kernel, which calls the other op on every tensor."""
     return op._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
 
-def _taken(op: torch._ops.OpOverload) -> list[tuple[str, str]]:
+def _taken(op: Op) -> list[tuple[str, str]]:
     """Names and types of an op's arguments, without its `out` arguments."""
     return [(argument.name, str(argument.type)) for argument in op._schema.arguments if not argument.is_out]
 
@@ -76,7 +84,7 @@ def _taken(op: torch._ops.OpOverload) -> list[tuple[str, str]]:
 _VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
 
 
-def stride_free(op: Any) -> Any:
+def stride_free(op: Target) -> Target:
     """Return the op to run for a traced op. It was traced on contiguous fakes, but operands may have other strides.
 
     A view of such an operand may be impossible. torch selects attention kernels only for operands with contiguous rows;
@@ -85,8 +93,8 @@ def stride_free(op: Any) -> Any:
     return torch.ops.aten.reshape.default if op in _VIEWS else _ON_COPIES.get(op, op)
 
 
-def _on_rows(op: Any) -> Callable[..., Any]:
-    def row(x: Any) -> Any:
+def _on_rows(op: Op) -> Callable[..., Any]:
+    def row(x: Argument) -> Argument:
         # The sums of exponentials that a kernel saves for its backward have one dim fewer and keep their strides.
         scattered = isinstance(x, torch.Tensor) and x.ndim > 3 and x.shape[-1] > 1 and x.stride(-1) != 1
         return x.contiguous() if scattered else x
@@ -94,8 +102,8 @@ def _on_rows(op: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: op(*map(row, args), **{name: row(x) for name, x in kwargs.items()})
 
 
-def _on_contiguous(op: Any) -> Callable[..., Any]:
-    def dense(x: Any) -> Any:
+def _on_contiguous(op: Op) -> Callable[..., Any]:
+    def dense(x: Argument) -> Argument:
         return x.contiguous() if isinstance(x, torch.Tensor) else x
 
     return lambda *args, **kwargs: op(*map(dense, args), **{name: dense(x) for name, x in kwargs.items()})
@@ -118,7 +126,7 @@ _ON_COPIES = _OF_ROWS | {
 }
 
 
-def under_transforms(op: Any) -> Any:
+def under_transforms(op: Target) -> Target:
     """Return the op to run for a traced op where torch.func's transforms may be active.
 
     torch.func cannot map `addmm_`, a product that is added in place. It maps `slice_scatter` with the number of
@@ -127,9 +135,12 @@ def under_transforms(op: Any) -> Any:
     return _UNDER_TRANSFORMS.get(op) or stride_free(op)
 
 
-def _slice_scatter(x: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+def _slice_scatter(
+    x: torch.Tensor, src: torch.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> torch.Tensor:
     start, end, step = slice(start, end, step).indices(x.shape[dim])
-    return torch.ops.aten.slice_scatter.default(x, src, dim, start, max(start, end), step)
+    result: torch.Tensor = torch.ops.aten.slice_scatter.default(x, src, dim, start, max(start, end), step)
+    return result
 
 
 _UNDER_TRANSFORMS = {
@@ -138,6 +149,6 @@ _UNDER_TRANSFORMS = {
 }
 
 
-def direct_call(op: object) -> Any:
+def direct_call(op: Target) -> Target:
     """Return the function that an op's Python object calls, to skip one Python frame."""
     return getattr(op, "_op", op) if isinstance(op, torch._ops.OpOverload) else op

@@ -17,6 +17,7 @@ from typing import Any
 import optree
 import torch
 from torch import fx
+from torch.fx.node import Argument
 
 from sharding_specs import P, broadcast_specs, register_dataclasses, tree_paths
 
@@ -92,10 +93,10 @@ def check_arguments(
 class _Argument:
     """One leaf of the arguments of a call, with the spec that the layout declares for it."""
 
-    def __init__(self, value: Any, spec: P, path: str) -> None:
+    def __init__(self, value: Argument, spec: P, path: str) -> None:
         self.value, self.spec, self.path = value, spec, path
 
-    def marked(self, axes: Iterable[str], function: str) -> Any:
+    def marked(self, axes: Iterable[str], function: str) -> Argument:
         if not isinstance(self.value, torch.Tensor):
             return self.value
         wanted = type_of_spec(self.spec)
@@ -202,7 +203,9 @@ def _refuse(function: object, found: Iterable[str | None]) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _check_mark(x: Any, axes: list[str], states: list[str], path: str, spec: str, function: str) -> Any:
+def _check_mark(
+    x: torch.Tensor, axes: list[str], states: list[str], path: str, spec: str, function: str
+) -> torch.Tensor:
     axes = [axis for axis in axes if axis in current_axes()]
     active = recorder()
     if active is not None and active.on_node is None:
@@ -216,4 +219,5 @@ def _check_mark(x: Any, axes: list[str], states: list[str], path: str, spec: str
 _Declared = define_marker(
     "declared(Tensor x, str[] axes, str[] states, str path, str spec, str function)", _check_mark, names_dims=False
 )
+_mark: Callable[..., torch.Tensor] = _Declared.apply
 OP = _Declared.op

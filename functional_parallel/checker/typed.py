@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import Argument
 
 from ..collectives import State, apply_primitive
 from ..ir import (
@@ -52,14 +53,14 @@ class _TypedInterpreter:
         self.values: dict[fx.Node, Any] = {}
         self.casts: dict[tuple[Any, ...], Any] = {}
 
-    def compute(self, node: fx.Node) -> Any:
+    def compute(self, node: fx.Node) -> Argument:
         wanted: dict[int, list[tuple[str, State, State]]] = {}
         if not _names_axes(node):
             for index, axis, source, target in casts_of(node):
                 wanted.setdefault(index, []).append((axis, source, target))
         position = iter(range(len(tensor_operands(node))))
 
-        def visit(leaf: Any) -> Any:
+        def visit(leaf: Argument) -> Argument:
             if not isinstance(leaf, fx.Node):
                 return leaf
             return self._cast(leaf, wanted.get(next(position), []))
@@ -68,7 +69,7 @@ class _TypedInterpreter:
         with grad_mode_of(node):
             return eval_node(node.target, _resolved(node, args), kwargs)
 
-    def _cast(self, node: fx.Node, casts: list[tuple[str, State, State]]) -> Any:
+    def _cast(self, node: fx.Node, casts: list[tuple[str, State, State]]) -> Argument:
         value = self.values[node]
         done: tuple[tuple[str, State, State], ...] = ()
         if not is_trained(value):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
@@ -17,6 +16,7 @@ from torch import fx
 from ..collectives import State, Type, dual, result_type
 from ..errors import CollectiveTypeError, TypingError
 from ..ir import (
+    VIEWS,
     Aval,
     casts_are_explicit,
     info,
@@ -40,11 +40,8 @@ _OF_THE_SECOND = {aten._new_zeros_with_same_feature_meta.default, aten.copy.defa
 _ZEROS = {aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default}
 _FILL_VALUE = {aten.full.default: 1, aten.scalar_tensor.default: 0}  # position of the number
 _PRODUCTS = {aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default, aten.mul.Tensor, aten.mul.Scalar}
-_KEEPS_ZEROS = {
-    *(aten.alias.default, aten.detach.default, aten._to_copy.default, aten.neg.default, aten.div.Tensor),
-    *(aten.view.default, aten.expand.default, aten.permute.default, aten.transpose.int, aten.t.default),
-    *(aten.unsqueeze.default, aten.squeeze.dim, aten.select.int, aten.slice.Tensor),
-    *(aten.sum.default, aten.sum.dim_IntList),
+_KEEPS_ZEROS = VIEWS | {
+    *(aten._to_copy.default, aten.neg.default, aten.div.Tensor, aten.sum.default, aten.sum.dim_IntList),
 }
 _GRADIENTS_OF_VIEWS = {  # linear; a forward derivative of a backward records them as ordinary ops
     *(aten.slice_backward.default, aten.select_backward.default),
@@ -144,7 +141,7 @@ class Typing:
         )
 
 
-def type_of(node: Any) -> Type:
+def type_of(node: fx.Node) -> Type:
     return info(node).type or Type()
 
 

@@ -9,12 +9,13 @@ loss is written for the global batch and applies the mask, so its mean is over t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import optree
 import torch
 
 from sharding_specs import Mesh, register_dataclasses, tree_paths
+from sharding_specs.pytree import Tree
 
 from ..errors import UnevenBatchError
 from ..functions import PyTree
@@ -53,7 +54,7 @@ def pad_batch(batch: PyTree, rows: int, *, like: PyTree = None) -> tuple[PyTree,
     if count == rows:
         return batch, present
 
-    def filled(leaf: Any, other: Any) -> Any:
+    def filled(leaf: Tree, other: torch.Tensor) -> Tree:
         if not _has_rows(leaf):
             return leaf
         return torch.cat([leaf, other[:1].to(leaf.device).expand(rows - count, *other.shape[1:])])
@@ -151,7 +152,7 @@ class _Own:
 # -----------------------------------------------------------------------------
 
 
-def _has_rows(leaf: Any) -> bool:
+def _has_rows(leaf: Tree) -> TypeGuard[torch.Tensor]:
     return isinstance(leaf, torch.Tensor) and leaf.ndim > 0
 
 
@@ -208,7 +209,7 @@ def batch_signature(batch: PyTree, begin: int = 0) -> str:
     return ", ".join(f"{path}: {_look(leaf, begin)}".removeprefix(": ") for path, leaf in leaves)
 
 
-def _look(leaf: Any, begin: int) -> str:
+def _look(leaf: Tree, begin: int) -> str:
     if not isinstance(leaf, torch.Tensor):
         return repr(leaf)
     return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape[begin:])}"

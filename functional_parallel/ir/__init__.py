@@ -5,6 +5,8 @@ from .aval import Aval, aval_of, hollow, without_memory
 from .checksum import checksum, sample_hash
 from .eval_node import casts_are_explicit, eval_node, explicit_casts, grad_mode_of
 from .graph import (
+    Args,
+    Kwargs,
     Traced,
     argument,
     forget_rewrites,
@@ -19,6 +21,7 @@ from .graph import (
     where,
 )
 from .info import NodeInfo, forget_info, info, set_info, update_info
+from .signature import LeafSignature, TensorSignature, ValueSignature, leaf_signature
 from .simplify import forget_values, simplify
 from .source import (
     Source,
@@ -34,13 +37,23 @@ from .stand_ins import differentiable_form, register_differentiable
 from .text import canonical_lines, first_difference, program_text
 from .trained import as_complex, as_real, is_trained
 from .variation import AxisSet, axes_of_nodes, varied_axes
+from .views import REARRANGEMENTS, RESHAPES, UNIT_DIMS, VIEWS
 
 __all__ = [
+    "REARRANGEMENTS",
+    "RESHAPES",
+    "UNIT_DIMS",
+    "VIEWS",
+    "Args",
     "Aval",
     "AxisSet",
+    "Kwargs",
+    "LeafSignature",
     "NodeInfo",
     "Source",
+    "TensorSignature",
     "Traced",
+    "ValueSignature",
     "argument",
     "as_complex",
     "as_real",
@@ -65,6 +78,7 @@ __all__ = [
     "info",
     "is_library",
     "is_trained",
+    "leaf_signature",
     "named_arguments",
     "operands_of",
     "primitive_name",

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TypeVar
 
 import torch
 
 __all__ = ["Aval", "aval_of", "hollow", "without_memory"]
 
+T = TypeVar("T")
 _CPU = torch.device("cpu")
 
 
@@ -55,12 +56,12 @@ def aval_of(value: torch.Tensor) -> Aval:
 _aval = lru_cache(maxsize=4096)(Aval)
 
 
-def without_memory(leaf: Any) -> Any:
+def without_memory(leaf: T) -> T | torch.Tensor:
     """Return a tensor of the same shape and dtype on the meta device. Return other leaves unchanged."""
     return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, torch.Tensor) else leaf
 
 
-def hollow(like: Any, shape: Sequence[int] | None = None) -> Any:
+def hollow(like: T | torch.Tensor | Aval, shape: Sequence[int] | None = None) -> T | torch.Tensor:
     """Return a tensor with the memory of one element, for code that reads only its shape, dtype and device.
 
     >>> hollow(torch.zeros(2, 3)).shape, hollow(torch.zeros(2, 3), (4, 3)).untyped_storage().nbytes()

@@ -6,13 +6,14 @@ therefore called as its differentiable primitive.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import optree
 import torch
 from torch import fx
+from torch.fx.node import Argument
 
 from .. import _torch
 from ..collectives import apply_primitive, primitive_of
@@ -24,7 +25,7 @@ from .stand_ins import differentiable_form
 __all__ = ["casts_are_explicit", "eval_node", "explicit_casts", "grad_mode_of"]
 
 
-def eval_node(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def eval_node(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Argument:
     """Run one op of a graph on actual values.
 
     Raises:
@@ -44,7 +45,7 @@ def eval_node(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return _torch.under_transforms(target)(*args, **kwargs)
 
 
-def _refuse_derivative(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _refuse_derivative(op: _torch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse an op that would lose the gradient of its operands."""
     operands = [leaf for leaf in optree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if torch.is_grad_enabled() and any(operand.requires_grad for operand in operands):

@@ -9,10 +9,11 @@ import operator
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import fx
+from torch.fx.node import Argument
 
 from .. import _torch
 from ..collectives import primitive_of
@@ -21,7 +22,9 @@ from .info import info, set_info, update_info
 from .source import Source
 
 __all__ = [
+    "Args",
     "Aval",
+    "Kwargs",
     "Traced",
     "argument",
     "aval_of",
@@ -39,6 +42,10 @@ __all__ = [
 ]
 
 K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
+
+Args: TypeAlias = tuple[Argument, ...]
+Kwargs: TypeAlias = dict[str, Argument]
 
 
 @dataclass
@@ -178,12 +185,12 @@ def topological_order(wanted: K, needed: Callable[[K], Iterable[K]], done: Conta
             yield last
 
 
-def named_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def named_arguments(op: _torch.Op, args: Sequence[Argument], kwargs: Mapping[str, Argument]) -> dict[str, Argument]:
     """Return the arguments of a call of an op, by the names in its schema, without omitted arguments."""
     return {**dict(zip((each.name for each in op._schema.arguments), args, strict=False)), **kwargs}
 
 
-def argument(node: fx.Node, name: str) -> Any:
+def argument(node: fx.Node, name: str) -> Argument:
     """Return an argument of an op by its name in the schema, or its default. None if the schema has no such name.
 
     >>> x = fx.Graph().placeholder("x")
@@ -196,14 +203,15 @@ def argument(node: fx.Node, name: str) -> Any:
 
 
 @lru_cache(maxsize=4096)
-def _parameters(op: Any) -> dict[str, tuple[int, Any]]:
+def _parameters(op: _torch.Op) -> dict[str, tuple[int, Argument]]:
     """Return position and default of each argument of an op."""
     return {each.name: (index, each.default_value) for index, each in enumerate(op._schema.arguments)}
 
 
-def walk_args(args: Any, visit: Callable[[Any], Any]) -> Any:
+def walk_args(args: T, visit: Callable[[Argument], Argument]) -> T:
     """Rebuild an argument structure (tuples, lists, dicts, slices) with `visit` applied to every leaf."""
-    return fx.node.map_aggregate(args, visit)
+    rebuilt: T = fx.node.map_aggregate(args, visit)
+    return rebuilt
 
 
 getitem = operator.getitem

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import fx
 
+from sharding_specs import P
+
 from ..collectives import Type
 from .aval import Aval
 from .source import Source
@@ -60,7 +62,7 @@ class NodeInfo:
     is_cheap_copy: bool = False
     phase: str | None = None
     enumerated: tuple[tuple[int, int], ...] = ()
-    spec: Any = None
+    spec: P | None = None
     path: str = ""
     param_path: str = ""
     is_parameter: bool = False

@@ -7,26 +7,21 @@ activation would later cost three psums instead of one.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import Argument, Target
 
 from .graph import Traced
 from .info import info
+from .views import RESHAPES
 
 __all__ = ["forget_values", "simplify"]
 
 aten = torch.ops.aten
 
-_SAME_SHAPE_IS_IDENTITY = {
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.reshape.default,
-    aten.expand.default,
-    aten.slice.Tensor,
-    aten.alias.default,
-    aten.lift_fresh.default,
+_SAME_SHAPE_IS_IDENTITY = RESHAPES | {
+    *(aten.expand.default, aten.slice.Tensor, aten.alias.default, aten.lift_fresh.default),
 }
 
 
@@ -51,7 +46,7 @@ def simplify(traced: Traced) -> Traced:
     return traced
 
 
-_FILLED_LIKE: dict[Any, Any] = {aten.ones_like.default: 1, aten.zeros_like.default: 0}
+_FILLED_LIKE: dict[Target, float] = {aten.ones_like.default: 1, aten.zeros_like.default: 0}
 
 
 def forget_values(traced: Traced) -> Traced:
@@ -71,11 +66,11 @@ def forget_values(traced: Traced) -> Traced:
     return traced
 
 
-def _filling_of(node: fx.Node) -> Any:
+def _filling_of(node: fx.Node) -> float | None:
     """Return the number that all elements of a value are known to equal. None for any other value."""
-    if node.target is aten._to_copy.default and not isinstance(node.args[0], fx.Node):
-        return node.args[0]
-    return _FILLED_LIKE.get(node.target)
+    is_number = node.target is aten._to_copy.default and not isinstance(node.args[0], fx.Node)
+    filling: float | None = node.args[0] if is_number else _FILLED_LIKE.get(node.target)
+    return filling
 
 
 def _identity_of(node: fx.Node) -> fx.Node | None:
@@ -98,7 +93,7 @@ def _key(node: fx.Node) -> Hashable | None:
     return key
 
 
-def _freeze(value: Any) -> Hashable:
+def _freeze(value: Argument) -> Hashable:
     if isinstance(value, (tuple, list)):
         return (type(value).__name__, *map(_freeze, value))
     if isinstance(value, dict):

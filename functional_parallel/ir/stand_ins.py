@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch.fx.node import Target
+
 __all__ = ["differentiable_form", "register_differentiable"]
 
-_functions: dict[Any, Callable[..., Any]] = {}
+_functions: dict[Target, Callable[..., Any]] = {}
 
 
-def register_differentiable(op: Any, function: Callable[..., Any]) -> None:
+def register_differentiable(op: Target, function: Callable[..., Any]) -> None:
     """Register the function that replaces a library op where a derivative may be taken."""
     _functions[op] = function
 
 
-def differentiable_form(op: Any) -> Callable[..., Any] | None:
+def differentiable_form(op: Target) -> Callable[..., Any] | None:
     """Return the differentiable form of an op, or None if it has none registered."""
     return _functions.get(op)

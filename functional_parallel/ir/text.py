@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import Argument
 
 from sharding_specs import Mesh
 
@@ -114,7 +114,7 @@ def _call(node: fx.Node, names: dict[fx.Node, str]) -> str:
     return f"{_target(node)}({', '.join(parts)})"
 
 
-def _argument(value: Any) -> str:
+def _argument(value: Argument) -> str:
     if isinstance(value, torch.device):
         return value.type  # every rank has a different index
     if isinstance(value, (list, tuple)):

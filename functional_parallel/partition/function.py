@@ -28,7 +28,7 @@ from ..functions import (
     refuse_unknown_axes,
     specs_per_leaf,
 )
-from ..ir import Aval, Traced, hollow, info
+from ..ir import Aval, Traced, hollow, info, leaf_signature
 from ..rules import REDUCED, REPLICATED, AxisLayout, Shard, convert
 from ..tracing import depends_on_layouts, recorder, trace
 from .preparation import prepare
@@ -209,14 +209,14 @@ class _Partition:
     def _entry(
         self, leaves: list[Any], tree: Any, tensors: list[int], places: list[AxisLayout], cut: DimSplit
     ) -> _Entry:
-        avals = [_global_aval(leaves[index], places[index], cut) for index in tensors]
-        static = tuple(repr(leaf) for index, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
-        key = (tree, tuple(avals), static, tuple(current_axes().items()), hidden_axes(), cut)
+        avals = {index: _global_aval(leaves[index], places[index], cut) for index in tensors}
+        looks = tuple(leaf_signature(avals.get(index, leaf)) for index, leaf in enumerate(leaves))
+        key = (tree, looks, tuple(current_axes().items()), hidden_axes(), cut)
         recording = recorder()  # a program being lowered copies the data that it needs, and outlives the trace
         known = self.entries if recording is None else recording.notes.setdefault(self, {})
         entry: _Entry | None = known.get(key)
         if entry is None:
-            entry = self._trace(leaves, tree, tensors, avals)
+            entry = self._trace(leaves, tree, tensors, list(avals.values()))
             if not entry.traced.captured:
                 known[key] = entry
         return entry

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..ir import Aval, Traced, info, set_info, simplify, update_info
+from ..ir import RESHAPES, Aval, Traced, info, set_info, simplify, update_info
 from ..rules import fuse_cross_entropy, note_enumerated
 
 __all__ = ["prepare"]
 
 aten = torch.ops.aten
 
-_VIEWS = (aten.view.default, aten._unsafe_view.default)
+
 _PRODUCTS = {
     aten.addmm.default: aten.mm.default,
     aten.addmv.default: aten.mv.default,
@@ -74,7 +74,7 @@ def _likelihood_of_rows(traced: Traced, node: fx.Node) -> None:
     """Rewrite `nll_loss2d(z, …)`, and a softmax before it, to `nll_loss` with one row of classes per pixel."""
     scores, target, *rest = node.args
     pixels = info(target).aval.shape
-    if scores.target in _VIEWS and info(scores.args[0]).aval.shape[:2] == info(scores).aval.shape[:2]:
+    if scores.target in RESHAPES and info(scores.args[0]).aval.shape[:2] == info(scores).aval.shape[:2]:
         scores = scores.args[0]  # the user's tensor, with any number of dims
     with traced.graph.inserting_before(node):
         if scores.target is aten._log_softmax.default and scores.args[1] == 1:

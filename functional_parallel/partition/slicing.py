@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..ir import RESHAPES
 from ..rules import (
     REPLICATED,
-    VIEWS,
     OpContext,
     OpSharding,
     Rule,
@@ -27,7 +27,7 @@ def split_backwards(step: OpContext, form: Shard) -> tuple[OpContext, Rule] | No
     rule = lookup(step.node.target)
     if rule is None or len(step.results) != 1 or any(operand.place != REPLICATED for operand in step.operands):
         return None
-    if step.node.target in VIEWS:
+    if step.node.target in RESHAPES:
         decision = _through_view(step, form)
     else:
         decision = _through_text(step, rule, form) if rule.text is not None and not rule.casts else None

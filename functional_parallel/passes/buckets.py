@@ -18,7 +18,7 @@ from torch import fx
 from sharding_specs import Mesh
 
 from ..collectives import Type
-from ..ir import Aval, NodeInfo, Traced, info, operands_of, primitive_name, set_info, update_info
+from ..ir import REARRANGEMENTS, Aval, NodeInfo, Traced, info, operands_of, primitive_name, set_info, update_info
 from ..ops import PACK, UNPACK
 from .base import Phase, ProgramPass
 from .gathers import layer_of_gather
@@ -28,15 +28,6 @@ __all__ = ["Buckets"]
 aten = torch.ops.aten
 
 _BUCKETS, _LEAST, _MOST = 4, 1 << 20, 25 << 20
-
-_VIEWS = {
-    aten.permute.default,
-    aten.squeeze.dim,
-    aten.t.default,
-    aten.transpose.int,
-    aten.unsqueeze.default,
-    aten.view.default,
-}
 
 
 @dataclass(frozen=True)
@@ -121,7 +112,7 @@ def _key(node: fx.Node) -> Hashable | None:
 
 
 def _is_view_or_cast(node: fx.Node) -> bool:
-    return primitive_name(node) == "pcast" or node.target in _VIEWS
+    return primitive_name(node) == "pcast" or node.target in REARRANGEMENTS
 
 
 def _comes_from_parameter(gather: fx.Node) -> bool:

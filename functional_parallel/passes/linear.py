@@ -5,23 +5,15 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ..ir import primitive_name
+from ..ir import REARRANGEMENTS, primitive_name
 
 __all__ = ["REARRANGED", "commutes_with_sum"]
 
 aten = torch.ops.aten
 
-REARRANGED = {  # ops that only rearrange or select elements
-    aten.view.default,
-    aten.slice.Tensor,
-    aten.t.default,
-    aten.transpose.int,
-    aten.permute.default,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.alias.default,
-}
-_LINEAR = REARRANGED | {aten._unsafe_view.default, aten.slice_backward.default, aten.constant_pad_nd.default}
+# `select` takes one layer of a stack, which the passes keep apart from the stack; `expand` would send more bytes
+REARRANGED = REARRANGEMENTS | {aten.slice.Tensor, aten.alias.default}
+_LINEAR = REARRANGED | {aten.slice_backward.default, aten.constant_pad_nd.default}
 
 
 def commutes_with_sum(node: fx.Node) -> bool:

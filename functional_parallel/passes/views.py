@@ -11,13 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from ..ir import Traced, info
+from ..ir import RESHAPES, UNIT_DIMS, Traced, info
 
 __all__ = ["fuse_views"]
 
 aten = torch.ops.aten
-
-_VIEWS = {aten.view.default, aten._unsafe_view.default}
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ def fuse_views(traced: Traced) -> Traced:
     found: dict[fx.Node, _Arrangement] = {}
     undone: dict[fx.Node, fx.Node] = {}
     for node in list(traced.nodes):
-        if node.target in _VIEWS and node.args[0].target in _VIEWS:
+        if node.target in RESHAPES and node.args[0].target in RESHAPES:
             node.args = (node.args[0].args[0], *node.args[1:])
         arrangement = _arrangement(node, found)
         if arrangement is None:
@@ -81,7 +79,7 @@ def _write(node: fx.Node, arrangement: _Arrangement) -> None:
     """Replace the node by one op on the base, if one is enough."""
     base, shape = arrangement.base, info(node).aval.shape
     if _is_in_order(arrangement):
-        node.target, node.args = aten.view.default, (base.args[0] if base.target in _VIEWS else base, list(shape))
+        node.target, node.args = aten.view.default, (base.args[0] if base.target in RESHAPES else base, list(shape))
     elif len(shape) == info(base).aval.ndim:
         ones = iter(dim for dim, size in enumerate(info(base).aval.shape) if size == 1)
         order = [next(ones) if dim is None else dim for dim in arrangement.dims]
@@ -117,12 +115,7 @@ def _resize(dims: _Dims, node: fx.Node) -> _Dims | None:
 
 
 _ARRANGE = {
+    **dict.fromkeys(RESHAPES | UNIT_DIMS, _resize),
+    **dict.fromkeys([aten.t.default, aten.transpose.int], _transpose),
     aten.permute.default: _permute,
-    aten.squeeze.dim: _resize,
-    aten.squeeze.dims: _resize,
-    aten.t.default: _transpose,
-    aten.transpose.int: _transpose,
-    aten.unsqueeze.default: _resize,
-    aten.view.default: _resize,
-    aten._unsafe_view.default: _resize,
 }

@@ -1,7 +1,7 @@
 """Sharding rules of ops: layouts along an axis, conversions, notation, table of rules, and rules of torch's ops."""
 
 from . import aten
-from .aten import VIEWS, batch_norm, cross_entropy, fuse_cross_entropy, reshaped_place
+from .aten import batch_norm, cross_entropy, fuse_cross_entropy, reshaped_place
 from .axis_layout import PARTIAL, REDUCED, REPLICATED, AxisLayout, Reduced, Replicated, Shard
 from .convert import REPLICATED_VARYING, TargetLayout, convert
 from .decide import OperandInfo, OpSharding, SplitFactor, choose_sharding, factor_sizes, find_factor, placed
@@ -17,7 +17,6 @@ __all__ = [
     "REDUCED",
     "REPLICATED",
     "REPLICATED_VARYING",
-    "VIEWS",
     "AxisLayout",
     "OpContext",
     "OpSharding",

@@ -17,8 +17,6 @@ Reduced means replicated with an unreduced gradient. Varying operand means a rep
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ..collectives import MICROBATCH, DimSplit, apply_primitive, axis_index
@@ -94,7 +92,7 @@ def _gather(x: torch.Tensor, held: Shard, axis: str, parts: DimSplit, dst: str) 
     return drop_duplicates(gathered.flatten(dim, dim + 1), held, parts)
 
 
-def _scatter(operation: str, x: torch.Tensor, form: Shard, axis: str, *params: Any) -> torch.Tensor:
+def _scatter(operation: str, x: torch.Tensor, form: Shard, axis: str, *params: str | int) -> torch.Tensor:
     dim = form.dim
     if form.outer == 1:
         return apply_primitive(operation, x, (axis,), dim, *params)

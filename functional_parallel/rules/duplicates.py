@@ -8,7 +8,7 @@ too.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 
@@ -18,7 +18,7 @@ from .axis_layout import AxisLayout, Shard
 __all__ = ["add_duplicates", "drop_duplicates", "mask_duplicates", "reduction_identity", "unique_mask"]
 
 
-def unique_mask(extent: int, place: Shard, axis: str, parts: DimSplit, device: Any) -> torch.Tensor:
+def unique_mask(extent: int, place: Shard, axis: str, parts: DimSplit, device: torch.device) -> torch.Tensor:
     """Return a mask of the positions along a dim that no earlier rank holds; the rank holds `extent` positions."""
     begins_own = axis_index(axis) < parts.full
     rows = (torch.arange(parts.rows, device=device) > 0) | begins_own
@@ -66,7 +66,8 @@ def drop_duplicates(x: torch.Tensor, held: Shard, parts: DimSplit) -> torch.Tens
         return x
     split, inner = _split(x, held, parts.ranks * parts.rows)
     extent = parts.rows * inner
-    bounds = [tuple(index * extent + bound for bound in parts.own(index, extent)) for index in parts]
+    owned = ((index * extent, parts.own(index, extent)) for index in parts)
+    bounds = [(ahead + begin, ahead + end) for ahead, (begin, end) in owned]
     return _cat(split, bounds, held)
 
 
@@ -75,6 +76,6 @@ def _split(x: torch.Tensor, place: Shard, count: int) -> tuple[torch.Tensor, int
     return split, split.shape[place.dim + 1] // count
 
 
-def _cat(split: torch.Tensor, bounds: Any, place: Shard) -> torch.Tensor:
+def _cat(split: torch.Tensor, bounds: Iterable[tuple[int, int]], place: Shard) -> torch.Tensor:
     pieces = [split.narrow(place.dim + 1, begin, end - begin) for begin, end in bounds]
     return torch.cat(pieces, place.dim + 1).flatten(place.dim, place.dim + 1)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import Argument
 
 from ..collectives import DimSplit, axis_index
 from ..ir import Aval, where
@@ -61,7 +62,7 @@ class OpContext:
         """Shape of a rank's shard of a result."""
         return list(shard_shape(self.result(index).shape, self.result_place(index), self.parts))
 
-    def run(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def run(self, *args: Argument, **kwargs: Argument) -> torch.Tensor:
         """Run the op itself on a rank's operands. It has one result; use `emit` for others."""
         result: torch.Tensor = self.emit(self.node.target, args, kwargs)
         return result
@@ -70,7 +71,7 @@ class OpContext:
         """Replace the samples of the first operand's shard `x` that an earlier rank holds too by `fill`."""
         return mask_duplicates(x, self.decision.operands[0], self.axis, self.parts, fill)
 
-    def own(self, extent: int, device: Any) -> torch.Tensor | bool:
+    def own(self, extent: int, device: torch.device) -> torch.Tensor | bool:
         """Return a mask, along the sharded dim of the first operand, of the samples that no earlier rank holds.
 
         True means all samples.

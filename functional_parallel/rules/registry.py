@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
+from torch.fx.node import Target
 
+from .. import _torch
 from ..errors import RuleError
 from ..ir import register_differentiable, where
 from .notation import parse_rule
@@ -60,11 +62,15 @@ class Rule:
         return text
 
 
-_rules: dict[Any, Rule] = {}
+_rules: dict[Target, Rule] = {}
 
 
 def register_rule(
-    op: Any, text: Text, local: Local | None = None, *, function: Callable[..., Any] | None = None
+    op: _torch.Op | _torch.OpPacket,
+    text: Text,
+    local: Local | None = None,
+    *,
+    function: Callable[..., Any] | None = None,
 ) -> None:
     """Register the sharding rule of an op.
 
@@ -102,13 +108,13 @@ def register_rule(
             register_differentiable(overload, function)
 
 
-def rule(ops: Iterable[Any], entry: Rule) -> None:
+def rule(ops: Iterable[Target], entry: Rule) -> None:
     """Register one rule for several ops."""
     for op in ops:
         _rules[op] = entry
 
 
-def lookup(op: Any) -> Rule | None:
+def lookup(op: Target) -> Rule | None:
     """Return the rule of an op. Elementwise ops without a rule share one; for any other op it is None."""
     entry = _rules.get(op)
     if entry is None and isinstance(op, torch._ops.OpOverload) and torch.Tag.pointwise in op.tags:
@@ -116,7 +122,7 @@ def lookup(op: Any) -> Rule | None:
     return entry
 
 
-def is_elementwise(op: Any) -> bool:
+def is_elementwise(op: Target) -> bool:
     """Whether each element of the result depends only on the operands' elements at the same position.
 
     This holds if torch tags the op as pointwise, or its rule names no dim.

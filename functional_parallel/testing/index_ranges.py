@@ -11,7 +11,7 @@ import optree
 import torch
 from torch import fx
 
-from ..ir import argument, info
+from ..ir import VIEWS, argument, info
 from ..rules import cross_entropy
 from .intermediate import traced_leaves
 
@@ -19,11 +19,8 @@ __all__ = ["Range", "common", "index_ranges"]
 
 aten = torch.ops.aten
 
-_MOVES = {
-    *(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.alias.default, aten.detach.default),
-    *(aten.slice.Tensor, aten.select.int, aten.clone.default, aten.expand.default, aten.unsqueeze.default),
-    *(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.transpose.int, aten.t.default),
-    *(aten.permute.default, aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default, operator.getitem),
+_MOVES = VIEWS | {
+    *(aten.clone.default, aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default, operator.getitem),
 }
 _ANY = {aten.eq.Scalar, aten.ne.Scalar, aten.eq.Tensor, aten.ne.Tensor}  # their results do not depend on a range
 

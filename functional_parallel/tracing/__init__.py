@@ -5,7 +5,7 @@ from .assumptions import Assumption, ProgramCache, assume, collect_assumptions
 from .closed_over import ClosedOver
 from .constant_folding import assume_constants, constant_in
 from .enclosing import CapturedTensors
-from .interception import intercept, intercept_op
+from .interception import Replaced, intercept, intercept_op
 from .layout_questions import depends_on_layouts
 from .memory_layout import LayoutRead, require_contiguous
 from .record import Recorder, needs_values, recorder, trace
@@ -20,6 +20,7 @@ __all__ = [
     "LayoutRead",
     "ProgramCache",
     "Recorder",
+    "Replaced",
     "assume",
     "assume_constants",
     "autocast_dtypes",

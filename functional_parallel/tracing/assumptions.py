@@ -14,11 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-import torch
-
 from sharding_specs import tree_paths
 
 from .. import _torch
+from ..ir import LeafSignature, TensorSignature
 
 __all__ = ["Assumption", "ProgramCache", "assume", "collect_assumptions"]
 
@@ -61,7 +60,7 @@ class Assuming(Protocol):
 
 
 T = TypeVar("T", bound=Assuming)
-Key = tuple[Any, tuple[Any, ...]]  # a tree, and the signature of each of its leaves
+Key = tuple[Any, tuple[LeafSignature, ...]]  # a tree, and the signature of each of its leaves
 
 _MANY = 32  # programs of one function that cause a warning; the number doubles after each warning
 _MOST = 3  # leaves that the warning names
@@ -116,11 +115,6 @@ def _difference(key: Key, last: Key) -> str:
     return ", ".join([*changes[:_MOST], *(["and more"] if len(changes) > _MOST else [])])
 
 
-def _text(look: Any) -> str:
-    """Describe the signature of a leaf: dtype and shape of a tensor, else its value.
-
-    A value may be stored after its type or alone.
-    """
-    if isinstance(look, tuple) and isinstance(look[0], tuple | torch.Size):
-        return f"{str(look[1]).removeprefix('torch.')}{list(look[0])}"
-    return str(look if isinstance(look, str) else look[-1])
+def _text(look: LeafSignature) -> str:
+    """Describe the signature of a leaf: dtype and shape of a tensor, else its value."""
+    return f"{look.dtype_name}{list(look.shape)}" if isinstance(look, TensorSignature) else look.text

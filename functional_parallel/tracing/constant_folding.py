@@ -8,16 +8,18 @@ variants, which do not change it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import NotImplementedType
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import Argument, Target
 
 from .. import _torch
-from ..ir import Aval, Traced, getitem, hollow, info, operands_of, topological_order, walk_args
+from ..ir import Args, Aval, Kwargs, Traced, getitem, hollow, info, operands_of, topological_order, walk_args
 from .assumptions import assume
 from .straight_through import OP as STRAIGHT_THROUGH
 from .writer import Writer
@@ -40,7 +42,7 @@ _OF_A_SHAPE = {  # the values of their first operand do not matter
 }
 
 
-def asks_for_values(func: Any) -> bool:
+def asks_for_values(func: _torch.Op) -> bool:
     """Whether the result of an op, or the shape of the result, depends on the values of its operands."""
     # `index` is called with integer indices here; `data_dependent` handles masks
     return func is not aten.index.Tensor and not _ASKING.isdisjoint(func.tags)
@@ -96,7 +98,7 @@ def assume_constants(traced: Traced, wanted: fx.Node) -> None:
             assume(partial(_content, traced.constants[str(node.target)]))
 
 
-def fold_constants(recording: Writer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def fold_constants(recording: Writer, func: _torch.Op, args: Args, kwargs: Kwargs) -> Argument | NotImplementedType:
     """Return the result of an op with known operands. NotImplemented if an operand is not known."""
     operands = [x for x in _leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     values: dict[int, torch.Tensor] = {}
@@ -108,13 +110,13 @@ def fold_constants(recording: Writer, func: Any, args: tuple[Any, ...], kwargs: 
     return _run(func, *walk_args((tuple(args), dict(kwargs)), lambda leaf: values.get(id(leaf), leaf)))
 
 
-def _leaves(args: Any) -> list[Any]:
-    found: list[Any] = []
+def _leaves(args: Argument) -> list[Argument]:
+    found: list[Argument] = []
     walk_args(args, found.append)
     return found
 
 
-def _evaluated(recording: Writer, wanted: fx.Node) -> Any:
+def _evaluated(recording: Writer, wanted: fx.Node) -> torch.Tensor | None:
     values: dict[fx.Node, Any] = {}
     for node in topological_order(wanted, _needed, values):
         values[node] = None if node.op == "call_function" else _given(recording, node)
@@ -123,7 +125,8 @@ def _evaluated(recording: Writer, wanted: fx.Node) -> Any:
     for node in values:
         if node.op == "call_function":
             values[node] = _computed_node(node, values)
-    return values[wanted]
+    found: torch.Tensor | None = values[wanted]
+    return found
 
 
 def _needed(node: fx.Node) -> Sequence[fx.Node]:
@@ -143,7 +146,7 @@ def _certain(node: fx.Node) -> bool | None:
     return low_holds if limit(bound) else None
 
 
-def _uniform_op() -> Any:
+def _uniform_op() -> _torch.Op | None:
     return getattr(getattr(torch.ops.fp, "uniform", None), "default", None)
 
 
@@ -166,8 +169,8 @@ def _is_computable(node: fx.Node) -> bool:
     return op in (getitem, STRAIGHT_THROUGH) or getattr(op, "namespace", None) in ("aten", "prims")
 
 
-def _computed_node(node: fx.Node, values: dict[fx.Node, Any], on_host: bool = False) -> Any:
-    def value(leaf: Any) -> Any:
+def _computed_node(node: fx.Node, values: dict[fx.Node, Any], on_host: bool = False) -> Argument:
+    def value(leaf: Argument) -> Argument:
         return values.get(leaf, leaf) if isinstance(leaf, fx.Node) else leaf
 
     args, kwargs = walk_args((node.args, node.kwargs), value)
@@ -176,7 +179,7 @@ def _computed_node(node: fx.Node, values: dict[fx.Node, Any], on_host: bool = Fa
         with outside_trace():
             return torch.full(info(node).aval.shape, certain, device=_HOST if on_host else info(node).aval.device)
     if node.target in _OF_A_SHAPE:
-        like = info(node.args[0]).aval  # type: ignore[union-attr]
+        like = info(node.args[0]).aval
         with outside_trace():
             args = (hollow(Aval(like.shape, like.dtype, _HOST) if on_host else like), *args[1:])
     if on_host and kwargs.get("device") is not None:
@@ -184,7 +187,7 @@ def _computed_node(node: fx.Node, values: dict[fx.Node, Any], on_host: bool = Fa
     return _run(node.target, args, kwargs)
 
 
-def _run(op: Any, args: Any, kwargs: Any) -> Any:
+def _run(op: Target, args: Sequence[Argument], kwargs: Mapping[str, Argument]) -> Argument:
     with outside_trace():
         return op(*args, **kwargs)
 

@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.fx.node import Argument
 
+from .. import _torch
 from ..errors import TracingError
-from ..ir import current_source
+from ..ir import Args, Kwargs, current_source
 from .constant_folding import outside_trace, value_of
 from .writer import Writer
 
@@ -22,7 +24,7 @@ __all__ = ["unrolled"]
 Branch = Callable[..., Any]
 
 
-def unrolled(recording: Writer, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def unrolled(recording: Writer, op: _torch.HigherOrderOp, args: Args, kwargs: Kwargs) -> Argument:
     """Record the ops that a higher-order op runs.
 
     Raises:
@@ -39,7 +41,9 @@ def unrolled(recording: Writer, op: Any, args: tuple[Any, ...], kwargs: dict[str
         return rule(recording, *args, **kwargs)
 
 
-def _cond(recording: Writer, pred: Any, true_fn: Branch, false_fn: Branch, operands: Sequence[Any] = ()) -> Any:
+def _cond(
+    recording: Writer, pred: torch.Tensor | bool, true_fn: Branch, false_fn: Branch, operands: Sequence[Any] = ()
+) -> Argument:
     known = _truth(
         recording, pred, "the branch of torch.cond", "compute both and choose, torch.where(pred, on_true, on_false)"
     )
@@ -67,7 +71,7 @@ def _scan(
     return (*carry, *(torch.stack(column) for column in zip(*rows, strict=True)))
 
 
-def _truth(recording: Writer, value: Any, what: str, advice: str) -> bool:
+def _truth(recording: Writer, value: torch.Tensor | bool | Sequence[torch.Tensor], what: str, advice: str) -> bool:
     if isinstance(value, (tuple, list)):
         (value,) = value
     known = value_of(recording, value) if isinstance(value, torch.Tensor) else value

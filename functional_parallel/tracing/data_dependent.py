@@ -8,32 +8,40 @@ error if the values are not known.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from types import NotImplementedType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor
+from torch.fx.node import Argument
 from torch.nn import functional
 
 from .. import _torch
 from ..errors import TracingError
 from ..ir import current_source
 from .constant_folding import outside_trace, value_of
-from .interception import intercept, intercept_op
+from .interception import Replaced, intercept, intercept_op
 from .record import recorder
 
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike, NDArray
+
 __all__: list[str] = []
+
+R = TypeVar("R")
 
 aten = torch.ops.aten
 
 
 @intercept(_torch.is_all_true, always=True)
-def _are_valid(valid: Any) -> bool:
+def _are_valid(valid: Tensor) -> bool:
     """Assume that parameters and samples of torch.distributions are valid, as torch.compile does."""
     return True
 
 
 @intercept(functional.one_hot, always=True)
-def _one_hot(tensor: Any, num_classes: int = -1) -> Any:
+def _one_hot(tensor: Tensor, num_classes: int = -1) -> Replaced:
     """Compute one_hot by comparison with the class indices.
 
     torch's own function reads the smallest and the largest class, unless it detects a tensor without values. It does
@@ -56,7 +64,7 @@ def _one_hot(tensor: Any, num_classes: int = -1) -> Any:
 
 
 @intercept_op(aten.index_put.default)
-def _put_where(x: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
+def _put_where(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Replaced:
     """Record `x[mask] = values` as `torch.where`, for values that do not vary along the masked dims.
 
     torch's derivative would count the true elements, which a trace cannot do.
@@ -76,7 +84,7 @@ def _put_where(x: Any, indices: Any, values: Any, accumulate: bool = False) -> A
 
 
 @intercept_op(aten.index_fill.int_Tensor)
-def _fill_where(x: Any, dim: int, index: Any, value: Any) -> Any:
+def _fill_where(x: Tensor, dim: int, index: Tensor, value: float) -> Tensor:
     """Record index_fill as `torch.where`. torch's derivative would read the indices to find duplicates."""
     if x.ndim == 0:
         return _fill_where(x.reshape(1), 0, index, value).reshape(())
@@ -93,8 +101,13 @@ def _fill_where(x: Any, dim: int, index: Any, value: Any) -> Any:
 
 @intercept(functional.gaussian_nll_loss, always=True)
 def _gaussian_nll_loss(
-    input: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
-) -> Any:
+    input: Tensor,
+    target: Tensor,
+    var: Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Replaced:
     if isinstance(var, float) or reduction not in ("none", "mean", "sum"):
         return NotImplemented
     if var.shape == input.shape[:-1]:
@@ -111,11 +124,17 @@ def _gaussian_nll_loss(
     loss = 0.5 * (bounded.log() + (input - target) ** 2 / bounded)
     if full:
         loss = loss + 0.5 * math.log(2 * math.pi)
-    return loss if reduction == "none" else getattr(loss, reduction)()
+    return loss if reduction == "none" else loss.sum() if reduction == "sum" else loss.mean()
 
 
 @intercept(torch.cov, always=True)
-def _cov(input: Any, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
+def _cov(
+    input: Tensor,
+    *,
+    correction: int = 1,
+    fweights: Tensor | None = None,
+    aweights: Tensor | None = None,
+) -> Replaced:
     if fweights is not None or aweights is not None or input.ndim > 2:
         return NotImplemented
     centred = _centred(input)
@@ -123,7 +142,7 @@ def _cov(input: Any, *, correction: int = 1, fweights: Any = None, aweights: Any
 
 
 @intercept(torch.corrcoef, always=True)
-def _corrcoef(input: Any) -> Any:
+def _corrcoef(input: Tensor) -> Replaced:
     if input.ndim > 2 or input.is_complex():
         return NotImplemented
     centred = _centred(input)
@@ -131,13 +150,15 @@ def _corrcoef(input: Any) -> Any:
     return (directions @ directions.mT).clamp(-1, 1).squeeze()
 
 
-def _centred(input: Any) -> Any:
+def _centred(input: Tensor) -> Tensor:
     """Return the input with one row per variable and the mean of each row subtracted."""
     rows = input if input.ndim == 2 else input.reshape(1, -1)
     return rows - rows.sum(1, keepdim=True) / rows.shape[1]
 
 
-def _linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Any:
+def _linear_cross_entropy(
+    *args: Argument, options: Mapping[str, Argument] | None = None, **kwargs: Argument
+) -> Replaced:
     """Compute the loss without chunks.
 
     The op for chunks computes its gradient together with its value, so transforms cannot differentiate it.
@@ -154,30 +175,33 @@ if hasattr(functional, "linear_cross_entropy"):  # torch 2.13
 # -----------------------------------------------------------------------------
 
 
+_index: Callable[[Tensor, Sequence[Tensor | None]], Tensor] = aten.index.Tensor
+
+
 @intercept_op(aten.index.Tensor)
-def _index_by_numbers(x: Any, indices: Any) -> Any:
+def _index_by_numbers(x: Tensor, indices: Sequence[Tensor | None]) -> Replaced:
     """Record `x[mask]` with a known mask as an index by numbers."""
     if not any(index is not None and index.dtype == torch.bool for index in indices):
         return NotImplemented
-    return aten.index.Tensor(x, _numbers(indices))
+    return _index(x, _numbers(indices))
 
 
 @intercept_op(aten.masked_select.default)
-def _masked_select(x: Any, mask: Any) -> Any:
+def _masked_select(x: Tensor, mask: Tensor) -> Tensor:
     shape = torch.broadcast_shapes(x.shape, mask.shape)
-    return aten.index.Tensor(x.expand(shape), _numbers([mask.expand(shape)]))
+    return _index(x.expand(shape), _numbers([mask.expand(shape)]))
 
 
-def _numbers(indices: Any) -> list[Any]:
+def _numbers(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Replace masks by the indices of their true elements. For a mask that is not known, an error is raised."""
-    found: list[Any] = []
+    found: list[Tensor | None] = []
     for index in indices:
         found += index.nonzero().unbind(1) if index is not None and index.dtype == torch.bool else [index]
     return found
 
 
-@intercept(torch.Tensor.tolist, always=True)
-def _tolist(x: torch.Tensor) -> Any:
+@intercept(Tensor.tolist, always=True)
+def _tolist(x: Tensor) -> list[Any] | float | NotImplementedType:
     value = _known(x)
     if value is None:
         return NotImplemented
@@ -185,17 +209,17 @@ def _tolist(x: torch.Tensor) -> Any:
         return value.tolist()
 
 
-@intercept(torch.Tensor.numpy, always=True)
-def _numpy(x: torch.Tensor, *, force: bool = False) -> Any:
+@intercept(Tensor.numpy, always=True)
+def _numpy(x: Tensor, *, force: bool = False) -> NDArray[Any]:
     return _of_constant(x, lambda value: value.numpy(force=force))
 
 
-@intercept(torch.Tensor.__array__, always=True)
-def _array(x: torch.Tensor, dtype: Any = None) -> Any:
+@intercept(Tensor.__array__, always=True)
+def _array(x: Tensor, dtype: DTypeLike | None = None) -> NDArray[Any]:
     return _of_constant(x, lambda value: value.__array__(dtype))
 
 
-def _of_constant(x: torch.Tensor, read: Callable[[torch.Tensor], Any]) -> Any:
+def _of_constant(x: Tensor, read: Callable[[Tensor], R]) -> R:
     """Read from the values of a known tensor, outside of the trace. Its modes would return a tensor without values.
 
     Raises:
@@ -211,7 +235,7 @@ def _of_constant(x: torch.Tensor, read: Callable[[torch.Tensor], Any]) -> Any:
         return read(value)
 
 
-def _known(x: torch.Tensor) -> torch.Tensor | None:
+def _known(x: Tensor) -> Tensor | None:
     """Return the values of a tensor if this trace knows them. None for a tensor that a transform maps."""
     active = recorder()
     if active is None or _torch.mapped_dims(x):

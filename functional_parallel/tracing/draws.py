@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
+from .. import _torch
 from ..errors import TracingError
-from ..ir import current_source, named_arguments, operands_of, topological_order
+from ..ir import Args, Kwargs, current_source, named_arguments, operands_of, topological_order
 from .writer import Writer
 
 __all__ = ["refuse_decisions", "refuse_draws"]
 
 
-def refuse_draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def refuse_draws(func: _torch.Op, args: Args, kwargs: Kwargs) -> None:
     """Refuse an op that draws from torch's generators.
 
     Every rank has separate generators, so values that should be replicated would differ.
@@ -35,7 +34,7 @@ def refuse_draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     )
 
 
-def refuse_decisions(recording: Writer, func: Any, args: tuple[Any, ...]) -> None:
+def refuse_decisions(recording: Writer, func: _torch.Op, args: Args) -> None:
     """Refuse to read into Python a number that is computed only from draws, as layer drop does.
 
     Raises:

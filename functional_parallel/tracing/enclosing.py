@@ -14,10 +14,11 @@ from typing import Any
 
 import optree
 import torch
+from torch.fx.node import Argument
 
 from .. import _torch
 from ..errors import TracingError
-from ..ir import current_source, is_library
+from ..ir import Args, Kwargs, current_source, is_library
 
 __all__ = ["CapturedTensors"]
 
@@ -39,11 +40,11 @@ class CapturedTensors:
         found = _reached(function) if _torch.is_inside_transform() else ()
         self.tensors = {id(tensor): tensor for tensor in found if _torch.is_functorch_wrapped(tensor)}
 
-    def are_in(self, args: Any, kwargs: Any) -> bool:
+    def are_in(self, args: Args, kwargs: Kwargs) -> bool:
         """Whether one of the tensors is an argument."""
         return bool(self.tensors) and any(id(leaf) in self.tensors for leaf in optree.tree_leaves((args, kwargs)))
 
-    def refuse(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def refuse(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Argument:
         """Refuse a call on one of the tensors. Reads of a shape, or of other results that are not tensors, are allowed.
 
         Raises:

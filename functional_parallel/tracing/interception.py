@@ -7,32 +7,38 @@ name. Of the ops that they dispatch, draws and masked writes are replaced with `
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import FunctionType
-from typing import Any
+from collections.abc import Callable, Sequence
+from types import FunctionType, NotImplementedType
+from typing import Any, TypeAlias, TypeVar
 
 import torch
+from torch.fx.node import Argument
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from .. import _torch
+from ..ir import Args, Kwargs
 from .enclosing import CapturedTensors
 from .memory_layout import Layouts
 
-__all__ = ["Interception", "intercept", "intercept_op", "replacement_of"]
+__all__ = ["Interception", "Replaced", "intercept", "intercept_op", "replacement_of"]
 
-_in_forwards: dict[Any, Callable[..., Any]] = {}
-_in_derivatives: dict[Any, Callable[..., Any]] = {}
-_always: dict[Any, Callable[..., Any]] = {}
-_ops: dict[Any, Callable[..., Any]] = {}
+F = TypeVar("F", bound=Callable[..., Any])
+R = TypeVar("R")
+Replaced: TypeAlias = torch.Tensor | NotImplementedType  # a result, or the call is left to others
+
+_in_forwards: dict[Callable[..., Any], Callable[..., Any]] = {}
+_in_derivatives: dict[Callable[..., Any], Callable[..., Any]] = {}
+_always: dict[Callable[..., Any], Callable[..., Any]] = {}
+_ops: dict[_torch.Op, Callable[..., Any]] = {}
 _with_the_same_strides: set[Callable[..., Any]] = set()
 
 _QUESTIONS = {"has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"}
 
 
 def intercept(
-    function: Any, *, always: bool = False, inside: bool = False, same_strides: bool = False
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    function: Callable[..., Any], *, always: bool = False, inside: bool = False, same_strides: bool = False
+) -> Callable[[F], F]:
     """Register a replacement for a torch function in forward traces.
 
     Args:
@@ -44,7 +50,7 @@ def intercept(
             have unknown strides (see `memory_layout`).
     """
 
-    def register(replacement: Callable[..., Any]) -> Callable[..., Any]:
+    def register(replacement: F) -> F:
         (_always if always else _in_derivatives if inside else _in_forwards)[function] = replacement
         if same_strides:
             _with_the_same_strides.add(replacement)
@@ -53,17 +59,17 @@ def intercept(
     return register
 
 
-def intercept_op(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def intercept_op(op: _torch.Op) -> Callable[[F], F]:
     """Register a replacement for an op, regardless of its caller. The replacement may return NotImplemented."""
 
-    def register(replacement: Callable[..., Any]) -> Callable[..., Any]:
+    def register(replacement: F) -> F:
         _ops[op] = replacement
         return replacement
 
     return register
 
 
-def replacement_of(op: Any) -> Callable[..., Any] | None:
+def replacement_of(op: _torch.Op) -> Callable[..., Any] | None:
     """Return the replacement of an op, if it has one."""
     return _ops.get(op)
 
@@ -78,7 +84,9 @@ class Interception(TorchFunctionMode):
         super().__init__()
         self.forward_only, self.enclosed, self.layouts = forward_only, enclosed, layouts
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> Argument:
         kwargs = kwargs or {}
         if self.enclosed.are_in(args, kwargs):
             return self.enclosed.refuse(func, args, kwargs)
@@ -96,14 +104,14 @@ class Interception(TorchFunctionMode):
         with self:  # torch disables the mode while this method runs
             return inside(*args, **kwargs)
 
-    def _replaced(self, replacement: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
+    def _replaced(self, replacement: Callable[..., R], func: Callable[..., Any], args: Args, kwargs: Kwargs) -> R:
         result = replacement(*args, **kwargs)
         if result is not NotImplemented and replacement not in _with_the_same_strides:
             self.layouts.leave_unknown(result, (args, kwargs), func.__name__)
         return result
 
 
-def _unasked(function: Any) -> Callable[..., Any] | None:
+def _unasked(function: Callable[..., Any]) -> Callable[..., Any] | None:
     """Return a copy of a `torch.nn.functional` function that skips its check for an active mode.
 
     With this mode active, the original would call the mode forever. Without it, the mode would not see the calls
@@ -126,7 +134,7 @@ def _data(x: torch.Tensor) -> torch.Tensor:
 
 
 @intercept(torch.Tensor.fill_diagonal_, always=True, same_strides=True)
-def _fill_diagonal_(x: torch.Tensor, fill_value: Any, wrap: bool = False) -> Any:
+def _fill_diagonal_(x: torch.Tensor, fill_value: float, wrap: bool = False) -> Replaced:
     """Write the diagonal by a mask.
 
     torch writes into a strided view of the memory, and the contents of other views of the memory would be unknown.

@@ -6,24 +6,29 @@ They use the strides of the fake tensor, so the recording depends on these strid
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
+from torch.fx.node import Argument
 
 from .. import _torch
 from ..errors import MemoryLayoutError
 from ..ir import Traced, current_source
-from .interception import intercept, intercept_op
+from .interception import Replaced, intercept, intercept_op
 from .memory_layout import require_contiguous
 from .record import Recorder, recorder
 from .strided import strided_elements
 
 __all__ = ["depends_on_layouts"]
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 aten = torch.ops.aten
 
 
-def depends_on_layouts(traced: Traced, arguments: Sequence[Any], paths: Sequence[str]) -> None:
+def depends_on_layouts(traced: Traced, arguments: Sequence[Tensor | None], paths: Sequence[str]) -> None:
     """Check the arguments that a trace requires to be contiguous, and record the dependency in the enclosing trace.
 
     Args:
@@ -46,17 +51,17 @@ def depends_on_layouts(traced: Traced, arguments: Sequence[Any], paths: Sequence
             found[0].layouts.require_read(found[1], read)
 
 
-def _recording_of(x: Any) -> tuple[Recorder, torch.Tensor] | None:
+def _recording_of(x: Argument) -> tuple[Recorder, Tensor] | None:
     """Return the trace of a tensor, and the fake tensor inside its wrappers. None for a tensor with values."""
     active = recorder()
-    plain = _torch.unwrap(x) if isinstance(x, torch.Tensor) else None
+    plain = _torch.unwrap(x) if isinstance(x, Tensor) else None
     return (active, plain) if active is not None and isinstance(plain, _torch.FakeTensor) else None
 
 
-def _question(function: Any, offset: bool = False) -> None:
+def _question(function: Callable[..., Any], offset: bool = False) -> None:
     name = function.__name__
 
-    def answer(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def answer(x: Tensor, *args: Argument, **kwargs: Argument) -> Replaced:
         found = _recording_of(x)
         if found is not None:
             found[0].layouts.require_known(found[1], f"Tensor.{name}()", offset)
@@ -66,13 +71,13 @@ def _question(function: Any, offset: bool = False) -> None:
 
 
 for _name in ("stride", "is_contiguous", "dim_order"):
-    _question(getattr(torch.Tensor, _name))
+    _question(getattr(Tensor, _name))
 for _name in ("storage_offset", "untyped_storage", "is_set_to"):
-    _question(getattr(torch.Tensor, _name), offset=True)
+    _question(getattr(Tensor, _name), offset=True)
 
 
-@intercept(torch.Tensor.data_ptr, always=True)
-def _data_ptr(x: torch.Tensor) -> Any:
+@intercept(Tensor.data_ptr, always=True)
+def _data_ptr(x: Tensor) -> Replaced:
     if _recording_of(x) is None:
         return NotImplemented
     raise MemoryLayoutError(
@@ -86,13 +91,13 @@ def _data_ptr(x: torch.Tensor) -> Any:
 # -----------------------------------------------------------------------------
 
 
-def _view_or_copy(function: Any) -> None:
+def _view_or_copy(function: Callable[Concatenate[Tensor, P], R]) -> None:
     name = function.__name__
 
-    def replacement(x: Any, *args: Any, **kwargs: Any) -> Any:
+    def replacement(x: Tensor, *args: P.args, **kwargs: P.kwargs) -> R:
         found = _recording_of(x)
         result = function(x, *args, **kwargs)
-        if found is not None and isinstance(result, torch.Tensor):
+        if found is not None and isinstance(result, Tensor):
             found[0].layouts.pair(found[1], _torch.unwrap(result), name)
         return result
 
@@ -100,7 +105,7 @@ def _view_or_copy(function: Any) -> None:
 
 
 for _name in ("contiguous", "reshape", "reshape_as", "flatten", "ravel"):
-    _view_or_copy(getattr(torch.Tensor, _name))
+    _view_or_copy(getattr(Tensor, _name))
 for _name in ("reshape", "flatten", "ravel"):
     _view_or_copy(getattr(torch, _name))
 
@@ -111,7 +116,9 @@ for _name in ("reshape", "flatten", "ravel"):
 
 
 def _as_strided(function: Callable[..., Any], is_view: bool = True) -> None:
-    def replacement(input: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
+    def replacement(
+        input: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+    ) -> Replaced:
         """Replace the call under a derivative, where torch's own writes into views of new memory.
 
         Elsewhere `strided` records the op.
@@ -130,18 +137,23 @@ def _as_strided(function: Callable[..., Any], is_view: bool = True) -> None:
     intercept(function, always=True, same_strides=True)(replacement)
 
 
-_as_strided(torch.Tensor.as_strided)
+_as_strided(Tensor.as_strided)
 _as_strided(torch.as_strided)
 _as_strided(torch.as_strided_copy, is_view=False)
 
 
 @intercept_op(aten.as_strided_copy.default)
-def _as_strided_copy(x: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
-    return aten.clone.default(aten.as_strided.default(x, size, stride, storage_offset))
+def _as_strided_copy(
+    x: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> Tensor:
+    copy: Tensor = aten.clone.default(aten.as_strided.default(x, size, stride, storage_offset))
+    return copy
 
 
 @intercept_op(aten.as_strided_scatter.default)
-def _as_strided_scatter(x: Any, src: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
+def _as_strided_scatter(
+    x: Tensor, src: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> Tensor:
     """Write by an index. `as_strided` of the numbered elements of x gives the numbers of the written elements."""
     active = recorder()
     assert active is not None

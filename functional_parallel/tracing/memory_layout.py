@@ -16,6 +16,7 @@ from typing import Any
 import optree
 import torch
 from torch import fx
+from torch.fx.node import Argument
 
 from .. import _torch
 from ..errors import MemoryLayoutError
@@ -121,7 +122,7 @@ class Layouts:
         key = _key(tensor)
         return key in self._made and all(_key(other) != key for other in than)
 
-    def leave_unknown(self, results: Any, operands: Any, what: str) -> None:
+    def leave_unknown(self, results: Argument, operands: Argument, what: str) -> None:
         """Record that another op than the one called computed these results. Their strides may differ."""
         given = [_torch.unwrap(x) for x in _tensors(operands)]
         for x in _tensors(results):
@@ -188,7 +189,7 @@ class Layouts:
         for key in {pair.source, pair.result}:
             self._pairs.setdefault(key, []).append(pair)
 
-    def check_write(self, target: torch.Tensor, op: Any) -> None:
+    def check_write(self, target: torch.Tensor, op: _torch.Op) -> None:
         """Check that the values changed by a write do not depend on unknown strides.
 
         Raises:
@@ -227,5 +228,5 @@ def _key(tensor: torch.Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def _tensors(tree: Argument) -> list[torch.Tensor]:
     return [leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -8,14 +8,13 @@ changes values and keeps the history of each tensor. The new values therefore ha
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import fx
 
 from .. import _torch
 from ..errors import MutationError
-from ..ir import current_source, info
+from ..ir import Args, Kwargs, current_source, info
 from .straight_through import OP as STRAIGHT_THROUGH
 from .view_chains import View, are_apart
 from .writer import Writer
@@ -27,7 +26,7 @@ aten = torch.ops.aten
 _CHANGE_MEMORY = {aten.resize_, aten.resize_as_, aten.set_}
 
 
-def mutate(recording: Writer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def mutate(recording: Writer, func: _torch.Op, args: Args, kwargs: Kwargs) -> torch.Tensor:
     """Record an in-place op.
 
     Args:
@@ -74,9 +73,7 @@ def mutate(recording: Writer, func: Any, args: tuple[Any, ...], kwargs: dict[str
     return target
 
 
-def _written_out(
-    recording: Writer, func: Any, twin: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> torch.Tensor:
+def _written_out(recording: Writer, func: _torch.Op, twin: _torch.Op, args: Args, kwargs: Kwargs) -> torch.Tensor:
     """Record an op with `out=` as the op without it, followed by a copy."""
     target = kwargs.pop("out")
     with recording:
@@ -89,7 +86,7 @@ def _written_out(
     return mutate(recording, aten.copy_.default, (target, result), {})
 
 
-def _new_value(recording: Writer, func: Any, twin: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+def _new_value(recording: Writer, func: _torch.Op, twin: _torch.Op, args: Args, kwargs: Kwargs) -> fx.Node:
     target = args[0]
     with recording:  # records the calls
         if func is aten.copy_.default:  # its functional variant has no derivative
@@ -103,10 +100,11 @@ def _like(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Cast `x` to the dtype and device of `target`."""
     if (x.dtype, x.device) == (target.dtype, target.device):
         return x
-    return aten._to_copy.default(x, dtype=target.dtype, device=target.device)  # type: ignore[no-any-return]
+    cast: torch.Tensor = aten._to_copy.default(x, dtype=target.dtype, device=target.device)
+    return cast
 
 
-def _write_through(recording: Writer, func: Any, target: torch.Tensor, old: fx.Node, new: fx.Node) -> None:
+def _write_through(recording: Writer, func: _torch.Op, target: torch.Tensor, old: fx.Node, new: fx.Node) -> None:
     """Bind all tensors that share the memory of the target to their new contents."""
     aliases = recording.aliases
     root, views = aliases.chain(old)
@@ -127,7 +125,9 @@ def _write_through(recording: Writer, func: Any, target: torch.Tensor, old: fx.N
     recording.bind(target, new)
 
 
-def _others(recording: Writer, func: Any, target: torch.Tensor, root: fx.Node) -> list[tuple[torch.Tensor, list[View]]]:
+def _others(
+    recording: Writer, func: _torch.Op, target: torch.Tensor, root: fx.Node
+) -> list[tuple[torch.Tensor, list[View]]]:
     """Return the other living tensors in the memory of the target, with their chains of views of the root."""
     storage = target.untyped_storage()._cdata
     found: list[tuple[torch.Tensor, list[View]]] = []
@@ -140,7 +140,7 @@ def _others(recording: Writer, func: Any, target: torch.Tensor, root: fx.Node) -
     return found
 
 
-def _unknown(func: Any, target: torch.Tensor, other: torch.Tensor) -> MutationError:
+def _unknown(func: _torch.Op, target: torch.Tensor, other: torch.Tensor) -> MutationError:
     return MutationError(
         f"{current_source()}: {func} changes in place a tensor of shape {tuple(target.shape)} of which another view of "
         f"shape {tuple(other.shape)} is still alive, and what becomes of that is not known; use the out-of-place op"
@@ -164,7 +164,7 @@ def _loses_history(old: fx.Node, new: fx.Node) -> bool:
     return has_any and bool(info(new).no_grad)
 
 
-def _refuse_lost_shape(func: Any, old: fx.Node, new: fx.Node) -> None:
+def _refuse_lost_shape(func: _torch.Op, old: fx.Node, new: fx.Node) -> None:
     if _loses_history(old, new):
         raise MutationError(
             f"{current_source()}: {func} under torch.no_grad() changes the shape {info(old).aval.shape} of a tensor "

@@ -23,12 +23,15 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import Argument
 
 from .. import _torch
 from ..collectives import called_with_gradients, called_without_gradients, guards, trace_only
 from ..errors import CustomFunctionError, TracingError
 from ..ir import (
+    Args,
     Aval,
+    Kwargs,
     Traced,
     count_stage_boundaries,
     current_source,
@@ -167,7 +170,13 @@ class Recorder(Writer):
 
     supports_higher_order_operators = True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: _torch.Op | _torch.HigherOrderOp,
+        types: Sequence[type],
+        args: Args = (),
+        kwargs: Kwargs | None = None,
+    ) -> Argument:
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):
             return unrolled(self, func, args, kwargs)
@@ -207,7 +216,7 @@ class Recorder(Writer):
             self.write(func, args, kwargs, result)
         return result
 
-    def _known(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _known(self, func: _torch.Op, args: Args, kwargs: Kwargs) -> Argument:
         result = fold_constants(self, func, args, kwargs)
         if isinstance(result, torch.Tensor):
             return self.lift(aten.lift_fresh.default, result)
@@ -215,7 +224,7 @@ class Recorder(Writer):
             return tuple(self.lift(aten.lift_fresh.default, part) for part in result)
         return result
 
-    def _gradients_are_off(self, func: Any, backward: bool) -> bool:
+    def _gradients_are_off(self, func: _torch.Op, backward: bool) -> bool:
         if backward or torch.is_grad_enabled() or called_with_gradients():
             return False
         functions = _torch.running_functions(trace.__code__)
@@ -231,12 +240,12 @@ class Recorder(Writer):
         return not functions or called_without_gradients()
 
 
-def _has_tensor(result: Any) -> bool:
+def _has_tensor(result: Argument) -> bool:
     if isinstance(result, torch.Tensor):
         return True
     return isinstance(result, (tuple, list)) and any(isinstance(part, torch.Tensor) for part in result)
 
 
-def _is_of_a_user(func: Any) -> bool:
+def _is_of_a_user(func: _torch.Op) -> bool:
     """Whether an op has a user's rule with a differentiable function."""
     return differentiable_form(func) is not None and func.namespace != "fp"

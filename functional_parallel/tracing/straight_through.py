@@ -6,10 +6,13 @@ only in reverse mode, so tangents are the tangents of the new values.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
+from .. import _torch
 from ..collectives import keeping_grad_mode
 from ..ir import register_differentiable
 
@@ -22,7 +25,7 @@ torch.library.register_fake("fp::straight_through", lambda x, value: torch.empty
 OP = torch.ops.fp.straight_through.default
 
 
-def straight_through(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def straight_through(x: Tensor, value: Tensor) -> Tensor:
     """Return `value` with the gradient of `x`.
 
     >>> x = torch.tensor(3.0)
@@ -34,33 +37,37 @@ def straight_through(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         value: tensor with the values and tangents of the result; it has the shape of x.
     """
     with keeping_grad_mode():
-        return _StraightThrough.apply(x, value)  # type: ignore[no-any-return]
+        return _apply(x, value)
 
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(x: Any, value: Any) -> Any:
-        return OP(x, value)
+    def forward(x: Tensor, value: Tensor) -> Tensor:
+        result: Tensor = OP(x, value)
+        return result
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
         pass
 
     @staticmethod
-    def jvp(ctx: Any, of_x: Any, of_value: Any) -> Any:
+    def jvp(ctx: FunctionCtx, of_x: Tensor, of_value: Tensor | None) -> Tensor:
         return torch.zeros_like(of_x) if of_value is None else of_value.clone()
 
     @staticmethod
-    def backward(ctx: Any, cotangent: Any) -> Any:
+    def backward(ctx: FunctionCtx, cotangent: Tensor) -> tuple[Tensor, None]:
         return cotangent, None
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Any, value: Any) -> Any:
+    def vmap(
+        info: _torch.VmapInfo, in_dims: tuple[int | None, int | None], x: Tensor, value: Tensor
+    ) -> tuple[Tensor, int]:
         x, value = (
             each.expand(info.batch_size, *each.shape) if dim is None else each.movedim(dim, 0)
             for each, dim in zip((x, value), in_dims, strict=True)
         )
-        return _StraightThrough.apply(x, value), 0
+        return _apply(x, value), 0
 
 
+_apply: Callable[[Tensor, Tensor], Tensor] = _StraightThrough.apply
 register_differentiable(OP, straight_through)

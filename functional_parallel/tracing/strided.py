@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 
 from .. import _torch
 from ..errors import MemoryLayoutError
-from ..ir import current_source
+from ..ir import Args, Kwargs, current_source
 from .writer import Writer
 
 __all__ = ["strided", "strided_elements"]
@@ -22,7 +21,7 @@ __all__ = ["strided", "strided_elements"]
 aten = torch.ops.aten
 
 
-def strided(recording: Writer, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def strided(recording: Writer, op: _torch.Op, args: Args, kwargs: Kwargs) -> torch.Tensor:
     """Record `as_strided` of a tensor without wrappers as ops on its elements.
 
     Args:
@@ -41,7 +40,7 @@ def strided(recording: Writer, op: Any, args: tuple[Any, ...], kwargs: dict[str,
     return view
 
 
-def _given_offset(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _given_offset(args: Args, kwargs: Kwargs) -> bool:
     return (args[3] if len(args) > 3 else kwargs.get("storage_offset")) is not None
 
 
@@ -70,7 +69,7 @@ def strided_elements(
     return flat[..., memory.position(_grid(rest, steps, memory.start, x.device), kept)]
 
 
-def _grid(size: Sequence[int], stride: Sequence[int], start: int, device: Any) -> torch.Tensor:
+def _grid(size: Sequence[int], stride: Sequence[int], start: int, device: torch.device | str) -> torch.Tensor:
     """Return the position in memory of each element of a strided view."""
     grid = torch.full((), start, dtype=torch.int64, device=device)
     for dim, (extent, step) in enumerate(zip(size, stride, strict=True)):

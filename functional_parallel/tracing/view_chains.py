@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import Target
 
-from ..ir import Aval, NodeInfo, getitem, info
+from .. import _torch
+from ..ir import Args, Aval, Kwargs, NodeInfo, getitem, info
 
 __all__ = ["View", "ViewChains", "are_apart"]
 
@@ -28,9 +30,9 @@ Create = Callable[[Any, tuple[Any, ...], dict[str, Any], NodeInfo], fx.Node]
 class View:
     """One view of a chain: the op, its arguments after the tensor, and the Aval of the viewed value."""
 
-    op: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    op: _torch.Op
+    args: Args
+    kwargs: Kwargs
     source: Aval
     info: NodeInfo  # of the node that first computed it
 
@@ -131,7 +133,7 @@ def _view(node: fx.Node) -> tuple[fx.Node, View] | None:
     return source, View(node.target, tuple(node.args[1:]), dict(node.kwargs), info(source).aval, info(node))
 
 
-def _is_view(op: Any) -> bool:
+def _is_view(op: Target) -> bool:
     if op in _SHARE_UNDECLARED:
         return True
     if op is aten.as_strided.default or not isinstance(op, torch._ops.OpOverload):

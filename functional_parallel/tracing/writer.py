@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import Argument
 
 from .. import _torch
 from ..errors import TracingError
-from ..ir import Aval, NodeInfo, Traced, aval_of, current_source, info, set_info, update_info, walk_args
+from ..ir import Args, Aval, Kwargs, NodeInfo, Traced, aval_of, current_source, info, set_info, update_info, walk_args
 from .closed_over import ClosedOver, closed_over
 from .memory_layout import Layouts
 from .view_chains import ViewChains
@@ -47,7 +48,7 @@ class Writer(_torch.TorchDispatchMode):
         outer: Writer | None,
         is_local_body: bool = False,
     ) -> None:
-        super().__init__()
+        _torch.TorchDispatchMode.__init__(self)
         self.fake_mode = fake_mode
         self.forward_only = forward_only
         self.on_node = on_node
@@ -157,7 +158,7 @@ class Writer(_torch.TorchDispatchMode):
         with self.traced.graph.inserting_before(next(iter(self.traced.graph.nodes), None)):
             return create()
 
-    def lift(self, func: Any, value: torch.Tensor) -> torch.Tensor:
+    def lift(self, func: _torch.Op, value: torch.Tensor) -> torch.Tensor:
         lifted = _torch.without_constant(func(value))
         with _torch.disable_modes():
             node = self._constant(value.clone())
@@ -177,7 +178,7 @@ class Writer(_torch.TorchDispatchMode):
         finally:
             self._is_unrolling = outer
 
-    def write(self, func: Any, args: Any, kwargs: Any, result: Any) -> fx.Node:
+    def write(self, func: _torch.Op, args: Args, kwargs: Kwargs, result: Argument) -> fx.Node:
         node_args, node_kwargs = walk_args((tuple(args), dict(kwargs)), self._as_node)
         node = self.traced.graph.call_function(func, node_args, node_kwargs)
         number = _torch.backward_node_number()
@@ -190,10 +191,10 @@ class Writer(_torch.TorchDispatchMode):
         self._bind_result(node, result)
         return node
 
-    def _as_node(self, value: Any) -> Any:
+    def _as_node(self, value: Argument) -> Argument:
         return self.node_of(value) if isinstance(value, torch.Tensor) else value
 
-    def _gradients_are_off(self, func: Any, backward: bool) -> bool:
+    def _gradients_are_off(self, func: _torch.Op, backward: bool) -> bool:
         """Whether an op that is recorded now has no derivative because gradients are switched off."""
         raise NotImplementedError
 
@@ -210,7 +211,7 @@ class Writer(_torch.TorchDispatchMode):
             self._forwards[number] = node
         self._numbered = now
 
-    def _bind_result(self, node: fx.Node, result: Any) -> None:
+    def _bind_result(self, node: fx.Node, result: Argument) -> None:
         self._announce(node)
         if isinstance(result, torch.Tensor):
             self.bind(result, node)
@@ -226,7 +227,7 @@ class Writer(_torch.TorchDispatchMode):
         if self.on_node is not None:
             self.on_node(node)
 
-    def create(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: NodeInfo) -> fx.Node:
+    def create(self, op: _torch.Op, args: Args, kwargs: Kwargs, known: NodeInfo) -> fx.Node:
         """Write an op that is not bound to a tensor yet, with the shape and the source line in `known`."""
         node = self.traced.graph.call_function(op, args, kwargs)
         set_info(node, known)
@@ -240,7 +241,7 @@ class Writer(_torch.TorchDispatchMode):
         return self.traced
 
 
-def _value(result: Any) -> Aval | tuple[Aval | None, ...]:
+def _value(result: Argument) -> Aval | tuple[Aval | None, ...]:
     """Shape, dtype and device of an op's result, or of each of its results."""
     if isinstance(result, torch.Tensor):
         return aval_of(result)

@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+from .. import _torch
+from ..ir import VIEWS, Args, Kwargs
+from .interception import Replaced
 from .writer import Writer
 
 __all__ = ["MADE", "with_zeros"]
@@ -21,7 +24,7 @@ aten = torch.ops.aten
 MADE = aten._efficientzerotensor.default
 
 
-def with_zeros(recording: Writer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def with_zeros(recording: Writer, func: _torch.Op, args: Args, kwargs: Kwargs) -> Replaced:
     """Record an op on zero tangents. NotImplemented for any other op, and for an op without a shortcut."""
     if func is MADE:
         options = {key: kwargs.get(key) for key in ("dtype", "device")}
@@ -32,49 +35,33 @@ def with_zeros(recording: Writer, func: Any, args: tuple[Any, ...], kwargs: dict
 
 
 def _zeros(recording: Writer, shape: list[int], options: dict[str, Any]) -> torch.Tensor:
-    made = aten.zeros.default(shape, **options)
+    made: torch.Tensor = aten.zeros.default(shape, **options)
     recording.zeros.add(recording.write(aten.zeros.default, (shape,), options, made))
-    return made  # type: ignore[no-any-return]
+    return made
 
 
-def _is_zero(recording: Writer, func: Any, args: Any, kwargs: Any, which: list[bool]) -> Any:
+def _is_zero(recording: Writer, func: _torch.Op, args: Args, kwargs: Kwargs, which: list[bool]) -> torch.Tensor:
     result = func(*args, **kwargs)
     return _zeros(recording, list(result.shape), {"dtype": result.dtype, "device": result.device})
 
 
-def _quotient(recording: Writer, func: Any, args: Any, kwargs: Any, which: list[bool]) -> Any:
+def _quotient(recording: Writer, func: _torch.Op, args: Args, kwargs: Kwargs, which: list[bool]) -> Replaced:
     return _is_zero(recording, func, args, kwargs, which) if which[0] else NotImplemented
 
 
-def _sum(recording: Writer, func: Any, args: Any, kwargs: Any, which: list[bool]) -> Any:
+def _sum(recording: Writer, func: _torch.Op, args: Args, kwargs: Kwargs, which: list[bool]) -> torch.Tensor:
     if all(which):
         return _is_zero(recording, func, args, kwargs, which)
     result, factor = func(*args, **kwargs), kwargs.get("alpha", 1) * (-1 if func is aten.sub.Tensor else 1)
     with recording:
         other = args[0] if which[1] else args[1] if factor == 1 else aten.mul.Scalar(args[1], factor)
-        return aten._to_copy.default(aten.expand.default(other, list(result.shape)), dtype=result.dtype)
+        total: torch.Tensor = aten._to_copy.default(aten.expand.default(other, list(result.shape)), dtype=result.dtype)
+    return total
 
 
 _RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys([aten.mul.Tensor, aten.mul.Scalar], _is_zero),
     **dict.fromkeys([aten.div.Tensor, aten.div.Scalar], _quotient),
     **dict.fromkeys([aten.add.Tensor, aten.sub.Tensor], _sum),
-    **dict.fromkeys(
-        [
-            aten.alias.default,
-            aten.detach.default,
-            aten.expand.default,
-            aten.neg.default,
-            aten.permute.default,
-            aten.select.int,
-            aten.slice.Tensor,
-            aten.squeeze.dim,
-            aten.squeeze.dims,
-            aten.t.default,
-            aten.transpose.int,
-            aten.unsqueeze.default,
-            aten.view.default,
-        ],
-        _is_zero,
-    ),
+    **dict.fromkeys([*VIEWS, aten.neg.default], _is_zero),
 }

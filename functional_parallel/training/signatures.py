@@ -5,25 +5,30 @@ from __future__ import annotations
 from typing import Any
 
 import optree
-import torch
+
+from sharding_specs.pytree import Tree
+
+from .. import ir
+from ..ir import LeafSignature, TensorSignature
 
 __all__ = ["leaf_signature", "listed", "on_one_line", "signature_text", "structure_as_text"]
 
 _MOST = 8  # lines or names in a list of a message
 
 
-def leaf_signature(leaf: Any) -> Any:
-    """Return the signature of a leaf: shape and dtype of a tensor, `repr` of anything else."""
-    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf)
+def leaf_signature(leaf: Tree) -> LeafSignature:
+    """Return the signature of a leaf on any device: shape and dtype of a tensor, `repr` of anything else."""
+    return ir.leaf_signature(leaf, exact=False)
 
 
-def signature_text(look: Any) -> str:
+def signature_text(look: LeafSignature) -> str:
     """Return a leaf's signature as text for messages.
 
+    >>> import torch
     >>> signature_text(leaf_signature(torch.ones(2, 3)))
     '(2, 3) float32'
     """
-    return look if isinstance(look, str) else f"{look[0]} {str(look[1]).removeprefix('torch.')}"
+    return f"{look.shape} {look.dtype_name}" if isinstance(look, TensorSignature) else look.text
 
 
 def on_one_line(text: Any) -> str:

@@ -18,6 +18,7 @@ from sharding_specs import Mesh, P, tree_paths
 from .. import _torch
 from ..errors import DonatedStateError, ReentrantCallError
 from ..functions import PyTree
+from ..ir import LeafSignature
 from .signatures import leaf_signature, on_one_line, signature_text, structure_as_text
 from .update import StepLayout
 
@@ -69,7 +70,7 @@ class StateLayout:
     params: Any
     state: Any
     specs: tuple[P, ...]
-    looks: tuple[Any, ...]
+    looks: tuple[LeafSignature, ...]
 
     @cached_property
     def key(self) -> Any:

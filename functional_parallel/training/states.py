@@ -17,6 +17,7 @@ from .. import _torch
 from ..compile import runtime_of
 from ..data import check_same_call
 from ..functions import LocalFunction, PyTree, SpecTree, as_local_function
+from ..ir import TensorSignature
 from ..optim import Optimizer
 from ..pipelines import PipelineProgram, stacks_of
 from ..requests import StateRequest, converted_state, split_state, state_requests, with_leaves
@@ -207,7 +208,8 @@ class StateManager:
         runtime, program = runtime_of(self.mesh, self.f, self.options.reduction), self._latest.get(form)
         if not isinstance(program, PipelineProgram) or program.schedule.versions is not None:
             return lambda index, leaf: runtime.shard(leaf, form.specs[index])
-        numbers = list(accumulate(isinstance(look, tuple) for look in form.looks))  # 1-based indices of the tensors
+        are_tensors = (isinstance(look, TensorSignature) for look in form.looks)
+        numbers = list(accumulate(are_tensors))  # 1-based indices of the tensors
         return lambda index, leaf: runtime.shard_for(program, numbers[index] - 1, leaf, form.specs[index])
 
     def _place(self, params: PyTree, optimizer_state: PyTree) -> tuple[StateLayout, list[Any]]:

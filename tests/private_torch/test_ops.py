@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_origin
+
 import pytest
 import torch
 
@@ -10,6 +12,11 @@ from functional_parallel import _torch
 from .count import Count
 
 aten = torch.ops.aten
+
+
+def test_ops_have_types() -> None:
+    assert isinstance(aten.add.Tensor, get_origin(_torch.Op)) and isinstance(aten.add, get_origin(_torch.OpPacket))
+    assert isinstance(torch.ops.higher_order.cond, _torch.HigherOrderOp)
 
 
 def test_an_op_may_be_made_of_others() -> None:

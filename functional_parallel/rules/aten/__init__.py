@@ -21,10 +21,9 @@ from . import (
 )
 from .batch_norms import batch_norm
 from .losses import cross_entropy, fuse_cross_entropy
-from .shapes import VIEWS, reshaped_place
+from .shapes import reshaped_place
 
 __all__ = [
-    "VIEWS",
     "batch_norm",
     "batch_norms",
     "batched",

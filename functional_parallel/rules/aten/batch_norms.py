@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from torch import Tensor
 
-from ...tracing import intercept
+from ...tracing import Replaced, intercept
 
 __all__ = ["batch_norm", "instance_norm"]
 
@@ -14,15 +13,15 @@ __all__ = ["batch_norm", "instance_norm"]
 @intercept(torch.nn.functional.batch_norm, inside=True)
 @intercept(torch.nn.functional.batch_norm)
 def batch_norm(
-    input: torch.Tensor,
-    running_mean: Any,
-    running_var: Any,
-    weight: Any = None,
-    bias: Any = None,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute `F.batch_norm` by ops that have sharding rules. Running statistics are updated like torch does.
 
     Args:
@@ -35,11 +34,11 @@ def batch_norm(
     """
     shape = [1, -1] + [1] * (input.ndim - 2)
     dims = [0, *range(2, input.ndim)]
-    if training or running_mean is None:
+    if training or running_mean is None or running_var is None:
         mean = input.mean(dims)
         centred = input - mean.reshape(shape)
         variance = (centred * centred).mean(dims)
-        if running_mean is not None:
+        if running_mean is not None and running_var is not None:
             count = input.numel() // input.shape[1]
             running_mean.copy_(running_mean * (1 - momentum) + mean.detach() * momentum)
             unbiased = variance.detach() * (count / max(count - 1, 1))
@@ -49,7 +48,7 @@ def batch_norm(
     return _scaled(centred * torch.rsqrt(variance + eps).reshape(shape), weight, bias, shape)
 
 
-def _scaled(x: torch.Tensor, weight: Any, bias: Any, shape: list[int]) -> torch.Tensor:
+def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: list[int]) -> Tensor:
     """Multiply by a weight and add a bias per channel, if given."""
     x = x * weight.reshape(shape) if weight is not None else x
     return x + bias.reshape(shape) if bias is not None else x
@@ -57,15 +56,15 @@ def _scaled(x: torch.Tensor, weight: Any, bias: Any, shape: list[int]) -> torch.
 
 @intercept(torch.nn.functional.instance_norm, always=True)
 def instance_norm(
-    input: torch.Tensor,
-    running_mean: Any = None,
-    running_var: Any = None,
-    weight: Any = None,
-    bias: Any = None,
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
     use_input_stats: bool = True,
     momentum: float = 0.1,
     eps: float = 1e-5,
-) -> Any:
+) -> Replaced:
     """Compute `F.instance_norm` by the statistics of each sample and channel, if there are no running statistics.
 
     Args:

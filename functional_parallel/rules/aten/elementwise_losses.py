@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import Argument
 
 from ...ir import argument, info, tensor_operands
 from ..axis_layout import Shard
@@ -46,7 +46,7 @@ def _text(node: fx.Node) -> str:
     return f"{', '.join(operands)} -> {pattern(() if mark else dim_names(len(whole)))}"
 
 
-def _local(step: OpContext, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _local(step: OpContext, *args: Argument, **kwargs: Argument) -> torch.Tensor:
     """Compute the losses of a rank's elements. A mean divides their sum by the global count."""
     position, reduction = _LOSSES[step.node.target], argument(step.node, "reduction")
     if reduction == _NONE or step.choice is None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.fx.node import Argument
 
+from ... import _torch
 from ..axis_layout import REPLICATED, Partial
 from ..decide import OpSharding
 from ..op_context import OpContext
@@ -48,25 +50,27 @@ _MAKERS_LIKE = {
 }
 
 
-def _local_like(step: OpContext, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _local_like(step: OpContext, x: torch.Tensor, *args: Argument, **kwargs: Argument) -> torch.Tensor:
     if not isinstance(step.decision.operands[0], Partial):
         return step.run(x, *args, **kwargs)
     kwargs.pop("memory_format", None)
     return _made(step, _MAKERS_LIKE[step.node.target], x, (list(x.shape), *args), kwargs)
 
 
-def _local_new(step: OpContext, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _local_new(step: OpContext, x: torch.Tensor, *args: Argument, **kwargs: Argument) -> torch.Tensor:
     return _made(step, _MAKERS[step.node.target], x, args, kwargs)
 
 
-def _made(step: OpContext, maker: Any, x: torch.Tensor, args: tuple[Any, ...], options: dict[str, Any]) -> torch.Tensor:
+def _made(
+    step: OpContext, maker: _torch.Op, x: torch.Tensor, args: tuple[Any, ...], options: dict[str, Any]
+) -> torch.Tensor:
     """Create a tensor without the operand, because the operand would make the result rank-dependent."""
     given = {key: value for key, value in options.items() if value is not None}
     result: torch.Tensor = step.emit(maker, args, {"dtype": x.dtype, "device": x.device, **given})
     return result
 
 
-def _fill_text(node: Any) -> str:
+def _fill_text(node: torch.fx.Node) -> str:
     return "..., ... -> ..." if isinstance(node.args[1], torch.fx.Node) else "... -> ..."
 
 

@@ -7,10 +7,11 @@ simpler ops instead (see `partition.decompose`).
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.fx.node import Argument
 
 from ...ir import info
 from ..op_context import OpContext
@@ -63,19 +64,21 @@ def _convolution_text(node: fx.Node) -> str:
     return f"{', '.join(operands)} -> n c {' '.join(into)}, {' '.join([*weight, *kernel])}, co"
 
 
-def _local_convolution(step: OpContext, gradient: Any, x: Any, weight: Any, bias_sizes: Any, *args: Any) -> Any:
+def _local_convolution(
+    step: OpContext, gradient: Tensor, x: Tensor, weight: Tensor, bias_sizes: Sequence[int] | None, *args: Argument
+) -> Tensor:
     return step.run(gradient, x, weight, [gradient.shape[1]] if bias_sizes else bias_sizes, *args)
 
 
-def _local_resizing(step: OpContext, gradient: torch.Tensor, size: Any, of_input: Any, *args: Any) -> torch.Tensor:
+def _local_resizing(
+    step: OpContext, gradient: Tensor, size: Sequence[int] | None, of_input: Sequence[int], *args: Argument
+) -> Tensor:
     return step.run(gradient, size, [*gradient.shape[:2], *of_input[2:]], *args)
 
 
-def _local_contiguous(step: OpContext, *args: Any) -> torch.Tensor:
+def _local_contiguous(step: OpContext, *args: Argument) -> Tensor:
     """Run the op on contiguous copies. Torch's kernel treats a one-channel shard as channels-last: wrong numbers."""
-    copies = (
-        arg.clone(memory_format=torch.contiguous_format) if isinstance(arg, torch.Tensor) else arg for arg in args
-    )
+    copies = (arg.clone(memory_format=torch.contiguous_format) if isinstance(arg, Tensor) else arg for arg in args)
     return step.run(*copies)
 
 

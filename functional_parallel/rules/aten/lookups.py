@@ -10,11 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.fx.node import Argument
 
 from ...errors import TracingError
 from ...ir import Aval, current_source, info, tensor_operands
-from ...tracing import intercept
+from ...tracing import Replaced, intercept
 from ..axis_layout import REPLICATED, Shard
 from ..convert import convert
 from ..op_context import OpContext
@@ -30,8 +31,8 @@ aten = torch.ops.aten
 
 
 def _local_embedding(
-    step: OpContext, table: torch.Tensor, index: torch.Tensor, padding: int = -1, by_frequency: bool = False, *args: Any
-) -> torch.Tensor:
+    step: OpContext, table: Tensor, index: Tensor, padding: int = -1, by_frequency: bool = False, *args: bool
+) -> Tensor:
     if step.splits("v"):
         rows = _held_rows(step, table, index, padding)
     elif by_frequency and isinstance(step.decision.operands[1], Shard):
@@ -41,7 +42,7 @@ def _local_embedding(
     return _by_frequency(step, rows, index) if by_frequency else rows
 
 
-def _held_rows(step: OpContext, table: torch.Tensor, index: torch.Tensor, padding: int) -> torch.Tensor:
+def _held_rows(step: OpContext, table: Tensor, index: Tensor, padding: int) -> Tensor:
     held, inside = step.held_positions(index)
     rows = aten.embedding.default(table, held)
     if padding >= 0:  # the padding row is looked up but never trained
@@ -49,7 +50,7 @@ def _held_rows(step: OpContext, table: torch.Tensor, index: torch.Tensor, paddin
     return torch.where(inside.unsqueeze(-1), rows, torch.zeros((), dtype=rows.dtype, device=rows.device))
 
 
-def _by_frequency(step: OpContext, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def _by_frequency(step: OpContext, rows: Tensor, index: Tensor) -> Tensor:
     """Return `rows` with gradients divided by the number of lookups of each row on all ranks."""
     everywhere = convert(index, step.decision.operands[1], REPLICATED, step.axis, step.parts).flatten()
     none = torch.zeros(step.operands[0].aval.shape[0], dtype=torch.int64, device=index.device)
@@ -63,14 +64,14 @@ rule([aten.embedding.default], Rule("~v? d, ... -> ... d", _local_embedding))
 
 @intercept(torch.nn.functional.embedding, always=True)
 def _embedding(
-    input: torch.Tensor,
-    weight: torch.Tensor,
+    input: Tensor,
+    weight: Tensor,
     padding_idx: int | None = None,
     max_norm: float | None = None,
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
-) -> Any:
+) -> Replaced:
     """Compute a sparse embedding with a dense gradient, which has the same values.
 
     Raises:
@@ -107,7 +108,7 @@ def _gather_text(node: fx.Node) -> str:
     return f"~{pattern(dim_names(len(x), left))}, {slots} -> {slots.replace('^', '')}"
 
 
-def _local_gather(step: OpContext, x: torch.Tensor, dim: int, index: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+def _local_gather(step: OpContext, x: Tensor, dim: int, index: Tensor, **kwargs: bool) -> Tensor:
     if not step.splits("picked"):
         return step.run(x, dim, index, **kwargs)
     held, inside = step.held_positions(index)
@@ -121,7 +122,7 @@ def _index_select_text(node: fx.Node) -> str:
     return f"~{pattern(dim_names(ndim, {dim: 'picked?'}))}, slots -> {pattern(dim_names(ndim, {dim: 'slots'}))}"
 
 
-def _local_index_select(step: OpContext, x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+def _local_index_select(step: OpContext, x: Tensor, dim: int, index: Tensor) -> Tensor:
     if not step.splits("picked"):
         return step.run(x, dim, index)
     held, inside = step.held_positions(index)
@@ -212,7 +213,7 @@ def _written_shape(node: fx.Node) -> list[int]:
     return [*kept[:ahead], *torch.broadcast_shapes(*(aval.shape for aval in avals.values())), *kept[ahead:]]
 
 
-def _local_indexing(step: OpContext, x: torch.Tensor, indices: list[Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+def _local_indexing(step: OpContext, x: Tensor, indices: list[Any], *args: Argument, **kwargs: Argument) -> Tensor:
     """Run the op on a shard. An index that enumerates the sharded dim then enumerates the shard."""
     for dim, k in info(step.node).enumerated:
         if step.splits(f"p{k}"):
@@ -278,18 +279,18 @@ rule([aten.index_reduce.default], Rule(_without_marks(_rows_text)))
 
 @intercept(torch.nn.functional.embedding_bag, always=True)
 def _embedding_bag(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    offsets: Any = None,
-    max_norm: Any = None,
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
     norm_type: float = 2,
     scale_grad_by_freq: bool = False,
     mode: str = "mean",
     sparse: bool = False,
-    per_sample_weights: Any = None,
+    per_sample_weights: Tensor | None = None,
     include_last_offset: bool = False,
     padding_idx: int | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Look up rows and reduce them by separate ops, because the fused kernel has no derivative in a trace.
 
     Raises:
@@ -308,7 +309,7 @@ def _embedding_bag(
     return rows.max(1).values if mode == "max" else getattr(rows, mode)(1)
 
 
-def _without_padding(rows: torch.Tensor, counts: torch.Tensor, mode: str) -> torch.Tensor:
+def _without_padding(rows: Tensor, counts: Tensor, mode: str) -> Tensor:
     """Reduce bags over the rows that are not padding. A bag with only padding gives zero."""
     if mode == "max":
         largest = rows.masked_fill(~counts, -math.inf).max(1).values

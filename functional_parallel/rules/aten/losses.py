@@ -7,10 +7,8 @@ Counts, class weights and ignored targets are global, regardless of the sharding
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from ... import collectives as fp
 from ...collectives import MICROBATCH, hidden_axes
@@ -27,8 +25,8 @@ _MEAN, _SUM = 1, 2  # torch's codes for reduction=
 
 
 def cross_entropy(
-    logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int, ignore: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore: int
+) -> tuple[Tensor, Tensor]:
     """Compute `nll_loss(log_softmax(logits))` and the total weight. A traced graph contains it as one op."""
     logarithms = logits.log_softmax(-1)
     loss, total = aten.nll_loss_forward.default(logarithms, target, weight, reduction, ignore)
@@ -58,14 +56,14 @@ def _softmax_text(node: fx.Node) -> str:
     return f"{names} -> {names}"
 
 
-def _local_softmax(step: OpContext, x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+def _local_softmax(step: OpContext, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     if not step.splits("classes") or not x.numel():
         return step.run(x, dim, half_to_float)
     exps = (x - fp.pmax(x.detach().amax(dim, keepdim=True), step.axis)).exp()
     return exps / fp.pvary(fp.psum(step.once(exps).sum(dim, keepdim=True), step.axis), step.axis)
 
 
-def _local_log_softmax(step: OpContext, x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+def _local_log_softmax(step: OpContext, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     if not step.splits("classes") or not x.numel():
         return step.run(x, dim, half_to_float)
     counted = step.once(x, reduction_identity(x.dtype))
@@ -98,7 +96,9 @@ def _likelihood_text(node: fx.Node) -> str:
     return f"n! c!, n!{weight} -> n, ()"
 
 
-def _local_likelihood(step: OpContext, scores: torch.Tensor, target: torch.Tensor, weight: Any, *rest: Any) -> Any:
+def _local_likelihood(
+    step: OpContext, scores: Tensor, target: Tensor, weight: Tensor | None, *rest: int
+) -> Tensor | tuple[Tensor, Tensor]:
     """Compute loss and total weight from per-token terms. The decision determines which sums stay partial."""
     reduction, ignore = rest
     axis = step.axis
@@ -128,7 +128,7 @@ def _local_likelihood(step: OpContext, scores: torch.Tensor, target: torch.Tenso
     return loss / total, total
 
 
-def _token_losses(step: OpContext, scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def _token_losses(step: OpContext, scores: Tensor, target: Tensor) -> Tensor:
     """Compute −log p(target) per token. If the classes are sharded, the result is replicated."""
     is_logits = step.node.target is cross_entropy
     if not step.splits("c"):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from ..op_context import OpContext
 from ..registry import Rule, rule
@@ -42,7 +41,9 @@ def _group_norm_text(node: fx.Node) -> str:
     return f"{', '.join([f'n {rest}', *scales])} -> n {plain}, n newg, n newg"
 
 
-def _local_group_norm(step: OpContext, x: torch.Tensor, weight: Any, bias: Any, n: int, *args: Any) -> Any:
+def _local_group_norm(
+    step: OpContext, x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, *args: float
+) -> Tensor:
     return step.run(x, weight, bias, x.shape[0], *args)
 
 

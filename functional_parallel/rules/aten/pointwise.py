@@ -5,10 +5,8 @@ A sum with a Python number is not linear, because each rank would add it. A line
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from ... import collectives as fp
 from ...collectives import MICROBATCH, hidden_axes
@@ -52,7 +50,7 @@ def _decide_quotient(step: OpContext) -> OpSharding | None:
     return OpSharding((PARTIAL, PARTIAL), (REPLICATED,)) if alike else None
 
 
-def _local_quotient(step: OpContext, a: Any, b: Any, **kwargs: Any) -> Any:
+def _local_quotient(step: OpContext, a: Tensor, b: Tensor, **kwargs: str | None) -> Tensor:
     if step.decision.operands != (PARTIAL, PARTIAL):
         return step.run(a, b, **kwargs)
     a, b = fp.psum(torch.stack([a, b]), step.axis).unbind()

@@ -6,11 +6,11 @@ Sums stay partial. Extrema are combined immediately. Other reductions combine th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.fx.node import Argument
 
 from ... import collectives as fp
 from ...ir import argument, info, operands_of
@@ -49,8 +49,12 @@ def _histc_text(node: fx.Node) -> str:
 
 
 def _local_mean(
-    step: OpContext, x: torch.Tensor, dims: Any = None, keepdim: bool = False, **kwargs: Any
-) -> torch.Tensor:
+    step: OpContext,
+    x: Tensor,
+    dims: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+    **kwargs: torch.dtype | None,
+) -> Tensor:
     """Compute a sum over the shard, divided by the global count."""
     wanted = reduced_dims(step.node)
     count = math.prod(step.operands[0].aval.shape[dim] for dim in wanted)
@@ -59,7 +63,7 @@ def _local_mean(
     return x.sum(wanted, keepdim=keepdim, **kwargs) / count
 
 
-def _local_variance(step: OpContext, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def _local_variance(step: OpContext, x: Tensor, *args: Argument, **kwargs: Argument) -> Tensor | tuple[Tensor, Tensor]:
     """Compute var, std, var_mean or std_mean. If a reduced dim is sharded, it takes two sums over ranks."""
     if not _reduces_ranks(step):
         return step.run(x, *args, **kwargs)
@@ -81,14 +85,14 @@ def _reduces_ranks(step: OpContext) -> bool:
     return getattr(place, "dim", None) in reduced_dims(step.node)
 
 
-def _local_logsumexp(step: OpContext, x: torch.Tensor, dims: Any, keepdim: bool = False) -> torch.Tensor:
+def _local_logsumexp(step: OpContext, x: Tensor, dims: int | Sequence[int], keepdim: bool = False) -> Tensor:
     if not _reduces_ranks(step):
         return step.run(x, dims, keepdim)
     x = step.once(x, reduction_identity(x.dtype))
     return logsumexp_over_ranks(x, reduced_dims(step.node), keepdim, step.axis)
 
 
-def logsumexp_over_ranks(x: torch.Tensor, dims: list[int], keepdim: bool, axis: str) -> torch.Tensor:
+def logsumexp_over_ranks(x: Tensor, dims: list[int], keepdim: bool, axis: str) -> Tensor:
     """Compute log Σ exp over dims, one of them sharded, by one pmax (without a gradient) and one psum."""
     if any(x.shape[dim] == 0 for dim in dims):  # an empty dim has no maximum
         return fp.psum(x.exp().sum(dims, keepdim=keepdim), axis).log()
@@ -99,7 +103,7 @@ def logsumexp_over_ranks(x: torch.Tensor, dims: list[int], keepdim: bool, axis: 
     return total.log() + (top if keepdim else top.reshape(total.shape))
 
 
-def _local_extremum(step: OpContext, x: torch.Tensor, dims: Any = (), keepdim: bool = False) -> torch.Tensor:
+def _local_extremum(step: OpContext, x: Tensor, dims: int | Sequence[int] = (), keepdim: bool = False) -> Tensor:
     """Compute the global extremum. As in torch, elements that tie share its gradient evenly, across all ranks."""
     if not _reduces_ranks(step):
         return step.run(*([x, dims, keepdim] if len(step.node.args) > 1 else [x]))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.fx.node import Argument
 
 from ...collectives import DimSplit
-from ...ir import argument, info, tensor_operands
+from ...ir import RESHAPES, argument, info, tensor_operands
 from ..axis_layout import REDUCED, REPLICATED, AxisLayout, Shard
 from ..decide import OpSharding
 from ..op_context import OpContext
@@ -21,7 +21,7 @@ from .batched import batched_text
 aten = torch.ops.aten
 
 
-def _shape(node: Any) -> tuple[int, ...]:
+def _shape(node: fx.Node) -> tuple[int, ...]:
     return info(node).aval.shape
 
 
@@ -62,16 +62,11 @@ def _decide_view(step: OpContext) -> OpSharding:
     return OpSharding((REPLICATED,), (REPLICATED,)) if place is None else OpSharding((operand.place,), (place,))
 
 
-def _local_view(step: OpContext, x: torch.Tensor, shape: Sequence[int], **_: Any) -> torch.Tensor:
+def _local_view(step: OpContext, x: Tensor, shape: Sequence[int], **_: Argument) -> Tensor:
     return x.reshape(step.local_result_shape())
 
 
-VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten._reshape_alias.default)
-
-rule(
-    VIEWS,
-    Rule(decide=_decide_view, local=_local_view, moves_only=True),
-)
+rule(RESHAPES, Rule(decide=_decide_view, local=_local_view, moves_only=True))
 
 
 # -----------------------------------------------------------------------------
@@ -116,7 +111,7 @@ def _squeeze_text(node: fx.Node) -> str:
     return f"~{pattern(left)} -> {pattern(right)}"
 
 
-def _local_squeeze(step: OpContext, x: torch.Tensor, dims: Any = None) -> torch.Tensor:
+def _local_squeeze(step: OpContext, x: Tensor, dims: int | Sequence[int] | None = None) -> Tensor:
     return x.reshape(step.local_result_shape())
 
 
@@ -129,7 +124,7 @@ def _expand_text(node: fx.Node) -> str:
     return f"~{pattern(grown)} -> {pattern(right)}"
 
 
-def _local_expand(step: OpContext, x: torch.Tensor, shape: Sequence[int], **_: Any) -> torch.Tensor:
+def _local_expand(step: OpContext, x: Tensor, shape: Sequence[int], **_: bool) -> Tensor:
     return x.expand(step.local_result_shape())
 
 
@@ -181,7 +176,7 @@ def _decide_slice(step: OpContext) -> OpSharding | None:
     return None if place is None else OpSharding((operand.place,), (place,))
 
 
-def _local_slice(step: OpContext, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _local_slice(step: OpContext, x: Tensor, *args: int | None, **kwargs: int | None) -> Tensor:
     dim, (start, end, stride) = dim_of(step.node), _bounds(step.node)
     place = step.decision.operands[0]
     if isinstance(place, Shard) and place.dim == dim:
@@ -206,10 +201,13 @@ def _decide_split(step: OpContext) -> OpSharding | None:
     return OpSharding((operand.place,), tuple(place for place in places if place is not None))
 
 
-def _local_split(step: OpContext, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def _local_split(
+    step: OpContext, x: Tensor, *args: int | Sequence[int], **kwargs: int | Sequence[int]
+) -> Sequence[Tensor]:
     dim = dim_of(step.node)
     lengths = [step.local_result_shape(index)[dim] for index in range(len(step.results))]
-    return step.emit(aten.split_with_sizes.default, (x, lengths, dim), {})
+    pieces: Sequence[Tensor] = step.emit(aten.split_with_sizes.default, (x, lengths, dim), {})
+    return pieces
 
 
 def _taken_text(*dims: str, left: str = "") -> Callable[[fx.Node], str]:

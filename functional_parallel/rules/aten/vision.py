@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.nn import functional
 
-from ...tracing import intercept
+from ...tracing import Replaced, intercept
 from ..registry import Rule, rule
 from ..texts import ndim_of
 from .batched import batched_text
@@ -81,7 +81,7 @@ for packet, count in _OF_IMAGES.items():
     rule(overloads, Rule(batched_text(count, linear="~")))
 
 
-def _pool_to_one(dims: int, input: torch.Tensor, output_size: Any) -> Any:
+def _pool_to_one(dims: int, input: Tensor, output_size: int | Sequence[int | None] | None) -> Replaced:
     """Compute pooling to one element as a mean, as torch does, but without relabelling the strides of the result.
 
     For a channels-last tensor, torch relabels the strides in place, by an op that has no rule. The backward of that op

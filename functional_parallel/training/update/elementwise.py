@@ -19,7 +19,7 @@ from torch import fx
 from sharding_specs import P, tree_paths, whole_shape
 
 from ...functions import PyTree, SpecTree, axis_mesh
-from ...ir import Aval, Traced, info, operands_of, source_of, tensor_operands, walk_args, where
+from ...ir import RESHAPES, UNIT_DIMS, Aval, Traced, info, operands_of, source_of, tensor_operands, walk_args, where
 from ...ops import ADAMW
 from ...rules import is_elementwise
 from ...tracing import trace
@@ -40,12 +40,10 @@ _FILLED = {  # constant tensors
     *(aten.full.default, aten.zeros.default, aten.ones.default),
     *(aten.new_full.default, aten.new_zeros.default, aten.new_ones.default),
 }
-_VIEWS = {  # views that keep the order of the elements
-    *(aten.view.default, aten._unsafe_view.default, aten.reshape.default),
-    *(aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default),
-}
+
+_IN_ORDER = RESHAPES | UNIT_DIMS
 _SHAPE_ARGUMENT = {aten.full.default: 0, aten.zeros.default: 0, aten.ones.default: 0} | dict.fromkeys(
-    [*(op for op in _FILLED if "new_" in str(op)), aten.view.default, aten._unsafe_view.default, aten.reshape.default],
+    [*(op for op in _FILLED if "new_" in str(op)), *RESHAPES],
     1,
 )
 
@@ -230,7 +228,7 @@ def _lies(node: fx.Node, label: Any) -> Any:
 
 
 def _takes_each(op: Any) -> bool:
-    return op in _OF_EACH_ELEMENT or op in _VIEWS or is_elementwise(op)
+    return op in _OF_EACH_ELEMENT or op in _IN_ORDER or is_elementwise(op)
 
 
 def _has_dims(node: fx.Node) -> bool:

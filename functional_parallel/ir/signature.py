@@ -1,0 +1,50 @@
+"""Signature of an argument's leaf: what a traced program depends on, as a key of caches."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from sharding_specs.pytree import Tree
+
+from .aval import Aval
+
+__all__ = ["LeafSignature", "TensorSignature", "ValueSignature", "leaf_signature"]
+
+
+class TensorSignature(NamedTuple):
+    """Shape, dtype and device of a tensor; the device is None if it may change."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device | None
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+
+class ValueSignature(NamedTuple):
+    """Text of a leaf that is not a tensor, and its type; the type is None if it may change."""
+
+    text: str
+    type: str | None
+
+
+LeafSignature = TensorSignature | ValueSignature
+
+
+def leaf_signature(leaf: Tree | Aval, exact: bool = True) -> LeafSignature:
+    """Return the signature of a leaf.
+
+    >>> leaf_signature(torch.ones(2), exact=False)
+    TensorSignature(shape=(2,), dtype=torch.float32, device=None)
+
+    Args:
+        leaf: a leaf, or the shape, dtype and device of a tensor.
+        exact: whether a tensor on another device, or a value of another type with the same text, is another leaf.
+    """
+    if isinstance(leaf, (torch.Tensor, Aval)):
+        return TensorSignature(tuple(leaf.shape), leaf.dtype, leaf.device if exact else None)
+    return ValueSignature(repr(leaf), type(leaf).__name__ if exact else None)
