@@ -212,7 +212,7 @@ class Compiled:
             args = (self._stacks.unstack(args[0]), *args[1:])
         leaves, tree = optree.tree_flatten(args)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        key = (tree, tuple(map(leaf_signature, leaves)))
+        key = (tree, tuple(leaf_signature(leaf, exact=True) for leaf in leaves))
         make = functools.partial(lower, self.f, self.mesh, args, self._specs, name=self.name, options=self.options)
         lowered = self._lowered.get(key, make)
         self.program = lowered.program

@@ -78,7 +78,7 @@ class _Checkpoints:
         with regions[-1]("checkpoint"):
             yield
 
-    def _put(self, function: Any, generator: Any) -> None:
+    def _put(self, function: Any, generator: Callable[..., Iterator[None]]) -> None:
         torch.utils.checkpoint.CheckpointFunction = function  # type: ignore[misc]
         setattr(torch.utils.checkpoint, _GENERATOR, generator)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from types import CodeType, FrameType, FunctionType
@@ -61,17 +61,17 @@ def _all_functions() -> Iterator[Any]:
         classes += cls.__subclasses__()
 
 
-def _innermost(forward: Any) -> Any:
+def _innermost(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function inside decorators and partials. The code of a decorator is shared by all its uses."""
     forward = inspect.unwrap(forward)
     return _innermost(forward.func) if isinstance(forward, partial) else forward
 
 
-def _code_of(forward: Any) -> CodeType | None:
+def _code_of(forward: Callable[..., Any]) -> CodeType | None:
     return getattr(forward if isinstance(forward, FunctionType) else type(forward).__call__, "__code__", None)
 
 
-def _runs(frame: FrameType, forward: Any) -> bool:
+def _runs(frame: FrameType, forward: Callable[..., Any]) -> bool:
     """Whether a frame with the code of `forward` runs it. Closures with other free variables share the same code."""
     held, code = frame.f_locals, frame.f_code
     if not isinstance(forward, FunctionType):

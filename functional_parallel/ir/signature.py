@@ -20,9 +20,8 @@ class TensorSignature(NamedTuple):
     dtype: torch.dtype
     device: torch.device | None
 
-    @property
-    def dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
+    def __str__(self) -> str:
+        return f"{self.shape} {str(self.dtype).removeprefix('torch.')}"
 
 
 class ValueSignature(NamedTuple):
@@ -31,15 +30,18 @@ class ValueSignature(NamedTuple):
     text: str
     type: str | None
 
+    def __str__(self) -> str:
+        return self.text
+
 
 LeafSignature = TensorSignature | ValueSignature
 
 
-def leaf_signature(leaf: Tree | Aval, exact: bool = True) -> LeafSignature:
+def leaf_signature(leaf: Tree | Aval, exact: bool = False) -> LeafSignature:
     """Return the signature of a leaf.
 
-    >>> leaf_signature(torch.ones(2), exact=False)
-    TensorSignature(shape=(2,), dtype=torch.float32, device=None)
+    >>> print(leaf_signature(torch.ones(2, 3)))
+    (2, 3) float32
 
     Args:
         leaf: a leaf, or the shape, dtype and device of a tensor.

@@ -6,14 +6,16 @@ numbers. This library does the same, and a norm includes both.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeGuard
 
 import torch
+
+from sharding_specs.pytree import Tree
 
 __all__ = ["as_complex", "as_real", "is_trained"]
 
 
-def is_trained(leaf: Any) -> bool:
+def is_trained(leaf: Tree) -> TypeGuard[torch.Tensor]:
     """Whether a leaf of the parameters has a gradient: a floating-point or complex tensor.
 
     >>> [is_trained(torch.zeros(2, dtype=dtype)) for dtype in (torch.bfloat16, torch.complex64, torch.int64)]

@@ -210,7 +210,7 @@ class _Partition:
         self, leaves: list[Any], tree: Any, tensors: list[int], places: list[AxisLayout], cut: DimSplit
     ) -> _Entry:
         avals = {index: _global_aval(leaves[index], places[index], cut) for index in tensors}
-        looks = tuple(leaf_signature(avals.get(index, leaf)) for index, leaf in enumerate(leaves))
+        looks = tuple(leaf_signature(avals.get(index, leaf), exact=True) for index, leaf in enumerate(leaves))
         key = (tree, looks, tuple(current_axes().items()), hidden_axes(), cut)
         recording = recorder()  # a program being lowered copies the data that it needs, and outlives the trace
         known = self.entries if recording is None else recording.notes.setdefault(self, {})

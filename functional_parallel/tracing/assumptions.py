@@ -117,4 +117,6 @@ def _difference(key: Key, last: Key) -> str:
 
 def _text(look: LeafSignature) -> str:
     """Describe the signature of a leaf: dtype and shape of a tensor, else its value."""
-    return f"{look.dtype_name}{list(look.shape)}" if isinstance(look, TensorSignature) else look.text
+    if isinstance(look, TensorSignature):
+        return f"{str(look.dtype).removeprefix('torch.')}{list(look.shape)}"
+    return str(look)

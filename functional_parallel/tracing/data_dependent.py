@@ -101,12 +101,7 @@ def _fill_where(x: Tensor, dim: int, index: Tensor, value: float) -> Tensor:
 
 @intercept(functional.gaussian_nll_loss, always=True)
 def _gaussian_nll_loss(
-    input: Tensor,
-    target: Tensor,
-    var: Tensor | float,
-    full: bool = False,
-    eps: float = 1e-6,
-    reduction: str = "mean",
+    input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
 ) -> Replaced:
     if isinstance(var, float) or reduction not in ("none", "mean", "sum"):
         return NotImplemented
@@ -129,11 +124,7 @@ def _gaussian_nll_loss(
 
 @intercept(torch.cov, always=True)
 def _cov(
-    input: Tensor,
-    *,
-    correction: int = 1,
-    fweights: Tensor | None = None,
-    aweights: Tensor | None = None,
+    input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
 ) -> Replaced:
     if fweights is not None or aweights is not None or input.ndim > 2:
         return NotImplemented

@@ -13,10 +13,10 @@ import torch
 
 from .. import optim
 from ..functions import PyTree
-from ..ir import is_trained, without_memory
+from ..ir import is_trained, leaf_signature, without_memory
 from ..requests import LossScaleState, ScaledState
 from .local_step import Metrics
-from .signatures import leaf_signature, listed, signature_text, structure_as_text
+from .signatures import listed, structure_as_text
 
 __all__ = ["expected_state", "require_parameters", "require_state_of", "require_values", "steps_done"]
 
@@ -134,4 +134,4 @@ def _by_path(tree: PyTree, name: str = "optimizer_state") -> dict[str, Any]:
 
 def _kind(leaf: Any) -> str:
     """Signature of a tensor, type of any other leaf, because numbers change from step to step."""
-    return signature_text(leaf_signature(leaf)) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+    return str(leaf_signature(leaf)) if isinstance(leaf, torch.Tensor) else type(leaf).__name__

@@ -1,4 +1,4 @@
-"""Signature of a pytree, which programs depend on: structure, shapes and dtypes; and its text in messages."""
+"""Text of lists and of the structure of pytrees in messages."""
 
 from __future__ import annotations
 
@@ -6,29 +6,9 @@ from typing import Any
 
 import optree
 
-from sharding_specs.pytree import Tree
-
-from .. import ir
-from ..ir import LeafSignature, TensorSignature
-
-__all__ = ["leaf_signature", "listed", "on_one_line", "signature_text", "structure_as_text"]
+__all__ = ["listed", "on_one_line", "structure_as_text"]
 
 _MOST = 8  # lines or names in a list of a message
-
-
-def leaf_signature(leaf: Tree) -> LeafSignature:
-    """Return the signature of a leaf on any device: shape and dtype of a tensor, `repr` of anything else."""
-    return ir.leaf_signature(leaf, exact=False)
-
-
-def signature_text(look: LeafSignature) -> str:
-    """Return a leaf's signature as text for messages.
-
-    >>> import torch
-    >>> signature_text(leaf_signature(torch.ones(2, 3)))
-    '(2, 3) float32'
-    """
-    return f"{look.shape} {look.dtype_name}" if isinstance(look, TensorSignature) else look.text
 
 
 def on_one_line(text: Any) -> str:

@@ -18,8 +18,8 @@ from sharding_specs import Mesh, P, tree_paths
 from .. import _torch
 from ..errors import DonatedStateError, ReentrantCallError
 from ..functions import PyTree
-from ..ir import LeafSignature
-from .signatures import leaf_signature, on_one_line, signature_text, structure_as_text
+from ..ir import LeafSignature, leaf_signature
+from .signatures import on_one_line, structure_as_text
 from .update import StepLayout
 
 __all__ = [
@@ -101,7 +101,7 @@ class StateLayout:
         return [*tree_paths(params), *(f"optimizer state, {path}" for path in tree_paths(state))]
 
     def _lies(self) -> list[str]:
-        return [f"{signature_text(look)} as {spec!r}" for look, spec in zip(self.looks, self.specs, strict=True)]
+        return [f"{look} as {spec!r}" for look, spec in zip(self.looks, self.specs, strict=True)]
 
 
 def state_layout(mesh: Mesh, places: StepLayout, params: PyTree, state: PyTree, specs: tuple[P, ...]) -> StateLayout:

@@ -17,7 +17,7 @@ from .. import _torch
 from ..compile import runtime_of
 from ..data import check_same_call
 from ..functions import LocalFunction, PyTree, SpecTree, as_local_function
-from ..ir import TensorSignature
+from ..ir import TensorSignature, leaf_signature
 from ..optim import Optimizer
 from ..pipelines import PipelineProgram, stacks_of
 from ..requests import StateRequest, converted_state, split_state, state_requests, with_leaves
@@ -28,7 +28,6 @@ from .deferred import CannotDeferError, defer_init
 from .finite import settle
 from .loading import expected_state, require_parameters, require_state_of, require_values, steps_done
 from .options import StepOptions
-from .signatures import leaf_signature, signature_text
 from .state import StateLayout, StaticLeaf, TrainState, detach_leaf, state_layout
 from .update import StepLayout, find_step_layout, warn_of_replicated_state
 
@@ -124,7 +123,7 @@ class StateManager:
         params = {index: leaf for index, leaf in enumerate(leaves[:count]) if isinstance(leaf, torch.Tensor)}
         every = tree_paths(form.params.unflatten(range(count)))
         paths = [every[index] or "parameters" for index in params]
-        runtime.check_sums(name, paths, [signature_text(leaf_signature(leaf)) for leaf in params.values()])
+        runtime.check_sums(name, paths, [str(leaf_signature(leaf)) for leaf in params.values()])
         _, state = form.trees(leaves)
         given = storages(*params.values(), *optree.tree_leaves(split_state(state, self.requests)[1]))  # the caller's
         sums = dict.fromkeys(params, "")

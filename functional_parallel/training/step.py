@@ -13,6 +13,7 @@ from sharding_specs import Mesh
 
 from .. import random
 from ..functions import PyTree, explain_keywords
+from ..ir import leaf_signature
 from ..lowering import ArgumentPaths, Lowered, lower
 from ..optim import Optimizer, counted_on_host
 from ..passes import pass_names
@@ -27,7 +28,6 @@ from .finite import require_finite, require_finite_inputs
 from .local_step import LocalTrainStep, Metrics
 from .on_state import StateFunction
 from .options import StepOptions, require_arguments
-from .signatures import leaf_signature
 from .state import StateLayout, StaticLeaf, TrainState, recorded_steps
 from .states import StateManager
 from .update import require_elementwise

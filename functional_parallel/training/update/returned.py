@@ -13,7 +13,8 @@ import torch
 from sharding_specs import tree_paths
 
 from ...functions import PyTree
-from ..signatures import leaf_signature, listed, signature_text, structure_as_text
+from ...ir import leaf_signature
+from ..signatures import listed, structure_as_text
 
 __all__ = ["require_same_structure"]
 
@@ -59,7 +60,7 @@ def _differences(name: str, given: PyTree, returned: PyTree) -> list[str]:
 
 
 def _difference(old: Any, new: Any) -> str:
-    found = f"given as {signature_text(leaf_signature(old))}, returned as {signature_text(leaf_signature(new))}"
+    found = f"given as {leaf_signature(old)}, returned as {leaf_signature(new)}"
     if isinstance(old, torch.Tensor):
         return found
     return f"{found}; what changes from step to step is a tensor, torch.tensor({old!r}) in `init`"
