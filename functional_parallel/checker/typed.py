@@ -11,6 +11,7 @@ from torch.fx.node import Argument
 
 from ..collectives import State, apply_primitive
 from ..ir import (
+    Args,
     Traced,
     at_source,
     eval_node,
@@ -91,7 +92,7 @@ def _names_axes(node: fx.Node) -> bool:
     )
 
 
-def _resolved(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _resolved(node: fx.Node, args: Args) -> Args:
     """Replace `"auto"` in the arguments of a collective by the state of its operand."""
     if "auto" not in [arg for arg in args if isinstance(arg, str)]:
         return args

@@ -18,6 +18,7 @@ from torch.fx.node import Argument
 from .. import _torch
 from ..collectives import apply_primitive, primitive_of
 from ..errors import CustomFunctionError
+from .graph import Args, Kwargs
 from .info import info
 from .source import current_source
 from .stand_ins import differentiable_form
@@ -25,7 +26,7 @@ from .stand_ins import differentiable_form
 __all__ = ["casts_are_explicit", "eval_node", "explicit_casts", "grad_mode_of"]
 
 
-def eval_node(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Argument:
+def eval_node(target: Callable[..., Any], args: Args, kwargs: Kwargs) -> Argument:
     """Run one op of a graph on actual values.
 
     Raises:
@@ -45,7 +46,7 @@ def eval_node(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     return _torch.under_transforms(target)(*args, **kwargs)
 
 
-def _refuse_derivative(op: _torch.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _refuse_derivative(op: _torch.Op, args: Args, kwargs: Kwargs) -> None:
     """Refuse an op that would lose the gradient of its operands."""
     operands = [leaf for leaf in optree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if torch.is_grad_enabled() and any(operand.requires_grad for operand in operands):

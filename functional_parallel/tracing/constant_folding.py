@@ -28,7 +28,7 @@ __all__ = ["asks_for_values", "assume_constants", "constant_in", "fold_constants
 
 aten = torch.ops.aten
 
-_CERTAIN: dict[Any, tuple[bool, Callable[[float], bool]]] = {  # result for a low bound, and test for a low bound
+_CERTAIN: dict[Target, tuple[bool, Callable[[float], bool]]] = {  # result for a low bound, and test for a low bound
     aten.lt.Scalar: (False, lambda bound: bound <= 0),
     aten.le.Scalar: (False, lambda bound: bound < 0),
     aten.ge.Scalar: (True, lambda bound: bound <= 0),

@@ -22,6 +22,7 @@ from .writer import Writer
 __all__ = ["unrolled"]
 
 Branch = Callable[..., Any]
+Operands = Sequence[Argument]
 
 
 def unrolled(recording: Writer, op: _torch.HigherOrderOp, args: Args, kwargs: Kwargs) -> Argument:
@@ -42,7 +43,7 @@ def unrolled(recording: Writer, op: _torch.HigherOrderOp, args: Args, kwargs: Kw
 
 
 def _cond(
-    recording: Writer, pred: torch.Tensor | bool, true_fn: Branch, false_fn: Branch, operands: Sequence[Any] = ()
+    recording: Writer, pred: torch.Tensor | bool, true_fn: Branch, false_fn: Branch, operands: Operands = ()
 ) -> Argument:
     known = _truth(
         recording, pred, "the branch of torch.cond", "compute both and choose, torch.where(pred, on_true, on_false)"
@@ -51,8 +52,12 @@ def _cond(
 
 
 def _while_loop(
-    recording: Writer, cond_fn: Branch, body_fn: Branch, carried: Sequence[Any], additional: Sequence[Any] = ()
-) -> tuple[Any, ...]:
+    recording: Writer,
+    cond_fn: Branch,
+    body_fn: Branch,
+    carried: Operands,
+    additional: Operands = (),
+) -> Args:
     values = tuple(carried)
     advice = "run a fixed number of rounds, and keep what is done by torch.where(done, old, new)"
     while _truth(recording, cond_fn(*values, *additional), "the end of torch's while_loop", advice):
@@ -61,8 +66,12 @@ def _while_loop(
 
 
 def _scan(
-    recording: Writer, combine_fn: Branch, init: Sequence[Any], xs: Sequence[Any], additional: Sequence[Any] = ()
-) -> tuple[Any, ...]:
+    recording: Writer,
+    combine_fn: Branch,
+    init: Operands,
+    xs: Operands,
+    additional: Operands = (),
+) -> Args:
     carry, rows = list(init), []
     for row in zip(*(x.unbind(0) for x in xs), strict=True):
         results = combine_fn(*carry, *row, *additional)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import fx
@@ -23,7 +22,7 @@ __all__ = ["View", "ViewChains", "are_apart"]
 
 aten = torch.ops.aten
 
-Create = Callable[[Any, tuple[Any, ...], dict[str, Any], NodeInfo], fx.Node]
+Create = Callable[[_torch.Op, Args, Kwargs, NodeInfo], fx.Node]
 
 
 @dataclass(frozen=True)
@@ -164,20 +163,20 @@ _SCATTERS = {  # the op that writes a slice back to the position where the view 
 }
 
 
-def _reshaped(view: View) -> tuple[Any, tuple[Any, ...]]:
+def _reshaped(view: View) -> tuple[_torch.Op, Args]:
     return aten.view.default, (list(view.source.shape),)
 
 
-def _unpermuted(view: View) -> tuple[Any, tuple[Any, ...]]:
+def _unpermuted(view: View) -> tuple[_torch.Op, Args]:
     dims = [dim % view.source.ndim for dim in view.args[0]]
     return aten.permute.default, ([dims.index(dim) for dim in range(len(dims))],)
 
 
-def _again(view: View) -> tuple[Any, tuple[Any, ...]]:
+def _again(view: View) -> tuple[_torch.Op, Args]:
     return view.op, view.args
 
 
-_INVERSES: dict[Any, Callable[[View], tuple[Any, tuple[Any, ...]]]] = {
+_INVERSES: dict[_torch.Op, Callable[[View], tuple[_torch.Op, Args]]] = {
     aten.alias.default: _reshaped,
     aten.permute.default: _unpermuted,
     aten.squeeze.default: _reshaped,

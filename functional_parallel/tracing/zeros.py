@@ -59,7 +59,7 @@ def _sum(recording: Writer, func: _torch.Op, args: Args, kwargs: Kwargs, which: 
     return total
 
 
-_RULES: dict[Any, Callable[..., Any]] = {
+_RULES: dict[_torch.Op, Callable[..., Replaced]] = {
     **dict.fromkeys([aten.mul.Tensor, aten.mul.Scalar], _is_zero),
     **dict.fromkeys([aten.div.Tensor, aten.div.Scalar], _quotient),
     **dict.fromkeys([aten.add.Tensor, aten.sub.Tensor], _sum),

@@ -5,12 +5,11 @@ Results without tensor operands are replicated. `*_like` ops read only a shape a
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.fx.node import Argument
 
 from ... import _torch
+from ...ir import Args, Kwargs
 from ..axis_layout import REPLICATED, Partial
 from ..decide import OpSharding
 from ..op_context import OpContext
@@ -61,9 +60,7 @@ def _local_new(step: OpContext, x: torch.Tensor, *args: Argument, **kwargs: Argu
     return _made(step, _MAKERS[step.node.target], x, args, kwargs)
 
 
-def _made(
-    step: OpContext, maker: _torch.Op, x: torch.Tensor, args: tuple[Any, ...], options: dict[str, Any]
-) -> torch.Tensor:
+def _made(step: OpContext, maker: _torch.Op, x: torch.Tensor, args: Args, options: Kwargs) -> torch.Tensor:
     """Create a tensor without the operand, because the operand would make the result rank-dependent."""
     given = {key: value for key, value in options.items() if value is not None}
     result: torch.Tensor = step.emit(maker, args, {"dtype": x.dtype, "device": x.device, **given})
