@@ -52,11 +52,7 @@ def _cond(
 
 
 def _while_loop(
-    recording: Writer,
-    cond_fn: Branch,
-    body_fn: Branch,
-    carried: Operands,
-    additional: Operands = (),
+    recording: Writer, cond_fn: Branch, body_fn: Branch, carried: Operands, additional: Operands = ()
 ) -> Args:
     values = tuple(carried)
     advice = "run a fixed number of rounds, and keep what is done by torch.where(done, old, new)"
@@ -65,13 +61,7 @@ def _while_loop(
     return values
 
 
-def _scan(
-    recording: Writer,
-    combine_fn: Branch,
-    init: Operands,
-    xs: Operands,
-    additional: Operands = (),
-) -> Args:
+def _scan(recording: Writer, combine_fn: Branch, init: Operands, xs: Operands, additional: Operands = ()) -> Args:
     carry, rows = list(init), []
     for row in zip(*(x.unbind(0) for x in xs), strict=True):
         results = combine_fn(*carry, *row, *additional)
