@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from functional_parallel.ir import Aval
+from functional_parallel.ir import REARRANGEMENTS, RESHAPES, UNIT_DIMS, VIEWS, Aval
 from functional_parallel.passes import fuse_views
 from functional_parallel.tracing import trace
 
@@ -81,3 +81,11 @@ def run(traced: Any, shape: tuple[int, ...]) -> list[torch.Tensor]:
         target = aten.reshape.default if node.target is aten.view.default else node.target
         values[node] = target(*args)
     return [values[out] for out in traced.outputs]
+
+
+def test_listed_views_are_views_by_their_schema() -> None:
+    """All but one, which torch declares as a copy so that autograd takes it for one."""
+    aliasing = {op for op in VIEWS if op._schema.arguments[0].alias_info is not None}
+    assert VIEWS - aliasing == {aten._unsafe_view.default}
+    assert not any(op._schema.is_mutable for op in VIEWS)
+    assert RESHAPES | UNIT_DIMS < REARRANGEMENTS < VIEWS and not RESHAPES & UNIT_DIMS
