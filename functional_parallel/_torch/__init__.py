@@ -47,7 +47,6 @@ from .ops import (
 from .threads import of_thread
 from .transforms import (
     TorchDispatchMode,
-    VmapInfo,
     backward_node_number,
     counting_levels,
     differentiating_level,
@@ -71,8 +70,8 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "FunctionContext",
-    "InDims",
     "HigherOrderOp",
+    "InDims",
     "Op",
     "OpPacket",
     "StorageWeakRef",

@@ -8,13 +8,11 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch._functorch.autograd_function import VmapInfo
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 __all__ = [
     "TorchDispatchMode",
-    "VmapInfo",
     "backward_node_number",
     "counting_levels",
     "differentiating_level",

@@ -219,5 +219,4 @@ def _check_mark(
 _Declared = define_marker(
     "declared(Tensor x, str[] axes, str[] states, str path, str spec, str function)", _check_mark, names_dims=False
 )
-_mark: Callable[..., torch.Tensor] = _Declared.apply
 OP = _Declared.op
