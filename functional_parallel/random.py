@@ -80,7 +80,7 @@ def uniform(key: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """
     if key.ndim:
         raise ValueError(f"a draw takes one key, a scalar, not {tuple(key.shape)}: map over keys by torch.func.vmap")
-    drawn: torch.Tensor = OP(like.detach(), key, list(like.shape), [], [], [], [])
+    drawn: torch.Tensor = OP(like.detach(), key, list(like.shape), [], [])
     return drawn
 
 
@@ -222,34 +222,28 @@ def _keyed_native_dropout(x: torch.Tensor, p: float, train: bool | None) -> tupl
 
 _library = torch.library.Library("fp", "FRAGMENT")
 _library.define(
-    "uniform(Tensor like, Tensor key, int[] shape, str[] axes, int[] dims, int[] outers, int[] samples) -> Tensor",
+    "uniform(Tensor like, Tensor key, int[] shape, str[] axes, int[] splits) -> Tensor",
 )
 
 
 def _uniform(
-    like: torch.Tensor,
-    key: torch.Tensor,
-    shape: Sequence[int],
-    axes: Sequence[str],
-    dims: Sequence[int],
-    outers: Sequence[int],
-    samples: Sequence[int],
+    like: torch.Tensor, key: torch.Tensor, shape: Sequence[int], axes: Sequence[str], splits: Sequence[int]
 ) -> torch.Tensor:
     """Draw the numbers at this rank's positions of a tensor of global shape `shape`.
 
-    `axes`, `dims`, `outers`, `samples` list the splits, innermost transform first. Each split views its dim as
-    (outer, samples, rest), and a rank has its chunk of the samples. Each of several keys gives separate numbers. The
-    dims of `key` precede those of `like`.
+    `splits` has three numbers per axis, innermost transform first: dim, outer, samples. The dim is viewed as (outer,
+    samples, rest), and a rank has its chunk of the samples. Each of several keys gives separate numbers. The dims of
+    `key` precede those of `like`.
     """
     position = torch.zeros((), dtype=torch.int64, device=like.device)
     stride = 1
     for dim in range(len(shape) - 1, -1, -1):
-        splits = [
-            (outer, DimSplit(axis_size(axis), count), axis)
-            for axis, where, outer, count in zip(axes, dims, outers, samples, strict=True)
+        cuts = [
+            (outer, DimSplit(axis_size(axis), samples), axis)
+            for axis, where, outer, samples in zip(axes, splits[0::3], splits[1::3], splits[2::3], strict=True)
             if where == dim
         ]
-        index = _global_index(like.shape[dim], splits, like.device)
+        index = _global_index(like.shape[dim], cuts, like.device)
         position = position + (index * stride).reshape([-1 if d == dim else 1 for d in range(len(shape))])
         stride *= shape[dim]
     bits = _mix(_mix(position * _GOLDEN + key.reshape(*key.shape, *[1] * len(shape))))

@@ -33,14 +33,12 @@ def _local(
     key: torch.Tensor,
     shape: Sequence[int],
     axes: Sequence[str],
-    *splits: Sequence[int],
+    splits: Sequence[int],
 ) -> torch.Tensor:
-    dims, outers, samples = splits
     place = step.decision.operands[0]
     if isinstance(place, Shard):
-        axes, dims, outers = [*axes, step.axis], [*dims, place.dim], [*outers, place.outer]
-        samples = [*samples, step.parts.samples]
-    return step.run(like, key, shape, axes, dims, outers, samples)
+        axes, splits = [*axes, step.axis], [*splits, place.dim, place.outer, step.parts.samples]
+    return step.run(like, key, shape, axes, splits)
 
 
 rule([random.OP], Rule(decide=_decide, local=_local))

@@ -1,10 +1,11 @@
 """Partition a function that is global with respect to one mesh axis into a function that is local to it."""
 
 from . import own_ops
-from .function import axis_layout_of, partition
+from .function import Partitioning, axis_layout_of, partition
 from .preparation import prepare
 
 __all__ = [
+    "Partitioning",
     "axis_layout_of",
     "own_ops",
     "partition",

@@ -45,7 +45,7 @@ def decomposed(node: fx.Node) -> Traced | None:
         args, named = walk_args(
             (node.args, node.kwargs), lambda leaf: next(rest) if isinstance(leaf, fx.Node) else leaf
         )
-        return optree.tree_leaves(formula(*args, **named), none_is_leaf=True)
+        return list(optree.tree_leaves(formula(*args, **named), none_is_leaf=True))
 
     traced = prepare(trace(flat, avals))
     for inner in traced.nodes:

@@ -32,9 +32,9 @@ from ..ir import Aval, Traced, hollow, info, leaf_signature
 from ..rules import REDUCED, REPLICATED, AxisLayout, Shard, convert
 from ..tracing import depends_on_layouts, recorder, trace
 from .preparation import prepare
-from .run import run_partitioned
+from .run import PartitionedValue, run_partitioned
 
-__all__ = ["axis_layout_of", "partition"]
+__all__ = ["Partitioning", "axis_layout_of", "partition"]
 
 Specs = Callable[[tuple[PyTree, ...]], tuple[SpecTree, ...]]
 
@@ -48,7 +48,6 @@ def partition(
     parameters: int | None = 0,
     gathered: Sequence[int] = (),
     strict: bool = False,
-    describe: str = "",
 ) -> LocalFunction:
     """Partition a function that is global with respect to one mesh axis, so that it is local to the axis.
 
@@ -74,7 +73,6 @@ def partition(
             unreduced), and their sharding is not propagated. The transpose of that gather is ZeRO's reduce-scatter.
         strict: whether to raise for ops without a sharding rule, instead of computing them on full tensors with a
             warning.
-        describe: a description of this transform.
 
     Returns:
         The local function. Its layout names this axis in addition to the axes of `f`.
@@ -84,48 +82,65 @@ def partition(
             if an op has no rule.
         SpecError: when called, if the specs do not fit the arguments.
     """
-    name = describe or f"partition({axis!r})"
-    inner = layout_of(f)
-    if axis in inner.axes:
-        raise PartitionError(f"{f!r} is local to {axis!r} already; each axis is taken by one transform")
-    specs = in_specs if callable(in_specs) else (lambda args: _as_tuple(in_specs, args))
+    name = f"partition({axis!r})"
+    return Partitioning(name, axis, in_specs, out_specs, parameters, tuple(gathered), strict).apply(f)
 
-    def arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
-        own = specs_per_leaf(specs(args), args, f"specs of {name}")
-        refuse_unknown_axes(own, name, {axis})
-        before = specs_per_leaf(inner.arguments(args), args, f"specs of {f!r}")
-        return tuple(_merge_trees(a, b, axis, inner.axes) for a, b in zip(before, own, strict=True))
 
-    described = (*inner.describe, name)
-    layout = replace(inner, arguments=arguments, axes=(*inner.axes, axis), describe=described)
-    local = _Partition(f, axis, specs, out_specs, parameters, tuple(gathered), strict, inner)
-    of: str = getattr(f, "name", "") or getattr(f, "__name__", "function")
-    return LocalFunction(local, layout, of)
+@dataclass(frozen=True)
+class Partitioning:
+    """How a transform partitions a function over one mesh axis.
+
+    Attributes:
+        name: a description of the transform, for messages.
+        axis, in_specs, out_specs, parameters, gathered, strict: as for `partition`.
+    """
+
+    name: str
+    axis: str
+    in_specs: tuple[SpecTree, ...] | Specs
+    out_specs: SpecTree | None = None
+    parameters: int | None = 0
+    gathered: tuple[int, ...] = ()
+    strict: bool = False
+
+    def specs(self, args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
+        """Return the specs of these arguments."""
+        return self.in_specs(args) if callable(self.in_specs) else _as_tuple(self.in_specs, args)
+
+    def apply(self, f: Callable[..., PyTree]) -> LocalFunction:
+        """Partition a function.
+
+        Raises:
+            PartitionError: when `f` is local to the axis already.
+        """
+        axis, inner = self.axis, layout_of(f)
+        if axis in inner.axes:
+            raise PartitionError(f"{f!r} is local to {axis!r} already; each axis is taken by one transform")
+
+        def arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
+            own = specs_per_leaf(self.specs(args), args, f"specs of {self.name}")
+            refuse_unknown_axes(own, self.name, {axis})
+            before = specs_per_leaf(inner.arguments(args), args, f"specs of {f!r}")
+            return tuple(_merge_trees(a, b, axis, inner.axes) for a, b in zip(before, own, strict=True))
+
+        described = (*inner.describe, self.name)
+        layout = replace(inner, arguments=arguments, axes=(*inner.axes, axis), describe=described)
+        of: str = getattr(f, "name", "") or getattr(f, "__name__", "function")
+        return LocalFunction(_Partition(f, self, inner), layout, of)
 
 
 @dataclass
 class _Entry:
     traced: Traced
-    out_tree: Any
+    out_tree: optree.PyTreeSpec
     out_inner: list[P]
 
 
 class _Partition:
     """Partitioned function with its traces, one per signature."""
 
-    def __init__(
-        self,
-        f: Callable[..., PyTree],
-        axis: str,
-        specs: Specs,
-        out_specs: SpecTree | None,
-        parameters: int | None,
-        gathered: tuple[int, ...],
-        strict: bool,
-        inner: Layout,
-    ) -> None:
-        self.f, self.axis, self.specs, self.out_specs = f, axis, specs, out_specs
-        self.parameters, self.gathered, self.strict, self.inner = parameters, gathered, strict, inner
+    def __init__(self, f: Callable[..., PyTree], how: Partitioning, inner: Layout) -> None:
+        self.f, self.axis, self.how, self.inner = f, how.axis, how, inner
         self.entries: dict[Any, _Entry] = {}
 
     def __call__(self, *args: PyTree) -> tuple[PyTree, SpecTree]:
@@ -139,23 +154,16 @@ class _Partition:
         tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         entry = self._entry(leaves, tree, tensors, places, cut)
         self._check_layouts(entry.traced, args, given, held)
-        flat_places = [places[index] for index in tensors] + [REPLICATED] * len(entry.traced.captured)
-        static = self._argument_flags(args, (self.parameters,))
-        outputs, out_places = run_partitioned(
-            entry.traced,
-            [leaves[index] for index in tensors] + entry.traced.captured,
-            flat_places,
-            axis=self.axis,
-            cut=cut,
-            is_parameter=[static[index] for index in tensors] + [False] * len(entry.traced.captured),
-            out_places=self._out_places(entry),
-            strict=self.strict,
-        )
+        static = self._argument_flags(args, (self.how.parameters,))
+        inputs = [PartitionedValue(places[index], leaves[index], static[index]) for index in tensors]
+        inputs += [PartitionedValue(REPLICATED, captured) for captured in entry.traced.captured]
+        wanted, strict = self._out_places(entry), self.how.strict
+        outputs, out_places = run_partitioned(entry.traced, inputs, self.axis, cut, out_places=wanted, strict=strict)
         specs_out = [_with_place(s, p, self.axis) for s, p in zip(entry.out_inner, out_places, strict=True)]
         return optree.tree_unflatten(entry.out_tree, outputs), optree.tree_unflatten(entry.out_tree, specs_out)
 
     def _leaf_specs(self, args: tuple[PyTree, ...]) -> list[P]:
-        return optree.tree_leaves(specs_per_leaf(self.specs(args), args, f"specs over {self.axis!r}"))
+        return list(optree.tree_leaves(specs_per_leaf(self.how.specs(args), args, f"specs over {self.axis!r}")))
 
     def _argument_flags(self, args: tuple[PyTree, ...], numbers: Sequence[int | None]) -> list[bool]:
         return [number in numbers for number, arg in enumerate(args) for _ in optree.tree_leaves(arg)]
@@ -163,7 +171,7 @@ class _Partition:
     def _gather(
         self, args: tuple[PyTree, ...], leaves: list[Any], places: list[AxisLayout], specs: list[P], cut: DimSplit
     ) -> tuple[list[Any], list[AxisLayout]]:
-        flags = self._argument_flags(args, self.gathered)
+        flags = self._argument_flags(args, self.how.gathered)
         whole = [flag and isinstance(place, Shard) for flag, place in zip(flags, places, strict=True)]
         self._check_padding(args, whole, specs)
         gathered = [
@@ -195,10 +203,10 @@ class _Partition:
         depends_on_layouts(traced, [leaf for leaf, _ in tensors], [path for _, path in tensors])
 
     def _out_places(self, entry: _Entry) -> list[AxisLayout | None] | None:
-        if self.out_specs is None:
+        if self.how.out_specs is None:
             return None
         outputs = optree.tree_unflatten(entry.out_tree, entry.traced.outputs)
-        full = broadcast_specs(self.out_specs, outputs)
+        full = broadcast_specs(self.how.out_specs, outputs)
         shapes = optree.tree_map(lambda out: hollow(info(out).val) if isinstance(out, fx.Node) else out, outputs)
         require_dims(shapes, full, f"the results over {self.axis!r} (out_specs)")
         specs = optree.tree_leaves(full)
@@ -207,7 +215,7 @@ class _Partition:
     # --- tracing ---
 
     def _entry(
-        self, leaves: list[Any], tree: Any, tensors: list[int], places: list[AxisLayout], cut: DimSplit
+        self, leaves: list[Any], tree: optree.PyTreeSpec, tensors: list[int], places: list[AxisLayout], cut: DimSplit
     ) -> _Entry:
         avals = {index: _global_aval(leaves[index], places[index], cut) for index in tensors}
         looks = tuple(leaf_signature(avals.get(index, leaf), exact=True) for index, leaf in enumerate(leaves))
@@ -221,7 +229,7 @@ class _Partition:
                 known[key] = entry
         return entry
 
-    def _trace(self, leaves: list[Any], tree: Any, tensors: list[int], avals: list[Aval]) -> _Entry:
+    def _trace(self, leaves: list[Any], tree: optree.PyTreeSpec, tensors: list[int], avals: list[Aval]) -> _Entry:
         found: dict[str, Any] = {}
 
         def flat(*values: torch.Tensor) -> Sequence[Any]:
@@ -234,7 +242,7 @@ class _Partition:
             outputs, found["tree"] = optree.tree_flatten(result)
             specs = self.f.results if isinstance(self.f, LocalFunction) else None
             found["specs"] = optree.tree_leaves(specs) if specs is not None else [P()] * len(outputs)
-            return outputs
+            return list(outputs)
 
         with hide(self.axis):
             traced = prepare(trace(flat, avals, forward_only=True))
@@ -246,7 +254,7 @@ class _Partition:
 # -----------------------------------------------------------------------------
 
 
-def _as_tuple(specs: Any, args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
+def _as_tuple(specs: tuple[SpecTree, ...], args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
     given = specs if isinstance(specs, tuple) else (specs,)
     if len(given) != len(args):
         raise PartitionError(f"in_specs has {len(given)} entries for {len(args)} arguments; give one per argument")

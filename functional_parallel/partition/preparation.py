@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any
 
 import torch
 from torch import fx
@@ -123,13 +122,15 @@ def _drop_empty(node: fx.Node) -> None:
         node.args = (parts, *node.args[1:])
 
 
-def _scaled(traced: Traced, node: fx.Node, value: Any, factor: Any) -> Any:
+def _scaled(traced: Traced, node: fx.Node, value: fx.Node, factor: fx.node.Argument) -> fx.Node:
     if not info(value).aval.dtype.is_floating_point and not info(value).aval.dtype.is_complex:
         factor = int(factor)  # like torch's kernels of products
     return value if factor == 1 else _call(traced, node, aten.mul.Tensor, (value, factor), info(value).aval)
 
 
-def _call(traced: Traced, like: fx.Node, op: Any, args: tuple[Any, ...], aval: Aval | None = None) -> fx.Node:
+def _call(
+    traced: Traced, like: fx.Node, op: fx.node.Target, args: tuple[fx.node.Argument, ...], aval: Aval | None = None
+) -> fx.Node:
     created = traced.graph.call_function(op, args)
     set_info(created, info(like))
     if aval is not None:

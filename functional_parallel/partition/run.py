@@ -17,6 +17,7 @@ from torch import fx
 from .. import collectives as fp
 from ..collectives import DimSplit
 from ..errors import PartitionError, PartitionWarning
+from ..functions import PyTree
 from ..ir import (
     Aval,
     Traced,
@@ -55,39 +56,38 @@ from ..rules import (
 from .decompose import decomposed
 from .slicing import split_backwards
 
-__all__ = ["run_partitioned"]
+__all__ = ["PartitionedValue", "run_partitioned"]
 
 
 @dataclass
-class _Value:
-    """One value of the global function: its layout, this rank's shard, and its conversions to other layouts."""
+class PartitionedValue:
+    """One value of the global function: its layout, this rank's shard, and its conversions to other layouts.
+
+    A parameter keeps its layout when operands of an op disagree.
+    """
 
     place: AxisLayout
-    part: Any
+    part: torch.Tensor
     is_parameter: bool = False
-    forms: dict[TargetLayout, Any] = field(default_factory=dict)
+    forms: dict[TargetLayout, torch.Tensor] = field(default_factory=dict)
 
 
 def run_partitioned(
     traced: Traced,
-    parts: Sequence[torch.Tensor],
-    places: Sequence[AxisLayout],
-    *,
+    inputs: Sequence[PartitionedValue],
     axis: str,
     cut: DimSplit,
-    is_parameter: Sequence[bool],
+    *,
     out_places: Sequence[AxisLayout | None] | None = None,
     strict: bool = False,
-) -> tuple[list[Any], list[AxisLayout]]:
+) -> tuple[list[PyTree], list[AxisLayout]]:
     """Run a traced function on the shards of one rank.
 
     Args:
         traced: the function at global shapes, prepared.
-        parts: this rank's shard of each input, then of each captured tensor.
-        places: the layout of each of them along the axis.
+        inputs: each input, then each captured tensor.
         axis: the mesh axis.
         cut: the split of a dim over the axis.
-        is_parameter: whether each input keeps its layout when operands of an op disagree.
         out_places: the required layouts of the results. None leaves a result sharded, and completes partial sums.
         strict: whether to raise for ops without a rule instead of computing them on full tensors.
 
@@ -98,13 +98,11 @@ def run_partitioned(
         PartitionError: with `strict`, when an op with a sharded operand has no rule.
     """
     run = _ShardInterpreter(axis, cut, strict)
-    inputs = [*traced.inputs, *traced.captured_inputs]
-    for node, part, place, static in zip(inputs, parts, places, is_parameter, strict=True):
-        run.values[node] = _Value(place, part, static)
+    run.values.update(zip([*traced.inputs, *traced.captured_inputs], inputs, strict=True))
     with explicit_casts():
         for node in traced.graph.nodes:
             if node.op == "get_attr":
-                run.values[node] = _Value(REPLICATED, traced.constants[node.target])
+                run.values[node] = PartitionedValue(REPLICATED, traced.constants[node.target])
             elif node.op == "call_function":
                 with at_source(source_of(node)):
                     run.compute(node)
@@ -145,7 +143,7 @@ class _ShardInterpreter:
             return False
         for inner in traced.graph.nodes:
             if inner.op == "get_attr":
-                self.values[inner] = _Value(REPLICATED, traced.constants[inner.target])
+                self.values[inner] = PartitionedValue(REPLICATED, traced.constants[inner.target])
         for inner, operand in zip(traced.inputs, tensor_operands(node), strict=True):
             self.values[inner], self.stands_for[inner] = self.values[operand], self.stands_for.get(operand, operand)
         for inner in traced.nodes:
@@ -155,7 +153,7 @@ class _ShardInterpreter:
         return True
 
     def _operand(self, node: fx.Node) -> OperandInfo:
-        value: _Value = self.values[node]
+        value: PartitionedValue = self.values[node]
         completed = value.place == PARTIAL and REPLICATED in value.forms  # the partial sums would need a second psum
         return OperandInfo(info(node).aval, REPLICATED if completed else value.place, value.is_parameter)
 
@@ -183,7 +181,7 @@ class _ShardInterpreter:
         """
         remaining = enumerate(zip(operands, decision.operands, strict=True))
 
-        def visit(leaf: Any) -> Any:
+        def visit(leaf: fx.node.Argument) -> torch.Tensor | fx.node.Argument:
             if not isinstance(leaf, fx.Node):
                 return leaf
             index, (operand, required) = next(remaining)
@@ -192,11 +190,12 @@ class _ShardInterpreter:
             part = self._in_form(operand, whole if isinstance(required, (Replicated, Reduced)) else required)
             return mask_duplicates(part, required, self.axis, self.cut) if index in decision.masked else part
 
-        return walk_args((node.args, node.kwargs), visit)
+        converted: tuple[Any, Any] = walk_args((node.args, node.kwargs), visit)
+        return converted
 
-    def _in_form(self, node: fx.Node, form: TargetLayout) -> Any:
+    def _in_form(self, node: fx.Node, form: TargetLayout) -> torch.Tensor:
         node = self.stands_for.get(node, node)
-        value = self.values[node]
+        value: PartitionedValue = self.values[node]
         if form == value.place:
             return value.part
         held_whole = isinstance(value.place, (Replicated, Reduced))
@@ -210,14 +209,14 @@ class _ShardInterpreter:
                     value.forms[form] = self._converted(value, form)
         return value.forms[form]
 
-    def _with_whole_gradient(self, node: fx.Node) -> Any:
+    def _with_whole_gradient(self, node: fx.Node) -> torch.Tensor:
         """Convert a Reduced value to Invariant, once for all ops that need it."""
-        value: _Value = self.values[node]
+        value: PartitionedValue = self.values[node]
         if REPLICATED not in value.forms:
             value.forms[REPLICATED] = convert(value.part, REDUCED, REPLICATED, self.axis, self.cut)
         return value.forms[REPLICATED]
 
-    def _converted(self, value: _Value, form: TargetLayout) -> Any:
+    def _converted(self, value: PartitionedValue, form: TargetLayout) -> torch.Tensor:
         if form == REPLICATED_VARYING and value.place == PARTIAL:  # one psum for all ops that read the full value
             whole = value.forms.get(REPLICATED)
             if whole is None:
@@ -225,7 +224,7 @@ class _ShardInterpreter:
             return convert(whole, REPLICATED, REPLICATED_VARYING, self.axis, self.cut)
         return convert(value.part, value.place, form, self.axis, self.cut)
 
-    def _sliced(self, node: fx.Node, value: _Value, form: Shard) -> Any:
+    def _sliced(self, node: fx.Node, value: PartitionedValue, form: Shard) -> torch.Tensor:
         """Compute a slice of a replicated value from slices of the operands of its op.
 
         Slicing the value itself would gather its gradient. For a broadcast parameter, for example, only the sum of the
@@ -244,20 +243,22 @@ class _ShardInterpreter:
         operands = [self._operand(operand) for operand in tensor_operands(node)]
         return OpContext(node, self.axis, self.cut, operands, _results(node), eval_node)
 
-    def _store(self, node: fx.Node, step: OpContext, outputs: Any) -> None:
+    def _store(self, node: fx.Node, step: OpContext, outputs: PyTree) -> None:
         static = bool(step.operands) and all(operand.is_parameter for operand in step.operands)
         parts = outputs if isinstance(outputs, (tuple, list)) else [outputs]
         if step.decision.extremum:
             parts = [_over_ranks(step.decision.extremum, part, self.axis) for part in parts]
-        values = [_Value(place, part, static) for place, part in zip(step.decision.results, parts, strict=False)]
+        values = [
+            PartitionedValue(place, part, static) for place, part in zip(step.decision.results, parts, strict=False)
+        ]
         self.values[node] = values if isinstance(info(node).val, tuple) else values[0]
 
     # --- the end ---
 
     def results(
-        self, outputs: list[Any], wanted: Sequence[AxisLayout | None] | None
-    ) -> tuple[list[Any], list[AxisLayout]]:
-        parts: list[Any] = []
+        self, outputs: list[fx.node.Argument], wanted: Sequence[AxisLayout | None] | None
+    ) -> tuple[list[PyTree], list[AxisLayout]]:
+        parts: list[PyTree] = []
         places: list[AxisLayout] = []
         for index, output in enumerate(outputs):
             if not isinstance(output, fx.Node):
@@ -272,8 +273,8 @@ class _ShardInterpreter:
             places.append(place)
         return parts, places
 
-    def _result(self, output: fx.Node, place: AxisLayout) -> Any:
-        value = self.values[output]
+    def _result(self, output: fx.Node, place: AxisLayout) -> torch.Tensor:
+        value: PartitionedValue = self.values[output]
         if value.place == REDUCED and place == REPLICATED:
             if info(output).aval.is_differentiable:
                 return convert(value.part, REDUCED, REPLICATED, self.axis, self.cut)

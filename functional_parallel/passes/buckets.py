@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -119,7 +119,7 @@ def _comes_from_parameter(gather: fx.Node) -> bool:
     node = gather.args[0]
     while node.op == "call_function" and len(operands_of(node)) == 1:
         node = operands_of(node)[0]
-    return node.op == "placeholder"
+    return bool(node.op == "placeholder")
 
 
 def _is_only_returned(gather: fx.Node) -> bool:
@@ -180,7 +180,7 @@ class _Bucket:
                 for member in group:
                     shape = _part_shape(member, str(kind))
                     last = [member, *self.following[member]][-1]
-                    part = self._part(traced, last, sent, str(kind), ranks, offset - begin, shape)
+                    part = _part(traced, last, sent, str(kind), ranks, offset - begin, shape)
                     last.replace_all_uses_with(part)
                     traced.outputs = [part if output is last else output for output in traced.outputs]
                     for each in reversed([member, *self.following[member]]):
@@ -227,23 +227,29 @@ class _Bucket:
         update_info(sent, parameters=tuple(paths), used_at=info(first).used_at)
         return sent
 
-    def _part(
-        self, traced: Traced, member: fx.Node, sent: fx.Node, kind: str, ranks: int, offset: int, shape: list[int]
-    ) -> fx.Node:
-        aval, length = info(member).aval, torch.Size(shape).numel()
-        if kind == "all_gather":
-            return _write(traced, UNPACK, (sent, ranks, offset, shape, member.args[2]), member, aval.shape, aval)
-        piece = _write(traced, aten.slice.Tensor, (sent, 0, offset, offset + length), member, (length,), aval)
-        return _write(traced, aten.view.default, (piece, list(aval.shape)), member, aval.shape, aval)
-
 
 def _part_shape(member: fx.Node, kind: str) -> list[int]:
     """Shape of the slice of a member in one rank's packed result."""
     return list(info(member.args[0] if kind == "all_gather" else member).aval.shape)
 
 
+def _part(
+    traced: Traced, member: fx.Node, sent: fx.Node, kind: str, ranks: int, offset: int, shape: list[int]
+) -> fx.Node:
+    aval, length = info(member).aval, torch.Size(shape).numel()
+    if kind == "all_gather":
+        return _write(traced, UNPACK, (sent, ranks, offset, shape, member.args[2]), member, aval.shape, aval)
+    piece = _write(traced, aten.slice.Tensor, (sent, 0, offset, offset + length), member, (length,), aval)
+    return _write(traced, aten.view.default, (piece, list(aval.shape)), member, aval.shape, aval)
+
+
 def _write(
-    traced: Traced, target: Any, args: tuple[Any, ...], like: fx.Node, shape: tuple[int, ...], aval: Aval
+    traced: Traced,
+    target: fx.node.Target,
+    args: tuple[fx.node.Argument, ...],
+    like: fx.Node,
+    shape: tuple[int, ...],
+    aval: Aval,
 ) -> fx.Node:
     node = traced.graph.call_function(target, args)
     known = info(like)

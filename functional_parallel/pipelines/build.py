@@ -131,16 +131,7 @@ class _PipelineBuilder:
         ranks = range(self.schedule.ranks)
         parts = [list(parts_of_rank(stages, self.schedule, rank)) for rank in ranks]
         taken = [{node for part in each for node in part.inputs} for each in parts]
-        graph = EpilogueGraph(
-            self.roles,
-            self.extractor,
-            self.program.in_specs,
-            self.program.out_specs,
-            self.program.in_paths,
-            self.program.out_paths,
-            self.parts,
-            self.schedule.chains,
-        )
+        graph = EpilogueGraph(self.roles, self.extractor, self.program, self.parts, self.schedule.chains)
         used, apart = [self._inputs_below(each) for each in taken], self.schedule.versions is not None
         placing = EpiloguePlacement(graph, self._ranks_of_total, self._rank_of_collected, used, apart)
         epilogue = EpilogueBuilder(graph, placing, self.program.name).build()
@@ -204,7 +195,7 @@ class _PipelineBuilder:
     # --- ranks ---
 
     def _ranks_of_total(self, total: fx.Node) -> list[int]:
-        return self._ranks_of_stage(self.builder.stage[total.args[0]])  # type: ignore[index]
+        return self._ranks_of_stage(self.builder.stage[total.args[0]])
 
     def _ranks_of_stage(self, stage: int) -> list[int]:
         depth = self.schedule.depth
@@ -296,7 +287,7 @@ def _drop_casts(traced: Traced, axis: str) -> None:
     """Remove casts over the microbatch axis, because sequential microbatches do not need them."""
     for node in list(traced.nodes):
         if primitive_name(node) in CASTS and names_axis(node, axis):
-            traced.replace(node, node.args[0])  # type: ignore[arg-type]
+            traced.replace(node, node.args[0])
     traced.seal()
 
 
@@ -307,7 +298,7 @@ def _sum_one_by_one(traced: Traced) -> None:
         if node.target is not squares:
             continue
         total = None
-        for tensor in node.args[0]:  # type: ignore[union-attr]
+        for tensor in node.args[0]:
             with traced.graph.inserting_before(node):
                 one = traced.graph.call_function(squares, ([tensor],))
                 set_info(one, info(node))

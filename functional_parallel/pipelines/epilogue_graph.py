@@ -13,6 +13,7 @@ from sharding_specs import P
 from ..collectives import DimSplit
 from ..ir import Traced, info, operands_of, set_info, topological_order, update_info
 from ..passes import combine_op, microbatch_dim, with_dim_size, with_global_size
+from ..program import Program
 from .extract import Extractor
 from .roles import OpRole, OpRoles
 
@@ -42,10 +43,8 @@ class EpilogueGraph:
     Args:
         roles: the roles of the step's ops.
         extractor: the extractor for the step's graph.
-        in_specs: layouts of the step's inputs, including the microbatch axis.
-        out_specs: layouts of the step's results, including the microbatch axis.
-        in_paths: pytree paths of the inputs.
-        out_paths: pytree paths of the results. A result with the path, shape and dtype of an input replaces it.
+        program: the step's program. Its specs include the microbatch axis. A result with the path, shape and dtype of
+            an input replaces it.
         parts: the split of the batch into microbatches.
         chains: the number of copies of the model that run at the same time, each with separate sums.
 
@@ -60,26 +59,23 @@ class EpilogueGraph:
         self,
         roles: OpRoles,
         extractor: Extractor,
-        in_specs: list[P],
-        out_specs: list[P],
-        in_paths: Sequence[str],
-        out_paths: Sequence[str],
+        program: Program,
         parts: DimSplit,
         chains: int,
     ) -> None:
         self.roles, self.whole, self.parts, self.chains = roles, extractor, parts, chains
-        self.in_specs = dict(zip(roles.traced.inputs, in_specs, strict=True))
+        self.in_specs = dict(zip(roles.traced.inputs, program.in_specs, strict=True))
         self.traced = Traced(fx.Graph(), constants=roles.traced.constants)
         self.given: dict[fx.Node, EpilogueInput] = {}
         self.specs: list[P] = []
         self._made: dict[Any, fx.Node] = {}
         for node in roles.traced.inputs:
-            self._placeholder(EpilogueInput("input", node), in_specs[len(self.specs)].without({roles.axis}))
+            self._placeholder(EpilogueInput("input", node), program.in_specs[len(self.specs)].without({roles.axis}))
         inputs = list(self.traced.inputs)
-        results = zip(roles.traced.outputs, out_specs, strict=True)
+        results = zip(roles.traced.outputs, program.out_specs, strict=True)
         self.traced.outputs = [self._output(output, spec) for output, spec in results]
         self._seal()
-        self.links = self._links(inputs, in_paths, out_paths)
+        self.links = self._links(inputs, program.in_paths, program.out_paths)
 
     def _placeholder(self, given: EpilogueInput, spec: P) -> fx.Node:
         if given not in self._made:
@@ -93,7 +89,7 @@ class EpilogueGraph:
             self.specs.append(spec)
         return self._made[given]
 
-    def _output(self, output: Any, spec: P) -> Any:
+    def _output(self, output: fx.node.Argument, spec: P) -> fx.node.Argument:
         if not isinstance(output, fx.Node):
             return output
         if output.op == "get_attr":  # a result must be an op, which has ranks

@@ -11,7 +11,7 @@ from sharding_specs import P, broadcast_specs
 
 from ..collectives import MICROBATCH, snapshot
 from ..functions import Layout, LocalFunction, PyTree, SpecTree, as_local_function
-from ..partition import partition
+from ..partition import Partitioning
 from ..requests import DataAxis
 from .parallel import batch_arg_specs
 
@@ -38,7 +38,7 @@ def microbatched(f: Callable[..., Any], batch: SpecTree, describe: str) -> Local
         cut = _as_data_axes_cut(inner.layout, args) if batch is None else None
         return (P(), *(batch_arg_specs(args, batch, P(MICROBATCH)) if cut is None else cut))
 
-    local = partition(f, MICROBATCH, in_specs, describe=describe)
+    local = Partitioning(describe, MICROBATCH, in_specs).apply(f)
 
     def call(*args: PyTree) -> tuple[PyTree, SpecTree]:
         if MICROBATCH in snapshot():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import optree
@@ -35,7 +35,7 @@ from ..functions import (
     refuse_unknown_axes,
 )
 from ..ir import Source, current_source, warn_at
-from ..partition import partition
+from ..partition import Partitioning
 from ..passes import GatherPlacement, ReduceScatterFirst
 from ..quantities import is_positive_int
 from ..requests import (
@@ -52,7 +52,7 @@ from ..requests import (
 from ..tracing import recorder
 from .transform import Transform
 
-__all__ = ["batch_arg_specs", "data_parallel", "matched", "parameter_specs", "tensor_parallel", "zero"]
+__all__ = ["Rules", "batch_arg_specs", "data_parallel", "matched", "parameter_specs", "tensor_parallel", "zero"]
 
 Rules = Any  # pattern → spec, a list of such pairs, or a tree of specs
 
@@ -87,7 +87,7 @@ def tensor_parallel(axis: str, specs: Rules, *, batch: SpecTree = None, strict: 
     def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
         return (_only(find(args[0]), axis, name), *batch_arg_specs(args, batch))
 
-    return Transform(name, axis, Order.TENSOR, lambda f: partition(f, axis, in_specs, strict=strict, describe=name))
+    return Transform(name, axis, Order.TENSOR, Partitioning(name, axis, in_specs, strict=strict).apply)
 
 
 @explain_keywords
@@ -106,7 +106,7 @@ def data_parallel(axis: str, *, batch: SpecTree = None, strict: bool = False) ->
             with one per argument. By default, dim 0 of every tensor that has one is sharded.
         strict: raise an error for an op without a sharding rule.
     """
-    return _zero(0, axis, None, batch, strict, f"data_parallel({axis!r})")
+    return _zero(0, _Sharding(axis, f"data_parallel({axis!r})"), batch, strict)
 
 
 @explain_keywords
@@ -168,7 +168,8 @@ def zero(
     passes = (GatherPlacement(axis, keep_gathered, prefetch),) if stage == 3 else ()
     flat = layout == "flat"
     name = f"zero({stage}, {axis!r}{', layout=' + repr(layout) if flat else ''})"
-    return _zero(stage, axis, specs, batch, strict, name, passes, whole_below, flat)
+    given = None if specs is None else parameter_specs(specs, axis, name)
+    return _zero(stage, _Sharding(axis, name, given, whole_below), batch, strict, passes, flat)
 
 
 def _check_layout(layout: str, stage: int, axis: str, specs: Rules, whole_below: int) -> None:
@@ -191,28 +192,36 @@ def _check_layout(layout: str, stage: int, axis: str, specs: Rules, whole_below:
         )
 
 
+@dataclass(frozen=True)
+class _Sharding:
+    """Which dim of each parameter the transform `name` shards over an axis: the given one, or a free one."""
+
+    axis: str
+    name: str
+    given: Callable[[PyTree], SpecTree] | None = None
+    whole_below: int = 0
+
+
 def _zero(
     stage: int,
-    axis: str,
-    specs: Rules,
+    sharding: _Sharding,
     batch: SpecTree,
     strict: bool,
-    name: str,
     passes: tuple[GatherPlacement, ...] = (),
-    whole_below: int = 0,
     flat: bool = False,
 ) -> Transform:
-    given = None if specs is None else parameter_specs(specs, axis, name)
+    axis, name = sharding.axis, sharding.name
 
-    def apply(f: Callable[..., Any]) -> LocalFunction:
+    def apply(f: Callable[..., PyTree]) -> LocalFunction:
         inner = layout_of(f)
-        at_rest = _ShardDimChooser(axis, _taken(inner), given, whole_below, name)
+        at_rest = _ShardDimChooser(sharding, _taken(inner))
 
         def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
             parameters = at_rest(args) if stage == 3 else P() if stage == 0 else P(reduced={axis})
             return (parameters, *batch_arg_specs(args, batch, P(axis)))
 
-        local = partition(f, axis, in_specs, gathered=(0,) if stage == 3 else (), strict=strict, describe=name)
+        gathered = (0,) if stage == 3 else ()
+        local = Partitioning(name, axis, in_specs, gathered=gathered, strict=strict).apply(f)
         if stage or local.layout.last(NormSharding) is None:  # the innermost data axis decides the shards of a norm
             local = local.requesting(NormSharding(at_rest if stage == 0 else _nothing))
         local = _with_data_axis(local, axis)
@@ -253,15 +262,8 @@ class _ShardDimChooser:
     the tree is used.
     """
 
-    def __init__(
-        self,
-        axis: str,
-        taken: Callable[[tuple[PyTree, ...]], SpecTree],
-        given: Callable[[PyTree], SpecTree] | None,
-        whole_below: int,
-        name: str,
-    ) -> None:
-        self.axis, self.taken, self.given, self.whole_below, self.name = axis, taken, given, whole_below, name
+    def __init__(self, sharding: _Sharding, taken: Callable[[tuple[PyTree, ...]], SpecTree]) -> None:
+        self.sharding, self.taken = sharding, taken
         self.chosen: dict[Any, SpecTree] = {}
         self.latest: dict[Any, SpecTree] = {}
 
@@ -278,8 +280,9 @@ class _ShardDimChooser:
         return self.chosen[key]
 
     def _choose(self, params: PyTree, leaves: list[Any], taken: list[P], mesh: Mesh) -> list[P]:
-        if self.given is not None:
-            chosen = optree.tree_leaves(_only(self.given(params), self.axis, self.name))
+        own = self.sharding
+        if own.given is not None:
+            chosen = optree.tree_leaves(_only(own.given(params), own.axis, own.name))
             chosen = [_fitted(leaf, spec, mesh) for leaf, spec in zip(leaves, chosen, strict=True)]
         else:
             chosen = [self._dim_to_split(leaf, spec, mesh) for leaf, spec in zip(leaves, taken, strict=True)]
@@ -288,24 +291,24 @@ class _ShardDimChooser:
         validate(params, specs, mesh)  # lists the paths with errors
         return chosen
 
-    def _dim_to_split(self, leaf: Any, taken: P, mesh: Mesh) -> P:
+    def _dim_to_split(self, leaf: PyTree, taken: P, mesh: Mesh) -> P:
         """Choose a dim that no other axis shards. Return it as a spec of this axis only.
 
         It is the first dim that the axis divides, so that shards are contiguous if possible, else the longest dim.
         """
-        if not isinstance(leaf, torch.Tensor) or not leaf.ndim or leaf.numel() < self.whole_below:
+        if not isinstance(leaf, torch.Tensor) or not leaf.ndim or leaf.numel() < self.sharding.whole_below:
             return P()
         used = {placement.dim for placement in taken.placements(mesh)} | {getattr(leaf, STACK_DIM, None)}
-        size = mesh.axis_size(self.axis)
+        size = mesh.axis_size(self.sharding.axis)
         free = [dim for dim in range(leaf.ndim) if dim not in used and leaf.shape[dim]]
         if not free:
             return P()
         even = [dim for dim in free if leaf.shape[dim] % size == 0]
         best = even[0] if even else max(free, key=lambda dim: leaf.shape[dim])
-        return P(*[None] * best, self.axis).fitted(leaf.shape, mesh)
+        return P(*[None] * best, self.sharding.axis).fitted(leaf.shape, mesh)
 
 
-def _fitted(leaf: Any, spec: P, mesh: Mesh) -> P:
+def _fitted(leaf: PyTree, spec: P, mesh: Mesh) -> P:
     return spec.fitted(leaf.shape, mesh) if isinstance(leaf, torch.Tensor) and len(spec.dims) <= leaf.ndim else spec
 
 
@@ -385,5 +388,5 @@ def batch_arg_specs(args: tuple[PyTree, ...], batch: SpecTree, default: P | None
     return [optree.tree_map(lambda leaf: _with_batch(leaf, default), arg) for arg in args[1:]]
 
 
-def _with_batch(leaf: Any, spec: P | None) -> P:
+def _with_batch(leaf: PyTree, spec: P | None) -> P:
     return spec if spec is not None and isinstance(leaf, torch.Tensor) and leaf.ndim else P()

@@ -202,25 +202,3 @@ def test_who_takes_part_in_a_derivative_or_a_vmap() -> None:
     torch.vmap(lambda y: found.append(_torch.has_functorch_level([y])) or y)(x)
     torch.func.grad(lambda y: found.append(_torch.has_functorch_level([x])) or y.sum())(x)
     assert found == [True, True, False], "what a transform only looks on at takes no part"
-
-
-def test_the_vmap_of_a_function_is_told_the_number_of_samples() -> None:
-    seen: list[object] = []
-
-    class Told(torch.autograd.Function):
-        @staticmethod
-        def forward(x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def setup_context(ctx: object, inputs: object, output: object) -> None:
-            pass
-
-        @staticmethod
-        def vmap(info: _torch.VmapInfo, in_dims: tuple[int | None], x: torch.Tensor) -> tuple[torch.Tensor, int | None]:
-            seen.append(info)
-            return x.clone(), in_dims[0]
-
-    torch.func.vmap(Told.apply)(torch.ones(3, 2))
-    (info,) = seen
-    assert isinstance(info, _torch.VmapInfo) and info.batch_size == 3

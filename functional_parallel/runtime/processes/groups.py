@@ -7,10 +7,10 @@ were created on first use, two ranks that first use them in different orders wou
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from itertools import chain, combinations, count
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -27,6 +27,14 @@ __all__ = ["AxisGroup", "MeshGroups"]
 _MOST_AXES_TOGETHER = 3
 
 
+@dataclass(frozen=True)
+class _TaggedGroup:
+    """One of torch's process groups, and the tags of the library's own algorithms on it. Axes share both."""
+
+    handle: ProcessGroupRef
+    tags: Iterator[int] = field(default_factory=count)
+
+
 class AxisGroup:
     """The ranks of one collective.
 
@@ -40,16 +48,16 @@ class AxisGroup:
 
     def __init__(
         self,
-        handle: ProcessGroupRef,
+        group: _TaggedGroup,
         rank: int,
         ranks: tuple[int, ...],
         waits: GroupWaits,
-        tags: Iterator[int],
     ) -> None:
-        self._handle, self.ranks, self._waits, self._tags = handle, ranks, waits, tags
+        self._handle, self._tags = group.handle, group.tags
+        self.ranks, self._waits = ranks, waits
         self.rank = ranks.index(rank)
         self.seats = tuple(sorted(ranks).index(each) for each in ranks)
-        self.backend = str(dist.get_backend(handle.group))
+        self.backend = str(dist.get_backend(self.handle))
         self.roll_call: CallCheck | None = None
         if self.backend == "gloo":
             self.roll_call = CallCheck(RankGroup(self.rank, len(ranks)), self.messages(ROLL_CALL), waits)
@@ -90,8 +98,7 @@ class MeshGroups:
 
     def __init__(self, mesh: Mesh, rank: int, timeout: timedelta | None, doing: CallLog) -> None:
         self._mesh, self._rank, self._timeout, self._doing = mesh, rank, timeout, doing
-        self._handles = _make_groups(mesh, rank, timeout)
-        self._tags: dict[frozenset[int], Iterator[int]] = {ranks: count() for ranks in self._handles}
+        self._groups = _make_groups(mesh, rank, timeout)
         self._found: dict[tuple[str, ...], AxisGroup] = {}
 
     def over(self, axes: tuple[str, ...]) -> AxisGroup:
@@ -106,33 +113,33 @@ class MeshGroups:
 
     def _find(self, axes: tuple[str, ...]) -> AxisGroup:
         ranks = next(tuple(ranks) for ranks in self._mesh.groups(axes) if self._rank in ranks)
-        if ranks == (self._rank,) and frozenset(ranks) not in self._handles:
-            self._add_alone(frozenset(ranks))
-        if frozenset(ranks) not in self._handles:
+        members = frozenset(ranks)
+        if ranks == (self._rank,) and members not in self._groups:
+            self._add_alone(members)
+        if members not in self._groups:
             raise ValueError(
                 f"a collective over {axes}: process groups are made for at most {_MOST_AXES_TOGETHER} axes together, "
                 "or all of them; write one collective per axis"
             )
-        members = frozenset(ranks)
         seconds = (self._timeout or default_pg_timeout).total_seconds()
         waits = GroupWaits(seconds, self._doing, [rank_name(self._mesh, rank) for rank in ranks])
-        return AxisGroup(self._handles[members], self._rank, ranks, waits, self._tags[members])
+        return AxisGroup(self._groups[members], self._rank, ranks, waits)
 
     def _add_alone(self, ranks: frozenset[int]) -> None:
         """Create the group of axes with one rank. The other ranks take no part."""
         with recorded():
             group = dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True)
-        self._handles[ranks], self._tags[ranks] = ProcessGroupRef(group), count()
+        self._groups[ranks] = _TaggedGroup(ProcessGroupRef(group))
 
 
-def _make_groups(mesh: Mesh, rank: int, timeout: timedelta | None) -> dict[frozenset[int], ProcessGroupRef]:
+def _make_groups(mesh: Mesh, rank: int, timeout: timedelta | None) -> dict[frozenset[int], _TaggedGroup]:
     """Return a rank's process groups by their ranks. Every rank creates every group, in the same order."""
     names = [name for name in mesh.axis_names if mesh.axis_size(name) > 1]
     few = chain.from_iterable(combinations(names, number) for number in range(1, _MOST_AXES_TOGETHER + 1))
-    made: dict[frozenset[int], Any] = {}
+    made: dict[frozenset[int], dist.ProcessGroup] = {}
     for axes in dict.fromkeys([*few, tuple(names)]):
         for ranks in mesh.groups(axes) if axes else ():
             if frozenset(ranks) not in made:
                 with recorded():
                     made[frozenset(ranks)] = dist.new_group(sorted(ranks), timeout=timeout)
-    return {ranks: ProcessGroupRef(group) for ranks, group in made.items() if rank in ranks}
+    return {ranks: _TaggedGroup(ProcessGroupRef(group)) for ranks, group in made.items() if rank in ranks}

@@ -68,7 +68,10 @@ def connect(
         shared = None
         if listener is not None and all(reached):
             with suppress(OSError):
-                shared = _meet(me, listener, here, calls, seconds, timeout, doing, names)
+                peers, memory = calls.meet(listener)
+                for peer in peers.values():
+                    peer.settimeout(timeout)
+                shared = SharedMemory(me, peers, memory, timeout, doing, names)
         everywhere = all(exchange(shared is not None))
         return shared if everywhere and len(members) > 1 else None
 
@@ -81,6 +84,7 @@ class _Connections:
     """
 
     def __init__(self, me: int, greetings: Sequence[tuple[str | None, bytes]], seconds: float) -> None:
+        self._me, self._greetings, self._seconds = me, greetings, seconds
         self.peers: dict[int, socket.socket] = {}
         self.descriptor: int | None = None
         try:
@@ -91,8 +95,25 @@ class _Connections:
         except OSError:
             self.reached = False
 
+    def meet(self, listener: socket.socket) -> tuple[dict[int, socket.socket], list[MappedMemory]]:
+        """Receive the answers of lower ranks and answer higher ranks. Hand over the connections.
+
+        File descriptors of the memory are exchanged with both.
+        """
+        me, ranks, secret = self._me, len(self._greetings), self._greetings[self._me][1]
+        peers, memory = self.peers, dict[int, MappedMemory]()
+        assert self.descriptor is not None
+        while len(peers) < ranks - 1:
+            number, peers[number], memory[number] = _answer(listener, secret, self.descriptor, ranks, self._seconds)
+        for number in range(me):
+            memory[number] = _received(peers[number], 1, ranks)[1]
+        descriptor, self.descriptor = self.descriptor, None
+        memory[me] = MappedMemory(descriptor, ranks)
+        self.peers = {}
+        return peers, [memory[number] for number in range(ranks)]
+
     def close(self) -> None:
-        """Close the connections and the descriptor that `_meet` did not take over."""
+        """Close the connections and the descriptor that `meet` did not hand over."""
         for peer in self.peers.values():
             peer.close()
         if self.descriptor is not None:
@@ -114,32 +135,6 @@ def _listen(stack: ExitStack) -> tuple[socket.socket | None, str | None]:
     except OSError:
         return None, None
     return listener, address
-
-
-def _meet(
-    me: int,
-    listener: socket.socket,
-    greetings: Sequence[tuple[str, bytes]],
-    calls: _Connections,
-    seconds: float,
-    timeout: float,
-    doing: CallLog | None,
-    names: Sequence[str] | None,
-) -> SharedMemory:
-    """Receive the answers of lower ranks and answer higher ranks. Exchange file descriptors of the memory with both."""
-    ranks = len(greetings)
-    peers, memory = calls.peers, {}
-    assert calls.descriptor is not None
-    while len(peers) < ranks - 1:
-        number, peers[number], memory[number] = _answer(listener, greetings[me][1], calls.descriptor, ranks, seconds)
-    for number in range(me):
-        memory[number] = _received(peers[number], 1, ranks)[1]
-    descriptor, calls.descriptor = calls.descriptor, None
-    memory[me] = MappedMemory(descriptor, ranks)
-    calls.peers = {}
-    for peer in peers.values():
-        peer.settimeout(timeout)
-    return SharedMemory(me, peers, [memory[number] for number in range(ranks)], timeout, doing, names)
 
 
 def _call(me: int, address: str | None, secret: bytes, descriptor: int, seconds: float) -> socket.socket:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from ...errors import CollectiveError
 from ..calls import CURRENT, brief
 from ..shared_memory import host_identity
-from .watch import Name, Watch, missing_text, report_missing
+from .watch import Endpoint, Name, Watch, missing_text, report_missing
 
 __all__ = ["START_VARIABLE", "environment_store", "start_seconds", "watch_processes"]
 
@@ -198,7 +198,7 @@ def _listening(store: dist.Store, size: int, name: Name) -> Watch:
     secret = secrets.token_hex(16)
     known = {"port": listener.getsockname()[1], "secret": secret, "hosts": _own_addresses(), "host": host_identity()}
     store.set("address", json.dumps(known))
-    return Watch(0, size, name, listener=listener, secret=secret, unreached=partial(_unreached, store))
+    return Watch(0, size, name, Endpoint(None, listener, secret, partial(_unreached, store)))
 
 
 def _unreached(store: dist.Store, ranks: list[int]) -> list[int]:
@@ -229,7 +229,7 @@ def _connected(store: dist.Store, rank: int, size: int, name: Name) -> Watch:
         except OSError:
             continue
         else:
-            return Watch(rank, size, name, hub=hub, secret=known["secret"])
+            return Watch(rank, size, name, Endpoint(hub, secret=known["secret"]))
     store.set(f"unreached/{rank}", "")
     print(
         f"functional_parallel: {name(rank)} cannot connect to {name(0)} at {', '.join(hosts)}, port {known['port']}: "
@@ -237,7 +237,7 @@ def _connected(store: dist.Store, rank: int, size: int, name: Name) -> Watch:
         file=sys.stderr,
         flush=True,
     )
-    watch = Watch(rank, size, name)
+    watch = Watch(rank, size, name, Endpoint())
     watch.here.set()
     return watch
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from ..calls import CURRENT, Lost, Wait
@@ -17,7 +18,7 @@ from .board import Board, after_leaving
 from .connections import shut_down
 from .lines import Closed, Line
 
-__all__ = ["Name", "Watch", "missing_text", "report_missing"]
+__all__ = ["Endpoint", "Name", "Watch", "missing_text", "report_missing"]
 
 Name = Callable[[int], str]
 
@@ -29,6 +30,27 @@ _REPORT_EVERY = 30.0
 _EXIT_CODE = 1
 
 
+def _reaches_all(ranks: list[int]) -> list[int]:
+    return []
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One rank's end of the connections between rank 0 and the others. It is empty if the rank cannot connect.
+
+    Attributes:
+        hub: the connection to rank 0, on other ranks.
+        listener: the socket that others connect to, on rank 0.
+        secret: a word that every rank knows, sent first.
+        unreached: on rank 0, returns the ranks that cannot connect and run unwatched.
+    """
+
+    hub: socket.socket | None = None
+    listener: socket.socket | None = None
+    secret: str = ""
+    unreached: Callable[[list[int]], list[int]] = _reaches_all
+
+
 class Watch:
     """Watches the ranks of torch.distributed from a thread.
 
@@ -36,26 +58,13 @@ class Watch:
         rank: this rank.
         size: the number of ranks.
         name: returns a rank's name in messages.
-        hub: the connection to rank 0, on other ranks.
-        listener: the socket that others connect to, on rank 0.
-        secret: a word that every rank knows, sent first.
-        unreached: on rank 0, returns the ranks that cannot connect and run unwatched.
+        endpoint: the connections to the other ranks.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        name: Name,
-        *,
-        hub: socket.socket | None = None,
-        listener: socket.socket | None = None,
-        secret: str = "",
-        unreached: Callable[[list[int]], list[int]] = lambda ranks: [],
-    ) -> None:
+    def __init__(self, rank: int, size: int, name: Name, endpoint: Endpoint) -> None:
         self.rank, self.size, self._name = rank, size, name
-        self._hub = None if hub is None else Line(hub)
-        self._listener, self._secret, self._unreached = listener, secret, unreached
+        self._hub = None if endpoint.hub is None else Line(endpoint.hub)
+        self._listener, self._secret, self._unreached = endpoint.listener, endpoint.secret, endpoint.unreached
         self._board, self._lines, self._strangers = Board(size), dict[int, Line](), list[Line]()
         self._woken, self._waker = socket.socketpair()
         self._waker.setblocking(False)
@@ -70,7 +79,7 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="functional_parallel watch", daemon=True)
         CURRENT.learn, CURRENT.wake = self.learn, self.wake
         if self._hub is not None:
-            self._hub.send({"hello": rank, "secret": secret})
+            self._hub.send({"hello": rank, "secret": endpoint.secret})
         self._board.arrives(0)
         self._thread.start()
 

@@ -19,7 +19,7 @@ from sharding_specs import P, broadcast_specs
 from ...collectives import all_gather, axis_size, pscatter
 from ...functions import PyTree, SpecTree, axis_mesh
 from ...ops import ADAMW
-from ...partition import partition
+from ...partition import Partitioning
 from ...rules import register_rule
 from .elementwise import Update, require_promise_kept, shard_mismatch
 from .returned import require_same_structure
@@ -45,7 +45,7 @@ def update_shards(update: Update, args: tuple[PyTree, ...], specs: tuple[SpecTre
     local: Callable[..., Any] = _checked(update)
     for axis in (name for name in reversed(axis_mesh().axis_names) if name in axes):
         own = optree.tree_map(partial(_of_axis, axis), even)
-        local = partition(local, axis, own, (own[2], own[1]), parameters=2, describe="the optimizer's update")
+        local = Partitioning("the optimizer's update", axis, own, (own[2], own[1]), parameters=2).apply(local)
     new = local(*optree.tree_map(_without_filling, args, full))
     return optree.tree_map(_filled, new, (full[2], full[1]))  # type: ignore[return-value]
 
