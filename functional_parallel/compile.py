@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import overload
 
 import optree
 import torch
@@ -13,17 +13,17 @@ from torch import nn
 from sharding_specs import Mesh, register_dataclasses
 
 from .collectives import guards
-from .errors import LayoutError, PipelineError
-from .functions import LocalFunction, PyTree, bind_positional, explain_keywords, layout_of, require_mesh
+from .errors import LayoutError
+from .functions import LocalFunction, PyTree, SpecTree, bind_positional, explain_keywords, layout_of, require_mesh
 from .ir import current_source, leaf_signature
 from .lowering import Lowered, Options, call_shard_map, lower
 from .passes import pass_names
-from .pipelines import PipelineProgram, Stacks, pipeline_of, stacks_of
-from .program import Program
-from .runtime import PipelineRuntime, Runtime, check_backend, default_runtime
+from .pipelines import PipelineProgram, Stacks, stacks_of
+from .program import Explanation, PassTable, Program
+from .runtime import check_backend, refuse_asynchronous, runtime_of
 from .tracing import ProgramCache, disable_ambient_modes, recorder
 
-__all__ = ["Compiled", "compile", "refuse_asynchronous", "runtime_of", "shard_map"]
+__all__ = ["Compiled", "compile", "shard_map"]
 
 
 @explain_keywords
@@ -31,8 +31,8 @@ def compile(
     f: Callable[..., PyTree],
     mesh: Mesh,
     *,
-    in_specs: Any = None,
-    out_specs: Any = None,
+    in_specs: SpecTree = None,
+    out_specs: SpecTree = None,
     name: str | None = None,
     bucket: int | str | None = None,
     without: Collection[str] = (),
@@ -91,12 +91,20 @@ def compile(
     return Compiled(f, mesh, None if isinstance(f, LocalFunction) else (in_specs, out_specs), name or _name(f), options)
 
 
+@overload
+def shard_map(f: Callable[..., PyTree], mesh: Mesh, in_specs: SpecTree, out_specs: SpecTree) -> Compiled: ...
+@overload
+def shard_map(f: Mesh, *, in_specs: SpecTree, out_specs: SpecTree) -> Callable[[Callable[..., PyTree]], Compiled]: ...
+@overload
+def shard_map(
+    *, mesh: Mesh, in_specs: SpecTree, out_specs: SpecTree
+) -> Callable[[Callable[..., PyTree]], Compiled]: ...
 def shard_map(
     f: Callable[..., PyTree] | Mesh | None = None,
     mesh: Mesh | None = None,
-    in_specs: Any = None,
-    out_specs: Any = None,
-) -> Any:
+    in_specs: SpecTree = None,
+    out_specs: SpecTree = None,
+) -> Compiled | Callable[[Callable[..., PyTree]], Compiled]:
     """Map a body over shards. The body writes its collectives explicitly, and its types are checked.
 
     >>> import torch, functional_parallel as fp
@@ -146,7 +154,7 @@ class Compiled:
         self,
         f: Callable[..., PyTree],
         mesh: Mesh,
-        specs: tuple[Any, Any] | None,
+        specs: tuple[SpecTree, SpecTree] | None,
         name: str,
         options: Options,
     ) -> None:
@@ -181,16 +189,16 @@ class Compiled:
     def _stacks(self) -> Stacks | None:
         return stacks_of(layout_of(self.f))
 
-    def lower(self, *args: PyTree, **named: PyTree) -> Any:
+    def lower(self, *args: PyTree, **named: PyTree) -> Program | PipelineProgram:
         """Return the program for these arguments, without running it. Tensors may be on any device, including meta."""
         return self._lower(self._by_place(args, named))[0].program
 
-    def explain(self, *args: PyTree, **options: Any) -> Any:
+    def explain(self, *args: PyTree, group: str = "line", casts: bool = False) -> Explanation | PassTable:
         """Describe every collective of the program: kind, axis, count, bytes, source line.
 
         Args:
             args: the arguments to trace for. Without arguments, the last program used is described.
-            options: as for `Program.explain`.
+            group, casts: as for `Program.explain`.
 
         Raises:
             LayoutError: when there are no arguments and no program yet.
@@ -198,7 +206,7 @@ class Compiled:
         program = self.lower(*args) if args else self.program
         if program is None:
             raise LayoutError(f"{self.name} has not run yet: call it, or give explain() its arguments")
-        return program.explain(**options)
+        return program.explain(group=group, casts=casts)
 
     def __repr__(self) -> str:
         return f"compile({self.f!r}, {self.mesh!r})" if isinstance(self.f, LocalFunction) else f"compile({self.name})"
@@ -219,26 +227,5 @@ class Compiled:
         return lowered, tensors
 
 
-def refuse_asynchronous(f: LocalFunction, mesh: Mesh) -> None:
-    """Reject a pipeline that updates weights between microbatches, because it supports only training steps.
-
-    Raises:
-        PipelineError: when the schedule of the pipeline is asynchronous.
-    """
-    plan = pipeline_of(f.layout)
-    if plan is not None and plan.on(mesh).versions is not None:
-        raise PipelineError(
-            f"{plan.on(mesh).name} updates weights while microbatches are under way: train with it by fp.train_step; "
-            "for a gradient, or to evaluate, take a synchronous schedule, such as '1f1b'"
-        )
-
-
-def runtime_of(mesh: Mesh, f: Any, reduction: str = "fast") -> Runtime[Any, Any]:
-    """Return the runtime of a function's programs: the runtime of the mesh, wrapped by that of the pipeline if any."""
-    base = default_runtime(mesh, reduction)
-    plan = pipeline_of(layout_of(f))
-    return base if plan is None else PipelineRuntime(base, plan.axis)
-
-
-def _name(f: Any) -> str:
+def _name(f: Callable[..., PyTree]) -> str:
     return getattr(f, "name", None) or getattr(f, "__name__", None) or type(f).__name__

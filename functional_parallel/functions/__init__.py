@@ -8,8 +8,6 @@ from .local_function import (
     STACK_DIM,
     Layout,
     LocalFunction,
-    PyTree,
-    SpecTree,
     as_local_function,
     axis_mesh,
     layout_of,
@@ -17,7 +15,7 @@ from .local_function import (
     specs_per_leaf,
 )
 from .positional import bind_positional
-from .request import LayerConversion, Request
+from .request import LayerConversion, PyTree, Request, SpecTree
 
 __all__ = [
     "STACK_DIM",

@@ -22,6 +22,7 @@ from ..tracing import recorder
 __all__ = ["as_batch_norms", "holds_batch_norms", "require_no_group"]
 
 _CLASSES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
 _torchs = nn.BatchNorm1d.forward  # inherited by all of them except SyncBatchNorm
 _synchronised = nn.SyncBatchNorm.forward
 
@@ -54,7 +55,7 @@ def require_no_group(module: nn.Module) -> None:
         )
 
 
-def _is_world(group: Any) -> bool:
+def _is_world(group: torch.distributed.ProcessGroup) -> bool:
     distributed = torch.distributed
     return distributed.is_initialized() and group is distributed.group.WORLD
 
@@ -80,21 +81,23 @@ def _inside() -> list[bool]:
     return _torch.of_thread("batch norms", list)
 
 
-def _forward(module: Any, input: torch.Tensor) -> Any:
+def _forward(module: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
     if not _inside():
-        return (_synchronised if isinstance(module, nn.SyncBatchNorm) else _torchs)(module, input)
+        return _synchronised(module, input) if isinstance(module, nn.SyncBatchNorm) else _torchs(module, input)
     if module.training and module.track_running_stats and module.momentum is None and recorder() is not None:
         return _averaged(module, input)
     return _torchs(module, input)
 
 
-def _averaged(module: Any, input: torch.Tensor) -> torch.Tensor:
+def _averaged(module: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
     """Run the training forward that tracks the mean of the statistics of all batches."""
     module._check_input_dim(input)
+    assert module.num_batches_tracked is not None and module.running_mean is not None
     module.num_batches_tracked.add_(1)
     factor: Any = 1 / module.num_batches_tracked.to(module.running_mean.dtype)
     statistics = (module.running_mean, module.running_var)
-    return batch_norm(input, *statistics, module.weight, module.bias, True, factor, module.eps)
+    result: torch.Tensor = batch_norm(input, *statistics, module.weight, module.bias, True, factor, module.eps)
+    return result
 
 
 class _Forwards:
@@ -116,7 +119,7 @@ class _Forwards:
             if not self._inside:
                 for each in _CLASSES[:-1]:
                     del each.forward
-                nn.SyncBatchNorm.forward = _synchronised  # type: ignore[assignment,method-assign]
+                nn.SyncBatchNorm.forward = _synchronised  # type: ignore[method-assign]
 
 
 _forwards = _Forwards()

@@ -26,8 +26,9 @@ from ..collectives import vmap as _vmap
 from ..ir import hollow, info, is_trained, primitive_name, update_info
 from ..tracing import Recorder, recorder
 from .forward_first import forward_first
-from .local_function import LocalFunction, PyTree, as_local_function
+from .local_function import LocalFunction, as_local_function
 from .positional import copy_signature
+from .request import PyTree, SpecTree
 
 __all__ = ["grad", "grad_and_value", "hessian", "jvp", "unused", "vmap"]
 
@@ -71,11 +72,11 @@ def grad(f: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> 
     """
     both = _gradient_call(f, argnums, has_aux)
 
-    def gradients(*args: PyTree, **named: PyTree) -> Any:
+    def gradients(*args: PyTree, **named: PyTree) -> PyTree:
         grads, value = both(*args, **named)
         return (grads, value[1]) if has_aux else grads
 
-    def specs(args: tuple[PyTree, ...]) -> Any:
+    def specs(args: tuple[PyTree, ...]) -> SpecTree:
         own = _gradient_specs(f, args, argnums)  # type: ignore[arg-type]
         return (own, f.results[1]) if has_aux else own  # type: ignore[attr-defined]
 
@@ -146,8 +147,8 @@ def jvp(f: Callable[..., Any], primals: tuple[PyTree, ...], tangents: tuple[PyTr
 
 def vmap(
     f: Callable[..., Any],
-    in_dims: Any = 0,
-    out_dims: Any = 0,
+    in_dims: PyTree = 0,
+    out_dims: PyTree = 0,
     *,
     axis_name: str | None = None,
     spmd_axis: str | None = None,
@@ -189,10 +190,12 @@ def vmap(
     return _mapped(local, in_dims, out_dims, spmd_axis, options)
 
 
-def _mapped(f: LocalFunction, in_dims: Any, out_dims: Any, axis: str | None, options: dict[str, Any]) -> LocalFunction:
+def _mapped(
+    f: LocalFunction, in_dims: PyTree, out_dims: PyTree, axis: str | None, options: dict[str, Any]
+) -> LocalFunction:
     """Return the vmap of a local function. Its layout has one more dim, replicated or sharded over `axis`."""
 
-    def arguments(args: tuple[PyTree, ...]) -> tuple[Any, ...]:
+    def arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
         leaves, tree = optree.tree_flatten(args)
         dims = dims_of_leaves(in_dims, args)
         of_one = tree.unflatten([_of_one(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)])
@@ -203,7 +206,7 @@ def _mapped(f: LocalFunction, in_dims: Any, out_dims: Any, axis: str | None, opt
 
     mapped = _vmap(_run_of(f), in_dims, out_dims, **options)
 
-    def call(*args: PyTree) -> tuple[Any, Any]:
+    def call(*args: PyTree) -> tuple[PyTree, SpecTree]:
         value = mapped(*args if axis is None else _varied(args, dims_of_leaves(in_dims, args), axis))
         specs = optree.tree_leaves(broadcast_specs(f.results, value))
         leaves, tree = optree.tree_flatten(value)
@@ -231,7 +234,7 @@ def _varied(args: tuple[PyTree, ...], dims: Sequence[int | None], axis: str) -> 
     return tree.unflatten(own)  # type: ignore[no-any-return]
 
 
-def _of_one(leaf: Any, dim: int | None) -> Any:
+def _of_one(leaf: PyTree, dim: int | None) -> PyTree:
     """Return a stand-in with the shape of one sample of a leaf."""
     if dim is None:
         return leaf
@@ -240,7 +243,7 @@ def _of_one(leaf: Any, dim: int | None) -> Any:
     return hollow(leaf, shape)
 
 
-def _with_mapped(spec: P, leaf: Any, dim: int | None, axis: str | None) -> P:
+def _with_mapped(spec: P, leaf: PyTree, dim: int | None, axis: str | None) -> P:
     """Return the spec of a value with one more dim, sharded over `axis` or replicated."""
     if dim is None:
         return spec
@@ -258,7 +261,7 @@ def _with_mapped(spec: P, leaf: Any, dim: int | None, axis: str | None) -> P:
 def _gradient_call(f: Callable[..., Any], argnums: Argnums, has_aux: bool) -> Callable[..., Any]:
     run = _run_of(f)  # the gradient carries the layout, and checks it when called
 
-    def call(*args: PyTree, **named: PyTree) -> Any:
+    def call(*args: PyTree, **named: PyTree) -> tuple[PyTree, PyTree]:
         register_dataclasses(args, named)
         numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
         leaves, tree = optree.tree_flatten(args)
@@ -319,7 +322,7 @@ def _note_unused(active: Recorder, inputs: Sequence[torch.Tensor], gradients: Se
         if is_unused:
             update_info(active.node_of(_torch.unwrap(gradient)), type=dual(type_of(node)))
         while primitive_name(node) == "pcast" or node.target is torch.ops.aten._to_copy.default:
-            node = node.args[0]  # type: ignore[assignment]
+            node = node.args[0]
         update_info(node, trained=info(node).trained or not is_unused)
 
 
@@ -328,12 +331,14 @@ def _note_unused(active: Recorder, inputs: Sequence[torch.Tensor], gradients: Se
 # -----------------------------------------------------------------------------
 
 
-def _local(f: LocalFunction, call: Callable[..., Any], results: Callable[[tuple[PyTree, ...]], Any], name: str) -> Any:
+def _local(
+    f: LocalFunction, call: Callable[..., PyTree], results: Callable[[tuple[PyTree, ...]], SpecTree], name: str
+) -> LocalFunction:
     layout = replace(f.layout, describe=(*f.layout.describe, name))
     return LocalFunction(lambda *args: (call(*args), results(args)), layout, f.name)
 
 
-def _gradient_specs(f: LocalFunction, args: tuple[PyTree, ...], argnums: Argnums) -> Any:
+def _gradient_specs(f: LocalFunction, args: tuple[PyTree, ...], argnums: Argnums) -> SpecTree:
     """Return the specs of gradients: the specs of their arguments, with Reduced replaced by Unreduced."""
     specs = f.layout.arguments(args)
     duals = [optree.tree_map(P.dual, spec) for spec in specs]
@@ -345,18 +350,18 @@ def _gradient_specs(f: LocalFunction, args: tuple[PyTree, ...], argnums: Argnums
 # -----------------------------------------------------------------------------
 
 
-def _filled(leaves: list[Any], moving: list[int], values: Sequence[Any], tree: Any) -> Any:
+def _filled(leaves: list[PyTree], moving: list[int], values: Sequence[torch.Tensor], tree: optree.PyTreeSpec) -> PyTree:
     whole = list(leaves)
     for index, value in zip(moving, values, strict=True):
         whole[index] = value
     return tree.unflatten(whole)
 
 
-def _name(f: Any) -> str:
+def _name(f: Callable[..., PyTree]) -> str:
     return getattr(f, "__name__", repr(f))
 
 
-def _check_scalar(value: Any, f: Any) -> None:
+def _check_scalar(value: PyTree, f: Callable[..., PyTree]) -> None:
     if not isinstance(value, torch.Tensor) or value.ndim:
         found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise ValueError(

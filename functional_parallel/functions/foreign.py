@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from sharding_specs import Mesh
 
 from ..collectives import check_callable
+from .request import PyTree
 
 __all__ = ["require_function", "require_mesh", "require_module", "written_here"]
 
@@ -26,7 +28,7 @@ _SCHEDULERS = {
 }
 
 
-def require_function(f: Any, who: str) -> None:
+def require_function(f: Callable[..., PyTree], who: str) -> None:
     """Refuse a function of parameters that is a module, contains a DDP or FSDP module, or is not callable.
 
     A module without parameters, such as `nn.MSELoss()`, is accepted as a function.
@@ -52,7 +54,7 @@ def require_function(f: Any, who: str) -> None:
         )
 
 
-def require_module(module: Any, who: str) -> None:
+def require_module(module: nn.Module, who: str) -> None:
     """Refuse an object that is not an `nn.Module`.
 
     Raises:
@@ -64,7 +66,7 @@ def require_module(module: Any, who: str) -> None:
         raise TypeError(f"{who} takes an nn.Module, not {kind}; a function of parameters needs no {who}")
 
 
-def require_mesh(mesh: Any, who: str) -> None:
+def require_mesh(mesh: Mesh, who: str) -> None:
     """Refuse an object that is not a `sharding_specs.Mesh`.
 
     Raises:

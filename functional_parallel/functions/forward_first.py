@@ -20,10 +20,9 @@ from ..checker import Typing, run_typed, type_of
 from ..collectives import current_axes
 from ..ir import aval_of
 from ..tracing import CapturedTensors, Recorder, depends_on_layouts, recorder, trace
+from .request import PyTree
 
 __all__ = ["forward_first"]
-
-PyTree = Any
 
 
 def forward_first(f: Callable[..., PyTree], *, lenient: bool = False) -> Callable[..., PyTree]:
@@ -49,7 +48,7 @@ def forward_first(f: Callable[..., PyTree], *, lenient: bool = False) -> Callabl
     return call
 
 
-def _run_traced(f: Callable[..., PyTree], active: Recorder, leaves: list[Any], tree: Any) -> PyTree:
+def _run_traced(f: Callable[..., PyTree], active: Recorder, leaves: list[PyTree], tree: optree.PyTreeSpec) -> PyTree:
     tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     found: dict[str, Any] = {}
 
@@ -61,7 +60,7 @@ def _run_traced(f: Callable[..., PyTree], active: Recorder, leaves: list[Any], t
         result = f(*args, **named)
         register_dataclasses(result)
         outputs, found["tree"] = optree.tree_flatten(result)
-        return outputs
+        return list(outputs)
 
     with _torch.counting_levels():
         traced = trace(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Literal, overload
 
 import torch
 from torch import nn
@@ -13,11 +13,20 @@ from ..collectives import guards
 from ..tracing import assume
 from .batch_norms import as_batch_norms, holds_batch_norms, require_no_group
 from .foreign import require_module
+from .request import PyTree
 
 __all__ = ["functional"]
 
 
-def functional(module: nn.Module, *, buffers: bool = False) -> Any:
+Tensors = dict[str, torch.Tensor]  # by dotted path
+Model = Callable[..., PyTree]
+
+
+@overload
+def functional(module: nn.Module, *, buffers: Literal[False] = False) -> tuple[Model, Tensors]: ...
+@overload
+def functional(module: nn.Module, *, buffers: Literal[True]) -> tuple[Model, Tensors, Tensors]: ...
+def functional(module: nn.Module, *, buffers: bool = False) -> tuple[Model, Tensors] | tuple[Model, Tensors, Tensors]:
     """Turn a module into a pure function and its parameters.
 
     >>> import torch, functional_parallel as fp
@@ -57,11 +66,11 @@ def functional(module: nn.Module, *, buffers: bool = False) -> Any:
     return _with_state(module, frozen), params, state
 
 
-def _without_state(module: nn.Module, constants: dict[str, torch.Tensor]) -> Callable[..., Any]:
+def _without_state(module: nn.Module, constants: Tensors) -> Model:
     norms = as_batch_norms if holds_batch_norms(module) else nullcontext
     modes, valueless = _modes(module), [name for name, constant in constants.items() if constant.is_meta]
 
-    def fn(params: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    def fn(params: Tensors, *args: PyTree, **kwargs: PyTree) -> PyTree:
         assume(modes)
         if valueless and not any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in params.values()):
             raise ValueError(_VALUELESS.format(module=type(module).__name__, names=", ".join(valueless)))
@@ -71,11 +80,11 @@ def _without_state(module: nn.Module, constants: dict[str, torch.Tensor]) -> Cal
     return _named(fn, module)
 
 
-def _with_state(module: nn.Module, constants: dict[str, torch.Tensor]) -> Callable[..., Any]:
+def _with_state(module: nn.Module, constants: Tensors) -> Model:
     norms = as_batch_norms if holds_batch_norms(module) else nullcontext
     modes = _modes(module)
 
-    def fn(params: dict[str, torch.Tensor], state: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    def fn(params: Tensors, state: Tensors, *args: PyTree, **kwargs: PyTree) -> PyTree:
         assume(modes)
         own = {name: buffer.clone() for name, buffer in state.items()}
         with norms():
@@ -90,7 +99,7 @@ def _modes(module: nn.Module) -> Callable[[], tuple[bool, ...]]:
     return lambda: tuple([part.training for part in parts])
 
 
-def _named(fn: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+def _named(fn: Model, module: nn.Module) -> Model:
     fn.__name__ = type(module).__name__
     return fn
 

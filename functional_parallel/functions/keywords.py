@@ -87,7 +87,7 @@ def explain_keywords(f: Callable[P, R]) -> Callable[P, R]:
                 )
         for name, value in zip(positional, args, strict=False):
             if name in kwargs:
-                raise TypeError(_doubled(f.__name__, name, value, kwargs[name]))
+                raise TypeError(_doubled(f.__name__, name, type(value).__name__, repr(kwargs[name])))
         return f(*args, **kwargs)
 
     return explained
@@ -103,8 +103,7 @@ def _hint(name: str, value: Any, own: list[str]) -> str:
     return f"did you mean {near[0]}=?" if near else f"its arguments are {', '.join(own)}"
 
 
-def _doubled(function: str, name: str, by_position: Any, by_keyword: Any) -> str:
-    kind, shown = type(by_position).__name__, repr(by_keyword)
+def _doubled(function: str, name: str, kind: str, shown: str) -> str:
     said = f"{function} gets {name} twice, by position (a {kind}) and as {name}={shown}"
     if name != "lr":
         return said

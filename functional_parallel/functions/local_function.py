@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from inspect import Signature
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import optree
 
@@ -27,14 +27,12 @@ from sharding_specs import (
 from ..checker import check_arguments
 from ..collectives import bind, current_axes, hidden_axes, mesh_axis_size
 from .positional import bind_positional, call_signature
-from .request import Request
+from .request import PyTree, Request, SpecTree
 
 __all__ = [
     "STACK_DIM",
     "Layout",
     "LocalFunction",
-    "PyTree",
-    "SpecTree",
     "as_local_function",
     "axis_mesh",
     "layout_of",
@@ -43,8 +41,6 @@ __all__ = [
     "specs_per_leaf",
 ]
 
-PyTree = Any
-SpecTree = Any
 R = TypeVar("R")
 
 STACK_DIM = "taken_dim"  # attribute of a tensor that represents a stack of layers: the dim that no transform may shard

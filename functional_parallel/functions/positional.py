@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 __all__ = ["bind_positional", "call_signature", "copy_signature"]
@@ -60,5 +60,5 @@ def bind_positional(
     return tuple(given.get(parameter.name, parameter.default) for parameter in places[: last + 1])
 
 
-def _listed(names: Any) -> str:
+def _listed(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names))

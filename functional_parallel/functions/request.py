@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from sharding_specs import Mesh
 
-__all__ = ["LayerConversion", "Request"]
+__all__ = ["LayerConversion", "PyTree", "Request", "SpecTree"]
 
 PyTree = Any
 SpecTree = Any

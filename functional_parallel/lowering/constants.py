@@ -47,22 +47,22 @@ def check_static_leaves(tree: PyTree, where: str) -> None:
     )
 
 
-def _hides_tensors(leaf: Any) -> bool:
+def _hides_tensors(leaf: PyTree) -> bool:
     if isinstance(leaf, torch.Tensor) or callable(leaf):  # a module or a function is closed over, as in torch.func
         return False
     return _is_array(leaf) or any(map(_is_content, optree.tree_leaves(_content(leaf))))
 
 
-def _is_content(leaf: Any) -> bool:
+def _is_content(leaf: PyTree) -> bool:
     return isinstance(leaf, torch.Tensor) or _is_array(leaf) or (isinstance(leaf, Mapping) and _hides_tensors(leaf))
 
 
-def _is_array(leaf: Any) -> bool:
+def _is_array(leaf: PyTree) -> bool:
     """Whether `leaf` is an array of NumPy or another library. Hashable scalars are not: their repr identifies them."""
     return hasattr(leaf, "__array__") and (getattr(leaf, "ndim", 0) > 0 or type(leaf).__hash__ is None)
 
 
-def _content(leaf: Any) -> list[Any]:
+def _content(leaf: PyTree) -> list[Any]:
     """Values that an object holds."""
     if isinstance(leaf, Mapping):
         return list(leaf.values())
@@ -70,7 +70,7 @@ def _content(leaf: Any) -> list[Any]:
     return [*getattr(leaf, "__dict__", {}).values(), *slots]
 
 
-def _kind(leaf: Any) -> str:
+def _kind(leaf: PyTree) -> str:
     if _is_array(leaf):
         return f"an array, {type(leaf).__module__}.{type(leaf).__name__} of shape {tuple(leaf.shape)}"
     name = f"{type(leaf).__module__}.{type(leaf).__name__}"

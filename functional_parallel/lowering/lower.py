@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import optree
 import torch
@@ -39,8 +39,8 @@ class Lowered:
     """Lowered program, with the data that is needed to unflatten its results."""
 
     program: Program | PipelineProgram
-    out_tree: Any
-    outputs: list[Any]
+    out_tree: optree.PyTreeSpec
+    outputs: list[PyTree]
     assumptions: list[Assumption] = field(default_factory=list)
     layout_reads: dict[int, tuple[LayoutRead, str]] = field(default_factory=dict)  # by argument, with its path
 
@@ -69,7 +69,7 @@ def lower(
     f: Callable[..., PyTree],
     mesh: Mesh,
     args: tuple[PyTree, ...],
-    specs: tuple[Any, Any] | None = None,
+    specs: tuple[SpecTree, SpecTree] | None = None,
     *,
     name: str,
     options: Options = Options(),
@@ -96,7 +96,7 @@ def lowering(
     f: Callable[..., PyTree],
     mesh: Mesh,
     args: tuple[PyTree, ...],
-    specs: tuple[Any, Any] | None = None,
+    specs: tuple[SpecTree, SpecTree] | None = None,
     *,
     name: str,
     options: Options = Options(),
@@ -159,13 +159,18 @@ class _Flat:
         out_specs, out_paths: the specs and paths of the tensors among the results.
     """
 
-    out_tree: Any
-    outputs: list[Any]
+    out_tree: optree.PyTreeSpec
+    outputs: list[PyTree]
     out_specs: list[P]
     out_paths: list[str]
 
     def __init__(
-        self, f: Callable[..., PyTree], args: tuple[PyTree, ...], specs: tuple[SpecTree, ...], out_specs: Any, name: str
+        self,
+        f: Callable[..., PyTree],
+        args: tuple[PyTree, ...],
+        specs: tuple[SpecTree, ...],
+        out_specs: SpecTree,
+        name: str,
     ) -> None:
         self._f, self._out_specs, self._name = f, None if out_specs is UNCHECKED else out_specs, name
         self._leaves, self._tree = optree.tree_flatten(args)
@@ -321,7 +326,7 @@ def mismatch(axis: str, held: State, wanted: State, spec: P) -> str:
     return fixes.get((held, wanted), f"is {held} along {axis!r}, but {spec!r} says {wanted}")
 
 
-def per_argument(specs: Any, args: tuple[PyTree, ...], name: str) -> tuple[SpecTree, ...]:
+def per_argument(specs: SpecTree, args: tuple[PyTree, ...], name: str) -> tuple[SpecTree, ...]:
     """Return a spec for every leaf of each argument. Specs that are not a tuple are the specs of one argument.
 
     Raises:

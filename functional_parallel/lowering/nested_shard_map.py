@@ -20,7 +20,7 @@ from .. import _torch
 from ..checker import Typing, check_arguments, run_typed, type_of, type_of_spec
 from ..collectives import axis_dim_split, current_axes, hide, snapshot
 from ..errors import LayoutError, OutSpecError
-from ..functions import PyTree
+from ..functions import PyTree, SpecTree
 from ..ir import Traced, aval_of, current_source
 from ..partition import axis_layout_of
 from ..rules import REPLICATED, convert
@@ -31,7 +31,7 @@ __all__ = ["call_shard_map"]
 
 
 def call_shard_map(
-    f: Callable[..., PyTree], mesh: Mesh, in_specs: Any, out_specs: Any, name: str, args: tuple[PyTree, ...]
+    f: Callable[..., PyTree], mesh: Mesh, in_specs: SpecTree, out_specs: SpecTree, name: str, args: tuple[PyTree, ...]
 ) -> PyTree:
     """Call a body on slices of values that are replicated in the surrounding trace.
 

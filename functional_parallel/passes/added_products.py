@@ -58,7 +58,7 @@ def _parts(node: fx.Node, position: Mapping[fx.Node, int]) -> tuple[fx.Node, fx.
     """Return the earlier operand of a sum of two, and the later one if it is a product that only the sum reads."""
     if len(node.args) != 2 or node.kwargs or not all(isinstance(arg, fx.Node) for arg in node.args):
         return None, None
-    total, product = sorted(node.args, key=position.__getitem__)  # type: ignore[arg-type]
+    total, product = sorted(node.args, key=position.__getitem__)
     fits = info(total).val == info(product).val == info(node).val
     is_product = product.target is aten.mm.default and list(product.users) == [node] and total is not product
     fits = fits and 1 not in info(product).aval.shape  # a kernel for vectors adds term by term and rounds differently

@@ -83,7 +83,7 @@ class CheapValues:
         copies = [node for node in self.traced.nodes if node not in self.number]
         for copy in copies:
             if copy.target is operator.getitem:  # unpacked immediately, so that results do not wait for each other
-                copy.args[0].append(copy)  # type: ignore[union-attr]
+                copy.args[0].append(copy)
         return copies
 
     def _operands_of_copy(self, node: fx.Node) -> dict[fx.Node, fx.Node] | None:

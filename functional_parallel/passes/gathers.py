@@ -191,7 +191,7 @@ def _recipe(gather: fx.Node) -> Hashable:
     ops, node = [], gather
     while node.op == "call_function":
         ops.append((node.target, repr(node.args[1:]), repr(node.kwargs)))
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.args[0]
     return node, *ops
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import replace
+from enum import Enum
 from typing import Any
 
 import torch
@@ -20,7 +21,12 @@ __all__ = ["fold_layers"]
 
 aten = torch.ops.aten
 
-_ZERO = object()
+
+class _Zero(Enum):
+    ZERO = 0  # a layer of zeros
+
+
+_ZERO = _Zero.ZERO
 _UNARY = {aten._to_copy.default, aten.alias.default, aten.detach.default, aten.neg.default}
 
 
@@ -39,7 +45,7 @@ def fold_layers(traced: Traced) -> Traced:
 class _Fold:
     def __init__(self, traced: Traced) -> None:
         self.traced = traced
-        self.found: dict[tuple[fx.Node, int], Any] = {}
+        self.found: dict[tuple[fx.Node, int], fx.Node | _Zero | None] = {}
 
     def result(self) -> Traced:
         for node in list(self.traced.nodes):
@@ -55,14 +61,14 @@ class _Fold:
     def _comes_from_layers(self, node: fx.Node) -> bool:
         return node.op == "call_function" and (node.target not in (aten.select.int, aten.unbind.int))
 
-    def layer(self, stacked: fx.Node, index: int) -> Any:
+    def layer(self, stacked: fx.Node, index: int) -> fx.Node | _Zero | None:
         """Return layer `index` of a stack as a node, `_ZERO`, or None if it is unknown."""
         key = (stacked, index)
         if key not in self.found:
             self.found[key] = self._layer(stacked, index)
         return self.found[key]
 
-    def _layer(self, stacked: fx.Node, index: int) -> Any:
+    def _layer(self, stacked: fx.Node, index: int) -> fx.Node | _Zero | None:
         target, args = stacked.target, stacked.args
         if target is aten.stack.default and (len(args) < 2 or args[1] == 0):
             return args[0][index]
@@ -87,7 +93,7 @@ class _Fold:
         name = primitive_name(node)
         return name in ("pcast", "psum") or (name in ("all_gather", "psum_scatter", "pscatter") and node.args[2] > 0)
 
-    def _sum(self, stacked: fx.Node, parts: list[Any]) -> Any:
+    def _sum(self, stacked: fx.Node, parts: list[fx.Node | _Zero | None]) -> fx.Node | _Zero | None:
         if len(parts) != 2 or any(part is None for part in parts):
             return None
         kept = [part for part in parts if part is not _ZERO]

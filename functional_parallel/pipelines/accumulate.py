@@ -30,7 +30,7 @@ def accumulate_in_place(work: ActionPrograms) -> list[Program]:
         if _lies_by_itself(work.first.program, place):
             for program, index in ((work.following.program, place), (part.program, 0)):
                 if _adds_to_input(program, index):
-                    program.traced.outputs[index].target = aten.add_.Tensor  # type: ignore[union-attr]
+                    program.traced.outputs[index].target = aten.add_.Tensor
                     changed.setdefault(program)
     for program in work.programs:
         if fuse_matmul_accumulate(program.traced):

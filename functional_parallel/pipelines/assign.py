@@ -32,7 +32,7 @@ def assign_stages(traced: Traced, roles: OpRoles, cut: Mapping[fx.Node, int], la
         if node not in roles.backward:
             stage[node] = max([cut[node], *(stage[each] for each in operands_of(node) if each in stage)])
         elif info(node).recomputed and _forward(node) in stage:
-            stage[node] = stage[_forward(node)]  # type: ignore[index]
+            stage[node] = stage[_forward(node)]
             _keep_what_crosses(node, stage)
         else:
             stage[node] = _of_backward(node, roles, stage, last)
@@ -46,7 +46,7 @@ def _of_backward(node: fx.Node, roles: OpRoles, stage: dict[fx.Node, int], last:
     found = [stage[each] for each in operands if each in roles.backward and not info(each).recomputed]
     forward = _forward(node)
     if forward in stage:
-        found.append(stage[forward])  # type: ignore[index]
+        found.append(stage[forward])
     if found:
         return min(found)
     return max((stage[each] for each in operands), default=last)
@@ -85,4 +85,4 @@ def _keep_what_crosses(node: fx.Node, stage: dict[fx.Node, int]) -> None:
     for operand in operands_of(node):
         forward = _forward(operand)
         if info(operand).recomputed and operand in stage and stage[operand] != stage[node] and forward in stage:
-            node.replace_input_with(operand, forward)  # type: ignore[arg-type]
+            node.replace_input_with(operand, forward)

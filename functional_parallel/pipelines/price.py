@@ -129,8 +129,8 @@ class _Priced:
         return (self._send(node, phase) for node in self.program.message(action))
 
     def _send(self, node: object, phase: str) -> Item:
-        size = info(node).aval.nbytes  # type: ignore[attr-defined]
-        source = str(source_of(node) or "")  # type: ignore[arg-type]
+        size = info(node).aval.nbytes
+        source = str(source_of(node) or "")
         return Item("send", (self.program.axis,), phase, source, sent=size, seconds=self.link.seconds(size))
 
 

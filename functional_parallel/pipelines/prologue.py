@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import fx
@@ -125,7 +124,7 @@ class PrologueBuilder:
     def _copy(self, node: fx.Node, microbatch: int | None) -> fx.Node:
         return self._with_meta(self.new.graph.node_copy(node, lambda o: self.value(o, microbatch)), node)
 
-    def _call(self, target: Any, args: tuple[Any, ...], like: fx.Node | NodeInfo) -> fx.Node:
+    def _call(self, target: fx.node.Target, args: tuple[fx.node.Argument, ...], like: fx.Node | NodeInfo) -> fx.Node:
         return self._with_meta(self.new.graph.call_function(target, args), like)
 
     def _with_meta(self, new: fx.Node, like: fx.Node | NodeInfo) -> fx.Node:

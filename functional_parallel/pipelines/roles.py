@@ -129,7 +129,7 @@ class OpRoles:
 
     def _is_slice_of_shared(self, node: fx.Node) -> bool:
         """Whether `node` slices a value that is computed once per step. It does not wait for other microbatches."""
-        return primitive_name(node) == "pscatter" and self.of.get(node.args[0]) is OpRole.ONCE  # type: ignore[call-overload]
+        return primitive_name(node) == "pscatter" and self.of.get(node.args[0]) is OpRole.ONCE
 
     def _leads_to_backward(self, node: fx.Node) -> bool:
         return any(each in self.backward for each in _reached(node, lambda each: each.users))

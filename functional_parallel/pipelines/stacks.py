@@ -54,7 +54,7 @@ class Stacks:
         self._known[optree.tree_structure(made)] = (tree, lengths)
         return made
 
-    def _is_stacked(self, path: str, leaf: Any, spec: P) -> bool:
+    def _is_stacked(self, path: str, leaf: PyTree, spec: P) -> bool:
         if self.axis not in spec.axes or not isinstance(leaf, torch.Tensor):
             return False
         if spec.dims[0] != (self.axis,):
@@ -90,13 +90,13 @@ class Stacks:
         _, lengths = self._known[optree.tree_structure(self.unstack(params))]
         leaves, structure = optree.tree_flatten(params)
 
-        def is_like_them(x: Any) -> bool:
+        def is_like_them(x: PyTree) -> bool:
             return optree.tree_structure(x) == structure and all(
                 getattr(mine, "shape", None) == getattr(leaf, "shape", None)
                 for mine, leaf in zip(optree.tree_leaves(x), leaves, strict=True)
             )
 
-        def split(x: Any) -> Any:
+        def split(x: PyTree) -> PyTree:
             if not is_like_them(x):
                 return x
             parts = [list(leaf.unbind(0)) if i in lengths else leaf for i, leaf in enumerate(optree.tree_leaves(x))]
@@ -104,7 +104,7 @@ class Stacks:
 
         return optree.tree_map(split, value, is_leaf=is_like_them)
 
-    def _is_known(self, value: Any) -> bool:
+    def _is_known(self, value: PyTree) -> bool:
         return optree.tree_structure(value) in self._known
 
     def specs(self, specs: SpecTree, params: PyTree) -> SpecTree:
@@ -216,7 +216,7 @@ def _of_layer(spec: P) -> P:
     return spec.replace(spec.dims[1:], padded=padded)
 
 
-def _stack(layers: list[Any]) -> Any:
+def _stack(layers: list[torch.Tensor]) -> torch.Tensor:
     if layers and all(isinstance(layer, torch.Tensor) and layer.device.type == "meta" for layer in layers):
         stack = layers[0].new_empty((len(layers), *layers[0].shape))
         setattr(stack, STACK_DIM, 0)

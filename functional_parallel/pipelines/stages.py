@@ -263,5 +263,5 @@ class StageBuilder:
 def _is_kept(node: fx.Node) -> bool:
     """Whether a value is worth saving. Views are not, nor is the tuple of an op with several results."""
     if node.target is operator.getitem:
-        return not is_view(node.args[0])  # type: ignore[arg-type]
+        return not is_view(node.args[0])
     return isinstance(info(node).val, Aval) and not is_view(node)

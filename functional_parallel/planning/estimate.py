@@ -13,6 +13,7 @@ import torch
 from sharding_specs import Mesh, broadcast_specs, local_shape, register_dataclasses, tree_paths
 
 from ..errors import PipelineError
+from ..functions import PyTree, SpecTree
 from ..ir import is_trained
 from ..optim import Optimizer, sgd
 from ..pipelines import pipeline_of, stage_of_layer
@@ -60,9 +61,9 @@ class Estimate:
 
 
 def estimate(
-    params: Any,
+    params: PyTree,
     mesh: Mesh,
-    plan: Callable[..., Any] | None = None,
+    plan: Callable[..., PyTree] | None = None,
     *,
     convention: str | Convention = "zero",
     optimizer: Optimizer | None = None,
@@ -113,7 +114,7 @@ def estimate(
     return max(found, key=lambda each: each.total)
 
 
-def _kept(shapes: Any, state: Any, train: TrainStep, convention: str | Convention | None) -> list[Any]:
+def _kept(shapes: PyTree, state: PyTree, train: TrainStep, convention: str | Convention | None) -> list[Any]:
     """Return parameters, gradients and optimizer state, each as (tree, specs, arguments for `_bytes`)."""
     places = train.places(shapes)
     packed = places.packing.pack_whole(shapes)
@@ -138,7 +139,7 @@ def _kept(shapes: Any, state: Any, train: TrainStep, convention: str | Conventio
 # -----------------------------------------------------------------------------
 
 
-def _where_layers_are(train: TrainStep, shapes: Any) -> Iterator[Any]:
+def _where_layers_are(train: TrainStep, shapes: PyTree) -> Iterator[PyTree]:
     """Yield, for each pipeline rank, which parameters it holds. Parameters outside stacks count on every rank."""
     paths, tree = tree_paths(shapes), optree.tree_structure(shapes)
     plan = pipeline_of(train.f.layout)
@@ -160,10 +161,10 @@ def _where_layers_are(train: TrainStep, shapes: Any) -> Iterator[Any]:
         )
 
 
-def _only(tree: Any, shapes: Any, there: Any) -> Any:
+def _only(tree: PyTree, shapes: PyTree, there: PyTree) -> PyTree:
     """Return `tree` without the parameters that a rank does not hold, in every subtree with their structure."""
 
-    def chosen(like: Any) -> Any:
+    def chosen(like: PyTree) -> PyTree:
         return optree.tree_map(lambda leaf, is_there: leaf if is_there else "elsewhere", like, there)
 
     return tree_map_params(chosen, tree, optree.tree_structure(shapes))
@@ -183,7 +184,7 @@ def _convention(name: str | Convention) -> Convention:
     return CONVENTIONS[name]
 
 
-def _bytes(tree: Any, specs: Any, mesh: Mesh, each: int | None = None, others: bool = True) -> int:
+def _bytes(tree: PyTree, specs: SpecTree, mesh: Mesh, each: int | None = None, others: bool = True) -> int:
     """Return the bytes of the tensors of a tree on one rank.
 
     A floating-point element counts `each` bytes if given. All other elements count the size of their dtype. With

@@ -17,7 +17,7 @@ from sharding_specs import Mesh, register_dataclasses, tree_paths
 
 from ..collectives import MICROBATCH
 from ..errors import ScheduleError
-from ..functions import grad
+from ..functions import PyTree, grad
 from ..ir import is_trained, without_memory
 from ..lowering import lowering
 from ..optim import Optimizer, sgd
@@ -59,9 +59,9 @@ class PipelineChoice:
 
 
 def layer_costs(
-    loss: Callable[..., Any],
-    params: Any,
-    *batch: Any,
+    loss: Callable[..., PyTree],
+    params: PyTree,
+    *batch: PyTree,
     speed: float = _SPEED,
     optimizer: Optimizer | None = None,
     inner: Transform | Chain | None = None,
@@ -108,9 +108,9 @@ def layer_costs(
 
 
 def _measured(
-    loss: Callable[..., Any],
-    params: Any,
-    batch: tuple[Any, ...],
+    loss: Callable[..., PyTree],
+    params: PyTree,
+    batch: tuple[PyTree, ...],
     speed: float,
     optimizer: Optimizer | None,
     inner: Transform | Chain | None,
@@ -128,16 +128,16 @@ def _measured(
 
 
 def _layers(
-    measured: list[LayerProfile], params: Any, samples: int, speed: float, optimizer: Optimizer | None
+    measured: list[LayerProfile], params: PyTree, samples: int, speed: float, optimizer: Optimizer | None
 ) -> list[Layer]:
     weights = _weights(optree.tree_map(without_memory, params), optimizer or sgd(0.0))
     return [_layer(each, samples, speed, weights) for each in measured]
 
 
 def search_pipeline(
-    loss: Callable[..., Any],
-    params: Any,
-    *batch: Any,
+    loss: Callable[..., PyTree],
+    params: PyTree,
+    *batch: PyTree,
     machine: Machine,
     speed: float = _SPEED,
     optimizer: Optimizer | None = None,
@@ -221,7 +221,7 @@ def _reporter(progress: Callable[[str], object] | bool | None) -> Callable[[str]
 class _Lowering:
     """Lower training steps of choices. Choices that differ only in the order of their actions share one program."""
 
-    def __init__(self, loss: Callable[..., Any], optimizer: Optimizer, shapes: Any) -> None:
+    def __init__(self, loss: Callable[..., PyTree], optimizer: Optimizer, shapes: tuple[PyTree, ...]) -> None:
         self.loss, self.optimizer, self.shapes = loss, optimizer, shapes
         self.programs: dict[Any, Any] = {}
 
@@ -338,7 +338,7 @@ def _layer(found: LayerProfile, samples: int, speed: float, weights: dict[str, t
     return Layer(forward, inputs, weight, output=found.output / samples, kept=kept, weights=own)
 
 
-def _weights(params: Any, optimizer: Optimizer) -> dict[str, tuple[int, int]]:
+def _weights(params: PyTree, optimizer: Optimizer) -> dict[str, tuple[int, int]]:
     """Return, per trained parameter, the bytes of its gradient and the bytes of its training state.
 
     The training state is the parameter, its gradient and its optimizer state.
@@ -357,7 +357,7 @@ def _check_optimizer(optimizer: object) -> None:
         raise TypeError(f"optimizer= takes an optimizer such as fp.optim.adamw(1e-3), not {optimizer!r}")
 
 
-def _samples(batch: tuple[Any, ...]) -> int:
+def _samples(batch: tuple[PyTree, ...]) -> int:
     sizes = {leaf.shape[0] for leaf in optree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim}
     if len(sizes) != 1 or 0 in sizes:
         raise ScheduleError(

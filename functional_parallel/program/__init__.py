@@ -17,7 +17,7 @@ from .hardware import HARDWARE, Hardware, hardware_of
 from .links import Line
 from .memory import MEMORY_KINDS, Memory, Storage, StorageTable, draw, memory_of, said_shared
 from .overlap import STARTED, one_scatter_at_a_time, overlapped
-from .pass_table import UNCUT, Intermediate
+from .pass_table import UNCUT, Intermediate, PassTable
 from .price import Item, Price, price_of
 from .program import Program
 from .shared_memory import channel_bytes, shared_by_collectives
@@ -38,6 +38,7 @@ __all__ = [
     "Item",
     "Line",
     "Memory",
+    "PassTable",
     "Price",
     "Program",
     "Storage",

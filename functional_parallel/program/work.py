@@ -54,13 +54,13 @@ def flops(node: fx.Node) -> int:
     if counted in flop_registry:
         return int(flop_registry[counted](*args, **kwargs, out_val=_shape(info(node).val)))
     if target._schema.name in ("fp::grouped_mm", "fp::grouped_outer"):
-        return 2 * math.prod(args[0]) * args[1][-1]
+        return int(2 * math.prod(args[0]) * args[1][-1])
     if target.namespace == "aten" and target._schema.name.startswith("aten::_scaled_dot_product"):
         # Kernels that torch's counter does not know. A backward recomputes the scores and computes four gradients.
         backward = "backward" in target._schema.name
         query, key, value = args[1:4] if backward else args[:3]
         rows = math.prod(query[:-1]) * key[-2]
-        return 2 * rows * ((3 * query[-1] + 2 * value[-1]) if backward else query[-1] + value[-1])
+        return int(2 * rows * ((3 * query[-1] + 2 * value[-1]) if backward else query[-1] + value[-1]))
     return 0
 
 

@@ -11,12 +11,13 @@ The rules are those of DeepSpeed (its ZeRO path). Megatron and torch use the sam
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import optree
 import torch
 
 from ..errors import LossScaleError
+from ..functions import PyTree
 from ..ir import is_trained
 from ..quantities import is_number, is_positive_int
 
@@ -138,7 +139,7 @@ class LossScale:
             )
 
 
-def has_overflow(gradients: Any) -> torch.Tensor:
+def has_overflow(gradients: PyTree) -> torch.Tensor:
     """Return whether any element of a rank's gradients is infinite or NaN, as a () bool, without a host sync.
 
     >>> import torch

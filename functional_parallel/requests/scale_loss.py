@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import optree
 import torch
 
-from ..functions import PyTree
+from ..functions import Layout, PyTree
 from .loss_scaling import LossScale, LossScaleState
 from .state_request import StateRequest, Update
 
@@ -34,7 +34,7 @@ class ScaleLoss(StateRequest):
     tree: ClassVar[type[ScaledState]] = ScaledState
     may_skip: ClassVar[bool] = True
 
-    def init(self, params: PyTree, layout: Any) -> LossScaleState:
+    def init(self, params: PyTree, layout: Layout) -> LossScaleState:
         return self.rules.init()
 
     def loss(self, value: torch.Tensor, leaves: LossScaleState) -> torch.Tensor:
@@ -53,7 +53,7 @@ class ScaleLoss(StateRequest):
         state = _select(overflow, update.old_state, update.state)
         return replace(update, params=params, state=state), self.rules.update(leaves, overflow)
 
-    def metrics(self, norm: torch.Tensor, leaves: LossScaleState) -> dict[str, Any]:
+    def metrics(self, norm: torch.Tensor | None, leaves: LossScaleState) -> dict[str, Any]:
         return {"skipped": _overflow(norm), "loss_scale": leaves.scale}
 
     def check(self, leaves: LossScaleState) -> None:
@@ -63,12 +63,13 @@ class ScaleLoss(StateRequest):
         return f"loss scaled from {self.rules.initial:g}"
 
 
-def _overflow(norm: torch.Tensor) -> torch.Tensor:
+def _overflow(norm: torch.Tensor | None) -> torch.Tensor:
+    assert norm is not None  # a step that may be skipped computes it
     return ~torch.isfinite(norm)  # a sum over all ranks, so all of them agree
 
 
 def _select(condition: torch.Tensor, old: PyTree, new: PyTree) -> PyTree:
-    def one(a: Any, b: Any) -> Any:
+    def one(a: PyTree, b: PyTree) -> PyTree:
         return torch.where(condition, a, b) if isinstance(b, torch.Tensor) else b
 
     return optree.tree_map(one, old, new)

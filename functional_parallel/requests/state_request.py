@@ -33,7 +33,7 @@ class Update:
     old_params: PyTree
     old_state: PyTree
     stored: PyTree
-    norm: Any
+    norm: torch.Tensor | None
 
 
 class StateRequest(Request):
@@ -95,7 +95,7 @@ class StateRequest(Request):
         """Return the update to apply and the new leaves."""
         return update, leaves
 
-    def metrics(self, norm: Any, leaves: PyTree) -> dict[str, Any]:
+    def metrics(self, norm: torch.Tensor | None, leaves: PyTree) -> dict[str, Any]:
         """Return the metrics of the step that the request computes. `leaves` are those before the step."""
         return {}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import optree
 import torch
@@ -42,10 +42,12 @@ class StoredType(StateRequest):
     def for_layers(self, conversion: LayerConversion) -> Request:
         return replace(self, kept=conversion.decision(self.kept))
 
-    def _mapped(self, change: Callable[[torch.Tensor], Any], params: PyTree, other: Any = None) -> PyTree:
+    def _mapped(
+        self, change: Callable[[torch.Tensor], torch.Tensor], params: PyTree, other: int | None = None
+    ) -> PyTree:
         """Apply `change` to the parameters that are cast. `other` replaces the others, unless it is None."""
 
-        def one(leaf: Any, kept: bool) -> Any:
+        def one(leaf: PyTree, kept: bool) -> PyTree:
             is_cast = isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and not kept
             return change(leaf) if is_cast else leaf if other is None else other
 
@@ -87,10 +89,10 @@ class Masters(StoredType):
         return optree.tree_map(_master, leaves, params)
 
     def updated(self, update: Update, leaves: PyTree) -> tuple[Update, PyTree]:
-        def stored(new: Any, old: Any) -> Any:
+        def stored(new: PyTree, old: PyTree) -> PyTree:
             return new.to(old.dtype) if isinstance(new, torch.Tensor) and new.dtype != old.dtype else new
 
-        def master(leaf: Any, new: Any) -> Any:
+        def master(leaf: PyTree, new: PyTree) -> PyTree:
             return new if isinstance(leaf, torch.Tensor) else leaf
 
         new = optree.tree_map(master, leaves, update.params)
@@ -100,5 +102,5 @@ class Masters(StoredType):
         return f"{super().__str__()}, masters in float32"
 
 
-def _master(master: Any, stored: Any) -> Any:
+def _master(master: PyTree, stored: PyTree) -> PyTree:
     return master if isinstance(master, torch.Tensor) else stored

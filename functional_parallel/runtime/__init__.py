@@ -5,6 +5,7 @@ from .default import default_runtime, is_main_rank, rank, use_runtime
 from .execution import Origin, check_backend
 from .handles import PipelineValue, copy_if_aliased, runtime_kind_of, storages
 from .interface import Executor, Runtime
+from .of_function import refuse_asynchronous, runtime_of
 from .pipelined import PipelineRuntime
 from .processes import ProcessRuntime
 from .simulated import SimulatedRuntime
@@ -24,7 +25,9 @@ __all__ = [
     "note_step",
     "rank",
     "rank_name",
+    "refuse_asynchronous",
     "runtime_kind_of",
+    "runtime_of",
     "storages",
     "use_runtime",
 ]

@@ -20,8 +20,8 @@ from .simulated import SimulatedRuntime
 __all__ = ["default_runtime", "is_main_rank", "rank", "use_runtime"]
 
 # A runtime, and the process group of all ranks when it was created, as returned by `_world`.
-_chosen: dict[Mesh, tuple[Runtime[Any, Any], Any]] = {}
-_made: dict[tuple[Mesh, str], tuple[Runtime[Any, Any], Any]] = {}
+_chosen: dict[Mesh, tuple[Runtime[Any, Any], weakref.ref[dist.ProcessGroup] | None]] = {}
+_made: dict[tuple[Mesh, str], tuple[Runtime[Any, Any], weakref.ref[dist.ProcessGroup] | None]] = {}
 
 # Variables that hold the number of processes, with their launcher: of torchrun and of other launchers.
 _LAUNCHERS = {
@@ -105,12 +105,13 @@ def _let_go(mesh: Mesh, once_more: str) -> CollectiveError:
     )
 
 
-def _world() -> Any:
+def _world() -> weakref.ref[dist.ProcessGroup] | None:
     """Return a weak reference to the process group of all ranks, or None. It differs after each initialization.
 
     A strong reference would keep gloo's threads alive; see `runtime.calls.handle`.
     """
-    return weakref.ref(dist.group.WORLD) if dist.is_available() and dist.is_initialized() else None
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return None if world is None else weakref.ref(world)
 
 
 def _is_launched() -> bool:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from .. import _torch
+from ..functions import PyTree
 from ..ir import Aval
 
-__all__ = ["PipelineValue", "copy_if_aliased", "runtime_kind_of", "storages"]
+__all__ = ["Part", "PipelineValue", "copy_if_aliased", "runtime_kind_of", "storages"]
+
+Part = torch.Tensor | list[torch.Tensor]  # a value on one rank of a pipeline: its tensor, or one per class of ranks
 
 
 @dataclass(slots=True, eq=False)
@@ -23,12 +25,12 @@ class PipelineValue:
         aval: its shape and dtype on one rank.
     """
 
-    parts: dict[int, Any]
+    parts: dict[int, Part]
     holders: frozenset[int] | None
     aval: Aval
 
 
-def storages(*values: Any) -> set[int]:
+def storages(*values: PyTree) -> set[int]:
     """Return the storage addresses of tensors and handles; none for other values and inside a transform."""
     found: set[int] = set()
     for value in values:
@@ -42,7 +44,7 @@ def storages(*values: Any) -> set[int]:
     return found
 
 
-def runtime_kind_of(handle: Any) -> str:
+def runtime_kind_of(handle: PyTree) -> str:
     """Return the holders of a handle: "simulated ranks" or "real processes".
 
     >>> runtime_kind_of([torch.ones(2), torch.zeros(2)])
@@ -52,7 +54,7 @@ def runtime_kind_of(handle: Any) -> str:
     return "simulated ranks" if isinstance(part, list) else "real processes"
 
 
-def copy_if_aliased(handle: Any, taken: set[int]) -> Any:
+def copy_if_aliased(handle: PyTree, taken: set[int]) -> PyTree:
     """Return a handle with separate memory: copied if its memory is in `taken`. Add its memory to `taken`.
 
     Ranks of a pipeline that share a value continue to share it.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -23,6 +23,7 @@ __all__ = ["Communicator", "Executor", "Runtime"]
 
 Handle = TypeVar("Handle")  # a sharded value, as the runtime holds it
 Runnable = TypeVar("Runnable")  # the kind of program that it runs
+Value = TypeVar("Value")
 
 
 class Runtime(ABC, Generic[Handle, Runnable]):
@@ -107,7 +108,7 @@ class Runtime(ABC, Generic[Handle, Runnable]):
         """Check that every rank does the same, and return the largest `number` of all."""
         return number
 
-    def exchange(self, value: Any, purpose: str) -> list[Any]:
+    def exchange(self, value: Value, purpose: str) -> list[Value]:
         """Return the values of all processes."""
         return [value]
 

@@ -8,10 +8,13 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .actions import Action
 from .simulate import Event, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = ["chrome_trace", "plot", "summary", "timeline_text"]
 
@@ -167,7 +170,7 @@ def plot(timeline: Timeline | Sequence[Timeline], path: str | Path) -> None:
     figure.savefig(path)
 
 
-def _draw(axes: Any, timeline: Timeline, until: float) -> None:
+def _draw(axes: Axes, timeline: Timeline, until: float) -> None:
     schedule, events = timeline.schedule, [event for row in timeline.events for event in row]
     named = schedule.stages > schedule.ranks
     together = {(event.rank, event.start) for event in events if event.action in schedule.pairs} & {

@@ -1,7 +1,7 @@
 """Public test helpers: equivalence of a plan with the plain function, equality of two local programs, strategies."""
 
 import importlib
-from typing import Any
+from types import ModuleType
 
 from .equivalence import assert_equivalent
 from .rule_check import check_rule
@@ -15,7 +15,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> ModuleType:
     """Load `strategies` on first access, because only that module needs hypothesis."""
     if name == "strategies":
         return importlib.import_module(".strategies", __name__)

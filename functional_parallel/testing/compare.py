@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import optree
 import torch
 
 from sharding_specs import register_dataclasses, tree_paths
 
 from ..errors import NotEquivalentError
+from ..functions import PyTree
 from ..ir import as_real
 
 __all__ = ["compare", "tolerance_of"]
@@ -19,7 +18,7 @@ _ROUNDINGS = 8  # a leaf of rounding errors alone sums several; one rounding was
 _NOT_A_NUMBER = "NaN on both sides, where nothing can be compared; choose arguments that have a value and a gradient"
 
 
-def compare(got: Any, want: Any, what: str, *, exact: bool = False, rtol: float | None = None) -> None:
+def compare(got: PyTree, want: PyTree, what: str, *, exact: bool = False, rtol: float | None = None) -> None:
     """Raise an error unless two trees are equal.
 
     Args:
@@ -48,7 +47,7 @@ def tolerance_of(dtype: torch.dtype) -> float:
     return _TOLERANCE.get(dtype, 0.0)
 
 
-def _rounding(tree: Any) -> float:
+def _rounding(tree: PyTree) -> float:
     """Rounding error allowed for the largest finite value in a tree; 0 if nothing is rounded."""
     leaves = (as_real(leaf.detach()) for leaf in optree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
     sizes = ((leaf[leaf.isfinite()].abs(), leaf.dtype) for leaf in leaves if leaf.is_floating_point())
@@ -57,7 +56,7 @@ def _rounding(tree: Any) -> float:
     return _ROUNDINGS * max(found, default=0.0)
 
 
-def _difference(got: Any, want: Any, rtol: float | None, rounding: float) -> str | None:
+def _difference(got: PyTree, want: PyTree, rtol: float | None, rounding: float) -> str | None:
     if not (isinstance(got, torch.Tensor) and isinstance(want, torch.Tensor)):
         return None if type(got) is type(want) and got == want else f"{got!r}, not {want!r}"
     if got.shape != want.shape or got.dtype != want.dtype:

@@ -7,11 +7,11 @@ never reach the last token of the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import optree
 import torch
 
+from ..functions import PyTree
 from .index_ranges import Range, common, index_ranges
 
 __all__ = ["drawn_arguments"]
@@ -19,7 +19,9 @@ __all__ = ["drawn_arguments"]
 _WIDER = {torch.complex64: torch.complex128, torch.complex32: torch.complex128}
 
 
-def drawn_arguments(loss: Callable[..., Any], args: tuple[Any, ...], *, exact: bool) -> Iterator[tuple[Any, ...]]:
+def drawn_arguments(
+    loss: Callable[..., PyTree], args: tuple[PyTree, ...], *, exact: bool
+) -> Iterator[tuple[PyTree, ...]]:
     """Draw arguments of a function, equal in every process; the most thorough draw comes first.
 
     Floating leaves become float64 and keep their signs. If they are in the interval [0, 1], they stay there. With
@@ -49,12 +51,12 @@ class _Draw:
         self.generator = torch.Generator().manual_seed(0)
         self.known: dict[int, torch.Tensor] = {}  # a tensor that is two leaves stays one tensor
 
-    def arguments(self, args: tuple[Any, ...], ranges: dict[int, Range]) -> tuple[Any, ...]:
+    def arguments(self, args: tuple[PyTree, ...], ranges: dict[int, Range]) -> tuple[PyTree, ...]:
         leaves, tree = optree.tree_flatten(args)
         count = len(optree.tree_leaves(args[0]))
         return tuple(tree.unflatten([self._leaf(leaves, index, index < count, ranges) for index in range(len(leaves))]))
 
-    def _leaf(self, leaves: list[Any], index: int, is_parameter: bool, ranges: dict[int, Range]) -> Any:
+    def _leaf(self, leaves: list[PyTree], index: int, is_parameter: bool, ranges: dict[int, Range]) -> PyTree:
         leaf = leaves[index]
         if not isinstance(leaf, torch.Tensor):
             return leaf

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import optree
 import torch
@@ -13,8 +12,10 @@ from sharding_specs import Mesh, tree_paths
 
 from ..compile import Compiled, compile
 from ..errors import NotEquivalentError
-from ..functions import grad_and_value
+from ..functions import PyTree, grad_and_value
 from ..ir import as_real, info
+from ..pipelines import PipelineProgram
+from ..program import Program
 from .compare import compare, tolerance_of
 from .drawn import drawn_arguments
 from .intermediate import first_differing_op, traced_leaves
@@ -23,11 +24,11 @@ __all__ = ["NotEquivalentError", "assert_equivalent"]
 
 
 def assert_equivalent(
-    loss: Callable[..., Any],
-    plan: Callable[..., Any],
+    loss: Callable[..., PyTree],
+    plan: Callable[..., PyTree],
     mesh: Mesh,
-    params: Any,
-    *batch: Any,
+    params: PyTree,
+    *batch: PyTree,
     exact: bool = False,
     rtol: float | None = None,
     draw: bool = True,
@@ -68,16 +69,16 @@ def assert_equivalent(
         NotEquivalentError: for a difference. It names the first leaf that differs, and the first op with another value
             and its source line. Or it reports that `loss` returns other values when it is called again.
     """
-    check = _Check(loss, plan, mesh, exact, rtol)
     args = (params, *batch)
-    check.run(args)
+    check = _Check(loss, plan, mesh, args, exact=exact, rtol=rtol)
+    check.compare_with(check.plain(args), args)
     if draw:
         _check_drawn(check, args)
         check.step.lower(*args)  # `step.program` is then the program of the given arguments
     return check.step
 
 
-def _check_drawn(check: _Check, args: tuple[Any, ...]) -> None:
+def _check_drawn(check: _Check, args: tuple[PyTree, ...]) -> None:
     failed = "the function is not finite there"
     for drawn in drawn_arguments(check.loss, args, exact=check.exact):
         try:
@@ -96,29 +97,31 @@ def _check_drawn(check: _Check, args: tuple[Any, ...]) -> None:
 
 
 class _Check:
-    """Values and gradients of a function, with and without a plan.
+    """Values and gradients of a function, with and without a plan. The first arguments determine its kind.
 
     Attributes:
         step: the function under the plan, compiled.
     """
 
     def __init__(
-        self, loss: Callable[..., Any], plan: Callable[..., Any], mesh: Mesh, exact: bool, rtol: float | None
+        self,
+        loss: Callable[..., PyTree],
+        plan: Callable[..., PyTree],
+        mesh: Mesh,
+        args: tuple[PyTree, ...],
+        *,
+        exact: bool,
+        rtol: float | None,
     ) -> None:
         self.loss, self.plan, self.mesh, self.exact, self.rtol = loss, plan, mesh, exact, rtol
-        self.step: Any = None
-        self._plain: Callable[..., Any] = loss
+        self._plain: Callable[..., PyTree] = loss
+        self._named: Callable[[PyTree], dict[str, PyTree]]
+        self.step = self._compiled(args)
 
-    def run(self, args: tuple[Any, ...]) -> None:
-        """Compare at the given arguments. The first ones determine the kind of function."""
-        if self.step is None:
-            self._prepare(args)
-        self.compare_with(self.plain(args), args)
-
-    def plain(self, args: tuple[Any, ...]) -> dict[str, Any]:
+    def plain(self, args: tuple[PyTree, ...]) -> dict[str, PyTree]:
         return self._named(self._plain(*args))
 
-    def compare_with(self, wanted: dict[str, Any], args: tuple[Any, ...], is_drawn: bool = False) -> None:
+    def compare_with(self, wanted: dict[str, PyTree], args: tuple[PyTree, ...], is_drawn: bool = False) -> None:
         found = self._named(self.step(*args))
         where = f"{self.plan!r} on {self.mesh!r}{' at drawn arguments (not with draw=False)' if is_drawn else ''}"
         for name, right in wanted.items():
@@ -126,13 +129,14 @@ class _Check:
                 self._compare(found[name], right, args, f"{name} under {where}", is_drawn)
             except NotEquivalentError as error:
                 why = self._unlike_before(wanted["value"], args)
-                exactness = {"exact": self.exact, "rtol": self.rtol}
-                why = why or first_differing_op(self.loss, self.plan, self.mesh, args, name, **exactness)
+                why = why or first_differing_op(
+                    self.loss, self.plan, self.mesh, args, name, exact=self.exact, rtol=self.rtol
+                )
                 raise NotEquivalentError(f"{error}{why}") from None
 
     # --- the kind of function ---
 
-    def _prepare(self, args: tuple[Any, ...]) -> None:
+    def _compiled(self, args: tuple[PyTree, ...]) -> Compiled:
         """Compile the gradient of the result, or of a weighted sum of several; the function if it has no gradient."""
         results = self.loss(*args)
         has_gradient = _has_inexact(results) and _has_inexact(args[0])
@@ -147,9 +151,9 @@ class _Check:
         else:
             self._named = lambda returned: {"value": returned}
             planned = self.plan(self.loss)
-        self.step = compile(planned, self.mesh)
+        return compile(planned, self.mesh)
 
-    def _unlike_before(self, first: Any, args: tuple[Any, ...]) -> str:
+    def _unlike_before(self, first: PyTree, args: tuple[PyTree, ...]) -> str:
         """Describe a function that returns other values when it is called again; empty if it does not."""
         paths = tree_paths(first)
         again = self.loss(*args)
@@ -163,7 +167,7 @@ class _Check:
                 )
         return ""
 
-    def _compare(self, found: Any, wanted: Any, args: tuple[Any, ...], what: str, is_drawn: bool) -> None:
+    def _compare(self, found: PyTree, wanted: PyTree, args: tuple[PyTree, ...], what: str, is_drawn: bool) -> None:
         try:
             compare(found, wanted, what, exact=self.exact, rtol=self.rtol)
         except NotEquivalentError:
@@ -172,7 +176,7 @@ class _Check:
             compare(found, wanted, what, rtol=tolerance_of(_narrowest(self.step.program, self.loss, args)))
 
 
-def _weighted(loss: Callable[..., Any], results: Any) -> Callable[..., Any]:
+def _weighted(loss: Callable[..., PyTree], results: PyTree) -> Callable[..., PyTree]:
     """Return a function that computes a sum of the inexact results with drawn integer weights, and the results."""
     generator = torch.Generator().manual_seed(0)
     weights = [
@@ -180,7 +184,7 @@ def _weighted(loss: Callable[..., Any], results: Any) -> Callable[..., Any]:
         for leaf in optree.tree_leaves(results)
     ]
 
-    def weighted(*args: Any) -> tuple[torch.Tensor, Any]:
+    def weighted(*args: PyTree) -> tuple[torch.Tensor, PyTree]:
         found = loss(*args)
         terms = [
             (as_real(leaf) * weight).sum()
@@ -193,21 +197,23 @@ def _weighted(loss: Callable[..., Any], results: Any) -> Callable[..., Any]:
     return weighted
 
 
-def _narrowest(program: Any, loss: Callable[..., Any], args: tuple[Any, ...]) -> torch.dtype:
+def _narrowest(
+    program: Program | PipelineProgram | None, loss: Callable[..., PyTree], args: tuple[PyTree, ...]
+) -> torch.dtype:
     """Return the least precise floating-point dtype that the function or its program computes in."""
-    nodes = [*traced_leaves(loss, args).nodes, *(program.traced.nodes if hasattr(program, "traced") else ())]
+    nodes = [*traced_leaves(loss, args).nodes, *(program.traced.nodes if isinstance(program, Program) else ())]
     avals = [aval for node in nodes for aval in optree.tree_leaves(info(node).val)]
     types = {aval.dtype for aval in avals if aval.dtype.is_floating_point}
     return max(types, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
 
 
-def _is_inexact(leaf: Any) -> bool:
+def _is_inexact(leaf: PyTree) -> bool:
     return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
-def _has_inexact(tree: Any) -> bool:
+def _has_inexact(tree: PyTree) -> bool:
     return any(map(_is_inexact, optree.tree_leaves(tree)))
 
 
-def _is_finite(tree: Any) -> bool:
+def _is_finite(tree: PyTree) -> bool:
     return all(bool(leaf.isfinite().all()) for leaf in optree.tree_leaves(tree) if _is_inexact(leaf))

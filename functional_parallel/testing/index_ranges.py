@@ -5,12 +5,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import optree
 import torch
 from torch import fx
 
+from ..functions import PyTree
 from ..ir import VIEWS, argument, info
 from ..rules import cross_entropy
 from .intermediate import traced_leaves
@@ -45,7 +45,7 @@ def common(ranges: Iterable[Range | None]) -> Range | None:
     return Range(begin, end, ignored) if begin < end else None
 
 
-def index_ranges(loss: Callable[..., Any], args: tuple[Any, ...]) -> dict[int, Range]:
+def index_ranges(loss: Callable[..., PyTree], args: tuple[PyTree, ...]) -> dict[int, Range]:
     """Find the legal range of each integer leaf, by its number among all leaves.
 
     A leaf has a range if every op that uses it, after views and copies, is a lookup or a loss of classes. Equality
@@ -85,16 +85,16 @@ def _accepted(user: fx.Node, index: fx.Node) -> Range | None:
     """Return the indices that a lookup or a loss accepts; None for any other op."""
     target, args = user.target, user.args
     if target in (cross_entropy, aten.nll_loss_forward.default) and args[0] is not index and args[1] is index:
-        return Range(0, _shape(args[0])[-1], args[4])  # type: ignore[arg-type]
+        return Range(0, _shape(args[0])[-1], args[4])
     if target is aten.embedding.default and args[1] is index:
         return Range(0, _shape(args[0])[0])
     if target in (aten.gather.default, aten.index_select.default) and args[2] is index and args[0] is not index:
         return Range(0, _shape(args[0])[argument(user, "dim")])
     if target is aten.index.Tensor and args[0] is not index:
-        sizes = [_shape(args[0])[dim] for dim, each in enumerate(args[1]) if each is index]  # type: ignore[arg-type]
+        sizes = [_shape(args[0])[dim] for dim, each in enumerate(args[1]) if each is index]
         return Range(0, min(sizes))
     return None
 
 
-def _shape(node: Any) -> tuple[int, ...]:
-    return info(node).aval.shape  # type: ignore[no-any-return]
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    return info(node).aval.shape

@@ -17,6 +17,7 @@ from sharding_specs import Mesh
 
 from ..compile import compile
 from ..errors import NotEquivalentError
+from ..functions import PyTree
 from ..ir import Traced, at_source, aval_of, eval_node, grad_mode_of, info, source_of, walk_args, where
 from ..partition import prepare
 from ..tracing import trace
@@ -26,7 +27,14 @@ __all__ = ["first_differing_op", "traced_leaves"]
 
 
 def first_differing_op(
-    loss: Callable[..., Any], plan: Callable[..., Any], mesh: Mesh, args: tuple[Any, ...], what: str, **exactness: Any
+    loss: Callable[..., PyTree],
+    plan: Callable[..., PyTree],
+    mesh: Mesh,
+    args: tuple[PyTree, ...],
+    what: str,
+    *,
+    exact: bool,
+    rtol: float | None,
 ) -> str:
     """Describe the first op with a value under a plan that differs from its value in the plain function.
 
@@ -36,12 +44,12 @@ def first_differing_op(
         mesh: the mesh.
         args: full arguments.
         what: the result that differs: "value" or "gradient".
-        exactness: keyword arguments of `compare`.
+        exact, rtol: as for `compare`.
     """
     traced = traced_leaves(loss, args)
     ops = [node for node in traced.nodes if not isinstance(info(node).val, tuple) and not _is_uninitialised(node)]
 
-    def values(*args: Any) -> list[torch.Tensor]:
+    def values(*args: PyTree) -> list[torch.Tensor]:
         return _values(traced, ops, args)
 
     wanted = values(*args)
@@ -51,7 +59,7 @@ def first_differing_op(
         return f"\nWhich op it begins with cannot be told, for the plan refuses to return what they give: {error}"
     for node, mine, right in zip(ops, found, wanted, strict=True):
         try:
-            compare(mine, right.to(mine.dtype), "", **exactness)  # a plan may use another dtype on purpose
+            compare(mine, right.to(mine.dtype), "", exact=exact, rtol=rtol)  # a plan may use another dtype on purpose
         except NotEquivalentError as error:
             source = source_of(node)
             line = "" if source is None else f" ({source.text})"
@@ -66,7 +74,7 @@ def _is_uninitialised(node: fx.Node) -> bool:
     return "empty" in getattr(node.target, "__name__", "")
 
 
-def traced_leaves(loss: Callable[..., Any], args: tuple[Any, ...]) -> Traced:
+def traced_leaves(loss: Callable[..., PyTree], args: tuple[PyTree, ...]) -> Traced:
     """Trace a function of the tensors among the leaves of its arguments."""
     leaves, tree = optree.tree_flatten(args)
     tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -75,12 +83,12 @@ def traced_leaves(loss: Callable[..., Any], args: tuple[Any, ...]) -> Traced:
         filled = list(leaves)
         for index, value in zip(tensors, values, strict=True):
             filled[index] = value
-        return optree.tree_leaves(loss(*tree.unflatten(filled)))
+        return list(optree.tree_leaves(loss(*tree.unflatten(filled))))
 
     return prepare(trace(flat, [aval_of(leaves[index]) for index in tensors], forward_only=True))
 
 
-def _values(traced: Traced, ops: list[fx.Node], args: tuple[Any, ...]) -> list[torch.Tensor]:
+def _values(traced: Traced, ops: list[fx.Node], args: tuple[PyTree, ...]) -> list[torch.Tensor]:
     """Return the values of a graph's ops."""
     tensors = (leaf for leaf in optree.tree_leaves(args) if isinstance(leaf, torch.Tensor))
     known: dict[fx.Node, Any] = dict(zip(traced.inputs, tensors, strict=True))

@@ -16,9 +16,10 @@ from .. import _torch
 from ..collectives import MICROBATCH, DimSplit
 from ..compile import compile
 from ..errors import FalseRuleError, NotEquivalentError, UncheckedRuleError
-from ..functions import grad_and_value
+from ..functions import PyTree, grad_and_value
 from ..ir import as_real, aval_of, differentiable_form
 from ..partition import partition
+from ..program import Program
 from ..runtime import SimulatedRuntime
 from ..transforms import accumulate
 from .compare import compare
@@ -31,7 +32,12 @@ _AXIS = "axis"
 
 
 def check_rule(
-    op: Any, samples: Any, *, ranks: Sequence[int] = (2, 3), exact: bool = False, rtol: float | None = None
+    op: Callable[..., PyTree],
+    samples: Any,
+    *,
+    ranks: Sequence[int] = (2, 3),
+    exact: bool = False,
+    rtol: float | None = None,
 ) -> tuple[str, ...]:
     """Check every claim of an op's sharding rule against the op itself.
 
@@ -66,7 +72,7 @@ def check_rule(
     require_overload(op)
     coverage = _Coverage(op, tuple(ranks))
 
-    def check(number: int, sample: Any) -> None:
+    def check(number: int, sample: tuple[PyTree, ...]) -> None:
         _Check(sample_of(op, number, sample), coverage, exact, rtol).run()
 
     if is_strategy(samples):
@@ -86,7 +92,7 @@ def check_rule(
 class _Coverage:
     """Claims that samples have tested, and factors that no sample could test."""
 
-    def __init__(self, op: Any, ranks: tuple[int, ...]) -> None:
+    def __init__(self, op: Callable[..., PyTree], ranks: tuple[int, ...]) -> None:
         self.op, self.ranks = op, ranks
         self.claims: dict[str, None] = {}
         self._samples = 0
@@ -206,7 +212,7 @@ class _Check:
 
     # --- the op on all layouts, and its gradients ---
 
-    def _function(self, cases: list[Case]) -> Callable[..., Any]:
+    def _function(self, cases: list[Case]) -> Callable[..., PyTree]:
         """Return a function that computes a weighted sum of the op's results on all layouts, and results per case."""
 
         def call(groups: list[list[torch.Tensor]]) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
@@ -218,15 +224,15 @@ class _Check:
 
         return call
 
-    def _gradient(self, f: Callable[..., Any], argument: int = 0) -> Callable[..., Any]:
+    def _gradient(self, f: Callable[..., PyTree], argument: int = 0) -> Callable[..., PyTree]:
         """Return the function, with gradients if the op has them: `(gradients, (value, results))`."""
         if self.has_gradient:
             return grad_and_value(f, argument, has_aux=True)
         return f
 
     def _partitioned(
-        self, cases: list[Case], arguments: list[list[torch.Tensor]], count: int, unequal: bool, like: Any
-    ) -> Any:
+        self, cases: list[Case], arguments: list[list[torch.Tensor]], count: int, unequal: bool, like: PyTree
+    ) -> PyTree:
         f = self._function(cases)
         axis = MICROBATCH if unequal else _AXIS
         specs = [[spec_of(layout, axis) for layout in case.layouts] for case in cases]
@@ -236,7 +242,7 @@ class _Check:
         local = partition(f, axis, (specs,), parameters=None)
         return _run(self._gradient(local), Mesh({axis: count}), (arguments,), like)
 
-    def _outcomes(self, returned: Any) -> list[_Outcome]:
+    def _outcomes(self, returned: PyTree) -> list[_Outcome]:
         if not self.has_gradient:
             return [_Outcome(results, {}) for results in returned[1]]
         gradients, (_, results) = returned
@@ -272,9 +278,10 @@ def _weighted(found: list[list[torch.Tensor]], weights: list[torch.Tensor]) -> t
     return total
 
 
-def _run(local: Any, mesh: Mesh, args: tuple[Any, ...], like: Any) -> Any:
+def _run(local: Callable[..., PyTree], mesh: Mesh, args: tuple[PyTree, ...], like: PyTree) -> PyTree:
     """Run a local function on simulated ranks, under a launcher too; `like` has the structure of its results."""
     program = compile(local, mesh).lower(*args)
+    assert isinstance(program, Program)
     tensors = [leaf for leaf in optree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
     return optree.tree_structure(like).unflatten(SimulatedRuntime(mesh).run_whole(program, tensors))
 
@@ -283,8 +290,8 @@ def _is_differentiable(sample: Sample, results: Sequence[torch.Tensor]) -> bool:
     """Whether the op has gradients here: torch has none for some ops, and none for integers."""
     if not (any(x.is_differentiable for x in sample.avals) and any(aval_of(x).is_differentiable for x in results)):
         return False
-    is_overload = isinstance(sample.op, torch._ops.OpOverload)
-    if differentiable_form(sample.op) is None and is_overload and not _torch.has_derivative(sample.op):
+    op = sample.op
+    if differentiable_form(op) is None and isinstance(op, torch._ops.OpOverload) and not _torch.has_derivative(op):
         return False
     weights = [torch.ones_like(result) for result in results]
     try:

@@ -11,6 +11,7 @@ import optree
 import torch
 from torch import fx
 
+from ..functions import PyTree
 from ..ir import Aval, aval_of, eval_node, tensor_operands
 from ..partition import prepare
 from ..rules import RuleText, lookup, parse_rule
@@ -23,10 +24,10 @@ __all__ = ["Sample", "for_all", "is_strategy", "require_overload", "sample_of"]
 class Sample:
     """One call of the op: its leaves, indices of the op's tensor operands among them, and the rule's text for it."""
 
-    op: Any
+    op: Callable[..., PyTree]
     number: int
-    leaves: list[Any]
-    tree: Any
+    leaves: list[PyTree]
+    tree: optree.PyTreeSpec
     operands: list[int]
     rule: RuleText | None
 
@@ -48,7 +49,7 @@ class Sample:
         return _call(self.op, *self.tree.unflatten(leaves))
 
 
-def sample_of(op: Any, number: int, sample: Any) -> Sample:
+def sample_of(op: Callable[..., PyTree], number: int, sample: tuple[PyTree, ...]) -> Sample:
     if not isinstance(sample, tuple):
         kind = type(sample).__name__
         raise TypeError(f"check_rule({op}): sample {number} is a {kind}; give a tuple of the op's arguments")
@@ -75,13 +76,13 @@ def sample_of(op: Any, number: int, sample: Any) -> Sample:
     return Sample(op, number, leaves, tree, [index for index in operands if index is not None], text)
 
 
-def _call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def _call(op: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> list[torch.Tensor]:
     """Call the op: with its derivative outside of a trace, and as the op itself inside one."""
     result = op(*args, **kwargs) if recorder() is not None else eval_node(op, args, kwargs)
     return [leaf for leaf in optree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
 
 
-def _node_of(op: Any, number: int, nodes: Iterator[fx.Node]) -> fx.Node:
+def _node_of(op: Callable[..., PyTree], number: int, nodes: Iterator[fx.Node]) -> fx.Node:
     found = list(nodes)
     node = next((node for node in found if node.target == op), None)
     if node is None:
@@ -93,7 +94,7 @@ def _node_of(op: Any, number: int, nodes: Iterator[fx.Node]) -> fx.Node:
     return node
 
 
-def require_overload(op: Any) -> None:
+def require_overload(op: Callable[..., PyTree]) -> None:
     if isinstance(op, torch._ops.OpOverloadPacket):
         names = ", ".join(f"{op}.{name}" for name in op.overloads())
         raise TypeError(f"check_rule takes one overload of {op}, not all of them: {names}")
@@ -108,8 +109,9 @@ def is_strategy(samples: Any) -> bool:
     return strategies is not None and isinstance(samples, strategies.SearchStrategy)
 
 
-def for_all(strategy: Any, check: Callable[[Any], None]) -> None:
+def for_all(strategy: Any, check: Callable[[tuple[PyTree, ...]], None]) -> None:
     import hypothesis
 
     quick = hypothesis.settings(max_examples=10, deadline=None, database=None)
-    quick(hypothesis.given(strategy)(check))()
+    drawing: Callable[..., Callable[[], None]] = hypothesis.given(strategy)
+    quick(drawing(check))()

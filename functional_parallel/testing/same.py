@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import optree
 import torch
@@ -11,9 +10,9 @@ import torch
 from sharding_specs import Mesh, register_dataclasses
 
 from ..checker import type_of
-from ..collectives import State
+from ..collectives import State, Type
 from ..errors import NotEquivalentError
-from ..functions import grad
+from ..functions import PyTree, SpecTree, grad
 from ..lowering import UNCHECKED, lower
 from ..program import Program
 from ..runtime import SimulatedRuntime
@@ -23,11 +22,11 @@ __all__ = ["assert_same"]
 
 
 def assert_same(
-    f: Callable[..., Any],
-    g: Callable[..., Any],
+    f: Callable[..., PyTree],
+    g: Callable[..., PyTree],
     mesh: Mesh,
-    in_specs: tuple[Any, ...],
-    args: tuple[Any, ...],
+    in_specs: tuple[SpecTree, ...],
+    args: tuple[PyTree, ...],
     *,
     exact: bool = True,
 ) -> None:
@@ -63,7 +62,9 @@ def assert_same(
         compare(gradients[0][0][rank], gradients[1][0][rank], f"gradients on rank {rank}", exact=exact)
 
 
-def _on_every_rank(f: Callable[..., Any], mesh: Mesh, in_specs: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
+def _on_every_rank(
+    f: Callable[..., PyTree], mesh: Mesh, in_specs: tuple[SpecTree, ...], args: tuple[PyTree, ...]
+) -> tuple[list[list[torch.Tensor]], list[Type]]:
     lowered = lower(f, mesh, args, (in_specs, UNCHECKED), name=getattr(f, "__name__", "f"))
     runtime = SimulatedRuntime(mesh, deduplicate=False)
     tensors = [leaf for leaf in optree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
@@ -76,14 +77,14 @@ def _on_every_rank(f: Callable[..., Any], mesh: Mesh, in_specs: tuple[Any, ...],
     return by_rank, [type_of(output).having(alone, State.INVARIANT) for output in program.traced.outputs]
 
 
-def _is_floating(tree: Any) -> bool:
+def _is_floating(tree: PyTree) -> bool:
     return any(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in optree.tree_leaves(tree))
 
 
-def _gradient(f: Callable[..., Any], count: int) -> Callable[..., Any]:
+def _gradient(f: Callable[..., PyTree], count: int) -> Callable[..., PyTree]:
     """Return the gradients of a weighted sum of the results; small integer weights distinguish results and elements."""
 
-    def weighted(*args: Any) -> torch.Tensor:
+    def weighted(*args: PyTree) -> torch.Tensor:
         leaves = [leaf for leaf in optree.tree_leaves(f(*args)) if isinstance(leaf, torch.Tensor)]
         total = None
         for number, leaf in enumerate(leaf for leaf in leaves if leaf.is_floating_point()):

@@ -11,6 +11,7 @@ import torch
 from sharding_specs import Mesh, P
 
 from ..errors import ScheduleError
+from ..functions import SpecTree
 from ..schedules import FAMILIES, Schedule, for_ranks
 from ..transforms import Plan, accumulate, chain, pipeline, remat, tensor_parallel, zero
 
@@ -138,7 +139,7 @@ def pytrees(leaves: st.SearchStrategy[Any], most_leaves: int = 6) -> st.SearchSt
 
 @st.composite
 def plans(
-    draw: st.DrawFn, tensor_specs: Any = None, most_microbatches: int = 2, most_stages: int = 2
+    draw: st.DrawFn, tensor_specs: SpecTree = None, most_microbatches: int = 2, most_stages: int = 2
 ) -> tuple[Plan, Mesh]:
     """Strategy for chains of transforms with a mesh: tensor, data at any ZeRO stage, rematerialisation, microbatches.
 

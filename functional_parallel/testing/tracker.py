@@ -6,7 +6,7 @@ exists after an op is alive. The mode does not use graphs, users or views.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ import optree
 import torch
 
 from .. import _torch
+from ..functions import PyTree
 
 __all__ = ["StorageTracker", "tracked"]
 
@@ -26,20 +27,26 @@ class StorageTracker(_torch.TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        _torch.TorchDispatchMode.__init__(self)
         self.peak = 0
         self._living: dict[int, tuple[Any, int]] = {}
 
-    def hold(self, tree: Any) -> None:
+    def hold(self, tree: PyTree) -> None:
         """Count tensors that already exist."""
         self._see(tree)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., PyTree],
+        types: Iterable[type],
+        args: tuple[PyTree, ...] = (),
+        kwargs: dict[str, PyTree] | None = None,
+    ) -> PyTree:
         result = func(*args, **(kwargs or {}))
         self._see(result)
         return result
 
-    def _see(self, tree: Any) -> None:
+    def _see(self, tree: PyTree) -> None:
         for leaf in optree.tree_leaves(tree):
             if isinstance(leaf, torch.Tensor) and not (leaf.is_meta or isinstance(leaf, _torch.FakeTensor)):
                 storage = leaf.untyped_storage()
@@ -49,7 +56,7 @@ class StorageTracker(_torch.TorchDispatchMode):
 
 
 @contextmanager
-def tracked(held: Any = ()) -> Iterator[StorageTracker]:
+def tracked(held: PyTree = ()) -> Iterator[StorageTracker]:
     """Measure the live tensors of a `with` block.
 
     >>> x = torch.ones(256)                  # 1 KiB

@@ -12,12 +12,11 @@ import torch
 from sharding_specs import SpecError, broadcast_specs, tree_paths
 
 from ..collectives import bind
-from ..compile import refuse_asynchronous
 from ..functions import LocalFunction, PyTree, SpecTree, as_local_function
 from ..ir import leaf_signature
 from ..lowering import Lowered, Options, lower
 from ..pipelines import pipeline_of, stacks_of
-from ..runtime import copy_if_aliased, storages
+from ..runtime import copy_if_aliased, refuse_asynchronous, storages
 from ..tracing import ProgramCache, disable_ambient_modes
 from .batches import BatchInputs, tensors_of
 from .signatures import listed, structure_as_text

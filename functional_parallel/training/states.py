@@ -14,14 +14,13 @@ import torch
 from sharding_specs import Mesh, register_dataclasses, tree_paths, validate
 
 from .. import _torch
-from ..compile import runtime_of
 from ..data import check_same_call
 from ..functions import LocalFunction, PyTree, SpecTree, as_local_function
 from ..ir import TensorSignature, leaf_signature
 from ..optim import Optimizer
 from ..pipelines import PipelineProgram, stacks_of
 from ..requests import StateRequest, converted_state, split_state, state_requests, with_leaves
-from ..runtime import Runtime, copy_if_aliased, runtime_kind_of, storages
+from ..runtime import Runtime, copy_if_aliased, runtime_kind_of, runtime_of, storages
 from ..tracing import disable_ambient_modes
 from .batches import BatchInputs, check_same
 from .deferred import CannotDeferError, defer_init

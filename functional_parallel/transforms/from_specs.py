@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import optree
 
 from sharding_specs import Mesh, SpecError, as_spec, tree_paths
 
-from .parallel import data_parallel, tensor_parallel, zero
+from ..functions import SpecTree
+from ..schedules import Schedule
+from .parallel import Rules, data_parallel, tensor_parallel, zero
 from .pipeline import pipeline
 from .transform import Plan, chain
 
@@ -16,14 +18,14 @@ __all__ = ["from_specs"]
 
 
 def from_specs(
-    specs: Any,
+    specs: Rules,
     mesh: Mesh,
     *,
     data: str = "data",
     pipe: str = "pipe",
-    batch: Any = None,
+    batch: SpecTree = None,
     strict: bool = False,
-    schedule: Any = "1f1b",
+    schedule: str | Schedule | Callable[..., Schedule] = "1f1b",
     microbatches: int | None = None,
 ) -> Plan:
     """Return the chain of transforms that a spec tree implies on a mesh.
@@ -74,7 +76,7 @@ def from_specs(
     return chain(*chosen)
 
 
-def _axes(specs: Any) -> list[tuple[str, str]]:
+def _axes(specs: Rules) -> list[tuple[str, str]]:
     """Return pairs of a path (or the pattern of a rule) and an axis that its spec names."""
     pairs = isinstance(specs, (list, tuple)) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in specs)
     by_path = specs if pairs else zip(tree_paths(specs), optree.tree_leaves(specs), strict=True)

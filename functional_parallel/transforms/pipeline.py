@@ -115,7 +115,9 @@ def pipeline(
 class _Maker:
     """Creates the schedule for a number of ranks."""
 
-    def __init__(self, schedule: Any, microbatches: int, chunks: int | None, axis: str) -> None:
+    def __init__(
+        self, schedule: str | Schedule | Callable[..., Schedule], microbatches: int, chunks: int | None, axis: str
+    ) -> None:
         known = (name for name, family in FAMILIES.items() if family.schedule is schedule)
         self.schedule = next(known, schedule)
         self.microbatches, self.chunks, self.axis = microbatches, chunks, axis
@@ -144,7 +146,7 @@ class _Maker:
         return self._found[ranks]
 
     def _checked(self, ranks: int) -> Schedule:
-        made = self.schedule if isinstance(self.schedule, Schedule) else self._made(ranks)
+        made = self._made(ranks)
         if not isinstance(made, Schedule):
             raise PipelineError(
                 f"the function that shall make the schedule, {getattr(self.schedule, '__name__', self.schedule)!r}, "
@@ -159,6 +161,8 @@ class _Maker:
         return check(made)
 
     def _made(self, ranks: int) -> Schedule:
+        if isinstance(self.schedule, Schedule):
+            return self.schedule
         if not isinstance(self.schedule, str):
             return self.schedule(stages=ranks * (self.chunks or 1), microbatches=self.microbatches)
         return for_ranks(self.schedule, ranks, self.microbatches, self.chunks or 2)

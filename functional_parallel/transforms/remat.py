@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import ParamSpec, TypeVar
 
-from ..functions import LocalFunction, as_local_function, explain_keywords
+from ..functions import LocalFunction, PyTree, as_local_function, explain_keywords
 from ..ir import recompute_region
 from ..passes import Remat, RematToBudget
 from ..program import parse_bytes
@@ -17,7 +17,8 @@ __all__ = ["recompute", "remat"]
 
 _POLICIES = ("layers", "attention", "nothing", "auto")
 
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @explain_keywords
@@ -95,7 +96,7 @@ def remat(
         raise ValueError(f"remat({policy!r}, budget={budget!r}): {wrong}")
     asked = Remat(name, every, where) if budget is None else RematToBudget(parse_bytes(budget), where)
 
-    def apply(f: Callable[..., Any]) -> LocalFunction:
+    def apply(f: Callable[..., PyTree]) -> LocalFunction:
         local = f if isinstance(f, LocalFunction) else as_local_function(f)
         return local.requesting(RunPass(asked))
 
@@ -108,7 +109,7 @@ def _described(policy: str | Callable[..., bool], every: int, budget: int | str 
     return f"remat({getattr(policy, '__name__', repr(policy))}{f', every={every}' if every > 1 else ''})"
 
 
-def recompute(f: F) -> F:
+def recompute(f: Callable[P, R]) -> Callable[P, R]:
     """Mark a function in a model so that the backward recomputes its inner values.
 
     >>> import torch, functional_parallel as fp
@@ -121,8 +122,8 @@ def recompute(f: F) -> F:
     """
 
     @functools.wraps(f)
-    def marked(*args: Any, **kwargs: Any) -> Any:
+    def marked(*args: P.args, **kwargs: P.kwargs) -> R:
         with recompute_region(getattr(f, "__qualname__", "recompute")):
             return f(*args, **kwargs)
 
-    return marked  # type: ignore[return-value]
+    return marked

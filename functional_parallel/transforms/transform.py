@@ -10,10 +10,9 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import NoneType
-from typing import Any
 
 from ..errors import OrderError
-from ..functions import LocalFunction, require_function
+from ..functions import LocalFunction, PyTree, require_function
 from ..requests import Order, require_order
 
 __all__ = ["Plan", "Transform", "chain"]
@@ -33,7 +32,7 @@ class Transform:
     name: str
     axis: str | None
     order: Order
-    apply: Callable[[Callable[..., Any]], LocalFunction]
+    apply: Callable[[Callable[..., PyTree]], LocalFunction]
 
     def __post_init__(self) -> None:
         if not isinstance(self.axis, (str, NoneType)):
@@ -42,7 +41,7 @@ class Transform:
                 "fp.chain one transform for each, the first innermost"
             )
 
-    def __call__(self, f: Callable[..., Any]) -> LocalFunction:
+    def __call__(self, f: Callable[..., PyTree]) -> LocalFunction:
         if not isinstance(f, LocalFunction):
             require_function(f, self.name)
         local = self.apply(f)
@@ -63,7 +62,7 @@ class Plan:
 
     transforms: tuple[Transform, ...]
 
-    def __call__(self, f: Callable[..., Any]) -> Any:
+    def __call__(self, f: Callable[..., PyTree]) -> Callable[..., PyTree]:
         for transform in self.transforms:
             f = transform(f)
         return f

@@ -37,7 +37,7 @@ def place_single_microbatch_sums(traced: Traced, axis: str, in_specs: list[P], o
     goes_on = _leading_to(traced, lambda node: node in rounds.varying and _state(node, axis) is not State.INVARIANT)
     for node in list(filter(rounds.is_barrier, traced.nodes)):
         if any(user in goes_on for user in node.users):
-            traced.replace(node, node.args[0])  # type: ignore[arg-type]
+            traced.replace(node, node.args[0])
     _Ends(traced, axis, in_specs).write(out_specs)
     traced.seal()
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import fx
@@ -198,12 +197,12 @@ class _Unroll:
         set_info(new, info(node))
         return new
 
-    def _write(self, target: Any, args: tuple[Any, ...], known: NodeInfo) -> fx.Node:
+    def _write(self, target: fx.node.Target, args: tuple[fx.node.Argument, ...], known: NodeInfo) -> fx.Node:
         node = self.graph.call_function(target, args)
         set_info(node, known)
         return node
 
-    def _output(self, output: Any, spec: P) -> Any:
+    def _output(self, output: fx.node.Argument, spec: P) -> fx.node.Argument:
         if not isinstance(output, fx.Node):
             return output
         if self.axis not in spec.axes:
@@ -240,7 +239,7 @@ def microbatch_dim(spec: P, axis: str, where: str) -> int:
     raise UnrollError(f"{where}: {spec!r} does not say which dim holds the microbatches")
 
 
-def combine_op(node: fx.Node, axis: str) -> Any:
+def combine_op(node: fx.Node, axis: str) -> torch._ops.OpOverload | None:
     """Return the op that combines two microbatches' operands of a barrier; None if they are concatenated.
 
     Raises:

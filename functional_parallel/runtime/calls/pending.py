@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import CallMismatchError
+from .running import Waitable
 from .waiting import CURRENT
 from .waits import NamedWait
 
@@ -27,7 +28,7 @@ class PendingCollective:
 
     __slots__ = ("_began", "_finish", "_on", "_work")
 
-    def __init__(self, start: Callable[[], Any], finish: Callable[[], Any], wait: NamedWait) -> None:
+    def __init__(self, start: Callable[[], Waitable | None], finish: Callable[[], Any], wait: NamedWait) -> None:
         self._finish, self._on = finish, wait
         self._began = time.monotonic()
         before, CURRENT.on = CURRENT.on, wait

@@ -12,7 +12,7 @@ and wait for the same collectives in the same order. A waiting rank therefore al
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 __all__ = ["CollectiveSteps", "RunningCollective", "Waitable"]
 
@@ -20,7 +20,7 @@ __all__ = ["CollectiveSteps", "RunningCollective", "Waitable"]
 class Waitable(Protocol):
     """A message in flight, such as torch's handle of an asynchronous operation."""
 
-    def wait(self) -> Any: ...
+    def wait(self) -> bool | None: ...
 
 
 CollectiveSteps = Generator[Sequence[Waitable], None, None]

@@ -73,13 +73,13 @@ class Writer:
         self.constants[name] = value
         return name
 
-    def op(self, target: Any) -> str:
+    def op(self, target: fx.node.Target) -> str:
         """Return a name for the callable of an op."""
         if self.differentiable:
             return self.constant(differentiable_form(target) or _torch.under_transforms(target))
         return self.constant(_torch.direct_call(_torch.stride_free(target)))
 
-    def argument(self, value: Any, node_text: Callable[[fx.Node], str]) -> str:
+    def argument(self, value: fx.node.Argument, node_text: Callable[[fx.Node], str]) -> str:
         """Return an argument as source text. A value without a literal form becomes a constant."""
         if isinstance(value, fx.Node):
             return node_text(value)

@@ -11,15 +11,18 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import fx
 
+from ...functions import PyTree
 from ...ir import Traced, operands_of, source_of, walk_args
 from .codegen import Writer
 
 __all__ = ["Log", "Origin", "Recorded"]
+
+Handle = TypeVar("Handle")
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class Recorded:
         """Return a line's right-hand side that also records its result."""
         return f"{writer.constant(partial(self._record, node))}({text})"
 
-    def run(self, function: Callable[[list[Any]], list[Any]], handles: list[Any], log: Log) -> list[Any]:
+    def run(self, function: Callable[[list[Handle]], list[Handle]], handles: list[Handle], log: Log) -> list[Handle]:
         """Run the function that was written with `line`, and log the op that computed a non-finite value."""
         for node, handle in zip(self.traced.inputs, handles, strict=True):
             self._record(node, handle)
@@ -97,7 +100,7 @@ class Recorded:
         log.programs += 1
         return results
 
-    def _record(self, node: fx.Node, value: Any) -> Any:
+    def _record(self, node: fx.Node, value: Handle) -> Handle:
         each = value if isinstance(value, list) else [value]
         ranks = self._ranks(node)
         for index, one in enumerate(each):
@@ -163,7 +166,7 @@ def _has_infinite_number(node: fx.Node) -> bool:
     return any(found)
 
 
-def _counts(value: Any) -> tuple[int, int, int]:
+def _counts(value: PyTree) -> tuple[int, int, int]:
     """Return the numbers of NaN values, infinite values, and all values."""
     if isinstance(value, (tuple, list)):
         return next((counts for counts in map(_counts, value) if counts[0] or counts[1]), (0, 0, 0))

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -27,11 +27,14 @@ from ...pipelines import AsyncRankExecutor, PipelineProgram, RankExecutor, RunPr
 from ...schedules import Action, Event, replay
 from ..calls import READS
 from ..execution import Log, Origin
-from ..handles import PipelineValue, copy_if_aliased
+from ..handles import Part, PipelineValue, copy_if_aliased
 from ..interface import Executor, Runtime
+from ..processes import ProcessCommunicator
 from .point_to_point import PointToPoint
 
 __all__ = ["PipelineRuntime"]
+
+Value = TypeVar("Value")
 
 
 class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
@@ -47,7 +50,7 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
         self.base, self.axis = base, axis
         self.mesh: Mesh = base.mesh
         self.size = self.mesh.axis_size(axis)
-        self.carrier = None if alone else getattr(base, "carrier", None)
+        self.carrier: ProcessCommunicator | None = None if alone else getattr(base, "carrier", None)
         self.holders = base.holders
         own = None if self.carrier is None else self.mesh.coordinates(base.rank)[axis]
         self.ranks = tuple(range(self.size)) if own is None else (own,)
@@ -92,7 +95,7 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
         result = self.base.whole(mine, spec, whose)
         return result
 
-    def _from_a_holder(self, placed: PipelineValue) -> Any:
+    def _from_a_holder(self, placed: PipelineValue) -> Part:
         """Return a value that some ranks of the pipeline hold, on this rank too."""
         assert placed.holders is not None
         source = min(placed.holders)
@@ -101,6 +104,7 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
         mine = placed.parts.get(self.ranks[0])
         if mine is None:
             mine = torch.empty(placed.aval.shape, dtype=placed.aval.dtype, device=self.base.device)
+        assert isinstance(mine, torch.Tensor)
         return self.carrier.pbroadcast(mine, (self.axis,), source)
 
     def like(self, placed: PipelineValue, spec: P) -> torch.Tensor:
@@ -127,7 +131,7 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
     def agree(self, doing: str, otherwise: str, number: int = 0) -> int:
         return int(self.base.agree(doing, otherwise, number))
 
-    def exchange(self, value: Any, purpose: str) -> list[Any]:
+    def exchange(self, value: Value, purpose: str) -> list[Value]:
         return list(self.base.exchange(value, purpose))
 
     def like_own(self, x: torch.Tensor, spec: P) -> torch.Tensor:
@@ -144,7 +148,7 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
         here = holders & frozenset(self.ranks)
         return PipelineValue(dict.fromkeys(here, self.base.entered(x, spec)) if here else {}, holders, aval)
 
-    def _everywhere(self, handle: Any) -> PipelineValue:
+    def _everywhere(self, handle: Part) -> PipelineValue:
         tensor = handle if isinstance(handle, torch.Tensor) else handle[0]
         aval = Aval(tuple(tensor.shape), tensor.dtype, tensor.device)
         return PipelineValue(dict.fromkeys(self.ranks, handle), None, aval)
@@ -272,6 +276,7 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
     @cached_property
     def mail(self) -> PointToPoint:
         """This rank's messages. The first access is a collective."""
+        assert self.carrier is not None
         return PointToPoint(self.carrier, self.axis, self.ranks[0], self.base.device)
 
     def _executor(self, program: PipelineProgram) -> ScheduleRunner:
@@ -313,15 +318,16 @@ class PipelineRuntime(Runtime[PipelineValue, PipelineProgram]):
         program.cache["most versions"] = {rank: worker.most_versions for rank, worker in workers.items()}
         return self._results(program, lambda rank, node: self._last_or_mean(program, node, workers[rank]))
 
-    def _chunks(self, handle: Any, count: int, dim: int) -> list[Any]:
+    def _chunks(self, handle: Part, count: int, dim: int) -> list[Part]:
         if isinstance(handle, torch.Tensor):
             return [part.contiguous() for part in handle.chunk(count, dim)]
         return [list(part) for part in zip(*(self._chunks(x, count, dim) for x in handle), strict=True)]
 
-    def _last_or_mean(self, program: PipelineProgram, node: fx.Node, worker: AsyncRankExecutor) -> Any:
+    def _last_or_mean(self, program: PipelineProgram, node: fx.Node, worker: AsyncRankExecutor) -> Part:
         """Return the value after the last update if it replaces an input, else the mean over updates."""
         if node in program.epilogue.replaces:
-            return worker.results[-1][node]
+            last: Part = worker.results[-1][node]
+            return last
         values = [made[node] for made in worker.results]
         if isinstance(values[0], torch.Tensor):
             return torch.stack(values).mean(0)
@@ -341,7 +347,7 @@ def _say_that_stages_moved(program: PipelineProgram, axis: str) -> None:
     )
 
 
-def _refuse_derivatives(tensors: Sequence[torch.Tensor]) -> None:
+def _refuse_derivatives(tensors: Sequence[Part]) -> None:
     if _torch.has_functorch_level(tensors):
         raise PipelineError(
             "a step's batch or state takes part in a derivative or a vmap, but what ranks of a pipeline in different "

@@ -14,7 +14,8 @@ from ...errors import CallMismatchError
 from ...ir import Aval
 from ...schedules import Action, Receive, Send
 from ..algorithms import COMPLETED
-from ..calls import NamedWait, rank_name, waiting
+from ..calls import NamedWait, Waitable, rank_name, waiting
+from ..processes import ProcessCommunicator
 
 __all__ = ["PointToPoint"]
 
@@ -32,10 +33,10 @@ class PointToPoint:
         device: device of the tensors.
     """
 
-    def __init__(self, carrier: Any, axis: str, rank: int, device: torch.device) -> None:
+    def __init__(self, carrier: ProcessCommunicator, axis: str, rank: int, device: torch.device) -> None:
         self.carrier, self.axis, self.rank, self.device = carrier, axis, rank, device
         self._messages = carrier.messages((axis,), device)
-        self._expected: dict[Action, tuple[Receive, list[torch.Tensor], list[Any], float]] = {}
+        self._expected: dict[Action, tuple[Receive, list[torch.Tensor], list[Waitable], float]] = {}
         self._sent: list[tuple[Any, torch.Tensor, Send | int]] = []
 
     def send(self, step: Send, values: Sequence[torch.Tensor]) -> None:
@@ -116,10 +117,10 @@ class PointToPoint:
     def _wait_for(self, name: Send | Receive | int) -> _MessageWait:
         return _MessageWait(self.carrier.mesh, self.carrier.rank, self.axis, name)
 
-    def _get(self, buffer: torch.Tensor, rank: int) -> Any:
+    def _get(self, buffer: torch.Tensor, rank: int) -> Waitable:
         return self._messages.receive(_bytes(buffer), rank)
 
-    def _wait(self, work: Any, name: Send | Receive | int, began: float) -> None:
+    def _wait(self, work: Waitable, name: Send | Receive | int, began: float) -> None:
         """Wait for a message of the schedule, or of an exchange with a rank."""
         wait = self._wait_for(name)
         try:

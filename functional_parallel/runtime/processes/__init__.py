@@ -1,7 +1,9 @@
 """One rank of a mesh per process, over torch.distributed."""
 
+from .process_communicator import ProcessCommunicator
 from .processes import ProcessRuntime
 
 __all__ = [
+    "ProcessCommunicator",
     "ProcessRuntime",
 ]

@@ -6,17 +6,19 @@ Collectives that do not add send raw bytes, so that every backend supports every
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..buffers import as_bytes, flat_or_view, from_bytes
-from ..calls import CallLog, PendingCollective, WaitFor
+from ..calls import CallLog, PendingCollective, Waitable, WaitFor
 from .groups import MeshGroups
 
 __all__ = ["TorchCollectives"]
+
+Result = TypeVar("Result")
 
 
 class TorchCollectives:
@@ -36,7 +38,7 @@ class TorchCollectives:
         operation: str,
         x: Tensor,
         axes: tuple[str, ...],
-        how: Any,
+        how: dist.ReduceOp.RedOpType,
         overwrite: bool,
         finish: Callable[[Tensor], Any],
     ) -> PendingCollective:
@@ -64,7 +66,7 @@ class TorchCollectives:
         )
 
     def all_gather(
-        self, operation: str, x: Tensor, axes: tuple[str, ...], finish: Callable[[list[Tensor]], Any]
+        self, operation: str, x: Tensor, axes: tuple[str, ...], finish: Callable[[list[Tensor]], Result]
     ) -> PendingCollective:
         """Gather all ranks' values and pass them to `finish`, in the order of the axes."""
         members = self._groups.over(axes)
@@ -72,12 +74,15 @@ class TorchCollectives:
         buffer = mine.new_empty(len(members.ranks) * mine.numel())
         parts = list(buffer.split(mine.numel()) if mine.numel() else [mine] * len(members.ranks))
 
-        def start() -> Any:
+        def start() -> Waitable | None:
+            work: dist.Work | None
             if self._groups.over(axes).backend == "nccl":
-                return dist.all_gather_into_tensor(buffer, mine, members.handle, async_op=True)
-            return dist.all_gather(parts, mine, members.handle, async_op=True)
+                work = dist.all_gather_into_tensor(buffer, mine, members.handle, async_op=True)
+            else:
+                work = dist.all_gather(parts, mine, members.handle, async_op=True)
+            return work
 
-        def end() -> Any:
+        def end() -> Result:
             return finish([from_bytes(part, x).reshape(x.shape) for part in members.in_order(parts)])
 
         return self._started(operation, x, axes, start, end)
@@ -140,14 +145,14 @@ class TorchCollectives:
         operation: str,
         x: Tensor,
         axes: tuple[str, ...],
-        start: Callable[[], Any],
+        start: Callable[[], Waitable | None],
         finish: Callable[[], Any],
     ) -> PendingCollective:
         """Start a collective of the backend, and announce it to ranks that wait for this one in shared memory."""
         self._doing.announce()
         roll_call = self._groups.over(axes).roll_call
 
-        def start_together() -> Any:
+        def start_together() -> Waitable | None:
             if roll_call is not None:  # first, because gloo ends a process that receives more than it expects
                 roll_call.ask().wait()
             return start()

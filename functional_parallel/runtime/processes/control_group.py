@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,8 @@ from ..calls import CallGuard, CallLog, NamedWait, ProcessGroupRef, rank_name, w
 from ..watch import recorded
 
 __all__ = ["ControlGroup"]
+
+Value = TypeVar("Value")
 
 
 class ControlGroup:
@@ -82,7 +84,7 @@ class ControlGroup:
         me = rank_name(self._mesh, self.rank)
         raise CallMismatchError(f"{me}: the ranks are about to do different things: {told}. {otherwise}")
 
-    def exchange(self, value: Any, purpose: str) -> list[Any]:
+    def exchange(self, value: Value, purpose: str) -> list[Value]:
         """Exchange one object per rank, of any type that can be pickled.
 
         Raises:
@@ -91,7 +93,7 @@ class ControlGroup:
         with self._turn:
             return self._exchange(value, purpose)
 
-    def _exchange(self, value: Any, purpose: str) -> list[Any]:
+    def _exchange(self, value: Value, purpose: str) -> list[Value]:
         self._comes(f"meets the others {purpose}")
         values: list[Any] = [None] * self.size
         with self._waits(f"an exchange with all ranks {purpose}"):

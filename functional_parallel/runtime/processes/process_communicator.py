@@ -28,7 +28,7 @@ from ..algorithms import (
     requested_algorithm,
     select,
 )
-from ..buffers import BucketLayout, LazyBucket, cat_or_view, to_tensor
+from ..buffers import BucketLayout, BucketOutput, LazyBucket, cat_or_view, to_tensor
 from ..calls import CallLog, CollectiveWait, NamedWait, PendingCollective, rank_name, waiting
 from .backend import TorchCollectives
 from .groups import AxisGroup, MeshGroups
@@ -163,7 +163,7 @@ class ProcessCommunicator:
             return self._start_steps("psum", x, axes, chosen, started)
         x, dtype = to_tensor(x), x.dtype
 
-        def finish(total: Tensor) -> Any:
+        def finish(total: Tensor) -> Tensor | BucketOutput:
             return launch.unpack_bucket(total.to(dtype), layout)
 
         widened = x.to(accumulated or dtype)

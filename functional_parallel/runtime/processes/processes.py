@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ from .rank_program import RankProgram
 
 __all__ = ["ProcessRuntime"]
 
+Value = TypeVar("Value")
 
 _SECONDS = 600.0
 _DERIVED = ", on tensors that require a gradient"  # collectives run one at a time and carry the gradient
@@ -81,7 +82,7 @@ class ProcessRuntime(Runtime[torch.Tensor, Program]):
     def agree(self, doing: str, otherwise: str, number: int = 0) -> int:
         return self._meeting.agree(doing, otherwise, number)
 
-    def exchange(self, value: Any, purpose: str) -> list[Any]:
+    def exchange(self, value: Value, purpose: str) -> list[Value]:
         return self._meeting.exchange(value, purpose)
 
     def algorithms(self, *axes: str) -> str:
@@ -373,7 +374,7 @@ def _watch_once(store: dist.Store | None, rank: int, size: int, mesh: Mesh) -> N
         _keep(watch_processes(store, rank, size, partial(rank_name, mesh), has_failed))
 
 
-def _barrier_failed(barrier: Any) -> Callable[[], bool]:
+def _barrier_failed(barrier: dist.Work) -> Callable[[], bool]:
     """Return a function that tests whether a barrier failed. gloo's fails as soon as a connection is closed."""
 
     def has_failed() -> bool:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeGuard
 
 import optree
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ...functions import PyTree
 from .tables import FP32_OPS, LOSSES, LOW_PRECISION_OPS, PROMOTE_OPS, WIDE_RANGE_OPS, functions_named
 
 __all__ = ["PrecisionMode", "cast", "is_floating"]
+
+Op = Callable[..., PyTree]
+Args = tuple[PyTree, ...]
+Kwargs = dict[str, PyTree]
 
 _products = functools.cache(lambda: functions_named(LOW_PRECISION_OPS))
 _islands = functools.cache(lambda: functions_named(FP32_OPS))
@@ -36,7 +41,9 @@ class PrecisionMode(TorchFunctionMode):
         self.kept = {id(tensor): tensor for tensor in kept}  # references keep the ids unique
         self.islands = _islands() | islands
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Op, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> PyTree:
         kwargs = kwargs or {}
         floating = [leaf for leaf in optree.tree_leaves((args, kwargs)) if is_floating(leaf)]
         if not floating:
@@ -46,7 +53,7 @@ class PrecisionMode(TorchFunctionMode):
             self.kept.update((id(leaf), leaf) for leaf in optree.tree_leaves(result) if is_floating(leaf))
         return result
 
-    def _compute(self, func: Any, args: Any, kwargs: Any, floating: list[torch.Tensor]) -> Any:
+    def _compute(self, func: Op, args: Args, kwargs: Kwargs, floating: list[torch.Tensor]) -> PyTree:
         if func in _losses():
             return func(*_map(wide, args), **_map(wide, kwargs))
         if func in self.islands:
@@ -61,7 +68,7 @@ class PrecisionMode(TorchFunctionMode):
             return func(*_map(into, args), **_map(into, kwargs))
         return func(*args, **kwargs)
 
-    def _island(self, func: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> Any:
+    def _island(self, func: Op, args: Args, kwargs: Kwargs, dtype: torch.dtype) -> PyTree:
         widened = _map(wide, args), _map(wide, kwargs)
         result = func(*widened[0], **widened[1])
         if func in _with_statistics():
@@ -73,30 +80,30 @@ class PrecisionMode(TorchFunctionMode):
         return _map(functools.partial(_narrowed, dtype=dtype), result)
 
 
-def wide(leaf: Any) -> Any:
+def wide(leaf: PyTree) -> PyTree:
     """Cast a floating tensor to float32 if its dtype is narrower."""
     return leaf.float() if is_floating(leaf) and leaf.dtype.itemsize < 4 else leaf
 
 
-def cast(leaf: Any, dtype: torch.dtype) -> Any:
+def cast(leaf: PyTree, dtype: torch.dtype) -> PyTree:
     """Cast a floating tensor to `dtype`. Other leaves are returned unchanged."""
     return leaf.to(dtype) if is_floating(leaf) and leaf.dtype != dtype else leaf
 
 
-def is_floating(leaf: Any) -> bool:
+def is_floating(leaf: PyTree) -> TypeGuard[torch.Tensor]:
     return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
 
 
-def _narrowed(leaf: Any, dtype: torch.dtype) -> Any:
+def _narrowed(leaf: PyTree, dtype: torch.dtype) -> PyTree:
     """Cast `leaf` to `dtype`, except a scalar, which is a loss or a term of one."""
     return cast(leaf, dtype) if is_floating(leaf) and leaf.ndim else leaf
 
 
-def _map(function: Callable[[Any], Any], tree: Any) -> Any:
+def _map(function: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
     return optree.tree_map(function, tree, none_is_leaf=True)
 
 
-def _write_back(given: Any, widened: Any) -> None:
+def _write_back(given: tuple[Args, Kwargs], widened: tuple[Args, Kwargs]) -> None:
     """Copy running statistics back after an in-place update of their float32 copies."""
     arguments = [dict(enumerate(args)) | kwargs for args, kwargs in (given, widened)]
     for name in (1, 2, "running_mean", "running_var"):

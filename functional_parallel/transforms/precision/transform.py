@@ -14,7 +14,7 @@ from sharding_specs import tree_paths
 from sharding_specs.rules import matches, nearest
 
 from ...errors import OrderError
-from ...functions import LocalFunction, PyTree, Request, as_local_function, explain_keywords
+from ...functions import LocalFunction, PyTree, Request, SpecTree, as_local_function, explain_keywords
 from ...ir import Source, at_source, current_source
 from ...passes import CastBeforeGather, ReduceDtype, WidenedAndNarrowed
 from ...requests import LossScale, Masters, Order, RunPass, ScaleLoss, StoredType, SummedApart
@@ -94,7 +94,7 @@ def mixed_precision(
         inner = f if isinstance(f, LocalFunction) else as_local_function(f)
         _refuse_twice(inner, name)
 
-        def call(first: PyTree, *batch: PyTree) -> Any:
+        def call(first: PyTree, *batch: PyTree) -> tuple[PyTree, SpecTree]:
             _refuse_unused(keep, first)
             leaves, kept = _cast_parameters(first, dtype, (*keep, *STATISTICS))
             batch, statistics = _cast(batch, entering, STATISTICS)
@@ -147,7 +147,7 @@ def _is_kept(keep: Sequence[str], tree: PyTree) -> PyTree:
     )
 
 
-def _result(leaf: Any, dtype: torch.dtype) -> Any:
+def _result(leaf: PyTree, dtype: torch.dtype) -> PyTree:
     return leaf.float() if is_floating(leaf) and leaf.dtype == dtype else leaf
 
 
