@@ -28,7 +28,7 @@ from .fakes import (
 )
 from .function_types import FunctionContext, InDims, VmapInfo
 from .functions import running_functions
-from .initialisers import default_generator, inits_by
+from .initialisers import default_generator, redrawing_initialiser
 from .ops import (
     HigherOrderOp,
     Op,
@@ -99,7 +99,6 @@ __all__ = [
     "has_derivative",
     "has_functorch_level",
     "has_fused_adamw",
-    "inits_by",
     "is_above_autograd",
     "is_all_true",
     "is_composite",
@@ -112,6 +111,7 @@ __all__ = [
     "of_thread",
     "one_by_one",
     "reads_no_memory",
+    "redrawing_initialiser",
     "running_functions",
     "store_of_all_ranks",
     "stride_free",

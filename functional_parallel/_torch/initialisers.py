@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
 import torch
 
-__all__ = ["default_generator", "inits_by"]
+__all__ = ["default_generator", "redrawing_initialiser"]
 
 
 def default_generator(device: torch.device) -> torch.Generator | None:
@@ -21,28 +22,23 @@ def default_generator(device: torch.device) -> torch.Generator | None:
     return None
 
 
-@contextmanager
-def inits_by(call: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """Replace a call of an initialiser that reads values by `call(function, tensor, …)`, in this thread.
+def redrawing_initialiser(asked: Callable[..., Any]) -> tuple[Callable[..., torch.Tensor], dict[str, Any]] | None:
+    """Return the running initialiser that reads values, and its arguments. None if there is none.
 
-    The initialiser of a truncated normal redraws values outside its bounds. The public function looks up the private
-    one, which redraws, by name.
+    The initialiser of a truncated normal redraws values outside its bounds. First it asks whether its tensor is on the
+    meta device, and then it returns the tensor unchanged.
+
+    Args:
+        asked: torch function that is called, as a mode receives it.
     """
-    thread, plainly = threading.get_ident(), torch.nn.init._no_grad_trunc_normal_
-
-    def trunc_normal_(
-        tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
-    ) -> torch.Tensor:
-        if threading.get_ident() != thread:
-            return plainly(tensor, mean, std, a, b, generator)
-        return call(plainly, tensor, mean, std, a, b, generator=generator)
-
-    with _one_at_a_time:
-        torch.nn.init._no_grad_trunc_normal_ = trunc_normal_
-        try:
-            yield
-        finally:
-            torch.nn.init._no_grad_trunc_normal_ = plainly
+    if asked != _IS_META:
+        return None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _REDRAWS.__code__:
+        frame = frame.f_back
+    code = _REDRAWS.__code__
+    return frame and (_REDRAWS, {name: frame.f_locals[name] for name in code.co_varnames[: code.co_argcount]})
 
 
-_one_at_a_time = threading.RLock()
+_REDRAWS = torch.nn.init._no_grad_trunc_normal_
+_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]

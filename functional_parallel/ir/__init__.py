@@ -1,7 +1,7 @@
 """Result of a trace: the graph, source lines, differentiable forms of ops, its text, and passes for every graph."""
 
 from . import source
-from .aval import Aval, aval_of, hollow, without_memory
+from .aval import OPS_ON_SHAPES, Aval, aval_of, hollow, without_memory
 from .checksum import checksum, sample_hash
 from .eval_node import casts_are_explicit, eval_node, explicit_casts, grad_mode_of
 from .graph import (
@@ -40,6 +40,7 @@ from .variation import AxisSet, axes_of_nodes, varied_axes
 from .views import REARRANGEMENTS, RESHAPES, UNIT_DIMS, VIEWS
 
 __all__ = [
+    "OPS_ON_SHAPES",
     "REARRANGEMENTS",
     "RESHAPES",
     "UNIT_DIMS",

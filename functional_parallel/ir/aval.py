@@ -9,10 +9,17 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["Aval", "aval_of", "hollow", "without_memory"]
+__all__ = ["OPS_ON_SHAPES", "Aval", "aval_of", "hollow", "without_memory"]
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
+aten = torch.ops.aten
+
+OPS_ON_SHAPES = {  # of their first operand, whose values do not matter
+    *(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default),
+    *(aten.rand_like.default, aten.randn_like.default, aten.new_empty.default, aten.new_empty_strided.default),
+    *(aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
+}
 
 
 @dataclass(frozen=True, slots=True)

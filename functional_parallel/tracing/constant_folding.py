@@ -19,7 +19,19 @@ from torch import fx
 from torch.fx.node import Argument, Target
 
 from .. import _torch
-from ..ir import Args, Aval, Kwargs, Traced, getitem, hollow, info, operands_of, topological_order, walk_args
+from ..ir import (
+    OPS_ON_SHAPES,
+    Args,
+    Aval,
+    Kwargs,
+    Traced,
+    getitem,
+    hollow,
+    info,
+    operands_of,
+    topological_order,
+    walk_args,
+)
 from .assumptions import assume
 from .straight_through import OP as STRAIGHT_THROUGH
 from .writer import Writer
@@ -36,10 +48,6 @@ _CERTAIN: dict[Target, tuple[bool, Callable[[float], bool]]] = {  # result for a
 }
 _HOST = torch.device("cpu")
 _ASKING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-_OF_A_SHAPE = {  # the values of their first operand do not matter
-    getattr(aten, name).default
-    for name in ("ones_like", "zeros_like", "full_like", "empty_like", "new_ones", "new_zeros", "new_full", "new_empty")
-}
 
 
 def asks_for_values(func: _torch.Op) -> bool:
@@ -130,7 +138,7 @@ def _evaluated(recording: Writer, wanted: fx.Node) -> torch.Tensor | None:
 
 
 def _needed(node: fx.Node) -> Sequence[fx.Node]:
-    return () if node.target in _OF_A_SHAPE or _certain(node) is not None else operands_of(node)
+    return () if node.target in OPS_ON_SHAPES or _certain(node) is not None else operands_of(node)
 
 
 def _certain(node: fx.Node) -> bool | None:
@@ -178,7 +186,7 @@ def _computed_node(node: fx.Node, values: dict[fx.Node, Any], on_host: bool = Fa
     if certain is not None:
         with outside_trace():
             return torch.full(info(node).aval.shape, certain, device=_HOST if on_host else info(node).aval.device)
-    if node.target in _OF_A_SHAPE:
+    if node.target in OPS_ON_SHAPES:
         like = info(node.args[0]).aval
         with outside_trace():
             args = (hollow(Aval(like.shape, like.dtype, _HOST) if on_host else like), *args[1:])

@@ -1,107 +1,61 @@
 """Deferred random draws that return the same numbers as immediate draws.
 
-A recorded draw does not advance its generator. Instead the generator is seeded with a mark that identifies the draw. If
-its state at the next draw is not that mark, the function has set the state. The new state may be the state after an
-earlier draw, as with `torch.random.fork_rng`.
+A recorded draw does not advance its generator. Instead the generator is seeded with a mark, the number of the draw. A
+later draw therefore begins with the state after an earlier one, also after `torch.random.fork_rng`, or with a state
+that the function has set.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["GeneratorReplay", "Generators", "RecordedDraw", "draws"]
+__all__ = ["Generators"]
+
+R = TypeVar("R")
 
 _MARK = 0x6A09E667F3BCC908  # plus the number of the draw; unlikely as a user's seed
 
 
-def draws(op: Any) -> bool:
-    """Whether an op draws from a torch generator."""
-    return torch.Tag.nondeterministic_seeded in op.tags
-
-
-@dataclass(frozen=True)
-class RecordedDraw:
-    """Recorded draw.
-
-    Attributes:
-        generator: generator of the draw.
-        begins: state that the generator was set to since its previous draw. If it is the state after an earlier draw,
-            the number of that draw. None if the generator was not set.
-    """
-
-    generator: torch.Generator
-    begins: torch.Tensor | int | None
-
-
 class Generators:
-    """Generators of a recording, with the changes of their states between draws."""
+    """Generators of a recording, and their states in its replay."""
 
     def __init__(self) -> None:
-        self._begun: dict[torch.Generator, torch.Tensor] = {}
-        self._marks: dict[torch.Generator, dict[bytes, int]] = {}
-        self._last: dict[torch.Generator, bytes] = {}
+        self._before: dict[torch.Generator, torch.Tensor] = {}
+        self._after: dict[int, torch.Tensor] = {}  # by number of the draw, in the replay
+        self._count = 0
 
-    def noted(self, generator: torch.Generator, number: int) -> RecordedDraw:
-        """Record a draw under a unique number."""
-        draw = RecordedDraw(generator, self._since_last(generator))
+    def deferred(self, generator: torch.Generator, draw: Callable[..., R]) -> Callable[..., R]:
+        """Return a function that later draws the numbers that `draw` would draw now."""
+        begins, number = self._state(generator), self._count
+        self._before.setdefault(generator, generator.get_state())
         generator.manual_seed(_MARK + number)
-        key = self._last[generator] = _key(generator.get_state())
-        self._marks.setdefault(generator, {})[key] = number
-        return draw
+        self._count += 1
 
-    def _since_last(self, generator: torch.Generator) -> torch.Tensor | int | None:
-        state = generator.get_state()
-        self._begun.setdefault(generator, state)
-        key = _key(state)
-        return None if key == self._last.get(generator) else self._marks.get(generator, {}).get(key, state)
+        def later(*args: Any, **kwargs: Any) -> R:
+            self._set(generator, begins)
+            result = draw(*args, **kwargs)
+            self._after[number] = generator.get_state()
+            return result
+
+        return later
+
+    def ends(self) -> list[Callable[[], None]]:
+        """Return functions that set the states in which the recorded function leaves the generators."""
+        return [partial(self._set, generator, self._state(generator)) for generator in self._before]
 
     def forget(self) -> None:
         """Restore the states that the generators had before the recording."""
-        for generator, state in self._begun.items():
+        for generator, state in self._before.items():
             generator.set_state(state)
 
-    def replay(self, noted: Iterable[RecordedDraw | None]) -> GeneratorReplay:
-        """Return an object that sets the generators before each recorded draw during the replay."""
-        last = [RecordedDraw(generator, self._since_last(generator)) for generator in self._begun]
-        begins = (draw.begins for draw in (*noted, *last) if draw is not None)
-        return GeneratorReplay(last, {begin for begin in begins if isinstance(begin, int)})
+    def _state(self, generator: torch.Generator) -> torch.Tensor | int:
+        """Return a state that the function has set, or the number of the draw after which it is the state."""
+        number = generator.initial_seed() - _MARK
+        return number if 0 <= number < self._count else generator.get_state()
 
-
-class GeneratorReplay:
-    """Sets the states of generators in a replay in the same way as in the recording.
-
-    Args:
-        last: per generator, the state that it was set to after its last draw.
-        returned_to: numbers of the draws with a result state that is needed later.
-    """
-
-    def __init__(self, last: list[RecordedDraw], returned_to: set[int]) -> None:
-        self._last, self._returned_to = last, returned_to
-        self._after: dict[int, torch.Tensor] = {}
-
-    @contextmanager
-    def __call__(self, number: int, draw: RecordedDraw | None) -> Iterator[None]:
-        """Context of op `number`. If it is a draw, set its generator before it, and save a state needed later."""
-        if draw is not None:
-            self._set(draw)
-        yield
-        if draw is not None and number in self._returned_to:
-            self._after[number] = draw.generator.get_state()
-
-    def end(self) -> None:
-        """Set the states that the function set after its last draws."""
-        for draw in self._last:
-            self._set(draw)
-
-    def _set(self, draw: RecordedDraw) -> None:
-        if draw.begins is not None:
-            draw.generator.set_state(self._after[draw.begins] if isinstance(draw.begins, int) else draw.begins)
-
-
-def _key(state: torch.Tensor) -> bytes:
-    return state.numpy().tobytes()
+    def _set(self, generator: torch.Generator, state: torch.Tensor | int) -> None:
+        generator.set_state(self._after[state] if isinstance(state, int) else state)

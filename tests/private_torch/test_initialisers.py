@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from functional_parallel import _torch
 
 
-def test_the_initialiser_that_looks_at_values_is_asked_for_by_name() -> None:
-    calls = []
+class Asked(TorchFunctionMode):
+    """Collects the initialisers that ask whether their tensor has memory, and says that it has none."""
 
-    def call(function: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        calls.append(tuple(tensor.shape))
-        return function(tensor, *args, **kwargs)
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Callable[..., torch.Tensor], dict[str, Any]]] = []
 
+    def __torch_function__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+        found = _torch.redrawing_initialiser(func)
+        if found is None:
+            return func(*args, **(kwargs or {}))
+        self.calls.append(found)
+        return True
+
+
+def test_the_initialiser_that_looks_at_values_is_found_before_it_draws() -> None:
+    """Also under another mode; and it can be called later."""
     torch.manual_seed(0)
     expected = nn.init.trunc_normal_(torch.empty(50, 4), std=1.0, a=-1.0, b=1.0)
     torch.manual_seed(0)
-    with _torch.inits_by(call):
-        found = nn.init.trunc_normal_(torch.empty(50, 4), std=1.0, a=-1.0, b=1.0)
-    assert calls == [(50, 4)] and torch.equal(found, expected)
-    nn.init.trunc_normal_(torch.empty(50, 4))
-    assert len(calls) == 1
+    with Asked() as asked, torch.device("cpu"):
+        found = nn.init.trunc_normal_(torch.full((50, 4), 7.0), std=1.0, a=-1.0, b=1.0)
+        assert not found.is_meta
+    assert torch.equal(found, torch.full((50, 4), 7.0))
+    ((function, given),) = asked.calls
+    function(**given)
+    assert torch.equal(found, expected)
 
 
 def test_the_generator_that_ops_draw_from() -> None:
