@@ -87,6 +87,7 @@ class _Recording(_torch.TorchDispatchMode):
         self._twins: dict[Memory, torch.Tensor] = {}  # one for each memory, to keep the memory of the twins
         self._fresh: set[Memory] = set()  # memories of tensors with values that `f` made
         self._touched: set[Memory] = set()  # memories of the recorded ops, which have not run
+        self._written: set[Memory] = set()  # those that a recorded op writes
 
     def record(self, f: Callable[[], tuple[T, list[Any]]]) -> tuple[T, DeferredInit]:
         """Call `f` and record all its ops. Return its first result and the recording."""
@@ -124,6 +125,7 @@ class _Recording(_torch.TorchDispatchMode):
             raise CannotDeferError(f"{func} changes in place where a tensor lies")
         if writes or any(made):  # else it is a view, described where an op reads it, or not a tensor
             self._add(func, tree.unflatten(views), made, _is_draw(func))
+            self._written |= known if writes else set()
         return _put_back(result, fakes, leaves)
 
     def add_initialiser(self, function: Callable[..., torch.Tensor], given: dict[str, Any]) -> None:
@@ -131,6 +133,12 @@ class _Recording(_torch.TorchDispatchMode):
         with _torch.disable_modes():  # as during the dispatch of an op
             view = View.of(self._fake(given["tensor"], function))
             self._add(function, ((), {**given, "tensor": view}), [None], is_draw=True)
+            self._written.add(view.memory)
+
+    def has_no_values(self, x: torch.Tensor) -> bool:
+        """Whether the values of a tensor will exist only after the replay."""
+        twin = self._twins.get(memory_of(x))
+        return isinstance(x, _torch.FakeTensor) or (twin is not None and memory_of(twin) in self._written)
 
     def _add(self, call: Callable[..., PyTree], given: PyTree, made: Sequence[View | None], is_draw: bool) -> None:
         op = RecordedOp(call, _without_memory(call, given), made)
@@ -163,9 +171,9 @@ class _Recording(_torch.TorchDispatchMode):
 
         It must not draw random numbers, use a value of a recorded op, or write to a tensor that existed before.
         """
-        if _is_draw(func) or self._touched & known or any(isinstance(x, _torch.FakeTensor) for x in given):
+        if _is_draw(func) or self._written & known or any(isinstance(x, _torch.FakeTensor) for x in given):
             return False
-        return not func._schema.is_mutable or set(map(memory_of, given)) <= self._fresh
+        return not func._schema.is_mutable or (set(map(memory_of, given)) <= self._fresh and not self._touched & known)
 
     def _on_fakes(self, func: torch._ops.OpOverload, args: PyTree, kwargs: PyTree) -> PyTree:
         """Run an op on tensors without memory.
@@ -203,7 +211,7 @@ class _Functions(TorchFunctionMode):
             self._recording.add_initialiser(*initialiser)
             return True  # "the tensor is on the meta device", so that the initialiser returns
         is_fake = [isinstance(arg, _torch.FakeTensor) for arg in args[:2]]
-        if func is torch.Tensor.data_ptr and is_fake[0]:
+        if func in _ADDRESSES and self._recording.has_no_values(args[0]):
             raise CannotDeferError("it asks where a tensor lies")
         if func is torch.Tensor.__deepcopy__ and is_fake[0]:
             return _copied(*args)
@@ -220,6 +228,7 @@ def _copied(tensor: torch.Tensor, memo: dict[int, torch.Tensor]) -> torch.Tensor
     return memo[id(tensor)]
 
 
+_ADDRESSES = {torch.Tensor.data_ptr, torch.Tensor.numpy, torch.Tensor.__array__}
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
