@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeVar
 
 import optree
 import torch
@@ -14,6 +14,8 @@ from ..functions import Layout, PyTree
 from ..pipelines import pipeline_of, updates_of
 
 __all__ = ["is_asynchronous", "of_one_update"]
+
+T = TypeVar("T")
 
 
 def is_asynchronous(layout: Layout, mesh: Mesh) -> bool:
@@ -33,7 +35,7 @@ def of_one_update(layout: Layout, mesh: Mesh, params: PyTree, batch: tuple[PyTre
         return batch
     updates = updates_of(pipeline.on(mesh))
 
-    def part(leaf: Any, spec: P) -> Any:
+    def part(leaf: T, spec: P) -> T | torch.Tensor:
         dims = [dim for dim, axes in enumerate(spec.dim_axes()) if MICROBATCH in axes]
         if not isinstance(leaf, torch.Tensor) or not dims:
             return leaf

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import optree
 import torch
@@ -12,9 +12,13 @@ from sharding_specs import Mesh, P, register_dataclasses, tree_paths
 from .. import _torch
 from ..data import batch_signature, check_same_call
 from ..functions import LocalFunction, PyTree, bind_positional
+from ..pipelines import PipelineProgram
+from ..program import Program
 from ..runtime import Runtime, default_runtime
 
 __all__ = ["BatchInputs", "check_same", "tensors_of"]
+
+T = TypeVar("T")
 
 
 class BatchInputs:
@@ -41,7 +45,12 @@ class BatchInputs:
             check_same_call(runtime, f"{doing} on {batch_signature(batch)}")
 
     def entered(
-        self, runtime: Runtime[Any, Any], program: Any, name: str, batch: tuple[PyTree, ...], *more: torch.Tensor
+        self,
+        runtime: Runtime[Any, Any],
+        program: Program | PipelineProgram,
+        name: str,
+        batch: tuple[PyTree, ...],
+        *more: torch.Tensor,
     ) -> tuple[list[Any], list[torch.Tensor]]:
         """Convert the last inputs of a program to handles.
 
@@ -77,7 +86,7 @@ class BatchInputs:
             return batch
         like_own = default_runtime(self.mesh).like_own
 
-        def whole(leaf: Any, spec: P) -> Any:
+        def whole(leaf: T, spec: P) -> T | torch.Tensor:
             return like_own(leaf, spec.only(self.mesh.axis_names)) if isinstance(leaf, torch.Tensor) else leaf
 
         return optree.tree_map(whole, batch, self.f.layout.batch_specs(self.mesh, params, batch))

@@ -24,8 +24,9 @@ from .. import _torch
 from ..functions import PyTree
 from ..ir import OPS_ON_SHAPES, hollow
 from ..lowering import traced_in
+from .batches import tensors_of
 from .generators import Generators
-from .replay import CannotDeferError, DeferredInit, Memory, RecordedOp, View, memory_of, tensors_in
+from .replay import CannotDeferError, DeferredInit, Memory, RecordedOp, View, memory_of
 
 __all__ = ["CannotDeferError", "DeferredInit", "defer_init"]
 
@@ -110,14 +111,14 @@ class _Recording(_torch.TorchDispatchMode):
         fakes = [self._fake(leaf, func) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         views = _views(fakes)
         known = {view.memory for view in views if isinstance(view, View)}
-        may_run = self._may_run(func, tensors_in(leaves), known)
+        may_run = self._may_run(func, tensors_of(leaves), known)
         try:
             result = self._on_fakes(func, *tree.unflatten(fakes))
         except _torch.DATA_DEPENDENT_ERRORS:
             if not may_run:
                 raise CannotDeferError(f"{func} looks at the values of a tensor") from None
             result = None
-        made = [View.of(each) if memory_of(each) not in known else None for each in tensors_in(result)]
+        made = [View.of(each) if memory_of(each) not in known else None for each in tensors_of(result)]
         if may_run and sum(prod(view.shape) for view in made if view is not None) <= _SMALL:
             return self._run(func, *tree.unflatten(leaves))
         writes = func._schema.is_mutable
@@ -188,8 +189,8 @@ class _Recording(_torch.TorchDispatchMode):
 
     def _run(self, func: torch._ops.OpOverload, args: PyTree, kwargs: PyTree) -> PyTree:
         result = func(*args, **kwargs)
-        given = {memory_of(each) for each in tensors_in((args, kwargs))}
-        self._fresh |= {memory_of(each) for each in tensors_in(result)} - given
+        given = {memory_of(each) for each in tensors_of((args, kwargs))}
+        self._fresh |= {memory_of(each) for each in tensors_of(result)} - given
         return result
 
 

@@ -7,7 +7,7 @@ flag is copied while the device works, and the next step checks it after its own
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Protocol, TypeVar
 
 import optree
 import torch
@@ -16,23 +16,31 @@ from sharding_specs import tree_paths
 
 from .. import _torch
 from ..errors import NonFiniteError
+from ..functions import LocalFunction, PyTree
 from ..requests import ScaleLoss
-from ..runtime import PipelineValue
+from ..runtime import PipelineValue, Runtime
 from .local_step import Metrics
+from .options import StepOptions
+from .state import TrainState, Watched
 
-__all__ = ["Watched", "require_finite", "require_finite_inputs", "settle"]
-
-
-class Watched(NamedTuple):
-    """Step on a device, with a flag that the next step checks."""
-
-    step: int
-    metrics: Metrics
-    flag: torch.Tensor  # in main memory, valid after `copied`
-    copied: Any  # an event of the device
+__all__ = ["require_finite", "require_finite_inputs", "settle"]
 
 
-def settle(train: Any, state: Any) -> None:
+T = TypeVar("T")
+
+
+class Step(Protocol):
+    """Training step of the states; see `StateManager`."""
+
+    f: LocalFunction
+    options: StepOptions
+
+    def check(self, state: TrainState) -> None: ...
+
+    def runtime_for(self, state: TrainState) -> Runtime[Any, Any]: ...
+
+
+def settle(train: Step, state: TrainState) -> None:
     """Check the flag of a state's last step on a device, if it has not been checked.
 
     Raises:
@@ -45,7 +53,7 @@ def settle(train: Any, state: Any) -> None:
             _refuse(train, watched.step, state, watched.metrics)
 
 
-def require_finite(train: Any, before: Any, state: Any, metrics: Metrics) -> None:
+def require_finite(train: Step, before: TrainState, state: TrainState, metrics: Metrics) -> None:
     """Check that a step's loss and gradient norm are finite. On a device, check the previous step instead.
 
     The device still computes this step; its flag is copied and checked by the next step.
@@ -83,7 +91,7 @@ def _is_good(metrics: Metrics, minimum: float) -> torch.Tensor:
     good = torch.isfinite(metrics.loss.detach())
     if metrics.grad_norm is not None:
         good = good & torch.isfinite(metrics.grad_norm.detach())
-    if metrics.skipped is not None:
+    if metrics.skipped is not None and metrics.loss_scale is not None:
         good = torch.where(metrics.skipped, metrics.loss_scale > minimum, good)
     return good
 
@@ -96,7 +104,7 @@ def _copied(step: int, metrics: Metrics, good: torch.Tensor) -> Watched:
     return Watched(step, metrics, flag, copied)
 
 
-def _refuse(train: Any, step: int, state: Any, metrics: Metrics) -> None:
+def _refuse(train: Step, step: int, state: TrainState, metrics: Metrics) -> None:
     if metrics.skipped is not None and bool(metrics.skipped):
         return train.check(state)  # the loss scale decides whether this overflow is an error
     wrong, count = not_finite(train, state)
@@ -123,7 +131,7 @@ def _refuse(train: Any, step: int, state: Any, metrics: Metrics) -> None:
     )
 
 
-def require_finite_inputs(train: Any, state: Any, batch: tuple[Any, ...]) -> None:
+def require_finite_inputs(train: Step, state: TrainState, batch: tuple[PyTree, ...]) -> None:
     """Check that the parameters are finite and the batch has no NaN before a replay searches for an op.
 
     Raises:
@@ -143,7 +151,7 @@ def require_finite_inputs(train: Any, state: Any, batch: tuple[Any, ...]) -> Non
             raise ValueError(f"train.replay: {paths[0] or 'the batch'} of the batch has a NaN on rank {rank}")
 
 
-def not_finite(train: Any, state: Any) -> tuple[list[str], int]:
+def not_finite(train: Step, state: TrainState) -> tuple[list[str], int]:
     """Return the paths of the parameters that are not finite on some rank, and the number of parameters."""
     count = state.form.params.num_leaves
     mine = [index for index, handle in enumerate(state.handles[:count]) if not _all_finite(handle)]
@@ -152,10 +160,11 @@ def not_finite(train: Any, state: Any) -> tuple[list[str], int]:
     return [paths[index] or "the parameter" for index in sorted(set().union(*every))], count
 
 
-def _all_finite(handle: Any) -> bool:
+def _all_finite(handle: T) -> bool:
     if isinstance(handle, PipelineValue):
         return all(map(_all_finite, handle.parts.values()))
     if isinstance(handle, list):
         return all(map(_all_finite, handle))
-    is_floating = isinstance(handle, torch.Tensor) and (handle.is_floating_point() or handle.is_complex())
-    return not is_floating or bool(torch.isfinite(handle).all())
+    if not isinstance(handle, torch.Tensor) or not (handle.is_floating_point() or handle.is_complex()):
+        return True
+    return bool(torch.isfinite(handle).all())

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 
 __all__ = ["Generators"]
 
+P = ParamSpec("P")
 R = TypeVar("R")
 
 _MARK = 0x6A09E667F3BCC908  # plus the number of the draw; unlikely as a user's seed
@@ -28,14 +29,14 @@ class Generators:
         self._after: dict[int, torch.Tensor] = {}  # by number of the draw, in the replay
         self._count = 0
 
-    def deferred(self, generator: torch.Generator, draw: Callable[..., R]) -> Callable[..., R]:
+    def deferred(self, generator: torch.Generator, draw: Callable[P, R]) -> Callable[P, R]:
         """Return a function that later draws the numbers that `draw` would draw now."""
         begins, number = self._state(generator), self._count
         self._before.setdefault(generator, generator.get_state())
         generator.manual_seed(_MARK + number)
         self._count += 1
 
-        def later(*args: Any, **kwargs: Any) -> R:
+        def later(*args: P.args, **kwargs: P.kwargs) -> R:
             self._set(generator, begins)
             result = draw(*args, **kwargs)
             self._after[number] = generator.get_state()

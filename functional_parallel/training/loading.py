@@ -6,7 +6,7 @@ Without the check, a kernel could write out of bounds, because it trusts the sha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import optree
 import torch
@@ -19,6 +19,8 @@ from .local_step import Metrics
 from .signatures import listed, structure_as_text
 
 __all__ = ["expected_state", "require_parameters", "require_state_of", "require_values", "steps_done"]
+
+T = TypeVar("T")
 
 # Tuples of tensors in the result of train.whole, which torch.load(weights_only=True), its default, may construct.
 torch.serialization.add_safe_globals(
@@ -96,7 +98,7 @@ def require_values(params: PyTree, state: PyTree) -> None:
         )
 
 
-def steps_done(step: Any) -> int:
+def steps_done(step: int | torch.Tensor) -> int:
     """Return the number of completed steps as an int. A checkpoint may store it as a tensor.
 
     >>> steps_done(torch.tensor(3))
@@ -132,6 +134,6 @@ def _by_path(tree: PyTree, name: str = "optimizer_state") -> dict[str, Any]:
     return dict(zip(paths, optree.tree_leaves(tree), strict=True))
 
 
-def _kind(leaf: Any) -> str:
+def _kind(leaf: T) -> str:
     """Signature of a tensor, type of any other leaf, because numbers change from step to step."""
     return str(leaf_signature(leaf)) if isinstance(leaf, torch.Tensor) else type(leaf).__name__

@@ -49,11 +49,11 @@ class Metrics(NamedTuple):
         loss_scale: factor of the loss in this step; None without a loss scale.
     """
 
-    loss: Any
-    grad_norm: Any
+    loss: torch.Tensor
+    grad_norm: torch.Tensor | None
     aux: PyTree = None
-    skipped: Any = None
-    loss_scale: Any = None
+    skipped: torch.Tensor | None = None
+    loss_scale: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class LocalTrainStep:
         """
         step = _StepOnShards(self, places, state_specs, state_requests(self.f.layout))
 
-        def call(held: tuple[PyTree, PyTree], batch: tuple[PyTree, ...], key: Any) -> Any:
+        def call(held: tuple[PyTree, PyTree], batch: PyTree, key: torch.Tensor | None) -> tuple[PyTree, SpecTree]:
             new, metrics = step(*held, batch, key)
             return (new, metrics), ((places.kept, state_specs), self._metric_specs(metrics))
 
@@ -93,9 +93,9 @@ class LocalTrainStep:
 
         return LocalFunction(call, replace(self.f.layout, arguments=arguments), "train_step")
 
-    def _metric_specs(self, metrics: Metrics) -> Metrics:
+    def _metric_specs(self, metrics: Metrics) -> SpecTree:
         aux = None if metrics.aux is None else self.f.results[1]
-        return Metrics(*(None if each is None else P() for each in metrics))._replace(aux=aux)
+        return optree.tree_map(lambda _: P(), metrics._replace(aux=None))._replace(aux=aux)
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class _StepOnShards:
     requests: tuple[StateRequest, ...]
 
     def __call__(
-        self, params: PyTree, state: PyTree, batch: tuple[PyTree, ...], key: Any
+        self, params: PyTree, state: PyTree, batch: tuple[PyTree, ...], key: torch.Tensor | None
     ) -> tuple[tuple[PyTree, PyTree], Metrics]:
         places, packing = self.places, self.places.packing
         before, leaves = split_state(state, self.requests)
@@ -132,7 +132,7 @@ class _StepOnShards:
 
     def _gradients(
         self, params: PyTree, batch: tuple[PyTree, ...], leaves: Sequence[PyTree]
-    ) -> tuple[PyTree, Any, PyTree]:
+    ) -> tuple[PyTree, torch.Tensor, PyTree]:
         """Return the gradients of the loss, as the requests change it; the loss; and its aux."""
         f, has_aux = self.step.f, self.step.options.has_aux
         if not self.requests:
@@ -149,7 +149,7 @@ class _StepOnShards:
         gradients, (_, value) = grad_and_value(LocalFunction(call, f.layout, f.name), has_aux=True)(params, *batch)
         return (gradients, *value) if has_aux else (gradients, value, None)
 
-    def _reduced(self, gradients: PyTree, leaves: Sequence[PyTree]) -> tuple[PyTree, Any]:
+    def _reduced(self, gradients: PyTree, leaves: Sequence[PyTree]) -> tuple[PyTree, torch.Tensor | None]:
         """Return the gradients of the update, summed over ranks and clipped, and their norm."""
         places, clip = self.places, self.step.options.clip
         gradients = optree.tree_map(
@@ -163,8 +163,8 @@ class _StepOnShards:
         for each, held in reversed([*zip(self.requests, leaves, strict=True)]):
             gradients = each.gradients(gradients, held)
         wanted = self.step.has_norm or clip is not None or any(each.may_skip for each in self.requests)
-        norm: Any = _norm(gradients, places) if wanted else None
-        if clip is not None:
+        norm = _norm(gradients, places) if wanted else None
+        if clip is not None and norm is not None:
             factor = torch.clamp(clip / (norm + 1e-6), max=1.0)
             gradients = optree.tree_map(lambda g: g * factor.to(g.dtype), gradients)
         return gradients, norm
@@ -184,7 +184,9 @@ class _StepOnShards:
             old_weights(new, weights, masks), old_state(after, state, weights, masks), weights, state, stored, None
         )
 
-    def _updated(self, update: Update, norm: Any, leaves: Sequence[PyTree]) -> tuple[Update, list[PyTree]]:
+    def _updated(
+        self, update: Update, norm: torch.Tensor | None, leaves: Sequence[PyTree]
+    ) -> tuple[Update, list[PyTree]]:
         """Return the update as the requests change it, the outermost first, and their new leaves."""
         update, after = replace(update, norm=norm), list(leaves)
         for index in reversed(range(len(after))):

@@ -15,7 +15,8 @@ from ..collectives import bind
 from ..functions import LocalFunction, PyTree, SpecTree, as_local_function
 from ..ir import leaf_signature
 from ..lowering import Lowered, Options, lower
-from ..pipelines import pipeline_of, stacks_of
+from ..pipelines import PipelineProgram, pipeline_of, stacks_of
+from ..program import Explanation, PassTable, Program
 from ..runtime import copy_if_aliased, refuse_asynchronous, storages
 from ..tracing import ProgramCache, disable_ambient_modes
 from .batches import BatchInputs, tensors_of
@@ -44,7 +45,7 @@ class StateFunction:
         refuse_asynchronous(self.f, train.mesh)
         _require_alike_pipelines(self.f, train.f)
         self.batches = BatchInputs(self.f, train.mesh, train.batches.own)
-        self.program: Any = None
+        self.program: Program | PipelineProgram | None = None
         self._lowered: dict[StateLayout, ProgramCache[Lowered]] = {}
 
     def __call__(self, state: TrainState, *batch: PyTree, **named: PyTree) -> PyTree:
@@ -63,15 +64,15 @@ class StateFunction:
         result, stacks = lowered.unflatten(whole), stacks_of(self.f.layout)
         return result if stacks is None else stacks.restack_all(result)
 
-    def lower(self, state: TrainState, *batch: PyTree, **named: PyTree) -> Any:
+    def lower(self, state: TrainState, *batch: PyTree, **named: PyTree) -> Program | PipelineProgram:
         """Return the program for these arguments, without running it."""
         return self._lower(self.train.known_form(state), state, self.batches.by_place(batch, named)).program
 
-    def explain(self, **options: Any) -> Any:
+    def explain(self, *, group: str = "line", casts: bool = False) -> Explanation | PassTable:
         """Return every collective of the program used last: kind, axis, count, bytes, source line."""
         if self.program is None:
             raise ValueError(f"{self.f.name} has not run yet: call it, or call .lower(state, batch), first")
-        return self.program.explain(**options)
+        return self.program.explain(group=group, casts=casts)
 
     def __repr__(self) -> str:
         return f"compile({self.f!r}, {self.train.mesh!r})"

@@ -10,12 +10,17 @@ from typing import Any
 
 import torch
 
+from sharding_specs import Mesh
+
 from .. import optim
 from ..functions import LocalFunction, require_function, require_mesh, written_here
 from ..lowering import Options
+from ..optim import Optimizer
 from ..quantities import is_positive
 
 __all__ = ["StepOptions", "require_arguments"]
+
+Plan = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 _OPTIMIZERS = {name: getattr(optim, name) for name in ("adafactor", "adam", "adamw", "lion", "sgd")}
 
@@ -63,7 +68,7 @@ class StepOptions(Options):
             )
 
 
-def require_arguments(loss: Any, optimizer: Any, mesh: Any, plan: Any) -> None:
+def require_arguments(loss: Callable[..., Any], optimizer: Optimizer, mesh: Mesh, plan: Plan | None) -> None:
     """Check the arguments of `train_step` that are objects.
 
     Raises:

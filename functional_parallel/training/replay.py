@@ -11,10 +11,10 @@ import torch
 
 from .. import _torch
 from ..functions import PyTree
+from .batches import tensors_of
 
-__all__ = ["CannotDeferError", "DeferredInit", "Memory", "RecordedOp", "View", "memory_of", "tensors_in"]
+__all__ = ["CannotDeferError", "DeferredInit", "Memory", "RecordedOp", "View", "memory_of"]
 
-aten = torch.ops.aten
 Memory = _torch.StorageWeakRef
 
 
@@ -125,17 +125,13 @@ class DeferredInit:
     def _run(self, op: RecordedOp) -> None:
         args, kwargs = optree.tree_map(self._tensor, op.given)
         with torch.no_grad():
-            results = tensors_in(op.call(*args, **kwargs))
+            results = tensors_of(op.call(*args, **kwargs))
         for result, view in zip(results, op.results, strict=True):
             if view is not None:
                 self.storages[view.memory] = view.laid_out(result)
 
     def _tensor(self, leaf: PyTree) -> PyTree:
         return leaf.tensor(self.storages[leaf.memory]) if isinstance(leaf, View) else leaf
-
-
-def tensors_in(tree: PyTree) -> list[torch.Tensor]:
-    return [leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def memory_of(tensor: torch.Tensor) -> Memory:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeVar
 
 import optree
 
@@ -11,9 +11,9 @@ __all__ = ["listed", "on_one_line", "structure_as_text"]
 _MOST = 8  # lines or names in a list of a message
 
 
-def on_one_line(text: Any) -> str:
+def on_one_line(text: str) -> str:
     """Return `text` with each run of whitespace replaced by one space."""
-    return " ".join(str(text).split())
+    return " ".join(text.split())
 
 
 def structure_as_text(tree: optree.PyTreeSpec) -> str:
@@ -22,7 +22,7 @@ def structure_as_text(tree: optree.PyTreeSpec) -> str:
     >>> structure_as_text(optree.tree_structure({"w": 1, "b": 2}))
     "{'b': *, 'w': *}"
     """
-    text = on_one_line(tree).removeprefix("PyTreeSpec(").removesuffix(")")
+    text = on_one_line(str(tree)).removeprefix("PyTreeSpec(").removesuffix(")")
     return text.removesuffix(", NoneIsLeaf")
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, NoReturn, SupportsIndex, TypeVar
 
 import optree
 import torch
@@ -19,6 +19,7 @@ from .. import _torch
 from ..errors import DonatedStateError, ReentrantCallError
 from ..functions import PyTree
 from ..ir import LeafSignature, leaf_signature
+from .local_step import Metrics
 from .signatures import on_one_line, structure_as_text
 from .update import StepLayout
 
@@ -26,22 +27,26 @@ __all__ = [
     "StateLayout",
     "StaticLeaf",
     "TrainState",
+    "Watched",
     "detach_leaf",
     "recorded_steps",
     "state_layout",
 ]
 
+T = TypeVar("T")
+
 _MANY_RECORDED = 32
 _MOST_OF_A_FAILURE = 200  # characters; the error itself was raised
 
 
-def detach_leaf(leaf: Any) -> Any:
+def detach_leaf(leaf: T) -> T | torch.Tensor:
     """Return a leaf tensor detached, and any other leaf unchanged.
 
     A parameter that requires a gradient would make autograd keep the graph of every step.
     """
-    is_parameter = isinstance(leaf, torch.Tensor) and leaf.is_leaf and not _torch.is_functorch_wrapped(leaf)
-    return leaf.detach() if is_parameter else leaf
+    if isinstance(leaf, torch.Tensor) and leaf.is_leaf and not _torch.is_functorch_wrapped(leaf):
+        return leaf.detach()
+    return leaf
 
 
 @dataclass(frozen=True)
@@ -67,13 +72,13 @@ class StateLayout:
 
     mesh: Mesh
     places: StepLayout
-    params: Any
-    state: Any
+    params: optree.PyTreeSpec
+    state: optree.PyTreeSpec
     specs: tuple[P, ...]
     looks: tuple[LeafSignature, ...]
 
     @cached_property
-    def key(self) -> Any:
+    def key(self) -> Hashable:
         """Key that is equal for two layouts if one program accepts both states."""
         return (self.mesh, self.params, self.state, self.specs, self.looks, self.places.packing.groups)
 
@@ -132,6 +137,15 @@ def recorded_steps(before: int, loss: torch.Tensor) -> int:
     return before + 1
 
 
+class Watched(NamedTuple):
+    """Step on a device, with a flag that the next step checks."""
+
+    step: int
+    metrics: Metrics
+    flag: torch.Tensor  # in main memory, valid after `copied`
+    copied: torch.cuda.Event
+
+
 class TrainState:
     """Parameters and optimizer state as the runtime holds them, sharded.
 
@@ -150,7 +164,7 @@ class TrainState:
     def __init__(self, step: int, handles: tuple[Any, ...], form: StateLayout, whose: str, recorded: int = 0) -> None:
         self._step, self._form, self.whose, self._failure = step, form, whose, ""
         self.recorded = recorded
-        self.watched: Any = None
+        self.watched: Watched | None = None
         self.counts: dict[str, int] | None = {}
         self._handles: tuple[Any, ...] | None = handles
 
@@ -192,7 +206,7 @@ class TrainState:
         self._handles = None
         return handles
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
             "a TrainState is what this process holds of a run, its rank's parts alone: save "
             "(*train.whole(state), state.step), which all ranks call, and go on from train.load(*saved), on any mesh; "

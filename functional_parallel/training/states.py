@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import optree
 import torch
@@ -31,6 +31,8 @@ from .state import StateLayout, StaticLeaf, TrainState, detach_leaf, state_layou
 from .update import StepLayout, find_step_layout, warn_of_replicated_state
 
 __all__ = ["StateManager"]
+
+T = TypeVar("T")
 
 Made = Iterable[tuple[int, Any]]  # (index, leaf) pairs, in any order
 
@@ -127,8 +129,8 @@ class StateManager:
         given = storages(*params.values(), *optree.tree_leaves(split_state(state, self.requests)[1]))  # the caller's
         sums = dict.fromkeys(params, "")
 
-        def see(index: int, leaf: Any) -> None:
-            if index in sums:
+        def see(index: int, leaf: T) -> None:
+            if index in sums and isinstance(leaf, torch.Tensor):
                 sums[index] = runtime.checksum(leaf)
 
         held = self._held(form, made, given, see)

@@ -18,7 +18,7 @@ from ..lowering import ArgumentPaths, Lowered, lower
 from ..optim import Optimizer, counted_on_host
 from ..passes import pass_names
 from ..pipelines import PipelineProgram
-from ..program import Program
+from ..program import Explanation, PassTable, Program
 from ..requests import flat_update
 from ..runtime import Origin, check_backend, note_step
 from ..tracing import ProgramCache, disable_ambient_modes
@@ -250,13 +250,13 @@ class TrainStep(StateManager):
         """
         return StateFunction(self, f)
 
-    def explain(self, **options: Any) -> Any:
+    def explain(self, *, group: str = "line", casts: bool = False) -> Explanation | PassTable:
         """Return every collective of the step: kind, axis, count, bytes, source line."""
         if self.program is None:
             raise ValueError("train_step has not run yet: take one step, or call train.lower(state, batch), first")
-        return self.program.explain(**options)
+        return self.program.explain(group=group, casts=casts)
 
-    def lower(self, state: TrainState | PyTree, *batch: PyTree, **named: PyTree) -> Any:
+    def lower(self, state: TrainState | PyTree, *batch: PyTree, **named: PyTree) -> Program | PipelineProgram:
         """Return the program of a step for these arguments, without running it.
 
         Args:

@@ -7,7 +7,6 @@ same. The trace decides it, so it holds under every plan.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import optree
 import torch
@@ -149,7 +148,7 @@ def old_state(new: PyTree, old: PyTree, params: PyTree, masks: PyTree) -> PyTree
     return tree_map_params(chosen, new, optree.tree_structure(params))
 
 
-def _chosen(mask: Any, param: Any, new: Any, old: Any) -> Any:
+def _chosen(mask: torch.Tensor | bool, param: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     if mask is False or getattr(new, "shape", None) != getattr(param, "shape", None):
         return new
     return old if mask is True else torch.where(mask, old, new)

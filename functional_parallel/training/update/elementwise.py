@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import optree
 import torch
@@ -29,6 +29,7 @@ from .update_layout import like_params
 __all__ = ["Call", "Update", "layer_mismatch", "of_shape", "require_promise_kept", "shard_mismatch", "update_mismatch"]
 
 aten = torch.ops.aten
+T = TypeVar("T")
 
 Update = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 
@@ -81,7 +82,7 @@ def shard_mismatch(update: Update, args: tuple[PyTree, ...], specs: tuple[SpecTr
     return update_mismatch(Call(update, whole, names), Call(update, args, names), labels, "a rank's shards")
 
 
-def _whole(leaf: Any, spec: P) -> Any:
+def _whole(leaf: T, spec: P) -> T | Aval:
     return of_shape(leaf, whole_shape(leaf.shape, spec, axis_mesh())) if _is_tensor(leaf) else leaf
 
 
@@ -128,7 +129,7 @@ def require_promise_kept(beyond: str | None, way_out: str) -> None:
 # -----------------------------------------------------------------------------
 
 
-def update_mismatch(whole: Call, parts: Call, labels: Sequence[Any], parts_are: str) -> str | None:
+def update_mismatch(whole: Call, parts: Call, labels: Sequence[Hashable], parts_are: str) -> str | None:
     """Explain why a call of an update on slices differs from the slices of the call on full tensors.
 
     Args:
@@ -182,11 +183,11 @@ def _as_returned(call: Call, values: Sequence[Any]) -> list[Any]:
     return [values[number] for number in optree.tree_leaves((params, state))]
 
 
-def _is_tensor(leaf: Any) -> bool:
+def _is_tensor(leaf: T) -> TypeGuard[torch.Tensor | Aval]:
     return isinstance(leaf, (torch.Tensor, Aval))
 
 
-def of_shape(like: Any, shape: Sequence[int]) -> Aval:
+def of_shape(like: torch.Tensor | Aval, shape: Sequence[int]) -> Aval:
     """Return an `Aval` with the dtype and device of `like` and another shape."""
     return Aval(tuple(shape), like.dtype, like.device)
 
@@ -197,8 +198,10 @@ def of_shape(like: Any, shape: Sequence[int]) -> Aval:
 
 _ANY = "one number everywhere"  # compatible with every layout
 
+Place = tuple[Hashable, tuple[int, ...]] | str | None  # label and shape of a split value; None for a replicated one
 
-def _lying(traced: Traced, labels: Sequence[Any]) -> tuple[dict[fx.Node, Any], fx.Node | None]:
+
+def _lying(traced: Traced, labels: Sequence[Hashable]) -> tuple[dict[fx.Node, Place], fx.Node | None]:
     """Return the layout of each value, and the first op that is not elementwise. None if all ops are elementwise.
 
     The layout of a split value is the label of an input together with a shape. A split value may be combined only in
@@ -208,8 +211,7 @@ def _lying(traced: Traced, labels: Sequence[Any]) -> tuple[dict[fx.Node, Any], f
     found = {node: _lies(node, label) for node, label in zip(traced.inputs, labels, strict=True)}
     for node in (node for node in traced.graph.nodes if node.op != "output"):
         operands = operands_of(node)
-        lies = {found[operand] for operand in operands if found[operand] is not _ANY}
-        split = lies - {None}
+        split = {place for place in map(found.__getitem__, operands) if isinstance(place, tuple)}
         beside = [operand for operand in operands if found[operand] is None]
         if node.target in _FILLED:
             found[node] = _ANY
@@ -219,15 +221,15 @@ def _lying(traced: Traced, labels: Sequence[Any]) -> tuple[dict[fx.Node, Any], f
             ((label, _),) = split
             found[node] = _lies(node, label)
         elif node not in found:
-            found[node] = _ANY if operands and not lies and _takes_each(node.target) else None
+            found[node] = _ANY if operands and not beside and _takes_each(node.target) else None
     return found, None
 
 
-def _lies(node: fx.Node, label: Any) -> Any:
+def _lies(node: fx.Node, label: Hashable) -> Place:
     return None if label is None else (label, info(node).result(0).shape)
 
 
-def _takes_each(op: Any) -> bool:
+def _takes_each(op: fx.node.Target) -> bool:
     return op in _OF_EACH_ELEMENT or op in _IN_ORDER or is_elementwise(op)
 
 
@@ -236,7 +238,7 @@ def _has_dims(node: fx.Node) -> bool:
     return value is None or isinstance(value, tuple) or value.ndim > 0
 
 
-def _operands(node: fx.Node, found: dict[fx.Node, Any], traced: Traced, call: Call) -> str:
+def _operands(node: fx.Node, found: dict[fx.Node, Place], traced: Traced, call: Call) -> str:
     """Names, for messages, of the first two split arguments of `call` that `node` depends on."""
     leaves = zip(tree_paths(call.args), optree.tree_leaves(call.args), strict=True)
     paths = dict(zip(traced.inputs, (path for path, leaf in leaves if _is_tensor(leaf)), strict=True))
@@ -286,7 +288,7 @@ def _without_shape(node: fx.Node) -> tuple[Any, Any]:
     return tuple(args), node.kwargs
 
 
-def _text(leaf: Any, numbers: dict[fx.Node, int]) -> str:
+def _text(leaf: fx.node.Argument, numbers: dict[fx.Node, int]) -> str:
     return f"%{numbers[leaf]}" if isinstance(leaf, fx.Node) else repr(leaf)
 
 
@@ -304,7 +306,7 @@ def _first_difference(mine: fx.Node, theirs: fx.Node, numbers: dict[fx.Node, int
 def _shown(node: fx.Node, traced: Traced) -> str:
     """Text of an op with its operands and source line, for messages."""
 
-    def shown(leaf: Any) -> Any:
+    def shown(leaf: fx.node.Argument) -> fx.node.Argument:
         if isinstance(leaf, fx.Node):
             return traced.constants[str(leaf.target)].tolist() if leaf.op == "get_attr" else info(leaf).val
         return leaf

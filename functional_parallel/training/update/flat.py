@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import optree
 import torch
@@ -28,6 +28,8 @@ from .partitioned_update import check_elementwise, update_shards
 from .update_layout import at_rest, tree_map_params
 
 __all__ = ["FlatBuffers", "FlatPacking", "NoPacking", "require_elementwise"]
+
+T = TypeVar("T")
 
 _VECTOR = 64  # elements: each rank's slice is a multiple, because kernels may round a tail differently
 _LINE = 64  # bytes: a leaf at an offset that is not a multiple of this is copied out of its vector
@@ -267,7 +269,7 @@ class FlatPacking:
         """Mesh of the ranks with different vectors, in the order of their slices in a full vector."""
         return Mesh({axis: self.mesh.axis_size(axis) for axis in group.axes})
 
-    def _require_shape(self, number: int, leaf: Any) -> None:
+    def _require_shape(self, number: int, leaf: T) -> None:
         shape = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
         if shape != self.shapes[number]:
             raise ValueError(

@@ -97,13 +97,13 @@ def _even(spec: P) -> P:
     return spec.without(axis for dim in spec.padded for axis in spec.dim_axes()[dim])
 
 
-def _without_filling(x: Any, spec: P) -> Any:
+def _without_filling(x: torch.Tensor, spec: P) -> torch.Tensor:
     for dim, size in spec.padded.items():
         x = all_gather(x, spec.dim_axes()[dim], dim, to="invariant").narrow(dim, 0, size)
     return x
 
 
-def _filled(x: Any, spec: P) -> Any:
+def _filled(x: torch.Tensor, spec: P) -> torch.Tensor:
     for dim in spec.padded:
         axes = spec.dim_axes()[dim]
         missing = -x.shape[dim] % axis_size(axes)

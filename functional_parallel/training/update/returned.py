@@ -5,7 +5,7 @@ The next step runs the same program, so new parameters and state must have the s
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeVar
 
 import optree
 import torch
@@ -18,8 +18,10 @@ from ..signatures import listed, structure_as_text
 
 __all__ = ["require_same_structure"]
 
+T = TypeVar("T")
 
-def require_same_structure(returned: Any, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+
+def require_same_structure(returned: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
     """Check that new parameters and state have the structure, shapes and dtypes of the old ones, and return them.
 
     Args:
@@ -43,7 +45,7 @@ def require_same_structure(returned: Any, params: PyTree, state: PyTree) -> tupl
             "the optimizer's update shall return (new parameters, new state) like those that it was given, for a step "
             "is a program that runs again on what it made:\n  " + "\n  ".join(listed(problems))
         )
-    return returned  # type: ignore[return-value]
+    return returned
 
 
 def _differences(name: str, given: PyTree, returned: PyTree) -> list[str]:
@@ -59,7 +61,7 @@ def _differences(name: str, given: PyTree, returned: PyTree) -> list[str]:
     ]
 
 
-def _difference(old: Any, new: Any) -> str:
+def _difference(old: T, new: T) -> str:
     found = f"given as {leaf_signature(old)}, returned as {leaf_signature(new)}"
     if isinstance(old, torch.Tensor):
         return found

@@ -7,7 +7,7 @@ an all-gather collects the new parameters.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import optree
 import torch
@@ -31,13 +31,15 @@ __all__ = [
     "tree_map_params",
 ]
 
+T = TypeVar("T")
+
 
 def at_rest(spec: P) -> P:
     """Return the storage layout of a parameter, between steps, from its compute layout."""
     return spec.without(spec.reduced)
 
 
-def as_trained(param: Any, trained: Any) -> Any:
+def as_trained(param: T, trained: torch.Tensor) -> T | torch.Tensor:
     """Cast a stored parameter to the dtype in which it is trained."""
     return param.to(trained.dtype) if isinstance(param, torch.Tensor) and param.dtype != trained.dtype else param
 
@@ -63,13 +65,14 @@ def reduce_gradient(gradient: torch.Tensor | None, update: P, kept: P, compute: 
     return psum(gradient, rest) if rest else gradient
 
 
-def shard_for_update(param: Any, update: P, kept: P) -> Any:
+def shard_for_update(param: T, update: P, kept: P) -> T | torch.Tensor:
     """Return the shard of a parameter that a rank updates."""
     if not isinstance(param, torch.Tensor):
         return param
+    shard: torch.Tensor = param
     for axis, dim in _new_splits(update, kept):
-        param = pscatter(_filled(param, axis, dim, update), axis, dim)
-    return param
+        shard = pscatter(_filled(shard, axis, dim, update), axis, dim)
+    return shard
 
 
 def gather_updated(param: torch.Tensor, update: P, kept: P) -> torch.Tensor:
@@ -117,34 +120,34 @@ def like_params(state: PyTree, params: PyTree, specs: SpecTree) -> SpecTree:
     """
     is_like = _is_like(optree.tree_structure(params))
 
-    def placed(x: Any) -> SpecTree:
+    def placed(x: PyTree) -> SpecTree:
         return optree.tree_map(_as_its_parameter, x, params, specs) if is_like(x) else P()
 
     return optree.tree_map(placed, state, is_leaf=is_like)
 
 
-def _as_its_parameter(leaf: Any, param: Any, spec: P) -> P:
+def _as_its_parameter(leaf: torch.Tensor, param: torch.Tensor, spec: P) -> P:
     return spec if getattr(leaf, "shape", None) == getattr(param, "shape", None) else P()
 
 
-def tree_map_params(change: Callable[[PyTree], PyTree], state: PyTree, structure: Any) -> PyTree:
+def tree_map_params(change: Callable[[PyTree], PyTree], state: PyTree, structure: optree.PyTreeSpec) -> PyTree:
     """Apply `change` to every subtree of an optimizer state that has the structure of the parameters."""
     is_like = _is_like(structure)
     return optree.tree_map(lambda x: change(x) if is_like(x) else x, state, is_leaf=is_like)
 
 
-def likes(state: PyTree, structure: Any) -> list[PyTree]:
+def likes(state: PyTree, structure: optree.PyTreeSpec) -> list[PyTree]:
     """Return the subtrees of an optimizer state that have the structure of the parameters, in order."""
     is_like = _is_like(structure)
     return [each for each in optree.tree_leaves(state, is_leaf=is_like) if is_like(each)]
 
 
-def _is_like(structure: Any) -> Callable[[Any], bool]:
-    def is_like(x: Any) -> bool:
+def _is_like(structure: optree.PyTreeSpec) -> Callable[[PyTree], bool]:
+    def is_like(x: PyTree) -> bool:
         return structure.num_leaves > 0 and optree.tree_structure(x) == structure and not _is_scalar_leaf(x)
 
     return is_like
 
 
-def _is_scalar_leaf(x: Any) -> bool:
+def _is_scalar_leaf(x: PyTree) -> bool:
     return isinstance(x, torch.Tensor) and x.ndim == 0
