@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import FrameType
+from inspect import signature
 from typing import Any
 
 import torch
@@ -31,13 +31,10 @@ def redrawing_initialiser(asked: Callable[..., Any]) -> tuple[Callable[..., torc
     Args:
         asked: torch function that is called, as a mode receives it.
     """
-    if asked != _IS_META:
-        return None
-    frame: FrameType | None = sys._getframe(1)
+    frame = sys._getframe(1) if asked == _IS_META else None
     while frame is not None and frame.f_code is not _REDRAWS.__code__:
         frame = frame.f_back
-    code = _REDRAWS.__code__
-    return frame and (_REDRAWS, {name: frame.f_locals[name] for name in code.co_varnames[: code.co_argcount]})
+    return frame and (_REDRAWS, {name: frame.f_locals[name] for name in signature(_REDRAWS).parameters})
 
 
 _REDRAWS = torch.nn.init._no_grad_trunc_normal_

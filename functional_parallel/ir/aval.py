@@ -13,13 +13,11 @@ __all__ = ["OPS_ON_SHAPES", "Aval", "aval_of", "hollow", "without_memory"]
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
-aten = torch.ops.aten
 
-OPS_ON_SHAPES = {  # of their first operand, whose values do not matter
-    *(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default),
-    *(aten.rand_like.default, aten.randn_like.default, aten.new_empty.default, aten.new_empty_strided.default),
-    *(aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
-}
+_FILLED = ("empty", "zeros", "ones", "full")
+_NAMES = [*(f"{name}_like" for name in (*_FILLED, "rand", "randn")), *(f"new_{name}" for name in _FILLED)]
+# ops that read only the shape, dtype and device of their first operand
+OPS_ON_SHAPES = {getattr(torch.ops.aten, name).default for name in (*_NAMES, "new_empty_strided")}
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,7 @@ from sharding_specs import Mesh, P, register_dataclasses, tree_paths
 from .. import _torch
 from ..data import batch_signature, check_same_call
 from ..functions import LocalFunction, PyTree, bind_positional
-from ..pipelines import PipelineProgram
-from ..program import Program
+from ..program import BaseProgram
 from ..runtime import Runtime, default_runtime
 
 __all__ = ["BatchInputs", "check_same", "tensors_of"]
@@ -47,7 +46,7 @@ class BatchInputs:
     def entered(
         self,
         runtime: Runtime[Any, Any],
-        program: Program | PipelineProgram,
+        program: BaseProgram,
         name: str,
         batch: tuple[PyTree, ...],
         *more: torch.Tensor,

@@ -26,12 +26,13 @@ from ..ir import OPS_ON_SHAPES, hollow
 from ..lowering import traced_in
 from .batches import tensors_of
 from .generators import Generators
-from .replay import CannotDeferError, DeferredInit, Memory, RecordedOp, View, memory_of
+from .replay import Call, CannotDeferError, DeferredInit, Memory, RecordedOp, View, memory_of
 
 __all__ = ["CannotDeferError", "DeferredInit", "defer_init"]
 
 aten = torch.ops.aten
 T = TypeVar("T")
+Op = torch._ops.OpOverload
 
 _SMALL = 1024  # elements; smaller tensors get their values immediately, such as torch.linspace(0, rate, layers)
 
@@ -104,9 +105,7 @@ class _Recording(_torch.TorchDispatchMode):
         is_used = isinstance(leaf, torch.Tensor) and memory_of(leaf) in self._twins
         return View.of(self._twin(leaf)) if is_used else None
 
-    def __torch_dispatch__(
-        self, func: torch._ops.OpOverload, types: Sequence[type], args: PyTree = (), kwargs: PyTree = None
-    ) -> PyTree:
+    def __torch_dispatch__(self, func: Op, types: Sequence[type], args: PyTree = (), kwargs: PyTree = None) -> PyTree:
         leaves, tree = optree.tree_flatten((args, kwargs or {}))
         fakes = [self._fake(leaf, func) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         views = _views(fakes)
@@ -141,7 +140,7 @@ class _Recording(_torch.TorchDispatchMode):
         twin = self._twins.get(memory_of(x))
         return isinstance(x, _torch.FakeTensor) or (twin is not None and memory_of(twin) in self._written)
 
-    def _add(self, call: Callable[..., PyTree], given: PyTree, made: Sequence[View | None], is_draw: bool) -> None:
+    def _add(self, call: Call, given: PyTree, made: Sequence[View | None], is_draw: bool) -> None:
         op = RecordedOp(call, _without_memory(call, given), made)
         if is_draw:
             device = next(leaf.device for leaf in (*made, *optree.tree_leaves(given)) if isinstance(leaf, View))
@@ -152,7 +151,7 @@ class _Recording(_torch.TorchDispatchMode):
         self._ops.append(op)
         self._touched |= op.memories
 
-    def _fake(self, tensor: torch.Tensor, func: Callable[..., PyTree]) -> torch.Tensor:
+    def _fake(self, tensor: torch.Tensor, func: Call) -> torch.Tensor:
         if isinstance(tensor, _torch.FakeTensor):
             return tensor
         records = torch.is_grad_enabled() and tensor.requires_grad and func is not aten.detach.default
@@ -167,7 +166,7 @@ class _Recording(_torch.TorchDispatchMode):
         self._twins.setdefault(memory_of(tensor), fake)
         return fake
 
-    def _may_run(self, func: torch._ops.OpOverload, given: Sequence[torch.Tensor], known: set[Memory]) -> bool:
+    def _may_run(self, func: Op, given: Sequence[torch.Tensor], known: set[Memory]) -> bool:
         """Whether an op can run immediately.
 
         It must not draw random numbers, use a value of a recorded op, or write to a tensor that existed before.
@@ -176,7 +175,7 @@ class _Recording(_torch.TorchDispatchMode):
             return False
         return not func._schema.is_mutable or (set(map(memory_of, given)) <= self._fresh and not self._touched & known)
 
-    def _on_fakes(self, func: torch._ops.OpOverload, args: PyTree, kwargs: PyTree) -> PyTree:
+    def _on_fakes(self, func: Op, args: PyTree, kwargs: PyTree) -> PyTree:
         """Run an op on tensors without memory.
 
         Generators are removed: nothing is drawn, and a generator would have to be on the device of the fake tensors.
@@ -187,7 +186,7 @@ class _Recording(_torch.TorchDispatchMode):
         _torch.forget_fakes(self._fakes)
         return result
 
-    def _run(self, func: torch._ops.OpOverload, args: PyTree, kwargs: PyTree) -> PyTree:
+    def _run(self, func: Op, args: PyTree, kwargs: PyTree) -> PyTree:
         result = func(*args, **kwargs)
         given = {memory_of(each) for each in tensors_of((args, kwargs))}
         self._fresh |= {memory_of(each) for each in tensors_of(result)} - given
@@ -204,9 +203,7 @@ class _Functions(TorchFunctionMode):
         super().__init__()
         self._recording = recording
 
-    def __torch_function__(
-        self, func: Callable[..., PyTree], types: Sequence[type], args: PyTree = (), kwargs: PyTree = None
-    ) -> PyTree:
+    def __torch_function__(self, func: Call, types: Sequence[type], args: PyTree = (), kwargs: PyTree = None) -> PyTree:
         initialiser = _torch.redrawing_initialiser(func)
         if initialiser is not None:
             self._recording.add_initialiser(*initialiser)
@@ -233,7 +230,7 @@ _ADDRESSES = {torch.Tensor.data_ptr, torch.Tensor.numpy, torch.Tensor.__array__}
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-def _without_memory(call: Callable[..., PyTree], given: PyTree) -> PyTree:
+def _without_memory(call: Call, given: PyTree) -> PyTree:
     """Replace the first argument of an op that reads only its shape, so that its memory can be released earlier."""
     if call not in OPS_ON_SHAPES:
         return given
@@ -242,7 +239,7 @@ def _without_memory(call: Callable[..., PyTree], given: PyTree) -> PyTree:
     return (shape, *rest), {**kwargs, "device": kwargs.get("device") or like.device}
 
 
-def _is_draw(op: torch._ops.OpOverload) -> bool:
+def _is_draw(op: Op) -> bool:
     return torch.Tag.nondeterministic_seeded in op.tags
 
 

@@ -13,8 +13,9 @@ from .. import _torch
 from ..functions import PyTree
 from .batches import tensors_of
 
-__all__ = ["CannotDeferError", "DeferredInit", "Memory", "RecordedOp", "View", "memory_of"]
+__all__ = ["Call", "CannotDeferError", "DeferredInit", "Memory", "RecordedOp", "View", "memory_of"]
 
+Call = Callable[..., PyTree]
 Memory = _torch.StorageWeakRef
 
 
@@ -36,9 +37,7 @@ class View:
     @staticmethod
     def of(fake: torch.Tensor) -> View:
         if fake.layout != torch.strided or fake.is_conj() or fake.is_neg():
-            raise CannotDeferError(
-                f"it makes a tensor of layout {fake.layout}, or one that is conjugated when it is read"
-            )
+            raise CannotDeferError(f"it makes a {fake.layout} tensor, or one that is conjugated when it is read")
         shape, strides = tuple(fake.shape), tuple(fake.stride())
         return View(memory_of(fake), fake.dtype, fake.device, shape, strides, int(fake.storage_offset()))
 
@@ -66,7 +65,7 @@ class RecordedOp:
         results: views of the results in new memories; None for the other results.
     """
 
-    call: Callable[..., PyTree]
+    call: Call
     given: PyTree = ((), {})
     results: Sequence[View | None] = ()
 

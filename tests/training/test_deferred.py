@@ -40,10 +40,10 @@ class Machine:
             torch.manual_seed(a)
         elif what == "seed another":
             self.generator.manual_seed(b)
-        elif what == "draw from another":
+        elif what in ("draw from another", "hand over"):
+            if what == "hand over":
+                self.generator.set_state(torch.get_rng_state())
             self.tensors.append(torch.randn(SIDE, SIDE, generator=self.generator))
-        elif what == "hand over":
-            self.generator.set_state(torch.get_rng_state())
         elif what == "save":
             self.saved = torch.get_rng_state()
         elif what == "return":

@@ -16,13 +16,14 @@ import torch
 
 from sharding_specs import P, broadcast_specs
 
-from ...collectives import all_gather, axis_size, pscatter
+from ...collectives import all_gather, pscatter
 from ...functions import PyTree, SpecTree, axis_mesh
 from ...ops import ADAMW
 from ...partition import Partitioning
 from ...rules import register_rule
 from .elementwise import Update, require_promise_kept, shard_mismatch
 from .returned import require_same_structure
+from .update_layout import filled
 
 __all__ = ["check_elementwise", "update_shards"]
 
@@ -106,6 +107,5 @@ def _without_filling(x: torch.Tensor, spec: P) -> torch.Tensor:
 def _filled(x: torch.Tensor, spec: P) -> torch.Tensor:
     for dim in spec.padded:
         axes = spec.dim_axes()[dim]
-        missing = -x.shape[dim] % axis_size(axes)
-        x = pscatter(torch.nn.functional.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, missing]), axes, dim)
+        x = pscatter(filled(x, axes, dim, spec), axes, dim)
     return x

@@ -21,6 +21,7 @@ from ...ops import sum_of_squares
 __all__ = [
     "as_trained",
     "at_rest",
+    "filled",
     "gather_updated",
     "global_norm",
     "into_compute",
@@ -60,7 +61,7 @@ def reduce_gradient(gradient: torch.Tensor | None, update: P, kept: P, compute: 
     if gradient is None:
         return None
     for axis, dim in _new_splits(update, kept):
-        gradient = psum_scatter(_filled(gradient, axis, dim, update), axis, dim)
+        gradient = psum_scatter(filled(gradient, axis, dim, update), axis, dim)
     rest = tuple(sorted(compute.reduced - update.axes))
     return psum(gradient, rest) if rest else gradient
 
@@ -71,7 +72,7 @@ def shard_for_update(param: T, update: P, kept: P) -> T | torch.Tensor:
         return param
     shard: torch.Tensor = param
     for axis, dim in _new_splits(update, kept):
-        shard = pscatter(_filled(shard, axis, dim, update), axis, dim)
+        shard = pscatter(filled(shard, axis, dim, update), axis, dim)
     return shard
 
 
@@ -83,11 +84,11 @@ def gather_updated(param: torch.Tensor, update: P, kept: P) -> torch.Tensor:
     return param
 
 
-def _filled(x: torch.Tensor, axis: str, dim: int, update: P) -> torch.Tensor:
+def filled(x: torch.Tensor, axes: str | tuple[str, ...], dim: int, update: P) -> torch.Tensor:
     """Pad a dim with zeros if its size is not divisible by the size of the axis."""
     if dim not in update.padded:
         return x
-    missing = -x.shape[dim] % axis_size(axis)
+    missing = -x.shape[dim] % axis_size(axes)
     return torch.nn.functional.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, missing])
 
 
