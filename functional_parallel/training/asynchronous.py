@@ -49,4 +49,5 @@ def of_one_update(layout: Layout, mesh: Mesh, params: PyTree, batch: tuple[PyTre
             )
         return leaf.narrow(dims[0], 0, length)
 
-    return optree.tree_map(part, batch, layout.batch_specs(mesh, params, batch))
+    found: tuple[PyTree, ...] = optree.tree_map(part, batch, layout.batch_specs(mesh, params, batch))
+    return found

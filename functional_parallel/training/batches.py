@@ -88,7 +88,9 @@ class BatchInputs:
         def whole(leaf: T, spec: P) -> T | torch.Tensor:
             return like_own(leaf, spec.only(self.mesh.axis_names)) if isinstance(leaf, torch.Tensor) else leaf
 
-        return optree.tree_map(whole, batch, self.f.layout.batch_specs(self.mesh, params, batch))
+        specs = self.f.layout.batch_specs(self.mesh, params, batch)
+        found: tuple[PyTree, ...] = optree.tree_map(whole, batch, specs)
+        return found
 
 
 def tensors_of(tree: PyTree) -> list[torch.Tensor]:

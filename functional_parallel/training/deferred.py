@@ -81,7 +81,7 @@ class _Recording(_torch.TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.generators = Generators()
         self._fakes = _torch.FakeTensorMode(allow_non_fake_inputs=True)
         self._ops: list[RecordedOp] = []

@@ -43,7 +43,7 @@ class View:
 
     def tensor(self, storage: torch.UntypedStorage) -> torch.Tensor:
         empty = torch.empty(0, dtype=self.dtype, device=self.device)
-        return empty.set_(storage, self.offset, self.shape, self.strides)  # type: ignore[call-overload,no-any-return]
+        return empty.set_(storage, self.offset, self.shape, self.strides)
 
     def laid_out(self, result: torch.Tensor) -> torch.UntypedStorage:
         """Return the storage of a result, copied if its kernel did not return the recorded strides and offset."""

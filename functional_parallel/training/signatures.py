@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import optree
 
 __all__ = ["listed", "on_one_line", "structure_as_text"]

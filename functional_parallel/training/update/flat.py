@@ -140,7 +140,8 @@ class FlatPacking:
         self.like = FlatBuffers(tuple(vectors), [leaves[number] for number in self.rest])  # for full shapes
 
     def _per_leaf(self, params: PyTree, prefix: PyTree) -> list[Any]:
-        return self.tree.flatten_up_to(optree.tree_broadcast_prefix(prefix, params))
+        found: list[Any] = self.tree.flatten_up_to(optree.tree_broadcast_prefix(prefix, params))
+        return found
 
     def _grouped(self, leaves: list[Any], constants: list[Hashable], apart: list[Hashable]) -> tuple[_Group, ...]:
         found: dict[tuple[torch.dtype, tuple[str, ...], frozenset[str], Hashable, Hashable], list[int]] = {}

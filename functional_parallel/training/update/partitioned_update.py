@@ -48,7 +48,8 @@ def update_shards(update: Update, args: tuple[PyTree, ...], specs: tuple[SpecTre
         own = optree.tree_map(partial(_of_axis, axis), even)
         local = Partitioning("the optimizer's update", axis, own, (own[2], own[1]), parameters=2).apply(local)
     new = local(*optree.tree_map(_without_filling, args, full))
-    return optree.tree_map(_filled, new, (full[2], full[1]))  # type: ignore[return-value]
+    filled: tuple[PyTree, PyTree] = optree.tree_map(_filled, new, (full[2], full[1]))
+    return filled
 
 
 def check_elementwise(update: Update, args: tuple[PyTree, ...], specs: tuple[SpecTree, ...]) -> None:

@@ -5,8 +5,6 @@ The next step runs the same program, so new parameters and state must have the s
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import optree
 import torch
 
@@ -17,8 +15,6 @@ from ...ir import leaf_signature
 from ..signatures import listed, structure_as_text
 
 __all__ = ["require_same_structure"]
-
-T = TypeVar("T")
 
 
 def require_same_structure(returned: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
@@ -61,7 +57,7 @@ def _differences(name: str, given: PyTree, returned: PyTree) -> list[str]:
     ]
 
 
-def _difference(old: T, new: T) -> str:
+def _difference(old: PyTree, new: PyTree) -> str:
     found = f"given as {leaf_signature(old)}, returned as {leaf_signature(new)}"
     if isinstance(old, torch.Tensor):
         return found
