@@ -4,17 +4,24 @@ from . import schedules
 from .adafactor import AdafactorState, Factored, adafactor
 from .adam import adam
 from .adamw import AdamWState, adamw, scale_by_adam
+from .by_path import ByPathState, by_path
 from .chain import ChainState, Transformation, add_decayed_weights, chain, scale_by_learning_rate
 from .host_rates import counted_on_host
 from .lion import LionState, lion, scale_by_lion
 from .optimizer import Optimizer, Schedule, clip_value
 from .optimizer import is_known_elementwise as is_known_elementwise
+from .optimizer import rates as rates
+from .optimizer import scheduled_rates as scheduled_rates
 from .optimizer import skips_untrained as skips_untrained
 from .sgd import SGDState, sgd, trace
+from .state_trees import like_params as like_params
+from .state_trees import likes as likes
+from .state_trees import tree_map_params as tree_map_params
 
 __all__ = [
     "AdafactorState",
     "AdamWState",
+    "ByPathState",
     "ChainState",
     "Factored",
     "LionState",
@@ -26,6 +33,7 @@ __all__ = [
     "adam",
     "adamw",
     "add_decayed_weights",
+    "by_path",
     "chain",
     "clip_value",
     "counted_on_host",

@@ -108,7 +108,10 @@ def adafactor(
         new, square = map_leaves(one, params, grads, state.square, constants=constants)
         return new, AdafactorState(state.step + 1, square)
 
-    return Optimizer(init, update, lambda params, specs: AdafactorState(P(), optree.tree_map(_placed, params, specs)))
+    def of_state(params: PyTree, specs: SpecTree) -> AdafactorState:
+        return AdafactorState(P(), optree.tree_map(_placed, params, specs))
+
+    return Optimizer(init, update, of_state, lr=lr)
 
 
 def _require_own(beta2_decay: float, eps: tuple[float | None, float], d: float) -> None:

@@ -20,6 +20,7 @@ from .decay import Decay, decay_rates
 from .hyperparameters import require
 from .optimizer import (
     Optimizer,
+    Row,
     Schedule,
     is_known_elementwise,
     learning_rate,
@@ -80,10 +81,6 @@ class ChainState(NamedTuple):
     moments: tuple[PyTree, ...]  # each like params, in the order of the transformations
 
 
-class _Row(tuple[PyTree, ...]):
-    """The constants of one parameter: a leaf of a tree, which a plain tuple is not."""
-
-
 def chain(*transformations: Transformation) -> Optimizer:
     """Compose gradient transformations into an optimizer, as `optax.chain` does; the first changes the gradient.
 
@@ -125,7 +122,7 @@ def chained(name: str, keep: Callable[..., tuple[PyTree, ...]], *transformations
     def rows(params: PyTree) -> PyTree:
         columns = [optree.broadcast_prefix(each.constants(params), params) for each in parts if each.constants]
         tree = optree.tree_structure(params)
-        return tree.unflatten([_Row(column[i] for column in columns) for i in range(tree.num_leaves)])
+        return tree.unflatten([Row(column[i] for column in columns) for i in range(tree.num_leaves)])
 
     def init(params: PyTree) -> PyTree:
         rows(params)  # raises for a pattern that matches nothing
@@ -138,7 +135,8 @@ def chained(name: str, keep: Callable[..., tuple[PyTree, ...]], *transformations
         return new, keep(state.step + 1, *moments)
 
     update.__qualname__ = name
-    return Optimizer(init, mark_elementwise(update) if known else update, constants=rows if promised else None)
+    lr = next((each.lr for each in reversed(transformations) if isinstance(each, _ScaleByLearningRate)), None)
+    return Optimizer(init, mark_elementwise(update) if known else update, constants=rows if promised else None, lr=lr)
 
 
 def _composed(parts: Iterable[Transformation], step: Tensor) -> Callable[..., tuple[Tensor, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
@@ -18,12 +18,15 @@ from .host_rates import rate_on_host
 
 __all__ = [
     "Optimizer",
+    "Row",
     "Schedule",
     "clip_value",
     "is_known_elementwise",
     "learning_rate",
     "map_leaves",
     "mark_elementwise",
+    "rates",
+    "scheduled_rates",
     "skipping",
     "skips_untrained",
     "zeros_like",
@@ -56,16 +59,24 @@ class Optimizer(NamedTuple):
             It declares that `update` is elementwise and may be called on shards. `train_step` raises an error if it
             detects that the update is not elementwise. With `constants`, parameters may be concatenated
             (`fp.zero(1, "data", layout="flat")`). `update` then gets parameters with equal constants as one vector.
+        frozen: params → a tree with one bool per parameter. Frozen parameters have no gradient and are not updated.
+        lr: the learning rate, or its schedule, for `metrics.lr`. With several, a dict.
     """
 
     init: Callable[[PyTree], PyTree]
     update: Callable[..., tuple[PyTree, PyTree]]
     specs: Callable[[PyTree, PyTree], SpecTree] | None = None
     constants: Callable[[PyTree], PyTree] | None = None
+    frozen: Callable[[PyTree], PyTree] | None = None
+    lr: Schedule | Mapping[str, PyTree] | None = None
 
     def __repr__(self) -> str:
         name = getattr(self.update, "__qualname__", type(self.update).__name__)
         return f"Optimizer({name.partition('.<locals>')[0]})"
+
+
+class Row(tuple[PyTree, ...]):
+    """Constants of one parameter: a leaf of a tree, which a plain tuple is not."""
 
 
 _skipping: WeakSet[Callable[..., Any]] = WeakSet()
@@ -127,7 +138,7 @@ def clip_value(optimizer: Optimizer, bound: float) -> Optimizer:
         mark_elementwise(update)
     if skips_untrained(optimizer.update):
         skipping(update)
-    return Optimizer(optimizer.init, update, optimizer.specs, optimizer.constants)
+    return optimizer._replace(update=update)
 
 
 def learning_rate(lr: Schedule, step: torch.Tensor) -> torch.Tensor:
@@ -148,6 +159,28 @@ def learning_rate(lr: Schedule, step: torch.Tensor) -> torch.Tensor:
             raise
         return rate_on_host(lr, step)
     return torch.as_tensor(rate, dtype=torch.float64, device=step.device)
+
+
+def scheduled_rates(optimizer: Optimizer, state: PyTree) -> PyTree:
+    """Return the rates of the next update that follow a schedule, in the tree of `optimizer.lr`. Others are None."""
+
+    def of(lr: PyTree, state: PyTree) -> PyTree:
+        if isinstance(lr, Mapping):
+            return {pattern: of(each, state.groups[pattern]) for pattern, each in lr.items()}
+        return learning_rate(lr, state.step) if callable(lr) else None
+
+    return of(getattr(optimizer, "lr", None), state)
+
+
+def rates(optimizer: Optimizer, scheduled: PyTree) -> PyTree:
+    """Return all rates of an update: those of `scheduled_rates`, and the constant ones."""
+
+    def of(lr: PyTree, found: PyTree) -> PyTree:
+        if isinstance(lr, Mapping):
+            return {pattern: of(each, found and found[pattern]) for pattern, each in lr.items()}
+        return found if lr is None or callable(lr) else torch.tensor(lr, dtype=torch.float64)
+
+    return of(getattr(optimizer, "lr", None), scheduled)
 
 
 def zeros_like(params: PyTree) -> PyTree:

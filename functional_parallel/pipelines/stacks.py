@@ -86,20 +86,25 @@ class Stacks:
         return optree.tree_map(self.restack, value, is_leaf=self._is_known)
 
     def unstack_like(self, value: PyTree, params: PyTree) -> PyTree:
-        """Unstack every subtree of `value` with the structure and shapes of the stacked parameters `params`."""
+        """Unstack every subtree of `value` with the structure and shapes of the stacked parameters `params`.
+
+        Leaves that are no tensors have any shape; a layer gets that of its stack.
+        """
         _, lengths = self._known[optree.tree_structure(self.unstack(params))]
         leaves, structure = optree.tree_flatten(params)
 
         def is_like_them(x: PyTree) -> bool:
             return optree.tree_structure(x) == structure and all(
-                getattr(mine, "shape", None) == getattr(leaf, "shape", None)
+                not isinstance(mine, torch.Tensor) or mine.shape == getattr(leaf, "shape", None)
                 for mine, leaf in zip(optree.tree_leaves(x), leaves, strict=True)
             )
 
         def split(x: PyTree) -> PyTree:
             if not is_like_them(x):
                 return x
-            parts = [list(leaf.unbind(0)) if i in lengths else leaf for i, leaf in enumerate(optree.tree_leaves(x))]
+            parts = [
+                _layers(leaf, lengths[i]) if i in lengths else leaf for i, leaf in enumerate(optree.tree_leaves(x))
+            ]
             return structure.unflatten(parts)
 
         return optree.tree_map(split, value, is_leaf=is_like_them)
@@ -216,7 +221,13 @@ def _of_layer(spec: P) -> P:
     return spec.replace(spec.dims[1:], padded=padded)
 
 
-def _stack(layers: list[torch.Tensor]) -> torch.Tensor:
+def _layers(leaf: PyTree, count: int) -> list[PyTree]:
+    return list(leaf.unbind(0)) if isinstance(leaf, torch.Tensor) else [leaf] * count
+
+
+def _stack(layers: list[PyTree]) -> PyTree:
+    if layers and not isinstance(layers[0], torch.Tensor):
+        return layers[0]
     if layers and all(isinstance(layer, torch.Tensor) and layer.device.type == "meta" for layer in layers):
         stack = layers[0].new_empty((len(layers), *layers[0].shape))
         setattr(stack, STACK_DIM, 0)

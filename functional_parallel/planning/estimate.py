@@ -15,11 +15,11 @@ from sharding_specs import Mesh, broadcast_specs, local_shape, register_dataclas
 from ..errors import PipelineError
 from ..functions import PyTree, SpecTree
 from ..ir import is_trained
-from ..optim import Optimizer, sgd
+from ..optim import Optimizer, sgd, tree_map_params
 from ..pipelines import pipeline_of, stage_of_layer
 from ..program import readable_bytes
 from ..requests import UpdateSharding
-from ..training import TrainStep, train_step, tree_map_params
+from ..training import TrainStep, train_step
 
 __all__ = ["CONVENTIONS", "Convention", "Estimate", "activation_bytes", "estimate", "transformer_parameters"]
 

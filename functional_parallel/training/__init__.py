@@ -3,12 +3,10 @@
 from .local_step import Metrics
 from .state import TrainState
 from .step import TrainStep, train_step
-from .update import tree_map_params
 
 __all__ = [
     "Metrics",
     "TrainState",
     "TrainStep",
     "train_step",
-    "tree_map_params",
 ]

@@ -18,7 +18,7 @@ from sharding_specs import P
 
 from .. import random
 from ..functions import LocalFunction, PyTree, SpecTree, grad_and_value
-from ..optim import Optimizer, skips_untrained
+from ..optim import Optimizer, scheduled_rates, skips_untrained
 from ..requests import StateRequest, Update, split_state, state_requests, with_leaves
 from .options import StepOptions
 from .untrained import old_params, old_state, old_weights, report_untrained, untrained, without
@@ -47,6 +47,7 @@ class Metrics(NamedTuple):
         aux: aux of the loss; None without `has_aux`.
         skipped: whether gradients overflowed, so that nothing was updated; None without a loss scale.
         loss_scale: factor of the loss in this step; None without a loss scale.
+        lr: learning rate of this step; a dict by pattern for `fp.optim.by_path`. None if the optimizer has none.
     """
 
     loss: torch.Tensor
@@ -54,6 +55,7 @@ class Metrics(NamedTuple):
     aux: PyTree = None
     skipped: torch.Tensor | None = None
     loss_scale: torch.Tensor | None = None
+    lr: PyTree = None
 
 
 @dataclass(frozen=True)
@@ -116,8 +118,10 @@ class _StepOnShards:
         inputs = optree.tree_map(as_trained, reduced, places.params)
         with random.using(key) if key is not None else nullcontext():
             gradients, value, aux = self._gradients(inputs, batch, leaves)
+        gradients = without(gradients, places.frozen)
         idle = untrained(inputs, gradients)
-        report_untrained(self.step.f.name, params, idle, self.step.warned)
+        report_untrained(self.step.f.name, params, idle, places.frozen, self.step.warned)
+        idle = [no_path or fixed for no_path, fixed in zip(idle, places.frozen, strict=True)]
         if skips_untrained(self.step.optimizer.update) and not packing.groups:
             gradients = without(gradients, idle)
         gradients, norm = self._reduced(gradients, leaves)
@@ -125,7 +129,8 @@ class _StepOnShards:
         masks = optree.tree_map(shard_for_update, packing.masks(idle), places.update, places.whole)
         update, after = self._updated(self._optimized(gradients, stored, before, leaves, masks), norm, leaves)
         new = packing.unpack(optree.tree_map(gather_updated, update.params, places.update, places.whole))
-        metrics = Metrics(value, norm, aux)
+        rates = scheduled_rates(self.step.optimizer, before) if self.step.has_norm else None
+        metrics = Metrics(value, norm, aux, lr=rates)
         for each, held in zip(self.requests, leaves, strict=True):
             metrics = metrics._replace(**each.metrics(norm, held))
         return (old_params(new, params, idle), with_leaves(update.state, self.requests, after)), metrics

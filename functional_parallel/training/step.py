@@ -15,7 +15,7 @@ from .. import random
 from ..functions import PyTree, explain_keywords
 from ..ir import leaf_signature
 from ..lowering import ArgumentPaths, Lowered, lower
-from ..optim import Optimizer, counted_on_host
+from ..optim import Optimizer, counted_on_host, rates
 from ..passes import pass_names
 from ..pipelines import PipelineProgram
 from ..program import Explanation, PassTable, Program
@@ -164,6 +164,7 @@ class TrainStep(StateManager):
             runtime.whole(x, spec) for x, spec in zip(results[count:], lowered.program.out_specs[count:], strict=True)
         ]
         _, metrics = lowered.unflatten([*results[:count], *whole])
+        metrics = metrics._replace(lr=rates(self.optimizer, metrics.lr))
         new = iter(results)
         kept = tuple(handle if isinstance(handle, StaticLeaf) else next(new) for handle in held)
         recorded = recorded_steps(state.recorded, metrics.loss)

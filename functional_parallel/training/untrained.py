@@ -16,8 +16,8 @@ from sharding_specs import tree_paths
 from ..errors import NothingToTrainError, NotTrainedWarning
 from ..functions import PyTree, unused
 from ..ir import current_source, is_trained, warn_at
+from ..optim import likes, tree_map_params
 from ..tracing import ClosedOver, recorder
-from .update import likes, tree_map_params
 
 __all__ = [
     "old_params",
@@ -38,20 +38,23 @@ def untrained(params: PyTree, gradients: PyTree) -> list[bool]:
     return [is_trained(leaf) and gradient is not None and unused(leaf, gradient) for leaf, gradient in pairs]
 
 
-def report_untrained(loss: str, params: PyTree, flags: Sequence[bool], warned: set[str]) -> None:
+def report_untrained(
+    loss: str, params: PyTree, flags: Sequence[bool], frozen: Sequence[bool], warned: set[str]
+) -> None:
     """Warn of parameters and closed-over tensors that a step does not train. Raise if it trains nothing.
 
     Args:
         loss: name of the loss.
         params: the parameters.
         flags: result of `untrained`.
+        frozen: for each leaf, whether the optimizer freezes it.
         warned: paths and names of earlier warnings; extended.
 
     Raises:
         NothingToTrainError: if there are parameters to train, and none has a path to the loss.
     """
     paths = [f"`{path}`" if path else "the parameter" for path in tree_paths(params)]
-    trained = [is_trained(leaf) for leaf in optree.tree_leaves(params)]
+    trained = [is_trained(leaf) and not fixed for leaf, fixed in zip(optree.tree_leaves(params), frozen, strict=True)]
     active = recorder()
     outside = [] if active is None else active.trainable_constants
     if any(trained) and list(flags) == trained:

@@ -10,10 +10,8 @@ from .update_layout import (
     gather_updated,
     global_norm,
     into_compute,
-    likes,
     reduce_gradient,
     shard_for_update,
-    tree_map_params,
 )
 
 __all__ = [
@@ -24,11 +22,9 @@ __all__ = [
     "gather_updated",
     "global_norm",
     "into_compute",
-    "likes",
     "reduce_gradient",
     "require_elementwise",
     "require_same_structure",
     "shard_for_update",
-    "tree_map_params",
     "warn_of_replicated_state",
 ]

@@ -21,10 +21,10 @@ from sharding_specs import P, tree_paths, whole_shape
 from ...functions import PyTree, SpecTree, axis_mesh
 from ...ir import RESHAPES, UNIT_DIMS, Aval, Traced, info, operands_of, source_of, tensor_operands, walk_args, where
 from ...ops import ADAMW
+from ...optim import like_params
 from ...rules import is_elementwise
 from ...tracing import trace
 from .returned import require_same_structure
-from .update_layout import like_params
 
 __all__ = ["Call", "Update", "layer_mismatch", "of_shape", "require_promise_kept", "shard_mismatch", "update_mismatch"]
 

@@ -22,10 +22,10 @@ from sharding_specs import Mesh, P, local_shape, shard_leaf, tree_paths, unshard
 
 from ...functions import PyTree, SpecTree
 from ...ir import hollow, is_trained
-from ...optim import Optimizer, is_known_elementwise
+from ...optim import Optimizer, is_known_elementwise, tree_map_params
 from .elementwise import Call, Update, of_shape, require_promise_kept, update_mismatch
 from .partitioned_update import check_elementwise, update_shards
-from .update_layout import at_rest, tree_map_params
+from .update_layout import at_rest
 
 __all__ = ["FlatBuffers", "FlatPacking", "NoPacking", "require_elementwise"]
 
@@ -108,6 +108,7 @@ class FlatPacking:
         over: the axes that split the vectors, outermost first.
         optimizer: its `constants` declare which parameters it treats identically.
         apart: tree prefix of additional labels. Parameters with different labels do not share a vector.
+        frozen: for each leaf, whether it is in no vector because it is not updated.
 
     Raises:
         ValueError: if the optimizer is not elementwise, or has no `constants`.
@@ -121,12 +122,15 @@ class FlatPacking:
         over: tuple[str, ...],
         optimizer: Optimizer,
         apart: PyTree = 0,
+        frozen: Sequence[bool] | None = None,
     ) -> None:
         require_elementwise(optimizer)
         assert optimizer.constants is not None
         self.mesh, self.over = mesh, over
         self.tree, self.paths, leaves = optree.tree_structure(params), tree_paths(params), optree.tree_leaves(params)
-        self.shapes = [tuple(leaf.shape) if is_trained(leaf) else None for leaf in leaves]
+        fixed = frozen or [False] * len(leaves)
+        packed = [is_trained(leaf) and not each for leaf, each in zip(leaves, fixed, strict=True)]
+        self.shapes = [tuple(leaf.shape) if each else None for leaf, each in zip(leaves, packed, strict=True)]
         self.computed = self.tree.flatten_up_to(specs)
         self.kept = [at_rest(spec) for spec in self.computed]
         marks = [self._per_leaf(params, optimizer.constants(params)), self._per_leaf(params, apart)]
@@ -146,7 +150,7 @@ class FlatPacking:
     def _grouped(self, leaves: list[Any], constants: list[Hashable], apart: list[Hashable]) -> tuple[_Group, ...]:
         found: dict[tuple[torch.dtype, tuple[str, ...], frozenset[str], Hashable, Hashable], list[int]] = {}
         for number, leaf in enumerate(leaves):
-            if is_trained(leaf):
+            if self.shapes[number] is not None:
                 axes = tuple(name for name in self.mesh.axis_names if name in self.kept[number].axes)
                 key = (leaf.dtype, axes, self.computed[number].reduced, constants[number], apart[number])
                 found.setdefault(key, []).append(number)
@@ -238,16 +242,19 @@ class FlatPacking:
     # --- full vectors ---
 
     def pack_whole(self, tree: PyTree) -> FlatBuffers:
-        """Pack full leaves into full vectors.
+        """Pack full leaves into full vectors. Leaves of a moment that are no tensors stay one such leaf per vector.
 
         Raises:
             ValueError: if a leaf does not have the shape of its parameter, so it has no slice in a vector.
         """
         leaves = self.tree.flatten_up_to(tree)
-        for number in (number for group in self.groups for number in group.leaves):
-            self._require_shape(number, leaves[number])
         vectors = []
         for group in self.groups:
+            if not any(isinstance(leaves[number], torch.Tensor) for number in group.leaves):
+                vectors.append(leaves[group.leaves[0]])
+                continue
+            for number in group.leaves:
+                self._require_shape(number, leaves[number])
             mesh, rows = self._ranks(group), []
             for rank in mesh.ranks:
                 parts = [shard_leaf(leaves[number], self.kept[number], mesh, rank) for number in group.leaves]
@@ -259,6 +266,9 @@ class FlatPacking:
         """Unpack full vectors into full leaves."""
         leaves: list[Any] = [None] * self.tree.num_leaves
         for group, vector in zip(self.groups, packed.vectors, strict=True):
+            if not isinstance(vector, torch.Tensor):
+                leaves = [vector if number in group.leaves else leaf for number, leaf in enumerate(leaves)]
+                continue
             rows = [[part for _, part, _ in _cut(row, group)] for row in vector.split(group.length)]
             for number, parts in zip(group.leaves, zip(*rows, strict=True), strict=True):
                 leaves[number] = unshard_leaf(parts, self.kept[number], self._ranks(group)).clone()

@@ -14,7 +14,7 @@ from sharding_specs import Mesh, broadcast_specs
 from ...collectives import bind
 from ...functions import Layout, PyTree, SpecTree
 from ...ir import hollow
-from ...optim import Optimizer, is_known_elementwise
+from ...optim import Optimizer, is_known_elementwise, like_params, tree_map_params
 from ...pipelines import pipeline_of, stacks_of
 from ...requests import (
     NormSharding,
@@ -28,7 +28,7 @@ from ...requests import (
 )
 from .elementwise import layer_mismatch
 from .flat import FlatPacking, NoPacking
-from .update_layout import at_rest, like_params, tree_map_params
+from .update_layout import at_rest
 
 __all__ = ["StepLayout", "find_step_layout"]
 
@@ -48,6 +48,7 @@ class StepLayout:
         whole: layout of the parameters before the update splits them.
         update: layout of the parameters in the optimizer's update.
         counted: layout of the gradients for the sum of squares of their norm.
+        frozen: for each leaf of the parameters, whether the optimizer freezes it.
     """
 
     params: PyTree
@@ -58,6 +59,7 @@ class StepLayout:
     whole: SpecTree
     update: SpecTree
     counted: SpecTree
+    frozen: tuple[bool, ...]
 
     def state(self, state: PyTree, optimizer: Optimizer, requests: Sequence[StateRequest]) -> SpecTree:
         """Return the specs of a packed state of full tensors.
@@ -100,20 +102,23 @@ def find_step_layout(f: Layout, mesh: Mesh, params: PyTree, optimizer: Optimizer
     with bind(f.mesh(mesh).shape, None):
         compute = broadcast_specs(f.arguments((shapes,))[0], shapes)
         kept = optree.tree_map(at_rest, compute)
+        frozen = tuple(optree.tree_leaves(_decided(f, shapes, optimizer, "frozen", False)))
         if flat_update(f):
             axes = tuple(each.axis for each in f.all(UpdateSharding))
             _refuse_stages(f, axes)
             apart = f.last(SummedApart)
-            packing = FlatPacking(shapes, compute, mesh, axes, optimizer, 0 if apart is None else apart.label(shapes))
+            label = 0 if apart is None else apart.label(shapes)
+            packing = FlatPacking(shapes, compute, mesh, axes, optimizer, label, frozen)
             split = packing.split
-            return StepLayout(shapes, packing, compute, kept, packing.summed, packing.whole, split, split)
+            return StepLayout(shapes, packing, compute, kept, packing.summed, packing.whole, split, split, frozen)
         stacks, norm = stacks_of(f), f.last(NormSharding) if clipped else None
         if stacks is not None:
             stacks.require_elementwise(optimizer, shapes, partial(_beyond_layers, optimizer))
         update = _split_over(update_specs(f), shapes, kept, mesh)
         counted = _split_over(None if norm is None else norm.specs, shapes, update, mesh)
-        constants = _constants(f, shapes, optimizer)
-        return StepLayout(shapes, NoPacking(shapes, constants), compute, kept, compute, kept, update, counted)
+        constants = _decided(f, shapes, optimizer, "constants", None)
+        packing = NoPacking(shapes, constants)
+        return StepLayout(shapes, packing, compute, kept, compute, kept, update, counted, frozen)
 
 
 def _refuse_stages(f: Layout, axes: Sequence[str]) -> None:
@@ -124,14 +129,14 @@ def _refuse_stages(f: Layout, axes: Sequence[str]) -> None:
         )
 
 
-def _constants(f: Layout, shapes: PyTree, optimizer: Optimizer) -> PyTree:
-    """Constants of the optimizer for each parameter, such as its weight decay.
+def _decided(f: Layout, shapes: PyTree, optimizer: Optimizer, field: str, default: Any) -> PyTree:
+    """What the optimizer decides for each parameter by its function `field`, such as its constants, a weight decay.
 
-    They are computed from full parameters, or from the stack of layers for a parameter of a layer.
+    It is decided from full parameters, or from the stack of layers for a parameter of a layer.
     """
-    decide = getattr(optimizer, "constants", None)  # a user's own pair may lack it
+    decide = getattr(optimizer, field, None)  # a user's own pair may lack it
     if decide is None:
-        return None
+        return None if default is None else optree.tree_map(lambda _: default, shapes)
     stacks = stacks_of(f)
     if stacks is not None:
         return stacks.per_layer(decide, shapes)

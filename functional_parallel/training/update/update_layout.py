@@ -6,7 +6,6 @@ an all-gather collects the new parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TypeVar
 
 import optree
@@ -25,11 +24,8 @@ __all__ = [
     "gather_updated",
     "global_norm",
     "into_compute",
-    "like_params",
-    "likes",
     "reduce_gradient",
     "shard_for_update",
-    "tree_map_params",
 ]
 
 T = TypeVar("T")
@@ -111,44 +107,3 @@ def global_norm(gradients: PyTree, specs: SpecTree) -> torch.Tensor:
     for square in sums[1:]:
         total = total + square.to(total.dtype)
     return total.sqrt()
-
-
-def like_params(state: PyTree, params: PyTree, specs: SpecTree) -> SpecTree:
-    """Return the specs of an optimizer state of full tensors.
-
-    In each subtree with the structure of the parameters, a leaf with the shape of its parameter gets the parameter's
-    spec. All other leaves are replicated, such as a step count or a statistic per parameter.
-    """
-    is_like = _is_like(optree.tree_structure(params))
-
-    def placed(x: PyTree) -> SpecTree:
-        return optree.tree_map(_as_its_parameter, x, params, specs) if is_like(x) else P()
-
-    return optree.tree_map(placed, state, is_leaf=is_like)
-
-
-def _as_its_parameter(leaf: torch.Tensor, param: torch.Tensor, spec: P) -> P:
-    return spec if getattr(leaf, "shape", None) == getattr(param, "shape", None) else P()
-
-
-def tree_map_params(change: Callable[[PyTree], PyTree], state: PyTree, structure: optree.PyTreeSpec) -> PyTree:
-    """Apply `change` to every subtree of an optimizer state that has the structure of the parameters."""
-    is_like = _is_like(structure)
-    return optree.tree_map(lambda x: change(x) if is_like(x) else x, state, is_leaf=is_like)
-
-
-def likes(state: PyTree, structure: optree.PyTreeSpec) -> list[PyTree]:
-    """Return the subtrees of an optimizer state that have the structure of the parameters, in order."""
-    is_like = _is_like(structure)
-    return [each for each in optree.tree_leaves(state, is_leaf=is_like) if is_like(each)]
-
-
-def _is_like(structure: optree.PyTreeSpec) -> Callable[[PyTree], bool]:
-    def is_like(x: PyTree) -> bool:
-        return structure.num_leaves > 0 and optree.tree_structure(x) == structure and not _is_scalar_leaf(x)
-
-    return is_like
-
-
-def _is_scalar_leaf(x: PyTree) -> bool:
-    return isinstance(x, torch.Tensor) and x.ndim == 0

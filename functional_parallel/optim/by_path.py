@@ -1,0 +1,238 @@
+"""Optimizers by the path of a parameter: groups of parameters with different optimizers, rates and decays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import optree
+
+from sharding_specs import P, optional, tree_paths
+from sharding_specs.rules import matches, nearest
+
+from ..functions import PyTree, SpecTree
+from .optimizer import Optimizer, Row, is_known_elementwise, mark_elementwise, skipping, skips_untrained
+from .state_trees import like_params
+
+__all__ = ["ByPathState", "by_path"]
+
+_LISTED = 8
+_ELSEWHERE = 0  # in a moment of one group, the leaf of a parameter of another group
+
+
+class ByPathState(NamedTuple):
+    """State of `by_path`: the state of each optimizer, by its pattern.
+
+    A moment has the structure of all parameters. It is 0, the Python number, for parameters of other groups.
+    """
+
+    groups: dict[str, PyTree]
+
+
+def by_path(groups: Mapping[str, Optimizer | None]) -> Optimizer:
+    """Return an optimizer that updates each parameter by the optimizer of the first pattern that matches its path.
+
+    >>> import torch, functional_parallel as fp
+    >>> optimizer = fp.optim.by_path({"*norm*": fp.optim.sgd(0.5), "embed": None, "*": fp.optim.sgd(1.0)})
+    >>> params = {"embed": torch.ones(1), "norm": torch.ones(1), "w": torch.ones(1)}
+    >>> optimizer.update(params, optimizer.init(params), params)[0]
+    {'embed': tensor([1.]), 'norm': tensor([0.5000]), 'w': tensor([0.])}
+
+    Each optimizer gets a dict from path to parameter, of its own parameters. Its state is sharded as if it were the
+    only optimizer. `train_step(clip=…)` bounds the norm of the gradients of all groups together. `metrics.lr` is a dict
+    from pattern to rate.
+
+    Args:
+        groups: path pattern → optimizer, in the order of precedence. None freezes parameters: they have no gradient,
+            no state and no update. Patterns are those of sharding rules, such as `"*/bias"`.
+
+    Returns:
+        An optimizer with the state `ByPathState`. It may be updated on shards and in flat vectors if all its optimizers
+        may be. Its `init` raises ValueError for a parameter that no pattern matches, and for a pattern that is the
+        first match of no parameter.
+
+    Raises:
+        TypeError: if a value is not an optimizer.
+        ValueError: if nothing is trained, or if one optimizer works on shards by its own `specs` and another is
+            neither elementwise nor has `specs`.
+    """
+    found = dict(groups)
+    for pattern, each in found.items():
+        if each is not None and not isinstance(each, Optimizer):
+            raise TypeError(f"by_path({pattern!r}: {each!r}): the value is an fp.optim.Optimizer, or None to freeze")
+    trained = {pattern: each for pattern, each in found.items() if each is not None}
+    if not trained:
+        raise ValueError("by_path: every pattern freezes its parameters (None), so there is nothing to train")
+    return _ByPath(found, trained).optimizer()
+
+
+@dataclass(frozen=True)
+class _ByPath:
+    patterns: dict[str, Optimizer | None]
+    trained: dict[str, Optimizer]
+
+    def optimizer(self) -> Optimizer:
+        optimizers = self.trained.values()
+        is_known = all(is_known_elementwise(each.update) for each in optimizers)
+        skips = all(skips_untrained(each.update) for each in optimizers)
+        update = partial(self.update)  # an object that can be marked
+        if is_known or skips:
+            (mark_elementwise if is_known else skipping)(update)
+        own_specs = any(each.specs for each in optimizers)
+        if own_specs:
+            self._require_shards()
+        return Optimizer(
+            self.init,
+            update,
+            specs=self.specs if own_specs else None,
+            constants=self.constants if all(each.constants for each in optimizers) else None,
+            frozen=self.frozen if None in self.patterns.values() else None,
+            lr={pattern: each.lr for pattern, each in self.trained.items()},
+        )
+
+    def _require_shards(self) -> None:
+        wrong = [pattern for pattern, each in self.trained.items() if not (each.specs or each.constants)]
+        if wrong:
+            sharded = next(pattern for pattern, each in self.trained.items() if each.specs)
+            raise ValueError(
+                f"by_path: the optimizer of {sharded!r} has `specs`, so it is given shards, and that of "
+                f"{', '.join(map(repr, wrong))} has neither `specs` nor `constants`, so it needs full parameters. Give "
+                "the second one `constants` if it is elementwise, or `specs` if it can work on shards"
+            )
+
+    # --- groups ---
+
+    def _assigned(self, params: PyTree) -> list[str]:
+        """Return the pattern of each parameter."""
+        paths = tree_paths(params)
+        if paths == [""]:
+            raise ValueError("by_path takes a tree of parameters, such as a dict; these parameters are one tensor")
+        first = [next((pattern for pattern in self.patterns if matches(pattern, path)), None) for path in paths]
+        missing = [path for path, pattern in zip(paths, first, strict=True) if pattern is None]
+        if missing:
+            more = f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
+            raise ValueError(
+                f"by_path: no pattern matches {', '.join(missing[:_LISTED])}{more}; the patterns are "
+                f"{', '.join(map(repr, self.patterns))}. Add '*' as the last pattern, for all others; its value None "
+                "keeps them fixed"
+            )
+        for pattern in self.patterns:
+            if pattern not in first and not isinstance(pattern, optional) and pattern != "*":
+                raise ValueError(
+                    f"by_path: {pattern!r} is the first match of no parameter: {self._why(pattern, paths)}"
+                )
+        return [each for each in first if each is not None]
+
+    def _why(self, pattern: str, paths: list[str]) -> str:
+        if not any(matches(pattern, path) for path in paths):
+            return f"it matches none; the nearest paths are {', '.join(nearest(pattern, paths))}"
+        return "patterns before it match all that it matches; move it up"
+
+    def _groups(self, params: PyTree, assigned: Sequence[str | None]) -> dict[str, _Group]:
+        paths, structure = tree_paths(params), optree.tree_structure(params)
+        return {
+            pattern: _Group(
+                {path: i for i, (path, own) in enumerate(zip(paths, assigned, strict=True)) if own == pattern},
+                structure,
+            )
+            for pattern in self.trained
+        }
+
+    # --- the optimizer ---
+
+    def init(self, params: PyTree) -> ByPathState:
+        groups = self._groups(params, self._assigned(params))
+        return ByPathState(
+            {pattern: group.spread(self.trained[pattern].init(group.of(params))) for pattern, group in groups.items()}
+        )
+
+    def update(
+        self, grads: PyTree, state: ByPathState, params: PyTree, *specs: SpecTree, constants: PyTree | None = None
+    ) -> tuple[PyTree, ByPathState]:
+        leaves, tree = optree.tree_flatten(params)
+        # In a flat layout, a leaf that is not trained has None in place of a row of constants
+        rows = None if constants is None else [row or (None, None) for row in tree.flatten_up_to(constants)]
+        assigned = self._assigned(params) if rows is None else [pattern for pattern, _ in rows]
+        states = {}
+        for pattern, group in self._groups(params, assigned).items():
+            optimizer, own = self.trained[pattern], group.of(params)
+            further = [group.of(spec) for spec in specs] if optimizer.specs else []
+            named = {} if rows is None else {"constants": {path: rows[i][1] for path, i in group.members.items()}}
+            new, after = optimizer.update(
+                group.of(grads), group.collected(state.groups[pattern]), own, *further, **named
+            )
+            group.require_like(own, new, pattern)
+            for path, number in group.members.items():
+                leaves[number] = new[path]
+            states[pattern] = group.spread(after)
+        return tree.unflatten(leaves), ByPathState(states)
+
+    def constants(self, params: PyTree) -> PyTree:
+        tree = optree.tree_structure(params)
+        rows = [Row((None, None))] * tree.num_leaves
+        for pattern, group in self._groups(params, self._assigned(params)).items():
+            own, decide = group.of(params), self.trained[pattern].constants
+            assert decide is not None
+            found = optree.tree_broadcast_prefix(decide(own), own)
+            for path, number in group.members.items():
+                rows[number] = Row((pattern, found[path]))
+        return tree.unflatten(rows)
+
+    def specs(self, params: PyTree, specs: SpecTree) -> ByPathState:
+        found = {}
+        for pattern, group in self._groups(params, self._assigned(params)).items():
+            optimizer, own, placed = self.trained[pattern], group.of(params), group.of(specs)
+            held = optimizer.specs(own, placed) if optimizer.specs else like_params(optimizer.init(own), own, placed)
+            found[pattern] = group.spread(held, P())
+        return ByPathState(found)
+
+    def frozen(self, params: PyTree) -> PyTree:
+        flags = [self.patterns[pattern] is None for pattern in self._assigned(params)]
+        return optree.tree_structure(params).unflatten(flags)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Parameters of one optimizer: the index of each path, among the leaves of a tree with this structure."""
+
+    members: dict[str, int]
+    structure: Any
+
+    def of(self, tree: PyTree) -> dict[str, Any]:
+        """Return the leaves of the group, by path, from a tree like the parameters."""
+        leaves = self.structure.flatten_up_to(tree)
+        return {path: leaves[number] for path, number in self.members.items()}
+
+    def spread(self, state: PyTree, elsewhere: Any = _ELSEWHERE) -> PyTree:
+        """Return a state with every tree of the group as a tree like all parameters."""
+        own = optree.tree_structure(self.members)
+
+        def is_own(x: Any) -> bool:
+            return isinstance(x, dict) and optree.tree_structure(x) == own
+
+        def spread(x: Any) -> PyTree:
+            if not is_own(x):
+                return x
+            leaves = [elsewhere] * self.structure.num_leaves
+            for path, number in self.members.items():
+                leaves[number] = x[path]
+            return self.structure.unflatten(leaves)
+
+        return optree.tree_map(spread, state, is_leaf=is_own)
+
+    def collected(self, state: PyTree) -> PyTree:
+        """Return a state with every tree like all parameters as a tree of the group."""
+
+        def is_like_all(x: Any) -> bool:
+            return optree.tree_structure(x) == self.structure
+
+        return optree.tree_map(lambda x: self.of(x) if is_like_all(x) else x, state, is_leaf=is_like_all)
+
+    def require_like(self, own: PyTree, new: PyTree, pattern: str) -> None:
+        if optree.tree_structure(new) != optree.tree_structure(own):
+            raise ValueError(
+                f"by_path: the update of {pattern!r} returned parameters of another structure than the dict of "
+                f"{', '.join(own)} that it was given"
+            )
