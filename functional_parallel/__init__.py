@@ -53,6 +53,7 @@ from .errors import (
     UnevenBatchError,
 )
 from .functions import functional, grad, grad_and_value, hessian, jvp, vmap
+from .interop import PreparedStep, prepare
 from .ops import constrain
 from .ops import keyed_draws as _keyed_draws  # noqa: F401 - whose import registers them
 from .partition import partition
@@ -103,6 +104,7 @@ __all__ = [
     "PipelineChoice",
     "PipelineChoices",
     "Position",
+    "PreparedStep",
     "Price",
     "Program",
     "Sampler",
@@ -144,6 +146,7 @@ __all__ = [
     "pmean",
     "pmin",
     "ppermute",
+    "prepare",
     "pscatter",
     "psum",
     "psum_scatter",

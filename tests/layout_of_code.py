@@ -58,6 +58,7 @@ ORDER = [
     "compile",
     "training",
     "planning",
+    "interop",
     "testing",
     "cli",
     "__init__",

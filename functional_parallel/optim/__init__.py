@@ -5,6 +5,7 @@ from .adafactor import AdafactorState, Factored, adafactor
 from .adam import adam
 from .adamw import AdamWState, adamw, scale_by_adam
 from .by_path import ByPathState, by_path
+from .by_path import PathSet as PathSet
 from .chain import ChainState, Transformation, add_decayed_weights, chain, scale_by_learning_rate
 from .host_rates import counted_on_host
 from .lion import LionState, lion, scale_by_lion

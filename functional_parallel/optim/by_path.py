@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,10 +16,26 @@ from ..functions import PyTree, SpecTree
 from .optimizer import Optimizer, Row, is_known_elementwise, mark_elementwise, skipping, skips_untrained
 from .state_trees import like_params
 
-__all__ = ["ByPathState", "by_path"]
+__all__ = ["ByPathState", "PathSet", "by_path"]
 
 _LISTED = 8
 _ELSEWHERE = 0  # in a moment of one group, the leaf of a parameter of another group
+
+
+class PathSet(str):
+    """A pattern that matches these paths exactly, under a name of its own."""
+
+    __slots__ = ("paths",)
+    paths: frozenset[str]
+
+    def __new__(cls, name: str, paths: Iterable[str]) -> PathSet:
+        made = super().__new__(cls, name)
+        made.paths = frozenset(paths)
+        return made
+
+
+def _matches(pattern: str, path: str) -> bool:
+    return path in pattern.paths if isinstance(pattern, PathSet) else matches(pattern, path)
 
 
 class ByPathState(NamedTuple):
@@ -109,7 +125,7 @@ class _ByPath:
         paths = tree_paths(params)
         if paths == [""]:
             raise ValueError("by_path takes a tree of parameters, such as a dict; these parameters are one tensor")
-        first = [next((pattern for pattern in self.patterns if matches(pattern, path)), None) for path in paths]
+        first = [next((pattern for pattern in self.patterns if _matches(pattern, path)), None) for path in paths]
         missing = [path for path, pattern in zip(paths, first, strict=True) if pattern is None]
         if missing:
             more = f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
@@ -226,7 +242,7 @@ class _Group:
         """Return a state with every tree like all parameters as a tree of the group."""
 
         def is_like_all(x: Any) -> bool:
-            return optree.tree_structure(x) == self.structure
+            return bool(optree.tree_structure(x) == self.structure)
 
         return optree.tree_map(lambda x: self.of(x) if is_like_all(x) else x, state, is_leaf=is_like_all)
 

@@ -117,8 +117,7 @@ def find_step_layout(f: Layout, mesh: Mesh, params: PyTree, optimizer: Optimizer
         update = _split_over(update_specs(f), shapes, kept, mesh)
         counted = _split_over(None if norm is None else norm.specs, shapes, update, mesh)
         constants = _decided(f, shapes, optimizer, "constants", None)
-        packing = NoPacking(shapes, constants)
-        return StepLayout(shapes, packing, compute, kept, compute, kept, update, counted, frozen)
+        return StepLayout(shapes, NoPacking(shapes, constants), compute, kept, compute, kept, update, counted, frozen)
 
 
 def _refuse_stages(f: Layout, axes: Sequence[str]) -> None:

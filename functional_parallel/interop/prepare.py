@@ -1,0 +1,178 @@
+"""A compiled training step for scripts with a torch module, a torch optimizer and a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from sharding_specs import Mesh
+
+from ..functions import functional
+from ..optim import Optimizer
+from ..training import Metrics, TrainStep, train_step
+from .torch_optimizers import translated
+from .torch_schedulers import rates_of
+
+__all__ = ["PreparedStep", "prepare"]
+
+Model = Callable[..., Any]
+Plan = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def prepare(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | Optimizer,
+    scheduler: Any = None,
+    *,
+    loss: Callable[..., torch.Tensor],
+    mesh: Mesh,
+    plan: Plan | None = None,
+    scheduler_every: int = 1,
+    **options: Any,
+) -> PreparedStep:
+    """Turn the parts of a training loop into one step that replaces forward, backward, clipping and updates.
+
+    >>> import torch, functional_parallel as fp
+    >>> from sharding_specs import Mesh
+    >>> module = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    >>> scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+    >>> def loss(model, x, y):
+    ...     return (model(x) - y).square().mean()
+    >>> step = fp.prepare(module, optimizer, scheduler, loss=loss, mesh=Mesh(data=2), plan=fp.zero(2, "data"))
+    >>> x = torch.randn(8, 2)
+    >>> losses = [step(x, x.sum(1, keepdim=True)).item() for _ in range(20)]
+    >>> losses[-1] < losses[0]
+    True
+    >>> predict = step.eval(lambda model, x: model(x))
+    >>> torch.allclose(predict(x), step.module()(x), atol=1e-6)
+    True
+
+    Args:
+        module: the module. It is not changed until `step.module()`.
+        optimizer: an optimizer of `torch.optim` that has made no step, with any parameter groups, or one of `fp.optim`
+            for the parameters by name. Parameters in no group stay fixed, as in torch.
+        scheduler: a scheduler of `torch.optim.lr_scheduler` for this optimizer. It is copied.
+        loss: `loss(model, *batch) -> scalar`, the mean over the batch; `model` is called like the module.
+        mesh: the mesh.
+        plan: the plan, as for `train_step`. Gradients are accumulated by `fp.accumulate(n)` in it.
+        scheduler_every: number of updates per step of the scheduler: the length of an epoch, if the script steps it
+            once per epoch.
+        options: options of `train_step`, such as `clip`, `seed` and `batch`.
+
+    Returns:
+        The step: `value = step(*batch)`.
+
+    Raises:
+        TypeError: for a module, optimizer or scheduler that is none, or that has no counterpart here.
+        ValueError: for an option of the optimizer without counterpart, an optimizer that has made steps, a scheduler
+            that reads the loss, and a module whose buffers change in training.
+    """
+    fn, params = functional(module)
+    _require_fixed_buffers(module)
+    if isinstance(optimizer, Optimizer):
+        if scheduler is not None:
+            raise TypeError("prepare: an optimizer of fp.optim takes its schedule as its rate; leave out the scheduler")
+        own = optimizer
+    else:
+        own = translated(optimizer, module, rates_of(scheduler, optimizer, scheduler_every))
+
+    def of_params(params: dict[str, torch.Tensor], *batch: Any, **named: Any) -> torch.Tensor:
+        return loss(partial(fn, params), *batch, **named)
+
+    of_params.__name__ = getattr(loss, "__name__", "loss")
+    return PreparedStep(module, fn, train_step(of_params, own, mesh, plan, **options), params, plan)
+
+
+class PreparedStep:
+    """Training step with its state; see `prepare`.
+
+    Attributes:
+        train: the training step, a pure function of states.
+        state: the current state, of `train`.
+        metrics: metrics of the last step; None before the first.
+    """
+
+    def __init__(self, module: nn.Module, fn: Model, train: TrainStep, params: Any, plan: Plan | None) -> None:
+        self.train, self.state = train, train.init(params)
+        self.metrics: Metrics | None = None
+        self._module, self._fn, self._plan = module, fn, plan
+
+    def __call__(self, *batch: Any, **named: Any) -> torch.Tensor:
+        """Train on one batch. Return the loss before the update, detached."""
+        self.state, self.metrics = self.train(self.state, *batch, **named)
+        value: torch.Tensor = self.metrics.loss
+        return value
+
+    def module(self) -> nn.Module:
+        """Write the current parameters into the module, on every process, and return it."""
+        current = self.train.params(self.state)
+        with torch.no_grad():
+            for name, parameter in self._module.named_parameters():
+                if name in current:
+                    parameter.copy_(current[name])
+        return self._module
+
+    def eval(self, f: Callable[..., Any]) -> Callable[..., Any]:
+        """Compile a function of the model, to be called with batches, that evaluates on the sharded state.
+
+        >>> import torch, functional_parallel as fp
+        >>> from sharding_specs import Mesh
+        >>> optimizer = fp.optim.sgd(0.1)
+        >>> step = fp.prepare(torch.nn.Linear(2, 1), optimizer, loss=lambda model, x: model(x).mean(), mesh=Mesh())
+        >>> mean = step.eval(lambda model, x: model(x).mean())
+        >>> bool(mean(torch.ones(4, 2)) == step(torch.ones(4, 2)))
+        True
+
+        Args:
+            f: `f(model, *batch)`. The module is in the mode `eval` during the call. Under a plan, the batch is sharded
+                as in training.
+
+        Returns:
+            `evaluate(*batch)`, of the current parameters, with full tensors as results.
+        """
+
+        def of_params(params: dict[str, torch.Tensor], *batch: Any, **named: Any) -> Any:
+            return f(partial(self._fn, params), *batch, **named)
+
+        of_params.__name__ = getattr(f, "__name__", "f")
+        compiled = self.train.compile(of_params if self._plan is None else self._plan(of_params))
+
+        def evaluate(*batch: Any, **named: Any) -> Any:
+            with _in_eval_mode(self._module):
+                return compiled(self.state, *batch, **named)
+
+        return evaluate
+
+    def __repr__(self) -> str:
+        return f"prepare({type(self._module).__name__}, {self.train!r})"
+
+
+@contextmanager
+def _in_eval_mode(module: nn.Module) -> Iterator[None]:
+    modes = [(each, each.training) for each in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for each, mode in modes:
+            each.training = mode
+
+
+def _require_fixed_buffers(module: nn.Module) -> None:
+    changing = [
+        path or "the module"
+        for path, each in module.named_modules()
+        if each.training and isinstance(each, nn.modules.batchnorm._NormBase) and each.running_mean is not None
+    ]
+    if changing:
+        raise ValueError(
+            f"prepare: {', '.join(changing[:4])}{' …' if len(changing) > 4 else ''} updates running statistics in its "
+            "forward, and a step keeps buffers fixed. Put these modules in the mode eval, or make them with "
+            "track_running_stats=False; or write the step with fp.functional(module, buffers=True) and has_aux=True"
+        )
