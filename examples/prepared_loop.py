@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import functional_parallel as fp
-from sharding_specs import Mesh
 
 WORDS, WIDTH, LENGTH = 64, 32, 16
 BATCH, ACCUMULATE, EPOCHS, CLIP = 8, 2, 2, 0.5
@@ -55,7 +54,7 @@ def main():
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
     updates = EPOCHS * len(data) // (dist.get_world_size() * BATCH * ACCUMULATE)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, updates)
-    step = fp.prepare(model, optimizer, scheduler, loss=loss_of, mesh=Mesh(data=-1), plan=PLAN, clip=CLIP, batch="own")
+    step = fp.prepare(model, optimizer, scheduler, loss=loss_of, plan=PLAN, clip=CLIP, batch="own")
     for _ in range(EPOCHS):
         for number, (tokens,) in enumerate(loader, start=1):
             loss = step(tokens)

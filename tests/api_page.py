@@ -67,6 +67,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "shard_map",
         "Compiled",
         "train_step",
+        "prepare",
         "TrainState",
         "Metrics",
         "rank",

@@ -14,7 +14,9 @@ from sharding_specs import Mesh
 
 from ..functions import functional
 from ..optim import Optimizer
+from ..runtime import world_size
 from ..training import Metrics, TrainStep, train_step
+from ..transforms import data_parallel
 from .torch_optimizers import translated
 from .torch_schedulers import rates_of
 
@@ -30,7 +32,7 @@ def prepare(
     scheduler: Any = None,
     *,
     loss: Callable[..., torch.Tensor],
-    mesh: Mesh,
+    mesh: Mesh | None = None,
     plan: Plan | None = None,
     scheduler_every: int = 1,
     **options: Any,
@@ -59,8 +61,8 @@ def prepare(
             for the parameters by name. Parameters in no group stay fixed, as in torch.
         scheduler: a scheduler of `torch.optim.lr_scheduler` for this optimizer. It is copied.
         loss: `loss(model, *batch) -> scalar`, the mean over the batch; `model` is called like the module.
-        mesh: the mesh.
-        plan: the plan, as for `train_step`. Gradients are accumulated by `fp.accumulate(n)` in it.
+        mesh: the mesh; by default `Mesh(data=n)` for n processes.
+        plan: the plan, as for `train_step`; without a mesh, `fp.data_parallel("data")` by default. Gradients are accumulated by `fp.accumulate(n)` in it.
         scheduler_every: number of updates per step of the scheduler: the length of an epoch, if the script steps it
             once per epoch.
         options: options of `train_step`, such as `clip`, `seed` and `batch`.
@@ -73,6 +75,8 @@ def prepare(
         ValueError: for an option of the optimizer without counterpart, an optimizer that has made steps, a scheduler
             that reads the loss, and a module whose buffers change in training.
     """
+    if mesh is None:
+        mesh, plan = Mesh(data=world_size()), plan or data_parallel("data")
     fn, params = functional(module)
     _require_fixed_buffers(module)
     if isinstance(optimizer, Optimizer):

@@ -1,7 +1,7 @@
 """Runtimes of programs: all ranks simulated in this process, or one rank here and its peers in other processes."""
 
 from .calls import note_step, rank_name
-from .default import default_runtime, is_main_rank, rank, use_runtime
+from .default import default_runtime, is_main_rank, rank, use_runtime, world_size
 from .execution import Origin, check_backend
 from .handles import PipelineValue, copy_if_aliased, runtime_kind_of, storages
 from .interface import Executor, Runtime
@@ -30,4 +30,5 @@ __all__ = [
     "runtime_of",
     "storages",
     "use_runtime",
+    "world_size",
 ]

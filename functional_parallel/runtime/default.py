@@ -17,7 +17,7 @@ from .interface import Runtime
 from .processes import ProcessRuntime
 from .simulated import SimulatedRuntime
 
-__all__ = ["default_runtime", "is_main_rank", "rank", "use_runtime"]
+__all__ = ["default_runtime", "is_main_rank", "rank", "use_runtime", "world_size"]
 
 # A runtime, and the process group of all ranks when it was created, as returned by `_world`.
 _chosen: dict[Mesh, tuple[Runtime[Any, Any], weakref.ref[dist.ProcessGroup] | None]] = {}
@@ -87,6 +87,13 @@ def rank() -> int:
         assigned. 0 in a simulated run, where one process computes every rank of the mesh.
     """
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """Return the number of processes: that of torch.distributed's group, or else the number that a launcher started."""
+    return (
+        dist.get_world_size() if dist.is_available() and dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+    )
 
 
 def is_main_rank() -> bool:
