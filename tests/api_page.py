@@ -68,6 +68,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "Compiled",
         "train_step",
         "prepare",
+        "PreparedStep",
         "TrainState",
         "Metrics",
         "rank",
@@ -109,7 +110,17 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 
 # Classes that the library creates; their constructors are not part of the API.
-RETURNED = {"Compiled", "TrainState", "PipelineChoice", "PipelineChoices", "Program", "Price", "Timeline", "Event"}
+RETURNED = {
+    "Compiled",
+    "PreparedStep",
+    "TrainState",
+    "PipelineChoice",
+    "PipelineChoices",
+    "Program",
+    "Price",
+    "Timeline",
+    "Event",
+}
 
 # Descriptions of data, which has no docstring.
 DATA = {
@@ -127,6 +138,12 @@ METHODS: dict[str, tuple[str, str, type, tuple[str, ...]]] = {
         "train",
         TrainStep,
         ("init", "__call__", "params", "whole", "load", "copy", "check", "lower", "explain", "replay", "compile"),
+    ),
+    "Methods of a prepared step": (
+        "`step = fp.prepare(…)` returns a training step for a loop of torch.",
+        "step",
+        fp.PreparedStep,
+        ("__call__", "module", "eval"),
     ),
     "Methods of a function of the state": (
         "`predict = train.compile(plan(f))` returns a function of a training state.",

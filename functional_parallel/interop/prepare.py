@@ -62,7 +62,8 @@ def prepare(
         scheduler: a scheduler of `torch.optim.lr_scheduler` for this optimizer. It is copied.
         loss: `loss(model, *batch) -> scalar`, the mean over the batch; `model` is called like the module.
         mesh: the mesh; by default `Mesh(data=n)` for n processes.
-        plan: the plan, as for `train_step`; without a mesh, `fp.data_parallel("data")` by default. Gradients are accumulated by `fp.accumulate(n)` in it.
+        plan: the plan, as for `train_step`; without a mesh, `fp.data_parallel("data")` by default. `fp.accumulate(n)`
+            in it accumulates gradients.
         scheduler_every: number of updates per step of the scheduler: the length of an epoch, if the script steps it
             once per epoch.
         options: options of `train_step`, such as `clip`, `seed` and `batch`.
