@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import optree
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import functional_parallel as fp
 from sharding_specs import Mesh, P
@@ -115,6 +118,59 @@ def test_every_plan_trains_as_one_device(plan: str) -> None:
     torch.testing.assert_close(found, losses, rtol=1e-5, atol=1e-6)
     for mine, other in zip(flat(got), flat(want), strict=True):
         torch.testing.assert_close(mine, other)
+
+
+EXACT = [fp.optim.sgd(0.25), fp.optim.sgd(0.25, momentum=0.5), fp.optim.lion(0.25, weight_decay=0.5), None]
+
+
+@st.composite
+def drawn_plans(draw: st.DrawFn) -> tuple[Any, Mesh]:
+    """ZeRO at any stage and in either layout, with tensor and pipeline axes or without."""
+    sizes = {"data": draw(st.integers(1, 3)), "tensor": draw(st.integers(1, 2)), "pipe": draw(st.integers(1, 2))}
+    stage = draw(st.integers(0, 3))
+    flat = {"layout": "flat"} if stage in (1, 2) and sizes["pipe"] == 1 and draw(st.booleans()) else {}
+    parts = [fp.zero(stage, "data", **flat)]
+    if sizes["tensor"] > 1:
+        parts.insert(0, fp.tensor_parallel("tensor", {"*/w": P(None, "tensor")}))
+    if sizes["pipe"] > 1:
+        parts.append(fp.pipeline("pipe", schedule="1f1b", microbatches=draw(st.integers(1, 3))))
+    return fp.chain(*parts), Mesh({axis: size for axis, size in sizes.items() if size > 1 or axis == "data"})
+
+
+def whole_numbers(params: Params, x: torch.Tensor) -> torch.Tensor:
+    for layer in params["layers"]:
+        x = x @ layer["w"] + layer["b"]
+    return (x * params["scale"]).sum()
+
+
+@given(
+    drawn_plans(),
+    st.lists(st.sampled_from(EXACT), min_size=4, max_size=4).filter(any),
+    st.integers(1, 3),
+    st.integers(1, 2),
+    st.integers(0, 99),
+)
+@settings(max_examples=12, deadline=None)
+def test_groups_are_those_of_one_device_to_the_bit(plan: Any, chosen: Any, half: int, rows: int, seed: int) -> None:
+    """Optimizers by path × ZeRO stage × layout × tensor × pipeline × frozen parts."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def integers(*shape: int) -> torch.Tensor:
+        return torch.randint(-2, 3, shape, generator=draw).double()
+
+    width = 2 * half
+    layers = [{"w": integers(width, width), "b": integers(width)} for _ in range(3)]
+    params = {"layers": layers, "scale": integers(width)}
+    x, found = integers(3 * rows * plan[1].axis_size("data"), width), []
+    optimizer = fp.optim.by_path(dict(zip(("layers/0/*", "*/b", "scale", "*"), chosen, strict=True)))
+    for transform, mesh in ((None, Mesh()), plan):
+        train = fp.train_step(whole_numbers, optimizer, mesh, transform, clip=None, reduction="ordered")
+        state = train.init(params)
+        for _ in range(2):
+            state, metrics = train(state, x)
+        leaves = (*optree.tree_leaves(train.whole(state)), metrics.loss)
+        found.append([torch.as_tensor(leaf) for leaf in leaves])  # 0 for a parameter of another group
+    assert all(map(torch.equal, *found))
 
 
 def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
