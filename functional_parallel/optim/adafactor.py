@@ -15,12 +15,13 @@ from torch import Tensor
 
 from sharding_specs import P, broadcast_specs, tree_paths
 
-from ..collectives import axis_size, current_axes, psum
+from ..collectives import axis_size, psum
 from ..functions import PyTree, SpecTree, explain_keywords
 from ..quantities import is_number
 from .decay import Decay, decay_rates
 from .hyperparameters import require
 from .optimizer import Optimizer, Schedule, learning_rate, map_leaves, skipping
+from .sharded_sums import known_specs, sum_over_shards
 
 __all__ = ["AdafactorState", "Factored", "adafactor"]
 
@@ -93,7 +94,8 @@ def adafactor(
     @skipping
     def update(grads: PyTree, state: AdafactorState, params: PyTree, specs: SpecTree = None) -> tuple[PyTree, PyTree]:
         step, bound = state.step.double() + 1, learning_rate(lr, state.step)
-        rates, places = decay_rates(weight_decay, decay, params), broadcast_specs(_known(specs), params)
+        rates = decay_rates(weight_decay, decay, params)
+        places = broadcast_specs(known_specs("adafactor", "its row and column means need", specs), params)
 
         def one(p: Tensor, g: Tensor, square: Square, constant: tuple[float, P]) -> tuple[Tensor, Square]:
             rate_of_decay, spec = constant
@@ -122,17 +124,6 @@ def _require_own(beta2_decay: float, eps: tuple[float | None, float], d: float) 
     require("adafactor", eps1=0 if eps[0] is None else eps[0], eps2=eps[1])
     if not (is_number(d) and d > 0):
         raise ValueError(f"adafactor(d={d!r}): the largest RMS of an update is a number above 0")
-
-
-def _known(specs: SpecTree) -> SpecTree:
-    if specs is None and current_axes():
-        raise ValueError(
-            f"adafactor was given shards (inside a mapped function, over {', '.join(current_axes())}) without specs; "
-            "its row and column means need to know which axes split which dim. Write optimizer.update(grads, state, "
-            "params, specs) with the specs of the parameters, P() if they are whole, or use an elementwise optimizer: "
-            "adamw, lion"
-        )
-    return P() if specs is None else specs
 
 
 def _refuse_complex(params: PyTree) -> None:
@@ -195,7 +186,7 @@ def _mean(x: Tensor, dim: int, spec: P) -> Tensor:
 
 def _root_mean_square(x: Tensor, spec: P) -> Tensor:
     wide = x if x.dtype.itemsize >= 4 else x.float()
-    return (_sum((wide * wide).sum(), tuple(sorted(spec.axes))) / math.prod(_lengths(x, spec))).sqrt()
+    return (sum_over_shards((wide * wide).sum(), spec) / math.prod(_lengths(x, spec))).sqrt()
 
 
 def _sum(x: Tensor, axes: tuple[str, ...]) -> Tensor:

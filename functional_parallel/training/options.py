@@ -22,7 +22,7 @@ __all__ = ["StepOptions", "require_arguments"]
 
 Plan = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-_OPTIMIZERS = {name: getattr(optim, name) for name in ("adafactor", "adam", "adamw", "lion", "sgd")}
+_OPTIMIZERS = {name: getattr(optim, name) for name in ("adafactor", "adagrad", "adam", "adamw", "lion", "muon", "sgd")}
 
 
 @dataclass(frozen=True)

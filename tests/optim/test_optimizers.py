@@ -39,6 +39,63 @@ class Lion(torch.optim.Optimizer):
                 m.mul_(beta2).add_((1 - beta2) * grad)
 
 
+class Lamb(torch.optim.Optimizer):
+    """Algorithm 2 of arXiv 1904.00962, which torch lacks, with bounds of the ratio."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, options)
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                state = self.state[p] or {"t": 0, "m": torch.zeros_like(p), "v": torch.zeros_like(p)}
+                state["t"] += 1
+                state["m"] = beta1 * state["m"] + (1 - beta1) * p.grad
+                state["v"] = beta2 * state["v"] + (1 - beta2) * p.grad**2
+                self.state[p] = state
+                power = state["t"] if group.get("correct", True) else 1e9
+                m, v = state["m"] / (1 - beta1**power), state["v"] / (1 - beta2**power)
+                u = m / (v.sqrt() + group["eps"]) + group["decay"] * p
+                ratio = 1.0 if p.norm() == 0 or u.norm() == 0 else (p.norm() / u.norm()).item()
+                low, high = group["trust"]
+                p.sub_(group["lr"] * min(max(ratio, low), high) * u)
+
+
+class Muon(torch.optim.Muon):
+    """torch's, with iterations in float64 in place of bfloat16, written out."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            a, b, c = group["ns_coefficients"]
+            for p in group["params"]:
+                m = self.state[p].setdefault("m", torch.zeros_like(p))
+                m.lerp_(p.grad, 1 - group["momentum"])
+                x = torch.lerp(p.grad, m, group["momentum"]) if group["nesterov"] else m
+                x = x / x.norm().clamp(min=group["eps"])
+                for _ in range(group["ns_steps"]):
+                    x = a * x + b * (x @ x.T) @ x + c * (x @ x.T) @ (x @ x.T) @ x
+                rows, columns = p.shape
+                factor = max(1, rows / columns) ** 0.5
+                if group["adjust_lr_fn"] == "match_rms_adamw":
+                    factor = 0.2 * max(rows, columns) ** 0.5
+                p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * factor * x)
+
+
+LAMB: dict[str, tuple[fp.optim.Optimizer, Callable[[Any], torch.optim.Optimizer]]] = {
+    "lamb": (
+        fp.optim.lamb(0.01),
+        lambda ps: Lamb(ps, lr=0.01, betas=(0.9, 0.999), eps=1e-6, decay=0.0, trust=(0.0, float("inf"))),
+    ),
+    "lamb, all options": (
+        fp.optim.lamb(0.02, betas=(0.8, 0.95), eps=1e-8, weight_decay=0.3, trust=(0.3, 1.2), bias_correction=False),
+        lambda ps: Lamb(ps, lr=0.02, betas=(0.8, 0.95), eps=1e-8, decay=0.3, trust=(0.3, 1.2), correct=False),
+    ),
+}
+
+
 ADAFACTOR: dict[str, tuple[fp.optim.Optimizer, Callable[[Any], torch.optim.Optimizer]]] = {
     "adafactor": (fp.optim.adafactor(), lambda ps: torch.optim.Adafactor(ps)),
     "adafactor, all options": (
@@ -60,6 +117,11 @@ TABLE: dict[str, tuple[fp.optim.Optimizer, Callable[[Any], torch.optim.Optimizer
         fp.optim.sgd(0.1, momentum=0.9, dampening=0.5),
         lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9, dampening=0.5),
     ),
+    "adagrad": (fp.optim.adagrad(0.1), lambda ps: torch.optim.Adagrad(ps, 0.1)),
+    "adagrad, all options": (
+        fp.optim.adagrad(0.2, lr_decay=0.1, weight_decay=0.3, initial_accumulator_value=0.5, eps=1e-6),
+        lambda ps: torch.optim.Adagrad(ps, 0.2, 0.1, 0.3, 0.5, 1e-6),
+    ),
     "adam": (fp.optim.adam(0.01), lambda ps: torch.optim.Adam(ps, 0.01)),
     "adam, all options": (
         fp.optim.adam(0.02, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.3),
@@ -73,7 +135,7 @@ TABLE: dict[str, tuple[fp.optim.Optimizer, Callable[[Any], torch.optim.Optimizer
     ),
 }
 
-ALL = {**TABLE, **ADAFACTOR}
+ALL = {**TABLE, **ADAFACTOR, **LAMB}
 
 
 def parameters(dtype: torch.dtype = torch.float64) -> dict[str, Any]:
@@ -119,6 +181,36 @@ def assert_close(ours: Any, theirs: Any, tolerance: float = 1e-12) -> None:
 def test_ten_steps_equal_torchs(name: str) -> None:
     ours, theirs = ALL[name]
     assert_close(run(ours, parameters())[0], run_torch(theirs, parameters()))
+
+
+MUON: dict[str, dict[str, Any]] = {
+    "muon": {"lr": 0.02},
+    "muon, all options": {
+        "lr": 0.05,
+        "weight_decay": 0.2,
+        "momentum": 0.8,
+        "nesterov": False,
+        "ns_coefficients": (2.0, -1.5, 0.5),
+        "ns_steps": 7,
+        "adjust_lr_fn": "match_rms_adamw",
+    },
+}
+
+
+@pytest.mark.parametrize("name", MUON)
+def test_ten_steps_of_muon_equal_torchs(name: str) -> None:
+    """To 1e-12 with float64 iterations, and as closely as bfloat16 allows with torch's own."""
+    torch.manual_seed(0)
+    params = {"wide": torch.randn(3, 5, dtype=torch.float64), "tall": [torch.randn(6, 4, dtype=torch.float64)] * 2}
+    exact = run(fp.optim.muon(**MUON[name], dtype=torch.float64), params)[0]
+    assert_close(exact, run_torch(lambda ps: Muon(ps, **MUON[name]), params))
+    theirs = run_torch(lambda ps: torch.optim.Muon(ps, **MUON[name]), params, 1)
+    assert_close(run(fp.optim.muon(**MUON[name]), params, 1)[0], theirs, 2e-3)
+
+
+def test_muon_takes_matrices_alone() -> None:
+    with pytest.raises(ValueError, match=r"muon: layers/0, layers/1: not a real matrix.*by_path"):
+        fp.optim.muon(0.1).init(parameters())
 
 
 @pytest.mark.parametrize("name", TABLE)

@@ -22,7 +22,12 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "adam": fp.optim.adam(RATE, weight_decay=0.1),
     "adamw, matrices decay": fp.optim.adamw(RATE, weight_decay=0.1, decay=lambda path, leaf: leaf.ndim > 1),
     "lion": fp.optim.lion(schedules.linear(0.05, 0.0, 10), weight_decay=0.1, decay={"*/b": False}),
+    "adagrad": fp.optim.adagrad(RATE, lr_decay=0.1, weight_decay=0.1, initial_accumulator_value=0.1),
     "adafactor": fp.optim.adafactor(RATE, weight_decay=0.1),
+    "lamb": fp.optim.lamb(RATE, weight_decay=0.1, trust=(0.1, 2.0)),
+    "muon, adamw for the rest": fp.optim.by_path(
+        {"*/w": fp.optim.muon(RATE, dtype=torch.float64), "*": fp.optim.adamw(0.1)}
+    ),
     "adafactor, values clipped": fp.optim.clip_value(fp.optim.adafactor(0.1, decay={"experts": 0.5}), 0.01),
 }
 
@@ -104,6 +109,18 @@ def test_adafactor_holds_its_share_of_rows_and_columns() -> None:
     assert (2, 1) in held and (1, 4) not in held, "the rows of first/w, split as ZeRO-1 splits its first even dim"
 
 
+def test_each_rank_orthogonalizes_its_share_of_the_matrices() -> None:
+    """Four matrices on four ranks: each rank gets one in full, by two exchanges per shape, and none is gathered."""
+
+    def squares(params: list[Tensor], x: Tensor) -> Tensor:
+        return sum((((x @ w) ** 2).mean() for w in params), start=torch.zeros(()))
+
+    train = fp.train_step(squares, fp.optim.muon(0.1), Mesh(data=4), fp.zero(3, "data"), bucket=None)
+    program = train.lower([torch.ones(8, 6)] * 4, torch.ones(4, 8))
+    exchanges = [each for each in program.collectives() if each.kind == "all_to_all"]
+    assert [str(each.operand) for each in exchanges] == ["f32[4, 2, 6]", "f32[1, 8, 6]"]
+
+
 def test_adafactor_on_shards_of_unknown_place_is_refused() -> None:
     optimizer = fp.optim.adafactor(0.1)
 
@@ -131,6 +148,8 @@ DECAYING: dict[str, Callable[..., Optimizer]] = {
     "adamw": fp.optim.adamw,
     "lion": fp.optim.lion,
     "adafactor": fp.optim.adafactor,
+    "adagrad": fp.optim.adagrad,
+    "lamb": fp.optim.lamb,
 }
 
 

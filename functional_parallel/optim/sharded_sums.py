@@ -1,0 +1,34 @@
+"""Sums over full parameters in updates that work on shards."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sharding_specs import P
+
+from ..collectives import current_axes, psum
+from ..functions import SpecTree
+
+__all__ = ["known_specs", "sum_over_shards"]
+
+
+def known_specs(optimizer: str, needs: str, specs: SpecTree) -> SpecTree:
+    """Return the specs that an update was given. Without specs, parameters are full.
+
+    Raises:
+        ValueError: inside a mapped function without specs. Parameters may then be shards of an unknown layout.
+    """
+    if specs is None and current_axes():
+        raise ValueError(
+            f"{optimizer} was given shards (inside a mapped function, over {', '.join(current_axes())}) without specs; "
+            f"{needs} to know which axes split which dim. Write optimizer.update(grads, state, "
+            "params, specs) with the specs of the parameters, P() if they are whole, or use an elementwise optimizer: "
+            "adamw, lion"
+        )
+    return P() if specs is None else specs
+
+
+def sum_over_shards(total: Tensor, spec: P) -> Tensor:
+    """Return the sum of a rank's total over all shards of a parameter."""
+    axes = tuple(sorted(spec.axes))
+    return psum(total, axes) if axes else total
