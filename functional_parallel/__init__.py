@@ -53,7 +53,7 @@ from .errors import (
     UnevenBatchError,
 )
 from .functions import functional, grad, grad_and_value, hessian, jvp, vmap
-from .interop import PreparedStep, prepare
+from .interop import PreparedStep, deepspeed, prepare
 from .ops import constrain
 from .ops import keyed_draws as _keyed_draws  # noqa: F401 - whose import registers them
 from .partition import partition
@@ -123,6 +123,7 @@ __all__ = [
     "compile",
     "constrain",
     "data_parallel",
+    "deepspeed",
     "errors",
     "estimate",
     "even_batches",

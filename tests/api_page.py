@@ -33,6 +33,7 @@ MODULES: dict[str, ModuleType] = {
     "fp": fp,
     "fp.optim": fp.optim,
     "fp.optim.schedules": fp.optim.schedules,
+    "fp.deepspeed": fp.deepspeed,
     "fp.random": fp.random,
     "fp.schedules": fp.schedules,
     "fp.testing": fp.testing,
@@ -43,7 +44,7 @@ MODULES: dict[str, ModuleType] = {
 
 # Names of `functional_parallel.__all__` by section, in the order of the page. Errors are in the section of fp.errors.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "Modules": ("errors", "optim", "random", "schedules", "testing"),
+    "Modules": ("deepspeed", "errors", "optim", "random", "schedules", "testing"),
     "Transforms": (
         "chain",
         "data_parallel",
@@ -112,6 +113,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 # Classes that the library creates; their constructors are not part of the API.
 RETURNED = {
     "Compiled",
+    "Config",
     "PreparedStep",
     "TrainState",
     "PipelineChoice",

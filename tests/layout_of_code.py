@@ -57,6 +57,7 @@ ORDER = [
     "lowering",
     "compile",
     "training",
+    "interop",
     "planning",
     "interop",
     "testing",

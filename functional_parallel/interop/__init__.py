@@ -1,5 +1,6 @@
-"""Entries for scripts written for other libraries: training loops of torch, with its optimizers and schedulers."""
+"""Entries for scripts and configurations of other libraries, in terms of this one."""
 
+from . import deepspeed
 from .prepare import PreparedStep, prepare
 
-__all__ = ["PreparedStep", "prepare"]
+__all__ = ["PreparedStep", "deepspeed", "prepare"]

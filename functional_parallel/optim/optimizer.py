@@ -217,4 +217,5 @@ def map_leaves(
             rows.append(tuple(map(as_complex, update(*map(as_real, (leaf, *others)), *constant))))
         else:
             rows.append(update(leaf, *others, *constant))
-    return tuple(tree.unflatten(column) for column in zip(*rows, strict=True))
+    found = zip(*rows, strict=True) if rows else [()] * len(trees)  # as many results as trees, without parameters too
+    return tuple(map(tree.unflatten, found))

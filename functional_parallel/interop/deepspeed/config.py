@@ -1,0 +1,229 @@
+"""A ds_config.json as arguments of `fp.train_step`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from sharding_specs import Mesh
+
+from ...optim import Optimizer, Schedule
+from ...transforms import LossScale, Plan, accumulate, chain, data_parallel, mixed_precision, zero
+from .auto import filled
+from .batch import batch_sizes
+from .checks import Problems, converted, flat, not_applicable
+from .optimizers import build_optimizer, build_schedule
+from .reading import read
+from .schema import defaults
+
+__all__ = ["Config", "from_config"]
+
+_ZERO = "zero_optimization"
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_NO_MATRICES = ("*bias*", "*norm*", "*ln*", "*embed*", "*lm_head*")
+
+
+@dataclass(frozen=True)
+class Config:
+    """A DeepSpeed configuration in terms of this library. `print(config)` shows it.
+
+    Attributes:
+        plan: the plan: precision, ZeRO and accumulation.
+        optimizer: the optimizer. None if neither the file nor the call has one.
+        options: keyword arguments of `fp.train_step`.
+        schedule: `optimizer.lr`: the learning rate, or its schedule.
+        precision: "bf16", "fp16" or None.
+        loss_scale: rules of the loss scale, a constant, or None.
+        train_batch_size: samples of a step.
+        micro_batch_size: samples of a microbatch of a rank.
+        accumulation: microbatches of a step.
+        clip: bound on the gradient's global norm, or None.
+        deepspeed_version: the release that defines the defaults.
+        not_applicable: reason for every key of the file that has no effect here.
+    """
+
+    plan: Plan
+    optimizer: Optimizer | None
+    options: Mapping[str, Any]
+    schedule: Schedule | Mapping[str, Any] | None
+    precision: str | None
+    loss_scale: LossScale | float | None
+    train_batch_size: int
+    micro_batch_size: int
+    accumulation: int
+    clip: float | None
+    deepspeed_version: str
+    not_applicable: Mapping[str, str]
+
+    def __repr__(self) -> str:
+        shown = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "not_applicable"}
+        if not isinstance(self.schedule, (float, int)):
+            shown["schedule"] = self.schedule and "functions of the number of updates"
+        lines = [f"  {name:<18}{value!r}" for name, value in shown.items()]
+        reasons = [f"    {path}: {reason}" for path, reason in self.not_applicable.items()]
+        return "\n".join(["DeepSpeed configuration", *lines, *(["  not applicable"] if reasons else []), *reasons])
+
+
+def from_config(
+    config: str | os.PathLike[str] | Mapping[str, Any],
+    *,
+    mesh: Mesh | int,
+    data: str = "data",
+    optimizer: Optimizer | None = None,
+    arguments: Any = None,
+    beside_muon: tuple[str, ...] = _NO_MATRICES,
+    deepspeed_version: str = "0.19.6",
+    **named: Any,
+) -> Config:
+    """Translate a DeepSpeed configuration into a plan, an optimizer and options of `fp.train_step`.
+
+    >>> import torch, functional_parallel as fp
+    >>> from sharding_specs import Mesh
+    >>> mesh, adam = Mesh(data=2), {"type": "Adam", "params": {"lr": 0.1}}
+    >>> file = {"train_batch_size": 4, "optimizer": adam, "zero_optimization": {"stage": 2}}
+    >>> config = fp.deepspeed.from_config(file, mesh=mesh)
+    >>> train = fp.train_step(lambda w, x: ((x @ w) ** 2).mean(), config.optimizer, mesh, config.plan, **config.options)
+    >>> state, metrics = train(train.init(torch.ones(2)), torch.ones(4, 2))
+    >>> train.params(state)
+    tensor([0.9000, 0.9000])
+
+    Args:
+        config: path of the file, which may have comments (`//`, `#`) and trailing commas, or its content as a dict.
+        mesh: the mesh, or the number of data ranks.
+        data: the data axis.
+        optimizer: optimizer to use if the file has none.
+        arguments: `transformers.TrainingArguments`, or an object with some of its attributes, to fill "auto".
+        beside_muon: for the optimizer type Muon, patterns of the parameters that AdamW updates: those that are no
+            matrices, embeddings and the head.
+        deepspeed_version: the release that the file was written for, which selects the defaults.
+        named: attributes of TrainingArguments by name, which take precedence: `learning_rate=1e-4`. `hidden_size`, that
+            of the model, fills bucket sizes.
+
+    Returns:
+        The configuration, for `fp.train_step(loss, config.optimizer, mesh, config.plan, **config.options)`.
+
+    Raises:
+        TypeError: for an unknown keyword argument.
+        ValueError: if the file is not accepted. The message lists all problems by key.
+    """
+    problems = Problems()
+    raw = flat(read(config), problems)
+    given = converted(filled(raw, arguments, named, problems), problems)
+    values = defaults(deepspeed_version) | given
+    _check_rules(values, given, optimizer, problems)
+    problems.raise_if_any()
+    with problems.at("batch sizes"):
+        train, micro, accumulation = (values[name] for name in _BATCH)
+        sizes = batch_sizes(train, micro, accumulation, mesh if isinstance(mesh, int) else mesh.axis_size(data))
+    with problems.at("fp16"):
+        precision, scale = _precision(values, given)
+    if values["optimizer.type"] is not None:
+        with problems.at("optimizer and scheduler"):
+            optimizer = build_optimizer(values, build_schedule(values), beside_muon)
+    problems.raise_if_any()
+    clip = values["gradient_clipping"] or None
+    return Config(
+        plan=_plan(values, data, precision, scale, sizes.accumulation),
+        optimizer=optimizer,
+        options={"clip": clip} | _bucket(values, given, precision),
+        schedule=optimizer.lr if optimizer is not None else None,
+        precision=precision,
+        loss_scale=scale,
+        train_batch_size=sizes.train,
+        micro_batch_size=sizes.micro,
+        accumulation=sizes.accumulation,
+        clip=clip,
+        deepspeed_version=deepspeed_version,
+        not_applicable=not_applicable(given),
+    )
+
+
+def _check_rules(
+    values: Mapping[str, Any], given: Mapping[str, Any], optimizer: Optimizer | None, problems: Problems
+) -> None:
+    """Check the rules between keys."""
+    stage, named = values[f"{_ZERO}.stage"], values["optimizer.type"] is not None
+    scaled = values["prescale_gradients"] or values["gradient_predivide_factor"] != 1
+    enabled = [name for name in ("bf16", "fp16", "torch_autocast") if values[f"{name}.enabled"]]
+    masters, states = (values[f"bf16.bf16_{name}"] for name in ("master_weights_and_grads", "optimizer_states"))
+    parameters = any(path.startswith("optimizer.params") for path in given)
+    if stage > 3:
+        problems.add(f"{_ZERO}.stage", f"Input should be 0, 1, 2 or 3, not {stage}")
+    if stage == 2 and values[f"{_ZERO}.reduce_scatter"] and scaled:
+        problems.add(
+            f"{_ZERO}.reduce_scatter", "at stage 2 it forbids prescale_gradients and gradient_predivide_factor"
+        )
+    if len(enabled) > 1:
+        problems.add(", ".join(enabled), "bfloat16 and fp16 modes cannot be simultaneously enabled, nor torch_autocast")
+    if masters != states:
+        problems.add("bf16.bf16_optimizer_states", "it and bf16_master_weights_and_grads must have the same value")
+    if values["communication_data_type"] in ("bf16", "fp16") and not enabled:
+        problems.add("communication_data_type", "sums in low precision need bf16 or fp16 to be enabled")
+    if named and optimizer is not None:
+        problems.add("optimizer", "the file has an optimizer, and the call has another one; leave one of them out")
+    if values["scheduler.type"] is not None and not named:
+        problems.add("scheduler", "it needs an optimizer in the file; your own takes a schedule as its lr")
+    if parameters and not named:
+        problems.add("optimizer.type", "optimizer.params need a type")
+
+
+def _precision(values: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[str | None, LossScale | float | None]:
+    """Return the precision and the loss scale."""
+    if values["torch_autocast.enabled"]:
+        half = values["torch_autocast.dtype"] in ("float16", "fp16")
+        return ("fp16", LossScale.like_torch()) if half else ("bf16", None)
+    if values["bf16.enabled"]:  # a constant scale of 1 skips steps that overflow
+        return "bf16", 1.0 if values["bf16.check_grad_overflow"] else None
+    if not values["fp16.enabled"]:
+        return None, None
+    if values["fp16.loss_scale"]:
+        return "fp16", float(values["fp16.loss_scale"])
+    minimum, window = values["fp16.min_loss_scale"], values["fp16.loss_scale_window"]
+    if not (minimum and window):
+        raise ValueError(f"min_loss_scale={minimum!r} and loss_scale_window={window!r} are above 0 for a dynamic scale")
+    has_zero, power = values[f"{_ZERO}.stage"] > 0, values["fp16.initial_scale_power"]
+    if not has_zero and not any(path.startswith("fp16.") and path != "fp16.enabled" for path in given):
+        power = 32  # the default of DeepSpeed's optimizer without ZeRO, which has no hysteresis and never fails
+    return "fp16", LossScale(
+        2.0**power,
+        window,
+        values["fp16.hysteresis"] if has_zero else 1,
+        minimum,
+        consecutive_hysteresis=values["fp16.consecutive_hysteresis"],
+        fail_at_minimum=has_zero,
+    )
+
+
+def _plan(
+    values: Mapping[str, Any], data: str, precision: str | None, scale: LossScale | float | None, microbatches: int
+) -> Plan:
+    stage, parts = values[f"{_ZERO}.stage"], []
+    if precision is not None:
+        parts.append(
+            mixed_precision(
+                precision,
+                params="fp32" if values["torch_autocast.enabled"] else None,
+                reduce=values["communication_data_type"] or "fp32",
+                masters=not values["bf16.bf16_master_weights_and_grads"],
+                loss_scale=scale,
+            )
+        )
+    if stage == 3:
+        threshold = values[f"{_ZERO}.stage3_param_persistence_threshold"]
+        prefetch = 1 if values[f"{_ZERO}.stage3_prefetch_bucket_size"] else 0
+        parts.append(zero(3, data, whole_below=threshold + 1, prefetch=prefetch))
+    else:
+        parts.append(zero(stage, data) if stage else data_parallel(data))
+    if microbatches > 1:
+        parts.append(accumulate(microbatches, reduce="each" if stage >= 2 else "once"))
+    return chain(*parts)
+
+
+def _bucket(values: Mapping[str, Any], given: Mapping[str, Any], precision: str | None) -> dict[str, Any]:
+    size = given.get(f"{_ZERO}.reduce_bucket_size")
+    if size is None:
+        return {}
+    low = precision is not None and values["communication_data_type"] in ("bf16", "fp16")
+    return {"bucket": size * (2 if low else 4) or None}

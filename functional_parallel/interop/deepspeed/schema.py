@@ -1,0 +1,242 @@
+"""The keys of ds_config.json (DeepSpeed 0.19.6) with their defaults, and what becomes of each."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+__all__ = ["CHANGED", "KEYS", "Key", "defaults", "release"]
+
+
+class Key(NamedTuple):
+    """Row of the schema.
+
+    Attributes:
+        path: path of the key, with dots.
+        kind: legal values: "bool", "int" (at least 0), "count" (at least 1), "integer", "number" (at least 0), "list",
+            "text", "block" (any object), or a tuple of choices.
+        default: default value. None if there is none, or if it depends on the type of the optimizer or scheduler. For a
+            refused key, the value that is accepted.
+        treatment: "honoured", "not applicable" or "refused".
+        text: the effect of an honoured key, or the reason.
+    """
+
+    path: str
+    kind: str | tuple[str, ...]
+    default: Any
+    treatment: str
+    text: str
+
+
+def _honoured(path: str, kind: str | tuple[str, ...], default: Any, effect: str) -> Key:
+    return Key(path, kind, default, "honoured", effect)
+
+
+def _rows(treatment: str, block: str, reason: str, **keys: Any) -> list[Key]:
+    """Return the rows of keys with one reason. A value is a default, which shows the kind, or (kind, default)."""
+    kinds = {bool: "bool", int: "int", float: "number", str: "text", list: "list"}
+    rows = []
+    for name, value in keys.items():
+        kind, default = value if isinstance(value, tuple) else (kinds[type(value)], value)
+        rows.append(Key(f"{block}.{name}" if block else name, kind, default, treatment, reason))
+    return rows
+
+
+def _not_applicable(block: str, reason: str, **keys: Any) -> list[Key]:
+    return _rows("not applicable", block, reason, **keys)
+
+
+def _refused(block: str, reason: str, **keys: Any) -> list[Key]:
+    return _rows("refused", block, reason, **keys)
+
+
+# -----------------------------------------------------------------------------
+# Keys
+# -----------------------------------------------------------------------------
+
+_FLOATS = ("fp32", "fp16", "bf16")
+_BLOCK, _TEXT, _COUNT = ("block", None), ("text", None), ("count", None)
+_ZERO = "zero_optimization"
+
+_GATHERS = "the program decides when a layer is gathered and freed"
+_SUMS = "gradients are always laid out, reduced and overlapped by the program"
+_FILES = "it configures DeepSpeed's checkpoints; train.params(state) returns full parameters"
+_LOGS = "it configures DeepSpeed's logs; a step returns its metrics"
+_OFF = "it has no effect without offloading, which is refused"
+_OFFLOAD = "offloading to main memory or NVMe is not supported"
+_PLUS = "ZeRO++ and MiCS are not supported"
+_PIPELINE = "fp.pipeline cuts the model into stages"
+_SPECS = "chain fp.tensor_parallel(axis, specs) with config.plan"
+_SAVED = "it configures deepspeed.checkpointing; fp.remat in the plan recomputes"
+_INFERENCE = "it configures inference"
+_TRAINS = "it changes what is trained, and is not supported"
+_MOMENTUM = "momentum has no schedule; write cycle_momentum false"
+_OFFLOADING = {"nvme_path": _TEXT, "pin_memory": True}
+
+_ROWS = [
+    _honoured("train_batch_size", "count", None, "samples of a step: micro-batch · accumulation · data ranks"),
+    _honoured("train_micro_batch_size_per_gpu", "count", None, "samples of a microbatch of a rank"),
+    _honoured("gradient_accumulation_steps", "count", None, "`accumulate(n)`, with reduce='each' from stage 2 on"),
+    _honoured("gradient_clipping", "number", 1.0, "`train_step(clip=…)`; 0 is off"),
+    _honoured("communication_data_type", _FLOATS, None, "`mixed_precision(reduce=…)`; by default fp32"),
+    _honoured("fp16.enabled", "bool", False, "`mixed_precision('fp16')`"),
+    _honoured("fp16.loss_scale", "number", 0.0, "constant loss scale; 0 is dynamic"),
+    _honoured("fp16.initial_scale_power", "int", 16, "`LossScale(initial=2**…)`; by default 32 at stage 0"),
+    _honoured("fp16.loss_scale_window", "int", 1000, "`LossScale(window=…)`"),
+    _honoured("fp16.hysteresis", "count", 2, "`LossScale(hysteresis=…)`; DeepSpeed's stage 0 has none"),
+    _honoured("fp16.consecutive_hysteresis", "bool", False, "`LossScale(consecutive_hysteresis=…)`"),
+    _honoured("fp16.min_loss_scale", "number", 1, "`LossScale(minimum=…)`"),
+    _honoured("bf16.enabled", "bool", False, "`mixed_precision('bf16')`"),
+    _honoured("bf16.check_grad_overflow", "bool", True, "a step whose gradients overflow is skipped"),
+    _honoured("bf16.bf16_master_weights_and_grads", "bool", False, "`mixed_precision(masters=False)`"),
+    _honoured("bf16.bf16_optimizer_states", "bool", False, "required by bf16_master_weights_and_grads"),
+    _honoured("torch_autocast.enabled", "bool", False, "`mixed_precision(…, params='fp32')`"),
+    _honoured("torch_autocast.dtype", ("bfloat16", "float16", "bf16", "fp16"), "bfloat16", "dtype of the computation"),
+    _honoured(f"{_ZERO}.stage", "int", 0, "`data_parallel` for 0, `zero(stage)` for 1, 2 and 3"),
+    _honoured(f"{_ZERO}.reduce_bucket_size", "int", 500_000_000, "`train_step(bucket=…)` in bytes; by default 'auto'"),
+    _honoured(
+        f"{_ZERO}.stage3_prefetch_bucket_size", "int", 50_000_000, "`zero(3, prefetch=…)`: 1 layer, 0 if it is 0"
+    ),
+    _honoured(f"{_ZERO}.stage3_param_persistence_threshold", "int", 100_000, "`zero(3, whole_below=…)`"),
+    _honoured("optimizer.type", "text", None, "Adam, AdamW, Adagrad, Lamb, Lion, Muon, SGD"),
+    _honoured("optimizer.params.lr", "number", None, "learning rate, unless a scheduler replaces it"),
+    _honoured("optimizer.params.betas", "list", None, "of Adam, AdamW, Lamb, Lion, and of Muon's AdamW"),
+    _honoured("optimizer.params.eps", "number", None, "of all except Lion and SGD"),
+    _honoured("optimizer.params.weight_decay", "number", None, "of all; decoupled except for Adagrad and SGD"),
+    _honoured("optimizer.params.adam_w_mode", "bool", None, "Adam: whether the decay is decoupled, by default true"),
+    _honoured("optimizer.params.bias_correction", "bool", None, "Lamb; for Adam it must be true"),
+    _honoured("optimizer.params.max_coeff", "number", None, "Lamb: upper bound of the ratio of norms"),
+    _honoured("optimizer.params.min_coeff", "number", None, "Lamb: lower bound of the ratio of norms"),
+    _honoured("optimizer.params.lr_decay", "number", None, "Adagrad"),
+    _honoured("optimizer.params.initial_accumulator_value", "number", None, "Adagrad"),
+    _honoured("optimizer.params.momentum", "number", None, "SGD and Muon"),
+    _honoured("optimizer.params.dampening", "number", None, "SGD"),
+    _honoured("optimizer.params.nesterov", "bool", None, "SGD"),
+    _honoured("optimizer.params.muon_lr", "number", None, "Muon: rate of the matrices"),
+    _honoured("optimizer.params.adam_lr", "number", None, "Muon: rate of the other parameters"),
+    _honoured("scheduler.type", "text", None, "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest"),
+    _honoured("scheduler.params.warmup_min_lr", "number", None, "first rate of WarmupLR and WarmupDecayLR"),
+    _honoured("scheduler.params.warmup_max_lr", "number", None, "last rate of their warm-up"),
+    _honoured("scheduler.params.warmup_num_steps", "count", None, "length of a warm-up"),
+    _honoured("scheduler.params.warmup_type", "text", None, "'log' or 'linear'"),
+    _honoured("scheduler.params.total_num_steps", "count", None, "WarmupDecayLR and WarmupCosineLR: length of the run"),
+    _honoured("scheduler.params.warmup_min_ratio", "number", None, "WarmupCosineLR: first fraction of the rate"),
+    _honoured("scheduler.params.cos_min_ratio", "number", None, "WarmupCosineLR: last fraction of the rate"),
+    _honoured("scheduler.params.cycle_min_lr", "number", None, "OneCycle: rate at both ends"),
+    _honoured("scheduler.params.cycle_max_lr", "number", None, "OneCycle: highest rate"),
+    _honoured("scheduler.params.cycle_first_step_size", "count", None, "OneCycle: steps of the increase"),
+    _honoured("scheduler.params.cycle_second_step_size", "count", None, "OneCycle: steps of the decrease"),
+    _honoured("scheduler.params.decay_lr_rate", "number", None, "OneCycle: decay after the cycle"),
+    _honoured("scheduler.params.decay_step_size", "int", None, "OneCycle: steps per unit of this decay"),
+    _honoured("scheduler.params.lr_range_test_min_lr", "number", None, "LRRangeTest: first rate"),
+    _honoured("scheduler.params.lr_range_test_step_size", "count", None, "LRRangeTest: steps per increase"),
+    _honoured("scheduler.params.lr_range_test_step_rate", "number", None, "LRRangeTest: increase, as a fraction"),
+    _honoured("scheduler.params.lr_range_test_staircase", "bool", None, "LRRangeTest: whether it is a step function"),
+    #
+    *_not_applicable("", _LOGS, steps_per_print=("int", None), wall_clock_breakdown=False, memory_breakdown=False),
+    *_not_applicable("", _LOGS, dump_state=False, flops_profiler=_BLOCK, comms_logger=_BLOCK, tensorboard=_BLOCK),
+    *_not_applicable("", _LOGS, wandb=_BLOCK, csv_monitor=_BLOCK, comet=_BLOCK, timers=_BLOCK),
+    *_not_applicable("", _SUMS, disable_allgather=False, managed_gradient_accumulation=True),
+    *_not_applicable("", "it changes rounding only", prescale_gradients=False, gradient_predivide_factor=1.0),
+    *_not_applicable("", "it configures DeepSpeed's data loader; fp.Sampler has `tail`", dataloader_drop_last=False),
+    *_not_applicable("", "every optimizer of fp.optim is tested", zero_allow_untested_optimizer=False),
+    *_not_applicable("", _OFF, zero_force_ds_cpu_optimizer=True, aio=_BLOCK),
+    *_not_applicable("", "the plan has no sequence axis", seq_parallel_communication_data_type=(_FLOATS, "fp32")),
+    *_not_applicable("", "it configures a search that runs before training", autotuning=_BLOCK),
+    *_not_applicable("", _FILES, checkpoint=_BLOCK, nebula=_BLOCK, load_universal_checkpoint=False),
+    *_not_applicable("fp16", "floating inputs are always cast", auto_cast=False),
+    *_not_applicable("bf16", _SUMS, immediate_grad_update=False),
+    *_not_applicable("data_types", "gradients are accumulated in float32", grad_accum_dtype=(_FLOATS, None)),
+    *_not_applicable("data_types", "the loss has its dtypes", param_dtype=_TEXT, buffer_dtype=_TEXT),
+    *_not_applicable(_ZERO, _SUMS, contiguous_gradients=True, reduce_scatter=True, overlap_comm=("bool", None)),
+    *_not_applicable(_ZERO, _SUMS, use_multi_rank_bucket_allreduce=True, round_robin_gradients=False),
+    *_not_applicable(_ZERO, _SUMS, allgather_partitions=True, allgather_bucket_size=500_000_000, legacy_stage1=False),
+    *_not_applicable(_ZERO, _GATHERS, stage3_max_live_parameters=10**9, stage3_max_reuse_distance=10**9),
+    *_not_applicable(_ZERO, _GATHERS, stage3_model_persistence_threshold=2**63 - 1, leaf_module=_BLOCK),
+    *_not_applicable(_ZERO, _GATHERS, stage3_module_granularity_threshold=0, stage3_allgather_sequential=False),
+    *_not_applicable(_ZERO, _GATHERS, stage3_use_all_reduce_for_fetch_params=False, memory_efficient_linear=True),
+    *_not_applicable(_ZERO, "an update runs on one bucket at a time", sub_group_size=10**9),
+    *_not_applicable(_ZERO, "an unused parameter is named in a warning", ignore_unused_parameters=True),
+    *_not_applicable(_ZERO, _FILES, load_from_fp32_weights=True, elastic_checkpoint=False),
+    *_not_applicable(_ZERO, _FILES, pipeline_loading_checkpoint=False, stage3_gather_16bit_weights_on_model_save=False),
+    *_not_applicable(_ZERO, _LOGS, log_trace_cache_warnings=False, enable_sanity_checks=False),
+    *_not_applicable(_ZERO, "modules are not patched", override_module_apply=True),
+    *_not_applicable(_ZERO, _OFF, cpu_offload_use_pin_memory=("bool", None)),
+    *_not_applicable(
+        f"{_ZERO}.offload_param", _OFF, buffer_count=5, buffer_size=10**8, max_in_cpu=10**9, **_OFFLOADING
+    ),
+    *_not_applicable(f"{_ZERO}.offload_optimizer", _OFF, buffer_count=4, pipeline_read=False, pipeline_write=False),
+    *_not_applicable(f"{_ZERO}.offload_optimizer", _OFF, fast_init=False, ratio=1.0, super_offload=False),
+    *_not_applicable(f"{_ZERO}.offload_optimizer", _OFF, cpuadam_cores_perc=0.8, **_OFFLOADING),
+    *_not_applicable("activation_checkpointing", _SAVED, partition_activations=False, number_checkpoints=_COUNT),
+    *_not_applicable("activation_checkpointing", _SAVED, contiguous_memory_optimization=False, profile=False),
+    *_not_applicable("activation_checkpointing", _SAVED, synchronize_checkpoint_boundary=False),
+    *_not_applicable("pipeline", _PIPELINE, stages="auto", partition="best", seed_layers=False),
+    *_not_applicable("pipeline", _PIPELINE, activation_checkpoint_interval=0, pipe_partitioned=True),
+    *_not_applicable("pipeline", _PIPELINE, grad_partitioned=True),
+    *_not_applicable(
+        "tensor_parallel", "fp.tensor_parallel takes the specs", preset_model=_TEXT, partition_config=_BLOCK
+    ),
+    *_not_applicable("hybrid_engine", _INFERENCE, max_out_tokens=512, inference_tp_size=1, pin_parameters=True),
+    *_not_applicable("hybrid_engine", _INFERENCE, release_inference_cache=False, tp_gather_partition_size=8),
+    *_not_applicable("optimizer", "it selects an old kernel", legacy_fusion=False),
+    *_not_applicable("optimizer.params", "it selects a kernel", torch_adam=False, fused=False, foreach=False),
+    *_not_applicable("optimizer.params", "both methods have the same result", ns_method="gram"),
+    *_not_applicable("scheduler.params", "a state has its step", last_batch_iteration=("integer", -1)),
+    *_not_applicable("scheduler.params", _MOMENTUM, cycle_min_mom=0.8, cycle_max_mom=0.9, decay_mom_rate=0.0),
+    #
+    *_refused("", "a loss is the mean over the batch; let the loss return a sum", gradient_allreduce_op="mean"),
+    *_refused("", "sparse gradients are not supported", sparse_gradients=False),
+    *_refused("", _TRAINS, elasticity=_BLOCK, compression_training=_BLOCK, data_efficiency=_BLOCK),
+    *_refused("", _TRAINS, curriculum_learning=_BLOCK, progressive_layer_drop=_BLOCK, eigenvalue=_BLOCK),
+    *_refused("", "write the attention in the model", sparse_attention=_BLOCK),
+    *_refused("", "Apex is not supported; use bf16 or fp16", amp=_BLOCK),
+    *_refused("", 'use train_step(backend="inductor")', compile=_BLOCK),
+    *_refused("fp16", "it needs an offloaded optimizer, which is refused", fp16_master_weights_and_grads=False),
+    *_refused("torch_autocast", "a loss has one compute dtype", lower_precision_safe_modules=("list", None)),
+    *_refused(f"{_ZERO}.offload_param", _OFFLOAD, device=(("none", "cpu", "nvme"), "none")),
+    *_refused(f"{_ZERO}.offload_optimizer", _OFFLOAD, device=(("none", "cpu", "nvme"), "none")),
+    *_refused(_ZERO, f"{_OFFLOAD}; it is the old name of offload_optimizer", cpu_offload=False),
+    *_refused(_ZERO, f"{_OFFLOAD}; it is the old name of offload_param", cpu_offload_param=False),
+    *_refused(_ZERO, _OFFLOAD, zenflow=_BLOCK),
+    *_refused(_ZERO, _PLUS, zero_hpz_partition_size=1, zero_quantized_weights=False, zero_quantized_gradients=False),
+    *_refused(_ZERO, _PLUS, zero_quantized_nontrainable_weights=False, zeropp_loco_param=_BLOCK),
+    *_refused(_ZERO, _PLUS, mics_shard_size=("integer", -1), mics_hierarchical_params_gather=False),
+    *_refused("activation_checkpointing", _OFFLOAD, cpu_checkpointing=False),
+    *_refused("tensor_parallel", _SPECS, autotp_size=0),
+    *_refused("hybrid_engine", _INFERENCE, enabled=False),
+    *_refused("optimizer.params", "switch to 'gradient_clipping'", max_grad_norm=0.0),
+    *_refused("optimizer.params", "it is not supported", amsgrad=False, maximize=False, eps_inside_sqrt=False),
+    *_refused("scheduler.params", _MOMENTUM, cycle_momentum=False),
+    *_refused("scheduler.params", "stairs are not supported", cycle_first_stair_count=0, cycle_second_stair_count=0),
+]
+
+KEYS: dict[str, Key] = {key.path: key for key in _ROWS}
+
+# Defaults that changed: the first release with the present default, and the default before it
+CHANGED: dict[str, tuple[str, Any]] = {
+    "gradient_clipping": ("0.19.3", 0.0),
+    "bf16.check_grad_overflow": ("0.19.3", False),
+    f"{_ZERO}.offload_param.pin_memory": ("0.19.5", False),
+    f"{_ZERO}.offload_optimizer.pin_memory": ("0.19.5", False),
+    "steps_per_print": ("0.15.3", 10),
+}
+
+
+def defaults(version: str) -> dict[str, Any]:
+    """Return the defaults of a release of DeepSpeed, by path.
+
+    Raises:
+        ValueError: if the version is not of the form 0.19.6.
+    """
+    own = {path: old for path, (since, old) in CHANGED.items() if release(version) < release(since)}
+    return {path: own.get(path, key.default) for path, key in KEYS.items()}
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version such as "0.19.6"."""
+    try:
+        return tuple(int(part) for part in str(version).split("+")[0].split(".")[:3])
+    except ValueError:
+        raise ValueError(
+            f"deepspeed_version={version!r}: write the release that the file is for, as '0.19.6'"
+        ) from None
