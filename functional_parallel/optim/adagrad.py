@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..functions import PyTree, explain_keywords
@@ -65,8 +66,8 @@ def adagrad(
 
         return one
 
-    def decayed_rate(step: Tensor) -> Tensor:
-        return learning_rate(lr, step) / (1 + step * lr_decay)
+    def decayed_rate(step: float | Tensor) -> Tensor:
+        return learning_rate(lr, torch.as_tensor(step)) / (1 + step * lr_decay)
 
     rate = scale_by_learning_rate(decayed_rate if lr_decay else lr)
     return chained("adagrad", AdagradState, add_decayed_weights(weight_decay, decay), Transformation(scaled, 1), rate)

@@ -37,7 +37,7 @@ def batch_sizes(train: int | None, micro: int | None, accumulation: int | None, 
         accumulation = train // micro // ranks
     if train != micro * accumulation * ranks or not train:
         raise ValueError(
-            "train_batch_size is not equal to train_micro_batch_size_per_gpu · gradient_accumulation_steps · data ranks: "
+            "train_batch_size is not equal to train_micro_batch_size_per_gpu · gradient_accumulation_steps · ranks: "
             f"{train} != {micro} · {accumulation} · {ranks}"
         )
     return BatchSizes(train, micro, accumulation)

@@ -121,7 +121,7 @@ def from_config(
         precision, scale = _precision(values, given)
     if values["optimizer.type"] is not None:
         with problems.at("optimizer and scheduler"):
-            optimizer = build_optimizer(values, build_schedule(values), beside_muon)
+            optimizer = build_optimizer(given, build_schedule(given), beside_muon)
     problems.raise_if_any()
     clip = values["gradient_clipping"] or None
     return Config(

@@ -57,7 +57,7 @@ OPTIMIZERS: dict[str, Kind] = {
 
 
 def _without_rate(schedule: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    return lambda rate, **own: schedule(**own, **options)
+    return lambda rate, /, **own: schedule(**own, **options)
 
 
 _WARMUP = {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-3, "warmup_num_steps": 1000, "warmup_type": "log"}
@@ -81,9 +81,9 @@ SCHEDULERS: dict[str, Kind] = {
 }
 
 
-def _parameters(kinds: Mapping[str, Kind], block: str, values: Mapping[str, Any]) -> tuple[Kind, dict[str, Any]]:
+def _parameters(kinds: Mapping[str, Kind], block: str, given: Mapping[str, Any]) -> tuple[Kind, dict[str, Any]]:
     """Return the kind that a block names, in any case, and its parameters with defaults."""
-    name, prefix = values[f"{block}.type"], f"{block}.params."
+    name, prefix = given[f"{block}.type"], f"{block}.params."
     kind = {each.lower(): kind for each, kind in kinds.items()}.get(name.lower())
     if kind is None:
         one_bit = (
@@ -93,9 +93,9 @@ def _parameters(kinds: Mapping[str, Kind], block: str, values: Mapping[str, Any]
             f"{block}.type: {name!r}: {one_bit}the types are {', '.join(kinds)}; the nearest is "
             f"{nearest(name, kinds, most=1)[0]}"
         )
-    given = {path.removeprefix(prefix): x for path, x in values.items() if path.startswith(prefix) and x is not None}
-    own = {parameter: given.get(parameter, default) for parameter, default in kind.defaults.items()}
-    foreign = [each for each in given if each not in own and KEYS[prefix + each].treatment == "honoured"]
+    found = {path.removeprefix(prefix): value for path, value in given.items() if path.startswith(prefix)}
+    own = {parameter: found.get(parameter, default) for parameter, default in kind.defaults.items()}
+    foreign = [each for each in found if each not in own and KEYS[prefix + each].treatment == "honoured"]
     if foreign:
         raise ValueError(f"{prefix}{foreign[0]}: {name} does not have it; its parameters are {', '.join(own)}")
     missing = [prefix + parameter for parameter, value in own.items() if value is _REQUIRED]
@@ -104,26 +104,26 @@ def _parameters(kinds: Mapping[str, Kind], block: str, values: Mapping[str, Any]
     return kind, own
 
 
-def build_schedule(values: Mapping[str, Any]) -> Callable[[float], Schedule]:
+def build_schedule(given: Mapping[str, Any]) -> Callable[[float], Schedule]:
     """Return the function from the learning rate of the file to the rate or schedule of the optimizer."""
-    if values["scheduler.type"] is None:
+    if "scheduler.type" not in given:
         return lambda rate: rate
-    kind, own = _parameters(SCHEDULERS, "scheduler", values)
+    kind, own = _parameters(SCHEDULERS, "scheduler", given)
     own.pop("cycle_momentum", None)
     return lambda rate: kind.make(rate, **{kind.names[name]: value for name, value in own.items()})
 
 
 def build_optimizer(
-    values: Mapping[str, Any], scheduled: Callable[[float], Schedule], beside_muon: tuple[str, ...]
+    given: Mapping[str, Any], scheduled: Callable[[float], Schedule], beside_muon: tuple[str, ...]
 ) -> Optimizer:
     """Return the optimizer that the file names.
 
     Args:
-        values: values by path.
+        given: values of the file by path.
         scheduled: function from the rate of the file to the rate of the optimizer.
         beside_muon: patterns of the parameters that AdamW updates if the optimizer is Muon.
     """
-    kind, own = _parameters(OPTIMIZERS, "optimizer", values)
+    kind, own = _parameters(OPTIMIZERS, "optimizer", given)
     rate = own.pop("lr")
     if kind.make is not optim.muon:
         return kind.make(scheduled(rate), **own)  # type: ignore[no-any-return]
