@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import functional_parallel as fp
-from sharding_specs import Mesh, P
+from sharding_specs import Mesh, P, optional
 
 from ..processes import run_on_processes
 
@@ -81,6 +81,15 @@ def steps(plan: Any, mesh: Mesh, count: int = 3, **options: Any) -> tuple[Params
 
 def flat(tree: Params) -> list[torch.Tensor]:
     return [tree["embed"], tree["head"], *(leaf for layer in tree["layers"] for leaf in layer.values())]
+
+
+def test_a_pattern_that_may_match_nothing_matches_nothing() -> None:
+    groups = {optional("*bias*"): fp.optim.adamw(0.1), "*": fp.optim.sgd(0.1)}
+    train = fp.train_step(loss, fp.optim.by_path(groups), Mesh(data=2), fp.zero(1, "data"))
+    state, _ = train(train.init(params()), batch())
+    alone = fp.train_step(loss, fp.optim.sgd(0.1), Mesh(data=2), fp.zero(1, "data"))
+    other, _ = alone(alone.init(params()), batch())
+    assert torch.equal(train.params(state)["head"], alone.params(other)["head"])
 
 
 @pytest.mark.parametrize("clip", [None, 0.1])

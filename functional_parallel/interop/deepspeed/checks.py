@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from sharding_specs.rules import nearest
@@ -12,7 +13,7 @@ from sharding_specs.rules import nearest
 from ...quantities import is_non_negative
 from .schema import KEYS, Key
 
-__all__ = ["Problems", "converted", "flat", "not_applicable"]
+__all__ = ["Problems", "converted", "flat"]
 
 _RENAMED = {
     "bfloat16": "bf16",
@@ -21,15 +22,21 @@ _RENAMED = {
     ),
 }
 _PARENTS = {path.rpartition(".")[0] for path in KEYS} | {"optimizer", "scheduler"}
-_WORDS = {
-    "bool": "true or false",
-    "int": "an integer of at least 0",
-    "count": "an integer of at least 1",
-    "integer": "an integer",
-    "number": "a finite number of at least 0",
-    "list": "a list",
-    "text": "a string",
-    "block": "an object",
+
+
+def _is_integer(least: float, value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {  # description and test
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "int": ("an integer of at least 0", partial(_is_integer, 0)),
+    "count": ("an integer of at least 1", partial(_is_integer, 1)),
+    "integer": ("an integer", partial(_is_integer, -math.inf)),
+    "number": ("a finite number of at least 0", is_non_negative),
+    "list": ("a list", lambda value: isinstance(value, (list, tuple))),
+    "text": ("a string", lambda value: isinstance(value, str)),
+    "block": ("an object", lambda value: isinstance(value, Mapping)),
 }
 
 
@@ -85,14 +92,16 @@ def _leaves(config: Mapping[str, Any], prefix: str, problems: Problems) -> Itera
 def converted(given: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
     """Return the values of legal kinds, integers as int. Illegal and refused values are problems."""
     found = {}
-    for path, value in given.items():
+    for path, value in ((path, value) for path, value in given.items() if value is not None):
         key = KEYS[path]
-        if value is None:
-            continue
-        whole = isinstance(value, float) and value.is_integer() and key.kind in ("int", "count", "integer")
-        value = int(value) if whole else value
-        if not _is_of_kind(value, key.kind):
-            words = " or ".join(map(repr, key.kind)) if isinstance(key.kind, tuple) else _WORDS[key.kind]
+        if isinstance(value, float) and value.is_integer() and key.kind in ("int", "count", "integer"):
+            value = int(value)
+        words, is_legal = (
+            (" or ".join(map(repr, key.kind)), key.kind.__contains__)
+            if isinstance(key.kind, tuple)
+            else _KINDS[key.kind]
+        )
+        if not is_legal(value):
             problems.add(path, f"it is {words}, not {value!r}")
         elif key.treatment == "refused" and not _is_harmless(value, key):
             problems.add(path, f"{value!r} is refused: {key.text}")
@@ -101,24 +110,7 @@ def converted(given: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
     return found
 
 
-def _is_of_kind(value: Any, kind: str | tuple[str, ...]) -> bool:
-    if isinstance(kind, tuple):
-        return value in kind
-    if kind in ("int", "count", "integer"):
-        least = {"int": 0, "count": 1, "integer": -math.inf}[kind]
-        return isinstance(value, int) and not isinstance(value, bool) and value >= least
-    if kind == "number":
-        return is_non_negative(value)
-    types: dict[str, Any] = {"bool": bool, "list": (list, tuple), "text": str, "block": Mapping}
-    return isinstance(value, types[kind])
-
-
 def _is_harmless(value: Any, key: Key) -> bool:
     if key.kind in ("block", "list"):
         return not value or (isinstance(value, Mapping) and not value.get("enabled", any(value.values())))
     return bool(value == key.default)
-
-
-def not_applicable(given: Mapping[str, Any]) -> dict[str, str]:
-    """Return the reason of every key that has no effect here."""
-    return {path: KEYS[path].text for path in given if KEYS[path].treatment == "not applicable"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from sharding_specs import Mesh
@@ -13,10 +13,10 @@ from ...optim import Optimizer, Schedule
 from ...transforms import LossScale, Plan, accumulate, chain, data_parallel, mixed_precision, zero
 from .auto import filled
 from .batch import batch_sizes
-from .checks import Problems, converted, flat, not_applicable
+from .checks import Problems, converted, flat
 from .optimizers import build_optimizer, build_schedule
 from .reading import read
-from .schema import defaults
+from .schema import KEYS, defaults
 
 __all__ = ["Config", "from_config"]
 
@@ -136,7 +136,7 @@ def from_config(
         accumulation=sizes.accumulation,
         clip=clip,
         deepspeed_version=deepspeed_version,
-        not_applicable=not_applicable(given),
+        not_applicable={path: KEYS[path].text for path in given if KEYS[path].treatment == "not applicable"},
     )
 
 
@@ -186,14 +186,9 @@ def _precision(values: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[str
     has_zero, power = values[f"{_ZERO}.stage"] > 0, values["fp16.initial_scale_power"]
     if not has_zero and not any(path.startswith("fp16.") and path != "fp16.enabled" for path in given):
         power = 32  # the default of DeepSpeed's optimizer without ZeRO, which has no hysteresis and never fails
-    return "fp16", LossScale(
-        2.0**power,
-        window,
-        values["fp16.hysteresis"] if has_zero else 1,
-        minimum,
-        consecutive_hysteresis=values["fp16.consecutive_hysteresis"],
-        fail_at_minimum=has_zero,
-    )
+    hysteresis, consecutive = values["fp16.hysteresis"] if has_zero else 1, values["fp16.consecutive_hysteresis"]
+    rules = LossScale(2.0**power, window, hysteresis, minimum, consecutive_hysteresis=consecutive)
+    return "fp16", replace(rules, fail_at_minimum=has_zero)
 
 
 def _plan(
@@ -201,15 +196,9 @@ def _plan(
 ) -> Plan:
     stage, parts = values[f"{_ZERO}.stage"], []
     if precision is not None:
-        parts.append(
-            mixed_precision(
-                precision,
-                params="fp32" if values["torch_autocast.enabled"] else None,
-                reduce=values["communication_data_type"] or "fp32",
-                masters=not values["bf16.bf16_master_weights_and_grads"],
-                loss_scale=scale,
-            )
-        )
+        gathers = "fp32" if values["torch_autocast.enabled"] else None
+        sums, masters = values["communication_data_type"] or "fp32", not values["bf16.bf16_master_weights_and_grads"]
+        parts.append(mixed_precision(precision, params=gathers, reduce=sums, masters=masters, loss_scale=scale))
     if stage == 3:
         threshold = values[f"{_ZERO}.stage3_param_persistence_threshold"]
         prefetch = 1 if values[f"{_ZERO}.stage3_prefetch_bucket_size"] else 0

@@ -1,0 +1,156 @@
+"""Every honoured key of ds_config.json has an effect."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+
+import functional_parallel as fp
+from functional_parallel.interop.deepspeed.schema import KEYS
+
+from .configs import (
+    BASE,
+    BF16,
+    CYCLE,
+    FP16,
+    MESH,
+    MICRO,
+    OF_SCHEDULER,
+    PARAMS,
+    SCHEDULER,
+    STAGE,
+    TYPE,
+    WARMUP,
+    batch,
+    loss,
+    nested,
+    parameters,
+    trained,
+)
+
+ADAM, LAMB = {TYPE: "Adam", f"{PARAMS}weight_decay": 0.5}, {TYPE: "Lamb"}
+MOMENTUM = {f"{PARAMS}momentum": 0.9}
+WHOLE = {STAGE: 3, "zero_optimization.stage3_param_persistence_threshold": 0}
+COSINE = WARMUP | {SCHEDULER: "WarmupCosineLR", f"{OF_SCHEDULER}total_num_steps": 8}
+DECAYING = CYCLE | {f"{OF_SCHEDULER}decay_lr_rate": 0.5, f"{OF_SCHEDULER}decay_step_size": 2}
+TEST = {SCHEDULER: "LRRangeTest", f"{OF_SCHEDULER}lr_range_test_step_size": 4}
+MASTERS = {"bf16.bf16_master_weights_and_grads": True}
+STATES = {"bf16.bf16_optimizer_states": True}
+
+# Path → (values beside it, its value or the values that contain it). Without it, the file trains otherwise.
+EFFECTS: dict[str, tuple[dict[str, Any], Any]] = {
+    "train_batch_size": ({}, 8),
+    MICRO: ({MICRO: None, "train_batch_size": 8}, 2),
+    "gradient_accumulation_steps": ({}, 2),
+    "gradient_clipping": ({}, 0.01),
+    "communication_data_type": (BF16, "bf16"),
+    "fp16.enabled": ({}, True),
+    "fp16.loss_scale": (FP16, 4.0),
+    "fp16.initial_scale_power": (FP16, 5),
+    "fp16.loss_scale_window": (FP16, 2),
+    "fp16.hysteresis": (FP16, 3),
+    "fp16.consecutive_hysteresis": (FP16, True),
+    "fp16.min_loss_scale": (FP16, 2.0),
+    "bf16.enabled": ({}, True),
+    "bf16.check_grad_overflow": (BF16, False),
+    "bf16.bf16_master_weights_and_grads": (BF16, MASTERS | STATES),
+    "bf16.bf16_optimizer_states": (BF16 | MASTERS, True),
+    "torch_autocast.enabled": ({}, True),
+    "torch_autocast.dtype": ({"torch_autocast.enabled": True}, "float16"),
+    STAGE: ({}, 1),
+    "zero_optimization.reduce_bucket_size": ({}, 10),
+    "zero_optimization.stage3_prefetch_bucket_size": (WHOLE, 0),
+    "zero_optimization.stage3_param_persistence_threshold": ({STAGE: 3}, 10),
+    TYPE: ({}, "Lion"),
+    f"{PARAMS}lr": ({}, 0.2),
+    f"{PARAMS}betas": (ADAM, [0.5, 0.5]),
+    f"{PARAMS}eps": (ADAM, 0.1),
+    f"{PARAMS}weight_decay": ({}, 0.5),
+    f"{PARAMS}adam_w_mode": (ADAM, False),
+    f"{PARAMS}bias_correction": (LAMB, False),
+    f"{PARAMS}max_coeff": (LAMB, 0.1),
+    f"{PARAMS}min_coeff": (LAMB, 5.0),
+    f"{PARAMS}lr_decay": ({TYPE: "Adagrad"}, 0.5),
+    f"{PARAMS}initial_accumulator_value": ({TYPE: "Adagrad"}, 0.5),
+    f"{PARAMS}momentum": ({}, 0.9),
+    f"{PARAMS}dampening": (MOMENTUM, 0.5),
+    f"{PARAMS}nesterov": (MOMENTUM, True),
+    f"{PARAMS}muon_lr": ({TYPE: "Muon"}, 0.5),
+    f"{PARAMS}adam_lr": ({TYPE: "Muon"}, 0.5),
+    SCHEDULER: ({}, "WarmupLR"),
+    f"{OF_SCHEDULER}warmup_min_lr": (WARMUP, 0.1),
+    f"{OF_SCHEDULER}warmup_max_lr": (WARMUP, 0.5),
+    f"{OF_SCHEDULER}warmup_num_steps": (WARMUP, 6),
+    f"{OF_SCHEDULER}warmup_type": (WARMUP, "linear"),
+    f"{OF_SCHEDULER}total_num_steps": (WARMUP | {SCHEDULER: "WarmupDecayLR"}, 8),
+    f"{OF_SCHEDULER}warmup_min_ratio": (COSINE, 0.5),
+    f"{OF_SCHEDULER}cos_min_ratio": (COSINE, 0.5),
+    f"{OF_SCHEDULER}cycle_min_lr": (CYCLE, 0.2),
+    f"{OF_SCHEDULER}cycle_max_lr": (CYCLE, 2.0),
+    f"{OF_SCHEDULER}cycle_first_step_size": (CYCLE, 3),
+    f"{OF_SCHEDULER}cycle_second_step_size": (CYCLE, 3),
+    f"{OF_SCHEDULER}decay_lr_rate": (DECAYING, 1.0),
+    f"{OF_SCHEDULER}decay_step_size": (DECAYING, 4),
+    f"{OF_SCHEDULER}lr_range_test_min_lr": (TEST, 0.1),
+    f"{OF_SCHEDULER}lr_range_test_step_size": (TEST, 8),
+    f"{OF_SCHEDULER}lr_range_test_step_rate": (TEST, 2.0),
+    f"{OF_SCHEDULER}lr_range_test_staircase": (TEST, True),
+}
+
+
+@cache
+def observed(text: str) -> tuple[Any, ...]:
+    """Return what a configuration leads to: program, parameters, rates and loss scales; or its error."""
+    try:
+        config = fp.deepspeed.from_config(nested(json.loads(text)), mesh=MESH)
+    except ValueError as error:
+        return (str(error),)
+    params, _, train = trained(config)
+    rates = optree.tree_map(
+        lambda rate: [float(rate(step)) if callable(rate) else rate for step in range(12)], config.schedule
+    )
+    return (
+        str(train.program.explain()),
+        str(train.program),
+        str(optree.tree_map(Tensor.tolist, params)),
+        str(rates),
+        str(scales(config.loss_scale)),
+    )
+
+
+def scales(rules: Any) -> Any:
+    """Return a loss scale's course over steps of which some (X) overflow."""
+    if not isinstance(rules, fp.LossScale):
+        return rules
+    state, found = rules.init(), []
+    for step in "X.X.X...XXXXXXXX.....":
+        state = rules.update(state, torch.tensor(step == "X"))
+        found.append(state.scale.item())
+    return found
+
+
+@pytest.mark.parametrize("path", [path for path, key in KEYS.items() if key.treatment == "honoured"])
+def test_an_honoured_key_has_an_effect(path: str) -> None:
+    """A new honoured key without an entry in EFFECTS fails."""
+    beside, value = EFFECTS[path]
+    without = BASE | beside
+    changed = without | (value if isinstance(value, dict) else {path: value})
+    assert len(observed(json.dumps(changed))) > 1, "the value is refused"
+    assert observed(json.dumps(changed)) != observed(json.dumps(without))
+
+
+def test_schedules_and_scales_reach_the_step() -> None:
+    """What the observations above take from the configuration itself is also in its training step."""
+    config = fp.deepspeed.from_config(nested(BASE | FP16 | WARMUP), mesh=MESH)
+    assert config.optimizer is not None and callable(config.schedule) and config.optimizer.lr is config.schedule
+    train = fp.train_step(loss, config.optimizer, MESH, config.plan, **config.options)
+    state = train.init(parameters())
+    for step in range(3):
+        state, metrics = train(state, batch(4, step))
+        assert metrics.lr == config.schedule(step) and metrics.loss_scale == 16
