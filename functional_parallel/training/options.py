@@ -22,7 +22,8 @@ __all__ = ["StepOptions", "require_arguments"]
 
 Plan = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-_OPTIMIZERS = {name: getattr(optim, name) for name in ("adafactor", "adagrad", "adam", "adamw", "lion", "muon", "sgd")}
+_NAMES = ("adafactor", "adagrad", "adam", "adamw", "lamb", "lion", "muon", "sgd")
+_OPTIMIZERS = {name: getattr(optim, name) for name in _NAMES}
 
 
 @dataclass(frozen=True)

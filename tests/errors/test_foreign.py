@@ -106,7 +106,9 @@ OPTIMIZERS: list[tuple[Callable[[Any], Any], str]] = [
     (lambda p: torch.optim.AdamW(p, 3e-4, betas=(0.9, 0.95)), "fp.optim.adamw(lr=0.0003, betas=(0.9, 0.95))"),
     (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), "fp.optim.sgd(lr=0.1, momentum=0.9)"),
     (lambda p: torch.optim.Adam(p, torch.tensor(0.5)), "fp.optim.adam(lr=0.5)"),
-    (lambda p: torch.optim.RMSprop(p), "one of adafactor, adam, adamw, lion, sgd"),
+    (lambda p: torch.optim.RMSprop(p), "one of adafactor, adagrad, adam, adamw, lamb, lion, muon, sgd"),
+    (lambda p: torch.optim.Adagrad(p, 0.1, lr_decay=0.5), "fp.optim.adagrad(lr=0.1, lr_decay=0.5)"),
+    (lambda p: torch.optim.Muon(p[:1], 0.1, ns_steps=3), "fp.optim.muon(lr=0.1, ns_steps=3)"),
     (lambda p: torch.optim.AdamW, "fp.optim.adamw("),
 ]
 

@@ -15,6 +15,7 @@ import functional_parallel as fp
 from functional_parallel.optim import Optimizer, schedules
 from sharding_specs import Mesh, P
 
+from ..processes import run_on_processes
 from ..trees import assert_close
 
 RATE = schedules.cosine(0.1, 10, warmup=3)
@@ -119,6 +120,21 @@ def test_each_rank_orthogonalizes_its_share_of_the_matrices() -> None:
     program = train.lower([torch.ones(8, 6)] * 4, torch.ones(4, 8))
     exchanges = [each for each in program.collectives() if each.kind == "all_to_all"]
     assert [str(each.operand) for each in exchanges] == ["f32[4, 2, 6]", "f32[1, 8, 6]"]
+
+
+def losses_by_norms_and_matrices(rank: int) -> list[float]:
+    groups = {"*/w": fp.optim.muon(0.1, dtype=torch.float64), "*": fp.optim.lamb(0.1)}
+    train = fp.train_step(loss, fp.optim.by_path(groups), Mesh(data=2), fp.zero(3, "data"), reduction="ordered")
+    state, losses = train.init(parameters()), []
+    for batch in batches()[:3]:
+        state, metrics = train(state, batch)
+        losses.append(metrics.loss.item())
+    return losses
+
+
+def test_lamb_and_muon_train_on_processes_as_on_simulated_ranks() -> None:
+    losses = losses_by_norms_and_matrices(0)
+    assert run_on_processes(losses_by_norms_and_matrices, 2) == [losses, losses]
 
 
 def test_adafactor_on_shards_of_unknown_place_is_refused() -> None:
