@@ -11,55 +11,39 @@ __all__ = ["ARGUMENTS", "filled"]
 
 
 class _Fill(NamedTuple):
-    """Rule for a key: the arguments that it needs, and its value. `must_match`: whether other values are an error."""
+    """Rule for a key.
 
-    arguments: tuple[str, ...]
+    Attributes:
+        arguments: names of the arguments that it needs, separated by spaces.
+        value: its value from these.
+        must_match: whether another value in the file is an error.
+    """
+
+    arguments: str
     value: Callable[..., Any] = lambda value: value
     must_match: bool = True
 
 
 _ZERO, _OPTIMIZER, _SCHEDULER = "zero_optimization", "optimizer.params", "scheduler.params"
 _RULES: dict[str, _Fill] = {
-    "train_micro_batch_size_per_gpu": _Fill(
-        ("per_device_train_batch_size",),
-    ),
-    "gradient_accumulation_steps": _Fill(
-        ("gradient_accumulation_steps",),
-    ),
-    "gradient_clipping": _Fill(
-        ("max_grad_norm",),
-    ),
-    "fp16.enabled": _Fill(
-        ("fp16",),
-    ),
-    "bf16.enabled": _Fill(
-        ("bf16",),
-    ),
-    f"{_OPTIMIZER}.lr": _Fill(
-        ("learning_rate",),
-    ),
-    f"{_OPTIMIZER}.betas": _Fill(("adam_beta1", "adam_beta2"), lambda *betas: list(betas)),
-    f"{_OPTIMIZER}.eps": _Fill(
-        ("adam_epsilon",),
-    ),
-    f"{_OPTIMIZER}.weight_decay": _Fill(
-        ("weight_decay",),
-    ),
-    f"{_SCHEDULER}.warmup_min_lr": _Fill((), lambda: 0.0, must_match=False),
-    f"{_SCHEDULER}.warmup_max_lr": _Fill(
-        ("learning_rate",),
-    ),
-    f"{_SCHEDULER}.warmup_num_steps": _Fill(
-        ("warmup_steps",),
-    ),
-    f"{_SCHEDULER}.total_num_steps": _Fill(
-        ("max_steps",),
-    ),
-    f"{_ZERO}.reduce_bucket_size": _Fill(("hidden_size",), lambda h: h * h, must_match=False),
-    f"{_ZERO}.stage3_prefetch_bucket_size": _Fill(("hidden_size",), lambda h: int(0.9 * h * h), must_match=False),
-    f"{_ZERO}.stage3_param_persistence_threshold": _Fill(("hidden_size",), lambda h: 10 * h, must_match=False),
+    "train_micro_batch_size_per_gpu": _Fill("per_device_train_batch_size"),
+    "gradient_accumulation_steps": _Fill("gradient_accumulation_steps"),
+    "gradient_clipping": _Fill("max_grad_norm"),
+    "fp16.enabled": _Fill("fp16"),
+    "bf16.enabled": _Fill("bf16"),
+    f"{_OPTIMIZER}.lr": _Fill("learning_rate"),
+    f"{_OPTIMIZER}.betas": _Fill("adam_beta1 adam_beta2", lambda *betas: list(betas)),
+    f"{_OPTIMIZER}.eps": _Fill("adam_epsilon"),
+    f"{_OPTIMIZER}.weight_decay": _Fill("weight_decay"),
+    f"{_SCHEDULER}.warmup_min_lr": _Fill("", lambda: 0.0, must_match=False),
+    f"{_SCHEDULER}.warmup_max_lr": _Fill("learning_rate"),
+    f"{_SCHEDULER}.warmup_num_steps": _Fill("warmup_steps"),
+    f"{_SCHEDULER}.total_num_steps": _Fill("max_steps"),
+    f"{_ZERO}.reduce_bucket_size": _Fill("hidden_size", lambda h: h * h, must_match=False),
+    f"{_ZERO}.stage3_prefetch_bucket_size": _Fill("hidden_size", lambda h: int(0.9 * h * h), must_match=False),
+    f"{_ZERO}.stage3_param_persistence_threshold": _Fill("hidden_size", lambda h: 10 * h, must_match=False),
 }
-ARGUMENTS = sorted({name for rule in _RULES.values() for name in rule.arguments})
+ARGUMENTS = sorted({name for rule in _RULES.values() for name in rule.arguments.split()})
 
 
 def filled(given: Mapping[str, Any], arguments: Any, named: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
@@ -77,12 +61,13 @@ def filled(given: Mapping[str, Any], arguments: Any, named: Mapping[str, Any], p
     found = dict(given)
     for path, value in given.items():
         rule, values = _RULES.get(path), beside | known if value == "auto" else known
-        missing = [name for name in rule.arguments if name not in values] if rule else []
-        wanted = rule.value(*(values[name] for name in rule.arguments)) if rule and not missing else None
+        names = rule.arguments.split() if rule else []
+        missing = [name for name in names if name not in values]
+        wanted = rule.value(*(values[name] for name in names)) if rule and not missing else None
         if value != "auto" or path == "pipeline.stages":
             if rule and rule.must_match and not missing and value != wanted:
-                names = ", ".join(rule.arguments)
-                problems.add(path, f'{value!r} mismatches {names}, which gives {wanted!r}; write "auto" in the file')
+                reason = f"{value!r} mismatches {', '.join(names)}, which gives {wanted!r}"
+                problems.add(path, f'{reason}; write "auto" in the file')
         elif path == "train_batch_size" or (path == "gradient_clipping" and missing):
             found[path] = 1.0 if path == "gradient_clipping" else None  # None: computed from the other two
         elif not rule or missing:
