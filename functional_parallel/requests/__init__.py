@@ -8,6 +8,7 @@ not know the transforms that make them.
 from .data_axis import DataAxis
 from .loss_scaling import LossScale, LossScaleState
 from .microbatches import Microbatches
+from .replicas import Replicas, ReplicaState
 from .run_pass import PairPass, RunPass, Scope, requested_passes
 from .scale_loss import ScaledState, ScaleLoss
 from .state_request import StateRequest, Update, converted_state, split_state, state_requests, with_leaves
@@ -26,6 +27,8 @@ __all__ = [
     "NormSharding",
     "Order",
     "PairPass",
+    "ReplicaState",
+    "Replicas",
     "RunPass",
     "ScaleLoss",
     "ScaledState",

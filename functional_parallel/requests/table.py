@@ -21,6 +21,7 @@ from ..passes import (
 from ..pipelines import PipelineRequest, StackedLayers
 from .data_axis import DataAxis
 from .microbatches import Microbatches
+from .replicas import Replicas
 from .run_pass import RunPass
 from .scale_loss import ScaleLoss
 from .stored_type import StoredType
@@ -38,12 +39,14 @@ class Order(IntEnum):
     DATA = 2
     ACCUMULATE = 3
     PIPELINE = 4
+    REPLICAS = 5
 
     @property
     def words(self) -> str:
-        return {0: "precision and remat", 1: "tensor and sequence", 2: "zero / data", 3: "accumulate", 4: "pipeline"}[
-            self
-        ]
+        return (
+            *("precision and remat", "tensor and sequence", "zero / data", "accumulate", "pipeline"),
+            "local SGD",
+        )[self]
 
 
 REQUESTS: dict[type[Request] | type[ProgramPass], Order] = {  # a request of a pass stands under the pass
@@ -64,6 +67,7 @@ REQUESTS: dict[type[Request] | type[ProgramPass], Order] = {  # a request of a p
     Microbatches: Order.ACCUMULATE,
     ReducePerMicrobatch: Order.ACCUMULATE,
     PipelineRequest: Order.PIPELINE,
+    Replicas: Order.REPLICAS,
 }
 
 

@@ -68,7 +68,7 @@ def require_finite(train: Step, before: TrainState, state: TrainState, metrics: 
         NonFiniteError: when loss or gradient norm is not finite, and no loss scale skipped the step.
         LossScaleError: when gradients overflow at the lowest loss scale.
     """
-    if _torch.has_functorch_level([metrics.loss]):
+    if metrics.loss is None or _torch.has_functorch_level([metrics.loss]):
         return
     scaled = train.f.layout.last(ScaleLoss)
     minimum = 0.0 if scaled is None else scaled.rules.minimum

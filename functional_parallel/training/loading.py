@@ -14,7 +14,7 @@ import torch
 from .. import optim
 from ..functions import PyTree
 from ..ir import is_trained, leaf_signature, without_memory
-from ..requests import LossScaleState, ScaledState
+from ..requests import LossScaleState, ReplicaState, ScaledState
 from .local_step import Metrics
 from .signatures import listed, structure_as_text
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 torch.serialization.add_safe_globals(
     [
         *(optim.AdafactorState, optim.AdamWState, optim.ChainState, optim.Factored, optim.LionState, optim.SGDState),
-        *(LossScaleState, ScaledState, Metrics),
+        *(LossScaleState, ReplicaState, ScaledState, Metrics),
     ]
 )
 

@@ -115,16 +115,16 @@ def state_layout(mesh: Mesh, places: StepLayout, params: PyTree, state: PyTree, 
     return StateLayout(mesh, places, optree.tree_structure(params), optree.tree_structure(state), specs, looks)
 
 
-def recorded_steps(before: int, loss: torch.Tensor) -> int:
+def recorded_steps(before: int, loss: torch.Tensor | None) -> int:
     """Return the number of consecutive steps with a graph kept by autograd, after a step with this loss.
 
     Warn when the number reaches `_MANY_RECORDED`.
 
     Args:
         before: the number before the step.
-        loss: the loss of the step.
+        loss: the loss of the step; None if it is not known.
     """
-    if not loss.requires_grad:
+    if loss is None or not loss.requires_grad:
         return 0
     if before + 1 == _MANY_RECORDED:
         warnings.warn(

@@ -16,10 +16,10 @@ from sharding_specs import Mesh, register_dataclasses, tree_paths, validate
 from .. import _torch
 from ..data import check_same_call
 from ..functions import LocalFunction, PyTree, SpecTree, as_local_function
-from ..ir import TensorSignature, leaf_signature
+from ..ir import TensorSignature, leaf_signature, without_memory
 from ..optim import Optimizer
 from ..pipelines import PipelineProgram, stacks_of
-from ..requests import StateRequest, converted_state, split_state, state_requests, with_leaves
+from ..requests import ReplicaState, StateRequest, converted_state, split_state, state_requests, with_leaves
 from ..runtime import Runtime, copy_if_aliased, runtime_kind_of, runtime_of, storages
 from ..tracing import disable_ambient_modes
 from .batches import BatchInputs, check_same
@@ -27,6 +27,7 @@ from .deferred import CannotDeferError, defer_init
 from .finite import settle
 from .loading import expected_state, require_parameters, require_state_of, require_values, steps_done
 from .options import StepOptions
+from .replicas import first_replicas, one_replica, replica_specs, replicas_of
 from .state import StateLayout, StaticLeaf, TrainState, detach_leaf, state_layout
 from .update import StepLayout, find_step_layout, warn_of_replicated_state
 
@@ -60,6 +61,7 @@ class StateManager:
         self.batches = BatchInputs(self.f, mesh, options.batch == "own")
         self.requests = state_requests(self.f.layout)
         self.stacks = stacks_of(self.f.layout)
+        self.replicas = replicas_of(self.f.layout, options.has_aux)
         self._forms: dict[Any, StateLayout] = {}
         self._known: set[StateLayout] = set()
         self._latest: dict[StateLayout, Any] = {}  # programs
@@ -154,6 +156,9 @@ class StateManager:
         register_dataclasses(params, optimizer_state)
         require_parameters(params, "train_step.load")
         stacks, expected = self.stacks, expected_state(self.optimizer.init, self._trained_stacks(params))
+        if self.replicas is not None and isinstance(optimizer_state, ReplicaState):
+            hollows = optree.tree_map(without_memory, params)
+            expected = first_replicas(self.replicas, self.mesh, hollows, expected)
         saved = [each for each in self.requests if each.saved]
         expected, optimizer_state = (self._with_requests(each, params, saved) for each in (expected, optimizer_state))
         require_state_of(expected, optimizer_state)
@@ -220,7 +225,7 @@ class StateManager:
         params, packed, state_specs = self.placed(places, params, optimizer_state)
         specs = optree.tree_leaves((places.kept, state_specs))
         found = state_layout(self.mesh, places, params, packed, tuple(specs))
-        if found.key not in self._forms:
+        if found.key not in self._forms and self.replicas is None:
             warn_of_replicated_state(packed, state_specs, places, self.optimizer, self.requests)
         form = self._forms.setdefault(found.key, found)
         self._known.add(form)
@@ -240,10 +245,16 @@ class StateManager:
             optimizer_state: the optimizer's state, full, with or without the leaves of requests.
         """
         stored = self._trained(params)
-        packed = places.packed_state(self._with_requests(optimizer_state, stored, self.requests))
+        packed = places.packed_state(self._with_requests(one_replica(optimizer_state), stored, self.requests))
         for each in self.requests:
             stored = each.stored(stored)
-        return stored, packed, places.state(packed, self.optimizer, self.requests)
+        specs = places.state(packed, self.optimizer, self.requests)
+        if self.replicas is None:
+            return stored, packed, specs
+        replicas = optimizer_state
+        if not isinstance(replicas, ReplicaState):
+            replicas = first_replicas(self.replicas, self.mesh, stored, packed)
+        return stored, replicas, replica_specs(self.replicas, places, stored, replicas, specs)
 
     def _trained(self, params: PyTree) -> PyTree:
         """Return the parameters that the optimizer updates, from the user's; in a pipeline separate layers."""
@@ -289,6 +300,8 @@ class StateManager:
             for handle, spec in zip(state.handles, form.specs, strict=True)
         ]
         params, packed = form.trees(leaves)
+        if self.replicas is not None:
+            return params, packed
         state, added = split_state(form.places.unpacked_state(packed), self.requests)
         for each, held in zip(self.requests, added, strict=True):
             params = each.full(params, held)

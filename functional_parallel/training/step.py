@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import optree
@@ -12,7 +13,7 @@ import torch
 from sharding_specs import Mesh
 
 from .. import random
-from ..functions import PyTree, explain_keywords
+from ..functions import LocalFunction, PyTree, SpecTree, explain_keywords
 from ..ir import leaf_signature
 from ..lowering import ArgumentPaths, Lowered, lower
 from ..optim import Optimizer, counted_on_host, rates
@@ -28,6 +29,7 @@ from .finite import require_finite, require_finite_inputs
 from .local_step import LocalTrainStep, Metrics
 from .on_state import StateFunction
 from .options import StepOptions, require_arguments
+from .replicas import on_replicas
 from .state import StateLayout, StaticLeaf, TrainState, recorded_steps
 from .states import StateManager
 from .update import require_elementwise
@@ -114,7 +116,7 @@ class TrainStep(StateManager):
         if is_asynchronous(self.f.layout, mesh):  # its weights have versions
             self.options = replace(options, donate=False)
         self.program: Program | PipelineProgram | None = None
-        self._lowered: dict[StateLayout, ProgramCache[Lowered]] = {}
+        self._lowered: dict[tuple[StateLayout, bool], ProgramCache[Lowered]] = {}
         self._warned: set[str] = set()  # parameters that are not trained
 
     def __repr__(self) -> str:
@@ -263,31 +265,38 @@ class TrainStep(StateManager):
         Args:
             state: a state, or full parameters, which may be on the meta device. With parameters no state is created.
                 If a state is created from such parameters later, each pipeline rank holds only the leaves that its
-                own stages read.
+                own stages read. With replicas it is the program of a step that exchanges.
             batch, named: arguments of the loss after the parameters, by position or keyword.
         """
         batch = self.batches.by_place(batch, named)
         if isinstance(state, TrainState):
             return self._lower(self.known_form(state), state, batch).program
         form, leaves = self._place(*self.begun(state))
-        return self._lowered_for(form, batch, lambda: form.trees(leaves)).program
+        return self._lowered_for(form, batch, lambda: form.trees(leaves), self.replicas is not None).program
 
     # --- the program ---
 
     def _lower(self, form: StateLayout, state: TrainState, batch: tuple[PyTree, ...]) -> Lowered:
-        return self._lowered_for(form, batch, lambda: self.shapes(form, state))
+        exchanges = self.replicas is not None and (state.step + 1) % self.replicas.inner == 0
+        return self._lowered_for(form, batch, lambda: self.shapes(form, state), exchanges)
 
     def _lowered_for(
-        self, form: StateLayout, batch: tuple[PyTree, ...], shapes: Callable[[], tuple[PyTree, PyTree]]
+        self,
+        form: StateLayout,
+        batch: tuple[PyTree, ...],
+        shapes: Callable[[], tuple[PyTree, PyTree]],
+        exchanges: bool,
     ) -> Lowered:
         leaves, tree = optree.tree_flatten(batch)
         key = (tree, tuple(map(leaf_signature, leaves)))
-        programs = self._lowered.setdefault(form, ProgramCache("train_step", below=3))
-        lowered = programs.get(key, lambda: self._trace(form, shapes(), batch))
+        programs = self._lowered.setdefault((form, exchanges), ProgramCache("train_step", below=3))
+        lowered = programs.get(key, lambda: self._trace(form, shapes(), batch, exchanges))
         self.program = self._latest[form] = lowered.program
         return lowered
 
-    def _trace(self, form: StateLayout, held: tuple[PyTree, PyTree], batch: tuple[PyTree, ...]) -> Lowered:
+    def _trace(
+        self, form: StateLayout, held: tuple[PyTree, PyTree], batch: tuple[PyTree, ...], exchanges: bool
+    ) -> Lowered:
         params, _ = held
         _, state_specs = form.trees(list(form.specs))
         batch = self.batches.global_shapes(params, batch)
@@ -295,6 +304,15 @@ class TrainStep(StateManager):
         key = torch.zeros((), dtype=torch.int64) if self.options.seed is not None else None
         args = (held, batch, key)
         has_norm = not is_asynchronous(self.f.layout, self.mesh)
-        step = LocalTrainStep(self.f, self.optimizer, self.options, has_norm, self._warned)
-        local, paths = step.on(form.places, state_specs), ArgumentPaths(parameters="0/0", state="0")
+        local, paths = self._local(form, state_specs, has_norm, exchanges), ArgumentPaths(parameters="0/0", state="0")
         return lower(local, self.mesh, args, name="train_step", options=self.options, paths=paths)
+
+    def _local(self, form: StateLayout, state_specs: SpecTree, has_norm: bool, exchanges: bool) -> LocalFunction:
+        """Return the step on a rank's shards."""
+        f = self.f if self.replicas is None else self.replicas.loss
+        step = LocalTrainStep(f, self.optimizer, self.options, has_norm and self.replicas is None, self._warned)
+        if self.replicas is None:
+            return step.on(form.places, state_specs)
+        places = form.places
+        specs = (places.kept, state_specs)
+        return on_replicas(self.replicas, self.f.layout, partial(step.on, places), specs, exchanges)

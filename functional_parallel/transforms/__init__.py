@@ -3,6 +3,7 @@
 from ..requests import LossScale
 from .accumulate import accumulate
 from .from_specs import from_specs
+from .local_sgd import diloco, local_sgd
 from .parallel import data_parallel, matched, tensor_parallel, zero
 from .pipeline import pipeline, stage_boundary
 from .precision import mixed_precision
@@ -16,7 +17,9 @@ __all__ = [
     "accumulate",
     "chain",
     "data_parallel",
+    "diloco",
     "from_specs",
+    "local_sgd",
     "matched",
     "mixed_precision",
     "pipeline",

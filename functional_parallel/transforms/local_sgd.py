@@ -1,0 +1,136 @@
+"""Local SGD and DiLoCo: data parallelism that exchanges parameters every few steps, not gradients in each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import optree
+
+from sharding_specs import P
+
+from ..functions import (
+    LocalFunction,
+    PyTree,
+    SpecTree,
+    as_local_function,
+    explain_keywords,
+    layout_of,
+    specs_per_leaf,
+)
+from ..optim import Optimizer, is_known_elementwise, sgd
+from ..partition import partition
+from ..quantities import is_positive_int
+from ..requests import Order, Replicas
+from .parallel import batch_arg_specs
+from .transform import Transform
+
+__all__ = ["diloco", "local_sgd"]
+
+
+@explain_keywords
+def local_sgd(axis: str, *, inner: int, batch: SpecTree = None, strict: bool = False) -> Transform:
+    """Train a replica of the model on each rank of an axis, and average the replicas every few steps.
+
+    Local SGD (Stich, arXiv 1805.09767). A step between two averages sends nothing over the axis. With `inner=1` the
+    parameters are averaged after every step. For SGD without momentum that is synchronous data parallelism.
+    With more inner steps or more replicas, replicas drift apart and convergence suffers.
+
+    >>> import torch, functional_parallel as fp
+    >>> from sharding_specs import Mesh
+    >>> plan = fp.local_sgd("data", inner=2)
+    >>> train = fp.train_step(lambda w, x: ((x - w) ** 2).mean(), fp.optim.sgd(0.25), Mesh(data=2), plan)
+    >>> state = train.init(torch.zeros(()))
+    >>> for batch in torch.tensor([[0.0, 8.0], [0.0, 8.0]]):
+    ...     state, metrics = train(state, batch)
+    ...     print(train.params(state), metrics.loss, train.program.counts())
+    tensor(0.) None {}
+    tensor(3.) tensor(20.) {('psum', ('data',)): 2}
+
+    Args:
+        axis: the mesh axis of the replicas. Each takes its part of every batch, and has its own optimizer state.
+        inner: number of steps from one average to the next.
+        batch, strict: as for `data_parallel`.
+
+    Returns:
+        The transform, the last of a chain, for `train_step`. `train.params(state)` are the parameters of the last
+        average. `metrics.loss` is the mean over replicas and steps since the average before, in a step that averages;
+        in other steps it is None, because it would have to be sent. A norm is not reported; each replica clips its own.
+
+        Outside of `train_step` it is `data_parallel`.
+
+    Raises:
+        ValueError: if `inner` is not a positive integer.
+    """
+    return _replicas(axis, inner, None, batch, strict, f"local_sgd({axis!r}, inner={inner})")
+
+
+_DILOCO = sgd(0.7, momentum=0.9, nesterov=True)  # §3.1 of the paper
+
+
+@explain_keywords
+def diloco(
+    axis: str, *, inner: int, outer: Optimizer = _DILOCO, batch: SpecTree = None, strict: bool = False
+) -> Transform:
+    """Train replicas like `local_sgd`, and give the difference that their steps made to an outer optimizer.
+
+    DiLoCo (Douillard et al., arXiv 2311.08105). The outer gradient is the parameters of the last exchange minus the
+    mean of the replicas. With `outer=fp.optim.sgd(1.0)` the result is that of `local_sgd`.
+
+    >>> import torch, functional_parallel as fp
+    >>> from sharding_specs import Mesh
+    >>> plan = fp.diloco("data", inner=2, outer=fp.optim.sgd(0.5))
+    >>> train = fp.train_step(lambda w, x: ((x - w) ** 2).mean(), fp.optim.sgd(0.25), Mesh(data=2), plan)
+    >>> state = train.init(torch.zeros(()))
+    >>> for batch in torch.tensor([[0.0, 8.0], [0.0, 8.0]]):
+    ...     state, metrics = train(state, batch)
+    >>> train.params(state)                                       # half of the way that local_sgd goes
+    tensor(1.5000)
+
+    Args:
+        axis: the mesh axis of the replicas.
+        inner: number of steps from one exchange to the next.
+        outer: an elementwise optimizer of `fp.optim`. The default is the paper's: Nesterov momentum 0.9, rate 0.7.
+        batch, strict: as for `data_parallel`.
+
+    Returns:
+        The transform; see `local_sgd`.
+
+    Raises:
+        ValueError: if `inner` is not a positive integer, or `outer` is not elementwise.
+    """
+    if not isinstance(outer, Optimizer) or not is_known_elementwise(outer.update):
+        raise ValueError(
+            f"diloco({axis!r}, outer={outer!r}): the outer optimizer updates shards of the parameters, so it is an "
+            "elementwise one of fp.optim, such as fp.optim.sgd(0.7, momentum=0.9, nesterov=True)"
+        )
+    return _replicas(axis, inner, outer, batch, strict, f"diloco({axis!r}, inner={inner})")
+
+
+def _replicas(axis: str, inner: int, outer: Optimizer | None, batch: SpecTree, strict: bool, name: str) -> Transform:
+    if not is_positive_int(inner):
+        raise ValueError(f"{name}: inner is the number of steps from one exchange to the next, an integer above 0")
+
+    def apply(f: Callable[..., Any]) -> LocalFunction:
+        own = f if isinstance(f, LocalFunction) else as_local_function(f)
+
+        def in_specs(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
+            given = batch_arg_specs(args, batch, P(axis))
+            inner = layout_of(f).arguments(args)[1:]
+            whole = specs_per_leaf((*given, *inner), args[1:] * 2, f"specs of {name}", 1)
+            return (P(), *optree.tree_map(partial(_outermost, axis), whole[: len(given)], whole[len(given) :]))
+
+        local = partition(f, axis, in_specs, strict=strict, describe=name)
+        return local.requesting(Replicas(axis, int(inner), outer, own))
+
+    return Transform(name, axis, Order.REPLICAS, apply)
+
+
+def _outermost(axis: str, own: P, inner: P) -> P:
+    """Return the spec of a batch leaf whose parts over `axis`, each contiguous, are split as `inner` says."""
+    if axis not in own.axes:
+        return inner
+    dim = next(dim for dim, axes in enumerate(own.dim_axes()) if axis in axes)
+    dims = [*inner.dims, *[()] * (dim + 1 - len(inner.dims))]
+    return inner.replace([*dims[:dim], (axis, *dims[dim]), *dims[dim + 1 :]])
