@@ -6,7 +6,7 @@ program that shows all its collectives.
 
 from sharding_specs import keep_as_leaves as _keep_as_leaves
 
-from . import errors, optim, random, schedules, testing
+from . import asynchronous, errors, optim, random, schedules, testing
 from .collectives import (
     all_gather,
     all_to_all,
@@ -118,6 +118,7 @@ __all__ = [
     "activation_bytes",
     "all_gather",
     "all_to_all",
+    "asynchronous",
     "axis_index",
     "axis_size",
     "broadcast",

@@ -57,7 +57,7 @@ ORDER = [
     "lowering",
     "compile",
     "training",
-    "interop",
+    "asynchronous",
     "planning",
     "interop",
     "testing",

@@ -8,7 +8,9 @@ from .interface import Executor, Runtime
 from .of_function import refuse_asynchronous, runtime_of
 from .pipelined import PipelineRuntime
 from .processes import ProcessRuntime
+from .shared_memory import host_identity
 from .simulated import SimulatedRuntime
+from .watch import keep_alive, own_addresses
 
 __all__ = [
     "Executor",
@@ -21,8 +23,11 @@ __all__ = [
     "check_backend",
     "copy_if_aliased",
     "default_runtime",
+    "host_identity",
     "is_main_rank",
+    "keep_alive",
     "note_step",
+    "own_addresses",
     "rank",
     "rank_name",
     "refuse_asynchronous",

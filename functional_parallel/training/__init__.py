@@ -1,6 +1,7 @@
 """Training steps: gradient, clipping and optimizer as one program, sharded by a plan."""
 
 from .local_step import Metrics
+from .options import require_arguments
 from .state import TrainState
 from .step import TrainStep, train_step
 
@@ -8,5 +9,6 @@ __all__ = [
     "Metrics",
     "TrainState",
     "TrainStep",
+    "require_arguments",
     "train_step",
 ]

@@ -19,10 +19,11 @@ from .. import random
 from ..collectives import axis_index, axis_size, pmean, psum, pvary
 from ..functions import Layout, LocalFunction, PyTree, SpecTree
 from ..ir import is_trained
+from ..optim import like_params
 from ..pipelines import pipeline_of
 from ..requests import Replicas, ReplicaState, flat_update, state_requests
 from .local_step import Metrics
-from .update import StepLayout, like_params
+from .update import StepLayout
 
 __all__ = ["first_replicas", "on_replicas", "one_replica", "replica_specs", "replicas_of"]
 

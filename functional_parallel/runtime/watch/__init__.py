@@ -5,7 +5,17 @@ seconds sends its position; rank 0 compares the positions. The thread does not s
 """
 
 from .connections import recorded
-from .start import START_VARIABLE, environment_store, start_seconds, watch_processes
+from .lines import keep_alive
+from .start import START_VARIABLE, environment_store, own_addresses, start_seconds, watch_processes
 from .watch import Watch
 
-__all__ = ["START_VARIABLE", "Watch", "environment_store", "recorded", "start_seconds", "watch_processes"]
+__all__ = [
+    "START_VARIABLE",
+    "Watch",
+    "environment_store",
+    "keep_alive",
+    "own_addresses",
+    "recorded",
+    "start_seconds",
+    "watch_processes",
+]

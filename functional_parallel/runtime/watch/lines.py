@@ -7,7 +7,7 @@ import socket
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["Closed", "Line"]
+__all__ = ["Closed", "Line", "keep_alive"]
 
 _MOST = 1 << 20  # bytes of one message
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 4, "TCP_KEEPCNT": 3}  # a lost host is noticed within 22 s
@@ -27,11 +27,7 @@ class Line:
     def __init__(self, peer: socket.socket) -> None:
         self.peer, self._unread = peer, b""
         peer.settimeout(5.0)
-        with suppress(OSError):
-            peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for name, value in _KEEPALIVE.items():
-                if hasattr(socket, name):
-                    peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        keep_alive(peer)
 
     def fileno(self) -> int:
         return self.peer.fileno()
@@ -64,3 +60,12 @@ class Line:
 
     def close(self) -> None:
         self.peer.close()
+
+
+def keep_alive(peer: socket.socket) -> None:
+    """Make a connection close if the other host is lost."""
+    with suppress(OSError):
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            if hasattr(socket, name):
+                peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

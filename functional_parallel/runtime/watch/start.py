@@ -27,7 +27,7 @@ from ..calls import CURRENT, brief
 from ..shared_memory import host_identity
 from .watch import Endpoint, Name, Watch, missing_text, report_missing
 
-__all__ = ["START_VARIABLE", "environment_store", "start_seconds", "watch_processes"]
+__all__ = ["START_VARIABLE", "environment_store", "own_addresses", "start_seconds", "watch_processes"]
 
 START_VARIABLE = "FUNCTIONAL_PARALLEL_START_TIMEOUT"
 _SECONDS = 600.0
@@ -196,7 +196,7 @@ def _listening(store: dist.Store, size: int, name: Name) -> Watch:
     else:
         listener = socket.create_server(("", 0), backlog=4096)
     secret = secrets.token_hex(16)
-    known = {"port": listener.getsockname()[1], "secret": secret, "hosts": _own_addresses(), "host": host_identity()}
+    known = {"port": listener.getsockname()[1], "secret": secret, "hosts": own_addresses(), "host": host_identity()}
     store.set("address", json.dumps(known))
     return Watch(0, size, name, Endpoint(None, listener, secret, partial(_unreached, store)))
 
@@ -242,7 +242,7 @@ def _connected(store: dist.Store, rank: int, size: int, name: Name) -> Watch:
     return watch
 
 
-def _own_addresses() -> list[str]:
+def own_addresses() -> list[str]:
     """Return names and addresses of this host for other hosts, the most likely one first."""
     found = [os.environ.get("MASTER_ADDR", ""), socket.gethostname()]
     with suppress(OSError):

@@ -1,0 +1,78 @@
+"""The parameter server: one rank holds the weights, and updates them by the gradients that ranks push.
+
+An update to version u + 1 is made only if no rank is at work on weights of a version below u + 1 - staleness. Until
+then pushes are kept, and the update takes all of them together. So no gradient is ever older than the bound. With a
+bound of 0 every update takes one gradient of each rank: synchronous training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from ..functions import PyTree
+from .messages import Message, Rules
+
+__all__ = ["Central"]
+
+
+@dataclass(frozen=True)
+class Central:
+    """Node of a parameter server.
+
+    Attributes:
+        rules: what is fixed for the run.
+        rank: the rank of the server.
+        params, optimizer: weights and optimizer state.
+        working: version of the weights of each rank that is at work.
+        version: number of updates.
+        pending: pushes that wait for an update.
+        ended: ranks that died or left, with that word.
+    """
+
+    rules: Rules
+    rank: int
+    params: PyTree
+    optimizer: PyTree
+    working: Mapping[int, int]
+    version: int = 0
+    pending: tuple[Message, ...] = ()
+    ended: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def weights(self) -> tuple[int, PyTree]:
+        return self.version, self.params
+
+    def handle(self, message: Message) -> tuple[Central, list[Message]]:
+        rank = message.source
+        node = replace(self, working={each: at for each, at in self.working.items() if each != rank})
+        if message.kind == "push":
+            node = replace(node, pending=(*self.pending, message))
+        elif rank not in self.ended:
+            node = replace(node, ended={**self.ended, rank: "died" if message.kind == "gone" else "left"})
+        return node._updated()
+
+    def _updated(self) -> tuple[Central, list[Message]]:
+        waits = any(self.version + 1 - at > self.rules.staleness for at in self.working.values())
+        if not self.pending:
+            return self, [] if self.working else self._final()
+        if waits:
+            return self, []
+        gradients = self.rules.combined(self.pending)
+        params, optimizer = self.rules.update(gradients, self.optimizer, self.params)
+        version = self.version + 1
+        pushes = sorted((each for each in self.pending if each.source not in self.ended), key=lambda each: each.source)
+        replies = [self._reply(each, params, version) for each in pushes]
+        working = {**self.working, **{each.source: version for each in pushes}}
+        node = replace(self, params=params, optimizer=optimizer, version=version, working=working, pending=())
+        return node, replies if node.working else node._final()
+
+    def _reply(self, push: Message, params: PyTree, version: int) -> Message:
+        staleness = self.version - push.numbers["version"]
+        numbers = {"version": version, "staleness": staleness, "ended": self.ended, "dropped": 0}
+        return Message("reply", self.rank, push.source, params, numbers)
+
+    def _final(self) -> list[Message]:
+        numbers = {"version": self.version, "ended": self.ended}
+        ranks = [rank for rank, how in sorted(self.ended.items()) if how == "left"]
+        return [Message("final", self.rank, rank, self.params, numbers) for rank in ranks]

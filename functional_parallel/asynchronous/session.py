@@ -1,0 +1,256 @@
+"""Connections of one process to the ranks that it exchanges messages with, and the thread that serves them.
+
+The thread holds this rank's node. It never waits for one peer: what cannot be sent at once is kept. A connection that
+closes is the death of its rank.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import selectors
+import socket
+import struct
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from ..errors import CollectiveError
+from ..runtime import keep_alive
+from .encoding import Template, decoded, encoded
+from .messages import TO_CLIENT, Message, Node
+
+__all__ = ["Session"]
+
+_FRAME = struct.Struct("!QQ")  # bytes of the header, and of the tensors
+_READ = 1 << 20
+
+
+class _Peer:
+    """Connection to one rank."""
+
+    def __init__(self, rank: int, link: socket.socket) -> None:
+        self.rank, self.link = rank, link
+        keep_alive(link)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else a small frame waits for an acknowledgement
+        link.setblocking(False)
+        self._out: deque[memoryview] = deque()
+        self._kept: deque[Any] = deque()
+        self._head: tuple[int, int] | None = None
+        self._unread = bytearray()
+
+    def send(self, header: bytes, parts: list[memoryview], kept: Any) -> None:
+        self._kept.append((kept, len(parts) + 2))
+        sizes = _FRAME.pack(len(header), sum(part.nbytes for part in parts))
+        self._out.extend([memoryview(sizes), memoryview(header), *parts])
+
+    @property
+    def has_more(self) -> bool:
+        return bool(self._out)
+
+    def write(self) -> None:
+        """Send what the connection takes now."""
+        while self._out:
+            part = self._out[0]
+            try:
+                sent = self.link.send(part) if part.nbytes else 0
+            except BlockingIOError:
+                return
+            if sent < part.nbytes:
+                self._out[0] = part[sent:]
+                return
+            self._out.popleft()
+            self._release()
+
+    def _release(self) -> None:
+        kept, parts = self._kept.popleft()
+        if parts > 1:
+            self._kept.appendleft((kept, parts - 1))
+
+    def read(self) -> list[tuple[bytes, bytearray]]:
+        """Return the messages that have arrived.
+
+        Raises:
+            ConnectionError: if the connection is closed.
+        """
+        with suppress(BlockingIOError):
+            data = self.link.recv(_READ)
+            if not data:
+                raise ConnectionResetError("the connection was closed")
+            self._unread += data
+        found = []
+        while len(self._unread) >= _FRAME.size:
+            head, body = _FRAME.unpack_from(self._unread)
+            end = _FRAME.size + head + body
+            if len(self._unread) < end:
+                break
+            middle = _FRAME.size + head
+            found.append((bytes(self._unread[_FRAME.size : middle]), self._unread[middle:end]))
+            del self._unread[:end]
+        return found
+
+
+class Session:
+    """A rank's part in a run.
+
+    Args:
+        rank: this rank.
+        links: connections to other ranks.
+        node: what this rank holds for the others; None if it holds nothing.
+        templates: by kind of message, a tree like the one that it carries.
+        name: returns a rank's name.
+        server: the rank whose death ends the run; None if there is none.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        links: Mapping[int, socket.socket],
+        node: Node | None,
+        templates: Mapping[str, Template],
+        name: Callable[[int], str],
+        server: int | None,
+    ) -> None:
+        self.rank, self._node, self._templates, self._name, self._server = rank, node, templates, name, server
+        self._peers = {each: _Peer(each, link) for each, link in links.items()}
+        self._posted, self._replies = queue.SimpleQueue[Message | None](), queue.SimpleQueue[Any]()
+        self._woken, self._waker = socket.socketpair()
+        self._woken.setblocking(False)
+        self._begun, self.ended, self.is_over = time.monotonic(), dict[int, str](), False
+        self.latest: Any = None
+        self._thread = threading.Thread(target=self._run, name="functional_parallel asynchronous", daemon=True)
+        self._thread.start()
+
+    # --- for the training loop ---
+
+    @property
+    def seconds(self) -> float:
+        """Time since the start."""
+        return time.monotonic() - self._begun
+
+    def exchange(self, message: Message) -> Message:
+        """Send a message and wait for the reply.
+
+        Raises:
+            CollectiveError: if the server died.
+        """
+        self._post(message)
+        while True:
+            with suppress(queue.Empty):
+                found = self._replies.get(timeout=1.0)
+                if isinstance(found, BaseException):
+                    self._replies.put(found)  # for later calls
+                    raise found
+                self.ended.update(found.numbers["ended"])
+                return found
+            if not self._thread.is_alive():
+                raise CollectiveError(f"{self._name(self.rank)}: the connections to the other ranks are closed")
+
+    def close(self) -> None:
+        """End the connections, once every rank has the final weights."""
+        self._post(None)
+        self._thread.join(10.0)
+
+    def _post(self, message: Message | None) -> None:
+        self._posted.put(message)
+        with suppress(OSError):
+            self._waker.send(b"!")
+
+    # --- the thread ---
+
+    def _run(self) -> None:
+        try:
+            while not self.is_over or any(peer.has_more for peer in self._peers.values()):
+                self._turn()
+        except BaseException as error:
+            self._replies.put(error)
+        for peer in self._peers.values():
+            peer.link.close()
+
+    def _turn(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._woken, selectors.EVENT_READ)
+            for peer in self._peers.values():
+                events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.has_more else 0)
+                selector.register(peer.link, events, peer)
+            ready = [(key.data, events) for key, events in selector.select()]
+        with suppress(BlockingIOError):
+            self._woken.recv(4096)
+        for peer, events in ready:
+            if peer is not None:
+                self._serve(peer, events)
+        while not self._posted.empty():
+            message = self._posted.get()
+            if message is None:
+                self.is_over = True
+            else:
+                self._deliver([message])
+
+    def _serve(self, peer: _Peer, events: int) -> None:
+        try:
+            if events & selectors.EVENT_WRITE:
+                peer.write()
+            found = peer.read() if events & selectors.EVENT_READ else []
+        except OSError:
+            self._lost(peer)
+            return
+        for header, body in found:
+            self._deliver([self._decoded(peer.rank, header, body)])
+
+    def _lost(self, peer: _Peer) -> None:
+        peer.link.close()
+        del self._peers[peer.rank]
+        if self.is_over or self.ended.get(peer.rank) == "left":
+            return
+        if peer.rank == self._server:
+            self._replies.put(
+                CollectiveError(
+                    f"{self._name(self.rank)}: {self._name(peer.rank)}, the parameter server, died, and the weights "
+                    "with it: begin again from what was saved. With fp.asynchronous.rotating_server every rank has "
+                    "weights, and the others go on"
+                )
+            )
+            return
+        print(
+            f"functional_parallel: {self._name(peer.rank)} died; the others go on without it",
+            file=sys.stderr,
+            flush=True,
+        )
+        self._deliver([Message("gone", peer.rank, self.rank)])
+
+    def _deliver(self, messages: list[Message]) -> None:
+        while messages:
+            message = messages.pop(0)
+            if message.target != self.rank:
+                self._send(message)
+            elif message.kind in TO_CLIENT:
+                self.ended.update(message.numbers["ended"])
+                self._replies.put(message)
+            elif self._node is not None:
+                self._node, more = self._node.handle(message)
+                messages += more
+
+    def _send(self, message: Message) -> None:
+        peer = self._peers.get(message.target)
+        if peer is None:
+            return  # it died; the node was told
+        parts, described, kept = encoded(message.tree)
+        numbers = dict(message.numbers)
+        if "ended" in numbers:
+            numbers["ended"] = list(numbers["ended"].items())
+        header = {"kind": message.kind, "source": message.source, "numbers": numbers, "tensors": described}
+        peer.send(json.dumps(header).encode(), parts, kept)
+        with suppress(OSError):  # reading reports it
+            peer.write()
+
+    def _decoded(self, rank: int, header: bytes, body: bytearray) -> Message:
+        found = json.loads(header)
+        numbers = found["numbers"]
+        if "ended" in numbers:
+            numbers["ended"] = dict(numbers["ended"])
+        tree = decoded(found["tensors"], body, self._templates.get(found["kind"]))
+        return Message(found["kind"], found["source"], self.rank, tree, numbers)

@@ -1,0 +1,221 @@
+"""Training steps of ranks that do not wait for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import optree
+import torch
+
+from sharding_specs import Mesh, register_dataclasses, tree_paths
+
+from ..errors import DonatedStateError
+from ..functions import PyTree
+from ..ir import is_trained
+from ..quantities import is_positive_int
+from ..runtime import ProcessRuntime, default_runtime, rank_name
+from .central import Central
+from .clock import Clock
+from .meeting import connected
+from .messages import Message, Node, Rules
+from .rotating import Rotating
+from .session import Session
+from .simulated import dropped_rank, finished, stepped
+from .state import AsyncMetrics, AsyncState
+from .worker import Computation
+
+__all__ = ["AsyncStep", "Method", "require_staleness"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """How ranks exchange.
+
+    Attributes:
+        name: the call that made it, for messages.
+        staleness: the bound.
+        server: the rank of the parameter server; None if the server rotates.
+    """
+
+    name: str
+    staleness: int
+    server: int | None
+
+    def target(self, rank: int) -> int:
+        """Return the rank of the node to which a rank's training loop sends."""
+        return rank if self.server is None else self.server
+
+    def linked(self, ranks: int, rank: int) -> set[int]:
+        """Return the ranks that a rank exchanges messages with."""
+        if self.server is None or self.server == rank:
+            return set(range(ranks)) - {rank}
+        return {self.server}
+
+    def nodes(self, rules: Rules, params: PyTree, optimizer: PyTree) -> Mapping[int, Node]:
+        """Return the first nodes, by rank."""
+        everyone = range(rules.ranks)
+        if self.server is not None:
+            return {self.server: Central(rules, self.server, params, optimizer, dict.fromkeys(everyone, 0))}
+        alive = frozenset(everyone)
+        return {rank: Rotating(rules, rank, params, optimizer, alive) for rank in everyone}
+
+
+class AsyncStep:
+    """Training step of ranks that do not wait for each other; see `parameter_server` and `rotating_server`.
+
+    Args:
+        computation: the programs of one rank.
+        mesh: the mesh.
+        method: how ranks exchange.
+        clock: the clock of a simulated run.
+    """
+
+    def __init__(self, computation: Computation, mesh: Mesh, method: Method, clock: Clock) -> None:
+        self.computation, self.mesh, self.method, self.clock = computation, mesh, method, clock
+        self.rules = Rules(mesh.size, method.staleness, computation.update, computation.adds)
+        clock.require(mesh.size)
+
+    def __repr__(self) -> str:
+        return f"{self.method.name} on {self.mesh!r}"
+
+    def init(self, params: PyTree) -> AsyncState:
+        """Return the first state. On processes, all of them call this with the same parameters, and connect."""
+        register_dataclasses(params)
+        params = optree.tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, params)
+        runtime, work = default_runtime(self.mesh), self.computation.begin(params)
+        nodes = self.method.nodes(self.rules, params, self.computation.servers.init(params))
+        if not isinstance(runtime, ProcessRuntime):
+            everyone = range(self.mesh.size)
+            ready = {rank: self.clock.duration(rank, 0) for rank in everyone}
+            return AsyncState(dict.fromkeys(everyone, work), nodes, ready, {})
+        self.computation.warm(params)
+        runtime.agree(f"starts {self!r}", "Build the step with the same arguments on every process")
+        tensors = [(path, x) for path, x in zip(tree_paths(params), optree.tree_leaves(params), strict=True)]
+        tensors = [(path or "parameters", x) for path, x in tensors if isinstance(x, torch.Tensor)]
+        runtime.check_same(f"{self.method.name}.init", [path for path, _ in tensors], [x for _, x in tensors])
+        rank, size = runtime.rank, self.mesh.size
+        links = connected(rank, partial(self.method.linked, size), runtime.exchange)
+        name, server = partial(rank_name, self.mesh), self.method.server
+        session = Session(rank, links, nodes.get(rank), self._templates(params), name, server)
+        session.latest = AsyncState({rank: work}, {}, {rank: 0.0}, {}, session=session)
+        return session.latest  # type: ignore[no-any-return]
+
+    def _templates(self, params: PyTree) -> dict[str, PyTree]:
+        gradients = optree.tree_map(lambda x: x if is_trained(x) else None, params)
+        turn = (params, self.computation.servers.init(params))
+        return {
+            **dict.fromkeys(("push", "gradient"), gradients),
+            **dict.fromkeys(("reply", "left", "final"), params),
+            "turn": turn,
+        }
+
+    def __call__(self, state: AsyncState, *batch: PyTree) -> tuple[AsyncState, AsyncMetrics]:
+        """Run one step of one rank: of `state.rank`.
+
+        Args:
+            state: state from `init` or the step before.
+            batch: arguments of the loss after the parameters: the rank's own samples. Their number may differ between
+                ranks and steps.
+
+        Returns:
+            The new state, and the metrics.
+
+        Raises:
+            CollectiveError: if the parameter server died.
+            DonatedStateError: on processes, for another state than the last one.
+        """
+        self._require_open(state)
+        rank = state.rank
+        work, loss, tree, weight = self.computation.take(state.work[rank], batch)
+        push = None
+        if tree is not None:
+            numbers = {"version": work.version, "weight": weight}
+            push = Message("push", rank, self.method.target(rank), tree, numbers)
+        if state.session is None:
+            after, metrics = stepped(state, work, loss, push, self.clock)
+            ended = next(iter(after.nodes.values())).ended
+            return after, metrics._replace(ended=self._names(ended))
+        return self._on_processes(state, rank, work, loss, push)
+
+    def _on_processes(
+        self, state: AsyncState, rank: int, work: Any, loss: torch.Tensor, push: Message | None
+    ) -> tuple[AsyncState, AsyncMetrics]:
+        session: Session = state.session
+        metrics = AsyncMetrics(loss, rank, work.version, None, work.waited, session.seconds)
+        if push is not None:
+            reply = session.exchange(push)
+            numbers = reply.numbers
+            work = work.given(reply.tree, numbers["version"], session.seconds - metrics.seconds)
+            known = {"staleness": numbers["staleness"], "dropped": numbers["dropped"]}
+            metrics = metrics._replace(version=work.version, **known)
+        after = replace(state, work={rank: work}, seconds=metrics.seconds)
+        session.latest = after
+        return after, metrics._replace(ended=self._names(session.ended))
+
+    def params(self, state: AsyncState) -> PyTree:
+        """Return the parameters of a state, without communication.
+
+        In a simulated run they are the newest of all ranks; on processes those that this process has. After `finish`
+        they are the newest, the same on every rank.
+        """
+        if state.final is not None:
+            return state.final[1]
+        if state.session is not None:
+            return next(iter(state.work.values())).params
+        newest = max(state.nodes, key=lambda rank: (state.nodes[rank].weights[0], -rank))
+        return state.nodes[newest].weights[1]
+
+    def finish(self, state: AsyncState) -> AsyncState:
+        """End this process's part, wait for the other ranks to end theirs, and return a state with the final weights.
+
+        A rank that has ended stops no other. In a simulated run, all ranks end now.
+
+        Raises:
+            CollectiveError: if the parameter server died.
+        """
+        self._require_open(state)
+        leave = [Message("left", rank, self.method.target(rank)) for rank in state.work]
+        if state.session is None:
+            return finished(state, leave, self.clock)
+        session: Session = state.session
+        reply = session.exchange(leave[0])
+        after = replace(state, final=(reply.numbers["version"], reply.tree))
+        session.latest = after
+        session.close()
+        return after
+
+    def drop(self, state: AsyncState, rank: int) -> AsyncState:
+        """Return the state of a simulated run after a rank has died.
+
+        Raises:
+            CollectiveError: for the rank of the parameter server.
+            ValueError: for a rank that does not take part, or on processes.
+        """
+        if state.session is not None:
+            raise ValueError(f"{self.method.name}: drop is for simulated ranks; a process that ends is noticed")
+        return dropped_rank(state, rank, self.clock)
+
+    def _names(self, ended: Mapping[int, str]) -> tuple[str, ...]:
+        return tuple(f"{rank_name(self.mesh, rank)} {how}" for rank, how in sorted(ended.items()))
+
+    def _require_open(self, state: AsyncState) -> None:
+        if not isinstance(state, AsyncState):
+            raise TypeError(f"{self.method.name} takes a state from its init, not {type(state).__name__}")
+        if state.final is not None:
+            raise ValueError(f"{self.method.name}: this run is finished; begin another by init(step.params(state))")
+        if state.session is not None and state.session.latest is not state:
+            raise DonatedStateError(
+                f"{self.method.name}: other ranks have gone on from this state, of step {state.step}: use the state "
+                "that the last step returned"
+            )
+
+
+def require_staleness(name: str, staleness: Any, least: int = 0) -> None:
+    """Check a bound on staleness: 0, or an integer of at least `least`."""
+    is_zero = staleness == 0 and not isinstance(staleness, bool)
+    if not is_zero and (not is_positive_int(staleness) or staleness < least):
+        more = f"0, or at least {least}, the number of ranks" if least else "an integer of at least 0"
+        raise ValueError(f"{name}(staleness={staleness!r}): the bound is a number of updates, {more}")
