@@ -31,6 +31,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "api.md"
 # Public modules by the name that users write. The page has every name of their `__all__` once.
 MODULES: dict[str, ModuleType] = {
     "fp": fp,
+    "fp.asynchronous": fp.asynchronous,
     "fp.optim": fp.optim,
     "fp.optim.schedules": fp.optim.schedules,
     "fp.deepspeed": fp.deepspeed,
@@ -44,7 +45,7 @@ MODULES: dict[str, ModuleType] = {
 
 # Names of `functional_parallel.__all__` by section, in the order of the page. Errors are in the section of fp.errors.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "Modules": ("deepspeed", "errors", "optim", "random", "schedules", "testing"),
+    "Modules": ("asynchronous", "deepspeed", "errors", "optim", "random", "schedules", "testing"),
     "Transforms": (
         "chain",
         "data_parallel",
@@ -52,6 +53,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "tensor_parallel",
         "pipeline",
         "accumulate",
+        "local_sgd",
+        "diloco",
         "mixed_precision",
         "LossScale",
         "remat",
@@ -112,6 +115,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 # Classes that the library creates; their constructors are not part of the API.
 RETURNED = {
+    "AsyncMetrics",
+    "AsyncState",
+    "AsyncStep",
     "Compiled",
     "Config",
     "PreparedStep",
@@ -146,6 +152,12 @@ METHODS: dict[str, tuple[str, str, type, tuple[str, ...]]] = {
         "step",
         fp.PreparedStep,
         ("__call__", "module", "eval"),
+    ),
+    "Methods of an asynchronous step": (
+        "`step = fp.asynchronous.parameter_server(…)` and `rotating_server(…)` return an asynchronous step.",
+        "step",
+        fp.asynchronous.AsyncStep,
+        ("init", "__call__", "params", "finish", "drop"),
     ),
     "Methods of a function of the state": (
         "`predict = train.compile(plan(f))` returns a function of a training state.",

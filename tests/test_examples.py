@@ -144,6 +144,20 @@ def test_pipeline_schedules(run: Run, tmp_path: Path) -> None:
     assert (tmp_path / "all.png").stat().st_size > 10_000
 
 
+def test_asynchronous(run: Run, tmp_path: Path) -> None:
+    """At one worker all methods with the same updates are one; with more the rotating server is behind."""
+    small = ["--workers", "1", "4", "--gradients", "64", "--inner", "4"]
+    text = run("asynchronous.py", *small, "--save", "pictures/workers.png", cwd=tmp_path)
+    rows = {
+        name: (float(one), float(four)) for name, one, four in re.findall(r"^(\S.*?)  +(\S+) +(\S+) +\d+$", text, re.M)
+    }
+    assert len(rows) == 5
+    assert len({one for name, (one, _) in rows.items() if name != "DiLoCo"}) == 1
+    assert rows["rotating server"][1] > rows["synchronous (staleness 0)"][1] > rows["rotating server"][0]
+    assert "convergence suffers" in text
+    assert (tmp_path / "pictures" / "workers.png").stat().st_size > 10_000
+
+
 def test_ring_allreduce(run: Run, tmp_path: Path) -> None:
     """Bytes as the textbook has them, and no time that the network cards forbid; the sums are checked inside."""
     options = ["--ranks", "2", "3", "4", "--sizes", "65536", "262144", "--plot", str(tmp_path / "ring.png")]

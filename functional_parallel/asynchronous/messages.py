@@ -47,6 +47,11 @@ class Node(Protocol):
         """Version and parameters."""
         ...
 
+    @property
+    def ended(self) -> Mapping[int, str]:
+        """The ranks that died or left, with that word."""
+        ...
+
 
 @dataclass(frozen=True)
 class Rules:

@@ -15,6 +15,18 @@ __all__ = ["AsyncMetrics", "AsyncState"]
 class AsyncMetrics(NamedTuple):
     """Results of one step of one rank.
 
+    >>> import torch, functional_parallel as fp
+    >>> from sharding_specs import Mesh
+    >>> step = fp.asynchronous.parameter_server(
+    ...     lambda w, x: ((x - w) ** 2).mean(), fp.optim.sgd(0.5), Mesh(data=2), staleness=1,
+    ...     clock=fp.asynchronous.Clock(jitter=0.0))
+    >>> state = step.init(torch.zeros(()))
+    >>> for _ in range(2):
+    ...     state, metrics = step(state, torch.ones(2))
+    ...     print(metrics.rank, metrics.version, metrics.staleness, metrics.loss)
+    0 1 0 tensor(1.)
+    1 2 1 tensor(1.)
+
     Attributes:
         loss: the loss of this rank's batch, at the weights that the rank had.
         rank: the rank.
@@ -40,6 +52,16 @@ class AsyncMetrics(NamedTuple):
 @dataclass(frozen=True)
 class AsyncState:
     """State of a run. Of a simulated run, it is the state of all ranks, and a value: any state can be gone on from.
+
+    >>> import torch, functional_parallel as fp
+    >>> from sharding_specs import Mesh
+    >>> clock = fp.asynchronous.Clock(jitter=0.0)
+    >>> step = fp.asynchronous.rotating_server(lambda w, x: (w * x).sum(), fp.optim.sgd(0.5), Mesh(data=2), clock=clock)
+    >>> state = step.init(torch.zeros(()))
+    >>> state.rank, state.step
+    (0, 0)
+    >>> step(state, torch.ones(2))[0]
+    AsyncState(step=1, seconds=1.000, versions={0: 1, 1: 0})
 
     Attributes:
         work: the training loops of the ranks that take part: all in a simulated run, else this process's.

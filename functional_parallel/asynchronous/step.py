@@ -12,7 +12,7 @@ import torch
 
 from sharding_specs import Mesh, register_dataclasses, tree_paths
 
-from ..errors import DonatedStateError
+from ..errors import DonatedStateError, NonFiniteError
 from ..functions import PyTree
 from ..ir import is_trained
 from ..quantities import is_positive_int
@@ -65,6 +65,17 @@ class Method:
 
 class AsyncStep:
     """Training step of ranks that do not wait for each other; see `parameter_server` and `rotating_server`.
+
+    >>> import torch, functional_parallel as fp
+    >>> from sharding_specs import Mesh
+    >>> step = fp.asynchronous.parameter_server(
+    ...     lambda w, x: ((x - w) ** 2).mean(), fp.optim.sgd(0.5), Mesh(data=3), staleness=0)
+    >>> state = step.init(torch.zeros(()))
+    >>> state = step.drop(state, 2)                               # rank 2 dies; the others go on
+    >>> for batch in (torch.tensor([1.0]), torch.tensor([4.0, 4.0])):
+    ...     state, metrics = step(state, batch)
+    >>> step.params(step.finish(state)), metrics.ended            # the mean of three samples
+    (tensor(3.), ('rank 2 (data=2) died',))
 
     Args:
         computation: the programs of one rank.
@@ -125,11 +136,21 @@ class AsyncStep:
 
         Raises:
             CollectiveError: if the parameter server died.
+            NonFiniteError: for a loss that is not finite; no other rank sees anything of the step.
             DonatedStateError: on processes, for another state than the last one.
         """
         self._require_open(state)
         rank = state.rank
         work, loss, tree, weight = self.computation.take(state.work[rank], batch)
+        if not bool(torch.isfinite(loss)):
+            number, name = work.steps - 1, rank_name(self.mesh, rank)
+            raise NonFiniteError(
+                f"step {number} of {name} is not finite: loss {loss.item():.6g}. Nothing of it was sent",
+                number,
+                None,
+                state,
+                None,
+            )
         push = None
         if tree is not None:
             numbers = {"version": work.version, "weight": weight}

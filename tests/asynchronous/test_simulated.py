@@ -206,6 +206,15 @@ def test_a_plan_without_axes_and_a_batch_of_several_arguments() -> None:
     assert_close(metrics.loss, loss(params, x, y))
 
 
+def test_a_loss_that_is_not_finite_is_sent_to_nobody() -> None:
+    step = made("server", 2, 1, mean_loss)
+    state = step.init(drawn(0))
+    with pytest.raises(fp.NonFiniteError, match=r"step 0 of rank 1 \(data=1\) is not finite: loss nan"):
+        step(state, integers(2, 3, seed=0) * torch.nan)
+    state, metrics = step(state, integers(2, 3, seed=0))
+    assert metrics.version == 1
+
+
 def test_bad_arguments_are_refused() -> None:
     server, rotating = fp.asynchronous.parameter_server, fp.asynchronous.rotating_server
     mesh = Mesh(data=2)
