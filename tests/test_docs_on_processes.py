@@ -23,6 +23,15 @@ ONLY_SIMULATED = {
         "docs/optimizers.md",
         ">>> sampler.epoch(0)                                    # of this process, which simulates all ranks here",
     ): "prints the samples that a process with all ranks reads; a rank of several reads its block",
+    **{
+        ("docs/asynchronous.md", head): "steps of all ranks by a clock; a process makes those of its own rank"
+        for head in (
+            "clock = fp.asynchronous.Clock(seconds=(1.0, 1.0, 5.0), jitter=0.1, seed=0)  # rank 2 is five times slower",
+            ">>> steps, round(metrics.seconds)",
+            "step = fp.asynchronous.rotating_server(loss, fp.optim.sgd(0.02), Mesh(data=3), clock=clock)",
+            ">>> {rank: node.weights[0] for rank, node in state.nodes.items()}  # the turn of each rank's weights",
+        )
+    },
 }
 
 

@@ -104,6 +104,7 @@ class Session:
         templates: by kind of message, a tree like the one that it carries.
         name: returns a rank's name.
         server: the rank whose death ends the run; None if there is none.
+        timeout: seconds that the training loop waits for a reply.
     """
 
     def __init__(
@@ -114,7 +115,9 @@ class Session:
         templates: Mapping[str, Template],
         name: Callable[[int], str],
         server: int | None,
+        timeout: float,
     ) -> None:
+        self._timeout = timeout
         self.rank, self._node, self._templates, self._name, self._server = rank, node, templates, name, server
         self._peers = {each: _Peer(each, link) for each, link in links.items()}
         self._posted, self._replies = queue.SimpleQueue[Message | None](), queue.SimpleQueue[Any]()
@@ -136,8 +139,9 @@ class Session:
         """Send a message and wait for the reply.
 
         Raises:
-            CollectiveError: if the server died.
+            CollectiveError: if the server died, or nothing came before the timeout.
         """
+        began = time.monotonic()
         self._post(message)
         while True:
             with suppress(queue.Empty):
@@ -147,6 +151,13 @@ class Session:
                     raise found
                 self.ended.update(found.numbers["ended"])
                 return found
+            if time.monotonic() - began > self._timeout:
+                other = "the other ranks" if self._server in (None, self.rank) else self._name(self._server)
+                raise CollectiveError(
+                    f"{self._name(self.rank)}: the timeout of the process group, {self._timeout:g} s, passed before "
+                    f"{other} replied. A rank that is stopped, or much slower than the bound on staleness allows, "
+                    "delays the others"
+                )
             if not self._thread.is_alive():
                 raise CollectiveError(f"{self._name(self.rank)}: the connections to the other ranks are closed")
 
@@ -168,8 +179,8 @@ class Session:
                 self._turn()
         except BaseException as error:
             self._replies.put(error)
-        for peer in self._peers.values():
-            peer.link.close()
+        for link in (*(peer.link for peer in self._peers.values()), self._woken, self._waker):
+            link.close()
 
     def _turn(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -204,7 +215,7 @@ class Session:
     def _lost(self, peer: _Peer) -> None:
         peer.link.close()
         del self._peers[peer.rank]
-        if self.is_over or self.ended.get(peer.rank) == "left":
+        if self.is_over or (self._node is not None and self._node.ended.get(peer.rank) == "left"):
             return
         if peer.rank == self._server:
             self._replies.put(

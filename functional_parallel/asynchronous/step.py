@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +13,7 @@ import torch
 
 from sharding_specs import Mesh, register_dataclasses, tree_paths
 
+from .. import _torch
 from ..errors import DonatedStateError, NonFiniteError
 from ..functions import PyTree
 from ..ir import is_trained
@@ -110,7 +112,9 @@ class AsyncStep:
         rank, size = runtime.rank, self.mesh.size
         links = connected(rank, partial(self.method.linked, size), runtime.exchange)
         name, server = partial(rank_name, self.mesh), self.method.server
-        session = Session(rank, links, nodes.get(rank), self._templates(params), name, server)
+        limit = _torch.timeout_of_all_ranks()
+        seconds = math.inf if limit is None else limit.total_seconds()
+        session = Session(rank, links, nodes.get(rank), self._templates(params), name, server, seconds)
         session.latest = AsyncState({rank: work}, {}, {rank: 0.0}, {}, session=session)
         return session.latest  # type: ignore[no-any-return]
 

@@ -153,6 +153,7 @@ def test_a_rank_may_leave(method: str, staleness: int) -> None:
         assert_equal(params, found[0][1])
     if staleness == 0:
         assert "rank 1 (data=1) left" in found[0][0]
+    assert not any("died" in each for ended, _ in found for each in ended)
 
 
 def misused(rank: int) -> list[str]:
