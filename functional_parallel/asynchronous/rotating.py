@@ -21,15 +21,19 @@ __all__ = ["Rotating"]
 class Rotating:
     """Node of one rank.
 
+    Turns are numbered, and the number says whose turn it is: rank `turn % ranks`. Turns of ranks that ended are left
+    out. So ranks that know of the same turn agree, whatever else they have not heard of yet.
+
     Attributes:
         rules: what is fixed for the run.
         rank: this rank.
         params, optimizer: its weights and their optimizer state.
         alive: ranks that take part.
-        version: the turn after which the weights were updated.
-        turn, holder: number of the turn, and the rank whose turn it is, as far as this rank knows.
+        version: the number after that of the turn that updated the weights.
+        turn: the newest turn that this rank knows of.
         inbox: gradients of others, for a turn of this rank.
         own: the last gradient of this rank, while its training loop waits.
+        sent: the turn to whose holder `own` was sent.
         left: weights of ranks that have finished, with their versions.
         ended: ranks that died or left, with that word.
     """
@@ -41,9 +45,9 @@ class Rotating:
     alive: frozenset[int]
     version: int = 0
     turn: int = 0
-    holder: int = 0
     inbox: tuple[Message, ...] = ()
     own: Message | None = None
+    sent: int = -1
     left: Mapping[int, tuple[int, PyTree]] = field(default_factory=dict)
     ended: Mapping[int, str] = field(default_factory=dict)
 
@@ -51,111 +55,103 @@ class Rotating:
     def weights(self) -> tuple[int, PyTree]:
         return self.version, self.params
 
+    @property
+    def holder(self) -> int:
+        """The rank whose turn it is."""
+        return self.turn % self.rules.ranks
+
     def handle(self, message: Message) -> tuple[Rotating, list[Message]]:
         kinds = {
             "push": self._pushed,
             "gradient": self._given,
             "turn": self._told,
             "want": self._asked,
-            "left": self._ended,
+            "left": self._finished if message.source == self.rank else self._ended,
             "gone": self._ended,
         }
-        return kinds[message.kind](message)
+        node, sent = kinds[message.kind](message)
+        node, more = node._settled()
+        return node, [*sent, *more]
+
+    def _settled(self) -> tuple[Rotating, list[Message]]:
+        """Do what is due: take this rank's turn, or send what belongs to the rank whose turn it is."""
+        if self.rank not in self.alive:
+            return replace(self, inbox=()), self._final()
+        turns = range(self.turn, self.turn + self.rules.ranks)
+        node = replace(self, turn=next(turn for turn in turns if turn % self.rules.ranks in self.alive))
+        if node.holder == node.rank:
+            return node._turned() if node.own is not None else (node, [])
+        sent = [node._gradient(each) for each in node.inbox if each.numbers["turn"] <= node.turn]
+        node = replace(node, inbox=tuple(each for each in node.inbox if each.numbers["turn"] > node.turn))
+        if node.own is not None and node.sent != node.turn:
+            sent.append(node._gradient(node.own))
+            node = replace(node, sent=node.turn)
+        return node, sent
 
     # --- gradients ---
 
     def _pushed(self, push: Message) -> tuple[Rotating, list[Message]]:
         """Take the gradient of this rank's own training loop."""
-        node = replace(self, own=push)
-        if self.holder == self.rank:
-            return node._turned()
-        sent = [self._gradient(push)]
-        if self.rules.staleness == 0:
-            return node, sent
-        return self, [*sent, self._reply()]
+        if self.holder == self.rank or self.rules.staleness == 0:
+            return replace(self, own=push, sent=-1), []
+        return self, [self._gradient(push), self._reply()]
 
     def _given(self, gradient: Message) -> tuple[Rotating, list[Message]]:
-        """Take the gradient of another rank. A sender may know of a later turn, or not yet of this one."""
-        if self.holder == self.rank or gradient.numbers["turn"] > self.turn:
-            return replace(self, inbox=(*self.inbox, gradient))._turned()
-        return self, [self._gradient(gradient)]
+        """Take the gradient of another rank, which may know of a later turn, or not yet of this one."""
+        ahead = self.rules.staleness == 0 and gradient.numbers["version"] > self.version
+        wanted = [Message("want", self.rank, gradient.source)] if ahead else []
+        return replace(self, inbox=(*self.inbox, gradient)), wanted
 
     def _gradient(self, push: Message) -> Message:
-        numbers = {"version": self.version, **push.numbers, "turn": self.turn}
-        return Message("gradient", push.source, self.holder, push.tree, numbers)
+        return Message("gradient", push.source, self.holder, push.tree, {**push.numbers, "turn": self.turn})
 
     # --- turns ---
 
     def _turned(self) -> tuple[Rotating, list[Message]]:
-        """Take this rank's turn, if it is due."""
-        if self.own is None or self.holder != self.rank:
-            return self, []
-        sent = list[Message]()
-        inbox = self.inbox
+        """Take this rank's turn. Without staleness, first wait for a gradient of every rank by the same weights."""
+        assert self.own is not None
+        sent, inbox = list[Message](), self.inbox
         if self.rules.staleness == 0:
-            inbox = tuple(each for each in inbox if each.numbers["version"] == self.version)
-            for each in self.inbox:
-                if each.numbers["version"] < self.version:
-                    sent.append(self._turn(each.source))
-                elif each.numbers["version"] > self.version:
-                    sent.append(Message("want", self.rank, each.source))
-            if self.alive - {self.rank} - {each.source for each in inbox}:
+            behind = [each for each in inbox if each.numbers["version"] < self.version]
+            sent += [self._turn(each.source) for each in behind if each.source in self.alive]
+            by_rank = {each.source: each for each in inbox if each not in behind}
+            inbox = tuple(by_rank.values())
+            ready = {rank for rank, each in by_rank.items() if each.numbers["version"] == self.version}
+            if self.alive - {self.rank} - ready:
                 return replace(self, inbox=inbox), sent
-        ages = [(self.turn - each.numbers["version"], each) for each in (self.own, *inbox)]
+            inbox = tuple(by_rank[rank] for rank in ready)
+        ages = [(self.turn - self._age(each), each) for each in (self.own, *inbox)]
         used = [(age, each) for age, each in ages if age <= self.rules.staleness]
         params, optimizer = self.params, self.optimizer
         if used:
             params, optimizer = self.rules.update(self.rules.combined([push for _, push in used]), optimizer, params)
         after = self.turn + 1
-        node = replace(
-            self,
-            params=params,
-            optimizer=optimizer,
-            version=after,
-            turn=after,
-            holder=self._next(self.rank),
-            inbox=(),
-            own=None,
-        )
+        node = replace(self, params=params, optimizer=optimizer, version=after, turn=after, inbox=(), own=None)
+        reply = node._reply(max((age for age, _ in used), default=None), len(ages) - len(used))
+        node, more = node._settled()
         others = sorted(self.alive - {self.rank}, key=lambda rank: (rank != node.holder, rank))
-        sent += [node._turn(rank) for rank in others]
-        return node, [*sent, node._reply(max((age for age, _ in used), default=None), len(ages) - len(used))]
+        return node, [*sent, *(node._turn(rank) for rank in others), *more, reply]
 
-    def _next(self, rank: int) -> int:
-        order = [(rank + step) % self.rules.ranks for step in range(1, self.rules.ranks)]
-        return next((each for each in order if each in self.alive), self.rank)
+    def _age(self, push: Message) -> int:
+        """Return the turn of which the weights of a gradient are; without staleness, this one."""
+        return self.turn if self.rules.staleness == 0 else int(push.numbers["version"])
 
     def _turn(self, target: int) -> Message:
-        numbers = {"turn": self.turn, "holder": self.holder, "version": self.version}
         weights = (self.params, self.optimizer) if self.rules.staleness == 0 else None
-        return Message("turn", self.rank, target, weights, numbers)
+        return Message("turn", self.rank, target, weights, {"turn": self.turn, "version": self.version})
 
     def _reply(self, staleness: int | None = None, dropped: int = 0) -> Message:
         numbers = {"version": self.version, "staleness": staleness, "ended": self.ended, "dropped": dropped}
         return Message("reply", self.rank, self.rank, self.params, numbers)
 
     def _told(self, message: Message) -> tuple[Rotating, list[Message]]:
-        """Learn whose turn it is."""
-        numbers, node = message.numbers, self
-        if numbers["turn"] >= self.turn:
-            node = replace(node, turn=numbers["turn"], holder=numbers["holder"])
-        if node.holder not in node.alive | {node.rank}:
-            node = replace(node, holder=node._next(node.holder))
-        sent = list[Message]()
-        if message.tree is not None and numbers["version"] > self.version:
-            params, optimizer = message.tree
-            node = replace(node, params=params, optimizer=optimizer, version=numbers["version"], own=None)
-            sent += [node._reply(0)] * (self.own is not None)
-        return node._forwarded(sent)
-
-    def _forwarded(self, sent: list[Message]) -> tuple[Rotating, list[Message]]:
-        """Pass on gradients that came for a turn that another rank has, and take this rank's turn if it is due."""
-        if self.holder == self.rank:
-            node, more = self._turned()
-            return node, [*sent, *more]
-        early = tuple(each for each in self.inbox if each.numbers["turn"] > self.turn)
-        late = [self._gradient(each) for each in self.inbox if each not in early]
-        return replace(self, inbox=early), [*sent, *late]
+        """Learn whose turn it is, and without staleness the newest weights."""
+        node = replace(self, turn=max(self.turn, message.numbers["turn"]))
+        if message.tree is None or message.numbers["version"] <= self.version:
+            return node, []
+        params, optimizer = message.tree
+        node = replace(node, params=params, optimizer=optimizer, version=message.numbers["version"], own=None)
+        return node, [] if self.own is None else [node._reply(0)]
 
     def _asked(self, message: Message) -> tuple[Rotating, list[Message]]:
         return self, [self._turn(message.source)]
@@ -163,32 +159,22 @@ class Rotating:
     # --- the end of a rank ---
 
     def _ended(self, message: Message) -> tuple[Rotating, list[Message]]:
-        rank = message.source
-        if rank == self.rank:
-            return self._finished()
+        rank, left = message.source, dict(self.left)
         if rank in self.ended:
             return self, []
-        died = message.kind == "gone"
-        node = replace(self, alive=self.alive - {rank}, ended={**self.ended, rank: "died" if died else "left"})
-        if not died:
-            node = replace(node, left={**self.left, rank: (message.numbers["version"], message.tree)})
-        sent = list[Message]()
-        if self.holder == rank and self.rank in self.alive:
-            node = replace(node, holder=node._next(rank), turn=self.turn + 1)
-            if node.own is not None and node.holder != node.rank:
-                sent.append(node._gradient(node.own))
-        node, more = node._forwarded(sent)
-        return node, [*more, *node._final()]
+        if message.kind == "left":
+            left[rank] = (message.numbers["version"], message.tree)
+        ended = {**self.ended, rank: "left" if message.kind == "left" else "died"}
+        return replace(self, alive=self.alive - {rank}, left=left, ended=ended), []
 
-    def _finished(self) -> tuple[Rotating, list[Message]]:
-        numbers = {"version": self.version}
+    def _finished(self, message: Message) -> tuple[Rotating, list[Message]]:
         others = [rank for rank in range(self.rules.ranks) if rank != self.rank and self.ended.get(rank) != "died"]
+        told = [Message("left", self.rank, rank, self.params, {"version": self.version}) for rank in others]
         node = replace(self, alive=self.alive - {self.rank}, left={**self.left, self.rank: self.weights})
-        told = [Message("left", self.rank, rank, self.params, numbers) for rank in others]
-        return node, [*told, *node._final()]
+        return node, told
 
     def _final(self) -> list[Message]:
-        if self.alive or self.rank not in self.left:
+        if self.alive:
             return []
         _, best = min((-version, rank) for rank, (version, _) in self.left.items())
         version, params = self.left[best]
