@@ -323,3 +323,18 @@ def test_bytes_of_a_program_of_xla() -> None:
         "ROOT %d = f32[2]{0} reduce-scatter(%c), channel_id=3\n"
     )
     assert bytes_sent(text, 4) == 1.5 * (128 * 128 + 4) * 4 + 0.75 * 64 + 3 * 8
+
+
+@pytest.mark.slow
+def test_asynchronous_ranks_keep_their_pace_beside_a_slow_one() -> None:
+    """Nine tenths of their own steps per second, where synchronous ranks have a fifth."""
+    paths = os.pathsep.join([str(BENCHMARKS.parent), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, str(BENCHMARKS / "asynchronous.py"), "--json", "--rounds", "3"]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "died" not in done.stderr
+    ratios = {row["method"]: row["ratio"] for row in json.loads(done.stdout)}
+    assert all(ratios[name] > 0.9 for name in ("server", "rotating", "server, inner steps")), ratios
+    assert all(ratios[name] < 0.4 for name in ("synchronous", "local SGD", "server, staleness 0")), ratios

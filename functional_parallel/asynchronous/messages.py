@@ -15,7 +15,7 @@ __all__ = ["TO_CLIENT", "Message", "Node", "Rules"]
 TO_CLIENT = ("reply", "final")  # kinds that a rank's training loop takes; its node takes the others
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # trees of tensors have no equality
 class Message:
     """Message from one rank to another, or to itself.
 

@@ -49,7 +49,7 @@ class AsyncMetrics(NamedTuple):
     ended: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AsyncState:
     """State of a run. Of a simulated run, it is the state of all ranks, and a value: any state can be gone on from.
 

@@ -42,7 +42,8 @@ class Metrics(NamedTuple):
     An asynchronous pipeline has no gradient norm. Its loss and aux are means over the updates of the step.
 
     Attributes:
-        loss: the loss, without loss scale.
+        loss: the loss, without loss scale. With `fp.local_sgd` and `fp.diloco`, the mean since the last exchange; None
+            in a step without an exchange.
         grad_norm: global norm of the gradients, without loss scale; None if it is not computed.
         aux: aux of the loss; None without `has_aux`.
         skipped: whether gradients overflowed, so that nothing was updated; None without a loss scale.
