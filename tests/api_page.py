@@ -157,7 +157,7 @@ METHODS: dict[str, tuple[str, str, type, tuple[str, ...]]] = {
         "`step = fp.asynchronous.parameter_server(…)` and `rotating_server(…)` return an asynchronous step.",
         "step",
         fp.asynchronous.AsyncStep,
-        ("init", "__call__", "params", "finish", "drop"),
+        ("init", "__call__", "params", "finish", "ended", "drop"),
     ),
     "Methods of a function of the state": (
         "`predict = train.compile(plan(f))` returns a function of a training state.",

@@ -161,8 +161,7 @@ class AsyncStep:
             push = Message("push", rank, self.method.target(rank), tree, numbers)
         if state.session is None:
             after, metrics = stepped(state, work, loss, push, self.clock)
-            ended = next(iter(after.nodes.values())).ended
-            return after, metrics._replace(ended=self._names(ended))
+            return after, metrics._replace(ended=self.ended(after))
         return self._on_processes(state, rank, work, loss, push)
 
     def _on_processes(
@@ -178,7 +177,7 @@ class AsyncStep:
             metrics = metrics._replace(version=work.version, **known)
         after = replace(state, work={rank: work}, seconds=metrics.seconds)
         session.latest = after
-        return after, metrics._replace(ended=self._names(session.ended))
+        return after, metrics._replace(ended=self.ended(after))
 
     def params(self, state: AsyncState) -> PyTree:
         """Return the parameters of a state, without communication.
@@ -223,7 +222,10 @@ class AsyncStep:
             raise ValueError(f"{self.method.name}: drop is for simulated ranks; a process that ends is noticed")
         return dropped_rank(state, rank, self.clock)
 
-    def _names(self, ended: Mapping[int, str]) -> tuple[str, ...]:
+    def ended(self, state: AsyncState) -> tuple[str, ...]:
+        """Return the ranks that have died or left, by name, as far as this process knows."""
+        source = next(iter(state.nodes.values())) if state.session is None else state.session
+        ended: Mapping[int, str] = source.ended
         return tuple(f"{rank_name(self.mesh, rank)} {how}" for rank, how in sorted(ended.items()))
 
     def _require_open(self, state: AsyncState) -> None:
