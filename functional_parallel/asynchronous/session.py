@@ -150,7 +150,8 @@ class Session:
                     self._replies.put(found)  # for later calls
                     raise found
                 self.ended.update(found.numbers["ended"])
-                return found
+                reply: Message = found
+                return reply
             if time.monotonic() - began > self._timeout:
                 other = "the other ranks" if self._server in (None, self.rank) else self._name(self._server)
                 raise CollectiveError(

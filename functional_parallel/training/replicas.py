@@ -124,10 +124,11 @@ def on_replicas(
             shown = Metrics((mean / steps).to(metrics.loss.dtype), None)
             loss, steps = torch.zeros_like(loss), torch.zeros_like(steps)
         else:
-            done, shown = _Exchange(params, new, replicas.outer), Metrics(None, None)
+            done, shown = _Exchange(params, new, replicas.outer), Metrics(None, None)  # type: ignore[arg-type]  # without exchange
         replica, optimizer = optree.tree_map(_as_row, (done.replica, optimizer))
         after = (done.params, ReplicaState(replica, optimizer, done.outer, loss, steps)), shown
-        return after, (specs, Metrics(P() if exchanges else None, None))
+        shown_specs = Metrics(*(None if each is None else P() for each in shown))  # type: ignore[arg-type]
+        return after, (specs, shown_specs)
 
     def arguments(args: tuple[PyTree, ...]) -> tuple[SpecTree, ...]:
         (params, _), batch, _ = args

@@ -20,7 +20,7 @@ from ..functions import (
     specs_per_leaf,
 )
 from ..optim import Optimizer, is_known_elementwise, sgd
-from ..partition import partition
+from ..partition import Partitioning
 from ..quantities import is_positive_int
 from ..requests import Order, Replicas
 from .parallel import batch_arg_specs
@@ -121,7 +121,7 @@ def _replicas(axis: str, inner: int, outer: Optimizer | None, batch: SpecTree, s
             whole = specs_per_leaf((*given, *inner), args[1:] * 2, f"specs of {name}", 1)
             return (P(), *optree.tree_map(partial(_outermost, axis), whole[: len(given)], whole[len(given) :]))
 
-        local = partition(f, axis, in_specs, strict=strict, describe=name)
+        local = Partitioning(name, axis, in_specs, strict=strict).apply(f)
         return local.requesting(Replicas(axis, int(inner), outer, own))
 
     return Transform(name, axis, Order.REPLICAS, apply)
