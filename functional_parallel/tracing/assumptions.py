@@ -69,9 +69,7 @@ _MOST = 3  # leaves that the warning names
 class ProgramCache(Generic[T]):
     """Cache of traced programs by key. Of several programs for one key, the first with valid assumptions is used.
 
-    Args:
-        name: name of the traced function, for the warning about too many programs.
-        below: number of this library's calls between the user's line and `get`.
+    `below` is the number of this library's calls between the user's line and `get`.
     """
 
     def __init__(self, name: str, below: int) -> None:

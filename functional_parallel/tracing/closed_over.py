@@ -25,17 +25,11 @@ __all__ = ["ClosedOver", "closed_over"]
 
 @dataclass(frozen=True)
 class ClosedOver:
-    """Closed-over tensor of a traced function that requires gradients.
+    """Closed-over tensor of a traced function that requires gradients."""
 
-    Attributes:
-        name: expression for the tensor in the user's code, if one was found.
-        shape: its shape.
-        source: line of its first use.
-    """
-
-    name: str | None
+    name: str | None  # expression for the tensor in the user's code, if one was found
     shape: tuple[int, ...]
-    source: Source | None
+    source: Source | None  # line of its first use
 
     def __str__(self) -> str:
         name = f"`{self.name}`" if self.name else "a tensor"

@@ -77,10 +77,7 @@ def value_of(recording: Writer, x: torch.Tensor) -> torch.Tensor | None:
 def constant_in(traced: Traced, wanted: fx.Node, known: dict[fx.Node, Any]) -> torch.Tensor | None:
     """Return the value of a node of a finished trace, on the host. None if it depends on an argument or the rank.
 
-    Args:
-        traced: the graph.
-        wanted: one of its nodes.
-        known: values found so far, by node. Values found here are added to it.
+    `known` contains the values found so far. Values found here are added to it.
     """
     for node in topological_order(wanted, _needed, known):
         known[node] = None

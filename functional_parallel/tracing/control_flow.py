@@ -26,11 +26,7 @@ Operands = Sequence[Argument]
 
 
 def unrolled(recording: Writer, op: _torch.HigherOrderOp, args: Args, kwargs: Kwargs) -> Argument:
-    """Record the ops that a higher-order op runs.
-
-    Raises:
-        TracingError: if they depend on values that the trace does not have, or the higher-order op is not supported.
-    """
+    """Record the ops that a higher-order op runs."""
     rules: dict[str, Branch] = {"cond": _cond, "while_loop": _while_loop, "scan": _scan}
     rule = rules.get(op.name())
     if rule is None:

@@ -65,10 +65,8 @@ def _one_hot(tensor: Tensor, num_classes: int = -1) -> Replaced:
 
 @intercept_op(aten.index_put.default)
 def _put_where(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Replaced:
-    """Record `x[mask] = values` as `torch.where`, for values that do not vary along the masked dims.
-
-    torch's derivative would count the true elements, which a trace cannot do.
-    """
+    """Record `x[mask] = values` as `torch.where`, for values that do not vary along the masked dims."""
+    # torch's derivative would count the true elements, which a trace cannot do.
     masks = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     if len(masks) != 1 or masks[0][1].dtype != torch.bool:
         return NotImplemented
@@ -150,10 +148,8 @@ def _centred(input: Tensor) -> Tensor:
 def _linear_cross_entropy(
     *args: Argument, options: Mapping[str, Argument] | None = None, **kwargs: Argument
 ) -> Replaced:
-    """Compute the loss without chunks.
-
-    The op for chunks computes its gradient together with its value, so transforms cannot differentiate it.
-    """
+    """Compute the loss without chunks."""
+    # The op for chunks computes its gradient together with its value, so transforms cannot differentiate it.
     return NotImplemented if options is None else functional.linear_cross_entropy(*args, **kwargs)
 
 
@@ -211,11 +207,7 @@ def _array(x: Tensor, dtype: DTypeLike | None = None) -> NDArray[Any]:
 
 
 def _of_constant(x: Tensor, read: Callable[[Tensor], R]) -> R:
-    """Read from the values of a known tensor, outside of the trace. Its modes would return a tensor without values.
-
-    Raises:
-        TracingError: if the values are not known.
-    """
+    """Read from the values of a known tensor, outside of the trace. Its modes would return a tensor without values."""
     value = _known(x)
     if value is None:
         raise TracingError(

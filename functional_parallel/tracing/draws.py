@@ -14,13 +14,8 @@ __all__ = ["refuse_decisions", "refuse_draws"]
 
 
 def refuse_draws(func: _torch.Op, args: Args, kwargs: Kwargs) -> None:
-    """Refuse an op that draws from torch's generators.
-
-    Every rank has separate generators, so values that should be replicated would differ.
-
-    Raises:
-        TracingError: for such an op. Attention with a `dropout_p` of 0 is accepted.
-    """
+    """Refuse an op that draws from torch's generators. Attention with a `dropout_p` of 0 is accepted."""
+    # Every rank has separate generators, so values that should be replicated would differ.
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return
     given = named_arguments(func, args, kwargs)
@@ -35,11 +30,7 @@ def refuse_draws(func: _torch.Op, args: Args, kwargs: Kwargs) -> None:
 
 
 def refuse_decisions(recording: Writer, func: _torch.Op, args: Args) -> None:
-    """Refuse to read into Python a number that is computed only from draws, as layer drop does.
-
-    Raises:
-        TracingError: if the function reads such a number.
-    """
+    """Refuse to read into Python a number that is computed only from draws, as layer drop does."""
     node = recording.value(args[0]) if func is torch.ops.aten._local_scalar_dense.default else None
     if node is None:
         return

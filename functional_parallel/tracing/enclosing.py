@@ -27,14 +27,7 @@ _PLAIN = {int, float, complex, bool, str, bytes, type(None)}  # there may be mil
 
 
 class CapturedTensors:
-    """Tensors of an enclosing torch.func transform that a function reaches through its closure or globals.
-
-    Args:
-        function: function to trace. Outside of torch.func transforms it has no such tensors.
-
-    Attributes:
-        tensors: the wrapped tensors by id.
-    """
+    """Tensors of an enclosing torch.func transform that a function reaches through its closure or globals."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         found = _reached(function) if _torch.is_inside_transform() else ()
@@ -45,11 +38,7 @@ class CapturedTensors:
         return bool(self.tensors) and any(id(leaf) in self.tensors for leaf in optree.tree_leaves((args, kwargs)))
 
     def refuse(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Argument:
-        """Refuse a call on one of the tensors. Reads of a shape, or of other results that are not tensors, are allowed.
-
-        Raises:
-            TracingError: if the call would compute a tensor from one of them.
-        """
+        """Refuse a call on one of the tensors. Reads of results that are not tensors, such as a shape, are allowed."""
         result = func(*args, **kwargs) if getattr(func, "__name__", "") in _QUESTIONS else NotImplemented
         if result is not NotImplemented and not isinstance(result, torch.Tensor):
             return result

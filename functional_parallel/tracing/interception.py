@@ -43,11 +43,11 @@ def intercept(
 
     Args:
         function: the torch function.
-        always: whether to replace it in all traces, also under derivatives. Such a replacement may return
-            NotImplemented to leave the call to the other replacements.
-        inside: whether to replace it where a forward itself takes derivatives, instead of elsewhere in the forward.
-        same_strides: whether the results have the strides of the function's results. Results of other replacements
-            have unknown strides (see `memory_layout`).
+        always: replace it in all traces, also under derivatives. The replacement may return
+            NotImplemented, which leaves the call to the others.
+        inside: replace it where a forward itself takes derivatives, instead of elsewhere in the forward.
+        same_strides: the results have the strides of the function's results. Results of other replacements have
+            unknown strides (see `memory_layout`).
     """
 
     def register(replacement: F) -> F:
@@ -75,10 +75,7 @@ def replacement_of(op: _torch.Op) -> Callable[..., Any] | None:
 
 
 class Interception(TorchFunctionMode):
-    """Mode that calls the replacements during a trace.
-
-    In a trace of derivatives, functions that are replaced only in forwards run unchanged.
-    """
+    """Mode that calls the replacements during a trace. A trace of derivatives uses only those for all traces."""
 
     def __init__(self, forward_only: bool, enclosed: CapturedTensors, layouts: Layouts) -> None:
         super().__init__()
@@ -135,10 +132,8 @@ def _data(x: torch.Tensor) -> torch.Tensor:
 
 @intercept(torch.Tensor.fill_diagonal_, always=True, same_strides=True)
 def _fill_diagonal_(x: torch.Tensor, fill_value: float, wrap: bool = False) -> Replaced:
-    """Write the diagonal by a mask.
-
-    torch writes into a strided view of the memory, and the contents of other views of the memory would be unknown.
-    """
+    """Write the diagonal by a mask."""
+    # torch writes into a strided view of the memory, and the contents of other views of the memory would be unknown.
     if x.ndim != 2 or wrap:
         return NotImplemented
     return x.masked_fill_(torch.eye(*x.shape, dtype=torch.bool, device=x.device), fill_value)

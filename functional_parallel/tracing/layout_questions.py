@@ -31,14 +31,7 @@ aten = torch.ops.aten
 def depends_on_layouts(traced: Traced, arguments: Sequence[Tensor | None], paths: Sequence[str]) -> None:
     """Check the arguments that a trace requires to be contiguous, and record the dependency in the enclosing trace.
 
-    Args:
-        traced: the trace.
-        arguments: a tensor for each input, possibly wrapped by torch.func's transforms. None skips the check of an
-            input.
-        paths: paths of the arguments, for an error.
-
-    Raises:
-        MemoryLayoutError: if a required argument is not contiguous.
+    Arguments may be wrapped by torch.func's transforms. None skips the check of an input.
     """
     for index, read in traced.layout_reads.items():
         x = arguments[index]
@@ -119,10 +112,8 @@ def _as_strided(function: Callable[..., Any], is_view: bool = True) -> None:
     def replacement(
         input: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
     ) -> Replaced:
-        """Replace the call under a derivative, where torch's own writes into views of new memory.
-
-        Elsewhere `strided` records the op.
-        """
+        """Replace the call under a derivative, where torch's own writes into views of new memory."""
+        # Elsewhere `strided` records the op.
         found = _recording_of(input)
         if found is None or not _torch.differentiating_level():
             return NotImplemented

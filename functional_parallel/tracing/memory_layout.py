@@ -35,31 +35,17 @@ _CONTIGUOUS_RESULTS = {  # of operands with any strides
 
 @dataclass(frozen=True)
 class LayoutRead:
-    """Op that depends on the strides of an argument.
+    """Op that depends on the strides of an argument."""
 
-    Attributes:
-        what: description of the op, with its source line.
-        offset: whether it also depends on the storage offset.
-    """
-
-    what: str
-    offset: bool = False
+    what: str  # description of the op, with its source line
+    offset: bool = False  # whether it also depends on the storage offset
 
     def joined(self, other: LayoutRead | None) -> LayoutRead:
         return self if other is None else replace(other, offset=self.offset or other.offset)
 
 
 def require_contiguous(x: torch.Tensor, read: LayoutRead, path: str) -> None:
-    """Check that an argument is contiguous. It is called if a trace depends on the strides of the argument.
-
-    Args:
-        x: the argument.
-        read: the op that depends on the strides.
-        path: path of the argument, for the error.
-
-    Raises:
-        MemoryLayoutError: if the argument is not contiguous, or has a storage offset and `read.offset` is set.
-    """
+    """Check that an argument is contiguous. It is called if a trace depends on the strides of the argument."""
     shifted = x.is_contiguous() and x.storage_offset() != 0
     if x.is_contiguous() and not (shifted and read.offset):
         return
@@ -72,27 +58,17 @@ def require_contiguous(x: torch.Tensor, read: LayoutRead, path: str) -> None:
 
 @dataclass(frozen=True)
 class _Pair:
-    """Two storages, by number, that are one storage in eager torch.
-
-    This is certain if `surely` is set. Otherwise it depends on the strides of the source tensor.
-    """
+    """Two storages, by number, that are one storage in eager torch."""
 
     source: int
     result: int
     shape: tuple[int, ...]
     what: str
-    surely: bool
+    surely: bool  # if not set, it depends on the strides of the source tensor
 
 
 class Layouts:
-    """Storages of the tensors of a recording: the op that created each one, and whether its strides are known.
-
-    Args:
-        traced: the graph of the trace.
-        node_of: returns the node of a tensor.
-        living: returns the tensors of the trace that are still in use.
-        outer: storages of the trace around this one.
-    """
+    """Storages of the tensors of a recording: the op that created each one, and whether its strides are known."""
 
     def __init__(
         self,
@@ -133,16 +109,7 @@ class Layouts:
     # --- ops that depend on strides ---
 
     def require_known(self, tensor: torch.Tensor, what: str, offset: bool = False) -> None:
-        """Record that the trace depends on the strides of a tensor.
-
-        Args:
-            tensor: a tensor without wrappers.
-            what: the op that depends on the strides.
-            offset: whether it also depends on the storage offset.
-
-        Raises:
-            MemoryLayoutError: if the strides may differ from the strides in eager torch.
-        """
+        """Record that the trace depends on the strides of a tensor without wrappers, and refuse unknown strides."""
         self.require_read(tensor, LayoutRead(f"{current_source() or 'the function'}: {what}", offset))
 
     def require_read(self, tensor: torch.Tensor, read: LayoutRead) -> None:
@@ -190,12 +157,7 @@ class Layouts:
             self._pairs.setdefault(key, []).append(pair)
 
     def check_write(self, target: torch.Tensor, op: _torch.Op) -> None:
-        """Check that the values changed by a write do not depend on unknown strides.
-
-        Raises:
-            MemoryLayoutError: if it is unknown whether another living tensor shares the memory of the target in eager
-                torch, or if that tensor shares it but its new values are unknown.
-        """
+        """Check that the values changed by a write do not depend on unknown strides."""
         key = _key(target)
         if key not in self._pairs:
             return

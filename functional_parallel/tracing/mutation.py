@@ -27,19 +27,7 @@ _CHANGE_MEMORY = {aten.resize_, aten.resize_as_, aten.set_}
 
 
 def mutate(recording: Writer, func: _torch.Op, args: Args, kwargs: Kwargs) -> torch.Tensor:
-    """Record an in-place op.
-
-    Args:
-        recording: the trace.
-        func: the op.
-        args, kwargs: its arguments, with the target first or as `out`.
-
-    Returns:
-        The target.
-
-    Raises:
-        MutationError: if the effect would be lost or is not known.
-    """
+    """Record an in-place op, and return its target. The target is the first argument or `out`."""
     if func.overloadpacket in _CHANGE_MEMORY:
         raise MutationError(
             f"{current_source()}: {func} changes the memory of a tensor, which a program does not have; use the other "

@@ -67,6 +67,8 @@ def trace(
 ) -> Traced:
     """Record `fn(*tensors) -> flat sequence of outputs` on fake tensors of the given shapes.
 
+    The graph lacks the nodes that no output needs.
+
     Args:
         fn: takes one tensor per input; returns a flat sequence of tensors and Python values.
         inputs: shape, dtype and device of each argument.
@@ -74,13 +76,6 @@ def trace(
         forward_only: whether the graph will be differentiated later. Code that would hide a derivative is refused.
         on_node: called with every op node as soon as it is recorded.
         is_local_body: whether the function computes on shards and calls its collectives explicitly.
-
-    Returns:
-        The graph, without the nodes that no output needs.
-
-    Raises:
-        TracingError: if the function reads values, mutates a tensor that it must not mutate, or computes in threads
-            that it starts.
     """
     outer = recorder()
     enclosed = CapturedTensors(fn)

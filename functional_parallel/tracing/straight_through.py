@@ -26,15 +26,11 @@ OP = torch.ops.fp.straight_through.default
 
 
 def straight_through(x: Tensor, value: Tensor) -> Tensor:
-    """Return `value` with the gradient of `x`.
+    """Return `value` with the gradient of `x`. They have the same shape.
 
     >>> x = torch.tensor(3.0)
     >>> torch.func.grad_and_value(lambda x: straight_through(5 * x, x.round() ** 2))(x)
     (tensor(5.), tensor(9.))
-
-    Args:
-        x: tensor that receives the gradient.
-        value: tensor with the values and tangents of the result; it has the shape of x.
     """
     with keeping_grad_mode():
         return _apply(x, value)

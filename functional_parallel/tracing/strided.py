@@ -24,13 +24,7 @@ aten = torch.ops.aten
 def strided(recording: Writer, op: _torch.Op, args: Args, kwargs: Kwargs) -> torch.Tensor:
     """Record `as_strided` of a tensor without wrappers as ops on its elements.
 
-    Args:
-        recording: the trace.
-        op: `aten.as_strided`.
-        args, kwargs: its arguments.
-
-    Returns:
-        A view of the operand's memory with the requested strides. It is bound to the node with the elements.
+    Return a view of the operand's memory with the requested strides. It is bound to the node with the elements.
     """
     with recording.unrolling():
         found = strided_elements(*args, **kwargs)
@@ -47,12 +41,7 @@ def _given_offset(args: Args, kwargs: Kwargs) -> bool:
 def strided_elements(
     x: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> torch.Tensor:
-    """Return the values of `x.as_strided(size, stride, storage_offset)`, from slices of x or by an index.
-
-    Raises:
-        ValueError: if size and stride have different lengths.
-        MemoryLayoutError: if it reads memory outside of x, or the elements of x are interleaved.
-    """
+    """Return the values of `x.as_strided(size, stride, storage_offset)`, from slices of x or by an index."""
     memory = _Memory.of(x, storage_offset)
     size, stride = [int(each) for each in size], [int(each) for each in stride]
     if len(size) != len(stride):
@@ -87,14 +76,11 @@ _MOST = 1 << 24  # positions that are checked individually
 
 @dataclass(frozen=True)
 class _Memory:
-    """Elements of a tensor in memory order: dims by descending stride, each element once.
-
-    `start` is the position of the view's first element, counted from the first element of the tensor.
-    """
+    """Elements of a tensor in memory order: dims by descending stride, each element once."""
 
     elements: torch.Tensor
     strides: tuple[int, ...]
-    start: int
+    start: int  # position of the view's first element, counted from the first element of the tensor
 
     @staticmethod
     def of(x: torch.Tensor, storage_offset: int | None) -> _Memory:

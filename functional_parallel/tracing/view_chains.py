@@ -49,11 +49,7 @@ class View:
 
 
 class ViewChains:
-    """Chains of views of a recording.
-
-    Args:
-        create: writes a node: `create(op, args, kwargs, info)`.
-    """
+    """Chains of views of a recording, whose nodes `create(op, args, kwargs, info)` writes."""
 
     def __init__(self, create: Create) -> None:
         self._create = create

@@ -30,15 +30,7 @@ aten = torch.ops.aten
 
 
 class Writer(_torch.TorchDispatchMode):
-    """Write nodes, and find the node of a tensor.
-
-    Args:
-        fake_mode: creates the tensors of the trace.
-        forward_only: whether the graph will be differentiated later.
-        on_node: called with every op node as soon as it is recorded.
-        outer: the trace around this one.
-        is_local_body: whether the function computes on shards.
-    """
+    """Write nodes, and find the node of a tensor. The arguments are those of `trace`; `outer` is the trace around."""
 
     def __init__(
         self,
@@ -117,10 +109,8 @@ class Writer(_torch.TorchDispatchMode):
 
     @property
     def trainable_constants(self) -> list[ClosedOver]:
-        """Closed-over tensors that require gradients, of this trace and of the traces inside it.
-
-        A tensor that the function only detaches, or reads without gradients, is not included.
-        """
+        """Closed-over tensors that require gradients, of this trace and of the traces inside it."""
+        # A tensor that the function only detaches, or reads without gradients, is not included.
         inside: list[ClosedOver] = self.notes.setdefault("trainable constants", [])
         return [*inside, *self._differentiated()]
 
@@ -199,11 +189,8 @@ class Writer(_torch.TorchDispatchMode):
         raise NotImplementedError
 
     def _number(self, node: fx.Node) -> None:
-        """Store the autograd nodes that this op created, so that their backward ops find its source line.
-
-        Each thread numbers its nodes from 0. Nodes that a backward creates in an autograd thread are therefore skipped;
-        their numbers would be confused with others.
-        """
+        """Store the autograd nodes that this op created, so that their backward ops find its source line."""
+        # Each thread numbers its nodes from 0, so nodes that a backward creates in an autograd thread are skipped.
         if threading.get_ident() != self._thread:
             return
         now = _torch.next_node_number()
