@@ -30,15 +30,9 @@ TargetLayout = AxisLayout | str
 
 
 def convert(x: torch.Tensor, held: AxisLayout, form: TargetLayout, axis: str, parts: DimSplit) -> torch.Tensor:
-    """Convert a rank's shard of a value to another layout.
+    """Convert a rank's shard of a value from the layout `held` to another.
 
-    Args:
-        x: the rank's shard.
-        held: the current layout of the value.
-        form: the layout to convert to. REPLICATED_VARYING gives the full value as a rank-dependent value: its gradient
-            is summed over the ranks.
-        axis: the mesh axis.
-        parts: the split of a dim over `axis`.
+    REPLICATED_VARYING gives the full value as a rank-dependent value: its gradient is summed over the ranks.
     """
     if held == form:
         return x

@@ -41,20 +41,14 @@ class SplitFactor:
 
 @dataclass(frozen=True)
 class OpSharding:
-    """Required layouts of the operands and layouts of the results.
-
-    `varying` is true if the op computes rank-dependent values; replicated operands are then cast by `pvary`.
-    `extremum` is "pmax" or "pmin" if the results must be combined by that collective. `masked` lists the indices of
-    the operands in which the second copy of a duplicated sample must be set to zero (see `rules.duplicates`).
-    `of_shapes` is true if the op reads only shape, dtype or device of its operands.
-    """
+    """Required layouts of the operands and layouts of the results."""
 
     operands: tuple[AxisLayout, ...]
     results: tuple[AxisLayout, ...]
     choice: SplitFactor | None = None
-    extremum: str = ""
-    masked: tuple[int, ...] = ()
-    of_shapes: bool = False
+    extremum: str = ""  # "pmax" or "pmin" if the results must be combined by that collective
+    masked: tuple[int, ...] = ()  # operands in which the second copy of a duplicated sample must be set to zero
+    of_shapes: bool = False  # whether the op reads only shape, dtype or device of its operands
 
     @property
     def varying(self) -> bool:
@@ -72,9 +66,6 @@ def choose_sharding(
     """Apply a text rule to operands with given layouts on an axis with the split `parts`.
 
     With `counts`, the op's own lowering ignores the samples that uneven shards duplicate.
-
-    Raises:
-        RuleError: when the rule does not fit the operands, or drops a sharded factor that has no mark.
     """
     if len(rule.operands) != len(operands):
         raise RuleError(f"{where}: the rule {rule.text!r} names {len(rule.operands)} operands of {len(operands)}")

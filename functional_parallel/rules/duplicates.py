@@ -27,14 +27,7 @@ def unique_mask(extent: int, place: Shard, axis: str, parts: DimSplit, device: t
 
 
 def mask_duplicates(x: torch.Tensor, place: AxisLayout, axis: str, parts: DimSplit, fill: float = 0.0) -> torch.Tensor:
-    """Replace the samples of a shard that an earlier rank holds too.
-
-    Args:
-        x: the rank's shard.
-        place: the layout of the value.
-        axis, parts: the mesh axis and its split of a dim.
-        fill: the replacement, a neutral element of the op.
-    """
+    """Replace by `fill`, a neutral element of the op, the samples of a shard that an earlier rank holds too."""
     if parts.is_even or not isinstance(place, Shard):
         return x
     kept = unique_mask(x.shape[place.dim], place, axis, parts, x.device)

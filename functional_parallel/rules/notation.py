@@ -47,9 +47,6 @@ class Pattern:
 
         Dims of the ellipsis are named from the right, the last is `.0`, so that broadcasting aligns them. `ones` is for
         operands that are not broadcast: dims of size one are named too, because an axis of one rank may split them.
-
-        Raises:
-            RuleError: when the pattern and the shape have different numbers of dims.
         """
         position = self.ellipsis
         extra = len(shape) - len(self.dims) + (position is not None)
@@ -81,14 +78,7 @@ class RuleText:
 
 @lru_cache(maxsize=8192)
 def parse_rule(text: str) -> RuleText:
-    """Parse the text of a rule.
-
-    Args:
-        text: operand patterns, `->`, result patterns; patterns are separated by commas.
-
-    Raises:
-        RuleError: when the text is not a rule; the message shows the fault.
-    """
+    """Parse the text of a rule: operand patterns, `->`, result patterns; patterns are separated by commas."""
     left, arrow, right = text.partition("->")
     if not arrow:
         raise RuleError(f"a rule reads 'operands -> results', this one has no arrow: {text!r}")

@@ -72,10 +72,8 @@ class OpContext:
         return mask_duplicates(x, self.decision.operands[0], self.axis, self.parts, fill)
 
     def own(self, extent: int, device: torch.device) -> torch.Tensor | bool:
-        """Return a mask, along the sharded dim of the first operand, of the samples that no earlier rank holds.
-
-        True means all samples.
-        """
+        """Return a mask, along the sharded dim of the first operand, of the samples that no earlier rank holds."""
+        # True means all samples.
         place = self.decision.operands[0]
         if self.parts.is_even or not isinstance(place, Shard):
             return True
@@ -84,9 +82,8 @@ class OpContext:
     def held_positions(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Convert positions along the sharded dim of the first operand to positions in this rank's shard.
 
-        Returns:
-            The local positions, and a mask of those that this rank holds. A duplicated sample of uneven shards belongs
-            to the first rank that holds it. Positions on other ranks are mapped to any legal position.
+        Return the local positions, and a mask of those that this rank holds. A duplicated sample of uneven shards
+        belongs to the first rank that holds it. Positions on other ranks are mapped to any legal position.
         """
         place = self.decision.operands[0]
         assert isinstance(place, Shard)

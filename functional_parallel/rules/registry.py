@@ -28,28 +28,18 @@ Local = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Rule:
-    """Sharding rule of one op.
+    """Sharding rule of one op."""
 
-    Attributes:
-        text: the rule in the notation of `rules.notation`, or a function that writes it for a node.
-        local: `local(step, *args, **kwargs)` computes a rank's shard of the result. None runs the op on the rank's
-            operands.
-        decide: called first, for ops that no text describes (views). It may return None.
-        casts: whether `local` gets replicated operands as Invariant values. It must then cast the operands that are
-            combined with rank-dependent values.
-        moves_only: for an op without text, whether it computes nothing, so that partial sums pass through it.
-        counts: whether `local` counts duplicated samples of uneven shards once (`OpContext.once`). If not, they are
-            zeros in one operand that the op is linear in, or all operands are replicated.
-        whole_gradient: whether torch computes the derivative by ops that are not linear in the gradient. The gradient
-            must then not be partial sums.
-    """
-
-    text: Text | None = None
-    local: Local | None = None
-    decide: Callable[[OpContext], OpSharding | None] | None = None
+    text: Text | None = None  # in the notation of `rules.notation`, or a function that writes it for a node
+    local: Local | None = None  # `local(step, *args, **kwargs)` computes a rank's shard. None runs the op on operands.
+    decide: Callable[[OpContext], OpSharding | None] | None = None  # first, for ops that no text describes (views)
+    # whether `local` gets replicated operands as Invariant values, and casts those combined with rank-dependent values
     casts: bool = False
-    moves_only: bool = False
+    moves_only: bool = False  # for an op without text, whether it computes nothing, so that partial sums pass
+    # whether `local` counts duplicated samples of uneven shards once (`OpContext.once`). If not, they are zeros in one
+    # operand that the op is linear in, or all operands are replicated.
     counts: bool = False
+    # whether torch's derivative is not linear in the gradient, which must then not be partial sums
     whole_gradient: bool = False
 
     def text_for(self, node: fx.Node) -> str:
@@ -123,10 +113,8 @@ def lookup(op: Target) -> Rule | None:
 
 
 def is_elementwise(op: Target) -> bool:
-    """Whether each element of the result depends only on the operands' elements at the same position.
-
-    This holds if torch tags the op as pointwise, or its rule names no dim.
-    """
+    """Whether each element of the result depends only on the operands' elements at the same position."""
+    # This holds if torch tags the op as pointwise, or its rule names no dim.
     if torch.Tag.pointwise in getattr(op, "tags", ()):
         return True
     entry = _rules.get(op, _NONE)

@@ -45,12 +45,6 @@ def whole_along(*dims: int, ndim: int, results: int = 1, mark: str = "~", operan
 
     >>> whole_along(1, ndim=2)
     '~d0 d1^ -> d0 new1'
-
-    Args:
-        dims: the dims that must be replicated.
-        ndim: number of dims of each operand and result.
-        results, operands: number of results and of operands, all with the same pattern.
-        mark: mark of every operand.
     """
     operand = mark + pattern(dim_names(ndim, {dim: f"d{dim}^" for dim in dims}))
     result = pattern(dim_names(ndim, {dim: f"new{dim}" for dim in dims}))
@@ -58,11 +52,7 @@ def whole_along(*dims: int, ndim: int, results: int = 1, mark: str = "~", operan
 
 
 def along_text(mark: str = "") -> Callable[[fx.Node], str]:
-    """Return the rule of an op along its `dim` argument: replicated there, and of any size in the results.
-
-    Args:
-        mark: mark of the operand, `"~"` if the op is linear.
-    """
+    """Return the rule of an op along its `dim` argument: replicated there, and of any size in the results."""
 
     def text(node: fx.Node) -> str:
         return whole_along(dim_of(node), ndim=ndim_of(node), results=results_of(node), mark=mark)
@@ -101,10 +91,8 @@ def pointwise_text(node: fx.Node) -> str:
 
 
 def linear_text(marks: str) -> Callable[[fx.Node], str]:
-    """Return an elementwise rule with one mark per operand, such as `"&&"` for a sum.
-
-    `.` means no mark; a single `&` is for a scale. The last mark is repeated for additional operands.
-    """
+    """Return an elementwise rule with one mark per operand, such as `"&&"` for a sum."""
+    # `.` means no mark; a single `&` is for a scale. The last mark is repeated for additional operands.
 
     def text(node: fx.Node) -> str:
         count = len(tensor_operands(node))

@@ -22,15 +22,9 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Compute `F.batch_norm` by ops that have sharding rules. Running statistics are updated like torch does.
+    """Compute `F.batch_norm` by ops that have sharding rules. Training uses the statistics of the global batch.
 
-    Args:
-        input: shape (batch, channels, …).
-        running_mean, running_var: statistics per channel, updated in place in training; or None.
-        weight, bias: one number per channel, or None.
-        training: whether to normalise by the statistics of the global batch.
-        momentum: weight of the new statistics.
-        eps: added to the variance.
+    The input has shape (batch, channels, …). Running statistics are updated in place, like torch does.
     """
     shape = [1, -1] + [1] * (input.ndim - 2)
     dims = [0, *range(2, input.ndim)]
@@ -65,13 +59,8 @@ def instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Replaced:
-    """Compute `F.instance_norm` by the statistics of each sample and channel, if there are no running statistics.
-
-    Args:
-        input, weight, bias, eps: as for `batch_norm`.
-        running_mean, running_var, use_input_stats, momentum: as in torch. With running statistics, torch's function
-            is recorded.
-    """
+    """Compute `F.instance_norm` by the statistics of each sample and channel."""
+    # With running statistics, torch's function is recorded.
     if running_mean is not None or not use_input_stats or input.ndim < 3:
         return NotImplemented
     dims, shape = list(range(2, input.ndim)), [1, -1] + [1] * (input.ndim - 2)

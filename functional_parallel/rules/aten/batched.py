@@ -16,13 +16,10 @@ __all__ = ["all_whole_text", "batched_text"]
 
 
 def batched_text(*trailing: int, linear: str = "") -> Callable[[fx.Node], str]:
-    """Return a rule in which the last dims of each operand are replicated.
+    """Return a rule in which the leading dims broadcast, may be sharded, and pass to all results.
 
-    The leading dims broadcast, may be sharded, and pass to all results.
-
-    Args:
-        trailing: the number of last dims per operand. The last number is repeated for additional operands.
-        linear: marks per operand, `.` for none.
+    The last dims, `trailing` of each operand, are replicated. The last number is repeated for additional operands.
+    `linear` has a mark per operand, `.` for none.
     """
 
     def text(node: fx.Node) -> str:

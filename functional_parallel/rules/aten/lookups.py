@@ -72,11 +72,8 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Replaced:
-    """Compute a sparse embedding with a dense gradient, which has the same values.
-
-    Raises:
-        TracingError: for `max_norm`, which modifies the table.
-    """
+    """Compute a sparse embedding with a dense gradient, which has the same values."""
+    # `max_norm` modifies the table.
     if max_norm is not None:
         raise TracingError(
             f"{current_source()}: embedding(max_norm={max_norm}) changes the table itself where rows are looked up, "
@@ -94,10 +91,8 @@ def _embedding(
 
 
 def _gather_text(node: fx.Node) -> str:
-    """Rule of `gather(x, dim, index)`. Other dims may be sharded if x and index have the same size.
-
-    `gather` also allows a shorter index; such a dim must be replicated.
-    """
+    """Rule of `gather(x, dim, index)`. Other dims may be sharded if x and index have the same size."""
+    # `gather` also allows a shorter index; such a dim must be replicated.
     x, index = info(node.args[0]).aval.shape, info(node.args[2]).aval.shape
     if len(x) != len(index):  # a scalar, or an index without elements
         return all_whole_text(node)
@@ -141,10 +136,7 @@ rule([aten.index_select.default], Rule(_index_select_text, _local_index_select))
 
 
 def _index_text(node: fx.Node) -> str:
-    """Rule of `x[:, i, j]`. Indexed dims are replicated.
-
-    Other dims, the dims of the indices, and a dim that an index enumerates may be sharded.
-    """
+    """Rule of `x[:, i, j]`. Indexed dims are replicated, unless an index enumerates them. Other dims may be sharded."""
     names = _indexing_names(node)
     if names is None:
         return all_whole_text(node)
@@ -170,9 +162,7 @@ def _put_text(node: fx.Node) -> str:
 def _indexing_names(node: fx.Node, mark: str = "") -> tuple[list[str], list[list[str]], list[str]] | None:
     """Names of the dims of x, of each index, and of `x[indices]`. None for masks: their results have no fixed shape.
 
-    Args:
-        node: the op.
-        mark: mark of the dims of the indices that enumerate no dim of x.
+    `mark` is for the dims of the indices that enumerate no dim of x.
     """
     avals = _index_avals(node)
     if any(aval.dtype == torch.bool for aval in avals.values()):
@@ -226,10 +216,8 @@ def _local_indexing(step: OpContext, x: Tensor, indices: list[Any], *args: Argum
 
 
 def _scatter_text(node: fx.Node) -> str:
-    """Rule of `scatter(x, dim, index, source)`. The indexed dim is replicated.
-
-    Another dim may be sharded if its size is the same in every operand.
-    """
+    """Rule of `scatter(x, dim, index, source)`. The indexed dim is replicated."""
+    # Another dim may be sharded if its size is the same in every operand.
     shapes = [info(operand).aval.shape for operand in tensor_operands(node)]
     ndim = len(shapes[0])
     whole = [dim for dim in range(ndim) if dim == dim_of(node) or len({shape[dim] for shape in shapes}) > 1]
@@ -291,11 +279,7 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """Look up rows and reduce them by separate ops, because the fused kernel has no derivative in a trace.
-
-    Raises:
-        TracingError: for bags of several lengths, `max_norm` and `scale_grad_by_freq`.
-    """
+    """Look up rows and reduce them by separate ops, because the fused kernel has no derivative in a trace."""
     if input.ndim != 2 or offsets is not None or max_norm is not None or scale_grad_by_freq:
         raise TracingError(
             f"{current_source()}: embedding_bag is traced for bags of one length alone, a matrix of indices without "

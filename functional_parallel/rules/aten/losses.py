@@ -80,10 +80,8 @@ rule([aten._log_softmax.default], Rule(_softmax_text, _local_log_softmax, casts=
 
 
 def _likelihood_text(node: fx.Node) -> str:
-    """Rule for scores of shape `(n, c)`, or `(c)` for one sample.
-
-    A summed loss stays partial. A mean is a quotient of two completed sums.
-    """
+    """Rule for scores of shape `(n, c)`, or `(c)` for one sample."""
+    # A summed loss stays partial. A mean is a quotient of two completed sums.
     batched = ndim_of(node) == 2
     weighted = isinstance(node.args[2], fx.Node)
     weight = ", w^" if weighted else ""

@@ -15,10 +15,7 @@ aten = torch.ops.aten
 
 
 def _trailing_text(statistics: int) -> Callable[[fx.Node], str]:
-    """Return the rule for `x` and its optional weight and bias over the normalised dims.
-
-    In the statistics, these dims have size one.
-    """
+    """Return the rule for `x` and its optional weight and bias over the normalised dims, of size one in statistics."""
 
     def text(node: fx.Node) -> str:
         trailing = len(node.args[1])

@@ -142,10 +142,8 @@ rule([aten.expand.default], Rule(_expand_text, _local_expand))
 
 
 def _cut_place(place: AxisLayout, dim: int, extent: int, start: int, length: int) -> AxisLayout | None:
-    """Return the layout of `length` elements from `start`, if they are full blocks outside the ranks' factor.
-
-    In this way a fused `"embed (3 heads/tensor)"` is split into three tensors without communication.
-    """
+    """Return the layout of `length` elements from `start`, if they are full blocks outside the ranks' factor."""
+    # In this way a fused `"embed (3 heads/tensor)"` is split into three tensors without communication.
     if not isinstance(place, Shard) or place.dim != dim:
         return None
     if extent == 0:
@@ -211,11 +209,9 @@ def _local_split(
 
 
 def _taken_text(*dims: str, left: str = "") -> Callable[[fx.Node], str]:
-    """Return the rule of a view that selects from some dims, which must be replicated.
+    """Return the rule of a view that selects from some dims, which must be replicated and leave the results.
 
-    Args:
-        dims: the names of the arguments that hold these dims. The dims are removed from the results.
-        left: the name of a new last dim of the results, if any.
+    `dims` names the arguments that hold these dims. `left` names a new last dim of the results.
     """
 
     def text(node: fx.Node) -> str:
@@ -231,9 +227,8 @@ def _taken_text(*dims: str, left: str = "") -> Callable[[fx.Node], str]:
 def _put_back_text(*dims: str, part: Sequence[str]) -> Callable[[fx.Node], str]:
     """Return the rule of an op that writes a slice into the full tensor.
 
-    Args:
-        dims: the names of the arguments that hold the sliced dims, which must be replicated.
-        part: the names of these dims in the slice. Additional names are appended to its dims.
+    `dims` names the arguments that hold the sliced dims, which must be replicated. `part` has the names of these dims
+    in the slice. Additional names are appended to its dims.
     """
 
     def text(node: fx.Node) -> str:

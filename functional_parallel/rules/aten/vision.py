@@ -18,10 +18,8 @@ aten = torch.ops.aten
 
 
 def _convolution_text(node: fx.Node) -> str:
-    """Rule of `convolution(x, w, None, stride, padding, dilation, transposed, output_padding, groups)`.
-
-    The bias is added by a separate op.
-    """
+    """Rule of `convolution(x, w, None, stride, padding, dilation, transposed, output_padding, groups)`."""
+    # The bias is added by a separate op.
     ndim = ndim_of(node)
     transposed, groups = node.args[6], node.args[8]
     space = " ".join(f"s{dim}^" for dim in range(ndim - 2))
@@ -82,11 +80,8 @@ for packet, count in _OF_IMAGES.items():
 
 
 def _pool_to_one(dims: int, input: Tensor, output_size: int | Sequence[int | None] | None) -> Replaced:
-    """Compute pooling to one element as a mean, as torch does, but without relabelling the strides of the result.
-
-    For a channels-last tensor, torch relabels the strides in place, by an op that has no rule. The backward of that op
-    is not traced.
-    """
+    """Compute pooling to one element as a mean, as torch does, but without relabelling the strides of the result."""
+    # torch relabels the strides of a channels-last tensor in place, by an op that has no rule and no traced backward.
     sizes = output_size if isinstance(output_size, (tuple, list)) else [output_size]
     return input.mean(tuple(range(-dims, 0)), keepdim=True) if set(sizes) == {1} else NotImplemented
 
