@@ -59,19 +59,9 @@ def check_arguments(
     arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]],
     args: tuple[Any, ...],
 ) -> tuple[Any, ...]:
-    """Check that the arguments of a call match the layout of the function, or mark them for a later check.
+    """Check that the arguments of a call match the layout of a function, which `arguments` returns.
 
-    Args:
-        function: the called function.
-        axes: mesh axes over which it is local.
-        arguments: `arguments` of its layout, which maps arguments to their spec trees.
-        args: arguments of the call.
-
-    Returns:
-        The arguments, marked if the trace is typed only later.
-
-    Raises:
-        ArgumentSpecError: if an argument does not match. The message lists each with its declared and actual state.
+    If the trace is typed only later, the returned arguments are marked for a later check.
     """
     bound = snapshot()
     if not axes or not args or any(axis not in bound or bound[axis].hidden for axis in axes):
@@ -155,11 +145,9 @@ def _type_difference(value: torch.Tensor, axes: Iterable[str], wanted: Type, spe
 
 
 def _state_of(value: torch.Tensor, axis: str, wanted: State) -> State:
-    """Return the state of a value along an axis. If it cannot be determined, return `wanted`.
-
-    A vmap level may map a value that is equal for all entries, and cannot detect Reduced values. Under vmap, only a
-    missing Varying is therefore reported.
-    """
+    """Return the state of a value along an axis. If it cannot be determined, return `wanted`."""
+    # A vmap level may map a value that is equal for all entries, and cannot detect Reduced values. Under vmap, only a
+    # missing Varying is therefore reported.
     if recorder() is not None:
         node = _node_of(value)
         return _I if node is None else (info(node).type or Type())[axis]

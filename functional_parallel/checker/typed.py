@@ -30,12 +30,7 @@ __all__ = ["run_typed"]
 def run_typed(traced: Traced, inputs: Sequence[Any]) -> list[Any]:
     """Run a typed graph with its implied casts. Each value is cast at most once per axis and target state.
 
-    Args:
-        traced: the graph, typed by `Typing`.
-        inputs: a value for each input, followed by a value for each captured tensor.
-
-    Returns:
-        The outputs of the graph.
+    `inputs` are the values of the inputs, followed by those of the captured tensors.
     """
     run = _TypedInterpreter(traced)
     run.values.update(zip([*traced.inputs, *traced.captured_inputs], inputs, strict=True))

@@ -41,7 +41,7 @@ _ZEROS = {aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default}
 _FILL_VALUE = {aten.full.default: 1, aten.scalar_tensor.default: 0}  # position of the number
 _PRODUCTS = {aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default, aten.mul.Tensor, aten.mul.Scalar}
 _KEEPS_ZEROS = VIEWS | {
-    *(aten._to_copy.default, aten.neg.default, aten.div.Tensor, aten.sum.default, aten.sum.dim_IntList),
+    *(aten._to_copy.default, aten.neg.default, aten.div.Tensor, aten.sum.default, aten.sum.dim_IntList)
 }
 _GRADIENTS_OF_VIEWS = {  # linear; a forward derivative of a backward records them as ordinary ops
     *(aten.slice_backward.default, aten.select_backward.default),
@@ -54,11 +54,7 @@ _FILLED = {  # with a value that is not a partial sum, even if their operand is 
 
 
 class Typing:
-    """Infer the type of every node of a graph, in order.
-
-    Args:
-        axes: sizes of the mesh axes.
-    """
+    """Infer the type of every node of a graph, in order. `axes` are the sizes of the mesh axes."""
 
     def __init__(self, axes: dict[str, int]) -> None:
         self.axes = axes
@@ -183,12 +179,8 @@ def _linear_marks(node: fx.Node) -> list[str]:
 
 
 def is_zero(node: fx.Node, depth: int = 16) -> bool:
-    """Whether a value is all zeros. The zeros of all ranks sum to zeros, so they combine with partial sums uncast.
-
-    Args:
-        node: the value.
-        depth: number of ops to trace back: products with zeros, and ops that move, sum or cast zeros.
-    """
+    """Whether a value is all zeros. The zeros of all ranks sum to zeros, so they combine with partial sums uncast."""
+    # At most `depth` ops are traced back: products with zeros, and ops that move, sum or cast zeros.
     level = {node}
     for _ in range(depth + 1):
         if any(map(_makes_zeros, level)):
