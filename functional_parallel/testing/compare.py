@@ -19,18 +19,11 @@ _NOT_A_NUMBER = "NaN on both sides, where nothing can be compared; choose argume
 
 
 def compare(got: PyTree, want: PyTree, what: str, *, exact: bool = False, rtol: float | None = None) -> None:
-    """Raise an error unless two trees are equal.
+    """Raise an error that names the first leaf that differs, unless two trees are equal.
 
-    Args:
-        got, want: pytrees of the same structure.
-        what: description of the trees, for the message.
-        exact: whether every bit counts.
-        rtol: largest |got − want| allowed, relative to the largest |want| of the leaf; by default it depends on the
-            dtype. Every leaf may differ by eight roundings of the largest leaf. A leaf may consist of rounding errors
-            alone. The gradient of keys' biases does, since they shift all scores of a query by one number.
-
-    Raises:
-        NotEquivalentError: naming the first leaf that differs, both values there, and the size of the difference.
+    `rtol` is the largest |got − want| allowed, relative to the largest |want| of the leaf; by default it depends on the
+    dtype. Every leaf may differ by eight roundings of the largest leaf. A leaf may consist of rounding errors alone.
+    The gradient of keys' biases does, since they shift all scores of a query by one number.
     """
     register_dataclasses(got, want)
     if optree.tree_structure(got) != optree.tree_structure(want):

@@ -25,17 +25,12 @@ def drawn_arguments(
     """Draw arguments of a function, equal in every process; the most thorough draw comes first.
 
     Floating leaves become float64 and keep their signs. If they are in the interval [0, 1], they stay there. With
-    `exact` they keep their elements, in another order. Integers of the batch are drawn from the range that the
-    function's own ops prove legal (rows of an embedding, classes of a cross entropy with its ignored label). Without
-    such a proof they keep their elements, in another order. Booleans, integers among the parameters, and leaves with
-    infinities stay.
+    `exact` (sums have to stay exact) they keep their elements, in another order. Integers of the batch are drawn from
+    the range that the function's own ops prove legal (rows of an embedding, classes of a cross entropy with its ignored
+    label). Without such a proof they keep their elements, in another order. Booleans, integers among the parameters,
+    and leaves with infinities stay.
 
     Later draws change less: first only the parameters, then the same two draws in the given dtypes.
-
-    Args:
-        loss: the function.
-        args: parameters and batch.
-        exact: whether sums have to stay exact.
     """
     ranges = index_ranges(loss, args)
     for double in (True, False):

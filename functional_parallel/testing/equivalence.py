@@ -97,11 +97,7 @@ def _check_drawn(check: _Check, args: tuple[PyTree, ...]) -> None:
 
 
 class _Check:
-    """Values and gradients of a function, with and without a plan. The first arguments determine its kind.
-
-    Attributes:
-        step: the function under the plan, compiled.
-    """
+    """Values and gradients of a function, with and without a plan. The first arguments determine its kind."""
 
     def __init__(
         self,

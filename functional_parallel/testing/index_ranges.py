@@ -20,7 +20,7 @@ __all__ = ["Range", "common", "index_ranges"]
 aten = torch.ops.aten
 
 _MOVES = VIEWS | {
-    *(aten.clone.default, aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default, operator.getitem),
+    *(aten.clone.default, aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default, operator.getitem)
 }
 _ANY = {aten.eq.Scalar, aten.ne.Scalar, aten.eq.Tensor, aten.ne.Tensor}  # their results do not depend on a range
 
@@ -51,10 +51,6 @@ def index_ranges(loss: Callable[..., PyTree], args: tuple[PyTree, ...]) -> dict[
     A leaf has a range if every op that uses it, after views and copies, is a lookup or a loss of classes. Equality
     tests do not count. A leaf is left out if any other op uses it. All leaves are left out if the function cannot be
     traced.
-
-    Args:
-        loss: the function.
-        args: its arguments.
     """
     leaves = optree.tree_leaves(args)
     tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]

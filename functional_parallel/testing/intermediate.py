@@ -38,13 +38,7 @@ def first_differing_op(
 ) -> str:
     """Describe the first op with a value under a plan that differs from its value in the plain function.
 
-    Args:
-        loss: the function.
-        plan: a transform or a chain.
-        mesh: the mesh.
-        args: full arguments.
-        what: the result that differs: "value" or "gradient".
-        exact, rtol: as for `compare`.
+    `what` is the result that differs, "value" or "gradient". `exact` and `rtol` are those of `compare`.
     """
     traced = traced_leaves(loss, args)
     ops = [node for node in traced.nodes if not isinstance(info(node).val, tuple) and not _is_uninitialised(node)]

@@ -36,21 +36,13 @@ _FIXES = {
 
 @dataclass(frozen=True)
 class Case:
-    """A layout of each operand, and the claim that it tests.
-
-    Attributes:
-        claim: the claim, for messages.
-        promise: the consequence of the claim that the rule relies on.
-        fix: advice for a false claim.
-        layouts: for each operand a shard, SUMS, or None for a replicated operand.
-        factor: the factor that the case splits; empty if it splits none.
-    """
+    """A layout of each operand, and the claim that it tests."""
 
     claim: str
-    promise: str
-    fix: str
-    layouts: Layouts
-    factor: str = ""
+    promise: str  # consequence of the claim that the rule relies on
+    fix: str  # advice for a false claim
+    layouts: Layouts  # for each operand a shard, SUMS, or None for a replicated operand
+    factor: str = ""  # that the case splits; empty if it splits none
 
     def __str__(self) -> str:
         """Describe the layouts of the operands that are not replicated."""
@@ -63,10 +55,7 @@ class Case:
 def cases_of(rule: RuleText | None, avals: Sequence[Aval], parts: DimSplit) -> list[Case]:
     """Enumerate layouts of an op's operands on one mesh axis, and the claims that they test.
 
-    Args:
-        rule: the rule's text; None for a rule in code alone.
-        avals: shapes and dtypes of the operands.
-        parts: how the axis divides a dim.
+    The rule is None if it consists of code alone.
     """
     found = [Case("a replicated op", "", "Correct the local function", (None,) * len(avals))]
     if rule is not None:

@@ -20,11 +20,7 @@ __all__ = ["StorageTracker", "tracked"]
 
 
 class StorageTracker(_torch.TorchDispatchMode):
-    """Counts the bytes of live storages after every op.
-
-    Attributes:
-        peak: the maximum of bytes alive at the same time, so far.
-    """
+    """Counts the bytes of live storages after every op. `peak` is the maximum so far."""
 
     def __init__(self) -> None:
         _torch.TorchDispatchMode.__init__(self)
@@ -57,16 +53,13 @@ class StorageTracker(_torch.TorchDispatchMode):
 
 @contextmanager
 def tracked(held: PyTree = ()) -> Iterator[StorageTracker]:
-    """Measure the live tensors of a `with` block.
+    """Measure the live tensors of a `with` block, and count the existing tensors `held` with them.
 
     >>> x = torch.ones(256)                  # 1 KiB
     >>> with tracked(x) as tracker:
     ...     y = (x + 1).relu()               # at most x, the sum and the result
     >>> tracker.peak
     3072
-
-    Args:
-        held: existing tensors to count with the others.
     """
     tracker = StorageTracker()
     tracker.hold(held)
