@@ -71,10 +71,6 @@ def hollow(like: T | torch.Tensor | Aval, shape: Sequence[int] | None = None) ->
 
     >>> hollow(torch.zeros(2, 3)).shape, hollow(torch.zeros(2, 3), (4, 3)).untyped_storage().nbytes()
     (torch.Size([2, 3]), 4)
-
-    Args:
-        like: a tensor or an `Aval`. Any other leaf is returned unchanged.
-        shape: shape of the result, if it is not the shape of `like`.
     """
     if not isinstance(like, (torch.Tensor, Aval)):
         return like

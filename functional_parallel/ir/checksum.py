@@ -20,9 +20,6 @@ def checksum(x: torch.Tensor) -> str:
 
     >>> checksum(torch.arange(3)) == checksum(torch.arange(6)[:3]), checksum(torch.zeros(2)) == checksum(torch.ones(2))
     (True, False)
-
-    Args:
-        x: a tensor with values, on any device. It is read once. It is not copied if it is contiguous in main memory.
     """
     with _torch.disable_functorch():  # tensors inside a transform have no address
         data = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
@@ -34,14 +31,11 @@ def checksum(x: torch.Tensor) -> str:
 
 
 def sample_hash(x: torch.Tensor) -> int:
-    """Return a hash of a few values of a tensor, in microseconds. If hashes differ, the tensors differ.
+    """Return a hash of a few values of a tensor in main memory, in microseconds.
 
     >>> x = torch.arange(100)
     >>> sample_hash(x) == sample_hash(x.clone()), sample_hash(x) == sample_hash(torch.ones(100))
     (True, False)
-
-    Args:
-        x: a tensor with values, in main memory.
     """
     most = {1: 32, 2: 6}.get(x.ndim, 3)  # along each dim
     few = x.detach()[tuple(slice(None, None, -(-size // most) or 1) for size in x.shape)]
@@ -53,9 +47,6 @@ def contents(x: torch.Tensor) -> str:
 
     >>> contents(torch.tensor(0.5)), contents(torch.arange(3)), len(contents(torch.zeros(99)))
     ('0.5', '[0, 1, 2]', 16)
-
-    Args:
-        x: as for `checksum`.
     """
     if x.numel() > _FEW:
         return checksum(x)

@@ -27,11 +27,7 @@ __all__ = ["casts_are_explicit", "eval_node", "explicit_casts", "grad_mode_of"]
 
 
 def eval_node(target: Callable[..., Any], args: Args, kwargs: Kwargs) -> Argument:
-    """Run one op of a graph on actual values.
-
-    Raises:
-        CustomFunctionError: if the op has no derivative that torch.func supports and an operand requires gradients.
-    """
+    """Run one op of a graph on actual values."""
     function = differentiable_form(target)
     if function is not None:
         return function(*args, **kwargs)

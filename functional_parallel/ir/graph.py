@@ -50,25 +50,15 @@ Kwargs: TypeAlias = dict[str, Argument]
 
 @dataclass
 class Traced:
-    """Traced function from flat tensors to flat values.
-
-    Attributes:
-        graph: the FX graph.
-        inputs: placeholders of the arguments, in order.
-        outputs: nodes, or Python values that are returned unchanged.
-        constants: real tensors that the function uses, by the name of their `get_attr` node.
-        captured: tensors of an enclosing trace that the function closes over.
-        captured_inputs: placeholders of the captured tensors.
-        layout_reads: a `LayoutRead` for each input with strides on which the graph depends, by number of the input.
-    """
+    """Traced function from flat tensors to flat values."""
 
     graph: fx.Graph
-    inputs: list[fx.Node] = field(default_factory=list)
-    outputs: list[Any] = field(default_factory=list)
-    constants: dict[str, torch.Tensor] = field(default_factory=dict)
-    captured: list[torch.Tensor] = field(default_factory=list)
-    captured_inputs: list[fx.Node] = field(default_factory=list)
-    layout_reads: dict[int, Any] = field(default_factory=dict)
+    inputs: list[fx.Node] = field(default_factory=list)  # placeholders of the arguments
+    outputs: list[Any] = field(default_factory=list)  # nodes, or Python values that are returned unchanged
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)  # by the name of their `get_attr` node
+    captured: list[torch.Tensor] = field(default_factory=list)  # tensors of an enclosing trace
+    captured_inputs: list[fx.Node] = field(default_factory=list)  # their placeholders
+    layout_reads: dict[int, Any] = field(default_factory=dict)  # a `LayoutRead` per input on whose strides it depends
 
     @property
     def nodes(self) -> Iterator[fx.Node]:
@@ -97,11 +87,8 @@ class Traced:
         return copied, copies
 
     def replace(self, node: fx.Node, by: fx.Node) -> None:
-        """Replace `node` by another value, also in the outputs, and erase `node`.
-
-        References from outside the graph's edges, such as a backward op's to its forward, find the new node in
-        `replaced_by`.
-        """
+        """Replace `node` by another value, also in the outputs, and erase `node`."""
+        # References from outside the graph's edges, such as of a backward op to its forward, read `replaced_by`.
         node.replace_all_uses_with(by)
         update_info(node, replaced_by=by)
         self.outputs = [by if output is node else output for output in self.outputs]
@@ -160,18 +147,14 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
 def topological_order(wanted: K, needed: Callable[[K], Iterable[K]], done: Container[K]) -> Iterator[K]:
     """Yield `wanted` and everything that it needs, if not done yet. Each item follows the items that it needs.
 
-    It does not use recursion, because a norm is a chain with one sum per parameter.
+    It does not use recursion, because a norm is a chain with one sum per parameter. The caller must add each yielded
+    item to `done` before it requests the next.
 
     >>> done = {}
     >>> for each in topological_order(6, lambda number: [number // 2, number // 3] if number > 1 else [], done):
     ...     done[each] = "done"
     >>> list(done)
     [1, 3, 0, 2, 6]
-
-    Args:
-        wanted: last item.
-        needed: returns the items that an item needs, in the order in which to yield them.
-        done: items that are done. The caller must add each yielded item before it requests the next.
     """
     waiting = [wanted]
     while waiting:

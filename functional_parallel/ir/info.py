@@ -23,55 +23,30 @@ _KEY = "info"
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """Facts about a node.
+    """Facts about a node."""
 
-    Attributes:
-        val: shape, dtype and device of the value; a tuple of them for an op with several results.
-        source: line of the user's code that computes it.
-        type: state along each mesh axis.
-        backward: whether autograd emitted the op.
-        no_grad: whether gradients were switched off where it was recorded.
-        forward_node: for a backward op, the op that it belongs to.
-        replaced_by: for an erased node, the node that replaced it.
-        implicit_cast: whether the op implies a cast of an operand, which the graph does not contain.
-        recomputed: whether the op is a copy that recomputes a value in the backward.
-        is_cheap_copy: whether it is a copy of a cheap op that a pipeline recomputes.
-        phase: "forward", "backward" or "update", if recorded by `keep_phases`.
-        enumerated: for an indexing op, pairs of a dim of the operand and the dim of the indices that enumerates it.
-        spec: for an input of a traced function, its declared spec.
-        path: for an input, its pytree path.
-        param_path: for a parameter, its path within the parameters.
-        is_parameter: whether the input is a parameter of the model.
-        is_state: whether the input belongs to the state that a step returns updated.
-        donated: whether the program may overwrite the memory of the input.
-        updated_output: for an input, the number of the output with its new value.
-        parameters: for a collective of parameters or of their gradients, the paths of the parameters.
-        used_at: for such a collective, the line of the model that uses the parameter.
-        trained: whether a gradient reaches the parameter. None if no gradient was requested.
-    """
-
-    val: Aval | tuple[Aval | None, ...] | None = None
-    source: Source | None = None
-    type: Type | None = None
-    backward: bool = False
-    no_grad: bool = False
-    forward_node: fx.Node | None = None
-    replaced_by: fx.Node | None = None
-    implicit_cast: bool = False
-    recomputed: bool = False
-    is_cheap_copy: bool = False
-    phase: str | None = None
-    enumerated: tuple[tuple[int, int], ...] = ()
-    spec: P | None = None
-    path: str = ""
-    param_path: str = ""
-    is_parameter: bool = False
-    is_state: bool = False
-    donated: bool = False
-    updated_output: int | None = None
-    parameters: tuple[str, ...] = ()
-    used_at: Source | None = None
-    trained: bool | None = None
+    val: Aval | tuple[Aval | None, ...] | None = None  # a tuple for an op with several results
+    source: Source | None = None  # line of the user's code that computes it
+    type: Type | None = None  # state along each mesh axis
+    backward: bool = False  # whether autograd emitted the op
+    no_grad: bool = False  # whether gradients were switched off where it was recorded
+    forward_node: fx.Node | None = None  # for a backward op, the op that it belongs to
+    replaced_by: fx.Node | None = None  # for an erased node, the node that replaced it
+    implicit_cast: bool = False  # whether the op implies a cast of an operand, which the graph does not contain
+    recomputed: bool = False  # whether the op is a copy that recomputes a value in the backward
+    is_cheap_copy: bool = False  # whether it is a copy of a cheap op that a pipeline recomputes
+    phase: str | None = None  # "forward", "backward" or "update", if recorded by `keep_phases`
+    enumerated: tuple[tuple[int, int], ...] = ()  # for an index: a dim, and the dim of the indices that enumerates it
+    spec: P | None = None  # for an input of a traced function, its declared spec
+    path: str = ""  # for an input, its pytree path
+    param_path: str = ""  # for a parameter, its path within the parameters
+    is_parameter: bool = False  # whether the input is a parameter of the model
+    is_state: bool = False  # whether the input belongs to the state that a step returns updated
+    donated: bool = False  # whether the program may overwrite the memory of the input
+    updated_output: int | None = None  # for an input, the number of the output with its new value
+    parameters: tuple[str, ...] = ()  # for a collective of parameters or of their gradients, their paths
+    used_at: Source | None = None  # for such a collective, the line of the model that uses the parameter
+    trained: bool | None = None  # whether a gradient reaches the parameter. None if no gradient was requested
 
     @property
     def aval(self) -> Aval:

@@ -38,14 +38,10 @@ LeafSignature = TensorSignature | ValueSignature
 
 
 def leaf_signature(leaf: Tree | Aval, exact: bool = False) -> LeafSignature:
-    """Return the signature of a leaf.
+    """Return the signature of a leaf. With `exact`, it includes the device of a tensor, or the type of another value.
 
     >>> print(leaf_signature(torch.ones(2, 3)))
     (2, 3) float32
-
-    Args:
-        leaf: a leaf, or the shape, dtype and device of a tensor.
-        exact: whether a tensor on another device, or a value of another type with the same text, is another leaf.
     """
     if isinstance(leaf, (torch.Tensor, Aval)):
         return TensorSignature(tuple(leaf.shape), leaf.dtype, leaf.device if exact else None)

@@ -21,19 +21,12 @@ __all__ = ["forget_values", "simplify"]
 aten = torch.ops.aten
 
 _SAME_SHAPE_IS_IDENTITY = RESHAPES | {
-    *(aten.expand.default, aten.slice.Tensor, aten.alias.default, aten.lift_fresh.default),
+    *(aten.expand.default, aten.slice.Tensor, aten.alias.default, aten.lift_fresh.default)
 }
 
 
 def simplify(traced: Traced) -> Traced:
-    """Merge equal nodes and remove identities, in place.
-
-    Args:
-        traced: the graph. Its outputs are updated too.
-
-    Returns:
-        `traced`, sealed.
-    """
+    """Merge equal nodes and remove identities, in place. Return the graph, sealed."""
     seen: dict[Hashable, fx.Node] = {}
     for node in list(traced.nodes):
         original = _identity_of(node)
@@ -50,11 +43,9 @@ _FILLED_LIKE: dict[Target, float] = {aten.ones_like.default: 1, aten.zeros_like.
 
 
 def forget_values(traced: Traced) -> Traced:
-    """Rewrite `ones_like(x)` and `zeros_like(x)` as `full`, in place, because they do not need the value of x.
-
-    A gradient starts with ones like the loss. Without this pass, the loss and its psum would be computed only for the
-    shape. Numbers that torch's vmap turns into tensors, with `_to_copy` of a number, are rewritten the same way.
-    """
+    """Rewrite `ones_like(x)` and `zeros_like(x)` as `full`, in place, because they do not need the value of x."""
+    # A gradient starts with ones like the loss. Without this pass, the loss and its psum would be computed only for the
+    # shape. Numbers that torch's vmap turns into tensors, with `_to_copy` of a number, are rewritten the same way.
     for node in traced.nodes:
         filling = _filling_of(node)
         if filling is not None:

@@ -50,23 +50,15 @@ class Source:
 
     >>> Source("model.py", 12, "block", "h = x @ w")
     Source(model.py:12 in block: h = x @ w)
-
-    Attributes:
-        file, line: name of the file and number of the line.
-        function: name of the function that contains the line.
-        text: code of the line.
-        region: name of the call of an `fp.recompute` or checkpointed function that contains the op.
-        casts_parameters: whether the op is one of the initial casts of `fp.mixed_precision`, or a transpose of one.
-        stage: number of earlier `fp.stage_boundary` calls of the model.
     """
 
     file: str
     line: int
-    function: str
+    function: str  # that contains the line
     text: str
-    region: str | None = None
-    casts_parameters: bool = False
-    stage: int = field(default=0, compare=False)
+    region: str | None = None  # name of the call of an `fp.recompute` or checkpointed function that contains the op
+    casts_parameters: bool = False  # whether it is an initial cast of `fp.mixed_precision`, or a transpose of one
+    stage: int = field(default=0, compare=False)  # number of earlier `fp.stage_boundary` calls of the model
 
     def __str__(self) -> str:
         return f"{os.path.basename(self.file)}:{self.line}"
@@ -77,17 +69,11 @@ class Source:
 
 @dataclass
 class _Around:
-    """Context of the code that a thread runs.
+    """Context of the code that a thread runs."""
 
-    Attributes:
-        inherited: source lines that override the stack, innermost last.
-        regions: names of the regions that contain the code.
-        stages: number of stage boundaries passed, per function that is being traced.
-    """
-
-    inherited: list[Source | None] = field(default_factory=list)
-    regions: list[str] = field(default_factory=list)
-    stages: list[int] = field(default_factory=lambda: [0])
+    inherited: list[Source | None] = field(default_factory=list)  # lines that override the stack, innermost last
+    regions: list[str] = field(default_factory=list)  # names of the regions that contain the code
+    stages: list[int] = field(default_factory=lambda: [0])  # boundaries passed, per function that is being traced
 
 
 _region_numbers = itertools.count()

@@ -30,14 +30,7 @@ class _Name(str):
 
 
 def program_text(traced: Traced, mesh: Mesh, in_names: list[str], out_names: list[str], *, sources: bool = True) -> str:
-    """Return the readable text of a program.
-
-    Args:
-        traced: its graph.
-        mesh: mesh with the order of the axes in types.
-        in_names, out_names: names of inputs and results.
-        sources: whether each line ends with the source line.
-    """
+    """Return the readable text of a program. The mesh has the order of the axes in types."""
     names = _names(traced)
     lines: list[tuple[str, str]] = []
 

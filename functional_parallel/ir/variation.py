@@ -12,15 +12,12 @@ __all__ = ["AxisSet", "axes_of_nodes", "varied_axes"]
 
 AxisSet = frozenset[str]
 
-_EQUALISING = ("psum", "pmax", "pmin", "pbroadcast", "all_gather")
-_SPREADING = ("psum_scatter", "pscatter", "all_to_all", "ppermute")
+_EQUALISING = ("psum", "pmax", "pmin", "pbroadcast", "all_gather")  # return one value to all ranks
+_SPREADING = ("psum_scatter", "pscatter", "all_to_all", "ppermute")  # return different values
 
 
 def varied_axes(node: fx.Node, operands: Iterable[AxisSet]) -> AxisSet:
-    """Return the axes along which the result of an op varies.
-
-    Collectives that return one value to all ranks remove their axes. Collectives that return different values add them.
-    """
+    """Return the axes along which the result of an op varies."""
     union: AxisSet = frozenset().union(*operands)
     name = primitive_name(node)
     if name == "axis_index":

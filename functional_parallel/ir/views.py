@@ -23,5 +23,5 @@ REARRANGEMENTS = RESHAPES | UNIT_DIMS | {aten.permute.default, aten.t.default, a
 
 #: elements of the operand, each any number of times
 VIEWS = REARRANGEMENTS | {
-    *(aten.alias.default, aten.detach.default, aten.expand.default, aten.select.int, aten.slice.Tensor),
+    *(aten.alias.default, aten.detach.default, aten.expand.default, aten.select.int, aten.slice.Tensor)
 }
