@@ -34,11 +34,7 @@ _VECTOR = 64  # elements in a cache line of the narrowest dtype; the kernel work
 
 
 def adamw_of_one(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *options: Unpack[Options]) -> Triple:
-    """Update one parameter and its moments by the op, or by its formula if the update is differentiated.
-
-    Raises:
-        ValueError: when parameter, gradient and moments differ in shape or dtype.
-    """
+    """Update one parameter and its moments by the op, or by its formula if the update is differentiated."""
     _require_alike(p, g, m, v)
     if _torch.has_functorch_level((p, g, m, v)):
         return _formula(p, g, m, v, *options)

@@ -24,21 +24,14 @@ __all__ = ["attention"]
 Mask = Tensor | None
 
 _library = torch.library.Library("fp", "FRAGMENT")
-_library.define(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float? scale) -> Tensor",
-)
+_library.define("attention(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float? scale) -> Tensor")
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, is_causal: bool, scale: float | None) -> Tensor:
     """Compute softmax(q kᵀ · scale + mask) v. If k and v have fewer heads, groups of query heads share them.
 
-    Args:
-        q: shape (…, heads, queries, dim).
-        k: shape (…, groups, keys, dim), groups dividing heads.
-        v: shape (…, groups, keys, values).
-        mask: boolean (True = attend) or added to the scores, broadcast to (…, heads, queries, keys); or None.
-        is_causal: each query attends to keys no later than itself.
-        scale: factor on the scores, 1/√dim if None.
+    Shapes are q (…, heads, queries, dim), k (…, groups, keys, dim), v (…, groups, keys, values), and the mask's is
+    broadcast to (…, heads, queries, keys). It is boolean (True = attend) or added. The default scale is 1/√dim.
     """
     if _torch.needs_higher_derivatives():
         return _as_defined(q, k, v, mask, is_causal, scale)
@@ -162,10 +155,8 @@ def _row(batch: list[str], heads: list[str], rest: str) -> str:
 
 
 def _decide(step: OpContext) -> OpSharding | None:
-    """Decide for sharded query heads with replicated key heads that the ranks cannot split evenly.
-
-    The query heads stay sharded, and each rank selects the key heads of its query heads.
-    """
+    """Decide for sharded query heads with replicated key heads that the ranks cannot split evenly."""
+    # The query heads stay sharded, and each rank selects the key heads of its query heads.
     q, k = step.operands[0], step.operands[1]
     heads_dim = q.aval.ndim - 3
     split = isinstance(q.place, Shard) and q.place.dim == heads_dim

@@ -54,10 +54,8 @@ def constrain(x: torch.Tensor, spec: P | str) -> torch.Tensor:
 
 
 def _note(spec: P) -> None:
-    """Record the axes that the constraints of a traced function name, for `refuse_idle`.
-
-    The axes of a `shard_map` body are split explicitly in the body, and are not recorded.
-    """
+    """Record the axes that the constraints of a traced function name, for `refuse_idle`."""
+    # The axes of a `shard_map` body are split explicitly in the body, and are not recorded.
     active = recorder()
     if active is not None:
         by_hand = current_axes() if active.is_local_body else ()
@@ -67,15 +65,9 @@ def _note(spec: P) -> None:
 
 
 def refuse_idle(split: Collection[str], mesh: Mesh, transforms: Sequence[str]) -> None:
-    """Check that the plan of the function being traced can satisfy its constraints.
+    """Refuse constraints of the function being traced on an axis of several ranks that its plan does not split.
 
-    Args:
-        split: the axes that the plan splits.
-        mesh: the mesh.
-        transforms: descriptions of the transforms of the plan.
-
-    Raises:
-        SpecError: when a constraint names another axis of the mesh with several ranks.
+    `split` are the axes that the plan splits, `transforms` the descriptions of its transforms.
     """
     active = recorder()
     noted = {} if active is None else active.notes.get(_NOTES, {})

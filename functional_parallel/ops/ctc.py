@@ -100,16 +100,7 @@ def ctc_loss(
 ) -> Tensor:
     """Compute `F.ctc_loss`. Targets are padded to one row per sample; concatenated targets are not supported.
 
-    Args:
-        log_probs: shape (time, batch, classes), or (time, classes) of one sample.
-        targets: shape (batch, longest), or (longest,) of one sample.
-        input_lengths, target_lengths: lengths per sample.
-        blank: the index of the blank class.
-        reduction: "mean" of the losses over the targets' lengths, "sum" or "none".
-        zero_infinity: whether the infinite loss of a sample that is too short for its target is replaced by zero.
-
-    Raises:
-        TracingError: when targets are concatenated.
+    `log_probs` has shape (time, batch, classes), `targets` (batch, longest). One sample has no dim for the batch.
     """
     single = log_probs.ndim == 2
     if targets.ndim != 2 - single:

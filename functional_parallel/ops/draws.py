@@ -12,10 +12,8 @@ from ..rules import REPLICATED, OpContext, OpSharding, Rule, Shard, rule
 
 
 def _decide(step: OpContext) -> OpSharding:
-    """Return the layout of `like`, or of the keys if `like` is not sharded.
-
-    Only the shape of `like` is read, so partial sums count as replicated.
-    """
+    """Return the layout of `like`, or of the keys if `like` is not sharded."""
+    # Only the shape of `like` is read, so partial sums count as replicated.
     like, key = (operand.place for operand in step.operands)
     if isinstance(like, Shard):
         return OpSharding((like, REPLICATED), (replace(like, dim=like.dim + _keys(step)),), of_shapes=True)

@@ -30,15 +30,9 @@ _library.define("grouped_outer(Tensor rows, Tensor others, Tensor ends) -> Tenso
 
 
 def grouped_mm(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Multiply each group of rows by the matrix of the group.
+    """Multiply each group of rows (rows, inner) by its matrix of (groups, inner, columns).
 
-    Args:
-        rows: shape (rows, inner).
-        matrices: shape (groups, inner, columns).
-        ends: the row after the last one of each group; rows after the last group give zeros.
-
-    Returns:
-        Shape (rows, columns).
+    `ends` has the row after the last one of each group. Rows after the last group give zeros.
     """
     with keeping_grad_mode():
         return _apply_product(rows, matrices, ends)
@@ -47,13 +41,7 @@ def grouped_mm(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 def grouped_outer(rows: Tensor, others: Tensor, ends: Tensor) -> Tensor:
     """Multiply the transpose of each group of rows by the same group of other rows.
 
-    Args:
-        rows: shape (rows, left).
-        others: shape (rows, right).
-        ends: the row after the last one of each group.
-
-    Returns:
-        Shape (groups, left, right).
+    The rows have shape (rows, left) and (rows, right), the result (groups, left, right).
     """
     with keeping_grad_mode():
         return _apply_outer(rows, others, ends)
@@ -116,10 +104,7 @@ for _name, _kernel, _shape in (
 def _bilinear(op: Product, function: Product, of_left: Derivative, of_right: Derivative) -> Product:
     """Return `apply` of the Function of a product, which is linear in its first two operands.
 
-    Args:
-        op: the library op.
-        function: the differentiable function that applies it.
-        of_left, of_right: gradients of the operands, from the cotangent and all operands.
+    The gradients `of_left` and `of_right` take the cotangent and all operands.
     """
 
     class Bilinear(torch.autograd.Function):

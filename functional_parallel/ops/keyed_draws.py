@@ -82,11 +82,7 @@ def _like(op: torch._ops.OpOverload, what: str, draw: _Draw) -> None:
 
     @intercept_op(op)
     def like(
-        x: Tensor,
-        *bounds: int,
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
-        **_: _Unused,
+        x: Tensor, *bounds: int, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: _Unused
     ) -> Tensor:
         return draw(what, torch.empty_like(x, dtype=dtype, device=device), *bounds)
 

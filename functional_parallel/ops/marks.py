@@ -20,15 +20,10 @@ _Parameter = str | Sequence[str] | Sequence[int]
 
 @dataclass(frozen=True)
 class Marker:
-    """Identity function with identity derivatives.
+    """Identity function with identity derivatives."""
 
-    Attributes:
-        op: the library op that a trace records for it.
-        apply: `apply(x, *parameters)` applies it differentiably.
-    """
-
-    op: Callable[..., Tensor]
-    apply: Callable[..., Tensor]
+    op: Callable[..., Tensor]  # recorded by a trace
+    apply: Callable[..., Tensor]  # `apply(x, *parameters)` applies it differentiably
 
 
 class _Context(Protocol):

@@ -22,13 +22,11 @@ _library.define("sum_of_squares(Tensor[] tensors) -> Tensor")
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """Return the sum of the squares of all elements, a scalar. Each tensor is summed separately, in blocks.
 
+    Of complex numbers, the real and imaginary components are squared. Squares are computed at least in float32, because
+    the square of a number above 255 overflows float16.
+
     >>> sum_of_squares([torch.tensor([1.0, 2.0]), torch.tensor([[3.0]])])
     tensor(14.)
-
-    Args:
-        tensors: at least one floating-point or complex tensor. Of complex numbers, the real and imaginary components
-            are squared. Squares are computed in the dtype of the tensor, but at least in float32, because the square
-            of a number above 255 overflows float16.
     """
     tensors = list(map(as_real, tensors))
     if _torch.has_functorch_level(tensors):
