@@ -1,18 +1,7 @@
 """Typed collectives: functions of values. Their forward determines their backward. See README.md in this folder."""
 
 from . import guards, ops, reference, slots
-from .api import (
-    all_gather,
-    all_to_all,
-    pbroadcast,
-    pmax,
-    pmean,
-    pmin,
-    ppermute,
-    pscatter,
-    psum,
-    psum_scatter,
-)
+from .api import all_gather, all_to_all, pbroadcast, pmax, pmean, pmin, ppermute, pscatter, psum, psum_scatter
 from .axes import (
     MICROBATCH,
     Axes,

@@ -50,19 +50,12 @@ Axes = str | Iterable[str]
 
 @dataclass(frozen=True)
 class Binding:
-    """Meaning of one axis name.
-
-    Attributes:
-        size: number of ranks along the axis.
-        carrier: communicator of the axis; None while tracing.
-        hidden: whether collectives over the axis are forbidden.
-        samples: size of a batch that the axis splits into unequal chunks; None if all chunks are equal.
-    """
+    """Meaning of one axis name."""
 
     size: int
-    carrier: Communicator | Lane | None
-    hidden: bool = False
-    samples: int | None = None
+    carrier: Communicator | Lane | None  # None while tracing
+    hidden: bool = False  # whether collectives over the axis are forbidden
+    samples: int | None = None  # size of a batch that the axis splits into unequal chunks
 
 
 Environment = Mapping[str, Binding]
@@ -71,20 +64,10 @@ _environment: ContextVar[Environment] = ContextVar("mesh axes", default=MappingP
 
 
 def normalize_axes(axes: Axes) -> tuple[str, ...]:
-    """Return one axis name, or several, as a tuple.
+    """Return one axis name, or several, as a tuple in the order given, the first one major.
 
     >>> normalize_axes("data"), normalize_axes(["data", "tensor"])
     (('data',), ('data', 'tensor'))
-
-    Args:
-        axes: one mesh axis or several, the first one major.
-
-    Returns:
-        The names, in the order given.
-
-    Raises:
-        ValueError: when a name appears twice, or there is none.
-        TypeError: when a name is not a string.
     """
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     for name in names:
@@ -109,14 +92,8 @@ def bind(
 ) -> Iterator[None]:
     """Bind axis names inside a `with` block. They shadow outer bindings of the same names.
 
-    >>> with bind({"data": 4}, None):
-    ...     axis_size("data")
-    4
-
-    Args:
-        sizes: number of ranks along each axis.
-        carrier: communicator that runs the collectives of these axes; None while a function is only traced.
-        samples: batch size of each microbatch axis that does not divide its batch.
+    The carrier is None while a function is only traced. `samples` has the batch size of each microbatch axis that does
+    not divide its batch.
     """
     cut = samples or {}
     bindings = {name: Binding(size, carrier, samples=cut.get(name)) for name, size in sizes.items()}
@@ -137,9 +114,6 @@ def hide(names: Axes) -> Iterator[None]:
     >>> with bind({"data": 4}, None), hide("data"):
     ...     mesh_axis_size("data"), current_axes()
     (4, {})
-
-    Args:
-        names: the axes to hide; a name that is not bound is ignored.
     """
     environment = dict(_environment.get())
     for name in normalize_axes(names):
@@ -151,14 +125,8 @@ def hide(names: Axes) -> Iterator[None]:
 
 @contextmanager
 def trace_only() -> Iterator[None]:
-    """Remove the communicators inside a `with` block: axes keep their sizes, and collectives can only be traced.
-
-    A tracer that disables torch.func's levels enters this context, so that no axis is bound to a disabled level.
-
-    >>> with bind({"data": 4}, None), trace_only():
-    ...     communicator_for("psum", ("data",)) is None
-    True
-    """
+    """Remove the communicators inside a `with` block: axes keep their sizes, and collectives can only be traced."""
+    # A tracer that disables torch.func's levels enters this context, so that no axis is bound to a disabled level.
     bindings = {name: replace(binding, carrier=None) for name, binding in _environment.get().items()}
     with restored(MappingProxyType(bindings)):
         yield
@@ -185,12 +153,7 @@ def restored(environment: Environment) -> Iterator[None]:
 
 
 def current_axes() -> dict[str, int]:
-    """Return the axes that a collective may use here, with their sizes, in the order of their binding.
-
-    >>> with bind({"data": 4, "tensor": 2}, None):
-    ...     current_axes()
-    {'data': 4, 'tensor': 2}
-    """
+    """Return the axes that a collective may use here, with their sizes, in the order of their binding."""
     return {name: binding.size for name, binding in _environment.get().items() if not binding.hidden}
 
 
@@ -228,39 +191,20 @@ def axis_dim_split(name: str) -> DimSplit:
     >>> with bind({"microbatch": 4}, None, {"microbatch": 11}):
     ...     axis_dim_split("microbatch").rows
     3
-
-    Raises:
-        UnboundAxisError: when the axis is not bound here, or is hidden.
     """
     binding = _visible("axis_dim_split", name)
     return DimSplit.of(binding.size, binding.samples)
 
 
 def mesh_axis_size(name: str) -> int:
-    """Return the size of an axis, which may be hidden.
-
-    >>> with bind({"data": 4}, None), hide("data"):
-    ...     mesh_axis_size("data")
-    4
-
-    Raises:
-        UnboundAxisError: when the axis is not bound at all.
-    """
+    """Return the size of an axis, which may be hidden."""
     binding = _environment.get().get(name)
     return binding.size if binding is not None else _visible("mesh_axis_size", name).size
 
 
 def communicator_for(operation: str, axes: Iterable[str]) -> Communicator | Lane | None:
-    """Return the one communicator that all these axes share; None while tracing.
-
-    Args:
-        operation: name of the collective, for the message.
-        axes: its axes.
-
-    Raises:
-        UnboundAxisError: when an axis is not bound here, or is hidden.
-        ValueError: when the axes have different communicators (the public functions split such a call).
-    """
+    """Return the one communicator that all these axes share; None while tracing."""
+    # The public functions split a call over axes with different communicators.
     carriers = [_visible(operation, name).carrier for name in axes]
     if any(carrier is not carriers[0] for carrier in carriers):
         raise ValueError(f"{operation} over {tuple(axes)}: these axes are bound in different places; name them apart")

@@ -32,10 +32,7 @@ class Communicator(Protocol):
         """Concatenate this rank's chunk of every rank's value along `concat_dim`."""
 
     def ppermute(self, x: Tensor, axes: tuple[str, ...], pairs: Sequence[int]) -> Tensor:
-        """Return the value of the rank that sends to this one, or zeros.
-
-        `pairs` is flat: source, target, source, target, ...
-        """
+        """Return the value of the rank that sends to this one, or zeros. `pairs` is flat: source, target, source, …"""
 
     def pmax(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
         """Return the elementwise maximum over the ranks."""
@@ -53,9 +50,7 @@ class Communicator(Protocol):
 class Lane:
     """Binding of an axis to a vmap level. The vmap rules of the primitives do its work.
 
-    Args:
-        name: name of the axis.
-        index: index of each entry, an integer tensor that is mapped over this level only.
+    `index` has the index of each entry, and is mapped over this level only.
     """
 
     def __init__(self, name: str, index: Tensor) -> None:

@@ -28,14 +28,10 @@ class DimSplit:
     (3, [3, 3, 3, 2], [0, 3, 6, 8])
     >>> parts.local(22), parts.whole(6), DimSplit.of(4, 12).local(12)
     (6, 22, 3)
-
-    Attributes:
-        ranks: number of chunks.
-        samples: number of indivisible units. It equals `ranks`, with one unit per chunk, unless the split is uneven.
     """
 
     ranks: int
-    samples: int
+    samples: int  # indivisible units. It equals `ranks`, with one unit per chunk, unless the split is uneven.
 
     @classmethod
     def of(cls, ranks: int, samples: int | None = None) -> DimSplit:
@@ -81,17 +77,13 @@ class DimSplit:
         return index * self.rows - (max(short, 0) if isinstance(short, int) else short.clamp(min=0))
 
     def whole_position(self, position: Position, index: Position, extent: int, outer: int = 1) -> Position:
-        """Return the global position of a local position. Both are numbers or tensors.
+        """Return the global position of a local position in the shard of rank `index`. Both are numbers or tensors.
+
+        `extent` is the local size of the dim. The dim consists of `outer` blocks; the rank stores one chunk of each.
 
         >>> parts, held = DimSplit.of(2), [0, 1, 2, 3]     # rank 1's halves of two blocks of 4
         >>> [parts.whole_position(position, 1, 4, outer=2) for position in held]
         [2, 3, 6, 7]
-
-        Args:
-            position: position in the shard of the rank.
-            index: index of the rank.
-            extent: local size of the dim.
-            outer: number of blocks of the dim. The rank stores one chunk of each block.
         """
         block = extent // outer
         ahead = 0 if outer == 1 else position // block * self.whole(block)
@@ -101,17 +93,11 @@ class DimSplit:
     def held_position(
         self, position: Position, index: Position, extent: int, outer: int = 1
     ) -> tuple[Position, Position]:
-        """Return the local position of a global position, and whether the rank stores it.
-
-        If the rank does not store it, the local position is arbitrary.
+        """Return the local position of a global position (arbitrary if elsewhere), and whether the rank stores it.
 
         >>> parts, whole = DimSplit.of(2), [2, 3, 4, 7]
         >>> [parts.held_position(position, 1, 4, outer=2) for position in whole]
         [(0, True), (1, True), (2, False), (3, True)]
-
-        Args:
-            position: global position in the dim, or past its end.
-            index, extent, outer: as for `whole_position`.
         """
         block = extent // outer
         offset = position - self.start(index) * (block // self.rows)
@@ -123,10 +109,7 @@ class DimSplit:
         return offset // whole * block + inside, held
 
     def held(self, index: int, extent: int) -> tuple[int, int]:
-        """Return begin and end, in the global dim, of the samples that rank `index` stores.
-
-        `extent` is the local size of the dim.
-        """
+        """Return begin and end, in the global dim, of the samples that a rank stores. `extent` is the local size."""
         begin = self.start(index) * (extent // self.rows)
         return begin, begin + extent
 

@@ -48,17 +48,7 @@ _PARALLEL_MODULES = {
 
 
 def check_op(op: torch._ops.OpOverload) -> None:
-    """Raise if `op` is an op of torch.distributed.
-
-    >>> import torch
-    >>> check_op(torch.ops.aten.add.Tensor)
-
-    Args:
-        op: an `OpOverload`, as a dispatch mode receives it.
-
-    Raises:
-        ForeignCollectiveError: for such an op. The message names the function to call instead.
-    """
+    """Raise if `op` is an op of torch.distributed. The message names the function to call instead."""
     namespace = getattr(op, "namespace", None)
     if namespace not in _NAMESPACES:
         return
@@ -75,14 +65,6 @@ def check_callable(fn: Callable[..., Any]) -> None:
 
     The module may be the function itself, its bound object, an argument of a partial, in its closure, or a global that
     its code uses.
-
-    >>> check_callable(nn.Linear(2, 2))
-
-    Args:
-        fn: a function or module that is about to be transformed.
-
-    Raises:
-        ForeignCollectiveError: for such a module. The message names its class and the transform to use instead.
     """
     for module in _held_modules(fn, set()):
         for part in module.modules():
@@ -90,13 +72,7 @@ def check_callable(fn: Callable[..., Any]) -> None:
 
 
 def guard() -> _Guard:
-    """Return a context manager in which collectives of torch.distributed raise an error.
-
-    >>> import torch
-    >>> with guard():
-    ...     torch.ones(2) + 1
-    tensor([2., 2.])
-    """
+    """Return a context manager in which collectives of torch.distributed raise an error."""
     return _Guard()  # type: ignore[no-untyped-call]
 
 

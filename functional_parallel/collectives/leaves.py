@@ -52,10 +52,8 @@ def checked_emit(operation: str, x: Tensor, axes: tuple[str, ...], **params: Par
 
 
 def _known_state(x: Tensor, lane: Lane, params: dict[str, Param]) -> State:
-    """Return the state of a value at a vmap level, which knows only whether the value varies.
-
-    Reduced is taken from the caller's `src`.
-    """
+    """Return the state of a value at a vmap level, which knows only whether the value varies."""
+    # Reduced is taken from the caller's `src`.
     if is_mapped(x, lane):
         return State.VARYING
     return State.REDUCED if params.get("src") == "reduced" else State.INVARIANT

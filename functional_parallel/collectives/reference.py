@@ -37,15 +37,10 @@ Values = Sequence[Tensor]
 
 
 def apply_reference(operation: str, values: Values, *params: Param) -> list[Tensor]:
-    """Apply the primitive `operation` with the arguments of its library op after `axes`.
+    """Apply a primitive to the operand of every rank. Arguments that are states do not change values, and are ignored.
 
     >>> apply_reference("psum", [torch.tensor(1), torch.tensor(2)], "varying")
     [tensor(3), tensor(3)]
-
-    Args:
-        operation: name of an op in `torch.ops.fp`.
-        values: operand of every rank.
-        params: dims, pairs or source. States (strings) are ignored, because they do not change values.
     """
     return _OPERATIONS[operation](values, *(param for param in params if not isinstance(param, str)))
 

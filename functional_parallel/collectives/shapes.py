@@ -14,14 +14,7 @@ __all__ = ["canonical_dim", "checked_pairs", "checked_rank", "chunk_shape", "gat
 
 
 def canonical_dim(operation: str, shape: Sequence[int], dim: int) -> int:
-    """Return `dim` counted from the front.
-
-    >>> canonical_dim("all_gather", (2, 3), -1)
-    1
-
-    Raises:
-        CollectiveShapeError: when the tensor has no such dim.
-    """
+    """Return `dim` counted from the front."""
     if not -len(shape) <= dim < len(shape):
         has = (
             f"the operand of shape {tuple(shape)} has dims 0 … {len(shape) - 1}" if shape else "the operand is a scalar"
@@ -31,11 +24,7 @@ def canonical_dim(operation: str, shape: Sequence[int], dim: int) -> int:
 
 
 def chunk_shape(operation: str, shape: Sequence[int], dim: int, axes: Sequence[str]) -> tuple[int, ...]:
-    """Return the shape of one rank's chunk if `dim` is split over the axes.
-
-    Raises:
-        CollectiveShapeError: when the dim's size does not divide by the number of ranks.
-    """
+    """Return the shape of one rank's chunk if `dim` is split over the axes."""
     ranks = axis_size(axes)
     if shape[dim] % ranks:
         raise CollectiveShapeError(
@@ -51,11 +40,7 @@ def gathered_shape(operation: str, shape: Sequence[int], dim: int, axes: Sequenc
 
 
 def checked_rank(operation: str, what: str, rank: int, axes: Sequence[str]) -> int:
-    """Check that a rank exists along the axes, and return it.
-
-    Raises:
-        CollectiveShapeError: when the axes have no such rank.
-    """
+    """Check that a rank exists along the axes, and return it."""
     ranks = axis_size(axes)
     if not 0 <= rank < ranks:
         raise CollectiveShapeError(
@@ -65,11 +50,7 @@ def checked_rank(operation: str, what: str, rank: int, axes: Sequence[str]) -> i
 
 
 def checked_pairs(operation: str, pairs: Iterable[tuple[int, int]], axes: Sequence[str]) -> list[int]:
-    """Check the pairs and flatten `[(source, target), ...]` to `[source, target, ...]`.
-
-    Raises:
-        CollectiveShapeError: when a rank does not exist, sends twice or receives twice.
-    """
+    """Check that no rank repeats, and flatten `[(source, target), ...]` to `[source, target, ...]`."""
     pairs = [(int(source), int(target)) for source, target in pairs]
     for position, what in enumerate(("source", "target")):
         ranks = [checked_rank(operation, what, pair[position], axes) for pair in pairs]

@@ -33,23 +33,14 @@ ALIGNMENT = 64  # a cache line, so that two ranks do not write to the same line
 
 
 def aligned(size: int) -> int:
-    """Round a number of bytes up to a multiple of the cache line.
-
-    >>> aligned(1), aligned(64), aligned(65)
-    (64, 64, 128)
-    """
+    """Round a number of bytes up to a multiple of the cache line."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def places(count: int, length: int, itemsize: int) -> list[slice]:
     """Return the slices of the pieces of each tensor: one for the full tensor, or several of equal size.
 
-    The last of several pieces may be smaller.
-
-    Args:
-        count: number of tensors that are sent together.
-        length: number of elements of each tensor.
-        itemsize: bytes of an element.
+    The last of several pieces may be smaller. `count` tensors of `length` elements are sent together.
     """
     if count * aligned(length * itemsize) <= AT_ONCE:
         return [slice(0, length)]

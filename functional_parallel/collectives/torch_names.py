@@ -120,15 +120,9 @@ def reduce(x: Tree, axis: Axes, root: int = 0) -> Tree:
 
 @dataclass(frozen=True)
 class InFlightValue(Generic[Tree]):
-    """Value in flight from one rank to another. `recv` returns it.
+    """Value in flight from one rank to another. `recv` returns it."""
 
-    Attributes:
-        value: the received value on the target, zeros on all other ranks.
-        source: rank that sent it.
-        target: rank that receives it.
-    """
-
-    value: Tree
+    value: Tree  # the received value on the target, zeros on all other ranks
     source: int
     target: int
 

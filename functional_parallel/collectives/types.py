@@ -26,11 +26,7 @@ Param = int | str | Sequence[int]  # argument of a primitive after its axes: a d
 
 
 class State(str, Enum):
-    """State of a value along one mesh axis.
-
-    >>> State.UNREDUCED.letter, State("varying").dual
-    ('U', <State.VARYING: 'varying'>)
-    """
+    """State of a value along one mesh axis."""
 
     VARYING = "varying"
     INVARIANT = "invariant"
@@ -63,12 +59,8 @@ _HOLDING = {
 class Type(Mapping[str, State]):
     """State of a value on every mesh axis. Axes that are not listed are Invariant. Immutable.
 
-    >>> Type(data="varying", tensor=State.UNREDUCED)
-    {V:data, U:tensor}
-    >>> Type(data="varying")["tensor"]
-    <State.INVARIANT: 'invariant'>
-    >>> Type(data="invariant") == Type()
-    True
+    >>> Type(data="varying", tensor=State.UNREDUCED), Type(data="varying")["tensor"]
+    ({V:data, U:tensor}, <State.INVARIANT: 'invariant'>)
     """
 
     __slots__ = ("_states",)
@@ -94,11 +86,7 @@ class Type(Mapping[str, State]):
         return frozenset(axis for axis, held in self._states.items() if held is state)
 
     def having(self, axes: Iterable[str], state: State) -> Type:
-        """Return the type with the state on `axes` replaced by `state`.
-
-        >>> Type(data="varying").having(["data"], State.INVARIANT)
-        {}
-        """
+        """Return the type with the state on `axes` replaced by `state`."""
         return Type({**self._states, **dict.fromkeys(axes, state)})
 
     def __eq__(self, other: object) -> bool:
@@ -170,24 +158,12 @@ _FIX_BY_STATE = {
 
 
 def result_type(operation: str, operand: Type, axes: tuple[str, ...], **params: Param) -> Type:
-    """Return the type of the result of a primitive.
+    """Return the type of the result of a primitive, given the type of its operand (`Type()` for `axis_index`).
+
+    Of the other arguments, only `src` and `dst` matter here. The error for a state that does not fit proposes a fix.
 
     >>> result_type("psum", Type(data="varying", tensor="varying"), ("tensor",))
     {V:data}
-    >>> result_type("psum", Type(), ("data",))
-    Traceback (most recent call last):
-    functional_parallel.errors.CollectiveTypeError: psum over axis 'data': the operand is Invariant there \
-(every rank holds the same value already); a psum would multiply it by the number of ranks. A doubled psum? Drop one; \
-if the product is meant, write x * fp.axis_size('data')
-
-    Args:
-        operation: name of the primitive, as in `torch.ops.fp`.
-        operand: type of its tensor operand (`Type()` for `axis_index`).
-        axes: mesh axes of the collective.
-        params: its other arguments. Only `src` and `dst` matter here.
-
-    Raises:
-        CollectiveTypeError: when the operand's state on one of the axes does not fit. The message states a fix.
     """
     if operation == "axis_index":
         return operand.having(axes, _V)
@@ -202,14 +178,7 @@ if the product is meant, write x * fp.axis_size('data')
 
 
 def source_state(operation: str, operand: Type, axes: tuple[str, ...], **params: Param) -> State:
-    """Return the one state of the operand on all `axes`, the meaning of `src="auto"`.
-
-    >>> source_state("psum", Type(data="unreduced"), ("data",), src="auto")
-    <State.UNREDUCED: 'unreduced'>
-
-    Raises:
-        CollectiveTypeError: when the primitive does not accept the state, or the axes have different states.
-    """
+    """Return the one state of the operand on all `axes`, the meaning of `src="auto"`."""
     for axis in axes:
         _check_state(operation, axis, operand[axis], params)
     states = {operand[axis] for axis in axes}

@@ -42,27 +42,15 @@ def vmap(
     randomness: str = "error",
     chunk_size: int | None = None,
 ) -> Callable[..., Any]:
-    """Map a function over a dim of its arguments. Collectives inside can use this dim as a mesh axis.
+    """Map a function over a dim of its arguments. Collectives inside can use this dim as the mesh axis `axis_name`.
+
+    The other arguments are those of torch.func.vmap. An out_dim of None declares that the result is equal for all
+    entries, which is checked. `axis_size` is required if no argument is mapped. `chunk_size` is not allowed with
+    `axis_name`, because all ranks of an axis must run together.
 
     >>> from functional_parallel.collectives import psum
     >>> vmap(lambda x: x / psum(x, "i"), axis_name="i")(torch.tensor([1.0, 1.0, 2.0]))
     tensor([0.2500, 0.2500, 0.5000])
-    >>> vmap(lambda x: psum(x, "i"), out_dims=None, axis_name="i")(torch.tensor([1.0, 1.0, 2.0]))
-    tensor(4.)
-
-    Args:
-        fn: any function. Its collectives can use `axis_name`. Nest vmaps for several axes.
-        in_dims: as in torch.func.vmap: an int, None, or a pytree of them for the positional arguments.
-        out_dims: as in torch.func.vmap. None declares that the result is equal for all entries, which is checked.
-        axis_name: name of the mesh axis; None maps without a name.
-        axis_size: number of entries, required if no argument is mapped.
-        randomness: as in torch.func.vmap.
-        chunk_size: as in torch.func.vmap. Not allowed with `axis_name`, because all ranks of an axis must run together.
-
-    Raises:
-        ValueError: when the mapped dims differ in size, `axis_size` is missing or contradicts them, or `chunk_size` is
-            given with `axis_name`, `axis_size` or dataclasses.
-        CollectiveTypeError: when a result varies along the axis although its out_dim is None.
     """
     plain = None
     if axis_name is None and axis_size is None:
@@ -96,10 +84,9 @@ def vmap(
 
 
 class _Results:
-    """Results of the mapped function. Results that all entries share bypass torch's vmap.
+    """Results of the mapped function. Results that all entries share bypass torch's vmap."""
 
-    torch rejects out_dims=None for a result that an outer level maps, even if the result is unmapped at this level.
-    """
+    # torch rejects out_dims=None for a result that an outer level maps, even if the result is unmapped at this level.
 
     def __init__(self, axis_name: str | None, out_dims: Dims) -> None:
         self.axis_name = axis_name

@@ -24,17 +24,9 @@ APPLY: dict[str, Callable[..., Tensor]] = {}  # `apply(x, lane, axes, *params)` 
 
 
 def apply_primitive(operation: str, x: Tensor, axes: Sequence[str], *params: Param) -> Tensor:
-    """Apply a primitive differentiably.
+    """Apply a primitive, by its name in `torch.ops.fp`, differentiably.
 
-    Args:
-        operation: the name of an op in `torch.ops.fp`.
-        x: its operand.
-        axes: mesh axes, the first one major. Axes with different communicators are processed one at a time.
-        params: other arguments of the library op, checked by the caller.
-
-    Raises:
-        UnboundAxisError: when an axis is not bound here.
-        CollectiveTypeError: when a vmap level shows that x varies where it must not.
+    The first axis is major. Axes with different communicators are processed one at a time.
     """
     axes = tuple(axes)
     if not share_communicator(operation, axes):

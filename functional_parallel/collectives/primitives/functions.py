@@ -38,11 +38,8 @@ class _Context(Protocol):
 def define(operation: str, leaves: State | None, transpose: Callable[..., Tensor] | None = None) -> None:
     """Define the Function of a primitive, for `apply_primitive`.
 
-    Args:
-        operation: the name of its op in `torch.ops.fp`.
-        leaves: the state of its result; None if its last parameter is the state.
-        transpose: `transpose(cotangent, axes, *params)`, which applies another primitive over the same axes; None if
-            the primitive has no derivative.
+    `leaves` is the state of its result; None if its last parameter is the state. `transpose(cotangent, axes, *params)`
+    applies another primitive over the same axes; None if the primitive has no derivative.
     """
     op: Callable[..., Tensor] = getattr(torch.ops.fp, operation)
 

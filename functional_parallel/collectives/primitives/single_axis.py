@@ -22,15 +22,9 @@ Emit = Callable[..., Tensor]
 def one_axis_at_a_time(
     operation: str, emit: Emit, index: Tensor, x: Tensor, axes: tuple[str, ...], params: Sequence[Any]
 ) -> Tensor:
-    """Apply a primitive over several axes, one at a time.
+    """Apply a primitive over several axes, the first one major, one at a time.
 
-    Args:
-        operation: name of the primitive.
-        emit: function that applies a primitive over one axis.
-        index: index of this rank along the axes.
-        x: the operand.
-        axes: mesh axes, the first one major.
-        params: other arguments of the primitive.
+    `emit` applies it over one axis. `index` is the index of this rank along the axes.
     """
     if operation == "all_to_all":
         return _all_to_all(emit, x, axes, *params)
