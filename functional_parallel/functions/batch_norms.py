@@ -37,11 +37,7 @@ def _is_replaced(module: nn.Module) -> bool:
 
 
 def require_no_group(module: nn.Module) -> None:
-    """Refuse batch norms that synchronise only some ranks.
-
-    Raises:
-        ValueError: if there is one. The message names them and explains how to get statistics of groups.
-    """
+    """Refuse batch norms that synchronise only some ranks."""
     wrong = [
         path or "the module"
         for path, each in module.named_modules()
@@ -62,11 +58,9 @@ def _is_world(group: torch.distributed.ProcessGroup) -> bool:
 
 @contextmanager
 def as_batch_norms() -> Iterator[None]:
-    """Run the batch norms that this thread calls inside as plain ones over their input batch.
-
-    The `forward` of the classes is replaced for all threads while any thread is inside. Threads that are not inside
-    still get torch's behaviour.
-    """
+    """Run the batch norms that this thread calls inside as plain ones over their input batch."""
+    # The `forward` of the classes is replaced for all threads while any thread is inside. Threads that are not inside
+    # still get torch's behaviour.
     inside = _inside()
     inside.append(True)
     _forwards.enter()

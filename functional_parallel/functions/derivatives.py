@@ -223,10 +223,8 @@ def _mapped(
 
 
 def _varied(args: tuple[PyTree, ...], dims: Sequence[int | None], axis: str) -> tuple[PyTree, ...]:
-    """Cast trained arguments that are not mapped to Varying over `axis`.
-
-    Each rank maps over its own samples, so gradients taken inside are not summed over the ranks.
-    """
+    """Cast trained arguments that are not mapped to Varying over `axis`."""
+    # Each rank maps over its own samples, so gradients taken inside are not summed over the ranks.
     leaves, tree = optree.tree_flatten(args)
     own = [
         pvary(leaf, axis) if dim is None and is_trained(leaf) else leaf for leaf, dim in zip(leaves, dims, strict=True)
@@ -312,10 +310,8 @@ def unused(x: torch.Tensor, gradient: torch.Tensor) -> bool:
 
 
 def _note_unused(active: Recorder, inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-    """Type the zeros of unused inputs, and record for every input of the trace whether a gradient reaches it.
-
-    torch creates these zeros with `zeros_like` of the input, but their type must be that of the gradient.
-    """
+    """Type the zeros of unused inputs, and record for every input of the trace whether a gradient reaches it."""
+    # torch creates these zeros with `zeros_like` of the input, but their type must be that of the gradient.
     for x, gradient in zip(inputs, gradients, strict=True):
         node = active.node_of(_torch.unwrap(x))
         is_unused = unused(x, gradient)

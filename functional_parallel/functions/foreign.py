@@ -32,14 +32,6 @@ def require_function(f: Callable[..., PyTree], who: str) -> None:
     """Refuse a function of parameters that is a module, contains a DDP or FSDP module, or is not callable.
 
     A module without parameters, such as `nn.MSELoss()`, is accepted as a function.
-
-    Args:
-        f: the function.
-        who: name of the caller, for the message.
-
-    Raises:
-        TypeError: for a module with parameters or an object that is not callable.
-        ForeignCollectiveError: for a DDP or FSDP module.
     """
     if not callable(f):
         if isinstance(f, tuple) and len(f) in (2, 3) and callable(f[0]):
@@ -55,11 +47,7 @@ def require_function(f: Callable[..., PyTree], who: str) -> None:
 
 
 def require_module(module: nn.Module, who: str) -> None:
-    """Refuse an object that is not an `nn.Module`.
-
-    Raises:
-        TypeError: if it is not; the message names its kind.
-    """
+    """Refuse an object that is not an `nn.Module`."""
     if not isinstance(module, nn.Module):
         name = getattr(module, "__name__", "")
         kind = f"the function {name}" if callable(module) and name else type(module).__name__
@@ -67,11 +55,7 @@ def require_module(module: nn.Module, who: str) -> None:
 
 
 def require_mesh(mesh: Mesh, who: str) -> None:
-    """Refuse an object that is not a `sharding_specs.Mesh`.
-
-    Raises:
-        TypeError: if it is not. The message shows the mesh to write, also for a DeviceMesh, dict, string or number.
-    """
+    """Refuse an object that is not a `sharding_specs.Mesh`. The message shows the mesh to write."""
     if not isinstance(mesh, Mesh):
         raise TypeError(f"{who} takes a sharding_specs.Mesh, not {type(mesh).__name__}: write {_mesh_for(mesh)}")
 
@@ -93,11 +77,7 @@ def _mesh_for(mesh: Any) -> str:
 
 
 def written_here(value: Any) -> str:
-    """Return advice that replaces a torch scheduler or parameters; empty for any other value.
-
-    Args:
-        value: value passed as an optimizer or as a learning rate.
-    """
+    """Return advice that replaces a torch scheduler or parameters, given as an optimizer or a rate. Else it is empty."""
     kind = value if isinstance(value, type) else type(value)
     if issubclass(kind, torch.optim.lr_scheduler.LRScheduler):
         schedule = _SCHEDULERS.get(kind.__name__)

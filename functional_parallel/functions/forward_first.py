@@ -28,12 +28,8 @@ __all__ = ["forward_first"]
 def forward_first(f: Callable[..., PyTree], *, lenient: bool = False) -> Callable[..., PyTree]:
     """Return a function that calls f. Under a transform in a typed trace, it runs a trace of the forward of f.
 
-    That trace is run with every implied cast made explicit.
-
-    Args:
-        f: a function of pytrees.
-        lenient: whether to call f directly, instead of refusing it, if it closes over a tensor of an enclosing
-            transform.
+    That trace is run with every implied cast made explicit. If `lenient`, f is called directly, instead of refused, if
+    it closes over a tensor of an enclosing transform.
     """
 
     @functools.wraps(f)

@@ -68,12 +68,6 @@ def explain_keywords(f: Callable[P, R]) -> Callable[P, R]:
     >>> train(None, max_grad_norm=1.0)
     Traceback (most recent call last):
     TypeError: train has no argument max_grad_norm: clip gradients by train_step(clip=1.0)
-
-    Args:
-        f: the function; it must not have `**kwargs`.
-
-    Returns:
-        A function with the same name and signature. It raises TypeError for such a call.
     """
     signature = inspect.signature(f)
     positional = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]

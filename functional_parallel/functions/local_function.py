@@ -50,13 +50,9 @@ STACK_DIM = "taken_dim"  # attribute of a tensor that represents a stack of laye
 class Layout:
     """Layouts of the arguments of a local function, and the requests of its transforms.
 
-    Attributes:
-        arguments: returns a tuple of full spec trees, one per argument. They depend only on the paths and shapes of the
-            arguments. In a trace, which has local shapes, it returns the specs that it returned for the global ones.
-        axes: mesh axes over which the function is local, innermost transform first.
-        describe: description of each transform.
-        requests: requests of the transforms, innermost transform first.
-        signature: signature of the user's function. It allows keyword arguments.
+    `arguments` returns a tuple of full spec trees, one per argument. They depend only on the paths and shapes of the
+    arguments. In a trace, which has local shapes, it returns the specs that it returned for the global ones. `axes`,
+    `describe` and `requests` have the innermost transform first. The signature is that of the user's function.
     """
 
     arguments: Callable[[tuple[PyTree, ...]], tuple[SpecTree, ...]]
@@ -79,12 +75,7 @@ class Layout:
         return next((each for each in reversed(self.requests) if isinstance(each, kind)), None)
 
     def mesh(self, mesh: Mesh) -> Mesh:
-        """Return a mesh with the virtual axes added.
-
-        Raises:
-            ValueError: if the mesh has an axis with the name of a virtual axis.
-            MeshError: if the mesh lacks one of `axes`.
-        """
+        """Return a mesh with the virtual axes added."""
         virtual = self.virtual_sizes(mesh)
         clash = [name for name in virtual if name in mesh.axis_names]
         if clash:
@@ -141,10 +132,7 @@ class LocalFunction:
         return self.with_layout(replace(self.layout, requests=(*self.layout.requests, *requests)))
 
     def without_schedule(self) -> LocalFunction:
-        """Return the function without a pipeline: every rank runs all stages.
-
-        It is for transforms that a pipeline schedule does not support.
-        """
+        """Return the function without a pipeline, for transforms that no schedule supports: a rank runs all stages."""
         kept = [each.without_schedule() for each in self.layout.requests]
         return self.with_layout(replace(self.layout, requests=tuple(each for each in kept if each is not None)))
 
@@ -159,16 +147,9 @@ class LocalFunction:
 def specs_per_leaf(
     specs: tuple[SpecTree, ...], args: tuple[PyTree, ...], of: str, first: int = 0
 ) -> tuple[SpecTree, ...]:
-    """Return a spec for every leaf of some arguments.
+    """Return a spec for every leaf of some arguments, given a pytree prefix of specs per argument.
 
-    Args:
-        specs: a pytree prefix of specs per argument.
-        args: the arguments.
-        of: description of the specs, for messages.
-        first: number of the first argument among all.
-
-    Raises:
-        SpecError: if the structure of the specs is not that of the arguments, or a spec has more dims than its tensor.
+    The message of an error names `of`. `first` is the number of the first argument among all.
     """
     full = []
     for number, (spec, arg) in enumerate(zip(specs, args, strict=True), first):
@@ -204,16 +185,7 @@ def axis_mesh() -> Mesh:
 
 
 def refuse_unknown_axes(specs: tuple[SpecTree, ...], who: str, known: Collection[str] = ()) -> None:
-    """Refuse specs of arguments that name an axis that is not bound here, such as a typo.
-
-    Args:
-        specs: a tree of specs per argument.
-        who: name of the caller that needs the specs, for the message.
-        known: axes that may be bound elsewhere.
-
-    Raises:
-        SpecError: if a spec names an unknown axis; the message lists every such spec.
-    """
+    """Refuse specs of arguments that name an axis that is neither bound here nor in `known`, such as a typo."""
     names = axis_mesh().axis_names
     leaves = optree.tree_leaves(specs)
     wrong = [

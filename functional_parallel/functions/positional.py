@@ -32,15 +32,6 @@ def bind_positional(
 
     >>> bind_positional(call_signature(lambda params, x, mask=None, scale=1.0: None), "loss", (0, 1), {"scale": 2.0})
     (0, 1, None, 2.0)
-
-    Args:
-        signature: signature of the function, or None if it is not known.
-        name: name of the function, for messages.
-        args, named: positional and keyword arguments of the call.
-
-    Raises:
-        TypeError: for a keyword that the function does not have or that is keyword-only. Also for any keyword if the
-            signature is not known.
     """
     if not named:
         return args
