@@ -13,13 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .transforms import disable_functorch
 
-__all__ = [
-    "compile_by_inductor",
-    "fused_adamw_",
-    "has_fused_adamw",
-    "store_of_all_ranks",
-    "timeout_of_all_ranks",
-]
+__all__ = ["compile_by_inductor", "fused_adamw_", "has_fused_adamw", "store_of_all_ranks", "timeout_of_all_ranks"]
 
 
 def has_fused_adamw(parameter: torch.Tensor) -> bool:
@@ -59,10 +53,8 @@ def timeout_of_all_ranks() -> timedelta | None:
 
 
 def store_of_all_ranks() -> torch.distributed.Store | None:
-    """Return the rendezvous store of the default process group; None if the backend, such as mpi, does not use one.
-
-    `init_process_group` does not return it, and torch has no public API for the store of a group of a script.
-    """
+    """Return the rendezvous store of the default process group; None if the backend, such as mpi, does not use one."""
+    # `init_process_group` does not return it, and torch has no public API for the store of a group of a script.
     if torch.distributed.get_backend() in ("mpi", "fake"):
         return None
     return torch.distributed.distributed_c10d._get_default_store()
@@ -71,10 +63,8 @@ def store_of_all_ranks() -> torch.distributed.Store | None:
 def compile_by_inductor(
     module: torch.fx.GraphModule, operands: Sequence[torch.Tensor]
 ) -> Callable[..., Sequence[torch.Tensor]]:
-    """Compile a graph of aten ops for these shapes and strides. It must not write to memory or be differentiated.
-
-    `torch.compile` would retrace it with dynamo and add guards on values that cannot change.
-    """
+    """Compile a graph of aten ops for these shapes and strides. It must not write to memory or be differentiated."""
+    # `torch.compile` would retrace it with dynamo and add guards on values that cannot change.
     import torch._inductor as inductor  # takes a second, and few programs need it
 
     with disable_functorch(), torch.no_grad(), warnings.catch_warnings():

@@ -21,12 +21,10 @@ R = TypeVar("R")
 
 @contextmanager
 def checkpointing(region: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:
-    """Make `torch.utils.checkpoint.checkpoint` call its function directly, inside `region(name)`.
-
-    Its two implementations, an autograd.Function and hooks on saved tensors, do not work under torch.func. Models hold
-    references to `checkpoint`, so the two names that it looks up at each call are replaced. They stay replaced for all
-    threads while some thread is inside. Threads outside still use torch's implementations.
-    """
+    """Make `torch.utils.checkpoint.checkpoint` call its function directly, inside `region(name)`."""
+    # Its two implementations, an autograd.Function and hooks on saved tensors, do not work under torch.func. Models
+    # hold references to `checkpoint`, so the two names that it looks up at each call are replaced. They stay replaced
+    # for all threads while some thread is inside. Threads outside still use torch's implementations.
     regions = _regions()
     regions.append(region)
     _checkpoints.enter()

@@ -84,10 +84,8 @@ is_all_true = torch._is_all_true  # the test of values in torch.distributions, a
 
 
 def without_constant(fake: torch.Tensor) -> torch.Tensor:
-    """Remove torch's record of the value of a fake tensor. In-place writes of a trace would not update it.
-
-    `item_memo` is for scalars and exists since torch 2.14.
-    """
+    """Remove torch's record of the value of a fake tensor. In-place writes of a trace would not update it."""
+    # `item_memo` is for scalars and exists since torch 2.14.
     if isinstance(fake, FakeTensor):
         fake.constant, fake.item_memo = None, None
     return fake

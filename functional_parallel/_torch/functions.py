@@ -18,11 +18,9 @@ _APPLY: CodeType | None = getattr(getattr(torch.autograd.Function.apply, "__func
 
 
 def running_functions(since: CodeType) -> list[type]:
-    """Return the autograd.Functions with running forwards inside the innermost call of `since`, innermost first.
-
-    They are found by the frames of `apply`. Since torch 2.14 `apply` is in C++, and they are found by the frames of
-    their forwards. A forward always has a frame: torch reads its signature, which a C function does not have.
-    """
+    """Return the autograd.Functions with running forwards inside the innermost call of `since`, innermost first."""
+    # They are found by the frames of `apply`. Since torch 2.14 `apply` is in C++, and they are found by the frames of
+    # their forwards. A forward always has a frame: torch reads its signature, which a C function does not have.
     frames = list(_frames(since))
     running = _by_forwards(frames) if _APPLY is None else _by_apply(frames)
     return [cls for cls, _ in groupby(running)]  # torch.func calls a Function once per level

@@ -33,11 +33,8 @@ grouped_mm = torch._grouped_mm  # called by F.grouped_mm, and by models before F
 
 
 def functional_variant(op: Op) -> Op | None:
-    """Return the out-of-place variant of an in-place op or of an op with `out=`, or None.
-
-    For `aten.add_.Tensor` it is `aten.add.Tensor`. The overload is chosen by the arguments, because its name may differ
-    (`aten.transpose_` → `aten.transpose.int`).
-    """
+    """Return the out-of-place variant of an in-place op or of an op with `out=`, or None."""
+    # The overload is chosen by the arguments, because its name may differ (`aten.transpose_` → `aten.transpose.int`).
     name = op._schema.name.split("::")[1]
     has_out = [argument.name for argument in op._schema.arguments if argument.is_out] == ["out"]
     packet = getattr(torch.ops.aten, name if has_out else name[:-1], None) if has_out or name.endswith("_") else None
@@ -85,11 +82,9 @@ _VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
 
 
 def stride_free(op: Target) -> Target:
-    """Return the op to run for a traced op. It was traced on contiguous fakes, but operands may have other strides.
-
-    A view of such an operand may be impossible. torch selects attention kernels only for operands with contiguous rows;
-    on other operands they would read wrong memory. Some other ops reject operands that are not contiguous.
-    """
+    """Return the op to run for a traced op. It was traced on contiguous fakes, but operands may have other strides."""
+    # A view of such an operand may be impossible. torch selects attention kernels only for operands with contiguous
+    # rows; on other operands they would read wrong memory. Some other ops reject operands that are not contiguous.
     return torch.ops.aten.reshape.default if op in _VIEWS else _ON_COPIES.get(op, op)
 
 
@@ -127,11 +122,9 @@ _ON_COPIES = _OF_ROWS | {
 
 
 def under_transforms(op: Target) -> Target:
-    """Return the op to run for a traced op where torch.func's transforms may be active.
-
-    torch.func cannot map `addmm_`, a product that is added in place. It maps `slice_scatter` with the number of
-    positions given by the slice's end, which is the largest integer for `x[2:]`.
-    """
+    """Return the op to run for a traced op where torch.func's transforms may be active."""
+    # torch.func cannot map `addmm_`, a product that is added in place. It maps `slice_scatter` with the number of
+    # positions given by the slice's end, which is the largest integer for `x[2:]`.
     return _UNDER_TRANSFORMS.get(op) or stride_free(op)
 
 

@@ -39,11 +39,9 @@ def disable_functorch() -> Iterator[None]:
 
 
 def is_above_autograd() -> bool:
-    """Whether autograd will still process the current op, although dispatch modes already see it.
-
-    torch detaches in this way a result that a backward op saves, when it is saved and at each access. Such a result
-    gets its gradient back, unlike a tensor that the user detaches.
-    """
+    """Whether autograd will still process the current op, although dispatch modes already see it."""
+    # torch detaches in this way a result that a backward op saves, when it is saved and at each access. Such a result
+    # gets its gradient back, unlike a tensor that the user detaches.
     return not torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
 
 
@@ -124,10 +122,8 @@ _around: ContextVar[tuple[Any, ...]] = ContextVar("levels around a trace", defau
 
 @contextmanager
 def counting_levels() -> Iterator[None]:
-    """Count the currently active torch.func levels in `needs_higher_derivatives`, although a trace disables them.
-
-    They will differentiate or map the traced ops.
-    """
+    """Count the active torch.func levels in `needs_higher_derivatives`, although a trace disables them."""
+    # They will differentiate or map the traced ops.
     token = _around.set((*_around.get(), *_level_keys()))
     try:
         yield
