@@ -104,14 +104,9 @@ class LossScale:
         return LossScaleState(torch.tensor(self.initial, dtype=torch.float64), *counts, torch.tensor(False))
 
     def update(self, state: LossScaleState, overflow: torch.Tensor) -> LossScaleState:
-        """Return the state after a step.
+        """Return the state after a step. `overflow` is () and tells whether any gradient on any rank was not finite.
 
-        Args:
-            state: the state before the step. The step's loss was multiplied by its `scale`.
-            overflow: () whether any gradient on any rank was not finite.
-
-        Returns:
-            The new state. Unscale the step's gradients by the *old* scale.
+        The loss of the step was multiplied by the old scale. Unscale its gradients by the *old* scale.
         """
         scale, patience, clean, exhausted = state
         falls = overflow & (patience == 1)
@@ -127,11 +122,7 @@ class LossScale:
         )
 
     def check(self, state: LossScaleState) -> None:
-        """Check that no step overflowed at the minimum. This waits for the device, so call it only now and then.
-
-        Raises:
-            LossScaleError: if a step up to this state overflowed at the lowest scale.
-        """
+        """Check that no step overflowed at the minimum. This waits for the device, so call it only now and then."""
         if bool(state.exhausted):
             raise LossScaleError(
                 f"gradients overflow at the lowest loss scale, {self.minimum:g}: the loss has diverged, or it needs a "
@@ -142,16 +133,11 @@ class LossScale:
 def has_overflow(gradients: PyTree) -> torch.Tensor:
     """Return whether any element of a rank's gradients is infinite or NaN, as a () bool, without a host sync.
 
+    If the gradients are sharded, sum the result over the axes that split them, so that all ranks agree.
+
     >>> import torch
     >>> has_overflow({"w": torch.tensor([1.0, float("inf")]), "b": torch.zeros(2)})
     tensor(True)
-
-    Args:
-        gradients: a pytree. Leaves that are not floating or complex tensors are ignored. If the gradients are sharded,
-            sum the result over the axes that split them, so that all ranks agree.
-
-    Raises:
-        ValueError: if no leaf is a floating or complex tensor.
     """
     finite = [torch.isfinite(leaf).all() for leaf in optree.tree_leaves(gradients) if is_trained(leaf)]
     if not finite:

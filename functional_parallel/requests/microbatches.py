@@ -14,12 +14,7 @@ __all__ = ["Microbatches"]
 
 @dataclass(frozen=True)
 class Microbatches(Request):
-    """Request to split the batch over an axis that no mesh has.
-
-    Attributes:
-        axis: the name of the axis.
-        count: number of microbatches, or a function that computes it from the mesh.
-    """
+    """Request to split the batch over an axis that no mesh has. The count may depend on the mesh."""
 
     axis: str
     count: int | Callable[[Mesh], int]

@@ -37,12 +37,7 @@ class PairPass(ProgramPass):
 
 @dataclass(frozen=True)
 class RunPass(Request):
-    """Request to run a pass. Its phase orders it among the passes of its scope.
-
-    Attributes:
-        run: the pass.
-        scope: the programs that it runs on.
-    """
+    """Request to run a pass on the programs of a scope. Its phase orders it among the passes of the scope."""
 
     run: ProgramPass
     scope: Scope = Scope.STEP

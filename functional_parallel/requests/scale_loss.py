@@ -24,11 +24,7 @@ class ScaledState(NamedTuple):
 
 @dataclass(frozen=True)
 class ScaleLoss(StateRequest):
-    """Request to multiply the loss by a scale, and to skip the update of a step with overflow.
-
-    Attributes:
-        rules: the rules of the scale.
-    """
+    """Request to multiply the loss by a scale, and to skip the update of a step with overflow."""
 
     rules: LossScale
     tree: ClassVar[type[ScaledState]] = ScaledState

@@ -19,37 +19,25 @@ _TREES: set[type[Any]] = set()  # of all requests
 
 @dataclass(frozen=True)
 class Update:
-    """Update of one step on a rank's shards, as the hooks of requests read and change it.
-
-    Attributes:
-        params, state: new parameters and state of the optimizer.
-        old_params, old_state: those that it was given.
-        stored: the rank's shards of the parameters as they are stored.
-        norm: global norm of the gradients; None if nothing needs it.
-    """
+    """Update of one step on a rank's shards, as the hooks of requests read and change it."""
 
     params: PyTree
     state: PyTree
     old_params: PyTree
     old_state: PyTree
-    stored: PyTree
-    norm: torch.Tensor | None
+    stored: PyTree  # the rank's shards of the parameters as they are stored
+    norm: torch.Tensor | None  # of all gradients; None if nothing needs it
 
 
 class StateRequest(Request):
     """Request with leaves in the state of a training step. Each hook's default changes nothing.
 
     A request that only changes parameters or gradients has no `tree`, and its hooks are given None for the leaves.
-
-    Attributes:
-        tree: a named tuple of the optimizer's state, as it is without this request, and the leaves of the request.
-        saved: whether a checkpoint saves the leaves. If not, `init` computes them from saved parameters.
-        may_skip: whether it may skip an update, by the norm of the gradients.
     """
 
-    tree: ClassVar[type[Any] | None] = None
-    saved: ClassVar[bool] = True
-    may_skip: ClassVar[bool] = False
+    tree: ClassVar[type[Any] | None] = None  # named tuple of the optimizer's state without this request, and its leaves
+    saved: ClassVar[bool] = True  # whether a checkpoint saves the leaves, or `init` computes them from the parameters
+    may_skip: ClassVar[bool] = False  # whether it may skip an update, by the norm of the gradients
 
     def __init_subclass__(cls) -> None:
         if cls.tree is not None:

@@ -23,15 +23,10 @@ __all__ = ["MasterState", "Masters", "StoredType"]
 
 @dataclass(frozen=True)
 class StoredType(StateRequest):
-    """Request to store the parameters that a function casts in the dtype of the cast.
-
-    Attributes:
-        dtype: the dtype.
-        kept: returns for each parameter whether it stays in its dtype.
-    """
+    """Request to store the parameters that a function casts in the dtype of the cast."""
 
     dtype: torch.dtype
-    kept: Callable[[PyTree], PyTree]
+    kept: Callable[[PyTree], PyTree]  # for each parameter, whether it stays in its dtype
 
     def trained(self, params: PyTree) -> PyTree:
         return self.stored(params)

@@ -12,11 +12,7 @@ __all__ = ["SummedApart"]
 
 @dataclass(frozen=True)
 class SummedApart(Request):
-    """Request that parameters with different labels do not share a flat vector.
-
-    Attributes:
-        label: returns a label for each parameter.
-    """
+    """Request that parameters with different labels do not share a flat vector."""
 
     label: Callable[[PyTree], PyTree]
 

@@ -72,11 +72,7 @@ REQUESTS: dict[type[Request] | type[ProgramPass], Order] = {  # a request of a p
 
 
 def require_order(requests: Sequence[Request]) -> None:
-    """Check the order of requests against the table.
-
-    Raises:
-        OrderError: if a request follows one of an outer transform. Requests that are not in the table may be anywhere.
-    """
+    """Check the order of requests against the table. Requests that are not in it may be anywhere."""
     outermost: Request | None = None
     for each in requests:
         order, highest = _order_of(each), None if outermost is None else _order_of(outermost)

@@ -26,18 +26,11 @@ class _ParameterSharding(Request):
 
 @dataclass(frozen=True)
 class UpdateSharding(_ParameterSharding):
-    """Request to shard the update and the optimizer state over one more axis.
-
-    Attributes:
-        specs: returns the specs of the parameters over this axis.
-        axis: the mesh axis.
-        flat: whether the update concatenates all parameters and splits them at any element.
-        whole_gradients: whether a rank stores full gradients until the update (ZeRO-1). Memory estimates use it.
-    """
+    """Request to shard the update and the optimizer state over one more axis."""
 
     axis: str
-    flat: bool = False
-    whole_gradients: bool = False
+    flat: bool = False  # whether the update concatenates all parameters and splits them at any element
+    whole_gradients: bool = False  # whether a rank stores full gradients until the update (ZeRO-1); for estimates
 
     def __str__(self) -> str:
         return f"update{' of flat vectors' if self.flat else ''} sharded over {self.axis!r}"
@@ -45,10 +38,9 @@ class UpdateSharding(_ParameterSharding):
 
 @dataclass(frozen=True)
 class NormSharding(_ParameterSharding):
-    """Request to shard gradients for the sum of their squares.
+    """Request to shard gradients for the sum of their squares. The last such request counts."""
 
-    Every ZeRO stage then sums the same numbers in the same order. The last such request counts.
-    """
+    # Every ZeRO stage then sums the same numbers in the same order.
 
     def __str__(self) -> str:
         return "norm summed by shards"
